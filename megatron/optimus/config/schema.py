@@ -1,0 +1,204 @@
+"""The typed sections of a run. Every field is an option with Megatron's name where Megatron has one.
+
+A field is a flag: ``num_layers`` is ``--num-layers`` on the command line and ``model: {num_layers: ...}`` in a file.
+Field names are unique over all sections, so a flag needs no prefix. ``metadata["help"]`` is the flag's help text.
+Rules that involve one section live in its ``__post_init__``; rules across sections live in checks.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A value the user gave cannot be used. The message names the key, the value, and the remedy."""
+
+
+class Normalization(str, Enum):
+    RMSNORM = "rmsnorm"
+    LAYERNORM_NONPARAMETRIC = "layernorm-nonparametric"  # OLMo-1B: no scale, no shift
+
+
+class ScoreFunction(str, Enum):
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+
+
+class LoadBalancing(str, Enum):
+    NONE = "none"
+    AUX_LOSS = "aux_loss"  # statistics of one micro-batch of one rank
+    GLOBAL_AUX_LOSS = "global_aux_loss"  # statistics of the global batch
+
+
+class TokenDispatcher(str, Enum):
+    ALLGATHER = "allgather"  # all-gather in, reduce-scatter out: the paper's
+    ALLTOALL = "alltoall"
+
+
+class ExpertPlacement(str, Enum):
+    CONTIGUOUS = "contiguous"  # rank r owns experts [r*E/EP, (r+1)*E/EP)
+    INTERLEAVED = "interleaved"  # rank r owns experts r, r+EP, r+2*EP, ...
+
+
+class Precision(str, Enum):
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+
+class LRDecayStyle(str, Enum):
+    COSINE = "cosine"
+    LINEAR = "linear"
+    CONSTANT = "constant"
+
+
+class TokenizerType(str, Enum):
+    HF = "HuggingFaceTokenizer"  # a tokenizer.json or a folder that holds one
+    SENTENCEPIECE = "SentencePieceTokenizer"
+    BYTE = "ByteLevelTokenizer"  # 256 bytes + end of document, no file
+
+
+class Backend(str, Enum):
+    AUTO = "auto"
+    NCCL = "nccl"
+    XCCL = "xccl"
+    GLOO = "gloo"
+
+
+class Device(str, Enum):
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+    XPU = "xpu"
+
+
+def option(default: Any, help: str) -> Any:
+    """A field with help text; a list default is copied for each instance."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """Shape of the decoder. Defaults are those of the Mula-1B family that do not change with size."""
+
+    num_layers: int = option(16, "decoder blocks")
+    hidden_size: int = option(2048, "model width D")
+    num_attention_heads: int = option(16, "query heads")
+    num_query_groups: int | None = option(None, "key/value heads; default: num_attention_heads")
+    kv_channels: int | None = option(None, "width of one head; default: hidden_size / num_attention_heads")
+    ffn_hidden_size: int = option(8192, "inner width of the dense MLP (layers without experts)")
+    vocab_size: int = option(50304, "rows of the embedding; token ids must be below it")
+    max_position_embeddings: int = option(4096, "longest sequence the exported model claims")
+    normalization: Normalization = option(Normalization.RMSNORM, "norm before attention and MLP, and the final one")
+    norm_epsilon: float = option(1e-5, "added to the variance in every norm")
+    qk_layernorm: bool = option(True, "RMSNorm over the full query and key width, before RoPE")
+    clip_qkv: float | None = option(None, "clamp queries, keys and values to [-x, x]")
+    rotary_base: float = option(10000.0, "RoPE theta")
+    untie_embeddings_and_output_weights: bool = option(True, "the output projection has weights of its own")
+    init_method_std: float = option(0.02, "standard deviation of the normal initialisation")
+    num_experts: int = option(0, "routed experts per layer; 0 makes every layer dense")
+    moe_ffn_hidden_size: int = option(1024, "inner width F of one expert")
+    moe_router_topk: int = option(8, "experts per token K")
+    moe_router_score_function: ScoreFunction = option(ScoreFunction.SOFTMAX, "scores from router logits, in fp32")
+    moe_router_norm_topk_prob: bool = option(False, "rescale the K chosen scores to sum to one (OLMoE, Mula: no)")
+    moe_router_load_balancing_type: LoadBalancing = option(LoadBalancing.AUX_LOSS, "load-balancing loss")
+    moe_aux_loss_coeff: float = option(0.01, "weight of the load-balancing loss (mean over layers)")
+    moe_z_loss_coeff: float = option(0.0, "weight of the router z-loss (mean over layers)")
+    moe_router_enable_expert_bias: bool = option(False, "aux-loss-free balancing: a bias per expert steers selection")
+    moe_router_bias_update_rate: float = option(1e-3, "step of that bias after each optimizer step")
+    moe_router_force_load_balancing: bool = option(False, "benchmarks only: ignore the router, spread tokens evenly")
+
+    @property
+    def is_moe(self) -> bool:
+        return self.num_experts > 0
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_query_groups or self.num_attention_heads
+
+
+@dataclass(kw_only=True)
+class ParallelConfig:
+    tensor_model_parallel_size: int = option(1, "ranks that share one layer's matrices")
+    pipeline_model_parallel_size: int = option(1, "stages of the pipeline")
+    context_parallel_size: int = option(1, "ranks that share one sequence")
+    expert_model_parallel_size: int = option(1, "ranks that share the experts of one layer")
+    moe_token_dispatcher_type: TokenDispatcher = option(TokenDispatcher.ALLGATHER, "how tokens reach their experts")
+    moe_expert_placement: ExpertPlacement = option(ExpertPlacement.CONTIGUOUS, "which rank owns which expert")
+    device: Device = option(Device.AUTO, "where to run")
+    distributed_backend: Backend = option(Backend.AUTO, "collectives; auto: nccl, xccl or gloo by device")
+    distributed_timeout_minutes: float = option(10.0, "a collective that takes longer ends the run")
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    optimizer: str = option("adamw", "adamw")
+    zero_stage: int = option(1, "1: optimizer states sharded (non-experts over DP, experts over their replicas)")
+    lr: float = option(4e-4, "peak learning rate")
+    min_lr: float = option(4e-5, "learning rate at the start of warm-up and at the end")
+    lr_decay_style: LRDecayStyle = option(LRDecayStyle.COSINE, "shape of the decay after warm-up")
+    lr_decay_iters: int | None = option(None, "steps until min_lr; default: train_iters")
+    lr_warmup_iters: int = option(0, "linear warm-up steps")
+    weight_decay: float = option(0.1, "decoupled weight decay, on every parameter as in the paper")
+    adam_beta1: float = option(0.9, "first-moment decay")
+    adam_beta2: float = option(0.95, "second-moment decay")
+    adam_eps: float = option(1e-8, "added to the root of the second moment")
+    clip_grad: float = option(1.0, "largest global gradient norm; 0 switches clipping off")
+
+
+@dataclass(kw_only=True)
+class TrainingConfig:
+    train_iters: int = option(1000, "optimizer steps in all")
+    micro_batch_size: int = option(1, "sequences per rank and forward pass")
+    global_batch_size: int = option(8, "sequences per optimizer step over all ranks")
+    seq_length: int = option(2048, "tokens per sequence")
+    params_dtype: Precision = option(Precision.BF16, "dtype of weights and activations; the master copy is fp32")
+    seed: int = option(1234, "initial weights and data order")
+    eval_interval: int = option(100, "steps between validations; 0 switches them off")
+    eval_iters: int = option(10, "global batches per validation")
+    exit_interval: int = option(0, "stop (after saving) when the step is a multiple of this; 0: never")
+    deterministic: bool = option(False, "refuse kernels whose result can change from run to run")
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    data_path: list[str] = option([], "prefixes of .bin/.idx pairs")
+    split: str = option("969,30,1", "shares of training, validation and test")
+    tokenizer_type: TokenizerType = option(TokenizerType.HF, "kind of tokenizer")
+    tokenizer_model: str | None = option(None, "its file or folder; copied into exports")
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    save: str | None = option(None, "folder of checkpoints; default: <run_dir>/checkpoints")
+    load: str | None = option(None, "folder or one checkpoint to start from; default: newest one in save")
+    save_interval: int = option(1000, "steps between checkpoints; 0: only the last step")
+    save_retain: int = option(2, "newest checkpoints to keep")
+    finetune: bool = option(False, "take only the weights from load: step, data position and moments start anew")
+
+
+@dataclass(kw_only=True)
+class LoggingConfig:
+    run_dir: str = option("runs/optimus", "metrics.jsonl, checkpoints and pictures of this run")
+    log_interval: int = option(1, "steps between progress lines; metrics.jsonl gets every step")
+    tensorboard_dir: str | None = option(None, "also write TensorBoard events here")
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """Everything one run needs."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
