@@ -1,4 +1,4 @@
-"""The specification of every operation, in plain PyTorch. Fast kernels must agree with this file in values and gradients.
+"""The specification of every operation, in plain PyTorch: fast kernels must agree in values and gradients.
 
 Shapes: T tokens, K experts chosen per token, E experts, D model width, F inner width of an expert,
 N = T*K slots (slot n belongs to token n // K), R <= N slots whose expert is on this rank.
