@@ -84,7 +84,7 @@ def combine(y_RD: Tensor, order: ExpertOrder, weights_TK: Tensor) -> Tensor:
     num_tokens, topk = weights_TK.shape
     num_slots, num_rows = num_tokens * topk, y_RD.shape[0]
     padded_ND = y_RD.new_zeros(num_slots, y_RD.shape[1]).index_copy(0, order.slots_N[:num_rows], y_RD)
-    y_TD = (padded_ND.view(num_tokens, topk, -1).float() * weights_TK.float().unsqueeze(-1)).sum(dim=1)
+    y_TD = (padded_ND.view(num_tokens, topk, y_RD.shape[1]).float() * weights_TK.float().unsqueeze(-1)).sum(dim=1)
     return y_TD.to(y_RD.dtype)
 
 
