@@ -2,11 +2,13 @@
 
 A field is a flag: ``num_layers`` is ``--num-layers`` on the command line and ``model: {num_layers: ...}`` in a file.
 Field names are unique over all sections, so a flag needs no prefix. ``metadata["help"]`` is the flag's help text.
-Rules that involve one section live in its ``__post_init__``; rules across sections live in checks.py.
+Rules that involve one section live in its ``__post_init__`` (a section cannot exist with impossible values); rules
+across sections live in checks.py. Comparisons are written so that NaN fails them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -14,6 +16,16 @@ from typing import Any
 
 class ConfigError(ValueError):
     """A value the user gave cannot be used. The message names the key, the value, and the remedy."""
+
+
+def one_of(values: Iterable[object]) -> str:
+    """ "1, 2, 4 or 8": the way messages list the values that would work."""
+    words = [str(value) for value in values]
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def divisors(number: int) -> list[int]:
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
 
 
 class Normalization(str, Enum):
@@ -80,6 +92,25 @@ def option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def _at_least(section: object, limit: float, *names: str) -> None:
+    """Each named field is >= limit, or None."""
+    for name in names:
+        value = getattr(section, name)
+        _require(value is None or value >= limit, f"{name}={value} is too small; use {limit} or more")
+
+
+def _positive(section: object, *names: str) -> None:
+    """Each named real-valued field is > 0, or None."""
+    for name in names:
+        value = getattr(section, name)
+        _require(value is None or value > 0, f"{name}={value} must be above 0")
+
+
 @dataclass(kw_only=True)
 class ModelConfig:
     """Shape of the decoder. Defaults are those of the Mula-1B family that do not change with size."""
@@ -111,6 +142,33 @@ class ModelConfig:
     moe_router_bias_update_rate: float = option(1e-3, "step of that bias after each optimizer step")
     moe_router_force_load_balancing: bool = option(False, "benchmarks only: ignore the router, spread tokens evenly")
 
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
+        _at_least(self, 1, "ffn_hidden_size", "vocab_size", "max_position_embeddings")
+        _at_least(self, 1, "moe_ffn_hidden_size", "moe_router_topk")
+        _at_least(self, 0, "num_experts", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
+        _positive(self, "norm_epsilon", "clip_qkv", "rotary_base", "init_method_std")
+        heads, groups = self.num_attention_heads, self.num_kv_heads
+        _require(
+            self.kv_channels is not None or self.hidden_size % heads == 0,
+            f"num_attention_heads={heads} must divide hidden_size={self.hidden_size}; "
+            f"use {one_of(divisors(self.hidden_size))}, or set kv_channels",
+        )
+        _require(
+            heads % groups == 0,
+            f"num_query_groups={groups} must divide num_attention_heads={heads}; use {one_of(divisors(heads))}",
+        )
+        _require(
+            self.head_dim % 2 == 0,
+            f"head width {self.head_dim} (kv_channels, or hidden_size={self.hidden_size} / num_attention_heads={heads})"
+            f" must be even for RoPE; set kv_channels={self.head_dim + 1} or change num_attention_heads",
+        )
+        _require(
+            not self.is_moe or self.moe_router_topk <= self.num_experts,
+            f"moe_router_topk={self.moe_router_topk} exceeds num_experts={self.num_experts}; "
+            f"use at most {self.num_experts}",
+        )
+
     @property
     def is_moe(self) -> bool:
         return self.num_experts > 0
@@ -136,6 +194,11 @@ class ParallelConfig:
     distributed_backend: Backend = option(Backend.AUTO, "collectives; auto: nccl, xccl or gloo by device")
     distributed_timeout_minutes: float = option(10.0, "a collective that takes longer ends the run")
 
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        _at_least(self, 1, "expert_model_parallel_size")
+        _positive(self, "distributed_timeout_minutes")
+
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
@@ -152,6 +215,21 @@ class OptimizerConfig:
     adam_eps: float = option(1e-8, "added to the root of the second moment")
     clip_grad: float = option(1.0, "largest global gradient norm; 0 switches clipping off")
 
+    def __post_init__(self) -> None:
+        _positive(self, "lr", "adam_eps")
+        _at_least(self, 0, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad")
+        _at_least(self, 1, "lr_decay_iters")
+        _require(self.zero_stage in range(4), f"zero_stage={self.zero_stage} does not exist; use 0, 1, 2 or 3")
+        _require(self.min_lr <= self.lr, f"min_lr={self.min_lr} exceeds lr={self.lr}; use at most {self.lr}")
+        for name in ("adam_beta1", "adam_beta2"):
+            beta = getattr(self, name)
+            _require(0 <= beta < 1, f"{name}={beta} is out of range; use 0 <= {name} < 1")
+        _require(
+            self.lr_decay_iters is None or self.lr_warmup_iters <= self.lr_decay_iters,
+            f"lr_warmup_iters={self.lr_warmup_iters} exceeds lr_decay_iters={self.lr_decay_iters}; "
+            f"use at most {self.lr_decay_iters}",
+        )
+
 
 @dataclass(kw_only=True)
 class TrainingConfig:
@@ -166,6 +244,10 @@ class TrainingConfig:
     exit_interval: int = option(0, "stop (after saving) when the step is a multiple of this; 0: never")
     deterministic: bool = option(False, "refuse kernels whose result can change from run to run")
 
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "train_iters", "micro_batch_size", "global_batch_size", "seq_length", "eval_iters")
+        _at_least(self, 0, "seed", "eval_interval", "exit_interval")
+
 
 @dataclass(kw_only=True)
 class DataConfig:
@@ -173,6 +255,24 @@ class DataConfig:
     split: str = option("969,30,1", "shares of training, validation and test")
     tokenizer_type: TokenizerType = option(TokenizerType.HF, "kind of tokenizer")
     tokenizer_model: str | None = option(None, "its file or folder; copied into exports")
+
+    def __post_init__(self) -> None:
+        self.split_shares()
+        _require("" not in self.data_path, f"data_path={self.data_path} names an empty prefix; remove it")
+
+    def split_shares(self) -> tuple[float, float, float]:
+        """Shares of training, validation and test, summing to one. Missing ones are 0. Raises ConfigError."""
+        try:
+            shares = [float(share) for share in self.split.split(",")]
+        except ValueError:
+            shares = []
+        usable = 1 <= len(shares) <= 3 and all(0 <= share < float("inf") for share in shares) and shares[0] > 0
+        _require(
+            usable,
+            f"split={self.split!r} is not one to three shares, training first and above 0; use for example '969,30,1'",
+        )
+        train, valid, test = (share / sum(shares) for share in [*shares, 0.0, 0.0][:3])
+        return train, valid, test
 
 
 @dataclass(kw_only=True)
@@ -183,6 +283,11 @@ class CheckpointConfig:
     save_retain: int = option(2, "newest checkpoints to keep")
     finetune: bool = option(False, "take only the weights from load: step, data position and moments start anew")
 
+    def __post_init__(self) -> None:
+        _at_least(self, 0, "save_interval")
+        _at_least(self, 1, "save_retain")
+        _require(not self.finetune or self.load is not None, "finetune=True starts from a checkpoint; name it in load")
+
 
 @dataclass(kw_only=True)
 class LoggingConfig:
@@ -190,10 +295,14 @@ class LoggingConfig:
     log_interval: int = option(1, "steps between progress lines; metrics.jsonl gets every step")
     tensorboard_dir: str | None = option(None, "also write TensorBoard events here")
 
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "log_interval")
+        _require(self.run_dir != "", "run_dir is empty; name a folder, for example runs/first")
+
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """Everything one run needs."""
+    """Everything one run needs: one typed value."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -1,0 +1,173 @@
+"""Rules that involve several sections or the number of ranks. One small function a rule; RULES runs in order.
+
+A rule returns the message of what is wrong, with the values that would work, or None. Later rules may rely on earlier
+ones, so the first complaint is the one the user sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron.optimus.config.schema import ConfigError, Device, RunConfig, TokenizerType, divisors, one_of
+
+Rule = Callable[[RunConfig, int], "str | None"]
+
+
+def model_parallel_size(config: RunConfig) -> int:
+    """Ranks that hold one copy of the dense weights and one sequence: tp x pp x cp."""
+    parallel = config.parallel
+    return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+
+
+def data_parallel_size(config: RunConfig, world_size: int) -> int:
+    """Ranks with a batch of their own: world / (tp x pp x cp). Raises ConfigError where that is not whole."""
+    _raise_if(world_divides_into_layout(config, world_size))
+    return world_size // model_parallel_size(config)
+
+
+def gradient_accumulation_steps(config: RunConfig, world_size: int) -> int:
+    """Micro-batches per rank and optimizer step. Raises ConfigError where that is not whole."""
+    dp = data_parallel_size(config, world_size)
+    _raise_if(batch_divides(config, world_size))
+    return config.training.global_batch_size // (config.training.micro_batch_size * dp)
+
+
+def check(config: RunConfig, world_size: int) -> None:
+    """Raises ConfigError for the first rule that the run breaks on ``world_size`` ranks."""
+    for rule in RULES:
+        _raise_if(rule(config, world_size))
+
+
+def check_trainable(config: RunConfig) -> None:
+    """Raises ConfigError for what this version describes but cannot train. Not part of a dry run."""
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        value = getattr(config.parallel, name)
+        if value > 1:
+            raise ConfigError(f"{name}={value}: this version trains with {name}=1 only (--dry-run shows the layout)")
+    if config.optimizer.optimizer != "adamw":
+        raise ConfigError(f"optimizer={config.optimizer.optimizer!r}: this version trains with 'adamw' only")
+    if config.optimizer.zero_stage != 1:
+        raise ConfigError(f"zero_stage={config.optimizer.zero_stage}: this version trains with zero_stage=1 only")
+    if not config.data.data_path:
+        raise ConfigError(
+            "data_path is empty: name the prefixes of the .bin/.idx pairs that tools/preprocess_data.py wrote, "
+            "for example --data-path data/corpus (for data/corpus.bin and data/corpus.idx)"
+        )
+
+
+def _raise_if(message: str | None) -> None:
+    if message:
+        raise ConfigError(message)
+
+
+def world_divides_into_layout(config: RunConfig, world_size: int) -> str | None:
+    size = model_parallel_size(config)
+    if world_size % size == 0:
+        return None
+    parallel = config.parallel
+    return (
+        f"tensor_model_parallel_size={parallel.tensor_model_parallel_size} x "
+        f"pipeline_model_parallel_size={parallel.pipeline_model_parallel_size} x "
+        f"context_parallel_size={parallel.context_parallel_size} = {size} must divide the number of ranks {world_size};"
+        f" start a multiple of {size} ranks, or make the product {one_of(divisors(world_size))}"
+    )
+
+
+def experts_need_a_moe_model(config: RunConfig, world_size: int) -> str | None:
+    ep = config.parallel.expert_model_parallel_size
+    if ep == 1 or config.model.is_moe:
+        return None
+    return f"expert_model_parallel_size={ep} but num_experts=0: a dense model has no experts to share; use 1"
+
+
+def expert_parallel_divides_ranks(config: RunConfig, world_size: int) -> str | None:
+    ep, stages = config.parallel.expert_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    ranks = world_size // stages  # one stage's ranks, all of which can share experts: dp x cp x tp
+    if ranks % ep == 0:
+        return None
+    what = "the data-parallel size" if model_parallel_size(config) == stages else "the ranks of one pipeline stage"
+    values = [size for size in divisors(ranks) if config.model.num_experts % size == 0]
+    return f"expert_model_parallel_size={ep} must divide {what} {ranks}; use {one_of(values)}"
+
+
+def expert_parallel_divides_experts(config: RunConfig, world_size: int) -> str | None:
+    ep, experts = config.parallel.expert_model_parallel_size, config.model.num_experts
+    if experts % ep == 0:
+        return None
+    ranks = world_size // config.parallel.pipeline_model_parallel_size
+    values = [size for size in divisors(ranks) if experts % size == 0]
+    return f"expert_model_parallel_size={ep} must divide num_experts={experts}; use {one_of(values)}"
+
+
+def layers_divide_into_stages(config: RunConfig, world_size: int) -> str | None:
+    stages, layers = config.parallel.pipeline_model_parallel_size, config.model.num_layers
+    if layers % stages == 0:
+        return None
+    return f"pipeline_model_parallel_size={stages} must divide num_layers={layers}; use {one_of(divisors(layers))}"
+
+
+def batch_divides(config: RunConfig, world_size: int) -> str | None:
+    batch, micro = config.training.global_batch_size, config.training.micro_batch_size
+    dp = world_size // model_parallel_size(config)
+    unit = micro * dp
+    if batch % unit == 0:
+        return None
+    below, above = batch // unit * unit, (batch // unit + 1) * unit
+    return (
+        f"global_batch_size={batch} must be a multiple of micro_batch_size={micro} x data-parallel size {dp} = {unit};"
+        f" use {one_of([below, above] if below else [above])}"
+    )
+
+
+def sequence_fits_positions(config: RunConfig, world_size: int) -> str | None:
+    length, limit = config.training.seq_length, config.model.max_position_embeddings
+    if length <= limit:
+        return None
+    return f"seq_length={length} exceeds max_position_embeddings={limit}; use at most {limit}, or raise the latter"
+
+
+def warmup_fits_run(config: RunConfig, world_size: int) -> str | None:
+    warmup, steps = config.optimizer.lr_warmup_iters, config.training.train_iters
+    if config.optimizer.lr_decay_iters is not None or warmup <= steps:  # a longer schedule may be cut short on purpose
+        return None
+    return f"lr_warmup_iters={warmup} exceeds train_iters={steps}; use at most {steps}, or set lr_decay_iters"
+
+
+def validation_has_data(config: RunConfig, world_size: int) -> str | None:
+    if config.training.eval_interval == 0 or config.data.split_shares()[1] > 0:
+        return None
+    return (
+        f"eval_interval={config.training.eval_interval} but split={config.data.split!r} leaves nothing to validate on; "
+        "give the second share a value, for example '969,30,1', or set eval_interval=0"
+    )
+
+
+def vocabulary_holds_bytes(config: RunConfig, world_size: int) -> str | None:
+    if config.data.tokenizer_type is not TokenizerType.BYTE or config.model.vocab_size >= 257:
+        return None
+    return (
+        f"vocab_size={config.model.vocab_size} is below the 257 tokens of {TokenizerType.BYTE.value}; use 257 or more"
+    )
+
+
+def backend_serves_device(config: RunConfig, world_size: int) -> str | None:
+    device, backend = config.parallel.device, config.parallel.distributed_backend
+    served = {"nccl": Device.CUDA, "xccl": Device.XPU}.get(backend.value)  # gloo moves tensors of every device
+    if served is None or device in (served, Device.AUTO):
+        return None
+    return f"distributed_backend={backend.value} does not move tensors of device={device.value}; use auto"
+
+
+RULES: list[Rule] = [
+    world_divides_into_layout,
+    layers_divide_into_stages,
+    experts_need_a_moe_model,
+    expert_parallel_divides_ranks,
+    expert_parallel_divides_experts,
+    batch_divides,
+    sequence_fits_positions,
+    warmup_fits_run,
+    validation_has_data,
+    vocabulary_holds_bytes,
+    backend_serves_device,
+]

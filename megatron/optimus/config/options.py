@@ -1,0 +1,163 @@
+"""Every option of a run as one table, and the conversion of what a user wrote into the option's type.
+
+Two spellings reach us: text (a flag on the command line) and parsed values (YAML, JSON, presets). Both end in
+``convert``, so a value means the same wherever it is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from megatron.optimus.config.schema import ConfigError, RunConfig, one_of
+
+SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One field of one section."""
+
+    section: str
+    name: str
+    type: type  # int, float, bool, str, an Enum; of one element when is_list
+    is_list: bool
+    is_optional: bool
+    default: Any
+    help: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def expected(self) -> str:
+        """The type as an error message says it."""
+        name = {int: "an integer", float: "a number", bool: "true or false", str: "text"}.get(self.type)
+        name = name or one_of(member.value for member in self.type)  # type: ignore[attr-defined]
+        return f"a list of {name}" if self.is_list else f"{name} or none" if self.is_optional else name
+
+
+def _options() -> dict[str, Option]:
+    table: dict[str, Option] = {}
+    for section, cls in SECTIONS.items():
+        hints = typing.get_type_hints(cls)
+        defaults = cls()
+        for field in dataclasses.fields(cls):
+            hint = hints[field.name]
+            is_list = typing.get_origin(hint) is list
+            is_optional = isinstance(hint, types.UnionType)
+            inner = typing.get_args(hint)[0] if is_list or is_optional else hint
+            assert field.name not in table, f"option {field.name} exists in two sections"
+            default = getattr(defaults, field.name)
+            table[field.name] = Option(
+                section, field.name, inner, is_list, is_optional, default, field.metadata["help"]
+            )
+    return table
+
+
+OPTIONS: dict[str, Option] = _options()
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str | None:
+    """The candidate most like ``name``, or None when nothing is similar."""
+    close = difflib.get_close_matches(name.lower(), list(candidates), n=1, cutoff=0.5)
+    return close[0] if close else None
+
+
+def did_you_mean(name: str, candidates: Iterable[str], otherwise: str) -> str:
+    close = nearest(name, candidates)
+    return f"did you mean {close}?" if close else otherwise
+
+
+def _convert_one(option: Option, value: Any, where: str) -> Any:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)  # bool is a subclass of int
+    if isinstance(value, option.type) and option.type is not float and (option.type is not int or is_number):
+        return value
+    if issubclass(option.type, Enum):
+        names = [str(member.value) for member in option.type]
+        if value in names:
+            return option.type(value)
+        hint = did_you_mean(str(value), names, "")
+        raise ConfigError(f"{where}={value!r} is not one of {', '.join(names)}{'; ' * bool(hint)}{hint}")
+    # YAML 1.1 reads 1e-4 as text; a whole number is a number too.
+    if option.type is float and (is_number or isinstance(value, str)):
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):
+            number = math.nan
+        if math.isfinite(number):
+            return number
+    raise ConfigError(f"{where}={value!r}: expected {option.expected}")
+
+
+def convert(option: Option, value: Any, where: str) -> Any:
+    """``value`` as the option's type; ``where`` names it in messages. Raises ConfigError, never rounds or guesses."""
+    if option.is_optional and (value is None or value == "none"):
+        return None
+    if option.is_list:
+        if not isinstance(value, list):
+            raise ConfigError(f"{where}={value!r}: expected {option.expected}")
+        return [_convert_one(option, element, where) for element in value]
+    return _convert_one(option, value, where)
+
+
+def parse(option: Option, text: str, where: str) -> Any:
+    """One command-line word as the option's (element) type. Raises ConfigError."""
+    value: Any = text
+    if option.type is int and text != "none":
+        try:
+            value = int(text)
+        except ValueError:
+            raise ConfigError(f"{where}={text!r}: expected {option.expected}") from None
+    elif option.type is bool:
+        value = {"true": True, "false": False}.get(text.lower(), text)
+    return value if option.is_list else convert(option, value, where)
+
+
+def overrides(data: Any, source: str) -> dict[str, Any]:
+    """``{section: {option: value}}`` as ``{option: converted value}``. ``source`` (a file, a preset) opens messages.
+
+    Raises ConfigError for unknown sections and options, options in the wrong section, and wrong types.
+    """
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{source}: expected sections ({', '.join(SECTIONS)}), got {data!r}")
+    result: dict[str, Any] = {}
+    for section, values in data.items():
+        if section not in SECTIONS:
+            if section in OPTIONS:
+                raise ConfigError(f"{source}: {section}={values!r} belongs into section {OPTIONS[section].section}")
+            hint = did_you_mean(str(section), SECTIONS, f"sections are {', '.join(SECTIONS)}")
+            raise ConfigError(f"{source}: unknown section {section!r} (value {values!r}); {hint}")
+        if values is None:  # "model:" with nothing below it
+            continue
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{source}: section {section} holds options, got {values!r}")
+        names = [name for name, option in OPTIONS.items() if option.section == section]
+        for name, value in values.items():
+            where = f"{source}: {section}.{name}"
+            if name not in OPTIONS:
+                close = nearest(str(name), names) or nearest(str(name), OPTIONS)
+                full = f"{OPTIONS[close].section}.{close}" if close else ""
+                hint = f"did you mean {full}?" if close else f"{section} has {', '.join(names)}"
+                raise ConfigError(f"{where}={value!r}: unknown option; {hint}")
+            if name not in names:
+                raise ConfigError(f"{where}={value!r} belongs into section {OPTIONS[name].section}")
+            result[name] = convert(OPTIONS[name], value, where)
+    return result
+
+
+def build(values: Mapping[str, Any]) -> RunConfig:
+    """A run from ``{option: value}``; options not named keep their defaults. Raises ConfigError by section rules."""
+    sections = {
+        section: cls(**{name: value for name, value in values.items() if OPTIONS[name].section == section})
+        for section, cls in SECTIONS.items()
+    }
+    return RunConfig(**sections)

@@ -1,0 +1,100 @@
+"""A run as plain data and back, exactly; reading of configuration files; the hash that identifies a configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron.optimus.config.options import build, overrides
+from megatron.optimus.config.schema import ConfigError, RunConfig
+
+
+def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """``{section: {option: value}}`` of JSON types only; enums become their values."""
+
+    def plain(value: Any) -> Any:
+        return value.value if isinstance(value, Enum) else list(value) if isinstance(value, list) else value
+
+    return {
+        section.name: {
+            field.name: plain(getattr(getattr(config, section.name), field.name))
+            for field in dataclasses.fields(getattr(config, section.name))
+        }
+        for section in dataclasses.fields(config)
+    }
+
+
+def from_dict(data: Mapping[str, Any], source: str = "configuration") -> RunConfig:
+    """The inverse of ``to_dict``; options not named keep their defaults. Raises ConfigError opened by ``source``."""
+    return build(overrides(data, source))
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Text that ``--config`` reads back to the same run."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False)
+
+
+def config_hash(config: RunConfig) -> str:
+    """sha256 (hex) of the canonical JSON of the run: equal exactly when every option is equal."""
+    text = json.dumps(to_dict(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML where a key given twice in one mapping is an error, and a date is text (run_dir: 2026-01-05)."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - the name and shape are the parent's
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.value == "<<":  # merging repeats keys on purpose
+                continue
+            line = key_node.start_mark.line + 1
+            if key_node.value in seen:
+                raise ConfigError(f"{key_node.value} is given twice, in lines {seen[key_node.value]} and {line}")
+            seen[key_node.value] = line
+        return super().construct_mapping(node, deep)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ConfigError(f"{key} is given twice, as {result[key]!r} and {value!r}")
+        result[key] = value
+    return result
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """The sections of a .yaml, .yml or .json file as ``{option: converted value}``. Raises ConfigError."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in (".yaml", ".yml", ".json"):
+        raise ConfigError(f"{path}: a configuration file ends in .yaml, .yml or .json, not {suffix or 'nothing'!r}")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        if suffix == ".json":
+            data = json.loads(text, object_pairs_hook=_unique_keys)
+        else:
+            data = yaml.load(text, Loader=_StrictLoader)  # a SafeLoader: builds plain data only
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 text (byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: {error.msg}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    except ValueError as error:  # a ConfigError from above, or a scalar that only looks like a YAML number
+        raise ConfigError(f"{path}: {error}") from error
+    return overrides({} if data is None else data, path)

@@ -1,0 +1,132 @@
+"""The only place that knows cuda from xpu from cpu (kernels in ops/ aside). Everything else gets a ``torch.device``."""
+
+from __future__ import annotations
+
+import os
+import random
+from types import ModuleType
+
+import numpy as np
+import torch
+
+from megatron.optimus.config.schema import Backend, ConfigError, Device
+from megatron.optimus.runtime import launch_env
+from megatron.optimus.runtime.launch_env import LaunchEnv, Launcher
+
+_BACKENDS = {"cuda": Backend.NCCL, "xpu": Backend.XCCL, "cpu": Backend.GLOO}
+
+# Dense peaks in FLOP/s of one device as torch counts devices, by part of its name; the first match counts.
+# NVIDIA: data sheets, without sparsity. Intel Max 1550: one tile (the unit under ZE_FLAT_DEVICE_HIERARCHY=FLAT) of
+# Aurora's parts, 56 active cores x 4096 bf16 (256 fp32) operations a cycle x 1.6 GHz.
+_PEAK_FLOPS: list[tuple[str, dict[torch.dtype, float]]] = [
+    ("H100 PCIe", {torch.bfloat16: 756e12, torch.float32: 51e12}),
+    ("H100 NVL", {torch.bfloat16: 835e12, torch.float32: 60e12}),
+    ("H200 NVL", {torch.bfloat16: 835e12, torch.float32: 60e12}),
+    ("H100", {torch.bfloat16: 989e12, torch.float32: 67e12}),
+    ("H200", {torch.bfloat16: 989e12, torch.float32: 67e12}),
+    ("A100", {torch.bfloat16: 312e12, torch.float32: 19.5e12}),
+    ("Max 1550", {torch.bfloat16: 367e12, torch.float32: 22.9e12}),
+]
+
+
+def pick(device: Device, local_rank: int) -> torch.device:
+    """The device of this rank; ``auto`` prefers cuda, then xpu, then cpu.
+
+    Raises ConfigError where the kind is missing or a node has more ranks than devices.
+    """
+    kind = device.value
+    if device is Device.AUTO:
+        kind = "cuda" if torch.cuda.is_available() else "xpu" if torch.xpu.is_available() else "cpu"
+    if kind == "cpu":
+        return torch.device("cpu")
+    module = _accelerator(kind)
+    count = module.device_count() if module.is_available() else 0
+    if count == 0:
+        raise ConfigError(f"device={kind}, but torch {torch.__version__} sees none; use --device cpu or auto")
+    if local_rank >= count:
+        raise ConfigError(
+            f"local rank {local_rank} needs a {kind} device of its own, but this node shows {count}; "
+            f"start at most {count} processes a node"
+        )
+    return torch.device(kind, local_rank)
+
+
+def _accelerator(kind: str) -> ModuleType:
+    return torch.cuda if kind == "cuda" else torch.xpu
+
+
+def set_device(device: torch.device) -> None:
+    """Makes ``device`` the default of its kind; nothing to do on cpu."""
+    if device.type != "cpu":
+        _accelerator(device.type).set_device(device)
+
+
+def backend_for(device: torch.device, backend: Backend) -> str:
+    """The torch.distributed backend; ``auto`` by device. Raises ConfigError where it cannot serve the device."""
+    own = _BACKENDS[device.type]
+    if backend not in (Backend.AUTO, Backend.GLOO, own):
+        raise ConfigError(f"distributed_backend={backend.value} does not serve {device.type}; use {own.value} or auto")
+    return own.value if backend is Backend.AUTO else backend.value
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for all queued work of ``device``."""
+    if device.type != "cpu":
+        _accelerator(device.type).synchronize(device)
+
+
+def memory_allocated(device: torch.device) -> int:
+    """Bytes of live tensors; 0 on cpu, where torch keeps no count."""
+    return 0 if device.type == "cpu" else int(_accelerator(device.type).memory_allocated(device))
+
+
+def peak_memory(device: torch.device) -> int:
+    """Largest ``memory_allocated`` since the start or ``reset_peak_memory``; 0 on cpu."""
+    return 0 if device.type == "cpu" else int(_accelerator(device.type).max_memory_allocated(device))
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    if device.type != "cpu":
+        _accelerator(device.type).reset_peak_memory_stats(device)
+
+
+def device_name(device: torch.device) -> str:
+    """The product name ("NVIDIA H200"), or "cpu"."""
+    return "cpu" if device.type == "cpu" else str(_accelerator(device.type).get_device_name(device))
+
+
+def peak_flops(name: str, dtype: torch.dtype) -> float | None:
+    """Dense peak in FLOP/s of the device called ``name`` in ``dtype``; None where unknown (MFU is then null)."""
+    for part, peaks in _PEAK_FLOPS:
+        if part in name:
+            return peaks.get(dtype)
+    return None
+
+
+def seed_all(seed: int) -> None:
+    """Seeds Python, numpy and torch on every device of this process."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def set_deterministic(enabled: bool) -> None:
+    """Refuses (RuntimeError at the call) kernels whose result can change from run to run. Call before the first one."""
+    if enabled:
+        launch_env.set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not deterministic without it
+    torch.use_deterministic_algorithms(enabled)
+    torch.backends.cudnn.benchmark = False
+
+
+def set_cpu_threads(launch: LaunchEnv) -> int:
+    """Gives this rank its share of the node's cores, and returns it.
+
+    torchrun would leave one thread to each rank, no launcher all cores to each. mpiexec and srun may have bound the
+    process to cores of its own; those are not divided again.
+    """
+    count = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else count  # macOS cannot bind
+    is_bound = launch.launcher in (Launcher.MPI, Launcher.SLURM) and cores < count
+    threads = cores if is_bound else max(1, cores // launch.local_world_size)
+    torch.set_num_threads(threads)
+    return threads

@@ -1,0 +1,46 @@
+"""Start and end of torch.distributed, the same for one process and for thousands."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron.optimus.config.schema import Backend, ConfigError
+from megatron.optimus.runtime.device import backend_for
+from megatron.optimus.runtime.launch_env import LaunchEnv
+
+
+def init(launch: LaunchEnv, device: torch.device, backend: Backend, timeout: timedelta) -> None:
+    """Joins the process group of all ranks; returns when all of them have come. Collective.
+
+    ``timeout`` bounds the meeting and every later collective. Raises ConfigError where rank 0 cannot listen or some
+    ranks do not come.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("torch.distributed is already initialised; call shutdown() first")
+    address = f"[{launch.master_addr}]" if ":" in launch.master_addr else launch.master_addr  # IPv6
+    try:
+        dist.init_process_group(
+            backend_for(device, backend),
+            init_method=f"tcp://{address}:{launch.master_port}",
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
+            # NCCL then connects at once, and barriers know their device.
+            device_id=device if device.type == "cuda" else None,
+        )
+    except dist.DistError as error:
+        place = f"{launch.master_addr}:{launch.master_port}"
+        raise ConfigError(
+            f"rank {launch.rank} of {launch.world_size} ({launch.launcher.value}) could not meet the others at "
+            f"{place} within {timeout.total_seconds():.0f} s: {str(error).splitlines()[0]}. Check that all ranks were "
+            "started, that MASTER_ADDR is rank 0's host, and that MASTER_PORT is free there (set another one)"
+        ) from error
+
+
+def shutdown() -> None:
+    """Leaves the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

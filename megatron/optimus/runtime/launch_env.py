@@ -1,0 +1,228 @@
+"""Who am I among the processes of this run? The only reader (and writer) of the process environment.
+
+Launchers tell a process its place through variables of their own:
+
+    torchrun                 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+    mpiexec (Open MPI)       OMPI_COMM_WORLD_{RANK,SIZE,LOCAL_RANK,LOCAL_SIZE}
+    mpiexec (MPICH, Intel)   PMI_{RANK,SIZE}, MPI_LOCALRANKID, MPI_LOCALNRANKS
+    mpiexec (PALS, Aurora)   PALS_RANKID or PMIX_RANK, PALS_LOCAL_RANKID, PALS_LOCAL_SIZE; the size may be missing
+    srun                     SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_STEP_NODELIST
+
+The first complete set in this order counts: torchrun may itself be started by mpiexec or srun, and mpiexec inside a
+SLURM allocation, where every process inherits the batch script's SLURM_PROCID=0. MASTER_ADDR and MASTER_PORT, where
+the user sets them, always count.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from megatron.optimus.config.schema import ConfigError
+
+_LOCAL_RANK = ("LOCAL_RANK", "PALS_LOCAL_RANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
+_LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "PALS_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
+_DEFAULT_PORT = 29500
+
+
+class Launcher(str, Enum):
+    TORCHRUN = "torchrun"
+    MPI = "mpi"
+    SLURM = "slurm"
+    ALONE = "alone"  # no launcher: a run of one process
+
+
+@dataclass(frozen=True)
+class LaunchEnv:
+    """This process's place in the run."""
+
+    rank: int
+    world_size: int
+    local_rank: int  # among the processes of this node
+    local_world_size: int  # processes on this node; world_size where the launcher does not say
+    master_addr: str  # where rank 0 listens
+    master_port: int
+    launcher: Launcher
+
+    def __post_init__(self) -> None:
+        for what, index, size in (
+            ("rank", self.rank, self.world_size),
+            ("local rank", self.local_rank, self.local_world_size),
+        ):
+            if not 0 <= index < size:
+                raise ConfigError(
+                    f"{self.launcher.value} environment: {what} {index} is outside 0..{size - 1} (of {size} processes);"
+                    " unset variables left over from another launch"
+                )
+        if self.local_world_size > self.world_size:
+            raise ConfigError(
+                f"{self.launcher.value} environment: {self.local_world_size} processes on this node but "
+                f"{self.world_size} in all; unset variables left over from another launch"
+            )
+        if not 0 < self.master_port < 65536:
+            raise ConfigError(f"MASTER_PORT={self.master_port} is not a port; use 1024 to 65535")
+
+
+def detect(environ: Mapping[str, str] | None = None) -> LaunchEnv:
+    """This process's place, from ``environ`` (default: of the process).
+
+    Raises ConfigError where variables contradict each other or nothing says where rank 0 listens.
+    """
+    env = os.environ if environ is None else environ
+    found = _rank_and_size(env)
+    if found is None:
+        return LaunchEnv(0, 1, 0, 1, "127.0.0.1", free_port(), Launcher.ALONE)
+    launcher, rank, world_size = found
+    stated_local_size = _local_size(env, launcher)
+    # A guess too high only costs CPU threads; one too low would oversubscribe the node.
+    local_size = stated_local_size or world_size
+    local_rank = _local_rank(env, launcher, world_size)
+    single_node = world_size in (1, stated_local_size)
+    port = _integer(env, "MASTER_PORT")
+    address = env.get("MASTER_ADDR") or _master_addr(env, launcher, single_node)
+    return LaunchEnv(rank, world_size, local_rank, local_size, address, port or _port_of_job(env), launcher)
+
+
+def export(launch: LaunchEnv) -> None:
+    """Writes the place as torchrun's variables, for libraries that read nothing else (DeepSpeed: LOCAL_RANK)."""
+    os.environ.update(
+        RANK=str(launch.rank),
+        WORLD_SIZE=str(launch.world_size),
+        LOCAL_RANK=str(launch.local_rank),
+        LOCAL_WORLD_SIZE=str(launch.local_world_size),
+        MASTER_ADDR=launch.master_addr,
+        MASTER_PORT=str(launch.master_port),
+    )
+
+
+def set_default(name: str, value: str) -> None:
+    """Sets a variable that a library reads (cuBLAS workspace), unless the user has set it."""
+    os.environ.setdefault(name, value)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _integer(env: Mapping[str, str], *names: str) -> int | None:
+    """The first of the variables that is set. Raises ConfigError unless it is a whole number >= 0."""
+    for name in names:
+        text = env.get(name, "").strip()
+        if text:
+            if not text.isdecimal():
+                raise ConfigError(f"environment variable {name}={text!r} is not a whole number; correct or unset it")
+            return int(text)
+    return None
+
+
+def _rank_and_size(env: Mapping[str, str]) -> tuple[Launcher, int, int] | None:
+    """(launcher, rank, world size), or None when nothing launched us."""
+    for launcher, rank_name, size_names in (
+        (Launcher.TORCHRUN, "RANK", ("WORLD_SIZE",)),
+        (Launcher.MPI, "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
+        (Launcher.MPI, "PMI_RANK", ("PMI_SIZE",)),
+        (Launcher.MPI, "PALS_RANKID", ("PMI_SIZE", "WORLD_SIZE")),
+        (Launcher.SLURM, "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
+        (Launcher.MPI, "PMIX_RANK", ("WORLD_SIZE",)),
+    ):
+        rank, size = _integer(env, rank_name), _integer(env, *size_names)
+        if rank is not None and size is not None:
+            return launcher, rank, size
+    mpi_rank = _integer(env, "PALS_RANKID", "PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
+    if mpi_rank is not None:  # PMIx hands out ranks without the size: only MPI itself knows it
+        if not _has_mpi4py():
+            raise ConfigError(
+                f"mpiexec gave this process rank {mpi_rank} but not the number of processes; "
+                "pass it (mpiexec --env WORLD_SIZE=<n>) or pip install mpi4py"
+            )
+        return Launcher.MPI, mpi_rank, _mpi_size()
+    if "RANK" in env:
+        raise ConfigError(f"RANK={env['RANK']} is set without WORLD_SIZE; set both, or unset RANK to run alone")
+    return None
+
+
+def _local_size(env: Mapping[str, str], launcher: Launcher) -> int | None:
+    if launcher is not Launcher.SLURM:
+        return _integer(env, *_LOCAL_SIZE)
+    per_node: list[int] = []  # "4(x2),3" means 4, 4, 3
+    for entry in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
+        if match:
+            per_node += [int(match[1])] * int(match[2] or 1)
+    node = _integer(env, "SLURM_NODEID")
+    if node is not None and node < len(per_node):
+        return per_node[node]
+    return None
+
+
+def _local_rank(env: Mapping[str, str], launcher: Launcher, world_size: int) -> int:
+    names = ("SLURM_LOCALID",) if launcher is Launcher.SLURM else _LOCAL_RANK
+    local_rank = _integer(env, *names)
+    if local_rank is not None:
+        return local_rank
+    if world_size == 1:
+        return 0
+    raise ConfigError(
+        f"{launcher.value} environment: nothing says which process of its node this is; set one of {', '.join(names)}"
+    )
+
+
+def _master_addr(env: Mapping[str, str], launcher: Launcher, single_node: bool) -> str:
+    """Host of rank 0 where MASTER_ADDR is not set. Ranks are placed in blocks, so it is the first host."""
+    if single_node:
+        return "127.0.0.1"
+    if launcher is Launcher.SLURM:
+        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+        if nodes:
+            return _first_slurm_host(nodes)
+        if env.get("SLURM_LAUNCH_NODE_IPADDR"):  # where srun ran: right when that is the first compute node
+            return env["SLURM_LAUNCH_NODE_IPADDR"]
+    if env.get("PBS_NODEFILE"):
+        try:
+            with open(env["PBS_NODEFILE"], encoding="utf-8") as lines:
+                host = lines.readline().strip()
+        except OSError as error:
+            raise ConfigError(f"PBS_NODEFILE={env['PBS_NODEFILE']} cannot be read: {error.strerror}") from error
+        if host:
+            return host
+    if launcher is Launcher.MPI and _has_mpi4py():
+        return _mpi_host_of_rank_0()
+    raise ConfigError(
+        f"{launcher.value} environment: nothing says on which host rank 0 runs; export MASTER_ADDR=<host of rank 0> "
+        "(and MASTER_PORT) before the launch"
+    )
+
+
+def _first_slurm_host(nodes: str) -> str:
+    """The first host of a SLURM list: "gpu[003-006,9],x1" -> "gpu003"."""
+    match = re.match(r"([^,\[]+)(?:\[([0-9]+)[^\]]*\]([^,]*))?", nodes)
+    return "".join(part or "" for part in match.groups()) if match else nodes
+
+
+def _port_of_job(env: Mapping[str, str]) -> int:
+    """A port that all ranks of a job agree on and two jobs on one node seldom share."""
+    digits = re.match(r"\d+", env.get("SLURM_JOB_ID") or env.get("PBS_JOBID") or "")
+    return 20000 + int(digits[0]) % 10000 if digits else _DEFAULT_PORT
+
+
+def _has_mpi4py() -> bool:
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+def _mpi_size() -> int:
+    from mpi4py import MPI
+
+    return int(MPI.COMM_WORLD.Get_size())
+
+
+def _mpi_host_of_rank_0() -> str:
+    from mpi4py import MPI
+
+    return str(MPI.COMM_WORLD.bcast(socket.gethostname(), root=0))

@@ -1,0 +1,37 @@
+"""The logger "optimus": rank 0 speaks, the others only complain."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any, TextIO
+
+
+class _StdoutHandler(logging.StreamHandler):
+    """Writes to whatever sys.stdout is at that moment, so that a live progress line can redirect it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stdout
+
+    @stream.setter
+    def stream(self, value: Any) -> None:
+        raise AttributeError("the stream is always sys.stdout")
+
+
+def setup(rank: int) -> logging.Logger:
+    """Sets the logger up and returns it; a second call replaces the first.
+
+    Rank 0 writes ``[time] message`` from INFO on, every other rank ``[time] rank <r>: message`` from WARNING on.
+    """
+    logger = logging.getLogger("optimus")
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.propagate = False  # libraries that configure the root logger would print each line twice
+    handler = _StdoutHandler()
+    prefix = "" if rank == 0 else f"rank {rank}: "
+    handler.setFormatter(logging.Formatter(f"[%(asctime)s] {prefix}%(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
+    logger.handlers[:] = [handler]
+    return logger
