@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from megatron.optimus.data.dataset import InstanceSet, build_splits
-from megatron.optimus.data.loader import BatchLoader
 
 from megatron.optimus.config.schema import Precision, RunConfig
+from megatron.optimus.data.dataset import InstanceSet, Split
+from megatron.optimus.data.loader import BatchLoader
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
 from megatron.optimus.parallel.apply import parallelize
@@ -33,25 +33,21 @@ class RunData:
 
 
 def build_data(config: RunConfig, mesh: Mesh) -> RunData:
-    """Loaders of training and validation batches for this rank; reads only what it needs to know sizes."""
-    training = config.training
-    splits = build_splits(config.data.data_path, seq_length=training.seq_length, split=config.data.split)
+    """Loaders of this rank's training and validation batches; validation is one fixed set in file order."""
+    validate = config.training.eval_interval > 0
+    return RunData(_loader(config, mesh, Split.TRAIN), _loader(config, mesh, Split.VALID) if validate else None)
 
-    def loader(instances: InstanceSet, *, shuffle: bool, max_batches: int | None) -> BatchLoader:
-        return BatchLoader(
-            instances,
-            seq_length=training.seq_length,
-            global_batch_size=training.global_batch_size,
-            micro_batch_size=training.micro_batch_size,
-            data_parallel_rank=mesh.index("dp"),
-            data_parallel_size=mesh.size("dp"),
-            seed=training.seed,
-            shuffle=shuffle,
-            max_batches=max_batches,
-        )
 
-    validate = training.eval_interval > 0 and training.eval_iters > 0
-    return RunData(
-        train=loader(splits.train, shuffle=True, max_batches=None),
-        valid=loader(splits.valid, shuffle=False, max_batches=training.eval_iters) if validate else None,
+def _loader(config: RunConfig, mesh: Mesh, part: Split) -> BatchLoader:
+    training, data = config.training, config.data
+    return BatchLoader(
+        InstanceSet(data.data_path, training.seq_length, split=data.split, part=part),
+        seq_length=training.seq_length,
+        global_batch_size=training.global_batch_size,
+        micro_batch_size=training.micro_batch_size,
+        data_parallel_rank=mesh.index("dp"),
+        data_parallel_size=mesh.size("dp"),
+        seed=training.seed,
+        shuffle=part is Split.TRAIN,
+        max_batches=training.eval_iters if part is Split.VALID else None,
     )

@@ -5,8 +5,6 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-import torch
-
 import deepspeed_ext
 from megatron.optimus.config.schema import Precision, RunConfig
 from megatron.optimus.models.decoder import Decoder
@@ -44,6 +42,11 @@ def _groups(model: Decoder, mesh: Mesh) -> deepspeed_ext.ZeroGroups:
     return deepspeed_ext.ZeroGroups(dense=mesh.group("dense"), expert={str(name): mesh.group("edp") for name in names})
 
 
-def init_distributed(device: torch.device, timeout: timedelta) -> None:
+def init_engine(timeout: timedelta) -> None:
     """Puts DeepSpeed's communication layer on top of the process group that already exists."""
     deepspeed_ext.init_distributed(timeout=timeout)
+
+
+def shutdown_engine() -> None:
+    """Leaves every process group, DeepSpeed's included; a live one can abort the process at exit."""
+    deepspeed_ext.shutdown()

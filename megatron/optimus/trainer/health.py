@@ -20,7 +20,7 @@ class SkippedSteps:
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         if self.in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise TrainingError(
-                f"gradients were not finite in {self.in_a_row} steps in a row, up to step {step}; the weights are those "
-                f"before step {step - self.in_a_row + 1}. Resume from the last checkpoint with a lower lr, or look at "
-                "the data of these steps"
+                f"gradients were not finite in {self.in_a_row} steps in a row, up to step {step}; the weights are "
+                f"those before step {step - self.in_a_row + 1}. Resume from the last checkpoint with a lower lr, or "
+                "look at the data of these steps"
             )

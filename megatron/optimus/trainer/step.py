@@ -7,15 +7,15 @@ the same number of tokens, so the mean of means is the mean.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.optimus.data.loader import Batch
 from torch import Tensor
 
 from megatron.optimus.config.schema import ModelConfig
+from megatron.optimus.data.loader import Batch
 from megatron.optimus.models.decoder import Decoder, DecoderOutput
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.trainer.engine import Engine
@@ -33,6 +33,11 @@ class StepReport:
     router_entropy: float | None  # nats, mean over layers and tokens; None for a dense model
     expert_load_LE: list[list[int]]  # slots per layer and expert
     dropped_tokens: int  # slots routed but processed by no expert; dropless routing means 0
+
+    @property
+    def expert_load_max_over_mean(self) -> float | None:
+        """Slots of the busiest expert over the mean, in the layer where that is worst; None for a dense model."""
+        return max((max(load) * len(load) / sum(load) for load in self.expert_load_LE), default=None)
 
 
 class _Totals:
@@ -111,7 +116,7 @@ def _report(totals: _Totals, engine: Engine) -> StepReport:
 
 
 @torch.no_grad()
-def validation_loss(model: Decoder, batches: Sequence[Sequence[Batch]], mesh: Mesh) -> float:
+def validation_loss(model: Decoder, batches: Iterable[Sequence[Batch]], mesh: Mesh) -> float:
     """Mean cross-entropy per token over the given global batches, in nats. Collective."""
     model.eval()
     totals = _Totals()
