@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from deepspeed_ext.groups import ZeroGroups, expert_group_name
+from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of
 from deepspeed_ext.zero.optimizer import EPZeroOptimizer
 
 
@@ -44,7 +44,7 @@ class EPEngineMixin:
         """Gives every rank of a group the weights of the group's first rank."""
         for param in self.module.parameters():  # type: ignore[attr-defined]
             group = self.zero_groups.of(expert_group_name(param))
-            if dist.get_world_size(group) > 1:
+            if len(ranks_of(group)) > 1:
                 weight = param.data.contiguous()
                 dist.broadcast(weight, group=group, group_src=0)
                 param.data.copy_(weight)

@@ -20,15 +20,20 @@ class ZeroGroups:
     """The groups over which gradients are summed and optimizer states are sharded.
 
     ``dense``: all data-parallel ranks. ``expert``: by group name ("ep_size_N"), the ranks that hold the same experts
-    (expert data parallel); each lies inside ``dense``.
+    (expert data parallel); each lies inside ``dense``. None: this rank is the only one that holds its experts.
     """
 
     dense: dist.ProcessGroup
-    expert: dict[str, dist.ProcessGroup]
+    expert: dict[str, dist.ProcessGroup | None]
 
-    def of(self, expert_group: str | None) -> dist.ProcessGroup:
+    def of(self, expert_group: str | None) -> dist.ProcessGroup | None:
         """The group of an expert family, or ``dense`` for None."""
         return self.dense if expert_group is None else self.expert[expert_group]
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    """Global ranks of a group; this rank alone for None, which torch would take for all ranks."""
+    return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
 
 
 def world_group() -> dist.ProcessGroup:
@@ -80,14 +85,18 @@ def build_groups(expert_groups: Iterable[str]) -> ZeroGroups:
                 f"expert parallel size {sizes[name]} (group {name!r}) must divide the {world} data-parallel ranks; "
                 f"use one of {divisors}"
             )
-    expert: dict[str, dist.ProcessGroup] = {}
+    expert: dict[str, dist.ProcessGroup | None] = {}
     for name, size in sorted(sizes.items(), key=lambda item: item[1]):
         for first in range(size):
             # new_group is collective over the world: every rank calls it for every subgroup, in the same order.
-            group = world_group() if size == 1 else dist.new_group(range(first, world, size))
+            group = world_group() if size == 1 else _new_group(range(first, world, size))
             if rank % size == first:
                 expert[name] = group
     return ZeroGroups(dense=world_group(), expert=expert)
+
+
+def _new_group(ranks: range) -> dist.ProcessGroup | None:
+    return None if len(ranks) == 1 else dist.new_group(ranks)
 
 
 def init_distributed(

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from deepspeed_ext.groups import ZeroGroups, expert_group_name
+from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of
 
 # (name, shape, dtype, index of the optimizer's parameter group or None)
 Signature = tuple[str, tuple[int, ...], str, int | None]
@@ -97,7 +97,7 @@ def check_agreement(signatures: Signatures, groups: ZeroGroups) -> None:
     own: dict[str | None, _Member] = {}
     for name in (None, *groups.expert):
         described = repr(signatures.get(name, []))
-        ranks = tuple(dist.get_process_group_ranks(groups.of(name)))
+        ranks = tuple(ranks_of(groups.of(name)))
         own[name] = _Member(ranks, hashlib.sha256(described.encode()).hexdigest())
     members = gather(own, groups.dense)
     for rank, entries in members.items():

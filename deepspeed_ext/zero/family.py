@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from deepspeed_ext.groups import ranks_of
 from deepspeed_ext.zero.collectives import all_gather, reduce_scatter
 from deepspeed_ext.zero.partition import FlatLayout, shard_pieces
 
@@ -32,13 +33,13 @@ class Family:
     """Flat buffers of one family. ``params`` and ``layout.placements`` are in the same order."""
 
     def __init__(
-        self, key: FamilyKey, params: Sequence[nn.Parameter], layout: FlatLayout, group: dist.ProcessGroup
+        self, key: FamilyKey, params: Sequence[nn.Parameter], layout: FlatLayout, group: dist.ProcessGroup | None
     ) -> None:
         self.key = key
         self.group = group
         self.layout = layout
         self.params = dict(zip((placement.name for placement in layout.placements), params, strict=True))
-        rank = dist.get_rank(group)
+        rank = ranks_of(group).index(dist.get_rank())
         self.pieces = shard_pieces(layout, rank)
         self._own = slice(rank * layout.shard_numel, (rank + 1) * layout.shard_numel)
         device = params[0].device

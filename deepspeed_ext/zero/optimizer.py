@@ -24,7 +24,7 @@ import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import nn
 
-from deepspeed_ext.groups import ZeroGroups, expert_group_name
+from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of
 from deepspeed_ext.zero.family import SUPPORTED_DTYPES, Family, FamilyKey
 from deepspeed_ext.zero.norm import clip_coefficient, global_norm
 from deepspeed_ext.zero.partition import ParamSpec, plan_families
@@ -322,7 +322,7 @@ def _build_families(
                 )
             members.setdefault(key, []).append(param)
             specs.append(ParamSpec(param_names[param], param.numel(), key))
-    layouts = plan_families(specs, {key: dist.get_world_size(groups.of(key.expert_group)) for key in members})
+    layouts = plan_families(specs, {key: len(ranks_of(groups.of(key.expert_group))) for key in members})
     return [Family(key, params, layouts[key], groups.of(key.expert_group)) for key, params in members.items()]
 
 

@@ -79,9 +79,7 @@ def _train(rank: int, world: int, ep_sizes: tuple[int, ...], config: dict[str, A
         torch.equal(shard.param.flatten()[shard.start : shard.stop], shard.tensors["master"].to(shard.param.dtype))
         for shard in engine.optimizer.state_shards()
     )
-    dense = {
-        n: p.detach().clone() for n, p in engine.module.named_parameters() if _ep_of(ep_sizes, n) is None
-    }
+    dense = {n: p.detach().clone() for n, p in engine.module.named_parameters() if _ep_of(ep_sizes, n) is None}
     result = {
         "norms": norms,
         "shards": dump(engine, rank, ep_sizes),

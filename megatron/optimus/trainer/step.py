@@ -94,8 +94,9 @@ def train_step(engine: Engine, batches: Sequence[Batch], config: ModelConfig, me
     totals.reduce(mesh.group("dense"))
     report = _report(totals, engine)
     rate = 0.0 if report.skipped else config.moe_router_bias_update_rate
-    for layer, counts_E in zip(layers, totals.counts_LE if layers else [], strict=True):
-        layer.router.finish_step(counts_E, rate)
+    if totals.counts_LE is not None:
+        for layer, counts_E in zip(layers, totals.counts_LE, strict=True):
+            layer.router.finish_step(counts_E, rate)
     return report
 
 
