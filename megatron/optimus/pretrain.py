@@ -21,9 +21,7 @@ from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.runtime import device as devices
 from megatron.optimus.runtime import distributed, launch_env, log
 from megatron.optimus.runtime.launch_env import LaunchEnv
-from megatron.optimus.trainer.engine import init_engine, shutdown_engine
 from megatron.optimus.trainer.health import TrainingError
-from megatron.optimus.trainer.trainer import Trainer
 
 logger = logging.getLogger("optimus")
 USER_ERRORS = (ConfigError, DataError, CheckpointError, TrainingError)
@@ -52,8 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def pretrain(config: RunConfig, launch: LaunchEnv) -> None:
     """Sets up this rank, trains, and leaves the process group. Collective over all ranks."""
     log.setup(launch.rank)
-    launch_env.export(launch)
     device = devices.pick(config.parallel.device, launch.local_rank)
+    launch_env.export(launch, device.type)
+    # DeepSpeed chooses its accelerator when it is imported, so the device must be known before.
+    from megatron.optimus.trainer.engine import init_engine, shutdown_engine
+    from megatron.optimus.trainer.trainer import Trainer
+
     devices.set_device(device)
     devices.set_cpu_threads(launch)
     devices.set_deterministic(config.training.deterministic)
