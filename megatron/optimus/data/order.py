@@ -8,7 +8,7 @@ The bijection is a Feistel network on the smallest power of two 2^b >= n (b >= 2
 that are changed in turn by ``half ^= F(other half, round key)``. Each round undoes itself, hence the whole is a
 bijection on [0, 2^b). A result outside [0, n) is fed in again until it falls inside ("cycle walking": Black and
 Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). As every value lies on a cycle, that ends and is a
-bijection on [0, n); because n > 2^(b-1), fewer than two passes are needed on average.
+bijection on [0, n); because n >= 2^(b-1), at most two passes are needed on average.
 
 Rounds: Luby and Rackoff need 4 for a strong pseudo-random permutation, but their bound is empty when a half has only a
 few bits, and small n is where a user would see structure. NIST SP 800-38G answers small domains with 10 rounds (FF1).
