@@ -67,8 +67,13 @@ OPTIONS: dict[str, Option] = _options()
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most like ``name``, or None when nothing is similar."""
-    close = difflib.get_close_matches(name.lower(), list(candidates), n=1, cutoff=0.5)
+    """The candidate meant by ``name``: the only one that contains it ("topk"), else the most alike, else None."""
+    candidates = list(candidates)
+    part = name.lower().strip("-_")
+    containing = [candidate for candidate in candidates if part in candidate]
+    if len(part) >= 3 and len(containing) == 1:
+        return containing[0]
+    close = difflib.get_close_matches(name.lower(), candidates, n=1, cutoff=0.5)
     return close[0] if close else None
 
 

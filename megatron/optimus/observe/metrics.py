@@ -17,7 +17,7 @@ FILE_NAME = "metrics.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One line. None: not applicable (no peak known, a dense model); valid_loss is left out where not evaluated."""
+    """One line. None means not applicable (no peak known, a dense model); valid_loss is absent where not evaluated."""
 
     step: int  # optimizer steps done, from 1
     consumed_tokens: int  # since the start of training
