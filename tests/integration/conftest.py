@@ -35,7 +35,6 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ids = (start + np.arange(length)) % 61 + 1
             ids[rng.random(length) < 0.1] = 63
             writer.add_document(np.append(ids, 0).tolist())
-        writer.commit()
     return prefix
 
 
