@@ -1,0 +1,45 @@
+"""Public operations: checked at the door, then run by the chosen backend."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.optimus.ops import reference
+from megatron.optimus.ops.reference import Routing, expert_counts, router_topk
+
+__all__ = ["Routing", "expert_counts", "moe_mlp", "router_topk"]
+
+
+def moe_mlp(x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Tensor, indices_TK: Tensor) -> Tensor:
+    """All SwiGLU experts of a layer on all their tokens; see ``reference.moe_mlp`` for the meaning of each argument.
+
+    Raises ValueError for shapes or dtypes that do not fit together, before anything runs.
+    """
+    _check_moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
+    return reference.moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
+
+
+def _check_moe_mlp(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor) -> None:
+    if x.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3:
+        raise ValueError(
+            f"moe_mlp: x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)}, down {tuple(down.shape)}: "
+            "expected [T, D], [E, 2F, D] and [E, D, F]"
+        )
+    experts, width, inner = down.shape
+    if x.shape[1] != width or tuple(gate_up.shape) != (experts, 2 * inner, width):
+        raise ValueError(
+            f"moe_mlp: x {tuple(x.shape)} and gate_up {tuple(gate_up.shape)} do not fit "
+            f"down [E, D, F] = {tuple(down.shape)}: expected [T, {width}] and [{experts}, {2 * inner}, {width}]"
+        )
+    if weights.shape != indices.shape or weights.dim() != 2 or weights.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"moe_mlp: weights {tuple(weights.shape)} and indices {tuple(indices.shape)} must both be "
+            f"[T, K] with T = {x.shape[0]}"
+        )
+    if not x.dtype == gate_up.dtype == down.dtype or not x.is_floating_point():
+        raise ValueError(
+            f"moe_mlp: x {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype} must share a floating dtype"
+        )
+    if weights.dtype != torch.float32 or indices.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"moe_mlp: weights {weights.dtype} must be float32 and indices {indices.dtype} int32 or int64")

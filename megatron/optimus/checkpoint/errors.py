@@ -1,0 +1,7 @@
+"""The one error of this package that a user can meet."""
+
+from __future__ import annotations
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written, found, read or trusted. The message names the file or field and the remedy."""

@@ -1,0 +1,40 @@
+"""Normalisation layers."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.optimus.config.schema import ModelConfig, Normalization
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim (arXiv 1910.07467); statistics in fp32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class NonparametricLayerNorm(nn.Module):
+    """LayerNorm without scale and shift, as OLMo-1B has it; computed in fp32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.width = width
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.float(), (self.width,), eps=self.eps).to(x.dtype)
+
+
+def build_norm(config: ModelConfig) -> nn.Module:
+    """The norm before attention, before the MLP, and at the end of the decoder."""
+    if config.normalization is Normalization.RMSNORM:
+        return RMSNorm(config.hidden_size, config.norm_epsilon)
+    return NonparametricLayerNorm(config.hidden_size, config.norm_epsilon)

@@ -1,0 +1,25 @@
+"""Rotary position embedding (arXiv 2104.09864) in the half-rotation layout that Hugging Face checkpoints use."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+RopeTable = tuple[Tensor, Tensor]  # cos, sin: fp32 [S, head_dim]
+
+
+def rope_table(length: int, head_dim: int, base: float, device: torch.device) -> RopeTable:
+    """cos and sin of position * base^(-2i/head_dim) for positions 0..length-1."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    angle = torch.arange(length, dtype=torch.float32, device=device)[:, None] * (base**-exponent)[None, :]
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos(), angle.sin()
+
+
+def apply_rope(x_BHSd: Tensor, table: RopeTable) -> Tensor:
+    """Rotates each pair (i, i + head_dim/2) of every head by its position's angle, in fp32."""
+    cos_Sd, sin_Sd = table
+    x = x_BHSd.float()
+    first, second = x.chunk(2, dim=-1)
+    rotated = torch.cat((-second, first), dim=-1)
+    return (x * cos_Sd + rotated * sin_Sd).to(x_BHSd.dtype)

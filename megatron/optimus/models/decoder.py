@@ -1,0 +1,91 @@
+"""The decoder from which every preset follows: Mula, OLMo and OLMoE. Serial code; parallelism comes from outside.
+
+Shapes: B sequences, S positions, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.optimus.config.schema import ModelConfig
+from megatron.optimus.layers.attention import Attention
+from megatron.optimus.layers.loss import cross_entropy_sum
+from megatron.optimus.layers.mlp import MLP
+from megatron.optimus.layers.norm import build_norm
+from megatron.optimus.layers.rope import RopeTable, rope_table
+from megatron.optimus.moe.layer import MoE
+from megatron.optimus.moe.router import RouterStats
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); the MLP is dense or a Mixture of Experts."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = build_norm(config)
+        self.attention = Attention(config)
+        self.mlp_norm = build_norm(config)
+        if config.is_moe:
+            self.moe = MoE(config)
+        else:
+            self.mlp = MLP(config)
+        self.is_moe = config.is_moe
+
+    def forward(self, x_BSD: Tensor, rope: RopeTable) -> tuple[Tensor, RouterStats | None]:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope)
+        if self.is_moe:
+            y_BSD, stats = self.moe(self.mlp_norm(x_BSD))
+            return x_BSD + y_BSD, stats
+        return x_BSD + self.mlp(self.mlp_norm(x_BSD)), None
+
+
+@dataclass
+class DecoderOutput:
+    logits_BSV: Tensor  # dtype of the weights
+    loss_sum: Tensor | None  # fp32 scalar: cross-entropy in nats summed over the tokens; None without labels
+    router_stats: list[RouterStats]  # one per MoE layer
+
+    @property
+    def aux_loss(self) -> Tensor:
+        """Load-balancing loss, mean over MoE layers; zero for a dense model."""
+        return self._mean_over_layers([stats.aux_loss for stats in self.router_stats])
+
+    @property
+    def z_loss(self) -> Tensor:
+        """Router z-loss, mean over MoE layers; zero for a dense model."""
+        return self._mean_over_layers([stats.z_loss for stats in self.router_stats])
+
+    def _mean_over_layers(self, losses: list[Tensor]) -> Tensor:
+        return torch.stack(losses).mean() if losses else self.logits_BSV.new_zeros((), dtype=torch.float32)
+
+
+class Decoder(nn.Module):
+    """Decoder-only language model."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.final_norm = build_norm(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if not config.untie_embeddings_and_output_weights:
+            self.lm_head.weight = self.embedding.weight
+
+    def forward(self, tokens_BS: Tensor, labels_BS: Tensor | None = None) -> DecoderOutput:
+        rope = rope_table(tokens_BS.shape[1], self.config.head_dim, self.config.rotary_base, tokens_BS.device)
+        x_BSD = self.embedding(tokens_BS)
+        router_stats = []
+        for layer in self.layers:
+            x_BSD, stats = layer(x_BSD, rope)
+            if stats is not None:
+                router_stats.append(stats)
+        logits_BSV = self.lm_head(self.final_norm(x_BSD))
+        loss_sum = None if labels_BS is None else cross_entropy_sum(logits_BSV.flatten(0, 1), labels_BS.flatten())
+        return DecoderOutput(logits_BSV, loss_sum, router_stats)
+
+    def moe_layers(self) -> list[MoE]:
+        return [module for module in self.modules() if isinstance(module, MoE)]

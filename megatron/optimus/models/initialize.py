@@ -1,0 +1,51 @@
+"""Initial weights that depend on the seed and the parameter's name only, never on the layout of ranks.
+
+Each weight draws from a generator of its own on the CPU; each expert of a 3-D expert weight from one keyed by the
+expert's global number. So any device and any expert-parallel size starts from the same model.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.optimus.runtime.seeding import generator_for
+from torch import Tensor, nn
+
+from megatron.optimus.models.decoder import Decoder
+
+
+@torch.no_grad()
+def initialize_weights(model: Decoder, *, seed: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Materialises a model built on the meta device: matrices N(0, init_method_std^2), norm scales 1, buffers 0.
+
+    Parameters get ``dtype`` (drawn in fp32, then rounded); buffers keep theirs.
+    """
+    _materialize(model, device, dtype)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            parameter.fill_(1.0)
+            continue
+        for weight, key in _weights_and_keys(name, parameter):
+            draw = torch.empty(weight.shape, dtype=torch.float32)
+            draw.normal_(0.0, model.config.init_method_std, generator=generator_for(seed, *key))
+            weight.copy_(draw)
+
+
+def _materialize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Like ``to_empty``, but keeps parameters shared between modules shared, and their attributes (expert_ids)."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in made:
+                empty = nn.Parameter(torch.empty_like(parameter, device=device, dtype=dtype))
+                empty.__dict__.update(parameter.__dict__)
+                made[id(parameter)] = empty
+            setattr(module, name, made[id(parameter)])
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.zeros_like(buffer, device=device))
+
+
+def _weights_and_keys(name: str, parameter: nn.Parameter) -> list[tuple[Tensor, tuple[str, ...]]]:
+    if parameter.dim() < 3:
+        return [(parameter, (name,))]
+    expert_ids = getattr(parameter, "expert_ids", range(parameter.shape[0]))
+    return [(parameter[row], (name, str(expert))) for row, expert in enumerate(expert_ids)]

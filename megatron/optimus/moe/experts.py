@@ -1,0 +1,25 @@
+"""The SwiGLU experts of one layer that live on this rank, as two 3-D weights.
+
+Shapes: E experts on this rank, D model width, F inner width, R rows, K experts per row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron.optimus import ops
+from megatron.optimus.config.schema import ModelConfig
+
+
+class Experts(nn.Module):
+    """y[r] = sum_k weights[r,k] * down_e(silu(gate_e(x[r])) * up_e(x[r])) with e = indices[r,k], skipping -1."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        experts, width, inner = config.num_experts, config.hidden_size, config.moe_ffn_hidden_size
+        self.gate_up_weight = nn.Parameter(torch.empty(experts, 2 * inner, width))  # rows 0..F-1 gate, F..2F-1 up
+        self.down_weight = nn.Parameter(torch.empty(experts, width, inner))
+
+    def forward(self, x_RD: Tensor, weights_RK: Tensor, indices_RK: Tensor) -> Tensor:
+        return ops.moe_mlp(x_RD, self.gate_up_weight, self.down_weight, weights_RK, indices_RK)

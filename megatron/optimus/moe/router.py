@@ -1,0 +1,102 @@
+"""The router: which experts a token goes to, with which weights, and the statistics that keep the load even.
+
+Shapes: T tokens, D model width, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.optimus import ops
+from megatron.optimus.config.schema import LoadBalancing, ModelConfig, ScoreFunction
+from megatron.optimus.moe.balance import load_balancing_loss, mean_entropy, router_z_loss, updated_expert_bias
+
+
+class RouterStats(NamedTuple):
+    """What one layer's router did with one micro-batch. Losses are differentiable, the rest is not."""
+
+    aux_loss: Tensor  # fp32 scalar, unweighted
+    z_loss: Tensor  # fp32 scalar, unweighted
+    counts_E: Tensor  # int64 [E], slots this rank's tokens sent to each expert
+    entropy: Tensor  # fp32 scalar, nats
+    processed: Tensor  # int64 scalar, slots that experts on this rank worked on (for tokens of any rank)
+
+
+class Router(nn.Module):
+    """Linear router in fp32 with top-K choice."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.topk = config.moe_router_topk
+        self.sigmoid = config.moe_router_score_function is ScoreFunction.SIGMOID
+        self.normalize = config.moe_router_norm_topk_prob
+        self.balancing = config.moe_router_load_balancing_type
+        self.force_uniform = config.moe_router_force_load_balancing
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        # Slots per expert over the micro-batches of the current optimizer step that are already done.
+        self.register_buffer("step_counts_E", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
+        self.step_counts_E: Tensor
+        self.expert_bias: Tensor | None
+        bias = torch.zeros(config.num_experts) if config.moe_router_enable_expert_bias else None
+        self.register_buffer("expert_bias", bias)
+        # Ranks whose tokens make up the global batch; None when this process has all of them.
+        self.balance_group: dist.ProcessGroup | None = None
+
+    def forward(self, x_TD: Tensor) -> tuple[ops.Routing, RouterStats]:
+        logits_TE = F.linear(x_TD.float(), self.weight.float())
+        routing = ops.router_topk(
+            logits_TE, self.topk, sigmoid=self.sigmoid, normalize=self.normalize, selection_bias_E=self.expert_bias
+        )
+        if self.force_uniform:
+            routing = self._uniform(routing)
+        counts_E = ops.expert_counts(routing.indices_TK, logits_TE.shape[1])
+        stats = RouterStats(
+            aux_loss=self._balancing_loss(routing.scores_TE, counts_E),
+            z_loss=router_z_loss(logits_TE),
+            counts_E=counts_E,
+            entropy=mean_entropy(routing.scores_TE.detach()),
+            processed=counts_E.sum(),
+        )
+        return routing, stats
+
+    def _balancing_loss(self, scores_TE: Tensor, counts_E: Tensor) -> Tensor:
+        if self.balancing is LoadBalancing.NONE:
+            return scores_TE.new_zeros(())
+        if self.balancing is LoadBalancing.AUX_LOSS:
+            return load_balancing_loss(scores_TE, counts_E, scores_TE.shape[0])
+        seen_E = counts_E + self.step_counts_E
+        if self.balance_group is not None:
+            dist.all_reduce(seen_E, group=self.balance_group)
+        return load_balancing_loss(scores_TE, seen_E, seen_E.sum() / self.topk)
+
+    def _uniform(self, routing: ops.Routing) -> ops.Routing:
+        """Token t takes experts t*K .. t*K+K-1 (mod E): perfectly even, for benchmarks of everything but the router."""
+        num_tokens, num_experts = routing.scores_TE.shape
+        slots = torch.arange(num_tokens * self.topk, device=routing.scores_TE.device)
+        indices_TK = (slots % num_experts).view(num_tokens, self.topk)
+        return ops.Routing(routing.scores_TE.gather(-1, indices_TK), indices_TK, routing.scores_TE)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """The bias stays fp32 when the model is cast to bf16: its steps are too small for eight bits."""
+        super()._apply(fn, recurse)
+        if self.expert_bias is not None:
+            self.expert_bias = self.expert_bias.float()
+        return self
+
+    @torch.no_grad()
+    def record_micro_batch(self, counts_E: Tensor) -> None:
+        """Adds a finished training micro-batch; kept out of forward so that recomputation cannot count it twice."""
+        self.step_counts_E += counts_E
+
+    @torch.no_grad()
+    def finish_step(self, global_counts_E: Tensor, bias_update_rate: float) -> None:
+        """After the optimizer step: moves the expert bias, if there is one, and forgets the step's counts."""
+        if self.expert_bias is not None:
+            self.expert_bias.copy_(updated_expert_bias(self.expert_bias, global_counts_E, bias_update_rate))
+        self.step_counts_E.zero_()

@@ -1,0 +1,28 @@
+"""The ordered list of what is done to a serial model so that it runs on many ranks."""
+
+from __future__ import annotations
+
+import logging
+
+from megatron.optimus.config.schema import ParallelConfig
+from megatron.optimus.models.decoder import Decoder
+from megatron.optimus.parallel.expert import apply_expert_parallelism
+from megatron.optimus.parallel.mesh import Mesh
+
+logger = logging.getLogger("optimus")
+
+
+def parallelize(model: Decoder, mesh: Mesh, config: ParallelConfig) -> None:
+    """Cuts the model to this rank's share, in place. Call it on the meta device, before weights exist."""
+    moe_layers = model.moe_layers()
+    for layer in moe_layers:
+        apply_expert_parallelism(layer, config, mesh)
+    if moe_layers:
+        num_experts = moe_layers[0].experts.gate_up_weight.shape[0]
+        logger.info(
+            "expert parallelism: %d of %d experts per layer on each rank, %s, %s ownership",
+            num_experts,
+            model.config.num_experts,
+            config.moe_token_dispatcher_type.value if mesh.size("ep") > 1 else "no exchange",
+            config.moe_expert_placement.value,
+        )

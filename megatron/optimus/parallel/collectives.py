@@ -1,0 +1,111 @@
+"""Collectives that autograd understands: each forward beside its transpose, which is its backward.
+
+All work on dim 0 ("rows"). ``rows_per_rank`` gives the rows of each rank of the group when they differ; None means
+that all ranks have the same number, which costs neither padding nor an exchange of counts.
+A group of None is a group of one: the collective is then the identity.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup | None
+
+# torch 2.13 renamed these two and warns about the old names.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def exchange_row_counts(num_rows: int, group: Group, device: torch.device) -> list[int]:
+    """Rows of every rank of the group, in rank order. Waits for the device once."""
+    if group is None:
+        return [num_rows]
+    mine = torch.tensor([num_rows], dtype=torch.int64, device=device)
+    counts = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=device)
+    _all_gather_single(counts, mine, group=group)
+    return counts.tolist()
+
+
+def all_gather_rows(x: Tensor, group: Group, rows_per_rank: list[int] | None = None) -> Tensor:
+    """[T_r, ...] on rank r -> [sum T_r, ...] on every rank; the backward sums gradients over ranks."""
+    return x if group is None else _AllGather.apply(x, group, rows_per_rank)
+
+
+def reduce_scatter_rows(x: Tensor, group: Group, rows_per_rank: list[int] | None = None) -> Tensor:
+    """[sum T_r, ...] on every rank -> the sum over ranks of this rank's rows [T_r, ...]."""
+    return x if group is None else _ReduceScatter.apply(x, group, rows_per_rank)
+
+
+def all_to_all_rows(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
+    """Blocks of ``send`` rows go to the ranks of the group, blocks of ``receive`` rows come back, in rank order."""
+    return x if group is None else _AllToAll.apply(x, send, receive, group)
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | None) -> Tensor:
+        ctx.group, ctx.rows_per_rank = group, rows_per_rank
+        return _all_gather(x, group, rows_per_rank)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _reduce_scatter(grads[0], ctx.group, ctx.rows_per_rank), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | None) -> Tensor:
+        ctx.group, ctx.rows_per_rank = group, rows_per_rank
+        return _reduce_scatter(x, group, rows_per_rank)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _all_gather(grads[0], ctx.group, ctx.rows_per_rank), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return _all_to_all(x, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(grads[0], ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | None) -> Tensor:
+    x = _padded(x.contiguous(), rows_per_rank)
+    out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
+    _all_gather_single(out, x, group=group)
+    if rows_per_rank is None:
+        return out
+    blocks = out.view(len(rows_per_rank), -1, *x.shape[1:])
+    return torch.cat([block[:rows] for block, rows in zip(blocks, rows_per_rank, strict=True)])
+
+
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | None) -> Tensor:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    x = x.contiguous()
+    if rows_per_rank is not None:
+        x = torch.cat([_padded(block, rows_per_rank) for block in x.split(rows_per_rank)])
+    out = x.new_empty(x.shape[0] // size, *x.shape[1:])
+    _reduce_scatter_single(out, x, group=group)
+    return out if rows_per_rank is None else out[: rows_per_rank[rank]]
+
+
+def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+    out = x.new_empty(sum(receive), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
+    return out
+
+
+def _padded(x: Tensor, rows_per_rank: list[int] | None) -> Tensor:
+    """Rows of zeros up to the largest rank's count: the backends move equal blocks only."""
+    if rows_per_rank is None or x.shape[0] == max(rows_per_rank):
+        return x
+    return torch.cat([x, x.new_zeros(max(rows_per_rank) - x.shape[0], *x.shape[1:])])

@@ -1,0 +1,151 @@
+"""A MoE layer over several ranks equals the same layer on one process: outputs and every gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.optimus.config.schema import ExpertPlacement, LoadBalancing, ModelConfig, ParallelConfig, TokenDispatcher
+from megatron.optimus.moe.layer import MoE
+from megatron.optimus.parallel.expert import AllGatherDispatcher, Ownership, apply_expert_parallelism
+from megatron.optimus.parallel.mesh import Mesh
+from tests.helpers import run_distributed
+
+WIDTH, EXPERTS, TOPK = 16, 8, 3
+
+
+def model_config(**changes: Any) -> ModelConfig:
+    return ModelConfig(
+        num_layers=1,
+        hidden_size=WIDTH,
+        num_attention_heads=2,
+        vocab_size=32,
+        num_experts=EXPERTS,
+        moe_ffn_hidden_size=10,
+        moe_router_topk=TOPK,
+        moe_router_load_balancing_type=LoadBalancing.GLOBAL_AUX_LOSS,
+        **changes,
+    )
+
+
+def serial_layer(skew: float) -> MoE:
+    """Same weights on every caller. A large skew sends every token to expert 5 first and leaves others empty."""
+    torch.manual_seed(3)
+    layer = MoE(model_config())
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    layer.router.weight.data[5] += skew
+    return layer
+
+
+def tokens_of(rank: int, counts: list[int]) -> torch.Tensor:
+    torch.manual_seed(100 + rank)
+    return torch.rand(1, counts[rank], WIDTH)  # positive, so that a positive skew makes the logit of expert 5 large
+
+
+def backward(layer: MoE, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    y, stats = layer(x)
+    target = torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view_as(y)
+    (y * target).sum().backward()
+    return y.detach(), stats
+
+
+def one_rank(
+    rank: int,
+    world: int,
+    dispatcher: TokenDispatcher,
+    placement: ExpertPlacement,
+    ep: int,
+    counts: list[int],
+    skew: float,
+) -> dict[str, Any]:
+    config = ParallelConfig(
+        expert_model_parallel_size=ep, moe_token_dispatcher_type=dispatcher, moe_expert_placement=placement
+    )
+    mesh = Mesh(config, rank=rank, world_size=world)
+    layer = serial_layer(skew)
+    apply_expert_parallelism(layer, config, mesh)
+    if isinstance(layer.dispatcher, AllGatherDispatcher):
+        layer.dispatcher.equal_tokens = len(set(counts)) == 1
+    x = tokens_of(rank, counts).requires_grad_()
+    y, stats = backward(layer, x)
+    router_grad = layer.router.weight.grad.clone()
+    dist.all_reduce(router_grad)
+    expert_grads = {}
+    for name, weight in layer.experts.named_parameters():
+        grad = weight.grad.clone()
+        if mesh.group("edp") is not None:
+            dist.all_reduce(grad, group=mesh.group("edp"))
+        expert_grads[name] = dict(zip(weight.expert_ids, grad, strict=True))
+    processed, routed = stats.processed.clone(), stats.counts_E.sum()
+    dist.all_reduce(processed)
+    dist.all_reduce(routed)
+    return dict(y=y, x_grad=x.grad, router=router_grad, experts=expert_grads, dropped=int(routed - processed))
+
+
+CASES = {
+    "even": ([6, 6, 6, 6], 0.0),
+    "one expert takes all tokens": ([6, 6, 6, 6], 30.0),
+    "uneven, one rank without tokens": ([5, 0, 9, 1], 0.0),
+    "uneven and skewed": ([0, 7, 0, 2], 30.0),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("placement", list(ExpertPlacement))
+@pytest.mark.parametrize("dispatcher", list(TokenDispatcher))
+def test_equals_one_process(dispatcher: TokenDispatcher, placement: ExpertPlacement, case: str) -> None:
+    counts, skew = CASES[case]
+    world = len(counts)
+    layer = serial_layer(skew)
+    inputs = [tokens_of(rank, counts).requires_grad_() for rank in range(world)]
+    outputs = [backward(layer, x)[0] for x in inputs]
+    for ep in (2, 4):
+        results = run_distributed(one_rank, world, dispatcher, placement, ep, counts, skew)
+        seen = set()
+        for rank, result in enumerate(results):
+            torch.testing.assert_close(result["y"], outputs[rank], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(result["x_grad"], inputs[rank].grad, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(result["router"], layer.router.weight.grad, rtol=1e-5, atol=1e-4)
+            assert result["dropped"] == 0
+            for name, grads in result["experts"].items():
+                whole = getattr(layer.experts, name).grad
+                for expert, grad in grads.items():
+                    torch.testing.assert_close(grad, whole[expert], rtol=1e-5, atol=1e-4)
+                    seen.add(expert)
+        assert seen == set(range(EXPERTS))
+
+
+def auxiliary_rank(rank: int, world: int) -> torch.Tensor:
+    config = ParallelConfig(expert_model_parallel_size=2)
+    layer = serial_layer(0.0)
+    apply_expert_parallelism(layer, config, Mesh(config, rank=rank, world_size=world))
+    stats = layer(tokens_of(rank, [6] * world))[1]
+    (stats.aux_loss + stats.z_loss).backward()
+    grad = layer.router.weight.grad
+    dist.all_reduce(grad)
+    return torch.cat([stats.aux_loss.detach().view(1), (grad / world).flatten()])
+
+
+def test_global_balancing_loss_is_that_of_the_whole_batch() -> None:
+    """Mean over ranks of the losses, and their gradient, equal one process that sees all tokens."""
+    layer = serial_layer(0.0)
+    stats = layer(torch.cat([tokens_of(rank, [6] * 4) for rank in range(4)]))[1]
+    (stats.aux_loss + stats.z_loss).backward()
+    results = run_distributed(auxiliary_rank, 4)
+    torch.testing.assert_close(results[0][1:], layer.router.weight.grad.flatten(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.stack(results)[:, 0].mean(), stats.aux_loss.detach())
+
+
+@pytest.mark.parametrize("placement", list(ExpertPlacement))
+def test_every_expert_has_one_owner(placement: ExpertPlacement) -> None:
+    ownership = Ownership(12, 4, placement)
+    owned = [ownership.expert_ids(rank) for rank in range(4)]
+    assert sorted(expert for ids in owned for expert in ids) == list(range(12))
+    owner_E, local_E = ownership.tables(torch.device("cpu"))
+    for rank, ids in enumerate(owned):
+        for local, expert in enumerate(ids):
+            assert (owner_E[expert], local_E[expert]) == (rank, local)

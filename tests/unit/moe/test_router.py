@@ -1,0 +1,143 @@
+"""Router choices, balancing losses, expert bias and statistics against closed forms."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron.optimus import ops
+from megatron.optimus.config.schema import LoadBalancing, ModelConfig, ScoreFunction
+from megatron.optimus.moe.balance import load_balancing_loss, mean_entropy, router_z_loss, updated_expert_bias
+from megatron.optimus.moe.layer import MoE
+from megatron.optimus.moe.router import Router
+
+
+def config(**changes: object) -> ModelConfig:
+    small = dict(
+        num_layers=1, hidden_size=12, num_attention_heads=2, vocab_size=32, num_experts=8, moe_ffn_hidden_size=6
+    )
+    return ModelConfig(**{**small, "moe_router_topk": 2, **changes})
+
+
+def router(**changes: object) -> Router:
+    torch.manual_seed(0)
+    made = Router(config(**changes))
+    torch.nn.init.normal_(made.weight)
+    return made
+
+
+def test_weights_are_not_renormalised_by_default() -> None:
+    routing, _ = router()(torch.randn(20, 12))
+    scores_TE = routing.scores_TE
+    assert torch.equal(routing.weights_TK, scores_TE.topk(2, dim=-1).values)
+    assert (routing.weights_TK.sum(-1) < 1).all()
+
+
+def test_renormalised_and_sigmoid_scores() -> None:
+    routing, _ = router(moe_router_norm_topk_prob=True, moe_router_score_function=ScoreFunction.SIGMOID)(
+        torch.randn(20, 12)
+    )
+    torch.testing.assert_close(routing.weights_TK.sum(-1), torch.ones(20))
+    assert (routing.scores_TE.sum(-1) != 1).any()
+
+
+def test_router_computes_in_fp32_whatever_the_weights() -> None:
+    low = router().to(torch.bfloat16)
+    routing, stats = low(torch.randn(5, 12, dtype=torch.bfloat16))
+    assert routing.weights_TK.dtype == stats.aux_loss.dtype == stats.z_loss.dtype == torch.float32
+
+
+def test_forced_uniform_routing_is_perfectly_even_but_trains_the_router() -> None:
+    forced = router(moe_router_force_load_balancing=True)
+    routing, stats = forced(torch.randn(16, 12))
+    assert stats.counts_E.tolist() == [4] * 8
+    assert all(len(set(row)) == 2 for row in routing.indices_TK.tolist())
+    routing.weights_TK.sum().backward()
+    assert forced.weight.grad.abs().sum() > 0
+
+
+def test_balanced_load_gives_topk_and_collapse_gives_num_experts_times_topk_share() -> None:
+    even_TE = torch.full((8, 4), 0.25)
+    assert load_balancing_loss(even_TE, torch.full((4,), 4), 8) == pytest.approx(2.0)
+    collapsed_TE = torch.zeros(8, 4)
+    collapsed_TE[:, 1] = 1
+    assert load_balancing_loss(collapsed_TE, torch.tensor([0, 8, 0, 0]), 8) == pytest.approx(4.0)
+
+
+def test_global_loss_uses_the_whole_step() -> None:
+    """Two micro-batches seen one after the other: the second one's loss knows both loads."""
+    both = router(moe_router_load_balancing_type=LoadBalancing.GLOBAL_AUX_LOSS)
+    first_TD, second_TD = torch.randn(10, 12), torch.randn(30, 12)
+    _, first = both(first_TD)
+    both.record_micro_batch(first.counts_E)
+    routing, second = both(second_TD)
+    expected = load_balancing_loss(routing.scores_TE, first.counts_E + second.counts_E, 40)
+    torch.testing.assert_close(second.aux_loss, expected)
+    both.finish_step(first.counts_E + second.counts_E, 0.1)
+    assert both.step_counts_E.sum() == 0
+
+
+def test_z_loss_and_entropy_closed_forms() -> None:
+    assert router_z_loss(torch.zeros(3, 5)).item() == pytest.approx(math.log(5) ** 2)
+    assert mean_entropy(torch.full((3, 5), 0.2)).item() == pytest.approx(math.log(5))
+    assert mean_entropy(torch.eye(5)).item() == 0.0
+
+
+def test_expert_bias_steers_choice_but_not_weights() -> None:
+    biased = router(moe_router_enable_expert_bias=True)
+    x_TD = torch.randn(50, 12)
+    biased.expert_bias[3] = 10.0
+    routing, _ = biased(x_TD)
+    assert (routing.indices_TK == 3).any(dim=-1).all()
+    torch.testing.assert_close(routing.weights_TK, routing.scores_TE.gather(-1, routing.indices_TK))
+    moved = updated_expert_bias(torch.zeros(4), torch.tensor([10, 2, 6, 6]), 0.5)
+    assert moved.tolist() == [-0.5, 0.5, 0.0, 0.0]
+
+
+def test_expert_bias_evens_out_a_skewed_router() -> None:
+    skewed = router(moe_router_enable_expert_bias=True)
+    skewed.weight.data[0] *= 4
+    torch.manual_seed(5)
+    x_TD = torch.randn(400, 12)
+
+    def imbalance() -> float:
+        counts_E = skewed(x_TD)[1].counts_E
+        skewed.finish_step(counts_E, 0.001)
+        return (counts_E.max() / counts_E.float().mean()).item()
+
+    loads = [imbalance() for _ in range(1000)]
+    assert loads[0] > 1.6
+    assert sum(loads[-200:]) / 200 < 1.4  # a mean, because sign steps hunt around the even load
+
+
+def test_every_slot_is_processed() -> None:
+    torch.manual_seed(0)
+    layer = MoE(config())
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    y_BSD, stats = layer(torch.randn(2, 7, 12))
+    assert y_BSD.shape == (2, 7, 12)
+    assert stats.processed == stats.counts_E.sum() == 2 * 7 * 2
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    x, gate_up, down = torch.randn(4, 6), torch.randn(3, 8, 6), torch.randn(3, 6, 4)
+    weights, indices = torch.rand(4, 2), torch.zeros(4, 2, dtype=torch.int64)
+    for bad in (
+        (x[:, :5], gate_up, down, weights, indices),
+        (x, gate_up[:, :6], down, weights, indices),
+        (x, gate_up, down, weights[:3], indices),
+        (x.double(), gate_up, down, weights, indices),
+        (x, gate_up, down, weights.double(), indices),
+        (x, gate_up, down, weights, indices.float()),
+    ):
+        with pytest.raises(ValueError, match="moe_mlp"):
+            ops.moe_mlp(*bad)
+
+
+def test_expert_bias_keeps_fp32_when_the_model_is_cast() -> None:
+    cast = router(moe_router_enable_expert_bias=True).to(torch.bfloat16)
+    assert cast.expert_bias.dtype == torch.float32
+    assert cast.weight.dtype == torch.bfloat16
