@@ -23,13 +23,14 @@ LAYERS = [
     ["parallel"],
     ["optim", "data", "checkpoint"],
     ["trainer"],
+    ["describe"],
     ["pretrain"],
 ]
 ALLOWED = {
     part: {other for lower in LAYERS[:level] for other in lower} for level, parts in enumerate(LAYERS) for part in parts
 }
 ALLOWED["observe"] = {"config", "runtime"}
-for part in ("trainer", "pretrain"):
+for part in ("trainer", "describe", "pretrain"):
     ALLOWED[part].add("observe")
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 100

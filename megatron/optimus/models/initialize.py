@@ -7,10 +7,10 @@ expert's global number. So any device and any expert-parallel size starts from t
 from __future__ import annotations
 
 import torch
-from megatron.optimus.runtime.seeding import generator_for
 from torch import Tensor, nn
 
 from megatron.optimus.models.decoder import Decoder
+from megatron.optimus.runtime.seeding import generator_for
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,8 +57,13 @@ def test_two_processes_without_torchrun() -> None:
         sys.exit(0 if total.item() == 3.0 else 3)
     """)
     port = str(free_port())
-    ranks = [subprocess.Popen([sys.executable, "-c", program, str(rank), port]) for rank in range(2)]
-    assert [rank.wait(timeout=90) for rank in ranks] == [0, 0]
+    root = Path(__file__).parents[3]
+    ranks = [subprocess.Popen([sys.executable, "-c", program, str(rank), port], cwd=root) for rank in range(2)]
+    try:
+        assert [rank.wait(timeout=90) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 def test_ranks_that_do_not_come() -> None:

@@ -151,10 +151,11 @@ def test_contradictions_and_gaps(env: dict[str, str], part: str, no_mpi4py: None
 
 
 def test_export_is_what_torchrun_would_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in TORCHRUN:
+    for name in [*TORCHRUN, "DS_ACCELERATOR"]:
         monkeypatch.setenv(name, "left over")  # and restored after the test
     launch = detect(SLURM)
-    launch_env.export(launch)
+    launch_env.export(launch, "cpu")
+    assert os.environ["DS_ACCELERATOR"] == "cpu"
     read_back = detect(dict(os.environ))
     assert read_back.launcher is Launcher.TORCHRUN
     assert (read_back.rank, read_back.world_size, read_back.local_rank) == (5, 6, 1)
