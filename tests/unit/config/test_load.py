@@ -79,6 +79,7 @@ def test_the_last_of_two_equal_flags_counts() -> None:
         (["--no-qk-layernor"], ["--no-qk-layernor", "--no-qk-layernorm"]),
         (["--no-num-layers", "3"], ["unknown option --no-num-layers", "--num-layers"]),
         (["--topk", "4"], ["--topk", "'4'", "did you mean --moe-router-topk?"]),
+        (["--moe-expert-parallel-size", "4"], ["did you mean --expert-model-parallel-size?"]),
         (["--zzzzzz"], ["--zzzzzz", "--help"]),
         (["num-layers", "4"], ["'num-layers'", "--num-layers"]),
         (["--num-layers", "4", "5"], ["'5'"]),
