@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -90,6 +92,8 @@ def _bad_input(rank: int, world: int) -> dict[str, str]:
     errors["fp16 is not supported"] = _error_of(
         model=nn.Linear(3, 3), config={**CONFIG, **SGD, "fp16": {"enabled": True}}
     )
+    model = nn.Linear(3, 3)
+    errors["LBFGS needs whole tensors"] = _error_of(model=model, optimizer=torch.optim.LBFGS(model.parameters()))
     errors["no optimizer"] = _error_of(model=nn.Linear(3, 3), config=CONFIG)
     deepspeed_ext.shutdown()
     return errors
@@ -175,7 +179,12 @@ def test_deepspeed_checkpoint_resumes_bitwise(tmp_path: Path) -> None:
 
 
 def _shards_are_live(rank: int, world: int) -> None:
-    engine = build_engine(rank, world, (2,))
+    deepspeed_ext.init_distributed()
+    replicas = [dist.new_group([r]) for r in range(world)]
+    groups = deepspeed_ext.ZeroGroups(dense=dist.group.WORLD, expert={"ep_size_2": replicas[rank]})
+    with pytest.raises(ValueError, match=r"\['ep_size_2'\] have no process group"):
+        build_engine(rank, world, (2,), groups=dataclasses.replace(groups, expert={}))
+    engine = build_engine(rank, world, (2,), groups=groups)
     optimizer = engine.optimizer
     assert all(not shard.tensors["exp_avg"].any() for shard in optimizer.state_shards())
     for shard in optimizer.state_shards():
@@ -210,13 +219,16 @@ class _Foreign(nn.Module):
 
 
 def _train_foreign(rank: int, world: int, path: str, torch_style: bool) -> dict[str, Any]:
-    torch.manual_seed(rank)  # the engine must make rank 0's weights everybody's
+    torch.manual_seed(rank)
     x = torch.randn(16, 6, generator=torch.Generator().manual_seed(3))
     y = x.sum(dim=1, keepdim=True)
     engine, optimizer, loader, scheduler = deepspeed_ext.initialize(
         model=_Foreign(), config=path, training_data=torch.utils.data.TensorDataset(x, y)
     )
     assert type(optimizer) is deepspeed_ext.EPZeroOptimizer and type(optimizer.optimizer) is torch.optim.AdamW
+    torch.manual_seed(0)
+    for param, first in zip(engine.module.parameters(), _Foreign().parameters(), strict=True):
+        assert torch.equal(param, first), "every rank must start from the first rank's weights"
     assert scheduler is not None and len(loader) == len(x) // (2 * world)
     losses, rates = [], []
     for _ in range(8):

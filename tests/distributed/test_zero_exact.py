@@ -33,7 +33,9 @@ def _ep_of(ep_sizes: tuple[int, ...], name: str) -> int | None:
     return None
 
 
-def build_engine(rank: int, world: int, ep_sizes: tuple[int, ...], **config: Any) -> Any:
+def build_engine(
+    rank: int, world: int, ep_sizes: tuple[int, ...], groups: deepspeed_ext.ZeroGroups | None = None, **config: Any
+) -> Any:
     deepspeed_ext.init_distributed()
     model = toy.ToyModel(ep_sizes, _expert_parallel_groups(rank, world, ep_sizes))
 
@@ -49,7 +51,7 @@ def build_engine(rank: int, world: int, ep_sizes: tuple[int, ...], **config: Any
         **config,
     }
     engine, *_ = deepspeed_ext.initialize(
-        model=model, optimizer=toy.adamw(model), config=ds_config, is_expert=is_expert
+        model=model, optimizer=toy.adamw(model), config=ds_config, groups=groups, is_expert=is_expert
     )
     return engine
 
