@@ -61,6 +61,7 @@ def initialize(
     """
     if model is None:
         raise ValueError("initialize needs model=")
+    config_in_args = getattr(args, "deepspeed_config", None) is not None
     config = resolve_config(args, config, config_params)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     if is_expert is not None:
@@ -68,7 +69,6 @@ def initialize(
     reason = reason_for_deepspeed(config, model, mesh_param)
     _log_choice(reason)
     if reason is not None:
-        _hide_config(args)
         return deepspeed.initialize(
             args=args,
             model=model,
@@ -80,11 +80,10 @@ def initialize(
             mpu=mpu,
             dist_init_required=dist_init_required,
             collate_fn=collate_fn,
-            config=config,
+            config=None if config_in_args else config,  # DeepSpeed refuses one given twice
             mesh_param=mesh_param,
         )
     optimizer, groups = _prepare(model, optimizer, model_parameters, config, groups)
-    _hide_config(args)
     partition_parameters.shutdown_init_context()  # a surrounding zero.Init must not see the engine's own modules
     engine = EPEngine(
         args=args,
@@ -154,12 +153,6 @@ def _torch_optimizer(
         return optimizer
     params = list(model_parameters if model_parameters is not None else model.parameters())
     return optimizer(params) if optimizer is not None else build_torch_optimizer(config, params)
-
-
-def _hide_config(args: Any) -> None:
-    """DeepSpeed refuses a configuration given twice; ours is passed on as ``config``."""
-    if getattr(args, "deepspeed_config", None) is not None:
-        args.deepspeed_config = None
 
 
 def _log_choice(reason: str | None) -> None:

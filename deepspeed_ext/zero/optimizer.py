@@ -31,6 +31,8 @@ from deepspeed_ext.zero.partition import ParamSpec, plan_families
 
 logger = logging.getLogger("deepspeed_ext")
 
+# torch optimizers whose update of an element depends on others: on a slice of a flat buffer they would be wrong.
+_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 _CHECKPOINT_FORMAT = "deepspeed_ext.EPZeroOptimizer/1"
 
 
@@ -59,8 +61,8 @@ class EPZeroOptimizer(ZeROOptimizer):
     Frozen parameters are left out; a parameter without a gradient in a step counts as one with a zero gradient.
     Construction is local; the engine has checked before that all ranks describe the same parameters.
 
-    Raises ValueError for a used optimizer, an expert group without a process group, or a parameter dtype other than
-    float32 and bfloat16.
+    Raises ValueError for an optimizer that is used or not element-wise, an expert group without a process group, or a
+    parameter dtype other than float32 and bfloat16.
     """
 
     def __init__(
@@ -73,6 +75,9 @@ class EPZeroOptimizer(ZeROOptimizer):
         average: bool = True,
     ) -> None:
         super().__init__()
+        kind = type(optimizer).__name__
+        if kind in _NOT_ELEMENTWISE:
+            raise ValueError(f"{kind} needs whole tensors; shards serve element-wise optimizers such as AdamW or SGD")
         if optimizer.state:
             raise ValueError("the optimizer has taken steps already; wrap a fresh one, then load its state")
         self.optimizer = optimizer
