@@ -168,7 +168,7 @@ def _parse_line(line: bytes, keys: Sequence[str]) -> list[str]:
     texts = []
     for key in keys:
         if key not in record:
-            raise ValueError(f"no key {key!r}; the object has {sorted(record)[:8]} (see --json-keys)")
+            raise ValueError(f"no key {key!r}; the object has {sorted(record)[:8]} (choose with --json-keys)")
         text = record[key]
         if not isinstance(text, str):
             raise ValueError(f"key {key!r} holds a {type(text).__name__}, expected a string")

@@ -81,6 +81,18 @@ def test_splits_have_no_token_in_common(prefixes: list[str]) -> None:
     assert not seen[Split.TRAIN] & seen[Split.TEST]
 
 
+def test_splits_that_fit_exactly_touch_but_do_not_overlap(tmp_path: Path) -> None:
+    sizes = [6 * L + 1, 3 * L + 1, L + 1]
+    prefix = write_tokens(tmp_path / "exact", 0, sum(sizes))
+    tokens = []
+    for part, size in zip(Split, sizes, strict=True):
+        instances = InstanceSet([prefix], L, split=",".join(map(str, sizes)), part=part)
+        windows = [instances.read(i) for i in range(len(instances))]
+        assert len(windows) == size // L
+        tokens += [windows[0][0], *np.concatenate([window[1:] for window in windows])]
+    assert tokens == list(range(sum(sizes)))
+
+
 @pytest.mark.parametrize("text", ["", "1,2,3,4", "a,b", "0,0,0", "-1,2,3", "nan,1,1", "1/0", "1;2", "inf,1,1"])
 def test_impossible_split(text: str) -> None:
     with pytest.raises(ConfigError, match="split="):

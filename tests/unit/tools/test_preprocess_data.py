@@ -195,6 +195,8 @@ def test_tokenizer_errors(corpus: Path, tmp_path: Path) -> None:
         call(script, "--input", bad, "--vocab-size", 300, "--output", tmp_path / "t")
     )
     assert [file.name for file in tmp_path.iterdir()] == ["bad.jsonl"]
+    skipped = call(script, "--input", bad, "--vocab-size", 300, "--output", tmp_path / "t", "--skip-malformed")
+    assert skipped.returncode == 0 and "1 malformed lines left out" in skipped.stderr
 
 
 def test_standard_library_corpus(tmp_path: Path) -> None:
