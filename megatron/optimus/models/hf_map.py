@@ -5,7 +5,7 @@ order every such matrix is one contiguous range of our flattened tensor, so a ma
 directions are exact copies.
 
 Sources: transformers' OlmoConfig/OlmoForCausalLM and OlmoeConfig/OlmoeForCausalLM. OLMo's norms have no weights and no
-settable epsilon; OLMoE always has RMSNorm and QK-norm over the full width. Whatever neither expresses is refused by name.
+settable epsilon; OLMoE always has RMSNorm and QK-norm over the full width. What neither expresses is refused by name.
 
 Shapes: V vocabulary, D hidden, F inner width (of one expert in MoE layers), E experts, H query heads, K kv heads.
 """
