@@ -1,3 +1,4 @@
+import contextlib
 import copy
 import json
 import random
@@ -189,7 +190,5 @@ def test_any_value_in_any_field_gives_a_manifest_or_a_checkpoint_error(path, val
     if path[0] == "xxh3_128":
         return
     set_at(wrong, path, value)
-    try:
+    with contextlib.suppress(CheckpointError):
         parse_manifest(sealed(wrong), "m")
-    except CheckpointError:
-        pass

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -30,7 +31,7 @@ def test_ranges_move_exactly_the_elements_that_indexing_by_expert_gives(case):
     for low, high, local_start in ranges:
         assert local_start == position and low < high
         position += high - low
-    for before, after in zip(ranges, ranges[1:], strict=False):
+    for before, after in itertools.pairwise(ranges):
         assert before[1] != after[0], "neighbouring ranges must be one"
 
 
