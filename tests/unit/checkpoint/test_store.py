@@ -367,3 +367,16 @@ def test_stopping_after_any_file_system_call_leaves_a_loadable_one(tmp_path, mon
     assert not finished or found.name == "step-00000002"
     save_step(tmp_path, 3, retain=1)
     assert names(tmp_path) == ["step-00000003"]
+
+
+# -- documentation -----------------------------------------------------------------------------------------------------
+
+
+def test_the_reader_printed_in_the_documentation_works(tmp_path):
+    text = (_ROOT / "docs" / "checkpoint_format.md").read_text()
+    code = text.split("```python\n")[1].split("```")[0]
+    script = f"{code}\nimport sys\ntensor = read(pathlib.Path(sys.argv[1]), 'experts.weight', 'master')\n"
+    script += "print(json.dumps(tensor.double().flatten().tolist()))\n"
+    path = save_step(tmp_path, 1)
+    done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == whole_state(1)["experts.weight", "master"].double().flatten().tolist()
