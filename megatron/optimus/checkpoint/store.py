@@ -197,15 +197,23 @@ def verify(path: Path, *, part: int = 0, parts: int = 1) -> None:
         pass
 
 
-def load(path: Path, requests: Iterable[TensorSlice], *, verify: bool = True, cast: bool = False) -> None:
+def load(
+    path: Path,
+    requests: Iterable[TensorSlice],
+    *,
+    verify: bool = True,
+    cast: bool = False,
+    manifest: Manifest | None = None,
+) -> None:
     """Fills every request's tensor from the checkpoint directory ``path``. Local: each rank calls it for itself.
 
     Reads only pieces that overlap a request, each once, through memory maps. ``verify``: check the whole hash of every
-    piece read. ``cast``: convert between floating-point dtypes instead of refusing them. Raises CheckpointError for a
-    tensor that is not there, has another shape or dtype, or is damaged; tensors may then be partly filled.
+    piece read. ``cast``: convert between floating-point dtypes instead of refusing them. ``manifest``: what
+    ``load_manifest(path)`` gave, to spare a second reading. Raises CheckpointError for a tensor that is not there, has
+    another shape or dtype, or is damaged; tensors may then be partly filled.
     """
     path = Path(path)
-    manifest = load_manifest(path)
+    manifest = manifest or load_manifest(path)
     targets: dict[Piece, list[TensorSlice]] = defaultdict(list)
     wanted: dict[Piece, TensorEntry] = {}
     for request in requests:

@@ -300,16 +300,14 @@ def _flag(hf: dict[str, Any], name: str) -> bool:
 
 def _rope_theta(hf: dict[str, Any]) -> float:
     """transformers >= 5 writes rope_parameters, earlier versions rope_theta and rope_scaling."""
-    for name in ("rope_parameters", "rope_scaling"):
+    theta = _number(hf, "rope_theta", float, 10000.0)
+    for name in ("rope_scaling", "rope_parameters"):
         rope = hf.get(name)
         if rope is None:
             continue
         if not isinstance(rope, dict):
             raise ConfigError(f"config.json: {name}={rope!r} must be an object")
         if set(rope) - {"rope_type", "type", "rope_theta"} or rope.get("rope_type", rope.get("type")) != "default":
-            raise ConfigError(
-                f"config.json: {name}={rope!r} is not supported; only plain RoPE (rope_type 'default') is"
-            )
-        if "rope_theta" in rope:
-            return _number(rope, "rope_theta", float)
-    return _number(hf, "rope_theta", float, 10000.0)
+            raise ConfigError(f"config.json: {name}={rope!r} is not supported; only plain RoPE (rope_type 'default') is")
+        theta = _number(rope, "rope_theta", float, theta)
+    return theta

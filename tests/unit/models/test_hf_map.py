@@ -1,0 +1,134 @@
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from megatron.optimus.config.schema import ConfigError, ModelConfig, Normalization, ScoreFunction
+from megatron.optimus.models.decoder import Decoder
+from megatron.optimus.models.hf_map import hf_config, model_config_from_hf, parameter_shapes, to_hf
+
+_MOE = ModelConfig(
+    num_layers=2,
+    hidden_size=16,
+    num_attention_heads=4,
+    num_query_groups=2,
+    vocab_size=32,
+    num_experts=4,
+    moe_ffn_hidden_size=12,
+    moe_router_topk=2,
+    clip_qkv=8.0,
+    rotary_base=5000.0,
+)
+_OLMO = ModelConfig(
+    num_layers=2,
+    hidden_size=16,
+    num_attention_heads=4,
+    ffn_hidden_size=24,
+    vocab_size=32,
+    normalization=Normalization.LAYERNORM_NONPARAMETRIC,
+    qk_layernorm=False,
+    untie_embeddings_and_output_weights=False,
+)
+_DENSE_MULA = dataclasses.replace(_MOE, num_experts=0)
+
+
+@pytest.mark.parametrize("config", [_MOE, _OLMO, _DENSE_MULA])
+def test_shapes_are_the_decoders(config):
+    with torch.device("meta"):
+        model = Decoder(config)
+    assert parameter_shapes(config) == {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("config", [_MOE, _OLMO, _DENSE_MULA])
+def test_parts_cover_each_tensor_once_in_order(config):
+    names = []
+    for name, shape in parameter_shapes(config).items():
+        position = 0
+        for part in to_hf(config, name):
+            assert part.start == position
+            position = part.stop
+            names.append(part.name)
+        assert position == math.prod(shape)
+    assert len(names) == len(set(names))
+
+
+def test_expert_parts_are_the_right_rows():
+    weight_E2FD = torch.arange(4 * 24 * 16).view(4, 24, 16)
+    down_EDF = torch.arange(4 * 16 * 12).view(4, 16, 12)
+    expected = {}
+    for expert in range(4):
+        prefix = f"model.layers.1.mlp.experts.{expert}."
+        expected[prefix + "gate_proj.weight"] = weight_E2FD[expert, :12]
+        expected[prefix + "up_proj.weight"] = weight_E2FD[expert, 12:]
+        expected[prefix + "down_proj.weight"] = down_EDF[expert]
+    found = {}
+    for name, tensor in (("gate_up_weight", weight_E2FD), ("down_weight", down_EDF)):
+        for part in to_hf(_MOE, f"layers.1.moe.experts.{name}"):
+            found[part.name] = tensor.flatten()[part.start : part.stop].view(part.shape)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_unknown_names():
+    with pytest.raises(KeyError):
+        to_hf(_MOE, "layers.2.attention.q_proj.weight")
+
+
+@pytest.mark.parametrize("config", [_MOE, _OLMO])
+def test_configuration_round_trip(config):
+    back = model_config_from_hf(hf_config(config, "bfloat16"))
+    assert hf_config(back, "bfloat16") == hf_config(config, "bfloat16")
+    assert parameter_shapes(back) == parameter_shapes(config)
+    assert (back.rotary_base, back.clip_qkv, back.norm_epsilon) == (
+        config.rotary_base,
+        config.clip_qkv,
+        config.norm_epsilon,
+    )
+
+
+@pytest.mark.parametrize(
+    "config, changes, message",
+    [
+        (_DENSE_MULA, {}, "normalization=rmsnorm has no equivalent in Hugging Face's OLMo"),
+        (_OLMO, {"qk_layernorm": True}, "qk_layernorm=True has no equivalent"),
+        (_OLMO, {"norm_epsilon": 1e-6}, "norm_epsilon=1e-06 has no equivalent"),
+        (_OLMO, {"kv_channels": 8}, "kv_channels=8 has no equivalent"),
+        (_MOE, {"qk_layernorm": False}, "qk_layernorm=False has no equivalent in Hugging Face's OLMoE"),
+        (_MOE, {"normalization": Normalization.LAYERNORM_NONPARAMETRIC}, "normalization=layernorm-nonparametric"),
+        (_MOE, {"moe_router_score_function": ScoreFunction.SIGMOID}, "moe_router_score_function=sigmoid"),
+        (_MOE, {"moe_router_force_load_balancing": True}, "moe_router_force_load_balancing=True"),
+    ],
+)
+def test_what_hugging_face_cannot_express_is_named(config, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        hf_config(dataclasses.replace(config, **changes), "float32")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model_type": "llama"}, "model_type='llama' is not supported"),
+        ({"model_type": None}, "model_type=None"),
+        ({"sliding_window": 128}, "sliding_window=128 is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_scaling="),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters="),
+        ({"rope_parameters": 3}, "must be an object"),
+        ({"hidden_size": "16"}, "hidden_size='16' must be a positive integer"),
+        ({"hidden_size": None}, "hidden_size=None must be a positive integer"),
+        ({"num_experts": True}, "num_experts=True"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 must be true or false"),
+        ({"head_dim": 8}, "head_dim=8"),
+    ],
+)
+def test_unsupported_fields_are_named(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        model_config_from_hf(hf_config(_MOE, "float32") | changes)
+
+
+def test_a_field_of_the_other_architecture_is_refused():
+    with pytest.raises(ConfigError, match="num_experts=4 is not supported for model_type 'olmo'"):
+        model_config_from_hf(hf_config(_OLMO, "float32") | {"num_experts": 4})

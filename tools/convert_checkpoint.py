@@ -1,0 +1,81 @@
+#!/usr/bin/env python
+"""Converts a model between Optimus checkpoints and Hugging Face folders (OLMo, OLMoE).
+
+    tools/convert_checkpoint.py runs/demo exported --to hf          # newest checkpoint of a run
+    tools/convert_checkpoint.py OLMoE-1B-7B-0924 olmoe --to optimus
+
+Exit code 0 when the destination is complete, 2 with one line on stderr when nothing was written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout without installation
+
+from megatron.optimus.checkpoint.convert import DEFAULT_MAX_SHARD_BYTES, convert
+from megatron.optimus.checkpoint.errors import CheckpointError
+from megatron.optimus.config.schema import ConfigError
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def size(text: str) -> int:
+    """ "5GB", "200MB" or a number of bytes."""
+    match = re.fullmatch(r"(\d+) *([KMG]B)?", text.strip().upper())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB or 200MB")
+    return int(match[1]) * _UNITS[match[2] or ""]
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        description="Convert a model between Optimus checkpoints and Hugging Face folders (OLMo, OLMoE)."
+    )
+    result.add_argument("source", type=Path, help="Hugging Face folder, checkpoint, or run folder (its newest one)")
+    result.add_argument("destination", type=Path, help="folder to create")
+    result.add_argument("--to", choices=("hf", "optimus"), required=True, help="format of the destination")
+    result.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "source"),
+        help="dtype to write; default: as stored, for a full checkpoint the run's params_dtype",
+    )
+    result.add_argument("--tokenizer", type=Path, help="tokenizer.json or its folder; default: the run's own")
+    result.add_argument("--max-shard-size", type=size, default=DEFAULT_MAX_SHARD_BYTES, help="per file; default 5GB")
+    result.add_argument("--overwrite", action="store_true", help="replace an earlier conversion")
+    result.add_argument("--dry-run", action="store_true", help="list the tensors, write nothing")
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    try:
+        done = convert(
+            args.source,
+            args.destination,
+            to=args.to,
+            dtype=args.dtype,
+            tokenizer=args.tokenizer,
+            max_shard_bytes=args.max_shard_size,
+            overwrite=args.overwrite,
+            dry_run=args.dry_run,
+        )
+    except (CheckpointError, ConfigError) as error:
+        print(f"convert_checkpoint: error: {error}", file=sys.stderr)
+        return 2
+    if args.dry_run:
+        for name, dtype, shape in done.tensors:
+            print(f"{name}  {str(dtype).removeprefix('torch.')}  {list(shape)}")
+    verb = "would write" if args.dry_run else "wrote"
+    print(f"{verb} {done.destination}: {len(done.tensors)} tensors, {done.num_bytes:,} bytes, from {done.source}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
