@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -40,9 +41,12 @@ def _worker(
             world_size=world_size,
             timeout=timedelta(seconds=60),
         )
-        pipe.send(("ok", fn(rank, world_size, *args)))
+        answer = ("ok", fn(rank, world_size, *args))
     except BaseException:
-        pipe.send(("error", traceback.format_exc()))
+        answer = ("error", traceback.format_exc())
+    try:
+        # Plain pickle carries the bytes of tensors; the pipe's own pickler would carry handles of a process that ends.
+        pipe.send_bytes(pickle.dumps(answer))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -73,7 +77,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
                 if not pipe.poll(max(0.1, deadline - time.monotonic())):
                     failures.append(f"rank {rank}: no answer within {timeout:.0f} s")
                     continue
-                status, value = pipe.recv()
+                status, value = pickle.loads(pipe.recv_bytes())
                 if status == "ok":
                     results[rank] = value
                 else:

@@ -30,6 +30,7 @@ from megatron.optimus.data.corpus import LineBatch, expand_inputs, parse_batch, 
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron.optimus.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.optimus.runtime import launch_env
 
 logger = logging.getLogger("optimus")
 
@@ -82,7 +83,7 @@ def _start_worker(recipe: _Recipe) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     # the library's own threads, times the number of workers, would fight for the cores; it reads this from C
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    launch_env.set_default("TOKENIZERS_PARALLELISM", "false")
     _Worker.recipe = recipe
     _Worker.tokenizer = build_tokenizer(recipe.tokenizer_type, recipe.tokenizer_model)
 
