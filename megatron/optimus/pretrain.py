@@ -20,6 +20,7 @@ from megatron.optimus.describe import describe
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.runtime import device as devices
 from megatron.optimus.runtime import distributed, launch_env, log
+from megatron.optimus.runtime.agreement import Ranks
 from megatron.optimus.runtime.launch_env import LaunchEnv
 from megatron.optimus.trainer.health import TrainingError
 
@@ -60,12 +61,14 @@ def pretrain(config: RunConfig, launch: LaunchEnv) -> None:
     devices.set_cpu_threads(launch)
     devices.set_deterministic(config.training.deterministic)
     devices.seed_all(config.training.seed)
-    if launch.rank == 0:
-        check_vocabulary(config.data.data_path, config.model.vocab_size)
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     distributed.init(launch, device, config.parallel.distributed_backend, timeout)
     init_engine(timeout)
     try:
+        # Each rank reads its share of the files once: an id beyond the vocabulary would fail in the middle of the run.
+        share = config.data.data_path[launch.rank :: launch.world_size]
+        ranks = Ranks(None, device)
+        ranks.together(lambda: check_vocabulary(share, config.model.vocab_size), "checking the tokens", DataError)
         mesh = Mesh(config.parallel, rank=launch.rank, world_size=launch.world_size)
         logger.info("%s on %s", mesh.describe(), devices.device_name(device))
         trainer = Trainer(config, mesh, device)

@@ -245,7 +245,7 @@ def _train_foreign(rank: int, world: int, path: str, torch_style: bool) -> dict[
     return {"losses": losses, "rates": rates, "weights": weights, "steps": optimizer.step_count}
 
 
-def _foreign(rank: int, world: int, path: str) -> bytes:
+def _foreign(rank: int, world: int, path: str) -> list[dict[str, Any]]:
     deepspeed_ext.init_distributed()
     results = [_train_foreign(rank, world, path, torch_style) for torch_style in (False, True)]
     deepspeed_ext.shutdown()

@@ -71,7 +71,7 @@ def dump(engine: Any, rank: int, ep_sizes: tuple[int, ...]) -> list[tuple[str, i
     return shards
 
 
-def _train(rank: int, world: int, ep_sizes: tuple[int, ...], config: dict[str, Any]) -> bytes:
+def _train(rank: int, world: int, ep_sizes: tuple[int, ...], config: dict[str, Any]) -> dict[str, Any]:
     engine = build_engine(rank, world, ep_sizes, **config)
     norms = []
     for step in range(STEPS):

@@ -13,16 +13,15 @@ import secrets
 import shutil
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
 
 from megatron.optimus.checkpoint import commit
-from megatron.optimus.checkpoint.agreement import Ranks
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -45,9 +44,9 @@ from megatron.optimus.checkpoint.shards import (
     write_shard,
 )
 from megatron.optimus.checkpoint.slices import TensorSlice
+from megatron.optimus.runtime.agreement import Ranks, attempt
 
 log = logging.getLogger("optimus")
-T = TypeVar("T")
 
 
 def save(
@@ -85,11 +84,10 @@ def save(
     temporary = commit.temporary_path(root, step, nonce)
     task = f"saving step {step} to {root}"
     try:
-        _, error = _attempt(lambda: _write_own_shard(temporary, ranks.rank, slices))
-        ranks.agree(error, task)
+        ranks.together(lambda: _write_own_shard(temporary, ranks.rank, slices), task, CheckpointError)
         header = (kind, step, consumed_samples, config, metadata)
-        committed, error = _attempt(lambda: _commit(root, temporary, ranks, *header) if ranks.rank == 0 else None)
-        ranks.agree(error, task)
+        commit_all = lambda: _commit(root, temporary, ranks, *header) if ranks.rank == 0 else None  # noqa: E731
+        committed = ranks.together(commit_all, task, CheckpointError)
     except CheckpointError:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -152,7 +150,7 @@ def find_loadable(
     for index in range(count):
         step, revision = ranks.broadcast(list(candidates[-1 - index]) if candidates else [0, 0])
         path = root / commit.Committed(step, revision).name
-        _, error = _attempt(lambda path=path: verify(path, part=ranks.rank, parts=ranks.size))  # type: ignore[misc]
+        _, error = attempt(lambda path=path: verify(path, part=ranks.rank, parts=ranks.size))  # type: ignore[misc]
         failure = ranks.first_failure(error)
         if failure is None:
             return path
@@ -234,14 +232,6 @@ def load(
                 request.tensor[start - request.start : stop - request.start].copy_(
                     stored[start - piece.start : stop - piece.start]
                 )
-
-
-def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """The action's result or its error: a rank that fails must still take part in the agreement that follows."""
-    try:
-        return action(), None
-    except Exception as error:
-        return None, error
 
 
 def _write_own_shard(directory: Path, rank: int, slices: Iterable[TensorSlice]) -> None:

@@ -12,12 +12,14 @@ from megatron.optimus.checkpoint import state, store
 from megatron.optimus.config.checks import gradient_accumulation_steps
 from megatron.optimus.config.schema import RunConfig
 from megatron.optimus.config.serialize import to_dict
+from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.loader import Batch
 from megatron.optimus.observe.flops import flops_per_token, mfu
 from megatron.optimus.observe.metrics import StepMetrics
 from megatron.optimus.optim.schedule import learning_rate
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.runtime import device as devices
+from megatron.optimus.runtime.agreement import Ranks
 from megatron.optimus.trainer.build import DTYPES, build_data, build_model
 from megatron.optimus.trainer.engine import build_engine
 from megatron.optimus.trainer.health import SkippedSteps
@@ -35,7 +37,7 @@ class Trainer:
         self.step = 0  # optimizer steps done
         self.consumed_samples = 0  # position in the order of samples: the whole state of the data
         self.checkpoints = Path(config.checkpoint.save or Path(config.logging.run_dir) / "checkpoints")
-        self.data = build_data(config, mesh)
+        self.data = Ranks(None, device).together(lambda: build_data(config, mesh), "opening the data", DataError)
         self.model = build_model(config, mesh, device)
         self.engine = build_engine(
             self.model, config, mesh, gradient_accumulation_steps(config, mesh.layout.world_size)

@@ -1,4 +1,4 @@
-"""How the ranks of a collective save or load agree whether all of them succeeded.
+"""How ranks that each did something alone agree whether all of them succeeded.
 
 One small all-reduce each: whatever fails on any rank, every rank learns it at the same point and none waits forever.
 """
@@ -6,14 +6,23 @@ One small all-reduce each: whatever fails on any rank, every rank learns it at t
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from megatron.optimus.checkpoint.errors import CheckpointError
-
 _NO_FAILURE = 1 << 62
 _ERRNO_LIMIT = 1 << 12
+T = TypeVar("T")
+
+
+def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """The action's result or its error: a rank that fails must still take part in the agreement that follows."""
+    try:
+        return action(), None
+    except Exception as error:
+        return None, error
 
 
 class Ranks:
@@ -49,12 +58,18 @@ class Ranks:
             code = int(tensor.item())
         return None if code == _NO_FAILURE else divmod(code, _ERRNO_LIMIT)
 
-    def agree(self, error: Exception | None, task: str) -> None:
-        """Raises CheckpointError on every rank when any rank gave an error, naming the rank. Collective."""
+    def together(self, action: Callable[[], T], task: str, error_type: type[Exception]) -> T:
+        """Runs ``action`` on every rank; its result, if it succeeded everywhere. Collective.
+
+        Raises ``error_type`` on every rank when it raised anything on any rank, naming the rank. ``action`` must not
+        communicate: the others could not know that one has left.
+        """
+        result, error = attempt(action)
         failure = self.first_failure(error)
         if error is not None:
-            raise CheckpointError(f"{task} failed on rank {self.rank}: {error}") from error
+            raise error_type(f"{task} failed on rank {self.rank}: {error}") from error
         if failure is not None:
             rank, number = failure
             reason = os.strerror(number) if number else "see the message of that rank"
-            raise CheckpointError(f"{task} failed on rank {rank}: {reason}")
+            raise error_type(f"{task} failed on rank {rank}: {reason}")
+        return result  # type: ignore[return-value]  # no error, so this is the action's own result
