@@ -6,17 +6,34 @@ import torch
 from torch import Tensor
 
 from megatron.optimus.ops import reference
+from megatron.optimus.ops.backend import Backend, BackendUnavailableError, get_backend, resolve, set_backend
 from megatron.optimus.ops.reference import Routing, expert_counts, router_topk
 
-__all__ = ["Routing", "expert_counts", "moe_mlp", "router_topk"]
+__all__ = [
+    "Backend",
+    "BackendUnavailableError",
+    "Routing",
+    "expert_counts",
+    "get_backend",
+    "moe_mlp",
+    "router_topk",
+    "set_backend",
+]
 
 
 def moe_mlp(x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Tensor, indices_TK: Tensor) -> Tensor:
     """All SwiGLU experts of a layer on all their tokens; see ``reference.moe_mlp`` for the meaning of each argument.
 
-    Raises ValueError for shapes or dtypes that do not fit together, before anything runs.
+    Runs on the backend that ``set_backend`` chose, by default the fastest one present for the device and dtype.
+    Raises ValueError for shapes, dtypes or devices that do not fit together, before anything runs, and
+    BackendUnavailableError when a backend was set that cannot run here.
     """
     _check_moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
+    backend = resolve(x_TD.device, x_TD.dtype)
+    if backend is Backend.CPU:
+        from megatron.optimus.ops import cpu
+
+        return cpu.moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
     return reference.moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
 
 
@@ -41,5 +58,7 @@ def _check_moe_mlp(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, in
         raise ValueError(
             f"moe_mlp: x {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype} must share a floating dtype"
         )
+    if others := {t.device for t in (gate_up, down, weights, indices)} - {x.device}:
+        raise ValueError(f"moe_mlp: x is on {x.device} but other arguments are on {sorted(map(str, others))}")
     if weights.dtype != torch.float32 or indices.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"moe_mlp: weights {weights.dtype} must be float32 and indices {indices.dtype} int32 or int64")

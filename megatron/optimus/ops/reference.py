@@ -74,8 +74,8 @@ def grouped_linear(x_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor
 
 
 def swiglu(gate_up_R2F: Tensor) -> Tensor:
-    """silu(gate) * up where the first F columns are the gate: [R, 2F] -> [R, F]. Computed in fp32."""
-    gate, up = gate_up_R2F.float().chunk(2, dim=-1)
+    """silu(gate) * up where the first F columns are the gate: [R, 2F] -> [R, F]. Computed in fp32 (fp64 stays fp64)."""
+    gate, up = _at_least_fp32(gate_up_R2F).chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up_R2F.dtype)
 
 
@@ -84,8 +84,12 @@ def combine(y_RD: Tensor, order: ExpertOrder, weights_TK: Tensor) -> Tensor:
     num_tokens, topk = weights_TK.shape
     num_slots, num_rows = num_tokens * topk, y_RD.shape[0]
     padded_ND = y_RD.new_zeros(num_slots, y_RD.shape[1]).index_copy(0, order.slots_N[:num_rows], y_RD)
-    y_TD = (padded_ND.view(num_tokens, topk, y_RD.shape[1]).float() * weights_TK.float().unsqueeze(-1)).sum(dim=1)
+    y_TD = (_at_least_fp32(padded_ND.view(num_tokens, topk, y_RD.shape[1])) * weights_TK.unsqueeze(-1)).sum(dim=1)
     return y_TD.to(y_RD.dtype)
+
+
+def _at_least_fp32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def moe_mlp(x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Tensor, indices_TK: Tensor) -> Tensor:

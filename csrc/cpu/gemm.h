@@ -1,0 +1,57 @@
+// A small fp32 matrix product over packed panels, for operands that are gathered row by row.
+//
+// C[m, n] (+)= sum_k A[k][m] * B[k][n]. Both operands are packed into panels: A as [panel][K][tile_rows], B as
+// [panel][K][tile_cols], padded with zeros. Packing is where rows are gathered and where bf16 and fp16 become fp32, so
+// no gathered copy of a whole matrix is ever made. The tile sizes are those of the widest vector unit present.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace optimus::cpu {
+
+struct TileKernel {
+  int rows;  // of C, and lanes of an A panel
+  int cols;  // of C, and lanes of a B panel
+  // c: rows x cols, row stride ldc
+  void (*run)(int64_t depth, const float* a, const float* b, float* c, int64_t ldc, bool accumulate);
+};
+
+// The kernel for this processor; chosen at the first call.
+const TileKernel& tile_kernel();
+
+inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// Rows become lanes: dst[panel][k][lane] = row(panel * lanes + lane)[k].
+template <typename T, typename RowPtr>
+void pack_transposed(RowPtr row, int64_t num_rows, int64_t depth, int lanes, float* dst) {
+  for (int64_t first = 0; first < num_rows; first += lanes, dst += depth * lanes) {
+    const int used = static_cast<int>(std::min<int64_t>(lanes, num_rows - first));
+    for (int lane = 0; lane < used; ++lane) {
+      const T* src = row(first + lane);
+      for (int64_t k = 0; k < depth; ++k) dst[k * lanes + lane] = static_cast<float>(src[k]);
+    }
+    for (int lane = used; lane < lanes; ++lane)
+      for (int64_t k = 0; k < depth; ++k) dst[k * lanes + lane] = 0.0f;
+  }
+}
+
+// Columns become lanes: dst[panel][k][lane] = row(k)[panel * lanes + lane].
+template <typename T, typename RowPtr>
+void pack_direct(RowPtr row, int64_t depth, int64_t num_cols, int lanes, float* dst) {
+  for (int64_t k = 0; k < depth; ++k) {
+    const T* src = row(k);
+    float* out = dst + k * lanes;
+    for (int64_t first = 0; first < num_cols; first += lanes, out += depth * lanes) {
+      const int used = static_cast<int>(std::min<int64_t>(lanes, num_cols - first));
+      for (int lane = 0; lane < used; ++lane) out[lane] = static_cast<float>(src[first + lane]);
+      for (int lane = used; lane < lanes; ++lane) out[lane] = 0.0f;
+    }
+  }
+}
+
+// Whole product of packed operands into row-major c [num_rows, num_cols].
+void multiply_packed(const float* a, const float* b, int64_t num_rows, int64_t num_cols, int64_t depth, float* c,
+                     int64_t ldc, bool accumulate);
+
+}  // namespace optimus::cpu

@@ -1,0 +1,168 @@
+"""moe_mlp of every backend against a token-by-token fp64 computation: values and all gradients, awkward shapes."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.optimus import ops
+from megatron.optimus.ops import backend as backend_module
+from megatron.optimus.ops import reference
+from tests.ops.cases import CASES, NAMES, TOLERANCE, Case, expected, make_inputs, mismatches, values_and_gradients
+
+HAS_CUDA = torch.cuda.is_available()
+TARGETS = [
+    pytest.param("reference", "cpu", id="reference-cpu"),
+    pytest.param("cpu", "cpu", id="cpu"),
+]
+
+
+@functools.cache
+def case_with_answer(name: str, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Tensor]]:
+    inputs = make_inputs(CASES[name], dtype)
+    return inputs, expected(inputs)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("backend", "device"), TARGETS)
+def test_values_and_gradients(backend: str, device: str, dtype: torch.dtype, name: str) -> None:
+    inputs, want = case_with_answer(name, dtype)
+    ops.set_backend(backend)
+    got = values_and_gradients(ops.moe_mlp, [t.to(device) for t in inputs])
+    assert all(got[n].dtype == (torch.float32 if n == "dweights" else dtype) for n in NAMES)
+    assert not mismatches(got, want, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("backend", "device"), TARGETS)
+def test_foreign_slots_and_empty_experts_get_exact_zeros(backend: str, device: str) -> None:
+    ops.set_backend(backend)
+    inputs = [t.to(device) for t in make_inputs(CASES["none_local"], torch.bfloat16)]
+    assert all(not value.any() for value in values_and_gradients(ops.moe_mlp, inputs).values())
+    inputs = [t.to(device) for t in make_inputs(CASES["empty_experts"], torch.bfloat16)]
+    got = values_and_gradients(ops.moe_mlp, inputs)
+    assert not got["dgate_up"][1::2].any() and not got["ddown"][1::2].any()
+    assert got["dgate_up"][0].any()
+
+
+@pytest.mark.parametrize(("backend", "device"), TARGETS)
+def test_runs_are_bitwise_equal(backend: str, device: str) -> None:
+    ops.set_backend(backend)
+    inputs = [t.to(device) for t in make_inputs(Case(517, 96, 64, 8, 4, "some_foreign"), torch.bfloat16)]
+    first = values_and_gradients(ops.moe_mlp, inputs)
+    for _ in range(3):
+        again = values_and_gradients(ops.moe_mlp, inputs)
+        assert all(torch.equal(first[n], again[n]) for n in NAMES)
+
+
+def test_cpu_result_does_not_depend_on_the_thread_count() -> None:
+    ops.set_backend("cpu")
+    inputs = make_inputs(Case(517, 96, 64, 8, 4), torch.float32)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = values_and_gradients(ops.moe_mlp, inputs)
+        torch.set_num_threads(3)
+        three = values_and_gradients(ops.moe_mlp, inputs)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one[n], three[n]) for n in NAMES)
+
+
+@pytest.mark.parametrize("mutation", ["drop_slot", "zero_weight", "swap_experts"])
+def test_the_comparison_sees_a_single_wrong_slot(mutation: str) -> None:
+    inputs, want = case_with_answer("odd_tokens", torch.bfloat16)
+    x, gate_up, down, weights, indices, dy = (t.clone() for t in inputs)
+    if mutation == "drop_slot":
+        indices[17, 1] = -1
+    elif mutation == "zero_weight":
+        weights[17, 1] = 0.0
+    else:
+        indices[17] = indices[17].flip(0)
+    got = values_and_gradients(reference.moe_mlp, [x, gate_up, down, weights, indices, dy])
+    bad = mismatches(got, want, TOLERANCE[torch.bfloat16])
+    assert any(line.startswith("y:") for line in bad) and any(line.startswith("dx:") for line in bad)
+
+
+def test_reference_gradients_by_finite_differences() -> None:
+    inputs = make_inputs(Case(5, 4, 3, 3, 2, "some_foreign"), torch.float64, seed=3)
+    leaves = [t.double().requires_grad_() for t in inputs[:4]]
+    assert torch.autograd.gradcheck(lambda *tensors: reference.moe_mlp(*tensors, inputs[4]), leaves)
+
+
+def test_non_contiguous_arguments() -> None:
+    inputs, want = case_with_answer("odd_tokens", torch.float32)
+    ops.set_backend("cpu")
+    strided = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in inputs]
+    assert not strided[0].is_contiguous()
+    assert not mismatches(values_and_gradients(ops.moe_mlp, strided), want, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("index", [4, -2])
+def test_an_index_out_of_range_raises(index: int) -> None:
+    ops.set_backend("cpu")
+    inputs, _ = case_with_answer("odd_tokens", torch.float32)
+    indices = inputs[4].clone()
+    indices[3, 0] = index
+    with pytest.raises(ValueError, match=rf"indices hold {index}; expected values in \[-1, 4\)"):
+        ops.moe_mlp(*inputs[:4], indices)
+
+
+def test_wrong_arguments_raise_before_anything_runs() -> None:
+    x, gate_up, down, weights, indices, _ = make_inputs(CASES["odd_tokens"], torch.float32)
+    with pytest.raises(ValueError, match="must share a floating dtype"):
+        ops.moe_mlp(x.bfloat16(), gate_up, down, weights, indices)
+    with pytest.raises(ValueError, match="must be float32"):
+        ops.moe_mlp(x, gate_up, down, weights.bfloat16(), indices)
+    with pytest.raises(ValueError, match="do not fit"):
+        ops.moe_mlp(x[:, 1:], gate_up, down, weights, indices)
+    with pytest.raises(ValueError, match="must both be"):
+        ops.moe_mlp(x, gate_up, down, weights[1:], indices)
+    with pytest.raises(ValueError, match="is on cpu but"):
+        ops.moe_mlp(x, gate_up.to("meta"), down, weights, indices)
+
+
+def test_compiled_operations_pass_opcheck() -> None:
+    ops.set_backend("cpu")
+    x, gate_up, down, weights, indices, dy = make_inputs(CASES["some_foreign"], torch.float32)
+    ops.moe_mlp(x, gate_up, down, weights, indices)  # loads the library and registers autograd
+    leaves = [t.requires_grad_() for t in (x, gate_up, down, weights)]
+    # dhidden is filled for local slots only, so the other rows would be compared as they happen to be
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.optimus.moe_mlp.default, (*leaves, indices), test_utils=checks)
+    hidden = torch.ops.optimus.moe_mlp(*leaves, indices)[1]
+    plain = [t.detach() for t in (dy, *leaves)]
+    torch.library.opcheck(torch.ops.optimus.moe_mlp_backward.default, (*plain, indices, hidden), test_utils=checks)
+
+
+def test_runs_on_meta_tensors() -> None:
+    inputs = [t.to("meta") for t in make_inputs(CASES["odd_tokens"], torch.bfloat16)]
+    assert ops.moe_mlp(*inputs[:5]).shape == inputs[0].shape
+
+
+def test_an_explicit_backend_is_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_inputs(CASES["one_token"], torch.float32)
+    ops.set_backend("triton")
+    with pytest.raises(ops.BackendUnavailableError, match="backend 'triton' cannot run on cpu float32"):
+        ops.moe_mlp(*inputs[:5])
+    with pytest.raises(ValueError, match="unknown backend 'fast'; use one of auto, reference"):
+        ops.set_backend("fast")
+
+
+def test_auto_says_what_is_missing_and_runs_the_reference(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    inputs, want = case_with_answer("odd_tokens", torch.float32)
+    monkeypatch.setattr(backend_module, "compiled_library_error", lambda: "no compiler; install one")
+    backend_module._resolve.cache_clear()
+    with caplog.at_level("INFO", logger="optimus"):
+        for _ in range(2):
+            got = values_and_gradients(ops.moe_mlp, inputs)
+    backend_module._resolve.cache_clear()
+    assert not mismatches(got, want, TOLERANCE[torch.float32])
+    assert [r.getMessage() for r in caplog.records] == [
+        "expert kernels on cpu float32: reference, which is slower, because no compiler; install one"
+    ]
