@@ -118,7 +118,7 @@ def _all_flags() -> list[str]:
 
 
 def _unknown_flag(flag: str, value: str) -> ConfigError:
-    hint = did_you_mean(flag.replace("_", "-"), _all_flags(), "--help lists all options")
+    hint = did_you_mean(flag, _all_flags(), "--help lists all options")
     return ConfigError(f"unknown option {flag}{f' (value {value!r})' if value else ''}; {hint}")
 
 

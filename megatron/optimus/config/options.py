@@ -67,9 +67,22 @@ OPTIONS: dict[str, Option] = _options()
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most like ``name``, or None when nothing is similar."""
-    close = difflib.get_close_matches(name.lower(), list(candidates), n=1, cutoff=0.5)
-    return close[0] if close else None
+    """The candidate meant by ``name``: the only one that contains it, else the most alike, else None."""
+    name = name.lower().replace("-", "_")
+    spelled = {candidate.replace("-", "_"): candidate for candidate in candidates}
+    part = name.strip("_")
+    containing = [candidate for candidate in spelled if part in candidate]
+    if len(containing) == 1:
+        return spelled[containing[0]]
+    words = set(part.split("_"))
+
+    def shared_words(candidate: str) -> int:
+        return len(words & set(candidate.split("_")))
+
+    close = difflib.get_close_matches(name, spelled, n=5)  # best first, which max keeps among equals
+    if close:
+        return spelled[max(close, key=shared_words)]
+    return spelled[min(containing, key=len)] if containing else None
 
 
 def did_you_mean(name: str, candidates: Iterable[str], otherwise: str) -> str:

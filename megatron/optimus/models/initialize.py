@@ -7,16 +7,19 @@ expert's global number. So any device and any expert-parallel size starts from t
 from __future__ import annotations
 
 import torch
-from megatron.optimus.runtime.seeding import generator_for
 from torch import Tensor, nn
 
 from megatron.optimus.models.decoder import Decoder
+from megatron.optimus.runtime.seeding import generator_for
 
 
 @torch.no_grad()
-def initialize_weights(model: Decoder, *, seed: int, device: torch.device) -> None:
-    """Materialises a model built on the meta device: matrices N(0, init_method_std^2), norm scales 1, buffers 0."""
-    _materialize(model, device)
+def initialize_weights(model: Decoder, *, seed: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Materialises a model built on the meta device: matrices N(0, init_method_std^2), norm scales 1, buffers 0.
+
+    Parameters get ``dtype`` (drawn in fp32, then rounded); buffers keep theirs.
+    """
+    _materialize(model, device, dtype)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             parameter.fill_(1.0)
@@ -27,13 +30,13 @@ def initialize_weights(model: Decoder, *, seed: int, device: torch.device) -> No
             weight.copy_(draw)
 
 
-def _materialize(model: nn.Module, device: torch.device) -> None:
+def _materialize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Like ``to_empty``, but keeps parameters shared between modules shared, and their attributes (expert_ids)."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in made:
-                empty = nn.Parameter(torch.empty_like(parameter, device=device))
+                empty = nn.Parameter(torch.empty_like(parameter, device=device, dtype=dtype))
                 empty.__dict__.update(parameter.__dict__)
                 made[id(parameter)] = empty
             setattr(module, name, made[id(parameter)])

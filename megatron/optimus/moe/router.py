@@ -5,6 +5,7 @@ Shapes: T tokens, D model width, E experts, K experts per token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -80,6 +81,13 @@ class Router(nn.Module):
         slots = torch.arange(num_tokens * self.topk, device=routing.scores_TE.device)
         indices_TK = (slots % num_experts).view(num_tokens, self.topk)
         return ops.Routing(routing.scores_TE.gather(-1, indices_TK), indices_TK, routing.scores_TE)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """The bias stays fp32 when the model is cast to bf16: its steps are too small for eight bits."""
+        super()._apply(fn, recurse)
+        if self.expert_bias is not None:
+            self.expert_bias = self.expert_bias.float()
+        return self
 
     @torch.no_grad()
     def record_micro_batch(self, counts_E: Tensor) -> None:

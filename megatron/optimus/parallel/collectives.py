@@ -15,6 +15,10 @@ from torch import Tensor
 
 Group = dist.ProcessGroup | None
 
+# torch 2.13 renamed these two and warns about the old names.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def exchange_row_counts(num_rows: int, group: Group, device: torch.device) -> list[int]:
     """Rows of every rank of the group, in rank order. Waits for the device once."""
@@ -22,7 +26,7 @@ def exchange_row_counts(num_rows: int, group: Group, device: torch.device) -> li
         return [num_rows]
     mine = torch.tensor([num_rows], dtype=torch.int64, device=device)
     counts = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(counts, mine, group=group)
+    _all_gather_single(counts, mine, group=group)
     return counts.tolist()
 
 
@@ -77,7 +81,7 @@ class _AllToAll(torch.autograd.Function):
 def _all_gather(x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | None) -> Tensor:
     x = _padded(x.contiguous(), rows_per_rank)
     out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-    dist.all_gather_into_tensor(out, x, group=group)
+    _all_gather_single(out, x, group=group)
     if rows_per_rank is None:
         return out
     blocks = out.view(len(rows_per_rank), -1, *x.shape[1:])
@@ -90,7 +94,7 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int
     if rows_per_rank is not None:
         x = torch.cat([_padded(block, rows_per_rank) for block in x.split(rows_per_rank)])
     out = x.new_empty(x.shape[0] // size, *x.shape[1:])
-    dist.reduce_scatter_tensor(out, x, group=group)
+    _reduce_scatter_single(out, x, group=group)
     return out if rows_per_rank is None else out[: rows_per_rank[rank]]
 
 

@@ -88,8 +88,11 @@ def detect(environ: Mapping[str, str] | None = None) -> LaunchEnv:
     return LaunchEnv(rank, world_size, local_rank, local_size, address, port or _port_of_job(env), launcher)
 
 
-def export(launch: LaunchEnv) -> None:
-    """Writes the place as torchrun's variables, for libraries that read nothing else (DeepSpeed: LOCAL_RANK)."""
+def export(launch: LaunchEnv, device_type: str) -> None:
+    """Writes the place as torchrun's variables, for libraries that read nothing else (DeepSpeed: LOCAL_RANK).
+
+    ``device_type`` ("cpu", "cuda" or "xpu") keeps DeepSpeed from choosing another device than ours.
+    """
     os.environ.update(
         RANK=str(launch.rank),
         WORLD_SIZE=str(launch.world_size),
@@ -97,6 +100,7 @@ def export(launch: LaunchEnv) -> None:
         LOCAL_WORLD_SIZE=str(launch.local_world_size),
         MASTER_ADDR=launch.master_addr,
         MASTER_PORT=str(launch.master_port),
+        DS_ACCELERATOR=device_type,
     )
 
 

@@ -108,7 +108,8 @@ def test_expert_bias_evens_out_a_skewed_router() -> None:
         return (counts_E.max() / counts_E.float().mean()).item()
 
     loads = [imbalance() for _ in range(1000)]
-    assert sum(loads[-200:]) / 200 < 1.4 < 1.6 < loads[0]  # it hunts around the even load: sign steps never rest
+    assert loads[0] > 1.6
+    assert sum(loads[-200:]) / 200 < 1.4  # a mean, because sign steps hunt around the even load
 
 
 def test_every_slot_is_processed() -> None:
@@ -134,3 +135,9 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match="moe_mlp"):
             ops.moe_mlp(*bad)
+
+
+def test_expert_bias_keeps_fp32_when_the_model_is_cast() -> None:
+    cast = router(moe_router_enable_expert_bias=True).to(torch.bfloat16)
+    assert cast.expert_bias.dtype == torch.float32
+    assert cast.weight.dtype == torch.bfloat16

@@ -1,0 +1,41 @@
+# make demo    pretrain a small Mula MoE on this machine, end to end      make demo CORPUS=my.jsonl
+# make test    everything that can be tested here                         make demo PY=python3  (an environment
+# make lint    ruff and mypy                                               that already has the dependencies)
+
+VENV ?= .venv
+# An interpreter that already has the dependencies; empty: make our own environment in $(VENV).
+PY ?=
+CORPUS ?=
+BASE_PYTHON ?= python3
+
+ifeq ($(PY),)
+PYTHON := $(VENV)/bin/python
+READY := $(VENV)/ready
+else
+PYTHON := $(PY)
+READY :=
+endif
+
+.PHONY: demo test lint clean
+
+demo: $(READY)
+	$(PYTHON) examples/local/demo.py $(if $(CORPUS),--corpus $(CORPUS))
+
+test: $(READY) lint
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q
+
+lint: $(READY)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+# torch first: DeepSpeed's requirement on it would otherwise take the newest build, with gigabytes of CUDA.
+$(VENV)/ready: requirements.txt
+	$(BASE_PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip
+	grep '^torch==' requirements.txt | xargs $(VENV)/bin/python -m pip install --quiet
+	$(VENV)/bin/python -m pip install --quiet -r requirements.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache

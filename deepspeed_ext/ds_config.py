@@ -1,0 +1,100 @@
+"""Reading a DeepSpeed configuration: which optimizer it asks for, and whether ZeRO stage 1 is ours to run."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+
+logger = logging.getLogger("deepspeed_ext")
+
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+}
+
+
+def resolve_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
+    """The configuration as a new dict, from a dict, a JSON path, or ``args.deepspeed_config``, as DeepSpeed takes it.
+
+    Raises ValueError if none or two are given, or the file does not exist.
+    """
+    given = config if config is not None else config_params
+    from_args = getattr(args, "deepspeed_config", None)
+    if given is not None and from_args is not None:
+        raise ValueError("a configuration is given both as config= and in args.deepspeed_config; give one")
+    given = given if given is not None else from_args
+    if given is None:
+        raise ValueError("no DeepSpeed configuration: pass config= as a dict or a JSON path")
+    if isinstance(given, Mapping):
+        return dict(given)
+    if not os.path.isfile(given):
+        raise ValueError(f"DeepSpeed configuration {str(given)!r} does not exist")
+    return dict(load_ds_config(str(given)))
+
+
+def reason_for_deepspeed(config: Mapping[str, Any], model: torch.nn.Module, mesh_param: Any) -> str | None:
+    """Why DeepSpeed's own path runs this configuration, or None if it is ours: ZeRO stage 1 without offload."""
+    zero = config.get("zero_optimization") or {}
+    stage = zero.get("stage", 0)
+    offloaded = [(zero.get(key) or {}).get("device", "none") for key in ("offload_optimizer", "offload_param")]
+    reasons = {
+        f"ZeRO stage {stage}": stage != 1,
+        "offload": any(device not in ("none", None) for device in offloaded) or bool(zero.get("cpu_offload")),
+        "ZenFlow": bool(zero.get("zenflow")),
+        "PipelineModule": isinstance(model, PipelineModule),
+        "sequence parallelism": mesh_param is not None or "sequence_parallel_size" in config,
+        "AutoTP": (config.get("tensor_parallel") or {}).get("autotp_size", 0) > 1,
+        "AutoEP": bool((config.get("expert_parallel") or {}).get("enabled")),
+        "hybrid engine": bool((config.get("hybrid_engine") or {}).get("enabled")),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def check_precision(config: Mapping[str, Any]) -> None:
+    """Raises ValueError for fp16, and logs where the configuration asks for a lower precision than we use."""
+    autocast = config.get("torch_autocast") or {}
+    half_autocast = autocast.get("enabled") and str(autocast.get("dtype")) in ("float16", "torch.float16", "fp16")
+    if (config.get("fp16") or {}).get("enabled") or half_autocast:
+        raise ValueError("fp16 is not supported by the EP-aware ZeRO-1; use bf16 {'enabled': true} or fp32")
+    accumulate = (config.get("data_types") or {}).get("grad_accum_dtype")
+    communicate = config.get("communication_data_type")
+    for key, dtype in (("data_types.grad_accum_dtype", accumulate), ("communication_data_type", communicate)):
+        if dtype not in (None, "fp32", "float32"):
+            logger.warning("%s=%s is ignored: gradients are accumulated and reduced in fp32", key, dtype)
+
+
+def build_torch_optimizer(config: Mapping[str, Any], params: Iterable[Any]) -> torch.optim.Optimizer:
+    """The torch optimizer of the configuration's "optimizer" section (Adam, AdamW, SGD), never a JIT-compiled one.
+
+    As in DeepSpeed, "Adam" means decoupled weight decay unless adam_w_mode is false. Raises ValueError for a missing
+    section, another type, or a parameter that torch's optimizer does not take.
+    """
+    section = config.get("optimizer")
+    if not section:
+        raise ValueError('no optimizer: pass optimizer=, or an "optimizer" section in the configuration')
+    kind = str(section.get("type", "")).lower()
+    options = dict(section.get("params") or {})
+    if kind not in _OPTIMIZERS:
+        raise ValueError(f"optimizer type {section.get('type')!r} is not one of Adam, AdamW, SGD; pass optimizer=")
+    if "max_grad_norm" in options:
+        raise ValueError("max_grad_norm is not an optimizer parameter; use gradient_clipping in the configuration")
+    decoupled = options.pop("adam_w_mode", True)
+    if kind == "adam" and decoupled:
+        kind = "adamw"
+    for key in ("torch_adam", "fp32_optimizer_states"):  # both describe what happens here anyway
+        options.pop(key, None)
+    if options.pop("bias_correction", True) is False:
+        raise ValueError("bias_correction=false is not supported: torch's Adam and AdamW always correct")
+    if "betas" in options:
+        options["betas"] = tuple(options["betas"])
+    try:
+        return _OPTIMIZERS[kind](params, **options)
+    except TypeError as error:
+        raise ValueError(f"optimizer {section['type']!r}: {error}") from error

@@ -1,0 +1,144 @@
+"""Process groups of the optimizer, the marks that say which parameter is an expert, and set-up and shutdown."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_EP_NAME = re.compile(r"ep_size_([1-9][0-9]*)")
+
+
+@dataclass(frozen=True)
+class ZeroGroups:
+    """The groups over which gradients are summed and optimizer states are sharded.
+
+    ``dense``: all data-parallel ranks. ``expert``: by group name ("ep_size_N"), the ranks that hold the same experts
+    (expert data parallel); each lies inside ``dense``. None: this rank is the only one that holds its experts.
+    """
+
+    dense: dist.ProcessGroup
+    expert: dict[str, dist.ProcessGroup | None]
+
+    def of(self, expert_group: str | None) -> dist.ProcessGroup | None:
+        """The group of an expert family, or ``dense`` for None."""
+        return self.dense if expert_group is None else self.expert[expert_group]
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    """Global ranks of a group; this rank alone for None, which torch would take for all ranks."""
+    return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+
+
+def world_group() -> dist.ProcessGroup:
+    """All ranks. Raises RuntimeError before torch.distributed is initialised."""
+    world = dist.group.WORLD
+    if world is None:
+        raise RuntimeError("torch.distributed is not initialised; call deepspeed_ext.init_distributed() first")
+    return world
+
+
+def expert_group_name(param: torch.nn.Parameter) -> str | None:
+    """The expert group of a parameter by DeepSpeed's marks, None for a parameter that every rank holds.
+
+    Raises ValueError for a parameter with ``allreduce=False`` and no ``group_name``.
+    """
+    if getattr(param, "allreduce", True):
+        return None
+    name = getattr(param, "group_name", None)
+    if name is None:
+        raise ValueError("an expert parameter (allreduce=False) needs group_name='ep_size_N'")
+    return str(name)
+
+
+def mark_experts(model: torch.nn.Module, is_expert: Callable[[str], str | None]) -> None:
+    """Sets DeepSpeed's marks on every parameter for which ``is_expert(name)`` returns a group name."""
+    for name, param in model.named_parameters():
+        group_name = is_expert(name)
+        if group_name is not None:
+            param.allreduce = False  # type: ignore[attr-defined]
+            param.group_name = group_name  # type: ignore[attr-defined]
+
+
+def build_groups(expert_groups: Iterable[str]) -> ZeroGroups:
+    """Builds the groups for expert group names "ep_size_N": EP = N consecutive ranks, EDP = ranks with stride N.
+
+    Collective over all ranks; every rank must pass the same names. Raises ValueError for another kind of name and for
+    an N that does not divide the world, before any communication.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    sizes: dict[str, int] = {}
+    for name in set(expert_groups):
+        match = _EP_NAME.fullmatch(name)
+        if match is None:
+            raise ValueError(f"expert group {name!r} must be named 'ep_size_N', or be passed in groups=ZeroGroups(...)")
+        sizes[name] = int(match.group(1))
+        if world % sizes[name]:
+            divisors = [n for n in range(1, world + 1) if world % n == 0]
+            raise ValueError(
+                f"expert parallel size {sizes[name]} (group {name!r}) must divide the {world} data-parallel ranks; "
+                f"use one of {divisors}"
+            )
+    expert: dict[str, dist.ProcessGroup | None] = {}
+    for name, size in sorted(sizes.items(), key=lambda item: item[1]):
+        for first in range(size):
+            # new_group is collective over the world: every rank calls it for every subgroup, in the same order.
+            group = world_group() if size == 1 else _new_group(range(first, world, size))
+            if rank % size == first:
+                expert[name] = group
+    return ZeroGroups(dense=world_group(), expert=expert)
+
+
+def _new_group(ranks: range) -> dist.ProcessGroup | None:
+    return None if len(ranks) == 1 else dist.new_group(ranks)
+
+
+def init_distributed(
+    dist_backend: str | None = None, *, local_rank: int | None = None, timeout: timedelta | None = None, **kwargs: Any
+) -> None:
+    """Sets up deepspeed.comm over an initialised torch.distributed, or initialises both from the launcher's variables.
+
+    A process started alone (no launcher variables) becomes a world of one rank. ``local_rank`` is handed to DeepSpeed
+    through LOCAL_RANK where the launcher has not set it. Further arguments go to ``deepspeed.init_distributed``.
+    Calling it twice does nothing.
+    """
+    import deepspeed
+    import deepspeed.comm
+
+    # DeepSpeed compiles a shared-memory all-reduce for inference when its CPU backend starts; training never uses it,
+    # and without a compiler the start would fail.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if local_rank is not None:
+        os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    launched = any(name in os.environ for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"))
+    if not dist.is_initialized() and not launched and "init_method" not in kwargs:
+        backend = dist_backend or deepspeed.get_accelerator().communication_backend_name()
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if dist.is_initialized() and dist.get_world_size() == 1:
+        os.environ.setdefault("LOCAL_RANK", "0")
+    if not deepspeed.comm.is_initialized():
+        backend = dist_backend or (dist.get_backend() if dist.is_initialized() else None)
+        if timeout is not None:
+            kwargs["timeout"] = timeout
+        deepspeed.comm.init_distributed(dist_backend=backend, **kwargs)
+
+
+def shutdown() -> None:
+    """Destroys all process groups, DeepSpeed's references included.
+
+    A process that exits with live gloo groups sometimes aborts in a destructor; call this last in every program.
+    """
+    import deepspeed.comm
+
+    if not dist.is_initialized():
+        return
+    if deepspeed.comm.is_initialized():
+        deepspeed.comm.destroy_process_group()
+    else:
+        dist.destroy_process_group()

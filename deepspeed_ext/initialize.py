@@ -1,0 +1,163 @@
+"""initialize(): deepspeed.initialize with the EP-aware ZeRO-1 optimizer in place of DeepSpeed's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero import partition_parameters
+from torch import nn
+
+from deepspeed_ext.ds_config import build_torch_optimizer, check_precision, reason_for_deepspeed, resolve_config
+from deepspeed_ext.engine import EPEngine
+from deepspeed_ext.groups import ZeroGroups, build_groups, init_distributed, mark_experts, world_group
+from deepspeed_ext.zero.agreement import (
+    Signatures,
+    check_agreement,
+    gather,
+    parameter_signatures,
+    raise_together,
+)
+
+logger = logging.getLogger("deepspeed_ext")
+
+OptimizerFactory = Callable[[list[Any]], torch.optim.Optimizer]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: torch.utils.data.Dataset | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+    *,
+    groups: ZeroGroups | None = None,
+    is_expert: Callable[[str], str | None] | None = None,
+) -> tuple[Any, Any, Any, Any]:
+    """Builds a training engine; arguments and result are those of ``deepspeed.initialize``, with two additions.
+
+    ``groups``: the process groups to use; by default all ranks are one dense group and the expert group "ep_size_N"
+    has N consecutive ranks. ``is_expert(name)``: the expert group of a parameter, or None; by default DeepSpeed's marks
+    (``param.allreduce = False; param.group_name = "ep_size_N"``) tell.
+
+    ZeRO stage 1 without offload is ours; every other configuration goes to ``deepspeed.initialize`` unchanged. One log
+    line says which. Returns (engine, optimizer, dataloader or None, lr scheduler or None). Collective over all ranks.
+
+    Raises ValueError, the same on every rank, for: fp16; an expert size that does not divide the ranks; a parameter
+    twice in the optimizer; sparse gradients; ranks that disagree on names, shapes, dtypes or order of parameters.
+    """
+    if model is None:
+        raise ValueError("initialize needs model=")
+    config_in_args = getattr(args, "deepspeed_config", None) is not None
+    config = resolve_config(args, config, config_params)
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    if is_expert is not None:
+        mark_experts(model, is_expert)
+    reason = reason_for_deepspeed(config, model, mesh_param)
+    _log_choice(reason)
+    if reason is not None:
+        return deepspeed.initialize(
+            args=args,
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            distributed_port=distributed_port,
+            mpu=mpu,
+            dist_init_required=dist_init_required,
+            collate_fn=collate_fn,
+            config=None if config_in_args else config,  # DeepSpeed refuses one given twice
+            mesh_param=mesh_param,
+        )
+    optimizer, groups = _prepare(model, optimizer, model_parameters, config, groups)
+    partition_parameters.shutdown_init_context()  # a surrounding zero.Init must not see the engine's own modules
+    engine = EPEngine(
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        mpu=mpu,
+        dist_init_required=dist_init_required,
+        collate_fn=collate_fn,
+        config=config,
+        config_class=DeepSpeedConfig(config, mpu),
+        zero_groups=groups,
+    )
+    partition_parameters.restore_init_context()
+    engine._configure_python_gc()
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _prepare(
+    model: nn.Module,
+    given: torch.optim.Optimizer | OptimizerFactory | None,
+    model_parameters: Iterable[Any] | None,
+    config: dict[str, Any],
+    groups: ZeroGroups | None,
+) -> tuple[torch.optim.Optimizer, ZeroGroups]:
+    """The torch optimizer and the groups, after all ranks have compared what they hold."""
+    dense = groups.dense if groups is not None else world_group()
+    signatures: Signatures = {}
+    optimizer: torch.optim.Optimizer | None = None
+    error = cause = None
+    try:
+        if dist.get_world_size(dense) != dist.get_world_size():
+            raise ValueError(
+                f"the dense group has {dist.get_world_size(dense)} of {dist.get_world_size()} ranks; tensor and "
+                "pipeline parallelism are not supported by this optimizer: its gradient norm covers the dense group"
+            )
+        check_precision(config)
+        optimizer = _torch_optimizer(model, given, model_parameters, config)
+        signatures = parameter_signatures(model, optimizer.param_groups)
+        if groups is not None and not signatures.keys() <= {None, *groups.expert}:
+            unknown = sorted(str(name) for name in signatures.keys() - {None, *groups.expert})
+            raise ValueError(f"expert groups {unknown} have no process group; given: {sorted(groups.expert)}")
+    except Exception as failure:
+        # Whatever went wrong here, the other ranks must hear of it instead of waiting in the next collective.
+        error, cause = str(failure), failure
+    try:
+        raise_together(error, dense)
+    except ValueError as together:
+        raise together from cause
+    if groups is None:
+        # A rank without experts still takes part in creating everybody's groups.
+        names = gather({name for name in signatures if name is not None}, dense)
+        groups = build_groups(set().union(*names.values()))
+    check_agreement(signatures, groups)
+    assert optimizer is not None  # every rank would have raised above
+    return optimizer, groups
+
+
+def _torch_optimizer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | OptimizerFactory | None,
+    model_parameters: Iterable[Any] | None,
+    config: dict[str, Any],
+) -> torch.optim.Optimizer:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    params = list(model_parameters if model_parameters is not None else model.parameters())
+    return optimizer(params) if optimizer is not None else build_torch_optimizer(config, params)
+
+
+def _log_choice(reason: str | None) -> None:
+    if dist.get_rank() == 0:
+        if reason is None:
+            logger.info("optimizer: EP-aware ZeRO-1 of deepspeed_ext")
+        else:
+            logger.info("optimizer: DeepSpeed's own (%s)", reason)

@@ -1,0 +1,130 @@
+"""Do all ranks describe the same parameters? The same error on every rank if not.
+
+Ranks that disagree would exchange buffers of different meaning or wait for each other for ever, so the comparison
+happens before the first collective that carries data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of
+
+# (name, shape, dtype, index of the optimizer's parameter group or None)
+Signature = tuple[str, tuple[int, ...], str, int | None]
+
+
+Signatures = dict[str | None, list[Signature]]  # by expert group, None: dense
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Member:
+    ranks: tuple[int, ...]  # of the group this rank belongs to
+    digest: str  # of its parameters there: names, shapes, dtypes, parameter groups, order
+
+
+def parameter_signatures(model: nn.Module, param_groups: Sequence[dict[str, Any]]) -> Signatures:
+    """Describes the model's parameters by expert group, in the model's order; ``param_groups`` are the optimizer's.
+
+    Raises ValueError if a parameter is in two groups, is not the model's, shares memory with another parameter object,
+    or has gradients that cannot be reduced (a sparse embedding).
+    """
+    index_of: dict[nn.Parameter, int] = {}
+    for index, group in enumerate(param_groups):
+        for param in group["params"]:
+            if param in index_of:
+                raise ValueError(f"a parameter of shape {tuple(param.shape)} is twice in the optimizer's param_groups")
+            index_of[param] = index
+    named = dict(model.named_parameters())
+    unknown = set(index_of) - set(named.values())
+    if unknown:
+        shapes = sorted(tuple(param.shape) for param in unknown)
+        raise ValueError(f"the optimizer holds {len(unknown)} parameters that the model does not have: shapes {shapes}")
+    _refuse_sparse_and_aliased(model, named)
+    signatures: Signatures = {None: []}
+    for name, param in named.items():
+        optimized_in = index_of.get(param) if param.requires_grad else None
+        signature = (name, tuple(param.shape), str(param.dtype), optimized_in)
+        signatures.setdefault(expert_group_name(param), []).append(signature)
+    return signatures
+
+
+def _refuse_sparse_and_aliased(model: nn.Module, named: dict[str, nn.Parameter]) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ValueError(f"module {name!r} has sparse=True; sparse gradients cannot be sharded, use sparse=False")
+    first: dict[int, str] = {}
+    for name, param in named.items():
+        if param.device.type == "meta" or param.numel() == 0:
+            continue
+        other = first.setdefault(param.data_ptr(), name)
+        if other != name:
+            raise ValueError(
+                f"parameters {other!r} and {name!r} share memory but are two objects; to tie them, assign the same "
+                "nn.Parameter to both modules"
+            )
+
+
+def gather(item: T, group: dist.ProcessGroup) -> dict[int, T]:
+    """Every rank's item, by global rank. Collective over ``group``."""
+    ranks = dist.get_process_group_ranks(group)
+    items: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(items, item, group=group)
+    return dict(zip(ranks, items, strict=True))
+
+
+def raise_together(error: str | None, group: dist.ProcessGroup) -> None:
+    """Raises ValueError on every rank of ``group`` if any rank passes an error. Collective over ``group``."""
+    errors = {rank: text for rank, text in gather(error, group).items() if text is not None}
+    if errors:
+        first = min(errors)
+        raise ValueError(f"{errors[first]} (on {len(errors)} rank(s), first rank {first})")
+
+
+def check_agreement(signatures: Signatures, groups: ZeroGroups) -> None:
+    """Raises ValueError on every rank if ranks of one group describe different parameters, or a group is misplaced.
+
+    One collective over ``groups.dense`` when all agree; a second one finds the first parameter that differs.
+    """
+    own: dict[str | None, _Member] = {}
+    for name in (None, *groups.expert):
+        described = repr(signatures.get(name, []))
+        ranks = tuple(ranks_of(groups.of(name)))
+        own[name] = _Member(ranks, hashlib.sha256(described.encode()).hexdigest())
+    members = gather(own, groups.dense)
+    for rank, entries in members.items():
+        for name, member in entries.items():
+            outside = set(member.ranks) - set(members)
+            if outside:
+                raise ValueError(f"expert group {name!r} has ranks {sorted(outside)} outside the dense group")
+            for peer in member.ranks:
+                if members[peer].get(name) != member:
+                    details = gather(signatures.get(name, []), groups.dense)
+                    raise ValueError(_difference(name, rank, details[rank], peer, details[peer]))
+
+
+def _difference(name: str | None, rank: int, mine: list[Signature], peer: int, theirs: list[Signature]) -> str:
+    family = "dense parameters" if name is None else f"expert group {name!r}"
+    for left, right in zip_longest(mine, theirs):
+        if left != right:
+            return (
+                f"ranks disagree on the {family}: rank {rank} has {_describe(left)}, rank {peer} has "
+                f"{_describe(right)}; every rank of a group must build the same model and parameter groups in order"
+            )
+    return f"ranks {rank} and {peer} disagree on the members of the group of the {family}"
+
+
+def _describe(signature: Signature | None) -> str:
+    if signature is None:
+        return "nothing more"
+    name, shape, dtype, index = signature
+    where = "not optimized" if index is None else f"in parameter group {index}"
+    return f"{name!r} {shape} {dtype} {where}"

@@ -1,0 +1,152 @@
+"""Batches of token ids for one rank.
+
+The state of the data is one integer, the number of samples consumed. The optimizer step that starts there uses
+positions [consumed, consumed + global_batch_size), whatever the layout; a rank's share of them is
+
+    position = consumed + (micro_batch * data_parallel_size + data_parallel_rank) * micro_batch_size + row
+
+so the set of samples of a step depends neither on the data-parallel size nor on the micro-batch size, and a run may
+resume with others. (Changing global_batch_size at resume is fine too: positions go on where they were.)
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megatron.optimus.config.schema import ConfigError
+from megatron.optimus.data.dataset import InstanceSet
+from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.order import samples_at
+
+
+class Batch(NamedTuple):
+    """One micro-batch on the CPU; label [b, s] is the token that follows token [b, s]."""
+
+    tokens_BS: Tensor  # int64
+    labels_BS: Tensor  # int64
+
+
+class BatchLoader:
+    """Micro-batches of one data-parallel rank.
+
+    With ``shuffle`` the samples come in the seeded order of order.py, epoch after epoch, without end. Without it they
+    come in file order, once: for validation. Then only whole global batches are given, ``num_batches`` of them, at most
+    ``max_batches`` if that is set.
+
+    A thread reads the batch after the one just given; what it reads depends on positions only, so this changes no
+    result, and an error in it is raised by the call that asks for that batch.
+
+    Raises ConfigError if the batch sizes do not divide; DataError if there is not even one batch without ``shuffle``.
+    """
+
+    def __init__(
+        self,
+        instances: InstanceSet,
+        *,
+        seq_length: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        seed: int,
+        shuffle: bool = True,
+        max_batches: int | None = None,
+    ) -> None:
+        if seq_length != instances.seq_length:
+            raise ConfigError(f"seq_length={seq_length} differs from the instances' {instances.seq_length}")
+        if not 0 <= data_parallel_rank < data_parallel_size:
+            raise ConfigError(f"data_parallel_rank={data_parallel_rank} must lie in [0, {data_parallel_size})")
+        check_batch_sizes(global_batch_size, micro_batch_size, data_parallel_size)
+        self._instances = instances
+        self._global_batch_size = global_batch_size
+        self._micro_batch_size = micro_batch_size
+        self._seed = seed
+        self._shuffle = shuffle
+        self.num_micro_batches = global_batch_size // (micro_batch_size * data_parallel_size)
+        # offsets of this rank's samples in the global batch: [num_micro_batches, micro_batch_size]
+        grid = np.arange(global_batch_size).reshape(self.num_micro_batches, data_parallel_size, micro_batch_size)
+        self._offsets = grid[:, data_parallel_rank]
+        self.num_batches: int | None = None
+        if not shuffle:
+            available = len(instances) // global_batch_size
+            if not available:
+                raise DataError(
+                    f"too little data: {len(instances)} instances of seq_length={seq_length} do not fill one global "
+                    f"batch of {global_batch_size}; give this split a larger share, or use smaller batches"
+                )
+            self.num_batches = available if max_batches is None else min(available, max_batches)
+        elif max_batches is not None:
+            raise ConfigError("max_batches needs shuffle=False")
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="optimus-data")
+        self._next: tuple[int, Future[list[Batch]]] | None = None
+
+    def sample_ids(self, consumed: int) -> npt.NDArray[np.int64]:
+        """Instances of the whole global batch that starts at position ``consumed``: int64 [global_batch_size].
+
+        Raises ValueError for a negative position, DataError past the last whole batch when not shuffled.
+        """
+        if self._shuffle:
+            return samples_at(consumed, self._global_batch_size, len(self._instances), self._seed)
+        if consumed < 0:
+            raise ValueError(f"position={consumed} must not be negative")
+        if not self._has(consumed):
+            raise DataError(
+                f"no batch at sample {consumed}: this split gives {self.num_batches} batches of "
+                f"{self._global_batch_size} samples"
+            )
+        return np.arange(consumed, consumed + self._global_batch_size)
+
+    def batch(self, consumed: int) -> list[Batch]:
+        """This rank's micro-batches of the optimizer step that starts at position ``consumed``.
+
+        ``num_micro_batches`` batches of int64 [micro_batch_size, seq_length], contiguous. Errors as ``sample_ids``.
+        """
+        read_ahead, self._next = self._next, None
+        if read_ahead is not None and read_ahead[0] == consumed:
+            batches = read_ahead[1].result()
+        else:
+            batches = self._read(consumed)
+        following = consumed + self._global_batch_size
+        if self._has(following):
+            self._next = following, self._executor.submit(self._read, following)
+        return batches
+
+    def close(self) -> None:
+        """Ends the reading thread. The loader cannot be used afterwards."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def _has(self, consumed: int) -> bool:
+        if self.num_batches is None:
+            return True
+        return consumed + self._global_batch_size <= self.num_batches * self._global_batch_size
+
+    def _read(self, consumed: int) -> list[Batch]:
+        ids = self.sample_ids(consumed)[self._offsets]
+        batches = []
+        for row_ids in ids:
+            window_BL = torch.empty(self._micro_batch_size, self._instances.seq_length + 1, dtype=torch.int64)
+            for row, instance in enumerate(row_ids):
+                window_BL[row] = torch.from_numpy(self._instances.read(int(instance)))
+            batches.append(Batch(window_BL[:, :-1].contiguous(), window_BL[:, 1:].contiguous()))
+        return batches
+
+
+def check_batch_sizes(global_batch_size: int, micro_batch_size: int, data_parallel_size: int) -> None:
+    """Raises ConfigError unless the global batch is a whole number of micro-batches on every rank."""
+    for name, value in (("global_batch_size", global_batch_size), ("micro_batch_size", micro_batch_size)):
+        if value < 1:
+            raise ConfigError(f"{name}={value} must be at least 1")
+    one_pass = micro_batch_size * data_parallel_size
+    if global_batch_size % one_pass:
+        lower = global_batch_size // one_pass * one_pass
+        nearest = f"{lower} or {lower + one_pass}" if lower else f"{one_pass}"
+        raise ConfigError(
+            f"global_batch_size={global_batch_size} is not divisible by micro_batch_size={micro_batch_size} times data "
+            f"parallel size {data_parallel_size} = {one_pass}; use global_batch_size {nearest}"
+        )

@@ -1,0 +1,223 @@
+"""Tokenizers behind one small interface, and training a byte-level BPE.
+
+Text is only text: a special token's name inside a document (say "<|endoftext|>" in a page about tokenizers) is encoded
+letter by letter, so that no document can forge a document bound.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.optimus.config.schema import TokenizerType
+from megatron.optimus.data.errors import DataError
+
+logger = logging.getLogger("optimus")
+
+END_OF_TEXT = "<|endoftext|>"
+_NUM_BYTES = 256
+
+
+class Tokenizer(Protocol):
+    """What data preparation and generation need."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id ``encode`` can give or ``eod_id`` has."""
+
+    @property
+    def eod_id(self) -> int:
+        """Id that ends a document."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of ``text``; nothing is added at either end."""
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """``encode`` of each text, faster."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids``. Special tokens and ids outside the vocabulary have no text."""
+
+
+class HuggingFaceTokenizer:
+    """A ``tokenizer.json`` of the ``tokenizers`` library; ``path`` is that file or a folder that holds it.
+
+    The end of a document is ``eos_token`` of the tokenizer_config.json next to it, else "<|endoftext|>".
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        import tokenizers
+
+        file = _tokenizer_file(Path(path))
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(f"{file}: not a tokenizer.json that can be read: {error}") from error
+        # a saved truncation or padding would silently cut or fill documents
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        name = _eos_token(file.parent / "tokenizer_config.json")
+        eod_id = self._tokenizer.token_to_id(name)
+        if eod_id is None:
+            raise DataError(
+                f"{file}: its vocabulary has no {name!r} to end documents with; name one of its tokens as "
+                f'"eos_token" in {file.parent / "tokenizer_config.json"}'
+            )
+        self.eod_id: int = eod_id
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece ``.model`` file; the end of a document is its end-of-sentence piece."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        try:
+            import sentencepiece
+        except ImportError as error:
+            raise DataError(
+                "SentencePieceTokenizer needs the package sentencepiece: pip install sentencepiece"
+            ) from error
+        file = Path(path)
+        if not file.is_file():
+            raise DataError(f"{file}: no such file; --tokenizer-model must be a SentencePiece .model file")
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_file=str(file))
+        except (RuntimeError, OSError) as error:
+            raise DataError(f"{file}: not a SentencePiece model: {error}") from error
+        self.vocab_size: int = self._processor.get_piece_size()
+        self.eod_id: int = self._processor.eos_id()
+        if self.eod_id < 0:
+            raise DataError(f"{file}: has no end-of-sentence piece to end documents with; train it with eos_id >= 0")
+
+    def encode(self, text: str) -> list[int]:
+        return self._processor.encode(text)
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return self._processor.encode(texts, num_threads=1)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._processor.decode([int(i) for i in ids if 0 <= i < self.vocab_size])
+
+
+class ByteLevelTokenizer:
+    """The 256 bytes of UTF-8, and 256 to end a document. Needs no file."""
+
+    vocab_size = _NUM_BYTES + 1
+    eod_id = _NUM_BYTES
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if 0 <= i < _NUM_BYTES).decode("utf-8", errors="replace")
+
+
+def build_tokenizer(kind: TokenizerType, path: str | os.PathLike[str] | None) -> Tokenizer:
+    """The tokenizer of ``--tokenizer-type`` and ``--tokenizer-model``. Raises DataError naming path and remedy."""
+    if kind is TokenizerType.BYTE:
+        return ByteLevelTokenizer()
+    if path is None:
+        raise DataError(
+            f"{kind.value} needs --tokenizer-model, its file or folder; train one with tools/train_tokenizer.py, or "
+            f"use --tokenizer-type {TokenizerType.BYTE.value}, which needs none"
+        )
+    return HuggingFaceTokenizer(path) if kind is TokenizerType.HF else SentencePieceTokenizer(path)
+
+
+def _tokenizer_file(path: Path) -> Path:
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if file.is_file():
+        return file
+    if path.is_dir():
+        raise DataError(
+            f"{path}: the folder holds no tokenizer.json; save the tokenizer with transformers' save_pretrained, or "
+            f"name a .model file with --tokenizer-type {TokenizerType.SENTENCEPIECE.value}"
+        )
+    raise DataError(
+        f"{path}: no such file or folder; --tokenizer-model must be a local tokenizer.json or a folder that holds one "
+        "(nothing is downloaded); train one with tools/train_tokenizer.py"
+    )
+
+
+def _eos_token(config: Path) -> str:
+    """``eos_token`` of a tokenizer_config.json, a string or an object with "content"; else "<|endoftext|>"."""
+    try:
+        value = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+    except FileNotFoundError:
+        return END_OF_TEXT
+    except (ValueError, AttributeError, OSError) as error:
+        raise DataError(f"{config}: not a JSON object that can be read: {error}") from error
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else END_OF_TEXT
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, out_dir: str | os.PathLike[str]) -> None:
+    """Trains a byte-level BPE with ``vocab_size`` entries and saves it as a folder that ``transformers`` loads.
+
+    Id 0 is "<|endoftext|>", ids 1 to 256 are the bytes, the rest merges; the same texts give the same files. A corpus
+    too small for that many merges gives fewer, with a warning. Raises DataError if ``vocab_size`` < 257.
+    """
+    if vocab_size < _NUM_BYTES + 1:
+        raise DataError(f"vocab_size={vocab_size} is too small: 256 bytes and the end of a document need 257")
+    from tokenizers import Tokenizer as BPETokenizer
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = BPETokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(iter(texts), trainer)
+    if tokenizer.get_vocab_size() < vocab_size:
+        logger.warning(
+            "the texts gave only %d of %d tokens; use more text or a smaller vocabulary",
+            tokenizer.get_vocab_size(),
+            vocab_size,
+        )
+    special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **special}
+    folder = Path(out_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_json(folder / "special_tokens_map.json", special)
+        _write_json(folder / "tokenizer_config.json", config)
+        # last: a folder without tokenizer.json counts as none
+        _write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
+    except OSError as error:
+        raise DataError(f"{folder}: cannot write the tokenizer: {error.strerror}") from error
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    _write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Replaces ``path`` at once, so that a kill leaves the old or the new file."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

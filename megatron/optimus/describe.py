@@ -1,0 +1,78 @@
+"""What a run would be, without running it: configuration, parameter counts, and each rank's share."""
+
+from __future__ import annotations
+
+from megatron.optimus.config.checks import check, model_parallel_size
+from megatron.optimus.config.schema import Precision, RunConfig
+from megatron.optimus.config.serialize import to_yaml
+from megatron.optimus.models.counting import count_parameters
+from megatron.optimus.parallel.mesh import Layout
+
+GIB = 2**30
+
+
+def describe(config: RunConfig, world_size: int) -> str:
+    """The text of ``--dry-run``. Raises ConfigError for a combination that cannot work.
+
+    Without a launcher (one rank) the smallest number of ranks that the layout needs is described.
+    """
+    if world_size == 1:
+        world_size = smallest_world(config)
+    check(config, world_size)
+    return "\n".join([to_yaml(config), *_parameter_lines(config), "", *_layout_lines(config, world_size), ""])
+
+
+def smallest_world(config: RunConfig) -> int:
+    """Fewest ranks that the parallel sizes allow."""
+    parallel = config.parallel
+    stage = max(
+        parallel.expert_model_parallel_size, model_parallel_size(config) // parallel.pipeline_model_parallel_size
+    )
+    while stage % parallel.expert_model_parallel_size or (stage * parallel.pipeline_model_parallel_size) % (
+        model_parallel_size(config)
+    ):
+        stage += 1
+    return stage * parallel.pipeline_model_parallel_size
+
+
+def _parameter_lines(config: RunConfig) -> list[str]:
+    counts = count_parameters(config.model)
+    lines = [f"parameters: {counts.total:,} total, {counts.active:,} active per token"]
+    if config.model.is_moe:
+        lines.append(f"            {counts.expert:,} in experts, {counts.total - counts.expert:,} elsewhere")
+    return lines
+
+
+def _layout_lines(config: RunConfig, world_size: int) -> list[str]:
+    layout = Layout.from_config(config.parallel, world_size)
+    counts = count_parameters(config.model)
+    training = config.training
+    weight_bytes = 2 if training.params_dtype is Precision.BF16 else 4
+    experts = counts.expert // (layout.ep * layout.pp)
+    others = (counts.total - counts.expert) // (layout.pp * layout.tp)  # stages taken as equal
+    states = 12 * (experts / layout.edp + others / (layout.dp * layout.cp))
+    lines = [
+        f"layout of {world_size} ranks: dense view pp={layout.pp} dp={layout.dp} cp={layout.cp} tp={layout.tp}, "
+        f"expert view pp={layout.pp} edp={layout.edp} ep={layout.ep}",
+        f"per rank: {experts:,} expert and {others:,} other parameters"
+        + (" (mean over pipeline stages)" if layout.pp > 1 else ""),
+        f"          weights {weight_bytes * (experts + others) / GIB:.2f} GiB, fp32 gradients "
+        f"{4 * (experts + others) / GIB:.2f} GiB, optimizer states {states / GIB:.2f} GiB",
+        f"per step: {training.global_batch_size} sequences x {training.seq_length} tokens = "
+        f"{training.global_batch_size * training.seq_length:,} tokens; per rank "
+        f"{training.global_batch_size // (layout.dp * training.micro_batch_size)} micro-batches of "
+        f"{training.micro_batch_size} sequences",
+        "rank 0's groups: "
+        + ", ".join(f"{axis} {_ranks(layout.groups(axis)[0])}" for axis in ("pp", "dp", "tp", "ep", "edp")),
+    ]
+    if config.model.is_moe:
+        lines.append(
+            f"experts per rank: {config.model.num_experts // layout.ep} of {config.model.num_experts} in each layer"
+        )
+    return lines
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) <= 4:
+        return str(ranks)
+    return f"[{ranks[0]}, {ranks[1]}, ..., {ranks[-1]}] ({len(ranks)})"

@@ -1,0 +1,113 @@
+"""``<run>/metrics.jsonl``: one JSON object a step, each step once, also after crashes and resumed runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+FILE_NAME = "metrics.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One line. None means not applicable (no peak known, a dense model); valid_loss is absent where not evaluated."""
+
+    step: int  # optimizer steps done, from 1
+    consumed_tokens: int  # since the start of training
+    loss: float  # nats per token, mean over the global batch, without auxiliary losses
+    aux_loss: float | None  # load-balancing loss before its weight
+    z_loss: float | None  # router z-loss before its weight
+    grad_norm: float  # global, before clipping
+    lr: float
+    step_time_s: float
+    tokens_per_second_per_device: float
+    tflops_per_device: float
+    mfu: float | None
+    expert_load_max_over_mean: float | None  # worst layer; 1.0 is perfect balance
+    router_entropy: float | None  # nats, mean over layers
+    dropped_tokens: int | None
+    valid_loss: float | None = None
+
+
+def to_json(metrics: StepMetrics) -> str:
+    """One line without its end. JSON knows no NaN or infinity: null, and ``"nonfinite": true`` says so."""
+    record: dict[str, Any] = dataclasses.asdict(metrics)
+    if record["valid_loss"] is None:
+        del record["valid_loss"]
+    bad = [key for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)]
+    if bad:
+        record.update(dict.fromkeys(bad), nonfinite=True)
+    return json.dumps(record, allow_nan=False)
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """All lines, in order. A last line without its end (the process died while writing) is left out.
+
+    Raises ValueError with the line number for anything else that is not a JSON object with a step.
+    """
+    with open(path, encoding="utf-8") as lines:
+        whole = [(number, line) for number, line in enumerate(lines, start=1) if line.endswith("\n")]
+    records = [_parse(line) for _, line in whole]
+    for (number, line), record in zip(whole, records, strict=True):
+        if record is None:
+            raise ValueError(f"{path}, line {number}: not a JSON object with a step: {line[:80]!r}")
+    return [record for record in records if record is not None]
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+class MetricsWriter:
+    """Appends to ``<run_dir>/metrics.jsonl``. Only rank 0 may create one."""
+
+    def __init__(self, run_dir: str | Path, resume_step: int = 0) -> None:
+        """Lines of steps after ``resume_step`` belong to work that was lost: they are removed. 0 starts anew."""
+        self.path = Path(run_dir) / FILE_NAME
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            _keep_up_to(self.path, resume_step)
+        self._file = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - closed by close()
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Appends one line; it is in the file when this returns."""
+        self._file.write(to_json(metrics) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _keep_up_to(path: Path, step: int) -> None:
+    """Rewrites the file with the whole lines up to ``step``; a crash meanwhile leaves the old file.
+
+    A damaged line (a node that lost power mid-write) must not keep a run from resuming: it is dropped with a warning.
+    """
+    with open(path, encoding="utf-8", errors="replace") as lines:
+        records = [_parse(line) for line in lines]
+    if None in records:
+        logging.getLogger("optimus").warning("%s: dropped %d damaged line(s)", path, records.count(None))
+    fresh = path.with_suffix(".jsonl.tmp")
+    with open(fresh, "w", encoding="utf-8") as out:
+        out.writelines(json.dumps(record) + "\n" for record in records if record and record["step"] <= step)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(fresh, path)

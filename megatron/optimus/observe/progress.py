@@ -1,0 +1,70 @@
+"""What the user watches: one live line on a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import TYPE_CHECKING
+
+from megatron.optimus.observe.metrics import StepMetrics
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as LiveBar
+
+_SMOOTHING = 0.1  # weight of the newest step in the mean step time behind the ETA
+
+
+class Progress:
+    """Shows steps as they end. Only rank 0 may create one; ``close`` it, also after an error, to free the terminal."""
+
+    def __init__(self, total_steps: int, first_step: int = 0, log_interval: int = 1, num_devices: int = 1) -> None:
+        """``first_step``: steps done before this process; ``num_devices`` turns tokens/s per device into tokens/s."""
+        self.total_steps = total_steps
+        self.log_interval = log_interval
+        self.num_devices = num_devices
+        self._mean_step_time: float | None = None
+        self._bar: LiveBar | None = None
+        if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
+            self._bar = _live_bar()
+            self._task = self._bar.add_task("", total=total_steps, completed=first_step, text="")
+            self._bar.start()
+
+    def update(self, metrics: StepMetrics) -> None:
+        """Takes the metrics of one step."""
+        mean = self._mean_step_time
+        newest = metrics.step_time_s
+        self._mean_step_time = newest if mean is None else (1 - _SMOOTHING) * mean + _SMOOTHING * newest
+        eta = duration((self.total_steps - metrics.step) * self._mean_step_time)
+        tokens_per_second = metrics.tokens_per_second_per_device * self.num_devices
+        valid = "" if metrics.valid_loss is None else f" valid_loss={metrics.valid_loss:.4f}"
+        if self._bar is not None:
+            text = f"loss {metrics.loss:.4f}{valid}  {tokens_per_second:,.0f} tokens/s  ETA {eta}"
+            self._bar.update(self._task, completed=metrics.step, text=text)
+        elif valid or metrics.step % self.log_interval == 0 or metrics.step == self.total_steps:
+            sys.stdout.write(
+                f"step={metrics.step} loss={metrics.loss:.4f}{valid} lr={metrics.lr:.3e} "
+                f"grad_norm={metrics.grad_norm:.3f} tokens/s={tokens_per_second:.0f} eta={eta}\n"
+            )
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _live_bar() -> LiveBar:
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as LiveBar
+
+    # Live redirects sys.stdout, so log lines appear above the bar instead of through it.
+    return LiveBar(TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[text]}"))
+
+
+def duration(seconds: float) -> str:
+    """12 -> "0:12", 3723 -> "1:02:03", 200000 -> "2d07h"; days matter more than minutes in long runs."""
+    whole = max(0, round(seconds))
+    if whole >= 86400:
+        return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    hours, minutes = whole // 3600, whole % 3600 // 60
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

@@ -1,0 +1,79 @@
+"""Pretrains a model: ``python -m megatron.optimus.pretrain --preset mula-tiny --data-path corpus ...``.
+
+Alone, under torchrun, or under mpiexec/srun; ``--help`` lists every option, ``--dry-run`` shows what would run.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+
+from megatron.optimus.checkpoint.errors import CheckpointError
+from megatron.optimus.config.checks import check, check_trainable
+from megatron.optimus.config.load import load
+from megatron.optimus.config.schema import ConfigError, RunConfig
+from megatron.optimus.data.dataset import check_vocabulary
+from megatron.optimus.data.errors import DataError
+from megatron.optimus.describe import describe
+from megatron.optimus.parallel.mesh import Mesh
+from megatron.optimus.runtime import device as devices
+from megatron.optimus.runtime import distributed, launch_env, log
+from megatron.optimus.runtime.launch_env import LaunchEnv
+from megatron.optimus.trainer.health import TrainingError
+
+logger = logging.getLogger("optimus")
+USER_ERRORS = (ConfigError, DataError, CheckpointError, TrainingError)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code: 0, or 2 after one line that says what is wrong."""
+    launch = None
+    try:
+        launch = launch_env.detect()
+        run = load(argv)
+        if run.dry_run:
+            if launch.rank == 0:
+                sys.stdout.write(describe(run.config, launch.world_size))
+            return 0
+        check(run.config, launch.world_size)
+        check_trainable(run.config)
+        pretrain(run.config, launch)
+    except USER_ERRORS as error:
+        rank = launch.rank if launch is not None else 0
+        sys.stderr.write(f"error: {error}\n" if rank == 0 else f"error on rank {rank}: {error}\n")
+        return 2
+    return 0
+
+
+def pretrain(config: RunConfig, launch: LaunchEnv) -> None:
+    """Sets up this rank, trains, and leaves the process group. Collective over all ranks."""
+    log.setup(launch.rank)
+    device = devices.pick(config.parallel.device, launch.local_rank)
+    launch_env.export(launch, device.type)
+    # DeepSpeed chooses its accelerator when it is imported, so the device must be known before.
+    from megatron.optimus.trainer.engine import init_engine, shutdown_engine
+    from megatron.optimus.trainer.trainer import Trainer
+
+    devices.set_device(device)
+    devices.set_cpu_threads(launch)
+    devices.set_deterministic(config.training.deterministic)
+    devices.seed_all(config.training.seed)
+    if launch.rank == 0:
+        check_vocabulary(config.data.data_path, config.model.vocab_size)
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    distributed.init(launch, device, config.parallel.distributed_backend, timeout)
+    init_engine(timeout)
+    try:
+        mesh = Mesh(config.parallel, rank=launch.rank, world_size=launch.world_size)
+        logger.info("%s on %s", mesh.describe(), devices.device_name(device))
+        trainer = Trainer(config, mesh, device)
+        trainer.fit()
+        trainer.close()
+    finally:
+        shutdown_engine()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""Where the model meets DeepSpeed: the one file of the package that imports deepspeed_ext."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+import deepspeed_ext
+from megatron.optimus.config.schema import Precision, RunConfig
+from megatron.optimus.models.decoder import Decoder
+from megatron.optimus.optim.build import build_optimizer
+from megatron.optimus.parallel.mesh import Mesh
+
+Engine = deepspeed_ext.EPEngine
+
+
+def build_engine(model: Decoder, config: RunConfig, mesh: Mesh, accumulation_steps: int) -> Engine:
+    """DeepSpeed's engine around the model, with the EP-aware sharded optimizer."""
+    engine, *_ = deepspeed_ext.initialize(
+        model=model,
+        optimizer=build_optimizer(model, config.optimizer),
+        config=deepspeed_config(config, accumulation_steps),
+        groups=_groups(model, mesh),
+    )
+    return engine
+
+
+def deepspeed_config(config: RunConfig, accumulation_steps: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": config.training.micro_batch_size,
+        "gradient_accumulation_steps": accumulation_steps,
+        "gradient_clipping": config.optimizer.clip_grad,
+        "zero_optimization": {"stage": config.optimizer.zero_stage},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": config.training.params_dtype is Precision.BF16},
+        "steps_per_print": 1_000_000_000,  # the trainer reports, not the engine
+    }
+
+
+def _groups(model: Decoder, mesh: Mesh) -> deepspeed_ext.ZeroGroups:
+    names = {getattr(parameter, "group_name", None) for parameter in model.parameters()} - {None}
+    assert dist.group.WORLD is not None
+    dense = mesh.group("dense") or dist.group.WORLD  # alone, this rank is all there is
+    return deepspeed_ext.ZeroGroups(dense=dense, expert={str(name): mesh.group("edp") for name in names})
+
+
+def init_engine(timeout: timedelta) -> None:
+    """Puts DeepSpeed's communication layer on top of the process group that already exists."""
+    deepspeed_ext.init_distributed(timeout=timeout)
+
+
+def shutdown_engine() -> None:
+    """Leaves every process group, DeepSpeed's included; a live one can abort the process at exit."""
+    deepspeed_ext.shutdown()

@@ -1,0 +1,54 @@
+"""Everything a run tells: metrics.jsonl, expert loads, the progress line and TensorBoard. Rank 0 alone writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import TracebackType
+
+from megatron.optimus.config.schema import RunConfig
+from megatron.optimus.observe.metrics import MetricsWriter, StepMetrics
+from megatron.optimus.observe.progress import Progress
+from megatron.optimus.observe.trackers import TensorBoardTracker
+from megatron.optimus.parallel.mesh import Mesh
+
+
+class Reporter:
+    """On rank 0 a writer of every output that the configuration asks for; on other ranks nothing."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh, first_step: int) -> None:
+        self._silent = mesh.rank != 0
+        if self._silent:
+            return
+        run_dir, logging = Path(config.logging.run_dir), config.logging
+        self._tracker = TensorBoardTracker(logging.tensorboard_dir, first_step) if logging.tensorboard_dir else None
+        self._metrics = MetricsWriter(run_dir, resume_step=first_step)
+        self._expert_load = run_dir / "expert_load.json"
+        self._progress = Progress(config.training.train_iters, first_step, logging.log_interval, mesh.layout.world_size)
+
+    def write(self, metrics: StepMetrics, expert_load_LE: list[list[int]], valid_loss: float | None) -> None:
+        """Takes one step. With a validation loss, the step's load of every expert is written too."""
+        if self._silent:
+            return
+        metrics = dataclasses.replace(metrics, valid_loss=valid_loss)
+        self._metrics.write(metrics)
+        self._progress.update(metrics)
+        if self._tracker is not None:
+            self._tracker.write(metrics)
+        if valid_loss is not None and expert_load_LE:
+            load = {"step": metrics.step, "slots_per_layer_and_expert": expert_load_LE}
+            self._expert_load.write_text(json.dumps(load) + "\n")
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._silent:
+            return
+        self._progress.close()
+        self._metrics.close()
+        if self._tracker is not None:
+            self._tracker.close()

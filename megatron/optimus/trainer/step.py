@@ -1,0 +1,130 @@
+"""One optimizer step and one validation, without any input or output.
+
+Gradients are those of the mean over all tokens of the global batch: each micro-batch's loss is its own mean, the engine
+divides by the number of micro-batches, the optimizer averages over data-parallel ranks. Every rank and micro-batch has
+the same number of tokens, so the mean of means is the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.optimus.config.schema import ModelConfig
+from megatron.optimus.data.loader import Batch
+from megatron.optimus.models.decoder import Decoder, DecoderOutput
+from megatron.optimus.parallel.mesh import Mesh
+from megatron.optimus.trainer.engine import Engine
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What happened in one step, over the global batch."""
+
+    loss: float  # cross-entropy per token, nats
+    aux_loss: float  # load-balancing loss, unweighted, mean over layers
+    z_loss: float
+    grad_norm: float  # before clipping
+    skipped: bool  # gradients were not finite, nothing was updated
+    router_entropy: float | None  # nats, mean over layers and tokens; None for a dense model
+    expert_load_LE: list[list[int]]  # slots per layer and expert
+    dropped_tokens: int  # slots routed but processed by no expert; dropless routing means 0
+
+    @property
+    def expert_load_max_over_mean(self) -> float | None:
+        """Slots of the busiest expert over the mean, in the layer where that is worst; None for a dense model."""
+        return max((max(load) * len(load) / sum(load) for load in self.expert_load_LE), default=None)
+
+
+class _Totals:
+    """Sums over the micro-batches of this rank, on the device, until one reduction at the end of the step."""
+
+    def __init__(self) -> None:
+        self.scalars: Tensor | None = None
+        self.counts_LE: Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, output: DecoderOutput, num_tokens: int) -> None:
+        stats = output.router_stats
+        assert output.loss_sum is not None
+        # float64: sums of token counts must stay exact, and one dtype makes one collective.
+        scalars = torch.stack(
+            [
+                output.loss_sum.double(),
+                output.loss_sum.new_tensor(num_tokens, dtype=torch.float64),
+                output.aux_loss.double() * num_tokens,
+                output.z_loss.double() * num_tokens,
+                sum((s.entropy.double() for s in stats), start=output.loss_sum.new_zeros((), dtype=torch.float64))
+                * num_tokens,
+                sum((s.processed.double() for s in stats), start=output.loss_sum.new_zeros((), dtype=torch.float64)),
+            ]
+        )
+        self.scalars = scalars if self.scalars is None else self.scalars + scalars
+        if stats:
+            counts_LE = torch.stack([s.counts_E for s in stats])
+            self.counts_LE = counts_LE if self.counts_LE is None else self.counts_LE + counts_LE
+
+    def reduce(self, group: dist.ProcessGroup | None) -> None:
+        if group is None:
+            return
+        assert self.scalars is not None
+        dist.all_reduce(self.scalars, group=group)
+        if self.counts_LE is not None:
+            dist.all_reduce(self.counts_LE, group=group)
+
+
+def train_step(engine: Engine, batches: Sequence[Batch], config: ModelConfig, mesh: Mesh) -> StepReport:
+    """Forward and backward over this rank's micro-batches, then the sharded optimizer step. Collective."""
+    model: Decoder = engine.module
+    layers = model.moe_layers()
+    totals = _Totals()
+    for tokens_BS, labels_BS in batches:
+        output = engine(tokens_BS, labels_BS)
+        loss = output.loss_sum / labels_BS.numel()
+        loss = loss + config.moe_aux_loss_coeff * output.aux_loss + config.moe_z_loss_coeff * output.z_loss
+        engine.backward(loss)
+        engine.step()  # updates the weights after the last micro-batch only
+        totals.add(output, labels_BS.numel())
+        for layer, stats in zip(layers, output.router_stats, strict=True):
+            layer.router.record_micro_batch(stats.counts_E)
+    totals.reduce(mesh.group("dense"))
+    report = _report(totals, engine)
+    rate = 0.0 if report.skipped else config.moe_router_bias_update_rate
+    if totals.counts_LE is not None:
+        for layer, counts_E in zip(layers, totals.counts_LE, strict=True):
+            layer.router.finish_step(counts_E, rate)
+    return report
+
+
+def _report(totals: _Totals, engine: Engine) -> StepReport:
+    assert totals.scalars is not None
+    loss_sum, num_tokens, aux, z, entropy, processed = totals.scalars.tolist()
+    load = [] if totals.counts_LE is None else totals.counts_LE.tolist()
+    return StepReport(
+        loss=loss_sum / num_tokens,
+        aux_loss=aux / num_tokens,
+        z_loss=z / num_tokens,
+        grad_norm=float(engine.get_global_grad_norm()),
+        skipped=bool(engine.optimizer.overflow),
+        router_entropy=entropy / num_tokens / len(load) if load else None,
+        expert_load_LE=load,
+        dropped_tokens=sum(map(sum, load)) - round(processed),
+    )
+
+
+@torch.no_grad()
+def validation_loss(model: Decoder, batches: Iterable[Sequence[Batch]], mesh: Mesh) -> float:
+    """Mean cross-entropy per token over the given global batches, in nats. Collective."""
+    model.eval()
+    totals = _Totals()
+    for global_batch in batches:
+        for tokens_BS, labels_BS in global_batch:
+            totals.add(model(tokens_BS, labels_BS), labels_BS.numel())
+    totals.reduce(mesh.group("dense"))
+    model.train()
+    assert totals.scalars is not None
+    return (totals.scalars[0] / totals.scalars[1]).item()

@@ -1,0 +1,158 @@
+"""The training loop: build everything in order, then step, report, validate and save until the last step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import torch
+
+from megatron.optimus.checkpoint import state, store
+from megatron.optimus.config.checks import gradient_accumulation_steps
+from megatron.optimus.config.schema import RunConfig
+from megatron.optimus.config.serialize import to_dict
+from megatron.optimus.data.loader import Batch
+from megatron.optimus.observe.flops import flops_per_token, mfu
+from megatron.optimus.observe.metrics import StepMetrics
+from megatron.optimus.optim.schedule import learning_rate
+from megatron.optimus.parallel.mesh import Mesh
+from megatron.optimus.runtime import device as devices
+from megatron.optimus.trainer.build import DTYPES, build_data, build_model
+from megatron.optimus.trainer.engine import build_engine
+from megatron.optimus.trainer.health import SkippedSteps
+from megatron.optimus.trainer.reporting import Reporter
+from megatron.optimus.trainer.step import StepReport, train_step, validation_loss
+
+logger = logging.getLogger("optimus")
+
+
+class Trainer:
+    """One run on this rank. Building it and every method are collective over all ranks."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device) -> None:
+        self.config, self.mesh, self.device = config, mesh, device
+        self.step = 0  # optimizer steps done
+        self.consumed_samples = 0  # position in the order of samples: the whole state of the data
+        self.checkpoints = Path(config.checkpoint.save or Path(config.logging.run_dir) / "checkpoints")
+        self.data = build_data(config, mesh)
+        self.model = build_model(config, mesh, device)
+        self.engine = build_engine(
+            self.model, config, mesh, gradient_accumulation_steps(config, mesh.layout.world_size)
+        )
+        self._resume()
+
+    def fit(self) -> None:
+        """Trains up to ``train_iters`` steps, or up to a multiple of ``exit_interval``."""
+        training = self.config.training
+        health = SkippedSteps()
+        with Reporter(self.config, self.mesh, first_step=self.step) as reporter:
+            while self.step < training.train_iters:
+                started = time.perf_counter()
+                lr = self._set_learning_rate()
+                batches = self._to_device(self.data.train.batch(self.consumed_samples))
+                report = train_step(self.engine, batches, self.config.model, self.mesh)
+                self.step += 1
+                self.consumed_samples += training.global_batch_size
+                metrics = self._metrics(report, lr, time.perf_counter() - started)
+                reporter.write(metrics, report.expert_load_LE, self._validate() if self._is_due("eval") else None)
+                health.observe(self.step, report.skipped)
+                leaving = self._is_due("exit") or self.step == training.train_iters
+                if leaving or self._is_due("save"):
+                    self._save()
+                if leaving:
+                    break
+
+    def close(self) -> None:
+        """Ends the data threads."""
+        for loader in (self.data.train, self.data.valid):
+            if loader is not None:
+                loader.close()
+
+    def _is_due(self, what: str) -> bool:
+        training = self.config.training
+        intervals = {
+            "eval": training.eval_interval,
+            "exit": training.exit_interval,
+            "save": self.config.checkpoint.save_interval,
+        }
+        interval = intervals[what]
+        last = self.step == training.train_iters and what == "eval" and interval > 0
+        return last or (interval > 0 and self.step % interval == 0)
+
+    def _set_learning_rate(self) -> float:
+        lr = learning_rate(self.step, self.config.optimizer, self.config.training.train_iters)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def _to_device(self, batches: list[Batch]) -> list[Batch]:
+        return [Batch(*(tensor.to(self.device, non_blocking=True) for tensor in batch)) for batch in batches]
+
+    def _validate(self) -> float:
+        valid = self.data.valid
+        assert valid is not None and valid.num_batches is not None
+        size = self.config.training.global_batch_size
+        batches = (self._to_device(valid.batch(number * size)) for number in range(valid.num_batches))
+        return validation_loss(self.model, batches, self.mesh)
+
+    def _metrics(self, report: StepReport, lr: float, seconds: float) -> StepMetrics:
+        training = self.config.training
+        tokens = training.global_batch_size * training.seq_length
+        rate = tokens / seconds / self.mesh.layout.world_size
+        flops = flops_per_token(self.config.model, training.seq_length)
+        peak = devices.peak_flops(devices.device_name(self.device), DTYPES[training.params_dtype])
+        is_moe = self.config.model.is_moe
+        return StepMetrics(
+            step=self.step,
+            consumed_tokens=self.consumed_samples * training.seq_length,
+            loss=report.loss,
+            aux_loss=report.aux_loss if is_moe else None,
+            z_loss=report.z_loss if is_moe else None,
+            grad_norm=report.grad_norm,
+            lr=lr,
+            step_time_s=seconds,
+            tokens_per_second_per_device=rate,
+            tflops_per_device=rate * flops / 1e12,
+            mfu=mfu(rate, flops, peak),
+            expert_load_max_over_mean=report.expert_load_max_over_mean,
+            router_entropy=report.router_entropy,
+            dropped_tokens=report.dropped_tokens if is_moe else None,
+        )
+
+    def _save(self) -> None:
+        started = time.perf_counter()
+        path = store.save(
+            self.checkpoints,
+            self.step,
+            state.training_slices(self.model, self.engine.optimizer, buffers=self.mesh.rank == 0),
+            kind="full",
+            consumed_samples=self.consumed_samples,
+            config=to_dict(self.config),
+            metadata={"optimizer_step_count": self.engine.optimizer.step_count},
+            device=self.device,
+            retain=self.config.checkpoint.save_retain,
+        )
+        logger.info("saved %s in %.1f s", path, time.perf_counter() - started)
+
+    def _resume(self) -> None:
+        """Takes up the newest good checkpoint of this run, else ``load``, else starts from the initial weights."""
+        path = store.find_loadable(self.checkpoints, device=self.device)
+        weights_only = False
+        if path is None and self.config.checkpoint.load is not None:
+            path = store.resolve(Path(self.config.checkpoint.load))
+            weights_only = self.config.checkpoint.finetune
+        if path is None:
+            logger.info("starting from initial weights (seed %d)", self.config.training.seed)
+            return
+        optimizer = self.engine.optimizer
+        manifest = store.load_manifest(path)
+        if weights_only or manifest.kind == "model":
+            state.load_weights(path, self.model, optimizer)
+        else:
+            store.load(path, state.training_slices(self.model, optimizer, buffers=True))
+            optimizer.step_count = manifest.metadata["optimizer_step_count"]
+        if not weights_only:
+            self.step, self.consumed_samples = manifest.step, manifest.consumed_samples
+        optimizer.sync_params_from_master()
+        logger.info("resumed from %s: step %d, %d samples consumed", path, self.step, self.consumed_samples)

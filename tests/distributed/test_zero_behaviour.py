@@ -1,0 +1,326 @@
+"""Skipped steps, bad input, DeepSpeed's contract and checkpoints, foreign models: what surrounds the exact step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import deepspeed_ext
+from tests.distributed.test_zero_exact import ACCUMULATION, WORLD, build_engine, train_step
+from tests.helpers import run_distributed
+from tests.unit.deepspeed_ext import toy
+
+CONFIG = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+
+def _snapshot(engine: Any) -> list[torch.Tensor]:
+    shards = [t.clone() for shard in engine.optimizer.state_shards() for t in shard.tensors.values()]
+    return shards + [p.detach().clone() for p in engine.module.parameters()]
+
+
+def _nan_on_one_rank(rank: int, world: int) -> tuple[bool, bool, int, int, bool]:
+    engine = build_engine(rank, world, (2,))
+    train_step(engine, 0, rank)
+    before = _snapshot(engine)
+    for micro in range(ACCUMULATION):
+        loss = engine(toy.batch(1, micro, rank))
+        engine.backward(loss * float("nan") if rank == 3 and micro == 0 else loss)
+        engine.step()
+    untouched = all(torch.equal(a, b) for a, b in zip(before, _snapshot(engine), strict=True))
+    overflow, skipped = engine.optimizer.overflow, engine.skipped_steps
+    train_step(engine, 2, rank)  # the bad gradients are gone
+    recovered = not engine.optimizer.overflow and bool(torch.isfinite(torch.cat([t.flatten() for t in before])).all())
+    result = (overflow, untouched, skipped, engine.optimizer.step_count, recovered)
+    deepspeed_ext.shutdown()
+    return result
+
+
+def test_nan_on_one_rank_skips_the_step_on_all() -> None:
+    assert run_distributed(_nan_on_one_rank, WORLD) == [(True, True, 1, 2, True)] * WORLD
+
+
+def _error_of(**arguments: Any) -> str:
+    try:
+        deepspeed_ext.initialize(**{"config": {**CONFIG, **SGD}, **arguments})
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def _mark(param: nn.Parameter, group_name: str) -> nn.Parameter:
+    param.allreduce, param.group_name = False, group_name  # type: ignore[attr-defined]
+    return param
+
+
+def _bad_input(rank: int, world: int) -> dict[str, str]:
+    deepspeed_ext.init_distributed()
+    errors = {}
+    model = nn.Linear(3, 3)
+    _mark(model.weight, "ep_size_3")
+    errors["ep_size_3') must divide the 4"] = _error_of(model=model)
+    model = nn.Linear(3, 3)
+    _mark(model.weight, "experts")
+    errors["'ep_size_N'"] = _error_of(model=model)
+    errors["'weight' (3, 5)"] = _error_of(model=nn.Linear(5 if rank == 2 else 4, 3))
+    twisted = nn.Linear(4, 3)
+    order = [twisted.weight, twisted.bias] if rank != 1 else [twisted.bias, twisted.weight]
+    per_group = torch.optim.SGD([{"params": [p]} for p in order], lr=0.1)
+    errors["'weight' (3, 4) torch.float32 in parameter group 1"] = _error_of(model=twisted, optimizer=per_group)
+    model = nn.Linear(3, 3)
+    if rank % 2:
+        _mark(model.weight, "ep_size_2")  # the peers of rank 0's replica hold it too, rank 0 itself says dense
+    errors["disagree on the dense parameters"] = _error_of(model=model)
+    errors["sparse=True"] = _error_of(model=nn.Embedding(5, 3, sparse=True))
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [model[0].weight]})
+    errors["twice"] = _error_of(model=model, optimizer=optimizer)
+    model[1].weight.data = model[0].weight.data
+    errors["share memory"] = _error_of(model=model)
+    broken = {"optimizer": {"type": "Lion" if rank == 3 else "SGD", "params": {"lr": 0.1}}}
+    errors["on 1 rank(s), first rank 3"] = _error_of(model=nn.Linear(3, 3), config={**CONFIG, **broken})
+    errors["fp16 is not supported"] = _error_of(
+        model=nn.Linear(3, 3), config={**CONFIG, **SGD, "fp16": {"enabled": True}}
+    )
+    model = nn.Linear(3, 3)
+    errors["LBFGS needs whole tensors"] = _error_of(model=model, optimizer=torch.optim.LBFGS(model.parameters()))
+    errors["no optimizer"] = _error_of(model=nn.Linear(3, 3), config=CONFIG)
+    deepspeed_ext.shutdown()
+    return errors
+
+
+def test_bad_input_is_one_clear_error_on_every_rank() -> None:
+    results = run_distributed(_bad_input, WORLD)
+    for wanted, message in results[0].items():
+        assert wanted in message, f"{wanted!r} not in {message!r}"
+    assert all(result == results[0] for result in results), "every rank must raise the same error"
+
+
+class _SomeExperts(nn.Module):
+    """Experts of group ep_size_4 on the first two ranks only; one tensor larger than all others together."""
+
+    def __init__(self, has_experts: bool) -> None:
+        super().__init__()
+        self.dense = nn.Linear(3, 5)
+        self.expert = _mark(nn.Parameter(torch.ones(301)), "ep_size_4") if has_experts else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.dense(x).square().mean()
+        return loss + self.expert.square().mean() if self.expert is not None else loss
+
+
+def _experts_on_some_ranks(rank: int, world: int) -> tuple[int, float]:
+    torch.manual_seed(0)
+    deepspeed_ext.init_distributed()
+    engine, optimizer, _, _ = deepspeed_ext.initialize(model=_SomeExperts(rank < 2), config={**CONFIG, **SGD})
+    engine.backward(engine(torch.ones(2, 3)))
+    engine.step()
+    norm = float(engine.get_global_grad_norm())
+    reference = _SomeExperts(True)
+    reference.load_state_dict({"expert": torch.ones(301), **_dense_weights()})
+    reference(torch.ones(2, 3)).backward()
+    dense = sum(p.grad.square().sum() for p in reference.dense.parameters() if p.grad is not None)
+    assert reference.expert is not None and reference.expert.grad is not None
+    # Two ranks have an expert each (different ones); each saw one of the four ranks' losses.
+    true = float((dense + 2 * (reference.expert.grad / world).square().sum()).sqrt())
+    assert abs(norm - true) < 1e-6 * true, (norm, true)
+    result = (sum(s.stop - s.start for s in optimizer.state_shards()), norm)
+    deepspeed_ext.shutdown()
+    return result
+
+
+def _dense_weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    dense = nn.Linear(3, 5)
+    return {"dense.weight": dense.weight.detach(), "dense.bias": dense.bias.detach()}
+
+
+def test_a_rank_without_experts_takes_part() -> None:
+    results = run_distributed(_experts_on_some_ranks, WORLD)
+    assert [owned for owned, _ in results][:2] == [301 + 15, 301 + 5]  # weight and bias start at multiples of 64
+    assert sum(owned for owned, _ in results) == 2 * 301 + 20
+    assert len({norm for _, norm in results}) == 1
+
+
+def _checkpoint(rank: int, world: int, folder: str) -> tuple[bool, bool, str]:
+    engine = build_engine(rank, world, (2,))
+    for step in range(2):
+        train_step(engine, step, rank)
+    engine.save_checkpoint(folder, tag="two")
+    train_step(engine, 2, rank)
+    expected = _snapshot(engine)
+    engine.load_checkpoint(folder, tag="two")
+    count_restored = engine.optimizer.step_count == 2
+    train_step(engine, 2, rank)
+    same = all(torch.equal(a, b) for a, b in zip(expected, _snapshot(engine), strict=True))
+    try:
+        engine.load_checkpoint(folder, tag="two", load_optimizer_states=False)
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    deepspeed_ext.shutdown()
+    return same, count_restored, refused
+
+
+def test_deepspeed_checkpoint_resumes_bitwise(tmp_path: Path) -> None:
+    for same, count_restored, refused in run_distributed(_checkpoint, WORLD, str(tmp_path)):
+        assert same and count_restored
+        assert "only one rank's experts" in refused
+
+
+def _shards_are_live(rank: int, world: int) -> None:
+    deepspeed_ext.init_distributed()
+    replicas = [dist.new_group([r]) for r in range(world)]
+    groups = deepspeed_ext.ZeroGroups(dense=dist.group.WORLD, expert={"ep_size_2": replicas[rank]})
+    with pytest.raises(ValueError, match=r"\['ep_size_2'\] have no process group"):
+        build_engine(rank, world, (2,), groups=dataclasses.replace(groups, expert={}))
+    engine = build_engine(rank, world, (2,), groups=groups)
+    optimizer = engine.optimizer
+    assert all(not shard.tensors["exp_avg"].any() for shard in optimizer.state_shards())
+    for shard in optimizer.state_shards():
+        shard.tensors["master"].fill_(2.0)
+        shard.tensors["exp_avg_sq"].fill_(4.0)
+    optimizer.sync_params_from_master()
+    assert all((p == 2.0).all() for p in engine.module.parameters() if p.requires_grad)
+    optimizer.step_count = 9
+    assert all(float(state["step"]) == 9 for state in optimizer.state.values())
+    optimizer.param_groups[0]["lr"] = 0.0
+    decayed = [n for n, p in engine.module.named_parameters() if p.dim() > 1]
+    train_step(engine, 0, rank)
+    assert optimizer.step_count == 10
+    for shard in optimizer.state_shards():
+        assert (shard.tensors["exp_avg_sq"] > 3.0).all()
+        if shard.name in decayed:
+            assert (shard.tensors["master"] == 2.0).all(), "lr = 0 must hold for the next step"
+    deepspeed_ext.shutdown()
+
+
+def test_state_shards_are_live_and_settable() -> None:
+    run_distributed(_shards_are_live, 2)
+
+
+class _Foreign(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 1))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.layers(x) - y).square().mean()
+
+
+def _train_foreign(rank: int, world: int, path: str, torch_style: bool) -> dict[str, Any]:
+    torch.manual_seed(rank)
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(3))
+    y = x.sum(dim=1, keepdim=True)
+    engine, optimizer, loader, scheduler = deepspeed_ext.initialize(
+        model=_Foreign(), config=path, training_data=torch.utils.data.TensorDataset(x, y)
+    )
+    assert type(optimizer) is deepspeed_ext.EPZeroOptimizer and type(optimizer.optimizer) is torch.optim.AdamW
+    torch.manual_seed(0)
+    for param, first in zip(engine.module.parameters(), _Foreign().parameters(), strict=True):
+        assert torch.equal(param, first), "every rank must start from the first rank's weights"
+    assert scheduler is not None and len(loader) == len(x) // (2 * world)
+    losses, rates = [], []
+    for _ in range(8):
+        for first in range(0, len(x), 2 * world):
+            mine = slice(first + 2 * rank, first + 2 * rank + 2)
+            loss = engine(x[mine], y[mine])
+            if torch_style:
+                loss.backward()
+            else:
+                engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+            rates.append(optimizer.param_groups[0]["lr"])
+    weights = [p.detach().clone() for p in engine.module.parameters()]
+    return {"losses": losses, "rates": rates, "weights": weights, "steps": optimizer.step_count}
+
+
+def _foreign(rank: int, world: int, path: str) -> bytes:
+    deepspeed_ext.init_distributed()
+    results = [_train_foreign(rank, world, path, torch_style) for torch_style in (False, True)]
+    deepspeed_ext.shutdown()
+    return pickle.dumps(results)
+
+
+def test_foreign_dense_model_trains_from_a_json_file(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(
+        json.dumps(
+            {
+                "train_batch_size": 8,
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": 2,
+                "gradient_clipping": 1.0,
+                "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "betas": [0.9, 0.99], "weight_decay": 0.0}},
+                "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.05, "warmup_num_steps": 4}},
+                "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000},
+            }
+        )
+    )
+    results = [pickle.loads(result) for result in run_distributed(_foreign, 2, str(path))]
+    for result, torch_style in results:
+        assert result["losses"] == torch_style["losses"], "engine.backward(loss) and loss.backward() must agree"
+        assert sum(result["losses"][-4:]) < 0.5 * sum(result["losses"][:4])
+        assert result["steps"] == len(result["losses"]) // 2
+        assert result["rates"][-1] == 0.05 and result["rates"][0] < 0.05
+    assert all(torch.equal(a, b) for a, b in zip(results[0][0]["weights"], results[1][0]["weights"], strict=True))
+
+
+def _delegated(rank: int, world: int) -> str:
+    deepspeed_ext.init_distributed()
+    optimizer = {"optimizer": {"type": "AdamW", "params": {"lr": 0.05, "torch_adam": True}}}
+    config = {**CONFIG, **optimizer, "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine, wrapped, _, _ = deepspeed_ext.initialize(model=_Foreign(), config=config)
+        engine.backward(engine(torch.ones(2, 6), torch.ones(2, 1)))
+        engine.step()
+    assert dist.is_initialized()
+    deepspeed_ext.shutdown()
+    assert not dist.is_initialized()
+    return type(wrapped).__name__
+
+
+def test_stage_two_is_deepspeeds_own() -> None:
+    assert run_distributed(_delegated, 2) == ["DeepSpeedZeroOptimizer"] * 2
+
+
+# What DeepSpeed 0.19.8's engine asks of a stage 1 optimizer: reduce at the boundary, step, norm, checkpoints.
+ATTRIBUTES = """
+    custom_loss_scaler external_loss_scale torch_autocast_gradscaler loss_scaler overflow _global_grad_norm
+    param_groups state dp_process_group bit16_groups round_robin_bit16_groups optimizer
+"""
+METHODS = """
+    reduce_gradients step zero_grad state_dict load_state_dict _restore_from_bit16_weights refresh_fp32_params
+    update_lp_params destroy backward_prologue backward_epilogue enter_backward exit_backward needs_scaler
+    scale_if_loss set_gradient_accumulation_boundary register_grad_acc_post_hook clear_backward_seen_flag
+    queue_post_backward_callback
+"""
+
+
+def _contract(rank: int, world: int) -> list[str]:
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+
+    engine = build_engine(rank, world, (1,))
+    optimizer = engine.optimizer
+    assert isinstance(optimizer, ZeROOptimizer) and not engine.has_moe_layers
+    assert type(optimizer).backward is ZeROOptimizer.backward
+    missing = [name for name in ATTRIBUTES.split() if not hasattr(optimizer, name)]
+    missing += [name for name in METHODS.split() if not callable(getattr(optimizer, name, None))]
+    deepspeed_ext.shutdown()
+    return missing
+
+
+def test_contract_with_deepspeeds_engine() -> None:
+    assert run_distributed(_contract, 1) == [[]]

@@ -1,0 +1,54 @@
+"""A tiny corpus, and the training program started the way a user starts it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.optimus.data.indexed import IndexedDatasetWriter
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-experts 4 --moe-router-topk 2 "
+    "--moe-ffn-hidden-size 24 --vocab-size 64 --max-position-embeddings 32 --seq-length 32 --params-dtype fp32 "
+    "--micro-batch-size 2 --global-batch-size 8 --lr 3e-3 --min-lr 3e-4 --lr-warmup-iters 2 --adam-eps 1e-6 "
+    "--train-iters 8 --eval-interval 4 --eval-iters 1 --save-interval 2 --device cpu"
+).split()
+
+Program = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prefix of a corpus with some structure to learn: noisy counting modulo 61."""
+    prefix = tmp_path_factory.mktemp("data") / "counting"
+    rng = np.random.default_rng(0)
+    with IndexedDatasetWriter(str(prefix), np.dtype(np.uint16)) as writer:
+        for _ in range(200):
+            start, length = int(rng.integers(61)), int(rng.integers(20, 90))
+            ids = (start + np.arange(length)) % 61 + 1
+            ids[rng.random(length) < 0.1] = 63
+            writer.add_document(np.append(ids, 0).tolist())
+    return prefix
+
+
+@pytest.fixture(scope="session")
+def pretrain(tokens: Path) -> Program:
+    """``pretrain(run_dir, *options, ranks=1)`` runs megatron.optimus.pretrain in processes of its own."""
+
+    def run(run_dir: Path, *options: object, ranks: int = 1, **keywords: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable]
+        if ranks > 1:
+            command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command += ["-m", "megatron.optimus.pretrain", *TINY, "--run-dir", str(run_dir)]
+        command += ["--data-path", str(tokens), *map(str, options)]
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        return subprocess.run(command, check=False, capture_output=True, text=True, timeout=240, env=env, **keywords)
+
+    return run

@@ -1,0 +1,74 @@
+"""What users get wrong: one clear error, exit code 2, nothing lost, nobody left waiting."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import Program
+
+
+def fail(result: subprocess.CompletedProcess[str], *expected: str) -> None:
+    assert result.returncode != 0
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error")]
+    assert errors, result.stderr[-3000:]
+    for text in expected:
+        assert text in errors[0], errors[0]
+    assert "Traceback" not in result.stderr or "torch/distributed/run.py" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        (["--nun-layers", "3"], ["--nun-layers", "--num-layers"]),
+        (["--num-layers", "two"], ["--num-layers", "two", "int"]),
+        (["--global-batch-size", "7"], ["global_batch_size=7", "6 or 8"]),
+        (["--expert-model-parallel-size", "3"], ["expert_model_parallel_size=3"]),
+        (["--tensor-model-parallel-size", "2"], ["tensor_model_parallel_size"]),
+        (["--moe-router-topk", "9"], ["moe_router_topk=9", "num_experts=4"]),
+        (["--vocab-size", "50"], ["vocab_size", "50"]),
+        (["--seq-length", "64"], ["seq_length=64", "32"]),
+        (["--data-path", "nowhere"], ["nowhere.idx"]),
+        (["--load", "nowhere"], ["nowhere"]),
+        (["--split", "100,0,0"], ["split"]),
+    ],
+)
+def test_one_line_says_what_is_wrong(
+    tmp_path: Path, pretrain: Program, options: list[str], expected: list[str]
+) -> None:
+    fail(pretrain(tmp_path, *options), *expected)
+
+
+def test_no_rank_waits_for_one_that_failed(tmp_path: Path, pretrain: Program) -> None:
+    """A vocabulary error is found after the ranks have met; both must end."""
+    fail(pretrain(tmp_path, "--vocab-size", "50", ranks=2), "vocab_size")
+
+
+def test_truncated_tokens(tmp_path: Path, tokens: Path, pretrain: Program) -> None:
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{tokens}{suffix}", tmp_path / f"cut{suffix}")
+    whole = (tmp_path / "cut.bin").read_bytes()
+    (tmp_path / "cut.bin").write_bytes(whole[:-100])
+    fail(pretrain(tmp_path, "--data-path", tmp_path / "cut"), "cut.bin")
+
+
+def test_corrupted_checkpoint_falls_back_to_the_one_before(tmp_path: Path, pretrain: Program) -> None:
+    assert pretrain(tmp_path, "--train-iters", "4").returncode == 0
+    shard = next((tmp_path / "checkpoints/step-00000004").glob("*.safetensors"))
+    damaged = bytearray(shard.read_bytes())
+    damaged[-5] ^= 1
+    shard.write_bytes(damaged)
+    result = pretrain(tmp_path, "--train-iters", "6")
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "step-00000004 is damaged" in result.stdout
+    assert "resumed from" in result.stdout and "step 2," in result.stdout
+
+
+def test_all_checkpoints_corrupted_is_an_error_not_a_fresh_start(tmp_path: Path, pretrain: Program) -> None:
+    assert pretrain(tmp_path, "--train-iters", "2").returncode == 0
+    for shard in (tmp_path / "checkpoints").rglob("*.safetensors"):
+        shard.write_bytes(shard.read_bytes()[:-1])
+    fail(pretrain(tmp_path, "--train-iters", "4"), "checkpoints", "none of its")

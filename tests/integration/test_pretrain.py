@@ -1,0 +1,205 @@
+"""The training program as a whole: real processes, real files, compared with itself under other circumstances."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.optimus.checkpoint import store
+from megatron.optimus.checkpoint.slices import TensorSlice
+from megatron.optimus.observe.metrics import read_metrics
+from tests.integration.conftest import Program
+
+METRIC_KEYS = {
+    "step",
+    "consumed_tokens",
+    "loss",
+    "aux_loss",
+    "z_loss",
+    "grad_norm",
+    "lr",
+    "step_time_s",
+    "tokens_per_second_per_device",
+    "tflops_per_device",
+    "mfu",
+    "expert_load_max_over_mean",
+    "router_entropy",
+    "dropped_tokens",
+}
+
+
+def succeed(result: subprocess.CompletedProcess[str]) -> str:
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
+    return result.stdout
+
+
+def numbers(run_dir: Path) -> list[dict[str, float]]:
+    """What training computed in each step, without the clock."""
+    keys = ("step", "consumed_tokens", "loss", "aux_loss", "z_loss", "grad_norm", "lr", "valid_loss")
+    return [{key: line[key] for key in keys if key in line} for line in read_metrics(run_dir / "metrics.jsonl")]
+
+
+def tensors(checkpoint: Path) -> dict[tuple[str, str], torch.Tensor]:
+    """Every tensor of a checkpoint, whole."""
+    manifest = store.load_manifest(checkpoint)
+    whole = {}
+    for (name, kind), entry in manifest.tensors.items():
+        count = 1
+        for size in entry.shape:
+            count *= size
+        whole[name, kind] = torch.empty(count, dtype=torch.float32)
+    shapes = {key: tuple(manifest.tensors[key].shape) for key in whole}
+    store.load(
+        checkpoint,
+        [TensorSlice(name, kind, shapes[name, kind], 0, t.numel(), t) for (name, kind), t in whole.items()],
+    )
+    return whole
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory, pretrain: Program) -> Path:
+    """Two ranks, expert parallelism 2, eight steps without interruption."""
+    run_dir = tmp_path_factory.mktemp("unbroken")
+    out = succeed(pretrain(run_dir, "--expert-model-parallel-size", 2, ranks=2))
+    assert "step=8 loss=" in out
+    return run_dir
+
+
+def test_every_step_is_reported_and_the_loss_falls(unbroken: Path) -> None:
+    lines = read_metrics(unbroken / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    for line in lines:
+        assert set(line) - {"valid_loss"} == METRIC_KEYS
+        assert line["dropped_tokens"] == 0
+        assert line["consumed_tokens"] == line["step"] * 8 * 32
+    assert [line["step"] for line in lines if "valid_loss" in line] == [4, 8]
+    assert lines[-1]["valid_loss"] < lines[3]["valid_loss"] < lines[0]["loss"] + 0.05
+    load = json.loads((unbroken / "expert_load.json").read_text())
+    assert [sum(layer) for layer in load["slots_per_layer_and_expert"]] == [8 * 32 * 2] * 2
+
+
+def test_resumed_run_equals_the_unbroken_one_bit_for_bit(tmp_path: Path, pretrain: Program, unbroken: Path) -> None:
+    options = ("--expert-model-parallel-size", 2)
+    succeed(pretrain(tmp_path, *options, "--exit-interval", 3, ranks=2))
+    assert [line["step"] for line in numbers(tmp_path)] == [1, 2, 3]
+    out = succeed(pretrain(tmp_path, *options, ranks=2))
+    assert "resumed from" in out and "step 3, 24 samples" in out
+    assert numbers(tmp_path) == numbers(unbroken)
+    resumed, reference = (tensors(run / "checkpoints/step-00000008") for run in (tmp_path, unbroken))
+    assert resumed.keys() == reference.keys()
+    for key, tensor in reference.items():
+        assert torch.equal(resumed[key], tensor), key
+
+
+def test_killed_run_resumes_from_the_last_checkpoint(tmp_path: Path, pretrain: Program, unbroken: Path) -> None:
+    """SIGKILL of every rank somewhere after the first checkpoint; the same command then finishes the same run."""
+    command = ["--expert-model-parallel-size", "2"]
+
+    def start_and_kill() -> None:
+        from tests.integration.conftest import ROOT, TINY
+
+        data = json.loads((unbroken / "checkpoints/step-00000008/manifest.json").read_text())["config"]["data"]
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        words += ["-m", "megatron.optimus.pretrain", *TINY, "--run-dir", str(tmp_path), *command]
+        words += ["--data-path", *data["data_path"]]
+        process = subprocess.Popen(
+            words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("checkpoints/step-*")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        subprocess.run(["pkill", "-KILL", "-s", str(process.pid)], check=False)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+    start_and_kill()
+    assert store.latest(tmp_path / "checkpoints") is not None
+    out = succeed(pretrain(tmp_path, *command, ranks=2))
+    assert "resumed from" in out
+    assert numbers(tmp_path) == numbers(unbroken)
+
+
+@pytest.mark.parametrize(
+    "ranks, options",
+    [
+        (1, []),
+        (2, ["--expert-model-parallel-size", "1"]),
+        (
+            4,
+            ["--expert-model-parallel-size", "2", "--micro-batch-size", "1", "--moe-token-dispatcher-type", "alltoall"],
+        ),
+        (4, ["--expert-model-parallel-size", "4", "--moe-expert-placement", "interleaved"]),
+    ],
+)
+def test_any_layout_trains_the_same_model(
+    tmp_path: Path, pretrain: Program, ranks: int, options: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Losses, gradient norms and final weights of a layout equal those of one process.
+
+    Batch-wide balancing statistics, because those of single micro-batches differ by definition.
+    """
+    common = ["--moe-router-load-balancing-type", "none", "--moe-z-loss-coeff", "0.01"]
+    serial = _serial_run(tmp_path_factory, pretrain, common)
+    succeed(pretrain(tmp_path, *common, *options, ranks=ranks))
+    for line, reference in zip(numbers(tmp_path), numbers(serial), strict=True):
+        for key, value in reference.items():
+            assert line[key] == pytest.approx(value, rel=2e-5), (line["step"], key)
+    parallel, reference_tensors = (tensors(run / "checkpoints/step-00000008") for run in (tmp_path, serial))
+    for key, tensor in reference_tensors.items():
+        assert (parallel[key] - tensor).abs().max() <= 1e-4 * tensor.abs().max(), key
+
+
+_SERIAL: dict[str, Path] = {}
+
+
+def _serial_run(factory: pytest.TempPathFactory, pretrain: Program, options: list[str]) -> Path:
+    key = " ".join(options)
+    if key not in _SERIAL:
+        _SERIAL[key] = factory.mktemp("serial")
+        succeed(pretrain(_SERIAL[key], *options))
+    return _SERIAL[key]
+
+
+def test_checkpoint_of_one_layout_continues_on_another(tmp_path: Path, pretrain: Program, unbroken: Path) -> None:
+    """Two ranks with EP=2 up to step 8, then one process: the loss goes on where it was."""
+    load = ["--load", unbroken / "checkpoints", "--train-iters", 9, "--lr-decay-iters", 8]
+    succeed(pretrain(tmp_path / "one", *load))
+    succeed(pretrain(tmp_path / "two", *load, "--expert-model-parallel-size", 2, ranks=2))
+    one, two = numbers(tmp_path / "one")[-1], numbers(tmp_path / "two")[-1]
+    assert one["step"] == two["step"] == 9
+    assert one["loss"] == pytest.approx(two["loss"], rel=1e-6)
+
+
+def test_finetune_takes_only_the_weights(tmp_path: Path, pretrain: Program, unbroken: Path) -> None:
+    succeed(pretrain(tmp_path, "--load", unbroken / "checkpoints", "--finetune", "--train-iters", 1))
+    [line] = numbers(tmp_path)
+    assert line["step"] == 1
+    assert line["loss"] < numbers(unbroken)[0]["loss"] - 0.1
+
+
+def test_bf16_follows_fp32(tmp_path: Path, pretrain: Program) -> None:
+    succeed(pretrain(tmp_path / "bf16", "--params-dtype", "bf16"))
+    succeed(pretrain(tmp_path / "fp32"))
+    low, full = numbers(tmp_path / "bf16"), numbers(tmp_path / "fp32")
+    for line, reference in zip(low, full, strict=True):
+        assert line["loss"] == pytest.approx(reference["loss"], rel=0.02)
+
+
+def test_expert_bias_and_tensorboard(tmp_path: Path, pretrain: Program) -> None:
+    """Aux-loss-free balancing on two ranks; its bias is part of the checkpoint."""
+    options = ["--moe-router-enable-expert-bias", "--moe-router-load-balancing-type", "none", "--train-iters", 4]
+    options += ["--expert-model-parallel-size", 2, "--tensorboard-dir", tmp_path / "tb"]
+    succeed(pretrain(tmp_path, *options, ranks=2))
+    stored = tensors(tmp_path / "checkpoints/step-00000004")
+    biases = [tensor for (name, kind), tensor in stored.items() if kind == "buffer"]
+    assert len(biases) == 2
+    for bias in biases:
+        assert (bias != 0).any() and bias.abs().max() <= 4 * 1e-3 * 1.01
+    assert list((tmp_path / "tb").glob("events.*"))

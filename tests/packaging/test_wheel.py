@@ -1,0 +1,58 @@
+"""The wheel holds our two packages and nothing that could shadow another project's."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Built from a copy, so that no build folder appears in the tree."""
+    if not all(importlib.util.find_spec(module) for module in ("pip", "setuptools")):
+        pytest.skip("building a wheel here needs pip and setuptools")
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("megatron", "deepspeed_ext", "csrc", "tools", "tests", "examples"):
+        if (ROOT / name).exists():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for path in ROOT.iterdir():
+        if path.is_file() and not path.name.startswith("."):
+            shutil.copy(path, source)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-q"]
+    result = subprocess.run([*command, "-w", str(folder), str(source)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (path,) = folder.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_top_levels(wheel: zipfile.ZipFile) -> None:
+    files = [name for name in wheel.namelist() if ".dist-info/" not in name]
+    tops = {"/".join(name.split("/")[:2]) if name.startswith("megatron/") else name.split("/")[0] for name in files}
+    assert tops == {"megatron/optimus", "deepspeed_ext"}
+    assert "megatron/__init__.py" not in files
+    modules = {path.relative_to(ROOT).as_posix() for top in tops for path in (ROOT / top).rglob("*.py")}
+    assert modules <= set(files), "every module of the tree is in the wheel"
+
+
+def test_name_and_requirements(wheel: zipfile.ZipFile) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = wheel.read(name).decode()
+    assert "\nName: optimus-megatron\n" in metadata
+    assert "Requires-Dist: deepspeed==0.19.8" in metadata
+
+
+def test_megatron_core_can_be_installed_beside_us() -> None:
+    import megatron
+    from megatron import optimus
+
+    assert getattr(megatron, "__file__", None) is None and Path(optimus.__file__).is_relative_to(ROOT)
+    if any((Path(entry) / "core").is_dir() for entry in megatron.__path__):
+        assert importlib.util.find_spec("megatron.core") is not None

@@ -1,0 +1,104 @@
+"""Rules across sections: every message names the values and what would work."""
+
+import pytest
+
+from megatron.optimus.config.checks import check, check_trainable, data_parallel_size, gradient_accumulation_steps
+from megatron.optimus.config.load import load
+from megatron.optimus.config.schema import ConfigError, RunConfig
+
+MOE = "--num-experts 64 --eval-interval 0"
+
+
+def config(flags: str) -> RunConfig:
+    return load(flags.split()).config
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "parts"),
+    [
+        ("--tensor-model-parallel-size 3", 8, ["size=3", "number of ranks 8", "multiple of 3", "1, 2, 4 or 8"]),
+        ("--pipeline-model-parallel-size 16", 8, ["= 16", "number of ranks 8"]),
+        (f"{MOE} --expert-model-parallel-size 12", 8, ["=12 must divide the data-parallel size 8; use 1, 2, 4 or 8"]),
+        (
+            f"{MOE} --expert-model-parallel-size 16 --tensor-model-parallel-size 2",
+            8,
+            ["=16 must divide the ranks of one pipeline stage 8; use 1, 2, 4 or 8"],
+        ),
+        (
+            f"{MOE} --expert-model-parallel-size 8 --pipeline-model-parallel-size 2",
+            8,
+            ["=8 must divide the data-parallel size 4; use 1, 2 or 4"],
+        ),
+        ("--num-experts 10 --expert-model-parallel-size 4", 8, ["=4 must divide num_experts=10; use 1 or 2"]),
+        ("--num-experts 6 --moe-router-topk 2 --expert-model-parallel-size 12", 8, ["size 8; use 1 or 2"]),
+        ("--expert-model-parallel-size 2", 8, ["expert_model_parallel_size=2", "num_experts=0", "use 1"]),
+        (
+            "--pipeline-model-parallel-size 8 --num-layers 12",
+            8,
+            ["=8 must divide num_layers=12", "1, 2, 3, 4, 6 or 12"],
+        ),
+        ("--global-batch-size 20", 8, ["global_batch_size=20", "size 8 = 8", "16 or 24"]),
+        ("--global-batch-size 20 --micro-batch-size 3", 8, ["=3 x data-parallel size 8 = 24; use 24"]),
+        ("--seq-length 5000", 1, ["seq_length=5000", "max_position_embeddings=4096"]),
+        ("--lr-warmup-iters 9 --train-iters 8", 1, ["lr_warmup_iters=9", "train_iters=8", "at most 8"]),
+        ("--split 1,0,0", 1, ["eval_interval=100", "'1,0,0'", "969,30,1"]),
+        ("--vocab-size 256 --tokenizer-type ByteLevelTokenizer", 1, ["vocab_size=256", "257"]),
+        ("--device cpu --distributed-backend nccl", 1, ["nccl", "device=cpu", "auto"]),
+    ],
+)
+def test_impossible_combinations(flags: str, world: int, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as info:
+        check(config(flags), world)
+    for part in parts:
+        assert part in str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world"),
+    [
+        ("", 8),
+        (f"{MOE} --expert-model-parallel-size 8", 8),
+        (f"{MOE} --expert-model-parallel-size 8 --tensor-model-parallel-size 2 --global-batch-size 4", 8),
+        ("--lr-warmup-iters 9 --train-iters 8 --lr-decay-iters 100", 1),  # the first part of a longer schedule
+        ("--split 1,0,0 --eval-interval 0", 1),
+        ("--seq-length 4096", 1),
+        ("--device cuda --distributed-backend nccl", 1),
+        ("--device cuda --distributed-backend gloo", 1),
+        ("--distributed-backend nccl", 1),
+    ],
+)
+def test_possible_combinations(flags: str, world: int) -> None:
+    check(config(flags), world)
+
+
+def test_gradient_accumulation_steps() -> None:
+    run = config("--global-batch-size 48 --micro-batch-size 2 --pipeline-model-parallel-size 2")
+    assert data_parallel_size(run, 8) == 4
+    assert gradient_accumulation_steps(run, 8) == 6
+    with pytest.raises(ConfigError, match="use 32 or 64"):
+        gradient_accumulation_steps(run, 32)
+    with pytest.raises(ConfigError, match="number of ranks 7"):
+        gradient_accumulation_steps(run, 7)
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        ("--data-path x --tensor-model-parallel-size 2", "tensor_model_parallel_size=2"),
+        ("--data-path x --pipeline-model-parallel-size 2", "pipeline_model_parallel_size=2"),
+        ("--data-path x --context-parallel-size 2", "context_parallel_size=2"),
+        ("--data-path x --optimizer muon", "optimizer='muon'"),
+        ("--data-path x --zero-stage 3", "zero_stage=3"),
+        ("", "--data-path data/corpus"),
+    ],
+)
+def test_what_this_version_cannot_train(flags: str, part: str) -> None:
+    run = config(flags)
+    check(run, 8)  # describable: a dry run shows it
+    with pytest.raises(ConfigError) as info:
+        check_trainable(run)
+    assert part in str(info.value)
+
+
+def test_trainable() -> None:
+    check_trainable(config("--data-path x"))

@@ -1,0 +1,186 @@
+"""The command line and files, through load(argv): precedence, spellings, and one clear error for each mistake."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.optimus.config.load import load
+from megatron.optimus.config.options import OPTIONS
+from megatron.optimus.config.schema import ConfigError, LoadBalancing, Normalization, Precision
+
+
+def write(folder: Path, text: str, name: str = "run.yaml") -> str:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def error_of(*argv: str) -> str:
+    with pytest.raises(ConfigError) as info:
+        load(list(argv))
+    return str(info.value)
+
+
+def test_nothing_given_is_the_defaults() -> None:
+    run = load([])
+    assert (run.preset, run.config_file, run.dry_run) == (None, None, False)
+    assert run.config.model.num_layers == OPTIONS["num_layers"].default
+
+
+def test_argv_defaults_to_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["pretrain", "--num-layers", "3"])
+    assert load().config.model.num_layers == 3
+
+
+def test_flags_override_the_file_and_the_file_the_preset(tmp_path: Path) -> None:
+    file = write(tmp_path, "model: {num_layers: 5, hidden_size: 64, num_attention_heads: 4}\ntraining: {seed: 7}\n")
+    run = load(["--num-layers", "6", "--config", file, "--preset", "mula-7b-a1b", "--dry-run"])
+    assert run.preset == "mula-7b-a1b" and run.config_file == file and run.dry_run
+    model = run.config.model
+    assert model.num_layers == 6  # flag, although it stands before --config
+    assert model.hidden_size == 64 and run.config.training.seed == 7  # file
+    assert model.num_experts == 64 and run.config.optimizer.adam_beta2 == 0.99  # preset
+
+
+def test_spellings_of_flags() -> None:
+    flags = (
+        "--num_layers=2 --qk-layernorm false --no-untie-embeddings-and-output-weights --deterministic "
+        "--data-path a b c --clip-qkv none --normalization layernorm-nonparametric --lr 1e-3 --min-lr=0 "
+        "--moe-router-load-balancing-type none --params-dtype fp32 --tokenizer-model none --num-query-groups 4"
+    )
+    config = load(flags.split()).config
+    assert config.model.num_layers == 2
+    assert config.model.qk_layernorm is False
+    assert config.model.untie_embeddings_and_output_weights is False
+    assert config.training.deterministic is True
+    assert config.data.data_path == ["a", "b", "c"]
+    assert config.model.clip_qkv is None and config.model.num_query_groups == 4
+    assert config.model.normalization is Normalization.LAYERNORM_NONPARAMETRIC
+    assert config.model.moe_router_load_balancing_type is LoadBalancing.NONE
+    assert config.training.params_dtype is Precision.FP32
+    assert config.optimizer.lr == 1e-3 and config.optimizer.min_lr == 0.0
+
+
+def test_a_boolean_flag_does_not_swallow_the_next_option() -> None:
+    config = load(["--deterministic", "--num-layers", "2", "--qk-layernorm", "true", "--no-finetune"]).config
+    assert config.training.deterministic and config.model.num_layers == 2 and config.model.qk_layernorm
+
+
+def test_the_last_of_two_equal_flags_counts() -> None:
+    assert load(["--num-layers", "2", "--num-layers", "4"]).config.model.num_layers == 4
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--num-layer", "4"], ["--num-layer", "'4'", "--num-layers"]),
+        (["--qk-layernrm"], ["--qk-layernrm", "--qk-layernorm"]),
+        (["--no-qk-layernor"], ["--no-qk-layernor", "--no-qk-layernorm"]),
+        (["--no-num-layers", "3"], ["unknown option --no-num-layers", "--num-layers"]),
+        (["--topk", "4"], ["--topk", "'4'", "did you mean --moe-router-topk?"]),
+        (["--moe-expert-parallel-size", "4"], ["did you mean --expert-model-parallel-size?"]),
+        (["--zzzzzz"], ["--zzzzzz", "--help"]),
+        (["num-layers", "4"], ["'num-layers'", "--num-layers"]),
+        (["--num-layers", "4", "5"], ["'5'"]),
+        (["--num-layers"], ["--num-layers", "value"]),
+        (["--num-layers", "--seed", "1"], ["--num-layers", "value"]),
+        (["--num-layers", "abc"], ["--num-layers", "'abc'", "an integer"]),
+        (["--num-layers", "1.5"], ["--num-layers", "'1.5'", "an integer"]),
+        (["--num-layers", "true"], ["--num-layers", "'true'", "an integer"]),
+        (["--num-layers", "none"], ["--num-layers", "'none'", "an integer"]),
+        (["--lr", "fast"], ["--lr", "'fast'", "a number"]),
+        (["--lr", "nan"], ["--lr", "'nan'", "a number"]),
+        (["--lr", "inf"], ["--lr", "'inf'", "a number"]),
+        (["--qk-layernorm", "maybe"], ["--qk-layernorm", "'maybe'", "true or false"]),
+        (["--no-qk-layernorm=true"], ["--no-qk-layernorm", "'true'"]),
+        (["--dry-run=yes"], ["--dry-run", "'yes'"]),
+        (["--normalization", "rmsnrm"], ["'rmsnrm'", "layernorm-nonparametric", "did you mean rmsnorm"]),
+        (["--preset", "mula-7b"], ["'mula-7b'", "olmoe-1b-7b", "did you mean mula-7b-a1b"]),
+        (["--config", "no/such.yaml"], ["no/such.yaml", "No such file"]),
+        (["--moe-router-topk", "9", "--num-experts", "8"], ["moe_router_topk=9", "num_experts=8", "at most 8"]),
+    ],
+)
+def test_command_line_errors(argv: list[str], parts: list[str]) -> None:
+    message = error_of(*argv)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message, message
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("modle: {num_layers: 4}", ["modle", "num_layers", "did you mean model?"]),
+        ("num_layers: 4", ["num_layers=4", "section model"]),
+        ("model: {lr: 0.1}", ["model.lr=0.1", "section optimizer"]),
+        ("model: {num_layer: 4}", ["model.num_layer=4", "did you mean model.num_layers?"]),
+        ("model: {num-layers: 4}", ["model.num-layers=4", "did you mean model.num_layers?"]),
+        ("model: {max_lr: 4}", ["model.max_lr=4", "did you mean"]),
+        ("model: {num_layers: abc}", ["model.num_layers='abc'", "an integer"]),
+        ("model: {num_layers: '4'}", ["model.num_layers='4'", "an integer"]),
+        ("model: {num_layers: 1.5}", ["model.num_layers=1.5", "an integer"]),
+        ("model: {num_layers: true}", ["model.num_layers=True", "an integer"]),
+        ("model: {num_layers: null}", ["model.num_layers=None", "an integer"]),
+        ("model: {num_query_groups: [1]}", ["model.num_query_groups=[1]", "an integer or none"]),
+        ("model: {qk_layernorm: 1}", ["model.qk_layernorm=1", "true or false"]),
+        ("model: {qk_layernorm: 'true'}", ["model.qk_layernorm='true'", "true or false"]),
+        ("optimizer: {lr: true}", ["optimizer.lr=True", "a number"]),
+        ("optimizer: {lr: .nan}", ["optimizer.lr=nan", "a number"]),
+        ("optimizer: {lr: -.inf}", ["optimizer.lr=-inf", "a number"]),
+        ("model: {normalization: [1]}", ["model.normalization=[1]", "rmsnorm"]),
+        ("data: {data_path: corpus}", ["data.data_path='corpus'", "a list of text"]),
+        ("data: {data_path: [1]}", ["data.data_path=1", "a list of text"]),
+        ("data: {split: 90}", ["data.split=90", "text"]),
+        ("model: {num_layers: 1, num_layers: 2}", ["num_layers", "twice"]),
+        ("model: {num_layers: 1}\nmodel: {}\n", ["model", "twice", "lines 1 and 2"]),
+        ("model: 3", ["model", "3"]),
+        ("[1, 2]", ["sections", "[1, 2]"]),
+        ("model: {num_layers: 4", ["not valid YAML", "line"]),
+        ("model: {num_layers: !!python/object/apply:os.getcwd []}", ["not valid YAML", "python/object"]),
+        ("model: {seed_: 0b_}", ["run.yaml"]),
+        ("1: {num_layers: 4}", ["unknown section 1"]),
+    ],
+)
+def test_file_errors(tmp_path: Path, text: str, parts: list[str]) -> None:
+    file = write(tmp_path, text)
+    message = error_of("--config", file)
+    assert "\n" not in message
+    for part in ["run.yaml", *parts]:
+        assert part in message, message
+
+
+def test_yaml_floats_dates_and_empty_parts_are_read_as_meant(tmp_path: Path) -> None:
+    text = "optimizer: {lr: 1e-4, min_lr: 0}\nlogging: {run_dir: 2026-01-05}\nmodel:\ncheckpoint: {load: none}\n"
+    config = load(["--config", write(tmp_path, text)]).config
+    assert config.optimizer.lr == 1e-4 and isinstance(config.optimizer.min_lr, float)
+    assert config.logging.run_dir == "2026-01-05" and config.checkpoint.load is None
+    assert load(["--config", write(tmp_path, "")]).config == load([]).config
+
+
+def test_json_files(tmp_path: Path) -> None:
+    good = write(tmp_path, json.dumps({"model": {"num_layers": 3}}), "run.json")
+    assert load(["--config", good]).config.model.num_layers == 3
+    assert "num_layers is given twice" in error_of(
+        "--config", write(tmp_path, '{"model": {"num_layers": 3, "num_layers": 4}}', "twice.json")
+    )
+    assert "line 1, column" in error_of("--config", write(tmp_path, '{"model": }', "bad.json"))
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    assert ".yaml, .yml or .json" in error_of("--config", write(tmp_path, "", "run.toml"))
+    assert "Is a directory" in error_of("--config", str((tmp_path / "d.yaml").mkdir() or tmp_path / "d.yaml"))
+    (tmp_path / "latin.yaml").write_bytes(b"model: {a: \xff}")
+    assert "UTF-8" in error_of("--config", str(tmp_path / "latin.yaml"))
+
+
+def test_help_shows_every_option_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as info:
+        load(["--num-layers", "--help"])
+    assert info.value.code == 0
+    text = capsys.readouterr().out
+    for option in OPTIONS.values():
+        assert f"  {option.flag} " in text and option.help in text
+    assert "--num-layers INT" in text and "[50304]" in text and "{rmsnorm,layernorm-nonparametric}" in text
+    assert text.index("\nmodel\n") < text.index("--num-layers") < text.index("\nparallel\n")
+    assert "mula-220b-a10b" in text

@@ -1,0 +1,63 @@
+"""A run as plain data and back; the hash."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.optimus.config.load import load
+from megatron.optimus.config.options import OPTIONS
+from megatron.optimus.config.presets import PRESETS
+from megatron.optimus.config.schema import ConfigError, RunConfig
+from megatron.optimus.config.serialize import config_hash, from_dict, to_dict, to_yaml
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_round_trips_are_exact(preset: str, tmp_path: Path) -> None:
+    config = load(["--preset", preset, "--data-path", "a", "b", "--clip-qkv", "0.1"]).config
+    assert from_dict(to_dict(config)) == config
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+    for name, text in (("run.yaml", to_yaml(config)), ("run.json", json.dumps(to_dict(config)))):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        assert load(["--config", str(tmp_path / name)]).config == config
+
+
+@given(
+    lr=st.floats(min_value=1e-30, max_value=1e30),
+    path=st.lists(st.text(min_size=1), max_size=3),
+    model=st.one_of(st.none(), st.text().filter(lambda text: text != "none")),
+)
+def test_round_trip_of_any_float_and_text(lr: float, path: list[str], model: str | None) -> None:
+    config = from_dict({"optimizer": {"lr": lr, "min_lr": 0}, "data": {"data_path": path, "tokenizer_model": model}})
+    assert config.optimizer.lr == lr and config.data.data_path == path and config.data.tokenizer_model == model
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+
+
+def test_every_field_is_in_the_dict_and_an_option() -> None:
+    sections = to_dict(RunConfig())
+    assert {name for section in sections.values() for name in section} == set(OPTIONS)
+    for section in dataclasses.fields(RunConfig):
+        assert {OPTIONS[name].section for name in sections[section.name]} == {section.name}
+
+
+def test_the_hash_tells_configurations_apart() -> None:
+    base = config_hash(RunConfig())
+    assert base == config_hash(RunConfig()) and len(base) == 64
+    seen = {base}
+    for argv in (["--num-layers", "17"], ["--lr", "0.00040001"], ["--data-path", "a"], ["--no-qk-layernorm"]):
+        seen.add(config_hash(load(argv).config))
+    assert len(seen) == 5
+
+
+def test_from_dict_names_its_source() -> None:
+    with pytest.raises(ConfigError, match=r"manifest: model.layers=3: unknown option; did you mean model.num_layers"):
+        from_dict({"model": {"layers": 3}}, "manifest")
+
+
+def test_to_dict_is_a_copy() -> None:
+    config = RunConfig()
+    to_dict(config)["data"]["data_path"].append("x")
+    assert config.data.data_path == []

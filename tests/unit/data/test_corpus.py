@@ -1,0 +1,136 @@
+"""JSON lines: every document once, every bad line by file and number."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron.optimus.data import corpus
+from megatron.optimus.data.corpus import expand_inputs, parse_batch, read_batches, read_documents
+from megatron.optimus.data.errors import DataError
+
+
+def lines(*texts: str) -> bytes:
+    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+
+
+def pack(path: Path, content: bytes) -> bytes:
+    if path.suffix == ".gz":
+        return gzip.compress(content)
+    if path.suffix == ".zst":
+        return pytest.importorskip("zstandard").ZstdCompressor().compress(content)
+    return content
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(texts=st.lists(st.text(max_size=20), min_size=1, max_size=20), escape=st.booleans(), newline=st.booleans())
+def test_documents_round_trip(tmp_path: Path, texts: list[str], escape: bool, newline: bool) -> None:
+    path = tmp_path / "a.jsonl"
+    content = "\n".join(json.dumps({"text": text}, ensure_ascii=escape) for text in texts) + "\n" * newline
+    path.write_text(content, encoding="utf-8", newline="")
+    assert list(read_documents([path])) == texts
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
+def test_formats_and_batches(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "BATCH_BYTES", 1000)
+    texts = [f"document {i} " * (i % 7) for i in range(500)]
+    path = tmp_path / name
+    # two compressed parts in one file, as `cat a.gz b.gz` makes
+    path.write_bytes(pack(path, lines(*texts[:200])) + pack(path, lines(*texts[200:])))
+    assert list(read_documents([path])) == texts
+    batches = list(read_batches([path]))
+    assert len(batches) > 10
+    assert [batch.first_line for batch in batches][:2] == [1, 1 + len(batches[0].lines)]
+    assert sum(len(batch.lines) for batch in batches) == 500
+    assert sum(batch.num_bytes for batch in batches) == len(lines(*texts))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+def test_truncated_or_damaged_archive(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    whole = pack(path, lines(*[str(i**7) for i in range(5000)]))
+    for content in (whole[: len(whole) // 2], whole[:-1], b"not an archive"):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=rf"{name}:\d+: cannot read on: .+ damaged or incomplete"):
+            list(read_documents([path]))
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"", "empty line"),
+        (b"  ", "empty line"),
+        (b'{"text": "abc', "not JSON .* column 10"),
+        (b'{"text": "a"} {"text": "b"}', "not JSON"),
+        (b'["text"]', "a JSON list, expected an object"),
+        (b"null", "a JSON NoneType, expected an object"),
+        (b'{"content": "a"}', r"no key 'text'; the object has \['content'\]"),
+        (b'{"text": 5}', "key 'text' holds a int, expected a string"),
+        (b'{"text": null}', "key 'text' holds a NoneType"),
+        (b'{"text": "\xff"}', "not UTF-8 at byte 10"),
+        (b'{"text": "\\ud83d"}', "key 'text' holds half of a surrogate pair at character 0"),
+        (b'{"text": ' + b"[" * 100_000, "not JSON"),
+        (b'{"text": "a", "n": ' + b"9" * 10_000 + b"}", None),
+    ],
+)
+def test_malformed_line(tmp_path: Path, line: bytes, reason: str | None) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines("first", "second") + line + b"\n" + lines("last"))
+    if reason is None:  # Python 3.10 reads any number of digits; later ones refuse
+        reason = "not JSON"
+        try:
+            json.loads(line)
+        except ValueError:
+            pass
+        else:
+            return
+    with pytest.raises(DataError, match=rf"a\.jsonl:3: {reason}.*--skip-malformed"):
+        list(read_documents([path]))
+    assert list(read_documents([path], skip_malformed=True)) == ["first", "second", "last"]
+    (batch,) = read_batches([path])
+    assert len(parse_batch(batch, ["text"], skip_malformed=True).malformed) == 1
+
+
+def test_line_numbers_continue_over_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "BATCH_LINES", 4)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(*"abcdefghi") + b"oops\n")
+    with pytest.raises(DataError, match=r"a\.jsonl:10: not JSON"):
+        list(read_documents([path]))
+
+
+def test_surrogate_pairs_and_byte_order_mark_are_fine(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + lines("\N{SLIGHTLY SMILING FACE}") + b'{"text": "b"}\r\n')
+    assert list(read_documents([path])) == ["\N{SLIGHTLY SMILING FACE}", "b"]
+
+
+def test_empty_input(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match=r"a\.jsonl: the file is empty"):
+        list(read_documents([path]))
+    path.write_bytes(b"\n\n")
+    with pytest.raises(DataError, match=r"no documents in the input \(2 malformed"):
+        list(read_documents([path], skip_malformed=True))
+
+
+def test_inputs(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl", "[x].jsonl"):
+        (tmp_path / name).write_bytes(lines("x"))
+    assert [p.name for p in expand_inputs([f"{tmp_path}/?.jsonl"])] == ["a.jsonl", "b.jsonl"]
+    assert [p.name for p in expand_inputs([f"{tmp_path}/b*", f"{tmp_path}/[x].jsonl"])] == ["b.jsonl", "[x].jsonl"]
+    for patterns, message in (
+        ([f"{tmp_path}/none*"], "no such file"),
+        ([str(tmp_path)], "a folder, give its files"),
+        ([f"{tmp_path}/a*", f"{tmp_path}/a.jsonl"], "named twice"),
+        ([], "no input files"),
+    ):
+        with pytest.raises(DataError, match=message):
+            expand_inputs(patterns)

@@ -1,0 +1,238 @@
+"""Instances, splits and batches over real token files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.optimus.config.schema import ConfigError
+from megatron.optimus.data.dataset import InstanceSet, Split, check_vocabulary, parse_split, split_range
+from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.indexed import IndexedDatasetWriter
+from megatron.optimus.data.loader import BatchLoader, check_batch_sizes
+
+L = 8
+
+
+def write_tokens(prefix: Path, first: int, count: int) -> str:
+    """One file of ``count`` tokens ``first, first + 1, ...`` in documents of uneven length."""
+    with IndexedDatasetWriter(prefix, np.int32) as writer:
+        tokens = np.arange(first, first + count)
+        for start in range(0, count, 7):
+            writer.add_document(tokens[start : start + 7])
+    return str(prefix)
+
+
+@pytest.fixture
+def prefixes(tmp_path: Path) -> list[str]:
+    sizes = [10 * L + 1, 3, 25 * L, 17 * L + 5]
+    return [write_tokens(tmp_path / f"f{i}", 10_000 * i, size) for i, size in enumerate(sizes)]
+
+
+def make_loader(prefixes: list[str], dp: int = 1, rank: int = 0, mbs: int = 2, gbs: int = 8, **options) -> BatchLoader:
+    options = {"seed": 1234, "data_parallel_rank": rank, "data_parallel_size": dp, "seq_length": L} | options
+    return BatchLoader(InstanceSet(prefixes, L), global_batch_size=gbs, micro_batch_size=mbs, **options)
+
+
+def test_instances_are_windows_of_each_file(prefixes: list[str]) -> None:
+    instances = InstanceSet(prefixes, L)
+    assert len(instances) == 10 + 0 + 24 + 17  # 25*L tokens lack the last label of a 25th
+    for i in range(len(instances)):
+        window = instances.read(i)
+        assert window.dtype == np.int64 and window.shape == (L + 1,)
+        assert (np.diff(window) == 1).all()  # never across files
+        prefix, start = instances.locate(i)
+        assert window[0] == 10_000 * prefixes.index(prefix) + start
+    assert [instances.read(i)[0] for i in (0, 1, 9, 10, 34)] == [0, L, 9 * L, 20_000, 30_000]
+    for i in (-1, len(instances)):
+        with pytest.raises(IndexError):
+            instances.read(i)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    tokens=st.integers(0, 10**13),
+    split=st.tuples(*[st.decimals(0, 1000, places=2)] * 3).filter(lambda shares: sum(shares) > 0),
+)
+def test_splits_share_out_every_token_once(tokens: int, split: tuple) -> None:
+    text = ",".join(map(str, split))
+    ranges = [split_range(tokens, text, part) for part in Split]
+    assert ranges[0][0] == 0 and ranges[2][1] == tokens
+    assert ranges[0][1] == ranges[1][0] and ranges[1][1] == ranges[2][0]
+    for (start, stop), share in zip(ranges, split, strict=True):
+        assert abs((stop - start) - tokens * float(share) / float(sum(split))) <= 1 + tokens * 1e-12
+
+
+def test_splits_have_no_token_in_common(prefixes: list[str]) -> None:
+    seen: dict[Split, set[int]] = {}
+    for part in Split:
+        instances = InstanceSet(prefixes, L, split="60,30,10", part=part)
+        seen[part] = {int(token) for i in range(len(instances)) for token in instances.read(i)}
+        assert len(seen[part]) > L
+    assert not seen[Split.TRAIN] & seen[Split.VALID]
+    assert not seen[Split.VALID] & seen[Split.TEST]
+    assert not seen[Split.TRAIN] & seen[Split.TEST]
+
+
+def test_splits_that_fit_exactly_touch_but_do_not_overlap(tmp_path: Path) -> None:
+    sizes = [6 * L + 1, 3 * L + 1, L + 1]
+    prefix = write_tokens(tmp_path / "exact", 0, sum(sizes))
+    tokens = []
+    for part, size in zip(Split, sizes, strict=True):
+        instances = InstanceSet([prefix], L, split=",".join(map(str, sizes)), part=part)
+        windows = [instances.read(i) for i in range(len(instances))]
+        assert len(windows) == size // L
+        tokens += [windows[0][0], *np.concatenate([window[1:] for window in windows])]
+    assert tokens == list(range(sum(sizes)))
+
+
+@pytest.mark.parametrize("text", ["", "1,2,3,4", "a,b", "0,0,0", "-1,2,3", "nan,1,1", "1/0", "1;2", "inf,1,1"])
+def test_impossible_split(text: str) -> None:
+    with pytest.raises(ConfigError, match="split="):
+        parse_split(text)
+
+
+def test_short_splits() -> None:
+    assert parse_split("9, 1") == parse_split("0.9,0.1,0")
+    assert [float(share) for share in parse_split("969,30,1")] == [0.969, 0.03, 0.001]
+
+
+def test_too_little_data(prefixes: list[str], tmp_path: Path) -> None:
+    InstanceSet(prefixes, L, split="969,30,1")  # the empty test split is not asked for
+    with pytest.raises(DataError, match=r"test split .* of 425 tokens in 4 files .*seq_length\+1=9"):
+        InstanceSet(prefixes, L, split="969,30,1", part=Split.TEST)
+    with pytest.raises(ConfigError, match="gives the valid split no share"):
+        InstanceSet(prefixes, L, split="1,0,0", part=Split.VALID)
+    exact = write_tokens(tmp_path / "exact", 0, L)
+    with pytest.raises(DataError, match="too little data"):
+        InstanceSet([exact], L)
+    assert len(InstanceSet([write_tokens(tmp_path / "more", 0, L + 1)], L)) == 1
+    with pytest.raises(ConfigError, match="data_path"):
+        InstanceSet([], L)
+
+
+def test_vocabulary_check_over_files(prefixes: list[str]) -> None:
+    check_vocabulary(prefixes, 40_000)
+    with pytest.raises(DataError, match=r"f3\.bin: token 0 has id 30000"):
+        check_vocabulary(prefixes, 30_000)
+
+
+def test_labels_are_the_next_tokens(prefixes: list[str]) -> None:
+    loader = make_loader(prefixes)
+    batches = loader.batch(0)
+    assert len(batches) == loader.num_micro_batches == 4
+    for batch in batches:
+        assert batch.tokens_BS.shape == batch.labels_BS.shape == (2, L)
+        assert batch.tokens_BS.dtype == batch.labels_BS.dtype == torch.int64
+        assert batch.tokens_BS.is_contiguous() and batch.labels_BS.is_contiguous()
+        assert torch.equal(batch.labels_BS, batch.tokens_BS + 1)
+
+
+def firsts(prefixes: list[str], step: int, dp: int, mbs: int, gbs: int = 8) -> list[int]:
+    """First token of each sample of a step, by position, put together from all ranks."""
+    ranks = [make_loader(prefixes, dp, rank, mbs, gbs).batch(step * gbs) for rank in range(dp)]
+    rows = [ranks[rank][m].tokens_BS[:, 0] for m in range(len(ranks[0])) for rank in range(dp)]
+    return torch.cat(rows).tolist()
+
+
+def test_samples_do_not_depend_on_the_layout(prefixes: list[str]) -> None:
+    for step in (0, 5, 6, 7):  # 51 instances: step 6 crosses into the second epoch
+        expected = firsts(prefixes, step, dp=1, mbs=8)
+        assert len(set(expected)) >= 7
+        for dp in (1, 2, 4):
+            for mbs in (1, 2):
+                assert firsts(prefixes, step, dp, mbs) == expected
+    assert firsts(prefixes, 1, dp=2, mbs=2, gbs=16)[:8] == firsts(prefixes, 2, dp=1, mbs=4)
+
+
+def test_one_epoch_gives_each_instance_once(prefixes: list[str]) -> None:
+    loader = make_loader(prefixes, mbs=1, gbs=17)
+    tokens = [b.tokens_BS[0, 0].item() for step in range(3) for b in loader.batch(step * 17)]
+    assert len(set(tokens)) == len(tokens) == 51
+    assert tokens != sorted(tokens)
+
+
+@settings(max_examples=20, deadline=None)
+@given(start=st.integers(0, 500), seed=st.integers(0, 2**32))
+def test_resume_anywhere_continues_at_the_next_sample(fixed_prefixes: list[str], start: int, seed: int) -> None:
+    def take(loader: BatchLoader, consumed: int, steps: int) -> list[torch.Tensor]:
+        return [b.tokens_BS for s in range(steps) for b in loader.batch(consumed + 8 * s)]
+
+    unbroken = take(make_loader(fixed_prefixes, seed=seed), start, 5)
+    resumed = take(make_loader(fixed_prefixes, seed=seed), start + 16, 3)
+    assert torch.equal(torch.cat(unbroken[8:]), torch.cat(resumed))
+
+
+@pytest.fixture(scope="session")
+def fixed_prefixes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    folder = tmp_path_factory.mktemp("tokens")
+    yield [write_tokens(folder / f"f{i}", 10_000 * i, 13 * L + i) for i in range(2)]
+
+
+def test_read_ahead_changes_nothing_and_forwards_errors(prefixes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = [make_loader(prefixes).batch(8 * step) for step in (0, 1, 2, 9, 3)]  # each with a fresh loader
+    loader = make_loader(prefixes)
+    for expected, step in zip(plain, (0, 1, 2, 9, 3), strict=True):
+        for a, b in zip(expected, loader.batch(8 * step), strict=True):
+            assert torch.equal(a.tokens_BS, b.tokens_BS)
+
+    read = InstanceSet.read
+    bad = int(loader.sample_ids(80)[3])
+
+    def fail_once_asked(self: InstanceSet, i: int) -> np.ndarray:
+        if i == bad:
+            raise DataError("the disk is gone")
+        return read(self, i)
+
+    monkeypatch.setattr(InstanceSet, "read", fail_once_asked)
+    loader.batch(72)  # its read-ahead fails in the thread, later
+    with pytest.raises(DataError, match="the disk is gone"):
+        loader.batch(80)
+    monkeypatch.undo()
+    assert len(loader.batch(80)) == 4
+    loader.close()
+
+
+def test_next_batch_is_read_while_the_step_runs(prefixes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    read = InstanceSet.read
+    calls: list[int] = []
+    monkeypatch.setattr(InstanceSet, "read", lambda self, i: (calls.append(i), read(self, i))[1])
+    loader = make_loader(prefixes)
+    loader.batch(0)
+    deadline = time.monotonic() + 10
+    while len(calls) < 16 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(calls) == 16
+    loader.batch(8)
+    loader.close()
+    assert calls[:16] == [*loader.sample_ids(0), *loader.sample_ids(8)]
+
+
+def test_validation_is_sequential_and_ends(prefixes: list[str]) -> None:
+    loader = make_loader(prefixes, shuffle=False)
+    assert loader.num_batches == 51 // 8 == 6
+    rows = torch.cat([b.tokens_BS[:, 0] for step in range(6) for b in loader.batch(8 * step)])
+    assert rows.tolist() == [InstanceSet(prefixes, L).read(i)[0] for i in range(48)]
+    with pytest.raises(DataError, match="no batch at sample 48: this split gives 6 batches of 8"):
+        loader.batch(48)
+    assert make_loader(prefixes, shuffle=False, max_batches=2).num_batches == 2
+    with pytest.raises(DataError, match=r"51 instances .* global batch of 64"):
+        make_loader(prefixes, gbs=64, shuffle=False)
+    assert make_loader(prefixes).num_batches is None
+
+
+def test_impossible_batch_sizes(prefixes: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"global_batch_size=10 .* micro_batch_size=2 .* size 4 = 8; use .* 8 or 16"):
+        check_batch_sizes(10, 2, 4)
+    with pytest.raises(ConfigError, match=r"use global_batch_size 8$"):
+        make_loader(prefixes, dp=4, mbs=2, gbs=4)
+    for options in ({"mbs": 0}, {"gbs": 0}, {"dp": 2, "rank": 2}, {"seq_length": L + 1}, {"max_batches": 3}):
+        with pytest.raises(ConfigError):
+            make_loader(prefixes, **options)

@@ -1,0 +1,131 @@
+"""Tokenizers: what goes in comes out, errors name the path, a trained one loads in transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.optimus.config.schema import TokenizerType
+from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.tokenizer import END_OF_TEXT, ByteLevelTokenizer, build_tokenizer, train_bpe
+
+TEXTS = ["def f(x):\n    return x + 1\n", "class A:\n\tpass  # größer, 日本語 🙂\n", "", "a\r\n\r\n  b", "x" * 300]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer") / "bpe"
+    train_bpe((text for text in TEXTS * 20), 300, folder)
+    return folder
+
+
+def test_trained_bpe_round_trip(folder: Path) -> None:
+    tokenizer = build_tokenizer(TokenizerType.HF, folder)
+    assert (tokenizer.vocab_size, tokenizer.eod_id) == (300, 0)
+    batch = tokenizer.encode_batch(TEXTS)
+    for text, ids in zip(TEXTS, batch, strict=True):
+        assert ids == tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert all(0 < i < 300 for i in ids)
+    assert len(batch[0]) < len(TEXTS[0].encode())
+    assert tokenizer.decode([0, *batch[0], 0, 5000]) == TEXTS[0]
+    assert build_tokenizer(TokenizerType.HF, folder / "tokenizer.json").eod_id == 0
+
+
+def test_a_document_cannot_forge_its_end(folder: Path) -> None:
+    tokenizer = build_tokenizer(TokenizerType.HF, folder)
+    text = f"before {END_OF_TEXT} after"
+    assert tokenizer.eod_id not in tokenizer.encode(text)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_training_is_deterministic(folder: Path, tmp_path: Path) -> None:
+    train_bpe(iter(TEXTS * 20), 300, tmp_path)
+    names = sorted(file.name for file in folder.iterdir())
+    assert names == ["special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"]
+    for name in names:
+        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_trained_bpe_loads_in_transformers(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    ours = build_tokenizer(TokenizerType.HF, folder)
+    for cls in (transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast):
+        theirs = cls.from_pretrained(str(folder))
+        assert (len(theirs), theirs.eos_token, theirs.eos_token_id) == (300, END_OF_TEXT, 0)
+        for text in TEXTS:
+            assert theirs(text).input_ids == ours.encode(text)
+            assert theirs.decode(ours.encode(text)) == text
+
+
+def test_small_corpus_gives_fewer_tokens_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train_bpe(["ab"], 400, tmp_path)
+    assert "of 400 tokens" in caplog.text
+    with pytest.raises(DataError, match="vocab_size=256 is too small"):
+        train_bpe(["ab"], 256, tmp_path)
+
+
+def test_saved_truncation_and_padding_are_not_applied(folder: Path, tmp_path: Path) -> None:
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=64)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours = build_tokenizer(TokenizerType.HF, tmp_path)
+    assert ours.encode_batch(TEXTS) == build_tokenizer(TokenizerType.HF, folder).encode_batch(TEXTS)
+
+
+@pytest.mark.parametrize("eos", ["!", {"content": "!"}])
+def test_end_of_document_from_the_configuration(folder: Path, tmp_path: Path, eos: object) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    assert build_tokenizer(TokenizerType.HF, tmp_path).eod_id == 0
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"eos_token": eos}))
+    tokenizer = build_tokenizer(TokenizerType.HF, tmp_path)
+    assert tokenizer.eod_id == tokenizer.encode("!")[0] != 0
+    config.write_text(json.dumps({"eos_token": "</s>"}))
+    with pytest.raises(DataError, match=r"no '</s>' to end documents with"):
+        build_tokenizer(TokenizerType.HF, tmp_path)
+    config.write_text("[")
+    with pytest.raises(DataError, match=r"tokenizer_config\.json: not a JSON object"):
+        build_tokenizer(TokenizerType.HF, tmp_path)
+
+
+def test_missing_and_broken_tokenizers(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="needs --tokenizer-model"):
+        build_tokenizer(TokenizerType.HF, None)
+    with pytest.raises(DataError, match=r"nowhere: no such file or folder; .*train one"):
+        build_tokenizer(TokenizerType.HF, tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"holds no tokenizer\.json"):
+        build_tokenizer(TokenizerType.HF, tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": ')
+    with pytest.raises(DataError, match=r"tokenizer\.json: not a tokenizer"):
+        build_tokenizer(TokenizerType.HF, tmp_path)
+    with pytest.raises(DataError, match=r"x\.model: no such file"):
+        build_tokenizer(TokenizerType.SENTENCEPIECE, tmp_path / "x.model")
+
+
+def test_bytes() -> None:
+    tokenizer = build_tokenizer(TokenizerType.BYTE, None)
+    assert isinstance(tokenizer, ByteLevelTokenizer)
+    assert (tokenizer.vocab_size, tokenizer.eod_id) == (257, 256)
+    assert [tokenizer.decode([*ids, 256, 999]) for ids in tokenizer.encode_batch(TEXTS)] == TEXTS
+    assert tokenizer.encode("ä") == [0xC3, 0xA4]
+
+
+def test_sentencepiece(tmp_path: Path) -> None:
+    spm = pytest.importorskip("sentencepiece")
+    text = "the quick brown fox jumps over the lazy dog"
+    options = {"sentence_iterator": iter([text] * 50), "vocab_size": 60, "hard_vocab_limit": False, "minloglevel": 2}
+    spm.SentencePieceTrainer.train(model_prefix=str(tmp_path / "sp"), **options)
+    tokenizer = build_tokenizer(TokenizerType.SENTENCEPIECE, tmp_path / "sp.model")
+    (ids, empty) = tokenizer.encode_batch([text, ""])
+    assert ids == tokenizer.encode(text) and empty == []
+    assert max(ids) < tokenizer.vocab_size and tokenizer.eod_id == 2 and 2 not in ids
+    assert tokenizer.decode([*ids, 2, 10_000]) == text
+    (tmp_path / "bad.model").write_bytes(b"\xff" * 64)
+    with pytest.raises(DataError, match=r"bad\.model: not a SentencePiece model"):
+        build_tokenizer(TokenizerType.SENTENCEPIECE, tmp_path / "bad.model")

@@ -1,0 +1,85 @@
+"""Which optimizer a configuration asks for, and who runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed_ext.ds_config import build_torch_optimizer, check_precision, reason_for_deepspeed, resolve_config
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"zero_optimization": {"stage": 1}}, None),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}}}, None),
+        ({}, "ZeRO stage 0"),
+        ({"zero_optimization": {"stage": 3}}, "ZeRO stage 3"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "offload"),
+        ({"zero_optimization": {"stage": 1}, "sequence_parallel_size": 2}, "sequence parallelism"),
+    ],
+)
+def test_who_runs_it(config: dict[str, Any], reason: str | None) -> None:
+    assert reason_for_deepspeed(config, nn.Linear(1, 1), None) == reason
+
+
+@pytest.mark.parametrize(
+    ("section", "kind", "options"),
+    [
+        ({"type": "AdamW", "params": {"lr": 0.1, "betas": [0.5, 0.6], "torch_adam": True}}, torch.optim.AdamW, {}),
+        ({"type": "Adam", "params": {"lr": 0.1}}, torch.optim.AdamW, {}),
+        ({"type": "Adam", "params": {"lr": 0.1, "adam_w_mode": False}}, torch.optim.Adam, {}),
+        ({"type": "sgd", "params": {"lr": 0.1, "momentum": 0.5}}, torch.optim.SGD, {"momentum": 0.5}),
+    ],
+)
+def test_optimizer_section(section: dict[str, Any], kind: type, options: dict[str, float]) -> None:
+    optimizer = build_torch_optimizer({"optimizer": section}, nn.Linear(2, 2).parameters())
+    assert type(optimizer) is kind
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert all(optimizer.param_groups[0][key] == value for key, value in options.items())
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (None, "no optimizer"),
+        ({"type": "Lion", "params": {}}, "'Lion' is not one of"),
+        ({"type": "AdamW", "params": {"learning_rate": 1.0}}, "learning_rate"),
+        ({"type": "AdamW", "params": {"max_grad_norm": 1.0}}, "gradient_clipping"),
+        ({"type": "AdamW", "params": {"bias_correction": False}}, "bias_correction"),
+    ],
+)
+def test_bad_optimizer_section(section: dict[str, Any] | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_torch_optimizer({"optimizer": section}, nn.Linear(2, 2).parameters())
+
+
+def test_configuration_from_dict_path_or_args(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({"a": 1}))
+    given = {"a": 1}
+    resolved = resolve_config(None, given, None)
+    assert resolved == given and resolved is not given
+    assert resolve_config(None, str(path), None) == given
+    assert resolve_config(None, None, given) == given
+    assert resolve_config(SimpleNamespace(deepspeed_config=str(path)), None, None) == given
+    with pytest.raises(ValueError, match="both"):
+        resolve_config(SimpleNamespace(deepspeed_config=str(path)), given, None)
+    with pytest.raises(ValueError, match="does not exist"):
+        resolve_config(None, str(tmp_path / "missing.json"), None)
+    with pytest.raises(ValueError, match="pass config"):
+        resolve_config(None, None, None)
+
+
+def test_precision() -> None:
+    check_precision({"bf16": {"enabled": True}, "fp16": {"enabled": False}})
+    check_precision({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
+    for config in ({"fp16": {"enabled": True}}, {"torch_autocast": {"enabled": True, "dtype": "float16"}}):
+        with pytest.raises(ValueError, match="fp16"):
+            check_precision(config)

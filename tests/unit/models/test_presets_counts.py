@@ -1,0 +1,45 @@
+"""Exact sizes of the presets, counted on models built on the meta device, and the text of a dry run."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.optimus.config.load import load
+from megatron.optimus.config.schema import ConfigError
+from megatron.optimus.describe import describe, smallest_world
+from megatron.optimus.models.counting import count_parameters
+
+TOTALS = {
+    "mula-1b": (1_279_787_008, 1_279_787_008),
+    "mula-7b-a1b": (6_919_161_856, 1_282_017_280),
+    "mula-20b-a2b": (20_076_824_576, 2_360_084_480),
+    "mula-100b-a7b": (99_987_557_376, 7_578_651_648),
+    "mula-220b-a10b": (220_205_681_664, 10_020_719_616),
+    "olmo-1b": (1_176_764_416, 1_176_764_416),
+    "olmoe-1b-7b": (6_919_161_856, 1_282_017_280),
+}
+
+
+@pytest.mark.parametrize("preset", TOTALS)
+def test_exact_totals(preset: str) -> None:
+    counts = count_parameters(load(["--preset", preset]).config.model)
+    assert (counts.total, counts.active) == TOTALS[preset]
+
+
+def test_dry_run_of_the_paper_layout() -> None:
+    config = load(["--preset", "mula-220b-a10b"]).config
+    assert smallest_world(config) == 96
+    text = describe(config, 3072)
+    assert "220,205,681,664 total, 10,020,719,616 active" in text
+    assert "pp=8 dp=384 cp=1 tp=1, expert view pp=8 edp=32 ep=12" in text
+    assert "experts per rank: 20 of 240" in text
+    assert "num_layers: 64" in text
+
+
+def test_dry_run_on_a_laptop_describes_the_smallest_world() -> None:
+    assert "layout of 12 ranks" in describe(load(["--preset", "mula-20b-a2b"]).config, 1)
+
+
+def test_dry_run_refuses_what_cannot_work() -> None:
+    with pytest.raises(ConfigError, match="expert_model_parallel_size=12"):
+        describe(load(["--preset", "mula-20b-a2b"]).config, 8)

@@ -1,0 +1,154 @@
+"""The device switch on a machine with and without accelerators (those are imitated)."""
+
+import os
+import random
+import types
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.optimus.config.schema import Backend, ConfigError, Device
+from megatron.optimus.runtime import device as device_module
+from megatron.optimus.runtime.device import (
+    backend_for,
+    device_name,
+    memory_allocated,
+    peak_flops,
+    peak_memory,
+    pick,
+    reset_peak_memory,
+    seed_all,
+    set_cpu_threads,
+    set_deterministic,
+    set_device,
+    synchronize,
+)
+from megatron.optimus.runtime.launch_env import LaunchEnv, Launcher
+
+CPU = torch.device("cpu")
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, cuda: int = 0, xpu: int = 0) -> None:
+    for kind, count in (("cuda", cuda), ("xpu", xpu)):
+        module = types.SimpleNamespace(is_available=lambda n=count: n > 0, device_count=lambda n=count: n)
+        monkeypatch.setattr(torch, kind, module)
+
+
+def test_auto_prefers_cuda_then_xpu_then_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, cuda=8, xpu=12)
+    assert pick(Device.AUTO, 3) == torch.device("cuda", 3)
+    assert pick(Device.XPU, 11) == torch.device("xpu", 11)
+    assert pick(Device.CPU, 3) == CPU
+    machine(monkeypatch, xpu=12)
+    assert pick(Device.AUTO, 11) == torch.device("xpu", 11)
+    machine(monkeypatch)
+    assert pick(Device.AUTO, 5) == CPU
+
+
+def test_missing_devices_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, cuda=2)
+    with pytest.raises(ConfigError, match=r"device=xpu.*sees none.*--device cpu"):
+        pick(Device.XPU, 0)
+    with pytest.raises(ConfigError, match=r"local rank 2 .* shows 2; start at most 2"):
+        pick(Device.AUTO, 2)
+
+
+def test_backends() -> None:
+    for kind, backend in (("cuda", "nccl"), ("xpu", "xccl"), ("cpu", "gloo")):
+        assert backend_for(torch.device(kind), Backend.AUTO) == backend
+        assert backend_for(torch.device(kind), Backend.GLOO) == "gloo"
+        assert backend_for(torch.device(kind), Backend(backend)) == backend
+    with pytest.raises(ConfigError, match="distributed_backend=nccl does not serve cpu; use gloo or auto"):
+        backend_for(CPU, Backend.NCCL)
+
+
+def test_cpu_calls_do_nothing_and_do_not_fail() -> None:
+    set_device(CPU)
+    synchronize(CPU)
+    reset_peak_memory(CPU)
+    assert (memory_allocated(CPU), peak_memory(CPU), device_name(CPU)) == (0, 0, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() and not torch.xpu.is_available(), reason="no accelerator")
+def test_accelerator_calls() -> None:
+    device = pick(Device.AUTO, 0)
+    set_device(device)
+    reset_peak_memory(device)
+    before = memory_allocated(device)
+    tensor = torch.zeros(1 << 20, device=device)
+    synchronize(device)
+    assert memory_allocated(device) - before >= tensor.nbytes
+    del tensor
+    assert peak_memory(device) - before >= 4 << 20
+    assert device_name(device) not in ("", "cpu")
+
+
+def test_peak_flops() -> None:
+    assert peak_flops("NVIDIA H200", torch.bfloat16) == 989e12
+    assert peak_flops("NVIDIA H100 80GB HBM3", torch.bfloat16) == 989e12
+    assert peak_flops("NVIDIA H100 PCIe", torch.bfloat16) == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", torch.bfloat16) == 312e12
+    assert peak_flops("Intel(R) Data Center GPU Max 1550", torch.bfloat16) == 367e12
+    assert peak_flops("NVIDIA H200", torch.float64) is None
+    assert peak_flops("cpu", torch.bfloat16) is None
+
+
+def test_seed_all() -> None:
+    def draws() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    seed_all(2**40 + 3)
+    first = draws()
+    assert draws() != first
+    seed_all(2**40 + 3)
+    assert draws() == first
+
+
+def test_deterministic_refuses_unstable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    try:
+        set_deterministic(True)
+        assert (
+            torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+        )
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        set_deterministic(False)
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
+    """A node of 16 cores, all of them ours until a test says otherwise."""
+    node = types.SimpleNamespace(mine=16)
+    monkeypatch.setattr(device_module.os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(device_module.os, "sched_getaffinity", lambda pid: set(range(node.mine)), raising=False)
+    before = torch.get_num_threads()
+    yield node
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "local_size", "mine", "threads"),
+    [
+        (Launcher.TORCHRUN, 4, 16, 4),
+        (Launcher.ALONE, 1, 16, 16),
+        (Launcher.TORCHRUN, 3, 16, 5),
+        (Launcher.TORCHRUN, 32, 16, 1),  # never none
+        (Launcher.TORCHRUN, 2, 8, 4),  # a container's or taskset's cores are shared
+        (Launcher.MPI, 4, 16, 4),  # not bound
+        (Launcher.MPI, 4, 4, 4),  # bound by --cpu-bind: already this rank's own
+        (Launcher.SLURM, 4, 2, 2),
+    ],
+)
+def test_cpu_threads(
+    cores: types.SimpleNamespace, launcher: Launcher, local_size: int, mine: int, threads: int
+) -> None:
+    cores.mine = mine
+    launch = LaunchEnv(0, local_size, 0, local_size, "127.0.0.1", 29500, launcher)
+    assert set_cpu_threads(launch) == threads
+    assert torch.get_num_threads() == threads

@@ -1,0 +1,88 @@
+"""Joining and leaving the process group: one process, several, and the ways it fails."""
+
+import dataclasses
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.optimus.config.schema import Backend, ConfigError
+from megatron.optimus.runtime.distributed import init, shutdown
+from megatron.optimus.runtime.launch_env import LaunchEnv, Launcher, detect, free_port
+
+CPU = torch.device("cpu")
+MINUTE = timedelta(minutes=1)
+
+
+@pytest.fixture(autouse=True)
+def leave() -> Iterator[None]:
+    yield
+    shutdown()
+
+
+def test_one_process() -> None:
+    init(detect({}), CPU, Backend.AUTO, MINUTE)
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+    total = torch.tensor([3.0])
+    dist.all_reduce(total)
+    assert total.item() == 3.0
+    with pytest.raises(RuntimeError, match="already"):
+        init(detect({}), CPU, Backend.AUTO, MINUTE)
+    shutdown()
+    assert not dist.is_initialized()
+    shutdown()  # a second time does nothing
+    init(detect({}), CPU, Backend.AUTO, MINUTE)  # and another start works
+
+
+def test_two_processes_without_torchrun() -> None:
+    program = textwrap.dedent("""
+        import sys, torch, torch.distributed as dist
+        from datetime import timedelta
+        from megatron.optimus.config.schema import Backend
+        from megatron.optimus.runtime import distributed
+        from megatron.optimus.runtime.launch_env import LaunchEnv, Launcher
+        rank = int(sys.argv[1])
+        launch = LaunchEnv(rank, 2, rank, 2, "127.0.0.1", int(sys.argv[2]), Launcher.MPI)
+        distributed.init(launch, torch.device("cpu"), Backend.AUTO, timedelta(seconds=60))
+        total = torch.tensor([float(rank + 1)])
+        dist.all_reduce(total)
+        distributed.shutdown()
+        sys.exit(0 if total.item() == 3.0 else 3)
+    """)
+    port = str(free_port())
+    root = Path(__file__).parents[3]
+    ranks = [subprocess.Popen([sys.executable, "-c", program, str(rank), port], cwd=root) for rank in range(2)]
+    try:
+        assert [rank.wait(timeout=90) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def test_ranks_that_do_not_come() -> None:
+    launch = LaunchEnv(0, 2, 0, 2, "127.0.0.1", free_port(), Launcher.SLURM)
+    with pytest.raises(ConfigError) as info:
+        init(launch, CPU, Backend.AUTO, timedelta(seconds=1))
+    for part in ("rank 0 of 2 (slurm)", f"127.0.0.1:{launch.master_port}", "within 1 s", "all ranks were started"):
+        assert part in str(info.value)
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        launch = dataclasses.replace(detect({}), master_port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match=r"MASTER_PORT is free"):
+            init(launch, CPU, Backend.AUTO, timedelta(seconds=2))
+
+
+def test_a_backend_that_does_not_serve_the_device() -> None:
+    with pytest.raises(ConfigError, match="use gloo or auto"):
+        init(detect({}), CPU, Backend.NCCL, MINUTE)
