@@ -6,7 +6,7 @@ The same slices serve both directions: they are live views, so ``store.save`` re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -36,7 +36,7 @@ class StateShard(Protocol):
 class ShardedOptimizer(Protocol):
     """An optimizer whose states are sharded over ranks (deepspeed_ext's)."""
 
-    def state_shards(self) -> list[StateShard]: ...
+    def state_shards(self) -> Sequence[StateShard]: ...
 
 
 def global_name_shape(name: str, param: torch.Tensor) -> tuple[str, tuple[int, ...]]:

@@ -27,6 +27,7 @@ from megatron.optimus.checkpoint import (
     store,
     verify,
 )
+from megatron.optimus.checkpoint.commit import list_committed
 from tests.helpers import _CONTEXT
 from tests.unit.checkpoint.helpers import CONFIG, assert_holds, owned, whole_requests, whole_state
 
@@ -362,6 +363,8 @@ def test_stopping_after_any_file_system_call_leaves_a_loadable_one(tmp_path, mon
     except Killed:
         finished = False
     monkeypatch.undo()
+    for item in list_committed(tmp_path):
+        verify(tmp_path / item.name)
     found = find_loadable(tmp_path)
     assert_step(found, load_manifest(found).step)
     assert not finished or found.name == "step-00000002"
