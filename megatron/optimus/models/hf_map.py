@@ -308,10 +308,6 @@ def _rope_theta(hf: dict[str, Any]) -> float:
         if not isinstance(rope, dict):
             raise ConfigError(f"config.json: {name}={rope!r} must be an object")
         if set(rope) - {"rope_type", "type", "rope_theta"} or rope.get("rope_type", rope.get("type")) != "default":
-<<<<<<< HEAD
-            raise ConfigError(f"config.json: {name}={rope!r} is not supported; plain RoPE (rope_type 'default') is")
-=======
             raise ConfigError(f"config.json: {name}={rope!r} is not supported; only plain RoPE ('default') is")
->>>>>>> ckpt
         theta = _number(rope, "rope_theta", float, theta)
     return theta
