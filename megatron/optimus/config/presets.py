@@ -55,6 +55,7 @@ PRESETS: dict[str, Preset] = {
             "seq_length": 256,
             "params_dtype": "fp32",
         },
+        "logging": {"log_interval": 10},
     },
     "mula-1b": {
         "model": {**_DENSE_1B},
