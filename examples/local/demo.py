@@ -89,7 +89,7 @@ def export(run_dir: Path, tokenizer: Path) -> Path:
 
 
 def generate(folder: Path) -> list[str]:
-    """Loads the export in transformers and continues each prompt, greedily."""
+    """Loads the export in transformers and continues each prompt (sampling, fixed seed)."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
     from transformers.utils import logging
