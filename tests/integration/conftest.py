@@ -60,7 +60,7 @@ def pretrain(tokens: Path) -> Program:
     def run(
         run_dir: Path, *options: object, ranks: int = 1, torchrun: bool = False
     ) -> subprocess.CompletedProcess[str]:
-        command = command_of(ranks, torchrun) + [*TINY, "--run-dir", str(run_dir), "--data-path", str(tokens)]
+        command = [*command_of(ranks, torchrun), *TINY, "--run-dir", str(run_dir), "--data-path", str(tokens)]
         command += map(str, options)
         return subprocess.run(command, check=False, capture_output=True, text=True, timeout=240, env=environment())
 

@@ -36,8 +36,9 @@ def test_a_killed_rank_counts_as_failure() -> None:
 
 
 def test_termination_reaches_the_ranks() -> None:
-    words = [sys.executable, "-c", "from megatron.optimus.launch import run_ranks; import sys; "
-             "sys.exit(run_ranks([sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(60)'], 2))"]  # fmt: skip
+    rank = "import time; print(1, flush=True); time.sleep(60)"
+    start = f"sys.exit(run_ranks({[sys.executable, '-c', rank]}, 2))"
+    words = [sys.executable, "-c", f"from megatron.optimus.launch import run_ranks; import sys; {start}"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, env=environment())
     assert process.stdout is not None
     for _ in range(2):
