@@ -26,7 +26,7 @@ for name, case in CASES.items():
 
 @pytest.mark.skipif(
     tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4),
-    reason="triton 3.6 cannot interpret loops with this numpy",
+    reason="triton 3.6 cannot interpret this numpy",
 )
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_every_case_under_the_interpreter() -> None:
