@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPTS = ("def main(", "import ", "class ")
+PROMPTS = ("def __init__(self", "class Test", "import os\n")
 
 
 def parse_arguments() -> argparse.Namespace:

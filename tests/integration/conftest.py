@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -58,10 +59,20 @@ def pretrain(tokens: Path) -> Program:
     """``pretrain(run_dir, *options, ranks=1)`` runs megatron.optimus.pretrain in processes of its own."""
 
     def run(
-        run_dir: Path, *options: object, ranks: int = 1, torchrun: bool = False
+        run_dir: Path,
+        *options: object,
+        ranks: int = 1,
+        torchrun: bool = False,
+        max_file_bytes: int = resource.RLIM_INFINITY,
     ) -> subprocess.CompletedProcess[str]:
         command = [*command_of(ranks, torchrun), *TINY, "--run-dir", str(run_dir), "--data-path", str(tokens)]
         command += map(str, options)
-        return subprocess.run(command, check=False, capture_output=True, text=True, timeout=240, env=environment())
+
+        def limit_files() -> None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
+
+        return subprocess.run(
+            command, check=False, capture_output=True, text=True, timeout=240, env=environment(), preexec_fn=limit_files
+        )
 
     return run

@@ -165,7 +165,8 @@ def _serial_run(factory: pytest.TempPathFactory, pretrain: Program, options: lis
 def test_checkpoint_of_one_layout_continues_on_another(tmp_path: Path, pretrain: Program, unbroken: Path) -> None:
     """Two ranks with EP=2 up to step 8, then one process: the loss goes on where it was."""
     load = ["--load", unbroken / "checkpoints", "--train-iters", 9, "--lr-decay-iters", 8]
-    succeed(pretrain(tmp_path / "one", *load))
+    out = succeed(pretrain(tmp_path / "one", *load))
+    assert "changed since that checkpoint: parallel.expert_model_parallel_size 2 -> 1" in out
     succeed(pretrain(tmp_path / "two", *load, "--expert-model-parallel-size", 2, ranks=2))
     one, two = numbers(tmp_path / "one")[-1], numbers(tmp_path / "two")[-1]
     assert one["step"] == two["step"] == 9
