@@ -34,6 +34,10 @@ def moe_mlp(x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Te
         from megatron.optimus.ops import cpu
 
         return cpu.moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
+    if backend is Backend.SYCL:
+        from megatron.optimus.ops import sycl
+
+        return sycl.moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
     return reference.moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
 
 
