@@ -59,6 +59,14 @@ def resolve(device: torch.device, dtype: torch.dtype) -> Backend:
     return _resolve(_selected, device.type, dtype)
 
 
+def runs_triton(device: torch.device) -> bool:
+    """Whether the small fp32 operations around the experts (the router) run in Triton on this device.
+
+    They follow the experts' backend: Triton wherever that runs for bfloat16, else the reference.
+    """
+    return _selected in (Backend.AUTO, Backend.TRITON) and _triton_error(device.type) is None
+
+
 @functools.cache
 def _resolve(selected: Backend, device_type: str, dtype: torch.dtype) -> Backend:
     where = f"{device_type} {str(dtype).removeprefix('torch.')}"
@@ -105,6 +113,7 @@ def compiled_library_error() -> str | None:
     return None
 
 
+@functools.cache
 def _triton_error(device_type: str) -> str | None:
     try:
         triton = importlib.import_module("triton")
