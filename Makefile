@@ -11,9 +11,11 @@ BASE_PYTHON ?= python3
 ifeq ($(PY),)
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/ready
+SYCL := $(VENV)/sycl
 else
 PYTHON := $(PY)
 READY :=
+SYCL :=
 endif
 
 .PHONY: demo test lint kernels clean
@@ -21,7 +23,7 @@ endif
 demo: kernels
 	$(PYTHON) examples/local/demo.py $(if $(CORPUS),--corpus $(CORPUS))
 
-test: lint kernels
+test: lint kernels $(SYCL)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q
 
 lint: $(READY)
@@ -39,6 +41,11 @@ $(VENV)/ready: requirements.txt
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
 	grep '^torch==' requirements.txt | xargs $(VENV)/bin/python -m pip install --quiet
 	$(VENV)/bin/python -m pip install --quiet -r requirements.txt
+	touch $@
+
+# Intel's SYCL runtime (1 GB): the kernels of csrc/sycl are compiled by it and run on its CPU device.
+$(VENV)/sycl: requirements-sycl.txt $(READY)
+	$(VENV)/bin/python -m pip install --quiet -r requirements-sycl.txt
 	touch $@
 
 clean:

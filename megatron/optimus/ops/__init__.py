@@ -67,6 +67,10 @@ def moe_mlp(x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Te
         from megatron.optimus.ops.triton import moe_mlp as triton_moe_mlp
 
         return triton_moe_mlp.moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
+    if backend is Backend.SYCL:
+        from megatron.optimus.ops import sycl
+
+        return sycl.moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
     return reference.moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
 
 
