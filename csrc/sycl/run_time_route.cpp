@@ -108,7 +108,7 @@ class Runtime {
   std::map<std::string, Executable> bundles_;
   std::map<std::string, sycl::kernel> kernels_;
   std::vector<void*> scratch_;
-  std::mutex mutex_;
+  static inline std::mutex mutex_;  // of all runtimes: run-time compilation is not thread-safe
   optimus::Launcher launcher_;
 };
 
