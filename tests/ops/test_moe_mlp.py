@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -163,6 +166,21 @@ def test_triton_counts_stay_on_the_device() -> None:
     graph.replay()
     want = values_and_gradients(ops.moe_mlp, fresh)
     assert all(torch.equal(got, want[n]) for n, got in zip(NAMES, (y, *grads), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device")
+def test_triton_stops_at_an_index_out_of_range() -> None:
+    """In a process of its own: a failed assertion on the device ends every later use of it."""
+    program = (
+        "import torch; from megatron.optimus import ops; from tests.ops.cases import CASES, make_inputs\n"
+        "inputs = [t.cuda() for t in make_inputs(CASES['odd_tokens'], torch.bfloat16)]\n"
+        "inputs[4][3, 0] = 4\n"
+        "ops.moe_mlp(*inputs[:5]); torch.cuda.synchronize()"
+    )
+    root = Path(__file__).resolve().parents[2]
+    run = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False)
+    assert run.returncode != 0 and "an expert index is outside [-1, E)" in run.stdout + run.stderr
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ ones, so the first complaint is the one the user sees.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from megatron.optimus.config.layout import Layout
 from megatron.optimus.config.schema import ConfigError, Device, RunConfig, TokenizerType, divisors, one_of
@@ -41,6 +42,12 @@ def check_trainable(config: RunConfig) -> None:
         raise ConfigError(
             "data_path is empty: name the prefixes of the .bin/.idx pairs that tools/preprocess_data.py wrote, "
             "for example --data-path data/corpus (for data/corpus.bin and data/corpus.idx)"
+        )
+    tokenizer = config.data.tokenizer_model
+    if tokenizer is not None and not Path(tokenizer).exists():
+        raise ConfigError(
+            f"tokenizer_model={tokenizer!r} does not exist; give the tokenizer's file or folder, or leave it out: "
+            "training does not need it, the export then comes without one"
         )
 
 

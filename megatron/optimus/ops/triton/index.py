@@ -31,11 +31,12 @@ class RowOrder(NamedTuple):
     num_tiles: Tensor  # [1] tiles of rows in use
 
 
-@triton.jit
+@triton.jit(debug=True)  # keeps the assertion in: an index out of range stops the device as torch's own kernels do
 def _count(indices_ptr, block_counts_ptr, num_slots, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
     block = tl.program_id(0)
     slot = block * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(indices_ptr + slot, mask=slot < num_slots, other=-1).to(tl.int32)
+    tl.device_assert((expert >= -1) & (expert < num_experts), "moe_mlp: an expert index is outside [-1, E)")
     expert = tl.where((expert < 0) | (expert >= num_experts), EXPERTS - 1, expert)
     counts = tl.histogram(expert, EXPERTS)
     tl.store(block_counts_ptr + block * EXPERTS + tl.arange(0, EXPERTS), counts)

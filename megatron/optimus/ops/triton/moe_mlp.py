@@ -7,6 +7,9 @@ dweight = <dy @ down, activation>, so neither the experts' outputs nor their gra
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,11 +38,11 @@ def _moe_mlp(
     x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     x, gate_up, down, weights = (t.contiguous() for t in (x, gate_up, down, weights))
-    num_tokens, topk = indices.shape
+    topk = indices.shape[1]
     order = index.order_rows(indices, down.shape[0])
     hidden, activation = gemm.up_swiglu(rows.spread_rows(x, order, topk), gate_up, order)
     y_rows = gemm.rows_times_weight(activation, down, order, transposed=True)
-    return rows.sum_rows(y_rows, order, num_tokens, weights, topk), hidden, list(order)
+    return rows.sum_rows(y_rows, order, weights, topk, out=torch.empty_like(x)), hidden, list(order)
 
 
 @_moe_mlp.register_fake
@@ -53,22 +56,52 @@ def _(
     return torch.empty_like(x), x.new_empty(num_rows, gate_up.shape[1]), order
 
 
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def _beside(device: torch.device) -> Iterator[None]:
+    """Launches inside run on a second stream, after all work so far; ``_join`` makes later work wait for them.
+
+    For kernels bound by memory beside products bound by the tensor cores. Their outputs are allocated outside, so that
+    all memory belongs to the first stream, and freed after the join.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    stream = _second_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+def _join(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(_second_stream(device))
+
+
 @torch.library.custom_op("optimus_triton::moe_mlp_backward", mutates_args=())
 def _moe_mlp_backward(
     dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, hidden: Tensor, row_order: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dy, x, gate_up, down, weights = (t.contiguous() for t in (dy, x, gate_up, down, weights))
-    num_tokens, topk = weights.shape
+    topk = weights.shape[1]
     order = index.RowOrder(*row_order)
     dy_rows, row_weight = rows.spread_rows_and_weights(dy, order, weights)
+    x_rows, dx = torch.empty_like(dy_rows), torch.empty_like(x)
+    with _beside(x.device):
+        rows.spread_rows(x, order, topk, out=x_rows)
     activation = gemm.rows_times_weight(dy_rows, down, order, transposed=False)  # its gradient, until the next line
     dhidden, dweights = rows.swiglu_backward_(activation, hidden, row_weight, order, topk)
-    ddown = gemm.weight_gradient(dy_rows, activation, order)
-    del dy_rows, activation
     dx_rows = gemm.rows_times_weight(dhidden, gate_up, order, transposed=False)
-    dx = rows.sum_rows(dx_rows, order, num_tokens, None, topk)
-    del dx_rows
-    dgate_up = gemm.weight_gradient(dhidden, rows.spread_rows(x, order, topk), order)
+    _join(x.device)
+    with _beside(x.device):
+        rows.sum_rows(dx_rows, order, None, topk, out=dx)
+    ddown = gemm.weight_gradient(dy_rows, activation, order)
+    dgate_up = gemm.weight_gradient(dhidden, x_rows, order)
+    _join(x.device)
     return dx, dgate_up, ddown, dweights
 
 
@@ -84,9 +117,12 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, T
     _, hidden, row_order = output
     ctx.save_for_backward(x, gate_up, down, weights, hidden, *row_order)
     ctx.mark_non_differentiable(hidden, *row_order)
+    ctx.set_materialize_grads(False)  # else autograd fills a gradient of hidden with zeros
 
 
-def _backward(ctx: Any, dy: Tensor, *_unused: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor | None, *_unused: Any) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return None, None, None, None, None
     x, gate_up, down, weights, hidden, *row_order = ctx.saved_tensors
     return (*_moe_mlp_backward(dy, x, gate_up, down, weights, hidden, row_order), None)
 

@@ -45,26 +45,30 @@ def _spread(
                     tl.store(out_ptr + row * width + start + col, values, mask=inside & (row >= 0))
 
 
-def spread_rows(x_TD: Tensor, order: RowOrder, topk: int) -> Tensor:
+def spread_rows(x_TD: Tensor, order: RowOrder, topk: int, out: Tensor | None = None) -> Tensor:
     """Each row's token: [P, D]. Padding inside used tiles is zero; tiles after the last used one stay unwritten."""
-    return _launch_spread(x_TD, order, topk, None)[0]
+    out_PD = x_TD.new_empty(order.slot_P.shape[0], x_TD.shape[1]) if out is None else out
+    _launch_spread(x_TD, order, topk, out_PD, None, None)
+    return out_PD
 
 
 def spread_rows_and_weights(x_TD: Tensor, order: RowOrder, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
     """``spread_rows`` and the router weight of each row, fp32 [P]; zero for padding rows."""
-    return _launch_spread(x_TD, order, weights_TK.shape[1], weights_TK)
+    out_PD = x_TD.new_empty(order.slot_P.shape[0], x_TD.shape[1])
+    row_weight_P = weights_TK.new_empty(order.slot_P.shape[0])
+    _launch_spread(x_TD, order, weights_TK.shape[1], out_PD, weights_TK, row_weight_P)
+    return out_PD, row_weight_P
 
 
-def _launch_spread(x_TD: Tensor, order: RowOrder, topk: int, weights_TK: Tensor | None) -> tuple[Tensor, Tensor]:
-    num_rows, (num_tokens, width), num_experts = order.slot_P.shape[0], x_TD.shape, order.count_E.shape[0]
-    out_PD = x_TD.new_empty(num_rows, width)
-    row_weight_P = x_TD.new_empty(num_rows if weights_TK is not None else 1, dtype=torch.float32)
+def _launch_spread(
+    x_TD: Tensor, order: RowOrder, topk: int, out_PD: Tensor, weights_TK: Tensor | None, row_weight_P: Tensor | None
+) -> None:
+    (num_tokens, width), num_experts = x_TD.shape, order.count_E.shape[0]
     _spread[(num_tokens + num_experts,)](
-        x_TD, order.row_N, row_weight_P if weights_TK is None else weights_TK, order.first_row_E, order.count_E,
-        out_PD, row_weight_P, width, num_experts, TOPK=topk, SLOTS=triton.next_power_of_2(topk), ROW_TILE=ROW_TILE,
+        x_TD, order.row_N, weights_TK, order.first_row_E, order.count_E, out_PD, row_weight_P, width, num_experts,
+        TOPK=topk, SLOTS=triton.next_power_of_2(topk), ROW_TILE=ROW_TILE,
         BLOCK=min(triton.next_power_of_2(width), 2048), WITH_WEIGHT=weights_TK is not None, num_warps=8,
     )  # fmt: skip
-    return out_PD, row_weight_P
 
 
 @triton.jit
@@ -86,15 +90,14 @@ def _sum_rows(
         tl.store(out_ptr + token.to(tl.int64) * width + col, total.to(out_ptr.dtype.element_ty), mask=col < width)
 
 
-def sum_rows(rows_PD: Tensor, order: RowOrder, num_tokens: int, weights_TK: Tensor | None, topk: int) -> Tensor:
-    """Each token's sum over its local slots of (weight *) row, in slot order and fp32: [T, D] in rows' dtype."""
-    width = rows_PD.shape[1]
-    out_TD = rows_PD.new_empty(num_tokens, width)
+def sum_rows(rows_PD: Tensor, order: RowOrder, weights_TK: Tensor | None, topk: int, out: Tensor) -> Tensor:
+    """out [T, D] = each token's sum over its local slots of (weight *) row, in slot order and fp32; returns it."""
+    num_tokens, width = out.shape
     _sum_rows[(num_tokens,)](
-        rows_PD, order.row_N, rows_PD if weights_TK is None else weights_TK, out_TD, width,
-        TOPK=topk, BLOCK=min(triton.next_power_of_2(width), 2048), WEIGHTED=weights_TK is not None, num_warps=4,
+        rows_PD, order.row_N, weights_TK, out, width, TOPK=topk, BLOCK=min(triton.next_power_of_2(width), 2048),
+        WEIGHTED=weights_TK is not None, num_warps=4,
     )  # fmt: skip
-    return out_TD
+    return out
 
 
 @triton.jit
