@@ -2,22 +2,16 @@
 // the run-time route refuses a name that is not on it: what continuous integration runs is what a GPU build finds.
 #pragma once
 
-#define OPTIMUS_KERNELS_PER_TYPE(X, type) \
-  X(rows, gather_rows_##type)             \
-  X(rows, combine_##type)                 \
-  X(rows, combine_backward_##type)        \
-  X(swiglu, swiglu_##type)                \
-  X(swiglu, swiglu_backward_##type)
-
-#define OPTIMUS_KERNELS_PER_TILE(X, tile)         \
-  X(grouped_gemm, gemm_rows_f32_##tile)           \
-  X(grouped_gemm, gemm_rows_bf16_##tile)          \
-  X(grouped_gemm, gemm_rows_f16_##tile)           \
-  X(grouped_gemm, gemm_weights_f32_f32_##tile)    \
-  X(grouped_gemm, gemm_weights_bf16_bf16_##tile)  \
-  X(grouped_gemm, gemm_weights_bf16_f32_##tile)   \
-  X(grouped_gemm, gemm_weights_f16_f16_##tile)    \
-  X(grouped_gemm, gemm_weights_f16_f32_##tile)
+#define OPTIMUS_KERNELS_PER_TYPE(X, type)   \
+  X(rows, gather_rows_##type)               \
+  X(rows, combine_##type)                   \
+  X(rows, combine_backward_##type)          \
+  X(swiglu, swiglu_##type)                  \
+  X(swiglu, swiglu_backward_##type)         \
+  X(grouped_gemm, gemm_rows_##type##_64)    \
+  X(grouped_gemm, gemm_rows_##type##_16)    \
+  X(grouped_gemm, gemm_weights_##type##_64) \
+  X(grouped_gemm, gemm_weights_##type##_16)
 
 #define OPTIMUS_KERNELS(X)          \
   X(order, count_slots_i32)         \
@@ -28,6 +22,4 @@
   X(order, place_slots_i64)         \
   OPTIMUS_KERNELS_PER_TYPE(X, f32)  \
   OPTIMUS_KERNELS_PER_TYPE(X, bf16) \
-  OPTIMUS_KERNELS_PER_TYPE(X, f16)  \
-  OPTIMUS_KERNELS_PER_TILE(X, 64)   \
-  OPTIMUS_KERNELS_PER_TILE(X, 16)
+  OPTIMUS_KERNELS_PER_TYPE(X, f16)

@@ -135,22 +135,24 @@ inline void launch_gemm_rows(Launcher& launcher, DType type, const void* a, cons
                              int32_t topk, const Order& order, int64_t depth, int64_t cols, bool transposed,
                              void* out) {
   if (order.num_slots == 0) return;
+  const int32_t is_packed = packed(type, depth, {a, weight}) & packed(type, transposed ? depth : cols, {});
   const int64_t row_tiles = ceil_div(order.num_slots, launcher.tile) + order.num_experts;
   launcher.launch(std::string("gemm_rows_") + name_of(type) + "_" + std::to_string(launcher.tile),
                   sycl::range<2>(row_tiles, ceil_div(cols, launcher.tile)), tile_items(launcher), a, weight, slots,
-                  topk, order.offsets, order.num_experts, depth, cols, static_cast<int32_t>(transposed), out);
+                  topk, order.offsets, order.num_experts, depth, cols, static_cast<int32_t>(transposed), out,
+                  is_packed);
 }
 
 inline void launch_gemm_weights(Launcher& launcher, DType type, DType out_type, const void* left, const void* right,
                                 const int32_t* left_slots, const int32_t* right_slots, int32_t topk,
                                 const Order& order, int64_t left_width, int64_t right_width, bool accumulate,
                                 void* out) {
-  launcher.launch(std::string("gemm_weights_") + name_of(type) + "_" + name_of(out_type) + "_" +
-                      std::to_string(launcher.tile),
+  launcher.launch(std::string("gemm_weights_") + name_of(type) + "_" + std::to_string(launcher.tile),
                   sycl::range<2>(order.num_experts * ceil_div(left_width, launcher.tile),
                                  ceil_div(right_width, launcher.tile)),
                   tile_items(launcher), left, right, left_slots, right_slots, topk, order.offsets, left_width,
-                  right_width, static_cast<int32_t>(accumulate), out);
+                  right_width, static_cast<int32_t>(accumulate), out, static_cast<int32_t>(out_type == DType::f32),
+                  packed(type, left_width, {left, right}) & packed(type, right_width, {}));
 }
 
 }  // namespace optimus

@@ -80,14 +80,14 @@ class Runtime {
     const auto known = bundles_.find(file);
     if (known != bundles_.end()) return known->second;
     const syclexp::include_files includes{"types.hpp", read(folder_ + "/types.hpp")};
-    auto source = syclexp::create_kernel_bundle_from_source(launcher_.queue.get_context(), syclexp::source_language::sycl,
-                                                            read(folder_ + "/" + file + ".sycl"),
-                                                            syclexp::properties{includes});
+    const std::string text = read(folder_ + "/" + file + ".sycl");
+    auto source = syclexp::create_kernel_bundle_from_source(
+        launcher_.queue.get_context(), syclexp::source_language::sycl, text, syclexp::properties{includes});
     const std::vector<std::string> options{"-DOPTIMUS_COMPILED_AT_RUN_TIME", "-O2"};
     std::string log;
     try {
-      auto built = syclexp::build(source, syclexp::properties{syclexp::build_options{options}, syclexp::save_log{&log}});
-      return bundles_.emplace(file, built).first->second;
+      const syclexp::properties properties{syclexp::build_options{options}, syclexp::save_log{&log}};
+      return bundles_.emplace(file, syclexp::build(source, properties)).first->second;
     } catch (const sycl::exception& error) {
       throw std::runtime_error(file + ".sycl does not compile: " + error.what() + "\n" + log);
     }
@@ -108,7 +108,7 @@ class Runtime {
   std::map<std::string, Executable> bundles_;
   std::map<std::string, sycl::kernel> kernels_;
   std::vector<void*> scratch_;
-  std::mutex mutex_;
+  static inline std::mutex mutex_;  // of all runtimes: run-time compilation is not thread-safe
   optimus::Launcher launcher_;
 };
 

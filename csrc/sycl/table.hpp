@@ -178,7 +178,7 @@ inline void gemm_rows_op(Launcher& launcher, Arguments a, bool transposed) {
   launch_gemm_rows(launcher, type, a[0].data, a[1].data, order.slots, topk, order, depth, cols, transposed, a[4].data);
 }
 
-// left, right, slots, which of the two is in token order (a[3] of one element: left; of two: right), offsets, out
+// left, right, slots, offsets, out. A gathered operand is in token order and read through the slots.
 inline void gemm_weights_op(Launcher& launcher, Arguments a, bool gather_left, bool gather_right, bool accumulate) {
   check_float(a[0], "left");
   check_float(a[4], "out");
@@ -186,7 +186,8 @@ inline void gemm_weights_op(Launcher& launcher, Arguments a, bool gather_left, b
   check_dims(a[1], "right", 2);
   check_dims(a[2], "slots", 1);
   const DType type = a[0].type(), out_type = a[4].type();
-  if (out_type != type && out_type != DType::f32) fail("out has dtype ", name_of(out_type), "; expected ", name_of(type), " or f32");
+  if (out_type != type && out_type != DType::f32)
+    fail("out has dtype ", name_of(out_type), "; expected ", name_of(type), " or f32");
   const int64_t num_slots = a[2].size(0), left_width = a[0].size(1), right_width = a[1].size(1);
   count32(left_width, "left width", 1);
   count32(right_width, "right width", 1);
@@ -211,7 +212,6 @@ inline const std::map<std::string, Operation>& operations() {
       {"swiglu_backward", {8, swiglu_backward_op}},
       {"gemm_forward", {5, [](Launcher& l, Arguments a) { gemm_rows_op(l, a, true); }}},
       {"gemm_input_gradient", {5, [](Launcher& l, Arguments a) { gemm_rows_op(l, a, false); }}},
-      // left, right, slots, offsets, out: which operand is in token order, and whether the result is added to out
       {"gemm_weight_gradient", {5, [](Launcher& l, Arguments a) { gemm_weights_op(l, a, false, false, false); }}},
       {"gemm_weight_gradient_add", {5, [](Launcher& l, Arguments a) { gemm_weights_op(l, a, false, false, true); }}},
       {"gemm_weight_gradient_left", {5, [](Launcher& l, Arguments a) { gemm_weights_op(l, a, true, false, false); }}},

@@ -124,6 +124,35 @@ def test_a_kernel_that_drops_one_slot_or_one_weight_is_seen(tmp_path: Path) -> N
 
 
 @marked
+def test_addresses_that_allow_no_sixteen_bytes_give_the_same() -> None:
+    ops.set_backend("sycl")
+    inputs = make_inputs(Case(33, 64, 32, 4, 2, "some_foreign"), torch.bfloat16)
+    shifted = [torch.cat([t.new_zeros(1), t.reshape(-1)])[1:].view(t.shape) for t in inputs]
+    assert all(t.is_contiguous() and t.data_ptr() % 16 for t in shifted[:3])
+    first, again = ops.moe_mlp(*inputs[:5]), ops.moe_mlp(*shifted[:5])
+    assert torch.equal(first, again)
+
+
+@marked
+def test_a_broken_runtime_is_an_error_that_names_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "types.hpp").write_text((SOURCES / "types.hpp").read_text())
+    (tmp_path / "rows.sycl").write_text("this is no C++")
+    case = CASES["one_token"]
+    x, *_, indices, _dy = make_inputs(case, torch.float32)
+    order = sycl.sort_slots(indices, case.experts)
+    runtime = sycl._Runtime(tmp_path)
+    arguments = [x, order.slots_N, order.offsets, x.new_empty(case.topk, case.width)]
+    with pytest.raises(RuntimeError, match=r"rows\.sycl does not compile"):
+        runtime.run("gather_rows", arguments)
+    (tmp_path / "rows.sycl").unlink()
+    with pytest.raises(RuntimeError, match=r"cannot read .*rows\.sycl"):
+        runtime.run("gather_rows", arguments)
+    monkeypatch.setattr(importlib.metadata, "files", lambda package: [])
+    with pytest.raises(RuntimeError, match=r"package intel-sycl-rt holds no libsycl\.so; reinstall it"):
+        sycl._Runtime()
+
+
+@marked
 @pytest.mark.parametrize("index", [4, -2, 2**40])
 def test_an_index_out_of_range_raises_where_it_can_be_read_and_shows_as_nan_on_a_device(index: int) -> None:
     ops.set_backend("sycl")

@@ -152,7 +152,8 @@ def test_grouped_gemm(name: str, tile: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("weight", [1.0, 0.7309, 3.0e-5, 1.7e4])
+# 1.5: every second product lies halfway between two values
+@pytest.mark.parametrize("weight", [1.0, 1.5, 0.7309, 3.0e-5, 1.7e4])
 def test_every_value_of_a_16_bit_type_is_read_and_rounded_like_torch(dtype: torch.dtype, weight: float) -> None:
     values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).view(1024, 64)
     order = sycl.sort_slots(torch.zeros(1024, 1, dtype=torch.int64), 1)
