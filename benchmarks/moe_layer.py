@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -244,16 +245,17 @@ def measure(shape_name: str, tokens: int, zipf: float, args: argparse.Namespace)
         peak = peak_memory(*layers[name]) if args.device == "cuda" else None
         rows.append(
             {
+                "command": " ".join(sys.argv),
                 "shape": shape_name, "d": width, "f": inner, "experts": experts, "topk": topk, "tokens": tokens,
                 "zipf": zipf, "busiest_expert_over_mean": round(busiest, 3), "implementation": name,
                 "forward_ms": forward, "backward_ms": both - forward, "forward_backward_ms": both,
                 "forward_tflops": flops / forward / 1e9, "forward_backward_tflops": 3 * flops / both / 1e9,
-                "peak_gib": peak, "times_ms": measured,
+                "peak_gib": peak, "times_ms": {k: [round(ms, 4) for ms in v] for k, v in measured.items()},
             }
         )  # fmt: skip
         print(
             f"{shape_name:15s} T {tokens:6d} zipf {zipf:3.1f} ({busiest:4.2f}x) {name:19s} forward {forward:8.3f} ms "
-            f"{flops / forward / 1e9:6.1f}   forward+backward {both:8.3f} ms {3 * flops / both / 1e9:6.1f} TFLOP/s"
+            f"{flops / forward / 1e9:7.2f}   forward+backward {both:8.3f} ms {3 * flops / both / 1e9:7.2f} TFLOP/s"
             + (f"   peak {peak:.2f} GiB" if peak else ""),
             flush=True,
         )
@@ -291,21 +293,32 @@ def plot(rows: list[dict], path: Path) -> None:
 
     cells = list(dict.fromkeys((r["shape"], r["tokens"], r["zipf"]) for r in rows))
     names = list(dict.fromkeys(r["implementation"] for r in rows))
-    figure, axis = pyplot.subplots(figsize=(max(7.0, 1.1 * len(cells)), 4.2), layout="constrained")
-    for i, name in enumerate(names):
-        found = {
-            (r["shape"], r["tokens"], r["zipf"]): r["forward_backward_tflops"]
-            for r in rows
-            if r["implementation"] == name
-        }
-        positions = [c + (i - len(names) / 2 + 0.5) * 0.8 / len(names) for c in range(len(cells))]
-        axis.bar(positions, [found.get(cell, math.nan) for cell in cells], 0.8 / len(names), label=name)
-    labels = [f"{shape}\n{tokens // 1024}k{' zipf' if zipf else ''}" for shape, tokens, zipf in cells]
-    axis.set_xticks(range(len(cells)), labels, fontsize=7)
-    axis.set_ylabel("forward + backward, TFLOP/s")
-    axis.set_title("One MoE layer, router included")
+    figure, axis = pyplot.subplots(figsize=(7.5, 1.2 + 0.17 * len(rows) + 0.12 * len(cells)), layout="constrained")
+    height, ticks = 0.0, []
+    for cell in cells:
+        mine = [r for r in rows if (r["shape"], r["tokens"], r["zipf"]) == cell]
+        ticks.append(height + (len(mine) - 1) / 2)
+        for row in mine:
+            speed, name = row["forward_backward_tflops"], row["implementation"]
+            axis.barh(height, speed, 0.9, color=f"C{names.index(name)}", label=name)
+            axis.annotate(f" {speed:.3g}", (speed, height), va="center", fontsize=6)
+            height += 1
+        height += 0.7
+    labels = [f"{shape}  T={tokens}" + (f"  zipf {zipf}" if zipf else "") for shape, tokens, zipf in cells]
+    axis.set_yticks(ticks, labels, fontsize=7)
+    axis.invert_yaxis()
+    axis.set_xlabel("forward + backward of one MoE layer, router included: TFLOP/s")
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=7, ncols=len(names))
+    handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    axis.legend(
+        handles.values(),
+        handles.keys(),
+        frameon=False,
+        fontsize=7,
+        ncols=3,
+        loc="lower center",
+        bbox_to_anchor=(0.4, 1),
+    )
     figure.savefig(path, dpi=160)
 
 
@@ -321,7 +334,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no further measurement after this time")
     parser.add_argument("--profile", action="store_true", help="only list the time of each kernel of this library")
     parser.add_argument("--verbose", action="store_true")
-    parser.add_argument("--out", type=Path, help="path without suffix for .json and .png")
+    parser.add_argument("--out", type=Path, help="path without suffix for .json (measurements are added) and .png")
     args = parser.parse_args()
     on_gpu = args.device == "cuda"
     args.shapes = args.shapes or ([s for s in SHAPES if s != "mula-tiny"] if on_gpu else ["mula-tiny"])
@@ -332,6 +345,8 @@ def main() -> None:
     device = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
     print(f"{device}, torch {torch.__version__}", flush=True)
     rows: list[dict] = []
+    if args.out and args.out.with_suffix(".json").exists():
+        rows = json.loads(args.out.with_suffix(".json").read_text())["measurements"]
     start = time.monotonic()
     for tokens in args.tokens:
         for zipf in args.zipf:
@@ -342,7 +357,7 @@ def main() -> None:
                     rows += measure(shape, tokens, zipf, args)
                     if args.out:
                         result = {"device": device, "torch": torch.__version__, "measurements": rows}
-                        args.out.with_suffix(".json").write_text(json.dumps(result, indent=1))
+                        args.out.with_suffix(".json").write_text(json.dumps(result))
     if args.out and rows:
         plot(rows, args.out.with_suffix(".png"))
 
