@@ -44,13 +44,14 @@ def to_yaml(config: RunConfig) -> str:
 def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """ "training.global_batch_size 8 -> 16" for every option that differs between two ``to_dict`` results.
 
-    Only what bears on the training itself: how often something is logged or saved may change freely.
+    Only what bears on the training itself: when something is logged, validated or saved may change freely.
     """
+    free = {"exit_interval", "eval_interval", "eval_iters"}
     changes = []
     for section in ("model", "parallel", "optimizer", "training", "data"):
         old, new = before.get(section, {}), after.get(section, {})
         for name in sorted(old.keys() | new.keys()):
-            if old.get(name) != new.get(name):
+            if name not in free and old.get(name) != new.get(name):
                 changes.append(f"{section}.{name} {old.get(name)} -> {new.get(name)}")
     return changes
 

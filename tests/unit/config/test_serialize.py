@@ -12,7 +12,7 @@ from megatron.optimus.config.load import load
 from megatron.optimus.config.options import OPTIONS
 from megatron.optimus.config.presets import PRESETS
 from megatron.optimus.config.schema import ConfigError, RunConfig
-from megatron.optimus.config.serialize import config_hash, from_dict, to_dict, to_yaml
+from megatron.optimus.config.serialize import changed_options, config_hash, from_dict, to_dict, to_yaml
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -61,3 +61,9 @@ def test_to_dict_is_a_copy() -> None:
     config = RunConfig()
     to_dict(config)["data"]["data_path"].append("x")
     assert config.data.data_path == []
+
+
+def test_changed_options_name_what_bears_on_training() -> None:
+    before, after = to_dict(load([]).config), to_dict(load(["--lr", "1e-3", "--exit-interval", "5"]).config)
+    assert changed_options(before, after) == ["optimizer.lr 0.0004 -> 0.001"]
+    assert changed_options(before, before) == []
