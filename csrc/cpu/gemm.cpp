@@ -74,8 +74,15 @@ __attribute__((target("avx2,fma"))) void tile_avx2(int64_t depth, const float* a
 }
 #endif
 
+// 128-bit vectors: 32 registers on Arm, 16 elsewhere.
+#if defined(__aarch64__)
+constexpr int kPlainRows = 8, kPlainVectors = 3;
+#else
+constexpr int kPlainRows = 6, kPlainVectors = 2;
+#endif
+
 void tile_plain(int64_t depth, const float* a, const float* b, float* c, int64_t ldc, bool accumulate) {
-  tile<4, 6, 2>(depth, a, b, c, ldc, accumulate);
+  tile<4, kPlainRows, kPlainVectors>(depth, a, b, c, ldc, accumulate);
 }
 
 TileKernel choose() {
@@ -83,7 +90,7 @@ TileKernel choose() {
   if (__builtin_cpu_supports("avx512f")) return {14, 32, tile_avx512, transpose_avx512};
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return {6, 16, tile_avx2, nullptr};
 #endif
-  return {6, 8, tile_plain, nullptr};
+  return {kPlainRows, 4 * kPlainVectors, tile_plain, nullptr};
 }
 
 }  // namespace
