@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 namespace optimus::cpu {
 
@@ -15,6 +16,9 @@ struct TileKernel {
   int cols;  // of C, and lanes of a B panel
   // c: rows x cols, row stride ldc
   void (*run)(int64_t depth, const float* a, const float* b, float* c, int64_t ldc, bool accumulate);
+  // Transposes 16 rows at a time: dst[k * stride + i] = rows[i][k] for k below the returned depth. Null where there is
+  // no vector version. stride may be less than 16: row k + 1 then overwrites what row k wrote too much.
+  int64_t (*transpose)(const float* const* rows, int64_t depth, int64_t stride, float* dst);
 };
 
 // The kernel for this processor; chosen at the first call.
@@ -25,11 +29,20 @@ inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1)
 // Rows become lanes: dst[panel][k][lane] = row(panel * lanes + lane)[k].
 template <typename T, typename RowPtr>
 void pack_transposed(RowPtr row, int64_t num_rows, int64_t depth, int lanes, float* dst) {
+  const auto transpose = tile_kernel().transpose;
   for (int64_t first = 0; first < num_rows; first += lanes, dst += depth * lanes) {
     const int used = static_cast<int>(std::min<int64_t>(lanes, num_rows - first));
+    int64_t done = 0;
+    if constexpr (std::is_same_v<T, float>) {
+      if (transpose != nullptr && used == lanes) {
+        const float* rows[32];
+        for (int lane = 0; lane < 32; ++lane) rows[lane] = row(first + std::min(lane, lanes - 1));
+        for (int group = 0; group < lanes; group += 16) done = transpose(rows + group, depth, lanes, dst + group);
+      }
+    }
     for (int lane = 0; lane < used; ++lane) {
       const T* src = row(first + lane);
-      for (int64_t k = 0; k < depth; ++k) dst[k * lanes + lane] = static_cast<float>(src[k]);
+      for (int64_t k = done; k < depth; ++k) dst[k * lanes + lane] = static_cast<float>(src[k]);
     }
     for (int lane = used; lane < lanes; ++lane)
       for (int64_t k = 0; k < depth; ++k) dst[k * lanes + lane] = 0.0f;

@@ -68,7 +68,19 @@ void for_each(int64_t count, const std::function<void(int64_t)>& body) {
   });
 }
 
-at::Tensor scratch(int64_t numel) { return at::empty({numel}, at::kFloat); }
+// fp32 memory for one call, from the buffers that the calling thread kept of earlier calls: touching fresh pages of the
+// operating system would cost about a tenth of a training step. At most kKept buffers stay.
+at::Tensor scratch(int64_t numel) {
+  constexpr size_t kKept = 8;
+  thread_local std::vector<at::Tensor> kept;
+  for (const at::Tensor& buffer : kept)
+    if (buffer.use_count() == 1 && buffer.numel() >= numel && buffer.numel() <= 2 * numel) return buffer;
+  if (kept.size() >= kKept)
+    kept.erase(std::remove_if(kept.begin(), kept.end(), [](const at::Tensor& b) { return b.use_count() == 1; }),
+               kept.end());
+  kept.push_back(at::empty({numel}, at::kFloat));
+  return kept.back();
+}
 
 // B panels of every expert that has rows. transposed: the operand is weight[e].T, else weight[e] as stored.
 template <typename T>
