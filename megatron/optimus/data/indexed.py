@@ -29,7 +29,7 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +48,8 @@ DTYPES: dict[int, np.dtype[Any]] = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
-_HEADER = struct.Struct("<9sQBQQ")  # 34 bytes
+_HEADER = struct.Struct("<9sQBQQ")
+HEADER_SIZE = _HEADER.size  # 34 bytes
 _CHUNK = 1 << 20  # elements looked at together: bounds the memory of checks, whatever the counts say
 _MAX_SEQUENCE = (1 << 31) - 1
 
@@ -71,6 +72,40 @@ def _map_file(path: Path) -> npt.NDArray[np.uint8]:
     if not path.stat().st_size:
         return np.empty(0, dtype=np.uint8)
     return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+
+
+class Header(NamedTuple):
+    """Counts of an .idx file, known to fit its size."""
+
+    code: int  # key of DTYPES
+    sequences: int
+    documents: int  # document bounds: documents + 1
+
+
+def parse_header(path: str | os.PathLike[str], raw: bytes, size: int) -> Header:
+    """The header ``raw`` of an .idx file of ``size`` bytes. Raises DataError, naming file and field.
+
+    The counts are compared with the file's size as Python integers, so none can overflow or make anyone allocate.
+    """
+    if size < HEADER_SIZE or len(raw) < HEADER_SIZE:
+        raise DataError(f"{path}: truncated: {size} bytes, the header alone has {HEADER_SIZE}")
+    magic, version, code, sequences, documents = _HEADER.unpack(raw)
+    if magic != MAGIC:
+        raise DataError(f"{path}: wrong magic {magic!r}, expected {MAGIC!r}; this is no Megatron .idx file")
+    if version != VERSION:
+        raise DataError(f"{path}: version {version} is not supported, only {VERSION}")
+    if code not in DTYPES:
+        raise DataError(f"{path}: unknown dtype code {code}, expected one of {sorted(DTYPES)}")
+    if documents < 1:
+        raise DataError(f"{path}: document count is 0; even an empty file has the bound 0")
+    needed = HEADER_SIZE + 12 * sequences + 8 * documents
+    if size not in (needed, needed + sequences):  # the latter: with modes
+        kind = "truncated" if size < needed else "too long"
+        raise DataError(
+            f"{path}: {kind}: sequence count {sequences} and document count {documents} need {needed} bytes, "
+            f"the file has {size}; write it again"
+        )
+    return Header(code, sequences, documents)
 
 
 class IndexedDataset:
@@ -141,29 +176,12 @@ class IndexedDataset:
                 )
 
     def _parse(self, raw: npt.NDArray[np.uint8]) -> None:
-        """Header and array bounds. Counts are compared with the file's size as Python integers: no overflow."""
-        if raw.size < _HEADER.size:
-            raise DataError(f"{self._idx}: truncated: {raw.size} bytes, the header alone has {_HEADER.size}")
-        magic, version, code, sequences, documents = _HEADER.unpack(raw[: _HEADER.size].tobytes())
-        if magic != MAGIC:
-            raise DataError(f"{self._idx}: wrong magic {magic!r}, expected {MAGIC!r}; this is no Megatron .idx file")
-        if version != VERSION:
-            raise DataError(f"{self._idx}: version {version} is not supported, only {VERSION}")
-        if code not in DTYPES:
-            raise DataError(f"{self._idx}: unknown dtype code {code}, expected one of {sorted(DTYPES)}")
-        if documents < 1:
-            raise DataError(f"{self._idx}: document count is 0; even an empty file has the bound 0")
-        needed = _HEADER.size + 12 * sequences + 8 * documents
-        if raw.size not in (needed, needed + sequences):  # the latter: with modes
-            kind = "truncated" if raw.size < needed else "too long"
-            raise DataError(
-                f"{self._idx}: {kind}: sequence count {sequences} and document count {documents} need {needed} bytes, "
-                f"the file has {raw.size}; write it again"
-            )
+        code, sequences, documents = parse_header(self._idx, raw[:HEADER_SIZE].tobytes(), raw.size)
+        needed = HEADER_SIZE + 12 * sequences + 8 * documents
         self.dtype = DTYPES[code]
-        sizes_end = _HEADER.size + 4 * sequences
+        sizes_end = HEADER_SIZE + 4 * sequences
         pointers_end = sizes_end + 8 * sequences
-        self.sizes: npt.NDArray[np.int32] = raw[_HEADER.size : sizes_end].view("<i4")
+        self.sizes: npt.NDArray[np.int32] = raw[HEADER_SIZE:sizes_end].view("<i4")
         self._pointers: npt.NDArray[np.int64] = raw[sizes_end:pointers_end].view("<i8")
         self.document_index: npt.NDArray[np.int64] = raw[pointers_end:needed].view("<i8")
 
