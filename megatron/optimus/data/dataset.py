@@ -33,7 +33,7 @@ from megatron.optimus.data.indexed import DTYPES
 logger = logging.getLogger("optimus")
 
 _CHECK_CHUNK = 1 << 20  # tokens looked at together
-_CHECKED_TOKENS = 1 << 28  # tokens a rank looks at before the run
+_CHECKED_TOKENS = 1 << 26  # tokens a rank looks at before the run: a fraction of a second
 _SAMPLES_PER_FILE = 8
 
 

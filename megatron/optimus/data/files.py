@@ -44,9 +44,9 @@ def summarize_pair(prefix: str) -> PairSummary:
     """Reads the header and the ends of the index of one pair. Raises DataError, naming file and field."""
     idx, bin_ = str(idx_path(prefix)), str(bin_path(prefix))
     try:
-        bin_size = os.stat(bin_).st_size
         descriptor = os.open(idx, os.O_RDONLY)
         try:
+            bin_size = os.stat(bin_).st_size
             size = os.fstat(descriptor).st_size
             header = parse_header(idx, os.pread(descriptor, HEADER_SIZE, 0), size)
             ends = _IndexEnds(descriptor, header.sequences, header.documents)

@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.data.dataset import InstanceSet
 from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.mixture import Mixture, mixed_rows
 from megatron.optimus.data.order import samples_at
 
 
@@ -37,7 +38,8 @@ class BatchLoader:
 
     With ``shuffle`` the samples come in the seeded order of order.py, epoch after epoch, without end. Without it they
     come in file order, once: for validation. Then only whole global batches are given, ``num_batches`` of them, at most
-    ``max_batches`` if that is set.
+    ``max_batches`` if that is set. A ``Mixture`` brings its own order, also without ``shuffle``: each corpus has its
+    share of every batch, and one that is too small for its share is repeated.
 
     A thread reads the batch after the one just given; what it reads depends on positions only, so this changes no
     result, and an error in it is raised by the call that asks for that batch.
@@ -47,7 +49,7 @@ class BatchLoader:
 
     def __init__(
         self,
-        instances: InstanceSet,
+        instances: InstanceSet | Mixture,
         *,
         seq_length: int,
         global_batch_size: int,
@@ -91,7 +93,7 @@ class BatchLoader:
 
         Raises ValueError for a negative position, DataError past the last whole batch when not shuffled.
         """
-        if self._shuffle:
+        if self._shuffle and isinstance(self._instances, InstanceSet):
             return samples_at(consumed, self._global_batch_size, len(self._instances), self._seed)
         if consumed < 0:
             raise ValueError(f"position={consumed} must not be negative")
@@ -100,6 +102,8 @@ class BatchLoader:
                 f"no batch at sample {consumed}: this split gives {self.num_batches} batches of "
                 f"{self._global_batch_size} samples"
             )
+        if isinstance(self._instances, Mixture):
+            return self._instances.ids_at(consumed, self._global_batch_size)
         return np.arange(consumed, consumed + self._global_batch_size)
 
     def batch(self, consumed: int) -> list[Batch]:
@@ -127,7 +131,10 @@ class BatchLoader:
         return consumed + self._global_batch_size <= self.num_batches * self._global_batch_size
 
     def _read(self, consumed: int) -> list[Batch]:
-        ids = self.sample_ids(consumed)[self._offsets]
+        ids = self.sample_ids(consumed)
+        if isinstance(self._instances, Mixture):
+            ids = ids[mixed_rows(self._global_batch_size, consumed)]
+        ids = ids[self._offsets]
         batches = []
         for row_ids in ids:
             window_BL = torch.empty(self._micro_batch_size, self._instances.seq_length + 1, dtype=torch.int64)
