@@ -68,6 +68,7 @@ class LRDecayStyle(str, Enum):
 class TokenizerType(str, Enum):
     HF = "HuggingFaceTokenizer"  # a tokenizer.json or a folder that holds one
     SENTENCEPIECE = "SentencePieceTokenizer"
+    TIKTOKEN = "TikTokenizer"  # a .tiktoken file of ranks
     BYTE = "ByteLevelTokenizer"  # 256 bytes + end of document, no file
 
 

@@ -288,6 +288,20 @@ class IndexedDatasetWriter:
         self._sizes.extend(lengths)
         self._document_index.append(len(self._sizes))
 
+    def add_pair(self, prefix: str | os.PathLike[str]) -> None:
+        """Appends all documents of another pair of the same element type. Raises DataError."""
+        other = IndexedDataset(prefix)
+        if other.dtype != self.dtype:
+            raise DataError(f"{prefix}: holds {other.dtype.name}, {self._bin} is to hold {self.dtype.name}")
+        try:
+            for start in range(0, other.tokens_total, _CHUNK):
+                self._stream.write(other.tokens[start : start + _CHUNK].tobytes())
+        except OSError as error:
+            raise DataError(f"{self._bin}: cannot write: {error.strerror}") from error
+        bounds = other.document_index[1:].astype(np.int64) + len(self._sizes)
+        self._sizes.frombytes(other.sizes.astype(np.intc).tobytes())
+        self._document_index.frombytes(bounds.tobytes())
+
     def commit(self) -> None:
         """Makes the pair appear under its final name. Raises DataError, leaving nothing, if the disk refuses."""
         try:

@@ -6,6 +6,7 @@ letter by letter, so that no document can forge a document bound.
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import os
@@ -113,6 +114,47 @@ class SentencePieceTokenizer:
         return self._processor.decode([int(i) for i in ids if 0 <= i < self.vocab_size])
 
 
+class TikTokenizer:
+    """A ``.tiktoken`` file: a line per token, its bytes in base64 and its rank.
+
+    A file of the same name with ``.json`` appended may hold {"pattern": regular expression of words,
+    "end_of_text": id}; else words are those of GPT-2, and the end of a document is the first id after the ranks.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        try:
+            import tiktoken
+            from tiktoken_ext.openai_public import r50k_pat_str
+        except ImportError as error:
+            raise DataError("TikTokenizer needs the package tiktoken: pip install tiktoken") from error
+        file = Path(path)
+        try:
+            pairs = [line.split() for line in file.read_bytes().splitlines() if line]
+            ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+            extra = Path(f"{file}.json")
+            options = json.loads(extra.read_text(encoding="utf-8")) if extra.exists() else {}
+            self.eod_id = int(options.get("end_of_text", max(ranks.values()) + 1))
+            self._encoding = tiktoken.Encoding(
+                file.stem,
+                pat_str=options.get("pattern", r50k_pat_str),
+                mergeable_ranks=ranks,
+                special_tokens={END_OF_TEXT: self.eod_id},
+            )
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            raise DataError(f"{file}: not a .tiktoken file that can be read: {error}") from error
+        self._tokens = {rank: token for token, rank in ranks.items()}
+        self.vocab_size: int = max(self.eod_id, *ranks.values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        return self._encoding.encode_ordinary(text)
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [self._encoding.encode_ordinary(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(self._tokens.get(i, b"") for i in ids).decode("utf-8", errors="replace")
+
+
 class ByteLevelTokenizer:
     """The 256 bytes of UTF-8, and 256 to end a document. Needs no file."""
 
@@ -138,6 +180,8 @@ def build_tokenizer(kind: TokenizerType, path: str | os.PathLike[str] | None) ->
             f"{kind.value} needs --tokenizer-model, its file or folder; train one with tools/train_tokenizer.py, or "
             f"use --tokenizer-type {TokenizerType.BYTE.value}, which needs none"
         )
+    if kind is TokenizerType.TIKTOKEN:
+        return TikTokenizer(path)
     return HuggingFaceTokenizer(path) if kind is TokenizerType.HF else SentencePieceTokenizer(path)
 
 

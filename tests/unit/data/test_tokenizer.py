@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 
@@ -129,3 +130,21 @@ def test_sentencepiece(tmp_path: Path) -> None:
     (tmp_path / "bad.model").write_bytes(b"\xff" * 64)
     with pytest.raises(DataError, match=r"bad\.model: not a SentencePiece model"):
         build_tokenizer(TokenizerType.SENTENCEPIECE, tmp_path / "bad.model")
+
+
+def test_tiktoken_file(tmp_path: Path) -> None:
+    pytest.importorskip("tiktoken")
+    tokens = [bytes([i]) for i in range(256)] + [b"th", b"the"]
+    lines = [b"%s %d" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)]
+    (tmp_path / "v.tiktoken").write_bytes(b"\n".join(lines))
+    tokenizer = build_tokenizer(TokenizerType.TIKTOKEN, tmp_path / "v.tiktoken")
+    assert (tokenizer.vocab_size, tokenizer.eod_id) == (259, 258)
+    assert tokenizer.encode("the") == [257] and tokenizer.encode("<|endoftext|>") == list(b"<|endoftext|>")
+    assert tokenizer.encode_batch(["the", "", "t\u00e9"]) == [[257], [], [116, 0xC3, 0xA9]]
+    assert tokenizer.decode([257, 258, 32, 999]) == "the "
+    (tmp_path / "v.tiktoken.json").write_text('{"end_of_text": 300, "pattern": "."}')
+    assert build_tokenizer(TokenizerType.TIKTOKEN, tmp_path / "v.tiktoken").vocab_size == 301
+    for content in (b"no base64 at all", b"dGg=", b""):
+        (tmp_path / "bad").write_bytes(content)
+        with pytest.raises(DataError, match=r"bad: not a \.tiktoken file"):
+            build_tokenizer(TokenizerType.TIKTOKEN, tmp_path / "bad")
