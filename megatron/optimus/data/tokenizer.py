@@ -10,7 +10,9 @@ import base64
 import json
 import logging
 import os
+import re
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +23,12 @@ logger = logging.getLogger("optimus")
 
 END_OF_TEXT = "<|endoftext|>"
 _NUM_BYTES = 256
+
+
+# Unicode's White_Space and whatever follows up to the next: see _cuts_at_spaces
+_SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+_WORD = re.compile(f"[{_SPACE}]*[^{_SPACE}]+|[{_SPACE}]+")
+_CACHED_WORDS = 1 << 18  # per process, some 50 MB
 
 
 class Tokenizer(Protocol):
@@ -71,11 +79,25 @@ class HuggingFaceTokenizer:
                 f'"eos_token" in {file.parent / "tokenizer_config.json"}'
             )
         self.eod_id: int = eod_id
+        self._words_are_independent = _cuts_at_spaces(self._tokenizer)
+        self._cache: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        if not self._words_are_independent:
+            return self._encode_with_library(texts)
+        cut = [_WORD.findall(text) for text in texts]
+        cache = self._cache
+        if missing := list({word for words in cut for word in words if word not in cache}):
+            if len(cache) > _CACHED_WORDS:
+                cache.clear()
+                missing = list({word for words in cut for word in words})
+            cache.update(zip(missing, self._encode_with_library(missing), strict=True))
+        return [list(chain.from_iterable([cache[word] for word in words])) for words in cut]
+
+    def _encode_with_library(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -183,6 +205,27 @@ def build_tokenizer(kind: TokenizerType, path: str | os.PathLike[str] | None) ->
     if kind is TokenizerType.TIKTOKEN:
         return TikTokenizer(path)
     return HuggingFaceTokenizer(path) if kind is TokenizerType.HF else SentencePieceTokenizer(path)
+
+
+def _cuts_at_spaces(tokenizer: Any) -> bool:
+    """Whether a text's ids are those of its words, one after the other, a word being taken with the space before it.
+
+    So it is for a BPE behind GPT-2's pre-tokenizer ("ByteLevel", its own regular expression, no space put in front):
+    space is only ever the beginning of one of its matches, or all of it, so a match ends wherever space follows
+    something else, and its look-ahead sees no further than the word. NFC does not reach across a space either. Words
+    repeat, so nearly all of them come from a table, which makes encoding about three times as fast as the library.
+    """
+    state = json.loads(tokenizer.to_str())
+    first, model = state["pre_tokenizer"] or {}, state["model"]
+    return (
+        first.get("type") == "ByteLevel"
+        and first.get("use_regex", True)
+        and not first.get("add_prefix_space", True)
+        and model["type"] == "BPE"
+        and not model.get("dropout")
+        and (state["normalizer"] is None or state["normalizer"] == {"type": "NFC"})
+        and all(token["special"] for token in state["added_tokens"])  # others are looked for before words are cut
+    )
 
 
 def _tokenizer_file(path: Path) -> Path:
