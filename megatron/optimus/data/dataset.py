@@ -144,6 +144,10 @@ class InstanceSet:
             _check_ids(self._files.prefixes[file], start, tokens, self._vocab_size)
         return tokens.astype(np.int64)
 
+    def document_starts(self, i: int) -> list[int]:
+        """Positions in [0, seq_length + 1) of instance ``i`` at which a document begins."""
+        return self._files.document_starts(*self._locate(i), self.seq_length + 1)
+
     def _locate(self, i: int) -> tuple[int, int]:
         """(number of the file, first token)."""
         if not 0 <= i < len(self):

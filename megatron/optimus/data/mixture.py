@@ -134,6 +134,11 @@ class Mixture:
         corpus, inside = self._split(i)
         return self.corpora[corpus].read(inside)
 
+    def document_starts(self, i: int) -> list[int]:
+        """Positions in [0, seq_length + 1) of instance ``i`` at which a document begins."""
+        corpus, inside = self._split(i)
+        return self.corpora[corpus].document_starts(inside)
+
     def locate(self, i: int) -> tuple[str, int]:
         """(prefix of the file, number of the first token in it) of instance ``i``."""
         corpus, inside = self._split(i)
@@ -164,6 +169,10 @@ class Mixture:
         stage = bisect.bisect_right(self._firsts, position) - 1
         inside = self._schedules[stage].counts(position - self._firsts[stage])
         return [a + b for a, b in zip(self._drawn[stage], inside, strict=True)]
+
+    def shares(self) -> list[float]:
+        """Share of each corpus in the first stage."""
+        return self._schedules[0].shares()
 
     def plan(self, total_samples: int) -> list[CorpusPlan]:
         """What a run of ``total_samples`` takes from each corpus."""
