@@ -25,9 +25,14 @@ END_OF_TEXT = "<|endoftext|>"
 _NUM_BYTES = 256
 
 
-# Unicode's White_Space and whatever follows up to the next: see _cuts_at_spaces
-_SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-_WORD = re.compile(f"[{_SPACE}]*[^{_SPACE}]+|[{_SPACE}]+")
+_SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # Unicode's White_Space
+_SIGNS = r"\x00-\x08\x0e-\x1f!-&(-/:-@\[-`{-\x7f"  # of ASCII, without the apostrophe
+_OPEN = r"'\x80-\U0010ffff"  # an apostrophe may belong to what follows, a character that is not ASCII to either side
+_WORD = re.compile(  # see _cuts_into_words
+    f"[{_SPACE}]+(?=[{_SPACE}][^{_SPACE}])|[{_SPACE}](?<! )(?=[^{_SPACE}])"
+    f"| ?[A-Za-z]+(?![A-Za-z{_OPEN}])| ?[0-9]+(?![0-9{_OPEN}])| ?[{_SIGNS}]+(?![{_SIGNS}{_OPEN}])"
+    f"|[{_SPACE}]*[^{_SPACE}]+|[{_SPACE}]+"
+)
 _CACHED_WORDS = 1 << 18  # per process, some 50 MB
 
 
@@ -79,7 +84,7 @@ class HuggingFaceTokenizer:
                 f'"eos_token" in {file.parent / "tokenizer_config.json"}'
             )
         self.eod_id: int = eod_id
-        self._words_are_independent = _cuts_at_spaces(self._tokenizer)
+        self._words_are_independent = _cuts_into_words(self._tokenizer)
         self._cache: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
@@ -207,13 +212,15 @@ def build_tokenizer(kind: TokenizerType, path: str | os.PathLike[str] | None) ->
     return HuggingFaceTokenizer(path) if kind is TokenizerType.HF else SentencePieceTokenizer(path)
 
 
-def _cuts_at_spaces(tokenizer: Any) -> bool:
-    """Whether a text's ids are those of its words, one after the other, a word being taken with the space before it.
+def _cuts_into_words(tokenizer: Any) -> bool:
+    """Whether a text's ids are those of the pieces that _WORD cuts it into, one after the other.
 
-    So it is for a BPE behind GPT-2's pre-tokenizer ("ByteLevel", its own regular expression, no space put in front):
-    space is only ever the beginning of one of its matches, or all of it, so a match ends wherever space follows
-    something else, and its look-ahead sees no further than the word. NFC does not reach across a space either. Words
-    repeat, so nearly all of them come from a table, which makes encoding about three times as fast as the library.
+    So it is for a BPE behind GPT-2's pre-tokenizer ("ByteLevel", its own regular expression, no space put in front).
+    That matches runs of letters, of digits or of other signs, each with one space before it if there is one, spaces
+    (all but the last before a word), and "'s" and its like. _WORD cuts only where one of its matches must end: where
+    ASCII letters, digits or signs meet another of these kinds, where space follows something else, and where its rule
+    for spaces says so. Around apostrophes and characters beyond ASCII, whose kind depends on a Unicode version, a piece
+    goes on to the next space. NFC joins nothing across such cuts. Pieces repeat, so nearly all come from a table.
     """
     state = json.loads(tokenizer.to_str())
     first, model = state["pre_tokenizer"] or {}, state["model"]

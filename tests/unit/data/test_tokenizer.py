@@ -157,7 +157,9 @@ _PIECES = st.sampled_from(
 )
 _TEXTS = st.lists(
     st.one_of(
-        _PIECES, st.sampled_from(["a", "don't", "'s", "12", "!", "...", "\u00e9", "e\u0301"]), st.text(max_size=3)
+        _PIECES,
+        st.sampled_from(["a", "don't", "'s", "'", "12", "!", "...", "_", "\u00e9", "e", "\u0301", "\u00b2", "\u0660"]),
+        st.text(max_size=3),
     )
 )
 
@@ -184,7 +186,7 @@ def test_table_of_words_gives_the_ids_of_the_library(trained: Path, texts: list[
 def test_every_character_between_words_gives_the_ids_of_the_library(trained: Path) -> None:
     tokenizer = build_tokenizer(TokenizerType.HF, trained)
     characters = [chr(i) for i in range(0x3100) if not 0xD800 <= i < 0xE000] + ["\ufeff", "\U0001f600"]
-    texts = [f"a{c}b !{c}! 1{c}{c}2 {c} x{c}" for c in characters]
+    texts = [f"a{c}b !{c}! 1{c}{c}2 {c} x{c} '{c}'s {c}' \n{c} " for c in characters]
     assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
 
 
