@@ -11,23 +11,29 @@ BASE_PYTHON ?= python3
 ifeq ($(PY),)
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/ready
+SYCL := $(VENV)/sycl
 else
 PYTHON := $(PY)
 READY :=
+SYCL :=
 endif
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint kernels clean
 
-demo: $(READY)
+demo: kernels
 	$(PYTHON) examples/local/demo.py $(if $(CORPUS),--corpus $(CORPUS))
 
-test: $(READY) lint
+test: lint kernels $(SYCL)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+
+# Compiled operations, in place. Without a compiler the slower PyTorch path runs, and says so when it does.
+kernels: $(READY)
+	-$(PYTHON) setup.py --quiet build_ext --inplace >build.log 2>&1 || (tail -n 20 build.log; false)
 
 # torch first: DeepSpeed's requirement on it would otherwise take the newest build, with gigabytes of CUDA.
 $(VENV)/ready: requirements.txt
@@ -37,5 +43,10 @@ $(VENV)/ready: requirements.txt
 	$(VENV)/bin/python -m pip install --quiet -r requirements.txt
 	touch $@
 
+# Intel's SYCL runtime (1 GB): the kernels of csrc/sycl are compiled by it and run on its CPU device.
+$(VENV)/sycl: requirements-sycl.txt $(READY)
+	$(VENV)/bin/python -m pip install --quiet -r requirements-sycl.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) runs build build.log megatron/optimus/ops/*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -9,6 +9,8 @@ TORCH_LIBRARY(optimus, m) {
   m.def(
       "moe_mlp_backward(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor indices, "
       "Tensor hidden) -> (Tensor dx, Tensor dgate_up, Tensor ddown, Tensor dweights)");
+  // One kernel-level operation of csrc/sycl/table.hpp on tensors of one Intel GPU; outputs are among the arguments.
+  m.def("sycl_run(str name, Tensor(a!)[] arguments) -> ()");
 }
 
 // The module itself is empty: importing it runs the registrations above.

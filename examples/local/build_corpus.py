@@ -25,7 +25,7 @@ from pathlib import Path
 
 SEED = 1234
 # other people's packages; tests of parsers, of which some are meant not to decode
-SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "_bundled", "tokenizedata"}
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "_bundled", "tokenizedata", "encodings"}
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 MIN_CHARACTERS = 64
 

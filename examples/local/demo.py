@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPTS = ("def main(", "import ", "class ")
+PROMPTS = ("def __init__(self", "class Test", "import os\n")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -33,12 +33,12 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(title: str, *command: object, env: dict[str, str] | None = None) -> None:
+def run(title: str, *command: object) -> None:
     """Runs one stage; its failure ends the demo with its exit code (its own message has been printed)."""
     words = [str(word) for word in command]
     print(f"\n== {title}\n$ {shlex.join(words).replace(str(ROOT) + os.sep, '')}", flush=True)
     started = time.perf_counter()
-    code = subprocess.run(words, check=False, env={**os.environ, "PYTHONPATH": python_path(), **(env or {})}).returncode
+    code = subprocess.run(words, check=False, env={**os.environ, "PYTHONPATH": python_path()}).returncode
     if code:
         sys.exit(code)
     print(f"   ({time.perf_counter() - started:.0f} s)", flush=True)
@@ -62,16 +62,14 @@ def prepare_data(run_dir: Path, corpus: Path, vocab_size: int) -> tuple[Path, Pa
 def pretrain(arguments: argparse.Namespace, tokenizer: Path, data: Path, steps: int) -> None:
     """Trains half of the steps, stops, and resumes from the checkpoint for the rest."""
     processes = min(2, device_count()) or 2
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
-    command += ["-m", "megatron.optimus.pretrain", "--preset", arguments.preset, "--run-dir", arguments.run_dir]
+    command = [sys.executable, "-m", "megatron.optimus.launch", "--nproc-per-node", processes]
+    command += ["--preset", arguments.preset, "--run-dir", arguments.run_dir]
     command += ["--data-path", data, "--tokenizer-model", tokenizer, "--expert-model-parallel-size", processes]
     command += ["--train-iters", steps, "--save-interval", max(1, steps // 4), *arguments.pretrain_options]
-    # torchrun would warn that it sets this; the program gives each rank its share of the cores itself.
-    env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
     half = max(1, steps // 2)
-    run(f"pretrain {arguments.preset}, first half", *command, "--exit-interval", half, env=env)
+    run(f"pretrain {arguments.preset}, first half", *command, "--exit-interval", half)
     if half < steps:
-        run("resume from the checkpoint, second half", *command, env=env)
+        run("resume from the checkpoint, second half", *command)
 
 
 def device_count() -> int:
@@ -89,7 +87,7 @@ def export(run_dir: Path, tokenizer: Path) -> Path:
 
 
 def generate(folder: Path) -> list[str]:
-    """Loads the export in transformers and continues each prompt, greedily."""
+    """Loads the export in transformers and continues each prompt (sampling, fixed seed)."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
     from transformers.utils import logging

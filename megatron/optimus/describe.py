@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from megatron.optimus.config.checks import check, model_parallel_size
+import math
+
+from megatron.optimus.config.checks import check
+from megatron.optimus.config.layout import Layout
 from megatron.optimus.config.schema import Precision, RunConfig
 from megatron.optimus.config.serialize import to_yaml
 from megatron.optimus.models.counting import count_parameters
-from megatron.optimus.parallel.mesh import Layout
 
 GIB = 2**30
 
@@ -25,14 +27,8 @@ def describe(config: RunConfig, world_size: int) -> str:
 def smallest_world(config: RunConfig) -> int:
     """Fewest ranks that the parallel sizes allow."""
     parallel = config.parallel
-    stage = max(
-        parallel.expert_model_parallel_size, model_parallel_size(config) // parallel.pipeline_model_parallel_size
-    )
-    while stage % parallel.expert_model_parallel_size or (stage * parallel.pipeline_model_parallel_size) % (
-        model_parallel_size(config)
-    ):
-        stage += 1
-    return stage * parallel.pipeline_model_parallel_size
+    dense = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    return math.lcm(dense, parallel.expert_model_parallel_size) * parallel.pipeline_model_parallel_size
 
 
 def _parameter_lines(config: RunConfig) -> list[str]:

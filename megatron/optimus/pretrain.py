@@ -21,7 +21,7 @@ from megatron.optimus.describe import describe
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.runtime import device as devices
 from megatron.optimus.runtime import distributed, launch_env, log
-from megatron.optimus.runtime.agreement import Ranks
+from megatron.optimus.runtime.agreement import RELAYED, Ranks
 from megatron.optimus.runtime.launch_env import LaunchEnv
 from megatron.optimus.trainer.health import TrainingError
 
@@ -31,9 +31,10 @@ USER_ERRORS = (ConfigError, DataError, CheckpointError, TrainingError)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code: 0, or 2 after one line that says what is wrong."""
-    launch = None
+    rank, met_others = 0, False
     try:
         launch = launch_env.detect()
+        rank = launch.rank
         run = load(argv)
         if run.dry_run:
             if launch.rank == 0:
@@ -41,10 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         check(run.config, launch.world_size)
         check_trainable(run.config)
+        met_others = True
         pretrain(run.config, launch)
     except USER_ERRORS as error:
-        rank = launch.rank if launch is not None else 0
-        sys.stderr.write(f"error: {error}\n" if rank == 0 else f"error on rank {rank}: {error}\n")
+        if rank == 0:
+            sys.stderr.write(f"error: {error}\n")
+        elif met_others and not getattr(error, RELAYED, False):  # else rank 0 or the failing rank speaks for all
+            sys.stderr.write(f"error on rank {rank}: {error}\n")
         return 2
     return 0
 

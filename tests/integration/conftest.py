@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +21,21 @@ TINY = (
     "--micro-batch-size 2 --global-batch-size 8 --lr 3e-3 --min-lr 3e-4 --lr-warmup-iters 2 --adam-eps 1e-6 "
     "--train-iters 8 --eval-interval 4 --eval-iters 1 --save-interval 2 --device cpu"
 ).split()
+
+
+def command_of(ranks: int, torchrun: bool = False) -> list[str]:
+    """How a user starts this many ranks."""
+    if torchrun:
+        launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        return [sys.executable, "-m", *launcher, "-m", "megatron.optimus.pretrain"]
+    if ranks > 1:
+        return [sys.executable, "-m", "megatron.optimus.launch", "--nproc-per-node", str(ranks)]
+    return [sys.executable, "-m", "megatron.optimus.pretrain"]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
 
 Program = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -42,13 +58,21 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pretrain(tokens: Path) -> Program:
     """``pretrain(run_dir, *options, ranks=1)`` runs megatron.optimus.pretrain in processes of its own."""
 
-    def run(run_dir: Path, *options: object, ranks: int = 1, **keywords: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable]
-        if ranks > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command += ["-m", "megatron.optimus.pretrain", *TINY, "--run-dir", str(run_dir)]
-        command += ["--data-path", str(tokens), *map(str, options)]
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        return subprocess.run(command, check=False, capture_output=True, text=True, timeout=240, env=env, **keywords)
+    def run(
+        run_dir: Path,
+        *options: object,
+        ranks: int = 1,
+        torchrun: bool = False,
+        max_file_bytes: int = resource.RLIM_INFINITY,
+    ) -> subprocess.CompletedProcess[str]:
+        command = [*command_of(ranks, torchrun), *TINY, "--run-dir", str(run_dir), "--data-path", str(tokens)]
+        command += map(str, options)
+
+        def limit_files() -> None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
+
+        return subprocess.run(
+            command, check=False, capture_output=True, text=True, timeout=240, env=environment(), preexec_fn=limit_files
+        )
 
     return run

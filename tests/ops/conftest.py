@@ -23,3 +23,12 @@ def _auto_backend():
 
     yield
     ops.set_backend("auto")
+
+
+@pytest.fixture
+def default_work_sizes():
+    from megatron.optimus.ops import sycl
+
+    sycl.set_work_sizes()
+    yield
+    sycl.set_work_sizes()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +20,12 @@ HAS_CUDA = torch.cuda.is_available()
 TARGETS = [
     pytest.param("reference", "cpu", id="reference-cpu"),
     pytest.param("cpu", "cpu", id="cpu"),
+    pytest.param(
+        "triton",
+        "cuda",
+        id="triton",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device")],
+    ),
 ]
 
 
@@ -30,6 +39,8 @@ def case_with_answer(name: str, dtype: torch.dtype) -> tuple[list[Tensor], dict[
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("backend", "device"), TARGETS)
 def test_values_and_gradients(backend: str, device: str, dtype: torch.dtype, name: str) -> None:
+    if backend == "triton" and dtype == torch.float32:
+        pytest.skip("16-bit only")
     inputs, want = case_with_answer(name, dtype)
     ops.set_backend(backend)
     got = values_and_gradients(ops.moe_mlp, [t.to(device) for t in inputs])
@@ -136,6 +147,50 @@ def test_compiled_operations_pass_opcheck() -> None:
     hidden = torch.ops.optimus.moe_mlp(*leaves, indices)[1]
     plain = [t.detach() for t in (dy, *leaves)]
     torch.library.opcheck(torch.ops.optimus.moe_mlp_backward.default, (*plain, indices, hidden), test_utils=checks)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device")
+def test_triton_counts_stay_on_the_device() -> None:
+    """Forward and backward are captured in a CUDA graph, which a host synchronisation would break, and replayed."""
+    inputs = [t.cuda() for t in make_inputs(Case(257, 64, 48, 8, 2), torch.bfloat16)]
+    values_and_gradients(ops.moe_mlp, inputs)
+    graph = torch.cuda.CUDAGraph()
+    leaves = [t.requires_grad_() for t in inputs[:4]]
+    with torch.cuda.graph(graph):
+        y = ops.moe_mlp(*leaves, inputs[4])
+        grads = torch.autograd.grad(y, leaves, inputs[5])
+    fresh = [t.cuda() for t in make_inputs(Case(257, 64, 48, 8, 2, "some_foreign"), torch.bfloat16, seed=9)]
+    for old, new in zip(inputs, fresh, strict=True):
+        old.data.copy_(new)
+    graph.replay()
+    want = values_and_gradients(ops.moe_mlp, fresh)
+    assert all(torch.equal(got, want[n]) for n, got in zip(NAMES, (y, *grads), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device")
+def test_triton_stops_at_an_index_out_of_range() -> None:
+    """In a process of its own: a failed assertion on the device ends every later use of it."""
+    program = (
+        "import torch; from megatron.optimus import ops; from tests.ops.cases import CASES, make_inputs\n"
+        "inputs = [t.cuda() for t in make_inputs(CASES['odd_tokens'], torch.bfloat16)]\n"
+        "inputs[4][3, 0] = 4\n"
+        "ops.moe_mlp(*inputs[:5]); torch.cuda.synchronize()"
+    )
+    root = Path(__file__).resolve().parents[2]
+    run = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False)
+    assert run.returncode != 0 and "an expert index is outside [-1, E)" in run.stdout + run.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device")
+def test_triton_operations_pass_opcheck() -> None:
+    inputs = [t.cuda() for t in make_inputs(CASES["some_foreign"], torch.bfloat16)]
+    values_and_gradients(ops.moe_mlp, inputs)
+    leaves = [t.requires_grad_() for t in inputs[:4]]
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.optimus_triton.moe_mlp.default, (*leaves, inputs[4]), test_utils=checks)
 
 
 def test_runs_on_meta_tensors() -> None:

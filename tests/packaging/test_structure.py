@@ -24,7 +24,7 @@ LAYERS = [
     ["optim", "data", "checkpoint"],
     ["trainer"],
     ["describe"],
-    ["pretrain"],
+    ["pretrain", "launch"],
 ]
 ALLOWED = {
     part: {other for lower in LAYERS[:level] for other in lower} for level, parts in enumerate(LAYERS) for part in parts

@@ -7,28 +7,18 @@ ones, so the first complaint is the one the user sees.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+from megatron.optimus.config.layout import Layout
 from megatron.optimus.config.schema import ConfigError, Device, RunConfig, TokenizerType, divisors, one_of
 
 Rule = Callable[[RunConfig, int], "str | None"]
 
 
-def model_parallel_size(config: RunConfig) -> int:
-    """Ranks that hold one copy of the dense weights and one sequence: tp x pp x cp."""
-    parallel = config.parallel
-    return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
-
-
-def data_parallel_size(config: RunConfig, world_size: int) -> int:
-    """Ranks with a batch of their own: world / (tp x pp x cp). Raises ConfigError where that is not whole."""
-    _raise_if(world_divides_into_layout(config, world_size))
-    return world_size // model_parallel_size(config)
-
-
 def gradient_accumulation_steps(config: RunConfig, world_size: int) -> int:
     """Micro-batches per rank and optimizer step. Raises ConfigError where that is not whole."""
-    dp = data_parallel_size(config, world_size)
     _raise_if(batch_divides(config, world_size))
+    dp = Layout.from_config(config.parallel, world_size).dp
     return config.training.global_batch_size // (config.training.micro_batch_size * dp)
 
 
@@ -54,6 +44,12 @@ def check_trainable(config: RunConfig) -> None:
             "for example --data-path data/corpus (for data/corpus.bin and data/corpus.idx), "
             "or a blend in --data-file-list"
         )
+    tokenizer = config.data.tokenizer_model
+    if tokenizer is not None and not Path(tokenizer).exists():
+        raise ConfigError(
+            f"tokenizer_model={tokenizer!r} does not exist; give the tokenizer's file or folder, or leave it out: "
+            "training does not need it, the export then comes without one"
+        )
 
 
 def _raise_if(message: str | None) -> None:
@@ -61,17 +57,12 @@ def _raise_if(message: str | None) -> None:
         raise ConfigError(message)
 
 
-def world_divides_into_layout(config: RunConfig, world_size: int) -> str | None:
-    size = model_parallel_size(config)
-    if world_size % size == 0:
-        return None
-    parallel = config.parallel
-    return (
-        f"tensor_model_parallel_size={parallel.tensor_model_parallel_size} x "
-        f"pipeline_model_parallel_size={parallel.pipeline_model_parallel_size} x "
-        f"context_parallel_size={parallel.context_parallel_size} = {size} must divide the number of ranks {world_size};"
-        f" start a multiple of {size} ranks, or make the product {one_of(divisors(world_size))}"
-    )
+def sizes_fit_ranks(config: RunConfig, world_size: int) -> str | None:
+    try:
+        Layout.from_config(config.parallel, world_size)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def experts_need_a_moe_model(config: RunConfig, world_size: int) -> str | None:
@@ -79,16 +70,6 @@ def experts_need_a_moe_model(config: RunConfig, world_size: int) -> str | None:
     if ep == 1 or config.model.is_moe:
         return None
     return f"expert_model_parallel_size={ep} but num_experts=0: a dense model has no experts to share; use 1"
-
-
-def expert_parallel_divides_ranks(config: RunConfig, world_size: int) -> str | None:
-    ep, stages = config.parallel.expert_model_parallel_size, config.parallel.pipeline_model_parallel_size
-    ranks = world_size // stages  # one stage's ranks, all of which can share experts: dp x cp x tp
-    if ranks % ep == 0:
-        return None
-    what = "the data-parallel size" if model_parallel_size(config) == stages else "the ranks of one pipeline stage"
-    values = [size for size in divisors(ranks) if config.model.num_experts % size == 0]
-    return f"expert_model_parallel_size={ep} must divide {what} {ranks}; use {one_of(values)}"
 
 
 def expert_parallel_divides_experts(config: RunConfig, world_size: int) -> str | None:
@@ -109,7 +90,7 @@ def layers_divide_into_stages(config: RunConfig, world_size: int) -> str | None:
 
 def batch_divides(config: RunConfig, world_size: int) -> str | None:
     batch, micro = config.training.global_batch_size, config.training.micro_batch_size
-    dp = world_size // model_parallel_size(config)
+    dp = Layout.from_config(config.parallel, world_size).dp
     unit = micro * dp
     if batch % unit == 0:
         return None
@@ -160,10 +141,9 @@ def backend_serves_device(config: RunConfig, world_size: int) -> str | None:
 
 
 RULES: list[Rule] = [
-    world_divides_into_layout,
+    sizes_fit_ranks,
     layers_divide_into_stages,
     experts_need_a_moe_model,
-    expert_parallel_divides_ranks,
     expert_parallel_divides_experts,
     batch_divides,
     sequence_fits_positions,

@@ -47,7 +47,7 @@ PRESETS: dict[str, Preset] = {
             "vocab_size": 4096,
             "max_position_embeddings": 256,
         },
-        "optimizer": {"lr": 2e-3, "min_lr": 2e-4, "lr_warmup_iters": 20, "adam_beta2": 0.99},
+        "optimizer": {"lr": 3e-3, "min_lr": 1e-4, "lr_warmup_iters": 40, "adam_beta2": 0.95},
         "training": {
             "train_iters": 300,
             "micro_batch_size": 4,
@@ -55,6 +55,7 @@ PRESETS: dict[str, Preset] = {
             "seq_length": 256,
             "params_dtype": "fp32",
         },
+        "logging": {"log_interval": 10},
     },
     "mula-1b": {
         "model": {**_DENSE_1B},

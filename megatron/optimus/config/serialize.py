@@ -41,6 +41,20 @@ def to_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(to_dict(config), sort_keys=False)
 
 
+def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """ "training.global_batch_size 8 -> 16" for every option that differs between two ``to_dict`` results.
+
+    Only what bears on the training itself: how often something is logged or saved may change freely.
+    """
+    changes = []
+    for section in ("model", "parallel", "optimizer", "training", "data"):
+        old, new = before.get(section, {}), after.get(section, {})
+        for name in sorted(old.keys() | new.keys()):
+            if old.get(name) != new.get(name):
+                changes.append(f"{section}.{name} {old.get(name)} -> {new.get(name)}")
+    return changes
+
+
 def config_hash(config: RunConfig) -> str:
     """sha256 (hex) of the canonical JSON of the run: equal exactly when every option is equal."""
     text = json.dumps(to_dict(config), sort_keys=True, separators=(",", ":"), allow_nan=False)

@@ -6,8 +6,15 @@ import torch
 from torch import Tensor
 
 from megatron.optimus.ops import reference
-from megatron.optimus.ops.backend import Backend, BackendUnavailableError, get_backend, resolve, set_backend
-from megatron.optimus.ops.reference import Routing, expert_counts, router_topk
+from megatron.optimus.ops.backend import (
+    Backend,
+    BackendUnavailableError,
+    get_backend,
+    resolve,
+    runs_triton,
+    set_backend,
+)
+from megatron.optimus.ops.reference import Routing, expert_counts
 
 __all__ = [
     "Backend",
@@ -19,6 +26,28 @@ __all__ = [
     "router_topk",
     "set_backend",
 ]
+
+
+def router_topk(
+    logits_TE: Tensor,
+    topk: int,
+    *,
+    sigmoid: bool = False,
+    normalize: bool = False,
+    selection_bias_E: Tensor | None = None,
+) -> Routing:
+    """Chooses K experts per token; see ``reference.router_topk``. Raises ValueError if K is not in [1, E]."""
+    if logits_TE.dim() != 2 or not 1 <= topk <= logits_TE.shape[1]:
+        raise ValueError(
+            f"router_topk: topk={topk} of logits {tuple(logits_TE.shape)}; expected [T, E] and 1 <= K <= E"
+        )
+    if logits_TE.dtype == torch.float32 and runs_triton(logits_TE.device) and logits_TE.shape[1] <= 1024:
+        from megatron.optimus.ops.triton import router
+
+        return Routing(*router.router_topk(logits_TE, topk, sigmoid, normalize, selection_bias_E))
+    return reference.router_topk(
+        logits_TE, topk, sigmoid=sigmoid, normalize=normalize, selection_bias_E=selection_bias_E
+    )
 
 
 def moe_mlp(x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Tensor, indices_TK: Tensor) -> Tensor:
@@ -34,6 +63,14 @@ def moe_mlp(x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Te
         from megatron.optimus.ops import cpu
 
         return cpu.moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
+    if backend is Backend.TRITON:
+        from megatron.optimus.ops.triton import moe_mlp as triton_moe_mlp
+
+        return triton_moe_mlp.moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
+    if backend is Backend.SYCL:
+        from megatron.optimus.ops import sycl
+
+        return sycl.moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
     return reference.moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
 
 

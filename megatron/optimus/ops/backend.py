@@ -25,6 +25,7 @@ class Backend(str, enum.Enum):
     REFERENCE = "reference"  # plain PyTorch: every device and dtype, the specification
     CPU = "cpu"  # C++ (csrc/cpu): float32, bfloat16, float16
     TRITON = "triton"  # NVIDIA GPUs: bfloat16, float16
+    SYCL = "sycl"  # Intel GPUs (csrc/sycl): float32, bfloat16, float16; cpu tensors too, for tests
 
 
 class BackendUnavailableError(ValueError):
@@ -58,6 +59,14 @@ def resolve(device: torch.device, dtype: torch.dtype) -> Backend:
     return _resolve(_selected, device.type, dtype)
 
 
+def runs_triton(device: torch.device) -> bool:
+    """Whether the small fp32 operations around the experts (the router) run in Triton on this device.
+
+    They follow the experts' backend: Triton wherever that runs for bfloat16, else the reference.
+    """
+    return _selected in (Backend.AUTO, Backend.TRITON) and _triton_error(device.type) is None
+
+
 @functools.cache
 def _resolve(selected: Backend, device_type: str, dtype: torch.dtype) -> Backend:
     where = f"{device_type} {str(dtype).removeprefix('torch.')}"
@@ -67,7 +76,7 @@ def _resolve(selected: Backend, device_type: str, dtype: torch.dtype) -> Backend
             raise BackendUnavailableError(f"backend {selected.value!r} cannot run on {where}: {obstacle}")
         logger.info("expert kernels on %s: %s (as set)", where, selected.value)
         return selected
-    native = Backend.CPU if device_type in ("cpu", "meta") else Backend.TRITON
+    native = {"cpu": Backend.CPU, "meta": Backend.CPU, "xpu": Backend.SYCL}.get(device_type, Backend.TRITON)
     obstacle = _obstacle(native, device_type, dtype)
     if obstacle is None:
         logger.info("expert kernels on %s: %s", where, native.value)
@@ -88,7 +97,7 @@ def _obstacle(backend: Backend, device_type: str, dtype: torch.dtype) -> str | N
         if dtype not in _HALF:
             return "it has bfloat16 and float16 only; the reference runs the rest"
         return _triton_error(device_type)
-    return None
+    return _sycl_error(device_type, dtype) if backend is Backend.SYCL else None
 
 
 @functools.cache
@@ -104,6 +113,7 @@ def compiled_library_error() -> str | None:
     return None
 
 
+@functools.cache
 def _triton_error(device_type: str) -> str | None:
     try:
         triton = importlib.import_module("triton")
@@ -112,3 +122,13 @@ def _triton_error(device_type: str) -> str | None:
     if device_type != "cuda" and not triton.knobs.runtime.interpret:
         return f"it runs on cuda tensors, not {device_type}"
     return None
+
+
+def _sycl_error(device_type: str, dtype: torch.dtype) -> str | None:
+    from megatron.optimus.ops import sycl
+
+    if dtype not in (torch.float32, *_HALF):
+        return "it has float32, bfloat16 and float16 only; the reference runs the rest"
+    if device_type not in ("xpu", "cpu"):
+        return f"it runs on xpu and cpu tensors, not {device_type}"
+    return sycl.xpu_error() if device_type == "xpu" else sycl.cpu_device_error()

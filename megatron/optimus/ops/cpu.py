@@ -35,9 +35,12 @@ def _fake_backward(
 def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs, output[1])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # else autograd fills a gradient of hidden with zeros
 
 
-def _backward(ctx: Any, dy: Tensor, _dhidden: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor | None, _dhidden: None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return None, None, None, None, None
     x, gate_up, down, weights, indices, hidden = ctx.saved_tensors
     grads = torch.ops.optimus.moe_mlp_backward(dy, x, gate_up, down, weights, indices, hidden)
     return (*grads, None)

@@ -1,74 +1,15 @@
-"""One named grid of ranks with two views of it.
+"""This rank's place in the grid of ranks (config/layout.py) and its process groups along every axis.
 
-Dense view, outermost axis first: (pp, dp, cp, tp). Expert view of the same ranks: (pp, edp, ep). Inside a pipeline
-stage, the dp*cp*tp ranks in order are cut into consecutive runs of ``ep`` ranks: the run shares the experts of a layer
-(axis ``ep``), ranks at the same place of different runs hold the same experts (axis ``edp``). Consecutive ranks sit in
-one node, so expert traffic stays inside it as long as ep <= ranks per node.
-
-Attention and experts therefore use different groups over the same ranks; each is a slice of the grid and is passed to
-whoever needs it. The axis ``dense`` joins dp and cp: the ranks that hold the same non-expert weights.
+Attention and experts use different groups over the same ranks; each is a slice of the grid and is passed to whoever
+needs it, never a global.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 import torch.distributed as dist
 
-from megatron.optimus.config.schema import ConfigError, ParallelConfig
-
-DENSE_AXES = ("pp", "dp", "cp", "tp")
-AXES = (*DENSE_AXES, "dense", "edp", "ep")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Sizes of every axis for a world size; pure arithmetic, no process group."""
-
-    pp: int
-    dp: int
-    cp: int
-    tp: int
-    ep: int
-    edp: int
-
-    @classmethod
-    def from_config(cls, config: ParallelConfig, world_size: int) -> Layout:
-        """Raises ConfigError when the sizes do not multiply to the world size."""
-        tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-        cp, ep = config.context_parallel_size, config.expert_model_parallel_size
-        if world_size % (pp * cp * tp):
-            raise ConfigError(
-                f"world size {world_size} is not a multiple of pipeline {pp} x context {cp} x tensor {tp} = "
-                f"{pp * cp * tp}; change one of these sizes or start {pp * cp * tp} ranks or a multiple"
-            )
-        stage = world_size // pp
-        if stage % ep:
-            fits = [size for size in range(1, stage + 1) if stage % size == 0]
-            raise ConfigError(
-                f"expert_model_parallel_size={ep} must divide the {stage} ranks of a pipeline stage; use one of {fits}"
-            )
-        return cls(pp=pp, dp=stage // (cp * tp), cp=cp, tp=tp, ep=ep, edp=stage // ep)
-
-    @property
-    def world_size(self) -> int:
-        return self.pp * self.dp * self.cp * self.tp
-
-    def groups(self, axis: str) -> list[list[int]]:
-        """All groups of ranks along an axis, each in axis order; together they hold every rank once."""
-        grid = torch.arange(self.world_size).view(self.pp, self.dp, self.cp, self.tp)
-        expert_grid = grid.view(self.pp, self.edp, self.ep)
-        rows = {
-            "pp": lambda: grid.flatten(1).t(),
-            "dp": lambda: grid.movedim(1, -1).flatten(0, -2),
-            "cp": lambda: grid.movedim(2, -1).flatten(0, -2),
-            "tp": lambda: grid.flatten(0, -2),
-            "dense": lambda: grid.flatten(1, 2).movedim(1, -1).flatten(0, -2),
-            "edp": lambda: expert_grid.movedim(1, -1).flatten(0, -2),
-            "ep": lambda: expert_grid.flatten(0, -2),
-        }
-        return rows[axis]().tolist()
+from megatron.optimus.config.layout import AXES, Layout
+from megatron.optimus.config.schema import ParallelConfig
 
 
 class Mesh:

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+RELAYED = "optimus_relayed"  # attribute of an error that only repeats another rank's
 _NO_FAILURE = 1 << 62
 _ERRNO_LIMIT = 1 << 12
 T = TypeVar("T")
@@ -71,5 +72,7 @@ class Ranks:
         if failure is not None:
             rank, number = failure
             reason = os.strerror(number) if number else "see the message of that rank"
-            raise error_type(f"{task} failed on rank {rank}: {reason}")
+            relayed = error_type(f"{task} failed on rank {rank}: {reason}")
+            setattr(relayed, RELAYED, True)
+            raise relayed
         return result  # type: ignore[return-value]  # no error, so this is the action's own result

@@ -123,6 +123,19 @@ def export(launch: LaunchEnv, device_type: str) -> None:
     )
 
 
+def of_rank(rank: int, num_ranks: int, master_port: int) -> dict[str, str]:
+    """The environment of this process plus torchrun's variables for one of ``num_ranks`` ranks of this machine."""
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(master_port),
+    }
+
+
 def set_default(name: str, value: str) -> None:
     """Sets a variable that a library reads (cuBLAS workspace), unless the user has set it."""
     os.environ.setdefault(name, value)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from megatron.optimus.checkpoint import state, store
+from megatron.optimus.checkpoint.errors import CheckpointError
+from megatron.optimus.checkpoint.manifest import Manifest
 from megatron.optimus.config.checks import gradient_accumulation_steps
 from megatron.optimus.config.schema import RunConfig
-from megatron.optimus.config.serialize import to_dict
+from megatron.optimus.config.serialize import changed_options, to_dict
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.loader import Batch
 from megatron.optimus.observe.flops import flops_per_token, mfu
@@ -140,21 +143,28 @@ class Trainer:
     def _resume(self) -> None:
         """Takes up the newest good checkpoint of this run, else ``load``, else starts from the initial weights."""
         path = store.find_loadable(self.checkpoints, device=self.device)
-        weights_only = False
+        is_verified, weights_only = path is not None, False
         if path is None and self.config.checkpoint.load is not None:
             path = store.resolve(Path(self.config.checkpoint.load))
             weights_only = self.config.checkpoint.finetune
         if path is None:
             logger.info("starting from initial weights (seed %d)", self.config.training.seed)
             return
-        optimizer = self.engine.optimizer
         manifest = store.load_manifest(path)
-        if weights_only or manifest.kind == "model":
-            state.load_weights(path, self.model, optimizer)
-        else:
-            store.load(path, state.training_slices(self.model, optimizer, buffers=True))
-            optimizer.step_count = manifest.metadata["optimizer_step_count"]
+        read = partial(self._read_checkpoint, path, manifest, weights_only=weights_only, verify=not is_verified)
+        Ranks(None, self.device).together(read, f"loading {path}", CheckpointError)
         if not weights_only:
             self.step, self.consumed_samples = manifest.step, manifest.consumed_samples
-        optimizer.sync_params_from_master()
+        self.engine.optimizer.sync_params_from_master()
         logger.info("resumed from %s: step %d, %d samples consumed", path, self.step, self.consumed_samples)
+        for change in changed_options(manifest.config, to_dict(self.config)):
+            logger.info("changed since that checkpoint: %s", change)
+
+    def _read_checkpoint(self, path: Path, manifest: Manifest, *, weights_only: bool, verify: bool) -> None:
+        """This rank's part of a checkpoint into the optimizer's state. Local."""
+        optimizer = self.engine.optimizer
+        if weights_only or manifest.kind == "model":
+            state.load_weights(path, self.model, optimizer, verify=verify)
+        else:
+            store.load(path, state.training_slices(self.model, optimizer, buffers=True), verify=verify)
+            optimizer.step_count = manifest.metadata["optimizer_step_count"]

@@ -1,0 +1,366 @@
+"""Speed of one MoE layer, router included, against other implementations: same process, same inputs, medians.
+
+On a GPU:  python benchmarks/moe_layer.py --tokens 8192 16384 32768 --out benchmarks/results/moe_layer_h200
+On a CPU:  python benchmarks/moe_layer.py --device cpu --out benchmarks/results/moe_layer_cpu
+Every repetition times each implementation once, in an order that rotates, after overwriting the GPU's level-2 cache.
+A peer that is not installed or fails is named and left out. FLOPs are those of the experts' products: 18*T*K*D*F
+forward and backward. Besides a printed table: OUT.json with every time, OUT.png with a bar chart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.optimus import ops
+
+# d model width, f inner width, e experts on this device, k experts per token
+SHAPES = {
+    "mula-7b": (2048, 1024, 64, 8),
+    "mula-20b": (2048, 1024, 96, 8),
+    "mula-100b/ep4": (3072, 1536, 36, 8),
+    "mula-220b/ep12": (3072, 1536, 20, 8),
+    "mula-tiny": (192, 192, 8, 2),
+}
+
+
+@dataclass
+class Inputs:
+    x: Tensor  # [T, D]
+    router: Tensor  # [E, D]
+    gate_up: Tensor  # [E, 2F, D]
+    down: Tensor  # [E, D, F]
+    dy: Tensor  # [T, D]
+    topk: int
+
+    def leaves(self) -> list[Tensor]:
+        return [self.x, self.router, self.gate_up, self.down]
+
+
+def make_inputs(shape: tuple[int, int, int, int], tokens: int, zipf: float, device: str, dtype: torch.dtype) -> Inputs:
+    """Random weights and tokens. A direction common to all tokens carries log-probabilities rank**-zipf per expert."""
+    width, inner, experts, topk = shape
+    torch.manual_seed(0)
+
+    def randn(*size: int, scale: float) -> Tensor:
+        return (torch.randn(*size, device=device) * scale).to(dtype)
+
+    direction = torch.randn(width, device=device)
+    bias = -zipf * torch.arange(1, experts + 1, device=device).float().log()
+    router = torch.randn(experts, width, device=device) / width**0.5
+    router = router + bias[:, None] * direction / direction.square().sum()
+    x = torch.randn(tokens, width, device=device) + (direction if zipf else 0.0)
+    return Inputs(
+        x.to(dtype).requires_grad_(),
+        router.to(dtype).requires_grad_(),
+        randn(experts, 2 * inner, width, scale=width**-0.5).requires_grad_(),
+        randn(experts, width, inner, scale=inner**-0.5).requires_grad_(),
+        randn(tokens, width, scale=1.0),
+        topk,
+    )
+
+
+def route(data: Inputs) -> tuple[Tensor, Tensor]:
+    routing = ops.router_topk(F.linear(data.x, data.router).float(), data.topk, normalize=True)
+    return routing.weights_TK, routing.indices_TK
+
+
+def optimus(data: Inputs) -> Callable[[], Tensor]:
+    return lambda: ops.moe_mlp(data.x, data.gate_up, data.down, *route(data))
+
+
+def _plain_route(data: Inputs) -> tuple[Tensor, Tensor]:
+    weights, indices = torch.softmax(F.linear(data.x, data.router).float(), dim=-1).topk(data.topk, dim=-1)
+    return weights / weights.sum(dim=-1, keepdim=True), indices
+
+
+def _grouped_mm(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, topk: int) -> Tensor:
+    weights, indices = torch.softmax(F.linear(x, router).float(), dim=-1).topk(topk, dim=-1)
+    weights = weights / weights.sum(dim=-1, keepdim=True)
+    expert = indices.reshape(-1)
+    order = torch.argsort(expert)
+    ends = torch.cumsum(torch.bincount(expert, minlength=gate_up.shape[0]), 0).to(torch.int32)
+    token = order // topk
+    hidden = torch._grouped_mm(x[token], gate_up.transpose(1, 2), offs=ends)
+    gate, up = hidden.chunk(2, dim=-1)
+    y = torch._grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends)
+    y = y * weights.reshape(-1)[order][:, None].to(y.dtype)
+    return torch.zeros_like(x).index_add_(0, token, y)
+
+
+def grouped_mm(data: Inputs) -> Callable[[], Tensor]:
+    return lambda: _grouped_mm(*data.leaves(), data.topk)
+
+
+def grouped_mm_compiled(data: Inputs) -> Callable[[], Tensor]:
+    torch._dynamo.reset()
+    fn = torch.compile(_grouped_mm)
+    return lambda: fn(*data.leaves(), data.topk)
+
+
+def sonicmoe(data: Inputs) -> Callable[[], Tensor]:
+    """SonicMoE's layer function; it wants gate and up rows interleaved. Its module's auxiliary loss is left out."""
+    from sonicmoe.enums import ActivationType
+    from sonicmoe.functional import moe_TC_softmax_topk_layer
+
+    with torch.no_grad():
+        experts, twice, width = data.gate_up.shape
+        data.gate_up.copy_(data.gate_up.view(experts, 2, twice // 2, width).transpose(1, 2).reshape(data.gate_up.shape))
+    stream = torch.cuda.current_stream().cuda_stream
+    up, down = data.gate_up.permute(1, 2, 0), data.down.permute(1, 2, 0)
+    return lambda: moe_TC_softmax_topk_layer(
+        data.x, data.router, up, None, down, None, data.topk, stream, ActivationType.SWIGLU, False
+    )[0]
+
+
+def liger(data: Inputs) -> Callable[[], Tensor]:
+    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+
+    def run() -> Tensor:
+        weights, indices = _plain_route(data)
+        return LigerFusedMoEFunction.apply(data.x, data.gate_up, data.down, indices.int(), weights.to(data.x.dtype))
+
+    return run
+
+
+def transformers_eager(data: Inputs) -> Callable[[], Tensor]:
+    from transformers.models.olmoe.modeling_olmoe import OlmoeConfig, OlmoeSparseMoeBlock
+
+    experts, width, inner = data.down.shape
+    config = OlmoeConfig(
+        hidden_size=width,
+        intermediate_size=inner,
+        num_experts=experts,
+        num_experts_per_tok=data.topk,
+        norm_topk_prob=True,
+    )
+    config._experts_implementation = "eager"
+    with torch.device("meta"):
+        block = OlmoeSparseMoeBlock(config)
+    block.gate.weight = torch.nn.Parameter(data.router.detach())
+    block.experts.gate_up_proj = torch.nn.Parameter(data.gate_up.detach())
+    block.experts.down_proj = torch.nn.Parameter(data.down.detach())
+    data.router, data.gate_up, data.down = block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj
+    return lambda: block(data.x[None])[0]
+
+
+IMPLEMENTATIONS: dict[str, Callable[[Inputs], Callable[[], Tensor]]] = {
+    "optimus": optimus,
+    "sonicmoe": sonicmoe,
+    "grouped_mm": grouped_mm,
+    "grouped_mm+compile": grouped_mm_compiled,
+    "liger": liger,
+    "transformers": transformers_eager,
+}
+
+
+class Clock:
+    """Milliseconds of one call on the device, the cache overwritten before.
+
+    The device is first kept busy for about two milliseconds, so that the time in which Python launches kernels is not
+    counted: in training the device is behind, too. A call that waits for the device itself still pays its launches.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.cuda = device == "cuda"
+        self.flush = torch.empty(256 * 2**20 if self.cuda else 1, dtype=torch.uint8, device=device)
+
+    def __call__(self, fn: Callable[[], object]) -> float:
+        if not self.cuda:
+            start = time.perf_counter()
+            fn()
+            return (time.perf_counter() - start) * 1e3
+        self.flush.zero_()
+        torch.cuda._sleep(4_000_000)  # clock cycles
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        fn()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+
+def measure(shape_name: str, tokens: int, zipf: float, args: argparse.Namespace) -> list[dict]:
+    shape, clock = SHAPES[shape_name], Clock(args.device)
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    width, inner, experts, topk = shape
+    flops = 6 * tokens * topk * width * inner
+    layers: dict[str, tuple[Inputs, Callable[[], Tensor]]] = {}
+    expected = None
+    for name in args.peers:
+        try:
+            start = time.monotonic()
+            data = make_inputs(shape, tokens, zipf, args.device, dtype)
+            layer = IMPLEMENTATIONS[name](data)
+            y = layer()
+            torch.autograd.grad(y, data.leaves(), data.dy)
+            expected = y.detach().float() if expected is None else expected
+            error = ((y.detach().float() - expected).norm() / expected.norm()).item()
+            if not error < 0.03:
+                raise ValueError(f"its output differs from that of {args.peers[0]} by {error:.3g}")
+            layers[name] = (data, layer)
+            if args.verbose:
+                print(f"{name}: first call {time.monotonic() - start:.1f} s", flush=True)
+        except Exception as error:
+            print(f"{name}: left out: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            if args.verbose:
+                traceback.print_exc()
+    data = next(iter(layers.values()))[0]
+    with torch.no_grad():
+        counts = ops.expert_counts(route(data)[1], experts)
+    busiest = counts.max().item() / counts.float().mean().item()
+
+    times: dict[str, dict[str, list[float]]] = {name: {"forward": [], "both": []} for name in layers}
+    names = list(layers)
+    for repetition in range(args.repetitions + 2):
+        for name in names[repetition % len(names) :] + names[: repetition % len(names)]:
+            data, layer = layers[name]
+            if len(times[name]["both"]) >= 5 and times[name]["both"][-1] > 100:
+                continue  # a slow loop gets its median from fewer runs
+
+            def both(data: Inputs = data, layer: Callable[[], Tensor] = layer) -> None:
+                torch.autograd.grad(layer(), data.leaves(), data.dy)
+
+            forward_ms = clock(layer)
+            both_ms = clock(both)
+            if repetition >= 2:
+                times[name]["forward"].append(forward_ms)
+                times[name]["both"].append(both_ms)
+
+    rows = []
+    for name, measured in times.items():
+        forward, both = (statistics.median(measured[key]) for key in ("forward", "both"))
+        peak = peak_memory(*layers[name]) if args.device == "cuda" else None
+        rows.append(
+            {
+                "command": " ".join(sys.argv),
+                "shape": shape_name, "d": width, "f": inner, "experts": experts, "topk": topk, "tokens": tokens,
+                "zipf": zipf, "busiest_expert_over_mean": round(busiest, 3), "implementation": name,
+                "forward_ms": forward, "backward_ms": both - forward, "forward_backward_ms": both,
+                "forward_tflops": flops / forward / 1e9, "forward_backward_tflops": 3 * flops / both / 1e9,
+                "peak_gib": peak, "times_ms": {k: [round(ms, 4) for ms in v] for k, v in measured.items()},
+            }
+        )  # fmt: skip
+        print(
+            f"{shape_name:15s} T {tokens:6d} zipf {zipf:3.1f} ({busiest:4.2f}x) {name:19s} forward {forward:8.3f} ms "
+            f"{flops / forward / 1e9:7.2f}   forward+backward {both:8.3f} ms {3 * flops / both / 1e9:7.2f} TFLOP/s"
+            + (f"   peak {peak:.2f} GiB" if peak else ""),
+            flush=True,
+        )
+    return rows
+
+
+def peak_memory(data: Inputs, layer: Callable[[], Tensor]) -> float:
+    """GiB allocated above the arguments during forward and backward, gradients included."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.autograd.grad(layer(), data.leaves(), data.dy)
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def profile(shape_name: str, tokens: int, args: argparse.Namespace) -> None:
+    """Time of every kernel of forward and backward, back to back as a training step runs them."""
+    data = make_inputs(SHAPES[shape_name], tokens, 0.0, args.device, torch.bfloat16)
+    layer = optimus(data)
+    torch.autograd.grad(layer(), data.leaves(), data.dy)
+    activity = torch.profiler.ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[activity]) as trace:
+        for _ in range(5):
+            torch.autograd.grad(layer(), data.leaves(), data.dy)
+        torch.cuda.synchronize()
+    for event in sorted(trace.key_averages(), key=lambda e: -e.device_time_total)[:30]:
+        print(f"{event.device_time_total / 5e3:8.3f} ms  {event.count // 5:3d} calls  {event.key[:90]}", flush=True)
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    cells = list(dict.fromkeys((r["shape"], r["tokens"], r["zipf"]) for r in rows))
+    names = list(dict.fromkeys(r["implementation"] for r in rows))
+    figure, axis = pyplot.subplots(figsize=(7.5, 1.2 + 0.17 * len(rows) + 0.12 * len(cells)), layout="constrained")
+    height, ticks = 0.0, []
+    for cell in cells:
+        mine = [r for r in rows if (r["shape"], r["tokens"], r["zipf"]) == cell]
+        ticks.append(height + (len(mine) - 1) / 2)
+        for row in mine:
+            speed, name = row["forward_backward_tflops"], row["implementation"]
+            axis.barh(height, speed, 0.9, color=f"C{names.index(name)}", label=name)
+            axis.annotate(f" {speed:.3g}", (speed, height), va="center", fontsize=6)
+            height += 1
+        height += 0.7
+    labels = [f"{shape}  T={tokens}" + (f"  zipf {zipf}" if zipf else "") for shape, tokens, zipf in cells]
+    axis.set_yticks(ticks, labels, fontsize=7)
+    axis.invert_yaxis()
+    axis.set_xlabel("forward + backward of one MoE layer, router included: TFLOP/s")
+    axis.spines[["top", "right"]].set_visible(False)
+    handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    axis.legend(
+        handles.values(),
+        handles.keys(),
+        frameon=False,
+        fontsize=7,
+        ncols=3,
+        loc="lower center",
+        bbox_to_anchor=(0.4, 1),
+    )
+    figure.savefig(path, dpi=160)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES)
+    parser.add_argument("--tokens", nargs="+", type=int)
+    parser.add_argument("--zipf", nargs="+", type=float, default=[0.0], help="exponents of the expert popularity")
+    parser.add_argument("--peers", nargs="+", choices=IMPLEMENTATIONS)
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no further measurement after this time")
+    parser.add_argument("--profile", action="store_true", help="only list the time of each kernel of this library")
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--out", type=Path, help="path without suffix for .json (measurements are added) and .png")
+    args = parser.parse_args()
+    on_gpu = args.device == "cuda"
+    args.shapes = args.shapes or ([s for s in SHAPES if s != "mula-tiny"] if on_gpu else ["mula-tiny"])
+    args.tokens = args.tokens or ([32768] if on_gpu else [4096])
+    args.peers = args.peers or (list(IMPLEMENTATIONS) if on_gpu else ["optimus", "transformers"])
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    device = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
+    print(f"{device}, torch {torch.__version__}", flush=True)
+    rows: list[dict] = []
+    if args.out and args.out.with_suffix(".json").exists():
+        rows = json.loads(args.out.with_suffix(".json").read_text())["measurements"]
+    start = time.monotonic()
+    for tokens in args.tokens:
+        for zipf in args.zipf:
+            for shape in args.shapes:
+                if args.profile:
+                    profile(shape, tokens, args)
+                elif time.monotonic() - start < 60 * args.minutes:
+                    rows += measure(shape, tokens, zipf, args)
+                    if args.out:
+                        result = {"device": device, "torch": torch.__version__, "measurements": rows}
+                        args.out.with_suffix(".json").write_text(json.dumps(result))
+    if args.out and rows:
+        plot(rows, args.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Starts pretraining with several ranks on this machine: ``python -m megatron.optimus.launch --nproc-per-node 2 ...``.
+
+Everything else on the command line goes to megatron.optimus.pretrain. The ranks get torchrun's variables and share this
+terminal. When one rank fails the others are stopped, and its exit code becomes the launcher's; unlike torchrun it adds
+no traceback of its own, so the last line is the error. torchrun, mpiexec and srun can start the ranks just as well.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from megatron.optimus.config.schema import ConfigError
+from megatron.optimus.runtime import launch_env
+
+_GRACE_SECONDS = 10.0  # between asking the other ranks to stop and stopping them
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, or that of the first rank that failed (2 for a wrong command line)."""
+    try:
+        num_ranks, options = _parse(list(sys.argv[1:] if argv is None else argv))
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return run_ranks([sys.executable, "-m", "megatron.optimus.pretrain", *options], num_ranks)
+
+
+def _parse(words: list[str]) -> tuple[int, list[str]]:
+    """(number of ranks, words for pretrain)."""
+    flag = "--nproc-per-node"
+    for position, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name == flag:
+            rest = words[position + 1 :]
+            value = value if equals else (rest.pop(0) if rest else "")
+            if not value.isdecimal() or int(value) < 1:
+                raise ConfigError(f"{flag}={value!r} must be a number of ranks, 1 or more")
+            return int(value), words[:position] + rest
+    raise ConfigError(f"{flag} is missing; for one rank, python -m megatron.optimus.pretrain needs no launcher")
+
+
+def run_ranks(command: list[str], num_ranks: int) -> int:
+    """Runs ``command`` once per rank and waits for all; returns 0 or the exit code of the first that failed."""
+    port = launch_env.free_port()
+    ranks = [subprocess.Popen(command, env=launch_env.of_rank(rank, num_ranks, port)) for rank in range(num_ranks)]
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        for process in ranks:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, pass_on)
+    while True:
+        codes = [process.poll() for process in ranks]
+        failed = [code for code in codes if code]
+        if failed:
+            _stop(ranks)
+            # A negative code is a signal; shells report 128 + its number.
+            return failed[0] if failed[0] > 0 else 128 - failed[0]
+        if all(code == 0 for code in codes):
+            return 0
+        time.sleep(0.1)
+
+
+def _stop(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """Ends the ranks that still run: one that lost its peers would wait for its collective's time-out."""
+    deadline = time.monotonic() + _GRACE_SECONDS
+    time.sleep(0.5)  # those that fail together with the first one get to print their own message
+    for process in ranks:
+        if process.poll() is None:
+            process.terminate()
+    for process in ranks:
+        try:
+            process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

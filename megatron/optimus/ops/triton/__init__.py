@@ -1,0 +1,1 @@
+"""Expert operations for NVIDIA GPUs in Triton."""

@@ -1,0 +1,153 @@
+# mypy: disable-error-code=no-untyped-def
+"""``reference.router_topk`` in one kernel each way: scores, choice and renormalisation of a token stay in registers.
+
+Legend: T tokens, E experts, K chosen. Of equal scores the expert with the lower number is taken.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_EXPERTS = 1024  # a program holds whole rows of scores
+
+
+@triton.jit
+def _router_topk(
+    logits_ptr, bias_ptr, weights_ptr, indices_ptr, scores_ptr, num_tokens, num_experts, TOPK: tl.constexpr,
+    SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    expert = tl.arange(0, EXPERTS)[None, :]
+    inside = (token < num_tokens)[:, None] & (expert < num_experts)
+    place = token[:, None] * num_experts + expert
+    logits = tl.load(logits_ptr + place, mask=inside, other=-float("inf"))
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        powers = tl.exp(logits - tl.max(tl.where(expert < num_experts, logits, -float("inf")), 1)[:, None])
+        scores = powers / tl.sum(powers, 1)[:, None]
+    tl.store(scores_ptr + place, scores, mask=inside)
+    choice = scores
+    if BIASED:
+        choice += tl.load(bias_ptr + expert, mask=expert < num_experts, other=0.0)
+    choice = tl.where(expert < num_experts, choice, -float("inf"))
+    total = tl.zeros([TOKENS], dtype=tl.float32)
+    for k in tl.static_range(TOPK):
+        best = tl.argmax(choice, 1)
+        chosen = expert == best[:, None]
+        weight = tl.sum(tl.where(chosen, scores, 0.0), 1)
+        choice = tl.where(chosen, -float("inf"), choice)
+        total += weight
+        tl.store(weights_ptr + token * TOPK + k, weight, mask=token < num_tokens)
+        tl.store(indices_ptr + token * TOPK + k, best.to(tl.int64), mask=token < num_tokens)
+    if NORMALIZE:
+        for k in tl.static_range(TOPK):
+            weight = tl.load(weights_ptr + token * TOPK + k, mask=token < num_tokens, other=0.0)
+            tl.store(weights_ptr + token * TOPK + k, weight / total, mask=token < num_tokens)
+
+
+@triton.jit
+def _router_topk_backward(
+    scores_ptr, indices_ptr, dweights_ptr, dscores_ptr, dlogits_ptr, num_tokens, num_experts, TOPK: tl.constexpr,
+    SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    there = token < num_tokens
+    expert = tl.arange(0, EXPERTS)[None, :]
+    inside = there[:, None] & (expert < num_experts)
+    place = token[:, None] * num_experts + expert
+    scores = tl.load(scores_ptr + place, mask=inside, other=0.0)
+    grad = tl.load(dscores_ptr + place, mask=inside, other=0.0)
+    chosen_grad = tl.zeros([TOKENS, EXPERTS], dtype=tl.float32)
+    chosen = tl.zeros([TOKENS, EXPERTS], dtype=tl.int1)
+    for k in tl.static_range(TOPK):
+        index = tl.load(indices_ptr + token * TOPK + k, mask=there, other=-1).to(tl.int32)
+        here = expert == index[:, None]
+        dweight = tl.load(dweights_ptr + token * TOPK + k, mask=there, other=0.0)
+        chosen_grad = tl.where(here, dweight[:, None], chosen_grad)
+        chosen = chosen | here
+    if NORMALIZE:  # weight = score / total, total over the chosen
+        total = tl.sum(tl.where(chosen, scores, 0.0), 1)[:, None]
+        mean = tl.sum(tl.where(chosen, chosen_grad * scores, 0.0), 1)[:, None] / total
+        chosen_grad = tl.where(chosen, (chosen_grad - mean) / total, 0.0)
+    grad += chosen_grad
+    if SIGMOID:
+        grad = grad * scores * (1.0 - scores)
+    else:
+        grad = scores * (grad - tl.sum(scores * grad, 1)[:, None])
+    tl.store(dlogits_ptr + place, grad, mask=inside)
+
+
+def _launch_shape(num_experts: int) -> tuple[int, int]:
+    """Experts rounded up to a power of two, and the tokens of a program: about 4096 scores."""
+    experts = max(triton.next_power_of_2(num_experts), 2)
+    return experts, max(4096 // experts, 1)
+
+
+@torch.library.custom_op("optimus_triton::router_topk", mutates_args=())
+def router_topk(
+    logits_TE: Tensor, topk: int, sigmoid: bool, normalize: bool, selection_bias_E: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """fp32 logits to fp32 weights [T, K], int64 indices [T, K] and fp32 scores [T, E]."""
+    logits = logits_TE.contiguous()
+    num_tokens, num_experts = logits.shape
+    weights = logits.new_empty(num_tokens, topk)
+    indices = logits.new_empty(num_tokens, topk, dtype=torch.int64)
+    scores = torch.empty_like(logits)
+    experts, tokens = _launch_shape(num_experts)
+    bias = logits if selection_bias_E is None else selection_bias_E.float().contiguous()
+    _router_topk[(triton.cdiv(num_tokens, tokens),)](
+        logits, bias, weights, indices, scores, num_tokens, num_experts, TOPK=topk, SIGMOID=sigmoid,
+        NORMALIZE=normalize, BIASED=selection_bias_E is not None, TOKENS=tokens, EXPERTS=experts,
+    )  # fmt: skip
+    return weights, indices, scores
+
+
+@router_topk.register_fake
+def _(
+    logits_TE: Tensor, topk: int, sigmoid: bool, normalize: bool, selection_bias_E: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_tokens = logits_TE.shape[0]
+    indices = logits_TE.new_empty(num_tokens, topk, dtype=torch.int64)
+    return logits_TE.new_empty(num_tokens, topk), indices, logits_TE.new_empty(logits_TE.shape)
+
+
+@torch.library.custom_op("optimus_triton::router_topk_backward", mutates_args=())
+def _router_backward(
+    scores_TE: Tensor, indices_TK: Tensor, dweights_TK: Tensor, dscores_TE: Tensor, sigmoid: bool, normalize: bool
+) -> Tensor:
+    num_tokens, num_experts = scores_TE.shape
+    dlogits = torch.empty_like(scores_TE)
+    experts, tokens = _launch_shape(num_experts)
+    _router_topk_backward[(triton.cdiv(num_tokens, tokens),)](
+        scores_TE, indices_TK, dweights_TK.contiguous(), dscores_TE.contiguous(), dlogits, num_tokens, num_experts,
+        TOPK=indices_TK.shape[1], SIGMOID=sigmoid, NORMALIZE=normalize, TOKENS=tokens, EXPERTS=experts,
+    )  # fmt: skip
+    return dlogits
+
+
+@_router_backward.register_fake
+def _(
+    scores_TE: Tensor, indices_TK: Tensor, dweights_TK: Tensor, dscores_TE: Tensor, sigmoid: bool, normalize: bool
+) -> Tensor:
+    return torch.empty_like(scores_TE)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, _, ctx.sigmoid, ctx.normalize, _ = inputs
+    _, indices, scores = output
+    ctx.save_for_backward(scores, indices)
+    ctx.mark_non_differentiable(indices)
+
+
+def _backward(ctx: Any, dweights: Tensor, _dindices: Any, dscores: Tensor) -> tuple[Tensor | None, ...]:
+    scores, indices = ctx.saved_tensors
+    return _router_backward(scores, indices, dweights, dscores, ctx.sigmoid, ctx.normalize), None, None, None, None
+
+
+router_topk.register_autograd(_backward, setup_context=_setup_context)
