@@ -16,6 +16,7 @@ from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError, RunConfig
 from megatron.optimus.data.dataset import check_vocabulary
 from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.sources import read_sources
 from megatron.optimus.describe import describe
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.runtime import device as devices
@@ -69,8 +70,8 @@ def pretrain(config: RunConfig, launch: LaunchEnv) -> None:
     distributed.init(launch, device, config.parallel.distributed_backend, timeout)
     init_engine(timeout)
     try:
-        # Each rank reads its share of the files once: an id beyond the vocabulary would fail in the middle of the run.
-        share = config.data.data_path[launch.rank :: launch.world_size]
+        # Each rank looks at its share of the files: an id beyond the vocabulary would fail in the middle of the run.
+        share = read_sources(config.data).prefixes[launch.rank :: launch.world_size]
         ranks = Ranks(None, device)
         ranks.together(lambda: check_vocabulary(share, config.model.vocab_size), "checking the tokens", DataError)
         mesh = Mesh(config.parallel, rank=launch.rank, world_size=launch.world_size)

@@ -38,10 +38,11 @@ def check_trainable(config: RunConfig) -> None:
         raise ConfigError(f"optimizer={config.optimizer.optimizer!r}: this version trains with 'adamw' only")
     if config.optimizer.zero_stage != 1:
         raise ConfigError(f"zero_stage={config.optimizer.zero_stage}: this version trains with zero_stage=1 only")
-    if not config.data.data_path:
+    if not config.data.data_path and config.data.data_file_list is None:
         raise ConfigError(
             "data_path is empty: name the prefixes of the .bin/.idx pairs that tools/preprocess_data.py wrote, "
-            "for example --data-path data/corpus (for data/corpus.bin and data/corpus.idx)"
+            "for example --data-path data/corpus (for data/corpus.bin and data/corpus.idx), "
+            "or a blend in --data-file-list"
         )
     tokenizer = config.data.tokenizer_model
     if tokenizer is not None and not Path(tokenizer).exists():

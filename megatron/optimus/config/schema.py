@@ -68,6 +68,7 @@ class LRDecayStyle(str, Enum):
 class TokenizerType(str, Enum):
     HF = "HuggingFaceTokenizer"  # a tokenizer.json or a folder that holds one
     SENTENCEPIECE = "SentencePieceTokenizer"
+    TIKTOKEN = "TikTokenizer"  # a .tiktoken file of ranks
     BYTE = "ByteLevelTokenizer"  # 256 bytes + end of document, no file
 
 
@@ -251,7 +252,9 @@ class TrainingConfig:
 
 @dataclass(kw_only=True)
 class DataConfig:
-    data_path: list[str] = option([], "prefixes of .bin/.idx pairs")
+    data_path: list[str] = option([], "prefixes of .bin/.idx pairs, or weight prefix weight prefix ...")
+    data_file_list: str | None = option(None, "blend instead of data_path: lines 'weight prefix corpus', or YAML/JSON")
+    max_data_epochs: float | None = option(None, "refuse to read any corpus more often than this; default: repeat")
     split: str = option("969,30,1", "shares of training, validation and test")
     tokenizer_type: TokenizerType = option(TokenizerType.HF, "kind of tokenizer")
     tokenizer_model: str | None = option(None, "its file or folder; copied into exports")
@@ -259,6 +262,11 @@ class DataConfig:
     def __post_init__(self) -> None:
         self.split_shares()
         _require("" not in self.data_path, f"data_path={self.data_path} names an empty prefix; remove it")
+        _require(
+            not self.data_path or self.data_file_list is None,
+            f"data_path and data_file_list={self.data_file_list!r} are both given; keep one of them",
+        )
+        _positive(self, "max_data_epochs")
 
     def split_shares(self) -> tuple[float, float, float]:
         """Shares of training, validation and test, summing to one. Missing ones are 0. Raises ConfigError."""

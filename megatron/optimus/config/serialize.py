@@ -93,15 +93,20 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def read_file(path: str) -> dict[str, Any]:
     """The sections of a .yaml, .yml or .json file as ``{option: converted value}``. Raises ConfigError."""
+    data = read_plain(path)
+    return overrides({} if data is None else data, path)
+
+
+def read_plain(path: str) -> Any:
+    """What a .yaml, .yml or .json file holds, as lists, mappings, text and numbers. Raises ConfigError."""
     suffix = Path(path).suffix.lower()
     if suffix not in (".yaml", ".yml", ".json"):
         raise ConfigError(f"{path}: a configuration file ends in .yaml, .yml or .json, not {suffix or 'nothing'!r}")
     try:
         text = Path(path).read_text(encoding="utf-8")
         if suffix == ".json":
-            data = json.loads(text, object_pairs_hook=_unique_keys)
-        else:
-            data = yaml.load(text, Loader=_StrictLoader)  # a SafeLoader: builds plain data only
+            return json.loads(text, object_pairs_hook=_unique_keys)
+        return yaml.load(text, Loader=_StrictLoader)  # a SafeLoader: builds plain data only
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -112,4 +117,3 @@ def read_file(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     except ValueError as error:  # a ConfigError from above, or a scalar that only looks like a YAML number
         raise ConfigError(f"{path}: {error}") from error
-    return overrides({} if data is None else data, path)

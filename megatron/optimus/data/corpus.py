@@ -1,19 +1,23 @@
-"""Documents from JSON-lines files: one JSON object a line, the text under a key. Plain, .gz and .zst.
+"""Documents from files: JSON lines (the text under a key), parquet (in a column), plain text (a file is a document).
 
-Reading is in two halves, so that parsing can run in other processes: ``read_batches`` cuts files into batches of raw
-lines that know where they come from; ``parse_batch`` turns a batch into documents.
+JSON lines and text may be compressed (.gz, .zst). Reading is in two halves, so that parsing can run in other processes:
+``read_batches`` cuts files into batches of raw lines that know where they come from; ``parse_batch`` turns a batch into
+documents.
 """
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import gzip
 import io
 import json
 import logging
+import sys
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,17 +27,43 @@ logger = logging.getLogger("optimus")
 
 BATCH_BYTES = 1 << 20
 BATCH_LINES = 4096
+_COMPRESSED = (".gz", ".zst")
+_TEXT = (".txt", ".md")
+_IN_FOLDERS = (".jsonl", ".json", ".ndjson", ".parquet", *_TEXT)
 _SKIP_HINT = "repair the line, or pass --skip-malformed to leave such lines out"
+
+
+class Format(Enum):
+    JSON_LINES = "JSON lines"
+    TEXT = "text"
+    PARQUET = "parquet"
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """Bytes [start, stop) of a file; only uncompressed JSON lines are ever cut, at line ends."""
+
+    path: str
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
 class LineBatch:
-    """Consecutive lines of one file; ``first_line`` counts from 1."""
+    """Consecutive lines (or rows, or one text) of one file.
+
+    ``first_line`` counts from 1, from the beginning of the range that starts at byte ``range_start``. ``rows`` holds
+    the values of a parquet file's columns. ``position``: bytes of the file read so far, for progress.
+    """
 
     path: str
     first_line: int
     lines: list[bytes]
     num_bytes: int
+    range_start: int = 0
+    format: Format = Format.JSON_LINES
+    rows: list[list[object]] | None = None
+    position: int = 0
 
 
 @dataclass
@@ -47,14 +77,17 @@ class ParsedBatch:
 def expand_inputs(patterns: Iterable[str]) -> list[Path]:
     """Files named by paths or globs: in the order given, the matches of one glob sorted.
 
-    Raises DataError if a pattern matches no file, or a file is named twice (its documents would count twice).
+    A folder stands for the files below it that can be read, sorted. Raises DataError if a pattern matches no file, or
+    a file is named twice (its documents would count twice).
     """
     paths: list[Path] = []
     for pattern in patterns:
         matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
-        files = [Path(match) for match in matches if Path(match).is_file()]
+        files: list[Path] = []
+        for match in map(Path, matches):
+            files += [match] if match.is_file() else sorted(filter(_is_readable, match.rglob("*")))
         if not files:
-            what = "a folder, give its files, such as " + repr(f"{pattern}/*.jsonl") if matches else "no such file"
+            what = f"no file below it ends in {', '.join(_IN_FOLDERS)} (or .gz, .zst)" if matches else "no such file"
             raise DataError(f"{pattern}: {what}")
         paths.extend(files)
     seen: set[Path] = set()
@@ -65,6 +98,38 @@ def expand_inputs(patterns: Iterable[str]) -> list[Path]:
     if not paths:
         raise DataError("no input files given")
     return paths
+
+
+def _inner_suffix(path: Path) -> str:
+    """The suffix that names the format: of a.jsonl.gz, .jsonl"""
+    return (path.with_suffix("") if path.suffix in _COMPRESSED else path).suffix.lower()
+
+
+def _is_readable(path: Path) -> bool:
+    return path.is_file() and _inner_suffix(path) in _IN_FOLDERS
+
+
+def format_of(path: Path) -> Format:
+    """By suffix; whatever is not known is taken for JSON lines."""
+    suffix = _inner_suffix(path)
+    return Format.PARQUET if suffix == ".parquet" else Format.TEXT if suffix in _TEXT else Format.JSON_LINES
+
+
+def split_file(path: Path, max_bytes: int) -> list[FileRange]:
+    """The file as ranges of about ``max_bytes``, cut at line ends; one range where a format cannot be cut."""
+    size = path.stat().st_size
+    whole = FileRange(str(path), 0, size)
+    if format_of(path) is not Format.JSON_LINES or path.suffix in _COMPRESSED or size <= max_bytes:
+        return [whole]
+    count = -(-size // max_bytes)
+    cuts = [0]
+    with open(path, "rb") as stream:
+        for i in range(1, count):
+            stream.seek(max(size * i // count - 1, cuts[-1]))
+            stream.readline()  # to the end of the line that the cut falls into
+            if cuts[-1] < stream.tell() < size:
+                cuts.append(stream.tell())
+    return [FileRange(str(path), start, stop) for start, stop in zip(cuts, [*cuts[1:], size], strict=True)]
 
 
 class _ZstReader(io.RawIOBase):
@@ -99,51 +164,98 @@ class _ZstReader(io.RawIOBase):
         return count
 
 
-def _open_lines(path: Path) -> BinaryIO:
+def _open_stream(path: Path, raw: BinaryIO) -> BinaryIO:
+    """The uncompressed bytes of an open file."""
     if path.suffix == ".gz":
-        return io.BufferedReader(gzip.open(path, "rb"), 1 << 20)
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)  # type: ignore[arg-type]
     if path.suffix == ".zst":
         try:
             import zstandard
         except ImportError as error:
             raise DataError(f"{path}: reading .zst needs the package zstandard: pip install zstandard") from error
-        return io.BufferedReader(_ZstReader(open(path, "rb"), zstandard), 1 << 20)
-    return open(path, "rb", buffering=1 << 20)
+        return io.BufferedReader(_ZstReader(raw, zstandard), 1 << 20)
+    return raw
 
 
-def _read_lines(path: Path) -> Iterator[bytes]:
-    """Lines without their line end. Raises DataError, with the line reached, when the file cannot be read on."""
-    number = 0
+@contextlib.contextmanager
+def _readable(path: Path, reached: Callable[[], int]) -> Iterator[None]:
+    """Errors of files and archives become DataErrors that name the line reached."""
     try:
-        with _open_lines(path) as stream:
-            for line in stream:
-                number += 1
-                yield line.rstrip(b"\r\n")
+        yield
     except DataError:
         raise
     except Exception as error:
-        # zstandard's error type cannot be named here, as the package is optional
-        if not isinstance(error, (OSError, EOFError, zlib.error)) and type(error).__name__ != "ZstdError":
+        # the error types of zstandard and pyarrow cannot be named here, as the packages are optional
+        known = isinstance(error, (OSError, EOFError, zlib.error))
+        if not known and type(error).__name__ not in ("ZstdError", "ArrowInvalid", "ArrowException"):
             raise
         reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise DataError(f"{path}:{number + 1}: cannot read on: {reason}; the file is damaged or incomplete") from error
+        raise DataError(f"{path}:{reached()}: cannot read on: {reason}; the file is damaged or incomplete") from error
 
 
-def read_batches(paths: Iterable[Path]) -> Iterator[LineBatch]:
+def read_batches(files: Iterable[Path | FileRange], keys: Sequence[str] = ("text",)) -> Iterator[LineBatch]:
     """Batches of about ``BATCH_BYTES`` uncompressed bytes, in file order. Raises DataError for a file without lines."""
-    for path in paths:
-        lines: list[bytes] = []
-        num_bytes, first = 0, 1
-        for line in _read_lines(path):
-            lines.append(line)
-            num_bytes += len(line) + 1
+    for file in files:
+        part = FileRange(str(file), 0, sys.maxsize) if isinstance(file, Path) else file
+        kind = format_of(Path(part.path))
+        if kind is Format.PARQUET:
+            batches = _parquet_batches(Path(part.path), keys)
+        elif kind is Format.TEXT:
+            batches = _text_batches(Path(part.path))
+        else:
+            batches = _line_batches(part)
+        empty = True
+        for batch in batches:
+            empty = False
+            yield batch
+        if empty:
+            raise DataError(f"{part.path}: the file is empty; leave it out of the input")
+
+
+def _line_batches(part: FileRange) -> Iterator[LineBatch]:
+    """Lines without their line end."""
+    path, first, number = Path(part.path), 1, 0
+    lines: list[bytes] = []
+    num_bytes, left = 0, sys.maxsize if path.suffix in _COMPRESSED else part.stop - part.start
+    with _readable(path, lambda: number + 1), open(path, "rb", buffering=1 << 20) as raw:
+        raw.seek(part.start)
+        for line in _open_stream(path, raw):
+            number += 1
+            left -= len(line)
+            lines.append(line.rstrip(b"\r\n"))
+            num_bytes += len(lines[-1]) + 1
             if num_bytes >= BATCH_BYTES or len(lines) >= BATCH_LINES:
-                yield LineBatch(str(path), first, lines, num_bytes)
-                lines, num_bytes, first = [], 0, first + len(lines)
-        if lines:
-            yield LineBatch(str(path), first, lines, num_bytes)
-        elif first == 1:
-            raise DataError(f"{path}: the file is empty; leave it out of the input")
+                yield LineBatch(part.path, first, lines, num_bytes, part.start, position=raw.tell() - part.start)
+                lines, num_bytes, first = [], 0, number + 1
+            if left <= 0:
+                break
+    if lines:
+        yield LineBatch(part.path, first, lines, num_bytes, part.start)
+
+
+def _text_batches(path: Path) -> Iterator[LineBatch]:
+    with _readable(path, lambda: 1), open(path, "rb") as raw:
+        content = _open_stream(path, raw).read()
+    if content:
+        yield LineBatch(str(path), 1, [content], len(content), format=Format.TEXT)
+
+
+def _parquet_batches(path: Path, keys: Sequence[str]) -> Iterator[LineBatch]:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(f"{path}: reading parquet needs the package pyarrow: pip install pyarrow") from error
+    first, total = 1, path.stat().st_size
+    with _readable(path, lambda: first), pyarrow.parquet.ParquetFile(path) as table:
+        names = table.schema_arrow.names
+        if missing := [key for key in keys if key not in names]:
+            raise DataError(f"{path}: no column {missing[0]!r}; it has {names[:8]} (choose with --json-keys)")
+        for batch in table.iter_batches(batch_size=256, columns=list(keys)):
+            rows = [list(row) for row in zip(*(batch.column(key).to_pylist() for key in keys), strict=True)]
+            size = sum(len(value) for row in rows for value in row if isinstance(value, str))
+            done = total * (first + len(rows)) // max(1, table.metadata.num_rows)
+            yield LineBatch(str(path), first, [], size, format=Format.PARQUET, rows=rows, position=done)
+            first += len(rows)
 
 
 def _shown(line: bytes) -> str:
@@ -169,28 +281,55 @@ def _parse_line(line: bytes, keys: Sequence[str]) -> list[str]:
     for key in keys:
         if key not in record:
             raise ValueError(f"no key {key!r}; the object has {sorted(record)[:8]} (choose with --json-keys)")
-        text = record[key]
-        if not isinstance(text, str):
-            raise ValueError(f"key {key!r} holds a {type(text).__name__}, expected a string")
+        texts.append(_checked_text(key, record[key]))
         if b"\\ud" in line or b"\\uD" in line:  # only an escape can bring half of a surrogate pair
             try:
-                text.encode("utf-8")
+                texts[-1].encode("utf-8")
             except UnicodeEncodeError as error:
                 raise ValueError(f"key {key!r} holds half of a surrogate pair at character {error.start}") from error
-        texts.append(text)
     return texts
+
+
+def _checked_text(key: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"key {key!r} holds a {type(value).__name__}, expected a string")
+    return value
+
+
+def _parse_text(content: bytes, keys: Sequence[str]) -> list[str]:
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start} of the file") from error
+    return [text] * len(keys)
+
+
+def _place(batch: LineBatch, number: int) -> str:
+    """file:line. In a range that begins inside the file the lines before it are counted now, as they matter now."""
+    if batch.range_start:
+        with open(batch.path, "rb") as stream:
+            left = batch.range_start
+            while left and (chunk := stream.read(min(left, 1 << 22))):
+                number += chunk.count(b"\n")
+                left -= len(chunk)
+    return f"{batch.path}:{number}"
 
 
 def parse_batch(batch: LineBatch, keys: Sequence[str], skip_malformed: bool = False) -> ParsedBatch:
     """The batch's documents. A malformed line raises DataError with file and line, or is noted if they are skipped."""
     parsed = ParsedBatch()
-    for number, line in enumerate(batch.lines, start=batch.first_line):
-        if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")  # noqa: PLW2901  the byte-order mark some editors put first
+    entries: Sequence[Any] = batch.lines if batch.rows is None else batch.rows
+    for number, entry in enumerate(entries, start=batch.first_line):
         try:
-            parsed.documents.append(_parse_line(line, keys))
+            if batch.format is Format.PARQUET:
+                texts = [_checked_text(key, value) for key, value in zip(keys, entry, strict=True)]
+            else:
+                if number == 1 and not batch.range_start:
+                    entry = entry.removeprefix(b"\xef\xbb\xbf")  # noqa: PLW2901  byte-order mark of some editors
+                texts = (_parse_text if batch.format is Format.TEXT else _parse_line)(entry, keys)
+            parsed.documents.append(texts)
         except ValueError as error:
-            message = f"{batch.path}:{number}: {error}"
+            message = f"{_place(batch, number)}: {error}"
             if not skip_malformed:
                 raise DataError(f"{message}; {_SKIP_HINT}") from error
             parsed.malformed.append(message)
@@ -203,7 +342,7 @@ def read_documents(paths: Iterable[Path], key: str = "text", skip_malformed: boo
     Raises DataError for a malformed line (unless skipped), an unreadable or empty file, or no document at all.
     """
     documents = malformed = 0
-    for batch in read_batches(paths):
+    for batch in read_batches(paths, [key]):
         parsed = parse_batch(batch, [key], skip_malformed)
         documents += len(parsed.documents)
         malformed += len(parsed.malformed)

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from fractions import Fraction
 
@@ -26,7 +27,14 @@ import numpy.typing as npt
 
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.data.errors import DataError
-from megatron.optimus.data.indexed import IndexedDataset
+from megatron.optimus.data.files import TokenFiles
+from megatron.optimus.data.indexed import DTYPES
+
+logger = logging.getLogger("optimus")
+
+_CHECK_CHUNK = 1 << 20  # tokens looked at together
+_CHECKED_TOKENS = 1 << 26  # tokens a rank looks at before the run: a fraction of a second
+_SAMPLES_PER_FILE = 8
 
 
 class Split(IntEnum):
@@ -53,8 +61,17 @@ def parse_split(text: str) -> tuple[Fraction, Fraction, Fraction]:
 
 def split_range(num_tokens: int, split: str, part: Split) -> tuple[int, int]:
     """The tokens [start, stop) that ``part`` owns of a file with ``num_tokens``."""
+    before, after = _bounds(split, part)
+    return _share(num_tokens, before), _share(num_tokens, after)
+
+
+def _bounds(split: str, part: Split) -> tuple[Fraction, Fraction]:
     shares = parse_split(split)
-    return int(num_tokens * sum(shares[:part])), int(num_tokens * sum(shares[: part + 1]))
+    return sum(shares[:part], Fraction(0)), sum(shares[: part + 1], Fraction(0))
+
+
+def _share(num_tokens: int, share: Fraction) -> int:
+    return num_tokens * share.numerator // share.denominator
 
 
 class InstanceSet:
@@ -65,38 +82,47 @@ class InstanceSet:
         seq_length: L, labels per instance
         split: shares of training, validation and test, as ``parse_split`` takes them
         part: which of the three this set holds
+        files: where to read the pairs, if other sets share the open files
+        vocab_size: when given, ``read`` refuses ids outside [0, vocab_size)
 
     Raises DataError if a pair cannot be used or the split holds no instance, ConfigError for impossible options.
     """
 
     def __init__(
-        self, prefixes: Sequence[str], seq_length: int, *, split: str = "1,0,0", part: Split = Split.TRAIN
+        self,
+        prefixes: Sequence[str],
+        seq_length: int,
+        *,
+        split: str = "1,0,0",
+        part: Split = Split.TRAIN,
+        files: TokenFiles | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         if not prefixes:
             raise ConfigError("data_path is empty; give the prefix of at least one .bin/.idx pair")
         if seq_length < 1:
             raise ConfigError(f"seq_length={seq_length} must be at least 1")
-        if not parse_split(split)[part]:
+        before, after = _bounds(split, part)
+        if before == after:
             raise ConfigError(f"split={split!r} gives the {part.name.lower()} split no share")
         self.seq_length = seq_length
-        self._files = [IndexedDataset(prefix) for prefix in prefixes]
-        self._starts: list[int] = []  # first token of the split in each file
-        counts: list[int] = []
-        for file in self._files:
-            if file.dtype.kind == "f":
-                raise DataError(f"{file.prefix}.idx: dtype code says {file.dtype.name}; token ids must be integers")
-            start, stop = split_range(file.tokens_total, split, part)
-            self._starts.append(start)
-            counts.append(max(0, stop - start - 1) // seq_length)
+        self._vocab_size = vocab_size
+        self._files = TokenFiles(prefixes) if files is None else files
+        self._numbers = np.array([self._files.number[prefix] for prefix in prefixes], dtype=np.int64)
+        tokens = self._files.tokens[self._numbers].tolist()
+        self.num_tokens = sum(tokens)  # of all splits
+        self._starts = [_share(total, before) for total in tokens]  # first token of the split in each file
+        counts = [
+            max(0, _share(total, after) - start - 1) // seq_length
+            for total, start in zip(tokens, self._starts, strict=True)
+        ]
         self._ends = list(itertools.accumulate(counts))  # instances up to and including each file
         if not self._ends[-1]:
-            total = sum(file.tokens_total for file in self._files)
-            largest = max(file.tokens_total for file in self._files)
             raise DataError(
                 f"{', '.join(prefixes[:4])}{' ...' if len(prefixes) > 4 else ''}: too little data: the "
-                f"{part.name.lower()} split ({split}) of {total} tokens in {len(prefixes)} files (the largest has "
-                f"{largest}) holds no instance of seq_length+1={seq_length + 1} tokens; add data, shorten seq_length, "
-                f"or give that split a larger share"
+                f"{part.name.lower()} split ({split}) of {self.num_tokens} tokens in {len(prefixes)} files (the "
+                f"largest has {max(tokens)}) holds no instance of seq_length+1={seq_length + 1} tokens; add data, "
+                f"shorten seq_length, or give that split a larger share"
             )
 
     def __len__(self) -> int:
@@ -105,26 +131,67 @@ class InstanceSet:
     def locate(self, i: int) -> tuple[str, int]:
         """(prefix of the file, number of the first token in it) of instance ``i``, in O(log files)."""
         file, start = self._locate(i)
-        return self._files[file].prefix, start
+        return self._files.prefixes[file], start
 
     def read(self, i: int) -> npt.NDArray[np.int64]:
-        """Instance ``i``: int64 [seq_length + 1]. Inputs are all but the last, labels all but the first."""
+        """Instance ``i``: int64 [seq_length + 1]. Inputs are all but the last, labels all but the first.
+
+        Raises DataError if the file has changed since the start, or an id lies outside the vocabulary.
+        """
         file, start = self._locate(i)
-        return self._files[file].tokens[start : start + self.seq_length + 1].astype(np.int64)
+        tokens = self._files.read(file, start, self.seq_length + 1)
+        if self._vocab_size is not None:
+            _check_ids(self._files.prefixes[file], start, tokens, self._vocab_size)
+        return tokens.astype(np.int64)
+
+    def document_starts(self, i: int) -> list[int]:
+        """Positions in [0, seq_length + 1) of instance ``i`` at which a document begins."""
+        return self._files.document_starts(*self._locate(i), self.seq_length + 1)
 
     def _locate(self, i: int) -> tuple[int, int]:
+        """(number of the file, first token)."""
         if not 0 <= i < len(self):
             raise IndexError(f"instance {i} of {len(self)}")
         file = bisect.bisect_right(self._ends, i)
         inside = i - (self._ends[file - 1] if file else 0)
-        return file, self._starts[file] + inside * self.seq_length
+        return int(self._numbers[file]), self._starts[file] + inside * self.seq_length
 
 
-def check_vocabulary(prefixes: Sequence[str], vocab_size: int) -> None:
-    """Reads every token of the pairs once; raises DataError at the first id outside [0, vocab_size).
+def _check_ids(prefix: str, start: int, tokens: npt.NDArray[np.integer], vocab_size: int) -> None:
+    """Raises DataError at the first id outside [0, vocab_size) among the tokens, which begin at ``start``."""
+    if not tokens.size or (int(tokens.max()) < vocab_size and int(tokens.min()) >= 0):
+        return
+    values = tokens.astype(np.int64)
+    first = int(np.argmax((values < 0) | (values >= vocab_size)))
+    raise DataError(
+        f"{prefix}.bin: token {start + first} has id {values[first]}, outside the vocabulary of {vocab_size} "
+        f"(ids 0 to {vocab_size - 1}); tokenize with the model's tokenizer or raise vocab_size"
+    )
 
-    Meant to be called by one rank before training: an id past the embedding is a crash on some devices and silent noise
-    on others. Reads at disk or memory speed (a gigabyte or more a second from the page cache), in constant memory.
+
+def check_vocabulary(prefixes: Sequence[str], vocab_size: int, *, max_tokens: int = _CHECKED_TOKENS) -> None:
+    """Looks at up to about ``max_tokens`` tokens of the pairs; raises DataError at an id outside [0, vocab_size).
+
+    Meant to be called by each rank with its share of the files before training: an id past the embedding is a crash on
+    some devices and silent noise on others. Small corpora are read whole. Of larger ones only pieces are, spread over
+    every file, so that a run over trillions of tokens starts at once; a file made with another tokenizer shows in any
+    piece of it, and ``InstanceSet.read`` looks at every token that is trained on.
     """
-    for prefix in prefixes:
-        IndexedDataset(prefix).check_token_ids(vocab_size)
+    if not prefixes:
+        return
+    files = TokenFiles(prefixes)
+    for file, prefix in enumerate(files.prefixes):
+        dtype = DTYPES[files.codes[file]]
+        if dtype.kind == "u" and vocab_size > np.iinfo(dtype).max:
+            continue
+        for start, count in _pieces(int(files.tokens[file]), max(4096, max_tokens // len(files))):
+            _check_ids(prefix, start, files.read(file, start, count), vocab_size)
+    files.close()
+
+
+def _pieces(total: int, budget: int) -> Iterable[tuple[int, int]]:
+    """(start, count) of the pieces of a file of ``total`` tokens to look at: all of it, or evenly spread ones."""
+    if total <= budget:
+        return [(start, min(_CHECK_CHUNK, total - start)) for start in range(0, total, _CHECK_CHUNK)]
+    size = min(_CHECK_CHUNK, budget // _SAMPLES_PER_FILE)
+    return [((total - size) * i // (_SAMPLES_PER_FILE - 1), size) for i in range(_SAMPLES_PER_FILE)]

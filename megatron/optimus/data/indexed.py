@@ -21,6 +21,7 @@ corpora fails that.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import os
 import secrets
@@ -29,7 +30,7 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +49,8 @@ DTYPES: dict[int, np.dtype[Any]] = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
-_HEADER = struct.Struct("<9sQBQQ")  # 34 bytes
+_HEADER = struct.Struct("<9sQBQQ")
+HEADER_SIZE = _HEADER.size  # 34 bytes
 _CHUNK = 1 << 20  # elements looked at together: bounds the memory of checks, whatever the counts say
 _MAX_SEQUENCE = (1 << 31) - 1
 
@@ -71,6 +73,40 @@ def _map_file(path: Path) -> npt.NDArray[np.uint8]:
     if not path.stat().st_size:
         return np.empty(0, dtype=np.uint8)
     return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+
+
+class Header(NamedTuple):
+    """Counts of an .idx file, known to fit its size."""
+
+    code: int  # key of DTYPES
+    sequences: int
+    documents: int  # document bounds: documents + 1
+
+
+def parse_header(path: str | os.PathLike[str], raw: bytes, size: int) -> Header:
+    """The header ``raw`` of an .idx file of ``size`` bytes. Raises DataError, naming file and field.
+
+    The counts are compared with the file's size as Python integers, so none can overflow or make anyone allocate.
+    """
+    if size < HEADER_SIZE or len(raw) < HEADER_SIZE:
+        raise DataError(f"{path}: truncated: {size} bytes, the header alone has {HEADER_SIZE}")
+    magic, version, code, sequences, documents = _HEADER.unpack(raw)
+    if magic != MAGIC:
+        raise DataError(f"{path}: wrong magic {magic!r}, expected {MAGIC!r}; this is no Megatron .idx file")
+    if version != VERSION:
+        raise DataError(f"{path}: version {version} is not supported, only {VERSION}")
+    if code not in DTYPES:
+        raise DataError(f"{path}: unknown dtype code {code}, expected one of {sorted(DTYPES)}")
+    if documents < 1:
+        raise DataError(f"{path}: document count is 0; even an empty file has the bound 0")
+    needed = HEADER_SIZE + 12 * sequences + 8 * documents
+    if size not in (needed, needed + sequences):  # the latter: with modes
+        kind = "truncated" if size < needed else "too long"
+        raise DataError(
+            f"{path}: {kind}: sequence count {sequences} and document count {documents} need {needed} bytes, "
+            f"the file has {size}; write it again"
+        )
+    return Header(code, sequences, documents)
 
 
 class IndexedDataset:
@@ -124,6 +160,20 @@ class IndexedDataset:
         start = int(self._pointers[i]) // self.dtype.itemsize + offset
         return self.tokens[start : start + length]
 
+    def document_starts(self, start: int, count: int) -> list[int]:
+        """Where documents begin among the file's tokens [start, start + count), counted from ``start``."""
+        itemsize = self.dtype.itemsize
+        # bisect, as numpy would copy the unaligned arrays of the map whole
+        sequence = bisect.bisect_left(self._pointers, start * itemsize)
+        found: list[int] = []
+        while sequence < len(self) and self._pointers[sequence] < (start + count) * itemsize:
+            position = int(self._pointers[sequence]) // itemsize - start
+            bound = bisect.bisect_left(self.document_index, sequence)
+            if self.document_index[bound] == sequence and self.sizes[sequence] and position not in found[-1:]:
+                found.append(position)
+            sequence += 1
+        return found
+
     def check_token_ids(self, vocab_size: int) -> None:
         """Reads the whole .bin file; raises DataError at the first token id outside [0, vocab_size)."""
         if self.dtype.kind == "f":
@@ -141,29 +191,12 @@ class IndexedDataset:
                 )
 
     def _parse(self, raw: npt.NDArray[np.uint8]) -> None:
-        """Header and array bounds. Counts are compared with the file's size as Python integers: no overflow."""
-        if raw.size < _HEADER.size:
-            raise DataError(f"{self._idx}: truncated: {raw.size} bytes, the header alone has {_HEADER.size}")
-        magic, version, code, sequences, documents = _HEADER.unpack(raw[: _HEADER.size].tobytes())
-        if magic != MAGIC:
-            raise DataError(f"{self._idx}: wrong magic {magic!r}, expected {MAGIC!r}; this is no Megatron .idx file")
-        if version != VERSION:
-            raise DataError(f"{self._idx}: version {version} is not supported, only {VERSION}")
-        if code not in DTYPES:
-            raise DataError(f"{self._idx}: unknown dtype code {code}, expected one of {sorted(DTYPES)}")
-        if documents < 1:
-            raise DataError(f"{self._idx}: document count is 0; even an empty file has the bound 0")
-        needed = _HEADER.size + 12 * sequences + 8 * documents
-        if raw.size not in (needed, needed + sequences):  # the latter: with modes
-            kind = "truncated" if raw.size < needed else "too long"
-            raise DataError(
-                f"{self._idx}: {kind}: sequence count {sequences} and document count {documents} need {needed} bytes, "
-                f"the file has {raw.size}; write it again"
-            )
+        code, sequences, documents = parse_header(self._idx, raw[:HEADER_SIZE].tobytes(), raw.size)
+        needed = HEADER_SIZE + 12 * sequences + 8 * documents
         self.dtype = DTYPES[code]
-        sizes_end = _HEADER.size + 4 * sequences
+        sizes_end = HEADER_SIZE + 4 * sequences
         pointers_end = sizes_end + 8 * sequences
-        self.sizes: npt.NDArray[np.int32] = raw[_HEADER.size : sizes_end].view("<i4")
+        self.sizes: npt.NDArray[np.int32] = raw[HEADER_SIZE:sizes_end].view("<i4")
         self._pointers: npt.NDArray[np.int64] = raw[sizes_end:pointers_end].view("<i8")
         self.document_index: npt.NDArray[np.int64] = raw[pointers_end:needed].view("<i8")
 
@@ -269,6 +302,20 @@ class IndexedDatasetWriter:
             raise DataError(f"{self._bin}: cannot write: {error.strerror}") from error
         self._sizes.extend(lengths)
         self._document_index.append(len(self._sizes))
+
+    def add_pair(self, prefix: str | os.PathLike[str]) -> None:
+        """Appends all documents of another pair of the same element type. Raises DataError."""
+        other = IndexedDataset(prefix)
+        if other.dtype != self.dtype:
+            raise DataError(f"{prefix}: holds {other.dtype.name}, {self._bin} is to hold {self.dtype.name}")
+        try:
+            for start in range(0, other.tokens_total, _CHUNK):
+                self._stream.write(other.tokens[start : start + _CHUNK].tobytes())
+        except OSError as error:
+            raise DataError(f"{self._bin}: cannot write: {error.strerror}") from error
+        bounds = other.document_index[1:].astype(np.int64) + len(self._sizes)
+        self._sizes.frombytes(other.sizes.astype(np.intc).tobytes())
+        self._document_index.frombytes(bounds.tobytes())
 
     def commit(self) -> None:
         """Makes the pair appear under its final name. Raises DataError, leaving nothing, if the disk refuses."""

@@ -6,7 +6,10 @@ positions [consumed, consumed + global_batch_size), whatever the layout; a rank'
     position = consumed + (micro_batch * data_parallel_size + data_parallel_rank) * micro_batch_size + row
 
 so the set of samples of a step depends neither on the data-parallel size nor on the micro-batch size, and a run may
-resume with others. (Changing global_batch_size at resume is fine too: positions go on where they were.)
+resume with others. Changing global_batch_size at resume is fine too: positions go on where they were, and nothing is
+skipped or repeated. Changing seq_length cuts the files into other instances: ``position_after_change`` keeps the number
+of tokens consumed (and so epochs, stages and schedules), but the rest of the epoch under way is drawn from the new
+instances without regard to what was read of the old ones; whole epochs after it are exact again.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from torch import Tensor
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.data.dataset import InstanceSet
 from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.mixture import Mixture, mixed_rows
 from megatron.optimus.data.order import samples_at
 
 
@@ -37,7 +41,10 @@ class BatchLoader:
 
     With ``shuffle`` the samples come in the seeded order of order.py, epoch after epoch, without end. Without it they
     come in file order, once: for validation. Then only whole global batches are given, ``num_batches`` of them, at most
-    ``max_batches`` if that is set.
+    ``max_batches`` if that is set. A ``Mixture`` brings its own order, also without ``shuffle``: each corpus has its
+    share of every batch, and one that is too small for its share is repeated.
+
+    ``pin_memory`` puts batches into page-locked memory, from which an accelerator copies while it computes.
 
     A thread reads the batch after the one just given; what it reads depends on positions only, so this changes no
     result, and an error in it is raised by the call that asks for that batch.
@@ -47,7 +54,7 @@ class BatchLoader:
 
     def __init__(
         self,
-        instances: InstanceSet,
+        instances: InstanceSet | Mixture,
         *,
         seq_length: int,
         global_batch_size: int,
@@ -57,6 +64,7 @@ class BatchLoader:
         seed: int,
         shuffle: bool = True,
         max_batches: int | None = None,
+        pin_memory: bool = False,
     ) -> None:
         if seq_length != instances.seq_length:
             raise ConfigError(f"seq_length={seq_length} differs from the instances' {instances.seq_length}")
@@ -68,6 +76,7 @@ class BatchLoader:
         self._micro_batch_size = micro_batch_size
         self._seed = seed
         self._shuffle = shuffle
+        self._pin_memory = pin_memory
         self.num_micro_batches = global_batch_size // (micro_batch_size * data_parallel_size)
         # offsets of this rank's samples in the global batch: [num_micro_batches, micro_batch_size]
         grid = np.arange(global_batch_size).reshape(self.num_micro_batches, data_parallel_size, micro_batch_size)
@@ -91,7 +100,7 @@ class BatchLoader:
 
         Raises ValueError for a negative position, DataError past the last whole batch when not shuffled.
         """
-        if self._shuffle:
+        if self._shuffle and isinstance(self._instances, InstanceSet):
             return samples_at(consumed, self._global_batch_size, len(self._instances), self._seed)
         if consumed < 0:
             raise ValueError(f"position={consumed} must not be negative")
@@ -100,6 +109,8 @@ class BatchLoader:
                 f"no batch at sample {consumed}: this split gives {self.num_batches} batches of "
                 f"{self._global_batch_size} samples"
             )
+        if isinstance(self._instances, Mixture):
+            return self._instances.ids_at(consumed, self._global_batch_size)
         return np.arange(consumed, consumed + self._global_batch_size)
 
     def batch(self, consumed: int) -> list[Batch]:
@@ -117,6 +128,13 @@ class BatchLoader:
             self._next = following, self._executor.submit(self._read, following)
         return batches
 
+    def document_starts(self, consumed: int) -> list[list[list[int]]]:
+        """For each row of each micro-batch of ``batch(consumed)``: the positions at which documents begin.
+
+        Position s belongs to token s of the row; s = seq_length is that of the last label only.
+        """
+        return [[self._instances.document_starts(int(i)) for i in row] for row in self._own_ids(consumed)]
+
     def close(self) -> None:
         """Ends the reading thread. The loader cannot be used afterwards."""
         self._executor.shutdown(wait=True, cancel_futures=True)
@@ -127,14 +145,28 @@ class BatchLoader:
         return consumed + self._global_batch_size <= self.num_batches * self._global_batch_size
 
     def _read(self, consumed: int) -> list[Batch]:
-        ids = self.sample_ids(consumed)[self._offsets]
         batches = []
-        for row_ids in ids:
+        for row_ids in self._own_ids(consumed):
             window_BL = torch.empty(self._micro_batch_size, self._instances.seq_length + 1, dtype=torch.int64)
             for row, instance in enumerate(row_ids):
                 window_BL[row] = torch.from_numpy(self._instances.read(int(instance)))
-            batches.append(Batch(window_BL[:, :-1].contiguous(), window_BL[:, 1:].contiguous()))
+            batch = Batch(window_BL[:, :-1].contiguous(), window_BL[:, 1:].contiguous())
+            batches.append(Batch(*(tensor.pin_memory() for tensor in batch)) if self._pin_memory else batch)
         return batches
+
+    def _own_ids(self, consumed: int) -> npt.NDArray[np.int64]:
+        """Instances of this rank's samples: int64 [num_micro_batches, micro_batch_size]."""
+        ids = self.sample_ids(consumed)
+        if isinstance(self._instances, Mixture):
+            ids = ids[mixed_rows(self._global_batch_size, consumed)]
+        return ids[self._offsets]
+
+
+def position_after_change(consumed: int, old_seq_length: int, new_seq_length: int) -> int:
+    """Samples of ``new_seq_length`` that make up at least the tokens of ``consumed`` samples of ``old_seq_length``."""
+    if min(old_seq_length, new_seq_length) < 1 or consumed < 0:
+        raise ConfigError(f"seq_length={new_seq_length} after {consumed} samples of {old_seq_length}: must be above 0")
+    return -(-consumed * old_seq_length // new_seq_length)
 
 
 def check_batch_sizes(global_batch_size: int, micro_batch_size: int, data_parallel_size: int) -> None:

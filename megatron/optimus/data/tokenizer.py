@@ -6,10 +6,13 @@ letter by letter, so that no document can forge a document bound.
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import os
+import re
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +23,17 @@ logger = logging.getLogger("optimus")
 
 END_OF_TEXT = "<|endoftext|>"
 _NUM_BYTES = 256
+
+
+_SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # Unicode's White_Space
+_SIGNS = r"\x00-\x08\x0e-\x1f!-&(-/:-@\[-`{-\x7f"  # of ASCII, without the apostrophe
+_OPEN = r"'\x80-\U0010ffff"  # an apostrophe may belong to what follows, a character that is not ASCII to either side
+_WORD = re.compile(  # see _cuts_into_words
+    f"[{_SPACE}]+(?=[{_SPACE}][^{_SPACE}])|[{_SPACE}](?<! )(?=[^{_SPACE}])"
+    f"| ?[A-Za-z]+(?![A-Za-z{_OPEN}])| ?[0-9]+(?![0-9{_OPEN}])| ?[{_SIGNS}]+(?![{_SIGNS}{_OPEN}])"
+    f"|[{_SPACE}]*[^{_SPACE}]+|[{_SPACE}]+"
+)
+_CACHED_WORDS = 1 << 18  # per process, some 50 MB
 
 
 class Tokenizer(Protocol):
@@ -70,11 +84,25 @@ class HuggingFaceTokenizer:
                 f'"eos_token" in {file.parent / "tokenizer_config.json"}'
             )
         self.eod_id: int = eod_id
+        self._words_are_independent = _cuts_into_words(self._tokenizer)
+        self._cache: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        if not self._words_are_independent:
+            return self._encode_with_library(texts)
+        cut = [_WORD.findall(text) for text in texts]
+        cache = self._cache
+        if missing := list({word for words in cut for word in words if word not in cache}):
+            if len(cache) > _CACHED_WORDS:
+                cache.clear()
+                missing = list({word for words in cut for word in words})
+            cache.update(zip(missing, self._encode_with_library(missing), strict=True))
+        return [list(chain.from_iterable([cache[word] for word in words])) for words in cut]
+
+    def _encode_with_library(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -113,6 +141,47 @@ class SentencePieceTokenizer:
         return self._processor.decode([int(i) for i in ids if 0 <= i < self.vocab_size])
 
 
+class TikTokenizer:
+    """A ``.tiktoken`` file: a line per token, its bytes in base64 and its rank.
+
+    A file of the same name with ``.json`` appended may hold {"pattern": regular expression of words,
+    "end_of_text": id}; else words are those of GPT-2, and the end of a document is the first id after the ranks.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        try:
+            import tiktoken
+            from tiktoken_ext.openai_public import r50k_pat_str
+        except ImportError as error:
+            raise DataError("TikTokenizer needs the package tiktoken: pip install tiktoken") from error
+        file = Path(path)
+        try:
+            pairs = [line.split() for line in file.read_bytes().splitlines() if line]
+            ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+            extra = Path(f"{file}.json")
+            options = json.loads(extra.read_text(encoding="utf-8")) if extra.exists() else {}
+            self.eod_id = int(options.get("end_of_text", max(ranks.values()) + 1))
+            self._encoding = tiktoken.Encoding(
+                file.stem,
+                pat_str=options.get("pattern", r50k_pat_str),
+                mergeable_ranks=ranks,
+                special_tokens={END_OF_TEXT: self.eod_id},
+            )
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            raise DataError(f"{file}: not a .tiktoken file that can be read: {error}") from error
+        self._tokens = {rank: token for token, rank in ranks.items()}
+        self.vocab_size: int = max(self.eod_id, *ranks.values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        return self._encoding.encode_ordinary(text)
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [self._encoding.encode_ordinary(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(self._tokens.get(i, b"") for i in ids).decode("utf-8", errors="replace")
+
+
 class ByteLevelTokenizer:
     """The 256 bytes of UTF-8, and 256 to end a document. Needs no file."""
 
@@ -138,7 +207,32 @@ def build_tokenizer(kind: TokenizerType, path: str | os.PathLike[str] | None) ->
             f"{kind.value} needs --tokenizer-model, its file or folder; train one with tools/train_tokenizer.py, or "
             f"use --tokenizer-type {TokenizerType.BYTE.value}, which needs none"
         )
+    if kind is TokenizerType.TIKTOKEN:
+        return TikTokenizer(path)
     return HuggingFaceTokenizer(path) if kind is TokenizerType.HF else SentencePieceTokenizer(path)
+
+
+def _cuts_into_words(tokenizer: Any) -> bool:
+    """Whether a text's ids are those of the pieces that _WORD cuts it into, one after the other.
+
+    So it is for a BPE behind GPT-2's pre-tokenizer ("ByteLevel", its own regular expression, no space put in front).
+    That matches runs of letters, of digits or of other signs, each with one space before it if there is one, spaces
+    (all but the last before a word), and "'s" and its like. _WORD cuts only where one of its matches must end: where
+    ASCII letters, digits or signs meet another of these kinds, where space follows something else, and where its rule
+    for spaces says so. Around apostrophes and characters beyond ASCII, whose kind depends on a Unicode version, a piece
+    goes on to the next space. NFC joins nothing across such cuts. Pieces repeat, so nearly all come from a table.
+    """
+    state = json.loads(tokenizer.to_str())
+    first, model = state["pre_tokenizer"] or {}, state["model"]
+    return (
+        first.get("type") == "ByteLevel"
+        and first.get("use_regex", True)
+        and not first.get("add_prefix_space", True)
+        and model["type"] == "BPE"
+        and not model.get("dropout")
+        and (state["normalizer"] is None or state["normalizer"] == {"type": "NFC"})
+        and all(token["special"] for token in state["added_tokens"])  # others are looked for before words are cut
+    )
 
 
 def _tokenizer_file(path: Path) -> Path:

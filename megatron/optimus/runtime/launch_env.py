@@ -88,6 +88,25 @@ def detect(environ: Mapping[str, str] | None = None) -> LaunchEnv:
     return LaunchEnv(rank, world_size, local_rank, local_size, address, port or _port_of_job(env), launcher)
 
 
+def share(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
+    """(index, number) of this process among those that divide independent work, such as files, between them.
+
+    Processes of one launch as ``detect`` finds them, times the tasks of a SLURM job array. Unlike ``detect`` it needs
+    no address of rank 0, as these never talk. A PBS array does not say how many tasks it has.
+    """
+    env = os.environ if environ is None else environ
+    found = _rank_and_size(env)
+    rank, size = (found[1], found[2]) if found is not None else (0, 1)
+    task, tasks = _integer(env, "SLURM_ARRAY_TASK_ID"), _integer(env, "SLURM_ARRAY_TASK_COUNT")
+    if task is None or tasks is None:
+        return rank, size
+    first, step = _integer(env, "SLURM_ARRAY_TASK_MIN") or 0, _integer(env, "SLURM_ARRAY_TASK_STEP") or 1
+    number = (task - first) // step
+    if not 0 <= number < tasks:
+        raise ConfigError(f"SLURM_ARRAY_TASK_ID={task} does not fit an array of {tasks} tasks from {first} by {step}")
+    return number * size + rank, tasks * size
+
+
 def export(launch: LaunchEnv, device_type: str) -> None:
     """Writes the place as torchrun's variables, for libraries that read nothing else (DeepSpeed: LOCAL_RANK).
 

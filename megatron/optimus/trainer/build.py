@@ -6,9 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.optimus.config.schema import Precision, RunConfig
+from megatron.optimus.config.schema import Device, Precision, RunConfig
 from megatron.optimus.data.dataset import InstanceSet, Split
+from megatron.optimus.data.files import TokenFiles
 from megatron.optimus.data.loader import BatchLoader
+from megatron.optimus.data.mixture import CorpusPlan, Mixture, log_plan
+from megatron.optimus.data.sources import Sources, read_sources
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
 from megatron.optimus.parallel.apply import parallelize
@@ -33,15 +36,39 @@ class RunData:
 
 
 def build_data(config: RunConfig, mesh: Mesh) -> RunData:
-    """Loaders of this rank's training and validation batches; validation is one fixed set in file order."""
-    validate = config.training.eval_interval > 0
-    return RunData(_loader(config, mesh, Split.TRAIN), _loader(config, mesh, Split.VALID) if validate else None)
+    """Loaders of this rank's training and validation batches; validation is one fixed set."""
+    sources = read_sources(config.data)
+    files = TokenFiles(sources.prefixes)
+    train = _instances(config, sources, files, Split.TRAIN)
+    total = config.training.train_iters * config.training.global_batch_size
+    if isinstance(train, Mixture):
+        plan = train.plan(total)
+    else:
+        plan = [CorpusPlan("all", len(files), train.num_tokens, len(train), total)]
+    log_plan(plan, total, config.data.max_data_epochs)
+    valid = _instances(config, sources, files, Split.VALID) if config.training.eval_interval > 0 else None
+    return RunData(
+        _loader(config, mesh, train, Split.TRAIN),
+        None if valid is None else _loader(config, mesh, valid, Split.VALID),
+    )
 
 
-def _loader(config: RunConfig, mesh: Mesh, part: Split) -> BatchLoader:
-    training, data = config.training, config.data
+def _instances(config: RunConfig, sources: Sources, files: TokenFiles, part: Split) -> InstanceSet | Mixture:
+    training, data, vocab_size = config.training, config.data, config.model.vocab_size
+    if sources.is_blend:
+        seed = training.seed
+        return Mixture(
+            sources, training.seq_length, split=data.split, part=part, seed=seed, files=files, vocab_size=vocab_size
+        )
+    return InstanceSet(
+        sources.prefixes, training.seq_length, split=data.split, part=part, files=files, vocab_size=vocab_size
+    )
+
+
+def _loader(config: RunConfig, mesh: Mesh, instances: InstanceSet | Mixture, part: Split) -> BatchLoader:
+    training = config.training
     return BatchLoader(
-        InstanceSet(data.data_path, training.seq_length, split=data.split, part=part),
+        instances,
         seq_length=training.seq_length,
         global_batch_size=training.global_batch_size,
         micro_batch_size=training.micro_batch_size,
@@ -50,4 +77,5 @@ def _loader(config: RunConfig, mesh: Mesh, part: Split) -> BatchLoader:
         seed=training.seed,
         shuffle=part is Split.TRAIN,
         max_batches=training.eval_iters if part is Split.VALID else None,
+        pin_memory=config.parallel.device is not Device.CPU and torch.accelerator.is_available(),
     )

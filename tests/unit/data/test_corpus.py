@@ -126,9 +126,11 @@ def test_inputs(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(lines("x"))
     assert [p.name for p in expand_inputs([f"{tmp_path}/?.jsonl"])] == ["a.jsonl", "b.jsonl"]
     assert [p.name for p in expand_inputs([f"{tmp_path}/b*", f"{tmp_path}/[x].jsonl"])] == ["b.jsonl", "[x].jsonl"]
+    (tmp_path / "empty").mkdir()
+    assert len(expand_inputs([str(tmp_path)])) == 3
     for patterns, message in (
         ([f"{tmp_path}/none*"], "no such file"),
-        ([str(tmp_path)], "a folder, give its files"),
+        ([str(tmp_path / "empty")], "no file below it ends in"),
         ([f"{tmp_path}/a*", f"{tmp_path}/a.jsonl"], "named twice"),
         ([], "no input files"),
     ):

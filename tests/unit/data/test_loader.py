@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.data.dataset import InstanceSet, Split, check_vocabulary, parse_split, split_range
 from megatron.optimus.data.errors import DataError
-from megatron.optimus.data.indexed import IndexedDatasetWriter
-from megatron.optimus.data.loader import BatchLoader, check_batch_sizes
+from megatron.optimus.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.optimus.data.loader import BatchLoader, check_batch_sizes, position_after_change
 
 L = 8
 
@@ -236,3 +236,50 @@ def test_impossible_batch_sizes(prefixes: list[str]) -> None:
     for options in ({"mbs": 0}, {"gbs": 0}, {"dp": 2, "rank": 2}, {"seq_length": L + 1}, {"max_batches": 3}):
         with pytest.raises(ConfigError):
             make_loader(prefixes, **options)
+
+
+def test_document_starts(prefixes: list[str], tmp_path: Path) -> None:
+    loader = make_loader(prefixes)
+    found = loader.document_starts(8)
+    for batch, rows in zip(loader.batch(8), found, strict=True):
+        for tokens, starts in zip(batch.tokens_BS.tolist(), rows, strict=True):
+            window = [*tokens, tokens[-1] + 1]
+            assert starts == [i for i, token in enumerate(window) if token % 10_000 % 7 == 0]  # documents of 7 tokens
+    with IndexedDatasetWriter(tmp_path / "many", np.uint16) as writer:  # empty documents, several sequences
+        for lengths in ([3, 2], [], [0], [4, 0, 1], [1]):
+            writer.add_document(np.arange(sum(lengths)), lengths)
+    data = IndexedDataset(tmp_path / "many")
+    assert data.document_starts(0, 11) == [0, 5, 10] and data.document_starts(1, 9) == [4]
+    assert data.document_starts(5, 1) == [0] and data.document_starts(6, 0) == []
+
+
+def test_another_sequence_length_keeps_the_tokens(prefixes: list[str]) -> None:
+    assert position_after_change(100, 8, 8) == 100
+    assert position_after_change(100, 8, 16) == 50 and position_after_change(101, 8, 16) == 51
+    assert position_after_change(100, 16, 8) == 200 and position_after_change(0, 8, 5) == 0
+    with pytest.raises(ConfigError, match="seq_length=0"):
+        position_after_change(1, 8, 0)
+    # what follows is the order of the new instances from there on; the next whole epoch has each of them once
+    instances = InstanceSet(prefixes, 2 * L)
+    position = position_after_change(3 * 8, L, 2 * L)
+    longer = BatchLoader(
+        instances,
+        global_batch_size=1,
+        micro_batch_size=1,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        seed=1234,
+        seq_length=2 * L,
+    )
+    assert longer.batch(position)[0].tokens_BS.shape == (1, 2 * L)
+    epoch = [int(longer.sample_ids(p)[0]) for p in range(len(instances), 2 * len(instances))]
+    assert sorted(epoch) == list(range(len(instances)))
+    longer.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_pinned_batches(prefixes: list[str]) -> None:
+    pinned, plain = make_loader(prefixes, pin_memory=True), make_loader(prefixes)
+    for a, b in zip(pinned.batch(0), plain.batch(0), strict=True):
+        assert a.tokens_BS.is_pinned() and a.labels_BS.is_pinned() and torch.equal(a.tokens_BS, b.tokens_BS)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron.optimus.config.schema import TokenizerType
 from megatron.optimus.data.errors import DataError
@@ -129,3 +132,74 @@ def test_sentencepiece(tmp_path: Path) -> None:
     (tmp_path / "bad.model").write_bytes(b"\xff" * 64)
     with pytest.raises(DataError, match=r"bad\.model: not a SentencePiece model"):
         build_tokenizer(TokenizerType.SENTENCEPIECE, tmp_path / "bad.model")
+
+
+def test_tiktoken_file(tmp_path: Path) -> None:
+    pytest.importorskip("tiktoken")
+    tokens = [bytes([i]) for i in range(256)] + [b"th", b"the"]
+    lines = [b"%s %d" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)]
+    (tmp_path / "v.tiktoken").write_bytes(b"\n".join(lines))
+    tokenizer = build_tokenizer(TokenizerType.TIKTOKEN, tmp_path / "v.tiktoken")
+    assert (tokenizer.vocab_size, tokenizer.eod_id) == (259, 258)
+    assert tokenizer.encode("the") == [257] and tokenizer.encode("<|endoftext|>") == list(b"<|endoftext|>")
+    assert tokenizer.encode_batch(["the", "", "t\u00e9"]) == [[257], [], [116, 0xC3, 0xA9]]
+    assert tokenizer.decode([257, 258, 32, 999]) == "the "
+    (tmp_path / "v.tiktoken.json").write_text('{"end_of_text": 300, "pattern": "."}')
+    assert build_tokenizer(TokenizerType.TIKTOKEN, tmp_path / "v.tiktoken").vocab_size == 301
+    for content in (b"no base64 at all", b"dGg=", b""):
+        (tmp_path / "bad").write_bytes(content)
+        with pytest.raises(DataError, match=r"bad: not a \.tiktoken file"):
+            build_tokenizer(TokenizerType.TIKTOKEN, tmp_path / "bad")
+
+
+_PIECES = st.sampled_from(
+    [" ", "  ", "\n", "\t", "\r\n", "\x0b", "\x1c", "\x1f", "\x85", "\xa0", "\u180e", "\u200b", "\u2028"]
+)
+_TEXTS = st.lists(
+    st.one_of(
+        _PIECES,
+        st.sampled_from(["a", "don't", "'s", "'", "12", "!", "...", "_", "\u00e9", "e", "\u0301", "\u00b2", "\u0660"]),
+        st.text(max_size=3),
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    train_bpe(["the cat's 12 hats... don't!\n  \n\tthen caf\u00e9 \u2028 x\xa0y"] * 9, 300, folder)
+    return folder
+
+
+@settings(max_examples=300, deadline=None)
+@given(texts=st.lists(_TEXTS.map("".join), max_size=4))
+@pytest.mark.parametrize("normalizer", [None, {"type": "NFC"}])
+def test_table_of_words_gives_the_ids_of_the_library(trained: Path, texts: list[str], normalizer: object) -> None:
+    state = json.loads((trained / "tokenizer.json").read_text()) | {"normalizer": normalizer}
+    (trained / "variant.json").write_text(json.dumps(state))
+    tokenizer = build_tokenizer(TokenizerType.HF, trained / "variant.json")
+    assert tokenizer._words_are_independent
+    for _ in range(2):  # words not seen before, then from the table
+        assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+
+
+def test_every_character_between_words_gives_the_ids_of_the_library(trained: Path) -> None:
+    tokenizer = build_tokenizer(TokenizerType.HF, trained)
+    characters = [chr(i) for i in range(0x3100) if not 0xD800 <= i < 0xE000] + ["\ufeff", "\U0001f600"]
+    texts = [f"a{c}b !{c}! 1{c}{c}2 {c} x{c} '{c}'s {c}' \n{c} " for c in characters]
+    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+
+
+def test_table_is_emptied_when_full_and_unused_where_words_depend(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.optimus.data.tokenizer._CACHED_WORDS", 3)
+    tokenizer = build_tokenizer(TokenizerType.HF, trained)
+    for text in ("one two three four five", "one six", "two one seven"):
+        assert tokenizer.encode_batch([text]) == [tokenizer.encode(text)]
+    state = json.loads((trained / "tokenizer.json").read_text())
+    added = {"id": 5000, "content": "x y", "special": False, "single_word": False, "lstrip": False, "rstrip": False}
+    state["added_tokens"].append(added | {"normalized": False})
+    (trained / "added.json").write_text(json.dumps(state))
+    other = build_tokenizer(TokenizerType.HF, trained / "added.json")
+    assert not other._words_are_independent and other.encode_batch(["x y"]) == [other.encode("x y")]

@@ -1,0 +1,146 @@
+#!/usr/bin/env python3
+"""From the start to the first batch, over thousands of token files of trillions of tokens (sparse: no disk is filled).
+
+    python benchmarks/data_startup.py --output benchmarks/results/data_startup.json
+
+Every measurement is a process of its own that does what one rank of 256 does: it reads the list of files, checks token
+ids of its share of them, looks at every header, plans the blend and reads one batch. Seconds exclude Python's and
+torch's imports, which every training program has; both memory figures are given. ``anonymous`` memory is the rank's
+own, file pages excluded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+CASES = [("2T", 2_419, 2_000_000_000_000), ("15T", 20_000, 15_000_000_000_000)]
+CORPORA = 10
+SEQ_LENGTH, GLOBAL_BATCH, RANKS = 4096, 1024, 256
+VOCABULARY = 50304
+TOKENS_PER_DOCUMENT = 1000
+
+
+def write_sparse_pair(prefix: Path, tokens: int) -> None:
+    """Sizes, header and ends of a pair of ``tokens`` uint16 tokens; everything between is a hole."""
+    from megatron.optimus.data.indexed import _HEADER, MAGIC, VERSION
+
+    documents = tokens // TOKENS_PER_DOCUMENT
+    with open(f"{prefix}.bin", "wb") as stream:
+        stream.truncate(2 * tokens)
+    with open(f"{prefix}.idx", "wb") as stream:
+        stream.write(_HEADER.pack(MAGIC, VERSION, 8, documents, documents + 1))
+        last = tokens - (documents - 1) * TOKENS_PER_DOCUMENT
+        for offset, size, value in (
+            (34 + 4 * (documents - 1), 4, last),
+            (34 + 12 * documents - 8, 8, 2 * (tokens - last)),
+            (34 + 20 * documents, 8, documents),
+        ):
+            stream.seek(offset)
+            stream.write(value.to_bytes(size, "little"))
+
+
+def make_files(folder: Path, files: int, tokens: int) -> tuple[Path, int]:
+    """A list of ``files`` pairs of uneven size in corpora of uneven size; (its path, tokens in all)."""
+    lines, total = [], 0
+    for i in range(files):
+        size = tokens * (i % 7 + 1) // (4 * files)
+        corpus = min(CORPORA - 1, i * 40 // files)  # the last one has most of the files
+        write_sparse_pair(folder / f"part-{i:05}", size)
+        lines.append(f"{size / tokens:.12f} part-{i:05} corpus-{corpus}")
+        total += size
+    path = folder / "list.txt"
+    path.write_text("\n".join(lines) + "\n")
+    return path, total
+
+
+def memory() -> dict[str, float]:
+    """MB: peak resident, and resident now by kind."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    names = {"peak": "VmHWM", "resident": "VmRSS", "anonymous": "RssAnon"}
+    return {name: int(fields[key].split()[0]) / 1024 for name, key in names.items()}
+
+
+def measure(path: str, position: int) -> dict[str, object]:
+    """One rank's start."""
+    from megatron.optimus.config.schema import DataConfig
+    from megatron.optimus.data.dataset import Split, check_vocabulary
+    from megatron.optimus.data.files import TokenFiles
+    from megatron.optimus.data.loader import BatchLoader
+    from megatron.optimus.data.mixture import Mixture
+    from megatron.optimus.data.sources import read_sources
+
+    before = memory()
+    started = time.perf_counter()
+    sources = read_sources(DataConfig(data_file_list=path))
+    check_vocabulary(sources.prefixes[RANKS // 2 :: RANKS], VOCABULARY)
+    checked = time.perf_counter()
+    files = TokenFiles(sources.prefixes)
+    opened = time.perf_counter()
+    train = Mixture(sources, SEQ_LENGTH, split="969,30,1", part=Split.TRAIN, seed=1, files=files, vocab_size=VOCABULARY)
+    loader = BatchLoader(
+        train,
+        seq_length=SEQ_LENGTH,
+        global_batch_size=GLOBAL_BATCH,
+        micro_batch_size=1,
+        data_parallel_rank=RANKS // 2,
+        data_parallel_size=RANKS,
+        seed=1,
+    )
+    batches = loader.batch(position)
+    seconds = time.perf_counter() - started
+    after = memory()
+    loader.close()
+    return {
+        "seconds": round(seconds, 3),
+        "seconds_vocabulary_check": round(checked - started, 3),
+        "seconds_headers": round(opened - checked, 3),
+        "instances": len(train),
+        "micro_batches": len(batches),
+        "peak_mb_above_imports": round(after["peak"] - before["peak"], 1),
+        "anonymous_mb_above_imports": round(after["anonymous"] - before["anonymous"], 1),
+        "peak_mb_with_python_and_torch": round(after["peak"], 1),
+        "peak_mb_of_imports_alone": round(before["peak"], 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", help="JSON file for the results")
+    parser.add_argument("--folder", help="where the sparse files go; default: a temporary folder")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(measure(args.child[0], int(args.child[1]))))
+        return 0
+    results: list[dict[str, object]] = []
+    for name, files, tokens in CASES:
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            path, total = make_files(Path(folder), files, tokens)
+            for where, position in (("first step", 0), ("resume late", total // SEQ_LENGTH * 9 // 10)):
+                for _ in range(args.repeat):
+                    command = [sys.executable, __file__, "--child", str(path), str(position)]
+                    run = subprocess.run(command, check=True, capture_output=True, text=True)
+                    case = {"case": name, "files": files, "tokens": total, "start": where}
+                    results.append(case | json.loads(run.stdout))
+                    print(json.dumps(results[-1]), flush=True)
+    if args.output:
+        host = {"cores": os.cpu_count(), "load_average": os.getloadavg(), "python": sys.version.split()[0]}
+        settings = {"seq_length": SEQ_LENGTH, "global_batch_size": GLOBAL_BATCH, "data_parallel_size": RANKS}
+        Path(args.output).write_text(
+            json.dumps({"host": host, "settings": settings, "results": results}, indent=1) + "\n"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,310 @@
+"""Naming the data, and drawing from several corpora: shares, stages, coverage, resume."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron.optimus.config.schema import ConfigError, DataConfig
+from megatron.optimus.data.dataset import Split
+from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.indexed import IndexedDatasetWriter
+from megatron.optimus.data.loader import BatchLoader
+from megatron.optimus.data.mixture import Mixture, log_plan
+from megatron.optimus.data.sources import Sources, read_sources
+
+L = 8
+
+
+def write(prefix: Path, first: int, count: int) -> str:
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    with IndexedDatasetWriter(prefix, np.int32) as writer:
+        for start in range(0, count, 7):
+            writer.add_document(np.arange(first + start, min(first + start + 7, first + count)))
+    return str(prefix)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """web: 3 files, 90 instances, code: 2 files, 30, wiki: 1 file, 10."""
+    folder = tmp_path_factory.mktemp("corpora")
+    for corpus, sizes in (("web", [20, 30, 40]), ("code", [25, 5]), ("wiki", [10])):
+        for i, size in enumerate(sizes):
+            base = {"web": 0, "code": 10_000, "wiki": 20_000}[corpus]
+            write(folder / corpus / f"part-{i}", base + 1000 * i, size * L + 1)
+    return folder
+
+
+def blend(folder: Path, text: str, name: str = "blend.yaml") -> Sources:
+    path = folder / name
+    path.write_text(text)
+    return read_sources(DataConfig(data_file_list=str(path)))
+
+
+YAML = """
+corpora:
+  web: {paths: ["web/*"], weight: 0.6}
+  code: {paths: [code/part-0.bin, code/part-1], weight: 0.3}
+  wiki: {paths: [wiki/part-0], weight: 0.1}
+"""
+STAGES = """
+stages:
+  - {start_samples: 100, weights: {web: 0.2, code: 0.3, wiki: 0.5}}
+  - {start_tokens: 1599, weights: {web: 1, code: 0, wiki: 1}}
+"""
+LINES = (
+    "# weight prefix corpus\n0.1 web/part-0 web\n\n0.2 web/part-1.bin web\n0.3 web/part-2 web\n0.3 code/part-0 code\n"
+)
+
+
+def mixture(sources: Sources, part: Split = Split.TRAIN, split: str = "1,0,0", seed: int = 3) -> Mixture:
+    return Mixture(sources, L, split=split, part=part, seed=seed)
+
+
+def test_ways_of_naming_data(folder: Path) -> None:
+    plain = read_sources(DataConfig(data_path=["a", "b.bin", "c.idx"]))
+    assert not plain.is_blend and plain.prefixes == ["a", "b", "c"]
+    words = read_sources(DataConfig(data_path=["2", "a", "0.5", "b"]))
+    assert words.is_blend and words.prefixes == ["a", "b"]
+    assert [float(w) for w in words.stages[0].weights] == [2, 0.5]
+    lines = blend(folder, LINES, "list.txt")
+    assert [corpus.name for corpus in lines.corpora] == ["web", "code"]
+    assert [float(w) for w in lines.stages[0].weights] == [0.6, 0.3]  # exact: the sum of 0.1, 0.2 and 0.3
+    assert lines.prefixes[1] == str(folder / "web/part-1")
+    short = blend(folder, "1 web/part-0\n2 web/part-1\n", "short.txt")
+    assert [corpus.name for corpus in short.corpora] == short.prefixes
+    yaml = blend(folder, YAML + STAGES)
+    assert [len(corpus.prefixes) for corpus in yaml.corpora] == [3, 2, 1]
+    assert [stage.first_sample(L) for stage in yaml.stages] == [0, 100, 200]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["1", "a", "b"], "begins with the weight 1 but"),
+        (["1", "a", "x", "b"], "begins with the weight 1 but"),
+        (["0", "a", "1", "b"], "data_path, a: weight 0 must be a finite number, above 0"),
+        (["1", "a", "-2", "b"], "data_path, b: weight -2"),
+        (["1", "a", "2", "a"], "a is named"),
+        (["a", "b", "a"], "a is named twice"),
+    ],
+)
+def test_impossible_words(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_sources(DataConfig(data_path=words))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "names no files"),
+        ("0.5\n", "list.txt:1: expected 'weight prefix corpus', got 1 words"),
+        ("1 a b c\n", "got 4 words"),
+        ("1 a b\nx c d\n", "list.txt:2: weight x"),
+        ("inf a b\n", "list.txt:1: weight inf"),
+        ("nan a b\n", "weight nan"),
+        ("0 a b\n", "weight 0"),
+        ("1 a b\n1 a c\n", "named in corpora b and c"),
+    ],
+)
+def test_impossible_lists(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        blend(tmp_path, text, "list.txt")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "expected names with values"),
+        ("corpora: {}", "no corpora"),
+        ("corpora: {a: {paths: [x], weight: 1}, a: {paths: [y]}}", "given twice"),
+        ("corpora: {a: {path: [x]}}", "unknown path; it takes paths, weight"),
+        ("corpora: {a: {paths: x}}", "paths must be a list"),
+        ("corpora: {a: {paths: ['none*']}}", "no file matches"),
+        ("corpora: {a: {paths: [x], weight: -1}}", "corpus a: weight -1"),
+        ("corpora: {a: {paths: [x], weight: 1}, b: {paths: [y]}}", "corpus b: weight None"),
+        ("corpora: {a: {paths: [x], weight: 0}}", "weight 0"),
+        ("corpora: {a: {paths: [x], weight: true}}", "weight True"),
+        ("corpora: {a: {paths: [x]}}\nstages: [{start_tokens: 5, weights: {a: 1}}]", "every corpus needs a weight"),
+        ("corpora: {a: {paths: [x], weight: 1}}\nstages: [{weights: {a: 1}}]", "start_tokens or start_samples"),
+        ("corpora: {a: {paths: [x], weight: 1}}\nstages: [{start_tokens: 0, weights: {a: 1}}]", "above 0"),
+        ("corpora: {a: {paths: [x], weight: 1}}\nstages: [{start_tokens: 9, weights: {}}]", "no weight for a"),
+        ("corpora: {a: {paths: [x], weight: 1}}\nstages: [{start_tokens: 9, weights: {b: 1}}]", "unknown b"),
+        ("corpora: {a: {paths: [x], weight: 1}}\nstages: [{start_tokens: 9, weights: {a: 0}}]", "all weights are 0"),
+    ],
+)
+def test_impossible_yaml(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        blend(tmp_path, text)
+    assert "blend.yaml" in str(caught.value)
+
+
+def test_both_ways_at_once() -> None:
+    with pytest.raises(ConfigError, match="both given"):
+        DataConfig(data_path=["a"], data_file_list="b")
+
+
+def test_shares_and_coverage(folder: Path) -> None:
+    mixed = mixture(blend(folder, YAML))
+    assert (len(mixed), mixed.names) == (130, ["web", "code", "wiki"])
+    ids = mixed.ids_at(0, 1000)
+    corpora = np.searchsorted([90, 120, 130], ids, side="right")
+    assert corpora.tolist() == mixed.corpora_at(0, 1000).tolist()
+    for n in range(1, 1001):
+        for i, share in enumerate((0.6, 0.3, 0.1)):
+            assert abs(np.count_nonzero(corpora[:n] == i) - n * share) <= 1 + 1e-9
+    assert mixed.counts(1000) == [600, 300, 100]
+    for i, (low, size) in enumerate([(0, 90), (90, 30), (120, 10)]):
+        drawn = ids[corpora == i]
+        epochs = [drawn[at : at + size].tolist() for at in range(0, len(drawn) - size + 1, size)]
+        assert all(sorted(epoch) == list(range(low, low + size)) for epoch in epochs)
+        assert epochs[0] != epochs[1] and epochs[0] != sorted(epochs[0])
+
+
+def test_reading_and_describing_a_sample(folder: Path) -> None:
+    mixed = mixture(blend(folder, YAML))
+    for position in range(0, 200, 7):
+        (i,) = mixed.ids_at(position, 1).tolist()
+        window, sample = mixed.read(i), mixed.sample(position)
+        assert (np.diff(window) == 1).all() and mixed.locate(i) == (sample.prefix, sample.token)
+        base = {"web": 0, "code": 10_000, "wiki": 20_000}[sample.corpus] + 1000 * int(sample.prefix[-1])
+        assert window[0] == base + sample.token
+    assert [mixed.sample(p).epoch for p in range(0, 500) if mixed.sample(p).corpus == "wiki"] == sorted(
+        [0, 1, 2, 3, 4] * 10
+    )
+    with pytest.raises(IndexError):
+        mixed.read(130)
+
+
+def test_stages_leave_the_past_alone_and_go_on_where_it_ended(folder: Path) -> None:
+    plain, staged = mixture(blend(folder, YAML)), mixture(blend(folder, YAML + STAGES))
+    assert staged.ids_at(0, 100).tolist() == plain.ids_at(0, 100).tolist()
+    ids = staged.ids_at(0, 400)
+    assert np.concatenate([staged.ids_at(at, 50) for at in range(0, 400, 50)]).tolist() == ids.tolist()
+    corpora = staged.corpora_at(0, 400)
+    assert np.bincount(corpora[100:200]).tolist() == [20, 30, 50]
+    assert np.bincount(corpora[200:300], minlength=3).tolist() == [50, 0, 50]
+    assert staged.counts(300) == [60 + 20 + 50, 30 + 30, 10 + 50 + 50]
+    wiki = ids[corpora == 2]
+    for at in range(0, 160, 10):  # no instance is skipped or repeated where a stage begins
+        assert sorted(wiki[at : at + 10].tolist()) == list(range(120, 130))
+    with pytest.raises(ConfigError, match="stages must follow each other; they start at samples"):
+        mixture(blend(folder, YAML + STAGES.replace("1599", "700")))
+
+
+def test_natural_shares(folder: Path) -> None:
+    mixed = mixture(
+        blend(folder, YAML.replace(", weight: 0.6", "").replace(", weight: 0.3", "").replace(", weight: 0.1", ""))
+    )
+    assert sorted(mixed.ids_at(0, 130).tolist()) == list(range(130))  # one epoch of everything
+
+
+def test_order_of_a_corpus_does_not_depend_on_its_company(folder: Path) -> None:
+    alone = mixture(blend(folder, "corpora: {code: {paths: ['code/*'], weight: 7}}")).ids_at(0, 60)
+    mixed = mixture(blend(folder, YAML))
+    assert (mixed.ids_at(0, 200)[mixed.corpora_at(0, 200) == 1] - 90).tolist() == alone.tolist()
+    assert mixture(blend(folder, YAML), seed=4).ids_at(0, 60).tolist() != mixed.ids_at(0, 60).tolist()
+
+
+def test_splits_of_a_mixture(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    seen = {}
+    for part in (Split.TRAIN, Split.VALID):
+        mixed = mixture(blend(folder, YAML), part, "70,30,0")
+        seen[part] = {int(token) for i in range(len(mixed)) for token in mixed.read(i)}
+    assert not seen[Split.TRAIN] & seen[Split.VALID]
+    with caplog.at_level(logging.WARNING, logger="optimus"):
+        small = mixture(blend(folder, YAML), Split.VALID, "95,5,0")
+    assert small.names == ["web", "code"] and "corpus wiki is left out of the valid split" in caplog.text
+    with pytest.raises(DataError, match=r"corpus wiki: .*too little data"):
+        mixture(blend(folder, YAML), Split.TRAIN, "5,95,0")
+
+
+def test_plan_and_dry_corpora(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plan = mixture(blend(folder, YAML)).plan(200)
+    assert [(c.name, c.files, c.instances, c.samples) for c in plan] == [
+        ("web", 3, 90, 120),
+        ("code", 2, 30, 60),
+        ("wiki", 1, 10, 20),
+    ]
+    with caplog.at_level(logging.INFO, logger="optimus"):
+        log_plan(plan, 200, None)
+    assert "corpus wiki: 1 files, 0.000 G tokens, 10.0000 % of the samples, 2.000 epochs (repeats)" in caplog.text
+    log_plan(plan, 200, 2)
+    with pytest.raises(DataError, match="corpus code runs dry: the run draws 60 samples of its 30 instances"):
+        log_plan(plan, 200, 1.5)
+
+
+def loader(sources: Sources, dp: int = 1, rank: int = 0, mbs: int = 2, gbs: int = 8, **options) -> BatchLoader:
+    part = Split.TRAIN if options.get("shuffle", True) else Split.VALID
+    return BatchLoader(
+        mixture(sources, part, "80,20,0"),
+        seq_length=L,
+        global_batch_size=gbs,
+        micro_batch_size=mbs,
+        data_parallel_rank=rank,
+        data_parallel_size=dp,
+        seed=3,
+        **options,
+    )
+
+
+def rows(sources: Sources, consumed: int, dp: int, mbs: int, gbs: int = 8) -> list[int]:
+    """First tokens of a step's samples in the order of the global batch, put together from all ranks."""
+    ranks = [loader(sources, dp, rank, mbs, gbs).batch(consumed) for rank in range(dp)]
+    return torch.cat([ranks[r][m].tokens_BS[:, 0] for m in range(len(ranks[0])) for r in range(dp)]).tolist()
+
+
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.data())
+def test_stopped_and_resumed_with_other_world_sizes(folder: Path, data: st.DataObject) -> None:
+    """The log of sample ids of a run that stops at random steps equals the unbroken one's."""
+    sources = blend(folder, YAML + STAGES)
+    unbroken = [rows(sources, 8 * step, 1, 8) for step in range(30)]
+    log, step = [], 0
+    while step < 30:
+        dp, mbs = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([1, 2]))
+        loaders = [loader(sources, dp, rank, mbs) for rank in range(dp)]
+        for _ in range(data.draw(st.integers(1, 30 - step))):
+            batches = [each.batch(8 * step) for each in loaders]
+            log.append(torch.cat([b[m].tokens_BS[:, 0] for m in range(len(batches[0])) for b in batches]).tolist())
+            step += 1
+        [each.close() for each in loaders]
+    assert log == unbroken
+
+
+def test_global_batch_may_change_at_any_step(folder: Path) -> None:
+    sources = blend(folder, YAML)
+    small = [rows(sources, 8 * step, 2, 2) for step in range(6)]
+    large = rows(sources, 16, 2, 2, gbs=16), rows(sources, 32, 4, 2, gbs=16)
+    for i, batch in enumerate(large):
+        assert Counter(batch) == Counter(small[2 * i + 2] + small[2 * i + 3])
+
+
+def test_no_rank_sees_one_corpus_only(folder: Path) -> None:
+    sources = blend(
+        folder, YAML.replace("0.6", "1").replace("0.3", "1").replace("wiki: {paths: [wiki/part-0], weight: 0.1}", "")
+    )
+    for rank in range(2):
+        reader = loader(sources, dp=2, rank=rank, mbs=1)
+        firsts = torch.cat([b.tokens_BS[:, 0] for step in range(25) for b in reader.batch(8 * step)])
+        share = (firsts < 10_000).float().mean()
+        assert 0.3 < share < 0.7
+        reader.close()
+
+
+def test_validation_of_a_mixture_is_fixed_and_has_every_corpus(folder: Path) -> None:
+    sources = blend(folder, YAML)
+    valid = loader(sources, shuffle=False, max_batches=2)
+    assert valid.num_batches == 2
+    first = [valid.batch(8 * step)[0].tokens_BS.tolist() for step in range(2)]
+    assert first == [valid.batch(8 * step)[0].tokens_BS.tolist() for step in range(2)]
+    corpora = {int(token) // 10_000 for step in range(2) for b in valid.batch(8 * step) for token in b.tokens_BS[:, 0]}
+    assert corpora == {0, 1, 2}
+    valid.close()

@@ -1,0 +1,80 @@
+"""Looking into token files and runs from the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.optimus.data.indexed import IndexedDatasetWriter
+
+from .test_preprocess_data import call
+
+BYTES = ("--tokenizer-type", "ByteLevelTokenizer")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    for name, texts in (("a", [f"text number {i}" for i in range(40)] + ["", "text number 3"]), ("b", ["other"] * 20)):
+        with IndexedDatasetWriter(folder / name, np.uint16) as writer:
+            for text in texts:
+                writer.add_document(np.frombuffer(text.encode(), np.uint8).astype(np.uint16))
+    (folder / "blend.yaml").write_text("corpora:\n  a: {paths: [a], weight: 3}\n  b: {paths: [b], weight: 1}\n")
+    return folder
+
+
+def inspect(*arguments: object) -> tuple[int, str]:
+    result = call("tools/inspect_data.py", *arguments)
+    assert "Traceback" not in result.stderr, result.stderr
+    return result.returncode, result.stdout + result.stderr
+
+
+def test_statistics_and_histogram(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    code, out = inspect("stats", folder / "a.idx", folder / "b", "--histogram", tmp_path / "h.png")
+    assert code == 0 and "a: 42 documents (1 empty), 563 tokens, uint16" in out
+    assert "all: 62 documents (1 empty), 663 tokens" in out and "median 13, p90 14" in out
+    assert (tmp_path / "h.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_documents_as_text(folder: Path) -> None:
+    assert inspect("show", folder / "a", "--documents", 7, -1, *BYTES)[1].splitlines()[1::2] == [
+        "text number 7",
+        "text number 3",
+    ]
+    assert "116 101 120 116" in inspect("show", folder / "a")[1]
+    assert inspect("show", folder / "a", "--documents", 42)[0] == 2
+
+
+def test_full_check(folder: Path, tmp_path: Path) -> None:
+    assert inspect("check", folder / "a", folder / "b", "--vocab-size", 256)[0] == 0
+    code, out = inspect("check", folder / "a", "--vocab-size", 110)
+    assert code == 2 and "outside the vocabulary of 110" in out
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"a{suffix}").write_bytes((folder / f"a{suffix}").read_bytes())
+    raw = bytearray((tmp_path / "a.idx").read_bytes())
+    raw[34 + 8] ^= 1  # a length inside the index, which the quick look at the start does not read
+    (tmp_path / "a.idx").write_bytes(raw)
+    assert "pointer of sequence 3" in inspect("check", tmp_path / "a")[1]
+
+
+def test_duplicates_across_splits(folder: Path) -> None:
+    code, out = inspect("duplicates", folder / "a", "--split", "80,20,0")
+    assert code == 1 and f"{folder}/a document 3 (train) = {folder}/a document 41 (valid)" in out
+    assert "1 duplicates" in out
+    assert inspect("duplicates", folder / "a", "--split", "1,0,0")[0] == 0
+    assert "20 duplicates" in inspect("duplicates", folder / "a", folder / "b", "--anywhere")[1]
+
+
+def test_a_sample_and_a_blend(folder: Path, tmp_path: Path) -> None:
+    data = ("--data-file-list", folder / "blend.yaml", "--seq-length", 10, "--split", "1,0,0")
+    code, out = inspect("sample", 5, *data, *BYTES)
+    assert code == 0 and "sample 5: corpus" in out and "of document" in out
+    assert "text" in inspect("sample", 5, "--data-path", folder / "a", "--seq-length", 30, "--split", "1", *BYTES)[1]
+    pytest.importorskip("matplotlib")
+    code, out = inspect("blend", *data, "--samples", 400, "--picture", tmp_path / "b.png")
+    assert "a: 1 files, 563 tokens, 300 samples (75.0000 %), 5.3571 epochs" in out
+    assert (tmp_path / "b.png").stat().st_size > 10_000
+    assert inspect("blend", "--data-file-list", folder / "none", "--seq-length", 10, "--samples", 4)[0] == 2
