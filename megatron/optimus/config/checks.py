@@ -10,15 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.optimus.config.layout import Layout
-from megatron.optimus.config.schema import ConfigError, Device, RunConfig, TokenizerType, divisors, one_of
+from megatron.optimus.config.schema import ConfigError, Device, RunConfig, TokenizerType, divisors, one_of, parse_split
 
 Rule = Callable[[RunConfig, int], "str | None"]
 
 
 def gradient_accumulation_steps(config: RunConfig, world_size: int) -> int:
     """Micro-batches per rank and optimizer step. Raises ConfigError where that is not whole."""
-    _raise_if(batch_divides(config, world_size))
     dp = Layout.from_config(config.parallel, world_size).dp
+    check_batch_sizes(config.training.global_batch_size, config.training.micro_batch_size, dp)
     return config.training.global_batch_size // (config.training.micro_batch_size * dp)
 
 
@@ -57,12 +57,31 @@ def _raise_if(message: str | None) -> None:
         raise ConfigError(message)
 
 
-def sizes_fit_ranks(config: RunConfig, world_size: int) -> str | None:
+def _message_of(check: Callable[..., object], *arguments: object) -> str | None:
     try:
-        Layout.from_config(config.parallel, world_size)
+        check(*arguments)
     except ConfigError as error:
         return str(error)
     return None
+
+
+def check_batch_sizes(global_batch_size: int, micro_batch_size: int, data_parallel_size: int) -> None:
+    """Raises ConfigError unless the global batch is a whole number of micro-batches on every rank."""
+    for name, value in (("global_batch_size", global_batch_size), ("micro_batch_size", micro_batch_size)):
+        if value < 1:
+            raise ConfigError(f"{name}={value} must be at least 1")
+    unit = micro_batch_size * data_parallel_size
+    if global_batch_size % unit == 0:
+        return
+    below, above = global_batch_size // unit * unit, (global_batch_size // unit + 1) * unit
+    raise ConfigError(
+        f"global_batch_size={global_batch_size} must be a multiple of micro_batch_size={micro_batch_size} x "
+        f"data-parallel size {data_parallel_size} = {unit}; use {one_of([below, above] if below else [above])}"
+    )
+
+
+def sizes_fit_ranks(config: RunConfig, world_size: int) -> str | None:
+    return _message_of(Layout.from_config, config.parallel, world_size)
 
 
 def experts_need_a_moe_model(config: RunConfig, world_size: int) -> str | None:
@@ -89,16 +108,8 @@ def layers_divide_into_stages(config: RunConfig, world_size: int) -> str | None:
 
 
 def batch_divides(config: RunConfig, world_size: int) -> str | None:
-    batch, micro = config.training.global_batch_size, config.training.micro_batch_size
     dp = Layout.from_config(config.parallel, world_size).dp
-    unit = micro * dp
-    if batch % unit == 0:
-        return None
-    below, above = batch // unit * unit, (batch // unit + 1) * unit
-    return (
-        f"global_batch_size={batch} must be a multiple of micro_batch_size={micro} x data-parallel size {dp} = {unit};"
-        f" use {one_of([below, above] if below else [above])}"
-    )
+    return _message_of(check_batch_sizes, config.training.global_batch_size, config.training.micro_batch_size, dp)
 
 
 def sequence_fits_positions(config: RunConfig, world_size: int) -> str | None:
@@ -116,7 +127,7 @@ def warmup_fits_run(config: RunConfig, world_size: int) -> str | None:
 
 
 def validation_has_data(config: RunConfig, world_size: int) -> str | None:
-    if config.training.eval_interval == 0 or config.data.split_shares()[1] > 0:
+    if config.training.eval_interval == 0 or parse_split(config.data.split)[1] > 0:
         return None
     return (
         f"eval_interval={config.training.eval_interval} but split={config.data.split!r} leaves nothing to validate on; "

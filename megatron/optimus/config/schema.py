@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from fractions import Fraction
 from typing import Any
 
 
@@ -91,6 +92,24 @@ def option(default: Any, help: str) -> Any:
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata={"help": help})
     return field(default=default, metadata={"help": help})
+
+
+def parse_split(text: str) -> tuple[Fraction, Fraction, Fraction]:
+    """Shares of training, validation and test, adding up to one, from "969,30,1" (missing numbers are 0).
+
+    Exact, so that every rank cuts at the same token. Raises ConfigError.
+    """
+    try:
+        numbers = [Fraction(part.strip()) for part in text.split(",")]
+    except (ValueError, ZeroDivisionError):
+        numbers = []
+    _require(
+        1 <= len(numbers) <= 3 and min(numbers) >= 0 and sum(numbers) > 0,
+        f"split={text!r} is not one to three shares of 0 or more, training first; use for example '969,30,1'",
+    )
+    numbers += [Fraction(0)] * (3 - len(numbers))
+    total = sum(numbers)
+    return numbers[0] / total, numbers[1] / total, numbers[2] / total
 
 
 def _require(condition: bool, message: str) -> None:
@@ -260,27 +279,13 @@ class DataConfig:
     tokenizer_model: str | None = option(None, "its file or folder; copied into exports")
 
     def __post_init__(self) -> None:
-        self.split_shares()
+        parse_split(self.split)
         _require("" not in self.data_path, f"data_path={self.data_path} names an empty prefix; remove it")
         _require(
             not self.data_path or self.data_file_list is None,
             f"data_path and data_file_list={self.data_file_list!r} are both given; keep one of them",
         )
         _positive(self, "max_data_epochs")
-
-    def split_shares(self) -> tuple[float, float, float]:
-        """Shares of training, validation and test, summing to one. Missing ones are 0. Raises ConfigError."""
-        try:
-            shares = [float(share) for share in self.split.split(",")]
-        except ValueError:
-            shares = []
-        usable = 1 <= len(shares) <= 3 and all(0 <= share < float("inf") for share in shares) and shares[0] > 0
-        _require(
-            usable,
-            f"split={self.split!r} is not one to three shares, training first and above 0; use for example '969,30,1'",
-        )
-        train, valid, test = (share / sum(shares) for share in [*shares, 0.0, 0.0][:3])
-        return train, valid, test
 
 
 @dataclass(kw_only=True)

@@ -25,7 +25,7 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from megatron.optimus.config.schema import ConfigError
+from megatron.optimus.config.schema import ConfigError, parse_split
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles
 from megatron.optimus.data.indexed import DTYPES
@@ -41,22 +41,6 @@ class Split(IntEnum):
     TRAIN = 0
     VALID = 1
     TEST = 2
-
-
-def parse_split(text: str) -> tuple[Fraction, Fraction, Fraction]:
-    """Shares of training, validation and test, adding up to one, from "969,30,1" (missing numbers are 0).
-
-    Exact, so that every rank cuts at the same token. Raises ConfigError.
-    """
-    try:
-        numbers = [Fraction(part.strip()) for part in text.split(",")]
-    except (ValueError, ZeroDivisionError):
-        numbers = []
-    if not 1 <= len(numbers) <= 3 or min(numbers) < 0 or not sum(numbers):
-        raise ConfigError(f"split={text!r} must be one to three numbers >= 0, not all 0, such as 969,30,1")
-    numbers += [Fraction(0)] * (3 - len(numbers))
-    total = sum(numbers)
-    return numbers[0] / total, numbers[1] / total, numbers[2] / total
 
 
 def split_range(num_tokens: int, split: str, part: Split) -> tuple[int, int]:

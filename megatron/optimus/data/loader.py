@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron.optimus.config.checks import check_batch_sizes
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.data.dataset import InstanceSet
 from megatron.optimus.data.errors import DataError
@@ -167,18 +168,3 @@ def position_after_change(consumed: int, old_seq_length: int, new_seq_length: in
     if min(old_seq_length, new_seq_length) < 1 or consumed < 0:
         raise ConfigError(f"seq_length={new_seq_length} after {consumed} samples of {old_seq_length}: must be above 0")
     return -(-consumed * old_seq_length // new_seq_length)
-
-
-def check_batch_sizes(global_batch_size: int, micro_batch_size: int, data_parallel_size: int) -> None:
-    """Raises ConfigError unless the global batch is a whole number of micro-batches on every rank."""
-    for name, value in (("global_batch_size", global_batch_size), ("micro_batch_size", micro_batch_size)):
-        if value < 1:
-            raise ConfigError(f"{name}={value} must be at least 1")
-    one_pass = micro_batch_size * data_parallel_size
-    if global_batch_size % one_pass:
-        lower = global_batch_size // one_pass * one_pass
-        nearest = f"{lower} or {lower + one_pass}" if lower else f"{one_pass}"
-        raise ConfigError(
-            f"global_batch_size={global_batch_size} is not divisible by micro_batch_size={micro_batch_size} times data "
-            f"parallel size {data_parallel_size} = {one_pass}; use global_batch_size {nearest}"
-        )
