@@ -54,7 +54,7 @@ def _extensions():
                 _without_kernels(f"the compiler failed ({str(error).splitlines()[0]})")
 
     sycl = _has_sycl()
-    flags = ["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
+    flags = ["-O3", "-g0", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
     extension = (SyclExtension if sycl else CppExtension)(
         "megatron.optimus.ops._C",
         [*SOURCES, *(SYCL_SOURCES if sycl else [])],

@@ -24,6 +24,7 @@ class Case:
 
 
 CASES = {
+    "no_token": Case(0, 16, 8, 4, 2),
     "one_token": Case(1, 16, 8, 4, 2),
     "odd_tokens": Case(131, 32, 24, 4, 2),
     "odd_widths": Case(37, 19, 13, 5, 3),
