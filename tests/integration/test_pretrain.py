@@ -173,6 +173,16 @@ def test_checkpoint_of_one_layout_continues_on_another(tmp_path: Path, pretrain:
     assert one["loss"] == pytest.approx(two["loss"], rel=1e-6)
 
 
+def test_resume_with_another_sequence_length_keeps_the_tokens(
+    tmp_path: Path, pretrain: Program, unbroken: Path
+) -> None:
+    options = ["--load", unbroken / "checkpoints", "--train-iters", 9, "--lr-decay-iters", 8, "--seq-length", 16]
+    out = succeed(pretrain(tmp_path, *options))
+    assert "step 8, 128 samples consumed" in out  # 64 samples of 32 tokens
+    assert "training.seq_length 32 -> 16" in out
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["consumed_tokens"] == 8 * 8 * 32 + 8 * 16
+
+
 def test_finetune_takes_only_the_weights(tmp_path: Path, pretrain: Program, unbroken: Path) -> None:
     succeed(
         pretrain(tmp_path, "--load", unbroken / "checkpoints", "--finetune", "--train-iters", 1, "--lr-warmup-iters", 0)

@@ -16,7 +16,7 @@ from megatron.optimus.config.checks import gradient_accumulation_steps
 from megatron.optimus.config.schema import RunConfig
 from megatron.optimus.config.serialize import changed_options, to_dict
 from megatron.optimus.data.errors import DataError
-from megatron.optimus.data.loader import Batch
+from megatron.optimus.data.loader import Batch, position_after_change
 from megatron.optimus.observe.flops import flops_per_token, mfu
 from megatron.optimus.observe.metrics import StepMetrics
 from megatron.optimus.optim.schedule import learning_rate
@@ -154,7 +154,9 @@ class Trainer:
         read = partial(self._read_checkpoint, path, manifest, weights_only=weights_only, verify=not is_verified)
         Ranks(None, self.device).together(read, f"loading {path}", CheckpointError)
         if not weights_only:
-            self.step, self.consumed_samples = manifest.step, manifest.consumed_samples
+            self.step = manifest.step
+            lengths = manifest.config["training"]["seq_length"], self.config.training.seq_length
+            self.consumed_samples = position_after_change(manifest.consumed_samples, *lengths)
         self.engine.optimizer.sync_params_from_master()
         logger.info("resumed from %s: step %d, %d samples consumed", path, self.step, self.consumed_samples)
         for change in changed_options(manifest.config, to_dict(self.config)):
