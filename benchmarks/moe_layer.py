@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
+
 from megatron.optimus import ops
 
 # d model width, f inner width, e experts on this device, k experts per token
