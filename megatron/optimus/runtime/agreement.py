@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-RELAYED = "optimus_relayed"  # attribute of an error that only repeats another rank's
+RELAYED = "optimus_relayed"  # attribute of an error that another rank reports
 _NO_FAILURE = 1 << 62
 _ERRNO_LIMIT = 1 << 12
 T = TypeVar("T")
@@ -67,12 +67,13 @@ class Ranks:
         """
         result, error = attempt(action)
         failure = self.first_failure(error)
+        if failure is None:
+            return result  # type: ignore[return-value]  # no error, so this is the action's own result
+        first, number = failure
         if error is not None:
-            raise error_type(f"{task} failed on rank {self.rank}: {error}") from error
-        if failure is not None:
-            rank, number = failure
-            reason = os.strerror(number) if number else "see the message of that rank"
-            relayed = error_type(f"{task} failed on rank {rank}: {reason}")
-            setattr(relayed, RELAYED, True)
-            raise relayed
-        return result  # type: ignore[return-value]  # no error, so this is the action's own result
+            rank, reason = self.rank, str(error)
+        else:
+            rank, reason = first, os.strerror(number) if number else "see the message of that rank"
+        raised = error_type(f"{task} failed on rank {rank}: {reason}")
+        setattr(raised, RELAYED, self.rank != first)  # the first rank that failed speaks for all
+        raise raised from error

@@ -1,0 +1,38 @@
+"""What fails on some ranks alone is an error on all of them, and one rank speaks for all."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+import torch.distributed as dist
+
+from megatron.optimus.runtime.agreement import RELAYED, Ranks
+from tests.helpers import run_distributed
+
+
+def _together(rank: int, world: int, failing: tuple[int, ...]) -> tuple[str, bool] | int:
+    def action() -> int:
+        if rank in failing:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return rank * 10
+
+    try:
+        result: tuple[str, bool] | int = Ranks(None, "cpu").together(action, "writing", ValueError)
+    except ValueError as error:
+        result = str(error), getattr(error, RELAYED)
+    dist.barrier()  # nobody was left behind in another collective
+    return result
+
+
+def test_success_gives_each_rank_its_result() -> None:
+    assert run_distributed(_together, 3, ()) == [0, 10, 20]
+
+
+@pytest.mark.parametrize("failing", [(1,), (1, 2), (0,)])
+def test_a_failure_is_everybodys_error_and_told_once(failing: tuple[int, ...]) -> None:
+    results = run_distributed(_together, 3, failing)
+    for rank, (message, is_relayed) in enumerate(results):
+        assert f"writing failed on rank {rank if rank in failing else failing[0]}" in message
+        assert "No space left" in message
+        assert is_relayed == (rank != failing[0])
