@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.optimus.config.schema import Device, Precision, RunConfig
+from megatron.optimus.config.schema import Precision, RunConfig
 from megatron.optimus.data.dataset import InstanceSet, Split
 from megatron.optimus.data.files import TokenFiles
 from megatron.optimus.data.loader import BatchLoader
@@ -77,5 +77,4 @@ def _loader(config: RunConfig, mesh: Mesh, instances: InstanceSet | Mixture, par
         seed=training.seed,
         shuffle=part is Split.TRAIN,
         max_batches=training.eval_iters if part is Split.VALID else None,
-        pin_memory=config.parallel.device is not Device.CPU and torch.accelerator.is_available(),
     )

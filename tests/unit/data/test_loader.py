@@ -278,6 +278,7 @@ def test_another_sequence_length_keeps_the_tokens(prefixes: list[str]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 def test_pinned_batches(prefixes: list[str]) -> None:
     pinned, plain = make_loader(prefixes, pin_memory=True), make_loader(prefixes)
