@@ -51,16 +51,17 @@ class _Totals:
     def add(self, output: DecoderOutput, num_tokens: int) -> None:
         stats = output.router_stats
         assert output.loss_sum is not None
-        # float64: sums of token counts must stay exact, and one dtype makes one collective.
+        # float64: sums of token counts must stay exact, and one dtype makes one collective. Filled on the device: a
+        # number copied there would make the host wait.
+        zero = torch.zeros_like(output.loss_sum, dtype=torch.float64)
         scalars = torch.stack(
             [
                 output.loss_sum.double(),
-                output.loss_sum.new_tensor(num_tokens, dtype=torch.float64),
+                torch.full_like(zero, num_tokens),
                 output.aux_loss.double() * num_tokens,
                 output.z_loss.double() * num_tokens,
-                sum((s.entropy.double() for s in stats), start=output.loss_sum.new_zeros((), dtype=torch.float64))
-                * num_tokens,
-                sum((s.processed.double() for s in stats), start=output.loss_sum.new_zeros((), dtype=torch.float64)),
+                sum((s.entropy.double() for s in stats), start=zero) * num_tokens,
+                sum((s.processed.double() for s in stats), start=zero),
             ]
         )
         self.scalars = scalars if self.scalars is None else self.scalars + scalars
