@@ -49,7 +49,7 @@ def extension_docs() -> Iterator[tuple[str, str]]:
             continue
         try:
             module = importlib.import_module(name)
-        except Exception:
+        except ImportError:
             continue  # a module that this machine lacks the library for
         parts = [f"{name}\n\n{inspect.getdoc(module) or ''}"]
         for member_name, member in sorted(vars(module).items()):
