@@ -59,14 +59,25 @@ def run_ranks(command: list[str], num_ranks: int) -> int:
         signal.signal(number, pass_on)
     while True:
         codes = [process.poll() for process in ranks]
-        failed = [code for code in codes if code]
+        failed = [(code, rank) for rank, code in enumerate(codes) if code]
         if failed:
             _stop(ranks)
-            # A negative code is a signal; shells report 128 + its number.
-            return failed[0] if failed[0] > 0 else 128 - failed[0]
+            return _report(*min(failed))  # a killed rank (negative code) before those that lost it
         if all(code == 0 for code in codes):
             return 0
         time.sleep(0.1)
+
+
+def _report(code: int, rank: int) -> int:
+    """Says which rank ended the run unless it has said so itself (exit code 2); returns the launcher's exit code."""
+    if code == 2:
+        return code
+    how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+    sys.stderr.write(
+        f"error: rank {rank} ended with {how} and the other ranks were stopped; the same command resumes from the "
+        "newest checkpoint\n"
+    )
+    return code if code > 0 else 128 - code  # as shells report signals
 
 
 def _stop(ranks: list[subprocess.Popen[bytes]]) -> None:

@@ -31,8 +31,14 @@ def test_one_failure_ends_all_and_gives_its_exit_code() -> None:
     assert time.monotonic() - started < 20
 
 
-def test_a_killed_rank_counts_as_failure() -> None:
+def test_a_killed_rank_is_named_and_ends_all(capfd: pytest.CaptureFixture[str]) -> None:
     assert ranks("import os, time; os.kill(os.getpid(), 9) if os.environ['RANK'] == '2' else time.sleep(60)") == 137
+    assert capfd.readouterr().err.splitlines()[-1].startswith("error: rank 2 ended with signal SIGKILL and the other")
+
+
+def test_a_rank_that_explained_itself_is_not_explained_again(capfd: pytest.CaptureFixture[str]) -> None:
+    assert ranks("import sys; sys.exit(2)") == 2
+    assert capfd.readouterr().err == ""
 
 
 def test_termination_reaches_the_ranks() -> None:
