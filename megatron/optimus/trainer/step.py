@@ -7,7 +7,7 @@ the same number of tokens, so the mean of means is the mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,16 +78,27 @@ class _Totals:
             dist.all_reduce(self.counts_LE, group=group)
 
 
-def train_step(engine: Engine, batches: Sequence[Batch], config: ModelConfig, mesh: Mesh) -> StepReport:
-    """Forward and backward over this rank's micro-batches, then the sharded optimizer step. Collective."""
+def train_step(
+    engine: Engine,
+    batches: Sequence[Batch],
+    config: ModelConfig,
+    mesh: Mesh,
+    before_update: Callable[[], None] = lambda: None,
+) -> StepReport:
+    """Forward and backward over this rank's micro-batches, then the sharded optimizer step. Collective.
+
+    ``before_update``: called before anything changes that a checkpoint holds.
+    """
     model: Decoder = engine.module
     layers = model.moe_layers()
     totals = _Totals()
-    for tokens_BS, labels_BS in batches:
+    for index, (tokens_BS, labels_BS) in enumerate(batches):
         output = engine(tokens_BS, labels_BS)
         loss = output.loss_sum / labels_BS.numel()
         loss = loss + config.moe_aux_loss_coeff * output.aux_loss + config.moe_z_loss_coeff * output.z_loss
         engine.backward(loss)
+        if index == len(batches) - 1:
+            before_update()
         engine.step()  # updates the weights after the last micro-batch only
         totals.add(output, labels_BS.numel())
         for layer, stats in zip(layers, output.router_stats, strict=True):
