@@ -42,6 +42,7 @@ from megatron.optimus.checkpoint.plan import (
 from megatron.optimus.checkpoint.shards import check_regular, tensor_bytes, torch_dtype
 from megatron.optimus.checkpoint.slices import TensorSlice
 from megatron.optimus.checkpoint.snapshot import Snapshot
+from megatron.optimus.runtime import device as devices
 from megatron.optimus.runtime.agreement import NO_FAILURE, Ranks
 
 _WORKING, _DONE = NO_FAILURE, NO_FAILURE + 1  # above every failure, so the lowest of all ranks' numbers decides
@@ -151,7 +152,7 @@ class Saver:
         if retain is not None and retain < 1:
             raise CheckpointError(f"save_retain={retain}: must be at least 1")
         finished, drained_s = [], 0.0
-        if self._jobs and self._jobs[0].header.step != header.step:
+        if any(job.header.step != header.step or job.header.kind == header.kind for job in self._jobs):
             log.warning(
                 "step %d: waiting for the checkpoint of step %d to be written; a larger save_interval avoids this",
                 header.step,
@@ -165,7 +166,9 @@ class Saver:
         full = [piece for piece in slices if piece.start < piece.stop]
         snapshot = None
         tensors = [piece.tensor for piece in full]
-        if self._asynchronous:
+        if not self._asynchronous:
+            devices.synchronize(torch.device(self._device))  # the writing thread has another stream
+        else:
             snapshot = self._snapshots.setdefault(header.kind, Snapshot(self._device))
             task = f"copying step {header.step} to host memory"
             tensors = self._ranks.together(lambda: snapshot.take(full), task, CheckpointError)

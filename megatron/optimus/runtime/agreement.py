@@ -5,6 +5,7 @@ One small all-reduce each: whatever fails on any rank, every rank learns it at t
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import TypeVar
@@ -92,12 +93,17 @@ class Ranks:
         """Begins to find the lowest of the ranks' numbers; the result waits for it. Collective."""
         if self.size == 1:
             return lambda: value
-        tensor = torch.tensor([value], dtype=torch.int64, device=self._device)
-        work = dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
+        # On a stream of its own: reading the result must not wait for the computation that was queued meanwhile.
+        is_cpu = torch.device(self._device).type == "cpu"
+        stream = contextlib.nullcontext() if is_cpu else torch.Stream(torch.device(self._device))
+        with stream:
+            tensor = torch.tensor([value], dtype=torch.int64, device=self._device)
+            work = dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
 
         def result() -> int:
-            work.wait()
-            return int(tensor.item())
+            with stream:
+                work.wait()
+                return int(tensor.item())
 
         return result
 
