@@ -5,9 +5,9 @@
 
 Every round measures in turn the disk (plain 16 MiB writes or reads of as many bytes, one file per rank, new and synced,
 and then the file before deleted, as a save does), the synchronous save, the asynchronous one and the load; the page
-cache is dropped before reads. The figures are medians of the rounds' ratios, so that other work on the machine weighs on
-both sides alike. On an accelerator the state lies there, and a matrix product stands for the next forward and backward:
-``step_ratio`` is its time beside the copy over its time alone.
+cache is dropped before reads. The figures are medians of the rounds' ratios, so that other work on the machine weighs
+on both sides alike. On an accelerator the state lies there, and a matrix product stands for the next forward and
+backward: ``step_ratio`` is its time beside the copy over its time alone.
 """
 
 from __future__ import annotations

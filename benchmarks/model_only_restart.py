@@ -3,8 +3,8 @@
     python benchmarks/model_only_restart.py --output benchmarks/results/model_only_restart.json
 
 A small MoE in bf16 is trained on this machine; in the middle it leaves a model-only checkpoint. A second run takes up
-that checkpoint (step, learning rate and data position go on, masters are rebuilt from bf16, moments start at zero). Both
-see the same batches, so the difference of their losses step by step is the gap.
+that checkpoint (step, learning rate and data position go on, masters are rebuilt from bf16, moments start at zero).
+Both see the same batches, so the difference of their losses step by step is the gap.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.optimus.observe.metrics import read_metrics
-from tests.integration.conftest import write_corpus
+from megatron.optimus.observe.metrics import read_metrics  # noqa: E402
+from tests.integration.conftest import write_corpus  # noqa: E402
 
 OPTIONS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts 8 --moe-router-topk 2 "
