@@ -73,6 +73,11 @@ class TokenizerType(str, Enum):
     BYTE = "ByteLevelTokenizer"  # 256 bytes + end of document, no file
 
 
+class Packing(str, Enum):
+    NONE = "none"  # instances are windows of the stream of documents
+    BEST_FIT = "best-fit"  # of whole documents, few of them cut
+
+
 class Backend(str, Enum):
     AUTO = "auto"
     NCCL = "nccl"
@@ -277,6 +282,7 @@ class DataConfig:
     split: str = option("969,30,1", "shares of training, validation and test")
     tokenizer_type: TokenizerType = option(TokenizerType.HF, "kind of tokenizer")
     tokenizer_model: str | None = option(None, "its file or folder; copied into exports")
+    packing: Packing = option(Packing.NONE, "what a sample is made of: a stretch of documents, or whole ones")
     reset_attention_mask: bool = option(False, "attention inside documents only")
     reset_position_ids: bool = option(False, "positions count from the beginning of each document")
     eod_mask_loss: bool = option(False, "no loss at the position of an end-of-document token")
@@ -284,8 +290,9 @@ class DataConfig:
 
     @property
     def needs_eod(self) -> bool:
-        """Whether the id of the end-of-document token must be known."""
-        return self.reset_attention_mask or self.reset_position_ids or self.eod_mask_loss
+        """Whether the id of the end-of-document token must be known; packing finds documents in the index."""
+        by_document = self.reset_attention_mask or self.reset_position_ids or self.eod_mask_loss
+        return by_document and self.packing is Packing.NONE
 
     def __post_init__(self) -> None:
         parse_split(self.split)

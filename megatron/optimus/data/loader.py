@@ -168,8 +168,9 @@ class BatchLoader:
 
     def _read(self, consumed: int) -> list[Batch]:
         batches = []
+        length, read = self._instances.seq_length, self._instances.read
         for row_ids in self._own_ids(consumed):
-            samples = [make_sample(self._instances.read(int(i)), self._options) for i in row_ids]
+            samples = [make_sample(read(int(i)), length, self._options) for i in row_ids]
             batch = self._collate(samples)
             batches.append(batch.pin_memory() if self._pinned else batch)
         return batches
@@ -182,7 +183,8 @@ class BatchLoader:
         places = None
         if options.reset_position_ids:
             places = torch.from_numpy(np.stack([positions(own, length) for own in starts]))
-        num_labels = int((labels_BS != NO_LABEL).sum()) if options.eod_mask_loss else None
+        masked = options.eod_mask_loss or self._instances.packing
+        num_labels = int((labels_BS != NO_LABEL).sum()) if masked else None
         return Batch(tokens_BS, labels_BS, documents, places, num_labels)
 
     def _own_ids(self, consumed: int) -> npt.NDArray[np.int64]:

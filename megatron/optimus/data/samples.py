@@ -7,6 +7,7 @@ tokenizer, and corpora that were tokenized with --append-eod (``dataset.check_vo
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,12 +19,19 @@ from megatron.optimus.layers.loss import NO_LABEL
 Ids = npt.NDArray[np.int64]
 
 
+class Piece(NamedTuple):
+    """Tokens that follow each other in a corpus."""
+
+    tokens: Ids
+    following: int  # the token after them; NO_LABEL where a document ends with them
+
+
 class Sample(NamedTuple):
     """One row of a batch."""
 
     tokens_S: Ids
     labels_S: Ids  # the token to predict at each position, or NO_LABEL
-    starts: list[int]  # positions at which documents begin; empty where nobody asked
+    starts: list[int]  # positions above 0 at which a document, or padding, begins
 
 
 @dataclass(frozen=True)
@@ -35,19 +43,23 @@ class SampleOptions:
     reset_position_ids: bool = False  # positions count from each document's beginning
     eod_mask_loss: bool = False  # after the end of a document nothing is predicted
 
-    @property
-    def needs_starts(self) -> bool:
-        return self.reset_attention_mask or self.reset_position_ids
 
-
-def make_sample(window: Ids, options: SampleOptions) -> Sample:
-    """The sample of a window of S + 1 tokens."""
-    tokens, labels, starts = window[:-1], window[1:], []
-    if options.needs_starts:
-        starts = (np.flatnonzero(tokens[:-1] == options.eod_id) + 1).tolist()
-    if options.eod_mask_loss:
-        labels = np.where(tokens == options.eod_id, NO_LABEL, labels)
-    return Sample(tokens, labels, starts)
+def make_sample(pieces: list[Piece], length: int, options: SampleOptions) -> Sample:
+    """The sample of ``length`` positions that pieces make up, one after the other; what they leave is padding."""
+    tokens = np.concatenate([np.empty(0, np.int64), *(piece.tokens for piece in pieces)])
+    labels = np.append(tokens[1:], NO_LABEL)[: tokens.size]
+    ends = list(itertools.accumulate(piece.tokens.size for piece in pieces))
+    labels[[end - 1 for end in ends]] = [piece.following for piece in pieces]
+    starts = set(ends)
+    if options.eod_id is not None:
+        at_end = np.flatnonzero(tokens == options.eod_id)
+        starts.update((at_end + 1).tolist())
+        if options.eod_mask_loss:
+            labels[at_end] = NO_LABEL
+    if missing := length - tokens.size:
+        tokens = np.append(tokens, np.full(missing, options.eod_id or 0))
+        labels = np.append(labels, np.full(missing, NO_LABEL))
+    return Sample(tokens, labels, sorted(start for start in starts if start < length))
 
 
 def positions(starts: list[int], length: int) -> Ids:

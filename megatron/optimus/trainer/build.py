@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
-from megatron.optimus.config.schema import DataConfig, Precision, RunConfig
+from megatron.optimus.config.schema import DataConfig, Packing, Precision, RunConfig
 from megatron.optimus.data.dataset import InstanceSet, Split
 from megatron.optimus.data.files import TokenFiles
 from megatron.optimus.data.loader import BatchLoader
@@ -55,15 +56,17 @@ def build_data(config: RunConfig, mesh: Mesh, device: torch.device) -> RunData:
 
 
 def _instances(config: RunConfig, sources: Sources, files: TokenFiles, part: Split) -> InstanceSet | Mixture:
-    training, data, vocab_size = config.training, config.data, config.model.vocab_size
+    training, data = config.training, config.data
+    options: dict[str, Any] = {
+        "split": data.split,
+        "part": part,
+        "files": files,
+        "vocab_size": config.model.vocab_size,
+        "packing": data.packing is Packing.BEST_FIT,
+    }
     if sources.is_blend:
-        seed = training.seed
-        return Mixture(
-            sources, training.seq_length, split=data.split, part=part, seed=seed, files=files, vocab_size=vocab_size
-        )
-    return InstanceSet(
-        sources.prefixes, training.seq_length, split=data.split, part=part, files=files, vocab_size=vocab_size
-    )
+        return Mixture(sources, training.seq_length, seed=training.seed, **options)
+    return InstanceSet(sources.prefixes, training.seq_length, **options)
 
 
 def sample_options(data: DataConfig) -> SampleOptions:

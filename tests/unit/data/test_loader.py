@@ -14,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.optimus.config.schema import ConfigError, parse_split
+from megatron.optimus.data.bounds import document_starts
 from megatron.optimus.data.dataset import InstanceSet, Split, check_vocabulary, split_range
 from megatron.optimus.data.errors import DataError
-from megatron.optimus.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.optimus.data.indexed import IndexedDatasetWriter
 from megatron.optimus.data.loader import Batch, BatchLoader, position_after_change
-from megatron.optimus.data.samples import SampleOptions
+from megatron.optimus.data.mixture import Mixture
+from megatron.optimus.data.samples import Piece, SampleOptions
 from megatron.optimus.layers.documents import Documents
 from megatron.optimus.layers.loss import NO_LABEL
 
@@ -45,16 +47,22 @@ def make_loader(prefixes: list[str], dp: int = 1, rank: int = 0, mbs: int = 2, g
     return BatchLoader(InstanceSet(prefixes, L), global_batch_size=gbs, micro_batch_size=mbs, **options)
 
 
+def window_of(instances: InstanceSet | Mixture, i: int) -> np.ndarray:
+    """The tokens of a plain instance and the one after them."""
+    [piece] = instances.read(i)
+    return np.append(piece.tokens, piece.following)
+
+
 def test_instances_are_windows_of_each_file(prefixes: list[str]) -> None:
     instances = InstanceSet(prefixes, L)
     assert len(instances) == 10 + 0 + 24 + 17  # 25*L tokens lack the last label of a 25th
     for i in range(len(instances)):
-        window = instances.read(i)
+        window = window_of(instances, i)
         assert window.dtype == np.int64 and window.shape == (L + 1,)
         assert (np.diff(window) == 1).all()  # never across files
-        prefix, start = instances.locate(i)
-        assert window[0] == 10_000 * prefixes.index(prefix) + start
-    assert [instances.read(i)[0] for i in (0, 1, 9, 10, 34)] == [0, L, 9 * L, 20_000, 30_000]
+        prefix, [(start, stop)] = instances.locate(i)
+        assert window[0] == 10_000 * prefixes.index(prefix) + start and stop == start + L
+    assert [window_of(instances, i)[0] for i in (0, 1, 9, 10, 34)] == [0, L, 9 * L, 20_000, 30_000]
     for i in (-1, len(instances)):
         with pytest.raises(IndexError):
             instances.read(i)
@@ -78,7 +86,7 @@ def test_splits_have_no_token_in_common(prefixes: list[str]) -> None:
     seen: dict[Split, set[int]] = {}
     for part in Split:
         instances = InstanceSet(prefixes, L, split="60,30,10", part=part)
-        seen[part] = {int(token) for i in range(len(instances)) for token in instances.read(i)}
+        seen[part] = {int(token) for i in range(len(instances)) for token in window_of(instances, i)}
         assert len(seen[part]) > L
     assert not seen[Split.TRAIN] & seen[Split.VALID]
     assert not seen[Split.VALID] & seen[Split.TEST]
@@ -91,7 +99,7 @@ def test_splits_that_fit_exactly_touch_but_do_not_overlap(tmp_path: Path) -> Non
     tokens = []
     for part, size in zip(Split, sizes, strict=True):
         instances = InstanceSet([prefix], L, split=",".join(map(str, sizes)), part=part)
-        windows = [instances.read(i) for i in range(len(instances))]
+        windows = [window_of(instances, i) for i in range(len(instances))]
         assert len(windows) == size // L
         tokens += [windows[0][0], *np.concatenate([window[1:] for window in windows])]
     assert tokens == list(range(sum(sizes)))
@@ -190,7 +198,7 @@ def test_read_ahead_changes_nothing_and_forwards_errors(prefixes: list[str], mon
     read = InstanceSet.read
     bad = int(loader.sample_ids(80)[3])
 
-    def fail_once_asked(self: InstanceSet, i: int) -> np.ndarray:
+    def fail_once_asked(self: InstanceSet, i: int) -> list[Piece]:
         if i == bad:
             raise DataError("the disk is gone")
         return read(self, i)
@@ -223,7 +231,7 @@ def test_validation_is_sequential_and_ends(prefixes: list[str]) -> None:
     loader = make_loader(prefixes, shuffle=False)
     assert loader.num_batches == 51 // 8 == 6
     rows = torch.cat([b.tokens_BS[:, 0] for step in range(6) for b in loader.batch(8 * step)])
-    assert rows.tolist() == [InstanceSet(prefixes, L).read(i)[0] for i in range(48)]
+    assert rows.tolist() == [window_of(InstanceSet(prefixes, L), i)[0] for i in range(48)]
     with pytest.raises(DataError, match="no batch at sample 48: this split gives 6 batches of 8"):
         loader.batch(48)
     assert make_loader(prefixes, shuffle=False, max_batches=2).num_batches == 2
@@ -240,15 +248,6 @@ def test_impossible_batch_sizes(prefixes: list[str]) -> None:
     for options in ({"mbs": 0}, {"gbs": 0}, {"dp": 2, "rank": 2}, {"seq_length": L + 1}, {"max_batches": 3}):
         with pytest.raises(ConfigError):
             make_loader(prefixes, **options)
-
-
-def test_document_starts(tmp_path: Path) -> None:
-    with IndexedDatasetWriter(tmp_path / "many", np.uint16) as writer:  # empty documents, several sequences
-        for lengths in ([3, 2], [], [0], [4, 0, 1], [1]):
-            writer.add_document(np.arange(sum(lengths)), lengths)
-    data = IndexedDataset(tmp_path / "many")
-    assert data.document_starts(0, 11) == [0, 5, 10] and data.document_starts(1, 9) == [4]
-    assert data.document_starts(5, 1) == [0] and data.document_starts(6, 0) == []
 
 
 def test_another_sequence_length_keeps_the_tokens(prefixes: list[str]) -> None:
@@ -327,7 +326,7 @@ def test_documents_within_samples(tmp_path: Path) -> None:
     check_vocabulary([prefix], 100, eod_id=0)
     with pytest.raises(DataError, match=r"documents\.bin: ends with token 0, not with 7, .* --append-eod"):
         check_vocabulary([prefix], 100, eod_id=7)
-    instances, data = InstanceSet([prefix], L), IndexedDataset(prefix)
+    instances = InstanceSet([prefix], L)
     plain = make_loader([prefix], gbs=16, mbs=4)
     marked = make_loader(
         [prefix],
@@ -341,7 +340,8 @@ def test_documents_within_samples(tmp_path: Path) -> None:
         ends = b.tokens_BS == 0
         assert torch.equal(b.labels_BS, torch.where(ends, NO_LABEL, a.labels_BS))
         assert b.num_labels == int((~ends).sum())
-        starts = [data.document_starts(instances.locate(i)[1], L) for i in (next(ids) for _ in range(4))]
+        ranges = [instances.locate(next(ids))[1][0] for _ in range(4)]
+        starts = [(document_starts(f"{prefix}.idx", 2, *own) - own[0]).tolist() for own in ranges]
         assert b.documents.bounds == Documents.from_starts(starts, L).bounds
         for row, own in enumerate(starts):
             firsts = [0, *(s for s in own if s), L]
