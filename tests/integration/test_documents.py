@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatron.optimus.data.indexed import IndexedDatasetWriter
+from megatron.optimus.data.tokenizer import HuggingFaceTokenizer, train_bpe
 
 from .conftest import Program
 
@@ -44,14 +45,19 @@ def test_masked_labels_are_averaged_over_the_global_batch(tmp_path: Path, words:
     np.testing.assert_allclose(runs["two"], runs["one"], rtol=2e-5)
 
 
-def test_packed_documents_train_and_resume(tmp_path: Path, words: Path, pretrain: Program) -> None:
-    """Without a tokenizer: packing knows the documents from the index."""
-    options = ["--packing", "best-fit", "--reset-attention-mask", "true", "--vocab-size", 257, "--data-path", words]
+def test_packed_and_filled_in_documents_resume_as_if_unbroken(tmp_path: Path, pretrain: Program) -> None:
+    texts = [f"def f{i}(x):\n    return x + {i}\n" * (1 + i % 3) for i in range(300)]
+    train_bpe(texts, 300, tmp_path / "tokenizer", ["<fim_prefix>", "<fim_middle>", "<fim_suffix>"])
+    tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer")
+    with IndexedDatasetWriter(tmp_path / "code", np.dtype(np.uint16)) as writer:
+        for text in texts:
+            writer.add_document([*tokenizer.encode(text), tokenizer.eod_id])
+    options = ["--packing", "best-fit", "--reset-attention-mask", "true", "--fim-rate", 0.5, "--vocab-size", 300]
+    options += ["--tokenizer-model", tmp_path / "tokenizer", "--data-path", tmp_path / "code"]
     for run, parts in (("whole", [6]), ("broken", [4, 6])):
         for stop in parts:
-            result = pretrain(
-                tmp_path / run, *options, "--train-iters", 6, *(["--exit-interval", 4] if stop < 6 else [])
-            )
+            exits = ["--exit-interval", stop] if stop < 6 else []
+            result = pretrain(tmp_path / run, *options, "--train-iters", 6, *exits)
             assert result.returncode == 0, result.stderr[-2000:]
     assert metrics(tmp_path / "whole") == metrics(tmp_path / "broken") and len(metrics(tmp_path / "whole")) == 6
 

@@ -47,8 +47,8 @@ def check_trainable(config: RunConfig) -> None:
     data, tokenizer = config.data, config.data.tokenizer_model
     if data.needs_eod and tokenizer is None and data.tokenizer_type is not TokenizerType.BYTE:
         raise ConfigError(
-            "reset_attention_mask, reset_position_ids and eod_mask_loss need the token that ends a document: name the "
-            "tokenizer in tokenizer_model"
+            "reset_attention_mask, reset_position_ids, eod_mask_loss and fim_rate need the token that ends a document: "
+            "name the tokenizer in tokenizer_model"
         )
     if tokenizer is not None and not Path(tokenizer).exists():
         raise ConfigError(

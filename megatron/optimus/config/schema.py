@@ -286,13 +286,18 @@ class DataConfig:
     reset_attention_mask: bool = option(False, "attention inside documents only")
     reset_position_ids: bool = option(False, "positions count from the beginning of each document")
     eod_mask_loss: bool = option(False, "no loss at the position of an end-of-document token")
+    fim_rate: float = option(0.0, "share of documents turned into fill-in-the-middle tasks; training only")
+    fim_spm_rate: float = option(0.5, "share of those whose suffix comes first")
+    fim_prefix_token: str = option("<fim_prefix>", "the tokenizer's name of that sentinel")
+    fim_middle_token: str = option("<fim_middle>", "the tokenizer's name of that sentinel")
+    fim_suffix_token: str = option("<fim_suffix>", "the tokenizer's name of that sentinel")
     pin_memory: bool = option(False, "batches in page-locked memory, copied to an accelerator while it computes")
 
     @property
     def needs_eod(self) -> bool:
         """Whether the id of the end-of-document token must be known; packing finds documents in the index."""
         by_document = self.reset_attention_mask or self.reset_position_ids or self.eod_mask_loss
-        return by_document and self.packing is Packing.NONE
+        return self.fim_rate > 0 or (by_document and self.packing is Packing.NONE)
 
     def __post_init__(self) -> None:
         parse_split(self.split)
@@ -302,6 +307,9 @@ class DataConfig:
             f"data_path and data_file_list={self.data_file_list!r} are both given; keep one of them",
         )
         _positive(self, "max_data_epochs")
+        for name in ("fim_rate", "fim_spm_rate"):
+            rate = getattr(self, name)
+            _require(0 <= rate <= 1, f"{name}={rate} is a share; use 0 to 1")
 
 
 @dataclass(kw_only=True)

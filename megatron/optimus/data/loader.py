@@ -15,6 +15,7 @@ instances without regard to what was read of the old ones; whole epochs after it
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -26,8 +27,9 @@ from megatron.optimus.config.checks import check_batch_sizes
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.data.dataset import InstanceSet
 from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.fim import FillInTheMiddle
 from megatron.optimus.data.mixture import Mixture, mixed_rows
-from megatron.optimus.data.order import samples_at
+from megatron.optimus.data.order import chances, samples_at
 from megatron.optimus.data.samples import Sample, SampleOptions, make_sample, positions
 from megatron.optimus.layers.documents import Documents
 from megatron.optimus.layers.loss import NO_LABEL
@@ -64,7 +66,8 @@ class BatchLoader:
     ``max_batches`` if that is set. A ``Mixture`` brings its own order, also without ``shuffle``: each corpus has its
     share of every batch, and one that is too small for its share is repeated.
 
-    ``options`` say what is made of documents within a sample. ``pin_for`` names an accelerator: batches then lie in
+    ``options`` say what is made of documents within a sample; ``fim`` changes some of them, by seed and position alone.
+    ``pin_for`` names an accelerator: batches then lie in
     page-locked memory, from which it copies while it computes.
 
     A thread reads the batch after the one just given; what it reads depends on positions only, so this changes no
@@ -86,6 +89,7 @@ class BatchLoader:
         shuffle: bool = True,
         max_batches: int | None = None,
         options: SampleOptions = SampleOptions(),  # noqa: B008  # frozen
+        fim: FillInTheMiddle | None = None,
         pin_for: torch.device | None = None,
     ) -> None:
         if seq_length != instances.seq_length:
@@ -98,7 +102,7 @@ class BatchLoader:
         self._micro_batch_size = micro_batch_size
         self._seed = seed
         self._shuffle = shuffle
-        self._options = options
+        self._options, self._fim = options, fim
         self._pinned = pin_for is not None and pin_for.type != "cpu"
         self.num_micro_batches = global_batch_size // (micro_batch_size * data_parallel_size)
         # offsets of this rank's samples in the global batch: [num_micro_batches, micro_batch_size]
@@ -169,8 +173,11 @@ class BatchLoader:
     def _read(self, consumed: int) -> list[Batch]:
         batches = []
         length, read = self._instances.seq_length, self._instances.read
-        for row_ids in self._own_ids(consumed):
-            samples = [make_sample(read(int(i)), length, self._options) for i in row_ids]
+        for row_places, row_ids in zip(*self._own(consumed), strict=True):
+            samples = []
+            for place, i in zip(row_places.tolist(), row_ids.tolist(), strict=True):
+                change = None if self._fim is None else partial(self._fim.apply, chance=chances(self._seed, place))
+                samples.append(make_sample(read(i), length, self._options, change))
             batch = self._collate(samples)
             batches.append(batch.pin_memory() if self._pinned else batch)
         return batches
@@ -187,12 +194,13 @@ class BatchLoader:
         num_labels = int((labels_BS != NO_LABEL).sum()) if masked else None
         return Batch(tokens_BS, labels_BS, documents, places, num_labels)
 
-    def _own_ids(self, consumed: int) -> npt.NDArray[np.int64]:
-        """Instances of this rank's samples: int64 [num_micro_batches, micro_batch_size]."""
-        ids = self.sample_ids(consumed)
+    def _own(self, consumed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Positions and instances of this rank's samples: int64 [num_micro_batches, micro_batch_size] each."""
+        ids, order = self.sample_ids(consumed), np.arange(self._global_batch_size)
         if isinstance(self._instances, Mixture):
-            ids = ids[mixed_rows(self._global_batch_size, consumed)]
-        return ids[self._offsets]
+            order = mixed_rows(self._global_batch_size, consumed)
+        own = order[self._offsets]
+        return consumed + own, ids[own]
 
 
 def position_after_change(consumed: int, old_seq_length: int, new_seq_length: int) -> int:

@@ -8,6 +8,7 @@ tokenizer, and corpora that were tokenized with --append-eod (``dataset.check_vo
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from megatron.optimus.layers.loss import NO_LABEL
 
 Ids = npt.NDArray[np.int64]
+Change = Callable[[Ids], Ids]  # the tokens of a piece, in and out
 
 
 class Piece(NamedTuple):
@@ -44,8 +46,13 @@ class SampleOptions:
     eod_mask_loss: bool = False  # after the end of a document nothing is predicted
 
 
-def make_sample(pieces: list[Piece], length: int, options: SampleOptions) -> Sample:
-    """The sample of ``length`` positions that pieces make up, one after the other; what they leave is padding."""
+def make_sample(pieces: list[Piece], length: int, options: SampleOptions, change: Change | None = None) -> Sample:
+    """The sample of ``length`` positions that pieces make up, one after the other; what they leave is padding.
+
+    ``change`` may make pieces longer; what then lies beyond ``length`` is lost.
+    """
+    if change is not None:
+        pieces = [_changed(piece, change(piece.tokens)) for piece in pieces]
     tokens = np.concatenate([np.empty(0, np.int64), *(piece.tokens for piece in pieces)])
     labels = np.append(tokens[1:], NO_LABEL)[: tokens.size]
     ends = list(itertools.accumulate(piece.tokens.size for piece in pieces))
@@ -56,10 +63,15 @@ def make_sample(pieces: list[Piece], length: int, options: SampleOptions) -> Sam
         starts.update((at_end + 1).tolist())
         if options.eod_mask_loss:
             labels[at_end] = NO_LABEL
-    if missing := length - tokens.size:
-        tokens = np.append(tokens, np.full(missing, options.eod_id or 0))
-        labels = np.append(labels, np.full(missing, NO_LABEL))
+    missing = max(0, length - tokens.size)
+    tokens = np.append(tokens, np.full(missing, options.eod_id or 0))[:length]
+    labels = np.append(labels, np.full(missing, NO_LABEL))[:length]
     return Sample(tokens, labels, sorted(start for start in starts if start < length))
+
+
+def _changed(piece: Piece, tokens: Ids) -> Piece:
+    """The token that followed a piece no longer does when its last document has been put in another order."""
+    return piece if np.array_equal(tokens, piece.tokens) else Piece(tokens, NO_LABEL)
 
 
 def positions(starts: list[int], length: int) -> Ids:

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
-from megatron.optimus.config.schema import DataConfig, Packing, Precision, RunConfig
+from megatron.optimus.config.schema import Packing, Precision, RunConfig
 from megatron.optimus.data.dataset import InstanceSet, Split
+from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles
+from megatron.optimus.data.fim import FillInTheMiddle
 from megatron.optimus.data.loader import BatchLoader
 from megatron.optimus.data.mixture import CorpusPlan, Mixture, log_plan
 from megatron.optimus.data.samples import SampleOptions
@@ -51,8 +53,9 @@ def build_data(config: RunConfig, mesh: Mesh, device: torch.device) -> RunData:
         plan = [CorpusPlan("all", len(files), train.num_tokens, len(train), total)]
     log_plan(plan, total, config.data.max_data_epochs)
     valid = _instances(config, sources, files, Split.VALID) if config.training.eval_interval > 0 else None
-    loader = partial(_loader, config, mesh, device, sample_options(config.data))
-    return RunData(loader(train, Split.TRAIN), None if valid is None else loader(valid, Split.VALID))
+    options, fim = _documents(config)
+    loader = partial(_loader, config, mesh, device, options)
+    return RunData(loader(fim, train, Split.TRAIN), None if valid is None else loader(None, valid, Split.VALID))
 
 
 def _instances(config: RunConfig, sources: Sources, files: TokenFiles, part: Split) -> InstanceSet | Mixture:
@@ -69,14 +72,30 @@ def _instances(config: RunConfig, sources: Sources, files: TokenFiles, part: Spl
     return InstanceSet(sources.prefixes, training.seq_length, **options)
 
 
-def sample_options(data: DataConfig) -> SampleOptions:
-    """Raises DataError if the tokenizer that knows the end of a document cannot be read."""
-    return SampleOptions(
-        eod_id=build_tokenizer(data.tokenizer_type, data.tokenizer_model).eod_id if data.needs_eod else None,
+def _documents(config: RunConfig) -> tuple[SampleOptions, FillInTheMiddle | None]:
+    """What is done to documents. Raises DataError if the tokenizer cannot be read or lacks a token."""
+    data = config.data
+    tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model) if data.needs_eod else None
+    options = SampleOptions(
+        None if tokenizer is None else tokenizer.eod_id,
         reset_attention_mask=data.reset_attention_mask,
         reset_position_ids=data.reset_position_ids,
         eod_mask_loss=data.eod_mask_loss,
     )
+    if tokenizer is None or not data.fim_rate:
+        return options, None
+    known, limit = tokenizer, config.model.vocab_size
+
+    def sentinel(option: str) -> int:
+        name = getattr(data, option)
+        found = known.token_id(name)
+        if found is None or found >= limit:
+            has = "no such token" if found is None else f"it as {found}, outside vocab_size={limit}"
+            raise DataError(f"{option}={name!r}: the tokenizer {data.tokenizer_model} has {has}")
+        return found
+
+    sentinels = sentinel("fim_prefix_token"), sentinel("fim_middle_token"), sentinel("fim_suffix_token")
+    return options, FillInTheMiddle(data.fim_rate, data.fim_spm_rate, sentinels, tokenizer)
 
 
 def _loader(
@@ -84,6 +103,7 @@ def _loader(
     mesh: Mesh,
     device: torch.device,
     options: SampleOptions,
+    fim: FillInTheMiddle | None,
     instances: InstanceSet | Mixture,
     part: Split,
 ) -> BatchLoader:
@@ -99,5 +119,6 @@ def _loader(
         shuffle=part is Split.TRAIN,
         max_batches=training.eval_iters if part is Split.VALID else None,
         options=options,
+        fim=fim,
         pin_for=device if config.data.pin_memory else None,
     )
