@@ -316,14 +316,23 @@ class DataConfig:
 class CheckpointConfig:
     save: str | None = option(None, "folder of checkpoints; default: <run_dir>/checkpoints")
     load: str | None = option(None, "folder or one checkpoint to start from; default: newest one in save")
-    save_interval: int = option(1000, "steps between checkpoints; 0: only the last step")
-    save_retain: int = option(2, "newest checkpoints to keep")
+    save_interval: int = option(1000, "steps between full checkpoints; 0: only the last step")
+    save_retain: int = option(2, "newest full checkpoints to keep")
+    model_only_save_interval: int = option(0, "steps between checkpoints of the weights alone, all kept; 0: none")
+    async_save: bool = option(True, "write beside training, from a copy in host memory")
+    load_optim: bool = option(
+        True, "take moments from load; without them step, rate and data position go on all the same"
+    )
     finetune: bool = option(False, "take only the weights from load: step, data position and moments start anew")
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "save_interval")
+        _at_least(self, 0, "save_interval", "model_only_save_interval")
         _at_least(self, 1, "save_retain")
         _require(not self.finetune or self.load is not None, "finetune=True starts from a checkpoint; name it in load")
+        _require(
+            self.load_optim or self.load is not None,
+            "load_optim=False leaves out what load would bring; name a checkpoint in load",
+        )
 
 
 @dataclass(kw_only=True)

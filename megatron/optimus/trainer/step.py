@@ -7,7 +7,7 @@ over data-parallel ranks. Only where labels are masked does that average need a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,17 +79,28 @@ class _Totals:
             dist.all_reduce(self.counts_LE, group=group)
 
 
-def train_step(engine: Engine, batches: Sequence[Batch], config: ModelConfig, mesh: Mesh) -> StepReport:
-    """Forward and backward over this rank's micro-batches, then the sharded optimizer step. Collective."""
+def train_step(
+    engine: Engine,
+    batches: Sequence[Batch],
+    config: ModelConfig,
+    mesh: Mesh,
+    before_update: Callable[[], None] = lambda: None,
+) -> StepReport:
+    """Forward and backward over this rank's micro-batches, then the sharded optimizer step. Collective.
+
+    ``before_update``: called before anything changes that a checkpoint holds.
+    """
     model: Decoder = engine.module
     layers = model.moe_layers()
     totals = _Totals()
     labels_each = _labels_each(batches, mesh)
-    for batch in batches:
+    for index, batch in enumerate(batches):
         output = engine(batch.tokens_BS, batch.labels_BS, batch.documents, batch.positions_BS)
         loss = output.loss_sum / labels_each
         loss = loss + config.moe_aux_loss_coeff * output.aux_loss + config.moe_z_loss_coeff * output.z_loss
         engine.backward(loss)
+        if index == len(batches) - 1:
+            before_update()
         engine.step()  # updates the weights after the last micro-batch only
         totals.add(output, batch)
         for layer, stats in zip(layers, output.router_stats, strict=True):
