@@ -76,7 +76,7 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embedding.weight
 
     def forward(self, tokens_BS: Tensor, labels_BS: Tensor | None = None) -> DecoderOutput:
-        rope = rope_table(tokens_BS.shape[1], self.config.head_dim, self.config.rotary_base, tokens_BS.device)
+        rope = rope_table(tokens_BS.shape[1], self.config, tokens_BS.device)
         x_BSD = self.embedding(tokens_BS)
         router_stats = []
         for layer in self.layers:
