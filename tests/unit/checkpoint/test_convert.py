@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron.optimus.checkpoint import CheckpointError, load, load_manifest, model_slices, save, verify
-from megatron.optimus.checkpoint.convert import convert
+from megatron.optimus.checkpoint.convert import Options, convert
 from megatron.optimus.config.schema import ConfigError, ModelConfig, Normalization, Precision, RunConfig
 from megatron.optimus.config.serialize import from_dict, to_dict
 from megatron.optimus.models.decoder import Decoder
@@ -119,11 +119,15 @@ def loaded(folder):
 )
 def test_hf_to_optimus_to_hf(tmp_path, kind, dtype, changes, max_shard):
     hf_model(kind, dtype, **changes).save_pretrained(tmp_path / "hf", max_shard_size=max_shard)
-    done = convert(tmp_path / "hf", tmp_path / "ours", to="optimus", max_shard_bytes=max_shard, verify=True)
+    done = convert(
+        tmp_path / "hf", tmp_path / "ours", to="optimus", options=Options(max_shard_bytes=max_shard), verify=True
+    )
     assert done.compared == len(done.tensors) > 0
     verify(tmp_path / "ours")
     assert load_manifest(tmp_path / "ours").kind == "model"
-    done = convert(tmp_path / "ours", tmp_path / "back", to="hf", max_shard_bytes=max_shard, verify=True)
+    done = convert(
+        tmp_path / "ours", tmp_path / "back", to="hf", options=Options(max_shard_bytes=max_shard), verify=True
+    )
     assert done.compared > 0
     assert_same(tensors(tmp_path / "hf"), tensors(tmp_path / "back"))
     assert (tmp_path / "back" / "model.safetensors.index.json").exists() == (max_shard < 10**9)
@@ -257,7 +261,7 @@ def test_full_checkpoint_exports_masters_in_the_dtype_of_the_run(tmp_path, dtype
     run = our_config()
     run.training.params_dtype = precision
     model = our_run(tmp_path / "run", run, "full")
-    convert(tmp_path / "run", tmp_path / "hf", to="hf", dtype=dtype)
+    convert(tmp_path / "run", tmp_path / "hf", to="hf", options=Options(dtype=dtype))
     found = tensors(tmp_path / "hf")
     assert torch.equal(found["model.embed_tokens.weight"], model.embedding.weight.detach().to(expected))
     gate_up = model.layers[1].moe.experts.gate_up_weight.detach().to(expected)
@@ -286,7 +290,7 @@ def test_tokenizer_travels_and_generates(tmp_path, named_in_config, as_file):
     if named_in_config:
         run.data.tokenizer_model = str(path)
     our_run(tmp_path / "run", run, "full")
-    convert(tmp_path / "run", tmp_path / "hf", to="hf", dtype="fp32", tokenizer=None if named_in_config else path)
+    convert(tmp_path / "run", tmp_path / "hf", to="hf", options=Options("fp32", None if named_in_config else path))
     found = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     text = "def g(line): return  lines\n"
     assert found(text)["input_ids"] == tokenizer.encode(text).ids
@@ -301,7 +305,7 @@ def test_missing_tokenizers(tmp_path, caplog):
     run.data.tokenizer_model = str(tmp_path / "gone")
     our_run(tmp_path / "run", run, "full")
     with pytest.raises(CheckpointError, match=r"--tokenizer .*nowhere: neither a tokenizer.json"):
-        convert(tmp_path / "run", tmp_path / "hf", to="hf", tokenizer=tmp_path / "nowhere")
+        convert(tmp_path / "run", tmp_path / "hf", to="hf", options=Options(tokenizer=tmp_path / "nowhere"))
     with caplog.at_level(logging.WARNING, "optimus"):
         convert(tmp_path / "run", tmp_path / "hf", to="hf")
     assert "gone is not there" in caplog.text
@@ -363,7 +367,7 @@ def test_a_failing_write_leaves_the_destination(tmp_path, monkeypatch):
 
     monkeypatch.setattr(hf_files, "write_shard", full)
     with pytest.raises(CheckpointError, match=r"writing .*hf: No space left on device"):
-        convert(tmp_path / "run", tmp_path / "hf", to="hf", dtype="fp32", overwrite=True)
+        convert(tmp_path / "run", tmp_path / "hf", to="hf", options=Options("fp32"), overwrite=True)
     assert_same(before, tensors(tmp_path / "hf"))
     assert sorted(os.listdir(tmp_path)) == ["hf", "run"]
 

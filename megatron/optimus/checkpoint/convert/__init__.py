@@ -16,16 +16,25 @@ from pathlib import Path
 import torch
 
 from megatron.optimus.checkpoint.commit import sync_directory
-from megatron.optimus.checkpoint.convert import hf, optimus
-from megatron.optimus.checkpoint.convert.plan import DEFAULT_MAX_SHARD_BYTES, DTYPES, Options, Plan, Written
+from megatron.optimus.checkpoint.convert import hf, megatron, optimus, universal, zero
+from megatron.optimus.checkpoint.convert.plan import DEFAULT_MAX_SHARD_BYTES, Options, Plan, Written
 from megatron.optimus.checkpoint.convert.source import MASTER, WEIGHT, Source, units
+from megatron.optimus.checkpoint.convert.torch_files import check_bytes
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.manifest import MANIFEST_NAME
 
-__all__ = ["DEFAULT_MAX_SHARD_BYTES", "FORMATS", "Conversion", "Written", "convert", "open_source"]
+__all__ = ["DEFAULT_MAX_SHARD_BYTES", "FORMATS", "Conversion", "Options", "Written", "convert", "open_source"]
 
-FORMATS = ("hf", "optimus")
-_PLANS: dict[str, Callable[[Source, Options], Plan]] = {"hf": hf.plan, "optimus": optimus.plan}
+FORMATS = ("hf", "optimus", "megatron", "zero", "universal")
+_PLANS: dict[str, Callable[[Source, Options], Plan]] = {
+    "hf": hf.plan,
+    "optimus": optimus.plan,
+    "megatron": megatron.plan,
+    "zero": zero.plan,
+    "universal": universal.plan,
+}
+# What a folder written here has at its top, so that --overwrite never deletes anything else.
+_OUR_MARKS = {"config.json", MANIFEST_NAME, "latest", "latest_universal", "latest_checkpointed_iteration.txt"}
 
 
 @dataclass(frozen=True)
@@ -48,53 +57,57 @@ def convert(
     destination: Path,
     *,
     to: str,
-    dtype: str | None = None,
-    tokenizer: Path | None = None,
-    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+    options: Options = Options(),  # noqa: B008 - frozen
+    model_config: Path | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
     verify: bool = False,
 ) -> Conversion:
-    """Converts one model. ``source``: a folder in any format of ``FORMATS``, recognised by what it holds.
+    """Converts one model. ``source``: a folder in any of ``FORMATS``, recognised by what it holds.
 
-    ``dtype``: "fp32", "bf16" or "source"; default: as stored, and masters in the dtype the run computed with.
-    ``tokenizer``: tokenizer.json or its folder, for exports; default: the one the run was trained with. ``overwrite``:
-    replace an earlier conversion. ``dry_run``: only list the tensors. ``verify``: read the result back before it
-    appears and compare every tensor bit for bit.
+    ``options``: how the destination is written. ``model_config``: a Hugging Face config.json or one of our
+    configuration files, for sources that do not say what the model looks like. ``overwrite``: replace an earlier
+    conversion. ``dry_run``: only list the tensors. ``verify``: read the result back before it appears and compare every
+    tensor bit for bit.
 
     Raises CheckpointError or ConfigError; the destination is then as it was.
     """
     source, destination = Path(source), Path(destination)
-    if dtype not in (None, "source", *DTYPES):
-        raise CheckpointError(f"--dtype {dtype}: must be one of {', '.join(DTYPES)}, source")
-    if max_shard_bytes < 1:
-        raise CheckpointError(f"--max-shard-size: {max_shard_bytes} bytes must be at least 1")
     if to not in FORMATS:
         raise CheckpointError(f"--to {to}: must be one of {', '.join(FORMATS)}")
-    opened = open_source(source)
-    if to == opened.format:
+    opened = open_source(source, model_config)
+    if to == opened.format and to != "megatron":  # which can be laid out anew
         raise CheckpointError(f"--to {to}: {source} already is in {to!r} format; another is wanted here")
     _check_destination(opened.path, destination, overwrite)
-    plan = _PLANS[to](opened, Options(dtype, tokenizer, max_shard_bytes))
+    plan = _PLANS[to](opened, options)
     compared = 0
 
     def write(directory: Path) -> None:
         nonlocal compared
         plan.write(directory)
         if verify:
-            compared = _compare(opened, plan.open(directory), dtype)
+            compared = _compare(opened, plan.open(directory), options.dtype)
 
     if not dry_run:
+        for file in opened.files_to_check():
+            check_bytes(file)
         _write_atomically(destination, write)
     return Conversion(opened.path, opened.format, destination, plan.tensors, compared)
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path, model_config: Path | None = None) -> Source:
     """Recognises and opens a checkpoint. Raises CheckpointError or ConfigError saying what is wrong with it."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder")
-    if not (path / MANIFEST_NAME).exists() and hf.recognise(path):
-        return hf.HFSource(path)
+    if not (path / MANIFEST_NAME).exists():
+        if hf.recognise(path):
+            return hf.HFSource(path)
+        if universal.recognise(path):
+            return universal.UniversalSource(path, model_config)
+        if zero.recognise(path):
+            return zero.ZeroSource(path, model_config)
+        if megatron.recognise(path):
+            return megatron.MegatronSource(path, model_config)
     return optimus.OptimusSource(path)
 
 
@@ -128,7 +141,7 @@ def _check_destination(source: Path, destination: Path, overwrite: bool) -> None
     content = {entry.name for entry in os.scandir(destination)}
     if content and not overwrite:
         raise CheckpointError(f"{destination}: not empty; choose another destination or add --overwrite")
-    if content and not content & {"config.json", MANIFEST_NAME}:
+    if content and not content & _OUR_MARKS:
         raise CheckpointError(f"{destination}: is no converted model, so --overwrite does not delete it")
 
 

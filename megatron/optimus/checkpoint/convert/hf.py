@@ -7,12 +7,11 @@ from pathlib import Path
 
 import torch
 
-from megatron.optimus.checkpoint.convert.parts import Part, gather, rows_of
-from megatron.optimus.checkpoint.convert.plan import DTYPES, Options, Plan, Written
+from megatron.optimus.checkpoint.convert.parts import Part, rows_of
+from megatron.optimus.checkpoint.convert.plan import Options, Plan, Written, part_items
 from megatron.optimus.checkpoint.convert.source import WEIGHT, Foreign, ForeignSource, Source
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.hf_files import HFFolder, Tokenizer, read_json, token_ids_of, write_json, write_weights
-from megatron.optimus.checkpoint.shards import ShardItem
 from megatron.optimus.config.schema import ModelConfig, RunConfig, TokenizerType
 from megatron.optimus.models.hf_config import hf_config, model_config_from_hf
 from megatron.optimus.models.hf_map import parameter_shapes, to_hf
@@ -59,16 +58,8 @@ class HFSource(ForeignSource):
 def plan(source: Source, options: Options) -> Plan:
     """A folder that transformers loads."""
     _refuse_buffers(source)
-    shapes = parameter_shapes(source.model)
     kind = source.weight_kind(options.dtype)
-    items = []
-    for part in hf_parts(source.model):
-        dtype = written_dtype(source, part.blocks[0].name, kind, options.dtype)
-
-        def read(part: Part = part, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return gather(part, shapes, lambda name, start, stop: source.read(name, kind, start, stop), dtype)
-
-        items.append(ShardItem(part.key, dtype, part.shape, read))
+    items = part_items(source, hf_parts(source.model), kind, options)
     tokenizer = _find_tokenizer(options.tokenizer, source)
     config = hf_config(source.model, str(items[0].dtype).removeprefix("torch."))
     ids = source.token_ids or (tokenizer.token_ids() if tokenizer is not None else {})
@@ -81,14 +72,6 @@ def plan(source: Source, options: Options) -> Plan:
         write_weights(directory, items, options.max_shard_bytes)
 
     return Plan([Written(item.key, item.dtype, item.shape) for item in items], write, HFSource)
-
-
-def written_dtype(source: Source, name: str, kind: str, dtype: str | None) -> torch.dtype:
-    """What --dtype asks for; by default as stored, masters in the dtype the run computed with."""
-    stored = source.dtypes[name, kind]
-    if dtype == "source" or (dtype is None and kind == WEIGHT):
-        return stored
-    return DTYPES[dtype or source.run.training.params_dtype.value]
 
 
 def _refuse_buffers(source: Source) -> None:

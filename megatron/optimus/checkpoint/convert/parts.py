@@ -43,8 +43,7 @@ class Part:
     """A foreign tensor ``key`` of ``shape``: blocks of equal width, one below the other.
 
     ``padding``: rows of zeros that follow them (vocabularies are padded). ``copy``: the same elements are also in
-    another part, from which they are read (norms and routers of further tensor-parallel ranks). ``transposed``: the
-    foreign matrix is the transpose of the stack.
+    another part, from which they are read (norms and routers of further tensor-parallel ranks).
     """
 
     key: str
@@ -52,19 +51,14 @@ class Part:
     blocks: tuple[Block, ...]
     padding: int = 0
     copy: bool = False
-    transposed: bool = False
 
     @property
     def columns(self) -> int:
-        return self.blocks[0].columns
+        return row_width(self.shape)
 
     @property
     def rows(self) -> int:
-        return sum(block.rows for block in self.blocks) + self.padding
-
-    def stack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The foreign tensor as the stack of blocks (a view)."""
-        return tensor.view(self.columns, self.rows).t() if self.transposed else tensor.view(self.rows, self.columns)
+        return math.prod(self.shape) // self.columns
 
 
 def whole(key: str, name: str, shape: tuple[int, ...], *, copy: bool = False) -> Part:
@@ -81,12 +75,12 @@ def rows_of(key: str, name: str, shape: tuple[int, ...], start: int) -> Part:
 
 def gather(part: Part, shapes: Shapes, read: ReadRange, dtype: torch.dtype) -> torch.Tensor:
     """The foreign tensor, made of ranges of ours."""
-    width = row_width(shapes[part.blocks[0].name])
-    if len(part.blocks) == 1 and part.columns == width and not part.padding and not part.transposed:
+    if len(part.blocks) == 1 and not part.padding and part.columns == row_width(shapes[part.blocks[0].name]):
         [block] = part.blocks  # nothing to put together: no second copy
-        return read(block.name, block.row * width, (block.row + block.rows) * width).to(dtype).view(part.shape)
+        start, size = block.row * block.columns, block.rows * block.columns
+        return read(block.name, start, start + size).to(dtype).view(part.shape)
     result = torch.zeros(part.shape, dtype=dtype)
-    stack, at = part.stack(result), 0
+    stack, at = result.view(part.rows, part.columns), 0
     for block in part.blocks:
         width = row_width(shapes[block.name])
         rows = read(block.name, block.row * width, (block.row + block.rows) * width).view(block.rows, width)
@@ -135,7 +129,7 @@ class Scatter:
             low, high = max(first, block.row), min(last, block.row + block.rows)
             if low >= high:
                 continue
-            piece = part.stack(fetch(part.key))[at + low - block.row : at + high - block.row]
+            piece = fetch(part.key).reshape(part.rows, part.columns)[at + low - block.row : at + high - block.row]
             if high - low == last - first and block.columns == width:
                 return piece.reshape(-1)
             if result is None:
