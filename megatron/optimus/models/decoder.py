@@ -86,7 +86,7 @@ class Decoder(nn.Module):
         positions_BS: Tensor | None = None,
     ) -> DecoderOutput:
         """``documents``: attention stays inside each. ``positions_BS``: those of the tokens, if not 0 to S - 1."""
-        rope = rope_table(tokens_BS.shape[1], self.config.head_dim, self.config.rotary_base, tokens_BS.device)
+        rope = rope_table(tokens_BS.shape[1], self.config, tokens_BS.device)
         if positions_BS is not None:
             rope = rope_at(rope, positions_BS)
         x_BSD = self.embedding(tokens_BS)
