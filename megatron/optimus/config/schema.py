@@ -55,6 +55,19 @@ class ExpertPlacement(str, Enum):
     INTERLEAVED = "interleaved"  # rank r owns experts r, r+EP, r+2*EP, ...
 
 
+class ContextCommunication(str, Enum):
+    A2A = "a2a"  # Ulysses: all-to-all, each rank then has all positions of some heads
+    P2P = "p2p"  # ring attention: keys and values go round, each rank keeps its positions
+
+
+class Recompute(str, Enum):
+    """Parts of a layer whose activations are recomputed in the backward; bits 1, 2 and 4 of arXiv 2604.00785."""
+
+    MOE = "moe"  # the experts; the dense MLP in a layer without experts
+    ATTENTION = "attention"
+    NORM = "norm"
+
+
 class Precision(str, Enum):
     BF16 = "bf16"
     FP32 = "fp32"
@@ -208,6 +221,14 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = option(1, "stages of the pipeline")
     context_parallel_size: int = option(1, "ranks that share one sequence")
     expert_model_parallel_size: int = option(1, "ranks that share the experts of one layer")
+    expert_tensor_parallel_size: int = option(1, "ranks that share one expert's matrices; 1: experts are whole")
+    sequence_parallel: bool = option(True, "tensor parallelism: norms and residuals on shards of the tokens")
+    cp_comm_type: ContextCommunication = option(
+        ContextCommunication.A2A, "context parallelism: a2a (Ulysses) or p2p (ring)"
+    )
+    recompute_modules: list[Recompute] = option([], "parts recomputed in the backward: moe, attention, norm")
+    recompute_num_layers: int | None = option(None, "first layers of each stage that recompute; default: all of them")
+    cpu_offloading_num_layers: int = option(0, "first layers of each stage whose activations wait in host memory")
     moe_token_dispatcher_type: TokenDispatcher = option(TokenDispatcher.ALLGATHER, "how tokens reach their experts")
     moe_expert_placement: ExpertPlacement = option(ExpertPlacement.CONTIGUOUS, "which rank owns which expert")
     device: Device = option(Device.AUTO, "where to run")
@@ -216,7 +237,8 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-        _at_least(self, 1, "expert_model_parallel_size")
+        _at_least(self, 1, "expert_model_parallel_size", "expert_tensor_parallel_size")
+        _at_least(self, 0, "recompute_num_layers", "cpu_offloading_num_layers")
         _positive(self, "distributed_timeout_minutes")
 
 

@@ -8,12 +8,17 @@ from megatron.optimus.config.schema import ParallelConfig
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.parallel.expert import apply_expert_parallelism
 from megatron.optimus.parallel.mesh import Mesh
+from megatron.optimus.parallel.tensor import apply_tensor_parallelism, sum_partial_gradients
 
 logger = logging.getLogger("optimus")
 
 
 def parallelize(model: Decoder, mesh: Mesh, config: ParallelConfig) -> None:
-    """Cuts the model to this rank's share, in place. Call it on the meta device, before weights exist."""
+    """Cuts the model to this rank's share, in place. Call it on the meta device, before weights exist.
+
+    ``connect`` follows when they do.
+    """
+    apply_tensor_parallelism(model, config, mesh)
     moe_layers = model.moe_layers()
     for layer in moe_layers:
         apply_expert_parallelism(layer, config, mesh)
@@ -26,3 +31,8 @@ def parallelize(model: Decoder, mesh: Mesh, config: ParallelConfig) -> None:
             config.moe_token_dispatcher_type.value if mesh.size("ep") > 1 else "no exchange",
             config.moe_expert_placement.value,
         )
+
+
+def connect(model: Decoder, mesh: Mesh) -> None:
+    """What needs the weights themselves: sums of gradients of which each rank has a part."""
+    sum_partial_gradients(model, mesh)

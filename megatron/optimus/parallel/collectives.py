@@ -13,11 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Group = dist.ProcessGroup | None
+from megatron.optimus.runtime.distributed import all_gather_single, reduce_scatter_single
 
-# torch 2.13 renamed these two and warns about the old names.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+Group = dist.ProcessGroup | None
 
 
 def exchange_row_counts(num_rows: int, group: Group, device: torch.device) -> list[int]:
@@ -26,7 +24,7 @@ def exchange_row_counts(num_rows: int, group: Group, device: torch.device) -> li
         return [num_rows]
     mine = torch.tensor([num_rows], dtype=torch.int64, device=device)
     counts = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=device)
-    _all_gather_single(counts, mine, group=group)
+    all_gather_single(counts, mine, group=group)
     return counts.tolist()
 
 
@@ -43,6 +41,26 @@ def reduce_scatter_rows(x: Tensor, group: Group, rows_per_rank: list[int] | None
 def all_to_all_rows(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
     """Blocks of ``send`` rows go to the ranks of the group, blocks of ``receive`` rows come back, in rank order."""
     return x if group is None else _AllToAll.apply(x, send, receive, group)
+
+
+def copy_to_ranks(x: Tensor, group: Group) -> Tensor:
+    """The same x on all ranks, each of which uses it for a part of the work; the backward sums their gradients."""
+    return x if group is None else _AllReduce.apply(x, group, False, True)
+
+
+def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
+    """The sum of the ranks' x on all of them, which then all do the same; the backward hands the gradient on."""
+    return x if group is None else _AllReduce.apply(x, group, True, False)
+
+
+def sum_for_parts(x: Tensor, group: Group) -> Tensor:
+    """The sum of the ranks' x on all of them, each of which uses it for a part of the work; the backward sums too."""
+    return x if group is None else _AllReduce.apply(x, group, True, True)
+
+
+def gather_columns(x: Tensor, group: Group) -> Tensor:
+    """[T, V_r] on rank r -> [T, sum V_r] on all ranks, which then all do the same; equal V_r on all ranks."""
+    return x if group is None else _GatherColumns.apply(x, group)
 
 
 class _AllGather(torch.autograd.Function):
@@ -78,10 +96,38 @@ class _AllToAll(torch.autograd.Function):
         return _all_to_all(grads[0], ctx.receive, ctx.send, ctx.group), None, None, None
 
 
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, in_forward: bool, in_backward: bool) -> Tensor:
+        ctx.group, ctx.in_backward = group, in_backward
+        return _all_reduce(x, group) if in_forward else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_reduce(grads[0], ctx.group) if ctx.in_backward else grads[0], None, None, None
+
+
+class _GatherColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.width = group, x.shape[1]
+        return _all_gather(x.t(), group, None).t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].narrow(1, dist.get_rank(ctx.group) * ctx.width, ctx.width), None
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=group)
+    return out
+
+
 def _all_gather(x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | None) -> Tensor:
     x = _padded(x.contiguous(), rows_per_rank)
     out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-    _all_gather_single(out, x, group=group)
+    all_gather_single(out, x, group=group)
     if rows_per_rank is None:
         return out
     blocks = out.view(len(rows_per_rank), -1, *x.shape[1:])
@@ -94,7 +140,7 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int
     if rows_per_rank is not None:
         x = torch.cat([_padded(block, rows_per_rank) for block in x.split(rows_per_rank)])
     out = x.new_empty(x.shape[0] // size, *x.shape[1:])
-    _reduce_scatter_single(out, x, group=group)
+    reduce_scatter_single(out, x, group=group)
     return out if rows_per_rank is None else out[: rows_per_rank[rank]]
 
 
