@@ -53,7 +53,12 @@ def check_trainable(config: RunConfig) -> None:
             "for example --data-path data/corpus (for data/corpus.bin and data/corpus.idx), "
             "or a blend in --data-file-list"
         )
-    tokenizer = config.data.tokenizer_model
+    data, tokenizer = config.data, config.data.tokenizer_model
+    if data.needs_eod and tokenizer is None and data.tokenizer_type is not TokenizerType.BYTE:
+        raise ConfigError(
+            "reset_attention_mask, reset_position_ids and eod_mask_loss need the token that ends a document: name the "
+            "tokenizer in tokenizer_model"
+        )
     if tokenizer is not None and not Path(tokenizer).exists():
         raise ConfigError(
             f"tokenizer_model={tokenizer!r} does not exist; give the tokenizer's file or folder, or leave it out: "

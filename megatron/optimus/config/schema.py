@@ -299,6 +299,15 @@ class DataConfig:
     split: str = option("969,30,1", "shares of training, validation and test")
     tokenizer_type: TokenizerType = option(TokenizerType.HF, "kind of tokenizer")
     tokenizer_model: str | None = option(None, "its file or folder; copied into exports")
+    reset_attention_mask: bool = option(False, "attention inside documents only")
+    reset_position_ids: bool = option(False, "positions count from the beginning of each document")
+    eod_mask_loss: bool = option(False, "no loss at the position of an end-of-document token")
+    pin_memory: bool = option(False, "batches in page-locked memory, copied to an accelerator while it computes")
+
+    @property
+    def needs_eod(self) -> bool:
+        """Whether the id of the end-of-document token must be known."""
+        return self.reset_attention_mask or self.reset_position_ids or self.eod_mask_loss
 
     def __post_init__(self) -> None:
         parse_split(self.split)

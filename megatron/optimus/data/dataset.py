@@ -153,18 +153,31 @@ def _check_ids(prefix: str, start: int, tokens: npt.NDArray[np.integer], vocab_s
     )
 
 
-def check_vocabulary(prefixes: Sequence[str], vocab_size: int, *, max_tokens: int = _CHECKED_TOKENS) -> None:
+def check_vocabulary(
+    prefixes: Sequence[str], vocab_size: int, *, eod_id: int | None = None, max_tokens: int = _CHECKED_TOKENS
+) -> None:
     """Looks at up to about ``max_tokens`` tokens of the pairs; raises DataError at an id outside [0, vocab_size).
 
     Meant to be called by each rank with its share of the files before training: an id past the embedding is a crash on
     some devices and silent noise on others. Small corpora are read whole. Of larger ones only pieces are, spread over
     every file, so that a run over trillions of tokens starts at once; a file made with another tokenizer shows in any
     piece of it, and ``InstanceSet.read`` looks at every token that is trained on.
+
+    With ``eod_id`` the last token of each file must be that one, or its documents' ends could not be seen.
     """
     if not prefixes:
         return
     files = TokenFiles(prefixes)
     for file, prefix in enumerate(files.prefixes):
+        if (
+            eod_id is not None
+            and files.tokens[file]
+            and (last := files.read(file, int(files.tokens[file]) - 1, 1)[0]) != eod_id
+        ):
+            raise DataError(
+                f"{prefix}.bin: ends with token {last}, not with {eod_id}, the tokenizer's end of a document; tokenize "
+                "it with --append-eod and this tokenizer, or leave out the options that go by documents"
+            )
         dtype = DTYPES[files.codes[file]]
         if dtype.kind == "u" and vocab_size > np.iinfo(dtype).max:
             continue

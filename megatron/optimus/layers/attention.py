@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.optimus.config.schema import ModelConfig
+from megatron.optimus.layers.documents import Documents, document_attention
 from megatron.optimus.layers.norm import RMSNorm
 from megatron.optimus.layers.rope import RopeTable, apply_rope
 
@@ -29,13 +30,16 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(query_width, config.norm_epsilon) if config.qk_layernorm else nn.Identity()
         self.k_norm = RMSNorm(key_width, config.norm_epsilon) if config.qk_layernorm else nn.Identity()
 
-    def forward(self, x_BSD: Tensor, rope: RopeTable) -> Tensor:
+    def forward(self, x_BSD: Tensor, rope: RopeTable, documents: Documents | None = None) -> Tensor:
         q_BHSd = self._heads(self.q_norm(self.q_proj(x_BSD)))
         k_BGSd = self._heads(self.k_norm(self.k_proj(x_BSD)))
         v_BGSd = self._heads(self.v_proj(x_BSD))
         q_BHSd, k_BGSd = apply_rope(q_BHSd, rope), apply_rope(k_BGSd, rope)
-        grouped = q_BHSd.shape[1] != k_BGSd.shape[1]
-        out_BHSd = F.scaled_dot_product_attention(q_BHSd, k_BGSd, v_BGSd, is_causal=True, enable_gqa=grouped)
+        if documents is None:
+            grouped = q_BHSd.shape[1] != k_BGSd.shape[1]
+            out_BHSd = F.scaled_dot_product_attention(q_BHSd, k_BGSd, v_BGSd, is_causal=True, enable_gqa=grouped)
+        else:
+            out_BHSd = document_attention(q_BHSd, k_BGSd, v_BGSd, documents)
         return self.o_proj(out_BHSd.transpose(1, 2).flatten(2))
 
     def _heads(self, x_BSW: Tensor) -> Tensor:

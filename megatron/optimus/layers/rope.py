@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-RopeTable = tuple[Tensor, Tensor]  # cos, sin: fp32 [S, head_dim]
+RopeTable = tuple[Tensor, Tensor]  # cos, sin: fp32 [S, head_dim], or [B, 1, S, head_dim] where rows differ
 
 
 def rope_table(length: int, head_dim: int, base: float, device: torch.device) -> RopeTable:
@@ -16,10 +16,16 @@ def rope_table(length: int, head_dim: int, base: float, device: torch.device) ->
     return angle.cos(), angle.sin()
 
 
+def rope_at(table: RopeTable, positions_BS: Tensor) -> RopeTable:
+    """The table's rows at the given positions (int64, each below the table's length), for tokens in that order."""
+    cos, sin = (part[positions_BS].unsqueeze(1) for part in table)
+    return cos, sin
+
+
 def apply_rope(x_BHSd: Tensor, table: RopeTable) -> Tensor:
     """Rotates each pair (i, i + head_dim/2) of every head by its position's angle, in fp32."""
-    cos_Sd, sin_Sd = table
+    cos, sin = table
     x = x_BHSd.float()
     first, second = x.chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)
-    return (x * cos_Sd + rotated * sin_Sd).to(x_BHSd.dtype)
+    return (x * cos + rotated * sin).to(x_BHSd.dtype)

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.layers.attention import Attention
+from megatron.optimus.layers.documents import Documents
 from megatron.optimus.layers.loss import LMHead
 from megatron.optimus.layers.mlp import MLP
 from megatron.optimus.layers.norm import build_norm
-from megatron.optimus.layers.rope import RopeTable, rope_table
+from megatron.optimus.layers.rope import RopeTable, rope_at, rope_table
 from megatron.optimus.moe.layer import MoE
 from megatron.optimus.moe.router import RouterStats
 
@@ -34,8 +35,10 @@ class Block(nn.Module):
             self.mlp = MLP(config)
         self.is_moe = config.is_moe
 
-    def forward(self, x_BSD: Tensor, rope: RopeTable) -> tuple[Tensor, RouterStats | None]:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope)
+    def forward(
+        self, x_BSD: Tensor, rope: RopeTable, documents: Documents | None = None
+    ) -> tuple[Tensor, RouterStats | None]:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope, documents)
         if self.is_moe:
             y_BSD, stats = self.moe(self.mlp_norm(x_BSD))
             return x_BSD + y_BSD, stats
@@ -45,7 +48,7 @@ class Block(nn.Module):
 @dataclass
 class DecoderOutput:
     logits_BSV: Tensor | None  # dtype of the weights; None with labels: then they never exist as a whole
-    loss_sum: Tensor | None  # fp32 scalar: cross-entropy in nats summed over the tokens; None without labels
+    loss_sum: Tensor | None  # fp32 scalar: cross-entropy in nats summed over the labels that count; None without any
     router_stats: list[RouterStats]  # one per MoE layer
 
     @property
@@ -81,12 +84,21 @@ class Decoder(nn.Module):
         if not config.untie_embeddings_and_output_weights:
             self.lm_head.weight = self.embedding.weight
 
-    def forward(self, tokens_BS: Tensor, labels_BS: Tensor | None = None) -> DecoderOutput:
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        labels_BS: Tensor | None = None,
+        documents: Documents | None = None,
+        positions_BS: Tensor | None = None,
+    ) -> DecoderOutput:
+        """``documents``: attention stays inside each. ``positions_BS``: those of the tokens, if not 0 to S - 1."""
         rope = rope_table(tokens_BS.shape[1], self.config.head_dim, self.config.rotary_base, tokens_BS.device)
+        if positions_BS is not None:
+            rope = rope_at(rope, positions_BS)
         x_BSD = self.embedding(tokens_BS)
         router_stats = []
         for layer in self.layers:
-            x_BSD, stats = layer(x_BSD, rope)
+            x_BSD, stats = layer(x_BSD, rope, documents)
             if stats is not None:
                 router_stats.append(stats)
         x_BSD = self.final_norm(x_BSD)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from megatron.optimus.config.schema import Precision, RunConfig
+from megatron.optimus.config.schema import DataConfig, Precision, RunConfig
 from megatron.optimus.data.dataset import InstanceSet, Split
 from megatron.optimus.data.files import TokenFiles
 from megatron.optimus.data.loader import BatchLoader
 from megatron.optimus.data.mixture import CorpusPlan, Mixture, log_plan
+from megatron.optimus.data.samples import SampleOptions
 from megatron.optimus.data.sources import Sources, read_sources
+from megatron.optimus.data.tokenizer import build_tokenizer
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
 from megatron.optimus.parallel.apply import connect, parallelize
@@ -36,7 +39,7 @@ class RunData:
     valid: BatchLoader | None  # None when validation is off
 
 
-def build_data(config: RunConfig, mesh: Mesh) -> RunData:
+def build_data(config: RunConfig, mesh: Mesh, device: torch.device) -> RunData:
     """Loaders of this rank's training and validation batches; validation is one fixed set."""
     sources = read_sources(config.data)
     files = TokenFiles(sources.prefixes)
@@ -48,10 +51,8 @@ def build_data(config: RunConfig, mesh: Mesh) -> RunData:
         plan = [CorpusPlan("all", len(files), train.num_tokens, len(train), total)]
     log_plan(plan, total, config.data.max_data_epochs)
     valid = _instances(config, sources, files, Split.VALID) if config.training.eval_interval > 0 else None
-    return RunData(
-        _loader(config, mesh, train, Split.TRAIN),
-        None if valid is None else _loader(config, mesh, valid, Split.VALID),
-    )
+    loader = partial(_loader, config, mesh, device, sample_options(config.data))
+    return RunData(loader(train, Split.TRAIN), None if valid is None else loader(valid, Split.VALID))
 
 
 def _instances(config: RunConfig, sources: Sources, files: TokenFiles, part: Split) -> InstanceSet | Mixture:
@@ -66,7 +67,24 @@ def _instances(config: RunConfig, sources: Sources, files: TokenFiles, part: Spl
     )
 
 
-def _loader(config: RunConfig, mesh: Mesh, instances: InstanceSet | Mixture, part: Split) -> BatchLoader:
+def sample_options(data: DataConfig) -> SampleOptions:
+    """Raises DataError if the tokenizer that knows the end of a document cannot be read."""
+    return SampleOptions(
+        eod_id=build_tokenizer(data.tokenizer_type, data.tokenizer_model).eod_id if data.needs_eod else None,
+        reset_attention_mask=data.reset_attention_mask,
+        reset_position_ids=data.reset_position_ids,
+        eod_mask_loss=data.eod_mask_loss,
+    )
+
+
+def _loader(
+    config: RunConfig,
+    mesh: Mesh,
+    device: torch.device,
+    options: SampleOptions,
+    instances: InstanceSet | Mixture,
+    part: Split,
+) -> BatchLoader:
     training = config.training
     return BatchLoader(
         instances,
@@ -78,4 +96,6 @@ def _loader(config: RunConfig, mesh: Mesh, instances: InstanceSet | Mixture, par
         seed=training.seed,
         shuffle=part is Split.TRAIN,
         max_batches=training.eval_iters if part is Split.VALID else None,
+        options=options,
+        pin_for=device if config.data.pin_memory else None,
     )

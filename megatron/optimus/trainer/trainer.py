@@ -40,7 +40,9 @@ class Trainer:
         self.step = 0  # optimizer steps done
         self.consumed_samples = 0  # position in the order of samples: the whole state of the data
         self.checkpoints = Path(config.checkpoint.save or Path(config.logging.run_dir) / "checkpoints")
-        self.data = Ranks(None, device).together(lambda: build_data(config, mesh), "opening the data", DataError)
+        self.data = Ranks(None, device).together(
+            partial(build_data, config, mesh, device), "opening the data", DataError
+        )
         self.model = build_model(config, mesh, device)
         self.engine = build_engine(
             self.model, config, mesh, gradient_accumulation_steps(config, mesh.layout.world_size)
@@ -92,7 +94,7 @@ class Trainer:
         return lr
 
     def _to_device(self, batches: list[Batch]) -> list[Batch]:
-        return [Batch(*(tensor.to(self.device, non_blocking=True) for tensor in batch)) for batch in batches]
+        return [batch.to(self.device) for batch in batches]
 
     def _validate(self) -> float:
         valid = self.data.valid
