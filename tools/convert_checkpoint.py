@@ -48,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--tokenizer", type=Path, help="tokenizer.json or its folder; default: the run's own")
     result.add_argument("--max-shard-size", type=size, default=DEFAULT_MAX_SHARD_BYTES, help="per file; default 5GB")
     result.add_argument("--overwrite", action="store_true", help="replace an earlier conversion")
+    result.add_argument("--verify", action="store_true", help="read the result back and compare every tensor")
     result.add_argument("--dry-run", action="store_true", help="list the tensors, write nothing")
     return result
 
@@ -65,15 +66,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_shard_bytes=args.max_shard_size,
             overwrite=args.overwrite,
             dry_run=args.dry_run,
+            verify=args.verify,
         )
     except (CheckpointError, ConfigError) as error:
         print(f"convert_checkpoint: error: {error}", file=sys.stderr)
         return 2
     if args.dry_run:
-        for name, dtype, shape in done.tensors:
-            print(f"{name}  {str(dtype).removeprefix('torch.')}  {list(shape)}")
+        for tensor in done.tensors:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            print(f"{tensor.name}  {dtype}  {list(tensor.shape)}  {tensor.num_bytes:,} bytes")
     verb = "would write" if args.dry_run else "wrote"
     print(f"{verb} {done.destination}: {len(done.tensors)} tensors, {done.num_bytes:,} bytes, from {done.source}")
+    if args.verify and not args.dry_run:
+        print(f"read back and compared: {done.compared} tensors, all equal")
     return 0
 
 

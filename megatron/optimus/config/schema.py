@@ -34,6 +34,17 @@ class Normalization(str, Enum):
     LAYERNORM_NONPARAMETRIC = "layernorm-nonparametric"  # OLMo-1B: no scale, no shift
 
 
+class QKNormScope(str, Enum):
+    FULL = "full"  # one statistic and one scale over all heads together: OLMoE, Mula
+    HEAD = "head"  # a statistic per head, one scale of its width shared by all heads: Qwen3
+
+
+class RotaryScaling(str, Enum):
+    NONE = "none"
+    LINEAR = "linear"  # every frequency divided by the factor (arXiv 2306.15595)
+    LLAMA3 = "llama3"  # low frequencies divided, high ones kept, a ramp between (arXiv 2407.21783)
+
+
 class ScoreFunction(str, Enum):
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
@@ -158,9 +169,15 @@ class ModelConfig:
     max_position_embeddings: int = option(4096, "longest sequence the exported model claims")
     normalization: Normalization = option(Normalization.RMSNORM, "norm before attention and MLP, and the final one")
     norm_epsilon: float = option(1e-5, "added to the variance in every norm")
-    qk_layernorm: bool = option(True, "RMSNorm over the full query and key width, before RoPE")
+    qk_layernorm: bool = option(True, "RMSNorm of queries and keys, before RoPE")
+    qk_layernorm_scope: QKNormScope = option(QKNormScope.FULL, "over all heads together, or over each head")
     clip_qkv: float | None = option(None, "clamp queries, keys and values to [-x, x]")
     rotary_base: float = option(10000.0, "RoPE theta")
+    rotary_scaling: RotaryScaling = option(RotaryScaling.NONE, "stretching of RoPE beyond the trained positions")
+    rotary_scaling_factor: float = option(8.0, "how many times longer (unused without rotary_scaling)")
+    rotary_low_freq_factor: float = option(1.0, "llama3: frequencies of fewer turns over the trained positions stretch")
+    rotary_high_freq_factor: float = option(4.0, "llama3: frequencies with more turns than this are kept")
+    rotary_original_positions: int = option(8192, "llama3: positions before stretching")
     untie_embeddings_and_output_weights: bool = option(True, "the output projection has weights of its own")
     init_method_std: float = option(0.02, "standard deviation of the normal initialisation")
     num_experts: int = option(0, "routed experts per layer; 0 makes every layer dense")
@@ -180,7 +197,13 @@ class ModelConfig:
         _at_least(self, 1, "ffn_hidden_size", "vocab_size", "max_position_embeddings")
         _at_least(self, 1, "moe_ffn_hidden_size", "moe_router_topk")
         _at_least(self, 0, "num_experts", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
-        _positive(self, "norm_epsilon", "clip_qkv", "rotary_base", "init_method_std")
+        _at_least(self, 1, "rotary_scaling_factor", "rotary_original_positions")
+        _positive(self, "norm_epsilon", "clip_qkv", "rotary_base", "init_method_std", "rotary_low_freq_factor")
+        _require(
+            self.rotary_high_freq_factor > self.rotary_low_freq_factor,
+            f"rotary_high_freq_factor={self.rotary_high_freq_factor} must be above "
+            f"rotary_low_freq_factor={self.rotary_low_freq_factor}",
+        )
         heads, groups = self.num_attention_heads, self.num_kv_heads
         _require(
             self.kv_channels is not None or self.hidden_size % heads == 0,

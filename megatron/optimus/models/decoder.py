@@ -77,6 +77,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.sequence_shards = 1  # context parallelism: tokens are one of so many parts of their sequences
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.final_norm = build_norm(config)
@@ -92,7 +93,7 @@ class Decoder(nn.Module):
         positions_BS: Tensor | None = None,
     ) -> DecoderOutput:
         """``documents``: attention stays inside each. ``positions_BS``: those of the tokens, if not 0 to S - 1."""
-        rope = rope_table(tokens_BS.shape[1], self.config.head_dim, self.config.rotary_base, tokens_BS.device)
+        rope = rope_table(tokens_BS.shape[1] * self.sequence_shards, self.config, tokens_BS.device)
         if positions_BS is not None:
             rope = rope_at(rope, positions_BS)
         x_BSD = self.embedding(tokens_BS)

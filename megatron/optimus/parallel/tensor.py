@@ -170,7 +170,11 @@ def _split_attention(attention: Attention, ranks: TensorGroup) -> None:
         ranks.split(projection, dim)
     for name in ("q_norm", "k_norm"):
         norm = getattr(attention, name)
-        if isinstance(norm, RMSNorm):
+        if not isinstance(norm, RMSNorm):
+            continue
+        if attention.norm_heads:  # one scale for all heads, which each rank applies to its own
+            norm.weight.sequence_parallel = True  # type: ignore[attr-defined]
+        else:
             setattr(attention, name, SplitRMSNorm(norm, ranks))
     _make_region(attention, ranks)
 
