@@ -3,10 +3,17 @@
 All work on dim 0 ("rows"). ``rows_per_rank`` gives the rows of each rank of the group when they differ; None means
 that all ranks have the same number, which costs neither padding nor an exchange of counts.
 A group of None is a group of one: the collective is then the identity.
+
+Recomputation of activations must not communicate again: it would pay twice, and ranks would have to recompute in the
+same order. ``recorded`` gives the two contexts for a computation and its repetition; inside them every collective of
+the forward keeps its result, and the repetition takes it from there.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +23,38 @@ from torch import Tensor
 from megatron.optimus.runtime.distributed import all_gather_single, reduce_scatter_single
 
 Group = dist.ProcessGroup | None
+
+
+_current = threading.local()  # backward passes, and so repetitions, may run in threads of their own
+
+
+def recorded() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts in which ``once`` keeps results, and in which it gives them back in the same order."""
+    results: list[Any] = []
+    return _recording(results, replay=False), _recording(results, replay=True)
+
+
+@contextmanager
+def _recording(results: list[Any], *, replay: bool) -> Iterator[None]:
+    outer = getattr(_current, "record", None)
+    _current.record = (iter(list(results)) if replay else None, results)
+    try:
+        yield
+    finally:
+        _current.record = outer
+
+
+def once(compute: Callable[..., Tensor], *args: Any) -> Tensor:
+    """``compute(*args)``, or what it gave when the computation under repetition was first run."""
+    record = getattr(_current, "record", None)
+    if record is None:
+        return compute(*args)
+    replay, results = record
+    if replay is not None:
+        return next(replay).detach()
+    result = compute(*args)
+    results.append(result.detach())  # an alias: autograd will hang its graph on the tensor that is returned
+    return result
 
 
 def exchange_row_counts(num_rows: int, group: Group, device: torch.device) -> list[int]:
@@ -67,7 +106,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | None) -> Tensor:
         ctx.group, ctx.rows_per_rank = group, rows_per_rank
-        return _all_gather(x, group, rows_per_rank)
+        return once(_all_gather, x, group, rows_per_rank)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -78,7 +117,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | None) -> Tensor:
         ctx.group, ctx.rows_per_rank = group, rows_per_rank
-        return _reduce_scatter(x, group, rows_per_rank)
+        return once(_reduce_scatter, x, group, rows_per_rank)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -89,7 +128,7 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.send, ctx.receive, ctx.group = send, receive, group
-        return _all_to_all(x, send, receive, group)
+        return once(_all_to_all, x, send, receive, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -100,7 +139,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, in_forward: bool, in_backward: bool) -> Tensor:
         ctx.group, ctx.in_backward = group, in_backward
-        return _all_reduce(x, group) if in_forward else x.view_as(x)
+        return once(_all_reduce, x, group) if in_forward else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -111,7 +150,7 @@ class _GatherColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group, ctx.width = group, x.shape[1]
-        return _all_gather(x.t(), group, None).t()
+        return once(_all_gather, x.t(), group, None).t()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
