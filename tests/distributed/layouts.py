@@ -18,6 +18,7 @@ from megatron.optimus.layers.loss import NO_LABEL
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
 from megatron.optimus.models.partition import block_of, own_part, whole_shape
+from megatron.optimus.parallel import recompute
 from megatron.optimus.parallel.apply import connect, parallelize
 from megatron.optimus.parallel.context import own_positions
 from megatron.optimus.parallel.mesh import Mesh
@@ -119,6 +120,7 @@ def one_rank(rank: int, world: int, cases: dict[str, Case]) -> dict[str, dict[st
 
 def run_case(rank: int, world: int, case: Case) -> dict[str, float]:
     """Deviation of each tensor on this rank from one process."""
+    recompute.MIN_OFFLOADED_BYTES = 1
     config = ParallelConfig(**case.parallel)
     mesh = Mesh(config, rank=rank, world_size=world)
     model = build(case.model, mesh, config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.optimus.config.schema import LoadBalancing, Normalization, TokenDispatcher
+from megatron.optimus.config.schema import LoadBalancing, Normalization, Recompute, TokenDispatcher
 from tests.distributed.layouts import Case, deviations
 
 TP2 = dict(tensor_model_parallel_size=2)
@@ -31,6 +31,9 @@ CASES = {
         MOE, TP2 | dict(expert_model_parallel_size=2, expert_tensor_parallel_size=2)
     ),
     "moe, split experts: etp 4, all-to-all": Case(MOE, A2A | dict(expert_tensor_parallel_size=4)),
+    "moe, tp 2 x dp 2, ep 4, everything recomputed, first layer offloaded": Case(
+        MOE, TP2 | dict(expert_model_parallel_size=4, recompute_modules=list(Recompute), cpu_offloading_num_layers=1)
+    ),
     "moe, etp 2 x ep 2, all-to-all": Case(
         MOE, TP2 | A2A | dict(expert_model_parallel_size=2, expert_tensor_parallel_size=2)
     ),

@@ -167,7 +167,9 @@ def apply_expert_parallelism(layer: MoE, config: ParallelConfig, mesh: Mesh) -> 
         local = nn.Parameter(weight.detach()[list(expert_ids)].clone())
         if num_shards > 1:  # along the inner width, which holds gate and up in the first weight
             dim, stride = (1, 2) if name == "gate_up_weight" else (2, 1)
-            local = split_parameter(local, dim, shard, num_shards, stride=stride, whole=weight.shape)
+            local = split_parameter(local, dim, shard, num_shards, stride=stride, whole=weight.shape, rows=expert_ids)
+        if mesh.size("tp") > 1:  # tensor-parallel ranks have different experts, or replicas whose states are split
+            local.tensor_model_parallel = True  # type: ignore[attr-defined]
         local.expert_ids = expert_ids  # type: ignore[attr-defined]
         local.allreduce = False  # type: ignore[attr-defined]
         local.group_name = f"ep_size_{ownership.num_ranks}"  # type: ignore[attr-defined]
