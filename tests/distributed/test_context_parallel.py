@@ -16,6 +16,7 @@ from megatron.optimus.config.schema import (
     TokenDispatcher,
 )
 from megatron.optimus.parallel import collectives
+from megatron.optimus.parallel.context import own_positions
 from megatron.optimus.parallel.mesh import Mesh
 from tests.distributed.layouts import LENGTH, Case, build, deviations, objective
 from tests.helpers import run_distributed
@@ -86,7 +87,9 @@ def counting_rank(rank: int, world: int, recomputed: dict[str, list[Recompute]])
         mesh = Mesh(config, rank=rank, world_size=world)
         model = build(MOE, mesh, config)
         tokens = torch.zeros(1, LENGTH // 2, dtype=torch.int64)
-        objective(model(tokens, tokens), tokens.numel()).backward()
+        positions = own_positions(LENGTH, config, mesh)
+        assert positions is not None
+        objective(model(tokens, tokens, None, positions[None]), tokens.numel()).backward()
     return calls
 
 
