@@ -32,7 +32,10 @@ class FamilyKey:
     param_group: int  # index in the wrapped optimizer's param_groups
     expert_group: str | None  # None: dense
     dtype: torch.dtype
-    in_norm: bool = True  # False: another rank of the model-parallel group counts these same parameters
+    # The same on all tensor-parallel ranks. Such parameters must not share buckets with parts of cut ones: what all
+    # ranks repeat has to be summed in the same order everywhere, or the copies drift apart.
+    is_tensor_replica: bool = False
+    is_pipe_replica: bool = False  # of a parameter that another pipeline stage counts in the norm
 
 
 class Family:
@@ -52,6 +55,7 @@ class Family:
         self.layout = layout
         self.params = dict(params)
         self.rule = rule
+        self.in_norm = True  # False: another rank of the model-parallel group counts these same parameters
         self.rank = ranks_of(group).index(dist.get_rank())
         self.group_size = layout.buckets[0].group_size
         device = next(iter(params.values())).device

@@ -162,7 +162,7 @@ class EPZeroOptimizer(ZeROOptimizer):
         if not self._reduced or self._sync.has_events:
             self.reduce_gradients()
         self._sync.finish()
-        counted = [b.shard.grad for f in self.families if f.key.in_norm for b in f.buckets]
+        counted = [b.shard.grad for f in self.families if f.in_norm for b in f.buckets]
         scalars = self._state.scalars(global_norm(counted, self.device, self._norm_groups))
         for bucket in self._publisher.buckets:
             family = self._family_of[bucket]
