@@ -3,6 +3,17 @@
 from deepspeed_ext.engine import EPEngine
 from deepspeed_ext.groups import ZeroGroups, init_distributed, shutdown
 from deepspeed_ext.initialize import initialize
+from deepspeed_ext.rules import Lion, Muon
 from deepspeed_ext.zero.optimizer import EPZeroOptimizer, StateShard
 
-__all__ = ["EPEngine", "EPZeroOptimizer", "StateShard", "ZeroGroups", "init_distributed", "initialize", "shutdown"]
+__all__ = [
+    "EPEngine",
+    "EPZeroOptimizer",
+    "Lion",
+    "Muon",
+    "StateShard",
+    "ZeroGroups",
+    "init_distributed",
+    "initialize",
+    "shutdown",
+]
