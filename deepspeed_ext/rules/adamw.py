@@ -1,4 +1,4 @@
-"""AdamW and Adam: the rule behind torch.optim.AdamW and torch.optim.Adam."""
+"""AdamW and Adam: the rule behind torch.optim.AdamW and torch.optim.Adam (Loshchilov and Hutter 2019)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from deepspeed_ext.rules.base import Shard, StepScalars, UpdateRule
-from deepspeed_ext.rules.kernels import reference
-from deepspeed_ext.rules.kernels.reference import AdamOptions
+from deepspeed_ext.rules.kernels import kernels_for
+from deepspeed_ext.rules.kernels.options import AdamOptions
 
 
 class AdamRule(UpdateRule):
@@ -17,14 +17,5 @@ class AdamRule(UpdateRule):
     unsigned_kinds = frozenset({"exp_avg_sq"})
 
     def update_(self, shard: Shard, options: Mapping[str, Any], scalars: StepScalars) -> None:
-        beta1, beta2 = options["betas"]
-        values = AdamOptions(
-            lr=float(options["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(options["eps"]),
-            weight_decay=float(options["weight_decay"]),
-            decoupled=bool(options.get("decoupled_weight_decay", True)),
-            maximize=bool(options.get("maximize", False)),
-        )
-        reference.adam(shard, values, scalars)
+        """See UpdateRule.update_."""
+        kernels_for(shard.master.device.type).adam(shard, AdamOptions.of(options), scalars)

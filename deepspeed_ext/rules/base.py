@@ -10,11 +10,12 @@ is what users construct. It runs on whole parameters too, without any sharding; 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,22 +24,10 @@ from deepspeed_ext.rules import states
 
 
 class ShardPolicy(Enum):
-    """How a bucket may be cut between ranks."""
+    """What the update of an element depends on. Buckets are cut anywhere under either."""
 
-    FLAT = "flat"  # anywhere: the update of an element depends on that element alone
-    MATRIX = "matrix"  # between matrices only: the update of an element depends on its whole matrix
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """One whole matrix inside a shard: ``rows * columns`` elements from ``offset``, row-major.
-
-    ``name`` is the parameter's; the matrices of a 3-D weight all carry it. ``shape`` is (rows, columns).
-    """
-
-    name: str
-    offset: int
-    shape: tuple[int, int]
+    FLAT = "flat"  # on that element alone: shards are updated one by one
+    MATRIX = "matrix"  # on its whole matrix: a family's shards are updated together, see MatrixRule
 
 
 @dataclass
@@ -48,15 +37,14 @@ class Shard:
     ``master``: fp32. ``grad``: fp32 or bf16, the SUM over the group's ranks, unscaled; a rule must not keep it and may
     overwrite it. ``param``: the model's dtype (fp32 or bf16), this rank's slice of the bucket's parameters; the rule
     writes the new values there. It may be ``master`` itself where no other copy exists. ``state``: made by
-    ``new_state``. ``matrices``: for ShardPolicy.MATRIX the matrices in [0, n), else empty. Elements that belong to no
-    parameter (padding) must hold zeros in master and grad; every rule keeps them at zero.
+    ``new_state``. Elements that belong to no parameter (padding) must hold zeros in master and grad; every rule keeps
+    them at zero.
     """
 
     master: Tensor
     grad: Tensor
     param: Tensor
     state: dict[str, Tensor] = field(default_factory=dict)
-    matrices: tuple[Matrix, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,6 +110,70 @@ class UpdateRule(ABC):
         states.write(shard.state, kind, value)
 
 
+class WholeMatrices(Protocol):
+    """The matrices behind the shards of one family, whose parts may lie on several ranks."""
+
+    def transform(self, updates: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> None:
+        """Replaces every whole matrix in ``updates`` by what ``function`` makes of it. Collective over the group.
+
+        ``updates``: one 1-D tensor for each shard, of its length. ``function`` gets any number of matrices of one
+        shape, [B, M, N], and returns as many; each matrix passes through it on one rank only.
+        """
+
+    def runs(self, shard: int) -> Sequence[tuple[int, int, tuple[int, int]]]:
+        """Stretches [start, stop) of a shard that belong to matrices of one shape: (start, stop, (rows, columns))."""
+
+
+class MatrixRule(UpdateRule):
+    """A rule whose update of an element depends on its whole matrix; masters and states are flat shards all the same.
+
+    ``update_family_`` takes the place of ``update_``.
+    """
+
+    policy = ShardPolicy.MATRIX
+
+    def update_(self, shard: Shard, options: Mapping[str, Any], scalars: StepScalars) -> None:
+        """Not for this kind of rule: raises TypeError."""
+        raise TypeError(f"{type(self).__name__} updates whole families: use update_family_")
+
+    @abstractmethod
+    def update_family_(
+        self, shards: Sequence[Shard], matrices: WholeMatrices, options: Mapping[str, Any], scalars: StepScalars
+    ) -> None:
+        """One step on all shards that a rank owns of one family. Collective over the family's group."""
+
+
+class LocalMatrices:
+    """WholeMatrices of one parameter that this process holds whole: ``count`` matrices one after the other."""
+
+    def __init__(self, count: int, shape: tuple[int, int]) -> None:
+        self._count, self._shape = count, shape
+
+    def transform(self, updates: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> None:
+        """See WholeMatrices.transform."""
+        batch_BMN = updates[0].view(self._count, *self._shape)
+        batch_BMN.copy_(function(batch_BMN))
+
+    def runs(self, shard: int) -> Sequence[tuple[int, int, tuple[int, int]]]:
+        """See WholeMatrices.runs."""
+        return [(0, self._count * self._shape[0] * self._shape[1], self._shape)]
+
+
+def count_matrices(name: str, shape: Sequence[int], stacked: int = 1) -> tuple[int, tuple[int, int]]:
+    """How many matrices a parameter is, and their (rows, columns).
+
+    Leading dimensions count matrices (the experts of a 3-D weight), and each of those is ``stacked`` matrices one below
+    the other (the parameter's attribute ``stacked_matrices``: gate and up projection in one tensor). Raises ValueError
+    for fewer than two dimensions, or rows that ``stacked`` does not divide.
+    """
+    if len(shape) < 2:
+        raise ValueError(f"parameter {name!r} of shape {tuple(shape)} is not a matrix")
+    *leading, rows, columns = shape
+    if rows % stacked:
+        raise ValueError(f"parameter {name!r}: stacked_matrices={stacked} must divide its {rows} rows")
+    return math.prod(leading) * stacked, (rows // stacked, columns)
+
+
 class RuleOptimizer(torch.optim.Optimizer):
     """Base of this package's torch optimizers: options in param_groups, arithmetic in an UpdateRule.
 
@@ -160,29 +212,15 @@ class RuleOptimizer(torch.optim.Optimizer):
             grad=param.grad.detach().reshape(-1).clone(),  # type: ignore[union-attr]  # rules may overwrite it
             param=flat,
             state=state.get("shard", {}),
-            matrices=whole_matrices(param) if rule.policy is ShardPolicy.MATRIX else (),
         )
         if "shard" not in state:
             shard.state = state["shard"] = rule.new_state(shard, group)
         state["step"] += 1
-        rule.update_(shard, group, StepScalars.of(param.device, state["step"]))
+        scalars = StepScalars.of(param.device, state["step"])
+        if isinstance(rule, MatrixRule):
+            matrices = LocalMatrices(*count_matrices("", param.shape, getattr(param, "stacked_matrices", 1)))
+            rule.update_family_([shard], matrices, group, scalars)
+        else:
+            rule.update_(shard, group, scalars)
         if not param.is_contiguous():
             param.copy_(flat.view(param.shape))
-
-
-def whole_matrices(param: Tensor, name: str = "", offset: int = 0) -> tuple[Matrix, ...]:
-    """The matrices of one parameter of two or more dimensions, stored at ``offset``.
-
-    Leading dimensions count matrices (the experts of a 3-D weight). ``param.stacked_matrices = k`` says that each of
-    them is k matrices one below the other (gate and up projection in one tensor), each to be treated as its own.
-    Raises ValueError for fewer than two dimensions, or rows that k does not divide.
-    """
-    if param.dim() < 2:
-        raise ValueError(f"parameter {name!r} of shape {tuple(param.shape)} is not a matrix")
-    stacked = getattr(param, "stacked_matrices", 1)
-    rows, columns = param.shape[-2], param.shape[-1]
-    if rows % stacked:
-        raise ValueError(f"parameter {name!r}: stacked_matrices={stacked} must divide its {rows} rows")
-    size = rows // stacked * columns
-    count = param.numel() // size if size else 0
-    return tuple(Matrix(name, offset + index * size, (rows // stacked, columns)) for index in range(count))

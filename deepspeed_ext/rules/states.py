@@ -1,14 +1,15 @@
 """Optimizer states in fp32, bf16 or 8 bits: making, reading and writing them; the reference for what kernels do.
 
-bf16 (2 bytes) is rounded stochastically inside a step: with rounding to nearest a second moment under beta2 = 0.999
-could never decay, because one step changes it by less than half of bf16's spacing. The random bits are a hash of the
-element's position in the shard and the step number, so the same run gives the same bits.
+Inside a step bf16 and int8 are rounded stochastically. To nearest, a second moment under beta2 = 0.999 could not decay:
+one step changes it by less than half of the spacing (measured for int8: where gradients had become ten times smaller,
+it stayed up to nine times too large). The random bits are a hash of the element's position in the shard and the step
+number, so the same run gives the same bits.
 
-int8 (1 byte and 4 bytes per BLOCK elements) stores x / max|x of its block| as a small float: with y in [0, 1] and an
-offset c = 2^-k, the code is the distance between the bit patterns of y + c and c, cut to 3 mantissa bits. Near zero
-codes are evenly spaced, above c they keep the relative error below 1/16; zero and the block's maximum are exact.
-Signed states use k = 15 (smallest step 2^-18 of the maximum), unsigned ones k = 31 (2^-34), where a positive value
-never becomes zero: a vanished second moment would blow the update up.
+bf16 takes 2 bytes, int8 1 byte and 4 more for every BLOCK elements, which share a scale, their largest magnitude. An
+8-bit code is a small float: with y = |x| / scale and an offset c = 2^-k it is the distance between the bit patterns of
+y + c and c, cut to 3 mantissa bits. Near zero codes are evenly spaced, above c at most 1/8 apart; zero and the block's
+maximum are exact. Signed states use k = 15 (smallest step 2^-18 of the maximum), unsigned ones k = 31 (2^-34), where a
+positive value never becomes zero: a vanished second moment would blow the update up.
 """
 
 from __future__ import annotations
@@ -85,19 +86,23 @@ def _offset_bits(signed: bool) -> tuple[float, int]:
     return 2.0**-exponents, (127 - exponents) << 23
 
 
-def encode(value: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """fp32 [n] to (int8 or uint8 codes [n], fp32 scales [ceil(n / BLOCK)]), to nearest in the spacing of the codes.
+def encode(value: Tensor, *, signed: bool, bits: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """fp32 [n] to (int8 or uint8 codes [n], fp32 scales [ceil(n / BLOCK)]).
 
-    ``signed`` False takes values >= 0 only. Deterministic; encoding what ``decode`` returned gives the same codes.
+    ``signed`` False takes values >= 0 only. To nearest in the spacing of the codes, where encoding what ``decode``
+    returned gives the same codes; or stochastically with 16 random ``bits`` for each element, int64 [n].
     """
-    offset, bits = _offset_bits(signed)
-    padded = torch.nn.functional.pad(value.float(), (0, -value.numel() % BLOCK)).view(-1, BLOCK)
+    offset, offset_bits = _offset_bits(signed)
+    padding = (0, -value.numel() % BLOCK)
+    padded = torch.nn.functional.pad(value.float(), padding).view(-1, BLOCK)
     magnitude = padded.abs()
     scale = magnitude.amax(dim=1)
     scale = torch.where(scale >= SMALLEST_SCALE, scale, 0.0)
     y = torch.where(scale > 0, magnitude.T / scale, 0.0).T.contiguous()
-    shifted = (y * (1.0 - offset) + offset).view(torch.int32) - bits
-    codes = (shifted + (1 << (SHIFT - 1))) >> SHIFT
+    rounding: Tensor | int = 1 << (SHIFT - 1)
+    if bits is not None:
+        rounding = torch.nn.functional.pad(bits.to(torch.int32) << (SHIFT - 16), padding).view(-1, BLOCK)
+    codes = ((y * (1.0 - offset) + offset).view(torch.int32) - offset_bits + rounding) >> SHIFT
     if signed:
         codes = torch.where(padded < 0, -codes, codes).to(torch.int8)
     else:
