@@ -34,8 +34,10 @@ def build_families(
     groups: ZeroGroups,
     options: ZeroOptions,
 ) -> list[Family]:
-    """One family per parameter group x expert group x dtype (and, under tensor parallelism, cut or repeated), in the order of their first parameters; inside, parameters in the opposite of ``param_names``' order, in which
-    backward is expected to reach them.
+    """One family per parameter group x expert group x dtype (and, under tensor parallelism, cut or repeated).
+
+    Families are in the order of their first parameters; inside, parameters are in the opposite of ``param_names``'
+    order, in which backward is expected to reach them.
 
     Raises ValueError for a dtype that is not supported or an expert group without a process group.
     """

@@ -7,9 +7,8 @@ its result; stage 2 P/n (the buckets' sums) and what the ring lends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed_ext.groups import ranks_of
-from deepspeed_ext.rules.base import Shard, UpdateRule
+from deepspeed_ext.rules.base import Shard, UpdateRule, WholeMatrices
 from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.options import ZeroOptions
 from deepspeed_ext.zero.partition import FamilyLayout, Piece
@@ -56,6 +55,7 @@ class Family:
         self.params = dict(params)
         self.rule = rule
         self.in_norm = True  # False: another rank of the model-parallel group counts these same parameters
+        self.exchange: WholeMatrices | None = None  # of a rule that needs whole matrices
         self.rank = ranks_of(group).index(dist.get_rank())
         self.group_size = layout.buckets[0].group_size
         device = next(iter(params.values())).device
@@ -93,44 +93,26 @@ class Family:
         for bucket in self.buckets:
             bucket.shard.state = self.rule.new_state(bucket.shard, options)
 
-    def contiguous_range(self, name: str) -> slice | None:
-        """Where a parameter lies in the flat buffers, None if its pieces do not follow each other there."""
-        pieces = self.pieces[name]
-        if not pieces:  # a parameter without elements
+    def place(self, name: str) -> slice:
+        """Where a parameter lies in the flat buffers."""
+        if not self.pieces[name]:  # a parameter without elements
             return slice(0, 0)
-        starts = [self.layout.buckets[index].start + piece.offset - piece.start for index, piece in pieces]
-        is_whole = len(set(starts)) == 1
-        return slice(starts[0], starts[0] + self.params[name].numel()) if is_whole else None
+        index, piece = self.pieces[name][0]
+        start = self.layout.buckets[index].start + piece.offset
+        return slice(start, start + self.params[name].numel())
 
     @torch.no_grad()
     def _move_params_into_buffer(self) -> None:
         for name, param in self.params.items():
-            for index, piece in self.pieces[name]:
-                flat = param.detach().reshape(-1)[piece.start : piece.stop]
-                self.buckets[index].param[piece.offset : piece.offset + flat.numel()].copy_(flat)
-            where = self.contiguous_range(name)
-            if where is not None:
-                param.data = self.param_buffer[where].view(param.shape)
-        scattered = {name for name in self.params if self.contiguous_range(name) is None}
-        for bucket in self.buckets:
-            pieces = [piece for piece in bucket.layout.pieces if piece.name in scattered]
-            if pieces:
-                bucket.unpack = partial(self._unpack, bucket, pieces)
-
-    def _unpack(self, bucket: Bucket, pieces: Sequence[Piece]) -> None:
-        """Copies a gathered bucket's pieces to the parameters that are not views of the buffer."""
-        torch._foreach_copy_(
-            [self.params[piece.name].detach().view(-1)[piece.start : piece.stop] for piece in pieces],
-            [bucket.param[piece.offset : piece.offset + piece.stop - piece.start] for piece in pieces],
-        )
+            view = self.param_buffer[self.place(name)].view(param.shape)
+            view.copy_(param)
+            param.data = view
 
     @torch.no_grad()
     def read_masters_from_params(self) -> None:
         """Sets the masters to the parameters' present values."""
         for bucket in self.buckets:
-            for piece in bucket.layout.shard_pieces(self.rank):
-                flat = self.params[piece.name].detach().reshape(-1)[piece.start : piece.stop]
-                bucket.shard.master[piece.offset : piece.offset + flat.numel()].copy_(flat)
+            bucket.shard.master.copy_(bucket.shard.param)
 
     @torch.no_grad()
     def write_params_from_masters(self) -> None:
