@@ -45,8 +45,8 @@ def check_trainable(config: RunConfig) -> None:
             raise ConfigError(f"{name}={value}: this version trains with {name}=1 only (--dry-run shows the layout)")
     if config.optimizer.optimizer != "adamw":
         raise ConfigError(f"optimizer={config.optimizer.optimizer!r}: this version trains with 'adamw' only")
-    if config.optimizer.zero_stage != 1:
-        raise ConfigError(f"zero_stage={config.optimizer.zero_stage}: this version trains with zero_stage=1 only")
+    if config.optimizer.zero_stage not in (1, 2):
+        raise ConfigError(f"zero_stage={config.optimizer.zero_stage}: this version trains with zero_stage=1 or 2 only")
     if not config.data.data_path and config.data.data_file_list is None:
         raise ConfigError(
             "data_path is empty: name the prefixes of the .bin/.idx pairs that tools/preprocess_data.py wrote, "

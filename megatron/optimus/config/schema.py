@@ -268,7 +268,14 @@ class ParallelConfig:
 @dataclass(kw_only=True)
 class OptimizerConfig:
     optimizer: str = option("adamw", "adamw")
-    zero_stage: int = option(1, "1: optimizer states sharded (non-experts over DP, experts over their replicas)")
+    zero_stage: int = option(
+        1, "1: optimizer states sharded (non-experts over DP, experts over replicas); 2: gradients too"
+    )
+    overlap_grad_reduce: bool = option(True, "reduce gradients while backward runs")
+    overlap_param_gather: bool = option(True, "gather updated weights while the next forward runs")
+    accumulate_allreduce_grads_in_fp32: bool = option(True, "add up micro-batches in fp32, else in bf16")
+    grad_reduce_in_bf16: bool = option(False, "sum over ranks in bf16: half the bytes")
+    ddp_bucket_size: int | None = option(None, "elements reduced at a time; default: 67,108,864")
     lr: float = option(4e-4, "peak learning rate")
     min_lr: float = option(4e-5, "learning rate at the start of warm-up and at the end")
     lr_decay_style: LRDecayStyle = option(LRDecayStyle.COSINE, "shape of the decay after warm-up")
@@ -283,7 +290,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         _positive(self, "lr", "adam_eps")
         _at_least(self, 0, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad")
-        _at_least(self, 1, "lr_decay_iters")
+        _at_least(self, 1, "lr_decay_iters", "ddp_bucket_size")
         _require(self.zero_stage in range(4), f"zero_stage={self.zero_stage} does not exist; use 0, 1, 2 or 3")
         _require(self.min_lr <= self.lr, f"min_lr={self.min_lr} exceeds lr={self.lr}; use at most {self.lr}")
         for name in ("adam_beta1", "adam_beta2"):
