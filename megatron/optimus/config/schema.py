@@ -66,6 +66,19 @@ class ExpertPlacement(str, Enum):
     INTERLEAVED = "interleaved"  # rank r owns experts r, r+EP, r+2*EP, ...
 
 
+class ContextCommunication(str, Enum):
+    A2A = "a2a"  # Ulysses: all-to-all, each rank then has all positions of some heads
+    P2P = "p2p"  # ring attention: keys and values go round, each rank keeps its positions
+
+
+class Recompute(str, Enum):
+    """Parts of a layer whose activations are recomputed in the backward; bits 1, 2 and 4 of arXiv 2604.00785."""
+
+    MOE = "moe"  # the experts; the dense MLP in a layer without experts
+    ATTENTION = "attention"
+    NORM = "norm"
+
+
 class Precision(str, Enum):
     BF16 = "bf16"
     FP32 = "fp32"
@@ -236,6 +249,14 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = option(1, "stages of the pipeline")
     context_parallel_size: int = option(1, "ranks that share one sequence")
     expert_model_parallel_size: int = option(1, "ranks that share the experts of one layer")
+    expert_tensor_parallel_size: int = option(1, "ranks that share one expert's matrices; 1: experts are whole")
+    sequence_parallel: bool = option(True, "tensor parallelism: norms and residuals on shards of the tokens")
+    cp_comm_type: ContextCommunication = option(
+        ContextCommunication.A2A, "context parallelism: a2a (Ulysses) or p2p (ring)"
+    )
+    recompute_modules: list[Recompute] = option([], "parts recomputed in the backward: moe, attention, norm")
+    recompute_num_layers: int | None = option(None, "first layers of each stage that recompute; default: all of them")
+    cpu_offloading_num_layers: int = option(0, "first layers of each stage whose activations wait in host memory")
     moe_token_dispatcher_type: TokenDispatcher = option(TokenDispatcher.ALLGATHER, "how tokens reach their experts")
     moe_expert_placement: ExpertPlacement = option(ExpertPlacement.CONTIGUOUS, "which rank owns which expert")
     device: Device = option(Device.AUTO, "where to run")
@@ -244,14 +265,22 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-        _at_least(self, 1, "expert_model_parallel_size")
+        _at_least(self, 1, "expert_model_parallel_size", "expert_tensor_parallel_size")
+        _at_least(self, 0, "recompute_num_layers", "cpu_offloading_num_layers")
         _positive(self, "distributed_timeout_minutes")
 
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
     optimizer: str = option("adamw", "adamw")
-    zero_stage: int = option(1, "1: optimizer states sharded (non-experts over DP, experts over their replicas)")
+    zero_stage: int = option(
+        1, "1: optimizer states sharded (non-experts over DP, experts over replicas); 2: gradients too"
+    )
+    overlap_grad_reduce: bool = option(True, "reduce gradients while backward runs")
+    overlap_param_gather: bool = option(True, "gather updated weights while the next forward runs")
+    accumulate_allreduce_grads_in_fp32: bool = option(True, "add up micro-batches in fp32, else in bf16")
+    grad_reduce_in_bf16: bool = option(False, "sum over ranks in bf16: half the bytes")
+    ddp_bucket_size: int | None = option(None, "elements reduced at a time; default: 67,108,864")
     lr: float = option(4e-4, "peak learning rate")
     min_lr: float = option(4e-5, "learning rate at the start of warm-up and at the end")
     lr_decay_style: LRDecayStyle = option(LRDecayStyle.COSINE, "shape of the decay after warm-up")
@@ -266,7 +295,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         _positive(self, "lr", "adam_eps")
         _at_least(self, 0, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad")
-        _at_least(self, 1, "lr_decay_iters")
+        _at_least(self, 1, "lr_decay_iters", "ddp_bucket_size")
         _require(self.zero_stage in range(4), f"zero_stage={self.zero_stage} does not exist; use 0, 1, 2 or 3")
         _require(self.min_lr <= self.lr, f"min_lr={self.min_lr} exceeds lr={self.lr}; use at most {self.lr}")
         for name in ("adam_beta1", "adam_beta2"):

@@ -41,7 +41,11 @@ class StepReport:
 
 
 class _Totals:
-    """Sums over the micro-batches of this rank, on the device, until one reduction at the end of the step."""
+    """Sums over the micro-batches of this rank, on the device, until one reduction at the end of the step.
+
+    The reduction is over all ranks of a stage. Tensor-parallel ranks have different tokens where routers are, and the
+    same loss_sum and num_tokens, so both of these count as often.
+    """
 
     def __init__(self) -> None:
         self.scalars: Tensor | None = None
@@ -105,7 +109,7 @@ def train_step(
         totals.add(output, batch)
         for layer, stats in zip(layers, output.router_stats, strict=True):
             layer.router.record_micro_batch(stats.counts_E)
-    totals.reduce(mesh.group("dense"))
+    totals.reduce(mesh.group("stage"))
     report = _report(totals, engine)
     rate = 0.0 if report.skipped else config.moe_router_bias_update_rate
     if totals.counts_LE is not None:
@@ -151,7 +155,7 @@ def validation_loss(model: Decoder, batches: Iterable[Sequence[Batch]], mesh: Me
     for global_batch in batches:
         for batch in global_batch:
             totals.add(model(batch.tokens_BS, batch.labels_BS, batch.documents, batch.positions_BS), batch)
-    totals.reduce(mesh.group("dense"))
+    totals.reduce(mesh.group("stage"))
     model.train()
     assert totals.scalars is not None
     return (totals.scalars[0] / totals.scalars[1].clamp(min=1)).item()
