@@ -55,6 +55,13 @@ class ExpertPlacement(str, Enum):
     INTERLEAVED = "interleaved"  # rank r owns experts r, r+EP, r+2*EP, ...
 
 
+class PipelineSchedule(str, Enum):
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED_1F1B = "interleaved-1f1b"  # several chunks of layers per rank: a smaller bubble, more messages
+    INTERLEAVED_ZERO_BUBBLE = "interleaved-zero-bubble"  # weight gradients fill the bubble (arXiv 2401.10241)
+    ZBV = "zbv"  # zero bubble in V shape, two chunks per rank
+
+
 class Precision(str, Enum):
     BF16 = "bf16"
     FP32 = "fp32"
@@ -206,6 +213,10 @@ class ModelConfig:
 class ParallelConfig:
     tensor_model_parallel_size: int = option(1, "ranks that share one layer's matrices")
     pipeline_model_parallel_size: int = option(1, "stages of the pipeline")
+    pipeline_schedule: PipelineSchedule = option(PipelineSchedule.ONE_F_ONE_B, "order of the micro-batches")
+    virtual_pipeline_model_parallel_size: int = option(1, "chunks of layers per pipeline rank")
+    decoder_first_pipeline_num_layers: int | None = option(None, "layers of the first stage; default: as others")
+    decoder_last_pipeline_num_layers: int | None = option(None, "layers of the last stage; default: as others")
     context_parallel_size: int = option(1, "ranks that share one sequence")
     expert_model_parallel_size: int = option(1, "ranks that share the experts of one layer")
     moe_token_dispatcher_type: TokenDispatcher = option(TokenDispatcher.ALLGATHER, "how tokens reach their experts")

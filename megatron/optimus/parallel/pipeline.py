@@ -1,0 +1,254 @@
+"""Pipeline parallelism: this rank's layers, and torch's schedules that run them.
+
+The decoder loses the layers of other stages but keeps its global parameter names. A rank holds one or more chunks of
+consecutive layers; torch.distributed.pipelining sends activations and gradients between them (asynchronous batched
+point-to-point) in the order of the chosen schedule.
+
+Auxiliary losses stay on the stage that owns the layer: the chunk ties them to its output, so that the backward of the
+output also differentiates them, with the weight they have without a pipeline. Nothing but activations travels.
+
+Shapes: B sequences of a micro-batch, S positions (this rank's part of them), D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from megatron.optimus.config.schema import PipelineSchedule
+from megatron.optimus.config.stages import layers_of_stages, stages_of_rank
+from megatron.optimus.layers.loss import cross_entropy_sum
+from megatron.optimus.layers.rope import rope_table
+from megatron.optimus.models.decoder import Decoder
+from megatron.optimus.moe.router import RouterStats
+
+_SCHEDULES = {
+    PipelineSchedule.INTERLEAVED_1F1B: ScheduleInterleaved1F1B,
+    PipelineSchedule.INTERLEAVED_ZERO_BUBBLE: ScheduleInterleavedZeroBubble,
+    PipelineSchedule.ZBV: ScheduleZBVZeroBubble,
+}
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Who holds what: pure numbers, the same on every rank."""
+
+    num_stages: int
+    mine: tuple[int, ...]  # stages of this rank, in the order of its chunks
+    layers: tuple[range, ...]  # of every stage
+
+
+def plan_stages(
+    num_layers: int,
+    rank: int,
+    pp: int,
+    schedule: PipelineSchedule,
+    chunks: int = 1,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    head_cost: float = 0.0,
+) -> StagePlan:
+    """The stages of pipeline rank ``rank``. Raises ConfigError for layers that do not fit the stages."""
+    v_shape = schedule is PipelineSchedule.ZBV
+    layers = layers_of_stages(num_layers, pp * chunks, first=first, last=last, head_cost=head_cost)
+    return StagePlan(pp * chunks, tuple(stages_of_rank(rank, pp, chunks, v_shape=v_shape)), tuple(layers))
+
+
+def keep_stages(model: Decoder, plan: StagePlan) -> None:
+    """Removes from the model, in place, what other ranks hold. Parameter names stay those of the whole model."""
+    owned = [index for stage in plan.mine for index in plan.layers[stage]]
+    layers = {str(index): model.layers[index] for index in owned}
+    model.layers = nn.ModuleDict(layers)  # type: ignore[assignment]  # keeps names such as layers.12.attention
+    if 0 not in plan.mine:
+        model.embedding = None  # type: ignore[assignment]
+    if plan.num_stages - 1 not in plan.mine:
+        model.final_norm = model.lm_head = None  # type: ignore[assignment]
+
+
+class _TieLoss(torch.autograd.Function):
+    """x, whose backward also differentiates ``loss`` with gradient 1: the loss needs no path to the last stage."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.clone()  # a view could not be a stage's output: the zero-bubble schedules detach it in place
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], grads[0].new_ones((), dtype=torch.float32)
+
+
+@dataclass
+class StepRecord:
+    """What this rank's chunks saw since ``clear``; loss_sums only on the rank of the last stage."""
+
+    loss_sums: list[Tensor] = field(default_factory=list)  # one a micro-batch
+    stats: dict[int, list[RouterStats]] = field(default_factory=dict)  # layer -> one a micro-batch, detached
+
+    def clear(self) -> None:
+        self.loss_sums.clear()
+        self.stats.clear()
+
+
+class Chunk(nn.Module):
+    """One stage: consecutive layers, with the embedding before the first and the final norm after the last."""
+
+    def __init__(self, model: Decoder, stage: int, plan: StagePlan, record: StepRecord, aux_weight: AuxWeight) -> None:
+        super().__init__()
+        self.config = model.config
+        self.embedding = model.embedding if stage == 0 else None
+        self.layers = nn.ModuleDict(
+            {str(index): model.get_submodule(f"layers.{index}") for index in plan.layers[stage]}
+        )
+        is_last = stage == plan.num_stages - 1
+        self.final_norm = model.final_norm if is_last else None
+        self.lm_head = model.lm_head if is_last else None  # used by the loss; listed here so that its gradient is taken
+        self.record = record
+        self.aux_weight = aux_weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens [B, S] (first stage) or hidden [B, S, D] -> hidden [B, S, D], after the final norm in the last."""
+        rope = rope_table(x.shape[1], self.config.head_dim, self.config.rotary_base, x.device)
+        if self.embedding is not None:
+            x = self.embedding(x)
+        losses = []
+        for index, layer in self.layers.items():
+            x, stats = layer(x, rope)
+            if stats is not None:
+                losses.append(self._account(int(index), layer, stats))
+        if losses and torch.is_grad_enabled():
+            x = _TieLoss.apply(x, torch.stack(losses).sum())
+        return x if self.final_norm is None else self.final_norm(x)
+
+    def _account(self, index: int, layer: nn.Module, stats: RouterStats) -> Tensor:
+        """Notes the layer's statistics; returns its part of the step's loss."""
+        self.record.stats.setdefault(index, []).append(RouterStats(*(value.detach() for value in stats)))
+        if torch.is_grad_enabled():
+            layer.moe.router.record_micro_batch(stats.counts_E)  # type: ignore[union-attr,operator]
+        return self.aux_weight.aux * stats.aux_loss + self.aux_weight.z * stats.z_loss
+
+
+@dataclass(frozen=True)
+class AuxWeight:
+    """What a layer's losses weigh in the step's loss: coefficient / (MoE layers of the whole model x micro-batches)."""
+
+    aux: float
+    z: float
+
+
+class Pipeline:
+    """Runs a step's micro-batches over the stages. Every method is collective over ``group``."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        plan: StagePlan,
+        schedule: PipelineSchedule,
+        group: dist.ProcessGroup,
+        *,
+        num_micro_batches: int,
+        micro_batch_shape: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.model, self.plan, self.group, self.device = model, plan, group, device
+        self.num_micro_batches = num_micro_batches
+        self.record = StepRecord()
+        config = model.config
+        parts = config.num_layers * num_micro_batches
+        weight = AuxWeight(config.moe_aux_loss_coeff / parts, config.moe_z_loss_coeff / parts)
+        self._chunks = {stage: Chunk(model, stage, plan, self.record, weight) for stage in plan.mine}
+        self._v_shape = schedule is PipelineSchedule.ZBV
+        tokens_BS = torch.empty(micro_batch_shape, dtype=torch.int64, device="meta")
+        # requires_grad: from these shapes alone torch decides whether a gradient comes back.
+        self._hidden = torch.empty(
+            *micro_batch_shape, config.hidden_size, dtype=dtype, device="meta", requires_grad=True
+        )
+        stages: list[Any] = [
+            PipelineStage(
+                chunk,
+                stage,
+                plan.num_stages,
+                device,
+                input_args=(tokens_BS if stage == 0 else self._hidden,),
+                output_args=(self._hidden,),
+                group=group,
+            )
+            for stage, chunk in self._chunks.items()
+        ]
+        self._schedule: Any
+        if schedule is PipelineSchedule.ONE_F_ONE_B:
+            # With fewer micro-batches than stages 1F1B is GPipe: every forward comes before the first backward.
+            one = Schedule1F1B if num_micro_batches >= plan.num_stages else ScheduleGPipe
+            self._schedule = one(stages[0], num_micro_batches, loss_fn=self._loss, scale_grads=False)
+        else:
+            kind = _SCHEDULES[schedule]
+            self._schedule = kind(stages, num_micro_batches, loss_fn=self._loss, scale_grads=False)
+
+    def _loss(self, hidden_BSD: Tensor, labels_BS: Tensor) -> Tensor:
+        """The micro-batch's share of the step's mean cross-entropy."""
+        logits_BSV = self.model.lm_head(hidden_BSD)
+        loss_sum = cross_entropy_sum(logits_BSV.flatten(0, 1), labels_BS.flatten())
+        self.record.loss_sums.append(loss_sum.detach())
+        return loss_sum / labels_BS.numel() / self.num_micro_batches
+
+    def forward_backward(self, batches: Sequence[tuple[Tensor, Tensor]]) -> StepRecord:
+        """Accumulates the gradients of the mean loss over the micro-batches; what was seen on the way."""
+        if len(batches) != self.num_micro_batches:
+            raise ValueError(f"{len(batches)} micro-batches given to a pipeline built for {self.num_micro_batches}")
+        self.record.clear()
+        tokens = (torch.cat([tokens_BS for tokens_BS, _ in batches]),) if 0 in self._chunks else ()
+        is_last = self.plan.num_stages - 1 in self._chunks
+        target = torch.cat([labels_BS for _, labels_BS in batches]) if is_last else None
+        self._schedule.step(*tokens, target=target, losses=[] if is_last else None, return_outputs=False)
+        return self.record
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[tuple[Tensor, Tensor]]) -> StepRecord:
+        """Forward only, for any number of micro-batches: stage after stage, all micro-batches in each.
+
+        Our own loop: the zero-bubble schedules of torch cannot run without their backward (seen with 2.13).
+        """
+        self.record.clear()
+        sent: list[Any] = []
+        kept: list[Tensor] = []  # until their sends are done
+        at_hand: dict[int, list[Tensor]] = {0: [tokens_BS for tokens_BS, _ in batches]}  # inputs of stages, if here
+        for stage, chunk in sorted(self._chunks.items()):
+            inputs = at_hand.pop(stage, None)
+            last = stage == self.plan.num_stages - 1
+            next_is_mine = stage + 1 in self._chunks
+            for number, (_, labels_BS) in enumerate(batches):
+                output = chunk(self._receive(stage) if inputs is None else inputs[number])
+                if last:
+                    self._loss(output, labels_BS)
+                elif next_is_mine:
+                    at_hand.setdefault(stage + 1, []).append(output)
+                else:
+                    # Not a blocking send: with several chunks the receiver may itself be sending to us.
+                    sent.append(dist.isend(output, group=self.group, group_dst=self._rank_of(stage + 1)))
+                    kept.append(output)
+        for work in sent:
+            work.wait()
+        return self.record
+
+    def _receive(self, stage: int) -> Tensor:
+        hidden_BSD = torch.empty(self._hidden.shape, dtype=self._hidden.dtype, device=self.device)
+        dist.recv(hidden_BSD, group=self.group, group_src=self._rank_of(stage - 1))
+        return hidden_BSD
+
+    def _rank_of(self, stage: int) -> int:
+        pp = dist.get_world_size(self.group)
+        return 2 * pp - 1 - stage if self._v_shape and stage >= pp else stage % pp
