@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.optimus.config.schema import LoadBalancing, ModelConfig, ParallelConfig, PipelineSchedule
+from megatron.optimus.data.loader import Batch
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
 from megatron.optimus.parallel.mesh import Mesh
@@ -37,16 +38,16 @@ def materialise(model: Decoder) -> Decoder:
     return model
 
 
-def batches_of(count: int, replica: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def batches_of(count: int, replica: int = 0) -> list[Batch]:
     generator = torch.Generator().manual_seed(7 + replica)
     rows = torch.randint(0, 32, (count, BATCH, LENGTH + 1), generator=generator)
-    return [(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in rows]
+    return [Batch(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in rows]
 
 
 def serial(config: ModelConfig, count: int) -> tuple[float, dict[str, torch.Tensor], torch.Tensor]:
     model = materialise(build(config))
     total, counts = 0.0, torch.zeros(config.num_layers, config.num_experts, dtype=torch.int64)
-    for tokens_BS, labels_BS in batches_of(count):
+    for tokens_BS, labels_BS, *_ in batches_of(count):
         output = model(tokens_BS, labels_BS)
         loss = output.loss_sum / labels_BS.numel()
         total += loss.item() / count
@@ -80,12 +81,14 @@ def one_stage(
         schedule,
         group,
         num_micro_batches=count,
-        micro_batch_shape=(BATCH, LENGTH),
+        tokens_shape=(BATCH, LENGTH),
+        hidden_shape=(BATCH, LENGTH, config.hidden_size),
+        positions=LENGTH,
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
     before = [loss.item() for loss in pipeline.evaluate(batches_of(count)).loss_sums]
-    record = pipeline.forward_backward(batches_of(count))
+    record = pipeline.forward_backward(batches_of(count), BATCH * LENGTH)
     return {
         "loss": sum(loss.item() for loss in record.loss_sums) / (BATCH * LENGTH * count),
         "evaluated": sum(before) / (BATCH * LENGTH * count),

@@ -12,9 +12,9 @@ Shapes: B sequences of a micro-batch, S positions (this rank's part of them), D 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,10 +28,9 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from megatron.optimus.config.schema import PipelineSchedule
+from megatron.optimus.config.schema import ModelConfig, ParallelConfig, PipelineSchedule
 from megatron.optimus.config.stages import layers_of_stages, stages_of_rank
-from megatron.optimus.layers.loss import cross_entropy_sum
-from megatron.optimus.layers.rope import rope_table
+from megatron.optimus.layers.rope import rope_at, rope_table
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.moe.router import RouterStats
 
@@ -68,11 +67,39 @@ def plan_stages(
     return StagePlan(pp * chunks, tuple(stages_of_rank(rank, pp, chunks, v_shape=v_shape)), tuple(layers))
 
 
+def stage_plan(model: ModelConfig, config: ParallelConfig, pipeline_rank: int) -> StagePlan:
+    """The plan that a configuration asks for."""
+    inner = model.moe_router_topk * (model.moe_ffn_hidden_size or 0) if model.is_moe else model.ffn_hidden_size
+    layer = model.hidden_size * (4 * model.hidden_size + 3 * inner)
+    return plan_stages(
+        model.num_layers,
+        pipeline_rank,
+        config.pipeline_model_parallel_size,
+        config.pipeline_schedule,
+        config.virtual_pipeline_model_parallel_size,
+        first=config.decoder_first_pipeline_num_layers,
+        last=config.decoder_last_pipeline_num_layers,
+        head_cost=model.hidden_size * model.vocab_size / layer,
+    )
+
+
+class StageLayers(nn.ModuleList):
+    """The layers of this rank under their numbers in the whole model, so that names such as layers.12 stay."""
+
+    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
+        super().__init__()
+        for number, layer in layers.items():
+            self.add_module(str(number), layer)
+
+    def __getitem__(self, key: Any) -> Any:
+        """A slice takes by place on this rank, a number the layer of that number."""
+        return list(self)[key] if isinstance(key, slice) else self._modules[str(key)]
+
+
 def keep_stages(model: Decoder, plan: StagePlan) -> None:
     """Removes from the model, in place, what other ranks hold. Parameter names stay those of the whole model."""
-    owned = [index for stage in plan.mine for index in plan.layers[stage]]
-    layers = {str(index): model.layers[index] for index in owned}
-    model.layers = nn.ModuleDict(layers)  # type: ignore[assignment]  # keeps names such as layers.12.attention
+    owned = [number for stage in plan.mine for number in plan.layers[stage]]
+    model.layers = StageLayers({number: model.layers[number] for number in sorted(owned)})
     if 0 not in plan.mine:
         model.embedding = None  # type: ignore[assignment]
     if plan.num_stages - 1 not in plan.mine:
@@ -91,6 +118,17 @@ class _TieLoss(torch.autograd.Function):
         return grads[0], grads[0].new_ones((), dtype=torch.float32)
 
 
+class StageInput(Protocol):
+    """A micro-batch (data/loader.py has one); every stage gets all of it and takes what it needs."""
+
+    @property
+    def tokens_BS(self) -> Tensor: ...
+    @property
+    def labels_BS(self) -> Tensor: ...
+    @property
+    def positions_BS(self) -> Tensor | None: ...
+
+
 @dataclass
 class StepRecord:
     """What this rank's chunks saw since ``clear``; loss_sums only on the rank of the last stage."""
@@ -106,29 +144,32 @@ class StepRecord:
 class Chunk(nn.Module):
     """One stage: consecutive layers, with the embedding before the first and the final norm after the last."""
 
-    def __init__(self, model: Decoder, stage: int, plan: StagePlan, record: StepRecord, aux_weight: AuxWeight) -> None:
+    def __init__(
+        self, model: Decoder, stage: int, plan: StagePlan, positions: int, record: StepRecord, aux_weight: AuxWeight
+    ) -> None:
         super().__init__()
         self.config = model.config
-        self.embedding = model.embedding if stage == 0 else None
-        self.layers = nn.ModuleDict(
-            {str(index): model.get_submodule(f"layers.{index}") for index in plan.layers[stage]}
-        )
+        self.positions = positions
         is_last = stage == plan.num_stages - 1
+        self.embedding = model.embedding if stage == 0 else None
+        self.layers = StageLayers({number: model.layers[number] for number in plan.layers[stage]})
         self.final_norm = model.final_norm if is_last else None
         self.lm_head = model.lm_head if is_last else None  # used by the loss; listed here so that its gradient is taken
         self.record = record
         self.aux_weight = aux_weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Tokens [B, S] (first stage) or hidden [B, S, D] -> hidden [B, S, D], after the final norm in the last."""
-        rope = rope_table(x.shape[1], self.config.head_dim, self.config.rotary_base, x.device)
+    def forward(self, x: Tensor, positions_BS: Tensor | None = None) -> Tensor:
+        """Tokens (first stage) or hidden states -> hidden states, after the final norm in the last stage."""
+        rope = rope_table(self.positions, self.config, x.device)
+        if positions_BS is not None:
+            rope = rope_at(rope, positions_BS)
         if self.embedding is not None:
             x = self.embedding(x)
         losses = []
-        for index, layer in self.layers.items():
+        for number, layer in self.layers.named_children():
             x, stats = layer(x, rope)
             if stats is not None:
-                losses.append(self._account(int(index), layer, stats))
+                losses.append(self._account(int(number), layer, stats))
         if losses and torch.is_grad_enabled():
             x = _TieLoss.apply(x, torch.stack(losses).sum())
         return x if self.final_norm is None else self.final_norm(x)
@@ -150,7 +191,10 @@ class AuxWeight:
 
 
 class Pipeline:
-    """Runs a step's micro-batches over the stages. Every method is collective over ``group``."""
+    """Runs a step's micro-batches over the stages. Every method is collective over ``group``.
+
+    ``hidden_shape``: of what travels between stages. ``positions``: of a whole sequence.
+    """
 
     def __init__(
         self,
@@ -160,7 +204,9 @@ class Pipeline:
         group: dist.ProcessGroup,
         *,
         num_micro_batches: int,
-        micro_batch_shape: tuple[int, int],
+        tokens_shape: tuple[int, int],
+        hidden_shape: tuple[int, int, int],
+        positions: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -170,13 +216,12 @@ class Pipeline:
         config = model.config
         parts = config.num_layers * num_micro_batches
         weight = AuxWeight(config.moe_aux_loss_coeff / parts, config.moe_z_loss_coeff / parts)
-        self._chunks = {stage: Chunk(model, stage, plan, self.record, weight) for stage in plan.mine}
+        self._chunks = {stage: Chunk(model, stage, plan, positions, self.record, weight) for stage in plan.mine}
         self._v_shape = schedule is PipelineSchedule.ZBV
-        tokens_BS = torch.empty(micro_batch_shape, dtype=torch.int64, device="meta")
+        self._labels_each: Tensor | int = 1
+        tokens_BS = torch.empty(tokens_shape, dtype=torch.int64, device="meta")
         # requires_grad: from these shapes alone torch decides whether a gradient comes back.
-        self._hidden = torch.empty(
-            *micro_batch_shape, config.hidden_size, dtype=dtype, device="meta", requires_grad=True
-        )
+        self._hidden = torch.empty(hidden_shape, dtype=dtype, device="meta", requires_grad=True)
         stages: list[Any] = [
             PipelineStage(
                 chunk,
@@ -198,26 +243,36 @@ class Pipeline:
             kind = _SCHEDULES[schedule]
             self._schedule = kind(stages, num_micro_batches, loss_fn=self._loss, scale_grads=False)
 
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage, and so the loss."""
+        return self.plan.num_stages - 1 in self._chunks
+
     def _loss(self, hidden_BSD: Tensor, labels_BS: Tensor) -> Tensor:
         """The micro-batch's share of the step's mean cross-entropy."""
-        logits_BSV = self.model.lm_head(hidden_BSD)
-        loss_sum = cross_entropy_sum(logits_BSV.flatten(0, 1), labels_BS.flatten())
+        loss_sum = self.model.lm_head(hidden_BSD, labels_BS)
         self.record.loss_sums.append(loss_sum.detach())
-        return loss_sum / labels_BS.numel() / self.num_micro_batches
+        return loss_sum / self._labels_each / self.num_micro_batches
 
-    def forward_backward(self, batches: Sequence[tuple[Tensor, Tensor]]) -> StepRecord:
-        """Accumulates the gradients of the mean loss over the micro-batches; what was seen on the way."""
+    def forward_backward(self, batches: Sequence[StageInput], labels_each: Tensor | int) -> StepRecord:
+        """Accumulates the gradients of the mean loss over the micro-batches; what was seen on the way.
+
+        ``labels_each``: labels that count in a micro-batch, on average over all of them.
+        """
         if len(batches) != self.num_micro_batches:
             raise ValueError(f"{len(batches)} micro-batches given to a pipeline built for {self.num_micro_batches}")
         self.record.clear()
-        tokens = (torch.cat([tokens_BS for tokens_BS, _ in batches]),) if 0 in self._chunks else ()
-        is_last = self.plan.num_stages - 1 in self._chunks
-        target = torch.cat([labels_BS for _, labels_BS in batches]) if is_last else None
-        self._schedule.step(*tokens, target=target, losses=[] if is_last else None, return_outputs=False)
+        self._labels_each = labels_each
+        tokens = (torch.cat([batch.tokens_BS for batch in batches]),) if 0 in self._chunks else ()
+        target = torch.cat([batch.labels_BS for batch in batches]) if self.is_last else None
+        positions = [batch.positions_BS for batch in batches]
+        more = {} if positions[0] is None else {"positions_BS": torch.cat([p for p in positions if p is not None])}
+        losses: list[Tensor] | None = [] if self.is_last else None
+        self._schedule.step(*tokens, target=target, losses=losses, return_outputs=False, **more)
         return self.record
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[tuple[Tensor, Tensor]]) -> StepRecord:
+    def evaluate(self, batches: Sequence[StageInput]) -> StepRecord:
         """Forward only, for any number of micro-batches: stage after stage, all micro-batches in each.
 
         Our own loop: the zero-bubble schedules of torch cannot run without their backward (seen with 2.13).
@@ -225,16 +280,14 @@ class Pipeline:
         self.record.clear()
         sent: list[Any] = []
         kept: list[Tensor] = []  # until their sends are done
-        at_hand: dict[int, list[Tensor]] = {0: [tokens_BS for tokens_BS, _ in batches]}  # inputs of stages, if here
+        at_hand: dict[int, list[Tensor]] = {0: [batch.tokens_BS for batch in batches]}  # inputs of stages, if here
         for stage, chunk in sorted(self._chunks.items()):
             inputs = at_hand.pop(stage, None)
-            last = stage == self.plan.num_stages - 1
-            next_is_mine = stage + 1 in self._chunks
-            for number, (_, labels_BS) in enumerate(batches):
-                output = chunk(self._receive(stage) if inputs is None else inputs[number])
-                if last:
-                    self._loss(output, labels_BS)
-                elif next_is_mine:
+            for number, batch in enumerate(batches):
+                output = chunk(self._receive(stage) if inputs is None else inputs[number], batch.positions_BS)
+                if stage == self.plan.num_stages - 1:
+                    self._loss(output, batch.labels_BS)
+                elif stage + 1 in self._chunks:
                     at_hand.setdefault(stage + 1, []).append(output)
                 else:
                     # Not a blocking send: with several chunks the receiver may itself be sending to us.
