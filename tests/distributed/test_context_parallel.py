@@ -18,7 +18,7 @@ from megatron.optimus.config.schema import (
 from megatron.optimus.parallel import collectives
 from megatron.optimus.parallel.context import own_positions
 from megatron.optimus.parallel.mesh import Mesh
-from tests.distributed.layouts import LENGTH, Case, build, deviations, objective
+from tests.distributed.layouts import LENGTH, Case, build, deviations, model_config, objective
 from tests.helpers import run_distributed
 
 CP2, CP4 = dict(context_parallel_size=2), dict(context_parallel_size=4)
@@ -96,5 +96,7 @@ def counting_rank(rank: int, world: int, recomputed: dict[str, list[Recompute]])
 def test_nothing_is_communicated_again() -> None:
     plain = run_distributed(counting_rank, 4, {})
     recomputed = run_distributed(counting_rank, 4, RECOMPUTED)
-    assert plain[0] == recomputed[0]
+    # Without recomputation, tensor-parallel attention keeps a part of its input and gathers it once more; with it, not.
+    kept = 2 * model_config(MOE).num_layers
+    assert plain[0] == recomputed[0] | {"all_gather_single": recomputed[0]["all_gather_single"] + kept}
     assert min(plain[0].values()) > 2 and len(plain[0]) == 5

@@ -39,10 +39,11 @@ def check(config: RunConfig, world_size: int) -> None:
 
 def check_trainable(config: RunConfig) -> None:
     """Raises ConfigError for what this version describes but cannot train. Not part of a dry run."""
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-        value = getattr(config.parallel, name)
-        if value > 1:
-            raise ConfigError(f"{name}={value}: this version trains with {name}=1 only (--dry-run shows the layout)")
+    stages = config.parallel.pipeline_model_parallel_size
+    if stages > 1:
+        raise ConfigError(
+            f"pipeline_model_parallel_size={stages}: this version trains with 1 only (--dry-run shows the layout)"
+        )
     if config.optimizer.optimizer != "adamw":
         raise ConfigError(f"optimizer={config.optimizer.optimizer!r}: this version trains with 'adamw' only")
     if config.optimizer.zero_stage not in (1, 2):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.data.loader import Batch
+from megatron.optimus.layers.loss import NO_LABEL
 from megatron.optimus.models.decoder import Decoder, DecoderOutput
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.trainer.engine import Engine
@@ -81,6 +82,19 @@ class _Totals:
         dist.all_reduce(self.scalars, group=group)
         if self.counts_LE is not None:
             dist.all_reduce(self.counts_LE, group=group)
+
+
+def own_part(batch: Batch, positions_S: Tensor | None) -> Batch:
+    """The part of a micro-batch that a context-parallel rank works on; None: all of it. Documents stay whole."""
+    if positions_S is None:
+        return batch
+    tokens_BS, labels_BS = batch.tokens_BS[:, positions_S], batch.labels_BS[:, positions_S]
+    if batch.positions_BS is None:
+        places_BS = positions_S.expand_as(tokens_BS).contiguous()
+    else:
+        places_BS = batch.positions_BS[:, positions_S]
+    num_labels = None if batch.num_labels is None else int((labels_BS != NO_LABEL).sum())
+    return Batch(tokens_BS, labels_BS, batch.documents, places_BS, num_labels)
 
 
 def train_step(

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 
 import pytest
 import torch
 
-from megatron.optimus.checkpoint import CheckpointError, load, load_manifest, model_slices
+from megatron.optimus.checkpoint import CheckpointError, load_manifest
 from megatron.optimus.checkpoint.convert import Options, convert, open_source
 from megatron.optimus.checkpoint.convert.names import parts_under
 from megatron.optimus.checkpoint.convert.parts import gather
 from megatron.optimus.config.schema import ModelConfig
-from megatron.optimus.config.serialize import from_dict
-from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.hf_config import hf_config
 from megatron.optimus.models.hf_map import parameter_shapes
 from tests.helpers import run_distributed

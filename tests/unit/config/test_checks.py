@@ -111,9 +111,7 @@ def test_gradient_accumulation_steps() -> None:
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        ("--data-path x --tensor-model-parallel-size 2", "tensor_model_parallel_size=2"),
         ("--data-path x --pipeline-model-parallel-size 2", "pipeline_model_parallel_size=2"),
-        ("--data-path x --context-parallel-size 2", "context_parallel_size=2"),
         ("--data-path x --optimizer muon", "optimizer='muon'"),
         ("--data-path x --zero-stage 3", "zero_stage=3"),
         ("", "--data-path data/corpus"),
@@ -128,4 +126,4 @@ def test_what_this_version_cannot_train(flags: str, part: str) -> None:
 
 
 def test_trainable() -> None:
-    check_trainable(config("--data-path x"))
+    check_trainable(config("--data-path x --tensor-model-parallel-size 2 --context-parallel-size 2"))
