@@ -12,7 +12,7 @@ from megatron.optimus.data.loader import Batch
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
 from megatron.optimus.parallel.mesh import Mesh
-from megatron.optimus.parallel.pipeline import Pipeline, keep_stages, plan_stages
+from megatron.optimus.parallel.pipeline import Pipeline, keep_stages, stage_plan
 from tests.helpers import run_distributed
 
 BATCH, LENGTH = 2, 8
@@ -68,8 +68,15 @@ def one_stage(
     count: int,
     split: Split,
 ) -> dict[str, Any]:
-    mesh = Mesh(ParallelConfig(pipeline_model_parallel_size=world), rank=rank, world_size=world)
-    plan = plan_stages(config.num_layers, mesh.index("pp"), world, schedule, chunks, **split)
+    parallel = ParallelConfig(
+        pipeline_model_parallel_size=world,
+        pipeline_schedule=schedule,
+        virtual_pipeline_model_parallel_size=chunks,
+        decoder_first_pipeline_num_layers=split.get("first"),
+        decoder_last_pipeline_num_layers=split.get("last"),
+    )
+    mesh = Mesh(parallel, rank=rank, world_size=world)
+    plan = stage_plan(config, parallel, mesh.index("pp"))
     model = build(config)
     keep_stages(model, plan)
     materialise(model)

@@ -104,8 +104,9 @@ def test_killed_run_resumes_from_the_last_checkpoint(tmp_path: Path, tokens: Pat
         (4, ["--expert-model-parallel-size", "4", "--moe-expert-placement", "interleaved"]),
         (
             4,
-            "--tensor-model-parallel-size 2 --context-parallel-size 2 --cp-comm-type p2p --expert-model-parallel-size 4 "
-            "--recompute-modules moe attention norm --cpu-offloading-num-layers 1".split(),
+            "--tensor-model-parallel-size 2 --context-parallel-size 2 --cp-comm-type p2p "
+            "--expert-model-parallel-size 4 --recompute-modules moe attention norm "
+            "--cpu-offloading-num-layers 1".split(),
         ),
         (
             4,
@@ -113,6 +114,13 @@ def test_killed_run_resumes_from_the_last_checkpoint(tmp_path: Path, tokens: Pat
             "--moe-token-dispatcher-type alltoall --micro-batch-size 1".split(),
         ),
         (2, "--tensor-model-parallel-size 2 --expert-model-parallel-size 1".split()),
+        (2, "--pipeline-model-parallel-size 2 --expert-model-parallel-size 1".split()),
+        (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --expert-model-parallel-size 2".split()),
+        (
+            4,
+            "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 "
+            "--moe-expert-placement interleaved".split(),
+        ),
     ],
 )
 def test_any_layout_trains_the_same_model(

@@ -6,7 +6,7 @@ a loop; in V shape (two chunks) the second half runs back, so that the last stag
 
 from __future__ import annotations
 
-from megatron.optimus.config.schema import ConfigError, divisors, one_of
+from megatron.optimus.config.schema import ConfigError, ModelConfig, ParallelConfig, divisors, one_of
 
 
 def layers_of_stages(
@@ -33,6 +33,19 @@ def layers_of_stages(
         )
     inner = [rest // middle] * middle if middle else []
     return _ranges([*([first] if first else []), *inner, *([last] if last else [])])
+
+
+def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> list[range]:
+    """The layers of every stage that a configuration asks for. Raises ConfigError for layers that do not fit."""
+    inner = model.moe_router_topk * (model.moe_ffn_hidden_size or 0) if model.is_moe else model.ffn_hidden_size
+    layer = model.hidden_size * (4 * model.hidden_size + 3 * inner)  # multiply-adds of a token, as of the head below
+    return layers_of_stages(
+        model.num_layers,
+        parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size,
+        first=parallel.decoder_first_pipeline_num_layers,
+        last=parallel.decoder_last_pipeline_num_layers,
+        head_cost=model.hidden_size * model.vocab_size / layer,
+    )
 
 
 def _even_or_balanced(num_layers: int, num_stages: int, head_cost: float) -> list[int]:

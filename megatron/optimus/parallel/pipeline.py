@@ -12,7 +12,7 @@ Shapes: B sequences of a micro-batch, S positions (this rank's part of them), D 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,7 +29,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from megatron.optimus.config.schema import ModelConfig, ParallelConfig, PipelineSchedule
-from megatron.optimus.config.stages import layers_of_stages, stages_of_rank
+from megatron.optimus.config.stages import stage_layers, stages_of_rank
 from megatron.optimus.layers.rope import rope_at, rope_table
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.moe.router import RouterStats
@@ -50,37 +50,12 @@ class StagePlan:
     layers: tuple[range, ...]  # of every stage
 
 
-def plan_stages(
-    num_layers: int,
-    rank: int,
-    pp: int,
-    schedule: PipelineSchedule,
-    chunks: int = 1,
-    *,
-    first: int | None = None,
-    last: int | None = None,
-    head_cost: float = 0.0,
-) -> StagePlan:
-    """The stages of pipeline rank ``rank``. Raises ConfigError for layers that do not fit the stages."""
-    v_shape = schedule is PipelineSchedule.ZBV
-    layers = layers_of_stages(num_layers, pp * chunks, first=first, last=last, head_cost=head_cost)
-    return StagePlan(pp * chunks, tuple(stages_of_rank(rank, pp, chunks, v_shape=v_shape)), tuple(layers))
-
-
 def stage_plan(model: ModelConfig, config: ParallelConfig, pipeline_rank: int) -> StagePlan:
-    """The plan that a configuration asks for."""
-    inner = model.moe_router_topk * (model.moe_ffn_hidden_size or 0) if model.is_moe else model.ffn_hidden_size
-    layer = model.hidden_size * (4 * model.hidden_size + 3 * inner)
-    return plan_stages(
-        model.num_layers,
-        pipeline_rank,
-        config.pipeline_model_parallel_size,
-        config.pipeline_schedule,
-        config.virtual_pipeline_model_parallel_size,
-        first=config.decoder_first_pipeline_num_layers,
-        last=config.decoder_last_pipeline_num_layers,
-        head_cost=model.hidden_size * model.vocab_size / layer,
-    )
+    """The stages of a pipeline rank. Raises ConfigError for layers that do not fit the stages."""
+    layers = stage_layers(model, config)
+    pp, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    v_shape = config.pipeline_schedule is PipelineSchedule.ZBV
+    return StagePlan(len(layers), tuple(stages_of_rank(pipeline_rank, pp, chunks, v_shape=v_shape)), tuple(layers))
 
 
 class StageLayers(nn.ModuleList):
@@ -190,10 +165,29 @@ class AuxWeight:
     z: float
 
 
+class _Stage(PipelineStage):
+    """torch's stage that tells when a micro-batch's weight gradients are there."""
+
+    def __init__(self, after_backward: Callable[[], None], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._after_backward = after_backward
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().backward_one_chunk(*args, **kwargs)
+        self._after_backward()
+        return result
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().backward_weight_one_chunk(*args, **kwargs)
+        self._after_backward()
+        return result
+
+
 class Pipeline:
     """Runs a step's micro-batches over the stages. Every method is collective over ``group``.
 
-    ``hidden_shape``: of what travels between stages. ``positions``: of a whole sequence.
+    ``hidden_shape``: of what travels between stages. ``positions``: of a whole sequence. ``after_backward``: called
+    after every backward of a micro-batch through a chunk, so that gradients need not add up in the weights' dtype.
     """
 
     def __init__(
@@ -209,6 +203,7 @@ class Pipeline:
         positions: int,
         dtype: torch.dtype,
         device: torch.device,
+        after_backward: Callable[[], None] = lambda: None,
     ) -> None:
         self.model, self.plan, self.group, self.device = model, plan, group, device
         self.num_micro_batches = num_micro_batches
@@ -223,7 +218,8 @@ class Pipeline:
         # requires_grad: from these shapes alone torch decides whether a gradient comes back.
         self._hidden = torch.empty(hidden_shape, dtype=dtype, device="meta", requires_grad=True)
         stages: list[Any] = [
-            PipelineStage(
+            _Stage(
+                after_backward,
                 chunk,
                 stage,
                 plan.num_stages,

@@ -90,11 +90,12 @@ class Checkpoints:
 
     def _save(self, kind: str, step: int, consumed_samples: int) -> None:
         optimizer, is_first = self._engine.optimizer, self._mesh.rank == 0
+        first_of_stage = self._mesh.index("stage") == 0  # all ranks of a stage hold the same buffers
         if kind == "full":
-            slices = state.training_slices(self._model, optimizer, buffers=is_first) + self._rng_slices()
+            slices = state.training_slices(self._model, optimizer, buffers=first_of_stage) + self._rng_slices()
             retain: int | None = self._config.checkpoint.save_retain
         else:
-            slices, retain = state.weight_slices(self._model, optimizer, buffers=is_first), None
+            slices, retain = state.weight_slices(self._model, optimizer, buffers=first_of_stage), None
         if self._mesh.index("tp") > 0:  # what tensor-parallel ranks hold alike is stored by the first of them
             parts = {name for name, p in self._model.named_parameters() if hasattr(p, "tensor_model_parallel")}
             slices = [piece for piece in slices if piece.name in parts or piece.kind == "rng"]
