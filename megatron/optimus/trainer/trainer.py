@@ -15,7 +15,6 @@ from megatron.optimus.checkpoint.manifest import Manifest
 from megatron.optimus.config.checks import gradient_accumulation_steps
 from megatron.optimus.config.schema import RunConfig
 from megatron.optimus.config.serialize import changed_options, to_dict
-from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.loader import Batch, position_after_change
 from megatron.optimus.observe.flops import flops_per_token, mfu
 from megatron.optimus.observe.metrics import StepMetrics
@@ -40,9 +39,7 @@ class Trainer:
         self.step = 0  # optimizer steps done
         self.consumed_samples = 0  # position in the order of samples: the whole state of the data
         self.checkpoints = Path(config.checkpoint.save or Path(config.logging.run_dir) / "checkpoints")
-        self.data = Ranks(None, device).together(
-            partial(build_data, config, mesh, device), "opening the data", DataError
-        )
+        self.data = build_data(config, mesh, device)
         self.model = build_model(config, mesh, device)
         self.engine = build_engine(
             self.model, config, mesh, gradient_accumulation_steps(config, mesh.layout.world_size)
