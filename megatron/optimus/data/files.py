@@ -20,7 +20,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,9 @@ import xxhash
 from megatron.optimus.data.bounds import document_starts
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.indexed import DTYPES, HEADER_SIZE, bin_path, idx_path, parse_header
-from megatron.optimus.runtime.agreement import Ranks
+
+if TYPE_CHECKING:
+    from megatron.optimus.runtime.agreement import Ranks  # torch, which tools over files do without
 
 MAX_OPEN = 128  # well below the usual limit of 1,024 descriptors of a process
 _THREADS = 8  # headers on a parallel file system cost a round trip each

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-NO_LABEL = -100  # a position that nothing is to be predicted at
+from megatron.optimus.layers.labels import NO_LABEL
 
 
 def cross_entropy_sum(logits_TV: Tensor, labels_T: Tensor) -> Tensor:

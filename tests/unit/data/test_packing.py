@@ -20,7 +20,7 @@ from megatron.optimus.data.indexed import IndexedDatasetWriter
 from megatron.optimus.data.loader import BatchLoader
 from megatron.optimus.data.packing import WINDOW, num_packed, pack, window_of
 from megatron.optimus.data.samples import SampleOptions, make_sample
-from megatron.optimus.layers.loss import NO_LABEL
+from megatron.optimus.layers.labels import NO_LABEL
 
 L = 32
 
