@@ -120,11 +120,11 @@ def open_together(prefixes: Sequence[str], ranks: Ranks) -> TokenFiles:
         return summarize(prefixes[ranks.rank :: ranks.size])
 
     own = ranks.together(look, "opening the data", DataError)
-    flat = [0] * (2 * len(prefixes))
-    flat[2 * ranks.rank :: 2 * ranks.size] = [summary.code for summary in own]
-    flat[2 * ranks.rank + 1 :: 2 * ranks.size] = [summary.tokens for summary in own]
-    flat = ranks.sum(flat)
-    return TokenFiles(prefixes, summaries=list(map(PairSummary, flat[::2], flat[1::2])))
+    summaries = [PairSummary(0, 0)] * len(prefixes)
+    for rank, data in enumerate(ranks.all_gather_bytes(np.array(own, dtype=np.int64).tobytes())):
+        pairs = np.frombuffer(data, np.int64).reshape(-1, 2).tolist()
+        summaries[rank :: ranks.size] = [PairSummary(*pair) for pair in pairs]
+    return TokenFiles(prefixes, summaries=summaries)
 
 
 class TokenFiles:

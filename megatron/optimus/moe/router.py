@@ -63,7 +63,8 @@ class Router(nn.Module):
         self.expert_bias: Tensor | None
         bias = torch.zeros(config.num_experts) if config.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias)
-        # Ranks whose tokens make up the global batch; None when this process has all of them.
+        # Ranks whose tokens the balancing loss is about, those of the micro-batch or of the global batch; None when
+        # this process has all of them.
         self.balance_group: dist.ProcessGroup | None = None
 
     def forward(self, x_TD: Tensor) -> tuple[ops.Routing, RouterStats]:
@@ -86,9 +87,8 @@ class Router(nn.Module):
     def _balancing_loss(self, scores_TE: Tensor, counts_E: Tensor) -> Tensor:
         if self.balancing is LoadBalancing.NONE:
             return scores_TE.new_zeros(())
-        if self.balancing is LoadBalancing.AUX_LOSS:
-            return load_balancing_loss(scores_TE, counts_E, scores_TE.shape[0])
-        seen_E = counts_E + self.step_counts_E
+        is_global = self.balancing is LoadBalancing.GLOBAL_AUX_LOSS
+        seen_E = counts_E + self.step_counts_E if is_global else counts_E.clone()
         if self.balance_group is not None:
             dist.all_reduce(seen_E, group=self.balance_group)
         return load_balancing_loss(scores_TE, seen_E, seen_E.sum() / self.topk)

@@ -20,7 +20,7 @@ from megatron.optimus.data.sources import Sources, read_sources
 from megatron.optimus.data.tokenizer import build_tokenizer
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
-from megatron.optimus.parallel.apply import parallelize
+from megatron.optimus.parallel.apply import connect, parallelize
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.runtime.agreement import Ranks
 
@@ -33,6 +33,7 @@ def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> Decoder:
         model = Decoder(config.model)
     parallelize(model, mesh, config.parallel)
     initialize_weights(model, seed=config.training.seed, device=device, dtype=DTYPES[config.training.params_dtype])
+    connect(model, mesh)
     return model
 
 

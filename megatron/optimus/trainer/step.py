@@ -7,7 +7,7 @@ over data-parallel ranks. Only where labels are masked does that average need a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.data.loader import Batch
+from megatron.optimus.layers.labels import NO_LABEL
 from megatron.optimus.models.decoder import Decoder, DecoderOutput
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.trainer.engine import Engine
@@ -41,7 +42,11 @@ class StepReport:
 
 
 class _Totals:
-    """Sums over the micro-batches of this rank, on the device, until one reduction at the end of the step."""
+    """Sums over the micro-batches of this rank, on the device, until one reduction at the end of the step.
+
+    The reduction is over all ranks of a stage. Tensor-parallel ranks have different tokens where routers are, and the
+    same loss_sum and num_tokens, so both of these count as often.
+    """
 
     def __init__(self) -> None:
         self.scalars: Tensor | None = None
@@ -79,22 +84,46 @@ class _Totals:
             dist.all_reduce(self.counts_LE, group=group)
 
 
-def train_step(engine: Engine, batches: Sequence[Batch], config: ModelConfig, mesh: Mesh) -> StepReport:
-    """Forward and backward over this rank's micro-batches, then the sharded optimizer step. Collective."""
+def own_part(batch: Batch, positions_S: Tensor | None) -> Batch:
+    """The part of a micro-batch that a context-parallel rank works on; None: all of it. Documents stay whole."""
+    if positions_S is None:
+        return batch
+    tokens_BS, labels_BS = batch.tokens_BS[:, positions_S], batch.labels_BS[:, positions_S]
+    if batch.positions_BS is None:
+        places_BS = positions_S.expand_as(tokens_BS).contiguous()
+    else:
+        places_BS = batch.positions_BS[:, positions_S]
+    num_labels = None if batch.num_labels is None else int((labels_BS != NO_LABEL).sum())
+    return Batch(tokens_BS, labels_BS, batch.documents, places_BS, num_labels)
+
+
+def train_step(
+    engine: Engine,
+    batches: Sequence[Batch],
+    config: ModelConfig,
+    mesh: Mesh,
+    before_update: Callable[[], None] = lambda: None,
+) -> StepReport:
+    """Forward and backward over this rank's micro-batches, then the sharded optimizer step. Collective.
+
+    ``before_update``: called before anything changes that a checkpoint holds.
+    """
     model: Decoder = engine.module
     layers = model.moe_layers()
     totals = _Totals()
     labels_each = _labels_each(batches, mesh)
-    for batch in batches:
+    for index, batch in enumerate(batches):
         output = engine(batch.tokens_BS, batch.labels_BS, batch.documents, batch.positions_BS)
         loss = output.loss_sum / labels_each
         loss = loss + config.moe_aux_loss_coeff * output.aux_loss + config.moe_z_loss_coeff * output.z_loss
         engine.backward(loss)
+        if index == len(batches) - 1:
+            before_update()
         engine.step()  # updates the weights after the last micro-batch only
         totals.add(output, batch)
         for layer, stats in zip(layers, output.router_stats, strict=True):
             layer.router.record_micro_batch(stats.counts_E)
-    totals.reduce(mesh.group("dense"))
+    totals.reduce(mesh.group("stage"))
     report = _report(totals, engine)
     rate = 0.0 if report.skipped else config.moe_router_bias_update_rate
     if totals.counts_LE is not None:
@@ -140,7 +169,7 @@ def validation_loss(model: Decoder, batches: Iterable[Sequence[Batch]], mesh: Me
     for global_batch in batches:
         for batch in global_batch:
             totals.add(model(batch.tokens_BS, batch.labels_BS, batch.documents, batch.positions_BS), batch)
-    totals.reduce(mesh.group("dense"))
+    totals.reduce(mesh.group("stage"))
     model.train()
     assert totals.scalars is not None
     return (totals.scalars[0] / totals.scalars[1].clamp(min=1)).item()

@@ -126,10 +126,10 @@ def test_packed_documents_equal_documents_one_by_one(changes: dict[str, int]) ->
     pieces = [(0, 0, 5), (0, 5, 6), (0, 6, 20), (1, 0, 13), (1, 13, 20)]
     positions_BS = torch.cat([torch.arange(b - a) for _, a, b in pieces]).view(2, 20)
 
-    def run(*inputs: Any) -> tuple[Tensor, Tensor]:
-        output = model(*inputs)
-        output.loss_sum.backward()  # adds to the gradients
-        return output.logits_BSV, output.loss_sum
+    def run(tokens: Tensor, labels: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        loss = model(tokens, labels, *others).loss_sum
+        loss.backward()  # adds to the gradients
+        return model(tokens, None, *others).logits_BSV.detach(), loss.detach()
 
     logits, loss = run(tokens_BS, labels_BS, Documents.from_starts(starts, 20), positions_BS)
     packed = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -139,7 +139,7 @@ def test_packed_documents_equal_documents_one_by_one(changes: dict[str, int]) ->
     torch.testing.assert_close(loss, sum(one[1] for one in alone), atol=1e-4, rtol=1e-6)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(packed[name], parameter.grad, atol=2e-5, rtol=1e-4, msg=name)
-    without = model(tokens_BS, labels_BS).logits_BSV
+    without = model(tokens_BS).logits_BSV
     assert (without - logits).abs().max() > 1e-2  # so the mask does something
-    moved = model(tokens_BS, labels_BS, None, positions_BS).logits_BSV
+    moved = model(tokens_BS, None, None, positions_BS).logits_BSV
     assert (moved - without)[0, 6:].abs().max() > 1e-3  # and so do positions
