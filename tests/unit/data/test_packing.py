@@ -167,6 +167,14 @@ def test_packed_instances(prefixes: list[str]) -> None:
     assert labels == len(tokens) - whole
 
 
+def test_an_index_that_disappears_under_the_run(tmp_path: Path) -> None:
+    data = InstanceSet([write(tmp_path / "f", [[9]] * 3000)], L, packing=True)
+    data.read(0)
+    (tmp_path / "f.idx").unlink()
+    with pytest.raises(DataError, match=r"f\.idx: cannot be read any more \(No such file"):
+        data.read(200)
+
+
 def test_packing_keeps_splits_apart(prefixes: list[str]) -> None:
     seen = []
     for part in (Split.TRAIN, Split.VALID):
