@@ -18,8 +18,10 @@ from megatron.optimus.data.dataset import InstanceSet, Split
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.indexed import IndexedDatasetWriter
 from megatron.optimus.data.loader import BatchLoader
+from megatron.optimus.data.mixture import Mixture
 from megatron.optimus.data.packing import WINDOW, num_packed, pack, window_of
 from megatron.optimus.data.samples import SampleOptions, make_sample
+from megatron.optimus.data.sources import Corpus, Sources
 from megatron.optimus.layers.labels import NO_LABEL
 
 L = 32
@@ -173,6 +175,18 @@ def test_an_index_that_disappears_under_the_run(tmp_path: Path) -> None:
     (tmp_path / "f.idx").unlink()
     with pytest.raises(DataError, match=r"f\.idx: cannot be read any more \(No such file"):
         data.read(200)
+
+
+def test_a_blend_of_packed_corpora(prefixes: list[str]) -> None:
+    sources = Sources((Corpus("a", (prefixes[0],)), Corpus("b", (prefixes[2],))))
+    mixed = Mixture(sources, L, split="1", part=Split.TRAIN, seed=1, packing=True)
+    assert len(mixed) == sum(len(InstanceSet([corpus.prefixes[0]], L, packing=True)) for corpus in sources.corpora)
+    drawn = mixed.ids_at(0, len(mixed)).tolist()
+    assert sorted(drawn) == list(range(len(mixed)))
+    for position, i in enumerate(drawn[:40]):
+        prefix, ranges = mixed.locate(i)
+        assert mixed.sample(position).ranges == ranges and mixed.sample(position).prefix == prefix
+        assert [piece.tokens.size for piece in mixed.read(i)] == [stop - start for start, stop in ranges]
 
 
 def test_packing_keeps_splits_apart(prefixes: list[str]) -> None:
