@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.data.loader import Batch
-from megatron.optimus.layers.loss import NO_LABEL
+from megatron.optimus.layers.labels import NO_LABEL
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.trainer.engine import Engine
 from megatron.optimus.trainer.schedule import MicroBatchRecord, Schedule

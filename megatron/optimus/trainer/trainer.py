@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import partial
 
 import torch
 
 from megatron.optimus.config.checks import gradient_accumulation_steps
 from megatron.optimus.config.schema import RunConfig
-from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.loader import Batch
 from megatron.optimus.observe.flops import flops_per_token, mfu
 from megatron.optimus.observe.metrics import StepMetrics
@@ -18,7 +16,6 @@ from megatron.optimus.optim.schedule import learning_rate
 from megatron.optimus.parallel.context import own_positions
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.runtime import device as devices
-from megatron.optimus.runtime.agreement import Ranks
 from megatron.optimus.trainer.build import build_data, build_model
 from megatron.optimus.trainer.checkpoints import Checkpoints
 from megatron.optimus.trainer.engine import DTYPES, build_engine
@@ -35,9 +32,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device) -> None:
         self.config, self.mesh, self.device = config, mesh, device
-        self.data = Ranks(None, device).together(
-            partial(build_data, config, mesh, device), "opening the data", DataError
-        )
+        self.data = build_data(config, mesh, device)
         self.positions = own_positions(config.training.seq_length, config.parallel, mesh)
         self.model = build_model(config, mesh, device)
         self.engine = build_engine(
