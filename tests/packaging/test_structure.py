@@ -30,6 +30,8 @@ ALLOWED = {
     part: {other for lower in LAYERS[:level] for other in lower} for level, parts in enumerate(LAYERS) for part in parts
 }
 ALLOWED["observe"] = {"config", "runtime"}
+ALLOWED["launcher"] = {"config", "runtime"}
+ALLOWED["launch"].add("launcher")
 for part in ("trainer", "describe", "pretrain"):
     ALLOWED[part].add("observe")
 

@@ -5,12 +5,25 @@ Shapes: B sequences, S positions, D model width, H query heads, G key/value head
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.optimus.config.schema import ModelConfig, QKNormScope
+from megatron.optimus.layers.documents import Documents, document_attention
 from megatron.optimus.layers.norm import RMSNorm
 from megatron.optimus.layers.rope import RopeTable, apply_rope
+
+Attend = Callable[[Tensor, Tensor, Tensor, Documents | None], Tensor]
+
+
+def causal_attention(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, documents: Documents | None) -> Tensor:
+    """Each position sees those up to its own, of its own document only where documents are given: [B, H, S, d]."""
+    if documents is not None:
+        return document_attention(q_BHSd, k_BGSd, v_BGSd, documents)
+    grouped = q_BHSd.shape[1] != k_BGSd.shape[1]
+    return F.scaled_dot_product_attention(q_BHSd, k_BGSd, v_BGSd, is_causal=True, enable_gqa=grouped)
 
 
 class Attention(nn.Module):
@@ -31,13 +44,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(q_norm_width, config.norm_epsilon) if config.qk_layernorm else nn.Identity()
         self.k_norm = RMSNorm(k_norm_width, config.norm_epsilon) if config.qk_layernorm else nn.Identity()
 
-    def forward(self, x_BSD: Tensor, rope: RopeTable) -> Tensor:
+        self.attend: Attend = causal_attention  # context parallelism puts another one here
+
+    def forward(self, x_BSD: Tensor, rope: RopeTable, documents: Documents | None = None) -> Tensor:
         q_BHSd = self._heads(self._normed(self.q_proj(x_BSD), self.q_norm))
         k_BGSd = self._heads(self._normed(self.k_proj(x_BSD), self.k_norm))
         v_BGSd = self._heads(self.v_proj(x_BSD))
         q_BHSd, k_BGSd = apply_rope(q_BHSd, rope), apply_rope(k_BGSd, rope)
-        grouped = q_BHSd.shape[1] != k_BGSd.shape[1]
-        out_BHSd = F.scaled_dot_product_attention(q_BHSd, k_BGSd, v_BGSd, is_causal=True, enable_gqa=grouped)
+        out_BHSd = self.attend(q_BHSd, k_BGSd, v_BGSd, documents)
         return self.o_proj(out_BHSd.transpose(1, 2).flatten(2))
 
     def _normed(self, x_BSW: Tensor, norm: nn.Module) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.optimus.config.schema import ModelConfig, RotaryScaling
 
-RopeTable = tuple[Tensor, Tensor]  # cos, sin: fp32 [S, head_dim]
+RopeTable = tuple[Tensor, Tensor]  # cos, sin: fp32 [S, head_dim], or [B, 1, S, head_dim] where rows differ
 
 
 def rope_table(length: int, config: ModelConfig, device: torch.device) -> RopeTable:
@@ -19,6 +19,12 @@ def rope_table(length: int, config: ModelConfig, device: torch.device) -> RopeTa
     angle = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequency[None, :]
     angle = torch.cat((angle, angle), dim=-1)
     return angle.cos(), angle.sin()
+
+
+def rope_at(table: RopeTable, positions_BS: Tensor) -> RopeTable:
+    """The table's rows at the given positions (int64, each below the table's length), for tokens in that order."""
+    cos, sin = (part[positions_BS].unsqueeze(1) for part in table)
+    return cos, sin
 
 
 def _stretched(frequency: Tensor, config: ModelConfig) -> Tensor:
@@ -35,8 +41,8 @@ def _stretched(frequency: Tensor, config: ModelConfig) -> Tensor:
 
 def apply_rope(x_BHSd: Tensor, table: RopeTable) -> Tensor:
     """Rotates each pair (i, i + head_dim/2) of every head by its position's angle, in fp32."""
-    cos_Sd, sin_Sd = table
+    cos, sin = table
     x = x_BHSd.float()
     first, second = x.chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)
-    return (x * cos_Sd + rotated * sin_Sd).to(x_BHSd.dtype)
+    return (x * cos + rotated * sin).to(x_BHSd.dtype)

@@ -237,7 +237,7 @@ def test_model_only_to_hf_and_back(tmp_path):
     our_run(tmp_path / "run" / "checkpoints", our_config(), "model")
     convert(tmp_path / "run", tmp_path / "hf", to="hf")
     convert(tmp_path / "hf", tmp_path / "back", to="optimus")
-    source = tmp_path / "run" / "checkpoints" / "step-00000004"
+    source = tmp_path / "run" / "checkpoints" / "model-00000004"
     manifests = [load_manifest(source), load_manifest(tmp_path / "back")]
     assert manifests[0].tensors.keys() == manifests[1].tensors.keys()
     models = [Decoder(our_config().model).bfloat16() for _ in range(2)]
@@ -374,7 +374,7 @@ def test_a_failing_write_leaves_the_destination(tmp_path, monkeypatch):
 
 def test_damaged_checkpoints_are_not_converted(tmp_path):
     our_run(tmp_path / "run", our_config(), "full")
-    shard = tmp_path / "run" / "step-00000004" / "rank-00000.safetensors"
+    shard = tmp_path / "run" / "step-00000004" / "node-00000.safetensors"
     data = bytearray(shard.read_bytes())
     data[8 + int.from_bytes(data[:8], "little") + 5] ^= 16  # the first tensor: master weights, which an export reads
     shard.write_bytes(data)

@@ -45,7 +45,6 @@ class OptimusSource(Source):
             token_ids=token_ids_of(ids) if isinstance(ids, dict) else {},
         )
         self._manifest = manifest
-        self._verified: set[Piece] = set()
         shapes = parameter_shapes(self.model)
         for kind in (MASTER, *MOMENTS) if manifest.kind == "full" else (WEIGHT,):
             stored = {name: entry for (name, entry_kind), entry in manifest.tensors.items() if entry_kind == kind}
@@ -67,10 +66,8 @@ class OptimusSource(Source):
 
     def _load(self, entry: TensorEntry, start: int, stop: int) -> torch.Tensor:
         tensor = torch.empty(stop - start, dtype=torch_dtype(entry.dtype))
-        pieces = {piece for piece in entry.pieces if piece.start < stop and piece.stop > start}
         request = TensorSlice(entry.name, entry.kind, entry.shape, start, stop, tensor)
-        load(self.path, [request], manifest=self._manifest, verify=not pieces <= self._verified)
-        self._verified |= pieces
+        load(self.path, [request], manifest=self._manifest)
         return tensor
 
 
