@@ -34,10 +34,15 @@ class Source(ABC):
     tokenizer: Path | None = None
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # small: biases that steer the choice of experts
     dtypes: dict[Key, torch.dtype] = field(default_factory=dict)
+    resources: list[Any] = field(default_factory=list)  # open files, closed with the source
 
     @abstractmethod
     def read(self, name: str, kind: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of the flattened tensor, whole rows of it, in the stored dtype."""
+
+    def close(self) -> None:
+        for resource in self.resources:
+            resource.close()
 
     def files_to_check(self) -> list[Path]:
         """Files of torch.save whose checksums nobody looks at while they are read."""
