@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from megatron.optimus.checkpoint import CheckpointError, load, load_manifest, model_slices, save
+from megatron.optimus.checkpoint import CheckpointError, load, load_manifest, model_slices, resolve, save
 from megatron.optimus.checkpoint.convert import Options, convert, open_source
 from megatron.optimus.checkpoint.convert.source import WEIGHT, units
 from megatron.optimus.config.schema import ModelConfig, Normalization, QKNormScope, RunConfig, ScoreFunction
@@ -214,7 +214,7 @@ def test_the_model_is_understood_from_the_arguments_alone(tmp_path):
         found = open_source(tmp_path / f"m-{name}")
         assert_same_weights(found, open_source(tmp_path / name))
         ours = Decoder(config)
-        load(tmp_path / name / "step-00000005", model_slices(ours, dense=True, experts=True))
+        load(resolve(tmp_path / name), model_slices(ours, dense=True, experts=True))
         convert(tmp_path / f"m-{name}", tmp_path / f"o-{name}", to="optimus")
         tokens = torch.randint(0, 300, (1, 9))
         with torch.no_grad():

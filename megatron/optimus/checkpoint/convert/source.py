@@ -122,8 +122,11 @@ def units(model: ModelConfig) -> Iterator[tuple[str, int, int]]:
 
 
 def same_names(source: Path, found: set[str], expected: set[str]) -> None:
-    """Raises CheckpointError listing what lacks, else what is surplus."""
+    """Raises CheckpointError listing what lacks and what is surplus."""
+    problems = []
     for problem, names in (("lacks", expected - found), ("has unexpected", found - expected)):
         if names:
             some = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
-            raise CheckpointError(f"{source}: {problem} {len(names)} tensors for its configuration: {some}")
+            problems.append(f"{problem} {len(names)} tensors for its configuration: {some}")
+    if problems:
+        raise CheckpointError(f"{source}: {'; '.join(problems)}")
