@@ -6,7 +6,8 @@ On a CPU:  python benchmarks/optimizer_step.py --device cpu --numel 33554432 --t
 All in one process, medians of CUDA-event times (wall clock on a CPU). Every contender gets gradients and a clip factor
 on the device, and leaves new fp32 masters, states and bf16 parameters. Bytes are those a contender has to move at
 least, each input read and each output written once; the share is of the copy bandwidth, the better of two measurements
-before and after. The floor of AdamW is 28 bytes a parameter: bf16 gradient, fp32 master and moments in and out, bf16 parameter.
+before and after. The floor of AdamW is 28 bytes a parameter: bf16 gradient, fp32 master and moments in and out, bf16
+parameter.
 Muon has no such floor: it is timed on the experts of one Mula-7B layer, in TFLOP/s of its matrix products.
 """
 
