@@ -10,6 +10,7 @@ import torch
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
+from deepspeed_ext.rules import Lion
 from deepspeed_ext.zero.options import DEFAULT_BUCKET_NUMEL, ZeroOptions
 
 _OWN_KEYS = {"overlap_param_gather", "clip_after_steps", "reduce_each_micro_batch"}
@@ -18,6 +19,7 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
     "sgd": torch.optim.SGD,
+    "lion": Lion,
 }
 
 
@@ -95,7 +97,7 @@ def _dtype(key: str, value: str | None) -> torch.dtype:
 
 
 def build_torch_optimizer(config: Mapping[str, Any], params: Iterable[Any]) -> torch.optim.Optimizer:
-    """The torch optimizer of the configuration's "optimizer" section (Adam, AdamW, SGD), never a JIT-compiled one.
+    """The torch optimizer of the configuration's "optimizer" section: Adam, AdamW, SGD or Lion, never JIT-compiled.
 
     As in DeepSpeed, "Adam" means decoupled weight decay unless adam_w_mode is false. Raises ValueError for a missing
     section, another type, or a parameter that torch's optimizer does not take.
@@ -106,7 +108,9 @@ def build_torch_optimizer(config: Mapping[str, Any], params: Iterable[Any]) -> t
     kind = str(section.get("type", "")).lower()
     options = dict(section.get("params") or {})
     if kind not in _OPTIMIZERS:
-        raise ValueError(f"optimizer type {section.get('type')!r} is not one of Adam, AdamW, SGD; pass optimizer=")
+        raise ValueError(
+            f"optimizer type {section.get('type')!r} is not one of Adam, AdamW, SGD, Lion; pass optimizer="
+        )
     if "max_grad_norm" in options:
         raise ValueError("max_grad_norm is not an optimizer parameter; use gradient_clipping in the configuration")
     decoupled = options.pop("adam_w_mode", True)

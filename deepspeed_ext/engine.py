@@ -78,7 +78,7 @@ class EPEngineMixin:
         """Whether the last ``step()`` updated the weights. Waits for the device."""
         return bool(self.__dict__.get("_has_stepped")) and not self.optimizer.overflow
 
-    def get_global_grad_norm(self) -> float | None:
+    def get_global_grad_norm(self) -> Any:
         """Of the last step, before clipping; None before the first. Waits for the device."""
         return self.optimizer._global_grad_norm
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -38,7 +36,6 @@ class Bucket:
         self.storage = storage
         self.has_peers = layout.group_size > 1
         self.is_reduced = False  # storage was sent since the last step, so it holds no gradients of this rank
-        self.unpack: Callable[[], None] | None = None  # copies gathered pieces to parameters that are not views
         self._own = slice(rank * layout.shard_numel, (rank + 1) * layout.shard_numel)
         self._options = options
         # Results of several reductions are added up beside storage where storage cannot hold them.
@@ -51,7 +48,6 @@ class Bucket:
         self._sent: Tensor | None = None
         self._reduction: dist.Work | None = None
         self._gathering: dist.Work | None = None
-        self._is_published = True
 
     # ---- gradients
 
@@ -115,21 +111,14 @@ class Bucket:
 
     def start_gather(self) -> None:
         """Starts gathering all ranks' new parameters of the bucket. Collective."""
-        self._is_published = False
         if self.has_peers:
             self._gathering = all_gather(self.param, self.shard.param, group=self.group, async_op=True)
 
-    @torch.no_grad()
     def finish_gather(self) -> None:
         """Waits (on a GPU: makes the stream wait) until the bucket's parameters are here."""
-        if self._is_published:
-            return
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
-        if self.unpack is not None:
-            self.unpack()
-        self._is_published = True
 
     def gradient_bytes(self) -> int:
         """Bytes that the bucket holds for gradients beside ``storage``."""

@@ -8,21 +8,23 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of
-from deepspeed_ext.rules.base import ShardPolicy, UpdateRule
+from deepspeed_ext.rules.base import UpdateRule
 from deepspeed_ext.zero.family import SUPPORTED_DTYPES, Family, FamilyKey
 from deepspeed_ext.zero.options import ZeroOptions
 from deepspeed_ext.zero.partition import ParamSpec, flat_layout, group_by_family
 
 
-def counts_in_norm(param: nn.Parameter, groups: ZeroGroups) -> bool:
-    """Whether this rank counts the parameter in the global norm; others hold the same one where it does not.
-
-    Tensor-parallel ranks hold different parts of a parameter marked ``tensor_model_parallel = True`` and the same
-    values of any other; pipeline stages repeat those marked ``ds_pipe_replicated = True``.
-    """
-    if getattr(param, "ds_pipe_replicated", False):
-        return False
-    return groups.is_first_tensor_rank or bool(getattr(param, "tensor_model_parallel", False))
+def _key(index: int, param: nn.Parameter, groups: ZeroGroups) -> FamilyKey:
+    """Tensor-parallel ranks hold different parts of a parameter marked ``tensor_model_parallel = True`` and the same
+    values of any other; pipeline stages repeat those marked ``ds_pipe_replicated = True``."""
+    repeats = groups.tensor is not None and len(ranks_of(groups.tensor)) > 1
+    return FamilyKey(
+        param_group=index,
+        expert_group=expert_group_name(param),
+        dtype=param.dtype,
+        is_tensor_replica=repeats and not getattr(param, "tensor_model_parallel", False),
+        is_pipe_replica=bool(getattr(param, "ds_pipe_replicated", False)),
+    )
 
 
 def build_families(
@@ -32,9 +34,10 @@ def build_families(
     groups: ZeroGroups,
     options: ZeroOptions,
 ) -> list[Family]:
-    """One family per parameter group x expert group x dtype (and, under tensor parallelism, counted in the norm or
-    not), in the order of their first parameters; inside, parameters in the opposite of ``param_names``' order, in which
-    backward is expected to reach them.
+    """One family per parameter group x expert group x dtype (and, under tensor parallelism, cut or repeated).
+
+    Families are in the order of their first parameters; inside, parameters are in the opposite of ``param_names``'
+    order, in which backward is expected to reach them.
 
     Raises ValueError for a dtype that is not supported or an expert group without a process group.
     """
@@ -47,7 +50,7 @@ def build_families(
             name = param_names[param]
             if param.dtype not in SUPPORTED_DTYPES:
                 raise ValueError(f"parameter {name!r} is {param.dtype}; use float32 or bfloat16")
-            key = FamilyKey(index, expert_group_name(param), param.dtype, counts_in_norm(param, groups))
+            key = _key(index, param, groups)
             if key.expert_group is not None and key.expert_group not in groups.expert:
                 raise ValueError(
                     f"parameter {name!r} is marked as expert of group {key.expert_group!r}, which has no process "
@@ -60,10 +63,10 @@ def build_families(
     for key, names in group_by_family(specs, sizes).items():
         params = {name: by_name[name] for name in names}
         rule = rules[key.param_group]
-        if rule.policy is not ShardPolicy.FLAT:
-            raise ValueError(f"rule {type(rule).__name__} needs whole matrices, which this version does not lay out")
         layout = flat_layout([(name, p.numel()) for name, p in params.items()], sizes[key], options.bucket_numel)
-        families.append(Family(key, params, layout, groups.of(key.expert_group), rule, options))
+        family = Family(key, params, layout, groups.of(key.expert_group), rule, options)
+        family.in_norm = not key.is_pipe_replica and (groups.is_first_tensor_rank or not key.is_tensor_replica)
+        families.append(family)
     return families
 
 

@@ -7,9 +7,8 @@ its result; stage 2 P/n (the buckets' sums) and what the ring lends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed_ext.groups import ranks_of
-from deepspeed_ext.rules.base import Shard, UpdateRule
+from deepspeed_ext.rules.base import Shard, ShardPolicy, UpdateRule, WholeMatrices
 from deepspeed_ext.zero.bucket import Bucket
+from deepspeed_ext.zero.matrix_exchange import MatrixExchange
 from deepspeed_ext.zero.options import ZeroOptions
 from deepspeed_ext.zero.partition import FamilyLayout, Piece
 
@@ -32,7 +32,10 @@ class FamilyKey:
     param_group: int  # index in the wrapped optimizer's param_groups
     expert_group: str | None  # None: dense
     dtype: torch.dtype
-    in_norm: bool = True  # False: another rank of the model-parallel group counts these same parameters
+    # The same on all tensor-parallel ranks. Such parameters must not share buckets with parts of cut ones: what all
+    # ranks repeat has to be summed in the same order everywhere, or the copies drift apart.
+    is_tensor_replica: bool = False
+    is_pipe_replica: bool = False  # of a parameter that another pipeline stage counts in the norm
 
 
 class Family:
@@ -52,8 +55,13 @@ class Family:
         self.layout = layout
         self.params = dict(params)
         self.rule = rule
+        self.in_norm = True  # False: another rank of the model-parallel group counts these same parameters
         self.rank = ranks_of(group).index(dist.get_rank())
         self.group_size = layout.buckets[0].group_size
+        self.exchange: WholeMatrices | None = None
+        if rule.policy is ShardPolicy.MATRIX:
+            matrices = {name: (param.shape, getattr(param, "stacked_matrices", 1)) for name, param in params.items()}
+            self.exchange = MatrixExchange(layout, matrices, self.rank, group)
         device = next(iter(params.values())).device
         self.param_buffer = torch.zeros(layout.numel, dtype=key.dtype, device=device)
         self.masters = torch.zeros(layout.shard_numel, dtype=torch.float32, device=device)
@@ -89,44 +97,26 @@ class Family:
         for bucket in self.buckets:
             bucket.shard.state = self.rule.new_state(bucket.shard, options)
 
-    def contiguous_range(self, name: str) -> slice | None:
-        """Where a parameter lies in the flat buffers, None if its pieces do not follow each other there."""
-        pieces = self.pieces[name]
-        if not pieces:  # a parameter without elements
+    def place(self, name: str) -> slice:
+        """Where a parameter lies in the flat buffers."""
+        if not self.pieces[name]:  # a parameter without elements
             return slice(0, 0)
-        starts = [self.layout.buckets[index].start + piece.offset - piece.start for index, piece in pieces]
-        is_whole = len(set(starts)) == 1
-        return slice(starts[0], starts[0] + self.params[name].numel()) if is_whole else None
+        index, piece = self.pieces[name][0]
+        start = self.layout.buckets[index].start + piece.offset
+        return slice(start, start + self.params[name].numel())
 
     @torch.no_grad()
     def _move_params_into_buffer(self) -> None:
         for name, param in self.params.items():
-            for index, piece in self.pieces[name]:
-                flat = param.detach().reshape(-1)[piece.start : piece.stop]
-                self.buckets[index].param[piece.offset : piece.offset + flat.numel()].copy_(flat)
-            where = self.contiguous_range(name)
-            if where is not None:
-                param.data = self.param_buffer[where].view(param.shape)
-        scattered = {name for name in self.params if self.contiguous_range(name) is None}
-        for bucket in self.buckets:
-            pieces = [piece for piece in bucket.layout.pieces if piece.name in scattered]
-            if pieces:
-                bucket.unpack = partial(self._unpack, bucket, pieces)
-
-    def _unpack(self, bucket: Bucket, pieces: Sequence[Piece]) -> None:
-        """Copies a gathered bucket's pieces to the parameters that are not views of the buffer."""
-        torch._foreach_copy_(
-            [self.params[piece.name].detach().view(-1)[piece.start : piece.stop] for piece in pieces],
-            [bucket.param[piece.offset : piece.offset + piece.stop - piece.start] for piece in pieces],
-        )
+            view = self.param_buffer[self.place(name)].view(param.shape)
+            view.copy_(param)
+            param.data = view
 
     @torch.no_grad()
     def read_masters_from_params(self) -> None:
         """Sets the masters to the parameters' present values."""
         for bucket in self.buckets:
-            for piece in bucket.layout.shard_pieces(self.rank):
-                flat = self.params[piece.name].detach().reshape(-1)[piece.start : piece.stop]
-                bucket.shard.master[piece.offset : piece.offset + flat.numel()].copy_(flat)
+            bucket.shard.master.copy_(bucket.shard.param)
 
     @torch.no_grad()
     def write_params_from_masters(self) -> None:

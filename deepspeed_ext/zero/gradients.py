@@ -111,13 +111,11 @@ class GradientSync:
             part = _Part(slot, queued[index], piece.start, piece.stop, piece.offset)
             slot.parts.append(part)
             queued[index].parts.append(part)
-        where = family.contiguous_range(name)
         if family.grad_buffer is not None:
             for part in slot.parts:
                 part.view = part.place()
-            if where is not None:
-                param.main_grad = family.grad_buffer[where].view(param.shape)  # type: ignore[attr-defined]
-                param.main_grad_ready = self._ready_of(slot)  # type: ignore[attr-defined]
+            param.main_grad = family.grad_buffer[family.place(name)].view(param.shape)  # type: ignore[attr-defined]
+            param.main_grad_ready = self._ready_of(slot)  # type: ignore[attr-defined]
 
     def _begin(self) -> None:
         self._next = 0

@@ -28,9 +28,11 @@ from torch import Tensor, nn
 
 from deepspeed_ext.groups import ZeroGroups
 from deepspeed_ext.rules import rule_for
+from deepspeed_ext.rules.base import MatrixRule
 from deepspeed_ext.zero import checkpoint
 from deepspeed_ext.zero.build import build_families, norm_groups
 from deepspeed_ext.zero.checkpoint import StateShard
+from deepspeed_ext.zero.family import Family
 from deepspeed_ext.zero.gradients import GradientSync
 from deepspeed_ext.zero.norm import global_norm
 from deepspeed_ext.zero.options import ZeroOptions
@@ -162,11 +164,19 @@ class EPZeroOptimizer(ZeROOptimizer):
         if not self._reduced or self._sync.has_events:
             self.reduce_gradients()
         self._sync.finish()
-        counted = [b.shard.grad for f in self.families if f.key.in_norm for b in f.buckets]
+        counted = [b.shard.grad for f in self.families if f.in_norm for b in f.buckets]
         scalars = self._state.scalars(global_norm(counted, self.device, self._norm_groups))
+        updated: set[Family] = set()
         for bucket in self._publisher.buckets:
             family = self._family_of[bucket]
-            family.rule.update_(bucket.shard, self.param_groups[family.key.param_group], scalars)
+            family_options = self.param_groups[family.key.param_group]
+            if not isinstance(family.rule, MatrixRule):
+                family.rule.update_(bucket.shard, family_options, scalars)
+            elif family not in updated:  # matrices lie across buckets: all of the family's at once
+                assert family.exchange is not None
+                updated.add(family)
+                shards = [bucket.shard for bucket in family.buckets]
+                family.rule.update_family_(shards, family.exchange, family_options, scalars)
             bucket.start_gather()
         self._publisher.finish_step()
         self._sync.forget()
