@@ -5,8 +5,6 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
 import deepspeed_ext
 from megatron.optimus.config.schema import Precision, RunConfig
 from megatron.optimus.models.decoder import Decoder
@@ -51,9 +49,12 @@ def deepspeed_config(config: RunConfig, accumulation_steps: int) -> dict[str, An
 
 def _groups(model: Decoder, mesh: Mesh) -> deepspeed_ext.ZeroGroups:
     names = {getattr(parameter, "group_name", None) for parameter in model.parameters()} - {None}
-    assert dist.group.WORLD is not None
-    dense = mesh.group("dense") or dist.group.WORLD  # alone, this rank is all there is
-    return deepspeed_ext.ZeroGroups(dense=dense, expert={str(name): mesh.group("edp") for name in names})
+    return deepspeed_ext.ZeroGroups(
+        dense=mesh.group_or_self("dense"),
+        expert={str(name): mesh.group("edp") for name in names},
+        model=mesh.group("model"),
+        tensor=mesh.group("tp"),
+    )
 
 
 def init_engine(timeout: timedelta) -> None:
