@@ -219,5 +219,5 @@ def test_auto_says_what_is_missing_and_runs_the_reference(
     backend_module._resolve.cache_clear()
     assert not mismatches(got, want, TOLERANCE[torch.float32])
     assert [r.getMessage() for r in caplog.records] == [
-        "expert kernels on cpu float32: reference, which is slower, because no compiler; install one"
+        "expert kernels on cpu float32: reference, which is slower, because no compiler; install one; router: reference"
     ]

@@ -10,6 +10,7 @@ import enum
 import functools
 import importlib
 import logging
+from types import ModuleType
 
 import torch
 
@@ -26,6 +27,14 @@ class Backend(str, enum.Enum):
     CPU = "cpu"  # C++ (csrc/cpu): float32, bfloat16, float16
     TRITON = "triton"  # NVIDIA GPUs: bfloat16, float16
     SYCL = "sycl"  # Intel GPUs (csrc/sycl): float32, bfloat16, float16; cpu tensors too, for tests
+
+
+# Where the kernels of a backend are: one function per operation, called below autograd with contiguous arguments.
+_KERNELS = {
+    Backend.CPU: "megatron.optimus.ops.cpu",
+    Backend.TRITON: "megatron.optimus.ops.triton.single",
+    Backend.SYCL: "megatron.optimus.ops.sycl",
+}
 
 
 class BackendUnavailableError(ValueError):
@@ -55,34 +64,54 @@ def get_backend() -> Backend:
 
 
 def resolve(device: torch.device, dtype: torch.dtype) -> Backend:
-    """The backend that runs an operation on these tensors. Raises BackendUnavailableError."""
+    """The backend that runs operations on rows of this device and dtype. Raises BackendUnavailableError."""
     return _resolve(_selected, device.type, dtype)
 
 
-def runs_triton(device: torch.device) -> bool:
-    """Whether the small fp32 operations around the experts (the router) run in Triton on this device.
+def resolve_routing(device: torch.device) -> Backend:
+    """The backend of the operations that do not depend on the experts' dtype: router (fp32) and counts.
 
-    They follow the experts' backend: Triton wherever that runs for bfloat16, else the reference.
+    That of 16-bit rows, which every backend has. Raises BackendUnavailableError.
     """
-    return _selected in (Backend.AUTO, Backend.TRITON) and _triton_error(device.type) is None
+    return _resolve_routing(_selected, device.type)
+
+
+def kernels(backend: Backend) -> ModuleType:
+    """The module that holds the kernels of a backend other than the reference."""
+    return importlib.import_module(_KERNELS[backend])
 
 
 @functools.cache
 def _resolve(selected: Backend, device_type: str, dtype: torch.dtype) -> Backend:
     where = f"{device_type} {str(dtype).removeprefix('torch.')}"
-    if selected is not Backend.AUTO:
-        obstacle = _obstacle(selected, device_type, dtype)
-        if obstacle:
-            raise BackendUnavailableError(f"backend {selected.value!r} cannot run on {where}: {obstacle}")
-        logger.info("expert kernels on %s: %s (as set)", where, selected.value)
-        return selected
-    native = {"cpu": Backend.CPU, "meta": Backend.CPU, "xpu": Backend.SYCL}.get(device_type, Backend.TRITON)
-    obstacle = _obstacle(native, device_type, dtype)
+    backend, obstacle = _choose(selected, device_type, dtype)
+    routing = _choose(selected, device_type, torch.bfloat16)[0].value
+    if obstacle is not None and selected is not Backend.AUTO:
+        raise BackendUnavailableError(f"backend {selected.value!r} cannot run on {where}: {obstacle}")
     if obstacle is None:
-        logger.info("expert kernels on %s: %s", where, native.value)
-        return native
-    logger.warning("expert kernels on %s: reference, which is slower, because %s", where, obstacle)
-    return Backend.REFERENCE
+        how = "" if selected is Backend.AUTO else " (as set)"
+        logger.info("expert kernels on %s: %s%s; router: %s", where, backend.value, how, routing)
+    else:
+        logger.warning(
+            "expert kernels on %s: reference, which is slower, because %s; router: %s", where, obstacle, routing
+        )
+    return backend
+
+
+@functools.cache
+def _resolve_routing(selected: Backend, device_type: str) -> Backend:
+    backend, obstacle = _choose(selected, device_type, torch.bfloat16)
+    if obstacle is not None and selected is not Backend.AUTO:
+        raise BackendUnavailableError(f"backend {selected.value!r} cannot route on {device_type}: {obstacle}")
+    return backend
+
+
+def _choose(selected: Backend, device_type: str, dtype: torch.dtype) -> tuple[Backend, str | None]:
+    """The backend, and what kept the one that was set, or the device's own, from being it."""
+    native = {"cpu": Backend.CPU, "meta": Backend.CPU, "xpu": Backend.SYCL}.get(device_type, Backend.TRITON)
+    backend = native if selected is Backend.AUTO else selected
+    obstacle = _obstacle(backend, device_type, dtype)
+    return (backend if obstacle is None else Backend.REFERENCE), obstacle
 
 
 def _obstacle(backend: Backend, device_type: str, dtype: torch.dtype) -> str | None:
