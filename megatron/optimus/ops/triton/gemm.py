@@ -69,11 +69,20 @@ def _rows_times_weight(
 
 
 @triton.jit
+def _add_store(c_desc, expert, row, col, part, BM: tl.constexpr, BN: tl.constexpr):
+    old = c_desc.load([expert, row, col]).reshape(BM, BN).to(tl.float32)
+    c_desc.store([expert, row, col], (old + part).to(c_desc.dtype).reshape(1, BM, BN))
+
+
+@triton.jit
 def _weight_gradient(
     a_desc, b_desc, c_desc, first_row_ptr, count_ptr, num_experts, M: tl.constexpr, N: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NUM_PROGRAMS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """c[e] = a[rows of e].T @ b[rows of e]; an expert without rows gets zeros."""
+    """c[e] = a[rows of e].T @ b[rows of e], or that added to c[e] if ADD; an expert without rows gets, or adds, zero.
+
+    ADD goes through c in four parts: a whole fp32 tile would not fit beside the buffers of the loop.
+    """
     num_rows: tl.constexpr = (M + BM - 1) // BM
     num_cols: tl.constexpr = (N + BN - 1) // BN
     for tile in tl.range(tl.program_id(0), num_experts * num_rows * num_cols, NUM_PROGRAMS):
@@ -85,7 +94,16 @@ def _weight_gradient(
         total = tl.zeros((BM, BN), dtype=tl.float32)
         for k in range(0, count, BK):
             total = tl.dot(a_desc.load([first + k, row]).T, b_desc.load([first + k, col]), total)
-        c_desc.store([expert, row, col], total.to(c_desc.dtype).reshape(1, BM, BN))
+        if ADD:
+            left, right = total.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
+            part0, part1 = left.reshape(BM, 2, BN // 4).permute(0, 2, 1).split()
+            part2, part3 = right.reshape(BM, 2, BN // 4).permute(0, 2, 1).split()
+            _add_store(c_desc, expert, row, col, part0, BM, BN // 4)
+            _add_store(c_desc, expert, row, col + BN // 4, part1, BM, BN // 4)
+            _add_store(c_desc, expert, row, col + BN // 2, part2, BM, BN // 4)
+            _add_store(c_desc, expert, row, col + BN // 4 * 3, part3, BM, BN // 4)
+        else:
+            c_desc.store([expert, row, col], total.to(c_desc.dtype).reshape(1, BM, BN))
 
 
 def _programs(device: torch.device) -> int:
@@ -124,13 +142,28 @@ def rows_times_weight(a_PK: Tensor, weight: Tensor, order: RowOrder, *, transpos
     return out
 
 
-def weight_gradient(a_PM: Tensor, b_PN: Tensor, order: RowOrder) -> Tensor:
-    """[E, M, N]: a.T @ b over the rows of each expert."""
+def weight_gradient(a_PM: Tensor, b_PN: Tensor, order: RowOrder, out: Tensor | None = None) -> Tensor:
+    """[E, M, N]: a.T @ b over the rows of each expert.
+
+    With ``out``, a main gradient in fp32 or a's dtype, the products are added to it in the kernel's epilogue: the sum
+    is formed in fp32 and rounded once to out's dtype. Returns out. Raises ValueError if out does not fit.
+    """
     num_experts, height, width = order.count_E.shape[0], a_PM.shape[1], b_PN.shape[1]
-    out = a_PM.new_empty(num_experts, height, width)
-    bm, bn, programs = 128, 256, _programs(a_PM.device)
+    bm, bn, programs, add = 128, 256, _programs(a_PM.device), out is not None
+    if out is None:
+        out = a_PM.new_empty(num_experts, height, width)
+    elif (
+        out.shape != (num_experts, height, width)
+        or out.dtype not in (torch.float32, a_PM.dtype)
+        or not out.is_contiguous()
+    ):
+        raise ValueError(
+            f"weight_gradient: out {tuple(out.shape)} {out.dtype}, contiguous: {out.is_contiguous()}; expected a "
+            f"contiguous {(num_experts, height, width)} in float32 or {a_PM.dtype}"
+        )
     _weight_gradient[(programs,)](
-        _desc(a_PM, [_DEPTH, bm]), _desc(b_PN, [_DEPTH, bn]), _desc(out, [1, bm, bn]), order.first_row_E, order.count_E,
-        num_experts, M=height, N=width, BM=bm, BN=bn, BK=_DEPTH, NUM_PROGRAMS=programs, num_warps=8, num_stages=3,
+        _desc(a_PM, [_DEPTH, bm]), _desc(b_PN, [_DEPTH, bn]), _desc(out, [1, bm, bn // 4 if add else bn]),
+        order.first_row_E, order.count_E, num_experts, M=height, N=width, BM=bm, BN=bn, BK=_DEPTH,
+        NUM_PROGRAMS=programs, ADD=add, num_warps=8, num_stages=3,
     )  # fmt: skip
     return out
