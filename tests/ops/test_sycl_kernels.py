@@ -133,9 +133,15 @@ def test_grouped_gemm(name: str, tile: int, dtype: torch.dtype) -> None:
     got = sycl.grouped_weight_gradient(dout_N, x_N, order)
     assert_close(got, dw, dtype)
     assert not got[counts == 0].any()
+    activation, hidden = sycl.grouped_linear_swiglu(x_N, weight, order)
+    assert_close(hidden[:num_rows], y, dtype)
+    assert_close(activation[:num_rows], reference.swiglu(y.detach()), dtype)
 
     y, dx, dw = want(x_T[token], dout_T[token])
     assert_close(sycl.grouped_linear(x_T, weight, order, gathered=True)[:num_rows], y, dtype)
+    activation, hidden = sycl.grouped_linear_swiglu(x_T, weight, order, gathered=True)
+    assert_close(hidden[:num_rows], y, dtype)
+    assert_close(activation[:num_rows], reference.swiglu(y.detach()), dtype)
     assert_close(sycl.grouped_input_gradient(dout_T, weight, order, gathered=True)[:num_rows], dx, dtype)
     for out_dtype in {dtype, torch.float32}:
         before = torch.randn(dw.shape, generator=g).to(out_dtype)
