@@ -180,3 +180,11 @@ def test_the_host_is_not_needed_on_a_gpu() -> None:
     graph.replay()
     want = values_and_gradients(composed, fresh)
     assert all(torch.equal(got, right) for got, right in zip((y, *grads), want.values(), strict=True))
+
+
+def test_a_layer_compiles_as_one_graph() -> None:
+    inputs = make_inputs(CASE, torch.float32)
+    for layer in (composed, ops.moe_mlp):
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        got, want = values_and_gradients(compiled, inputs), values_and_gradients(layer, inputs)
+        assert all(torch.equal(got[name], want[name]) for name in want)

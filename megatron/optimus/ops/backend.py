@@ -10,12 +10,15 @@ import enum
 import functools
 import importlib
 import logging
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
 
 logger = logging.getLogger("optimus")
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -42,6 +45,7 @@ class BackendUnavailableError(ValueError):
 
 
 _selected = Backend.AUTO
+_loaded: dict[Backend, ModuleType] = {}
 
 
 def set_backend(backend: Backend | str) -> None:
@@ -63,11 +67,22 @@ def get_backend() -> Backend:
     return _selected
 
 
+def _constant_in_graphs(function: _Function) -> _Function:
+    """torch.compiler.assume_constant_result, without importing the compiler: that takes two seconds of every start.
+
+    A compiled function keeps the backend of its first call.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant_in_graphs
 def resolve(device: torch.device, dtype: torch.dtype) -> Backend:
     """The backend that runs operations on rows of this device and dtype. Raises BackendUnavailableError."""
     return _resolve(_selected, device.type, dtype)
 
 
+@_constant_in_graphs
 def resolve_routing(device: torch.device) -> Backend:
     """The backend of the operations that do not depend on the experts' dtype: router (fp32) and counts.
 
@@ -77,8 +92,8 @@ def resolve_routing(device: torch.device) -> Backend:
 
 
 def kernels(backend: Backend) -> ModuleType:
-    """The module that holds the kernels of a backend other than the reference."""
-    return importlib.import_module(_KERNELS[backend])
+    """The module that holds the kernels of a backend other than the reference, once a call resolved to it."""
+    return _loaded[backend]
 
 
 @functools.cache
@@ -111,7 +126,11 @@ def _choose(selected: Backend, device_type: str, dtype: torch.dtype) -> tuple[Ba
     native = {"cpu": Backend.CPU, "meta": Backend.CPU, "xpu": Backend.SYCL}.get(device_type, Backend.TRITON)
     backend = native if selected is Backend.AUTO else selected
     obstacle = _obstacle(backend, device_type, dtype)
-    return (backend if obstacle is None else Backend.REFERENCE), obstacle
+    if obstacle is not None:
+        return Backend.REFERENCE, obstacle
+    if backend in _KERNELS:
+        _loaded[backend] = importlib.import_module(_KERNELS[backend])
+    return backend, None
 
 
 def _obstacle(backend: Backend, device_type: str, dtype: torch.dtype) -> str | None:
