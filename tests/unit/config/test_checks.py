@@ -37,6 +37,31 @@ def config(flags: str) -> RunConfig:
             8,
             ["=8 must divide num_layers=12", "1, 2, 3, 4, 6 or 12"],
         ),
+        (
+            "--tensor-model-parallel-size 4 --num-attention-heads 2",
+            8,
+            ["=4 must divide num_attention_heads=2; use 1 or 2"],
+        ),
+        ("--tensor-model-parallel-size 4 --num-query-groups 2", 8, ["=4 must divide num_query_groups=2; use 1 or 2"]),
+        ("--tensor-model-parallel-size 4 --vocab-size 50257", 8, ["vocab_size=50257; use vocab_size=50260"]),
+        ("--tensor-model-parallel-size 4 --ffn-hidden-size 6", 8, ["ffn_hidden_size=6; use 1, 2, 3 or 6"]),
+        (f"{MOE} --expert-tensor-parallel-size 4 --moe-ffn-hidden-size 6", 8, ["moe_ffn_hidden_size=6; use 1, 2, 3"]),
+        ("--expert-tensor-parallel-size 2", 8, ["num_experts=0", "use 1"]),
+        (f"{MOE} --expert-tensor-parallel-size 16", 8, ["=16 must divide the ranks of one pipeline stage 8"]),
+        (
+            f"{MOE} --expert-tensor-parallel-size 2 --expert-model-parallel-size 8",
+            8,
+            ["8 / expert_tensor", "1, 2 or 4"],
+        ),
+        (f"{MOE} --tensor-model-parallel-size 2 --sequence-parallel false", 8, ["use sequence_parallel=True"]),
+        ("--tensor-model-parallel-size 2 --seq-length 255", 8, ["255 tokens must be a multiple", "=2"]),
+        ("--context-parallel-size 4 --seq-length 254", 8, ["seq_length=254", "=4; use 252 or 256"]),
+        ("--context-parallel-size 4 --cp-comm-type p2p --seq-length 252", 8, ["2 x context", "use 248 or 256"]),
+        (
+            "--context-parallel-size 4 --tensor-model-parallel-size 2 --num-attention-heads 4",
+            8,
+            ["the 2 attention heads", "use 1 or 2, or cp_comm_type=p2p"],
+        ),
         ("--global-batch-size 20", 8, ["global_batch_size=20", "size 8 = 8", "16 or 24"]),
         ("--global-batch-size 20 --micro-batch-size 3", 8, ["=3 x data-parallel size 8 = 24; use 24"]),
         ("--seq-length 5000", 1, ["seq_length=5000", "max_position_embeddings=4096"]),
@@ -59,6 +84,9 @@ def test_impossible_combinations(flags: str, world: int, parts: list[str]) -> No
         ("", 8),
         (f"{MOE} --expert-model-parallel-size 8", 8),
         (f"{MOE} --expert-model-parallel-size 8 --tensor-model-parallel-size 2 --global-batch-size 4", 8),
+        ("--context-parallel-size 4 --cp-comm-type p2p --num-attention-heads 2", 8),
+        ("--tensor-model-parallel-size 2 --sequence-parallel false --seq-length 255", 8),
+        (f"{MOE} --expert-tensor-parallel-size 2 --expert-model-parallel-size 4", 8),
         ("--lr-warmup-iters 9 --train-iters 8 --lr-decay-iters 100", 1),  # the first part of a longer schedule
         ("--split 1,0,0 --eval-interval 0", 1),
         ("--seq-length 4096", 1),
@@ -83,9 +111,7 @@ def test_gradient_accumulation_steps() -> None:
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        ("--data-path x --tensor-model-parallel-size 2", "tensor_model_parallel_size=2"),
         ("--data-path x --pipeline-model-parallel-size 2", "pipeline_model_parallel_size=2"),
-        ("--data-path x --context-parallel-size 2", "context_parallel_size=2"),
         ("--data-path x --optimizer muon", "optimizer='muon'"),
         ("--data-path x --zero-stage 3", "zero_stage=3"),
         ("", "--data-path data/corpus"),
@@ -100,4 +126,4 @@ def test_what_this_version_cannot_train(flags: str, part: str) -> None:
 
 
 def test_trainable() -> None:
-    check_trainable(config("--data-path x"))
+    check_trainable(config("--data-path x --tensor-model-parallel-size 2 --context-parallel-size 2"))
