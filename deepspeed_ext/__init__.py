@@ -1,8 +1,35 @@
-"""DeepSpeed's engine with an expert-parallel-aware ZeRO-1 optimizer; usable with any model, see README.md."""
+"""DeepSpeed's engine with an expert-parallel-aware ZeRO optimizer; usable with any model, see README.md."""
+
+import logging
+
+import deepspeed
 
 from deepspeed_ext.engine import EPEngine
 from deepspeed_ext.groups import ZeroGroups, init_distributed, shutdown
 from deepspeed_ext.initialize import initialize
-from deepspeed_ext.zero.optimizer import EPZeroOptimizer, StateShard
+from deepspeed_ext.rules import Lion, Muon
+from deepspeed_ext.zero.checkpoint import StateShard
+from deepspeed_ext.zero.optimizer import EPZeroOptimizer
+from deepspeed_ext.zero.options import ZeroOptions
 
-__all__ = ["EPEngine", "EPZeroOptimizer", "StateShard", "ZeroGroups", "init_distributed", "initialize", "shutdown"]
+__all__ = [
+    "EPEngine",
+    "EPZeroOptimizer",
+    "Lion",
+    "Muon",
+    "StateShard",
+    "ZeroGroups",
+    "ZeroOptions",
+    "init_distributed",
+    "initialize",
+    "shutdown",
+]
+
+TESTED_DEEPSPEED = "0.19.8"  # the engine's expectations of its optimizer are not a public interface
+if deepspeed.__version__.split("+")[0] != TESTED_DEEPSPEED:
+    logging.getLogger("deepspeed_ext").warning(
+        "deepspeed %s is installed; this optimizer was tested with %s only (pip install deepspeed==%s)",
+        deepspeed.__version__,
+        TESTED_DEEPSPEED,
+        TESTED_DEEPSPEED,
+    )

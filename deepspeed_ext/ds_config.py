@@ -1,8 +1,7 @@
-"""Reading a DeepSpeed configuration: which optimizer it asks for, and whether ZeRO stage 1 is ours to run."""
+"""Reading a DeepSpeed configuration: which optimizer it asks for, whether it is ours to run, and with which options."""
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,12 +10,16 @@ import torch
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
-logger = logging.getLogger("deepspeed_ext")
+from deepspeed_ext.rules import Lion
+from deepspeed_ext.zero.options import DEFAULT_BUCKET_NUMEL, ZeroOptions
 
+_OWN_KEYS = {"overlap_param_gather", "clip_after_steps", "reduce_each_micro_batch"}
+_DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
     "sgd": torch.optim.SGD,
+    "lion": Lion,
 }
 
 
@@ -40,12 +43,12 @@ def resolve_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]
 
 
 def reason_for_deepspeed(config: Mapping[str, Any], model: torch.nn.Module, mesh_param: Any) -> str | None:
-    """Why DeepSpeed's own path runs this configuration, or None if it is ours: ZeRO stage 1 without offload."""
+    """Why DeepSpeed's own path runs this configuration, or None if it is ours: ZeRO stage 1 or 2 without offload."""
     zero = config.get("zero_optimization") or {}
     stage = zero.get("stage", 0)
     offloaded = [(zero.get(key) or {}).get("device", "none") for key in ("offload_optimizer", "offload_param")]
     reasons = {
-        f"ZeRO stage {stage}": stage != 1,
+        f"ZeRO stage {stage}": stage not in (1, 2),
         "offload": any(device not in ("none", None) for device in offloaded) or bool(zero.get("cpu_offload")),
         "ZenFlow": bool(zero.get("zenflow")),
         "PipelineModule": isinstance(model, PipelineModule),
@@ -57,21 +60,44 @@ def reason_for_deepspeed(config: Mapping[str, Any], model: torch.nn.Module, mesh
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
-def check_precision(config: Mapping[str, Any]) -> None:
-    """Raises ValueError for fp16, and logs where the configuration asks for a lower precision than we use."""
+def zero_options(config: Mapping[str, Any]) -> ZeroOptions:
+    """The sharded optimizer's options from DeepSpeed's keys and the section "deepspeed_ext".
+
+    DeepSpeed's: zero_optimization.{stage, reduce_bucket_size, overlap_comm}, gradient_clipping,
+    data_types.grad_accum_dtype, communication_data_type. Where they are absent: 2^26 elements, overlap, fp32. Section
+    "deepspeed_ext": overlap_param_gather, clip_after_steps, reduce_each_micro_batch. Raises ValueError for fp16, an
+    unknown key of the section, or a value out of range.
+    """
     autocast = config.get("torch_autocast") or {}
     half_autocast = autocast.get("enabled") and str(autocast.get("dtype")) in ("float16", "torch.float16", "fp16")
     if (config.get("fp16") or {}).get("enabled") or half_autocast:
-        raise ValueError("fp16 is not supported by the EP-aware ZeRO-1; use bf16 {'enabled': true} or fp32")
-    accumulate = (config.get("data_types") or {}).get("grad_accum_dtype")
+        raise ValueError("fp16 is not supported by the EP-aware ZeRO; use bf16 {'enabled': true} or fp32")
+    zero = config.get("zero_optimization") or {}
+    own = dict(config.get("deepspeed_ext") or {})
+    unknown = own.keys() - _OWN_KEYS
+    if unknown:
+        raise ValueError(f"deepspeed_ext.{min(unknown)} is not an option; known: {', '.join(sorted(_OWN_KEYS))}")
     communicate = config.get("communication_data_type")
-    for key, dtype in (("data_types.grad_accum_dtype", accumulate), ("communication_data_type", communicate)):
-        if dtype not in (None, "fp32", "float32"):
-            logger.warning("%s=%s is ignored: gradients are accumulated and reduced in fp32", key, dtype)
+    return ZeroOptions(
+        stage=int(zero.get("stage", 1)),
+        bucket_numel=int(zero.get("reduce_bucket_size", DEFAULT_BUCKET_NUMEL)),
+        grad_dtype=_dtype("data_types.grad_accum_dtype", (config.get("data_types") or {}).get("grad_accum_dtype")),
+        comm_dtype=None if communicate is None else _dtype("communication_data_type", communicate),
+        overlap_comm=zero.get("overlap_comm") is not False,
+        max_norm=float(config.get("gradient_clipping", 0.0)),
+        average=True,
+        **own,
+    )
+
+
+def _dtype(key: str, value: str | None) -> torch.dtype:
+    if value not in (None, *_DTYPES):
+        raise ValueError(f"{key}={value!r} is not supported; use {' or '.join(sorted(_DTYPES))}")
+    return torch.float32 if value is None else _DTYPES[value]
 
 
 def build_torch_optimizer(config: Mapping[str, Any], params: Iterable[Any]) -> torch.optim.Optimizer:
-    """The torch optimizer of the configuration's "optimizer" section (Adam, AdamW, SGD), never a JIT-compiled one.
+    """The torch optimizer of the configuration's "optimizer" section: Adam, AdamW, SGD or Lion, never JIT-compiled.
 
     As in DeepSpeed, "Adam" means decoupled weight decay unless adam_w_mode is false. Raises ValueError for a missing
     section, another type, or a parameter that torch's optimizer does not take.
@@ -82,7 +108,9 @@ def build_torch_optimizer(config: Mapping[str, Any], params: Iterable[Any]) -> t
     kind = str(section.get("type", "")).lower()
     options = dict(section.get("params") or {})
     if kind not in _OPTIMIZERS:
-        raise ValueError(f"optimizer type {section.get('type')!r} is not one of Adam, AdamW, SGD; pass optimizer=")
+        raise ValueError(
+            f"optimizer type {section.get('type')!r} is not one of Adam, AdamW, SGD, Lion; pass optimizer="
+        )
     if "max_grad_norm" in options:
         raise ValueError("max_grad_norm is not an optimizer parameter; use gradient_clipping in the configuration")
     decoupled = options.pop("adam_w_mode", True)

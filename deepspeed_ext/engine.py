@@ -1,7 +1,10 @@
-"""DeepSpeed's engine with our optimizer: two overrides choose it, one broadcasts weights over our groups."""
+"""DeepSpeed's engine with our optimizer: two overrides choose it, the others keep it from waiting for the device."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,20 +13,29 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of
 from deepspeed_ext.zero.optimizer import EPZeroOptimizer
+from deepspeed_ext.zero.options import ZeroOptions
 
 
 class EPEngineMixin:
-    """Put before a DeepSpeed engine class; needs ``zero_groups`` and a ZeRO stage 1 configuration.
+    """Put before a DeepSpeed engine class; needs ``zero_groups``, ``zero_options`` and ZeRO stage 1 or 2.
 
     DeepSpeed learns nothing of the experts (has_moe_layers stays False for MoE classes that are not its own): its norm,
     reduction and checkpoint code for them is bypassed, ours works from the parameters' marks.
+
+    After a step DeepSpeed's engine asks whether it was skipped, which would make the host wait for the device. Here it
+    is answered for the step before, so ``lr_scheduler`` makes up for a skipped step one step late: after every applied
+    step it has been stepped as often as steps were applied, or once more right after a skipped one. What a user asks
+    (``get_global_grad_norm``, ``skipped_steps``, ``was_step_applied``) is exact and waits.
     """
 
     zero_groups: ZeroGroups
+    zero_options: ZeroOptions
+    optimizer: EPZeroOptimizer
 
-    def __init__(self, *args: Any, zero_groups: ZeroGroups, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, zero_groups: ZeroGroups, zero_options: ZeroOptions, **kwargs: Any) -> None:
         # DeepSpeed's constructor builds the optimizer, and nn.Module's forbids ordinary assignment before it has run.
         self.__dict__["zero_groups"] = zero_groups
+        self.__dict__["zero_options"] = zero_options
         super().__init__(*args, **kwargs)
 
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
@@ -35,9 +47,55 @@ class EPEngineMixin:
             optimizer,
             self.param_names,  # type: ignore[attr-defined]
             groups=self.zero_groups,
-            max_norm=self.gradient_clipping(),  # type: ignore[attr-defined]
-            average=self.gradient_average,  # type: ignore[attr-defined]
+            options=replace(self.zero_options, average=self.gradient_average),  # type: ignore[attr-defined]
+            module=self.module,  # type: ignore[attr-defined]
         )
+
+    # ---- what happens in a step
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # DeepSpeed tells the optimizer through a hook on the engine's outputs, which a loss need not come through.
+        self.optimizer.set_gradient_accumulation_boundary(self.is_gradient_accumulation_boundary())  # type: ignore[attr-defined]
+        return super().backward(loss, *args, **kwargs)  # type: ignore[misc]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """DeepSpeed's: backwards inside accumulate and reduce nothing."""
+        with super().no_sync(), self.optimizer.hold_reductions():  # type: ignore[misc]
+            yield
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """DeepSpeed's: updates the weights at the accumulation boundary."""
+        self.__dict__["_has_stepped"] = False
+        super().step(*args, **kwargs)  # type: ignore[misc]
+
+    def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
+        with self.optimizer.telling_previous_step():
+            super()._take_model_step(*args, **kwargs)  # type: ignore[misc]
+        self.__dict__["_has_stepped"] = True
+
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step()`` updated the weights. Waits for the device."""
+        return bool(self.__dict__.get("_has_stepped")) and not self.optimizer.overflow
+
+    def get_global_grad_norm(self) -> Any:
+        """Of the last step, before clipping; None before the first. Waits for the device."""
+        return self.optimizer._global_grad_norm
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped because gradients were not finite, those before a resume included. Waits for the device."""
+        optimizer = self.__dict__.get("optimizer")
+        counted = optimizer.skipped_steps if isinstance(optimizer, EPZeroOptimizer) else 0
+        return int(self.__dict__.get("_skipped_before", 0)) + counted
+
+    @skipped_steps.setter
+    def skipped_steps(self, value: int) -> None:
+        optimizer = self.__dict__.get("optimizer")
+        if not isinstance(optimizer, EPZeroOptimizer):
+            self.__dict__["_skipped_before"] = value
+        elif not optimizer.is_telling_previous_step:  # inside, the engine counts what the optimizer counts itself
+            self.__dict__["_skipped_before"] = value - optimizer.skipped_steps
 
     @torch.no_grad()
     def _broadcast_model(self) -> None:
@@ -51,4 +109,4 @@ class EPEngineMixin:
 
 
 class EPEngine(EPEngineMixin, DeepSpeedEngine):
-    """DeepSpeedEngine with the EP-aware ZeRO-1 optimizer; build it through ``deepspeed_ext.initialize``."""
+    """DeepSpeedEngine with the EP-aware ZeRO optimizer; build it through ``deepspeed_ext.initialize``."""

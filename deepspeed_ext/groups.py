@@ -21,14 +21,35 @@ class ZeroGroups:
 
     ``dense``: all data-parallel ranks. ``expert``: by group name ("ep_size_N"), the ranks that hold the same experts
     (expert data parallel); each lies inside ``dense``. None: this rank is the only one that holds its experts.
+
+    ``model``: the ranks that together hold one copy of a model cut by tensor and pipeline parallelism, over which the
+    gradient norm is summed as well; ``tensor``: those of its ranks that cut the same layers. A parameter that is cut
+    carries ``tensor_model_parallel = True``; any other is taken to be the same on all ranks of ``tensor``.
     """
 
     dense: dist.ProcessGroup
     expert: dict[str, dist.ProcessGroup | None]
+    model: dist.ProcessGroup | None = None
+    tensor: dist.ProcessGroup | None = None
 
     def of(self, expert_group: str | None) -> dist.ProcessGroup | None:
         """The group of an expert family, or ``dense`` for None."""
         return self.dense if expert_group is None else self.expert[expert_group]
+
+    def check(self) -> None:
+        """Raises ValueError unless ``dense`` x ``model`` are all ranks. Local."""
+        dense, model = len(ranks_of(self.dense)), len(ranks_of(self.model))
+        if dense * model != dist.get_world_size():
+            raise ValueError(
+                f"the dense group has {dense} ranks and the model group {model}, of {dist.get_world_size()}; their "
+                "product must be all ranks: pass ZeroGroups(model=...), the tensor- and pipeline-parallel ranks that "
+                "hold one copy of the model, over which the gradient norm is summed as well"
+            )
+
+    @property
+    def is_first_tensor_rank(self) -> bool:
+        """Whether this rank counts, in the norm, what all ranks of ``tensor`` hold alike."""
+        return self.tensor is None or dist.get_rank(self.tensor) == 0
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:

@@ -1,4 +1,4 @@
-"""initialize(): deepspeed.initialize with the EP-aware ZeRO-1 optimizer in place of DeepSpeed's."""
+"""initialize(): deepspeed.initialize with the EP-aware ZeRO optimizer in place of DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero import partition_parameters
 from torch import nn
 
-from deepspeed_ext.ds_config import build_torch_optimizer, check_precision, reason_for_deepspeed, resolve_config
+from deepspeed_ext.ds_config import build_torch_optimizer, reason_for_deepspeed, resolve_config, zero_options
 from deepspeed_ext.engine import EPEngine
 from deepspeed_ext.groups import ZeroGroups, build_groups, init_distributed, mark_experts, world_group
+from deepspeed_ext.rules import rule_for
 from deepspeed_ext.zero.agreement import (
     Signatures,
     check_agreement,
@@ -23,6 +24,7 @@ from deepspeed_ext.zero.agreement import (
     parameter_signatures,
     raise_together,
 )
+from deepspeed_ext.zero.options import ZeroOptions
 
 logger = logging.getLogger("deepspeed_ext")
 
@@ -53,11 +55,14 @@ def initialize(
     has N consecutive ranks. ``is_expert(name)``: the expert group of a parameter, or None; by default DeepSpeed's marks
     (``param.allreduce = False; param.group_name = "ep_size_N"``) tell.
 
-    ZeRO stage 1 without offload is ours; every other configuration goes to ``deepspeed.initialize`` unchanged. One log
-    line says which. Returns (engine, optimizer, dataloader or None, lr scheduler or None). Collective over all ranks.
+    ZeRO stages 1 and 2 without offload are ours (options: ``ds_config.zero_options``); every other configuration goes
+    to ``deepspeed.initialize`` unchanged. One log line says which. DeepSpeed's throughput timer, which by default waits
+    for the device twice a micro-batch, does not wait here unless the configuration has a "timers" section. Returns
+    (engine, optimizer, dataloader or None, lr scheduler or None). Collective over all ranks.
 
     Raises ValueError, the same on every rank, for: fp16; an expert size that does not divide the ranks; a parameter
-    twice in the optimizer; sparse gradients; ranks that disagree on names, shapes, dtypes or order of parameters.
+    twice in the optimizer; sparse gradients; ranks that disagree on names, shapes, dtypes or order of parameters, or on
+    the optimizer's options.
     """
     if model is None:
         raise ValueError("initialize needs model=")
@@ -83,7 +88,8 @@ def initialize(
             config=None if config_in_args else config,  # DeepSpeed refuses one given twice
             mesh_param=mesh_param,
         )
-    optimizer, groups = _prepare(model, optimizer, model_parameters, config, groups)
+    config.setdefault("timers", {"throughput": {"synchronized": False}})
+    optimizer, groups, options = _prepare(model, optimizer, model_parameters, config, groups)
     partition_parameters.shutdown_init_context()  # a surrounding zero.Init must not see the engine's own modules
     engine = EPEngine(
         args=args,
@@ -97,6 +103,7 @@ def initialize(
         config=config,
         config_class=DeepSpeedConfig(config, mpu),
         zero_groups=groups,
+        zero_options=options,
     )
     partition_parameters.restore_init_context()
     engine._configure_python_gc()
@@ -109,20 +116,19 @@ def _prepare(
     model_parameters: Iterable[Any] | None,
     config: dict[str, Any],
     groups: ZeroGroups | None,
-) -> tuple[torch.optim.Optimizer, ZeroGroups]:
-    """The torch optimizer and the groups, after all ranks have compared what they hold."""
-    dense = groups.dense if groups is not None else world_group()
+) -> tuple[torch.optim.Optimizer, ZeroGroups, ZeroOptions]:
+    """The torch optimizer, the groups and the options, after all ranks have compared what they hold."""
     signatures: Signatures = {}
     optimizer: torch.optim.Optimizer | None = None
+    options = ZeroOptions()
     error = cause = None
     try:
-        if dist.get_world_size(dense) != dist.get_world_size():
-            raise ValueError(
-                f"the dense group has {dist.get_world_size(dense)} of {dist.get_world_size()} ranks; tensor and "
-                "pipeline parallelism are not supported by this optimizer: its gradient norm covers the dense group"
-            )
-        check_precision(config)
+        if groups is not None:
+            groups.check()
+        options = zero_options(config)
         optimizer = _torch_optimizer(model, given, model_parameters, config)
+        for group in optimizer.param_groups:
+            rule_for(optimizer, group)
         signatures = parameter_signatures(model, optimizer.param_groups)
         if groups is not None and not signatures.keys() <= {None, *groups.expert}:
             unknown = sorted(str(name) for name in signatures.keys() - {None, *groups.expert})
@@ -131,16 +137,16 @@ def _prepare(
         # Whatever went wrong here, the other ranks must hear of it instead of waiting in the next collective.
         error, cause = str(failure), failure
     try:
-        raise_together(error, dense)
+        raise_together(error, world_group())
     except ValueError as together:
         raise together from cause
     if groups is None:
         # A rank without experts still takes part in creating everybody's groups.
-        names = gather({name for name in signatures if name is not None}, dense)
+        names = gather({name for name in signatures if name is not None}, world_group())
         groups = build_groups(set().union(*names.values()))
-    check_agreement(signatures, groups)
+    check_agreement(signatures, groups, options)
     assert optimizer is not None  # every rank would have raised above
-    return optimizer, groups
+    return optimizer, groups, options
 
 
 def _torch_optimizer(
@@ -158,6 +164,6 @@ def _torch_optimizer(
 def _log_choice(reason: str | None) -> None:
     if dist.get_rank() == 0:
         if reason is None:
-            logger.info("optimizer: EP-aware ZeRO-1 of deepspeed_ext")
+            logger.info("optimizer: EP-aware ZeRO of deepspeed_ext")
         else:
             logger.info("optimizer: DeepSpeed's own (%s)", reason)

@@ -1,8 +1,10 @@
 #!/usr/bin/env python
-"""Converts a model between Optimus checkpoints and Hugging Face folders (OLMo, OLMoE).
+"""Converts a model between formats; docs/converters.md has what each of them holds.
 
     tools/convert_checkpoint.py runs/demo exported --to hf          # newest checkpoint of a run
-    tools/convert_checkpoint.py OLMoE-1B-7B-0924 olmoe --to optimus
+    tools/convert_checkpoint.py Mixtral-8x7B-v0.1 mixtral --to optimus --verify
+    tools/convert_checkpoint.py runs/demo mcore --to megatron --target-tensor-parallel-size 2
+    tools/convert_checkpoint.py deepspeed_run ours --to optimus --model-config config.json
 
 Exit code 0 when the destination is complete, 2 with one line on stderr when nothing was written.
 """
@@ -18,7 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout without installation
 
-from megatron.optimus.checkpoint.convert import DEFAULT_MAX_SHARD_BYTES, convert
+from megatron.optimus.checkpoint.convert import DEFAULT_MAX_SHARD_BYTES, FORMATS, Options, convert
+from megatron.optimus.checkpoint.convert.names import NAMES
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.config.schema import ConfigError
 
@@ -35,11 +38,11 @@ def size(text: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
-        description="Convert a model between Optimus checkpoints and Hugging Face folders (OLMo, OLMoE)."
+        description="Convert a model between Optimus, Hugging Face, Megatron and DeepSpeed checkpoints."
     )
-    result.add_argument("source", type=Path, help="Hugging Face folder, checkpoint, or run folder (its newest one)")
+    result.add_argument("source", type=Path, help="folder of a checkpoint, or of checkpoints (the newest one)")
     result.add_argument("destination", type=Path, help="folder to create")
-    result.add_argument("--to", choices=("hf", "optimus"), required=True, help="format of the destination")
+    result.add_argument("--to", choices=FORMATS, required=True, help="format of the destination")
     result.add_argument(
         "--dtype",
         choices=("fp32", "bf16", "source"),
@@ -47,7 +50,18 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--tokenizer", type=Path, help="tokenizer.json or its folder; default: the run's own")
     result.add_argument("--max-shard-size", type=size, default=DEFAULT_MAX_SHARD_BYTES, help="per file; default 5GB")
+    result.add_argument("--model-config", type=Path, help="config.json or YAML, where the source has none")
+    result.add_argument("--names", choices=NAMES, default="optimus", help="of parameters, for zero and universal")
+    for kind in ("tensor", "pipeline", "expert"):
+        result.add_argument(f"--target-{kind}-parallel-size", type=int, default=1, help="ranks, for megatron")
+    result.add_argument(
+        "--transformer-impl",
+        choices=("transformer_engine", "local"),
+        default="transformer_engine",
+        help="names of modules, for megatron",
+    )
     result.add_argument("--overwrite", action="store_true", help="replace an earlier conversion")
+    result.add_argument("--verify", action="store_true", help="read the result back and compare every tensor")
     result.add_argument("--dry-run", action="store_true", help="list the tensors, write nothing")
     return result
 
@@ -60,20 +74,32 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.source,
             args.destination,
             to=args.to,
-            dtype=args.dtype,
-            tokenizer=args.tokenizer,
-            max_shard_bytes=args.max_shard_size,
+            options=Options(
+                args.dtype,
+                args.tokenizer,
+                args.max_shard_size,
+                args.names,
+                args.target_tensor_parallel_size,
+                args.target_pipeline_parallel_size,
+                args.target_expert_parallel_size,
+                args.transformer_impl == "transformer_engine",
+            ),
+            model_config=args.model_config,
             overwrite=args.overwrite,
             dry_run=args.dry_run,
+            verify=args.verify,
         )
     except (CheckpointError, ConfigError) as error:
         print(f"convert_checkpoint: error: {error}", file=sys.stderr)
         return 2
     if args.dry_run:
-        for name, dtype, shape in done.tensors:
-            print(f"{name}  {str(dtype).removeprefix('torch.')}  {list(shape)}")
+        for tensor in done.tensors:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            print(f"{tensor.name}  {dtype}  {list(tensor.shape)}  {tensor.num_bytes:,} bytes")
     verb = "would write" if args.dry_run else "wrote"
     print(f"{verb} {done.destination}: {len(done.tensors)} tensors, {done.num_bytes:,} bytes, from {done.source}")
+    if args.verify and not args.dry_run:
+        print(f"read back and compared: {done.compared} tensors, all equal")
     return 0
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
-from megatron.optimus.config.schema import ConfigError, DataConfig, TokenizerType
+from megatron.optimus.config.schema import ConfigError, DataConfig, Packing, TokenizerType
 from megatron.optimus.data.dataset import InstanceSet, Split
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.indexed import IndexedDataset
@@ -56,6 +56,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     same.add_argument("--anywhere", action="store_true", help="also within a split")
     sample = actions.add_parser("sample", parents=[data, text], help="what sample k of a run contains")
     sample.add_argument("position", type=int)
+    sample.add_argument("--packing", choices=[p.value for p in Packing], default=Packing.NONE.value)
     blend = actions.add_parser("blend", parents=[data], help="shares and epochs of each corpus in a run")
     blend.add_argument("--samples", type=int, required=True, help="length of the run")
     blend.add_argument("--picture", help="PNG of the realised shares")
@@ -119,24 +120,25 @@ def duplicates(args: argparse.Namespace) -> int:
 
 def mixture_of(args: argparse.Namespace) -> Mixture | InstanceSet:
     sources = read_sources(DataConfig(data_path=args.data_path, data_file_list=args.data_file_list))
+    packing = "packing" in args and args.packing == Packing.BEST_FIT.value
     if sources.is_blend:
-        return Mixture(sources, args.seq_length, split=args.split, part=Split.TRAIN, seed=args.seed)
-    return InstanceSet(sources.prefixes, args.seq_length, split=args.split)
+        return Mixture(sources, args.seq_length, split=args.split, part=Split.TRAIN, seed=args.seed, packing=packing)
+    return InstanceSet(sources.prefixes, args.seq_length, split=args.split, packing=packing)
 
 
 def sample(args: argparse.Namespace) -> None:
     data, tokenizer = mixture_of(args), tokenizer_of(args)
     if isinstance(data, Mixture):
-        corpus, epoch, instance, prefix, token = data.sample(args.position)
+        corpus, epoch, instance, prefix, ranges = data.sample(args.position)
     else:
         epoch, instance = sample_at(args.position, len(data), args.seed)
-        corpus, (prefix, token) = "all", data.locate(instance)
-    document, start = document_at(IndexedDataset(prefix), token)
-    print(
-        f"sample {args.position}: corpus {corpus}, epoch {epoch}, instance {instance}, {prefix}.bin tokens "
-        f"[{token}, {token + args.seq_length + 1}), from token {token - start} of document {document}"
-    )
-    print(as_text(tokenizer, IndexedDataset(prefix).tokens[token : token + args.seq_length + 1]))
+        corpus, (prefix, ranges) = "all", data.locate(instance)
+    print(f"sample {args.position}: corpus {corpus}, epoch {epoch}, instance {instance}, of {prefix}.bin")
+    file = IndexedDataset(prefix)
+    for start, stop in ranges:
+        document, first = document_at(file, start)
+        print(f"--- tokens [{start}, {stop}), from token {start - first} of document {document}")
+        print(as_text(tokenizer, file.tokens[start:stop]))
 
 
 def blend(args: argparse.Namespace) -> None:

@@ -26,13 +26,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--vocab-size", type=int, required=True, help="entries, at least 257")
     parser.add_argument("--output", required=True, help="folder to write")
     parser.add_argument("--json-key", "--json-keys", default="text", help="key that holds the text")
+    parser.add_argument("--special-tokens", nargs="*", default=[], help="names, for example <fim_prefix> <fim_middle>")
     parser.add_argument("--skip-malformed", action="store_true", help="leave malformed lines out and count them")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     started = time.monotonic()
     try:
         texts = read_documents(expand_inputs(args.input), args.json_key, args.skip_malformed)
-        train_bpe(texts, args.vocab_size, args.output)
+        train_bpe(texts, args.vocab_size, args.output, args.special_tokens)
         tokenizer = build_tokenizer(TokenizerType.HF, args.output)
     except DataError as error:
         print(f"train_tokenizer: error: {error}", file=sys.stderr)

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of
+from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of, world_group
+from deepspeed_ext.zero.options import ZeroOptions
 
 # (name, shape, dtype, index of the optimizer's parameter group or None)
 Signature = tuple[str, tuple[int, ...], str, int | None]
@@ -89,25 +90,29 @@ def raise_together(error: str | None, group: dist.ProcessGroup) -> None:
         raise ValueError(f"{errors[first]} (on {len(errors)} rank(s), first rank {first})")
 
 
-def check_agreement(signatures: Signatures, groups: ZeroGroups) -> None:
-    """Raises ValueError on every rank if ranks of one group describe different parameters, or a group is misplaced.
-
-    One collective over ``groups.dense`` when all agree; a second one finds the first parameter that differs.
+def check_agreement(signatures: Signatures, groups: ZeroGroups, options: ZeroOptions) -> None:
+    """Raises ValueError on every rank if ranks of one group describe different parameters, a group is misplaced, or
+    options differ. Collective over all ranks: one exchange when all agree; a second one finds the first difference.
     """
     own: dict[str | None, _Member] = {}
     for name in (None, *groups.expert):
         described = repr(signatures.get(name, []))
         ranks = tuple(ranks_of(groups.of(name)))
         own[name] = _Member(ranks, hashlib.sha256(described.encode()).hexdigest())
-    members = gather(own, groups.dense)
+    everybody = gather((own, options), world_group())
+    for rank, (_, other) in everybody.items():
+        if other != everybody[0][1]:
+            raise ValueError(f"ranks disagree on options: rank 0 has {everybody[0][1]}, rank {rank} has {other}")
+    members = {rank: entries for rank, (entries, _) in everybody.items()}
     for rank, entries in members.items():
+        dense = set(entries[None].ranks)
         for name, member in entries.items():
-            outside = set(member.ranks) - set(members)
+            outside = set(member.ranks) - dense
             if outside:
                 raise ValueError(f"expert group {name!r} has ranks {sorted(outside)} outside the dense group")
             for peer in member.ranks:
                 if members[peer].get(name) != member:
-                    details = gather(signatures.get(name, []), groups.dense)
+                    details = gather(signatures.get(name, []), world_group())
                     raise ValueError(_difference(name, rank, details[rank], peer, details[peer]))
 
 

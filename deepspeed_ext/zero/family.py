@@ -1,21 +1,25 @@
-"""One family's flat buffers on one rank, and the three things done with them: accumulate, reduce, publish.
+"""One family's flat buffers on one rank: parameters, gradients and fp32 masters, cut into buckets.
 
-Sizes, with P parameters in the family over n ranks: flat_param P (the model's dtype; the module's parameters are views
-of it), main_grad P fp32, grad_shard P/n fp32 (none extra for n = 1), master P/n fp32.
+Sizes, with P parameters in the family over n ranks, padding aside: params P (the model's dtype; the module's parameters
+are views of it), masters P/n fp32, the rule's states. Gradients: stage 1 P in grad_dtype, in which the reduction leaves
+its result; stage 2 P/n (the buckets' sums) and what the ring lends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from deepspeed_ext.groups import ranks_of
-from deepspeed_ext.zero.collectives import all_gather, reduce_scatter
-from deepspeed_ext.zero.partition import FlatLayout, shard_pieces
+from deepspeed_ext.rules.base import Shard, UpdateRule, WholeMatrices
+from deepspeed_ext.zero.bucket import Bucket
+from deepspeed_ext.zero.options import ZeroOptions
+from deepspeed_ext.zero.partition import FamilyLayout, Piece
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -27,67 +31,91 @@ class FamilyKey:
     param_group: int  # index in the wrapped optimizer's param_groups
     expert_group: str | None  # None: dense
     dtype: torch.dtype
+    # The same on all tensor-parallel ranks. Such parameters must not share buckets with parts of cut ones: what all
+    # ranks repeat has to be summed in the same order everywhere, or the copies drift apart.
+    is_tensor_replica: bool = False
+    is_pipe_replica: bool = False  # of a parameter that another pipeline stage counts in the norm
 
 
 class Family:
-    """Flat buffers of one family. ``params`` and ``layout.placements`` are in the same order."""
+    """Flat buffers of one family. ``params``: its parameters by name; ``rule`` updates the shards."""
 
     def __init__(
-        self, key: FamilyKey, params: Sequence[nn.Parameter], layout: FlatLayout, group: dist.ProcessGroup | None
+        self,
+        key: FamilyKey,
+        params: Mapping[str, nn.Parameter],
+        layout: FamilyLayout,
+        group: dist.ProcessGroup | None,
+        rule: UpdateRule,
+        options: ZeroOptions,
     ) -> None:
         self.key = key
         self.group = group
         self.layout = layout
-        self.params = dict(zip((placement.name for placement in layout.placements), params, strict=True))
-        rank = ranks_of(group).index(dist.get_rank())
-        self.pieces = shard_pieces(layout, rank)
-        self._own = slice(rank * layout.shard_numel, (rank + 1) * layout.shard_numel)
-        device = params[0].device
-        self.flat_param = torch.zeros(layout.numel, dtype=key.dtype, device=device)
+        self.params = dict(params)
+        self.rule = rule
+        self.in_norm = True  # False: another rank of the model-parallel group counts these same parameters
+        self.exchange: WholeMatrices | None = None  # of a rule that needs whole matrices
+        self.rank = ranks_of(group).index(dist.get_rank())
+        self.group_size = layout.buckets[0].group_size
+        device = next(iter(params.values())).device
+        self.param_buffer = torch.zeros(layout.numel, dtype=key.dtype, device=device)
+        self.masters = torch.zeros(layout.shard_numel, dtype=torch.float32, device=device)
+        self.grad_buffer: Tensor | None = None
+        if options.stage == 1 or self.group_size == 1:
+            self.grad_buffer = torch.zeros(layout.numel, dtype=options.grad_dtype, device=device)
+        self.pieces: dict[str, list[tuple[int, Piece]]] = {name: [] for name in params}
+        for index, bucket in enumerate(layout.buckets):
+            for piece in bucket.pieces:
+                self.pieces[piece.name].append((index, piece))
+        self.buckets = self._make_buckets(options)
         self._move_params_into_buffer()
-        self.main_grad = torch.zeros(layout.numel, dtype=torch.float32, device=device)
-        if layout.group_size == 1:
-            self.grad_shard = self.main_grad
-        else:
-            self.grad_shard = torch.empty(layout.shard_numel, dtype=torch.float32, device=device)
-        self.master = torch.empty(layout.shard_numel, dtype=torch.float32, device=device)
-        self.read_master_from_params()
-        self.master.grad = self.grad_shard
+        self.read_masters_from_params()
+
+    def _make_buckets(self, options: ZeroOptions) -> list[Bucket]:
+        buckets, first = [], 0
+        for layout in self.layout.buckets:
+            whole = slice(layout.start, layout.start + layout.numel)
+            param = self.param_buffer[whole]
+            own = slice(self.rank * layout.shard_numel, (self.rank + 1) * layout.shard_numel)
+            shard = Shard(
+                master=self.masters[first : first + layout.shard_numel],
+                grad=self.masters.new_empty(0),  # set when the bucket has been reduced
+                param=param[own],
+            )
+            storage = self.grad_buffer[whole] if self.grad_buffer is not None else None
+            buckets.append(Bucket(layout, self.group, self.rank, shard, param, storage, options))
+            first += layout.shard_numel
+        return buckets
+
+    def new_states(self, options: Mapping[str, Any]) -> None:
+        """Creates the rule's states; ``options`` is the optimizer's parameter group."""
+        for bucket in self.buckets:
+            bucket.shard.state = self.rule.new_state(bucket.shard, options)
+
+    def place(self, name: str) -> slice:
+        """Where a parameter lies in the flat buffers."""
+        if not self.pieces[name]:  # a parameter without elements
+            return slice(0, 0)
+        index, piece = self.pieces[name][0]
+        start = self.layout.buckets[index].start + piece.offset
+        return slice(start, start + self.params[name].numel())
 
     @torch.no_grad()
     def _move_params_into_buffer(self) -> None:
-        for placement in self.layout.placements:
-            param = self.params[placement.name]
-            view = self.flat_param[placement.offset : placement.offset + placement.numel].view(param.shape)
+        for name, param in self.params.items():
+            view = self.param_buffer[self.place(name)].view(param.shape)
             view.copy_(param)
             param.data = view
 
-    def grad_views(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Every parameter with its fp32 accumulation buffer, of the parameter's shape."""
-        views = []
-        for placement in self.layout.placements:
-            param = self.params[placement.name]
-            views.append(
-                (param, self.main_grad[placement.offset : placement.offset + placement.numel].view(param.shape))
-            )
-        return views
-
-    def start_reduce(self) -> dist.Work | None:
-        """Starts summing main_grad over the group into grad_shard; None if there is nothing to communicate."""
-        if self.layout.group_size == 1:
-            return None
-        return reduce_scatter(self.grad_shard, self.main_grad, group=self.group, async_op=True)
+    @torch.no_grad()
+    def read_masters_from_params(self) -> None:
+        """Sets the masters to the parameters' present values."""
+        for bucket in self.buckets:
+            bucket.shard.master.copy_(bucket.shard.param)
 
     @torch.no_grad()
-    def read_master_from_params(self) -> None:
-        """Sets the master shard to the parameters' present values."""
-        self.master.copy_(self.flat_param[self._own])
-
-    @torch.no_grad()
-    def start_publish(self) -> dist.Work | None:
-        """Casts the master shard into this rank's part of the parameters and starts gathering the other parts."""
-        own = self.flat_param[self._own]
-        own.copy_(self.master)
-        if self.layout.group_size == 1:
-            return None
-        return all_gather(self.flat_param, own, group=self.group, async_op=True)
+    def write_params_from_masters(self) -> None:
+        """Casts the masters into this rank's part of the parameter buffer; the other parts are not touched."""
+        for bucket in self.buckets:
+            bucket.shard.param.copy_(bucket.shard.master)

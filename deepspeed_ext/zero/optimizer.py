@@ -1,67 +1,55 @@
-"""EPZeroOptimizer: ZeRO stage 1 whose expert states are sharded over the ranks that hold the same experts.
+"""EPZeroOptimizer: ZeRO stages 1 and 2 whose expert states are sharded over the ranks that hold the same experts.
 
-One step, as data walks: backward leaves p.grad -> a hook adds it to the family's fp32 main_grad and frees it; at the
-accumulation boundary each family reduce-scatters main_grad over its own group; one global norm; clip; the wrapped
-torch optimizer updates the fp32 master shards; each rank casts its masters into its part of the parameters and the
-group gathers the rest.
+One step, as data walks: backward leaves p.grad -> hooks collect gradients in buckets (gradients.py); complete buckets
+are reduce-scattered over their family's group while backward goes on; one global norm; clip factor, skip flag and step
+number stay on the device (step_state.py); each bucket's rule updates masters, states and parameters of this rank's
+shard in one pass; the group gathers the bucket's other shards (publish.py) while the next one is updated. The host
+waits for nothing.
 
 Scale: the engine divides each loss by the accumulation steps, and a gradient sums over the family's group, so dividing
 by the number of ranks of the DENSE group gives the mean over the global batch. That holds for experts too: through
 the exchange of tokens an expert's gradient already contains the losses of all its expert-parallel peers, and the sum
 over its replicas adds the others.
+
+Order of summation: stage 1 adds the micro-batches of a rank, then the ranks; stage 2 the ranks of a micro-batch, then
+the micro-batches. They agree bitwise with one micro-batch a step, or with ``reduce_each_micro_batch``.
 """
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from torch import nn
+from torch import Tensor, nn
 
-from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of
-from deepspeed_ext.zero.family import SUPPORTED_DTYPES, Family, FamilyKey
-from deepspeed_ext.zero.norm import clip_coefficient, global_norm
-from deepspeed_ext.zero.partition import ParamSpec, plan_families
-
-logger = logging.getLogger("deepspeed_ext")
-
-# torch optimizers whose update of an element depends on others: on a slice of a flat buffer they would be wrong.
-_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
-_CHECKPOINT_FORMAT = "deepspeed_ext.EPZeroOptimizer/1"
-
-
-@dataclass(frozen=True)
-class StateShard:
-    """What this rank owns of one parameter.
-
-    ``[start, stop)`` is a range of the flattened local parameter. ``tensors`` holds 1-D live views of length
-    ``stop - start``: "master" (fp32) and the wrapped optimizer's element-wise states ("exp_avg", "exp_avg_sq" for
-    Adam and AdamW). Writing into them changes the optimizer; call ``sync_params_from_master`` after changing masters.
-    """
-
-    name: str
-    param: nn.Parameter
-    start: int
-    stop: int
-    tensors: dict[str, torch.Tensor]
+from deepspeed_ext.groups import ZeroGroups
+from deepspeed_ext.rules import rule_for
+from deepspeed_ext.rules.base import MatrixRule
+from deepspeed_ext.zero import checkpoint
+from deepspeed_ext.zero.build import build_families, norm_groups
+from deepspeed_ext.zero.checkpoint import StateShard
+from deepspeed_ext.zero.family import Family
+from deepspeed_ext.zero.gradients import GradientSync
+from deepspeed_ext.zero.norm import global_norm
+from deepspeed_ext.zero.options import ZeroOptions
+from deepspeed_ext.zero.publish import ParamPublisher
+from deepspeed_ext.zero.step_state import StepState
 
 
 class EPZeroOptimizer(ZeROOptimizer):
-    """Wraps an element-wise torch optimizer (AdamW, Adam, SGD, ...) into sharded fp32 masters and states.
+    """Wraps a torch optimizer into sharded fp32 masters and states, updated by the optimizer's rule.
 
     ``optimizer`` must be fresh; its param_groups keep their options (lr, weight_decay, ...) and get master shards in
-    place of the parameters, so schedulers built on it keep working. ``param_names`` maps parameters to names.
-    ``max_norm`` 0 turns clipping off. ``average`` False leaves gradients summed over the data-parallel ranks.
+    place of the parameters, so schedulers built on it keep working. ``param_names`` maps parameters to names, in the
+    order in which forward uses them as far as known. ``module``: needed for ``options.overlap_param_gather``.
     Frozen parameters are left out; a parameter without a gradient in a step counts as one with a zero gradient.
     Construction is local; the engine has checked before that all ranks describe the same parameters.
 
-    Raises ValueError for an optimizer that is used or not element-wise, an expert group without a process group, or a
+    Raises ValueError for an optimizer that is used or has no rule, an expert group without a process group, or a
     parameter dtype other than float32 and bfloat16.
     """
 
@@ -71,34 +59,38 @@ class EPZeroOptimizer(ZeROOptimizer):
         param_names: Mapping[nn.Parameter, str],
         *,
         groups: ZeroGroups,
-        max_norm: float = 0.0,
-        average: bool = True,
+        options: ZeroOptions | None = None,
+        module: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        kind = type(optimizer).__name__
-        if kind in _NOT_ELEMENTWISE:
-            raise ValueError(f"{kind} needs whole tensors; shards serve element-wise optimizers such as AdamW or SGD")
         if optimizer.state:
             raise ValueError("the optimizer has taken steps already; wrap a fresh one, then load its state")
+        self.options = options or ZeroOptions()
         self.optimizer = optimizer
         self.groups = groups
-        self.max_norm = max_norm
-        self.grad_divisor = dist.get_world_size(groups.dense) if average else 1
-        self.overflow = False
-        self._global_grad_norm = 0.0
-        self._step_count = 0
-        self._reduced = False
-        self._init_engine_attributes()
         self.bit16_groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
-        self.families = _build_families(self.bit16_groups, param_names, groups)
+        rules = [rule_for(optimizer, group) for group in optimizer.param_groups]
+        self.families = build_families(self.bit16_groups, rules, param_names, groups, self.options)
+        if not self.families:
+            raise ValueError("the optimizer holds no parameter that requires a gradient")
         for index, group in enumerate(optimizer.param_groups):
-            group["params"] = [family.master for family in self.families if family.key.param_group == index]
-        _materialise_states(optimizer)
-        self._hooks = [
-            param.register_post_accumulate_grad_hook(self._accumulator(main_grad))
-            for family in self.families
-            for param, main_grad in family.grad_views()
-        ]
+            mine = [family for family in self.families if family.key.param_group == index]
+            group["params"] = [bucket.shard.master for family in mine for bucket in family.buckets]
+            for family in mine:
+                family.new_states(group)
+        positions = {param: index for index, param in enumerate(param_names)}
+        self._sync = GradientSync(self.families, positions, self.options)
+        self._publisher = ParamPublisher(self.families, self._sync.buckets, module, self.options.overlap_param_gather)
+        self._family_of = {bucket: family for family in self.families for bucket in family.buckets}
+        self.device = self.families[0].masters.device
+        divisor = dist.get_world_size(groups.dense) if self.options.average else 1
+        self._state = StepState(self.device, divisor, self.options)
+        self._norm_groups = norm_groups(groups)
+        self._copies: list[StateShard] = []  # handed out by state_shards where states are not kept in fp32
+        self._reduced = False
+        self._holds_back = False
+        self._tells_previous = self._was_previous_skipped = False
+        self._init_engine_attributes()
 
     def _init_engine_attributes(self) -> None:
         """What DeepSpeed's engine reads from every ZeRO optimizer; no loss scaling, because fp16 is refused."""
@@ -112,69 +104,129 @@ class EPZeroOptimizer(ZeROOptimizer):
 
     # ---- gradients
 
-    def _accumulator(self, main_grad: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        def accumulate(param: torch.Tensor) -> None:
-            grad = param.grad
-            if grad is None:
-                return
-            if grad.layout != torch.strided:
-                raise ValueError(
-                    f"a parameter of shape {tuple(param.shape)} got a {grad.layout} gradient; sparse gradients cannot "
-                    "be sharded, build the module with sparse=False"
-                )
-            main_grad.add_(grad)
-            param.grad = None
-            self._reduced = False
-
-        return accumulate
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Called by the engine before each backward: is it the last one before a step?"""
+        super().set_gradient_accumulation_boundary(is_boundary)
+        self._sync.arm((is_boundary or self.options.reduces_each_backward) and not self._holds_back)
 
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """Sums every family's main_grad over its group into grad_shard. Called by the engine at the boundary.
+        """Launches what backward has not launched yet. Called by the engine at the boundary. Collective.
 
-        main_grad stays as it is, so reducing again after another backward is exact. Collective.
+        Backward and this may run again before a step; the sums then add up.
         """
-        for work in [family.start_reduce() for family in self.families]:
-            if work is not None:
-                work.wait()
+        self._sync.end_backward(reduce=True)
         self._reduced = True
 
+    def overlapping_partition_gradients_reduce_epilogue(self) -> None:
+        """The engine's name, after every stage 2 backward, for ``reduce_gradients``."""
+        self.reduce_gradients()
+
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """Stage 2 without managed accumulation: every backward has been reduced already."""
+
+    def backward_epilogue(self, **kwargs: Any) -> None:
+        """Called by the engine after every backward, after the reduction if there was one."""
+        each = self.options.stage == 1 and self.options.reduce_each_micro_batch
+        if each and not self.is_gradient_accumulation_boundary() and not self._holds_back:
+            self.reduce_gradients()
+        else:
+            self._sync.end_backward(reduce=False)
+
+    @contextmanager
+    def hold_reductions(self) -> Iterator[None]:
+        """Backwards inside only accumulate, whatever the boundary (the engine's ``no_sync``)."""
+        self._holds_back = True
+        try:
+            yield
+        finally:
+            self._holds_back = False
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all accumulated gradients."""
+        """Drops all gradients of the present step, reduced or not."""
+        if not (self._reduced or self._sync.is_dirty):
+            return
         for family in self.families:
-            family.main_grad.zero_()
             for param in family.params.values():
                 param.grad = None
+        self._sync.finish()
+        self._sync.forget()
         self._reduced = False
 
-    # ---- step
+    # ---- the step
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """Norm, clip, update of the masters, new parameters on every rank; skipped on all ranks if the norm is not
-        finite (then ``overflow`` is True and masters, states and step_count stay untouched). Collective."""
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Norm, clip, update, new parameters on every rank; skipped on all ranks if the norm is not finite (then
+        ``overflow`` is True and masters, states and step_count stay untouched). Does not wait for the device.
+        Collective."""
         if closure is not None:
             raise ValueError("EPZeroOptimizer.step takes no closure; run forward and backward through the engine")
-        if not self._reduced:
+        if not self._reduced or self._sync.has_events:
             self.reduce_gradients()
-        summed_norm = global_norm((family.grad_shard for family in self.families), self.groups.dense)
-        self._global_grad_norm = summed_norm.item() / self.grad_divisor
-        self.overflow = not math.isfinite(self._global_grad_norm)
-        if self.overflow:
-            logger.warning("gradient norm is %s: step skipped on all ranks", self._global_grad_norm)
-            return
-        scale = clip_coefficient(self._global_grad_norm, self.max_norm) / self.grad_divisor
-        for family in self.families:
-            family.grad_shard.mul_(scale)
-        self._reduced = False  # the shards are scaled now: they must not serve a second step
-        self.optimizer.step()
-        self._step_count += 1
-        self.sync_params_from_master()
+        self._sync.finish()
+        counted = [b.shard.grad for f in self.families if f.in_norm for b in f.buckets]
+        scalars = self._state.scalars(global_norm(counted, self.device, self._norm_groups))
+        updated: set[Family] = set()
+        for bucket in self._publisher.buckets:
+            family = self._family_of[bucket]
+            family_options = self.param_groups[family.key.param_group]
+            if not isinstance(family.rule, MatrixRule):
+                family.rule.update_(bucket.shard, family_options, scalars)
+            elif family not in updated:  # matrices lie across buckets: all of the family's at once
+                assert family.exchange is not None
+                updated.add(family)
+                shards = [bucket.shard for bucket in family.buckets]
+                family.rule.update_family_(shards, family.exchange, family_options, scalars)
+            bucket.start_gather()
+        self._publisher.finish_step()
+        self._sync.forget()
+        self._reduced = False
+        self._copies.clear()
+        self._was_previous_skipped = self._state.settle()
 
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped. Waits for the device, except inside ``telling_previous_step``."""
+        return self._was_previous_skipped if self._tells_previous else self._state.was_skipped
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        return None if self._tells_previous else self._state.grad_norm
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped since construction. Waits for the device, except inside ``telling_previous_step``."""
+        return self._state.settled_skips if self._tells_previous else self._state.skips
+
+    @property
+    def is_telling_previous_step(self) -> bool:
+        """Whether ``telling_previous_step`` is active."""
+        return self._tells_previous
+
+    @contextmanager
+    def telling_previous_step(self) -> Iterator[None]:
+        """Inside, ``overflow`` speaks of the step before the last, which needs no waiting; the norm is None."""
+        self._tells_previous = True
+        try:
+            yield
+        finally:
+            self._tells_previous = False
+
+    @torch.no_grad()
     def sync_params_from_master(self) -> None:
-        """Writes the masters into the parameters of every rank; needed after masters were changed. Collective."""
-        for work in [family.start_publish() for family in self.families]:
-            if work is not None:
-                work.wait()
+        """Writes the masters into the parameters of every rank; needed after state shards were changed. Collective."""
+        checkpoint.write_back(self, self._copies)
+        self._copies.clear()
+        for family in self.families:
+            family.write_params_from_masters()
+        for bucket in self._publisher.buckets:
+            bucket.start_gather()
+        self._publisher.finish_step()
+        self.wait_for_params()
+
+    def wait_for_params(self) -> None:
+        """With overlap_param_gather: makes all new parameters present, before reading them outside of forward."""
+        self._publisher.wait()
 
     # ---- state
 
@@ -184,49 +236,28 @@ class EPZeroOptimizer(ZeROOptimizer):
         return self.optimizer.param_groups
 
     @property
-    def state(self) -> Mapping[torch.Tensor, Any]:
-        """The wrapped optimizer's state, keyed by master shard."""
-        return self.optimizer.state
+    def state(self) -> Mapping[Tensor, Any]:
+        """Each bucket's states, keyed by its master shard."""
+        return {bucket.shard.master: bucket.shard.state for bucket in self._publisher.buckets}
 
     @property
     def step_count(self) -> int:
-        """Applied (not skipped) steps. Setting it sets Adam's bias correction as well."""
-        return self._step_count
+        """Applied (not skipped) steps, which bias correction counts. Reading waits for the device."""
+        return self._state.applied
 
     @step_count.setter
     def step_count(self, value: int) -> None:
-        self._step_count = value
-        for state in self.optimizer.state.values():
-            step = state.get("step")
-            if isinstance(step, torch.Tensor):
-                step.fill_(value)
-            elif step is not None:
-                state["step"] = value
+        self._state.applied = value
 
     def state_shards(self) -> list[StateShard]:
         """What this rank owns, parameter by parameter; over a family's group every element has exactly one owner."""
-        shards = []
-        for family in self.families:
-            flat = {"master": family.master, **self._elementwise_states(family)}
-            for piece in family.pieces:
-                end = piece.offset + piece.stop - piece.start
-                views = {kind: tensor[piece.offset : end] for kind, tensor in flat.items()}
-                shards.append(StateShard(piece.name, family.params[piece.name], piece.start, piece.stop, views))
-        return shards
-
-    def _elementwise_states(self, family: Family) -> dict[str, torch.Tensor]:
-        state = self.optimizer.state.get(family.master, {})
-        return {
-            kind: tensor
-            for kind, tensor in state.items()
-            if isinstance(tensor, torch.Tensor) and tensor.shape == family.master.shape
-        }
+        self._copies = checkpoint.state_shards(self)
+        return self._copies
 
     def destroy(self) -> None:
-        """Removes the gradient hooks; the model keeps its parameters."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        """Removes all hooks; the model keeps its parameters."""
+        self._publisher.close()
+        self._sync.close()
 
     # ---- DeepSpeed's own checkpoint files (same layout only)
 
@@ -235,27 +266,10 @@ class EPZeroOptimizer(ZeROOptimizer):
         """The engine records parameter shapes from here."""
         return self.bit16_groups
 
-    def _layout(self) -> list[tuple[str, int, int, list[tuple[str, int]]]]:
-        return [
-            (
-                str(family.key),
-                family.layout.group_size,
-                family.layout.shard_numel,
-                [(placement.name, placement.numel) for placement in family.layout.placements],
-            )
-            for family in self.families
-        ]
-
     def state_dict(self) -> dict[str, Any]:
         """This rank's shards and their layout, for DeepSpeed's checkpoint files."""
-        options = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-        return {
-            "format": _CHECKPOINT_FORMAT,
-            "layout": self._layout(),
-            "step_count": self._step_count,
-            "param_groups": options,
-            "shards": [{"master": f.master, **self._elementwise_states(f)} for f in self.families],
-        }
+        self.wait_for_params()
+        return checkpoint.state_dict(self)
 
     @torch.no_grad()
     def load_state_dict(
@@ -266,24 +280,7 @@ class EPZeroOptimizer(ZeROOptimizer):
         ``state_dict_list`` has one entry per dense rank; only this rank's is read. Raises ValueError if it was written
         at another layout or by DeepSpeed's own optimizer.
         """
-        saved = state_dict_list[dist.get_rank(self.groups.dense)]
-        if not isinstance(saved, Mapping) or saved.get("format") != _CHECKPOINT_FORMAT:
-            raise ValueError("the checkpoint was not written by EPZeroOptimizer; it cannot be loaded here")
-        if saved["layout"] != self._layout():
-            raise ValueError(
-                "the checkpoint was written at another parameter or rank layout; DeepSpeed's files load only at the "
-                "layout that wrote them"
-            )
-        for family, shard in zip(self.families, saved["shards"], strict=True):
-            family.master.copy_(shard["master"])
-            if load_optimizer_states:
-                state = self.optimizer.state[family.master]
-                for kind in shard.keys() - {"master"}:
-                    state[kind] = shard[kind].to(family.master.device, copy=True)
-        if load_optimizer_states:
-            for group, options in zip(self.param_groups, saved["param_groups"], strict=True):
-                group.update(options)
-            self.step_count = saved["step_count"]
+        checkpoint.load_state_dict(self, state_dict_list[dist.get_rank(self.groups.dense)], load_optimizer_states)
         self.sync_params_from_master()
 
     def _restore_from_bit16_weights(self) -> None:
@@ -296,52 +293,14 @@ class EPZeroOptimizer(ZeROOptimizer):
         """
         for family in self.families:
             name = family.key.expert_group
-            if name is not None and family.layout.group_size < dist.get_world_size(self.groups.dense):
+            if name is not None and family.group_size < dist.get_world_size(self.groups.dense):
                 raise ValueError(
                     f"DeepSpeed's module file holds only one rank's experts of group {name!r}; load the optimizer "
                     "states too (load_optimizer_states=True), or use an expert-parallel checkpoint format"
                 )
         for family in self.families:
-            family.read_master_from_params()
+            family.read_masters_from_params()
 
     def update_lp_params(self) -> None:
         """DeepSpeed's name for ``sync_params_from_master``."""
         self.sync_params_from_master()
-
-
-def _build_families(
-    param_groups: Sequence[Sequence[nn.Parameter]], param_names: Mapping[nn.Parameter, str], groups: ZeroGroups
-) -> list[Family]:
-    """One family per parameter group x expert group x dtype, in the order of their first parameters."""
-    specs: list[ParamSpec] = []
-    members: dict[FamilyKey, list[nn.Parameter]] = {}
-    for index, params in enumerate(param_groups):
-        for param in params:
-            key = FamilyKey(index, expert_group_name(param), param.dtype)
-            if param.dtype not in SUPPORTED_DTYPES:
-                raise ValueError(f"parameter {param_names[param]!r} is {param.dtype}; use float32 or bfloat16")
-            if key.expert_group is not None and key.expert_group not in groups.expert:
-                raise ValueError(
-                    f"parameter {param_names[param]!r} is marked as expert of group {key.expert_group!r}, which has no "
-                    f"process group; known groups: {sorted(groups.expert)}"
-                )
-            members.setdefault(key, []).append(param)
-            specs.append(ParamSpec(param_names[param], param.numel(), key))
-    layouts = plan_families(specs, {key: len(ranks_of(groups.of(key.expert_group))) for key in members})
-    return [Family(key, params, layouts[key], groups.of(key.expert_group)) for key, params in members.items()]
-
-
-def _materialise_states(optimizer: torch.optim.Optimizer) -> None:
-    """Creates zero moments before the first step, where zeros mean the same as torch's lazily created state."""
-    for group in optimizer.param_groups:
-        for master in group["params"]:
-            state = optimizer.state[master]
-            if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-                on_device = group["capturable"] or group["fused"]
-                state["step"] = torch.zeros((), dtype=torch.float32, device=master.device if on_device else "cpu")
-                state["exp_avg"] = torch.zeros_like(master)
-                state["exp_avg_sq"] = torch.zeros_like(master)
-                if group["amsgrad"]:
-                    state["max_exp_avg_sq"] = torch.zeros_like(master)
-            elif isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
-                state["momentum_buffer"] = torch.zeros_like(master)

@@ -1,62 +1,38 @@
-"""Who owns which element: pure functions from parameters and group sizes to flat layouts and shards.
+"""Who owns which element: pure functions from parameters and group sizes to buckets and shards.
 
 Parameters that are updated alike form a family (one optimizer parameter group, dense or one expert group, one dtype).
-A family is laid out in one flat buffer, parameter after parameter, and the buffer is cut into one equal shard per rank
-of the family's process group. Nothing here touches tensors or processes, so a layout for thousands of ranks costs no
-more than a walk over the parameter list.
+A family is laid out in one flat buffer, and the buffer is cut into buckets, the units of communication and update.
+Each bucket is cut into one equal shard per rank of the family's process group. ``flat_layout`` lays parameter after
+parameter and cuts anywhere, so only the family's end is padded; a layout for whole matrices has the same form with more
+pieces. Nothing here touches tensors or processes, so a layout for thousands of ranks costs no more than a walk over the
+parameter list.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-# Every parameter and every shard starts at a multiple of this many elements: 128 bytes in bf16, one cache line and
-# enough for vectorised and TMA loads. A layout wastes less than ALIGNMENT elements per parameter and per rank.
-ALIGNMENT = 64
+FamilyT = TypeVar("FamilyT", bound=Hashable)
+
+# Every parameter and every shard starts at a multiple of this many elements: 512 bytes in bf16, enough for vectorised
+# and TMA loads, and the block length of 8-bit states, whose blocks then fall alike at every number of ranks.
+ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
-class ParamSpec:
+class ParamSpec(Generic[FamilyT]):
     """A parameter as the partitioner sees it: its name, its local element count, and the family it belongs to."""
 
     name: str
     numel: int
-    family: Hashable
+    family: FamilyT
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Elements [0, numel) of a flattened parameter lie at [offset, offset + numel) of the flat buffer."""
-
-    name: str
-    numel: int
-    offset: int
-
-
-@dataclass(frozen=True)
-class FlatLayout:
-    """One family's flat buffer: ``group_size`` shards of ``shard_numel`` elements, placements in buffer order."""
-
-    group_size: int
-    shard_numel: int
-    placements: tuple[Placement, ...]
-
-    @property
-    def numel(self) -> int:
-        """Length of the flat buffer, padding included."""
-        return self.group_size * self.shard_numel
-
-    @property
-    def padding(self) -> int:
-        """Elements of the flat buffer that belong to no parameter."""
-        return self.numel - sum(placement.numel for placement in self.placements)
-
-
-@dataclass(frozen=True)
-class ShardPiece:
-    """Elements [start, stop) of a flattened parameter, found at ``offset`` of the owner's shard."""
+class Piece:
+    """Elements [start, stop) of a flattened parameter, found at ``offset`` of a bucket or of a shard."""
 
     name: str
     start: int
@@ -64,18 +40,85 @@ class ShardPiece:
     offset: int
 
 
-def _round_up(value: int) -> int:
-    return -(-value // ALIGNMENT) * ALIGNMENT
+@dataclass(frozen=True)
+class BucketLayout:
+    """``group_size`` shards of ``shard_numel`` elements, at ``start`` of the family's buffer; pieces in order."""
+
+    start: int
+    group_size: int
+    shard_numel: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the bucket, padding included."""
+        return self.group_size * self.shard_numel
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Ranges of the bucket that belong to no parameter."""
+        gaps, end = [], 0
+        for piece in self.pieces:
+            if piece.offset > end:
+                gaps.append((end, piece.offset))
+            end = piece.offset + piece.stop - piece.start
+        return gaps + ([(end, self.numel)] if end < self.numel else [])
+
+    def shard_pieces(self, rank: int) -> tuple[Piece, ...]:
+        """What ``rank`` of the group owns, offsets counted in its shard; empty if that is padding.
+
+        Raises ValueError for a rank outside the group.
+        """
+        if not 0 <= rank < self.group_size:
+            raise ValueError(f"rank={rank} is outside the group of {self.group_size} ranks")
+        low, high = rank * self.shard_numel, (rank + 1) * self.shard_numel
+        owned = []
+        for piece in self.pieces:
+            first = max(piece.offset, low)
+            last = min(piece.offset + piece.stop - piece.start, high)
+            if first < last:
+                start = piece.start + first - piece.offset
+                owned.append(Piece(piece.name, start, start + last - first, first - low))
+        return tuple(owned)
 
 
-def flat_layout(params: Iterable[tuple[str, int]], group_size: int) -> FlatLayout:
-    """Lays (name, numel) pairs out in the given order and cuts the buffer into ``group_size`` equal shards.
+@dataclass(frozen=True)
+class FamilyLayout:
+    """One family's flat buffer as consecutive buckets."""
 
-    Raises ValueError for a group without ranks, a negative size, or a name that occurs twice.
+    buckets: tuple[BucketLayout, ...]
+
+    @property
+    def numel(self) -> int:
+        """Length of the flat buffer, padding included."""
+        return sum(bucket.numel for bucket in self.buckets)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements that each rank owns, padding included."""
+        return sum(bucket.shard_numel for bucket in self.buckets)
+
+    @property
+    def padding(self) -> int:
+        """Elements of the flat buffer that belong to no parameter."""
+        return self.numel - sum(piece.stop - piece.start for bucket in self.buckets for piece in bucket.pieces)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def flat_layout(params: Iterable[tuple[str, int]], group_size: int, bucket_numel: int) -> FamilyLayout:
+    """Lays (name, numel) pairs out in the given order, in buckets of about ``bucket_numel`` elements or fewer.
+
+    Buckets are of one length but for the last, a multiple of ``group_size * ALIGNMENT``; a parameter may lie in
+    several. Raises ValueError for a group without ranks, a bucket without elements, a negative size, or a name that
+    occurs twice.
     """
     if group_size < 1:
         raise ValueError(f"group_size={group_size} must be at least 1")
-    placements: list[Placement] = []
+    if bucket_numel < 1:
+        raise ValueError(f"bucket_numel={bucket_numel} must be at least 1")
+    placed: list[tuple[str, int, int]] = []  # name, first element, one past the last
     seen: set[str] = set()
     end = 0
     for name, numel in params:
@@ -84,39 +127,37 @@ def flat_layout(params: Iterable[tuple[str, int]], group_size: int) -> FlatLayou
         if name in seen:
             raise ValueError(f"parameter {name!r} occurs twice; each element needs exactly one owner")
         seen.add(name)
-        placements.append(Placement(name, numel, end))
-        end += _round_up(numel)
-    # Equal shards keep every collective a single *_tensor call; never empty, because backends differ on empty input.
-    shard_numel = max(ALIGNMENT, _round_up(-(-end // group_size)))
-    return FlatLayout(group_size, shard_numel, tuple(placements))
+        placed.append((name, end, end + numel))
+        end += _round_up(numel, ALIGNMENT)
+    unit = group_size * ALIGNMENT
+    total = max(unit, _round_up(end, unit))  # never empty, because backends differ on empty input
+    length = _round_up(-(-total // -(-total // max(bucket_numel, unit))), unit)
+    buckets: list[BucketLayout] = []
+    first = 0  # of the parameters that reach into the bucket
+    for start in range(0, total, length):
+        stop = min(start + length, total)
+        pieces = []
+        while first < len(placed) and placed[first][2] <= start:
+            first += 1
+        for name, low, high in placed[first:]:
+            if low >= stop:
+                break
+            if low < high:
+                begin = max(low, start)
+                pieces.append(Piece(name, begin - low, min(high, stop) - low, begin - start))
+        buckets.append(BucketLayout(start, group_size, (stop - start) // group_size, tuple(pieces)))
+    return FamilyLayout(tuple(buckets))
 
 
-def shard_pieces(layout: FlatLayout, rank: int) -> tuple[ShardPiece, ...]:
-    """The parts of parameters that ``rank`` of the family's group owns, in buffer order; empty if it holds padding."""
-    if not 0 <= rank < layout.group_size:
-        raise ValueError(f"rank={rank} is outside the group of {layout.group_size} ranks")
-    low, high = rank * layout.shard_numel, (rank + 1) * layout.shard_numel
-    offsets = [placement.offset for placement in layout.placements]
-    pieces = []
-    for placement in layout.placements[max(0, bisect_right(offsets, low) - 1) :]:
-        if placement.offset >= high:
-            break
-        start = max(placement.offset, low)
-        stop = min(placement.offset + placement.numel, high)
-        if start < stop:
-            pieces.append(
-                ShardPiece(placement.name, start - placement.offset, stop - placement.offset, offset=start - low)
-            )
-    return tuple(pieces)
-
-
-def plan_families(params: Sequence[ParamSpec], group_sizes: Mapping[Hashable, int]) -> dict[Hashable, FlatLayout]:
-    """One layout per family, families in the order in which their first parameter appears.
+def group_by_family(
+    params: Sequence[ParamSpec[FamilyT]], group_sizes: Mapping[FamilyT, int]
+) -> dict[FamilyT, list[str]]:
+    """Names of each family's parameters in the given order, families in the order of their first parameter.
 
     Raises ValueError if a parameter occurs twice (also in two families) or a family has no group size.
     """
-    members: dict[Hashable, list[tuple[str, int]]] = {}
-    owner: dict[str, Hashable] = {}
+    members: dict[FamilyT, list[str]] = {}
+    owner: dict[str, FamilyT] = {}
     for param in params:
         if param.name in owner:
             raise ValueError(
@@ -126,5 +167,14 @@ def plan_families(params: Sequence[ParamSpec], group_sizes: Mapping[Hashable, in
         if param.family not in group_sizes:
             raise ValueError(f"family {param.family!r} of parameter {param.name!r} has no process group")
         owner[param.name] = param.family
-        members.setdefault(param.family, []).append((param.name, param.numel))
-    return {family: flat_layout(pairs, group_sizes[family]) for family, pairs in members.items()}
+        members.setdefault(param.family, []).append(param.name)
+    return members
+
+
+def launch_order(buckets: Sequence[Sequence[int]]) -> list[int]:
+    """Indices of buckets in the order in which backward is expected to complete them.
+
+    ``buckets``: for each one the positions of its parameters in forward order. A bucket is complete when its first
+    parameter in forward order has its gradient. A pure function of the model, so all ranks launch alike.
+    """
+    return sorted(range(len(buckets)), key=lambda index: (-min(buckets[index], default=0), index))

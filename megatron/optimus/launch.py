@@ -1,98 +1,176 @@
-"""Starts pretraining with several ranks on this machine: ``python -m megatron.optimus.launch --nproc-per-node 2 ...``.
+"""Starts pretraining: ``python -m megatron.optimus.launch [launcher options] [options of megatron.optimus.pretrain]``.
 
-Everything else on the command line goes to megatron.optimus.pretrain. The ranks get torchrun's variables and share this
-terminal. When one rank fails the others are stopped, and its exit code becomes the launcher's; unlike torchrun it adds
-no traceback of its own, so the last line is the error. torchrun, mpiexec and srun can start the ranks just as well.
+On one machine it starts the ranks itself; in a PBS or SLURM job it composes the mpiexec or srun line from the
+scheduler's own variables. ``--dry-run`` prints the command, its environment and what the run would be, on any machine.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
+import logging
+import shlex
 import sys
-import time
+import tempfile
 from collections.abc import Sequence
-from types import FrameType
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TypeVar
 
-from megatron.optimus.config.schema import ConfigError
+from megatron.optimus.config.load import load
+from megatron.optimus.config.options import did_you_mean
+from megatron.optimus.config.schema import ConfigError, one_of
+from megatron.optimus.describe import describe
+from megatron.optimus.launcher.allocation import detect
+from megatron.optimus.launcher.compose import Launch, Mpi, Starter, Wishes, compose
+from megatron.optimus.launcher.local import run_ranks
+from megatron.optimus.launcher.systems import SYSTEMS
+from megatron.optimus.launcher.watch import Outcome, run_until_done, run_watched
 from megatron.optimus.runtime import launch_env
 
-_GRACE_SECONDS = 10.0  # between asking the other ranks to stop and stopping them
+_FLAGS = {
+    "--nproc-per-node": "ranks on a node (default: what --system or the scheduler says)",
+    "--nodes": "nodes to use; further nodes of the job are spares (default: all)",
+    "--launcher": f"what starts the ranks: {', '.join(s.value for s in Starter)} (default: auto)",
+    "--mpi": f"whose mpiexec: {', '.join(m.value for m in Mpi)} (default: pals on aurora, else mpich)",
+    "--system": f"defaults of a machine: {', '.join(SYSTEMS)} (default: generic)",
+    "--cpu-bind": "cores of each rank, in the words of the starter; none turns it off",
+    "--max-restarts": "start again after a failure, on spare nodes where there are some (default: 0)",
+    "--stall-timeout": "seconds without output after which the ranks are stopped (default: never)",
+}
+_E = TypeVar("_E", bound=Enum)
+
+
+@dataclass(frozen=True)
+class Request:
+    wishes: Wishes
+    max_restarts: int
+    stall_seconds: float | None
+    dry_run: bool
+    options: list[str]  # for megatron.optimus.pretrain
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or that of the first rank that failed (2 for a wrong command line)."""
+    """Returns the exit code: 0, that of the first rank that failed, or 2 for a wrong command line."""
+    logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "--help" in words or "-h" in words:
+        sys.stdout.write(_help())
+        return 0
     try:
-        num_ranks, options = _parse(list(sys.argv[1:] if argv is None else argv))
+        request = _parse(words)
+        env = launch_env.current()
+        launch = compose(detect(env), request.wishes, request.options, env)
+        if request.dry_run:
+            sys.stdout.write(_describe(launch, request.options))
+            return 0
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    return run_ranks([sys.executable, "-m", "megatron.optimus.pretrain", *options], num_ranks)
+    return _run(launch, request, env)
 
 
-def _parse(words: list[str]) -> tuple[int, list[str]]:
-    """(number of ranks, words for pretrain)."""
-    flag = "--nproc-per-node"
-    for position, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name == flag:
-            rest = words[position + 1 :]
-            value = value if equals else (rest.pop(0) if rest else "")
-            if not value.isdecimal() or int(value) < 1:
-                raise ConfigError(f"{flag}={value!r} must be a number of ranks, 1 or more")
-            return int(value), words[:position] + rest
-    raise ConfigError(f"{flag} is missing; for one rank, python -m megatron.optimus.pretrain needs no launcher")
+def _run(launch: Launch, request: Request, env: dict[str, str]) -> int:
+    watched = request.max_restarts > 0 or request.stall_seconds is not None
+    if launch.starter is Starter.LOCAL and not watched:
+        return run_ranks(list(launch.program), launch.ranks_per_node)
+    if launch.starter is Starter.LOCAL:  # a launcher of its own, so that one pipe carries the output of all ranks
+        inner = ["--launcher", "local", "--nproc-per-node", str(launch.ranks_per_node), *request.options]
+        command = [sys.executable, "-m", "megatron.optimus.launch", *inner]
+        return run_until_done(
+            lambda hosts: run_watched(command, env, request.stall_seconds), (), (), request.max_restarts
+        )
+    with tempfile.TemporaryDirectory(prefix="optimus-launch-") as folder:
+        hostfile = Path(folder) / "hosts"
+
+        def attempt_on(hosts: Sequence[str]) -> Outcome:
+            hostfile.write_text("".join(f"{host}\n" for host in hosts), encoding="utf-8")
+            command = launch.command(hosts, str(hostfile))
+            return run_watched(command, {**env, **launch.environment(hosts)}, request.stall_seconds)
+
+        return run_until_done(attempt_on, launch.hosts, launch.spares, request.max_restarts)
 
 
-def run_ranks(command: list[str], num_ranks: int) -> int:
-    """Runs ``command`` once per rank and waits for all; returns 0 or the exit code of the first that failed."""
-    port = launch_env.free_port()
-    ranks = [subprocess.Popen(command, env=launch_env.of_rank(rank, num_ranks, port)) for rank in range(num_ranks)]
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        for process in ranks:
-            if process.poll() is None:
-                process.send_signal(number)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, pass_on)
-    while True:
-        codes = [process.poll() for process in ranks]
-        failed = [(code, rank) for rank, code in enumerate(codes) if code]
-        if failed:
-            _stop(ranks)
-            return _report(*min(failed))  # a killed rank (negative code) before those that lost it
-        if all(code == 0 for code in codes):
-            return 0
-        time.sleep(0.1)
+def _describe(launch: Launch, options: Sequence[str]) -> str:
+    """What ``--dry-run`` prints. Raises ConfigError for a run that could not work, before a job waits in a queue."""
+    nodes, per_node = launch.num_nodes, launch.ranks_per_node
+    lines = [
+        f"# {nodes} node{'s' * (nodes > 1)} x {per_node} ranks = {launch.world_size} ranks, {launch.starter.value}"
+    ]
+    if launch.spares:
+        lines.append(f"# {len(launch.spares)} spare nodes: {', '.join(launch.spares)}")
+    reasons = {**launch.settings, **launch.kept}
+    kept = {name: setting.value for name, setting in launch.kept.items()}
+    if launch.starter is not Starter.LOCAL:
+        for name, value in {**kept, **launch.environment(launch.hosts)}.items():
+            reason = f"  # {reasons[name].reason}" if name in reasons else ""
+            lines.append(f"export {name}={shlex.quote(value)}{reason}")
+        lines.append(" ".join(map(_quote, launch.command(launch.hosts, "HOSTFILE"))))
+    else:
+        lines.append(" ".join(map(_quote, launch.program)))
+    run = load(options)
+    return "\n".join([*lines, "", describe(run.config, launch.world_size)])
 
 
-def _report(code: int, rank: int) -> int:
-    """Says which rank ended the run unless it has said so itself (exit code 2); returns the launcher's exit code."""
-    if code == 2:
-        return code
-    how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
-    sys.stderr.write(
-        f"error: rank {rank} ended with {how} and the other ranks were stopped; the same command resumes from the "
-        "newest checkpoint\n"
+def _quote(word: str) -> str:
+    return "python" if word == sys.executable else shlex.quote(word)
+
+
+def _parse(words: list[str]) -> Request:
+    """Takes the launcher's options out of the command line; all other words are for pretrain."""
+    given: dict[str, str] = {}
+    options: list[str] = []
+    dry_run = False
+    position = 0
+    while position < len(words):
+        name, equals, value = words[position].partition("=")
+        position += 1
+        if name == "--dry-run" and not equals:
+            dry_run = True
+        elif name in _FLAGS:
+            if not equals:
+                value = words[position] if position < len(words) else ""
+                position += 1
+            given[name] = value  # given twice, the last one counts, so that "$@" overrides a script's
+        else:
+            options.append(words[position - 1])
+    wishes = Wishes(
+        nproc_per_node=_count(given, "--nproc-per-node"),
+        nodes=_count(given, "--nodes"),
+        starter=_choice(given, "--launcher", Starter) or Starter.AUTO,
+        mpi=_choice(given, "--mpi", Mpi),
+        system=SYSTEMS[_member(given, "--system", list(SYSTEMS)) or "generic"],
+        cpu_bind=given.get("--cpu-bind"),
     )
-    return code if code > 0 else 128 - code  # as shells report signals
+    stall = _count(given, "--stall-timeout")
+    return Request(wishes, _count(given, "--max-restarts", 0) or 0, float(stall) if stall else None, dry_run, options)
 
 
-def _stop(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """Ends the ranks that still run: one that lost its peers would wait for its collective's time-out."""
-    deadline = time.monotonic() + _GRACE_SECONDS
-    time.sleep(0.5)  # those that fail together with the first one get to print their own message
-    for process in ranks:
-        if process.poll() is None:
-            process.terminate()
-    for process in ranks:
-        try:
-            process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
+def _count(given: dict[str, str], flag: str, least: int = 1) -> int | None:
+    text = given.get(flag)
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigError(f"{flag}={text!r} must be a whole number, {least} or more")
+    return int(text)
+
+
+def _choice(given: dict[str, str], flag: str, kind: type[_E]) -> _E | None:
+    name = _member(given, flag, [str(member.value) for member in kind])
+    return None if name is None else kind(name)
+
+
+def _member(given: dict[str, str], flag: str, names: list[str]) -> str | None:
+    text = given.get(flag)
+    if text is not None and text not in names:
+        raise ConfigError(f"{flag}={text!r} is not one of {one_of(names)}; {did_you_mean(text, names, '--help')}")
+    return text
+
+
+def _help() -> str:
+    lines = ["python -m megatron.optimus.launch [launcher options] [options of megatron.optimus.pretrain]", ""]
+    lines += [f"  {flag:<20} {text}" for flag, text in _FLAGS.items()]
+    lines += [f"  {'--dry-run':<20} print the command, its environment and what the run would be, then stop", ""]
+    return "\n".join([*lines, "All other options go to every rank: python -m megatron.optimus.pretrain --help", ""])
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from megatron.optimus.config.schema import ConfigError, RunConfig
 from megatron.optimus.data.dataset import check_vocabulary
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.sources import read_sources
+from megatron.optimus.data.tokenizer import build_tokenizer
 from megatron.optimus.describe import describe
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.runtime import device as devices
@@ -73,7 +74,7 @@ def pretrain(config: RunConfig, launch: LaunchEnv) -> None:
         # Each rank looks at its share of the files: an id beyond the vocabulary would fail in the middle of the run.
         share = read_sources(config.data).prefixes[launch.rank :: launch.world_size]
         ranks = Ranks(None, device)
-        ranks.together(lambda: check_vocabulary(share, config.model.vocab_size), "checking the tokens", DataError)
+        ranks.together(lambda: _check_tokens(config, share), "checking the tokens", DataError)
         mesh = Mesh(config.parallel, rank=launch.rank, world_size=launch.world_size)
         logger.info("%s on %s", mesh.describe(), devices.device_name(device))
         trainer = Trainer(config, mesh, device)
@@ -81,6 +82,12 @@ def pretrain(config: RunConfig, launch: LaunchEnv) -> None:
         trainer.close()
     finally:
         shutdown_engine()
+
+
+def _check_tokens(config: RunConfig, prefixes: Sequence[str]) -> None:
+    data = config.data
+    eod_id = build_tokenizer(data.tokenizer_type, data.tokenizer_model).eod_id if data.needs_eod else None
+    check_vocabulary(prefixes, config.model.vocab_size, eod_id=eod_id)
 
 
 if __name__ == "__main__":

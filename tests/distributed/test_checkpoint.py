@@ -7,9 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron.optimus.checkpoint import CheckpointError, find_loadable, latest, load, save, store
+from megatron.optimus.checkpoint import CheckpointError, commit, latest, load, save
 from tests.helpers import run_distributed
-from tests.unit.checkpoint.helpers import CONFIG, assert_holds, layout_slices, whole_requests, whole_state
+from tests.unit.checkpoint.helpers import (
+    CONFIG,
+    assert_holds,
+    find_loadable,
+    layout_slices,
+    whole_requests,
+    whole_state,
+)
 
 
 def _save(root, step, rank, world, ep, interleaved=False):
@@ -61,7 +68,7 @@ def _save_with_full_disk(rank, world, root, failing, function):
         def full(*args, **kwargs):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        setattr(store, function, full)
+        setattr(commit, function, full)
     try:
         _save(root, 2, rank, world, 2)
     except CheckpointError as error:
@@ -69,7 +76,7 @@ def _save_with_full_disk(rank, world, root, failing, function):
     return "saved"
 
 
-@pytest.mark.parametrize("failing, function", [(3, "write_shard"), (0, "write_shard"), (0, "read_small_file")])
+@pytest.mark.parametrize("failing, function", [(3, "write_at"), (0, "write_at"), (0, "write_synced")])
 def test_a_full_disk_on_one_rank_is_an_error_on_all(tmp_path, failing, function):
     answers = run_distributed(_save_with_full_disk, 4, tmp_path, failing, function)
     for answer in answers:
@@ -111,7 +118,7 @@ def _find(rank, world, root):
 
 def test_ranks_share_the_verification_and_agree_on_the_fallback(tmp_path):
     run_distributed(_save_all, 4, tmp_path, 2, False)
-    for shard in sorted((tmp_path / "step-00000003").glob("rank-*.safetensors")):
+    for shard in sorted((tmp_path / "step-00000003").glob("node-*.safetensors")):
         data = shard.read_bytes()
         shard.write_bytes(data[:-1] + bytes([data[-1] ^ 4]))
         answers = run_distributed(_find, 2, tmp_path)

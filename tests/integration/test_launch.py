@@ -1,16 +1,19 @@
-"""The local launcher: exit codes, and no rank left behind."""
+"""The launcher: exit codes, no rank left behind, jobs of PBS and SLURM with stand-ins for their commands."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from megatron.optimus.launch import main, run_ranks
-from tests.integration.conftest import environment
+from megatron.optimus.launch import main
+from megatron.optimus.launcher.local import run_ranks
+from tests.integration.conftest import ROOT, TINY, environment
 
 
 def ranks(program: str, count: int = 3) -> int:
@@ -44,7 +47,7 @@ def test_a_rank_that_explained_itself_is_not_explained_again(capfd: pytest.Captu
 def test_termination_reaches_the_ranks() -> None:
     rank = "import time; print(1, flush=True); time.sleep(60)"
     start = f"sys.exit(run_ranks({[sys.executable, '-c', rank]}, 2))"
-    words = [sys.executable, "-c", f"from megatron.optimus.launch import run_ranks; import sys; {start}"]
+    words = [sys.executable, "-c", f"from megatron.optimus.launcher.local import run_ranks; import sys; {start}"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, env=environment())
     assert process.stdout is not None
     for _ in range(2):
@@ -55,8 +58,84 @@ def test_termination_reaches_the_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [([], "--nproc-per-node is missing"), (["--nproc-per-node", "0"], "'0'"), (["--nproc-per-node=two"], "'two'")],
+    [
+        ([], "--nproc-per-node is missing"),
+        (["--nproc-per-node", "0"], "'0'"),
+        (["--nproc-per-node=two"], "'two'"),
+        (["--nproc-per-node"], "''"),
+        (["--nproc-per-node", "2", "--system", "auror"], "did you mean aurora?"),
+        (["--nproc-per-node", "2", "--launcher", "mpirun"], "mpiexec"),
+        (["--nproc-per-node", "3", "--preset", "mula-20b-a2b", "--dry-run"], "expert_model_parallel_size=12"),
+    ],
 )
 def test_wrong_command_lines(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert expected in capsys.readouterr().err
+
+
+MPIEXEC = """#!{python}
+# Stands for PALS: one process a rank, its place in PALS's variables; the first attempt loses node x1.
+import os, subprocess, sys
+words = sys.argv[1:]
+hosts = open(words[words.index("--hostfile") + 1]).read().split()
+log = open("{log}", "a")
+print(*hosts, file=log, flush=True)
+if hosts[1] == "x1":
+    print("x1.hsn: shepherd died from signal 9")
+    sys.exit(1)
+ppn = int(words[words.index("--ppn") + 1])
+program = words[words.index(sys.executable):]
+places = [dict(PALS_RANKID=str(r), PALS_LOCAL_RANKID=str(r % ppn), PALS_LOCAL_SIZE=str(ppn))
+          for r in range(int(words[words.index("-n") + 1]))]
+ranks = [subprocess.Popen(program, env=dict(os.environ, **place)) for place in places]
+sys.exit(max(rank.wait() for rank in ranks))
+"""
+
+
+def test_a_pbs_job_replaces_a_lost_node_and_trains(tmp_path: Path, tokens: Path) -> None:
+    mpiexec, nodes, log = tmp_path / "mpiexec", tmp_path / "nodes", tmp_path / "log"
+    mpiexec.write_text(MPIEXEC.format(python=sys.executable, log=log))
+    mpiexec.chmod(0o755)
+    nodes.write_text("x0\nx1\nx2\n")
+    env = {**environment(), "PATH": f"{tmp_path}:{os.environ['PATH']}", "PBS_NODEFILE": str(nodes)}
+    env["MASTER_ADDR"] = "127.0.0.1"  # the nodes do not exist
+    words = ["--launcher", "mpiexec", "--mpi", "pals", "--nodes", "2", "--nproc-per-node", "1", "--max-restarts", "1"]
+    run = ["--train-iters", "2", "--data-path", str(tokens), "--run-dir", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "megatron.optimus.launch", *words, *TINY, *run]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert log.read_text().splitlines() == ["x0 x1", "x0 x2"]
+    assert "lost nodes: x1" in done.stderr
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") >= 2
+
+
+SCRIPTS = sorted(path for path in (ROOT / "examples").glob("*/mula_*") if path.suffix in (".sh", ".pbs"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_job_scripts(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The script's own words, with the user's after them, describe a run that could start."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "DATA_FILE_LIST": "/data/list of files.txt"}
+    done = subprocess.run(
+        ["bash", str(script), "--lr", "0.0035"], env=env, capture_output=True, text=True, cwd="/", check=True
+    )
+    words = done.stdout.splitlines()
+    assert words[:2] == ["-m", "megatron.optimus.launch"]
+    assert script.parent.name == "local" or "/data/list of files.txt" in words
+    assert main([*words[2:], "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "  lr: 0.0035" in shown
+    assert f"runs/{script.stem.replace('_', '-')}" in shown
+
+
+def test_the_dry_run_of_the_largest_model_is_the_papers_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--system", "aurora", "--launcher", "mpiexec", "--nodes", "256", "--preset", "mula-220b-a10b"]
+    assert main([*words, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "# 256 nodes x 12 ranks = 3072 ranks" in shown
+    assert "mpiexec --envall --line-buffer -n 3072 --ppn 12" in shown
+    assert "export CCL_KVS_USE_MPI_RANKS=1  # " in shown
+    assert "expert view pp=8 edp=32 ep=12" in shown

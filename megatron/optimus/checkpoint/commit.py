@@ -1,13 +1,15 @@
 """Directories of checkpoints: their names, and how one becomes visible in a single rename.
 
-    root/step-00000100              committed
+    root/step-00000100              committed, full
     root/step-00000100.r1           the same step saved again; supersedes the one before
+    root/model-00000100             committed, weights only
     root/.step-00000120.tmp-<nonce> being written (or left by a killed save)
     root/.step-00000080.old-<nonce> being deleted
 
-A name without a leading dot appears only by renaming a complete, synced directory, so whatever instant a process dies
-at, the committed ones are whole. Saving a step again takes a new name instead of replacing: no instant exists at which
-neither the old nor the new one is there.
+A name without a leading dot appears only by renaming a complete, synced directory, so whatever instant a process or a
+machine dies at, the committed ones are whole. Saving a step again takes a new name instead of replacing: no instant
+exists at which neither the old nor the new one is there. Everything that changes the file system goes through ``os``
+functions, one call each, so that a test can stop between any two of them.
 """
 
 from __future__ import annotations
@@ -16,43 +18,56 @@ import logging
 import os
 import re
 import secrets
-import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-_COMMITTED = re.compile(r"step-(\d{8,12})(?:\.r([1-9]\d{0,5}))?")
-_TRANSIENT = re.compile(r"\.step-\d{8,12}(?:\.r\d+)?\.(?:tmp|old)-[0-9a-f]{16}")
+_COMMITTED = re.compile(r"(step|model)-(\d{8,12})(?:\.r([1-9]\d{0,5}))?")
+_TRANSIENT = re.compile(r"\.(?:step|model)-\d{8,12}(?:\.r\d+)?\.(?:tmp|old)-[0-9a-f]{16}")
+_PREFIXES = {"full": "step", "model": "model"}
 
 log = logging.getLogger("optimus")
 
 
 class Committed(NamedTuple):
-    """One committed checkpoint; sorts by age."""
+    """One committed checkpoint; of one kind, they sort by age."""
 
     step: int
     revision: int
+    kind: str = "full"
 
     @property
     def name(self) -> str:
-        return f"step-{self.step:08d}" + (f".r{self.revision}" if self.revision else "")
+        return f"{_PREFIXES[self.kind]}-{self.step:08d}" + (f".r{self.revision}" if self.revision else "")
 
 
-def list_committed(root: Path) -> list[Committed]:
+def list_committed(root: Path, kind: str = "full") -> list[Committed]:
     """Committed checkpoints of ``root``, oldest first; empty when there is no such directory."""
     found = []
     if root.is_dir():
         for entry in os.scandir(root):
             match = _COMMITTED.fullmatch(entry.name)
-            if match and entry.is_dir(follow_symlinks=False):
-                item = Committed(int(match[1]), int(match[2] or 0))
+            if match and match[1] == _PREFIXES[kind] and entry.is_dir(follow_symlinks=False):
+                item = Committed(int(match[2]), int(match[3] or 0), kind)
                 if item.name == entry.name:  # one spelling per step
                     found.append(item)
     return sorted(found)
 
 
-def temporary_path(root: Path, step: int, nonce: int) -> Path:
+def temporary_path(root: Path, step: int, nonce: int, kind: str = "full") -> Path:
     """Where step ``step`` is written before it is committed; ``nonce``: below 2^63, the same on all ranks."""
-    return root / f".{Committed(step, 0).name}.tmp-{nonce:016x}"
+    return root / f".{Committed(step, 0, kind).name}.tmp-{nonce:016x}"
+
+
+def make_directory(path: Path) -> None:
+    """Makes a directory and what is missing above it, durably; it may exist."""
+    if path.is_dir():
+        return
+    make_directory(path.parent)
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        return
+    sync_directory(path.parent)
 
 
 def sync_directory(path: Path) -> None:
@@ -66,43 +81,64 @@ def sync_directory(path: Path) -> None:
 
 def write_synced(path: Path, data: bytes) -> None:
     """Writes a new file and syncs it."""
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        write_at(descriptor, memoryview(data), 0)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
-def commit(root: Path, temporary: Path, step: int) -> Committed:
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Writes all of ``data``; one call of the system takes 2 GiB at most, and may take less."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], offset + done)
+
+
+def commit(root: Path, temporary: Path, step: int, kind: str = "full") -> Committed:
     """Gives a complete directory its final name, durably. The manifest must be in it already."""
     sync_directory(temporary)
-    revisions = [item.revision for item in list_committed(root) if item.step == step]
-    item = Committed(step, max(revisions) + 1 if revisions else 0)
+    revisions = [item.revision for item in list_committed(root, kind) if item.step == step]
+    item = Committed(step, max(revisions) + 1 if revisions else 0, kind)
     os.rename(temporary, root / item.name)
     sync_directory(root)
     return item
 
 
-def prune(root: Path, saved: Committed, retain: int) -> None:
+def prune(root: Path, saved: Committed, retain: int | None) -> None:
     """Deletes what ``saved`` makes superfluous: older ones beyond ``retain``, its predecessors, leftovers of kills.
 
-    Never touches checkpoints newer than ``saved``. Failing to delete is logged, not raised: the save has succeeded.
+    ``retain``: newest of this kind to keep; None keeps all steps. Never touches checkpoints newer than ``saved`` or of
+    the other kind. Failing to delete is logged, not raised: the save has succeeded.
     """
     try:
-        items = [item for item in list_committed(root) if item <= saved]
+        items = [item for item in list_committed(root, saved.kind) if item <= saved]
         newest_of_step = list({item.step: item for item in items}.values())
-        keep = set(newest_of_step[-retain:])
+        keep = set(newest_of_step if retain is None else newest_of_step[-retain:])
         for item in items:
             if item not in keep:
-                delete_directory(root / item.name)
+                delete_committed(root / item.name)
         for entry in list(os.scandir(root)):
             if _TRANSIENT.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
+                delete_tree(Path(entry.path))
     except OSError as error:
         log.warning("old checkpoints in %s could not all be deleted: %s", root, error)
 
 
-def delete_directory(path: Path) -> None:
+def delete_committed(path: Path) -> None:
     """Deletes a committed directory; first takes its name away, so that a kill in between leaves no half checkpoint."""
     hidden = path.with_name(f".{path.name}.old-{secrets.token_hex(8)}")
     os.rename(path, hidden)
-    shutil.rmtree(hidden)
+    sync_directory(path.parent)  # else a crash could undo the rename and keep the deletions below
+    delete_tree(hidden)
+
+
+def delete_tree(path: Path) -> None:
+    """Deletes a directory with all it holds; links in it are removed, not followed."""
+    for entry in list(os.scandir(path)):
+        if entry.is_dir(follow_symlinks=False):
+            delete_tree(Path(entry.path))
+        else:
+            os.unlink(entry.path)
+    os.rmdir(path)

@@ -5,3 +5,7 @@ from __future__ import annotations
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be written, found, read or trusted. The message names the file or field and the remedy."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint's bytes are not what was written, or not there: another checkpoint may do."""

@@ -10,37 +10,45 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from megatron.optimus.checkpoint.coverage import check_coverage
 from megatron.optimus.checkpoint.errors import CheckpointError
-from megatron.optimus.checkpoint.shards import DTYPE_BYTES, read_small_file
+from megatron.optimus.checkpoint.shards import DTYPE_BYTES, parse_json, read_small_file
+from megatron.optimus.checkpoint.slices import Box, Place, box_fits, box_numel
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_NAME = "optimus-checkpoint"
-FORMAT_VERSION = 1
-MAX_MANIFEST_BYTES = 1 << 30  # about seven million pieces
+FORMAT_VERSION = 2
+MAX_MANIFEST_BYTES = 1 << 28  # about a million pieces; parsed, some ten times as much memory
 _MAX_INT = (1 << 63) - 1
 _MAX_DIMS = 8
 _MAX_NAME = 1024
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,200}\.safetensors")  # no separator, no leading dot, no ".."
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _HASH = re.compile(r"[0-9a-f]{32}")
+_PIECE_FIELDS = ("file", "key", "start", "stop", "xxh3_128")
 _PREFIX = b'{"xxh3_128": "'
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of a flattened tensor: a 1-D tensor ``key`` in safetensors file ``file``."""
+    """Elements [start, stop) of a flattened ``box`` (None: the whole tensor): 1-D tensor ``key`` in ``file``."""
 
     file: str
     key: str
     start: int
     stop: int
     xxh3_128: str  # of the piece's bytes as stored, 32 hex digits
+    box: Box | None = None
+
+    def place(self, shape: tuple[int, ...]) -> Place:
+        return Place(shape, self.start, self.stop, self.box)
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,14 @@ class Manifest:
     metadata: dict[str, Any]
     files: dict[str, int]  # file name -> bytes
     tensors: dict[tuple[str, str], TensorEntry] = field(repr=False)  # (name, kind) -> entry
+    layout: dict[str, Any] = field(default_factory=dict)  # of the ranks that saved: for people, no reader needs it
+    packages: dict[str, Any] = field(default_factory=dict)  # package -> version, "python" included
+    tokenizer_xxh3_128: str | None = None  # of the tokenizer's file
+
+    @property
+    def config_xxh3_128(self) -> str:
+        """The hash of ``config`` as canonical JSON: two runs with equal hashes were configured alike."""
+        return xxhash.xxh3_128_hexdigest(json.dumps(self.config, sort_keys=True, separators=(",", ":")).encode())
 
     def to_bytes(self) -> bytes:
         """The file's bytes. Raises CheckpointError when config or metadata are not plain JSON (NaN is not)."""
@@ -79,11 +95,16 @@ class Manifest:
             "step": self.step,
             "consumed_samples": self.consumed_samples,
             "config": self.config,
+            "config_xxh3_128": "",
+            "layout": self.layout,
+            "packages": self.packages,
+            "tokenizer_xxh3_128": self.tokenizer_xxh3_128,
             "metadata": self.metadata,
             "files": self.files,
             "tensors": [tensor_to_json(entry) for entry in self.tensors.values()],
         }
         try:
+            body["config_xxh3_128"] = self.config_xxh3_128
             text = json.dumps(body, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"config or metadata cannot be written as JSON: {error}") from error
@@ -101,6 +122,7 @@ def tensor_to_json(entry: TensorEntry) -> dict[str, Any]:
         "shape": list(entry.shape),
         "pieces": [
             {"file": p.file, "key": p.key, "start": p.start, "stop": p.stop, "xxh3_128": p.xxh3_128}
+            | ({} if p.box is None else {"box": p.box})
             for p in entry.pieces
         ],
     }
@@ -119,12 +141,15 @@ def parse_manifest(data: bytes, source: str) -> Manifest:
     if not data.startswith(_PREFIX) or xxhash.xxh3_128_hexdigest(data[hash_end:]).encode() != claimed:
         raise CheckpointError(f"{source}: damaged: field xxh3_128 does not match the file's bytes")
     body = parse_json(data, source)
-    _exact_fields(body, Manifest.__dataclass_fields__.keys() | {"xxh3_128", "format", "version"}, source)
-    if body["format"] != FORMAT_NAME or body["version"] != FORMAT_VERSION:
+    found = body.get("format"), body.get("version")
+    if found != (FORMAT_NAME, FORMAT_VERSION):
         raise CheckpointError(
-            f"{source}: format {body['format']!r} version {body['version']!r}; "
-            f"this program reads {FORMAT_NAME!r} version {FORMAT_VERSION}"
+            f"{source}: format {str(found[0])[:100]!r} version {str(found[1])[:100]}; this program reads "
+            f"{FORMAT_NAME!r} version {FORMAT_VERSION}. Load an older checkpoint with the release that wrote it"
         )
+    _exact_fields(
+        body, Manifest.__dataclass_fields__.keys() | {"xxh3_128", "format", "version", "config_xxh3_128"}, source
+    )
     if body["kind"] not in ("full", "model"):
         raise CheckpointError(f"{source}: kind is {body['kind']!r}; must be 'full' or 'model'")
     files = _typed(body, "files", dict, source)
@@ -140,27 +165,23 @@ def parse_manifest(data: bytes, source: str) -> Manifest:
         metadata=_typed(body, "metadata", dict, source),
         files=files,
         tensors=parse_tensors(_typed(body, "tensors", list, source), source),
+        layout=_typed(body, "layout", dict, source),
+        packages=_typed(body, "packages", dict, source),
+        tokenizer_xxh3_128=body["tokenizer_xxh3_128"],
     )
+    if manifest.tokenizer_xxh3_128 is not None and not _is_hash(manifest.tokenizer_xxh3_128):
+        raise CheckpointError(f"{source}: tokenizer_xxh3_128 is neither null nor 32 hex digits")
+    if body["config_xxh3_128"] != manifest.config_xxh3_128:
+        raise CheckpointError(f"{source}: config_xxh3_128 does not match config")
     _check_files(manifest, source)
     for entry in manifest.tensors.values():
-        _check_coverage(entry, source)
+        where = f"{source}: tensor {entry.name} ({entry.kind})"
+        check_coverage(where, entry.shape, [piece.place(entry.shape) for piece in entry.pieces])
     return manifest
 
 
-def parse_json(data: bytes, source: str) -> dict[str, Any]:
-    """A JSON object without duplicate keys, NaN or infinities."""
-    try:
-        body = json.loads(
-            data.decode("utf-8"),
-            object_pairs_hook=_unique_keys,
-            parse_constant=_refuse_constant,
-            parse_float=_finite_float,
-        )
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{source}: not valid JSON: {str(error)[:300]}") from error
-    if not isinstance(body, dict):
-        raise CheckpointError(f"{source}: must be a JSON object, is {type(body).__name__}")
-    return body
+def _is_hash(value: Any) -> bool:
+    return isinstance(value, str) and _HASH.fullmatch(value) is not None
 
 
 def parse_tensors(items: list[Any], source: str) -> dict[tuple[str, str], TensorEntry]:
@@ -184,31 +205,44 @@ def parse_tensors(items: list[Any], source: str) -> dict[tuple[str, str], Tensor
         sizes = tuple(_count({"shape": size}, "shape", where) for size in shape)
         if math.prod(sizes) > _MAX_INT:
             raise CheckpointError(f"{where}: shape {sizes} has too many elements")
-        pieces = [_parse_piece(piece, where) for piece in _typed(item, "pieces", list, where)]
+        pieces = [_parse_piece(piece, sizes, where) for piece in _typed(item, "pieces", list, where)]
         pieces.sort(key=lambda piece: piece.start)
         tensors[name, kind] = TensorEntry(name, kind, item["dtype"], sizes, tuple(pieces))
     return tensors
 
 
-def _parse_piece(item: Any, where: str) -> Piece:
+def _parse_piece(item: Any, shape: tuple[int, ...], where: str) -> Piece:
     where = f"{where}: pieces"
-    _exact_fields(item, Piece.__dataclass_fields__.keys(), where)
+    _exact_fields(item, _PIECE_FIELDS, where, optional="box")
     piece = Piece(
         file=_typed(item, "file", str, where),
         key=_typed(item, "key", str, where),
         start=_count(item, "start", where),
         stop=_count(item, "stop", where),
         xxh3_128=_typed(item, "xxh3_128", str, where),
+        box=_parse_box(item["box"], shape, where) if "box" in item else None,
     )
     if not _FILE_NAME.fullmatch(piece.file):
         raise CheckpointError(f"{where}: file {piece.file[:200]!r} is not a plain .safetensors name")
     if not 0 < len(piece.key) <= 2 * _MAX_NAME:
         raise CheckpointError(f"{where}: key has {len(piece.key)} characters, limit {2 * _MAX_NAME}")
-    if not _HASH.fullmatch(piece.xxh3_128):
+    if not _is_hash(piece.xxh3_128):
         raise CheckpointError(f"{where}: xxh3_128 {piece.xxh3_128[:100]!r} is not 32 hex digits")
     if piece.start >= piece.stop:
         raise CheckpointError(f"{where}: start {piece.start} is not below stop {piece.stop}")
+    if piece.box is not None and piece.stop > box_numel(piece.box):
+        raise CheckpointError(f"{where}: stop {piece.stop} is beyond the {box_numel(piece.box)} elements of its box")
     return piece
+
+
+def _parse_box(value: Any, shape: tuple[int, ...], where: str) -> Box:
+    pairs = value if isinstance(value, list) else [value]
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise CheckpointError(f"{where}: box must be a list of [start, stop]")
+    box = tuple((_count({"box": a}, "box", where), _count({"box": b}, "box", where)) for a, b in pairs)
+    if not box_fits(box, shape):
+        raise CheckpointError(f"{where}: box {box} is not inside shape {shape}")
+    return box
 
 
 def _check_files(manifest: Manifest, source: str) -> None:
@@ -229,29 +263,14 @@ def _check_files(manifest: Manifest, source: str) -> None:
             raise CheckpointError(f"{source}: files: {name} has {manifest.files[name]} bytes, its pieces need {size}")
 
 
-def _check_coverage(entry: TensorEntry, source: str) -> None:
-    where = f"{source}: tensor {entry.name} ({entry.kind})"
-    position = 0
-    for piece in entry.pieces:
-        if piece.start != position:
-            problem = "covered twice" if piece.start < position else "missing"
-            low, high = sorted((piece.start, position))
-            raise CheckpointError(f"{where}: pieces: elements [{low}, {high}) are {problem}")
-        position = piece.stop
-    if position != entry.numel:
-        problem = "missing" if position < entry.numel else f"beyond its shape {entry.shape}"
-        low, high = sorted((position, entry.numel))
-        raise CheckpointError(f"{where}: pieces: elements [{low}, {high}) are {problem}")
-
-
-def _exact_fields(item: Any, expected: set[str] | Any, where: str) -> None:
+def _exact_fields(item: Any, expected: Collection[str], where: str, optional: str | None = None) -> None:
     if not isinstance(item, dict):
         raise CheckpointError(f"{where}: must be a JSON object, is {type(item).__name__}")
     for name in expected:
         if name not in item:
             raise CheckpointError(f"{where}: field {name} is missing")
     for name in item:
-        if name not in expected:
+        if name not in expected and name != optional:
             raise CheckpointError(f"{where}: unknown field {name[:100]!r}")
 
 
@@ -267,22 +286,4 @@ def _count(item: dict[str, Any], name: str, where: str) -> int:
         raise CheckpointError(f"{where}: {name} must be an integer, is {type(value).__name__}")
     if not 0 <= value <= _MAX_INT:
         raise CheckpointError(f"{where}: {name} is outside 0 ... 2^63-1")
-    return value
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("an object has the same key twice")
-    return result
-
-
-def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not a JSON number")
-
-
-def _finite_float(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError("a number is too large for a double")
     return value

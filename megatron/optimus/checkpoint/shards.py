@@ -13,6 +13,7 @@ import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -77,22 +78,10 @@ def write_shard(path: Path, items: Iterable[ShardItem], metadata: dict[str, str]
     CheckpointError when two items share a key or an item does not deliver what it announced.
     """
     ordered = sorted(items, key=lambda item: -item.dtype.itemsize)  # stable; keeps every tensor aligned to its dtype
-    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
-    offset = 0
-    for item in ordered:
-        if item.key in header:
-            raise CheckpointError(f"{path.name}: two tensors have the key {item.key!r}")
-        header[item.key] = {
-            "dtype": dtype_name(item.dtype),
-            "shape": list(item.shape),
-            "data_offsets": [offset, offset + item.num_bytes],
-        }
-        offset += item.num_bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    header = shard_header([(item.key, dtype_name(item.dtype), item.shape) for item in ordered], metadata)
     hashes: dict[str, str] = {}
     with open(path, "xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header)
         for item in ordered:
             tensor = item.read()
             if tensor.dtype != item.dtype or tensor.numel() != math.prod(item.shape):
@@ -105,6 +94,24 @@ def write_shard(path: Path, items: Iterable[ShardItem], metadata: dict[str, str]
         file.flush()
         os.fsync(file.fileno())
     return hashes
+
+
+def shard_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None = None) -> bytes:
+    """The first bytes of a safetensors file whose (key, dtype name, shape) follow each other in this order.
+
+    Raises CheckpointError when two tensors share a key.
+    """
+    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    offset = 0
+    for key, dtype, shape in tensors:
+        if key in header:
+            raise CheckpointError(f"two tensors have the key {key!r}")
+        stop = offset + math.prod(shape) * DTYPE_BYTES[dtype]
+        header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, stop]}
+        offset = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def read_small_file(path: Path, limit: int) -> bytes:
@@ -131,8 +138,79 @@ def check_regular(path: Path, size: int | None = None) -> None:
         raise CheckpointError(f"{path}: has {status.st_size} bytes, the manifest says {size}")
 
 
+class StoredTensor(NamedTuple):
+    """One entry of a safetensors header. ``offset``: of its first byte in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+class ShardFile:
+    """An open safetensors file of ours: where its tensors lie, and their raw bytes.
+
+    ``num_bytes``: the file's size as the manifest says; ``max_header``: more is refused unread. Raises CheckpointError
+    for anything that is not a regular file of that size with a header that makes sense.
+    """
+
+    def __init__(self, path: Path, num_bytes: int, max_header: int) -> None:
+        self.path = path
+        check_regular(path, num_bytes)
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
+        try:
+            self.tensors = self._read_header(num_bytes, max_header)
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_header(self, num_bytes: int, max_header: int) -> dict[str, StoredTensor]:
+        length = int.from_bytes(self._bytes(0, 8), "little")
+        if length > min(max_header, num_bytes - 8):
+            raise CheckpointError(f"{self.path}: header is damaged: it claims {length} bytes")
+        header = parse_json(self._bytes(8, length), f"{self.path}: header is damaged")
+        header.pop("__metadata__", None)
+        begin = 8 + length
+        tensors = {}
+        for key, item in header.items():
+            try:
+                start, stop = item["data_offsets"]
+                entry = StoredTensor(str(item["dtype"]), tuple(item["shape"]), begin + start, stop - start)
+                good = 0 <= start <= stop <= num_bytes - begin
+                good = good and math.prod(entry.shape) * DTYPE_BYTES[entry.dtype] == entry.num_bytes
+            except (TypeError, ValueError, KeyError):
+                good = False
+            if not good:
+                raise CheckpointError(f"{self.path}: header is damaged: entry {key[:200]!r}")
+            tensors[key] = entry
+        return tensors
+
+    def _bytes(self, offset: int, count: int) -> bytes:
+        data = bytearray(count)
+        self.read_into(memoryview(data), offset)
+        return bytes(data)
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fills ``buffer`` with the file's bytes from ``offset`` on. May be called from several threads."""
+        done = 0
+        while done < len(buffer):
+            try:
+                count = os.preadv(self._descriptor, [buffer[done:]], offset + done)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from error
+            if count == 0:
+                raise CheckpointError(f"{self.path}: ends at byte {offset + done}, more was expected")
+            done += count
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
 class ShardReader:
-    """An open safetensors file. Tensors come back memory-mapped: only what is touched is read from the disk."""
+    """An open safetensors file of anybody. Tensors are memory-mapped: only what is touched is read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -152,3 +230,37 @@ class ShardReader:
             return self._file.get_tensor(key)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.path}: tensor {key}: cannot be read: {error}") from error
+
+
+def parse_json(data: bytes, source: str) -> dict[str, Any]:
+    """A JSON object without duplicate keys, NaN or infinities. Raises CheckpointError, opened by ``source``."""
+    try:
+        body = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_unique_keys,
+            parse_constant=_refuse_constant,
+            parse_float=_finite_float,
+        )
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{source}: not valid JSON: {str(error)[:300]}") from error
+    if not isinstance(body, dict):
+        raise CheckpointError(f"{source}: must be a JSON object, is {type(body).__name__}")
+    return body
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("an object has the same key twice")
+    return result
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError("a number is too large for a double")
+    return value

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from megatron.optimus.checkpoint.slices import TensorSlice, global_ranges
-from megatron.optimus.checkpoint.store import load, load_manifest
+from megatron.optimus.checkpoint.manifest import Manifest
+from megatron.optimus.checkpoint.slices import Place, TensorSlice, global_ranges, place_in_boxes
 
 
 class StateShard(Protocol):
@@ -43,8 +42,12 @@ def global_name_shape(name: str, param: torch.Tensor) -> tuple[str, tuple[int, .
     """A parameter's name and shape in the whole model.
 
     A parameter sharded by experts carries ``expert_ids`` and DeepSpeed's ``group_name`` ("ep_size_4"), which says over
-    how many ranks its dim 0 is spread.
+    how many ranks its dim 0 is spread. One that tensor parallelism cut carries ``global_shape`` and ``global_boxes``,
+    the boxes of the whole tensor that are, flattened one after the other, its own elements (slices.local_boxes).
     """
+    whole = getattr(param, "global_shape", None)
+    if whole is not None:
+        return name, tuple(whole)
     shape = tuple(param.shape)
     expert_ids = getattr(param, "expert_ids", None)
     if expert_ids is None:
@@ -54,19 +57,32 @@ def global_name_shape(name: str, param: torch.Tensor) -> tuple[str, tuple[int, .
 
 
 def training_slices(model: nn.Module, optimizer: ShardedOptimizer, *, buffers: bool) -> list[TensorSlice]:
-    """Everything a run resumes from: this rank's master weights and moments, and the persistent buffers.
+    """Everything a run resumes from but random generators: this rank's master weights and moments, and the buffers.
 
     ``buffers``: True to load (every rank needs them); to save, True on one rank only (all hold the same).
     """
     slices = []
     for shard in optimizer.state_shards():
         for kind, tensor in shard.tensors.items():
-            slices += _slices(shard.name, kind, shard.param, shard.start, shard.stop, tensor)
-    return slices + (_buffer_slices(model) if buffers else [])
+            slices += _shard_slices(shard, kind, tensor)
+    return slices + (buffer_slices(model) if buffers else [])
+
+
+def weight_slices(model: nn.Module, optimizer: ShardedOptimizer, *, buffers: bool) -> list[TensorSlice]:
+    """What a model-only checkpoint holds: the parameters as the model computes with them (kind "weight"), and buffers.
+
+    Each rank gives the part whose masters it owns, cast to the parameter's dtype when it is stored: the same bits as
+    the parameter, spread over all ranks, and right whether or not the last update has been published to it.
+    """
+    slices = []
+    for shard in optimizer.state_shards():
+        parts = _shard_slices(shard, "weight", shard.tensors["master"])
+        slices += [replace(part, stored_dtype=shard.param.dtype) for part in parts]
+    return slices + (buffer_slices(model) if buffers else [])
 
 
 def model_slices(model: nn.Module, *, dense: bool, experts: bool) -> list[TensorSlice]:
-    """The parameters as the model computes with them (kind "weight") and the persistent buffers.
+    """A model without an optimizer: its parameters (kind "weight") and persistent buffers, whole as this rank has them.
 
     To load, both are True. To save, ``dense`` is True on one rank (it writes the buffers too), ``experts`` on one
     replica of every expert (the ranks with expert-data-parallel index 0).
@@ -74,36 +90,55 @@ def model_slices(model: nn.Module, *, dense: bool, experts: bool) -> list[Tensor
     slices = []
     for name, param in model.named_parameters():
         if experts if hasattr(param, "expert_ids") else dense:
-            slices += _slices(name, "weight", param, 0, param.numel(), param.detach().view(-1))
-    return slices + (_buffer_slices(model) if dense else [])
+            slices += _slices(name, param, 0, param.numel(), "weight", param.detach().view(-1))
+    return slices + (buffer_slices(model) if dense else [])
 
 
-def load_weights(path: Path, model: nn.Module, optimizer: ShardedOptimizer, *, verify: bool = True) -> None:
+def weight_requests(model: nn.Module, optimizer: ShardedOptimizer, manifest: Manifest) -> list[TensorSlice]:
     """Only the weights of a checkpoint, full or model-only, into the optimizer's master weights; buffers where stored.
 
-    Moments and step are left alone. The caller then writes the masters into the parameters
+    To be loaded with ``cast``. Moments and step are left alone. The caller then writes the masters into the parameters
     (``optimizer.sync_params_from_master()``).
     """
-    manifest = load_manifest(path)
     kind = "master" if manifest.kind == "full" else "weight"
-    slices = training_slices(model, optimizer, buffers=True)
-    requests = [replace(piece, kind=kind) for piece in slices if piece.kind == "master"]
-    requests += [piece for piece in slices if piece.kind == "buffer" and (piece.name, "buffer") in manifest.tensors]
-    load(path, requests, verify=verify, cast=True)
+    slices = [
+        part for shard in optimizer.state_shards() for part in _shard_slices(shard, kind, shard.tensors["master"])
+    ]
+    return slices + [part for part in buffer_slices(model) if (part.name, "buffer") in manifest.tensors]
 
 
-def _slices(
-    name: str, kind: str, param: torch.Tensor, start: int, stop: int, tensor: torch.Tensor
-) -> list[TensorSlice]:
-    """``tensor``: elements [start, stop) of the flattened local parameter."""
-    name, shape = global_name_shape(name, param)
+def rng_slices(states: Mapping[str, torch.Tensor], rank: int, world_size: int) -> list[TensorSlice]:
+    """States of random generators (1-D, the same length on every rank) as rows of one tensor each, kind "rng"."""
     return [
-        TensorSlice(name, kind, shape, low, high, tensor[local - start : local - start + high - low])
-        for low, high, local in global_ranges(shape, getattr(param, "expert_ids", None), start, stop)
+        TensorSlice(name, "rng", (world_size, len(state)), rank * len(state), (rank + 1) * len(state), state)
+        for name, state in states.items()
     ]
 
 
-def _buffer_slices(model: nn.Module) -> list[TensorSlice]:
+def _shard_slices(shard: StateShard, kind: str, tensor: torch.Tensor) -> list[TensorSlice]:
+    return _slices(shard.name, shard.param, shard.start, shard.stop, kind, tensor)
+
+
+def _slices(
+    name: str, param: torch.Tensor, start: int, stop: int, kind: str, tensor: torch.Tensor
+) -> list[TensorSlice]:
+    """``tensor``: elements [start, stop) of the flattened local parameter."""
+    name, shape = global_name_shape(name, param)
+    boxes = getattr(param, "global_boxes", None)
+    if boxes is not None:
+        placed = place_in_boxes(shape, boxes, start, stop)
+    else:
+        ranges = global_ranges(shape, getattr(param, "expert_ids", None), start, stop)
+        placed = [(Place(shape, low, high), local) for low, high, local in ranges]
+    slices = []
+    for place, local in placed:
+        begin = local - start
+        part = tensor[begin : begin + place.stop - place.start]
+        slices.append(TensorSlice(name, kind, shape, place.start, place.stop, part, place.box))
+    return slices
+
+
+def buffer_slices(model: nn.Module) -> list[TensorSlice]:
     persistent = model.state_dict().keys()
     return [
         TensorSlice(name, "buffer", tuple(buffer.shape), 0, buffer.numel(), buffer.view(-1))

@@ -10,7 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.optimus.config.layout import Layout
-from megatron.optimus.config.schema import ConfigError, Device, RunConfig, TokenizerType, divisors, one_of, parse_split
+from megatron.optimus.config.schema import (
+    ConfigError,
+    ContextCommunication,
+    Device,
+    RunConfig,
+    TokenizerType,
+    divisors,
+    one_of,
+    parse_split,
+)
 
 Rule = Callable[[RunConfig, int], "str | None"]
 
@@ -36,15 +45,20 @@ def check_trainable(config: RunConfig) -> None:
             raise ConfigError(f"{name}={value}: this version trains with {name}=1 only (--dry-run shows the layout)")
     if config.optimizer.optimizer != "adamw":
         raise ConfigError(f"optimizer={config.optimizer.optimizer!r}: this version trains with 'adamw' only")
-    if config.optimizer.zero_stage != 1:
-        raise ConfigError(f"zero_stage={config.optimizer.zero_stage}: this version trains with zero_stage=1 only")
+    if config.optimizer.zero_stage not in (1, 2):
+        raise ConfigError(f"zero_stage={config.optimizer.zero_stage}: this version trains with zero_stage=1 or 2 only")
     if not config.data.data_path and config.data.data_file_list is None:
         raise ConfigError(
             "data_path is empty: name the prefixes of the .bin/.idx pairs that tools/preprocess_data.py wrote, "
             "for example --data-path data/corpus (for data/corpus.bin and data/corpus.idx), "
             "or a blend in --data-file-list"
         )
-    tokenizer = config.data.tokenizer_model
+    data, tokenizer = config.data, config.data.tokenizer_model
+    if data.needs_eod and tokenizer is None and data.tokenizer_type is not TokenizerType.BYTE:
+        raise ConfigError(
+            "reset_attention_mask, reset_position_ids, eod_mask_loss and fim_rate need the token that ends a document: "
+            "name the tokenizer in tokenizer_model"
+        )
     if tokenizer is not None and not Path(tokenizer).exists():
         raise ConfigError(
             f"tokenizer_model={tokenizer!r} does not exist; give the tokenizer's file or folder, or leave it out: "
@@ -98,6 +112,80 @@ def expert_parallel_divides_experts(config: RunConfig, world_size: int) -> str |
     ranks = world_size // config.parallel.pipeline_model_parallel_size
     values = [size for size in divisors(ranks) if experts % size == 0]
     return f"expert_model_parallel_size={ep} must divide num_experts={experts}; use {one_of(values)}"
+
+
+def tensor_parallel_divides_model(config: RunConfig, world_size: int) -> str | None:
+    tp, model = config.parallel.tensor_model_parallel_size, config.model
+    sizes = {
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_kv_heads,
+        "vocab_size": model.vocab_size,
+    }
+    if not model.is_moe:
+        sizes["ffn_hidden_size"] = model.ffn_hidden_size
+    for name, value in sizes.items():
+        if value % tp:
+            remedy = f"use {one_of(divisors(value))}"
+            if name == "vocab_size":
+                remedy = f"use vocab_size={-(-value // tp) * tp}: rows without a token do no harm"
+            return f"tensor_model_parallel_size={tp} must divide {name}={value}; {remedy}"
+    return None
+
+
+def expert_tensor_parallel_divides_experts(config: RunConfig, world_size: int) -> str | None:
+    etp, model = config.parallel.expert_tensor_parallel_size, config.model
+    if etp == 1:
+        return None
+    if not model.is_moe:
+        return f"expert_tensor_parallel_size={etp} but num_experts=0: a dense model has no experts to split; use 1"
+    if model.moe_ffn_hidden_size % etp == 0:
+        return None
+    values = one_of(divisors(model.moe_ffn_hidden_size))
+    return (
+        f"expert_tensor_parallel_size={etp} must divide moe_ffn_hidden_size={model.moe_ffn_hidden_size}; use {values}"
+    )
+
+
+def experts_under_tensor_parallelism_need_split_tokens(config: RunConfig, world_size: int) -> str | None:
+    tp = config.parallel.tensor_model_parallel_size
+    if tp == 1 or config.parallel.sequence_parallel or not config.model.is_moe:
+        return None
+    return (
+        f"sequence_parallel=False with tensor_model_parallel_size={tp} and num_experts={config.model.num_experts}: "
+        "every rank would route the same tokens; use sequence_parallel=True"
+    )
+
+
+def sequence_divides(config: RunConfig, world_size: int) -> str | None:
+    parallel, training = config.parallel, config.training
+    cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    unit, why = cp, f"context_parallel_size={cp}"
+    if cp > 1 and parallel.cp_comm_type is ContextCommunication.P2P:
+        unit, why = 2 * cp, f"2 x context_parallel_size={cp} (p2p gives each rank an early and a late piece)"
+    length = training.seq_length
+    if length % unit:
+        near = one_of([size for size in (length // unit * unit, (length // unit + 1) * unit) if size])
+        return f"seq_length={length} must be a multiple of {why}; use {near}"
+    tokens = training.micro_batch_size * length // cp
+    if parallel.sequence_parallel and tokens % tp:
+        return (
+            f"micro_batch_size={training.micro_batch_size} x seq_length={length} / context_parallel_size={cp} = "
+            f"{tokens} tokens must be a multiple of tensor_model_parallel_size={tp}; change one of them, "
+            "or use sequence_parallel=False"
+        )
+    return None
+
+
+def context_parallel_divides_heads(config: RunConfig, world_size: int) -> str | None:
+    parallel = config.parallel
+    cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    heads = config.model.num_attention_heads // tp
+    if parallel.cp_comm_type is not ContextCommunication.A2A or heads % cp == 0:
+        return None
+    return (
+        f"context_parallel_size={cp} with cp_comm_type=a2a must divide the {heads} attention heads of a rank "
+        f"(num_attention_heads / tensor_model_parallel_size={tp}); use {one_of(divisors(heads))}, or cp_comm_type=p2p"
+    )
 
 
 def layers_divide_into_stages(config: RunConfig, world_size: int) -> str | None:
@@ -156,6 +244,11 @@ RULES: list[Rule] = [
     layers_divide_into_stages,
     experts_need_a_moe_model,
     expert_parallel_divides_experts,
+    tensor_parallel_divides_model,
+    expert_tensor_parallel_divides_experts,
+    experts_under_tensor_parallelism_need_split_tokens,
+    sequence_divides,
+    context_parallel_divides_heads,
     batch_divides,
     sequence_fits_positions,
     warmup_fits_run,

@@ -1,11 +1,14 @@
 """One named grid of ranks with two views of it.
 
-Dense view, outermost axis first: (pp, dp, cp, tp). Expert view of the same ranks: (pp, edp, ep). Inside a pipeline
-stage, the dp*cp*tp ranks in order are cut into consecutive runs of ``ep`` ranks: the run shares the experts of a layer
-(axis ``ep``), ranks at the same place of different runs hold the same experts (axis ``edp``). Consecutive ranks sit in
-one node, so expert traffic stays inside it as long as ep <= ranks per node.
+Dense view, outermost axis first: (pp, dp, cp, tp). Expert view of the same ranks: (pp, edp, ep, etp), independent of
+how the dense view cuts them. Inside a pipeline stage, the dp*cp*tp ranks in order are cut into consecutive runs of
+ep*etp ranks: the run shares the experts of a layer, spread over ``ep`` ranks, each expert split over ``etp`` of them.
+Ranks at the same place of different runs hold the same experts (axis ``edp``). Consecutive ranks sit in one node, so
+expert traffic stays inside it as long as ep*etp <= ranks per node.
 
-The axis ``dense`` joins dp and cp: the ranks that hold the same non-expert weights.
+Axes that join others: ``dense`` (dp, cp) are the ranks that hold the same non-expert weights, ``sequence`` (cp, tp)
+those that share one micro-batch, ``stage`` (dp, cp, tp) all of a pipeline stage, ``experts`` (ep, etp) those that
+together hold each expert of a layer once.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron.optimus.config.schema import ConfigError, ParallelConfig, divisors, one_of
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
-AXES = (*DENSE_AXES, "dense", "edp", "ep")
+AXES = (*DENSE_AXES, "dense", "sequence", "stage", "edp", "ep", "etp", "experts")
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,14 @@ class Layout:
     tp: int
     ep: int
     edp: int
+    etp: int = 1
 
     @classmethod
     def from_config(cls, config: ParallelConfig, world_size: int) -> Layout:
         """Raises ConfigError, with the sizes that would work, when they do not fit the number of ranks."""
         tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
         cp, ep = config.context_parallel_size, config.expert_model_parallel_size
+        etp = config.expert_tensor_parallel_size
         size = pp * cp * tp
         if world_size % size:
             raise ConfigError(
@@ -44,12 +50,19 @@ class Layout:
                 f"product {one_of(divisors(world_size))}"
             )
         stage = world_size // pp
-        if stage % ep:
-            what = "the data-parallel size" if size == pp else "the ranks of one pipeline stage"
+        if stage % etp:
             raise ConfigError(
-                f"expert_model_parallel_size={ep} must divide {what} {stage}; use {one_of(divisors(stage))}"
+                f"expert_tensor_parallel_size={etp} must divide the ranks of one pipeline stage {stage}; "
+                f"use {one_of(divisors(stage))}"
             )
-        return cls(pp=pp, dp=stage // (cp * tp), cp=cp, tp=tp, ep=ep, edp=stage // ep)
+        if stage // etp % ep:
+            what = "the data-parallel size" if size == pp else "the ranks of one pipeline stage"
+            shared = f" / expert_tensor_parallel_size={etp}" if etp > 1 else ""
+            raise ConfigError(
+                f"expert_model_parallel_size={ep} must divide {what} {stage}{shared}; "
+                f"use {one_of(divisors(stage // etp))}"
+            )
+        return cls(pp=pp, dp=stage // (cp * tp), cp=cp, tp=tp, ep=ep, edp=stage // (ep * etp), etp=etp)
 
     @property
     def world_size(self) -> int:
@@ -57,15 +70,29 @@ class Layout:
 
     def groups(self, axis: str) -> list[list[int]]:
         """All groups of ranks along an axis, each in axis order; together they hold every rank once."""
-        grid = np.arange(self.world_size).reshape(self.pp, self.dp, self.cp, self.tp)
-        expert_grid = grid.reshape(self.pp, self.edp, self.ep)
+        return self._lines(axis).tolist()
+
+    def group_of(self, axis: str, rank: int) -> list[int]:
+        """The ranks along an axis through ``rank``, in axis order."""
+        lines = self._lines(axis)
+        line, _ = np.argwhere(lines == rank)[0]
+        return lines[line].tolist()
+
+    def _lines(self, axis: str) -> npt.NDArray[np.int64]:
+        pp, cp, tp = self.pp, self.cp, self.tp
+        grid = np.arange(self.world_size).reshape(pp, self.dp, cp, tp)
+        expert_grid = grid.reshape(pp, self.edp, self.ep, self.etp)
         lines = {
             "pp": lambda: np.moveaxis(grid, 0, -1),
             "dp": lambda: np.moveaxis(grid, 1, -1),
             "cp": lambda: np.moveaxis(grid, 2, -1),
             "tp": lambda: grid,
-            "dense": lambda: np.moveaxis(grid.reshape(self.pp, self.dp * self.cp, self.tp), 1, -1),
+            "dense": lambda: np.moveaxis(grid.reshape(pp, self.dp * cp, tp), 1, -1),
+            "sequence": lambda: grid.reshape(pp, self.dp, cp * tp),
+            "stage": lambda: grid.reshape(pp, -1),
             "edp": lambda: np.moveaxis(expert_grid, 1, -1),
-            "ep": lambda: expert_grid,
+            "ep": lambda: np.moveaxis(expert_grid, 2, -1),
+            "etp": lambda: expert_grid,
+            "experts": lambda: expert_grid.reshape(pp, self.edp, -1),
         }[axis]()
-        return lines.reshape(-1, lines.shape[-1]).tolist()
+        return lines.reshape(-1, lines.shape[-1])

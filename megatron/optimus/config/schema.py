@@ -34,6 +34,17 @@ class Normalization(str, Enum):
     LAYERNORM_NONPARAMETRIC = "layernorm-nonparametric"  # OLMo-1B: no scale, no shift
 
 
+class QKNormScope(str, Enum):
+    FULL = "full"  # one statistic and one scale over all heads together: OLMoE, Mula
+    HEAD = "head"  # a statistic per head, one scale of its width shared by all heads: Qwen3
+
+
+class RotaryScaling(str, Enum):
+    NONE = "none"
+    LINEAR = "linear"  # every frequency divided by the factor (arXiv 2306.15595)
+    LLAMA3 = "llama3"  # low frequencies divided, high ones kept, a ramp between (arXiv 2407.21783)
+
+
 class ScoreFunction(str, Enum):
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
@@ -55,6 +66,19 @@ class ExpertPlacement(str, Enum):
     INTERLEAVED = "interleaved"  # rank r owns experts r, r+EP, r+2*EP, ...
 
 
+class ContextCommunication(str, Enum):
+    A2A = "a2a"  # Ulysses: all-to-all, each rank then has all positions of some heads
+    P2P = "p2p"  # ring attention: keys and values go round, each rank keeps its positions
+
+
+class Recompute(str, Enum):
+    """Parts of a layer whose activations are recomputed in the backward; bits 1, 2 and 4 of arXiv 2604.00785."""
+
+    MOE = "moe"  # the experts; the dense MLP in a layer without experts
+    ATTENTION = "attention"
+    NORM = "norm"
+
+
 class Precision(str, Enum):
     BF16 = "bf16"
     FP32 = "fp32"
@@ -71,6 +95,11 @@ class TokenizerType(str, Enum):
     SENTENCEPIECE = "SentencePieceTokenizer"
     TIKTOKEN = "TikTokenizer"  # a .tiktoken file of ranks
     BYTE = "ByteLevelTokenizer"  # 256 bytes + end of document, no file
+
+
+class Packing(str, Enum):
+    NONE = "none"  # instances are windows of the stream of documents
+    BEST_FIT = "best-fit"  # of whole documents, few of them cut
 
 
 class Backend(str, Enum):
@@ -145,9 +174,15 @@ class ModelConfig:
     max_position_embeddings: int = option(4096, "longest sequence the exported model claims")
     normalization: Normalization = option(Normalization.RMSNORM, "norm before attention and MLP, and the final one")
     norm_epsilon: float = option(1e-5, "added to the variance in every norm")
-    qk_layernorm: bool = option(True, "RMSNorm over the full query and key width, before RoPE")
+    qk_layernorm: bool = option(True, "RMSNorm of queries and keys, before RoPE")
+    qk_layernorm_scope: QKNormScope = option(QKNormScope.FULL, "over all heads together, or over each head")
     clip_qkv: float | None = option(None, "clamp queries, keys and values to [-x, x]")
     rotary_base: float = option(10000.0, "RoPE theta")
+    rotary_scaling: RotaryScaling = option(RotaryScaling.NONE, "stretching of RoPE beyond the trained positions")
+    rotary_scaling_factor: float = option(8.0, "how many times longer (unused without rotary_scaling)")
+    rotary_low_freq_factor: float = option(1.0, "llama3: frequencies of fewer turns over the trained positions stretch")
+    rotary_high_freq_factor: float = option(4.0, "llama3: frequencies with more turns than this are kept")
+    rotary_original_positions: int = option(8192, "llama3: positions before stretching")
     untie_embeddings_and_output_weights: bool = option(True, "the output projection has weights of its own")
     init_method_std: float = option(0.02, "standard deviation of the normal initialisation")
     num_experts: int = option(0, "routed experts per layer; 0 makes every layer dense")
@@ -167,7 +202,13 @@ class ModelConfig:
         _at_least(self, 1, "ffn_hidden_size", "vocab_size", "max_position_embeddings")
         _at_least(self, 1, "moe_ffn_hidden_size", "moe_router_topk")
         _at_least(self, 0, "num_experts", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
-        _positive(self, "norm_epsilon", "clip_qkv", "rotary_base", "init_method_std")
+        _at_least(self, 1, "rotary_scaling_factor", "rotary_original_positions")
+        _positive(self, "norm_epsilon", "clip_qkv", "rotary_base", "init_method_std", "rotary_low_freq_factor")
+        _require(
+            self.rotary_high_freq_factor > self.rotary_low_freq_factor,
+            f"rotary_high_freq_factor={self.rotary_high_freq_factor} must be above "
+            f"rotary_low_freq_factor={self.rotary_low_freq_factor}",
+        )
         heads, groups = self.num_attention_heads, self.num_kv_heads
         _require(
             self.kv_channels is not None or self.hidden_size % heads == 0,
@@ -208,6 +249,14 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = option(1, "stages of the pipeline")
     context_parallel_size: int = option(1, "ranks that share one sequence")
     expert_model_parallel_size: int = option(1, "ranks that share the experts of one layer")
+    expert_tensor_parallel_size: int = option(1, "ranks that share one expert's matrices; 1: experts are whole")
+    sequence_parallel: bool = option(True, "tensor parallelism: norms and residuals on shards of the tokens")
+    cp_comm_type: ContextCommunication = option(
+        ContextCommunication.A2A, "context parallelism: a2a (Ulysses) or p2p (ring)"
+    )
+    recompute_modules: list[Recompute] = option([], "parts recomputed in the backward: moe, attention, norm")
+    recompute_num_layers: int | None = option(None, "first layers of each stage that recompute; default: all of them")
+    cpu_offloading_num_layers: int = option(0, "first layers of each stage whose activations wait in host memory")
     moe_token_dispatcher_type: TokenDispatcher = option(TokenDispatcher.ALLGATHER, "how tokens reach their experts")
     moe_expert_placement: ExpertPlacement = option(ExpertPlacement.CONTIGUOUS, "which rank owns which expert")
     device: Device = option(Device.AUTO, "where to run")
@@ -216,14 +265,22 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-        _at_least(self, 1, "expert_model_parallel_size")
+        _at_least(self, 1, "expert_model_parallel_size", "expert_tensor_parallel_size")
+        _at_least(self, 0, "recompute_num_layers", "cpu_offloading_num_layers")
         _positive(self, "distributed_timeout_minutes")
 
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
     optimizer: str = option("adamw", "adamw")
-    zero_stage: int = option(1, "1: optimizer states sharded (non-experts over DP, experts over their replicas)")
+    zero_stage: int = option(
+        1, "1: optimizer states sharded (non-experts over DP, experts over replicas); 2: gradients too"
+    )
+    overlap_grad_reduce: bool = option(True, "reduce gradients while backward runs")
+    overlap_param_gather: bool = option(True, "gather updated weights while the next forward runs")
+    accumulate_allreduce_grads_in_fp32: bool = option(True, "add up micro-batches in fp32, else in bf16")
+    grad_reduce_in_bf16: bool = option(False, "sum over ranks in bf16: half the bytes")
+    ddp_bucket_size: int | None = option(None, "elements reduced at a time; default: 67,108,864")
     lr: float = option(4e-4, "peak learning rate")
     min_lr: float = option(4e-5, "learning rate at the start of warm-up and at the end")
     lr_decay_style: LRDecayStyle = option(LRDecayStyle.COSINE, "shape of the decay after warm-up")
@@ -238,7 +295,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         _positive(self, "lr", "adam_eps")
         _at_least(self, 0, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad")
-        _at_least(self, 1, "lr_decay_iters")
+        _at_least(self, 1, "lr_decay_iters", "ddp_bucket_size")
         _require(self.zero_stage in range(4), f"zero_stage={self.zero_stage} does not exist; use 0, 1, 2 or 3")
         _require(self.min_lr <= self.lr, f"min_lr={self.min_lr} exceeds lr={self.lr}; use at most {self.lr}")
         for name in ("adam_beta1", "adam_beta2"):
@@ -277,6 +334,22 @@ class DataConfig:
     split: str = option("969,30,1", "shares of training, validation and test")
     tokenizer_type: TokenizerType = option(TokenizerType.HF, "kind of tokenizer")
     tokenizer_model: str | None = option(None, "its file or folder; copied into exports")
+    packing: Packing = option(Packing.NONE, "what a sample is made of: a stretch of documents, or whole ones")
+    reset_attention_mask: bool = option(False, "attention inside documents only")
+    reset_position_ids: bool = option(False, "positions count from the beginning of each document")
+    eod_mask_loss: bool = option(False, "no loss at the position of an end-of-document token")
+    fim_rate: float = option(0.0, "share of documents turned into fill-in-the-middle tasks; training only")
+    fim_spm_rate: float = option(0.5, "share of those whose suffix comes first")
+    fim_prefix_token: str = option("<fim_prefix>", "the tokenizer's name of that sentinel")
+    fim_middle_token: str = option("<fim_middle>", "the tokenizer's name of that sentinel")
+    fim_suffix_token: str = option("<fim_suffix>", "the tokenizer's name of that sentinel")
+    pin_memory: bool = option(False, "batches in page-locked memory, copied to an accelerator while it computes")
+
+    @property
+    def needs_eod(self) -> bool:
+        """Whether the id of the end-of-document token must be known; packing finds documents in the index."""
+        by_document = self.reset_attention_mask or self.reset_position_ids or self.eod_mask_loss
+        return self.fim_rate > 0 or (by_document and self.packing is Packing.NONE)
 
     def __post_init__(self) -> None:
         parse_split(self.split)
@@ -286,20 +359,32 @@ class DataConfig:
             f"data_path and data_file_list={self.data_file_list!r} are both given; keep one of them",
         )
         _positive(self, "max_data_epochs")
+        for name in ("fim_rate", "fim_spm_rate"):
+            rate = getattr(self, name)
+            _require(0 <= rate <= 1, f"{name}={rate} is a share; use 0 to 1")
 
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
     save: str | None = option(None, "folder of checkpoints; default: <run_dir>/checkpoints")
     load: str | None = option(None, "folder or one checkpoint to start from; default: newest one in save")
-    save_interval: int = option(1000, "steps between checkpoints; 0: only the last step")
-    save_retain: int = option(2, "newest checkpoints to keep")
+    save_interval: int = option(1000, "steps between full checkpoints; 0: only the last step")
+    save_retain: int = option(2, "newest full checkpoints to keep")
+    model_only_save_interval: int = option(0, "steps between checkpoints of the weights alone, all kept; 0: none")
+    async_save: bool = option(True, "write beside training, from a copy in host memory")
+    load_optim: bool = option(
+        True, "take moments from load; without them step, rate and data position go on all the same"
+    )
     finetune: bool = option(False, "take only the weights from load: step, data position and moments start anew")
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "save_interval")
+        _at_least(self, 0, "save_interval", "model_only_save_interval")
         _at_least(self, 1, "save_retain")
         _require(not self.finetune or self.load is not None, "finetune=True starts from a checkpoint; name it in load")
+        _require(
+            self.load_optim or self.load is not None,
+            "load_optim=False leaves out what load would bring; name a checkpoint in load",
+        )
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,8 @@ The ranges of training, validation and test are shares of the *tokens* of each f
 - no token of a validation or test instance, the shared one included, occurs in a training instance;
 - a run that changes its sequence length keeps its splits.
 
-Instances span neither files nor splits, but they do span documents.
+Instances span neither files nor splits, but they do span documents. With packing (packing.py) an instance is made of
+whole documents of a window instead; the windows lie in the same ranges.
 """
 
 from __future__ import annotations
@@ -29,12 +30,18 @@ from megatron.optimus.config.schema import ConfigError, parse_split
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles
 from megatron.optimus.data.indexed import DTYPES
+from megatron.optimus.data.packing import Range, num_packed, pack, window_of
+from megatron.optimus.data.samples import Piece
+from megatron.optimus.layers.loss import NO_LABEL
 
 logger = logging.getLogger("optimus")
 
 _CHECK_CHUNK = 1 << 20  # tokens looked at together
 _CHECKED_TOKENS = 1 << 26  # tokens a rank looks at before the run: a fraction of a second
 _SAMPLES_PER_FILE = 8
+
+
+_Window = tuple[list[list[Range]], set[int]]  # packed sequences, and the tokens at which documents begin
 
 
 class Split(IntEnum):
@@ -67,7 +74,8 @@ class InstanceSet:
         split: shares of training, validation and test, as ``parse_split`` takes them
         part: which of the three this set holds
         files: where to read the pairs, if other sets share the open files
-        vocab_size: when given, ``read`` refuses ids outside [0, vocab_size)
+        vocab_size: when given, reading refuses ids outside [0, vocab_size)
+        packing: instances of whole documents
 
     Raises DataError if a pair cannot be used or the split holds no instance, ConfigError for impossible options.
     """
@@ -81,6 +89,7 @@ class InstanceSet:
         part: Split = Split.TRAIN,
         files: TokenFiles | None = None,
         vocab_size: int | None = None,
+        packing: bool = False,
     ) -> None:
         if not prefixes:
             raise ConfigError("data_path is empty; give the prefix of at least one .bin/.idx pair")
@@ -90,17 +99,20 @@ class InstanceSet:
         if before == after:
             raise ConfigError(f"split={split!r} gives the {part.name.lower()} split no share")
         self.seq_length = seq_length
+        self.packing = packing
         self._vocab_size = vocab_size
         self._files = TokenFiles(prefixes) if files is None else files
         self._numbers = np.array([self._files.number[prefix] for prefix in prefixes], dtype=np.int64)
         tokens = self._files.tokens[self._numbers].tolist()
         self.num_tokens = sum(tokens)  # of all splits
         self._starts = [_share(total, before) for total in tokens]  # first token of the split in each file
-        counts = [
+        self._windows = [  # plain instances of each file
             max(0, _share(total, after) - start - 1) // seq_length
             for total, start in zip(tokens, self._starts, strict=True)
         ]
+        counts = [num_packed(n) for n in self._windows] if packing else self._windows
         self._ends = list(itertools.accumulate(counts))  # instances up to and including each file
+        self._last_window: tuple[tuple[int, int], _Window] | None = None  # for reading in order
         if not self._ends[-1]:
             raise DataError(
                 f"{', '.join(prefixes[:4])}{' ...' if len(prefixes) > 4 else ''}: too little data: the "
@@ -112,33 +124,51 @@ class InstanceSet:
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def locate(self, i: int) -> tuple[str, int]:
-        """(prefix of the file, number of the first token in it) of instance ``i``, in O(log files)."""
-        file, start = self._locate(i)
-        return self._files.prefixes[file], start
+    def locate(self, i: int) -> tuple[str, list[Range]]:
+        """(prefix of the file, tokens of it) that instance ``i`` is made of. O(log files); packed, reads the index."""
+        file, inside = self._file_of(i)
+        return self._files.prefixes[self._numbers[file]], self._ranges(file, inside)[0]
 
-    def read(self, i: int) -> npt.NDArray[np.int64]:
-        """Instance ``i``: int64 [seq_length + 1]. Inputs are all but the last, labels all but the first.
+    def read(self, i: int) -> list[Piece]:
+        """The pieces of instance ``i``: ``seq_length`` tokens in all, or, packed, at most.
 
         Raises DataError if the file has changed since the start, or an id lies outside the vocabulary.
         """
-        file, start = self._locate(i)
-        tokens = self._files.read(file, start, self.seq_length + 1)
-        if self._vocab_size is not None:
-            _check_ids(self._files.prefixes[file], start, tokens, self._vocab_size)
-        return tokens.astype(np.int64)
+        file, inside = self._file_of(i)
+        ranges, ends = self._ranges(file, inside)
+        number, pieces = int(self._numbers[file]), []
+        for (start, stop), ends_document in zip(ranges, ends, strict=True):
+            tokens = self._files.read(number, start, stop - start + (not ends_document))
+            if self._vocab_size is not None:
+                _check_ids(self._files.prefixes[number], start, tokens, self._vocab_size)
+            tokens = tokens.astype(np.int64)
+            pieces.append(Piece(tokens, NO_LABEL) if ends_document else Piece(tokens[:-1], int(tokens[-1])))
+        return pieces
 
-    def document_starts(self, i: int) -> list[int]:
-        """Positions in [0, seq_length + 1) of instance ``i`` at which a document begins."""
-        return self._files.document_starts(*self._locate(i), self.seq_length + 1)
-
-    def _locate(self, i: int) -> tuple[int, int]:
-        """(number of the file, first token)."""
+    def _file_of(self, i: int) -> tuple[int, int]:
+        """(position of the file in this set, instance within the file)"""
         if not 0 <= i < len(self):
             raise IndexError(f"instance {i} of {len(self)}")
         file = bisect.bisect_right(self._ends, i)
-        inside = i - (self._ends[file - 1] if file else 0)
-        return int(self._numbers[file]), self._starts[file] + inside * self.seq_length
+        return file, i - (self._ends[file - 1] if file else 0)
+
+    def _ranges(self, file: int, inside: int) -> tuple[list[Range], list[bool]]:
+        """Token ranges of an instance of a file, and whether a document ends with each (packed) or it may go on."""
+        if not self.packing:
+            start = self._starts[file] + inside * self.seq_length
+            return [(start, start + self.seq_length)], [False]
+        first, instances, sequences, number = window_of(inside, self._windows[file])
+        kept = self._last_window
+        if kept is None or kept[0] != (file, first):
+            kept = self._last_window = (file, first), self._pack(file, first, instances, sequences)
+        packed, document_ends = kept[1]
+        return packed[number], [stop in document_ends for _, stop in packed[number]]
+
+    def _pack(self, file: int, first: int, instances: int, sequences: int) -> _Window:
+        start = self._starts[file] + first * self.seq_length
+        stop = start + instances * self.seq_length
+        found = self._files.document_starts(int(self._numbers[file]), start, stop + 1).tolist()
+        return pack(sorted({start, stop, *found}), sequences, self.seq_length), set(found)
 
 
 def _check_ids(prefix: str, start: int, tokens: npt.NDArray[np.integer], vocab_size: int) -> None:
@@ -153,18 +183,31 @@ def _check_ids(prefix: str, start: int, tokens: npt.NDArray[np.integer], vocab_s
     )
 
 
-def check_vocabulary(prefixes: Sequence[str], vocab_size: int, *, max_tokens: int = _CHECKED_TOKENS) -> None:
+def check_vocabulary(
+    prefixes: Sequence[str], vocab_size: int, *, eod_id: int | None = None, max_tokens: int = _CHECKED_TOKENS
+) -> None:
     """Looks at up to about ``max_tokens`` tokens of the pairs; raises DataError at an id outside [0, vocab_size).
 
     Meant to be called by each rank with its share of the files before training: an id past the embedding is a crash on
     some devices and silent noise on others. Small corpora are read whole. Of larger ones only pieces are, spread over
     every file, so that a run over trillions of tokens starts at once; a file made with another tokenizer shows in any
     piece of it, and ``InstanceSet.read`` looks at every token that is trained on.
+
+    With ``eod_id`` the last token of each file must be that one, or its documents' ends could not be seen.
     """
     if not prefixes:
         return
     files = TokenFiles(prefixes)
     for file, prefix in enumerate(files.prefixes):
+        if (
+            eod_id is not None
+            and files.tokens[file]
+            and (last := files.read(file, int(files.tokens[file]) - 1, 1)[0]) != eod_id
+        ):
+            raise DataError(
+                f"{prefix}.bin: ends with token {last}, not with {eod_id}, the tokenizer's end of a document; tokenize "
+                "it with --append-eod and this tokenizer, or leave out the options that go by documents"
+            )
         dtype = DTYPES[files.codes[file]]
         if dtype.kind == "u" and vocab_size > np.iinfo(dtype).max:
             continue

@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron.optimus.data.bounds import document_starts
 from megatron.optimus.data.errors import DataError
-from megatron.optimus.data.indexed import DTYPES, HEADER_SIZE, IndexedDataset, bin_path, idx_path, parse_header
+from megatron.optimus.data.indexed import DTYPES, HEADER_SIZE, bin_path, idx_path, parse_header
 
 MAX_OPEN = 128  # well below the usual limit of 1,024 descriptors of a process
 _THREADS = 8  # headers on a parallel file system cost a round trip each
 _PER_TASK = 64
-_MAX_INDICES = 16
 
 
 class PairSummary(NamedTuple):
@@ -107,7 +107,6 @@ class TokenFiles:
         self.number = {prefix: i for i, prefix in enumerate(self.prefixes)}
         self._max_open = max_open
         self._open: OrderedDict[int, int] = OrderedDict()  # file number -> descriptor, least recently used first
-        self._indices: OrderedDict[int, IndexedDataset] = OrderedDict()
         self._lock = threading.Lock()
         summaries = self._summarize()
         self.tokens = np.array([summary.tokens for summary in summaries], dtype=np.int64)
@@ -129,17 +128,9 @@ class TokenFiles:
             data = self._read_bytes(file, start * dtype.itemsize, count * dtype.itemsize)
         return np.frombuffer(data, dtype)
 
-    def document_starts(self, file: int, start: int, count: int) -> list[int]:
-        """Where documents begin among tokens [start, start + count) of a file, counted from ``start``.
-
-        Checks the whole index at the first touch of a file; the indices of a few files stay mapped.
-        """
-        with self._lock:
-            data = self._indices.pop(file, None) or IndexedDataset(self.prefixes[file])
-            self._indices[file] = data
-            while len(self._indices) > _MAX_INDICES:
-                self._indices.popitem(last=False)
-        return data.document_starts(start, count)
+    def document_starts(self, file: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """First tokens, in [start, stop), of the documents of a file: int64, ascending. Raises DataError."""
+        return document_starts(f"{self.prefixes[file]}.idx", DTYPES[self.codes[file]].itemsize, start, stop)
 
     def close(self) -> None:
         """Closes what is open; reading opens files again."""

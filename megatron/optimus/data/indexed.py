@@ -21,7 +21,6 @@ corpora fails that.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import os
 import secrets
@@ -159,20 +158,6 @@ class IndexedDataset:
             raise IndexError(f"{self.prefix}: tokens [{offset}, {offset + length}) of sequence {i}, which has {size}")
         start = int(self._pointers[i]) // self.dtype.itemsize + offset
         return self.tokens[start : start + length]
-
-    def document_starts(self, start: int, count: int) -> list[int]:
-        """Where documents begin among the file's tokens [start, start + count), counted from ``start``."""
-        itemsize = self.dtype.itemsize
-        # bisect, as numpy would copy the unaligned arrays of the map whole
-        sequence = bisect.bisect_left(self._pointers, start * itemsize)
-        found: list[int] = []
-        while sequence < len(self) and self._pointers[sequence] < (start + count) * itemsize:
-            position = int(self._pointers[sequence]) // itemsize - start
-            bound = bisect.bisect_left(self.document_index, sequence)
-            if self.document_index[bound] == sequence and self.sizes[sequence] and position not in found[-1:]:
-                found.append(position)
-            sequence += 1
-        return found
 
     def check_token_ids(self, vocab_size: int) -> None:
         """Reads the whole .bin file; raises DataError at the first token id outside [0, vocab_size)."""

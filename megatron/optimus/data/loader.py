@@ -15,6 +15,7 @@ instances without regard to what was read of the old ones; whole epochs after it
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -26,15 +27,35 @@ from megatron.optimus.config.checks import check_batch_sizes
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.data.dataset import InstanceSet
 from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.fim import FillInTheMiddle
 from megatron.optimus.data.mixture import Mixture, mixed_rows
-from megatron.optimus.data.order import samples_at
+from megatron.optimus.data.order import chances, samples_at
+from megatron.optimus.data.samples import Sample, SampleOptions, make_sample, positions
+from megatron.optimus.layers.documents import Documents
+from megatron.optimus.layers.loss import NO_LABEL
+from megatron.optimus.runtime import device as devices
 
 
 class Batch(NamedTuple):
-    """One micro-batch on the CPU; label [b, s] is the token that follows token [b, s]."""
+    """One micro-batch; label [b, s] is the token that follows token [b, s], or NO_LABEL."""
 
     tokens_BS: Tensor  # int64
     labels_BS: Tensor  # int64
+    documents: Documents | None = None  # what attention must not cross; None: each row is one document
+    positions_BS: Tensor | None = None  # int64; None: 0 to S - 1 in each row
+    num_labels: int | None = None  # labels that count; None: all
+
+    def to(self, device: torch.device) -> Batch:
+        """On the device, without waiting for the copies; a pinned batch is copied while the device computes."""
+        tokens, labels = (x.to(device, non_blocking=True) for x in (self.tokens_BS, self.labels_BS))
+        documents = None if self.documents is None else self.documents.to(device)
+        places = None if self.positions_BS is None else self.positions_BS.to(device, non_blocking=True)
+        return Batch(tokens, labels, documents, places, self.num_labels)
+
+    def pin_memory(self) -> Batch:
+        documents = None if self.documents is None else self.documents.pin_memory()
+        places = None if self.positions_BS is None else self.positions_BS.pin_memory()
+        return Batch(self.tokens_BS.pin_memory(), self.labels_BS.pin_memory(), documents, places, self.num_labels)
 
 
 class BatchLoader:
@@ -45,7 +66,9 @@ class BatchLoader:
     ``max_batches`` if that is set. A ``Mixture`` brings its own order, also without ``shuffle``: each corpus has its
     share of every batch, and one that is too small for its share is repeated.
 
-    ``pin_memory`` puts batches into page-locked memory, from which an accelerator copies while it computes.
+    ``options`` say what is made of documents within a sample; ``fim`` changes some of them, by seed and position alone.
+    ``pin_for`` names an accelerator: batches then lie in
+    page-locked memory, from which it copies while it computes.
 
     A thread reads the batch after the one just given; what it reads depends on positions only, so this changes no
     result, and an error in it is raised by the call that asks for that batch.
@@ -65,7 +88,9 @@ class BatchLoader:
         seed: int,
         shuffle: bool = True,
         max_batches: int | None = None,
-        pin_memory: bool = False,
+        options: SampleOptions = SampleOptions(),  # noqa: B008  # frozen
+        fim: FillInTheMiddle | None = None,
+        pin_for: torch.device | None = None,
     ) -> None:
         if seq_length != instances.seq_length:
             raise ConfigError(f"seq_length={seq_length} differs from the instances' {instances.seq_length}")
@@ -77,7 +102,8 @@ class BatchLoader:
         self._micro_batch_size = micro_batch_size
         self._seed = seed
         self._shuffle = shuffle
-        self._pin_memory = pin_memory
+        self._options, self._fim = options, fim
+        self._pinned = pin_for is not None and pin_for.type != "cpu"
         self.num_micro_batches = global_batch_size // (micro_batch_size * data_parallel_size)
         # offsets of this rank's samples in the global batch: [num_micro_batches, micro_batch_size]
         grid = np.arange(global_batch_size).reshape(self.num_micro_batches, data_parallel_size, micro_batch_size)
@@ -93,7 +119,13 @@ class BatchLoader:
             self.num_batches = available if max_batches is None else min(available, max_batches)
         elif max_batches is not None:
             raise ConfigError("max_batches needs shuffle=False")
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="optimus-data")
+        # A thread begins with the first device as its own: pinning there would take memory of another rank's device.
+        self._executor = ThreadPoolExecutor(
+            1,
+            thread_name_prefix="optimus-data",
+            initializer=devices.set_device,
+            initargs=(pin_for or torch.device("cpu"),),
+        )
         self._next: tuple[int, Future[list[Batch]]] | None = None
 
     def sample_ids(self, consumed: int) -> npt.NDArray[np.int64]:
@@ -129,13 +161,6 @@ class BatchLoader:
             self._next = following, self._executor.submit(self._read, following)
         return batches
 
-    def document_starts(self, consumed: int) -> list[list[list[int]]]:
-        """For each row of each micro-batch of ``batch(consumed)``: the positions at which documents begin.
-
-        Position s belongs to token s of the row; s = seq_length is that of the last label only.
-        """
-        return [[self._instances.document_starts(int(i)) for i in row] for row in self._own_ids(consumed)]
-
     def close(self) -> None:
         """Ends the reading thread. The loader cannot be used afterwards."""
         self._executor.shutdown(wait=True, cancel_futures=True)
@@ -147,20 +172,35 @@ class BatchLoader:
 
     def _read(self, consumed: int) -> list[Batch]:
         batches = []
-        for row_ids in self._own_ids(consumed):
-            window_BL = torch.empty(self._micro_batch_size, self._instances.seq_length + 1, dtype=torch.int64)
-            for row, instance in enumerate(row_ids):
-                window_BL[row] = torch.from_numpy(self._instances.read(int(instance)))
-            batch = Batch(window_BL[:, :-1].contiguous(), window_BL[:, 1:].contiguous())
-            batches.append(Batch(*(tensor.pin_memory() for tensor in batch)) if self._pin_memory else batch)
+        length, read = self._instances.seq_length, self._instances.read
+        for row_places, row_ids in zip(*self._own(consumed), strict=True):
+            samples = []
+            for place, i in zip(row_places.tolist(), row_ids.tolist(), strict=True):
+                change = None if self._fim is None else partial(self._fim.apply, chance=chances(self._seed, place))
+                samples.append(make_sample(read(i), length, self._options, change))
+            batch = self._collate(samples)
+            batches.append(batch.pin_memory() if self._pinned else batch)
         return batches
 
-    def _own_ids(self, consumed: int) -> npt.NDArray[np.int64]:
-        """Instances of this rank's samples: int64 [num_micro_batches, micro_batch_size]."""
-        ids = self.sample_ids(consumed)
+    def _collate(self, samples: list[Sample]) -> Batch:
+        options, length = self._options, self._instances.seq_length
+        tokens_BS, labels_BS = (torch.from_numpy(np.stack([s[part] for s in samples])) for part in (0, 1))
+        starts = [sample.starts for sample in samples]
+        documents = Documents.from_starts(starts, length) if options.reset_attention_mask else None
+        places = None
+        if options.reset_position_ids:
+            places = torch.from_numpy(np.stack([positions(own, length) for own in starts]))
+        masked = options.eod_mask_loss or self._instances.packing
+        num_labels = int((labels_BS != NO_LABEL).sum()) if masked else None
+        return Batch(tokens_BS, labels_BS, documents, places, num_labels)
+
+    def _own(self, consumed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Positions and instances of this rank's samples: int64 [num_micro_batches, micro_batch_size] each."""
+        ids, order = self.sample_ids(consumed), np.arange(self._global_batch_size)
         if isinstance(self._instances, Mixture):
-            ids = ids[mixed_rows(self._global_batch_size, consumed)]
-        return ids[self._offsets]
+            order = mixed_rows(self._global_batch_size, consumed)
+        own = order[self._offsets]
+        return consumed + own, ids[own]
 
 
 def position_after_change(consumed: int, old_seq_length: int, new_seq_length: int) -> int:

@@ -29,6 +29,8 @@ from megatron.optimus.data.dataset import InstanceSet, Split
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles
 from megatron.optimus.data.order import permute_many, sample_at, samples_at
+from megatron.optimus.data.packing import Range
+from megatron.optimus.data.samples import Piece
 from megatron.optimus.data.sources import Sources, Stage
 
 logger = logging.getLogger("optimus")
@@ -43,7 +45,7 @@ class Sample(NamedTuple):
     epoch: int
     instance: int  # within the corpus
     prefix: str
-    token: int  # first token in that file
+    ranges: list[Range]  # of tokens of that file
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Mixture:
 
     Args:
         sources: corpora and weights; a single corpus is fine
-        seq_length, split, part, files, vocab_size: as ``InstanceSet`` takes them
+        seq_length, split, part, files, vocab_size, packing: as ``InstanceSet`` takes them
         seed: of the order within each corpus
 
     Raises DataError if a corpus cannot be used or is empty, ConfigError for impossible options. Of the validation and
@@ -83,8 +85,10 @@ class Mixture:
         seed: int,
         files: TokenFiles | None = None,
         vocab_size: int | None = None,
+        packing: bool = False,
     ) -> None:
         self.seq_length = seq_length
+        self.packing = packing
         self._files = TokenFiles(sources.prefixes) if files is None else files
         self.names: list[str] = []
         self.corpora: list[InstanceSet] = []
@@ -92,7 +96,13 @@ class Mixture:
         for number, corpus in enumerate(sources.corpora):
             try:
                 instances = InstanceSet(
-                    corpus.prefixes, seq_length, split=split, part=part, files=self._files, vocab_size=vocab_size
+                    corpus.prefixes,
+                    seq_length,
+                    split=split,
+                    part=part,
+                    files=self._files,
+                    vocab_size=vocab_size,
+                    packing=packing,
                 )
             except DataError as error:
                 if part is Split.TRAIN:
@@ -129,18 +139,13 @@ class Mixture:
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def read(self, i: int) -> npt.NDArray[np.int64]:
-        """Instance ``i``: int64 [seq_length + 1], as ``InstanceSet.read``."""
+    def read(self, i: int) -> list[Piece]:
+        """The pieces of instance ``i``, as ``InstanceSet.read``."""
         corpus, inside = self._split(i)
         return self.corpora[corpus].read(inside)
 
-    def document_starts(self, i: int) -> list[int]:
-        """Positions in [0, seq_length + 1) of instance ``i`` at which a document begins."""
-        corpus, inside = self._split(i)
-        return self.corpora[corpus].document_starts(inside)
-
-    def locate(self, i: int) -> tuple[str, int]:
-        """(prefix of the file, number of the first token in it) of instance ``i``."""
+    def locate(self, i: int) -> tuple[str, list[Range]]:
+        """(prefix of the file, tokens of it) that instance ``i`` is made of."""
         corpus, inside = self._split(i)
         return self.corpora[corpus].locate(inside)
 

@@ -22,6 +22,8 @@ The mixing functions are written out here, so an order does not change with the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
@@ -30,6 +32,7 @@ MAX_INSTANCES = 1 << 62
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the increment of SplitMix64 (Steele, Lea, Flood, 2014)
+_CHANCES = 0x8C61A3D5E27B94F1  # keeps what is drawn within samples apart from the keys of epochs
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 
@@ -143,3 +146,11 @@ def samples_at(start: int, count: int, num_instances: int, seed: int) -> npt.NDA
         parts.append(permute_many(indices, num_instances, epoch_key(seed, epoch)))
         start += length
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+def chances(seed: int, position: int) -> Iterator[float]:
+    """Uniform numbers in [0, 1) for the sample at ``position``, without end; the same on every machine."""
+    state = epoch_key(seed ^ _CHANCES, position)
+    while True:
+        state = (state + _GOLDEN) & _MASK64
+        yield (_mix(state) >> 11) / (1 << 53)

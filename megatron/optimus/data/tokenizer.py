@@ -56,6 +56,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``. Special tokens and ids outside the vocabulary have no text."""
 
+    def token_id(self, name: str) -> int | None:
+        """Id of the special token of that name, None if there is none."""
+
 
 class HuggingFaceTokenizer:
     """A ``tokenizer.json`` of the ``tokenizers`` library; ``path`` is that file or a folder that holds it.
@@ -108,6 +111,9 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
+    def token_id(self, name: str) -> int | None:
+        return self._tokenizer.token_to_id(name)
+
 
 class SentencePieceTokenizer:
     """A SentencePiece ``.model`` file; the end of a document is its end-of-sentence piece."""
@@ -140,12 +146,17 @@ class SentencePieceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._processor.decode([int(i) for i in ids if 0 <= i < self.vocab_size])
 
+    def token_id(self, name: str) -> int | None:
+        found = self._processor.piece_to_id(name)
+        return found if self._processor.id_to_piece(found) == name else None
+
 
 class TikTokenizer:
     """A ``.tiktoken`` file: a line per token, its bytes in base64 and its rank.
 
     A file of the same name with ``.json`` appended may hold {"pattern": regular expression of words,
-    "end_of_text": id}; else words are those of GPT-2, and the end of a document is the first id after the ranks.
+    "end_of_text": id, "special_tokens": {name: id}}; else words are those of GPT-2, and the end of a document is the
+    first id after the ranks.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -161,16 +172,18 @@ class TikTokenizer:
             extra = Path(f"{file}.json")
             options = json.loads(extra.read_text(encoding="utf-8")) if extra.exists() else {}
             self.eod_id = int(options.get("end_of_text", max(ranks.values()) + 1))
+            names = options.get("special_tokens", {})
+            self._special = {END_OF_TEXT: self.eod_id} | {str(name): int(i) for name, i in names.items()}
             self._encoding = tiktoken.Encoding(
                 file.stem,
                 pat_str=options.get("pattern", r50k_pat_str),
                 mergeable_ranks=ranks,
-                special_tokens={END_OF_TEXT: self.eod_id},
+                special_tokens=self._special,
             )
         except (OSError, ValueError, AttributeError, TypeError) as error:
             raise DataError(f"{file}: not a .tiktoken file that can be read: {error}") from error
         self._tokens = {rank: token for token, rank in ranks.items()}
-        self.vocab_size: int = max(self.eod_id, *ranks.values()) + 1
+        self.vocab_size: int = max(*self._special.values(), *ranks.values()) + 1
 
     def encode(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(text)
@@ -180,6 +193,9 @@ class TikTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(self._tokens.get(i, b"") for i in ids).decode("utf-8", errors="replace")
+
+    def token_id(self, name: str) -> int | None:
+        return self._special.get(name)
 
 
 class ByteLevelTokenizer:
@@ -196,6 +212,9 @@ class ByteLevelTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if 0 <= i < _NUM_BYTES).decode("utf-8", errors="replace")
+
+    def token_id(self, name: str) -> int | None:
+        return None
 
 
 def build_tokenizer(kind: TokenizerType, path: str | os.PathLike[str] | None) -> Tokenizer:
@@ -263,14 +282,20 @@ def _eos_token(config: Path) -> str:
     return value if isinstance(value, str) else END_OF_TEXT
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, out_dir: str | os.PathLike[str]) -> None:
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, out_dir: str | os.PathLike[str], special_tokens: Sequence[str] = ()
+) -> None:
     """Trains a byte-level BPE with ``vocab_size`` entries and saves it as a folder that ``transformers`` loads.
 
-    Id 0 is "<|endoftext|>", ids 1 to 256 are the bytes, the rest merges; the same texts give the same files. A corpus
-    too small for that many merges gives fewer, with a warning. Raises DataError if ``vocab_size`` < 257.
+    Id 0 is "<|endoftext|>", then come ``special_tokens``, the 256 bytes, and merges; the same texts give the same
+    files. A corpus too small for that many merges gives fewer, with a warning. Raises DataError if ``vocab_size`` does
+    not hold special tokens and bytes.
     """
-    if vocab_size < _NUM_BYTES + 1:
-        raise DataError(f"vocab_size={vocab_size} is too small: 256 bytes and the end of a document need 257")
+    special = [END_OF_TEXT, *(name for name in dict.fromkeys(special_tokens) if name != END_OF_TEXT)]
+    if vocab_size < _NUM_BYTES + len(special):
+        raise DataError(
+            f"vocab_size={vocab_size} is too small: 256 bytes and {', '.join(special)} need {_NUM_BYTES + len(special)}"
+        )
     from tokenizers import Tokenizer as BPETokenizer
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -279,7 +304,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out_dir: str | os.PathLike[
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -290,12 +315,14 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out_dir: str | os.PathLike[
             tokenizer.get_vocab_size(),
             vocab_size,
         )
-    special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **special}
+    names: dict[str, Any] = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
+    if special[1:]:
+        names["additional_special_tokens"] = special[1:]
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}
     folder = Path(out_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_json(folder / "special_tokens_map.json", special)
+        _write_json(folder / "special_tokens_map.json", names)
         _write_json(folder / "tokenizer_config.json", config)
         # last: a folder without tokenizer.json counts as none
         _write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))

@@ -5,16 +5,29 @@ Shapes: B sequences, S positions, D model width, H query heads, G key/value head
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.optimus.config.schema import ModelConfig
+from megatron.optimus.config.schema import ModelConfig, QKNormScope
+from megatron.optimus.layers.documents import Documents, document_attention
 from megatron.optimus.layers.norm import RMSNorm
 from megatron.optimus.layers.rope import RopeTable, apply_rope
 
+Attend = Callable[[Tensor, Tensor, Tensor, Documents | None], Tensor]
+
+
+def causal_attention(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, documents: Documents | None) -> Tensor:
+    """Each position sees those up to its own, of its own document only where documents are given: [B, H, S, d]."""
+    if documents is not None:
+        return document_attention(q_BHSd, k_BGSd, v_BGSd, documents)
+    grouped = q_BHSd.shape[1] != k_BGSd.shape[1]
+    return F.scaled_dot_product_attention(q_BHSd, k_BGSd, v_BGSd, is_causal=True, enable_gqa=grouped)
+
 
 class Attention(nn.Module):
-    """Multi-head or grouped-query attention with RoPE and, optionally, QK-norm over the full projected width."""
+    """Multi-head or grouped-query attention with RoPE and, optionally, QK-norm over the full width or each head's."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -26,17 +39,25 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, key_width, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, key_width, bias=False)
         self.o_proj = nn.Linear(query_width, config.hidden_size, bias=False)
-        self.q_norm = RMSNorm(query_width, config.norm_epsilon) if config.qk_layernorm else nn.Identity()
-        self.k_norm = RMSNorm(key_width, config.norm_epsilon) if config.qk_layernorm else nn.Identity()
+        self.norm_heads = config.qk_layernorm_scope is QKNormScope.HEAD
+        q_norm_width, k_norm_width = (config.head_dim, config.head_dim) if self.norm_heads else (query_width, key_width)
+        self.q_norm = RMSNorm(q_norm_width, config.norm_epsilon) if config.qk_layernorm else nn.Identity()
+        self.k_norm = RMSNorm(k_norm_width, config.norm_epsilon) if config.qk_layernorm else nn.Identity()
 
-    def forward(self, x_BSD: Tensor, rope: RopeTable) -> Tensor:
-        q_BHSd = self._heads(self.q_norm(self.q_proj(x_BSD)))
-        k_BGSd = self._heads(self.k_norm(self.k_proj(x_BSD)))
+        self.attend: Attend = causal_attention  # context parallelism puts another one here
+
+    def forward(self, x_BSD: Tensor, rope: RopeTable, documents: Documents | None = None) -> Tensor:
+        q_BHSd = self._heads(self._normed(self.q_proj(x_BSD), self.q_norm))
+        k_BGSd = self._heads(self._normed(self.k_proj(x_BSD), self.k_norm))
         v_BGSd = self._heads(self.v_proj(x_BSD))
         q_BHSd, k_BGSd = apply_rope(q_BHSd, rope), apply_rope(k_BGSd, rope)
-        grouped = q_BHSd.shape[1] != k_BGSd.shape[1]
-        out_BHSd = F.scaled_dot_product_attention(q_BHSd, k_BGSd, v_BGSd, is_causal=True, enable_gqa=grouped)
+        out_BHSd = self.attend(q_BHSd, k_BGSd, v_BGSd, documents)
         return self.o_proj(out_BHSd.transpose(1, 2).flatten(2))
+
+    def _normed(self, x_BSW: Tensor, norm: nn.Module) -> Tensor:
+        if not self.norm_heads:
+            return norm(x_BSW)
+        return norm(x_BSW.unflatten(-1, (-1, self.head_dim))).flatten(-2)
 
     def _heads(self, x_BSW: Tensor) -> Tensor:
         """[B, S, heads * d] -> [B, heads, S, d]; clipping sits after the norm, as in OLMoE."""

@@ -1,14 +1,117 @@
-"""Next-token loss."""
+"""The output projection and the next-token loss, fused: the logits of all tokens never exist at once.
+
+The loss needs of each token's logits two numbers only, their log-sum-exp and the label's logit. They are computed for a
+chunk of tokens at a time, in fp32, and since softmax minus one-hot is at hand then, the gradients too: the backward
+multiplies them by the gradient of the sum. One chunk's logits are all that is ever held, whatever T x V is.
+
+The vocabulary may be split over ranks. Then each rank knows the log-sum-exp over its own rows, and two numbers per
+token and rank are exchanged.
+
+Shapes: T tokens, D model width, V vocabulary rows on this rank, C tokens of a chunk, P ranks.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron.optimus.runtime.distributed import all_gather_single
+
+NO_LABEL = -100  # a position that nothing is to be predicted at
+CHUNK_ELEMENTS = 2**27  # logits held at once: 512 MiB in fp32, large enough for efficient matrix products
 
 
-def cross_entropy_sum(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-    """Sum over tokens of -log softmax(logits)[label], in nats and fp32 whatever the dtype of the logits.
+class LMHead(nn.Linear):
+    """Projection on the vocabulary; with labels, the loss instead of the logits."""
 
-    The sum, not the mean: only the caller knows how many tokens the global batch has.
+    def forward(self, x_BSD: Tensor, labels_BS: Tensor | None = None) -> Tensor:
+        """Logits [B, S, V] in x's dtype; with labels the sum of cross-entropies, an fp32 scalar in nats."""
+        if labels_BS is None:
+            return F.linear(x_BSD, self.weight)
+        return linear_cross_entropy_sum(x_BSD.flatten(0, -2), self.weight, labels_BS.flatten())
+
+
+def linear_cross_entropy_sum(
+    x_TD: Tensor,
+    weight_VD: Tensor,
+    labels_T: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    first_row: int = 0,
+) -> Tensor:
+    """Sum over tokens of -log softmax(x @ weight.T)[label], in nats and fp32 whatever the dtype of x.
+
+    The sum, not the mean: only the caller knows how many tokens the global batch has. Labels are int64 numbers of rows,
+    or NO_LABEL. With ``group``, each rank holds the vocabulary's rows from ``first_row`` on, all ranks the same x and
+    labels; the loss is the same on all of them, the gradient of x is this rank's part of the sum over ranks.
     """
-    return F.cross_entropy(logits_TV.float(), labels_T, reduction="sum")
+    return _LinearCrossEntropy.apply(x_TD, weight_VD, labels_T, group, first_row, torch.is_grad_enabled())
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        weight_VD: Tensor,
+        labels_T: Tensor,
+        group: dist.ProcessGroup | None,
+        first_row: int,
+        with_grad: bool,
+    ) -> Tensor:
+        dx_TD = torch.empty_like(x_TD) if with_grad and ctx.needs_input_grad[0] else None
+        # fp32: the chunks' contributions are added up.
+        dw_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if with_grad and ctx.needs_input_grad[1] else None
+        total = torch.zeros((), dtype=torch.float32, device=x_TD.device)
+        step = max(1, CHUNK_ELEMENTS // weight_VD.shape[0])
+        for start in range(0, x_TD.shape[0], step):
+            x_CD, labels_C = x_TD[start : start + step], labels_T[start : start + step]
+            logits_CV = F.linear(x_CD, weight_VD).float()
+            valid_C, rows_C, columns_C = _label_places(labels_C, first_row, weight_VD.shape[0], group is not None)
+            label_logits_C = torch.where(rows_C, logits_CV.gather(1, columns_C[:, None])[:, 0], 0.0)
+            lse_C, label_logits_C = _over_ranks(torch.logsumexp(logits_CV, dim=-1), label_logits_C, group)
+            total += torch.where(valid_C, lse_C - label_logits_C, 0.0).sum()
+            if dx_TD is None and dw_VD is None:
+                continue
+            grad_CV = logits_CV.sub_(lse_C[:, None]).exp_()
+            # One element a row: no two writes meet, so the result does not depend on their order.
+            grad_CV.scatter_(1, columns_C[:, None], (grad_CV.gather(1, columns_C[:, None]) - rows_C[:, None].float()))
+            grad_CV = grad_CV.mul_(valid_C[:, None]).to(x_TD.dtype)
+            if dx_TD is not None:
+                torch.mm(grad_CV, weight_VD, out=dx_TD[start : start + step])
+            if dw_VD is not None:
+                dw_VD += grad_CV.t() @ x_CD
+        ctx.save_for_backward(dx_TD, dw_VD)
+        ctx.dtype = weight_VD.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        dx_TD, dw_VD = ctx.saved_tensors
+        dx_TD = None if dx_TD is None else dx_TD * grad
+        return dx_TD, None if dw_VD is None else (dw_VD * grad).to(ctx.dtype), None, None, None, None
+
+
+def _label_places(labels_C: Tensor, first_row: int, num_rows: int, is_split: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Which tokens count; which of them have their label's row here; that row (0 elsewhere)."""
+    valid_C = labels_C != NO_LABEL
+    columns_C = labels_C - first_row
+    # A whole vocabulary has every label: one beyond it must fail, not be taken for another rank's.
+    here_C = valid_C & (columns_C >= 0) & (columns_C < num_rows) if is_split else valid_C
+    return valid_C, here_C, torch.where(here_C, columns_C, 0)
+
+
+def _over_ranks(lse_C: Tensor, label_logits_C: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp over the rows of all ranks and the label's logit, from whichever rank has its row."""
+    if group is None:
+        return lse_C, label_logits_C
+    mine = torch.stack((lse_C, label_logits_C))
+    all_P2C = mine.new_empty(dist.get_world_size(group), *mine.shape)
+    all_gather_single(all_P2C.view(-1, mine.shape[1]), mine, group=group)
+    return torch.logsumexp(all_P2C[:, 0], dim=0), all_P2C[:, 1].sum(dim=0)

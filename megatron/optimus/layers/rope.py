@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-RopeTable = tuple[Tensor, Tensor]  # cos, sin: fp32 [S, head_dim]
+from megatron.optimus.config.schema import ModelConfig, RotaryScaling
+
+RopeTable = tuple[Tensor, Tensor]  # cos, sin: fp32 [S, head_dim], or [B, 1, S, head_dim] where rows differ
 
 
-def rope_table(length: int, head_dim: int, base: float, device: torch.device) -> RopeTable:
-    """cos and sin of position * base^(-2i/head_dim) for positions 0..length-1."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    angle = torch.arange(length, dtype=torch.float32, device=device)[:, None] * (base**-exponent)[None, :]
+def rope_table(length: int, config: ModelConfig, device: torch.device) -> RopeTable:
+    """cos and sin of position * frequency for positions 0..length-1; frequencies as ``config`` has them."""
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
+    frequency = _stretched(config.rotary_base**-exponent, config)
+    angle = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequency[None, :]
     angle = torch.cat((angle, angle), dim=-1)
     return angle.cos(), angle.sin()
 
 
+def rope_at(table: RopeTable, positions_BS: Tensor) -> RopeTable:
+    """The table's rows at the given positions (int64, each below the table's length), for tokens in that order."""
+    cos, sin = (part[positions_BS].unsqueeze(1) for part in table)
+    return cos, sin
+
+
+def _stretched(frequency: Tensor, config: ModelConfig) -> Tensor:
+    """Frequencies for longer sequences than those of the training, see RotaryScaling."""
+    if config.rotary_scaling is RotaryScaling.NONE:
+        return frequency
+    if config.rotary_scaling is RotaryScaling.LINEAR:
+        return frequency / config.rotary_scaling_factor
+    low, high = config.rotary_low_freq_factor, config.rotary_high_freq_factor
+    turns = config.rotary_original_positions * frequency / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequency * (keep + (1.0 - keep) / config.rotary_scaling_factor)
+
+
 def apply_rope(x_BHSd: Tensor, table: RopeTable) -> Tensor:
     """Rotates each pair (i, i + head_dim/2) of every head by its position's angle, in fp32."""
-    cos_Sd, sin_Sd = table
+    cos, sin = table
     x = x_BHSd.float()
     first, second = x.chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)
-    return (x * cos_Sd + rotated * sin_Sd).to(x_BHSd.dtype)
+    return (x * cos + rotated * sin).to(x_BHSd.dtype)

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.layers.attention import Attention
-from megatron.optimus.layers.loss import cross_entropy_sum
+from megatron.optimus.layers.documents import Documents
+from megatron.optimus.layers.loss import LMHead
 from megatron.optimus.layers.mlp import MLP
 from megatron.optimus.layers.norm import build_norm
-from megatron.optimus.layers.rope import RopeTable, rope_table
+from megatron.optimus.layers.rope import RopeTable, rope_at, rope_table
 from megatron.optimus.moe.layer import MoE
 from megatron.optimus.moe.router import RouterStats
 
@@ -34,8 +35,10 @@ class Block(nn.Module):
             self.mlp = MLP(config)
         self.is_moe = config.is_moe
 
-    def forward(self, x_BSD: Tensor, rope: RopeTable) -> tuple[Tensor, RouterStats | None]:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope)
+    def forward(
+        self, x_BSD: Tensor, rope: RopeTable, documents: Documents | None = None
+    ) -> tuple[Tensor, RouterStats | None]:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope, documents)
         if self.is_moe:
             y_BSD, stats = self.moe(self.mlp_norm(x_BSD))
             return x_BSD + y_BSD, stats
@@ -44,8 +47,8 @@ class Block(nn.Module):
 
 @dataclass
 class DecoderOutput:
-    logits_BSV: Tensor  # dtype of the weights
-    loss_sum: Tensor | None  # fp32 scalar: cross-entropy in nats summed over the tokens; None without labels
+    logits_BSV: Tensor | None  # dtype of the weights; None with labels: then they never exist as a whole
+    loss_sum: Tensor | None  # fp32 scalar: cross-entropy in nats summed over the labels that count; None without any
     router_stats: list[RouterStats]  # one per MoE layer
 
     @property
@@ -59,7 +62,13 @@ class DecoderOutput:
         return self._mean_over_layers([stats.z_loss for stats in self.router_stats])
 
     def _mean_over_layers(self, losses: list[Tensor]) -> Tensor:
-        return torch.stack(losses).mean() if losses else self.logits_BSV.new_zeros((), dtype=torch.float32)
+        return torch.stack(losses).mean() if losses else torch.zeros((), device=self._result.device)
+
+    @property
+    def _result(self) -> Tensor:
+        result = self.logits_BSV if self.loss_sum is None else self.loss_sum
+        assert result is not None
+        return result
 
 
 class Decoder(nn.Module):
@@ -68,24 +77,35 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.sequence_shards = 1  # context parallelism: tokens are one of so many parts of their sequences
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.final_norm = build_norm(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, bias=False)
         if not config.untie_embeddings_and_output_weights:
             self.lm_head.weight = self.embedding.weight
 
-    def forward(self, tokens_BS: Tensor, labels_BS: Tensor | None = None) -> DecoderOutput:
-        rope = rope_table(tokens_BS.shape[1], self.config.head_dim, self.config.rotary_base, tokens_BS.device)
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        labels_BS: Tensor | None = None,
+        documents: Documents | None = None,
+        positions_BS: Tensor | None = None,
+    ) -> DecoderOutput:
+        """``documents``: attention stays inside each. ``positions_BS``: those of the tokens, if not 0 to S - 1."""
+        rope = rope_table(tokens_BS.shape[1] * self.sequence_shards, self.config, tokens_BS.device)
+        if positions_BS is not None:
+            rope = rope_at(rope, positions_BS)
         x_BSD = self.embedding(tokens_BS)
         router_stats = []
         for layer in self.layers:
-            x_BSD, stats = layer(x_BSD, rope)
+            x_BSD, stats = layer(x_BSD, rope, documents)
             if stats is not None:
                 router_stats.append(stats)
-        logits_BSV = self.lm_head(self.final_norm(x_BSD))
-        loss_sum = None if labels_BS is None else cross_entropy_sum(logits_BSV.flatten(0, 1), labels_BS.flatten())
-        return DecoderOutput(logits_BSV, loss_sum, router_stats)
+        x_BSD = self.final_norm(x_BSD)
+        if labels_BS is not None:
+            return DecoderOutput(None, self.lm_head(x_BSD, labels_BS), router_stats)
+        return DecoderOutput(self.lm_head(x_BSD).view(*tokens_BS.shape, -1), None, router_stats)
 
     def moe_layers(self) -> list[MoE]:
         return [module for module in self.modules() if isinstance(module, MoE)]

@@ -1,7 +1,8 @@
 """Initial weights that depend on the seed and the parameter's name only, never on the layout of ranks.
 
 Each weight draws from a generator of its own on the CPU; each expert of a 3-D expert weight from one keyed by the
-expert's global number. So any device and any expert-parallel size starts from the same model.
+expert's global number. A rank that holds a part draws the whole and keeps its part, one weight at a time. So any device
+and any tensor- or expert-parallel size starts from the same model.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.optimus.models.decoder import Decoder
+from megatron.optimus.models.partition import own_part, whole_shape
 from megatron.optimus.runtime.seeding import generator_for
 
 
@@ -24,10 +26,11 @@ def initialize_weights(model: Decoder, *, seed: int, device: torch.device, dtype
         if parameter.dim() == 1:
             parameter.fill_(1.0)
             continue
+        shape = whole_shape(parameter)[1 if parameter.dim() == 3 else 0 :]
         for weight, key in _weights_and_keys(name, parameter):
-            draw = torch.empty(weight.shape, dtype=torch.float32)
+            draw = torch.empty(shape, dtype=torch.float32)
             draw.normal_(0.0, model.config.init_method_std, generator=generator_for(seed, *key))
-            weight.copy_(draw)
+            weight.copy_(own_part(draw, parameter, dropped_dims=parameter.dim() - draw.dim()))
 
 
 def _materialize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

@@ -6,7 +6,7 @@ Shapes: T tokens, D model width, E experts, K experts per token.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,24 @@ from torch import Tensor, nn
 from megatron.optimus import ops
 from megatron.optimus.config.schema import LoadBalancing, ModelConfig, ScoreFunction
 from megatron.optimus.moe.balance import load_balancing_loss, mean_entropy, router_z_loss, updated_expert_bias
+
+
+class _Fp32Linear(torch.autograd.Function):
+    """F.linear(x.float(), weight.float()) that keeps x for the backward as it is: the experts keep the same tensor, so
+    an fp32 copy beside it would be 4 bytes per element more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TD, weight_ED)
+        return F.linear(x_TD.float(), weight_ED.float())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x_TD, weight_ED = ctx.saved_tensors
+        dlogits_TE = grads[0]
+        dx_TD = (dlogits_TE @ weight_ED.float()).to(x_TD.dtype)
+        return dx_TD, (dlogits_TE.t() @ x_TD.float()).to(weight_ED.dtype)
 
 
 class RouterStats(NamedTuple):
@@ -45,11 +63,12 @@ class Router(nn.Module):
         self.expert_bias: Tensor | None
         bias = torch.zeros(config.num_experts) if config.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias)
-        # Ranks whose tokens make up the global batch; None when this process has all of them.
+        # Ranks whose tokens the balancing loss is about, those of the micro-batch or of the global batch; None when
+        # this process has all of them.
         self.balance_group: dist.ProcessGroup | None = None
 
     def forward(self, x_TD: Tensor) -> tuple[ops.Routing, RouterStats]:
-        logits_TE = F.linear(x_TD.float(), self.weight.float())
+        logits_TE = _Fp32Linear.apply(x_TD, self.weight)
         routing = ops.router_topk(
             logits_TE, self.topk, sigmoid=self.sigmoid, normalize=self.normalize, selection_bias_E=self.expert_bias
         )
@@ -68,9 +87,8 @@ class Router(nn.Module):
     def _balancing_loss(self, scores_TE: Tensor, counts_E: Tensor) -> Tensor:
         if self.balancing is LoadBalancing.NONE:
             return scores_TE.new_zeros(())
-        if self.balancing is LoadBalancing.AUX_LOSS:
-            return load_balancing_loss(scores_TE, counts_E, scores_TE.shape[0])
-        seen_E = counts_E + self.step_counts_E
+        is_global = self.balancing is LoadBalancing.GLOBAL_AUX_LOSS
+        seen_E = counts_E + self.step_counts_E if is_global else counts_E.clone()
         if self.balance_group is not None:
             dist.all_reduce(seen_E, group=self.balance_group)
         return load_balancing_loss(scores_TE, seen_E, seen_E.sum() / self.topk)

@@ -17,7 +17,7 @@ FILE_NAME = "metrics.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One line. None means not applicable (no peak known, a dense model); valid_loss is absent where not evaluated."""
+    """One line. None means not applicable (no peak known, a dense model); the last three are absent where None."""
 
     step: int  # optimizer steps done, from 1
     consumed_tokens: int  # since the start of training
@@ -34,13 +34,16 @@ class StepMetrics:
     router_entropy: float | None  # nats, mean over layers
     dropped_tokens: int | None
     valid_loss: float | None = None
+    save_stall_s: float | None = None  # since the line before, training waited this long for checkpoints
+    save_drain_s: float | None = None  # a checkpoint was committed since the line before, this long after it was begun
 
 
 def to_json(metrics: StepMetrics) -> str:
     """One line without its end. JSON knows no NaN or infinity: null, and ``"nonfinite": true`` says so."""
     record: dict[str, Any] = dataclasses.asdict(metrics)
-    if record["valid_loss"] is None:
-        del record["valid_loss"]
+    for key in ("valid_loss", "save_stall_s", "save_drain_s"):
+        if record[key] is None:
+            del record[key]
     bad = [key for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)]
     if bad:
         record.update(dict.fromkeys(bad), nonfinite=True)

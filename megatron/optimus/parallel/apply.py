@@ -6,23 +6,41 @@ import logging
 
 from megatron.optimus.config.schema import ParallelConfig
 from megatron.optimus.models.decoder import Decoder
+from megatron.optimus.parallel.context import apply_context_parallelism
 from megatron.optimus.parallel.expert import apply_expert_parallelism
 from megatron.optimus.parallel.mesh import Mesh
+from megatron.optimus.parallel.recompute import apply_offloading, apply_recomputation
+from megatron.optimus.parallel.tensor import apply_tensor_parallelism, sum_partial_gradients
 
 logger = logging.getLogger("optimus")
 
 
 def parallelize(model: Decoder, mesh: Mesh, config: ParallelConfig) -> None:
-    """Cuts the model to this rank's share, in place. Call it on the meta device, before weights exist."""
+    """Cuts the model to this rank's share, in place. Call it on the meta device, before weights exist.
+
+    ``connect`` follows when they do.
+    """
+    apply_tensor_parallelism(model, config, mesh)
+    apply_context_parallelism(model, config, mesh)
     moe_layers = model.moe_layers()
     for layer in moe_layers:
         apply_expert_parallelism(layer, config, mesh)
+    apply_recomputation(model, config)  # inside the regions that communicate
+    apply_offloading(model, config)  # around all of a layer
     if moe_layers:
-        num_experts = moe_layers[0].experts.gate_up_weight.shape[0]
-        logger.info(
-            "expert parallelism: %d of %d experts per layer on each rank, %s, %s ownership",
-            num_experts,
-            model.config.num_experts,
-            config.moe_token_dispatcher_type.value if mesh.size("ep") > 1 else "no exchange",
-            config.moe_expert_placement.value,
-        )
+        _report_experts(len(moe_layers[0].experts.gate_up_weight), model, mesh, config)
+
+
+def connect(model: Decoder, mesh: Mesh) -> None:
+    """What needs the weights themselves: sums of gradients of which each rank has a part."""
+    sum_partial_gradients(model, mesh)
+
+
+def _report_experts(num_experts: int, model: Decoder, mesh: Mesh, config: ParallelConfig) -> None:
+    logger.info(
+        "expert parallelism: %d of %d experts per layer on each rank, %s, %s ownership",
+        num_experts,
+        model.config.num_experts,
+        config.moe_token_dispatcher_type.value if mesh.size("experts") > 1 else "no exchange",
+        config.moe_expert_placement.value,
+    )

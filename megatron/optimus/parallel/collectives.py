@@ -3,21 +3,58 @@
 All work on dim 0 ("rows"). ``rows_per_rank`` gives the rows of each rank of the group when they differ; None means
 that all ranks have the same number, which costs neither padding nor an exchange of counts.
 A group of None is a group of one: the collective is then the identity.
+
+Recomputation of activations must not communicate again: it would pay twice, and ranks would have to recompute in the
+same order. ``recorded`` gives the two contexts for a computation and its repetition; inside them every collective of
+the forward keeps its result, and the repetition takes it from there.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.optimus.runtime.distributed import all_gather_single, reduce_scatter_single
+
 Group = dist.ProcessGroup | None
 
-# torch 2.13 renamed these two and warns about the old names.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_current = threading.local()  # backward passes, and so repetitions, may run in threads of their own
+
+
+def recorded() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts in which ``once`` keeps results, and in which it gives them back in the same order."""
+    results: list[Any] = []
+    return _recording(results, replay=False), _recording(results, replay=True)
+
+
+@contextmanager
+def _recording(results: list[Any], *, replay: bool) -> Iterator[None]:
+    outer = getattr(_current, "record", None)
+    _current.record = (iter(list(results)) if replay else None, results)
+    try:
+        yield
+    finally:
+        _current.record = outer
+
+
+def once(compute: Callable[..., Tensor], *args: Any) -> Tensor:
+    """``compute(*args)``, or what it gave when the computation under repetition was first run."""
+    record = getattr(_current, "record", None)
+    if record is None:
+        return compute(*args)
+    replay, results = record
+    if replay is not None:
+        return next(replay).detach()
+    result = compute(*args)
+    results.append(result.detach())  # an alias: autograd will hang its graph on the tensor that is returned
+    return result
 
 
 def exchange_row_counts(num_rows: int, group: Group, device: torch.device) -> list[int]:
@@ -26,7 +63,7 @@ def exchange_row_counts(num_rows: int, group: Group, device: torch.device) -> li
         return [num_rows]
     mine = torch.tensor([num_rows], dtype=torch.int64, device=device)
     counts = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=device)
-    _all_gather_single(counts, mine, group=group)
+    all_gather_single(counts, mine, group=group)
     return counts.tolist()
 
 
@@ -45,11 +82,31 @@ def all_to_all_rows(x: Tensor, send: list[int], receive: list[int], group: Group
     return x if group is None else _AllToAll.apply(x, send, receive, group)
 
 
+def copy_to_ranks(x: Tensor, group: Group) -> Tensor:
+    """The same x on all ranks, each of which uses it for a part of the work; the backward sums their gradients."""
+    return x if group is None else _AllReduce.apply(x, group, False, True)
+
+
+def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
+    """The sum of the ranks' x on all of them, which then all do the same; the backward hands the gradient on."""
+    return x if group is None else _AllReduce.apply(x, group, True, False)
+
+
+def sum_for_parts(x: Tensor, group: Group) -> Tensor:
+    """The sum of the ranks' x on all of them, each of which uses it for a part of the work; the backward sums too."""
+    return x if group is None else _AllReduce.apply(x, group, True, True)
+
+
+def gather_columns(x: Tensor, group: Group) -> Tensor:
+    """[T, V_r] on rank r -> [T, sum V_r] on all ranks, which then all do the same; equal V_r on all ranks."""
+    return x if group is None else _GatherColumns.apply(x, group)
+
+
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | None) -> Tensor:
         ctx.group, ctx.rows_per_rank = group, rows_per_rank
-        return _all_gather(x, group, rows_per_rank)
+        return once(_all_gather, x, group, rows_per_rank)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -60,7 +117,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | None) -> Tensor:
         ctx.group, ctx.rows_per_rank = group, rows_per_rank
-        return _reduce_scatter(x, group, rows_per_rank)
+        return once(_reduce_scatter, x, group, rows_per_rank)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -71,17 +128,45 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.send, ctx.receive, ctx.group = send, receive, group
-        return _all_to_all(x, send, receive, group)
+        return once(_all_to_all, x, send, receive, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return _all_to_all(grads[0], ctx.receive, ctx.send, ctx.group), None, None, None
 
 
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, in_forward: bool, in_backward: bool) -> Tensor:
+        ctx.group, ctx.in_backward = group, in_backward
+        return once(_all_reduce, x, group) if in_forward else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_reduce(grads[0], ctx.group) if ctx.in_backward else grads[0], None, None, None
+
+
+class _GatherColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.width = group, x.shape[1]
+        return once(_all_gather, x.t(), group, None).t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].narrow(1, dist.get_rank(ctx.group) * ctx.width, ctx.width), None
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=group)
+    return out
+
+
 def _all_gather(x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | None) -> Tensor:
     x = _padded(x.contiguous(), rows_per_rank)
     out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-    _all_gather_single(out, x, group=group)
+    all_gather_single(out, x, group=group)
     if rows_per_rank is None:
         return out
     blocks = out.view(len(rows_per_rank), -1, *x.shape[1:])
@@ -94,7 +179,7 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int
     if rows_per_rank is not None:
         x = torch.cat([_padded(block, rows_per_rank) for block in x.split(rows_per_rank)])
     out = x.new_empty(x.shape[0] // size, *x.shape[1:])
-    _reduce_scatter_single(out, x, group=group)
+    reduce_scatter_single(out, x, group=group)
     return out if rows_per_rank is None else out[: rows_per_rank[rank]]
 
 

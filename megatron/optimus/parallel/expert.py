@@ -4,26 +4,33 @@ Every rank of an expert-parallel group has tokens of its own (experts cost no ex
 tokens, an expert without tokens, and one expert with all of them are ordinary cases: the collectives run regardless,
 in forward and in backward, so no rank waits for another that had nothing to do.
 
+An expert may also be split along its inner width over the ranks of an expert-tensor-parallel group ("shards"): each of
+them sees all the expert's tokens and gives a part of their outputs, and the sum that puts a token's experts together
+puts the parts together as well. A group of dispatch is therefore all ranks that hold each expert once, shards included.
+
 Gradients: a rank's loss reaches the experts of every rank of its group, so an expert's gradient already is the sum over
 the group's losses. It is summed over the expert's replicas later and divided by the whole data-parallel size, as every
 other gradient is.
 
-Shapes: T own tokens, P ranks of the group, K experts per token, D model width, E experts of the layer, R rows.
+Shapes: T own tokens, P ranks of a group of dispatch, K experts per token, D model width, E experts of the layer,
+R rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.optimus.config.schema import ExpertPlacement, ParallelConfig, TokenDispatcher
+from megatron.optimus.config.schema import ExpertPlacement, LoadBalancing, ParallelConfig, TokenDispatcher
+from megatron.optimus.models.partition import split_parameter
 from megatron.optimus.moe.dispatch import Dispatcher, ExpertRows, LocalDispatcher
 from megatron.optimus.moe.layer import MoE
+from megatron.optimus.moe.router import RouterStats
 from megatron.optimus.ops import Routing
 from megatron.optimus.parallel.collectives import (
     all_gather_rows,
@@ -39,11 +46,12 @@ class Ownership:
     """Which rank of the expert-parallel group holds which expert; slicing and dispatch both ask here."""
 
     num_experts: int
-    num_ranks: int
+    num_ranks: int  # over which whole experts are spread
     placement: ExpertPlacement
+    num_shards: int = 1  # over which one expert is split; shards of a rank's experts are neighbours
 
     def expert_ids(self, rank: int) -> tuple[int, ...]:
-        """Global numbers of the experts of a rank, in local order."""
+        """Global numbers of the experts of a rank (of ``num_ranks``), in local order."""
         per_rank = self.num_experts // self.num_ranks
         if self.placement is ExpertPlacement.CONTIGUOUS:
             return tuple(range(rank * per_rank, (rank + 1) * per_rank))
@@ -70,7 +78,7 @@ class AllGatherDispatcher:
     def __init__(self, group: dist.ProcessGroup, ownership: Ownership, *, equal_tokens: bool = True) -> None:
         """``equal_tokens``: every rank always has the same number of tokens, so no counts are exchanged."""
         self.group = group
-        self.rank = dist.get_rank(group)
+        self.rank = dist.get_rank(group) // ownership.num_shards
         self.ownership = ownership
         self.equal_tokens = equal_tokens
 
@@ -109,9 +117,11 @@ class AllToAllDispatcher:
         owner_TK, local_TK = owner_E[routing.indices_TK], local_E[routing.indices_TK]
         needed_PT = torch.zeros(self.ownership.num_ranks, x_TD.shape[0], dtype=torch.bool, device=x_TD.device)
         needed_PT[owner_TK.t(), torch.arange(x_TD.shape[0], device=x_TD.device)] = True
+        num_shards = self.ownership.num_shards
+        needed_PT = needed_PT.repeat_interleave(num_shards, dim=0)
         rank_S, token_S = needed_PT.nonzero(as_tuple=True)
         send, receive = self._exchange_counts(needed_PT.sum(dim=1))
-        here_SK = owner_TK[token_S] == rank_S[:, None]
+        here_SK = owner_TK[token_S] == rank_S[:, None] // num_shards
         weights_SK = torch.where(here_SK, routing.weights_TK[token_S], 0.0)
         indices_SK = torch.where(here_SK, local_TK[token_S], -1)
         return ExpertRows(
@@ -144,18 +154,34 @@ def build_dispatcher(config: ParallelConfig, group: dist.ProcessGroup | None, ow
 
 
 def apply_expert_parallelism(layer: MoE, config: ParallelConfig, mesh: Mesh) -> None:
-    """Keeps this rank's experts of a layer and connects it to the others.
+    """Keeps this rank's experts of a layer, or its part of them, and connects it to the others.
 
     Expert weights get DeepSpeed's marks (``allreduce``, ``group_name``) and ``expert_ids``, the global number of each
-    row of dim 0, from which checkpoints and the initialisation derive what a row is.
+    row of dim 0, from which checkpoints and the initialisation derive what a row is; split ones those of partition.py.
     """
-    ownership = Ownership(layer.experts.gate_up_weight.shape[0], mesh.size("ep"), config.moe_expert_placement)
+    num_shards, shard = mesh.size("etp"), mesh.index("etp")
+    num_experts = layer.experts.gate_up_weight.shape[0]
+    ownership = Ownership(num_experts, mesh.size("ep"), config.moe_expert_placement, num_shards)
     expert_ids = ownership.expert_ids(mesh.index("ep"))
     for name, weight in list(layer.experts.named_parameters()):
         local = nn.Parameter(weight.detach()[list(expert_ids)].clone())
+        if num_shards > 1:  # along the inner width, which holds gate and up in the first weight
+            dim, stride = (1, 2) if name == "gate_up_weight" else (2, 1)
+            local = split_parameter(local, dim, shard, num_shards, stride=stride, whole=weight.shape, rows=expert_ids)
+        if mesh.size("tp") > 1:  # tensor-parallel ranks have different experts, or replicas whose states are split
+            local.tensor_model_parallel = True  # type: ignore[attr-defined]
         local.expert_ids = expert_ids  # type: ignore[attr-defined]
         local.allreduce = False  # type: ignore[attr-defined]
         local.group_name = f"ep_size_{ownership.num_ranks}"  # type: ignore[attr-defined]
         setattr(layer.experts, name, local)
-    layer.dispatcher = build_dispatcher(config, mesh.group("ep"), ownership)
-    layer.router.balance_group = mesh.group("dense")
+    layer.dispatcher = build_dispatcher(config, mesh.group("experts"), ownership)
+    if shard > 0:
+        layer.register_forward_hook(_count_no_rows)
+    is_global = layer.router.balancing is LoadBalancing.GLOBAL_AUX_LOSS
+    layer.router.balance_group = mesh.group("stage" if is_global else "sequence")
+
+
+def _count_no_rows(layer: nn.Module, args: Any, output: tuple[Tensor, RouterStats]) -> tuple[Tensor, RouterStats]:
+    """The shards of an expert work on the same rows; the first of them counts."""
+    y, stats = output
+    return y, stats._replace(processed=torch.zeros_like(stats.processed))

@@ -2,6 +2,10 @@
 
 Attention and experts use different groups over the same ranks; each is a slice of the grid and is passed to whoever
 needs it, never a global.
+
+Start-up must not grow with the number of ranks: a rank creates the few groups it belongs to, together with their
+members only, and never hears of the others. All ranks go through the axes in the same order, so members that wait for
+each other do so at the same axis and none can wait in a circle.
 """
 
 from __future__ import annotations
@@ -18,16 +22,16 @@ class Mesh:
     def __init__(self, config: ParallelConfig, *, rank: int, world_size: int) -> None:
         self.layout = Layout.from_config(config, world_size)
         self.rank = rank
-        self._ranks: dict[str, list[int]] = {}
+        self._ranks = {axis: self.layout.group_of(axis, rank) for axis in AXES}
         self._groups: dict[str, dist.ProcessGroup | None] = {}
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for axis in AXES:
-            for ranks in self.layout.groups(axis):
-                # Every rank must call new_group for every group, in the same order; axes that coincide share one.
-                group = _group_of(ranks, world_size, made)
-                if rank in ranks:
-                    self._ranks[axis] = ranks
-                    self._groups[axis] = group
+        made: dict[tuple[int, ...], dist.ProcessGroup | None] = {(rank,): None}
+        if world_size > 1:
+            made[tuple(range(world_size))] = dist.group.WORLD
+        for axis, ranks in self._ranks.items():
+            key = tuple(ranks)
+            if key not in made:  # axes that coincide share one group
+                made[key] = dist.new_group(ranks, use_local_synchronization=True)
+            self._groups[axis] = made[key]
 
     def size(self, axis: str) -> int:
         return len(self._ranks[axis])
@@ -47,18 +51,5 @@ class Mesh:
         layout = self.layout
         return (
             f"{layout.world_size} ranks: dense view pp={layout.pp} dp={layout.dp} cp={layout.cp} tp={layout.tp}, "
-            f"expert view pp={layout.pp} edp={layout.edp} ep={layout.ep}"
+            f"expert view pp={layout.pp} edp={layout.edp} ep={layout.ep}" + f" etp={layout.etp}" * (layout.etp > 1)
         )
-
-
-def _group_of(
-    ranks: list[int], world_size: int, made: dict[tuple[int, ...], dist.ProcessGroup]
-) -> dist.ProcessGroup | None:
-    if len(ranks) == 1:
-        return None
-    if len(ranks) == world_size:
-        return dist.group.WORLD
-    key = tuple(ranks)
-    if key not in made:
-        made[key] = dist.new_group(ranks)
-    return made[key]

@@ -5,6 +5,7 @@ One small all-reduce each: whatever fails on any rank, every rank learns it at t
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import TypeVar
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 RELAYED = "optimus_relayed"  # attribute of an error that another rank reports
-_NO_FAILURE = 1 << 62
+NO_FAILURE = 1 << 62
 _ERRNO_LIMIT = 1 << 12
 T = TypeVar("T")
 
@@ -39,6 +40,21 @@ class Ranks:
         self.rank = dist.get_rank(group) if distributed else 0
         self.size = dist.get_world_size(group) if distributed else 1
 
+    @classmethod
+    def alone(cls) -> Ranks:
+        """This process by itself, whatever process groups exist."""
+        ranks = cls.__new__(cls)
+        ranks._group, ranks._device, ranks.rank, ranks.size = None, "cpu", 0, 1
+        return ranks
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self._group
+
+    @property
+    def device(self) -> torch.device | str:
+        return self._device
+
     def broadcast(self, values: list[int]) -> list[int]:
         """Rank 0's integers (below 2^63), on every rank."""
         if self.size == 1:
@@ -47,17 +63,64 @@ class Ranks:
         dist.broadcast(tensor, group=self._group, group_src=0)
         return tensor.tolist()
 
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        """Rank 0's bytes, on every rank. Collective."""
+        [size] = self.broadcast([len(data)])
+        if self.size == 1 or size == 0:
+            return data
+        tensor = torch.empty(size, dtype=torch.uint8)
+        if self.rank == 0:
+            tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        tensor = tensor.to(self._device)
+        dist.broadcast(tensor, group=self._group, group_src=0)
+        return tensor.cpu().numpy().tobytes()
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order, on every rank. Collective; padded to the longest."""
+        if self.size == 1:
+            return [data]
+        sizes = torch.zeros(self.size, dtype=torch.int64, device=self._device)
+        dist.all_gather_into_tensor(sizes, torch.tensor([len(data)], device=self._device), group=self._group)
+        lengths = sizes.tolist()
+        own = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+        own[: len(data)] = torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8)[: len(data)]
+        everyone = torch.empty(self.size * len(own), dtype=torch.uint8, device=self._device)
+        dist.all_gather_into_tensor(everyone, own.to(self._device), group=self._group)
+        rows = everyone.cpu().view(self.size, -1).numpy()
+        return [rows[rank, :length].tobytes() for rank, length in enumerate(lengths)]
+
+    def start_lowest(self, value: int) -> Callable[[], int]:
+        """Begins to find the lowest of the ranks' numbers; the result waits for it. Collective."""
+        if self.size == 1:
+            return lambda: value
+        # On a stream of its own: reading the result must not wait for the computation that was queued meanwhile.
+        is_cpu = torch.device(self._device).type == "cpu"
+        stream = contextlib.nullcontext() if is_cpu else torch.Stream(torch.device(self._device))
+        with stream:
+            tensor = torch.tensor([value], dtype=torch.int64, device=self._device)
+            work = dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
+
+        def result() -> int:
+            with stream:
+                work.wait()
+                return int(tensor.item())
+
+        return result
+
+    def failure_code(self, error: Exception | None) -> int:
+        """A number for ``start_lowest``: lower than NO_FAILURE for an error, and the lower the lower the rank."""
+        if error is None:
+            return NO_FAILURE
+        number = error.errno or 0 if isinstance(error, OSError) else 0
+        return self.rank * _ERRNO_LIMIT + min(number, _ERRNO_LIMIT - 1)
+
+    def failure_of(self, code: int) -> tuple[int, int] | None:
+        """(rank, errno or 0) that ``failure_code`` gave; None for NO_FAILURE and above."""
+        return None if code >= NO_FAILURE else divmod(code, _ERRNO_LIMIT)
+
     def first_failure(self, error: Exception | None) -> tuple[int, int] | None:
         """(rank, errno or 0) of the lowest rank that gave an error; None when no rank did. Collective."""
-        code = _NO_FAILURE
-        if error is not None:
-            number = error.errno or 0 if isinstance(error, OSError) else 0
-            code = self.rank * _ERRNO_LIMIT + min(number, _ERRNO_LIMIT - 1)
-        if self.size > 1:
-            tensor = torch.tensor([code], dtype=torch.int64, device=self._device)
-            dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group)
-            code = int(tensor.item())
-        return None if code == _NO_FAILURE else divmod(code, _ERRNO_LIMIT)
+        return self.failure_of(self.start_lowest(self.failure_code(error))())
 
     def together(self, action: Callable[[], T], task: str, error_type: type[Exception]) -> T:
         """Runs ``action`` on every rank; its result, if it succeeded everywhere. Collective.
@@ -69,6 +132,12 @@ class Ranks:
         failure = self.first_failure(error)
         if failure is None:
             return result  # type: ignore[return-value]  # no error, so this is the action's own result
+        raise self.relayed(failure, error, task, error_type) from error
+
+    def relayed(
+        self, failure: tuple[int, int], error: Exception | None, task: str, error_type: type[Exception]
+    ) -> Exception:
+        """The error to raise for ``first_failure``'s answer, with this rank's own reason if it has one."""
         first, number = failure
         if error is not None:
             rank, reason = self.rank, str(error)
@@ -76,4 +145,4 @@ class Ranks:
             rank, reason = first, os.strerror(number) if number else "see the message of that rank"
         raised = error_type(f"{task} failed on rank {rank}: {reason}")
         setattr(raised, RELAYED, self.rank != first)  # the first rank that failed speaks for all
-        raise raised from error
+        return raised

@@ -11,6 +11,10 @@ from megatron.optimus.config.schema import Backend, ConfigError
 from megatron.optimus.runtime.device import backend_for
 from megatron.optimus.runtime.launch_env import LaunchEnv
 
+# torch 2.13 renamed these two and warns about the old names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def init(launch: LaunchEnv, device: torch.device, backend: Backend, timeout: timedelta) -> None:
     """Joins the process group of all ranks; returns when all of them have come. Collective.
@@ -27,9 +31,9 @@ def init(launch: LaunchEnv, device: torch.device, backend: Backend, timeout: tim
             init_method=f"tcp://{address}:{launch.master_port}",
             rank=launch.rank,
             world_size=launch.world_size,
+            # No device_id: with one, NCCL makes every group by splitting the group of all ranks, so all ranks would
+            # have to take part in making each group. Without, a group connects at its first use, members only.
             timeout=timeout,
-            # NCCL then connects at once, and barriers know their device.
-            device_id=device if device.type == "cuda" else None,
         )
     except dist.DistError as error:
         place = f"{launch.master_addr}:{launch.master_port}"

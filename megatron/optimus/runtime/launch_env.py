@@ -123,6 +123,11 @@ def export(launch: LaunchEnv, device_type: str) -> None:
     )
 
 
+def current() -> dict[str, str]:
+    """A copy of this process's environment, for those who start other processes."""
+    return dict(os.environ)
+
+
 def of_rank(rank: int, num_ranks: int, master_port: int) -> dict[str, str]:
     """The environment of this process plus torchrun's variables for one of ``num_ranks`` ranks of this machine."""
     return {

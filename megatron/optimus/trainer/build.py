@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
-from megatron.optimus.config.schema import Precision, RunConfig
+from megatron.optimus.config.schema import Packing, Precision, RunConfig
 from megatron.optimus.data.dataset import InstanceSet, Split
+from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles
+from megatron.optimus.data.fim import FillInTheMiddle
 from megatron.optimus.data.loader import BatchLoader
 from megatron.optimus.data.mixture import CorpusPlan, Mixture, log_plan
+from megatron.optimus.data.samples import SampleOptions
 from megatron.optimus.data.sources import Sources, read_sources
+from megatron.optimus.data.tokenizer import build_tokenizer
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
-from megatron.optimus.parallel.apply import parallelize
+from megatron.optimus.parallel.apply import connect, parallelize
 from megatron.optimus.parallel.mesh import Mesh
 
 DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
@@ -26,6 +32,7 @@ def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> Decoder:
         model = Decoder(config.model)
     parallelize(model, mesh, config.parallel)
     initialize_weights(model, seed=config.training.seed, device=device, dtype=DTYPES[config.training.params_dtype])
+    connect(model, mesh)
     return model
 
 
@@ -35,7 +42,7 @@ class RunData:
     valid: BatchLoader | None  # None when validation is off
 
 
-def build_data(config: RunConfig, mesh: Mesh) -> RunData:
+def build_data(config: RunConfig, mesh: Mesh, device: torch.device) -> RunData:
     """Loaders of this rank's training and validation batches; validation is one fixed set."""
     sources = read_sources(config.data)
     files = TokenFiles(sources.prefixes)
@@ -47,25 +54,60 @@ def build_data(config: RunConfig, mesh: Mesh) -> RunData:
         plan = [CorpusPlan("all", len(files), train.num_tokens, len(train), total)]
     log_plan(plan, total, config.data.max_data_epochs)
     valid = _instances(config, sources, files, Split.VALID) if config.training.eval_interval > 0 else None
-    return RunData(
-        _loader(config, mesh, train, Split.TRAIN),
-        None if valid is None else _loader(config, mesh, valid, Split.VALID),
-    )
+    options, fim = _documents(config)
+    loader = partial(_loader, config, mesh, device, options)
+    return RunData(loader(fim, train, Split.TRAIN), None if valid is None else loader(None, valid, Split.VALID))
 
 
 def _instances(config: RunConfig, sources: Sources, files: TokenFiles, part: Split) -> InstanceSet | Mixture:
-    training, data, vocab_size = config.training, config.data, config.model.vocab_size
+    training, data = config.training, config.data
+    options: dict[str, Any] = {
+        "split": data.split,
+        "part": part,
+        "files": files,
+        "vocab_size": config.model.vocab_size,
+        "packing": data.packing is Packing.BEST_FIT,
+    }
     if sources.is_blend:
-        seed = training.seed
-        return Mixture(
-            sources, training.seq_length, split=data.split, part=part, seed=seed, files=files, vocab_size=vocab_size
-        )
-    return InstanceSet(
-        sources.prefixes, training.seq_length, split=data.split, part=part, files=files, vocab_size=vocab_size
+        return Mixture(sources, training.seq_length, seed=training.seed, **options)
+    return InstanceSet(sources.prefixes, training.seq_length, **options)
+
+
+def _documents(config: RunConfig) -> tuple[SampleOptions, FillInTheMiddle | None]:
+    """What is done to documents. Raises DataError if the tokenizer cannot be read or lacks a token."""
+    data = config.data
+    tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model) if data.needs_eod else None
+    options = SampleOptions(
+        None if tokenizer is None else tokenizer.eod_id,
+        reset_attention_mask=data.reset_attention_mask,
+        reset_position_ids=data.reset_position_ids,
+        eod_mask_loss=data.eod_mask_loss,
     )
+    if tokenizer is None or not data.fim_rate:
+        return options, None
+    known, limit = tokenizer, config.model.vocab_size
+
+    def sentinel(option: str) -> int:
+        name = getattr(data, option)
+        found = known.token_id(name)
+        if found is None or found >= limit:
+            has = "no such token" if found is None else f"it as {found}, outside vocab_size={limit}"
+            raise DataError(f"{option}={name!r}: the tokenizer {data.tokenizer_model} has {has}")
+        return found
+
+    sentinels = sentinel("fim_prefix_token"), sentinel("fim_middle_token"), sentinel("fim_suffix_token")
+    return options, FillInTheMiddle(data.fim_rate, data.fim_spm_rate, sentinels, tokenizer)
 
 
-def _loader(config: RunConfig, mesh: Mesh, instances: InstanceSet | Mixture, part: Split) -> BatchLoader:
+def _loader(
+    config: RunConfig,
+    mesh: Mesh,
+    device: torch.device,
+    options: SampleOptions,
+    fim: FillInTheMiddle | None,
+    instances: InstanceSet | Mixture,
+    part: Split,
+) -> BatchLoader:
     training = config.training
     return BatchLoader(
         instances,
@@ -77,4 +119,7 @@ def _loader(config: RunConfig, mesh: Mesh, instances: InstanceSet | Mixture, par
         seed=training.seed,
         shuffle=part is Split.TRAIN,
         max_batches=training.eval_iters if part is Split.VALID else None,
+        options=options,
+        fim=fim,
+        pin_for=device if config.data.pin_memory else None,
     )

@@ -28,13 +28,23 @@ def build_engine(model: Decoder, config: RunConfig, mesh: Mesh, accumulation_ste
 
 
 def deepspeed_config(config: RunConfig, accumulation_steps: int) -> dict[str, Any]:
+    """The configuration of DeepSpeed's engine; nothing in it makes the host wait for the device."""
+    optimizer = config.optimizer
+    zero: dict[str, Any] = {"stage": optimizer.zero_stage, "overlap_comm": optimizer.overlap_grad_reduce}
+    if optimizer.ddp_bucket_size is not None:
+        zero["reduce_bucket_size"] = optimizer.ddp_bucket_size
+    accumulate = "fp32" if optimizer.accumulate_allreduce_grads_in_fp32 else "bf16"
     return {
         "train_micro_batch_size_per_gpu": config.training.micro_batch_size,
         "gradient_accumulation_steps": accumulation_steps,
-        "gradient_clipping": config.optimizer.clip_grad,
-        "zero_optimization": {"stage": config.optimizer.zero_stage},
+        "gradient_clipping": optimizer.clip_grad,
+        "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": config.training.params_dtype is Precision.BF16},
+        "data_types": {"grad_accum_dtype": accumulate},
+        "communication_data_type": "bf16" if optimizer.grad_reduce_in_bf16 else accumulate,
+        "deepspeed_ext": {"overlap_param_gather": optimizer.overlap_param_gather},
+        "timers": {"throughput": {"enabled": False}},
         "steps_per_print": 1_000_000_000,  # the trainer reports, not the engine
     }
 

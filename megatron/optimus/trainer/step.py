@@ -1,13 +1,13 @@
 """One optimizer step and one validation, without any input or output.
 
-Gradients are those of the mean over all tokens of the global batch: each micro-batch's loss is its own mean, the engine
-divides by the number of micro-batches, the optimizer averages over data-parallel ranks. Every rank and micro-batch has
-the same number of tokens, so the mean of means is the mean.
+Gradients are those of the mean over all labels of the global batch: each micro-batch's sum is divided by the labels a
+micro-batch has on average over all ranks, the engine divides by the number of micro-batches, the optimizer averages
+over data-parallel ranks. Only where labels are masked does that average need a collective: else all have the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ from megatron.optimus.trainer.engine import Engine
 class StepReport:
     """What happened in one step, over the global batch."""
 
-    loss: float  # cross-entropy per token, nats
+    loss: float  # cross-entropy per label, nats
     aux_loss: float  # load-balancing loss, unweighted, mean over layers
     z_loss: float
     grad_norm: float  # before clipping
@@ -41,15 +41,19 @@ class StepReport:
 
 
 class _Totals:
-    """Sums over the micro-batches of this rank, on the device, until one reduction at the end of the step."""
+    """Sums over the micro-batches of this rank, on the device, until one reduction at the end of the step.
+
+    The reduction is over all ranks of a stage. Tensor-parallel ranks have different tokens where routers are, and the
+    same loss_sum and num_tokens, so both of these count as often.
+    """
 
     def __init__(self) -> None:
         self.scalars: Tensor | None = None
         self.counts_LE: Tensor | None = None
 
     @torch.no_grad()
-    def add(self, output: DecoderOutput, num_tokens: int) -> None:
-        stats = output.router_stats
+    def add(self, output: DecoderOutput, batch: Batch) -> None:
+        stats, num_tokens = output.router_stats, batch.tokens_BS.numel()
         assert output.loss_sum is not None
         # float64: sums of token counts must stay exact, and one dtype makes one collective. Filled on the device: a
         # number copied there would make the host wait.
@@ -57,6 +61,7 @@ class _Totals:
         scalars = torch.stack(
             [
                 output.loss_sum.double(),
+                torch.full_like(zero, num_tokens if batch.num_labels is None else batch.num_labels),
                 torch.full_like(zero, num_tokens),
                 output.aux_loss.double() * num_tokens,
                 output.z_loss.double() * num_tokens,
@@ -78,21 +83,33 @@ class _Totals:
             dist.all_reduce(self.counts_LE, group=group)
 
 
-def train_step(engine: Engine, batches: Sequence[Batch], config: ModelConfig, mesh: Mesh) -> StepReport:
-    """Forward and backward over this rank's micro-batches, then the sharded optimizer step. Collective."""
+def train_step(
+    engine: Engine,
+    batches: Sequence[Batch],
+    config: ModelConfig,
+    mesh: Mesh,
+    before_update: Callable[[], None] = lambda: None,
+) -> StepReport:
+    """Forward and backward over this rank's micro-batches, then the sharded optimizer step. Collective.
+
+    ``before_update``: called before anything changes that a checkpoint holds.
+    """
     model: Decoder = engine.module
     layers = model.moe_layers()
     totals = _Totals()
-    for tokens_BS, labels_BS in batches:
-        output = engine(tokens_BS, labels_BS)
-        loss = output.loss_sum / labels_BS.numel()
+    labels_each = _labels_each(batches, mesh)
+    for index, batch in enumerate(batches):
+        output = engine(batch.tokens_BS, batch.labels_BS, batch.documents, batch.positions_BS)
+        loss = output.loss_sum / labels_each
         loss = loss + config.moe_aux_loss_coeff * output.aux_loss + config.moe_z_loss_coeff * output.z_loss
         engine.backward(loss)
+        if index == len(batches) - 1:
+            before_update()
         engine.step()  # updates the weights after the last micro-batch only
-        totals.add(output, labels_BS.numel())
+        totals.add(output, batch)
         for layer, stats in zip(layers, output.router_stats, strict=True):
             layer.router.record_micro_batch(stats.counts_E)
-    totals.reduce(mesh.group("dense"))
+    totals.reduce(mesh.group("stage"))
     report = _report(totals, engine)
     rate = 0.0 if report.skipped else config.moe_router_bias_update_rate
     if totals.counts_LE is not None:
@@ -101,12 +118,25 @@ def train_step(engine: Engine, batches: Sequence[Batch], config: ModelConfig, me
     return report
 
 
+def _labels_each(batches: Sequence[Batch], mesh: Mesh) -> int | Tensor:
+    """Labels that count in a micro-batch, averaged over those of all ranks. Collective if labels are masked."""
+    if batches[0].num_labels is None:
+        return batches[0].labels_BS.numel()
+    own = sum(batch.num_labels or 0 for batch in batches)
+    mean = torch.full((), own / len(batches), dtype=torch.float64, device=batches[0].labels_BS.device)
+    group = mesh.group("dense")
+    if group is not None:
+        dist.all_reduce(mean, group=group)
+        mean /= dist.get_world_size(group)
+    return mean.clamp(min=1 / len(batches)).float()  # a batch without any label has the loss 0, not 0 / 0
+
+
 def _report(totals: _Totals, engine: Engine) -> StepReport:
     assert totals.scalars is not None
-    loss_sum, num_tokens, aux, z, entropy, processed = totals.scalars.tolist()
+    loss_sum, num_labels, num_tokens, aux, z, entropy, processed = totals.scalars.tolist()
     load = [] if totals.counts_LE is None else totals.counts_LE.tolist()
     return StepReport(
-        loss=loss_sum / num_tokens,
+        loss=loss_sum / max(num_labels, 1),
         aux_loss=aux / num_tokens,
         z_loss=z / num_tokens,
         grad_norm=float(engine.get_global_grad_norm()),
@@ -123,9 +153,9 @@ def validation_loss(model: Decoder, batches: Iterable[Sequence[Batch]], mesh: Me
     model.eval()
     totals = _Totals()
     for global_batch in batches:
-        for tokens_BS, labels_BS in global_batch:
-            totals.add(model(tokens_BS, labels_BS), labels_BS.numel())
-    totals.reduce(mesh.group("dense"))
+        for batch in global_batch:
+            totals.add(model(batch.tokens_BS, batch.labels_BS, batch.documents, batch.positions_BS), batch)
+    totals.reduce(mesh.group("stage"))
     model.train()
     assert totals.scalars is not None
-    return (totals.scalars[0] / totals.scalars[1]).item()
+    return (totals.scalars[0] / totals.scalars[1].clamp(min=1)).item()

@@ -5,18 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from megatron.optimus.checkpoint import state, store
-from megatron.optimus.checkpoint.errors import CheckpointError
-from megatron.optimus.checkpoint.manifest import Manifest
 from megatron.optimus.config.checks import gradient_accumulation_steps
 from megatron.optimus.config.schema import RunConfig
-from megatron.optimus.config.serialize import changed_options, to_dict
 from megatron.optimus.data.errors import DataError
-from megatron.optimus.data.loader import Batch, position_after_change
+from megatron.optimus.data.loader import Batch
 from megatron.optimus.observe.flops import flops_per_token, mfu
 from megatron.optimus.observe.metrics import StepMetrics
 from megatron.optimus.optim.schedule import learning_rate
@@ -24,8 +19,9 @@ from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.runtime import device as devices
 from megatron.optimus.runtime.agreement import Ranks
 from megatron.optimus.trainer.build import DTYPES, build_data, build_model
+from megatron.optimus.trainer.checkpoints import Checkpoints
 from megatron.optimus.trainer.engine import build_engine
-from megatron.optimus.trainer.health import SkippedSteps
+from megatron.optimus.trainer.health import SkippedSteps, TrainingError
 from megatron.optimus.trainer.reporting import Reporter
 from megatron.optimus.trainer.step import StepReport, train_step, validation_loss
 
@@ -37,15 +33,16 @@ class Trainer:
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device) -> None:
         self.config, self.mesh, self.device = config, mesh, device
-        self.step = 0  # optimizer steps done
-        self.consumed_samples = 0  # position in the order of samples: the whole state of the data
-        self.checkpoints = Path(config.checkpoint.save or Path(config.logging.run_dir) / "checkpoints")
-        self.data = Ranks(None, device).together(lambda: build_data(config, mesh), "opening the data", DataError)
+        self.data = Ranks(None, device).together(
+            partial(build_data, config, mesh, device), "opening the data", DataError
+        )
         self.model = build_model(config, mesh, device)
         self.engine = build_engine(
             self.model, config, mesh, gradient_accumulation_steps(config, mesh.layout.world_size)
         )
-        self._resume()
+        self.checkpoints = Checkpoints(config, mesh, device, self.model, self.engine)
+        # Optimizer steps done; position in the order of samples, which is the whole state of the data.
+        self.step, self.consumed_samples = self.checkpoints.resume()
 
     def fit(self) -> None:
         """Trains up to ``train_iters`` steps, or up to a multiple of ``exit_interval``."""
@@ -56,20 +53,24 @@ class Trainer:
                 started = time.perf_counter()
                 lr = self._set_learning_rate()
                 batches = self._to_device(self.data.train.batch(self.consumed_samples))
-                report = train_step(self.engine, batches, self.config.model, self.mesh)
+                report = train_step(self.engine, batches, self.config.model, self.mesh, self.checkpoints.before_update)
                 self.step += 1
                 self.consumed_samples += training.global_batch_size
                 metrics = self._metrics(report, lr, time.perf_counter() - started)
                 reporter.write(metrics, report.expert_load_LE, self._validate() if self._is_due("eval") else None)
-                health.observe(self.step, report.skipped)
+                try:
+                    health.observe(self.step, report.skipped)
+                except TrainingError:
+                    self.checkpoints.finish()  # what was good before is not lost
+                    raise
                 leaving = self._is_due("exit") or self.step == training.train_iters
-                if leaving or self._is_due("save"):
-                    self._save()
+                self.checkpoints.after_step(self.step, self.consumed_samples, leaving=leaving)
                 if leaving:
                     break
 
     def close(self) -> None:
-        """Ends the data threads."""
+        """Ends the data threads and frees the folder of checkpoints."""
+        self.checkpoints.close()
         for loader in (self.data.train, self.data.valid):
             if loader is not None:
                 loader.close()
@@ -79,7 +80,6 @@ class Trainer:
         intervals = {
             "eval": training.eval_interval,
             "exit": training.exit_interval,
-            "save": self.config.checkpoint.save_interval,
         }
         interval = intervals[what]
         last = self.step == training.train_iters and what == "eval" and interval > 0
@@ -92,7 +92,7 @@ class Trainer:
         return lr
 
     def _to_device(self, batches: list[Batch]) -> list[Batch]:
-        return [Batch(*(tensor.to(self.device, non_blocking=True) for tensor in batch)) for batch in batches]
+        return [batch.to(self.device) for batch in batches]
 
     def _validate(self) -> float:
         valid = self.data.valid
@@ -123,50 +123,5 @@ class Trainer:
             expert_load_max_over_mean=report.expert_load_max_over_mean,
             router_entropy=report.router_entropy,
             dropped_tokens=report.dropped_tokens if is_moe else None,
+            **self.checkpoints.take_times(),
         )
-
-    def _save(self) -> None:
-        started = time.perf_counter()
-        path = store.save(
-            self.checkpoints,
-            self.step,
-            state.training_slices(self.model, self.engine.optimizer, buffers=self.mesh.rank == 0),
-            kind="full",
-            consumed_samples=self.consumed_samples,
-            config=to_dict(self.config),
-            metadata={"optimizer_step_count": self.engine.optimizer.step_count},
-            device=self.device,
-            retain=self.config.checkpoint.save_retain,
-        )
-        logger.info("saved %s in %.1f s", path, time.perf_counter() - started)
-
-    def _resume(self) -> None:
-        """Takes up the newest good checkpoint of this run, else ``load``, else starts from the initial weights."""
-        path = store.find_loadable(self.checkpoints, device=self.device)
-        is_verified, weights_only = path is not None, False
-        if path is None and self.config.checkpoint.load is not None:
-            path = store.resolve(Path(self.config.checkpoint.load))
-            weights_only = self.config.checkpoint.finetune
-        if path is None:
-            logger.info("starting from initial weights (seed %d)", self.config.training.seed)
-            return
-        manifest = store.load_manifest(path)
-        read = partial(self._read_checkpoint, path, manifest, weights_only=weights_only, verify=not is_verified)
-        Ranks(None, self.device).together(read, f"loading {path}", CheckpointError)
-        if not weights_only:
-            self.step = manifest.step
-            lengths = manifest.config["training"]["seq_length"], self.config.training.seq_length
-            self.consumed_samples = position_after_change(manifest.consumed_samples, *lengths)
-        self.engine.optimizer.sync_params_from_master()
-        logger.info("resumed from %s: step %d, %d samples consumed", path, self.step, self.consumed_samples)
-        for change in changed_options(manifest.config, to_dict(self.config)):
-            logger.info("changed since that checkpoint: %s", change)
-
-    def _read_checkpoint(self, path: Path, manifest: Manifest, *, weights_only: bool, verify: bool) -> None:
-        """This rank's part of a checkpoint into the optimizer's state. Local."""
-        optimizer = self.engine.optimizer
-        if weights_only or manifest.kind == "model":
-            state.load_weights(path, self.model, optimizer, verify=verify)
-        else:
-            store.load(path, state.training_slices(self.model, optimizer, buffers=True), verify=verify)
-            optimizer.step_count = manifest.metadata["optimizer_step_count"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
-from megatron.optimus.checkpoint import TensorSlice, global_ranges
+from megatron.optimus.checkpoint import TensorSlice, global_ranges, load_newest, store
 
 DENSE_SHAPE = (7, 5)
 EXPERT_SHAPE = (4, 3, 5)
@@ -76,3 +78,9 @@ def assert_holds(requests: list[TensorSlice], state: dict[tuple[str, str], torch
 
 def owned(state: dict[tuple[str, str], torch.Tensor]) -> list[TensorSlice]:
     return layout_slices(state, 0, 1, 1, interleaved=False, loading=False)
+
+
+def find_loadable(root: Path) -> Path | None:
+    """The newest checkpoint of which every byte is good, as a resuming run finds it."""
+    found = load_newest(root, store.everything)
+    return None if found is None else found[0]

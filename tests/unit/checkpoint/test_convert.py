@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -15,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron.optimus.checkpoint import CheckpointError, load, load_manifest, model_slices, save, verify
-from megatron.optimus.checkpoint.convert import convert
+from megatron.optimus.checkpoint.convert import Options, convert
 from megatron.optimus.config.schema import ConfigError, ModelConfig, Normalization, Precision, RunConfig
-from megatron.optimus.config.serialize import to_dict
+from megatron.optimus.config.serialize import from_dict, to_dict
 from megatron.optimus.models.decoder import Decoder
 from tests.unit.checkpoint.test_state import FakeOptimizer
 
@@ -41,12 +42,29 @@ _MOE = dict(
 _DENSE = {k: v for k, v in _MOE.items() if "expert" not in k}
 
 
-def hf_model(kind, dtype=torch.float32, **changes):
-    torch.manual_seed(3)
-    if kind == "olmoe":
-        model = transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**(_MOE | changes)))
-    else:
-        model = transformers.OlmoForCausalLM(transformers.OlmoConfig(**(_DENSE | changes)))
+_LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=500.0,
+    factor=4.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+_FAMILIES = {
+    "olmoe": ("Olmoe", _MOE),
+    "olmo": ("Olmo", _DENSE),
+    "llama": ("Llama", _DENSE | dict(head_dim=12)),
+    "qwen3": ("Qwen3", _DENSE | dict(head_dim=12)),
+    "mixtral": ("Mixtral", _MOE | dict(head_dim=12)),
+    "qwen3_moe": ("Qwen3Moe", _MOE | dict(head_dim=12, moe_intermediate_size=20)),
+}
+
+
+def hf_model(kind, dtype=torch.float32, seed=3, **changes):
+    torch.manual_seed(seed)
+    title, shape = _FAMILIES[kind]
+    config = getattr(transformers, f"{title}Config")(**(shape | changes))
+    model = getattr(transformers, f"{title}ForCausalLM")(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.1)
@@ -81,14 +99,36 @@ def loaded(folder):
         ),
         ("olmo", torch.float32, {}, 10**9),
         ("olmo", torch.bfloat16, {"tie_word_embeddings": True}, 5000),
+        ("llama", torch.float32, {"rope_parameters": _LLAMA3}, 10**9),
+        (
+            "llama",
+            torch.float32,
+            {
+                "tie_word_embeddings": True,
+                "rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0},
+            },
+            9000,
+        ),
+        ("llama", torch.float32, {"num_key_value_heads": 4}, 9000),
+        ("qwen3", torch.float32, {}, 9000),
+        ("mixtral", torch.float32, {}, 10**9),
+        ("mixtral", torch.bfloat16, {"head_dim": None, "num_experts_per_tok": 3}, 9000),
+        ("qwen3_moe", torch.float32, {"norm_topk_prob": True}, 9000),
+        ("qwen3_moe", torch.float32, {"tie_word_embeddings": True, "num_key_value_heads": 1}, 10**9),
     ],
 )
 def test_hf_to_optimus_to_hf(tmp_path, kind, dtype, changes, max_shard):
     hf_model(kind, dtype, **changes).save_pretrained(tmp_path / "hf", max_shard_size=max_shard)
-    convert(tmp_path / "hf", tmp_path / "ours", to="optimus", max_shard_bytes=max_shard)
+    done = convert(
+        tmp_path / "hf", tmp_path / "ours", to="optimus", options=Options(max_shard_bytes=max_shard), verify=True
+    )
+    assert done.compared == len(done.tensors) > 0
     verify(tmp_path / "ours")
     assert load_manifest(tmp_path / "ours").kind == "model"
-    convert(tmp_path / "ours", tmp_path / "back", to="hf", max_shard_bytes=max_shard)
+    done = convert(
+        tmp_path / "ours", tmp_path / "back", to="hf", options=Options(max_shard_bytes=max_shard), verify=True
+    )
+    assert done.compared > 0
     assert_same(tensors(tmp_path / "hf"), tensors(tmp_path / "back"))
     assert (tmp_path / "back" / "model.safetensors.index.json").exists() == (max_shard < 10**9)
     model, back = loaded(tmp_path / "hf"), loaded(tmp_path / "back")
@@ -102,14 +142,65 @@ def test_hf_to_optimus_to_hf(tmp_path, kind, dtype, changes, max_shard):
     ours = Decoder(_model_config(run)).to(dtype)
     load(tmp_path / "ours", model_slices(ours, dense=True, experts=True))
     with torch.no_grad():
-        difference = (ours(tokens).logits_BSV.float() - model(tokens).logits.float()).abs().max()
-    assert difference <= (1e-5 if dtype == torch.float32 else 3e-2) * model(tokens).logits.float().abs().max()
+        mine, theirs = ours(tokens).logits_BSV.float(), model(tokens).logits.float()
+    assert theirs.abs().max() > 0.01
+    assert (mine - theirs).abs().max() <= (1e-5 if dtype == torch.float32 else 3e-2) * theirs.abs().max()
 
 
 def _model_config(config):
-    from megatron.optimus.config.serialize import from_dict
-
     return from_dict(config).model
+
+
+def random_shape(kind, seed):
+    """Keyword arguments of a transformers configuration; widths fit its grouped products (rows of 16 bytes)."""
+    draw = random.Random(f"{kind}{seed}")
+    groups, per_group = draw.choice([1, 2, 3]), draw.choice([1, 2, 4])
+    heads, head_dim = groups * per_group, 4 * draw.choice([1, 2, 3])
+    changes = dict(
+        hidden_size=heads * head_dim if kind in ("olmo", "olmoe") else draw.choice([24, 36, 40]),
+        intermediate_size=draw.choice([12, 20, 32]),
+        num_hidden_layers=draw.choice([1, 2, 3]),
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        tie_word_embeddings=draw.random() < 0.3,
+        rope_parameters=draw.choice([_LLAMA3, {"rope_type": "default", "rope_theta": draw.choice([100.0, 1e6])}]),
+    )
+    if kind not in ("olmo", "olmoe"):
+        changes["head_dim"] = head_dim
+    if kind not in ("olmo", "llama"):
+        experts = draw.choice([3, 5, 8])
+        changes |= dict(num_experts=experts, num_experts_per_tok=draw.randint(1, experts))
+        if kind != "mixtral":
+            changes["norm_topk_prob"] = draw.random() < 0.5
+    if kind == "qwen3_moe":
+        changes["moe_intermediate_size"] = draw.choice([8, 16])
+    return changes
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["olmo", "olmoe", "llama", "mixtral", "qwen3_moe"])
+def test_random_configurations_give_the_same_logits(tmp_path, kind, seed):
+    """Both ways: what transformers saved gives the same logits here, and what we export gives ours in transformers."""
+    hf_model(kind, seed=seed, **random_shape(kind, seed)).save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "ours", to="optimus")
+    run = from_dict(load_manifest(tmp_path / "ours").config)
+    ours = Decoder(run.model)
+    load(tmp_path / "ours", model_slices(ours, dense=True, experts=True))
+    tokens = torch.randint(0, _VOCAB, (2, 40))
+    theirs = loaded(tmp_path / "hf")
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        assert (ours(tokens).logits_BSV - expected).abs().max() <= 1e-5 * expected.abs().max()
+        for parameter in ours.parameters():  # other weights, so that the export is really ours
+            parameter.copy_(torch.randn_like(parameter) * 0.1)
+        expected = ours(tokens).logits_BSV
+    slices = model_slices(ours, dense=True, experts=True)
+    save(tmp_path / "run", 1, slices, kind="model", consumed_samples=0, config=to_dict(run), metadata={})
+    convert(tmp_path / "run", tmp_path / "back", to="hf", verify=True)
+    with torch.no_grad():
+        found = loaded(tmp_path / "back")(tokens).logits
+    assert expected.abs().max() > 0.01
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def our_config(**changes):
@@ -146,7 +237,7 @@ def test_model_only_to_hf_and_back(tmp_path):
     our_run(tmp_path / "run" / "checkpoints", our_config(), "model")
     convert(tmp_path / "run", tmp_path / "hf", to="hf")
     convert(tmp_path / "hf", tmp_path / "back", to="optimus")
-    source = tmp_path / "run" / "checkpoints" / "step-00000004"
+    source = tmp_path / "run" / "checkpoints" / "model-00000004"
     manifests = [load_manifest(source), load_manifest(tmp_path / "back")]
     assert manifests[0].tensors.keys() == manifests[1].tensors.keys()
     models = [Decoder(our_config().model).bfloat16() for _ in range(2)]
@@ -170,7 +261,7 @@ def test_full_checkpoint_exports_masters_in_the_dtype_of_the_run(tmp_path, dtype
     run = our_config()
     run.training.params_dtype = precision
     model = our_run(tmp_path / "run", run, "full")
-    convert(tmp_path / "run", tmp_path / "hf", to="hf", dtype=dtype)
+    convert(tmp_path / "run", tmp_path / "hf", to="hf", options=Options(dtype=dtype))
     found = tensors(tmp_path / "hf")
     assert torch.equal(found["model.embed_tokens.weight"], model.embedding.weight.detach().to(expected))
     gate_up = model.layers[1].moe.experts.gate_up_weight.detach().to(expected)
@@ -199,7 +290,7 @@ def test_tokenizer_travels_and_generates(tmp_path, named_in_config, as_file):
     if named_in_config:
         run.data.tokenizer_model = str(path)
     our_run(tmp_path / "run", run, "full")
-    convert(tmp_path / "run", tmp_path / "hf", to="hf", dtype="fp32", tokenizer=None if named_in_config else path)
+    convert(tmp_path / "run", tmp_path / "hf", to="hf", options=Options("fp32", None if named_in_config else path))
     found = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     text = "def g(line): return  lines\n"
     assert found(text)["input_ids"] == tokenizer.encode(text).ids
@@ -214,7 +305,7 @@ def test_missing_tokenizers(tmp_path, caplog):
     run.data.tokenizer_model = str(tmp_path / "gone")
     our_run(tmp_path / "run", run, "full")
     with pytest.raises(CheckpointError, match=r"--tokenizer .*nowhere: neither a tokenizer.json"):
-        convert(tmp_path / "run", tmp_path / "hf", to="hf", tokenizer=tmp_path / "nowhere")
+        convert(tmp_path / "run", tmp_path / "hf", to="hf", options=Options(tokenizer=tmp_path / "nowhere"))
     with caplog.at_level(logging.WARNING, "optimus"):
         convert(tmp_path / "run", tmp_path / "hf", to="hf")
     assert "gone is not there" in caplog.text
@@ -232,7 +323,7 @@ def test_expert_bias(tmp_path):
 
 def test_dense_models_without_an_equivalent(tmp_path):
     our_run(tmp_path / "run", our_config(num_experts=0), "full")
-    with pytest.raises(ConfigError, match="normalization=rmsnorm has no equivalent"):
+    with pytest.raises(ConfigError, match="qk_layernorm_scope=full has no equivalent"):
         convert(tmp_path / "run", tmp_path / "hf", to="hf")
     olmo = our_config(num_experts=0, normalization=Normalization.LAYERNORM_NONPARAMETRIC, qk_layernorm=False)
     our_run(tmp_path / "olmo", olmo, "full")
@@ -244,7 +335,7 @@ def test_destination_rules(tmp_path):
     our_run(tmp_path / "run", our_config(), "full")
     done = convert(tmp_path / "run", tmp_path / "hf", to="hf", dry_run=True)
     assert not (tmp_path / "hf").exists() and len(done.tensors) == 2 * (6 + 2 + 1 + 12) + 3
-    assert done.num_bytes == sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in done.tensors)
+    assert done.num_bytes == sum(math.prod(t.shape) * t.dtype.itemsize for t in done.tensors)
     (tmp_path / "hf").mkdir()
     convert(tmp_path / "run", tmp_path / "hf", to="hf")
     (tmp_path / "hf" / "stale").touch()
@@ -276,14 +367,14 @@ def test_a_failing_write_leaves_the_destination(tmp_path, monkeypatch):
 
     monkeypatch.setattr(hf_files, "write_shard", full)
     with pytest.raises(CheckpointError, match=r"writing .*hf: No space left on device"):
-        convert(tmp_path / "run", tmp_path / "hf", to="hf", dtype="fp32", overwrite=True)
+        convert(tmp_path / "run", tmp_path / "hf", to="hf", options=Options("fp32"), overwrite=True)
     assert_same(before, tensors(tmp_path / "hf"))
     assert sorted(os.listdir(tmp_path)) == ["hf", "run"]
 
 
 def test_damaged_checkpoints_are_not_converted(tmp_path):
     our_run(tmp_path / "run", our_config(), "full")
-    shard = tmp_path / "run" / "step-00000004" / "rank-00000.safetensors"
+    shard = tmp_path / "run" / "step-00000004" / "node-00000.safetensors"
     data = bytearray(shard.read_bytes())
     data[8 + int.from_bytes(data[:8], "little") + 5] ^= 16  # the first tensor: master weights, which an export reads
     shard.write_bytes(data)
@@ -317,11 +408,11 @@ def test_wrong_hf_folders(tmp_path):
     refused("header is damaged", weights=good[:-3])
     refused("lacks 1 tensors .*: lm_head.weight", weights={k: v for k, v in content.items() if k != "lm_head.weight"})
     refused("has unexpected 1 tensors .*: extra", weights=content | {"extra": torch.zeros(1)})
-    refused("has shape .*, config.json says", weights=content, config=config | {"vocab_size": 7})
+    refused("has shape .*, its configuration says", weights=content, config=config | {"vocab_size": 7})
     mixed = dict(content)
     mixed["model.layers.0.mlp.experts.1.up_proj.weight"] = mixed["model.layers.0.mlp.experts.1.up_proj.weight"].half()
     refused("parts of layers.0.moe.experts.gate_up_weight have different dtypes", weights=mixed)
-    refused("model_type='llama'", weights=content, config=config | {"model_type": "llama"}, error=ConfigError)
+    refused("model_type='gpt2'", weights=content, config=config | {"model_type": "gpt2"}, error=ConfigError)
     for name in ("../hf/model.safetensors", "/etc/passwd", 5):
         refused("is not the plain name", weights=content, index={"weight_map": {"a": name}})
     refused("weight_map is missing", weights=content, index={})

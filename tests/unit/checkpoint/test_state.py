@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.optimus.checkpoint import CheckpointError, load, load_weights, model_slices, save, training_slices
-from megatron.optimus.checkpoint.state import global_name_shape
+from megatron.optimus.checkpoint import CheckpointError, load, load_manifest, save, training_slices, weight_slices
+from megatron.optimus.checkpoint.state import global_name_shape, weight_requests
 from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.models.decoder import Decoder
 
@@ -112,16 +112,24 @@ def test_only_persistent_buffers(tmp_path):
     assert not [s for s in training_slices(model, FakeOptimizer(model), buffers=False) if s.kind == "buffer"]
 
 
+def load_weights(path, model, optimizer):
+    load(path, weight_requests(model, optimizer, load_manifest(path)), cast=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_model_only(tmp_path, dtype):
-    """Dense weights by one rank, experts by one replica; then into a model, and into master weights."""
-    ranks = [expert_parallel(build(0).to(dtype), index, 2) for index in (0, 1)]
-    slices = [s for index, m in enumerate(ranks) for s in model_slices(m, dense=index == 0, experts=True)]
+    """Two shares of EP=2: stored in the parameters' dtype; then into the masters of one process."""
+    slices = []
+    for index in (0, 1):
+        model = expert_parallel(build(0).to(dtype), index, 2)
+        own = weight_slices(model, FakeOptimizer(model), buffers=index == 0)
+        slices += [s for s in own if "experts" in s.name or index == 0]
     path = store(tmp_path, slices, kind="model")
-    whole, fresh = build(0).to(dtype), build(1).to(dtype)
-    load(path, model_slices(fresh, dense=True, experts=True))
-    for (name, found), (_, right) in zip(fresh.state_dict().items(), whole.state_dict().items(), strict=True):
-        assert torch.equal(found, right), name
+    whole = build(0).to(dtype)
+    assert path.name == "model-00000001"
+    assert {e.dtype for e in load_manifest(path).tensors.values() if e.kind == "weight"} == {
+        "F32" if dtype == torch.float32 else "BF16"
+    }
 
     other = build(2)
     optimizer = FakeOptimizer(other)
@@ -130,6 +138,8 @@ def test_model_only(tmp_path, dtype):
     for shard, moment in zip(optimizer.shards, moments, strict=True):
         assert torch.equal(shard.tensors["master"], dict(whole.named_parameters())[shard.name].float().view(-1))
         assert torch.equal(shard.tensors["exp_avg"], moment)
+    for (name, found), (_, right) in zip(other.named_buffers(), whole.named_buffers(), strict=True):
+        assert torch.equal(found, right.to(found.dtype)), name
     with pytest.raises(CheckpointError, match=r"\(master\): not in the checkpoint \(this 'model' checkpoint has it as"):
         load(path, training_slices(other, optimizer, buffers=True))
 

@@ -53,3 +53,17 @@ def test_the_paper_layout_of_220b_keeps_experts_in_a_node() -> None:
     grid = layout(3072, pipeline_model_parallel_size=8, expert_model_parallel_size=12)
     assert (grid.edp, grid.ep, grid.pp) == (32, 12, 8)
     assert all(group[0] // 12 == group[-1] // 12 for group in grid.groups("ep"))
+
+
+def test_split_experts_and_joined_axes() -> None:
+    grid = layout(8, tensor_model_parallel_size=2, context_parallel_size=2, expert_model_parallel_size=2,
+                  expert_tensor_parallel_size=2)  # fmt: skip
+    assert (grid.edp, grid.ep, grid.etp) == (2, 2, 2)
+    assert grid.groups("etp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert grid.groups("ep") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert grid.groups("edp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert grid.groups("experts") == grid.groups("sequence") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert grid.groups("stage") == [list(range(8))]
+    assert grid.groups("dense") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    for axis in AXES:
+        assert grid.group_of(axis, 5) == next(group for group in grid.groups(axis) if 5 in group)

@@ -129,7 +129,7 @@ def test_swapped_and_missing_halves(tmp_path: Path, prefixes: list[str]) -> None
 
 def test_ids_over_the_vocabulary_are_found_when_read(prefixes: list[str]) -> None:
     instances = InstanceSet(prefixes, 8, vocab_size=505)
-    assert instances.read(0)[0] == 0
+    assert instances.read(0)[0].tokens[0] == 0
     with pytest.raises(DataError, match=r"f5\.bin: token 5 has id 505, outside the vocabulary of 505"):
         instances.read(len(instances) - 4)
 

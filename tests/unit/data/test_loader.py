@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.optimus.config.schema import ConfigError, parse_split
+from megatron.optimus.data.bounds import document_starts
 from megatron.optimus.data.dataset import InstanceSet, Split, check_vocabulary, split_range
 from megatron.optimus.data.errors import DataError
-from megatron.optimus.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.optimus.data.loader import BatchLoader, position_after_change
+from megatron.optimus.data.indexed import IndexedDatasetWriter
+from megatron.optimus.data.loader import Batch, BatchLoader, position_after_change
+from megatron.optimus.data.mixture import Mixture
+from megatron.optimus.data.samples import Piece, SampleOptions
+from megatron.optimus.layers.documents import Documents
+from megatron.optimus.layers.loss import NO_LABEL
 
 L = 8
 
@@ -41,16 +47,22 @@ def make_loader(prefixes: list[str], dp: int = 1, rank: int = 0, mbs: int = 2, g
     return BatchLoader(InstanceSet(prefixes, L), global_batch_size=gbs, micro_batch_size=mbs, **options)
 
 
+def window_of(instances: InstanceSet | Mixture, i: int) -> np.ndarray:
+    """The tokens of a plain instance and the one after them."""
+    [piece] = instances.read(i)
+    return np.append(piece.tokens, piece.following)
+
+
 def test_instances_are_windows_of_each_file(prefixes: list[str]) -> None:
     instances = InstanceSet(prefixes, L)
     assert len(instances) == 10 + 0 + 24 + 17  # 25*L tokens lack the last label of a 25th
     for i in range(len(instances)):
-        window = instances.read(i)
+        window = window_of(instances, i)
         assert window.dtype == np.int64 and window.shape == (L + 1,)
         assert (np.diff(window) == 1).all()  # never across files
-        prefix, start = instances.locate(i)
-        assert window[0] == 10_000 * prefixes.index(prefix) + start
-    assert [instances.read(i)[0] for i in (0, 1, 9, 10, 34)] == [0, L, 9 * L, 20_000, 30_000]
+        prefix, [(start, stop)] = instances.locate(i)
+        assert window[0] == 10_000 * prefixes.index(prefix) + start and stop == start + L
+    assert [window_of(instances, i)[0] for i in (0, 1, 9, 10, 34)] == [0, L, 9 * L, 20_000, 30_000]
     for i in (-1, len(instances)):
         with pytest.raises(IndexError):
             instances.read(i)
@@ -74,7 +86,7 @@ def test_splits_have_no_token_in_common(prefixes: list[str]) -> None:
     seen: dict[Split, set[int]] = {}
     for part in Split:
         instances = InstanceSet(prefixes, L, split="60,30,10", part=part)
-        seen[part] = {int(token) for i in range(len(instances)) for token in instances.read(i)}
+        seen[part] = {int(token) for i in range(len(instances)) for token in window_of(instances, i)}
         assert len(seen[part]) > L
     assert not seen[Split.TRAIN] & seen[Split.VALID]
     assert not seen[Split.VALID] & seen[Split.TEST]
@@ -87,7 +99,7 @@ def test_splits_that_fit_exactly_touch_but_do_not_overlap(tmp_path: Path) -> Non
     tokens = []
     for part, size in zip(Split, sizes, strict=True):
         instances = InstanceSet([prefix], L, split=",".join(map(str, sizes)), part=part)
-        windows = [instances.read(i) for i in range(len(instances))]
+        windows = [window_of(instances, i) for i in range(len(instances))]
         assert len(windows) == size // L
         tokens += [windows[0][0], *np.concatenate([window[1:] for window in windows])]
     assert tokens == list(range(sum(sizes)))
@@ -186,7 +198,7 @@ def test_read_ahead_changes_nothing_and_forwards_errors(prefixes: list[str], mon
     read = InstanceSet.read
     bad = int(loader.sample_ids(80)[3])
 
-    def fail_once_asked(self: InstanceSet, i: int) -> np.ndarray:
+    def fail_once_asked(self: InstanceSet, i: int) -> list[Piece]:
         if i == bad:
             raise DataError("the disk is gone")
         return read(self, i)
@@ -219,7 +231,7 @@ def test_validation_is_sequential_and_ends(prefixes: list[str]) -> None:
     loader = make_loader(prefixes, shuffle=False)
     assert loader.num_batches == 51 // 8 == 6
     rows = torch.cat([b.tokens_BS[:, 0] for step in range(6) for b in loader.batch(8 * step)])
-    assert rows.tolist() == [InstanceSet(prefixes, L).read(i)[0] for i in range(48)]
+    assert rows.tolist() == [window_of(InstanceSet(prefixes, L), i)[0] for i in range(48)]
     with pytest.raises(DataError, match="no batch at sample 48: this split gives 6 batches of 8"):
         loader.batch(48)
     assert make_loader(prefixes, shuffle=False, max_batches=2).num_batches == 2
@@ -236,21 +248,6 @@ def test_impossible_batch_sizes(prefixes: list[str]) -> None:
     for options in ({"mbs": 0}, {"gbs": 0}, {"dp": 2, "rank": 2}, {"seq_length": L + 1}, {"max_batches": 3}):
         with pytest.raises(ConfigError):
             make_loader(prefixes, **options)
-
-
-def test_document_starts(prefixes: list[str], tmp_path: Path) -> None:
-    loader = make_loader(prefixes)
-    found = loader.document_starts(8)
-    for batch, rows in zip(loader.batch(8), found, strict=True):
-        for tokens, starts in zip(batch.tokens_BS.tolist(), rows, strict=True):
-            window = [*tokens, tokens[-1] + 1]
-            assert starts == [i for i, token in enumerate(window) if token % 10_000 % 7 == 0]  # documents of 7 tokens
-    with IndexedDatasetWriter(tmp_path / "many", np.uint16) as writer:  # empty documents, several sequences
-        for lengths in ([3, 2], [], [0], [4, 0, 1], [1]):
-            writer.add_document(np.arange(sum(lengths)), lengths)
-    data = IndexedDataset(tmp_path / "many")
-    assert data.document_starts(0, 11) == [0, 5, 10] and data.document_starts(1, 9) == [4]
-    assert data.document_starts(5, 1) == [0] and data.document_starts(6, 0) == []
 
 
 def test_another_sequence_length_keeps_the_tokens(prefixes: list[str]) -> None:
@@ -278,9 +275,77 @@ def test_another_sequence_length_keeps_the_tokens(prefixes: list[str]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-def test_pinned_batches(prefixes: list[str]) -> None:
-    pinned, plain = make_loader(prefixes, pin_memory=True), make_loader(prefixes)
-    for a, b in zip(pinned.batch(0), plain.batch(0), strict=True):
-        assert a.tokens_BS.is_pinned() and a.labels_BS.is_pinned() and torch.equal(a.tokens_BS, b.tokens_BS)
+def test_pinned_batches_on_their_way_to_a_device(prefixes: list[str]) -> None:
+    device = torch.device(torch.accelerator.current_accelerator().type, 0)
+    options = SampleOptions(6, reset_attention_mask=True, reset_position_ids=True, eod_mask_loss=True)
+    pinned = make_loader(prefixes, pin_for=device, options=options)
+    plain = make_loader(prefixes, options=options)
+    for step in (0, 8, 16):  # the first by the caller, the others by the thread
+        for a, b in zip(pinned.batch(step), plain.batch(step), strict=True):
+            assert all(tensor.is_pinned() for tensor in parts(a)) and not any(tensor.is_pinned() for tensor in parts(b))
+            moved = parts(a.to(device))
+            assert all(
+                x.device.type == device.type and torch.equal(x.cpu(), y) for x, y in zip(moved, parts(b), strict=True)
+            )
+    pinned.close()
+    plain.close()
+
+
+def parts(batch: Batch) -> list[torch.Tensor]:
+    assert batch.documents is not None and batch.positions_BS is not None
+    return [batch.tokens_BS, batch.labels_BS, batch.documents.bounds_N1, batch.positions_BS]
+
+
+def test_reading_thread_takes_the_rank_s_device(prefixes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a device: what is called, where, and that every tensor of a batch is pinned and copied."""
+    chosen: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(
+        "megatron.optimus.runtime.device.set_device", lambda d: chosen.append((threading.current_thread().name, d))
+    )
+    pinned: list[int] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: (pinned.append(self.data_ptr()), self)[1])
+    options = SampleOptions(6, reset_attention_mask=True, reset_position_ids=True)
+    loader = make_loader(prefixes, pin_for=torch.device("cuda", 3), options=options)
+    batches = [*loader.batch(0), *loader.batch(8)]
+    loader.close()
+    assert [device for _, device in chosen] == [torch.device("cuda", 3)] and chosen[0][0].startswith("optimus-data")
+    assert {tensor.data_ptr() for batch in batches for tensor in parts(batch)} <= set(pinned)
+    copied = batches[0].to(torch.device("meta"))
+    assert all(tensor.is_meta for tensor in parts(copied)) and copied.documents.bounds == batches[0].documents.bounds
+
+
+def test_documents_within_samples(tmp_path: Path) -> None:
+    """Ends of documents are seen in the tokens, where the index says they are."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 12, 60)
+    prefix = str(tmp_path / "documents")
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for length in lengths:
+            writer.add_document(np.append(rng.integers(1, 90, length - 1), 0))
+    check_vocabulary([prefix], 100, eod_id=0)
+    with pytest.raises(DataError, match=r"documents\.bin: ends with token 0, not with 7, .* --append-eod"):
+        check_vocabulary([prefix], 100, eod_id=7)
+    instances = InstanceSet([prefix], L)
+    plain = make_loader([prefix], gbs=16, mbs=4)
+    marked = make_loader(
+        [prefix],
+        gbs=16,
+        mbs=4,
+        options=SampleOptions(0, reset_attention_mask=True, reset_position_ids=True, eod_mask_loss=True),
+    )
+    ids = iter(marked.sample_ids(16).tolist())
+    for a, b in zip(plain.batch(16), marked.batch(16), strict=True):
+        assert torch.equal(a.tokens_BS, b.tokens_BS) and (a.documents, a.positions_BS, a.num_labels) == (None,) * 3
+        ends = b.tokens_BS == 0
+        assert torch.equal(b.labels_BS, torch.where(ends, NO_LABEL, a.labels_BS))
+        assert b.num_labels == int((~ends).sum())
+        ranges = [instances.locate(next(ids))[1][0] for _ in range(4)]
+        starts = [(document_starts(f"{prefix}.idx", 2, *own) - own[0]).tolist() for own in ranges]
+        assert b.documents.bounds == Documents.from_starts(starts, L).bounds
+        for row, own in enumerate(starts):
+            firsts = [0, *(s for s in own if s), L]
+            counted = [place for length in np.diff(firsts) for place in range(length)]
+            assert b.positions_BS[row].tolist() == counted
+    plain.close()
+    marked.close()

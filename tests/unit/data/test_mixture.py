@@ -20,6 +20,8 @@ from megatron.optimus.data.loader import BatchLoader
 from megatron.optimus.data.mixture import Mixture, log_plan
 from megatron.optimus.data.sources import Sources, read_sources
 
+from .test_loader import window_of
+
 L = 8
 
 
@@ -172,10 +174,10 @@ def test_reading_and_describing_a_sample(folder: Path) -> None:
     mixed = mixture(blend(folder, YAML))
     for position in range(0, 200, 7):
         (i,) = mixed.ids_at(position, 1).tolist()
-        window, sample = mixed.read(i), mixed.sample(position)
-        assert (np.diff(window) == 1).all() and mixed.locate(i) == (sample.prefix, sample.token)
+        window, sample = window_of(mixed, i), mixed.sample(position)
+        assert (np.diff(window) == 1).all() and mixed.locate(i) == (sample.prefix, sample.ranges)
         base = {"web": 0, "code": 10_000, "wiki": 20_000}[sample.corpus] + 1000 * int(sample.prefix[-1])
-        assert window[0] == base + sample.token
+        assert window[0] == base + sample.ranges[0][0]
     assert [mixed.sample(p).epoch for p in range(0, 500) if mixed.sample(p).corpus == "wiki"] == sorted(
         [0, 1, 2, 3, 4] * 10
     )
@@ -217,7 +219,7 @@ def test_splits_of_a_mixture(folder: Path, caplog: pytest.LogCaptureFixture) -> 
     seen = {}
     for part in (Split.TRAIN, Split.VALID):
         mixed = mixture(blend(folder, YAML), part, "70,30,0")
-        seen[part] = {int(token) for i in range(len(mixed)) for token in mixed.read(i)}
+        seen[part] = {int(token) for i in range(len(mixed)) for token in window_of(mixed, i)}
     assert not seen[Split.TRAIN] & seen[Split.VALID]
     with caplog.at_level(logging.WARNING, logger="optimus"):
         small = mixture(blend(folder, YAML), Split.VALID, "95,5,0")

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed_ext.ds_config import build_torch_optimizer, check_precision, reason_for_deepspeed, resolve_config
+from deepspeed_ext.ds_config import build_torch_optimizer, reason_for_deepspeed, resolve_config, zero_options
+from deepspeed_ext.zero.options import DEFAULT_BUCKET_NUMEL, ZeroOptions
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,7 @@ from deepspeed_ext.ds_config import build_torch_optimizer, check_precision, reas
         ({"zero_optimization": {"stage": 1}}, None),
         ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}}}, None),
         ({}, "ZeRO stage 0"),
+        ({"zero_optimization": {"stage": 2}}, None),
         ({"zero_optimization": {"stage": 3}}, "ZeRO stage 3"),
         ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "offload"),
         ({"zero_optimization": {"stage": 1}, "sequence_parallel_size": 2}, "sequence parallelism"),
@@ -49,7 +51,7 @@ def test_optimizer_section(section: dict[str, Any], kind: type, options: dict[st
     ("section", "message"),
     [
         (None, "no optimizer"),
-        ({"type": "Lion", "params": {}}, "'Lion' is not one of"),
+        ({"type": "Lamb", "params": {}}, "'Lamb' is not one of"),
         ({"type": "AdamW", "params": {"learning_rate": 1.0}}, "learning_rate"),
         ({"type": "AdamW", "params": {"max_grad_norm": 1.0}}, "gradient_clipping"),
         ({"type": "AdamW", "params": {"bias_correction": False}}, "bias_correction"),
@@ -77,9 +79,47 @@ def test_configuration_from_dict_path_or_args(tmp_path: Path) -> None:
         resolve_config(None, None, None)
 
 
-def test_precision() -> None:
-    check_precision({"bf16": {"enabled": True}, "fp16": {"enabled": False}})
-    check_precision({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
-    for config in ({"fp16": {"enabled": True}}, {"torch_autocast": {"enabled": True, "dtype": "float16"}}):
-        with pytest.raises(ValueError, match="fp16"):
-            check_precision(config)
+def test_options_of_a_plain_configuration() -> None:
+    assert zero_options({"zero_optimization": {"stage": 1}}) == ZeroOptions(bucket_numel=DEFAULT_BUCKET_NUMEL)
+    assert zero_options({"bf16": {"enabled": True}, "fp16": {"enabled": False}}).grad_dtype is torch.float32
+    assert zero_options({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}).stage == 1
+
+
+def test_options_of_a_full_configuration() -> None:
+    config = {
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8, "overlap_comm": False},
+        "gradient_clipping": 1,
+        "data_types": {"grad_accum_dtype": "bf16"},
+        "communication_data_type": "fp32",
+        "deepspeed_ext": {"overlap_param_gather": True, "clip_after_steps": 7},
+    }
+    assert zero_options(config) == ZeroOptions(
+        stage=2,
+        bucket_numel=500_000_000,
+        grad_dtype=torch.bfloat16,
+        comm_dtype=torch.float32,
+        overlap_comm=False,
+        overlap_param_gather=True,
+        max_norm=1.0,
+        clip_after_steps=7,
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"fp16": {"enabled": True}}, "fp16"),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "fp16"),
+        (
+            {"deepspeed_ext": {"overlap_gather": True}},
+            "deepspeed_ext.overlap_gather is not an option; known: clip_after",
+        ),
+        ({"data_types": {"grad_accum_dtype": "fp16"}}, "grad_accum_dtype='fp16'"),
+        ({"communication_data_type": "int8"}, "communication_data_type='int8'"),
+        ({"zero_optimization": {"stage": 1, "reduce_bucket_size": 0}}, "reduce_bucket_size=0"),
+        ({"gradient_clipping": -1.0}, "gradient_clipping=-1.0"),
+    ],
+)
+def test_bad_options(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        zero_options(config)

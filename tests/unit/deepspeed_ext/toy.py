@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from deepspeed_ext.zero.collectives import all_gather, reduce_scatter
 
-V, D, H, E = 37, 12, 7, 4
+V, D, H, E = 131, 20, 13, 4
 BATCH, SEQ = 2, 5
 LR, DECAY, BETAS, EPS = 3e-3, 0.1, (0.9, 0.95), 1e-8
 

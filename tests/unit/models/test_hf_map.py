@@ -4,9 +4,17 @@ import math
 import pytest
 import torch
 
-from megatron.optimus.config.schema import ConfigError, ModelConfig, Normalization, ScoreFunction
+from megatron.optimus.config.schema import (
+    ConfigError,
+    ModelConfig,
+    Normalization,
+    QKNormScope,
+    RotaryScaling,
+    ScoreFunction,
+)
 from megatron.optimus.models.decoder import Decoder
-from megatron.optimus.models.hf_map import hf_config, model_config_from_hf, parameter_shapes, to_hf
+from megatron.optimus.models.hf_config import family_of, hf_config, model_config_from_hf
+from megatron.optimus.models.hf_map import parameter_shapes, to_hf
 
 _MOE = ModelConfig(
     num_layers=2,
@@ -31,16 +39,37 @@ _OLMO = ModelConfig(
     untie_embeddings_and_output_weights=False,
 )
 _DENSE_MULA = dataclasses.replace(_MOE, num_experts=0)
+_MIXTRAL = dataclasses.replace(_MOE, qk_layernorm=False, moe_router_norm_topk_prob=True, clip_qkv=None, kv_channels=6)
+_QWEN3_MOE = dataclasses.replace(_MOE, qk_layernorm_scope=QKNormScope.HEAD, clip_qkv=None, kv_channels=6)
+_LLAMA = dataclasses.replace(
+    _DENSE_MULA, qk_layernorm=False, clip_qkv=None, kv_channels=6, rotary_scaling=RotaryScaling.LLAMA3
+)
+_QWEN3 = dataclasses.replace(
+    _DENSE_MULA, qk_layernorm_scope=QKNormScope.HEAD, clip_qkv=None, rotary_scaling=RotaryScaling.LINEAR
+)
+_EXPRESSIBLE = {
+    "olmoe": _MOE,
+    "olmo": _OLMO,
+    "mixtral": _MIXTRAL,
+    "qwen3_moe": _QWEN3_MOE,
+    "llama": _LLAMA,
+    "qwen3": _QWEN3,
+}
 
 
-@pytest.mark.parametrize("config", [_MOE, _OLMO, _DENSE_MULA])
+@pytest.mark.parametrize("config", [*_EXPRESSIBLE.values(), _DENSE_MULA])
 def test_shapes_are_the_decoders(config):
     with torch.device("meta"):
         model = Decoder(config)
     assert parameter_shapes(config) == {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("config", [_MOE, _OLMO, _DENSE_MULA])
+@pytest.mark.parametrize("model_type", _EXPRESSIBLE)
+def test_the_family_follows_from_the_options(model_type):
+    assert family_of(_EXPRESSIBLE[model_type]).model_type == model_type
+
+
+@pytest.mark.parametrize("config", _EXPRESSIBLE.values())
 def test_parts_cover_each_tensor_once_in_order(config):
     names = []
     for name, shape in parameter_shapes(config).items():
@@ -76,26 +105,28 @@ def test_unknown_names():
         to_hf(_MOE, "layers.2.attention.q_proj.weight")
 
 
-@pytest.mark.parametrize("config", [_MOE, _OLMO])
+@pytest.mark.parametrize("config", _EXPRESSIBLE.values())
 def test_configuration_round_trip(config):
     back = model_config_from_hf(hf_config(config, "bfloat16"))
     assert hf_config(back, "bfloat16") == hf_config(config, "bfloat16")
     assert parameter_shapes(back) == parameter_shapes(config)
-    assert (back.rotary_base, back.clip_qkv, back.norm_epsilon) == (
-        config.rotary_base,
-        config.clip_qkv,
-        config.norm_epsilon,
-    )
+    unused = {"ffn_hidden_size"} if config.is_moe else {"moe_ffn_hidden_size", "moe_router_topk", "moe_aux_loss_coeff"}
+    for field in dataclasses.fields(ModelConfig):
+        if field.name not in unused | {"kv_channels", "num_query_groups", "moe_router_norm_topk_prob"}:
+            assert getattr(back, field.name) == getattr(config, field.name), field.name
+    assert (back.head_dim, back.num_kv_heads) == (config.head_dim, config.num_kv_heads)
+    assert not config.is_moe or back.moe_router_norm_topk_prob == config.moe_router_norm_topk_prob
 
 
 @pytest.mark.parametrize(
     "config, changes, message",
     [
-        (_DENSE_MULA, {}, "normalization=rmsnorm has no equivalent in Hugging Face's OLMo"),
+        (_DENSE_MULA, {}, "qk_layernorm_scope=full has no equivalent in Hugging Face's Qwen3"),
         (_OLMO, {"qk_layernorm": True}, "qk_layernorm=True has no equivalent"),
         (_OLMO, {"norm_epsilon": 1e-6}, "norm_epsilon=1e-06 has no equivalent"),
         (_OLMO, {"kv_channels": 8}, "kv_channels=8 has no equivalent"),
-        (_MOE, {"qk_layernorm": False}, "qk_layernorm=False has no equivalent in Hugging Face's OLMoE"),
+        (_MOE, {"qk_layernorm": False}, "clip_qkv=8.0 has no equivalent in Hugging Face's Mixtral"),
+        (_MIXTRAL, {"moe_router_norm_topk_prob": False}, "moe_router_norm_topk_prob=False has no equivalent"),
         (_MOE, {"normalization": Normalization.LAYERNORM_NONPARAMETRIC}, "normalization=layernorm-nonparametric"),
         (_MOE, {"moe_router_score_function": ScoreFunction.SIGMOID}, "moe_router_score_function=sigmoid"),
         (_MOE, {"moe_router_force_load_balancing": True}, "moe_router_force_load_balancing=True"),
@@ -109,13 +140,18 @@ def test_what_hugging_face_cannot_express_is_named(config, changes, message):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model_type": "llama"}, "model_type='llama' is not supported"),
+        ({"model_type": "gpt2"}, "model_type='gpt2' is not supported; supported: llama, mixtral, olmo"),
+        (
+            {"model_type": "deepseek_v3", "kv_lora_rank": 512, "n_shared_experts": 1, "n_group": 8},
+            r"multi-head latent attention \(kv_lora_rank=512\), shared experts .*, group-limited routing \(n_group=8\)",
+        ),
         ({"model_type": None}, "model_type=None"),
         ({"sliding_window": 128}, "sliding_window=128 is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_scaling="),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters="),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_parameters": 3}, "must be an object"),
         ({"hidden_size": "16"}, "hidden_size='16' must be a positive integer"),
         ({"hidden_size": None}, "hidden_size=None must be a positive integer"),
@@ -127,6 +163,26 @@ def test_what_hugging_face_cannot_express_is_named(config, changes, message):
 def test_unsupported_fields_are_named(changes, message):
     with pytest.raises(ConfigError, match=message):
         model_config_from_hf(hf_config(_MOE, "float32") | changes)
+
+
+@pytest.mark.parametrize(
+    "config, changes, message",
+    [
+        (_MIXTRAL, {"sliding_window": 4096}, "sliding_window=4096 is not supported; only None is"),
+        (_MIXTRAL, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+        (_MIXTRAL, {"num_key_value_heads": None}, "num_key_value_heads=None must be a positive integer"),
+        (_QWEN3_MOE, {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
+        (_QWEN3_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        (_QWEN3_MOE, {"moe_intermediate_size": None}, "moe_intermediate_size=None"),
+        (_QWEN3, {"use_sliding_window": True}, "use_sliding_window=True"),
+        (_QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
+        (_LLAMA, {"mlp_bias": True}, "mlp_bias=True"),
+        (_LLAMA, {"clip_qkv": 3.0}, "clip_qkv=3.0 is not supported for model_type 'llama'"),
+    ],
+)
+def test_unsupported_fields_of_other_families_are_named(config, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        model_config_from_hf(hf_config(config, "float32") | changes)
 
 
 def test_a_field_of_the_other_architecture_is_refused():

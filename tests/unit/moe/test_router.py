@@ -141,3 +141,20 @@ def test_expert_bias_keeps_fp32_when_the_model_is_cast() -> None:
     cast = router(moe_router_enable_expert_bias=True).to(torch.bfloat16)
     assert cast.expert_bias.dtype == torch.float32
     assert cast.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fp32_product_keeps_the_tokens_in_their_own_dtype(dtype: torch.dtype) -> None:
+    """Same numbers as with fp32 copies, and no such copy among what is kept for the backward."""
+    layer = router().to(dtype)
+    x_TD = torch.randn(5, 12).to(dtype).requires_grad_()
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        routing, _ = layer(x_TD)
+    routing.weights_TK.square().sum().backward()
+    assert not any(t.shape == x_TD.shape and t.dtype != dtype for t in kept)
+    twin, weight = x_TD.detach().requires_grad_(), layer.weight.detach().requires_grad_()
+    logits_TE = torch.nn.functional.linear(twin.float(), weight.float())
+    ops.router_topk(logits_TE, 2).weights_TK.square().sum().backward()
+    assert torch.equal(x_TD.grad, twin.grad)
+    assert torch.equal(layer.weight.grad, weight.grad)

@@ -1,0 +1,138 @@
+"""Optimizer states in fp32, bf16 or 8 bits: making, reading and writing them; the reference for what kernels do.
+
+Inside a step bf16 and int8 are rounded stochastically. To nearest, a second moment under beta2 = 0.999 could not decay:
+one step changes it by less than half of the spacing (measured for int8: where gradients had become ten times smaller,
+it stayed up to nine times too large). The random bits are a hash of the element's position in the shard and the step
+number, so the same run gives the same bits.
+
+bf16 takes 2 bytes, int8 1 byte and 4 more for every BLOCK elements, which share a scale, their largest magnitude. An
+8-bit code is a small float: with y = |x| / scale and an offset c = 2^-k it is the distance between the bit patterns of
+y + c and c, cut to 3 mantissa bits. Near zero codes are evenly spaced, above c at most 1/8 apart; zero and the block's
+maximum are exact. Signed states use k = 15 (smallest step 2^-18 of the maximum), unsigned ones k = 31 (2^-34), where a
+positive value never becomes zero: a vanished second moment would blow the update up.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+BLOCK = 256  # elements that share a scale
+MANTISSA_BITS = 3
+SHIFT = 23 - MANTISSA_BITS  # fp32 has 23
+SIGNED_EXPONENTS = 15  # codes -120 .. 120
+UNSIGNED_EXPONENTS = 31  # codes 0 .. 248
+SMALLEST_SCALE = 1e-30  # a block whose largest magnitude is below is stored as zeros: its inverse must stay finite
+SCALE_SUFFIX = ".scale"
+
+
+class StateDtype(Enum):
+    """How moments are kept. Bytes per element and moment: 4, 2, 1 + 4 / BLOCK."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    INT8 = "int8"
+
+    @classmethod
+    def parse(cls, value: str | StateDtype) -> StateDtype:
+        """From the param group's ``state_dtype``. Raises ValueError for an unknown one."""
+        try:
+            return cls(value)
+        except ValueError:
+            raise ValueError(f"state_dtype={value!r} is unknown; use fp32, bf16 or int8") from None
+
+
+def num_blocks(numel: int) -> int:
+    return -(-numel // BLOCK)
+
+
+def zeros(kind: str, like: Tensor, dtype: StateDtype, *, signed: bool = True) -> dict[str, Tensor]:
+    """A zero state of ``like``'s length and device under ``kind``, and for int8 its scales under "<kind>.scale"."""
+    if dtype is StateDtype.FP32:
+        return {kind: torch.zeros_like(like, dtype=torch.float32)}
+    if dtype is StateDtype.BF16:
+        return {kind: torch.zeros_like(like, dtype=torch.bfloat16)}
+    return {
+        kind: torch.zeros_like(like, dtype=torch.int8 if signed else torch.uint8),
+        kind + SCALE_SUFFIX: torch.zeros(num_blocks(like.numel()), dtype=torch.float32, device=like.device),
+    }
+
+
+def read(state: dict[str, Tensor], kind: str) -> Tensor:
+    """A state as fp32: the live tensor itself if it is kept in fp32, else decoded."""
+    stored = state[kind]
+    if stored.dtype in (torch.int8, torch.uint8):
+        return decode(stored, state[kind + SCALE_SUFFIX])
+    return stored.float()
+
+
+def write(state: dict[str, Tensor], kind: str, value: Tensor) -> None:
+    """Stores fp32 [n], rounded to nearest where the state is kept in less. Raises ValueError for another shape."""
+    stored = state[kind]
+    if value.shape != stored.shape:
+        raise ValueError(f"state {kind!r} has shape {tuple(stored.shape)}, not {tuple(value.shape)}")
+    if stored.dtype in (torch.int8, torch.uint8):
+        codes, scale = encode(value, signed=stored.dtype == torch.int8)
+        stored.copy_(codes)
+        state[kind + SCALE_SUFFIX].copy_(scale)
+    elif value.data_ptr() != stored.data_ptr():
+        stored.copy_(value)
+
+
+def _offset_bits(signed: bool) -> tuple[float, int]:
+    exponents = SIGNED_EXPONENTS if signed else UNSIGNED_EXPONENTS
+    return 2.0**-exponents, (127 - exponents) << 23
+
+
+def encode(value: Tensor, *, signed: bool, bits: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """fp32 [n] to (int8 or uint8 codes [n], fp32 scales [ceil(n / BLOCK)]).
+
+    ``signed`` False takes values >= 0 only. To nearest in the spacing of the codes, where encoding what ``decode``
+    returned gives the same codes; or stochastically with 16 random ``bits`` for each element, int64 [n].
+    """
+    offset, offset_bits = _offset_bits(signed)
+    padding = (0, -value.numel() % BLOCK)
+    padded = torch.nn.functional.pad(value.float(), padding).view(-1, BLOCK)
+    magnitude = padded.abs()
+    scale = magnitude.amax(dim=1)
+    scale = torch.where(scale >= SMALLEST_SCALE, scale, 0.0)
+    y = torch.where(scale > 0, magnitude.T / scale, 0.0).T.contiguous()
+    rounding: Tensor | int = 1 << (SHIFT - 1)
+    if bits is not None:
+        rounding = torch.nn.functional.pad(bits.to(torch.int32) << (SHIFT - 16), padding).view(-1, BLOCK)
+    codes = ((y * (1.0 - offset) + offset).view(torch.int32) - offset_bits + rounding) >> SHIFT
+    if signed:
+        codes = torch.where(padded < 0, -codes, codes).to(torch.int8)
+    else:
+        codes = torch.where((codes == 0) & (y > 0), 1, codes).to(torch.uint8)
+    return codes.view(-1)[: value.numel()], scale
+
+
+def decode(codes: Tensor, scale: Tensor) -> Tensor:
+    """fp32 [n] from what ``encode`` returned."""
+    signed = codes.dtype == torch.int8
+    offset, bits = _offset_bits(signed)
+    wide = codes.to(torch.int32)
+    y = ((wide.abs() << SHIFT) + bits).view(torch.float32)
+    y = (y - offset) / (1.0 - offset)
+    return torch.where(wide < 0, -y, y) * scale.repeat_interleave(BLOCK)[: codes.numel()]
+
+
+def random_bits(first: int, numel: int, step: Tensor) -> Tensor:
+    """int64 [numel] of 32 random bits for elements ``first`` ... of a shard at a step (0-dim fp32 tensor).
+
+    The low 16 bits round one state of the element, the high 16 another.
+    """
+    mask = 0xFFFFFFFF
+    index = torch.arange(first, first + numel, device=step.device, dtype=torch.int64)
+    x = (index * 0x9E3779B9 + step.to(torch.int64) * 0x85EBCA6B) & mask
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & mask
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & mask
+    return x ^ (x >> 16)
+
+
+def round_to_bf16(value: Tensor, bits: Tensor) -> Tensor:
+    """fp32 to bf16, up or down with probabilities that make the result exact on average; ``bits``: 16 random bits."""
+    return ((value.view(torch.int32) + bits.to(torch.int32)) >> 16 << 16).view(torch.float32).to(torch.bfloat16)

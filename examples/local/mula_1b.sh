@@ -1,0 +1,7 @@
+#!/bin/bash
+# One machine with 8 GPUs.
+#   bash examples/local/mula_1b.sh --data-path data/corpus_text_document --tokenizer-model tokenizer
+#   bash examples/local/mula_1b.sh --dry-run
+cd "$(dirname "$0")/../.." || exit
+exec python -m megatron.optimus.launch --nproc-per-node 8 --preset mula-1b \
+    --micro-batch-size 8 --run-dir runs/mula-1b "$@"

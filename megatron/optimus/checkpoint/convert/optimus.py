@@ -1,0 +1,129 @@
+"""Our own checkpoints as source and destination."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.optimus.checkpoint.commit import write_synced
+from megatron.optimus.checkpoint.convert.plan import DTYPES, Options, Plan, Written
+from megatron.optimus.checkpoint.convert.source import MASTER, MOMENTS, WEIGHT, Source, same_names, units
+from megatron.optimus.checkpoint.errors import CheckpointError
+from megatron.optimus.checkpoint.hf_files import split_by_size, token_ids_of
+from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, Manifest, Piece, TensorEntry
+from megatron.optimus.checkpoint.shards import ShardItem, dtype_name, torch_dtype, write_shard
+from megatron.optimus.checkpoint.slices import TensorSlice
+from megatron.optimus.checkpoint.store import load, load_manifest, resolve
+from megatron.optimus.config.serialize import from_dict, to_dict
+from megatron.optimus.models.hf_map import parameter_shapes
+
+TOKEN_IDS_FIELD = "hf_token_ids"  # in a manifest's metadata: what an imported model's config.json named
+OPTIMIZER_STEPS_FIELD = "optimizer_step_count"  # the trainer's: bias correction of the moments goes on from it
+BUFFER = "buffer"
+
+
+class OptimusSource(Source):
+    """A full or model-only checkpoint. Every stored piece is verified the first time it is touched."""
+
+    def __init__(self, path: Path) -> None:
+        path = resolve(path)
+        manifest = load_manifest(path)
+        where = str(path / MANIFEST_NAME)
+        if "model" not in manifest.config:
+            raise CheckpointError(f"{where}: config has no section 'model'; the shape is unknown")
+        ids = manifest.metadata.get(TOKEN_IDS_FIELD)
+        steps = manifest.metadata.get(OPTIMIZER_STEPS_FIELD)
+        super().__init__(
+            path,
+            "optimus",
+            from_dict(manifest.config, where),
+            step=manifest.step,
+            consumed_samples=manifest.consumed_samples,
+            optimizer_steps=steps if isinstance(steps, int) else None,
+            token_ids=token_ids_of(ids) if isinstance(ids, dict) else {},
+        )
+        self._manifest = manifest
+        shapes = parameter_shapes(self.model)
+        for kind in (MASTER, *MOMENTS) if manifest.kind == "full" else (WEIGHT,):
+            stored = {name: entry for (name, entry_kind), entry in manifest.tensors.items() if entry_kind == kind}
+            if not stored and kind in MOMENTS:
+                continue
+            same_names(path, set(stored), set(shapes))
+            for name, entry in stored.items():
+                if entry.shape != shapes[name]:
+                    raise CheckpointError(f"{path}: {name} has shape {entry.shape}, its config says {shapes[name]}")
+                self.dtypes[name, kind] = torch_dtype(entry.dtype)
+        for (name, kind), entry in manifest.tensors.items():
+            if kind == BUFFER:
+                if not name.endswith(".expert_bias"):
+                    raise CheckpointError(f"{path}: buffer {name} is not known; a newer version wrote it")
+                self.buffers[name] = self._load(entry, 0, entry.numel).view(entry.shape)
+
+    def read(self, name: str, kind: str, start: int, stop: int) -> torch.Tensor:
+        return self._load(self._manifest.tensors[name, kind], start, stop)
+
+    def _load(self, entry: TensorEntry, start: int, stop: int) -> torch.Tensor:
+        tensor = torch.empty(stop - start, dtype=torch_dtype(entry.dtype))
+        request = TensorSlice(entry.name, entry.kind, entry.shape, start, stop, tensor)
+        load(self.path, [request], manifest=self._manifest)
+        return tensor
+
+
+def plan(source: Source, options: Options) -> Plan:
+    """A checkpoint that training goes on from, if the source has masters and moments; else a model-only one.
+
+    One piece per matrix, so the experts of a layer are never put together in memory.
+    """
+    full = source.is_full and options.dtype is None
+    kinds = (MASTER, *MOMENTS) if full else (source.weight_kind(options.dtype),)
+    shapes = parameter_shapes(source.model)
+    listed: dict[tuple[str, str], Written] = {}
+    items: list[ShardItem] = []
+    placed: dict[str, tuple[str, str, int, int]] = {}  # key in our file -> name, kind, range
+
+    def add(name: str, kind: str, start: int, stop: int, dtype: torch.dtype, read: Any) -> None:
+        key = f"{name}/{kind}/{start}"
+        placed[key] = (name, kind, start, stop)
+        items.append(ShardItem(key, dtype, (stop - start,), read))
+
+    for kind in kinds:
+        for name, start, stop in units(source.model):
+            dtype = source.dtypes[name, kind]
+            if options.dtype in DTYPES:
+                dtype = DTYPES[options.dtype]
+            out = kind if full else WEIGHT
+            listed.setdefault((name, out), Written(name if out == WEIGHT else f"{name} ({out})", dtype, shapes[name]))
+            read = lambda name=name, kind=kind, start=start, stop=stop, dtype=dtype: (  # noqa: E731
+                source.read(name, kind, start, stop).to(dtype)
+            )
+            add(name, out, start, stop, dtype, read)
+    for name, buffer in source.buffers.items():
+        listed[name, BUFFER] = Written(f"{name} ({BUFFER})", buffer.dtype, tuple(buffer.shape))
+        add(name, BUFFER, 0, buffer.numel(), buffer.dtype, lambda buffer=buffer: buffer.reshape(-1))
+    run = to_dict(source.run)
+    config = run if full else {section: run[section] for section in ("model", "data")}
+    metadata: dict[str, Any] = {TOKEN_IDS_FIELD: source.token_ids}
+    if full:
+        metadata[OPTIMIZER_STEPS_FIELD] = source.step if source.optimizer_steps is None else source.optimizer_steps
+
+    def write(directory: Path) -> None:
+        files: dict[str, int] = {}
+        pieces: dict[tuple[str, str], list[Piece]] = {key: [] for key in listed}
+        groups = split_by_size(items, options.max_shard_bytes)
+        for number, group in enumerate(groups, start=1):
+            file = f"weights-{number:05d}-of-{len(groups):05d}.safetensors"
+            for key, digest in write_shard(directory / file, group).items():
+                name, kind, start, stop = placed[key]
+                pieces[name, kind].append(Piece(file, key, start, stop, digest))
+            files[file] = (directory / file).stat().st_size
+        tensors = {
+            key: TensorEntry(*key, dtype_name(written.dtype), written.shape, tuple(pieces[key]))
+            for key, written in listed.items()
+        }
+        kind, step, samples = ("full", source.step, source.consumed_samples) if full else ("model", 0, 0)
+        manifest = Manifest(kind, step, samples, config, metadata, files, tensors)
+        write_synced(directory / MANIFEST_NAME, manifest.to_bytes())
+
+    return Plan(list(listed.values()), write, OptimusSource)

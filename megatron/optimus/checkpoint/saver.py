@@ -1,0 +1,351 @@
+"""Saving beside training: snapshot, background writing, and a commit that all ranks agree on without waiting.
+
+    main thread                          background threads (no collectives there)
+    start: snapshot of the own slices    every rank: hash and write the own pieces, sync
+    poll at each step boundary: one      rank 0, when all have written: manifest, rename, prune
+    tiny all-reduce whose result is
+    read at the next boundary
+
+Every decision follows from a reduced number, so all ranks take it at the same boundary. A save that finds the one
+before unfinished waits for it: no step is lost that the interval promised. An error of any rank's thread is raised on
+every rank, at the same boundary, after the unfinished directory is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from megatron.optimus.checkpoint import commit
+from megatron.optimus.checkpoint.errors import CheckpointError
+from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, Manifest
+from megatron.optimus.checkpoint.plan import (
+    HASH_BYTES,
+    OwnPiece,
+    SavePlan,
+    make_plan,
+    node_name,
+    own_pieces,
+    remove_hashes,
+)
+from megatron.optimus.checkpoint.shards import check_regular, tensor_bytes, torch_dtype
+from megatron.optimus.checkpoint.slices import TensorSlice
+from megatron.optimus.checkpoint.snapshot import Snapshot
+from megatron.optimus.runtime import device as devices
+from megatron.optimus.runtime.agreement import NO_FAILURE, Ranks
+
+_WORKING, _DONE = NO_FAILURE, NO_FAILURE + 1  # above every failure, so the lowest of all ranks' numbers decides
+
+log = logging.getLogger("optimus")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A committed checkpoint."""
+
+    path: Path
+    kind: str
+    step: int
+    num_bytes: int  # this node's share
+    stall_s: float  # training stood still on this rank while it began: the snapshot, waiting for the save before
+    drain_s: float  # from the start of the save until all ranks knew that it was committed
+
+
+class _Task:
+    """A function in a thread; its result or its error."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self._action = action
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._action()
+        except Exception as error:
+            self.error = error
+        except BaseException as error:  # else a thread that was torn down would look like one that is done
+            self.error = CheckpointError(f"the writing thread ended: {error!r}")
+            raise
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        self._thread.join()
+
+
+@dataclass
+class _Job:
+    """One save in flight."""
+
+    header: Manifest
+    plan: SavePlan
+    tensors: list[torch.Tensor]
+    snapshot: Snapshot | None  # None: ``tensors`` are the live ones
+    temporary: Path
+    retain: int | None
+    started: float
+    stall_s: float = 0.0
+    task: _Task | None = None
+    is_committing: bool = False
+    revision: int = 0
+
+
+class Saver:
+    """Writes the checkpoints of one run. Every method is collective over ``group`` (None: all ranks).
+
+    ``root``: the folder of checkpoints, seen by all ranks. ``device``: where the slices live and where the group wants
+    its small tensors. ``asynchronous``: False saves in ``start``, from the live tensors, without a copy in memory.
+    ``node``: the ranks that give the same name share a file; default: those of one host. ``check_claim``: called by
+    rank 0 before every commit; raises when the folder is no longer ours.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+        asynchronous: bool = True,
+        node: str | None = None,
+        check_claim: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._root = Path(root)
+        self._ranks = Ranks(group, device)
+        self._device = device
+        self._asynchronous = asynchronous
+        self._node = node or node_name()
+        self._check_claim = check_claim
+        self._plans: dict[str, tuple[list[OwnPiece], SavePlan]] = {}
+        self._snapshots: dict[str, Snapshot] = {}
+        self._jobs: deque[_Job] = deque()
+        self._stall_s: float | None = None
+        self._lowest: Callable[[], int] | None = None  # the all-reduce begun at the boundary before
+
+    # ---- what a training loop calls
+
+    def start(self, slices: Sequence[TensorSlice], header: Manifest, *, retain: int | None) -> list[Saved]:
+        """Begins to save; returns what had to be finished first, and this one too unless saving is asynchronous.
+
+        ``slices``: what this rank writes; over all ranks they must cover every element of every tensor exactly once.
+        ``header``: a manifest without files and tensors; rank 0's counts. ``retain``: newest checkpoints of this kind
+        to keep, this one included; None keeps all.
+
+        Raises CheckpointError on every rank when any rank fails, naming the rank; the unfinished directory is removed
+        and the earlier checkpoints stay as they were.
+        """
+        began = time.perf_counter()
+        if retain is not None and retain < 1:
+            raise CheckpointError(f"save_retain={retain}: must be at least 1")
+        finished, drained_s = [], 0.0
+        if any(job.header.step != header.step or job.header.kind == header.kind for job in self._jobs):
+            log.warning(
+                "step %d: waiting for the checkpoint of step %d to be written; a larger save_interval avoids this",
+                header.step,
+                self._jobs[0].header.step,
+            )
+            finished = self.drain()
+            drained_s = time.perf_counter() - began
+        plan = self._plan(slices, header)
+        [nonce] = self._ranks.broadcast([secrets.randbits(62)])
+        temporary = commit.temporary_path(self._root, header.step, nonce, header.kind)
+        full = [piece for piece in slices if piece.start < piece.stop]
+        snapshot = None
+        tensors = [piece.tensor for piece in full]
+        if not self._asynchronous:
+            devices.synchronize(torch.device(self._device))  # the writing thread has another stream
+        else:
+            snapshot = self._snapshots.setdefault(header.kind, Snapshot(self._device))
+            task = f"copying step {header.step} to host memory"
+            tensors = self._ranks.together(lambda: snapshot.take(full), task, CheckpointError)
+        job = _Job(header, plan, tensors, snapshot, temporary, retain, began)
+        self._jobs.append(job)
+        if len(self._jobs) == 1:
+            self._begin(job)
+        job.stall_s = time.perf_counter() - began
+        self._stall_s = (self._stall_s or 0.0) + time.perf_counter() - began - drained_s
+        return finished if self._asynchronous else finished + self.drain()
+
+    def before_update(self) -> None:
+        """Call before the state changes after ``start``. Local."""
+        for snapshot in self._snapshots.values():
+            snapshot.before_update()
+
+    def poll(self) -> list[Saved]:
+        """Call at every step boundary: what has been committed since. Does not wait. Raises as ``start`` does."""
+        return self._advance(wait=False)
+
+    def take_stall(self) -> float | None:
+        """Seconds that the caller has spent in here since the last call; None where no save was in flight. Local."""
+        stall, self._stall_s = self._stall_s, None
+        return stall
+
+    def drain(self) -> list[Saved]:
+        """Waits until nothing is in flight. Raises as ``start`` does."""
+        finished = []
+        while self._jobs:
+            finished += self._advance(wait=True)
+        return finished
+
+    # ---- one boundary
+
+    def _advance(self, *, wait: bool) -> list[Saved]:
+        if not self._jobs:
+            return []
+        began = time.perf_counter()
+        try:
+            return self._advance_first(self._jobs[0], wait=wait)
+        finally:
+            self._stall_s = (self._stall_s or 0.0) + time.perf_counter() - began
+
+    def _advance_first(self, job: _Job, *, wait: bool) -> list[Saved]:
+        code = _WORKING if self._lowest is None else self._lowest()
+        if code == _WORKING:
+            if wait and job.task is not None:
+                job.task.join()
+            self._lowest = self._ranks.start_lowest(self._state(job))
+            if not wait:
+                return []
+            code = self._lowest()
+        self._lowest = None
+        if code < NO_FAILURE:
+            self._abandon(code)
+        if code == _WORKING:
+            return []
+        return self._next_phase(job)
+
+    def _state(self, job: _Job) -> int:
+        if job.task is not None and not job.task.is_done:
+            return _WORKING
+        error = job.task.error if job.task is not None else None
+        return _DONE if error is None else self._ranks.failure_code(error)
+
+    def _next_phase(self, job: _Job) -> list[Saved]:
+        """All ranks have finished the phase: written -> committing -> saved."""
+        if not job.is_committing:
+            job.is_committing = True
+            job.task = _Task(lambda: self._commit(job)) if self._ranks.rank == 0 else None
+            return []
+        [job.revision] = self._ranks.broadcast([job.revision])
+        self._jobs.popleft()
+        if self._jobs:
+            self._begin(self._jobs[0])
+        name = commit.Committed(job.header.step, job.revision, job.header.kind).name
+        drain_s = time.perf_counter() - job.started
+        saved = Saved(
+            self._root / name, job.header.kind, job.header.step, job.plan.node.num_bytes, job.stall_s, drain_s
+        )
+        log.info("saved %s in %.1f s, of which training waited %.2f s", saved.path, drain_s, job.stall_s)
+        return [saved]
+
+    def _abandon(self, code: int) -> None:
+        """Some rank failed: nobody writes any more, then rank 0 clears up and every rank raises."""
+        job = self._jobs[0]
+        self._jobs.clear()
+        if job.task is not None:
+            job.task.join()
+        self._ranks.first_failure(None)  # all threads have ended
+        if self._ranks.rank == 0 and job.temporary.is_dir():
+            try:
+                commit.delete_tree(job.temporary)
+            except OSError as reason:
+                log.warning("%s could not be removed: %s", job.temporary, reason)
+        failure = self._ranks.failure_of(code)
+        assert failure is not None
+        error = job.task.error if job.task is not None else None
+        raise self._ranks.relayed(failure, error, self._task(job.header), CheckpointError) from error
+
+    def _task(self, header: Manifest) -> str:
+        return f"saving step {header.step} to {self._root}"
+
+    # ---- planning
+
+    def _plan(self, slices: Sequence[TensorSlice], header: Manifest) -> SavePlan:
+        """The plan of the save before if the slices are the same on every rank, else a new one."""
+        task = self._task(header)
+
+        def check() -> list[OwnPiece]:
+            if header.kind not in ("full", "model"):
+                raise CheckpointError(f"kind={header.kind!r}: must be 'full' or 'model'")
+            if not 0 <= header.step < 10**12:
+                raise CheckpointError(f"step={header.step}: must be in 0 ... 10^12-1")
+            if self._ranks.rank == 0:
+                header.to_bytes()  # config and metadata are plain JSON
+            return own_pieces(slices)
+
+        own = self._ranks.together(check, task, CheckpointError)
+        known = self._plans.get(header.kind)
+        is_same = known is not None and known[0] == own
+        if known is not None and self._ranks.start_lowest(int(is_same))():
+            return known[1]
+        plan = make_plan(own, self._ranks, self._node, task)
+        self._plans[header.kind] = own, plan
+        return plan
+
+    # ---- background threads
+
+    def _begin(self, job: _Job) -> None:
+        job.task = _Task(lambda: _write(job))
+
+    def _commit(self, job: _Job) -> None:
+        """Rank 0, when all pieces are written: the manifest, the name, and what is superfluous now."""
+        plan = job.plan
+        files, tensors = plan.entries(job.temporary)
+        for file, size in files.items():
+            check_regular(job.temporary / file, size)
+        data = replace(job.header, files=files, tensors=tensors).to_bytes()
+        remove_hashes(job.temporary, plan.nodes)
+        commit.write_synced(job.temporary / MANIFEST_NAME, data)
+        self._check_claim()
+        saved = commit.commit(self._root, job.temporary, job.header.step, job.header.kind)
+        job.revision = saved.revision
+        commit.prune(self._root, saved, job.retain)
+        newest = commit.list_committed(self._root, saved.kind)[-1]
+        if newest > saved:
+            log.warning(
+                "%s also holds the newer %s, from which an automatic resume would continue; move it away if this run "
+                "should replace it",
+                self._root,
+                newest.name,
+            )
+
+
+def _write(job: _Job) -> None:
+    """This rank's pieces into its node's file, their hashes beside it."""
+    if job.snapshot is not None:
+        job.snapshot.wait()
+    plan = job.plan
+    commit.make_directory(job.temporary)  # every rank: on a network disk rank 0's may not be visible yet
+    digests = []
+    descriptor = os.open(job.temporary / plan.node.file, os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        if plan.writes_header:
+            commit.write_at(descriptor, memoryview(plan.node.header), 0)
+        for (piece, offset), tensor in zip(plan.own(), job.tensors, strict=True):
+            data = tensor_bytes(tensor.to(torch_dtype(piece.dtype)))
+            digests.append(xxhash.xxh3_128_digest(data))
+            commit.write_at(descriptor, data, offset)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    if not digests:
+        return
+    descriptor = os.open(job.temporary / plan.node.hashes, os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        commit.write_at(descriptor, memoryview(b"".join(digests)), plan.first * HASH_BYTES)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,98 @@
+"""Checking a checkpoint without loading it, and comparing two, in parallel and one piece or tensor at a time."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+
+from megatron.optimus.checkpoint.errors import DamagedError
+from megatron.optimus.checkpoint.manifest import Manifest, Piece, TensorEntry
+from megatron.optimus.checkpoint.reader import ShardFiles, chunks_of
+from megatron.optimus.checkpoint.shards import torch_dtype
+from megatron.optimus.checkpoint.slices import TensorSlice
+from megatron.optimus.checkpoint.store import load, load_manifest
+
+
+def verify(path: Path, *, jobs: int = 1) -> Manifest:
+    """Checks every byte of a checkpoint; returns its manifest. Raises CheckpointError naming the first bad tensor."""
+    manifest = load_manifest(path)
+    damage = find_damage(path, manifest, jobs=jobs)
+    if damage:
+        raise DamagedError(damage[0])
+    return manifest
+
+
+def find_damage(path: Path, manifest: Manifest, *, jobs: int = 1) -> list[str]:
+    """One line for every piece whose bytes are not what the manifest says, naming tensor and file."""
+    files = ShardFiles(Path(path), manifest)
+
+    def check(pair: tuple[TensorEntry, Piece]) -> str | None:
+        digest = xxhash.xxh3_128()
+        try:
+            for chunk in chunks_of(*pair):
+                digest.update(files.read(chunk).numpy().data)
+            files.check(chunk, digest.hexdigest())
+        except DamagedError as error:
+            return str(error)
+        return None
+
+    pieces = [(entry, piece) for entry in manifest.tensors.values() for piece in entry.pieces]
+    pieces.sort(key=lambda pair: (pair[1].file, pair[1].key))
+    try:
+        with ThreadPoolExecutor(jobs) as threads:
+            return [line for line in threads.map(check, pieces) if line is not None]
+    finally:
+        files.close()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How one tensor differs between two checkpoints. ``reason`` instead of numbers where they cannot be compared."""
+
+    name: str
+    kind: str
+    reason: str | None = None
+    max_abs: float = 0.0
+    num_different: int = 0  # elements that are not bit-identical (NaN included)
+    numel: int = 0
+
+    @property
+    def is_same(self) -> bool:
+        return self.reason is None and self.num_different == 0
+
+
+def compare(first: Path, second: Path, *, jobs: int = 1) -> list[Difference]:
+    """Every tensor of either checkpoint against the other's, verified while read. Raises CheckpointError if damaged."""
+    manifests = load_manifest(first), load_manifest(second)
+    keys = list(dict.fromkeys([*manifests[0].tensors, *manifests[1].tensors]))
+    with ThreadPoolExecutor(jobs) as threads:
+        return list(threads.map(lambda key: _compare_one(key, (Path(first), Path(second)), manifests), keys))
+
+
+def _compare_one(key: tuple[str, str], paths: tuple[Path, Path], manifests: tuple[Manifest, Manifest]) -> Difference:
+    there = [manifest.tensors.get(key) for manifest in manifests]
+    for entry, path in zip(there, paths, strict=True):
+        if entry is None:
+            return Difference(*key, f"not in {path}")
+    first, second = there
+    assert first is not None and second is not None
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return Difference(*key, f"{first.dtype} {first.shape} against {second.dtype} {second.shape}")
+    a, b = (
+        _whole(path, manifest, entry) for path, manifest, entry in zip(paths, manifests, (first, second), strict=True)
+    )
+    bits_differ = a.view(torch.uint8).view(first.numel, -1) != b.view(torch.uint8).view(first.numel, -1)
+    count = int(bits_differ.any(dim=1).sum()) if first.numel else 0
+    if count == 0:
+        return Difference(*key, numel=first.numel)
+    return Difference(*key, None, float((a.double() - b.double()).abs().max()), count, first.numel)
+
+
+def _whole(path: Path, manifest: Manifest, entry: TensorEntry) -> torch.Tensor:
+    tensor = torch.empty(entry.numel, dtype=torch_dtype(entry.dtype))
+    load(path, [TensorSlice(entry.name, entry.kind, entry.shape, 0, entry.numel, tensor)], manifest=manifest)
+    return tensor

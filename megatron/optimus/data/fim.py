@@ -1,0 +1,65 @@
+"""Fill in the middle (arXiv 2207.14255): some documents are cut in three, and the middle part is put last.
+
+With the sentinels <PRE>, <SUF> and <MID> a document ``prefix middle suffix`` becomes
+
+    PSM  <PRE> prefix <SUF> suffix <MID> middle
+    SPM  <PRE> <SUF> suffix <MID> prefix middle
+
+Cuts are uniform over the characters of the text, and the three parts are tokenized again: a model that completes code
+meets a prefix that ends in the middle of a word, as a user leaves it. Where a text does not survive that (a document
+that begins with part of a character; a tokenizer that adds a space in front), cuts lie between tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.optimus.data.samples import Ids
+from megatron.optimus.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class FillInTheMiddle:
+    """What is done to documents; ``rate`` of them are changed, ``spm_rate`` of these as SPM, the others as PSM."""
+
+    rate: float
+    spm_rate: float
+    sentinels: tuple[int, int, int]  # ids of <PRE>, <MID>, <SUF>
+    tokenizer: Tokenizer
+
+    def apply(self, tokens: Ids, chance: Iterator[float]) -> Ids:
+        """The tokens with each of their documents changed or not, never fewer than before.
+
+        ``chance``: uniform numbers in [0, 1); four are taken for every document.
+        """
+        ends = np.flatnonzero(tokens == self.tokenizer.eod_id) + 1
+        documents = np.split(tokens, ends[ends < tokens.size])
+        return np.concatenate([self._document(document, [next(chance) for _ in range(4)]) for document in documents])
+
+    def _document(self, tokens: Ids, chances: list[float]) -> Ids:
+        is_changed, is_spm, *cuts = chances
+        size = tokens.size - (tokens[-1] == self.tokenizer.eod_id)
+        if is_changed >= self.rate or not size:
+            return tokens
+        prefix, middle, suffix = self._cut(tokens[:size].tolist(), *sorted(cuts))
+        pre, mid, suf = self.sentinels
+        if is_spm < self.spm_rate:
+            changed = [pre, suf, *suffix, mid, *prefix, *middle]
+        else:
+            changed = [pre, *prefix, suf, *suffix, mid, *middle]
+        if len(changed) <= size:  # tokens that no encoding gives: three parts of them could come out shorter
+            return tokens
+        return np.concatenate((np.array(changed, dtype=np.int64), tokens[size:]))
+
+    def _cut(self, ids: list[int], first: float, second: float) -> list[list[int]]:
+        """Three parts of a document's tokens; ``first`` <= ``second`` are shares of its length."""
+        text = self.tokenizer.decode(ids)
+        a, b = (int(share * (len(text) + 1)) for share in (first, second))
+        parts = self.tokenizer.encode_batch([text[:a], text[a:b], text[b:]])
+        if "\ufffd" not in text and self.tokenizer.decode([i for part in parts for i in part]) == text:
+            return parts
+        a, b = (int(share * (len(ids) + 1)) for share in (first, second))
+        return [ids[:a], ids[a:b], ids[b:]]

@@ -1,0 +1,93 @@
+"""Attention inside documents: several documents share a row of tokens, and no token sees another document's.
+
+There is never a mask of S x S. Rows are laid end to end and documents are the ranges of that one axis, so the cost is
+the sum of the documents' squares. In half precision on CUDA this is torch's variable-length flash attention, one kernel
+for all documents; elsewhere a call of scaled_dot_product_attention for each document.
+
+Shapes: B sequences, S positions, T = B * S tokens, N documents, H query heads, G key/value heads, d head width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+# torch 2.10 has is_causal, later ones a window; grouped heads came last
+_VARLEN_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)
+_CAUSAL: dict[str, Any] = {"is_causal": True} if "is_causal" in _VARLEN_PARAMETERS else {"window_size": (-1, 0)}
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where the documents of a micro-batch lie among its T tokens, row after row. Every row begins one.
+
+    ``bounds`` are the first tokens of all documents, then T, on the host; ``bounds_N1`` is the same, int32 [N + 1], on
+    the device of the tokens.
+    """
+
+    bounds: tuple[int, ...]
+    bounds_N1: Tensor
+
+    @classmethod
+    def from_starts(cls, starts: Sequence[Sequence[int]], length: int) -> Documents:
+        """From the positions at which documents begin in each row of ``length`` tokens; 0 counts in any case."""
+        firsts = {row * length + start for row, own in enumerate(starts) for start in (0, *own)}
+        bounds = (*sorted(firsts), len(starts) * length)
+        return cls(bounds, torch.tensor(bounds, dtype=torch.int32))
+
+    @property
+    def lengths(self) -> list[int]:
+        return [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
+
+    def to(self, device: torch.device) -> Documents:
+        """Without waiting for the copy."""
+        return Documents(self.bounds, self.bounds_N1.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Documents:
+        return Documents(self.bounds, self.bounds_N1.pin_memory())
+
+
+def document_attention(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, documents: Documents) -> Tensor:
+    """Causal attention in which each token sees its own document only: [B, H, S, d].
+
+    Raises ValueError if the documents are not those of B x S tokens.
+    """
+    rows, _, length, _ = q_BHSd.shape
+    if documents.bounds[-1] != rows * length:
+        raise ValueError(f"documents end at token {documents.bounds[-1]}, the batch has {rows} x {length}")
+    if q_BHSd.is_cuda and q_BHSd.dtype in (torch.float16, torch.bfloat16):
+        return _fused(q_BHSd, k_BGSd, v_BGSd, documents)
+    return _one_by_one(q_BHSd, k_BGSd, v_BGSd, documents)
+
+
+def _fused(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, documents: Documents) -> Tensor:
+    groups = q_BHSd.shape[1] // k_BGSd.shape[1]
+    options = dict(_CAUSAL)
+    if groups > 1 and "enable_gqa" in _VARLEN_PARAMETERS:
+        options["enable_gqa"] = True
+    elif groups > 1:
+        k_BGSd, v_BGSd = (x.repeat_interleave(groups, dim=1) for x in (k_BGSd, v_BGSd))
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHSd, k_BGSd, v_BGSd))  # [T, heads, d]
+    bounds, longest = documents.bounds_N1, max(documents.lengths)
+    out_THd = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
+    assert isinstance(out_THd, Tensor)
+    return out_THd.unflatten(0, (q_BHSd.shape[0], q_BHSd.shape[2])).transpose(1, 2)
+
+
+def _one_by_one(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, documents: Documents) -> Tensor:
+    grouped = q_BHSd.shape[1] != k_BGSd.shape[1]
+    lengths = documents.lengths
+    # [1, heads, T, d], cut along the tokens
+    cut = [x.transpose(0, 1).flatten(1, 2).unsqueeze(0).split(lengths, dim=2) for x in (q_BHSd, k_BGSd, v_BGSd)]
+    out = [
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        for q, k, v in zip(*cut, strict=True)
+    ]
+    return torch.cat(out, dim=2).squeeze(0).unflatten(1, (q_BHSd.shape[0], q_BHSd.shape[2])).transpose(0, 1)

@@ -1,0 +1,87 @@
+"""Which part of a whole weight a rank's parameter is: marks on the parameter, and the slice they describe.
+
+Megatron's marks: ``tensor_model_parallel`` (True: other tensor-parallel ranks have other values), ``partition_dim``,
+``partition_stride``; and ours: ``partition_index`` of ``partition_count``, ``global_shape`` of the whole weight, and
+``global_boxes``, the boxes of it that are, flattened one after the other, the parameter's elements. Parameters that
+every rank has whole carry none. The initial weights, checkpoints and the gradient norm read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+
+def block_of(whole: Tensor, dim: int, index: int, count: int, stride: int = 1) -> Tensor:
+    """Part ``index`` of ``count`` equal parts along ``dim``, as a view where torch can give one.
+
+    ``stride`` matrices lie one after the other along ``dim`` and each of them is cut: 2 for gate and up in one weight.
+    """
+    return whole.unflatten(dim, (stride, count, -1)).select(dim + 1, index).flatten(dim, dim + 1)
+
+
+Box = tuple[tuple[int, int], ...]  # [start, stop) in every dimension
+
+
+def block_boxes(
+    shape: Sequence[int], dim: int, index: int, count: int, stride: int = 1, rows: Sequence[int] | None = None
+) -> tuple[Box, ...]:
+    """Where ``block_of`` a tensor of ``shape`` comes from, in the order of its elements; ``rows`` of dim 0 only."""
+    size = shape[dim] // stride  # of one of the matrices
+    part = size // count
+    whole = [(0, length) for length in shape]
+    boxes = []
+    for row in range(1) if rows is None else rows:
+        for matrix in range(stride):
+            box = list(whole)
+            if rows is not None:
+                box[0] = (row, row + 1)
+            box[dim] = (matrix * size + index * part, matrix * size + (index + 1) * part)
+            boxes.append(tuple(box))
+    return tuple(boxes)
+
+
+def split_parameter(
+    param: nn.Parameter,
+    dim: int,
+    index: int,
+    count: int,
+    *,
+    stride: int = 1,
+    whole: Sequence[int] | None = None,
+    rows: Sequence[int] | None = None,
+) -> nn.Parameter:
+    """A rank's part of a parameter, with the marks; other attributes are kept.
+
+    ``whole``, ``rows``: where param is ``rows`` of dim 0 of a weight of shape ``whole``.
+    """
+    shape = tuple(param.shape if whole is None else whole)
+    part = nn.Parameter(block_of(param.detach(), dim, index, count, stride).clone())
+    part.__dict__.update(param.__dict__)
+    marks = dict(
+        tensor_model_parallel=True,
+        partition_dim=dim,
+        partition_stride=stride,
+        partition_index=index,
+        partition_count=count,
+        global_shape=shape,
+        global_boxes=block_boxes(shape, dim, index, count, stride, rows),
+    )
+    for name, value in marks.items():
+        setattr(part, name, value)
+    return part
+
+
+def own_part(whole: Tensor, param: Tensor, *, dropped_dims: int = 0) -> Tensor:
+    """The part of a whole weight that ``param`` is; ``dropped_dims`` leading dims of it are absent from ``whole``."""
+    if not hasattr(param, "partition_dim"):
+        return whole
+    dim = param.partition_dim - dropped_dims
+    index, count = param.partition_index, param.partition_count  # type: ignore[attr-defined]
+    return block_of(whole, dim, index, count, param.partition_stride)  # type: ignore[attr-defined]
+
+
+def whole_shape(param: Tensor) -> tuple[int, ...]:
+    """Shape of the weight of which ``param`` is all or a part."""
+    return getattr(param, "global_shape", tuple(param.shape))

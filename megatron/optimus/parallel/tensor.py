@@ -1,0 +1,216 @@
+"""Tensor parallelism: attention heads, MLP columns and vocabulary rows are split over the ranks of a group.
+
+Each block of work enters a split region with a column split (heads, inner width) and leaves it with a row split, whose
+results are partial sums (arXiv 1909.08053). With sequence parallelism (arXiv 2205.05198) the tokens outside such
+regions are split too: entering gathers them, leaving sums and scatters them, which moves as many bytes as the one
+all-reduce it replaces, and norms, residuals, routers and experts work on 1/t of the tokens. The tokens of a
+micro-batch are cut as one row of B*S tokens, so a cut needs no copy; between regions tensors are [1, T/t, D].
+
+Gradients: every rank of the group computes the same loss. A parameter's part gets its whole gradient on its rank. A
+parameter that every rank has whole but applies to its own tokens, or own heads, gets a part of its gradient; it is
+marked ``sequence_parallel`` as in Megatron, and ``sum_partial_gradients`` adds the parts. The auxiliary losses of a
+router are means over its rank's tokens, so each rank's counts 1/t.
+
+Shapes: B sequences, S positions, T = B*S tokens, D model width, V vocabulary rows, t ranks of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.optimus.config.schema import ParallelConfig
+from megatron.optimus.layers.attention import Attention
+from megatron.optimus.layers.loss import linear_cross_entropy_sum
+from megatron.optimus.layers.norm import RMSNorm
+from megatron.optimus.models.decoder import Block, Decoder
+from megatron.optimus.models.partition import split_parameter
+from megatron.optimus.moe.router import Router, RouterStats
+from megatron.optimus.ops import Routing
+from megatron.optimus.parallel.collectives import (
+    all_gather_rows,
+    copy_to_ranks,
+    gather_columns,
+    reduce_scatter_rows,
+    sum_for_parts,
+    sum_over_ranks,
+)
+from megatron.optimus.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """This rank's place among those that share a layer's matrices, and how tokens enter and leave split regions."""
+
+    group: dist.ProcessGroup
+    index: int
+    size: int
+    sequence_parallel: bool
+
+    def enter(self, x: Tensor) -> Tensor:
+        """All tokens [1, T, D] of this rank's [1, T/t, D]; without sequence parallelism x, which has all of them."""
+        if not self.sequence_parallel:
+            return copy_to_ranks(x, self.group)
+        return all_gather_rows(x.flatten(0, 1), self.group).unsqueeze(0)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The sum over ranks of partial results [B, S, D]: this rank's tokens [1, T/t, D] of it, or all of it."""
+        if not self.sequence_parallel:
+            return sum_over_ranks(x, self.group)
+        return reduce_scatter_rows(x.flatten(0, 1), self.group).unsqueeze(0)
+
+    def split(self, module: nn.Module, dim: int, name: str = "weight") -> None:
+        """Keeps this rank's part of a module's weight."""
+        setattr(module, name, split_parameter(getattr(module, name), dim, self.index, self.size))
+
+
+class SplitRMSNorm(nn.Module):
+    """RMSNorm over a width that is split over ranks: the mean of squares is that of the whole width."""
+
+    def __init__(self, norm: RMSNorm, ranks: TensorGroup) -> None:
+        super().__init__()
+        self.width, self.eps = norm.weight.shape[0], norm.eps
+        self.weight = norm.weight
+        ranks.split(self, 0)
+        self.group = ranks.group
+
+    def forward(self, x: Tensor) -> Tensor:
+        x32 = x.float()
+        mean = sum_for_parts(x32.square().sum(dim=-1, keepdim=True), self.group) / self.width
+        return (x32 * torch.rsqrt(mean + self.eps) * self.weight.float()).to(x.dtype)
+
+
+class SplitEmbedding(nn.Module):
+    """Embedding whose vocabulary is split over ranks."""
+
+    def __init__(self, weight_VD: Tensor, ranks: TensorGroup) -> None:
+        super().__init__()
+        self.weight = weight_VD
+        self.ranks = ranks
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        rows = self.weight.shape[0]
+        local_BS = tokens_BS - self.ranks.index * rows
+        elsewhere_BS = (local_BS < 0) | (local_BS >= rows)
+        x_BSD = F.embedding(local_BS.masked_fill(elsewhere_BS, 0), self.weight)
+        return self.ranks.leave(x_BSD.masked_fill(elsewhere_BS[..., None], 0.0))
+
+
+class SplitLMHead(nn.Module):
+    """Output projection and loss whose vocabulary is split over ranks; see layers/loss.py."""
+
+    def __init__(self, weight_VD: Tensor, ranks: TensorGroup) -> None:
+        super().__init__()
+        self.weight = weight_VD
+        self.ranks = ranks
+
+    def forward(self, x_BSD: Tensor, labels_BS: Tensor | None = None) -> Tensor:
+        """With labels the loss; without, the logits [T, V] of all tokens and the whole vocabulary on every rank."""
+        x_TD = self.ranks.enter(x_BSD).flatten(0, 1)
+        if labels_BS is None:
+            return gather_columns(F.linear(x_TD, self.weight), self.ranks.group)
+        first_row = self.ranks.index * self.weight.shape[0]
+        return linear_cross_entropy_sum(
+            x_TD, self.weight, labels_BS.flatten(), group=self.ranks.group, first_row=first_row
+        )
+
+
+def apply_tensor_parallelism(model: Decoder, config: ParallelConfig, mesh: Mesh) -> None:
+    """Splits all but the experts. Sizes that do not divide are refused by config/checks.py."""
+    group = mesh.group("tp")
+    if group is None:
+        return
+    ranks = TensorGroup(group, mesh.index("tp"), mesh.size("tp"), config.sequence_parallel)
+    is_tied = model.lm_head.weight is model.embedding.weight
+    ranks.split(model.embedding, 0)
+    if not is_tied:
+        ranks.split(model.lm_head, 0)
+    head_weight = model.embedding.weight if is_tied else model.lm_head.weight
+    model.embedding = SplitEmbedding(model.embedding.weight, ranks)  # type: ignore[assignment]
+    model.lm_head = SplitLMHead(head_weight, ranks)  # type: ignore[assignment]
+    for block in model.layers:
+        assert isinstance(block, Block)
+        _split_attention(block.attention, ranks)
+        if not block.is_moe:
+            for projection, dim in ((block.mlp.gate_proj, 0), (block.mlp.up_proj, 0), (block.mlp.down_proj, 1)):
+                ranks.split(projection, dim)
+            _make_region(block.mlp, ranks)
+    if config.sequence_parallel:
+        for name, parameter in model.named_parameters():
+            if not hasattr(parameter, "tensor_model_parallel") and ".experts." not in name:
+                parameter.sequence_parallel = True  # type: ignore[attr-defined]
+        for layer in model.moe_layers():
+            layer.router.register_forward_hook(_weigh_losses(1 / ranks.size))
+
+
+def sum_partial_gradients(model: Decoder, mesh: Mesh) -> None:
+    """Adds up, in each backward, the gradients of which every tensor-parallel rank has a part.
+
+    To be called when the weights exist: hooks do not survive their materialisation.
+    """
+    group = mesh.group("tp")
+    for parameter in model.parameters():
+        if group is not None and getattr(parameter, "sequence_parallel", False):
+            parameter.register_hook(_summed_over(group))
+
+
+def _split_attention(attention: Attention, ranks: TensorGroup) -> None:
+    for projection, dim in (
+        (attention.q_proj, 0),
+        (attention.k_proj, 0),
+        (attention.v_proj, 0),
+        (attention.o_proj, 1),
+    ):
+        ranks.split(projection, dim)
+    for name in ("q_norm", "k_norm"):
+        norm = getattr(attention, name)
+        if not isinstance(norm, RMSNorm):
+            continue
+        if attention.norm_heads:  # one scale for all heads, which each rank applies to its own
+            norm.weight.sequence_parallel = True  # type: ignore[attr-defined]
+        else:
+            setattr(attention, name, SplitRMSNorm(norm, ranks))
+    _make_region(attention, ranks)
+
+
+def _make_region(module: nn.Module, ranks: TensorGroup) -> None:
+    """Tokens enter and leave this module, whose matrices are split."""
+
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x_BSD, *others = args
+        x_BSD = ranks.enter(x_BSD)
+        if others:  # attention: its table of rotations knows how long a sequence is
+            x_BSD = x_BSD.view(-1, others[0][0].shape[-2], x_BSD.shape[-1])
+        return (x_BSD, *others)
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return ranks.leave(output)
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave)
+
+
+def _weigh_losses(weight: float) -> Callable[[Router, Any, tuple[Routing, RouterStats]], None]:
+    """The losses keep their values, means over this rank's tokens; their gradients count ``weight``."""
+
+    def hook(router: nn.Module, args: Any, output: tuple[Routing, RouterStats]) -> None:
+        for loss in (output[1].aux_loss, output[1].z_loss):
+            if loss.requires_grad:
+                loss.register_hook(lambda grad: grad * weight)
+
+    return hook
+
+
+def _summed_over(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    def hook(grad: Tensor) -> Tensor:
+        total = grad.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total.to(grad.dtype)
+
+    return hook

@@ -1,0 +1,110 @@
+"""The composed command lines: every rank gets started once, on the right nodes, with the right environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.optimus.config.schema import ConfigError
+from megatron.optimus.launcher.allocation import Allocation, Scheduler
+from megatron.optimus.launcher.compose import Mpi, Starter, Wishes, compose
+from megatron.optimus.launcher.systems import AURORA
+
+PBS = Allocation(Scheduler.PBS, tuple(f"x{n}.hostmgmt.site" for n in range(5)))
+SLURM = Allocation(Scheduler.SLURM, ("g1", "g2", "g3"), devices_per_node=8)
+NOWHERE = Allocation(Scheduler.NONE, ())
+
+
+def value_after(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
+def test_aurora() -> None:
+    launch = compose(PBS, Wishes(nodes=4, system=AURORA), ["--preset", "mula-1b"], {})
+    words = launch.command(launch.hosts, "FILE")
+    assert launch.world_size == 48
+    assert launch.spares == ("x4.hostmgmt.site",)
+    assert words[0] == "mpiexec"
+    assert (value_after(words, "-n"), value_after(words, "--ppn"), value_after(words, "--hostfile")) == (
+        "48",
+        "12",
+        "FILE",
+    )
+    assert words[-4:] == ["-m", "megatron.optimus.pretrain", "--preset", "mula-1b"]
+    added = launch.environment(launch.hosts)
+    assert added["MASTER_ADDR"] == "x0.hsn.cm.aurora.alcf.anl.gov"
+    assert added["WORLD_SIZE"] == "48"
+    assert added["CCL_ATL_TRANSPORT"] == "mpi"
+
+
+def test_aurora_binds_every_rank_and_no_worker_shares_its_cores() -> None:
+    assert AURORA.cpu_bind is not None
+    cores = [range(*(int(n) for n in part.split("-"))) for part in AURORA.cpu_bind.removeprefix("list:").split(":")]
+    workers = [int(n) for n in AURORA.environment["CCL_WORKER_AFFINITY"].value.split(",")]
+    bound = [core for rank in cores for core in (*rank, rank.stop)]
+    assert len(cores) == len(workers) == AURORA.ranks_per_node
+    assert len(set(bound + workers)) == len(bound + workers)
+    assert not {0, 52, 104, 156} & set(bound + workers)  # reserved for the operating system
+
+
+def test_the_binding_list_is_for_its_number_of_ranks_only() -> None:
+    assert compose(PBS, Wishes(system=AURORA, nproc_per_node=6), [], {}).cpu_bind is None
+    assert compose(PBS, Wishes(system=AURORA, cpu_bind="none"), [], {}).cpu_bind is None
+    assert compose(PBS, Wishes(system=AURORA, nproc_per_node=6, cpu_bind="depth"), [], {}).cpu_bind == "depth"
+
+
+def test_the_users_environment_wins() -> None:
+    launch = compose(PBS, Wishes(system=AURORA), [], {"CCL_ATL_TRANSPORT": "ofi", "MASTER_ADDR": "head"})
+    added = launch.environment(launch.hosts)
+    assert "CCL_ATL_TRANSPORT" not in added
+    assert "MASTER_ADDR" not in added
+    assert launch.kept["CCL_ATL_TRANSPORT"].value == "ofi"
+
+
+def test_every_setting_has_a_reason() -> None:
+    assert all(len(setting.reason) > 10 for setting in AURORA.environment.values())
+
+
+def test_slurm() -> None:
+    launch = compose(SLURM, Wishes(), ["--lr", "1"], {})
+    words = launch.command(launch.hosts, "FILE")
+    assert words[0] == "srun"
+    assert [value_after(words, f"--{name}") for name in ("nodes", "ntasks", "ntasks-per-node")] == ["3", "24", "8"]
+    assert "--kill-on-bad-exit=1" in words
+    assert "--nodelist" not in words
+    fewer = compose(SLURM, Wishes(nodes=2), [], {})
+    assert value_after(fewer.command(("g1", "g3"), "FILE"), "--nodelist") == "g1,g3"
+
+
+def test_other_mpis() -> None:
+    launch = compose(PBS, Wishes(nproc_per_node=2, mpi=Mpi.OPENMPI), [], {})
+    words = launch.command(launch.hosts, "FILE")
+    assert value_after(words, "--map-by") == "ppr:2:node"
+    assert [words[i + 1] for i, word in enumerate(words) if word == "-x"] == ["MASTER_ADDR", "WORLD_SIZE"]
+    words = compose(PBS, Wishes(nproc_per_node=2), [], {}).command(PBS.hosts, "FILE")
+    assert (value_after(words, "-n"), value_after(words, "-ppn"), value_after(words, "-f")) == ("10", "2", "FILE")
+
+
+def test_torchrun_on_several_nodes_is_started_once_a_node() -> None:
+    launch = compose(SLURM, Wishes(starter=Starter.TORCHRUN), [], {})
+    words = launch.command(launch.hosts, "FILE")
+    assert [value_after(words, f"--{name}") for name in ("ntasks", "ntasks-per-node")] == ["3", "1"]
+    assert [value_after(words, f"--{name}") for name in ("nnodes", "nproc-per-node")] == ["3", "8"]
+    assert value_after(words, "--rdzv-endpoint") == "g1:29400"
+    assert "WORLD_SIZE" not in launch.environment(launch.hosts)  # torchrun sets its own
+    alone = compose(NOWHERE, Wishes(starter=Starter.TORCHRUN, nproc_per_node=2), [], {}).command((), "FILE")
+    assert "--standalone" in alone
+    assert "mpiexec" not in alone
+
+
+@pytest.mark.parametrize(
+    ("allocation", "wishes", "message"),
+    [
+        (PBS, Wishes(nodes=6, nproc_per_node=1), "--nodes=6 but the job has 5 nodes"),
+        (PBS, Wishes(), "--nproc-per-node is missing"),
+        (NOWHERE, Wishes(), "--nproc-per-node is missing"),
+        (NOWHERE, Wishes(nodes=2, nproc_per_node=1), "--nodes=2 needs a job"),
+    ],
+)
+def test_what_cannot_be_started(allocation: Allocation, wishes: Wishes, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compose(allocation, wishes, [], {})
