@@ -52,7 +52,10 @@ class Inputs:
 
 
 def make_inputs(shape: tuple[int, int, int, int], tokens: int, zipf: float, device: str, dtype: torch.dtype) -> Inputs:
-    """Random weights and tokens. A direction common to all tokens carries log-probabilities rank**-zipf per expert."""
+    """Random weights and tokens. A direction common to all tokens carries log-probabilities rank**-zipf per expert.
+
+    Ranks are dealt to the experts at random: an order by popularity would suit some schedules and not others.
+    """
     width, inner, experts, topk = shape
     torch.manual_seed(0)
 
@@ -60,7 +63,7 @@ def make_inputs(shape: tuple[int, int, int, int], tokens: int, zipf: float, devi
         return (torch.randn(*size, device=device) * scale).to(dtype)
 
     direction = torch.randn(width, device=device)
-    bias = -zipf * torch.arange(1, experts + 1, device=device).float().log()
+    bias = -zipf * (torch.randperm(experts, device=device) + 1).log()
     router = torch.randn(experts, width, device=device) / width**0.5
     router = router + bias[:, None] * direction / direction.square().sum()
     x = torch.randn(tokens, width, device=device) + (direction if zipf else 0.0)

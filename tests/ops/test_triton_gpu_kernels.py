@@ -25,7 +25,8 @@ COUNTS = {
     "empty_experts": [0, 5, 0, 0, 70, 0],
     "no_rows": [0, 0, 0],
     "tile_edges": [63, 64, 65, 127, 128, 129],
-    "skewed": [900, 1, 40, 3],
+    "skewed": [3, 1, 900, 40, 40],
+    "more_slots_than_a_block": [517, 0, 300, 301],
 }
 
 
@@ -54,6 +55,7 @@ def test_row_order_is_stable_and_complete(counts: list[int]) -> None:
         assert [row_N[n] for n in slots] == list(range(first, first + count))
     assert sum(slot >= 0 for slot in slot_P) == sum(counts)
     assert all(row_N[n] == -1 for n, e in enumerate(indices[:, 0].tolist()) if e < 0)
+    assert order.by_size_E.tolist() == sorted(range(len(counts)), key=lambda e: (-counts[e], e))
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
