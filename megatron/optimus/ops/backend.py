@@ -20,6 +20,7 @@ logger = logging.getLogger("optimus")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _HALF = (torch.bfloat16, torch.float16)
+_NEWEST_COMPILED = "cpu_router_topk"  # the operation added to csrc/bindings.cpp last
 
 
 class Backend(str, enum.Enum):
@@ -158,6 +159,8 @@ def compiled_library_error() -> str | None:
             f"the compiled operations are missing or do not fit this torch ({error}); with a C++ compiler present run "
             "'python setup.py build_ext --inplace' in the source tree, or 'pip install --no-build-isolation .'"
         )
+    if not hasattr(torch.ops.optimus, _NEWEST_COMPILED):
+        return "the compiled operations are older than the source tree; run 'python setup.py build_ext --inplace' again"
     return None
 
 
