@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron.optimus.config.schema import Packing, Precision, RunConfig
+from megatron.optimus.config.schema import Packing, RunConfig
 from megatron.optimus.data.dataset import InstanceSet, Split
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles, open_together
@@ -23,8 +23,7 @@ from megatron.optimus.models.initialize import initialize_weights
 from megatron.optimus.parallel.apply import connect, parallelize
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.runtime.agreement import Ranks
-
-DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
+from megatron.optimus.trainer.engine import DTYPES
 
 
 def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> Decoder:
