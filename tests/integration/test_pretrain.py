@@ -114,6 +114,13 @@ def test_killed_run_resumes_from_the_last_checkpoint(tmp_path: Path, tokens: Pat
             "--moe-token-dispatcher-type alltoall --micro-batch-size 1".split(),
         ),
         (2, "--tensor-model-parallel-size 2 --expert-model-parallel-size 1".split()),
+        (2, "--pipeline-model-parallel-size 2 --expert-model-parallel-size 1".split()),
+        (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --expert-model-parallel-size 2".split()),
+        (
+            4,
+            "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 "
+            "--moe-expert-placement interleaved".split(),
+        ),
     ],
 )
 def test_any_layout_trains_the_same_model(
