@@ -169,14 +169,22 @@ def _serial_run(factory: pytest.TempPathFactory, pretrain: Program, options: lis
 
 
 def test_checkpoint_of_one_layout_continues_on_another(tmp_path: Path, pretrain: Program, unbroken: Path) -> None:
-    """Two ranks with EP=2 up to step 8, then one process: the loss goes on where it was."""
+    """Two ranks with EP=2 up to step 8, then one process, or everything split over two: the loss goes on."""
     load = ["--load", unbroken / "checkpoints", "--train-iters", 9, "--lr-decay-iters", 8]
     out = succeed(pretrain(tmp_path / "one", *load))
     assert "changed since that checkpoint: parallel.expert_model_parallel_size 2 -> 1" in out
     succeed(pretrain(tmp_path / "two", *load, "--expert-model-parallel-size", 2, ranks=2))
-    one, two = numbers(tmp_path / "one")[-1], numbers(tmp_path / "two")[-1]
-    assert one["step"] == two["step"] == 9
+    split = ["--tensor-model-parallel-size", 2, "--expert-tensor-parallel-size", 2]
+    succeed(pretrain(tmp_path / "split", *load, *split, ranks=2))
+    one, two, three = (numbers(tmp_path / name)[-1] for name in ("one", "two", "split"))
+    assert one["step"] == two["step"] == three["step"] == 9
     assert one["loss"] == pytest.approx(two["loss"], rel=1e-6)
+    assert one["loss"] == pytest.approx(three["loss"], rel=1e-6)
+    assert one["grad_norm"] == pytest.approx(three["grad_norm"], rel=1e-5)
+    first, third = (tensors(tmp_path / name / "checkpoints/step-00000009") for name in ("one", "split"))
+    for key, tensor in first.items():
+        if key[1] != "rng":
+            assert (third[key] - tensor).abs().max() <= 1e-5 * tensor.abs().max(), key
 
 
 def test_resume_with_another_sequence_length_keeps_the_tokens(
