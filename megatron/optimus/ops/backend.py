@@ -69,7 +69,7 @@ def get_backend() -> Backend:
 
 
 def _constant_in_graphs(function: _Function) -> _Function:
-    """torch.compiler.assume_constant_result, without importing the compiler: that takes two seconds of every start.
+    """torch.compiler.assume_constant_result, without importing the compiler, which every start would wait for.
 
     A compiled function keeps the backend of its first call.
     """
