@@ -25,9 +25,8 @@ _ALIGN = 8  # the tensor memory engine wants rows of a multiple of 16 bytes
 
 
 def order_sizes(num_slots: int, num_experts: int) -> list[int]:
-    """Elements of an order's tensors: slots, rows, counts, then first rows, tiles' experts, number of tiles."""
-    num_rows = index.max_rows(num_slots, num_experts)
-    return [num_rows, num_slots, num_experts, num_experts, num_rows // index.ROW_TILE, 1]
+    """Elements of an order's tensors: slots, rows, counts, then the plan: see index.RowOrder from first_row_E on."""
+    return list(index.row_order_sizes(num_slots, num_experts))
 
 
 def sort_slots(indices_TK: Tensor, num_experts: int) -> RowOrder:
@@ -36,9 +35,10 @@ def sort_slots(indices_TK: Tensor, num_experts: int) -> RowOrder:
         made = [torch.full((size,), -1, dtype=torch.int32, device=indices_TK.device) for size in sizes]
         for zero in (made[2], made[3], made[5]):
             zero.zero_()
+        made[6] = torch.arange(num_experts, dtype=torch.int32, device=indices_TK.device)
         return RowOrder(made[0], made[1], made[2], made[3:])
     order = index.order_rows(indices_TK, num_experts)
-    plan = [order.first_row_E, order.tile_expert, order.num_tiles]
+    plan = [order.first_row_E, order.tile_expert, order.num_tiles, order.by_size_E]
     return RowOrder(order.slot_P, order.row_N, order.count_E, plan)
 
 
@@ -47,8 +47,8 @@ def expert_counts(indices_TK: Tensor, num_experts: int) -> Tensor:
 
 
 def _order(order: RowOrder) -> index.RowOrder:
-    first_row, tile_expert, num_tiles = order.plan
-    return index.RowOrder(order.slots_P, order.rows_N, first_row, order.counts_E, tile_expert, num_tiles)
+    first_row, tile_expert, num_tiles, by_size = order.plan
+    return index.RowOrder(order.slots_P, order.rows_N, first_row, order.counts_E, tile_expert, num_tiles, by_size)
 
 
 def _block_shape(width: int) -> tuple[int, int]:
