@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of
-from deepspeed_ext.rules.base import ShardPolicy, UpdateRule
+from deepspeed_ext.rules.base import UpdateRule
 from deepspeed_ext.zero.family import SUPPORTED_DTYPES, Family, FamilyKey
 from deepspeed_ext.zero.options import ZeroOptions
 from deepspeed_ext.zero.partition import ParamSpec, flat_layout, group_by_family
@@ -63,8 +63,6 @@ def build_families(
     for key, names in group_by_family(specs, sizes).items():
         params = {name: by_name[name] for name in names}
         rule = rules[key.param_group]
-        if rule.policy is not ShardPolicy.FLAT:
-            raise ValueError(f"rule {type(rule).__name__} needs whole matrices, which this version does not lay out")
         layout = flat_layout([(name, p.numel()) for name, p in params.items()], sizes[key], options.bucket_numel)
         family = Family(key, params, layout, groups.of(key.expert_group), rule, options)
         family.in_norm = not key.is_pipe_replica and (groups.is_first_tensor_rank or not key.is_tensor_replica)

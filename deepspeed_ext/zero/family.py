@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed_ext.groups import ranks_of
-from deepspeed_ext.rules.base import Shard, UpdateRule, WholeMatrices
+from deepspeed_ext.rules.base import Shard, ShardPolicy, UpdateRule, WholeMatrices
 from deepspeed_ext.zero.bucket import Bucket
+from deepspeed_ext.zero.matrix_exchange import MatrixExchange
 from deepspeed_ext.zero.options import ZeroOptions
 from deepspeed_ext.zero.partition import FamilyLayout, Piece
 
@@ -55,9 +56,12 @@ class Family:
         self.params = dict(params)
         self.rule = rule
         self.in_norm = True  # False: another rank of the model-parallel group counts these same parameters
-        self.exchange: WholeMatrices | None = None  # of a rule that needs whole matrices
         self.rank = ranks_of(group).index(dist.get_rank())
         self.group_size = layout.buckets[0].group_size
+        self.exchange: WholeMatrices | None = None
+        if rule.policy is ShardPolicy.MATRIX:
+            matrices = {name: (param.shape, getattr(param, "stacked_matrices", 1)) for name, param in params.items()}
+            self.exchange = MatrixExchange(layout, matrices, self.rank, group)
         device = next(iter(params.values())).device
         self.param_buffer = torch.zeros(layout.numel, dtype=key.dtype, device=device)
         self.masters = torch.zeros(layout.shard_numel, dtype=torch.float32, device=device)

@@ -24,6 +24,9 @@ CASES = {
         dict(qk_layernorm=False, normalization=Normalization.LAYERNORM_NONPARAMETRIC), TP4
     ),
     "moe, tp 4": Case(MOE, TP4),
+    "moe, tp 2 x dp 2, ep 4, 64 experts for 64 tokens, many empty": Case(
+        MOE | dict(num_experts=64, moe_router_topk=1), TP2 | dict(expert_model_parallel_size=4)
+    ),
     "moe, tp 2 x dp 2, ep 4 over both": Case(MOE, TP2 | dict(expert_model_parallel_size=4)),
     "moe, tp 4, ep 2 inside": Case(MOE | GLOBAL, TP4 | A2A | dict(expert_model_parallel_size=2)),
     "moe, tp 2 x dp 2, ep 2, global balance": Case(MOE | GLOBAL, TP2 | A2A | dict(expert_model_parallel_size=2)),

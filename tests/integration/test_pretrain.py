@@ -102,6 +102,25 @@ def test_killed_run_resumes_from_the_last_checkpoint(tmp_path: Path, tokens: Pat
             ["--expert-model-parallel-size", "2", "--micro-batch-size", "1", "--moe-token-dispatcher-type", "alltoall"],
         ),
         (4, ["--expert-model-parallel-size", "4", "--moe-expert-placement", "interleaved"]),
+        (
+            4,
+            "--tensor-model-parallel-size 2 --context-parallel-size 2 --cp-comm-type p2p "
+            "--expert-model-parallel-size 4 --cpu-offloading-num-layers 1 "
+            "--recompute-modules moe attention norm".split(),
+        ),
+        (
+            4,
+            "--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 2 "
+            "--moe-token-dispatcher-type alltoall --micro-batch-size 1".split(),
+        ),
+        (2, "--tensor-model-parallel-size 2 --expert-model-parallel-size 1".split()),
+        (2, "--pipeline-model-parallel-size 2 --expert-model-parallel-size 1".split()),
+        (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --expert-model-parallel-size 2".split()),
+        (
+            4,
+            "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 "
+            "--moe-expert-placement interleaved".split(),
+        ),
     ],
 )
 def test_any_layout_trains_the_same_model(
@@ -122,6 +141,20 @@ def test_any_layout_trains_the_same_model(
         if key[1] == "rng":
             continue  # one row per rank
         assert (parallel[key] - tensor).abs().max() <= 1e-4 * tensor.abs().max(), key
+
+
+def test_deterministic_runs_have_the_same_bits(tmp_path: Path, pretrain: Program) -> None:
+    options = (
+        "--deterministic --tensor-model-parallel-size 2 --expert-model-parallel-size 2 --train-iters 4 "
+        "--moe-token-dispatcher-type alltoall --params-dtype bf16 --recompute-modules moe attention"
+    ).split()
+    for name in ("first", "second"):
+        succeed(pretrain(tmp_path / name, *options, ranks=2))
+    assert numbers(tmp_path / "first") == numbers(tmp_path / "second")
+    first, second = (tensors(tmp_path / name / "checkpoints/step-00000004") for name in ("first", "second"))
+    assert first.keys() == second.keys()
+    for key, tensor in first.items():
+        assert torch.equal(tensor, second[key]), key
 
 
 _SERIAL: dict[str, Path] = {}

@@ -78,7 +78,6 @@ class _Task:
             self.error = error
         except BaseException as error:  # else a thread that was torn down would look like one that is done
             self.error = CheckpointError(f"the writing thread ended: {error!r}")
-            raise
 
     @property
     def is_done(self) -> bool:

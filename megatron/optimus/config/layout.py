@@ -7,8 +7,8 @@ Ranks at the same place of different runs hold the same experts (axis ``edp``). 
 expert traffic stays inside it as long as ep*etp <= ranks per node.
 
 Axes that join others: ``dense`` (dp, cp) are the ranks that hold the same non-expert weights, ``sequence`` (cp, tp)
-those that share one micro-batch, ``stage`` (dp, cp, tp) all of a pipeline stage, ``experts`` (ep, etp) those that
-together hold each expert of a layer once.
+those that share one micro-batch, ``stage`` (dp, cp, tp) all of a pipeline stage, ``model`` (pp, tp) those that cut one
+copy of the non-expert weights, ``experts`` (ep, etp) those that together hold each expert of a layer once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from megatron.optimus.config.schema import ConfigError, ParallelConfig, divisors, one_of
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
-AXES = (*DENSE_AXES, "dense", "sequence", "stage", "edp", "ep", "etp", "experts")
+AXES = (*DENSE_AXES, "world", "dense", "sequence", "stage", "model", "edp", "ep", "etp", "experts")
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,9 @@ class Layout:
             "tp": lambda: grid,
             "dense": lambda: np.moveaxis(grid.reshape(pp, self.dp * cp, tp), 1, -1),
             "sequence": lambda: grid.reshape(pp, self.dp, cp * tp),
+            "world": lambda: grid.reshape(1, -1),
             "stage": lambda: grid.reshape(pp, -1),
+            "model": lambda: np.moveaxis(grid, 0, 2).reshape(-1, pp * tp),
             "edp": lambda: np.moveaxis(expert_grid, 1, -1),
             "ep": lambda: np.moveaxis(expert_grid, 2, -1),
             "etp": lambda: expert_grid,

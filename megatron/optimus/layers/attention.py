@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megatron.optimus.config.schema import ModelConfig, QKNormScope
 from megatron.optimus.layers.documents import Documents, document_attention
+from megatron.optimus.layers.linear import Project, project
 from megatron.optimus.layers.norm import RMSNorm
 from megatron.optimus.layers.rope import RopeTable, apply_rope
 
@@ -43,13 +44,15 @@ class Attention(nn.Module):
         q_norm_width, k_norm_width = (config.head_dim, config.head_dim) if self.norm_heads else (query_width, key_width)
         self.q_norm = RMSNorm(q_norm_width, config.norm_epsilon) if config.qk_layernorm else nn.Identity()
         self.k_norm = RMSNorm(k_norm_width, config.norm_epsilon) if config.qk_layernorm else nn.Identity()
-
+        self.project: Project = project
         self.attend: Attend = causal_attention  # context parallelism puts another one here
 
     def forward(self, x_BSD: Tensor, rope: RopeTable, documents: Documents | None = None) -> Tensor:
-        q_BHSd = self._heads(self._normed(self.q_proj(x_BSD), self.q_norm))
-        k_BGSd = self._heads(self._normed(self.k_proj(x_BSD), self.k_norm))
-        v_BGSd = self._heads(self.v_proj(x_BSD))
+        q_BSW, k_BSW, v_BSW = self.project(x_BSD, (self.q_proj, self.k_proj, self.v_proj))
+        length = rope[0].shape[-2]
+        q_BHSd = self._heads(self._normed(q_BSW, self.q_norm), length)
+        k_BGSd = self._heads(self._normed(k_BSW, self.k_norm), length)
+        v_BGSd = self._heads(v_BSW, length)
         q_BHSd, k_BGSd = apply_rope(q_BHSd, rope), apply_rope(k_BGSd, rope)
         out_BHSd = self.attend(q_BHSd, k_BGSd, v_BGSd, documents)
         return self.o_proj(out_BHSd.transpose(1, 2).flatten(2))
@@ -59,8 +62,8 @@ class Attention(nn.Module):
             return norm(x_BSW)
         return norm(x_BSW.unflatten(-1, (-1, self.head_dim))).flatten(-2)
 
-    def _heads(self, x_BSW: Tensor) -> Tensor:
-        """[B, S, heads * d] -> [B, heads, S, d]; clipping sits after the norm, as in OLMoE."""
+    def _heads(self, x_BSW: Tensor, length: int) -> Tensor:
+        """[B, S, heads * d], or all tokens in one row, -> [B, heads, S, d]; clipping after the norm, as in OLMoE."""
         if self.clip_qkv is not None:
             x_BSW = x_BSW.clamp(-self.clip_qkv, self.clip_qkv)
-        return x_BSW.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return x_BSW.reshape(-1, length, x_BSW.shape[-1] // self.head_dim, self.head_dim).transpose(1, 2)

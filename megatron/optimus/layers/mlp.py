@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.optimus.config.schema import ModelConfig
+from megatron.optimus.layers.linear import Project, project
 
 
 class MLP(nn.Module):
@@ -16,6 +17,8 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.ffn_hidden_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.ffn_hidden_size, bias=False)
         self.down_proj = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=False)
+        self.project: Project = project
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.project(x, (self.gate_proj, self.up_proj))
+        return self.down_proj(F.silu(gate) * up)

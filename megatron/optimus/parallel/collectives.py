@@ -57,6 +57,11 @@ def once(compute: Callable[..., Tensor], *args: Any) -> Tensor:
     return result
 
 
+def is_recorded() -> bool:
+    """Whether results are kept for, or taken in, a repetition."""
+    return getattr(_current, "record", None) is not None
+
+
 def exchange_row_counts(num_rows: int, group: Group, device: torch.device) -> list[int]:
     """Rows of every rank of the group, in rank order. Waits for the device once."""
     if group is None:
@@ -161,6 +166,41 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=group)
     return out
+
+
+class Started:
+    """A collective under way. Work that does not need its result is queued before ``wait``."""
+
+    def __init__(self, work: dist.Work, result: Tensor, source: Tensor) -> None:
+        self._work, self._result, self._source = work, result, source  # the source must live until it has been read
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        return self._result
+
+
+def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Started:
+    """[T, ...] of each rank -> [size * T, ...]; outside autograd."""
+    x = x.contiguous()
+    out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
+    return Started(all_gather_single(out, x, group=group, async_op=True), out, x)
+
+
+def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Started:
+    """[size * T, ...] of each rank -> this rank's T rows of their sum; outside autograd."""
+    x = x.contiguous()
+    out = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
+    return Started(reduce_scatter_single(out, x, group=group, async_op=True), out, x)
+
+
+def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Started:
+    """The ranks' sum, in place; outside autograd."""
+    return Started(dist.all_reduce(x, group=group, async_op=True), x, x)
+
+
+def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``start_all_gather`` and its end."""
+    return start_all_gather(x, group).wait()
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | None) -> Tensor:

@@ -24,6 +24,7 @@ class Mesh:
         self.rank = rank
         self._ranks = {axis: self.layout.group_of(axis, rank) for axis in AXES}
         self._groups: dict[str, dist.ProcessGroup | None] = {}
+        self._alone: dist.ProcessGroup | None = dist.group.WORLD if world_size == 1 else None
         made: dict[tuple[int, ...], dist.ProcessGroup | None] = {(rank,): None}
         if world_size > 1:
             made[tuple(range(world_size))] = dist.group.WORLD
@@ -46,6 +47,13 @@ class Mesh:
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The process group along the axis; None when this rank is alone there and has nobody to talk to."""
         return self._groups[axis]
+
+    def group_or_self(self, axis: str) -> dist.ProcessGroup:
+        """Like ``group``, but a group of its own for a rank that is alone: where None would mean all ranks."""
+        group = self._groups[axis]
+        if group is None:
+            group = self._alone = self._alone or dist.new_group([self.rank], use_local_synchronization=True)
+        return group
 
     def describe(self) -> str:
         layout = self.layout

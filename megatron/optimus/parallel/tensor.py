@@ -16,7 +16,7 @@ Shapes: B sequences, S positions, T = B*S tokens, D model width, V vocabulary ro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megatron.optimus.config.schema import ParallelConfig
 from megatron.optimus.layers.attention import Attention
 from megatron.optimus.layers.loss import linear_cross_entropy_sum
+from megatron.optimus.layers.mlp import MLP
 from megatron.optimus.layers.norm import RMSNorm
 from megatron.optimus.models.decoder import Block, Decoder
 from megatron.optimus.models.partition import split_parameter
@@ -37,7 +39,13 @@ from megatron.optimus.parallel.collectives import (
     all_gather_rows,
     copy_to_ranks,
     gather_columns,
+    gather_rows,
+    is_recorded,
+    once,
     reduce_scatter_rows,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
     sum_for_parts,
     sum_over_ranks,
 )
@@ -59,6 +67,10 @@ class TensorGroup:
             return copy_to_ranks(x, self.group)
         return all_gather_rows(x.flatten(0, 1), self.group).unsqueeze(0)
 
+    def project(self, x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+        """What these layers' parts make of all tokens; see ``_EnterAndProject``."""
+        return _EnterAndProject.apply(x, self, *(layer.weight for layer in layers))
+
     def leave(self, x: Tensor) -> Tensor:
         """The sum over ranks of partial results [B, S, D]: this rank's tokens [1, T/t, D] of it, or all of it."""
         if not self.sequence_parallel:
@@ -68,6 +80,45 @@ class TensorGroup:
     def split(self, module: nn.Module, dim: int, name: str = "weight") -> None:
         """Keeps this rank's part of a module's weight."""
         setattr(module, name, split_parameter(getattr(module, name), dim, self.index, self.size))
+
+
+class _EnterAndProject(torch.autograd.Function):
+    """``enter`` and several column-split projections at once: [1, T, D_out / t] for each weight.
+
+    Together they hide communication: in the backward the sum of the inputs' gradients over ranks is under way while the
+    weights' gradients are computed. With sequence parallelism only this rank's tokens are kept and gathered again,
+    while the inputs' gradients are computed, unless recomputation keeps the gathered ones anyway.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorGroup, *weights: Tensor) -> tuple[Tensor, ...]:
+        all_TD = x.flatten(0, 1)
+        if ranks.sequence_parallel:
+            all_TD = once(gather_rows, all_TD, ranks.group)
+        ctx.ranks, ctx.shape = ranks, x.shape
+        ctx.gathers = ranks.sequence_parallel and not is_recorded()
+        ctx.save_for_backward(x.flatten(0, 1) if ctx.gathers else all_TD, *weights)
+        shape = (1, len(all_TD)) if ranks.sequence_parallel else x.shape[:-1]
+        return tuple(F.linear(all_TD, weight).view(*shape, -1) for weight in weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, *weights = ctx.saved_tensors
+        ranks: TensorGroup = ctx.ranks
+        gathering = start_all_gather(x_TD, ranks.group) if ctx.gathers else None
+        grads_TW = [grad.flatten(0, 1) for grad in grads]
+        dx_TD = grads_TW[0] @ weights[0]
+        for grad_TW, weight in zip(grads_TW[1:], weights[1:], strict=True):
+            dx_TD.addmm_(grad_TW, weight)
+        all_TD = x_TD if gathering is None else gathering.wait()
+        start = start_reduce_scatter if ranks.sequence_parallel else start_all_reduce
+        summing = start(dx_TD, ranks.group)
+        dweights = [
+            grad_TW.t() @ all_TD if wanted else None
+            for grad_TW, wanted in zip(grads_TW, ctx.needs_input_grad[2:], strict=True)
+        ]
+        return summing.wait().view(ctx.shape), None, *dweights
 
 
 class SplitRMSNorm(nn.Module):
@@ -179,20 +230,13 @@ def _split_attention(attention: Attention, ranks: TensorGroup) -> None:
     _make_region(attention, ranks)
 
 
-def _make_region(module: nn.Module, ranks: TensorGroup) -> None:
-    """Tokens enter and leave this module, whose matrices are split."""
-
-    def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x_BSD, *others = args
-        x_BSD = ranks.enter(x_BSD)
-        if others:  # attention: its table of rotations knows how long a sequence is
-            x_BSD = x_BSD.view(-1, others[0][0].shape[-2], x_BSD.shape[-1])
-        return (x_BSD, *others)
+def _make_region(module: Attention | MLP, ranks: TensorGroup) -> None:
+    """Tokens enter this module with its first projections and leave behind its last."""
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         return ranks.leave(output)
 
-    module.register_forward_pre_hook(enter)
+    module.project = ranks.project
     module.register_forward_hook(leave)
 
 

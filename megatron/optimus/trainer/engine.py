@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+import torch
 
 import deepspeed_ext
 from megatron.optimus.config.schema import Precision, RunConfig
@@ -14,6 +14,7 @@ from megatron.optimus.optim.build import build_optimizer
 from megatron.optimus.parallel.mesh import Mesh
 
 Engine = deepspeed_ext.EPEngine
+DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
 
 
 def build_engine(model: Decoder, config: RunConfig, mesh: Mesh, accumulation_steps: int) -> Engine:
@@ -30,13 +31,16 @@ def build_engine(model: Decoder, config: RunConfig, mesh: Mesh, accumulation_ste
 def deepspeed_config(config: RunConfig, accumulation_steps: int) -> dict[str, Any]:
     """The configuration of DeepSpeed's engine; nothing in it makes the host wait for the device."""
     optimizer = config.optimizer
-    zero: dict[str, Any] = {"stage": optimizer.zero_stage, "overlap_comm": optimizer.overlap_grad_reduce}
+    # A pipeline runs the backwards of all micro-batches between two calls of the engine, which sees them as one.
+    in_stages = config.parallel.pipeline_model_parallel_size > 1
+    overlap = optimizer.overlap_grad_reduce and not in_stages
+    zero: dict[str, Any] = {"stage": optimizer.zero_stage, "overlap_comm": overlap}
     if optimizer.ddp_bucket_size is not None:
         zero["reduce_bucket_size"] = optimizer.ddp_bucket_size
     accumulate = "fp32" if optimizer.accumulate_allreduce_grads_in_fp32 else "bf16"
     return {
         "train_micro_batch_size_per_gpu": config.training.micro_batch_size,
-        "gradient_accumulation_steps": accumulation_steps,
+        "gradient_accumulation_steps": 1 if in_stages else accumulation_steps,
         "gradient_clipping": optimizer.clip_grad,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
@@ -51,9 +55,12 @@ def deepspeed_config(config: RunConfig, accumulation_steps: int) -> dict[str, An
 
 def _groups(model: Decoder, mesh: Mesh) -> deepspeed_ext.ZeroGroups:
     names = {getattr(parameter, "group_name", None) for parameter in model.parameters()} - {None}
-    assert dist.group.WORLD is not None
-    dense = mesh.group("dense") or dist.group.WORLD  # alone, this rank is all there is
-    return deepspeed_ext.ZeroGroups(dense=dense, expert={str(name): mesh.group("edp") for name in names})
+    return deepspeed_ext.ZeroGroups(
+        dense=mesh.group_or_self("dense"),
+        expert={str(name): mesh.group("edp") for name in names},
+        model=mesh.group("model"),
+        tensor=mesh.group("tp"),
+    )
 
 
 def init_engine(timeout: timedelta) -> None:

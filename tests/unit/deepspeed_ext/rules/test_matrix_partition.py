@@ -1,0 +1,147 @@
+"""Owners of whole matrices: every element once, balanced as far as whole matrices allow, planned fast."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_ext.zero.matrix_partition import (
+    MatrixPlan,
+    SegmentMap,
+    WholeMatrix,
+    matrices_of,
+    plan_family,
+    plan_matrices,
+    smallest_load,
+)
+from deepspeed_ext.zero.partition import FamilyLayout, flat_layout
+
+Shapes = dict[str, tuple[tuple[int, ...], int]]
+
+
+def lay_out(shapes: Shapes, ranks: int, bucket_numel: int) -> FamilyLayout:
+    return flat_layout([(name, math.prod(shape)) for name, (shape, _) in shapes.items()], ranks, bucket_numel)
+
+
+side = st.integers(1, 70)
+shape = st.tuples(st.lists(st.integers(1, 4), max_size=2), side, side, st.integers(1, 3)).map(
+    lambda s: ((*s[0], s[1] * s[3], s[2]), s[3])
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(shape, min_size=1, max_size=8), st.integers(1, 9), st.integers(1, 20_000))
+def test_every_element_of_every_matrix_lies_once_in_the_shards_and_has_one_owner(
+    given: list[tuple[tuple[int, ...], int]], ranks: int, bucket_numel: int
+) -> None:
+    shapes = {f"w{index}": entry for index, entry in enumerate(given)}
+    layout = lay_out(shapes, ranks, bucket_numel)
+    plan = plan_family(layout, shapes)
+    assert len(plan.owners) == len(plan.matrices) and set(plan.owners) <= set(range(ranks))
+    end = dict.fromkeys(shapes, 0)
+    for matrix in plan.matrices:  # in order: no gap, no overlap
+        assert matrix.start == end[matrix.name]
+        end[matrix.name] += matrix.numel
+    assert end == {name: math.prod(shape) for name, (shape, _) in shapes.items()}
+    where, used = SegmentMap(layout), set()
+    pieces = {rank: [bucket.shard_pieces(rank) for bucket in layout.buckets] for rank in range(ranks)}
+    for index, matrix in enumerate(plan.matrices):
+        position = 0
+        for segment in where.segments(index, matrix):
+            assert segment.matrix == index and segment.start == position < segment.stop
+            position = segment.stop
+            place = (segment.rank, segment.bucket, segment.offset)
+            assert place not in used
+            used.add(place)
+            # What the layout says lies there is this part of this matrix.
+            first = matrix.start + segment.start
+            assert any(
+                piece.name == matrix.name
+                and piece.start <= first
+                and first + segment.stop - segment.start <= piece.stop
+                and segment.offset - piece.offset == first - piece.start
+                for piece in pieces[segment.rank][segment.bucket]
+            )
+        assert position == matrix.numel
+    assert max(plan.loads) <= sum(plan.loads) / ranks + max(matrix.cost for matrix in plan.matrices)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(1, 4))
+def test_the_bound_is_one_and_few_matrices_are_spread_well(costs: list[int], ranks: int) -> None:
+    best = smallest_load(costs, ranks)
+    reachable = [0] * ranks
+
+    def search(index: int) -> int:
+        if index == len(costs):
+            return max(reachable)
+        found = sum(costs)
+        for rank in range(ranks):
+            reachable[rank] += costs[index]
+            if max(reachable) < found:
+                found = min(found, search(index + 1))
+            reachable[rank] -= costs[index]
+        return found
+
+    optimum = search(0)
+    plan = plan_matrices([WholeMatrix("w", 0, 1, cost) for cost in costs], [0] * len(costs), ranks)
+    assert best <= optimum + 1e-9 <= max(plan.loads) + 2e-9
+    assert max(plan.loads) <= optimum * 4 / 3 + 1e-9
+
+
+def moe(layers: int, width: int, inner: int, experts: int, total_experts: int) -> tuple[Shapes, Shapes]:
+    """Dense and expert parameters of a stage of a Mula."""
+    dense: Shapes = {}
+    expert: Shapes = {}
+    for layer in range(layers):
+        dense |= {f"{layer}.{name}": ((width, width), 1) for name in "qkvo"}
+        dense[f"{layer}.router"] = ((total_experts, width), 1)
+        expert[f"{layer}.gate_up"] = ((experts, 2 * inner, width), 2)
+        expert[f"{layer}.down"] = ((experts, width, inner), 1)
+    return dense, expert
+
+
+def moved_share(layout: FamilyLayout, plan: MatrixPlan) -> float:
+    where = SegmentMap(layout)
+    parts = [s for index, matrix in enumerate(plan.matrices) for s in where.segments(index, matrix)]
+    return sum(s.stop - s.start for s in parts if s.rank != plan.owners[s.matrix]) / layout.numel
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 16, 32])
+def test_mula_7b_is_balanced_and_its_experts_hardly_move(ranks: int) -> None:
+    for shapes, limit in zip(moe(16, 2048, 1024, 64, 64), (0.7, 0.1), strict=True):
+        layout = lay_out(shapes, ranks, 1 << 26)
+        plan = plan_family(layout, shapes)
+        assert plan.imbalance <= 1.05
+        assert moved_share(layout, plan) <= limit
+        assert layout.padding <= 1e-3 * layout.numel
+
+
+def test_where_whole_matrices_allow_no_balance_the_plan_reaches_the_bound() -> None:
+    dense, expert = moe(8, 3072, 1536, 20, 240)
+    for shapes, ranks in ((dense, 1536), (expert, 128)):
+        plan = plan_family(lay_out(shapes, ranks, 1 << 26), shapes)
+        assert plan.imbalance > 1.05
+        assert plan.imbalance == pytest.approx(plan.best_imbalance)
+
+
+def test_mula_220b_over_12288_ranks_is_planned_in_under_a_second() -> None:
+    """All 8 pipeline stages, both families, layouts included: what no rank has to do alone."""
+    started = time.process_time()
+    for _ in range(8):
+        dense, expert = moe(8, 3072, 1536, 240 // 12, 240)
+        for shapes, ranks in ((dense, 12_288 // 8), (expert, 12_288 // 8 // 12)):
+            plan = plan_family(lay_out(shapes, ranks, 1 << 26), shapes)
+            assert plan.imbalance == pytest.approx(plan.best_imbalance)
+    assert time.process_time() - started < 1.0
+
+
+def test_shapes_that_are_no_matrices() -> None:
+    with pytest.raises(ValueError, match=r"'norm' of shape \(5,\) is not a matrix"):
+        matrices_of("norm", (5,))
+    assert matrices_of("empty", (0, 4, 4)) == [] and matrices_of("empty", (4, 0)) == []
+    assert matrices_of("w", (2, 6, 5), stacked=3) == [WholeMatrix("w", 10 * i, 2, 5) for i in range(6)]
