@@ -17,7 +17,7 @@ from megatron.optimus.checkpoint.convert.source import MASTER, MOMENTS, WEIGHT, 
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.hf_files import split_by_size, token_ids_of
 from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, Manifest, Piece, TensorEntry
-from megatron.optimus.checkpoint.reader import ShardFiles, chunks_of
+from megatron.optimus.checkpoint.reader import CHUNK_BYTES, ShardFiles, chunks_of
 from megatron.optimus.checkpoint.shards import ShardItem, dtype_name, torch_dtype, write_shard
 from megatron.optimus.checkpoint.slices import Place, common_parts
 from megatron.optimus.checkpoint.store import load_manifest, resolve
@@ -52,6 +52,7 @@ class OptimusSource(Source):
         self._manifest = manifest
         self._files = ShardFiles(path, manifest)
         self.resources.append(self._files)
+        self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
         self._verified: set[Piece] = set()
         shapes = parameter_shapes(self.model)
         for kind in (MASTER, *MOMENTS) if manifest.kind == "full" else (WEIGHT,):
@@ -82,7 +83,7 @@ class OptimusSource(Source):
                 parts = list(common_parts(chunk.place, wanted))
                 if not parts and digest is None:
                     continue
-                data = self._files.read(chunk)
+                data = self._files.read(chunk, self._buffer)
                 if digest is not None:
                     digest.update(data.numpy().data)
                     if chunk.is_last:
