@@ -52,6 +52,7 @@ class OptimusSource(Source):
         self._manifest = manifest
         self._files = ShardFiles(path, manifest)
         self.resources.append(self._files)
+        self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
         self._verified: set[Piece] = set()
         self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
         shapes = parameter_shapes(self.model)
