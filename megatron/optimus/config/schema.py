@@ -385,6 +385,7 @@ class CheckpointConfig:
     save_retain: int = option(2, "newest full checkpoints to keep")
     model_only_save_interval: int = option(0, "steps between checkpoints of the weights alone, all kept; 0: none")
     async_save: bool = option(True, "write beside training, from a copy in host memory")
+    save_local_dir: str | None = option(None, "folder on a disk of each node: written first, then copied to save")
     load_optim: bool = option(
         True, "take moments from load; without them step, rate and data position go on all the same"
     )

@@ -45,6 +45,7 @@ class Checkpoints:
             self._root,
             device=device,
             asynchronous=config.checkpoint.async_save,
+            local=config.checkpoint.save_local_dir,
             check_claim=self._claim.check if self._claim is not None else lambda: None,
         )
 
