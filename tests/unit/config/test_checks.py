@@ -112,7 +112,7 @@ def test_gradient_accumulation_steps() -> None:
     ("flags", "part"),
     [
         ("--data-path x --pipeline-model-parallel-size 2", "pipeline_model_parallel_size=2"),
-        ("--data-path x --optimizer muon", "optimizer='muon'"),
+        ("--data-path x --optimizer muon --tensor-model-parallel-size 2", "optimizer=muon needs whole matrices"),
         ("--data-path x --zero-stage 3", "zero_stage=3"),
         ("", "--data-path data/corpus"),
     ],
