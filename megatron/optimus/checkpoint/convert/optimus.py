@@ -54,7 +54,6 @@ class OptimusSource(Source):
         self.resources.append(self._files)
         self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
         self._verified: set[Piece] = set()
-        self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
         shapes = parameter_shapes(self.model)
         for kind in (MASTER, *MOMENTS) if manifest.kind == "full" else (WEIGHT,):
             stored = {name: entry for (name, entry_kind), entry in manifest.tensors.items() if entry_kind == kind}
