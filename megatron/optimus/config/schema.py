@@ -66,6 +66,13 @@ class ExpertPlacement(str, Enum):
     INTERLEAVED = "interleaved"  # rank r owns experts r, r+EP, r+2*EP, ...
 
 
+class PipelineSchedule(str, Enum):
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED_1F1B = "interleaved-1f1b"  # several chunks of layers per rank: a smaller bubble, more messages
+    INTERLEAVED_ZERO_BUBBLE = "interleaved-zero-bubble"  # weight gradients fill the bubble (arXiv 2401.10241)
+    ZBV = "zbv"  # zero bubble in V shape, two chunks per rank
+
+
 class ContextCommunication(str, Enum):
     A2A = "a2a"  # Ulysses: all-to-all, each rank then has all positions of some heads
     P2P = "p2p"  # ring attention: keys and values go round, each rank keeps its positions
@@ -265,6 +272,10 @@ class ModelConfig:
 class ParallelConfig:
     tensor_model_parallel_size: int = option(1, "ranks that share one layer's matrices")
     pipeline_model_parallel_size: int = option(1, "stages of the pipeline")
+    pipeline_schedule: PipelineSchedule = option(PipelineSchedule.ONE_F_ONE_B, "order of the micro-batches")
+    virtual_pipeline_model_parallel_size: int = option(1, "chunks of layers per pipeline rank")
+    decoder_first_pipeline_num_layers: int | None = option(None, "layers of the first stage; default: as others")
+    decoder_last_pipeline_num_layers: int | None = option(None, "layers of the last stage; default: as others")
     context_parallel_size: int = option(1, "ranks that share one sequence")
     expert_model_parallel_size: int = option(1, "ranks that share the experts of one layer")
     expert_tensor_parallel_size: int = option(1, "ranks that share one expert's matrices; 1: experts are whole")
@@ -284,6 +295,8 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         _at_least(self, 1, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
         _at_least(self, 1, "expert_model_parallel_size", "expert_tensor_parallel_size")
+        _at_least(self, 1, "virtual_pipeline_model_parallel_size")
+        _at_least(self, 1, "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
         _at_least(self, 0, "recompute_num_layers", "cpu_offloading_num_layers")
         _positive(self, "distributed_timeout_minutes")
 
@@ -401,6 +414,7 @@ class CheckpointConfig:
     save_retain: int = option(2, "newest full checkpoints to keep")
     model_only_save_interval: int = option(0, "steps between checkpoints of the weights alone, all kept; 0: none")
     async_save: bool = option(True, "write beside training, from a copy in host memory")
+    save_local_dir: str | None = option(None, "folder on a disk of each node: written first, then copied to save")
     load_optim: bool = option(
         True, "take moments from load; without them step, rate and data position go on all the same"
     )

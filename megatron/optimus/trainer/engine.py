@@ -15,6 +15,7 @@ from megatron.optimus.optim.groups import param_groups
 from megatron.optimus.parallel.mesh import Mesh
 
 Engine = deepspeed_ext.EPEngine
+DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
 
 _OPTIMIZERS: dict[OptimizerName, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
     OptimizerName.ADAM: torch.optim.AdamW,
@@ -38,13 +39,16 @@ def build_engine(model: Decoder, config: RunConfig, mesh: Mesh, accumulation_ste
 def deepspeed_config(config: RunConfig, accumulation_steps: int) -> dict[str, Any]:
     """The configuration of DeepSpeed's engine; nothing in it makes the host wait for the device."""
     optimizer = config.optimizer
-    zero: dict[str, Any] = {"stage": optimizer.zero_stage, "overlap_comm": optimizer.overlap_grad_reduce}
+    # A pipeline runs the backwards of all micro-batches between two calls of the engine, which sees them as one.
+    in_stages = config.parallel.pipeline_model_parallel_size > 1
+    overlap = optimizer.overlap_grad_reduce and not in_stages
+    zero: dict[str, Any] = {"stage": optimizer.zero_stage, "overlap_comm": overlap}
     if optimizer.ddp_bucket_size is not None:
         zero["reduce_bucket_size"] = optimizer.ddp_bucket_size
     accumulate = "fp32" if optimizer.accumulate_allreduce_grads_in_fp32 else "bf16"
     return {
         "train_micro_batch_size_per_gpu": config.training.micro_batch_size,
-        "gradient_accumulation_steps": accumulation_steps,
+        "gradient_accumulation_steps": 1 if in_stages else accumulation_steps,
         "gradient_clipping": optimizer.clip_grad,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
