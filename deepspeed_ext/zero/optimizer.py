@@ -36,6 +36,7 @@ from deepspeed_ext.zero.family import Family
 from deepspeed_ext.zero.gradients import GradientSync
 from deepspeed_ext.zero.norm import global_norm
 from deepspeed_ext.zero.options import ZeroOptions
+from deepspeed_ext.zero.partition import BucketLayout
 from deepspeed_ext.zero.publish import ParamPublisher
 from deepspeed_ext.zero.step_state import StepState
 
@@ -132,6 +133,10 @@ class EPZeroOptimizer(ZeROOptimizer):
         else:
             self._sync.end_backward(reduce=False)
 
+    def finish_reduction(self) -> None:
+        """Waits (on a GPU: makes the stream wait) until ``shard.grad`` of every bucket is the sum over its group."""
+        self._sync.finish()
+
     @contextmanager
     def hold_reductions(self) -> Iterator[None]:
         """Backwards inside only accumulate, whatever the boundary (the engine's ``no_sync``)."""
@@ -163,7 +168,7 @@ class EPZeroOptimizer(ZeROOptimizer):
             raise ValueError("EPZeroOptimizer.step takes no closure; run forward and backward through the engine")
         if not self._reduced or self._sync.has_events:
             self.reduce_gradients()
-        self._sync.finish()
+        self.finish_reduction()
         counted = [b.shard.grad for f in self.families if f.in_norm for b in f.buckets]
         scalars = self._state.scalars(global_norm(counted, self.device, self._norm_groups))
         updated: set[Family] = set()
@@ -254,6 +259,23 @@ class EPZeroOptimizer(ZeROOptimizer):
         self._copies = checkpoint.state_shards(self)
         return self._copies
 
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes on this rank: "parameters", "gradients" (stage 2: without what the ring lends during backward),
+        "masters" and "states" of the rule; "padding" is contained in these."""
+        sizes = dict.fromkeys(("parameters", "gradients", "masters", "states", "padding"), 0)
+        for family in self.families:
+            sizes["parameters"] += family.param_buffer.nbytes
+            sizes["gradients"] += 0 if family.grad_buffer is None else family.grad_buffer.nbytes
+            sizes["gradients"] += sum(bucket.gradient_bytes() for bucket in family.buckets)
+            sizes["masters"] += family.masters.nbytes
+            states = sum(t.nbytes for bucket in family.buckets for t in bucket.shard.state.values())
+            sizes["states"] += states
+            per_rank = sum(b.shard_numel - _owned(b, family.rank) for b in family.layout.buckets)
+            full = family.param_buffer.element_size()
+            full += 0 if family.grad_buffer is None else family.grad_buffer.element_size()
+            sizes["padding"] += family.layout.padding * full + per_rank * (4 + states // family.layout.shard_numel)
+        return sizes
+
     def destroy(self) -> None:
         """Removes all hooks; the model keeps its parameters."""
         self._publisher.close()
@@ -304,3 +326,7 @@ class EPZeroOptimizer(ZeROOptimizer):
     def update_lp_params(self) -> None:
         """DeepSpeed's name for ``sync_params_from_master``."""
         self.sync_params_from_master()
+
+
+def _owned(bucket: BucketLayout, rank: int) -> int:
+    return sum(piece.stop - piece.start for piece in bucket.shard_pieces(rank))

@@ -1,0 +1,244 @@
+"""Speed of one optimizer step on one device, without communication: this package's rules against torch's optimizers.
+
+On a GPU:  python benchmarks/optimizer_step.py --numel 6919161856 --out benchmarks/results/optimizer_step_h200.json
+On a CPU:  python benchmarks/optimizer_step.py --device cpu --numel 33554432 --threads 1 --out ...
+
+All in one process, medians of CUDA-event times (wall clock on a CPU). Every contender gets gradients and a clip factor
+on the device, and leaves new fp32 masters, states and bf16 parameters. Bytes are those a contender has to move at
+least, each input read and each output written once; the share is of the copy bandwidth, the better of two measurements
+before and after. The floor of AdamW is 28 bytes a parameter: bf16 gradient, fp32 master and moments in and out, bf16
+parameter.
+Muon has no such floor: it is timed on the experts of one Mula-7B layer, in TFLOP/s of its matrix products.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
+
+from deepspeed_ext.rules import Lion, Muon, Shard, StepScalars, rule_for
+from deepspeed_ext.rules.base import LocalMatrices, MatrixRule
+
+BUCKET = 1 << 26  # elements, deepspeed_ext's default
+EXPERTS, INNER, WIDTH = 64, 1024, 2048  # of one Mula-7B layer, three matrices each
+STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256}
+
+
+class Clock:
+    """Times in milliseconds; on a GPU between events, without the host in between."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type != "cpu"
+        self.module = torch.cuda if device.type == "cuda" else torch.xpu
+
+    def times(self, step: Callable[[], Any], repetitions: int) -> list[float]:
+        for _ in range(2):
+            step()
+        if not self.on_gpu:
+            times = []
+            for _ in range(repetitions):
+                started = time.perf_counter()
+                step()
+                times.append((time.perf_counter() - started) * 1e3)
+            return times
+        events = [self.module.Event(enable_timing=True) for _ in range(repetitions + 1)]
+        events[0].record()
+        for event in events[1:]:
+            step()
+            event.record()
+        self.module.synchronize()
+        return [a.elapsed_time(b) for a, b in pairwise(events)]
+
+    def release(self) -> None:
+        if self.on_gpu:
+            self.module.empty_cache()
+
+
+def copy_bandwidth(clock: Clock, device: torch.device, numel: int) -> float:
+    """TB/s of a large copy, read and written bytes counted."""
+    source = torch.randn(min(numel, 3 << 29), device=device)
+    target = torch.empty_like(source)
+    clock.times(lambda: target.copy_(source), 30)  # a device fresh from rest copies a few per cent slower
+    median = statistics.median(clock.times(lambda: target.copy_(source), 30))
+    return 2 * source.nbytes / median / 1e9
+
+
+def random(numel: int, device: torch.device, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    return torch.empty(numel, dtype=dtype, device=device).normal_(0, scale)
+
+
+def ours(
+    optimizer: torch.optim.Optimizer, numel: int, device: torch.device, grad_dtype: torch.dtype
+) -> Callable[[], None]:
+    """A step of the optimizer's rule on buckets of one flat buffer."""
+    group = optimizer.param_groups[0]
+    rule = rule_for(optimizer, group)
+    master, grad = random(numel, device, torch.float32, 0.02), random(numel, device, grad_dtype)
+    param = torch.empty(numel, dtype=torch.bfloat16, device=device)
+    shards = [
+        Shard(*parts) for parts in zip(master.split(BUCKET), grad.split(BUCKET), param.split(BUCKET), strict=True)
+    ]
+    for shard in shards:
+        shard.state = rule.new_state(shard, group)
+    scalars = StepScalars.of(device, 10, scale=0.5)
+
+    def step() -> None:
+        for shard in shards:
+            rule.update_(shard, group, scalars)
+
+    return step
+
+
+def torch_adamw(numel: int, device: torch.device, grad_dtype: torch.dtype, *, clip: bool) -> Callable[[], None]:
+    """torch's fused AdamW on fp32 masters, then the copy to bf16; bf16 gradients are first copied to fp32.
+
+    ``clip``: with a factor on the device, which torch's kernel takes as grad_scale.
+    """
+    masters = [torch.nn.Parameter(part) for part in random(numel, device, torch.float32, 0.02).split(BUCKET)]
+    params = torch.empty(numel, dtype=torch.bfloat16, device=device).split(BUCKET)
+    grads = random(numel, device, grad_dtype).split(BUCKET)
+    wide = grads if grad_dtype == torch.float32 else torch.empty(numel, device=device).split(BUCKET)
+    for master, grad in zip(masters, wide, strict=True):
+        master.grad = grad
+    optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
+    if clip:
+        optimizer.grad_scale = torch.ones((), device=device)  # type: ignore[attr-defined]  # as torch.amp sets them
+        optimizer.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def step() -> None:
+        if wide is not grads:
+            torch._foreach_copy_(wide, grads)
+        optimizer.step()
+        torch._foreach_copy_(params, masters)
+
+    return step
+
+
+def elementwise(clock: Clock, device: torch.device, numel: int, repetitions: int) -> list[dict[str, Any]]:
+    """One row for each contender; the big tensors of one are freed before the next."""
+    some, half, full = [torch.zeros(1)], torch.bfloat16, torch.float32
+
+    def adamw(state: str) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{"params": some, "state_dtype": state}], lr=1e-4, betas=(0.9, 0.95))
+
+    contenders: list[tuple[str, float, Callable[[], Callable[[], None]]]] = []
+    for state, size in STATE_BYTES.items():
+        contenders.append(
+            (f"AdamW, {state} states", 12 + 4 * size, lambda s=state: ours(adamw(s), numel, device, half))
+        )
+    contenders += [
+        ("AdamW, fp32 states, fp32 gradients", 30, lambda: ours(adamw("fp32"), numel, device, full)),
+        ("Lion, fp32 state", 20, lambda: ours(Lion(some, lr=1e-5), numel, device, half)),
+        ("Lion, bf16 state", 16, lambda: ours(Lion(some, lr=1e-5, state_dtype="bf16"), numel, device, half)),
+        ("SGD with momentum", 20, lambda: ours(torch.optim.SGD(some, lr=1e-4, momentum=0.9), numel, device, half)),
+        ("torch AdamW + bf16 copy, fp32 gradients, no clip", 34, lambda: torch_adamw(numel, device, full, clip=False)),
+        ("torch AdamW + bf16 copy, fp32 gradients", 38, lambda: torch_adamw(numel, device, full, clip=True)),
+        ("torch AdamW + bf16 copy, bf16 gradients", 44, lambda: torch_adamw(numel, device, half, clip=True)),
+    ]
+    rows = []
+    for name, size, make in contenders:
+        step = make()
+        times = clock.times(step, repetitions)
+        del step
+        clock.release()
+        rows.append({"name": name, "bytes_per_parameter": size, "ms": times, "median_ms": statistics.median(times)})
+        print(f"{name:50s} {rows[-1]['median_ms']:9.3f} ms", flush=True)
+    return rows
+
+
+def muon(clock: Clock, device: torch.device, repetitions: int, layers_experts: int) -> list[dict[str, Any]]:
+    """The experts of one layer: ours in one batch, torch.optim.Muon matrix by matrix."""
+    shape = (3 * layers_experts, INNER, WIDTH)
+    numel = shape[0] * INNER * WIDTH
+    # five iterations of X X^T (2 m m n), its square (2 m m m) and the product with X (2 m m n)
+    flops = shape[0] * 5 * (4 * INNER * INNER * WIDTH + 2 * INNER**3)
+    optimizer = Muon([torch.zeros(2, 2)], lr=1e-3, ns_dtype=torch.bfloat16)
+    group = optimizer.param_groups[0]
+    rule = rule_for(optimizer, group)
+    assert isinstance(rule, MatrixRule)
+    shard = Shard(
+        random(numel, device, torch.float32),
+        random(numel, device, torch.bfloat16),
+        torch.empty(numel, dtype=torch.bfloat16, device=device),
+    )
+    shard.state = rule.new_state(shard, group)
+    scalars, whole = StepScalars.of(device, 10, scale=0.5), LocalMatrices(shape[0], (INNER, WIDTH))
+    params = [torch.nn.Parameter(torch.randn(INNER, WIDTH, device=device)) for _ in range(shape[0])]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    oracle = torch.optim.Muon(params, lr=1e-3)
+    steps: dict[str, Callable[[], Any]] = {
+        "Muon, experts of one Mula-7B layer": lambda: rule.update_family_([shard], whole, group, scalars),
+        "torch.optim.Muon, the same, without bf16 copy": oracle.step,
+    }
+    rows = []
+    for name, step in steps.items():
+        times = clock.times(step, repetitions)
+        median = statistics.median(times)
+        rows.append({"name": name, "numel": numel, "ms": times, "median_ms": median, "tflops": flops / median / 1e9})
+        print(f"{name:50s} {median:9.3f} ms {rows[-1]['tflops']:7.1f} TFLOP/s", flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--numel", type=int, default=6_919_161_856, help="parameters; the default is Mula-7B-A1B")
+    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--muon-experts", type=int, default=EXPERTS, help="0 leaves Muon out")
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    device = torch.device(args.device)
+    clock = Clock(device)
+    name = "cpu" if device.type == "cpu" else clock.module.get_device_name(device)
+    before = copy_bandwidth(clock, device, args.numel)
+    rows = elementwise(clock, device, args.numel, args.repetitions)
+    bandwidth = max(before, copy_bandwidth(clock, device, args.numel))
+    clock.release()
+    matrices = muon(clock, device, args.repetitions, args.muon_experts) if args.muon_experts else []
+    ours_ms = rows[0]["median_ms"]
+    print(f"\n{name}, torch {torch.__version__}, {args.numel:,} parameters, copy {bandwidth:.3f} TB/s")
+    print(
+        f"{'':50s} {'ms':>9s} {'B/param':>8s} {'TB/s':>7s} {'of copy':>8s} {'of 28 B floor':>14s} {'time / ours':>12s}"
+    )
+    for row in rows:
+        row["tb_per_s"] = row["bytes_per_parameter"] * args.numel / row["median_ms"] / 1e9
+        row["share_of_copy"] = row["tb_per_s"] / bandwidth
+        row["share_of_28_byte_floor"] = 28 * args.numel / bandwidth / 1e9 / row["median_ms"]
+        print(
+            f"{row['name']:50s} {row['median_ms']:9.3f} {row['bytes_per_parameter']:8.2f} {row['tb_per_s']:7.3f} "
+            f"{row['share_of_copy']:8.1%} {row['share_of_28_byte_floor']:14.1%} {row['median_ms'] / ours_ms:12.2f}"
+        )
+    if args.out:
+        result = {
+            "command": " ".join(sys.argv),
+            "device": name,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "numel": args.numel,
+            "bucket": BUCKET,
+            "copy_tb_per_s": bandwidth,
+            "elementwise": rows,
+            "muon": matrices,
+        }
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,373 @@
+"""When buckets travel, who waits for them, what they cost in memory: the optimizer's schedule on two gloo ranks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import deepspeed_ext
+from tests.distributed.test_zero_exact import build_engine, train_step
+from tests.helpers import run_distributed
+from tests.unit.deepspeed_ext import toy
+
+WIDTH = 40
+UNIT = 2 * 256  # the smallest bucket of two ranks
+
+
+class Stack(nn.Module):
+    """Layers of WIDTH x WIDTH; ``side`` is used on some ranks only, ``bare`` by its parent without being called."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(4))
+        self.side = nn.Linear(WIDTH, WIDTH, dtype=dtype)
+        self.bare = nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype)
+
+    def forward(self, x: torch.Tensor, use_side: bool = False) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        if use_side:
+            x = x + self.side(x)
+        return (x @ self.bare.weight).square().mean()
+
+
+def _sharded(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Any:
+    assert dist.group.WORLD is not None
+    return deepspeed_ext.EPZeroOptimizer(
+        optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
+        {p: n for n, p in model.named_parameters()},
+        groups=deepspeed_ext.ZeroGroups(dense=dist.group.WORLD, expert={}),
+        options=deepspeed_ext.ZeroOptions(**{"bucket_numel": UNIT, **options}),
+        module=model,
+    )
+
+
+def _input(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _step(model: nn.Module, optimizer: Any, step: int, rank: int, **arguments: Any) -> None:
+    optimizer.set_gradient_accumulation_boundary(True)
+    model(_input(step, rank), **arguments).backward()
+    optimizer.reduce_gradients()
+    optimizer.backward_epilogue()
+    optimizer.step()
+
+
+def _serial(steps: int, use_side: Callable[[int, int], bool]) -> dict[str, torch.Tensor]:
+    """torch's AdamW on both ranks' batches; what got no gradient has a zero one."""
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    for step in range(steps):
+        optimizer.zero_grad()
+        sum((model(_input(step, r), use_side(step, r)) for r in range(2)), start=torch.zeros(())).div(2).backward()
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        optimizer.step()
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def _distance(model: nn.Module, expected: dict[str, torch.Tensor]) -> float:
+    return max(
+        float((p.detach() - expected[n]).abs().max() / expected[n].abs().max()) for n, p in model.named_parameters()
+    )
+
+
+def _launched_early(rank: int) -> list[int]:
+    """Buckets on their way when the first layer's gradient arrives, in three steps."""
+    model = Stack()
+    optimizer = _sharded(model)
+    seen: list[int] = []
+    model.layers[0].weight.register_hook(  # type: ignore[union-attr]
+        lambda _: seen.append(sum(bucket.is_reduced for bucket in optimizer._sync.buckets))
+    )
+    for step in range(3):
+        _step(model, optimizer, step, rank, use_side=True)
+    return seen
+
+
+def _different_use(rank: int, stage: int) -> float:
+    """Each rank uses ``side`` in other steps, from the first one in which nobody does."""
+
+    def use_side(step: int, who: int) -> bool:
+        return step > 0 and (step + who) % 2 == 0
+
+    model = Stack()
+    optimizer = _sharded(model, stage=stage, overlap_param_gather=True)
+    for step in range(5):
+        _step(model, optimizer, step, rank, use_side=use_side(step, rank))
+    optimizer.wait_for_params()
+    return _distance(model, _serial(5, use_side))
+
+
+def _awaited(rank: int) -> tuple[int, list[int], bool]:
+    """Buckets being gathered after step(), then as each layer is reached; whether a state dict waits for all."""
+    model = Stack()
+    optimizer = _sharded(model, overlap_param_gather=True)
+    buckets = optimizer._sync.buckets
+
+    def pending() -> int:
+        return sum(bucket._gathering is not None for bucket in buckets)
+
+    for step in range(2):
+        _step(model, optimizer, step, rank, use_side=True)
+    after_step = pending()
+    seen: list[int] = []
+    hooks = [layer.register_forward_hook(lambda *_: seen.append(pending())) for layer in model.layers]
+    model(_input(2, rank))
+    for hook in hooks:
+        hook.remove()
+    _step(model, optimizer, 2, rank, use_side=True)
+    model.state_dict()
+    return after_step, seen, pending() == 0
+
+
+class _AddsToMainGrad(torch.autograd.Function):
+    """y = x W^T whose backward adds W's gradient into main_grad, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        if getattr(weight, "main_grad", None) is None:
+            return grad @ weight, grad.T @ x
+        weight.main_grad.add_(grad.T @ x)
+        weight.main_grad_ready()
+        return grad @ weight, None
+
+
+class _Fused(nn.Module):
+    def __init__(self, is_fused: bool) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.is_fused = is_fused
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = _AddsToMainGrad.apply(x, self.first.weight) if self.is_fused else x @ self.first.weight.T
+        return self.second(torch.tanh(x + self.first.bias)).square().mean()
+
+
+def _main_grad(rank: int) -> tuple[bool, bool, bool]:
+    """Fused and ordinary producers give the same weights; both kinds of parameters know which they are."""
+    weights, reduced_twice = [], []
+    for is_fused in (False, True):
+        for twice in (False, True):
+            model = _Fused(is_fused)
+            optimizer = _sharded(model, reduce_each_micro_batch=twice)
+            for step in range(3):
+                for micro in range(2):
+                    optimizer.set_gradient_accumulation_boundary(micro == 1)
+                    model(_input(2 * step + micro, rank)).backward()
+                    if micro == 1:
+                        optimizer.reduce_gradients()
+                    optimizer.backward_epilogue()
+                optimizer.step()
+            (reduced_twice if twice else weights).append([p.detach().clone() for p in model.parameters()])
+    keeps = model.first.weight.main_grad is not None and model.second.weight.main_grad is None
+    same = all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    return same, all(torch.equal(a, b) for a, b in zip(*reduced_twice, strict=True)), keeps
+
+
+def _late_gradient(rank: int) -> str:
+    """A parameter that suddenly gets two gradients in one backward, through reentrant checkpoints."""
+    from torch.utils.checkpoint import checkpoint
+
+    model = Stack()
+    optimizer = _sharded(model)
+    _step(model, optimizer, 0, rank, use_side=True)
+    layer = model.layers[3]
+    x = _input(1, rank).requires_grad_()
+    y = checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True)
+    optimizer.set_gradient_accumulation_boundary(True)
+    loss = model.bare(model.side(y)).square().mean()
+    try:
+        for parameter in model.layers[:3].parameters():  # the others' gradients are here: buckets leave at once
+            parameter.grad = torch.zeros_like(parameter)
+        loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def _muon(rank: int) -> tuple[float, float, float]:
+    """Distance of weights and norm from one process; stock DeepSpeed clips the orthogonalised update."""
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        return [{"params": matrices}, {"params": [p for p in model.parameters() if p.dim() < 2], "use_muon": False}]
+
+    model, oracle = Stack(), Stack()
+    sharded = _sharded(model, deepspeed_ext.Muon(groups(model), lr=1e-2), max_norm=0.01)
+    serial = deepspeed_ext.Muon(groups(oracle), lr=1e-2)
+    norm_error = 0.0
+    for step in range(4):
+        _step(model, sharded, step, rank, use_side=True)
+        serial.zero_grad()
+        sum((oracle(_input(step, r), True) for r in range(2)), start=torch.zeros(())).div(2).backward()
+        norm = float(nn.utils.clip_grad_norm_(oracle.parameters(), 0.01))
+        norm_error = max(norm_error, abs(sharded._global_grad_norm - norm) / norm)
+        serial.step()
+    return _distance(model, {n: p.detach() for n, p in oracle.named_parameters()}), norm_error, norm
+
+
+def _reduced_states(rank: int) -> list[bool]:
+    """bf16 and 8-bit states go through state_shards into another bucket layout and back without changing a bit."""
+    same = []
+    for state_dtype in ("bf16", "int8"):
+        first = Stack()
+        group = {"params": list(first.parameters()), "state_dtype": state_dtype}
+        source = _sharded(first, torch.optim.AdamW([group], lr=1e-2, eps=1e-4))
+        for step in range(3):
+            _step(first, source, step, rank, use_side=True)
+        whole = {
+            n: {k: torch.zeros(p.numel()) for k in ("master", "exp_avg", "exp_avg_sq")}
+            for n, p in first.named_parameters()
+        }
+        _fill(whole, source)
+        second = Stack()
+        group = {"params": list(second.parameters()), "state_dtype": state_dtype}
+        target = _sharded(second, torch.optim.AdamW([group], lr=1e-2, eps=1e-4), bucket_numel=3 * UNIT)
+        for shard in target.state_shards():
+            for kind, tensor in shard.tensors.items():
+                tensor.copy_(whole[shard.name][kind][shard.start : shard.stop])
+        target.sync_params_from_master()
+        again = {n: {k: torch.zeros_like(t) for k, t in kinds.items()} for n, kinds in whole.items()}
+        _fill(again, target)
+        same.append(all(torch.equal(again[n][k], t) for n, kinds in whole.items() for k, t in kinds.items()))
+        same.append(all(torch.equal(p, q) for p, q in zip(first.parameters(), second.parameters(), strict=True)))
+    return same
+
+
+def _fill(whole: dict[str, dict[str, torch.Tensor]], optimizer: Any) -> None:
+    for shard in optimizer.state_shards():
+        for kind, tensor in shard.tensors.items():
+            whole[shard.name][kind][shard.start : shard.stop] = tensor
+    for kinds in whole.values():
+        for tensor in kinds.values():
+            dist.all_reduce(tensor)
+
+
+def _two_backwards(rank: int, world: int) -> tuple[bool, bool, bool]:
+    """Through the engine: two backwards before a step add up, also under no_sync, also when dropped by zero_grad."""
+    weights = []
+    for style in ("both", "no_sync", "dropped", "one"):
+        engine = build_engine(rank, world, (1,), gradient_accumulation_steps=1)
+        batches = [toy.batch(0, micro, rank) for micro in range(2)]
+        if style == "dropped":
+            engine.backward(engine(toy.batch(5, 0, rank)))
+            engine.optimizer.zero_grad()
+        if style == "no_sync":
+            with engine.no_sync():
+                engine.backward(engine(batches[0]))
+            engine.backward(engine(batches[1]))
+        elif style == "both":
+            for tokens in batches:
+                engine.backward(engine(tokens))
+        else:
+            engine.backward(sum(engine(tokens) for tokens in batches))
+        engine.step()
+        weights.append(torch.cat([p.detach().flatten() for p in engine.module.parameters()]))
+    both, no_sync, dropped, one = weights
+    return torch.allclose(both, one, rtol=1e-5, atol=1e-7), torch.equal(no_sync, one), torch.equal(dropped, one)
+
+
+def _scenarios(rank: int, world: int) -> dict[str, Any]:
+    deepspeed_ext.init_distributed()
+    results = {
+        "early": _launched_early(rank),
+        "different": [_different_use(rank, stage) for stage in (1, 2)],
+        "awaited": _awaited(rank),
+        "main_grad": _main_grad(rank),
+        "late": _late_gradient(rank),
+        "muon": _muon(rank),
+        "states": _reduced_states(rank),
+        "twice": _two_backwards(rank, world),
+    }
+    deepspeed_ext.shutdown()
+    return results
+
+
+def test_schedule() -> None:
+    for result in run_distributed(_scenarios, 2):
+        early = result["early"]
+        assert early[0] == 0, "the first backward teaches how often gradients arrive"
+        assert min(early[1:]) > 10, f"buckets must leave while backward runs: {early}"
+        assert max(result["different"]) < 1e-5
+        after_step, seen, state_dict_waits = result["awaited"]
+        assert after_step > 10 and seen == sorted(seen, reverse=True) and seen[0] > seen[-1] > 0
+        assert state_dict_waits
+        assert result["main_grad"] == (True, True, True)
+        assert "after its bucket had been reduced" in result["late"], result["late"]
+        distance, norm_error, norm = result["muon"]
+        assert distance < 1e-5 and norm_error < 1e-5 and norm > 0.01
+        assert result["states"] == [True] * 4
+        assert result["twice"] == (True, True, True)
+
+
+def _live_bytes() -> int:
+    """Bytes of all tensors' storages, each storage once."""
+    gc.collect()
+    storages = {}
+    for item in gc.get_objects():
+        if isinstance(item, torch.Tensor) and item.device.type == "cpu":
+            storage = item.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _memory(rank: int, world: int) -> list[tuple[int, int, int]]:
+    results = []
+    for stage, accumulate, each in ((1, "fp32", False), (1, "bf16", False), (2, "fp32", False), (1, "fp32", True)):
+        before = _live_bytes()
+        config = {
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": 2000},
+            "data_types": {"grad_accum_dtype": accumulate},
+            "deepspeed_ext": {"reduce_each_micro_batch": each},
+        }
+        engine = build_engine(rank, world, (2,), **config)
+        for step in range(2):
+            train_step(engine, step, rank)
+        optimizer = engine.optimizer
+        ring = sum(buffer.nbytes for buffer in optimizer._sync.storages())
+        frozen = sum(p.nbytes for p in engine.module.parameters() if not p.requires_grad)
+        found = _live_bytes() - before - ring - frozen
+        # 2P + gradients + 12 bytes for each element of this rank's shards, padding included in P and shards
+        experts = [f for f in optimizer.families if f.key.expert_group is not None]
+        assert {f.group_size for f in experts} == {world // 2}
+        expected = 0
+        for family in optimizer.families:
+            full, own = family.layout.numel, family.layout.numel // family.group_size
+            gradient = 4 if accumulate == "fp32" else 2
+            expected += 2 * full + 12 * own
+            expected += gradient * (own if stage == 2 else full)
+            expected += gradient * own if each and family.group_size > 1 else 0
+        sizes = optimizer.memory_bytes()
+        stated = sum(size for kind, size in sizes.items() if kind != "padding")
+        assert stated == expected, (stated, expected)
+        padding = sum(f.layout.padding * 2 for f in optimizer.families)
+        assert sizes["padding"] >= padding
+        results.append((found, expected, ring))
+        engine.destroy()
+        del engine, optimizer, experts, family
+    deepspeed_ext.shutdown()
+    return results
+
+
+def test_memory_is_what_the_formula_says() -> None:
+    """Beside it there are only scalars of the step and of the engine."""
+    for results in run_distributed(_memory, 4):
+        for found, expected, _ in results:
+            assert expected <= found <= expected + 3000, (found, expected)
+        assert [ring > 0 for _, _, ring in results] == [False, False, True, False]
