@@ -6,9 +6,9 @@
 Every measurement is a process of its own that does what one rank of 256 does: it reads the list of files, checks token
 ids of its share of them, looks at the headers, plans the blend and reads one batch. ``seconds`` are those of a rank
 that is alone and looks at every header; ``seconds_headers_share`` is what a 256th of them takes, as a rank of 256 does.
-``together`` is the exchange: four gloo processes that open the files with each other. Seconds exclude Python's and
-torch's imports, which every training program has; both memory figures are given. ``anonymous`` memory is the rank's
-own, file pages excluded.
+``processor_seconds`` hardly depend on what else the machine does. ``together`` is the exchange: four gloo processes
+that open the files with each other. Seconds exclude Python's and torch's imports, which every training program has;
+both memory figures are given. ``anonymous`` memory is the rank's own, file pages excluded.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def measure(path: str, position: int) -> dict[str, object]:
     from megatron.optimus.data.sources import read_sources
 
     before = memory()
-    started = time.perf_counter()
+    started, started_cpu = time.perf_counter(), time.process_time()
     sources = read_sources(DataConfig(data_file_list=path))
     check_vocabulary(sources.prefixes[RANKS // 2 :: RANKS], VOCABULARY)
     before_share = time.perf_counter()
@@ -103,11 +103,12 @@ def measure(path: str, position: int) -> dict[str, object]:
         seed=1,
     )
     batches = loader.batch(position)
-    seconds = time.perf_counter() - started
+    seconds, processor = time.perf_counter() - started, time.process_time() - started_cpu
     after = memory()
     loader.close()
     return {
         "seconds": round(seconds, 3),
+        "processor_seconds": round(processor, 3),
         "seconds_vocabulary_check": round(checked - started, 3),
         "seconds_headers": round(opened - checked, 3),
         "seconds_headers_share": round(share, 4),

@@ -14,6 +14,7 @@ from megatron.optimus.config.schema import (
     ConfigError,
     ContextCommunication,
     Device,
+    OptimizerName,
     PipelineSchedule,
     RunConfig,
     TokenizerType,
@@ -41,8 +42,12 @@ def check(config: RunConfig, world_size: int) -> None:
 
 def check_trainable(config: RunConfig) -> None:
     """Raises ConfigError for what this version describes but cannot train. Not part of a dry run."""
-    if config.optimizer.optimizer != "adamw":
-        raise ConfigError(f"optimizer={config.optimizer.optimizer!r}: this version trains with 'adamw' only")
+    tensor_parallel = config.parallel.tensor_model_parallel_size
+    if config.optimizer.optimizer is OptimizerName.MUON and tensor_parallel > 1:
+        raise ConfigError(
+            f"optimizer=muon needs whole matrices, and tensor_model_parallel_size={tensor_parallel} splits them; "
+            "use tensor_model_parallel_size=1 or another optimizer"
+        )
     if config.optimizer.zero_stage not in (1, 2):
         raise ConfigError(f"zero_stage={config.optimizer.zero_stage}: this version trains with zero_stage=1 or 2 only")
     if not config.data.data_path and config.data.data_file_list is None:

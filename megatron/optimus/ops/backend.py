@@ -20,6 +20,7 @@ logger = logging.getLogger("optimus")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _HALF = (torch.bfloat16, torch.float16)
+_NEWEST_COMPILED = "cpu_router_topk"  # the operation added to csrc/bindings.cpp last
 
 
 class Backend(str, enum.Enum):
@@ -68,7 +69,7 @@ def get_backend() -> Backend:
 
 
 def _constant_in_graphs(function: _Function) -> _Function:
-    """torch.compiler.assume_constant_result, without importing the compiler: that takes two seconds of every start.
+    """torch.compiler.assume_constant_result, without importing the compiler, which every start would wait for.
 
     A compiled function keeps the backend of its first call.
     """
@@ -158,6 +159,8 @@ def compiled_library_error() -> str | None:
             f"the compiled operations are missing or do not fit this torch ({error}); with a C++ compiler present run "
             "'python setup.py build_ext --inplace' in the source tree, or 'pip install --no-build-isolation .'"
         )
+    if not hasattr(torch.ops.optimus, _NEWEST_COMPILED):
+        return "the compiled operations are older than the source tree; run 'python setup.py build_ext --inplace' again"
     return None
 
 

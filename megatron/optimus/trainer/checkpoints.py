@@ -45,6 +45,7 @@ class Checkpoints:
             self._root,
             device=device,
             asynchronous=config.checkpoint.async_save,
+            local=config.checkpoint.save_local_dir,
             check_claim=self._claim.check if self._claim is not None else lambda: None,
         )
 
@@ -138,13 +139,14 @@ class Checkpoints:
         path, manifest = found
         optimizer = self._engine.optimizer
         if has_moments and manifest.kind == "full":
-            optimizer.step_count = manifest.metadata["optimizer_step_count"]
+            optimizer.step_count = int(manifest.metadata.get("optimizer_step_count", manifest.step))
             self._restore_rng()
         optimizer.sync_params_from_master()
         step = consumed_samples = 0
         if position_counts:
             step = manifest.step
-            lengths = manifest.config["training"]["seq_length"], self._config.training.seq_length
+            now = self._config.training.seq_length
+            lengths = manifest.config.get("training", {}).get("seq_length", now), now  # an import has no such section
             consumed_samples = position_after_change(manifest.consumed_samples, *lengths)
         what = "" if has_moments and manifest.kind == "full" else " (weights only: the moments start anew)"
         logger.info("resumed from %s: step %d, %d samples consumed%s", path, step, consumed_samples, what)

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 import deepspeed_ext
-from megatron.optimus.config.schema import Precision, RunConfig
+from megatron.optimus.config.schema import OptimizerName, Precision, RunConfig
 from megatron.optimus.models.decoder import Decoder
-from megatron.optimus.optim.build import build_optimizer
+from megatron.optimus.optim.groups import param_groups
 from megatron.optimus.parallel.mesh import Mesh
 
 Engine = deepspeed_ext.EPEngine
 DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
+
+_OPTIMIZERS: dict[OptimizerName, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
+    OptimizerName.ADAM: torch.optim.AdamW,
+    OptimizerName.SGD: torch.optim.SGD,
+    OptimizerName.MUON: deepspeed_ext.Muon,
+    OptimizerName.LION: deepspeed_ext.Lion,
+}
 
 
 def build_engine(model: Decoder, config: RunConfig, mesh: Mesh, accumulation_steps: int) -> Engine:
     """DeepSpeed's engine around the model, with the EP-aware sharded optimizer."""
     engine, *_ = deepspeed_ext.initialize(
         model=model,
-        optimizer=build_optimizer(model, config.optimizer),
+        optimizer=_OPTIMIZERS[config.optimizer.optimizer](param_groups(model, config.optimizer)),
         config=deepspeed_config(config, accumulation_steps),
         groups=_groups(model, mesh),
     )

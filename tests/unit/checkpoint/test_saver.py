@@ -75,10 +75,10 @@ def test_the_next_save_waits_for_the_one_before_and_none_is_lost(tmp_path, gate,
     saver = Saver(tmp_path)
     saver.start(owned(whole_state(1)), header(1), retain=9)
     threading.Timer(0.2, gate.set).start()
-    [first] = saver.start(owned(whole_state(2)), header(2), retain=9)
-    assert first.step == 1 and "waiting for the checkpoint of step 1" in caplog.text
-    [second] = saver.drain()
-    assert second.step == 2 and names(tmp_path) == ["step-00000001", "step-00000002"]
+    found = saver.start(owned(whole_state(2)), header(2), retain=9)
+    assert "waiting for the checkpoint of step 1" in caplog.text
+    first, second = found + saver.drain()
+    assert (first.step, second.step) == (1, 2) and names(tmp_path) == ["step-00000001", "step-00000002"]
     for saved in (first, second):
         requests = whole_requests(whole_state(saved.step))
         load(saved.path, requests)
@@ -94,6 +94,47 @@ def test_both_kinds_of_one_step_go_one_after_the_other_without_waiting(tmp_path,
     gate.set()
     assert [saved.path.name for saved in saver.drain()] == ["step-00000001", "model-00000001"]
     assert {kind for _, kind in load_manifest(tmp_path / "model-00000001").tensors} == {"weight", "buffer"}
+
+
+def test_a_disk_of_the_node_is_written_first_and_left_empty(tmp_path, monkeypatch, caplog):
+    """The copy is slow: the next save need not wait for it, and what it brings is verified."""
+    root, local = tmp_path / "root", tmp_path / "local"
+    event = threading.Event()
+    copy = saver._copy
+
+    def slow(*args):
+        assert event.wait(30)
+        copy(*args)
+
+    monkeypatch.setattr(saver, "_copy", slow)
+    it = Saver(root, local=local)
+    it.start(owned(whole_state(1)), header(1), retain=9)
+    deadline = time.monotonic() + 30
+    while it._jobs[0].phase == 0 and time.monotonic() < deadline:
+        assert it.poll() == []
+    assert list(local.glob("*/.step-00000001.tmp-*/node-00000.safetensors")) and not root.exists()
+    it.start(owned(whole_state(2)), header(2), retain=9)
+    assert "waiting" not in caplog.text
+    event.set()
+    for saved, step in zip(it.drain(), (1, 2), strict=True):
+        requests = whole_requests(whole_state(step))
+        load(saved.path, requests)
+        assert_holds(requests, whole_state(step))
+    assert [list(folder.iterdir()) for folder in local.iterdir()] == [[]]
+
+    def damage(job, folder):
+        path = folder / job.plan.node.file
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        copy(job, folder)
+
+    monkeypatch.setattr(saver, "_copy", damage)
+    it.start(owned(whole_state(3)), header(3), retain=9)
+    with pytest.raises(CheckpointError, match="does not give back what was written"):
+        it.drain()
+    assert [list(folder.iterdir()) for folder in local.iterdir()] == [[]]
+    assert names(root) == ["step-00000001", "step-00000002"]
 
 
 def test_full_ones_roll_and_model_only_ones_stay(tmp_path):

@@ -140,7 +140,7 @@ def test_gradient_accumulation_steps() -> None:
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        ("--data-path x --optimizer muon", "optimizer='muon'"),
+        ("--data-path x --optimizer muon --tensor-model-parallel-size 2", "optimizer=muon needs whole matrices"),
         ("--data-path x --zero-stage 3", "zero_stage=3"),
         ("", "--data-path data/corpus"),
     ],

@@ -52,8 +52,8 @@ class OptimusSource(Source):
         self._manifest = manifest
         self._files = ShardFiles(path, manifest)
         self.resources.append(self._files)
-        self._verified: set[Piece] = set()
         self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+        self._verified: set[Piece] = set()
         shapes = parameter_shapes(self.model)
         for kind in (MASTER, *MOMENTS) if manifest.kind == "full" else (WEIGHT,):
             stored = {name: entry for (name, entry_kind), entry in manifest.tensors.items() if entry_kind == kind}

@@ -25,30 +25,32 @@ _ALIGN = 8  # the tensor memory engine wants rows of a multiple of 16 bytes
 
 
 def order_sizes(num_slots: int, num_experts: int) -> list[int]:
-    """Elements of an order's tensors: slots, rows, counts, then first rows, tiles' experts, number of tiles."""
-    num_rows = index.max_rows(num_slots, num_experts)
-    return [num_rows, num_slots, num_experts, num_experts, num_rows // index.ROW_TILE, 1]
+    """Elements of an order's tensors: slots, rows, counts, then the plan: first rows and the rest."""
+    num_rows, num_slots, first_rows, counts, *rest = index.row_order_sizes(num_slots, num_experts)
+    return [num_rows, num_slots, counts, first_rows, *rest]
 
 
 def sort_slots(indices_TK: Tensor, num_experts: int) -> RowOrder:
     if indices_TK.numel() == 0:
-        sizes = order_sizes(0, num_experts)
-        made = [torch.full((size,), -1, dtype=torch.int32, device=indices_TK.device) for size in sizes]
-        for zero in (made[2], made[3], made[5]):
-            zero.zero_()
-        return RowOrder(made[0], made[1], made[2], made[3:])
+        return _order_of_nothing(num_experts, indices_TK.device)
     order = index.order_rows(indices_TK, num_experts)
-    plan = [order.first_row_E, order.tile_expert, order.num_tiles]
-    return RowOrder(order.slot_P, order.row_N, order.count_E, plan)
+    return RowOrder(order.slot_P, order.row_N, order.count_E, [order.first_row_E, *order[4:]])
+
+
+def _order(order: RowOrder) -> index.RowOrder:
+    return index.RowOrder(order.slots_P, order.rows_N, order.plan[0], order.counts_E, *order.plan[1:])
+
+
+def _order_of_nothing(num_experts: int, device: torch.device) -> RowOrder:
+    tensors = [torch.zeros(size, dtype=torch.int32, device=device) for size in order_sizes(0, num_experts)]
+    order = RowOrder(tensors[0].fill_(-1), tensors[1], tensors[2], tensors[3:])
+    _order(order).tile_expert.fill_(-1)
+    torch.arange(num_experts, dtype=torch.int32, device=device, out=_order(order).by_size_E)
+    return order
 
 
 def expert_counts(indices_TK: Tensor, num_experts: int) -> Tensor:
     return sort_slots(indices_TK, num_experts).counts_E.long()
-
-
-def _order(order: RowOrder) -> index.RowOrder:
-    first_row, tile_expert, num_tiles = order.plan
-    return index.RowOrder(order.slots_P, order.rows_N, first_row, order.counts_E, tile_expert, num_tiles)
 
 
 def _block_shape(width: int) -> tuple[int, int]:
@@ -100,8 +102,8 @@ def combine_backward(dy_TD: Tensor, rows_PD: Tensor, order: RowOrder, weights_TK
     width = rows_PD.shape[1]
     num_rows, columns = _block_shape(width)
     _combine_backward[(rows_PD.shape[0] // num_rows,)](
-        dy_TD, rows_PD, order.slots_P, weights_TK, order.plan[2], drows, dweights, width, TOPK=weights_TK.shape[1],
-        ROW_TILE=index.ROW_TILE, ROWS=num_rows, BLOCK=columns, num_warps=8,
+        dy_TD, rows_PD, order.slots_P, weights_TK, _order(order).num_tiles, drows, dweights, width,
+        TOPK=weights_TK.shape[1], ROW_TILE=index.ROW_TILE, ROWS=num_rows, BLOCK=columns, num_warps=8,
     )  # fmt: skip
     return drows, dweights
 
@@ -136,8 +138,8 @@ def _launch_swiglu(hidden: Tensor, grad: Tensor | None, order: RowOrder, out: Te
     width = hidden.shape[1] // 2
     num_rows, columns = _block_shape(width)
     _swiglu[(hidden.shape[0] // num_rows,)](
-        hidden, grad, order.plan[2], out, width, GRADIENT=grad is not None, ROW_TILE=index.ROW_TILE, ROWS=num_rows,
-        BLOCK=columns, num_warps=8,
+        hidden, grad, _order(order).num_tiles, out, width, GRADIENT=grad is not None, ROW_TILE=index.ROW_TILE,
+        ROWS=num_rows, BLOCK=columns, num_warps=8,
     )  # fmt: skip
     return out
 
