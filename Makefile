@@ -12,10 +12,12 @@ ifeq ($(PY),)
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/ready
 SYCL := $(VENV)/sycl
+TRITON := $(VENV)/triton/ready
 else
 PYTHON := $(PY)
 READY :=
 SYCL :=
+TRITON :=
 endif
 
 .PHONY: demo test lint kernels clean
@@ -23,7 +25,7 @@ endif
 demo: kernels
 	$(PYTHON) examples/local/demo.py $(if $(CORPUS),--corpus $(CORPUS))
 
-test: lint kernels $(SYCL)
+test: lint kernels $(SYCL) $(TRITON)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q
 
 lint: $(READY)
@@ -47,6 +49,12 @@ $(VENV)/ready: requirements.txt
 $(VENV)/sycl: requirements-sycl.txt $(READY)
 	$(VENV)/bin/python -m pip install --quiet -r requirements-sycl.txt
 	touch $@
+
+# Triton (200 MB): its interpreter runs the GPU kernels on the CPU, in processes of their own (tests/ops).
+$(VENV)/triton/ready: requirements-triton.txt $(READY)
+	rm -rf $(VENV)/triton
+	$(VENV)/bin/python -m pip install --quiet --no-deps --target $(VENV)/triton -r requirements-triton.txt
+	mkdir -p $(VENV)/triton && touch $@
 
 clean:
 	rm -rf $(VENV) runs build build.log megatron/optimus/ops/*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from setuptools import setup
 
-SOURCES = ["csrc/bindings.cpp", "csrc/cpu/gemm.cpp", "csrc/cpu/swiglu.cpp", "csrc/cpu/moe_mlp.cpp"]
+_CPU = ("gemm", "swiglu", "order", "moe_mlp", "grouped", "router")
+SOURCES = ["csrc/bindings.cpp", *(f"csrc/cpu/{name}.cpp" for name in _CPU)]
 SYCL_SOURCES = ["csrc/sycl/xpu.sycl"]
 
 

@@ -4,9 +4,11 @@
     python benchmarks/data_startup.py --output benchmarks/results/data_startup.json
 
 Every measurement is a process of its own that does what one rank of 256 does: it reads the list of files, checks token
-ids of its share of them, looks at every header, plans the blend and reads one batch. Seconds exclude Python's and
-torch's imports, which every training program has; both memory figures are given. ``anonymous`` memory is the rank's
-own, file pages excluded.
+ids of its share of them, looks at the headers, plans the blend and reads one batch. ``seconds`` are those of a rank
+that is alone and looks at every header; ``seconds_headers_share`` is what a 256th of them takes, as a rank of 256 does.
+``processor_seconds`` hardly depend on what else the machine does. ``together`` is the exchange: four gloo processes
+that open the files with each other. Seconds exclude Python's and torch's imports, which every training program has;
+both memory figures are given. ``anonymous`` memory is the rank's own, file pages excluded.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ CASES = [("2T", 2_419, 2_000_000_000_000), ("15T", 20_000, 15_000_000_000_000)]
 CORPORA = 10
 SEQ_LENGTH, GLOBAL_BATCH, RANKS = 4096, 1024, 256
 VOCABULARY = 50304
+TOGETHER = 4
 TOKENS_PER_DOCUMENT = 1000
 
 
@@ -73,15 +76,19 @@ def measure(path: str, position: int) -> dict[str, object]:
     """One rank's start."""
     from megatron.optimus.config.schema import DataConfig
     from megatron.optimus.data.dataset import Split, check_vocabulary
-    from megatron.optimus.data.files import TokenFiles
+    from megatron.optimus.data.files import TokenFiles, summarize
     from megatron.optimus.data.loader import BatchLoader
     from megatron.optimus.data.mixture import Mixture
     from megatron.optimus.data.sources import read_sources
 
     before = memory()
-    started = time.perf_counter()
+    started, started_cpu = time.perf_counter(), time.process_time()
     sources = read_sources(DataConfig(data_file_list=path))
     check_vocabulary(sources.prefixes[RANKS // 2 :: RANKS], VOCABULARY)
+    before_share = time.perf_counter()
+    summarize(sources.prefixes[RANKS // 3 :: RANKS])
+    share = time.perf_counter() - before_share
+    started += share  # done again below
     checked = time.perf_counter()
     files = TokenFiles(sources.prefixes)
     opened = time.perf_counter()
@@ -96,13 +103,15 @@ def measure(path: str, position: int) -> dict[str, object]:
         seed=1,
     )
     batches = loader.batch(position)
-    seconds = time.perf_counter() - started
+    seconds, processor = time.perf_counter() - started, time.process_time() - started_cpu
     after = memory()
     loader.close()
     return {
         "seconds": round(seconds, 3),
+        "processor_seconds": round(processor, 3),
         "seconds_vocabulary_check": round(checked - started, 3),
         "seconds_headers": round(opened - checked, 3),
+        "seconds_headers_share": round(share, 4),
         "instances": len(train),
         "micro_batches": len(batches),
         "peak_mb_above_imports": round(after["peak"] - before["peak"], 1),
@@ -112,13 +121,45 @@ def measure(path: str, position: int) -> dict[str, object]:
     }
 
 
+def open_with_others(path: str, rank: int, store: str) -> dict[str, object]:
+    """One of ``TOGETHER`` processes that share the headers."""
+    import torch.distributed as dist
+
+    from megatron.optimus.config.schema import DataConfig
+    from megatron.optimus.data.files import open_together
+    from megatron.optimus.data.sources import read_sources
+    from megatron.optimus.runtime.agreement import Ranks
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=TOGETHER)
+    prefixes, ranks = read_sources(DataConfig(data_file_list=path)).prefixes, Ranks(None, "cpu")
+    ranks.broadcast([0])  # everybody is here
+    started = time.perf_counter()
+    files = open_together(prefixes, ranks)
+    return {"seconds_open_together": round(time.perf_counter() - started, 3), "tokens": int(files.tokens.sum())}
+
+
+def run_together(path: Path, folder: Path) -> float:
+    """Seconds of the slowest."""
+    command = [sys.executable, __file__, "--together", str(path)]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(folder / "store")], stdout=subprocess.PIPE, text=True)
+        for rank in range(TOGETHER)
+    ]
+    return max(json.loads(process.communicate()[0])["seconds_open_together"] for process in processes)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", help="JSON file for the results")
     parser.add_argument("--folder", help="where the sparse files go; default: a temporary folder")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--together", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.together:
+        path, rank, store = args.together
+        print(json.dumps(open_with_others(path, int(rank), store)))
+        return 0
     if args.child:
         print(json.dumps(measure(args.child[0], int(args.child[1]))))
         return 0
@@ -126,6 +167,9 @@ def main() -> int:
     for name, files, tokens in CASES:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             path, total = make_files(Path(folder), files, tokens)
+            seconds = run_together(path, Path(folder))
+            results.append({"case": name, "files": files, "together": TOGETHER, "seconds_open_together": seconds})
+            print(json.dumps(results[-1]), flush=True)
             for where, position in (("first step", 0), ("resume late", total // SEQ_LENGTH * 9 // 10)):
                 for _ in range(args.repeat):
                     command = [sys.executable, __file__, "--child", str(path), str(position)]

@@ -52,7 +52,10 @@ class Inputs:
 
 
 def make_inputs(shape: tuple[int, int, int, int], tokens: int, zipf: float, device: str, dtype: torch.dtype) -> Inputs:
-    """Random weights and tokens. A direction common to all tokens carries log-probabilities rank**-zipf per expert."""
+    """Random weights and tokens. A direction common to all tokens carries log-probabilities rank**-zipf per expert.
+
+    Ranks are dealt to the experts at random: an order by popularity would suit some schedules and not others.
+    """
     width, inner, experts, topk = shape
     torch.manual_seed(0)
 
@@ -60,7 +63,7 @@ def make_inputs(shape: tuple[int, int, int, int], tokens: int, zipf: float, devi
         return (torch.randn(*size, device=device) * scale).to(dtype)
 
     direction = torch.randn(width, device=device)
-    bias = -zipf * torch.arange(1, experts + 1, device=device).float().log()
+    bias = -zipf * (torch.randperm(experts, device=device) + 1).log()
     router = torch.randn(experts, width, device=device) / width**0.5
     router = router + bias[:, None] * direction / direction.square().sum()
     x = torch.randn(tokens, width, device=device) + (direction if zipf else 0.0)
@@ -168,11 +171,24 @@ IMPLEMENTATIONS: dict[str, Callable[[Inputs], Callable[[], Tensor]]] = {
 }
 
 
-class Clock:
-    """Milliseconds of one call on the device, the cache overwritten before.
+@dataclass
+class Layer:
+    """One implementation on its own inputs."""
 
-    The device is first kept busy for about two milliseconds, so that the time in which Python launches kernels is not
-    counted: in training the device is behind, too. A call that waits for the device itself still pays its launches.
+    data: Inputs
+    forward: Callable[[], Tensor]
+
+    def both(self) -> None:
+        torch.autograd.grad(self.forward(), self.data.leaves(), self.data.dy)
+
+
+class Clock:
+    """Milliseconds of one call, in two ways.
+
+    Called: time on the device, the level-2 cache overwritten before. The device is first kept busy for about two
+    milliseconds, so that the time in which Python launches kernels is not counted: in training the device is behind,
+    too. A call that waits for the device itself still pays its launches.
+    ``back_to_back``: wall time of calls one after another, launches included, the cache and clocks as they then are.
     """
 
     def __init__(self, device: str) -> None:
@@ -193,95 +209,114 @@ class Clock:
         end.synchronize()
         return begin.elapsed_time(end)
 
+    def back_to_back(self, fn: Callable[[], object], calls: int) -> float:
+        self._wait()
+        start = time.perf_counter()
+        for _ in range(calls):
+            fn()
+        self._wait()
+        return (time.perf_counter() - start) * 1e3 / calls
 
-def measure(shape_name: str, tokens: int, zipf: float, args: argparse.Namespace) -> list[dict]:
-    shape, clock = SHAPES[shape_name], Clock(args.device)
+    def _wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+
+def build_layers(args: argparse.Namespace, shape_name: str, tokens: int) -> dict[tuple[str, float], Layer]:
+    """Every implementation with its own copy of the inputs, called once; those that fail are named and left out."""
+    layers: dict[tuple[str, float], Layer] = {}
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-    width, inner, experts, topk = shape
+    for zipf in args.zipf:
+        expected = None
+        for name in args.peers if zipf == args.zipf[0] else args.skewed_peers:
+            try:
+                start = time.monotonic()
+                data = make_inputs(SHAPES[shape_name], tokens, zipf, args.device, dtype)
+                layer = Layer(data, IMPLEMENTATIONS[name](data))
+                y = layer.forward()
+                layer.both()
+                expected = y.detach().float() if expected is None else expected
+                error = ((y.detach().float() - expected).norm() / expected.norm()).item()
+                if not error < 0.03:
+                    raise ValueError(f"its output differs from that of {args.peers[0]} by {error:.3g}")
+                layers[name, zipf] = layer
+                if args.verbose:
+                    print(f"{name}: first call {time.monotonic() - start:.1f} s", flush=True)
+            except Exception as error:
+                print(f"{name}: left out: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                if args.verbose:
+                    traceback.print_exc()
+    return layers
+
+
+def measure(shape_name: str, tokens: int, args: argparse.Namespace) -> list[dict]:
+    """All implementations and skews of one shape in one rotation, so that clocks and temperature are shared."""
+    clock, layers = Clock(args.device), build_layers(args, shape_name, tokens)
+    width, inner, experts, topk = SHAPES[shape_name]
     flops = 6 * tokens * topk * width * inner
-    layers: dict[str, tuple[Inputs, Callable[[], Tensor]]] = {}
-    expected = None
-    for name in args.peers:
-        try:
-            start = time.monotonic()
-            data = make_inputs(shape, tokens, zipf, args.device, dtype)
-            layer = IMPLEMENTATIONS[name](data)
-            y = layer()
-            torch.autograd.grad(y, data.leaves(), data.dy)
-            expected = y.detach().float() if expected is None else expected
-            error = ((y.detach().float() - expected).norm() / expected.norm()).item()
-            if not error < 0.03:
-                raise ValueError(f"its output differs from that of {args.peers[0]} by {error:.3g}")
-            layers[name] = (data, layer)
-            if args.verbose:
-                print(f"{name}: first call {time.monotonic() - start:.1f} s", flush=True)
-        except Exception as error:
-            print(f"{name}: left out: {type(error).__name__}: {str(error)[:300]}", flush=True)
-            if args.verbose:
-                traceback.print_exc()
-    data = next(iter(layers.values()))[0]
-    with torch.no_grad():
-        counts = ops.expert_counts(route(data)[1], experts)
-    busiest = counts.max().item() / counts.float().mean().item()
-
-    times: dict[str, dict[str, list[float]]] = {name: {"forward": [], "both": []} for name in layers}
-    names = list(layers)
+    times: dict[tuple[str, float], dict[str, list[float]]] = {
+        key: {"forward": [], "both": [], "back_to_back": []} for key in layers
+    }
+    keys = list(layers)
     for repetition in range(args.repetitions + 2):
-        for name in names[repetition % len(names) :] + names[: repetition % len(names)]:
-            data, layer = layers[name]
-            if len(times[name]["both"]) >= 5 and times[name]["both"][-1] > 100:
+        for key in keys[repetition % len(keys) :] + keys[: repetition % len(keys)]:
+            layer, mine = layers[key], times[key]
+            if len(mine["both"]) >= 5 and mine["both"][-1] > 100:
                 continue  # a slow loop gets its median from fewer runs
-
-            def both(data: Inputs = data, layer: Callable[[], Tensor] = layer) -> None:
-                torch.autograd.grad(layer(), data.leaves(), data.dy)
-
-            forward_ms = clock(layer)
-            both_ms = clock(both)
+            forward_ms, both_ms = clock(layer.forward), clock(layer.both)
             if repetition >= 2:
-                times[name]["forward"].append(forward_ms)
-                times[name]["both"].append(both_ms)
+                mine["forward"].append(forward_ms)
+                mine["both"].append(both_ms)
+                if repetition % 4 == 2:
+                    mine["back_to_back"].append(clock.back_to_back(layer.both, 10 if both_ms < 100 else 1))
 
     rows = []
-    for name, measured in times.items():
-        forward, both = (statistics.median(measured[key]) for key in ("forward", "both"))
-        peak = peak_memory(*layers[name]) if args.device == "cuda" else None
+    for (name, zipf), measured in times.items():
+        forward, both, wall = (statistics.median(measured[key]) for key in ("forward", "both", "back_to_back"))
+        layer = layers[name, zipf]
+        with torch.no_grad():
+            counts = ops.expert_counts(route(layer.data)[1], experts)
+        busiest = counts.max().item() / counts.float().mean().item()
+        peak = peak_memory(layer) if args.device == "cuda" else None
         rows.append(
             {
                 "command": " ".join(sys.argv),
                 "shape": shape_name, "d": width, "f": inner, "experts": experts, "topk": topk, "tokens": tokens,
                 "zipf": zipf, "busiest_expert_over_mean": round(busiest, 3), "implementation": name,
                 "forward_ms": forward, "backward_ms": both - forward, "forward_backward_ms": both,
+                "back_to_back_ms": wall,
                 "forward_tflops": flops / forward / 1e9, "forward_backward_tflops": 3 * flops / both / 1e9,
+                "back_to_back_tflops": 3 * flops / wall / 1e9,
                 "peak_gib": peak, "times_ms": {k: [round(ms, 4) for ms in v] for k, v in measured.items()},
             }
         )  # fmt: skip
         print(
             f"{shape_name:15s} T {tokens:6d} zipf {zipf:3.1f} ({busiest:4.2f}x) {name:19s} forward {forward:8.3f} ms "
-            f"{flops / forward / 1e9:7.2f}   forward+backward {both:8.3f} ms {3 * flops / both / 1e9:7.2f} TFLOP/s"
-            + (f"   peak {peak:.2f} GiB" if peak else ""),
+            f"{flops / forward / 1e9:7.2f}   forward+backward {both:8.3f} ms {3 * flops / both / 1e9:7.2f} TFLOP/s   "
+            f"back to back {wall:8.3f} ms {3 * flops / wall / 1e9:7.2f}" + (f"   peak {peak:.2f} GiB" if peak else ""),
             flush=True,
         )
     return rows
 
 
-def peak_memory(data: Inputs, layer: Callable[[], Tensor]) -> float:
+def peak_memory(layer: Layer) -> float:
     """GiB allocated above the arguments during forward and backward, gradients included."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    torch.autograd.grad(layer(), data.leaves(), data.dy)
+    layer.both()
     return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
 def profile(shape_name: str, tokens: int, args: argparse.Namespace) -> None:
     """Time of every kernel of forward and backward, back to back as a training step runs them."""
-    data = make_inputs(SHAPES[shape_name], tokens, 0.0, args.device, torch.bfloat16)
-    layer = optimus(data)
-    torch.autograd.grad(layer(), data.leaves(), data.dy)
+    data = make_inputs(SHAPES[shape_name], tokens, args.zipf[0], args.device, torch.bfloat16)
+    layer = Layer(data, optimus(data))
+    layer.both()
     activity = torch.profiler.ProfilerActivity.CUDA
     with torch.profiler.profile(activities=[activity]) as trace:
         for _ in range(5):
-            torch.autograd.grad(layer(), data.leaves(), data.dy)
+            layer.both()
         torch.cuda.synchronize()
     for event in sorted(trace.key_averages(), key=lambda e: -e.device_time_total)[:30]:
         print(f"{event.device_time_total / 5e3:8.3f} ms  {event.count // 5:3d} calls  {event.key[:90]}", flush=True)
@@ -331,6 +366,13 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int)
     parser.add_argument("--zipf", nargs="+", type=float, default=[0.0], help="exponents of the expert popularity")
     parser.add_argument("--peers", nargs="+", choices=IMPLEMENTATIONS)
+    parser.add_argument(
+        "--skewed-peers",
+        nargs="+",
+        choices=IMPLEMENTATIONS,
+        default=["optimus"],
+        help="run all but the first --zipf too",
+    )
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no further measurement after this time")
@@ -351,15 +393,14 @@ def main() -> None:
         rows = json.loads(args.out.with_suffix(".json").read_text())["measurements"]
     start = time.monotonic()
     for tokens in args.tokens:
-        for zipf in args.zipf:
-            for shape in args.shapes:
-                if args.profile:
-                    profile(shape, tokens, args)
-                elif time.monotonic() - start < 60 * args.minutes:
-                    rows += measure(shape, tokens, zipf, args)
-                    if args.out:
-                        result = {"device": device, "torch": torch.__version__, "measurements": rows}
-                        args.out.with_suffix(".json").write_text(json.dumps(result))
+        for shape in args.shapes:
+            if args.profile:
+                profile(shape, tokens, args)
+            elif time.monotonic() - start < 60 * args.minutes:
+                rows += measure(shape, tokens, args)
+                if args.out:
+                    result = {"device": device, "torch": torch.__version__, "measurements": rows}
+                    args.out.with_suffix(".json").write_text(json.dumps(result))
     if args.out and rows:
         plot(rows, args.out.with_suffix(".png"))
 

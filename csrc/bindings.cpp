@@ -9,6 +9,24 @@ TORCH_LIBRARY(optimus, m) {
   m.def(
       "moe_mlp_backward(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor indices, "
       "Tensor hidden) -> (Tensor dx, Tensor dgate_up, Tensor ddown, Tensor dweights)");
+  // The kernels behind megatron/optimus/ops/grouped.py and routing.py on cpu tensors, all contiguous. offsets: [E+3].
+  m.def("cpu_sort_slots(Tensor indices, int num_experts) -> (Tensor slots, Tensor rows, Tensor counts, Tensor offsets)");
+  m.def("cpu_gather_rows(Tensor x, Tensor slots, Tensor offsets) -> Tensor");
+  m.def("cpu_combine(Tensor rows, Tensor row_of_slot, Tensor offsets, Tensor? weights, int num_tokens) -> Tensor");
+  m.def(
+      "cpu_combine_backward(Tensor dy, Tensor rows, Tensor slots, Tensor offsets, Tensor weights) -> "
+      "(Tensor drows, Tensor dweights)");
+  m.def("cpu_swiglu(Tensor hidden, Tensor offsets) -> Tensor");
+  m.def("cpu_swiglu_backward(Tensor hidden, Tensor grad, Tensor offsets) -> Tensor");
+  m.def("cpu_grouped_linear(Tensor x, Tensor weight, Tensor offsets, bool transposed) -> Tensor");
+  m.def("cpu_grouped_linear_swiglu(Tensor x, Tensor weight, Tensor offsets) -> (Tensor activation, Tensor hidden)");
+  m.def("cpu_grouped_weight_gradient(Tensor dout, Tensor x, Tensor offsets, Tensor(a!) out, bool accumulate) -> ()");
+  m.def(
+      "cpu_router_topk(Tensor logits, int topk, bool sigmoid, bool normalize, Tensor? bias) -> "
+      "(Tensor weights, Tensor indices, Tensor scores)");
+  m.def(
+      "cpu_router_topk_backward(Tensor scores, Tensor indices, Tensor dweights, Tensor dscores, bool sigmoid, "
+      "bool normalize) -> Tensor");
   // One kernel-level operation of csrc/sycl/table.hpp on tensors of one Intel GPU; outputs are among the arguments.
   m.def("sycl_run(str name, Tensor(a!)[] arguments) -> ()");
 }

@@ -1,23 +1,25 @@
-// A small fp32 matrix product over packed panels, for operands that are gathered row by row.
+// A small fp32 matrix product with a packed right operand: C[m, n] (+)= sum_k A[m, k] * B[k, n].
 //
-// C[m, n] (+)= sum_k A[k][m] * B[k][n]. Both operands are packed into panels: A as [panel][K][tile_rows], B as
-// [panel][K][tile_cols], padded with zeros. Packing is where rows are gathered and where bf16 and fp16 become fp32, so
-// no gathered copy of a whole matrix is ever made. The tile sizes are those of the widest vector unit present.
+// B is packed into panels [panel][K][tile_cols], padded with zeros; packing is where rows are gathered and where bf16 and
+// fp16 become fp32. A is read where it lies, along its rows or along its columns: a tile's broadcasts cost the same
+// either way, so packing it would only add a pass. The tile sizes are those of the widest vector unit present.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 namespace optimus::cpu {
 
 struct TileKernel {
-  int rows;  // of C, and lanes of an A panel
-  int cols;  // of C, and lanes of a B panel
-  // c: rows x cols, row stride ldc
-  void (*run)(int64_t depth, const float* a, const float* b, float* c, int64_t ldc, bool accumulate);
+  int rows, cols;  // of C; cols are the lanes of a B panel
+  // c: rows x cols, row stride ldc. run_rows: A[m, k] is a[m * stride + k]; run_cols: a[k * stride + m].
+  using Run = void (*)(int64_t depth, const float* a, int64_t stride, const float* b, float* c, int64_t ldc,
+                       bool accumulate);
+  Run run_rows, run_cols;
   // Transposes 16 rows at a time: dst[k * stride + i] = rows[i][k] for k below the returned depth. Null where there is
-  // no vector version. stride may be less than 16: row k + 1 then overwrites what row k wrote too much.
+  // no vector version.
   int64_t (*transpose)(const float* const* rows, int64_t depth, int64_t stride, float* dst);
 };
 
@@ -36,7 +38,7 @@ void pack_transposed(RowPtr row, int64_t num_rows, int64_t depth, int lanes, flo
     if constexpr (std::is_same_v<T, float>) {
       if (transpose != nullptr && used == lanes) {
         const float* rows[32];
-        for (int lane = 0; lane < 32; ++lane) rows[lane] = row(first + std::min(lane, lanes - 1));
+        for (int lane = 0; lane < lanes; ++lane) rows[lane] = row(first + lane);
         for (int group = 0; group < lanes; group += 16) done = transpose(rows + group, depth, lanes, dst + group);
       }
     }
@@ -57,14 +59,24 @@ void pack_direct(RowPtr row, int64_t depth, int64_t num_cols, int lanes, float* 
     float* out = dst + k * lanes;
     for (int64_t first = 0; first < num_cols; first += lanes, out += depth * lanes) {
       const int used = static_cast<int>(std::min<int64_t>(lanes, num_cols - first));
-      for (int lane = 0; lane < used; ++lane) out[lane] = static_cast<float>(src[first + lane]);
+      if constexpr (std::is_same_v<T, float>)
+        std::memcpy(out, src + first, used * sizeof(float));
+      else
+        for (int lane = 0; lane < used; ++lane) out[lane] = static_cast<float>(src[first + lane]);
       for (int lane = used; lane < lanes; ++lane) out[lane] = 0.0f;
     }
   }
 }
 
-// Whole product of packed operands into row-major c [num_rows, num_cols].
-void multiply_packed(const float* a, const float* b, int64_t num_rows, int64_t num_cols, int64_t depth, float* c,
-                     int64_t ldc, bool accumulate);
+// The left operand: A[m, k] is data[m * stride + k] if row_major, else data[k * stride + m].
+struct Left {
+  const float* data;
+  int64_t stride;
+  bool row_major;
+};
+
+// Whole product into row-major c [num_rows, num_cols].
+void multiply(const Left& a, const float* b, int64_t num_rows, int64_t num_cols, int64_t depth, float* c, int64_t ldc,
+              bool accumulate);
 
 }  // namespace optimus::cpu

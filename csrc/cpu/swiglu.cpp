@@ -30,4 +30,19 @@ OPTIMUS_CLONES float swiglu_row_backward(const float* __restrict gate, const flo
   return sum;
 }
 
+OPTIMUS_CLONES void sigmoid_row(const float* __restrict x, int64_t width, float* __restrict out) {
+  for (int64_t i = 0; i < width; ++i) out[i] = sigmoid(x[i]);
+}
+
+OPTIMUS_CLONES void softmax_row(const float* __restrict x, int64_t width, float* __restrict out) {
+  float most = x[0], sum = 0.0f;
+  for (int64_t i = 1; i < width; ++i) most = x[i] > most ? x[i] : most;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < width; ++i) {
+    out[i] = fast_exp(x[i] - most);
+    sum += out[i];
+  }
+  for (int64_t i = 0; i < width; ++i) out[i] /= sum;
+}
+
 }  // namespace optimus::cpu

@@ -1,4 +1,4 @@
-// SwiGLU on rows of fp32, forward and backward, written so that compilers vectorise the loops.
+// SwiGLU, sigmoid and softmax on rows of fp32, written so that compilers vectorise the loops.
 #pragma once
 
 #include <cstdint>
@@ -36,5 +36,8 @@ void swiglu_row(const float* gate, const float* up, int64_t width, float* activa
 // writes weight * activation and the gradients of gate and up for the weighted output.
 float swiglu_row_backward(const float* gate, const float* up, const float* grad, float weight, int64_t width,
                           float* weighted_activation, float* dgate, float* dup);
+
+void sigmoid_row(const float* x, int64_t width, float* out);
+void softmax_row(const float* x, int64_t width, float* out);
 
 }  // namespace optimus::cpu

@@ -10,6 +10,8 @@
   X(swiglu, swiglu_backward_##type)         \
   X(grouped_gemm, gemm_rows_##type##_64)    \
   X(grouped_gemm, gemm_rows_##type##_16)    \
+  X(grouped_gemm, gemm_swiglu_##type##_64)  \
+  X(grouped_gemm, gemm_swiglu_##type##_16)  \
   X(grouped_gemm, gemm_weights_##type##_64) \
   X(grouped_gemm, gemm_weights_##type##_16)
 
@@ -20,6 +22,8 @@
   X(order, scan_bins)               \
   X(order, place_slots_i32)         \
   X(order, place_slots_i64)         \
+  X(router, router_topk)            \
+  X(router, router_topk_backward)   \
   OPTIMUS_KERNELS_PER_TYPE(X, f32)  \
   OPTIMUS_KERNELS_PER_TYPE(X, bf16) \
   OPTIMUS_KERNELS_PER_TYPE(X, f16)

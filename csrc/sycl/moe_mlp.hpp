@@ -42,9 +42,8 @@ inline void moe_mlp(Launcher& launcher, const Array& x, const Array& gate_up, co
   const Order order = sort_in_scratch(launcher, indices, s.experts);
   void* activation = launcher.scratch<char>(num_slots * s.inner * bytes);
   void* expert_rows = launcher.scratch<char>(num_slots * s.width * bytes);
-  launch_gemm_rows(launcher, s.type, x.data, gate_up.data, order.slots, topk, order, s.width, 2 * s.inner, true,
-                   hidden.data);
-  launch_swiglu(launcher, s.type, hidden.data, order, s.inner, activation);
+  launch_gemm_swiglu(launcher, s.type, x.data, gate_up.data, order.slots, topk, order, s.width, s.inner, hidden.data,
+                     activation);
   launch_gemm_rows(launcher, s.type, activation, down.data, nullptr, 1, order, s.inner, s.width, true, expert_rows);
   launch_combine(launcher, s.type, expert_rows, order, static_cast<const float*>(weights.data), s.tokens, s.width,
                  y.data);

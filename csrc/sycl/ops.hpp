@@ -67,7 +67,7 @@ void check_range(const Index* indices, int64_t count, int32_t num_experts) {
 }
 
 inline void launch_sort(Launcher& launcher, const Array& indices, int32_t num_experts, int32_t* slots, int32_t* rows,
-                        int32_t* offsets, int64_t* counts) {
+                        int32_t* offsets, int32_t* counts) {
   const int64_t num_slots = indices.size(0) * indices.size(1);
   const bool wide = indices.type() == DType::i64;
   if (launcher.host_memory) {
@@ -97,7 +97,7 @@ inline Order sort_in_scratch(Launcher& launcher, const Array& indices, int32_t n
   int32_t* slots = launcher.scratch<int32_t>(num_slots);
   int32_t* rows = launcher.scratch<int32_t>(num_slots);
   int32_t* offsets = launcher.scratch<int32_t>(static_cast<int64_t>(num_experts) + 3);
-  launch_sort(launcher, indices, num_experts, slots, rows, offsets, launcher.scratch<int64_t>(num_experts));
+  launch_sort(launcher, indices, num_experts, slots, rows, offsets, launcher.scratch<int32_t>(num_experts));
   return {slots, rows, offsets, num_slots, num_experts};
 }
 
@@ -141,6 +141,18 @@ inline void launch_gemm_rows(Launcher& launcher, DType type, const void* a, cons
                   sycl::range<2>(row_tiles, ceil_div(cols, launcher.tile)), tile_items(launcher), a, weight, slots,
                   topk, order.offsets, order.num_experts, depth, cols, static_cast<int32_t>(transposed), out,
                   is_packed);
+}
+
+// The up projection: hidden [N, 2F] and, in the same kernel, activation [N, F].
+inline void launch_gemm_swiglu(Launcher& launcher, DType type, const void* a, const void* weight, const int32_t* slots,
+                               int32_t topk, const Order& order, int64_t depth, int64_t inner, void* hidden,
+                               void* activation) {
+  if (order.num_slots == 0) return;
+  const int64_t row_tiles = ceil_div(order.num_slots, launcher.tile) + order.num_experts;
+  launcher.launch(std::string("gemm_swiglu_") + name_of(type) + "_" + std::to_string(launcher.tile),
+                  sycl::range<2>(row_tiles, ceil_div(inner, launcher.tile / 2)), tile_items(launcher), a, weight, slots,
+                  topk, order.offsets, order.num_experts, depth, 2 * inner, hidden, activation,
+                  packed(type, depth, {a, weight}));
 }
 
 inline void launch_gemm_weights(Launcher& launcher, DType type, DType out_type, const void* left, const void* right,

@@ -58,9 +58,9 @@ inline void sort_slots_op(Launcher& launcher, Arguments a) {  // indices, slots,
   check(a[1], "slots", DType::i32, {num_slots});
   check(a[2], "rows", DType::i32, {num_slots});
   check(a[3], "offsets", DType::i32, {static_cast<int64_t>(num_experts) + 3});
-  check(a[4], "counts", DType::i64, {num_experts});
+  check(a[4], "counts", DType::i32, {num_experts});
   launch_sort(launcher, a[0], num_experts, static_cast<int32_t*>(a[1].data), static_cast<int32_t*>(a[2].data),
-              static_cast<int32_t*>(a[3].data), static_cast<int64_t*>(a[4].data));
+              static_cast<int32_t*>(a[3].data), static_cast<int32_t*>(a[4].data));
 }
 
 inline void gather_rows_op(Launcher& launcher, Arguments a) {  // x, slots, offsets, out
@@ -178,6 +178,27 @@ inline void gemm_rows_op(Launcher& launcher, Arguments a, bool transposed) {
   launch_gemm_rows(launcher, type, a[0].data, a[1].data, order.slots, topk, order, depth, cols, transposed, a[4].data);
 }
 
+// a, weight [E, 2F, depth], slots or absent, offsets, hidden, activation
+inline void gemm_swiglu_op(Launcher& launcher, Arguments a) {
+  check_float(a[0], "a");
+  check_dims(a[0], "a", 2);
+  check_dims(a[1], "weight", 3);
+  check_dims(a[5], "activation", 2);
+  const DType type = a[0].type();
+  const int64_t num_slots = a[5].size(0), depth = a[0].size(1), inner = a[5].size(1);
+  count32(depth, "depth", 1);
+  count32(2 * inner, "2F", 2);
+  const bool gathered = !a[2].absent();
+  check(a[0], "a", type, {gathered ? a[0].size(0) : num_slots, depth});
+  check(a[1], "weight", type, {a[3].size(0) - 3, 2 * inner, depth});
+  check(a[4], "hidden", type, {num_slots, 2 * inner});
+  check(a[5], "activation", type, {num_slots, inner});
+  const int32_t topk = gathered ? topk_of(num_slots, a[0].size(0)) : 1;
+  const Order order = checked_order(launcher, a[3], num_slots, gathered ? &a[2] : nullptr, nullptr);
+  launch_gemm_swiglu(launcher, type, a[0].data, a[1].data, order.slots, topk, order, depth, inner, a[4].data,
+                     a[5].data);
+}
+
 // left, right, slots, offsets, out. A gathered operand is in token order and read through the slots.
 inline void gemm_weights_op(Launcher& launcher, Arguments a, bool gather_left, bool gather_right, bool accumulate) {
   check_float(a[0], "left");
@@ -202,6 +223,45 @@ inline void gemm_weights_op(Launcher& launcher, Arguments a, bool gather_left, b
                       a[4].data);
 }
 
+struct RouterShape {
+  int64_t tokens;
+  int32_t experts, topk;
+};
+
+inline RouterShape check_router(const Array& scores, const char* name, const Array& weights, const Array& indices) {
+  check_dims(scores, name, 2);
+  check_dims(weights, "weights", 2);
+  const RouterShape shape{scores.size(0), count32(scores.size(1), "E", 1), count32(weights.size(1), "K", 1)};
+  if (shape.topk > shape.experts) fail("K = ", shape.topk, "; expected 1 to E = ", shape.experts);
+  check(scores, name, DType::f32, {shape.tokens, shape.experts});
+  check(weights, "weights", DType::f32, {shape.tokens, shape.topk});
+  check(indices, "indices", DType::i64, {shape.tokens, shape.topk});
+  return shape;
+}
+
+template <bool kSigmoid, bool kNormalize>
+void router_topk_op(Launcher& launcher, Arguments a) {  // logits, bias or absent, weights, indices, scores
+  const RouterShape s = check_router(a[0], "logits", a[2], a[3]);
+  check(a[4], "scores", DType::f32, {s.tokens, s.experts});
+  if (!a[1].absent()) check(a[1], "bias", DType::f32, {s.experts});
+  launcher.launch("router_topk", sycl::range<1>(s.tokens), sycl::range<1>(row_items(launcher, s.experts, DType::f32, 0)),
+                  static_cast<const void*>(a[0].data), static_cast<const void*>(a[1].absent() ? nullptr : a[1].data),
+                  s.experts, s.topk, int32_t{kSigmoid}, int32_t{kNormalize}, a[2].data, a[3].data, a[4].data);
+}
+
+// scores, indices, dweights, dscores, dlogits
+template <bool kSigmoid, bool kNormalize>
+void router_topk_backward_op(Launcher& launcher, Arguments a) {
+  const RouterShape s = check_router(a[0], "scores", a[2], a[1]);
+  check(a[3], "dscores", DType::f32, {s.tokens, s.experts});
+  check(a[4], "dlogits", DType::f32, {s.tokens, s.experts});
+  launcher.launch("router_topk_backward", sycl::range<1>(s.tokens),
+                  sycl::range<1>(row_items(launcher, s.experts, DType::f32, 0)), static_cast<const void*>(a[0].data),
+                  static_cast<const void*>(a[1].data), static_cast<const void*>(a[2].data),
+                  static_cast<const void*>(a[3].data), s.experts, s.topk, int32_t{kSigmoid}, int32_t{kNormalize},
+                  a[4].data);
+}
+
 inline const std::map<std::string, Operation>& operations() {
   static const std::map<std::string, Operation> table = {
       {"sort_slots", {5, sort_slots_op}},
@@ -212,6 +272,15 @@ inline const std::map<std::string, Operation>& operations() {
       {"swiglu_backward", {8, swiglu_backward_op}},
       {"gemm_forward", {5, [](Launcher& l, Arguments a) { gemm_rows_op(l, a, true); }}},
       {"gemm_input_gradient", {5, [](Launcher& l, Arguments a) { gemm_rows_op(l, a, false); }}},
+      {"gemm_swiglu", {6, gemm_swiglu_op}},
+      {"router_topk_softmax", {5, router_topk_op<false, false>}},
+      {"router_topk_softmax_normalized", {5, router_topk_op<false, true>}},
+      {"router_topk_sigmoid", {5, router_topk_op<true, false>}},
+      {"router_topk_sigmoid_normalized", {5, router_topk_op<true, true>}},
+      {"router_topk_backward_softmax", {5, router_topk_backward_op<false, false>}},
+      {"router_topk_backward_softmax_normalized", {5, router_topk_backward_op<false, true>}},
+      {"router_topk_backward_sigmoid", {5, router_topk_backward_op<true, false>}},
+      {"router_topk_backward_sigmoid_normalized", {5, router_topk_backward_op<true, true>}},
       {"gemm_weight_gradient", {5, [](Launcher& l, Arguments a) { gemm_weights_op(l, a, false, false, false); }}},
       {"gemm_weight_gradient_add", {5, [](Launcher& l, Arguments a) { gemm_weights_op(l, a, false, false, true); }}},
       {"gemm_weight_gradient_left", {5, [](Launcher& l, Arguments a) { gemm_weights_op(l, a, true, false, false); }}},

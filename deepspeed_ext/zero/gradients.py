@@ -251,9 +251,12 @@ class GradientSync:
     def end_backward(self, reduce: bool) -> None:
         """After a backward: takes what is left in ``param.grad``; with ``reduce`` launches what is left. Collective
         with ``reduce``."""
-        if not (reduce or self.has_events):
+        # Not only after hooks: a schedule that computes weight gradients apart sets param.grad without running them.
+        has_left = any(slot.param.grad is not None for slot in self._slots)
+        if not (reduce or self.has_events or has_left):
             return
-        if any(slot.param.grad is not None for slot in self._slots):
+        if has_left:
+            self.is_dirty = True
             for entry in self._queue:
                 self._take([part for part in entry.parts if len(part.slot.parts) == 1])
             for slot in self._slots:

@@ -19,11 +19,20 @@ _IN_PLACE_NUMEL = 1 << 24
 
 @dataclass(frozen=True)
 class _Copy:
-    """``numel`` elements at ``offset`` of the update of shard ``bucket``, and at ``place`` of a buffer."""
+    """``numel`` elements at ``offset`` of the update of shard ``bucket``, and at ``place`` of the stage."""
 
     bucket: int
     offset: int
     place: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """``numel`` elements at ``offset`` of the update of shard ``bucket``."""
+
+    bucket: int
+    offset: int
     numel: int
 
 
@@ -62,7 +71,7 @@ class MatrixExchange:
         self._in_place: list[_Stretch] = []  # worked on where they are
         self._staged: list[_Stretch] = []  # worked on in the stage
         self._kept: list[_Copy] = []  # this rank's parts of its own staged matrices
-        self._sent: list[list[_Copy]] = [[] for _ in range(self.plan.group_size)]  # by owner; places count on the wire
+        self._sent: list[list[_Sent]] = [[] for _ in range(self.plan.group_size)]  # by owner, by matrix and element
         self._received: list[list[tuple[int, int]]] = [[] for _ in range(self.plan.group_size)]  # stage place, numel
         self.travelling_numel = 0  # elements of the whole family that go to another rank (and return)
         self._stage_numel = 0
@@ -85,7 +94,6 @@ class MatrixExchange:
             for stretch in self._in_place
             for i in range(stretch.count)
         }
-        wire = [0] * self.plan.group_size
         for index in sorted(range(len(matrices)), key=lambda index: (matrices[index].rows, matrices[index].columns)):
             matrix, owner = matrices[index], owners[index]
             segments = list(where.segments(index, matrix))
@@ -100,8 +108,7 @@ class MatrixExchange:
                 elif owner == rank:
                     self._received[segment.rank].append((place, numel))
                 elif segment.rank == rank:
-                    self._sent[owner].append(_Copy(segment.bucket, segment.offset, wire[owner], numel))
-                    wire[owner] += numel
+                    self._sent[owner].append(_Sent(segment.bucket, segment.offset, numel))
             if owner == rank:
                 self._add_staged(matrix)
 
@@ -163,7 +170,7 @@ class _Wire:
 
     def __init__(
         self,
-        sent: Sequence[Sequence[_Copy]],
+        sent: Sequence[Sequence[_Sent]],
         received: Sequence[Sequence[tuple[int, int]]],
         group: dist.ProcessGroup | None,
         like: Tensor,

@@ -28,7 +28,8 @@ def smallest_world(config: RunConfig) -> int:
     """Fewest ranks that the parallel sizes allow."""
     parallel = config.parallel
     dense = parallel.tensor_model_parallel_size * parallel.context_parallel_size
-    return math.lcm(dense, parallel.expert_model_parallel_size) * parallel.pipeline_model_parallel_size
+    experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
+    return math.lcm(dense, experts) * parallel.pipeline_model_parallel_size
 
 
 def _parameter_lines(config: RunConfig) -> list[str]:
@@ -44,12 +45,12 @@ def _layout_lines(config: RunConfig, world_size: int) -> list[str]:
     counts = count_parameters(config.model)
     training = config.training
     weight_bytes = 2 if training.params_dtype is Precision.BF16 else 4
-    experts = counts.expert // (layout.ep * layout.pp)
+    experts = counts.expert // (layout.ep * layout.etp * layout.pp)
     others = (counts.total - counts.expert) // (layout.pp * layout.tp)  # stages taken as equal
     states = 12 * (experts / layout.edp + others / (layout.dp * layout.cp))
     lines = [
         f"layout of {world_size} ranks: dense view pp={layout.pp} dp={layout.dp} cp={layout.cp} tp={layout.tp}, "
-        f"expert view pp={layout.pp} edp={layout.edp} ep={layout.ep}",
+        f"expert view pp={layout.pp} edp={layout.edp} ep={layout.ep}" + f" etp={layout.etp}" * (layout.etp > 1),
         f"per rank: {experts:,} expert and {others:,} other parameters"
         + (" (mean over pipeline stages)" if layout.pp > 1 else ""),
         f"          weights {weight_bytes * (experts + others) / GIB:.2f} GiB, fp32 gradients "
@@ -59,7 +60,7 @@ def _layout_lines(config: RunConfig, world_size: int) -> list[str]:
         f"{training.global_batch_size // (layout.dp * training.micro_batch_size)} micro-batches of "
         f"{training.micro_batch_size} sequences",
         "rank 0's groups: "
-        + ", ".join(f"{axis} {_ranks(layout.groups(axis)[0])}" for axis in ("pp", "dp", "tp", "ep", "edp")),
+        + ", ".join(f"{axis} {_ranks(layout.groups(axis)[0])}" for axis in ("pp", "dp", "cp", "tp", "ep", "edp")),
     ]
     if config.model.is_moe:
         lines.append(

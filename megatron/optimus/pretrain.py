@@ -72,9 +72,8 @@ def pretrain(config: RunConfig, launch: LaunchEnv) -> None:
     init_engine(timeout)
     try:
         # Each rank looks at its share of the files: an id beyond the vocabulary would fail in the middle of the run.
-        share = read_sources(config.data).prefixes[launch.rank :: launch.world_size]
         ranks = Ranks(None, device)
-        ranks.together(lambda: _check_tokens(config, share), "checking the tokens", DataError)
+        ranks.together(lambda: _check_tokens(config, launch), "checking the tokens", DataError)
         mesh = Mesh(config.parallel, rank=launch.rank, world_size=launch.world_size)
         logger.info("%s on %s", mesh.describe(), devices.device_name(device))
         trainer = Trainer(config, mesh, device)
@@ -84,8 +83,9 @@ def pretrain(config: RunConfig, launch: LaunchEnv) -> None:
         shutdown_engine()
 
 
-def _check_tokens(config: RunConfig, prefixes: Sequence[str]) -> None:
+def _check_tokens(config: RunConfig, launch: LaunchEnv) -> None:
     data = config.data
+    prefixes = read_sources(data).prefixes[launch.rank :: launch.world_size]
     eod_id = build_tokenizer(data.tokenizer_type, data.tokenizer_model).eod_id if data.needs_eod else None
     check_vocabulary(prefixes, config.model.vocab_size, eod_id=eod_id)
 

@@ -142,7 +142,7 @@ def run_case(rank: int, world: int, case: Case) -> dict[str, float]:
         assert parameter.grad is not None, name
         _average(parameter.grad, mesh, "edp" if hasattr(parameter, "expert_ids") else "dense", mesh.size("dense"))
     expected = serial(case, mesh.size("dp"))
-    wanted = {name: _own(expected.grads[name], p) for name, p in model.named_parameters()}
+    wanted = {name: part_of(expected.grads[name], p) for name, p in model.named_parameters()}
     rows = slice(mesh.index("dp") * BATCH, (mesh.index("dp") + 1) * BATCH)
     deviations = {name: deviation(p.grad, wanted[name]) for name, p in model.named_parameters()}
     deviations["logits"] = deviation(logits, expected.logits[rows][:, positions])
@@ -150,7 +150,7 @@ def run_case(rank: int, world: int, case: Case) -> dict[str, float]:
     return deviations
 
 
-def _own(whole: Tensor, parameter: Tensor) -> Tensor:
+def part_of(whole: Tensor, parameter: Tensor) -> Tensor:
     """The part of a whole gradient that belongs to this rank's parameter."""
     if hasattr(parameter, "expert_ids"):
         whole = whole[list(parameter.expert_ids)]

@@ -6,8 +6,20 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
-from megatron.optimus.checkpoint import CheckpointError, commit, latest, load, save
+from megatron.optimus.checkpoint import (
+    CheckpointError,
+    Manifest,
+    Saver,
+    TensorSlice,
+    commit,
+    latest,
+    load,
+    load_newest,
+    save,
+    store,
+)
 from tests.helpers import run_distributed
 from tests.unit.checkpoint.helpers import (
     CONFIG,
@@ -129,3 +141,128 @@ def test_ranks_share_the_verification_and_agree_on_the_fallback(tmp_path):
     Path(tmp_path / "step-00000002" / "manifest.json").unlink()
     answers = run_distributed(_find, 2, tmp_path)
     assert all("none of its 2 checkpoints" in text for text, _ in answers)
+
+
+# -- asynchronous, one file per node, every byte read once -------------------------------------------------------------
+
+
+def _save_async(rank, world, root, failing):
+    """Three saves beside "training"; the third fails on one rank. What each rank saw."""
+    saver = Saver(root, node=f"node {rank // 2}")
+    seen = []
+    for step in (1, 2, 3):
+        if step == 3 and rank == failing:
+
+            def full(*args):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+            commit.write_at = full
+        state = whole_state(step)
+        slices = layout_slices(state, rank, world, 2, interleaved=False, loading=False)
+        try:
+            saver.start(slices, Manifest("full", step, step, CONFIG, {}, {}, {}), retain=3)
+            for piece in slices:
+                piece.tensor.zero_()  # what training would do meanwhile
+            saver.before_update()
+            boundaries = 0
+            while not (saved := saver.poll()):
+                boundaries += 1  # the same number on every rank: all follow the same reduced numbers
+            seen.append((saved[0].path.name, boundaries))
+        except CheckpointError as error:
+            seen.append(str(error))
+    return seen
+
+
+@pytest.mark.parametrize("failing", [0, 3])
+def test_saving_beside_training(tmp_path, failing):
+    answers = run_distributed(_save_async, 4, tmp_path, failing)
+    for seen in answers:
+        assert seen[:2] == answers[0][:2] and [name for name, _ in seen[:2]] == ["step-00000001", "step-00000002"]
+        assert f"saving step 3 to {tmp_path} failed on rank {failing}" in seen[2]
+        assert "No space left on device" in seen[2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+    files = sorted(path.name for path in (tmp_path / "step-00000002").iterdir())
+    assert files == ["manifest.json", "node-00000.safetensors", "node-00001.safetensors"]
+    requests = whole_requests(whole_state(2))
+    load(find_loadable(tmp_path), requests)
+    assert_holds(requests, whole_state(2))
+
+
+_NUMEL = 3_000_000
+
+
+def _large(rank, world, *, columns, loading):
+    """One matrix of 24 MB and a replicated buffer, cut into rows or into columns with rows of the flattened cut."""
+    shape = (1000, 2 * _NUMEL // 1000)
+    whole = torch.arange(2 * _NUMEL, dtype=torch.float32)
+    if columns:
+        width = shape[1] // world
+        box = ((0, shape[0]), (rank * width, (rank + 1) * width))
+        values = whole.view(shape)[:, rank * width : (rank + 1) * width].reshape(-1)
+        slices = [TensorSlice("w", "master", shape, 0, len(values), values.clone(), box)]
+    else:
+        low, high = 2 * _NUMEL * rank // world, 2 * _NUMEL * (rank + 1) // world
+        slices = [TensorSlice("w", "master", shape, low, high, whole[low:high].clone())]
+    if rank == 0 or loading:
+        slices.append(TensorSlice("b", "buffer", (5000,), 0, 5000, torch.arange(5000.0)))
+    return slices
+
+
+def _save_large(rank, world, root, columns):
+    slices = _large(rank, world, columns=columns, loading=False)
+    save(root, 1, slices, kind="full", consumed_samples=0, config=CONFIG, metadata={})
+
+
+def _load_counting(rank, world, root, columns):
+    """(bytes read from files, whether everything arrived)."""
+    expected = _large(rank, world, columns=columns, loading=True)
+    requests = [TensorSlice(s.name, s.kind, s.global_shape, s.start, s.stop, s.tensor * 0 - 1, s.box) for s in expected]
+    count = 0
+    preadv, read_bytes = os.preadv, Path.read_bytes
+
+    def counting_preadv(*args):
+        nonlocal count
+        got = preadv(*args)
+        count += got
+        return got
+
+    def counting_read_bytes(path):
+        nonlocal count
+        data = read_bytes(path)
+        count += len(data)
+        return data
+
+    os.preadv, Path.read_bytes = counting_preadv, counting_read_bytes
+    path, _ = load_newest(root, lambda manifest: requests)
+    assert path.name == "step-00000001"
+    return count, all(torch.equal(a.tensor, b.tensor) for a, b in zip(requests, expected, strict=True))
+
+
+@pytest.mark.parametrize("savers, columns", [(1, False), (4, True)])
+@pytest.mark.parametrize("loaders, other", [(1, False), (4, False), (5, True)])
+def test_every_byte_is_read_once_by_some_rank(tmp_path, savers, columns, loaders, other):
+    """At most 1.05 times the checkpoint, whatever the number of ranks and the cut; each rank gets what it asked for."""
+    run_distributed(_save_large, savers, tmp_path, columns)
+    size = sum(path.stat().st_size for path in (tmp_path / "step-00000001").iterdir())
+    answers = run_distributed(_load_counting, loaders, tmp_path, other)
+    assert all(good for _, good in answers)
+    total = sum(count for count, _ in answers)
+    assert size <= total <= 1.05 * size, f"{total} bytes read of {size}"
+    if loaders == savers == 4:
+        assert max(count for count, _ in answers) < 0.5 * size, "the reading is spread over the ranks"
+
+
+def _load_damaged(rank, world, root):
+    try:
+        return load_newest(root, store.everything)[0].name
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_a_wrong_hash_sends_all_ranks_to_the_checkpoint_before(tmp_path):
+    run_distributed(_save_all, 4, tmp_path, 2, False)
+    shard = tmp_path / "step-00000003" / "node-00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert run_distributed(_load_damaged, 3, tmp_path) == ["step-00000002"] * 3

@@ -53,12 +53,22 @@ CASES = {
 }
 
 
+EIGHT = {
+    "tp 2 x cp 2 x dp 2, ep 8, everything recomputed": Case(
+        MOE | GQA, TP2 | CP2 | RING | RECOMPUTED | dict(expert_model_parallel_size=8)
+    ),
+    "tp 2 x cp 2 x dp 2, ep 2 x etp 2, all-to-all": Case(
+        MOE | GLOBAL, TP2 | CP2 | A2A | dict(expert_model_parallel_size=2, expert_tensor_parallel_size=2)
+    ),
+}
+
+
 @pytest.fixture(scope="module")
 def measured() -> dict[str, dict[str, float]]:
-    return deviations(4, CASES)
+    return deviations(4, CASES) | deviations(8, EIGHT)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES | EIGHT)
 def test_equals_one_process(measured: dict[str, dict[str, float]], case: str) -> None:
     found = measured[case]
     assert found.pop("losses") <= 1e-6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.optimus.config.schema import LoadBalancing, Normalization, Recompute, TokenDispatcher
+from megatron.optimus.config.schema import LoadBalancing, Normalization, QKNormScope, Recompute, TokenDispatcher
 from tests.distributed.layouts import Case, deviations
 
 TP2 = dict(tensor_model_parallel_size=2)
@@ -23,7 +23,12 @@ CASES = {
     "dense, no qk-norm, layernorm without scale": Case(
         dict(qk_layernorm=False, normalization=Normalization.LAYERNORM_NONPARAMETRIC), TP4
     ),
+    "dense, qk-norm of each head, tp 4": Case(dict(qk_layernorm_scope=QKNormScope.HEAD), TP4 | PLAIN),
+    "dense, qk-norm of each head, tp 2 x dp 2, sequence parallel": Case(dict(qk_layernorm_scope=QKNormScope.HEAD), TP2),
     "moe, tp 4": Case(MOE, TP4),
+    "moe, tp 2 x dp 2, ep 4, 64 experts for 64 tokens, many empty": Case(
+        MOE | dict(num_experts=64, moe_router_topk=1), TP2 | dict(expert_model_parallel_size=4)
+    ),
     "moe, tp 2 x dp 2, ep 4 over both": Case(MOE, TP2 | dict(expert_model_parallel_size=4)),
     "moe, tp 4, ep 2 inside": Case(MOE | GLOBAL, TP4 | A2A | dict(expert_model_parallel_size=2)),
     "moe, tp 2 x dp 2, ep 2, global balance": Case(MOE | GLOBAL, TP2 | A2A | dict(expert_model_parallel_size=2)),

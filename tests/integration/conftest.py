@@ -40,10 +40,8 @@ def environment() -> dict[str, str]:
 Program = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-@pytest.fixture(scope="session")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prefix of a corpus with some structure to learn: noisy counting modulo 61."""
-    prefix = tmp_path_factory.mktemp("data") / "counting"
+def write_corpus(prefix: Path) -> Path:
+    """A corpus with some structure to learn: noisy counting modulo 61."""
     rng = np.random.default_rng(0)
     with IndexedDatasetWriter(str(prefix), np.dtype(np.uint16)) as writer:
         for _ in range(200):
@@ -52,6 +50,12 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ids[rng.random(length) < 0.1] = 63
             writer.add_document(np.append(ids, 0).tolist())
     return prefix
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its prefix."""
+    return write_corpus(tmp_path_factory.mktemp("data") / "counting")
 
 
 @pytest.fixture(scope="session")

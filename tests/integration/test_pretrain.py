@@ -104,8 +104,9 @@ def test_killed_run_resumes_from_the_last_checkpoint(tmp_path: Path, tokens: Pat
         (4, ["--expert-model-parallel-size", "4", "--moe-expert-placement", "interleaved"]),
         (
             4,
-            "--tensor-model-parallel-size 2 --context-parallel-size 2 --cp-comm-type p2p --expert-model-parallel-size 4 "
-            "--recompute-modules moe attention norm --cpu-offloading-num-layers 1".split(),
+            "--tensor-model-parallel-size 2 --context-parallel-size 2 --cp-comm-type p2p "
+            "--expert-model-parallel-size 4 --cpu-offloading-num-layers 1 "
+            "--recompute-modules moe attention norm".split(),
         ),
         (
             4,
@@ -113,6 +114,13 @@ def test_killed_run_resumes_from_the_last_checkpoint(tmp_path: Path, tokens: Pat
             "--moe-token-dispatcher-type alltoall --micro-batch-size 1".split(),
         ),
         (2, "--tensor-model-parallel-size 2 --expert-model-parallel-size 1".split()),
+        (2, "--pipeline-model-parallel-size 2 --expert-model-parallel-size 1".split()),
+        (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --expert-model-parallel-size 2".split()),
+        (
+            4,
+            "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 "
+            "--moe-expert-placement interleaved".split(),
+        ),
     ],
 )
 def test_any_layout_trains_the_same_model(
@@ -135,6 +143,20 @@ def test_any_layout_trains_the_same_model(
         assert (parallel[key] - tensor).abs().max() <= 1e-4 * tensor.abs().max(), key
 
 
+def test_deterministic_runs_have_the_same_bits(tmp_path: Path, pretrain: Program) -> None:
+    options = (
+        "--deterministic --tensor-model-parallel-size 2 --expert-model-parallel-size 2 --train-iters 4 "
+        "--moe-token-dispatcher-type alltoall --params-dtype bf16 --recompute-modules moe attention"
+    ).split()
+    for name in ("first", "second"):
+        succeed(pretrain(tmp_path / name, *options, ranks=2))
+    assert numbers(tmp_path / "first") == numbers(tmp_path / "second")
+    first, second = (tensors(tmp_path / name / "checkpoints/step-00000004") for name in ("first", "second"))
+    assert first.keys() == second.keys()
+    for key, tensor in first.items():
+        assert torch.equal(tensor, second[key]), key
+
+
 _SERIAL: dict[str, Path] = {}
 
 
@@ -147,14 +169,22 @@ def _serial_run(factory: pytest.TempPathFactory, pretrain: Program, options: lis
 
 
 def test_checkpoint_of_one_layout_continues_on_another(tmp_path: Path, pretrain: Program, unbroken: Path) -> None:
-    """Two ranks with EP=2 up to step 8, then one process: the loss goes on where it was."""
+    """Two ranks with EP=2 up to step 8, then one process, or everything split over two: the loss goes on."""
     load = ["--load", unbroken / "checkpoints", "--train-iters", 9, "--lr-decay-iters", 8]
     out = succeed(pretrain(tmp_path / "one", *load))
     assert "changed since that checkpoint: parallel.expert_model_parallel_size 2 -> 1" in out
     succeed(pretrain(tmp_path / "two", *load, "--expert-model-parallel-size", 2, ranks=2))
-    one, two = numbers(tmp_path / "one")[-1], numbers(tmp_path / "two")[-1]
-    assert one["step"] == two["step"] == 9
+    split = ["--tensor-model-parallel-size", 2, "--expert-tensor-parallel-size", 2]
+    succeed(pretrain(tmp_path / "split", *load, *split, ranks=2))
+    one, two, three = (numbers(tmp_path / name)[-1] for name in ("one", "two", "split"))
+    assert one["step"] == two["step"] == three["step"] == 9
     assert one["loss"] == pytest.approx(two["loss"], rel=1e-6)
+    assert one["loss"] == pytest.approx(three["loss"], rel=1e-6)
+    assert one["grad_norm"] == pytest.approx(three["grad_norm"], rel=1e-5)
+    first, third = (tensors(tmp_path / name / "checkpoints/step-00000009") for name in ("one", "split"))
+    for key, tensor in first.items():
+        if key[1] != "rng":
+            assert (third[key] - tensor).abs().max() <= 1e-5 * tensor.abs().max(), key
 
 
 def test_resume_with_another_sequence_length_keeps_the_tokens(

@@ -15,18 +15,11 @@ from megatron.optimus import ops
 from megatron.optimus.ops import backend as backend_module
 from megatron.optimus.ops import reference
 from tests.ops.cases import CASES, NAMES, TOLERANCE, Case, expected, make_inputs, mismatches, values_and_gradients
+from tests.ops.targets import HAS_CUDA, skip_what_cannot_run
+from tests.ops.targets import TARGETS as ALL_TARGETS
 
-HAS_CUDA = torch.cuda.is_available()
-TARGETS = [
-    pytest.param("reference", "cpu", id="reference-cpu"),
-    pytest.param("cpu", "cpu", id="cpu"),
-    pytest.param(
-        "triton",
-        "cuda",
-        id="triton",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device")],
-    ),
-]
+# test_sycl.py runs the same cases at several work-group sizes
+TARGETS = [target for target in ALL_TARGETS if target.id != "sycl"]
 
 
 @functools.cache
@@ -39,8 +32,7 @@ def case_with_answer(name: str, dtype: torch.dtype) -> tuple[list[Tensor], dict[
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("backend", "device"), TARGETS)
 def test_values_and_gradients(backend: str, device: str, dtype: torch.dtype, name: str) -> None:
-    if backend == "triton" and dtype == torch.float32:
-        pytest.skip("16-bit only")
+    skip_what_cannot_run(backend, dtype)
     inputs, want = case_with_answer(name, dtype)
     ops.set_backend(backend)
     got = values_and_gradients(ops.moe_mlp, [t.to(device) for t in inputs])
@@ -219,5 +211,5 @@ def test_auto_says_what_is_missing_and_runs_the_reference(
     backend_module._resolve.cache_clear()
     assert not mismatches(got, want, TOLERANCE[torch.float32])
     assert [r.getMessage() for r in caplog.records] == [
-        "expert kernels on cpu float32: reference, which is slower, because no compiler; install one"
+        "expert kernels on cpu float32: reference, which is slower, because no compiler; install one; router: reference"
     ]

@@ -1,4 +1,4 @@
-"""router_topk: the choice and every gradient against the reference; the Triton version only where CUDA is."""
+"""router_topk on every backend: the choice and every gradient against the specification in fp64."""
 
 from __future__ import annotations
 
@@ -9,44 +9,86 @@ import torch
 
 from megatron.optimus import ops
 from megatron.optimus.ops import reference
+from tests.ops.sycl_device import WORK_SIZES, needs_sycl
+from tests.ops.targets import TARGETS
 
-SHAPES = [(1, 4, 1), (37, 64, 8), (130, 72, 3), (5, 1, 1), (9, 6, 6), (300, 384, 8)]
+SHAPES = [(0, 4, 2), (1, 4, 1), (37, 64, 8), (130, 72, 3), (5, 1, 1), (9, 6, 6), (300, 384, 8)]
 OPTIONS = list(itertools.product([False, True], repeat=3))
+each_target = pytest.mark.parametrize(("backend", "device"), TARGETS)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize(("sigmoid", "normalize", "biased"), OPTIONS)
-@pytest.mark.parametrize(("tokens", "experts", "topk"), SHAPES)
-def test_triton_router_equals_the_reference(
-    tokens: int, experts: int, topk: int, sigmoid: bool, normalize: bool, biased: bool
-) -> None:
+def routed(fn, leaf: torch.Tensor, topk: int, options: tuple[bool, bool, bool], device: str) -> list[torch.Tensor]:
+    """Weights, indices, scores and the logits' gradient, on the cpu."""
+    sigmoid, normalize, biased = options
     generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(tokens, experts, generator=generator)
-    bias = torch.randn(experts, generator=generator) if biased else None
-    dweights, dscores = (
-        torch.randn(tokens, topk, generator=generator),
-        torch.randn(tokens, experts, generator=generator),
-    )
-    results = []
-    for fn, device in ((ops.router_topk, "cuda"), (reference.router_topk, "cpu")):
-        leaf = logits.to(device).requires_grad_()
-        shift = None if bias is None else bias.to(device)
-        out = fn(leaf, topk, sigmoid=sigmoid, normalize=normalize, selection_bias_E=shift)
-        gradients = (dweights.to(device), dscores.to(device))
-        (grad,) = torch.autograd.grad((out.weights_TK, out.scores_TE), leaf, gradients)
-        results.append([t.detach().cpu() for t in (*out, grad)])
-    for got, want in zip(*results, strict=True):
-        assert got.dtype == want.dtype
-        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
+    tokens, experts = leaf.shape
+    bias = torch.randn(experts, generator=generator).to(device) if biased else None
+    dweights = torch.randn(tokens, topk, generator=generator).to(device, leaf.dtype)
+    dscores = torch.randn(tokens, experts, generator=generator).to(device, leaf.dtype)
+    out = fn(leaf.requires_grad_(), topk, sigmoid=sigmoid, normalize=normalize, selection_bias_E=bias)
+    (grad,) = torch.autograd.grad((out.weights_TK, out.scores_TE), leaf, (dweights, dscores))
+    return [t.detach().cpu() for t in (*out, grad)]
 
 
-def test_an_impossible_topk_raises() -> None:
-    with pytest.raises(ValueError, match=r"topk=5 of logits \(3, 4\)"):
-        ops.router_topk(torch.zeros(3, 4), 5)
+def check_router(device: str, shape: tuple[int, int, int], options: tuple[bool, bool, bool]) -> None:
+    tokens, experts, topk = shape
+    logits = 3 * torch.randn(tokens, experts, generator=torch.Generator().manual_seed(2))
+    got = routed(ops.router_topk, logits.to(device), topk, options, device)
+    want = routed(reference.router_topk, logits.double(), topk, options, "cpu")
+    assert [t.dtype for t in got] == [torch.float32, torch.int64, torch.float32, torch.float32]
+    for value, right in zip(got, want, strict=True):
+        torch.testing.assert_close(value, right.to(value.dtype), rtol=2e-5, atol=2e-6)
+    again = routed(ops.router_topk, logits.to(device), topk, options, device)
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
 
 
-def test_cpu_router_is_the_reference() -> None:
-    logits = torch.randn(6, 5)
-    got, want = ops.router_topk(logits, 2, normalize=True), reference.router_topk(logits, 2, normalize=True)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+@each_target
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values_and_gradients(
+    backend: str, device: str, shape: tuple[int, int, int], options: tuple[bool, bool, bool]
+) -> None:
+    ops.set_backend(backend)
+    check_router(device, shape, options)
+
+
+@needs_sycl
+@pytest.mark.usefixtures("default_work_sizes")
+@pytest.mark.parametrize("sizes", WORK_SIZES, ids=str)
+def test_every_work_group_size_gives_the_same_choice(sizes: tuple[int, int, int]) -> None:
+    from megatron.optimus.ops import sycl
+
+    ops.set_backend("sycl")
+    sycl.set_work_sizes(*sizes)
+    for options in OPTIONS:
+        check_router("cpu", (37, 64, 8), options)
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("sycl", marks=needs_sycl)])
+def test_equal_and_missing_numbers_still_choose_different_experts(backend: str) -> None:
+    """Of equal scores the lower expert; rows of NaN stay NaN and their indices stay in range."""
+    ops.set_backend(backend)
+    logits = torch.zeros(3, 6)
+    logits[1, 2] = float("nan")
+    logits[2] = torch.tensor([1.0, 2.0, 2.0, 1.0, 2.0, 0.0])
+    routing = ops.router_topk(logits, 4)
+    assert routing.indices_TK.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 4, 0]]
+    assert routing.weights_TK[1].isnan().all() and not routing.weights_TK[[0, 2]].isnan().any()
+
+
+def test_wrong_arguments_raise() -> None:
+    logits = torch.zeros(3, 4)
+    with pytest.raises(ValueError, match=r"topk=5 of torch.float32 logits \(3, 4\)"):
+        ops.router_topk(logits, 5)
+    with pytest.raises(ValueError, match=r"topk=1 of torch\.int64 logits"):
+        ops.router_topk(logits.long(), 1)
+    with pytest.raises(ValueError, match=r"selection bias \(3,\) on cpu; expected \[4\]"):
+        ops.router_topk(logits, 2, selection_bias_E=torch.zeros(3))
+
+
+def test_a_router_set_to_a_backend_that_is_not_here_raises() -> None:
+    ops.set_backend("triton")
+    if torch.cuda.is_available():
+        pytest.skip("triton is here")
+    with pytest.raises(ops.BackendUnavailableError, match="backend 'triton' cannot route on cpu"):
+        ops.router_topk(torch.zeros(3, 4), 2)

@@ -114,11 +114,11 @@ def test_a_kernel_that_drops_one_slot_or_one_weight_is_seen(tmp_path: Path) -> N
     y = sycl.combine(rows, order, weights, case.tokens)
 
     wrong_runtime = sycl._Runtime(tmp_path)
-    wrong_order = sycl.SlotOrder(*(torch.empty_like(t) for t in order))
+    wrong_order = [torch.empty_like(t) for t in (order.slots_P, order.rows_N, order.plan[0], order.counts_E)]
     wrong_runtime.run("sort_slots", [indices, *wrong_order])
-    assert (wrong_order.rows_N != order.rows_N).nonzero().tolist() == [[17]] and wrong_order.rows_N[17] == -1
+    assert (wrong_order[1] != order.rows_N).nonzero().tolist() == [[17]] and wrong_order[1][17] == -1
     wrong_y = torch.empty_like(y)
-    wrong_runtime.run("combine", [rows, order.rows_N, order.offsets, weights, wrong_y])
+    wrong_runtime.run("combine", [rows, order.rows_N, order.plan[0], weights, wrong_y])
     assert (wrong_y != y).any(-1).nonzero().tolist() == [[17 // case.topk]]
     assert mismatches({"y": wrong_y}, {"y": y.double()}, TOLERANCE[torch.float32])
 
@@ -141,7 +141,7 @@ def test_a_broken_runtime_is_an_error_that_names_the_place(tmp_path: Path, monke
     x, *_, indices, _dy = make_inputs(case, torch.float32)
     order = sycl.sort_slots(indices, case.experts)
     runtime = sycl._Runtime(tmp_path)
-    arguments = [x, order.slots_N, order.offsets, x.new_empty(case.topk, case.width)]
+    arguments = [x, order.slots_P, order.plan[0], x.new_empty(case.topk, case.width)]
     with pytest.raises(RuntimeError, match=r"rows\.sycl does not compile"):
         runtime.run("gather_rows", arguments)
     (tmp_path / "rows.sycl").unlink()
@@ -170,7 +170,7 @@ def test_wrong_arguments_raise_and_nothing_runs() -> None:
     case = CASES["odd_tokens"]
     x, gate_up, _down, weights, indices, _ = make_inputs(case, torch.float32)
     order = sycl.sort_slots(indices, case.experts)
-    slots, rows, offsets, _counts = order
+    slots, rows, _counts, (offsets,) = order
     N, D = indices.numel(), case.width
     out = torch.full((N, D), 7.0)
     y = torch.full((case.tokens, D), 7.0)
@@ -194,7 +194,7 @@ def test_wrong_arguments_raise_and_nothing_runs() -> None:
         ("but others are on", "gather_rows", [x, slots.to("meta"), offsets, out]),
         ("SYCL kernels run on xpu and cpu tensors, not meta", "swiglu", [out.to("meta")]),
         ("indices must be i32 or i64", "sort_slots", [indices.short(), slots, rows, offsets, _counts]),
-        ("counts has dtype i32; expected i64", "sort_slots", [indices, slots, rows, offsets, _counts.int()]),
+        ("counts has dtype i64; expected i32", "sort_slots", [indices, slots, rows, offsets, _counts.long()]),
     ]
     slots_before = slots.clone()
     for message, name, arguments in wrong:
@@ -205,7 +205,7 @@ def test_wrong_arguments_raise_and_nothing_runs() -> None:
         with pytest.raises(ValueError, match="expected"):
             sycl.set_work_sizes(*sizes)
     with pytest.raises(ValueError, match="gathered='both'; use None, 'dout' or 'x'"):
-        sycl.grouped_linear_weight_gradient(x, x, order, gathered="both")
+        sycl.grouped_weight_gradient(x, x, order, gathered="both")
 
 
 @marked
@@ -215,7 +215,7 @@ def test_runs_on_the_device_it_says(caplog: pytest.LogCaptureFixture) -> None:
     backend_module._resolve.cache_clear()
     with caplog.at_level("INFO", logger="optimus"):
         ops.moe_mlp(*make_inputs(CASES["one_token"], torch.float32)[:5])
-    assert [r.getMessage() for r in caplog.records] == ["expert kernels on cpu float32: sycl (as set)"]
+    assert [r.getMessage() for r in caplog.records] == ["expert kernels on cpu float32: sycl (as set); router: sycl"]
 
 
 def test_what_is_missing_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,12 +27,12 @@ def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     assert error <= TOLERANCE[dtype], f"{error:.2e} > {TOLERANCE[dtype]:.0e}"
 
 
-def order_of(case: Case, seed: int = 0) -> tuple[sycl.SlotOrder, Tensor, list[Tensor]]:
+def order_of(case: Case, seed: int = 0) -> tuple[reference.RowOrder, Tensor, list[Tensor]]:
     """The order by the kernels, the token of each local row, and the case's inputs."""
     inputs = make_inputs(case, torch.float32, seed=seed)
     order = sycl.sort_slots(inputs[4], case.experts)
-    slots = reference.sort_slots(inputs[4], case.experts).slots_N
-    return order, slots[: int(order.offsets[case.experts])], inputs
+    slots = reference.sort_slots(inputs[4], case.experts).slots_P.long()
+    return order, slots[: int(order.plan[0][case.experts])], inputs
 
 
 @each_size
@@ -44,13 +44,9 @@ def test_order_and_counts(name: str, index_dtype: torch.dtype, sizes: tuple[int,
     want = reference.sort_slots(indices, case.experts)
     sycl.set_work_sizes(*sizes)
     got = sycl.sort_slots(indices, case.experts)
-    assert torch.equal(got.slots_N.long(), want.slots_N) and torch.equal(got.counts_E, want.counts_E)
-    offsets = torch.nn.functional.pad(want.counts_E.cumsum(0), (1, 0))
-    assert got.offsets.tolist() == [*offsets.tolist(), indices.numel(), indices.numel()]
-    rows = torch.full((indices.numel(),), -1)
-    num_rows = int(offsets[-1])
-    rows[want.slots_N[:num_rows]] = torch.arange(num_rows)
-    assert torch.equal(got.rows_N.long(), rows)
+    for name_of_tensor in ("slots_P", "rows_N", "counts_E"):
+        assert torch.equal(getattr(got, name_of_tensor), getattr(want, name_of_tensor)), name_of_tensor
+    assert torch.equal(got.plan[0], want.plan[0])
 
 
 @each_size
@@ -128,24 +124,30 @@ def test_grouped_gemm(name: str, tile: int, dtype: torch.dtype) -> None:
 
     def want(x: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, w = x.double().requires_grad_(), weight.double().requires_grad_()
-        y = reference.grouped_linear(x, w, counts)
+        y = reference.grouped_linear(x, w, order)
         return y, *torch.autograd.grad(y, (x, w), dout.double())
 
     y, dx, dw = want(x_N[:num_rows], dout_N[:num_rows])
     assert_close(sycl.grouped_linear(x_N, weight, order)[:num_rows], y, dtype)
-    assert_close(sycl.grouped_linear_input_gradient(dout_N, weight, order)[:num_rows], dx, dtype)
-    got = sycl.grouped_linear_weight_gradient(dout_N, x_N, order)
+    assert_close(sycl.grouped_input_gradient(dout_N, weight, order)[:num_rows], dx, dtype)
+    got = sycl.grouped_weight_gradient(dout_N, x_N, order)
     assert_close(got, dw, dtype)
     assert not got[counts == 0].any()
+    activation, hidden = sycl.grouped_linear_swiglu(x_N, weight, order)
+    assert_close(hidden[:num_rows], y, dtype)
+    assert_close(activation[:num_rows], reference.swiglu(y.detach()), dtype)
 
     y, dx, dw = want(x_T[token], dout_T[token])
     assert_close(sycl.grouped_linear(x_T, weight, order, gathered=True)[:num_rows], y, dtype)
-    assert_close(sycl.grouped_linear_input_gradient(dout_T, weight, order, gathered=True)[:num_rows], dx, dtype)
+    activation, hidden = sycl.grouped_linear_swiglu(x_T, weight, order, gathered=True)
+    assert_close(hidden[:num_rows], y, dtype)
+    assert_close(activation[:num_rows], reference.swiglu(y.detach()), dtype)
+    assert_close(sycl.grouped_input_gradient(dout_T, weight, order, gathered=True)[:num_rows], dx, dtype)
     for out_dtype in {dtype, torch.float32}:
         before = torch.randn(dw.shape, generator=g).to(out_dtype)
         for gathered, dout, x in (("dout", dout_T, x_N), ("x", dout_N, x_T)):
             added = before.clone()
-            sycl.grouped_linear_weight_gradient(dout, x, order, gathered=gathered, out=added)
+            sycl.grouped_weight_gradient(dout, x, order, added, gathered=gathered)
             dout_rows = dout[token] if gathered == "dout" else dout[:num_rows]
             x_rows = x[token] if gathered == "x" else x[:num_rows]
             assert_close(added, before + want(x_rows, dout_rows)[2], out_dtype)

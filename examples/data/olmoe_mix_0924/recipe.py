@@ -1,108 +1,195 @@
 #!/usr/bin/env python3
 """OLMoE-mix-0924: what to download, and whether it has arrived whole.
 
-python recipe.py urls listing.json --output urls.txt     # where there is a network
-wget --continue --input-file urls.txt ...                # see README.md
-python recipe.py verify RAW --listing listing.json       # offline: every file there, of the right size
-python recipe.py verify TOKENS --tokens                  # offline: a pair of token files for every source file
+python recipe.py urls --output urls.txt               # anywhere; from the manifest's names
+wget --continue --input-file urls.txt ...             # where there is a network: see README.md
+python recipe.py record RAW --output sizes.json       # there: names, sizes and hashes of what has arrived
+python recipe.py verify RAW --listing sizes.json      # offline: every file there, of the right size
+python recipe.py verify RAW --deep                    # offline: every archive can be read to its end
+python recipe.py verify TOKENS --tokens               # offline: a pair of token files for every source file
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import sys
-from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import xxhash
 import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # run from a checkout, without installation
 
+from megatron.optimus.data.corpus import parse_batch, read_batches
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles
 
 HERE = Path(__file__).resolve().parent
-BASE_URL = "https://huggingface.co/datasets/{dataset}/resolve/main/{path}"
+BASE_URL = "https://huggingface.co/datasets/{dataset}/resolve/main/data/{path}"
+SUFFIXES = (".json.gz", ".jsonl.gz", ".json.zst")
+BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
 def load_manifest() -> dict[str, Any]:
-    return yaml.safe_load((HERE / "manifest.yaml").read_text(encoding="utf-8"))
+    manifest = yaml.safe_load((HERE / "manifest.yaml").read_text(encoding="utf-8"))
+    for corpus in manifest["corpora"].values():
+        corpus["files"] = [name for pattern in corpus["files"] for name in expand(pattern)]
+        corpus["tokens"] = float(corpus["tokens"])
+    return manifest
 
 
-def read_listing(path: str, corpora: dict[str, int]) -> dict[str, dict[str, Any]]:
-    """Files of a saved listing, a JSON list of {"path", "size", ...}, by path. Raises DataError.
+def expand(pattern: str) -> list[str]:
+    """Names of "part-{0008..0010}.gz"; numbers keep the width of the first."""
+    found = BRACES.search(pattern)
+    assert found is not None, pattern
+    first, last = found.groups()
+    return [BRACES.sub(f"{i:0{len(first)}}", pattern) for i in range(int(first), int(last) + 1)]
 
-    A file belongs to the corpus whose name is one of the folders it lies in; others (README) are left out.
+
+def paths(manifest: dict[str, Any]) -> list[str]:
+    """corpus/name of all files."""
+    return [f"{corpus}/{name}" for corpus, content in manifest["corpora"].items() for name in content["files"]]
+
+
+def compare(where: str, found: Iterable[str], manifest: dict[str, Any], form: Callable[[str], str] = str) -> None:
+    """Prints the numbers of files of each corpus; raises DataError if any name is missing or unknown.
+
+    ``form``: what a name of the manifest has become there.
     """
+    present, wrong = set(found), []
+    for corpus, content in manifest["corpora"].items():
+        expected = {f"{corpus}/{form(name)}" for name in content["files"]}
+        own = {path for path in present if path.startswith(f"{corpus}/")}
+        print(f"{corpus}: {len(own & expected)} of {len(expected)} files")
+        wrong += [f"{path}: missing" for path in sorted(expected - own)]
+        wrong += [f"{path}: not one of the data set" for path in sorted(own - expected)]
+    if wrong:
+        print("\n".join(wrong[:50]))
+        raise DataError(f"{where}: {len(wrong)} names differ from manifest.yaml")
+
+
+def read_listing(path: str, manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """{corpus/name: {"size": ..., maybe "xxh3": ...}} of the hub's listing, or of one that ``record`` made."""
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
-        files = {e["path"]: e for e in entries if corpus_of(e["path"], corpora) and int(e["size"]) > 0}
+        by_path = {"/".join(Path(e["path"]).parts[-2:]): e for e in entries if int(e["size"]) > 0}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path}: not a JSON list of files with path and size: {error!r}") from error
-    compare(path, Counter(corpus_of(file, corpora) for file in files), corpora)
-    return files
+    compare(path, by_path, manifest)
+    return {name: by_path[name] for name in paths(manifest)}
 
 
-def corpus_of(path: str, corpora: dict[str, int]) -> str | None:
-    return next((folder for folder in Path(path).parts[:-1] if folder in corpora), None)
+def in_folder(folder: str, suffixes: tuple[str, ...]) -> list[str]:
+    """corpus/name of the files below a folder."""
+    files = (path for path in Path(folder).rglob("*") if path.is_file() and path.name.endswith(suffixes))
+    return sorted(path.relative_to(folder).as_posix() for path in files)
 
 
-def compare(where: str, found: Counter[str | None], expected: dict[str, int]) -> None:
-    """Prints the numbers of files; raises DataError if any differs from the manifest."""
-    for corpus, number in expected.items():
-        print(f"{corpus}: {found[corpus]} of {number} files")
-    if wrong := [corpus for corpus, number in expected.items() if found[corpus] != number]:
-        raise DataError(f"{where}: {', '.join(wrong)} differ from manifest.yaml in the number of files")
-    print(f"all {sum(expected.values())} files")
+def digest(path: str) -> str:
+    hasher = xxhash.xxh3_128()
+    with open(path, "rb") as stream:
+        while chunk := stream.read(1 << 22):
+            hasher.update(chunk)
+    return hasher.hexdigest()
+
+
+def read_through(path: str, key: str) -> str | None:
+    """What is wrong with an archive: it cannot be read to its end, or its first lines have no text. None: nothing."""
+    try:
+        for number, batch in enumerate(read_batches([Path(path)], [key])):
+            if not number:
+                parse_batch(batch, [key])
+    except DataError as error:
+        return str(error)
+    return None
 
 
 def urls(args: argparse.Namespace, manifest: dict[str, Any]) -> None:
-    files = read_listing(args.listing, manifest["corpora"])
-    lines = [args.base_url.format(dataset=manifest["dataset"], path=path) for path in sorted(files)]
+    names = paths(manifest)
+    if args.listing:
+        size = sum(int(entry["size"]) for entry in read_listing(args.listing, manifest).values())
+        print(f"{size / 1e12:.3f} TB")
+    lines = [args.base_url.format(dataset=manifest["dataset"], path=name) for name in names]
     Path(args.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print(f"{args.output}: {len(lines)} addresses, {sum(int(e['size']) for e in files.values()) / 1e12:.3f} TB")
+    print(f"{args.output}: {len(lines)} addresses")
+
+
+def record(args: argparse.Namespace, manifest: dict[str, Any]) -> None:
+    compare(args.folder, in_folder(args.folder, SUFFIXES), manifest)
+    files = [Path(args.folder) / name for name in paths(manifest)]
+    with ProcessPoolExecutor(args.workers) as pool:
+        digests = pool.map(digest, map(str, files))
+        entries = [
+            {"path": name, "size": file.stat().st_size, "xxh3": value}
+            for name, file, value in zip(paths(manifest), files, digests, strict=True)
+        ]
+    Path(args.output).write_text(json.dumps(entries, indent=0) + "\n", encoding="utf-8")
+    print(f"{args.output}: {len(entries)} files, {sum(int(entry['size']) for entry in entries) / 1e12:.6f} TB")
 
 
 def verify(args: argparse.Namespace, manifest: dict[str, Any]) -> None:
-    corpora, folder = manifest["corpora"], Path(args.folder)
     if args.tokens:
-        prefixes = [str(path.with_suffix("")) for path in sorted(folder.rglob("*_text_document.idx"))]
-        compare(args.folder, Counter(corpus_of(prefix, corpora) for prefix in prefixes), corpora)
-        print(f"{int(TokenFiles(prefixes).tokens.sum()) / 1e12:.6f} T tokens")
+        verify_tokens(args.folder, manifest)
         return
-    if not args.listing:
-        names = [str(path) for path in folder.rglob("*") if path.is_file()]
-        compare(args.folder, Counter(corpus_of(name, corpora) for name in names), corpora)
-        return
-    wrong = []
-    for path, entry in sorted(read_listing(args.listing, corpora).items()):
-        parts = Path(path).parts
-        file = folder.joinpath(*parts[parts.index(corpus_of(path, corpora) or "") :])  # below the corpus's folder
-        if not file.is_file():
-            wrong.append(f"{file}: missing")
-        elif file.stat().st_size != int(entry["size"]):
-            wrong.append(f"{file}: {file.stat().st_size} bytes, the listing says {entry['size']}")
-    print("\n".join(wrong) or "every file is there, of the right size")
+    compare(args.folder, in_folder(args.folder, SUFFIXES), manifest)
+    files = [f"{args.folder}/{name}" for name in paths(manifest)]
+    wrong = [f"{file}: empty" for file in files if not Path(file).stat().st_size]
+    listing = read_listing(args.listing, manifest) if args.listing else {}
+    for name, entry in listing.items():
+        size = Path(args.folder, name).stat().st_size
+        if size != int(entry["size"]):
+            wrong.append(f"{args.folder}/{name}: {size} bytes, the listing says {entry['size']}")
+    if args.deep and not wrong:
+        with ProcessPoolExecutor(args.workers) as pool:
+            wrong += filter(None, pool.map(read_through, files, [manifest["json_key"]] * len(files)))
+            for file, name, value in zip(files, paths(manifest), pool.map(digest, files), strict=True):
+                if value != listing.get(name, {}).get("xxh3", value):
+                    wrong.append(f"{file}: its hash is {value}, the listing says {listing[name]['xxh3']}")
+    print("\n".join(wrong) or f"all {len(files)} files are there{', of the right size' if listing else ''}")
     if wrong:
-        raise DataError(f"{len(wrong)} files are missing or of another size; download them again")
+        raise DataError(f"{len(wrong)} files are damaged or of another size; download them again")
+
+
+def verify_tokens(folder: str, manifest: dict[str, Any]) -> None:
+    def form(name: str) -> str:
+        return f"{next(name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix))}_text_document.idx"
+
+    compare(folder, in_folder(folder, ("_text_document.idx",)), manifest, form)
+    total = 0
+    for corpus, content in manifest["corpora"].items():
+        prefixes = [f"{folder}/{corpus}/{form(name).removesuffix('.idx')}" for name in content["files"]]
+        tokens = int(TokenFiles(prefixes).tokens.sum())
+        total += tokens
+        print(f"{corpus}: {tokens / 1e9:.3f} billion tokens; the card says {content['tokens'] / 1e9:g}")
+    print(f"{total / 1e12:.6f} trillion tokens")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="OLMoE-mix-0924: what to download, and whether it has arrived whole")
     actions = parser.add_subparsers(dest="action", required=True)
     making = actions.add_parser("urls", help="list of addresses to download")
-    making.add_argument("listing", help="saved listing of the data set's files (JSON)")
+    making.add_argument("--listing", help="the hub's listing of files (JSON): its names must be the manifest's")
     making.add_argument("--output", default="urls.txt")
     making.add_argument("--base-url", default=BASE_URL, help="with {dataset} and {path}: for a mirror")
+    recording = actions.add_parser("record", help="write down names, sizes and hashes of a download")
+    recording.add_argument("folder")
+    recording.add_argument("--output", default="sizes.json")
     checking = actions.add_parser("verify", help="compare a folder with manifest and listing")
     checking.add_argument("folder")
-    checking.add_argument("--listing", help="compare names and sizes too")
+    checking.add_argument("--listing", help="compare sizes too: the hub's listing, or what 'record' wrote")
+    checking.add_argument("--deep", action="store_true", help="read every archive to its end; compare hashes if known")
     checking.add_argument("--tokens", action="store_true", help="the folder holds token files")
+    for action in (recording, checking):
+        action.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes; default: one a core")
     args = parser.parse_args(argv)
     try:
-        (urls if args.action == "urls" else verify)(args, load_manifest())
+        {"urls": urls, "record": record, "verify": verify}[args.action](args, load_manifest())
     except DataError as error:
         print(f"recipe: error: {error}", file=sys.stderr)
         return 1

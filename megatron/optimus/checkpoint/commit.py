@@ -45,12 +45,20 @@ def list_committed(root: Path, kind: str = "full") -> list[Committed]:
     found = []
     if root.is_dir():
         for entry in os.scandir(root):
-            match = _COMMITTED.fullmatch(entry.name)
-            if match and match[1] == _PREFIXES[kind] and entry.is_dir(follow_symlinks=False):
-                item = Committed(int(match[2]), int(match[3] or 0), kind)
-                if item.name == entry.name:  # one spelling per step
-                    found.append(item)
+            item = parse_name(entry.name)
+            if item is not None and item.kind == kind and entry.is_dir(follow_symlinks=False):
+                found.append(item)
     return sorted(found)
+
+
+def parse_name(name: str) -> Committed | None:
+    """What the name of a committed directory says; None for any other name, and for a second spelling of a step."""
+    match = _COMMITTED.fullmatch(name)
+    if match is None:
+        return None
+    kind = "full" if match[1] == _PREFIXES["full"] else "model"
+    item = Committed(int(match[2]), int(match[3] or 0), kind)
+    return item if item.name == name else None
 
 
 def temporary_path(root: Path, step: int, nonce: int, kind: str = "full") -> Path:

@@ -28,8 +28,9 @@ FORMAT_VERSION = 2
 MAX_MANIFEST_BYTES = 1 << 28  # about a million pieces; parsed, some ten times as much memory
 _MAX_INT = (1 << 63) - 1
 _MAX_DIMS = 8
-_MAX_NAME = 1024
+_MAX_KEY = 2048
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,200}\.safetensors")  # no separator, no leading dot, no ".."
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,1024}")
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _HASH = re.compile(r"[0-9a-f]{32}")
 _PIECE_FIELDS = ("file", "key", "start", "stop", "xxh3_128")
@@ -192,7 +193,7 @@ def parse_tensors(items: list[Any], source: str) -> dict[tuple[str, str], Tensor
         _exact_fields(item, TensorEntry.__dataclass_fields__.keys(), where)
         name = _typed(item, "name", str, where)
         kind = _typed(item, "kind", str, where)
-        if not 0 < len(name) <= _MAX_NAME or not _KIND.fullmatch(kind):
+        if not _NAME.fullmatch(name) or not _KIND.fullmatch(kind):
             raise CheckpointError(f"{where}: name {name[:100]!r} or kind {kind[:100]!r} is not allowed")
         where = f"{source}: tensor {name} ({kind})"
         if (name, kind) in tensors:
@@ -224,8 +225,8 @@ def _parse_piece(item: Any, shape: tuple[int, ...], where: str) -> Piece:
     )
     if not _FILE_NAME.fullmatch(piece.file):
         raise CheckpointError(f"{where}: file {piece.file[:200]!r} is not a plain .safetensors name")
-    if not 0 < len(piece.key) <= 2 * _MAX_NAME:
-        raise CheckpointError(f"{where}: key has {len(piece.key)} characters, limit {2 * _MAX_NAME}")
+    if not 0 < len(piece.key) <= _MAX_KEY:
+        raise CheckpointError(f"{where}: key has {len(piece.key)} characters, limit {_MAX_KEY}")
     if not _is_hash(piece.xxh3_128):
         raise CheckpointError(f"{where}: xxh3_128 {piece.xxh3_128[:100]!r} is not 32 hex digits")
     if piece.start >= piece.stop:

@@ -47,6 +47,10 @@ class Chunk:
         return Place(self.entry.shape, begin + self.start, begin + self.stop, self.piece.box)
 
     @property
+    def num_bytes(self) -> int:
+        return (self.stop - self.start) * DTYPE_BYTES[self.entry.dtype]
+
+    @property
     def is_last(self) -> bool:
         return self.piece.start + self.stop == self.piece.stop
 
@@ -247,8 +251,8 @@ class ShardFiles:
         self._readers: dict[str, ShardFile] = {}
         self._lock = threading.Lock()
 
-    def read(self, chunk: Chunk) -> torch.Tensor:
-        """The chunk's bytes, not verified. Raises DamagedError naming the tensor."""
+    def read(self, chunk: Chunk, buffer: torch.Tensor) -> torch.Tensor:
+        """The chunk's bytes, not verified, at the beginning of ``buffer``. Raises DamagedError naming the tensor."""
         where = self.where(chunk)
         reader = self._reader(chunk.piece.file)
         stored = reader.tensors.get(chunk.piece.key)
@@ -257,7 +261,7 @@ class ShardFiles:
         if (stored.dtype, stored.shape) != (chunk.entry.dtype, (chunk.piece.stop - chunk.piece.start,)):
             raise DamagedError(f"{where}: header is damaged: it says {stored.dtype} {stored.shape}")
         width = DTYPE_BYTES[chunk.entry.dtype]
-        data = torch.empty((chunk.stop - chunk.start) * width, dtype=torch.uint8)
+        data = buffer[: (chunk.stop - chunk.start) * width]
         try:
             reader.read_into(data.numpy().data, stored.offset + chunk.start * width)
         except CheckpointError as error:
@@ -298,18 +302,24 @@ class _Source:
     def __init__(self, files: ShardFiles, chunks: Sequence[Chunk]) -> None:
         self._files, self._chunks = files, chunks
         self._threads = ThreadPoolExecutor(_AHEAD, "checkpoint")
-        self._pending: deque[Future[torch.Tensor]] = deque()
+        self._pending: deque[tuple[Future[torch.Tensor], torch.Tensor]] = deque()
+        # Used again and again: fresh memory costs as much time as the disk. One more than is read ahead is given out.
+        size = max((chunk.num_bytes for chunk in chunks), default=0)
+        self._free = [torch.empty(size, dtype=torch.uint8) for _ in range(min(_AHEAD, len(chunks)) + 1)]
         self._started = self._given = 0
         self._hash = xxhash.xxh3_128()
 
     def next(self) -> torch.Tensor:
-        """The next chunk's elements, 1-D. Raises DamagedError naming the tensor."""
+        """The next chunk's elements, 1-D, until the call after. Raises DamagedError naming the tensor."""
         while self._started < len(self._chunks) and len(self._pending) < _AHEAD:
-            self._pending.append(self._threads.submit(self._files.read, self._chunks[self._started]))
+            buffer = self._free.pop()
+            self._pending.append((self._threads.submit(self._files.read, self._chunks[self._started], buffer), buffer))
             self._started += 1
         chunk = self._chunks[self._given]
         self._given += 1
-        data = self._pending.popleft().result()
+        future, buffer = self._pending.popleft()
+        self._free.insert(0, buffer)
+        data = future.result()
         if chunk.start == 0:
             self._hash.reset()
         self._hash.update(data.numpy().data)

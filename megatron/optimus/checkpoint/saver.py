@@ -9,6 +9,9 @@
 Every decision follows from a reduced number, so all ranks take it at the same boundary. A save that finds the one
 before unfinished waits for it: no step is lost that the interval promised. An error of any rank's thread is raised on
 every rank, at the same boundary, after the unfinished directory is gone.
+
+With a disk of its own on each node, the pieces are written there first, which frees the host memory for the next save,
+and are then copied, verified, to the folder that all ranks see.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -45,6 +48,7 @@ from megatron.optimus.checkpoint.snapshot import Snapshot
 from megatron.optimus.runtime import device as devices
 from megatron.optimus.runtime.agreement import NO_FAILURE, Ranks
 
+_COPY_BYTES = 16 << 20
 _WORKING, _DONE = NO_FAILURE, NO_FAILURE + 1  # above every failure, so the lowest of all ranks' numbers decides
 
 log = logging.getLogger("optimus")
@@ -78,7 +82,6 @@ class _Task:
             self.error = error
         except BaseException as error:  # else a thread that was torn down would look like one that is done
             self.error = CheckpointError(f"the writing thread ended: {error!r}")
-            raise
 
     @property
     def is_done(self) -> bool:
@@ -100,8 +103,11 @@ class _Job:
     retain: int | None
     started: float
     stall_s: float = 0.0
+    local: Path | None = None  # this node's own directory, where it is written first
+    digests: list[bytes] = field(default_factory=list)  # of this rank's pieces, once written
+    phases: list[Callable[[], None] | None] = field(default_factory=list)  # one after the other, agreed on between
+    phase: int = 0
     task: _Task | None = None
-    is_committing: bool = False
     revision: int = 0
 
 
@@ -110,7 +116,8 @@ class Saver:
 
     ``root``: the folder of checkpoints, seen by all ranks. ``device``: where the slices live and where the group wants
     its small tensors. ``asynchronous``: False saves in ``start``, from the live tensors, without a copy in memory.
-    ``node``: the ranks that give the same name share a file; default: those of one host. ``check_claim``: called by
+    ``node``: the ranks that give the same name share a file; default: those of one host. ``local``: a folder on a disk
+    of each node that is written first; it holds nothing when a save is over. ``check_claim``: called by
     rank 0 before every commit; raises when the folder is no longer ours.
     """
 
@@ -122,6 +129,7 @@ class Saver:
         device: torch.device | str = "cpu",
         asynchronous: bool = True,
         node: str | None = None,
+        local: Path | str | None = None,
         check_claim: Callable[[], None] = lambda: None,
     ) -> None:
         self._root = Path(root)
@@ -129,6 +137,9 @@ class Saver:
         self._device = device
         self._asynchronous = asynchronous
         self._node = node or node_name()
+        self._local = None
+        if local is not None:  # two runs may share the disk, not the folder
+            self._local = Path(local) / f"{xxhash.xxh3_64_hexdigest(str(self._root.absolute()).encode())}-{self._node}"
         self._check_claim = check_claim
         self._plans: dict[str, tuple[list[OwnPiece], SavePlan]] = {}
         self._snapshots: dict[str, Snapshot] = {}
@@ -152,13 +163,16 @@ class Saver:
         if retain is not None and retain < 1:
             raise CheckpointError(f"save_retain={retain}: must be at least 1")
         finished, drained_s = [], 0.0
-        if any(job.header.step != header.step or job.header.kind == header.kind for job in self._jobs):
-            log.warning(
-                "step %d: waiting for the checkpoint of step %d to be written; a larger save_interval avoids this",
-                header.step,
-                self._jobs[0].header.step,
-            )
-            finished = self.drain()
+        while any(
+            job.phase == 0 and (job.header.step != header.step or job.header.kind == header.kind) for job in self._jobs
+        ):
+            if not drained_s:
+                log.warning(
+                    "step %d: waiting for the checkpoint of step %d to be written; a larger save_interval avoids this",
+                    header.step,
+                    self._jobs[0].header.step,
+                )
+            finished += self._advance(wait=True)
             drained_s = time.perf_counter() - began
         plan = self._plan(slices, header)
         [nonce] = self._ranks.broadcast([secrets.randbits(62)])
@@ -173,6 +187,8 @@ class Saver:
             task = f"copying step {header.step} to host memory"
             tensors = self._ranks.together(lambda: snapshot.take(full), task, CheckpointError)
         job = _Job(header, plan, tensors, snapshot, temporary, retain, began)
+        job.local = self._local / temporary.name if self._local is not None else None
+        job.phases = self._phases(job)
         self._jobs.append(job)
         if len(self._jobs) == 1:
             self._begin(job)
@@ -235,10 +251,10 @@ class Saver:
         return _DONE if error is None else self._ranks.failure_code(error)
 
     def _next_phase(self, job: _Job) -> list[Saved]:
-        """All ranks have finished the phase: written -> committing -> saved."""
-        if not job.is_committing:
-            job.is_committing = True
-            job.task = _Task(lambda: self._commit(job)) if self._ranks.rank == 0 else None
+        """All ranks have finished the phase: written -> (copied ->) committed."""
+        job.phase += 1
+        if job.phase < len(job.phases):
+            self._begin(job)
             return []
         [job.revision] = self._ranks.broadcast([job.revision])
         self._jobs.popleft()
@@ -259,11 +275,14 @@ class Saver:
         if job.task is not None:
             job.task.join()
         self._ranks.first_failure(None)  # all threads have ended
-        if self._ranks.rank == 0 and job.temporary.is_dir():
+        unfinished = [job.temporary] if self._ranks.rank == 0 else []
+        unfinished += [job.local] if job.local is not None and job.plan.writes_header else []
+        for directory in unfinished:
             try:
-                commit.delete_tree(job.temporary)
+                if directory.is_dir():
+                    commit.delete_tree(directory)
             except OSError as reason:
-                log.warning("%s could not be removed: %s", job.temporary, reason)
+                log.warning("%s could not be removed: %s", directory, reason)
         failure = self._ranks.failure_of(code)
         assert failure is not None
         error = job.task.error if job.task is not None else None
@@ -299,7 +318,23 @@ class Saver:
     # ---- background threads
 
     def _begin(self, job: _Job) -> None:
-        job.task = _Task(lambda: _write(job))
+        action = job.phases[job.phase]
+        job.task = _Task(action) if action is not None else None
+
+    def _phases(self, job: _Job) -> list[Callable[[], None] | None]:
+        is_first = self._ranks.rank == 0
+        local = job.local
+        if local is None:
+            return [lambda: _write(job, job.temporary), (lambda: self._commit(job)) if is_first else None]
+
+        def end() -> None:
+            if is_first:
+                self._commit(job)
+            if job.plan.writes_header:
+                for leftover in list(local.parent.iterdir()):  # of killed saves too
+                    commit.delete_tree(leftover)
+
+        return [lambda: _write(job, local), lambda: _copy(job, local), end]
 
     def _commit(self, job: _Job) -> None:
         """Rank 0, when all pieces are written: the manifest, the name, and what is superfluous now."""
@@ -324,28 +359,57 @@ class Saver:
             )
 
 
-def _write(job: _Job) -> None:
-    """This rank's pieces into its node's file, their hashes beside it."""
+def _write(job: _Job, directory: Path) -> None:
+    """This rank's pieces into its node's file, and in the end their hashes beside it."""
     if job.snapshot is not None:
         job.snapshot.wait()
+    tensors = iter(job.tensors)
+
+    def data(piece: OwnPiece, offset: int) -> Iterator[memoryview]:
+        yield tensor_bytes(next(tensors).to(torch_dtype(piece.dtype)))
+
+    _write_own(job, directory, data)
+
+
+def _copy(job: _Job, local: Path) -> None:
+    """This rank's pieces from the node's own disk to the folder of all, checked on the way."""
+    expected = job.digests
+    descriptor = os.open(local / job.plan.node.file, os.O_RDONLY)
+
+    def data(piece: OwnPiece, offset: int) -> Iterator[memoryview]:
+        for start in range(0, piece.num_bytes, _COPY_BYTES):
+            yield memoryview(os.pread(descriptor, min(_COPY_BYTES, piece.num_bytes - start), offset + start))
+
+    try:
+        _write_own(job, job.temporary, data)
+    finally:
+        os.close(descriptor)
+    if job.digests != expected:
+        raise CheckpointError(f"{local / job.plan.node.file} does not give back what was written to it")
+
+
+def _write_own(job: _Job, directory: Path, data: Callable[[OwnPiece, int], Iterator[memoryview]]) -> None:
     plan = job.plan
-    commit.make_directory(job.temporary)  # every rank: on a network disk rank 0's may not be visible yet
-    digests = []
-    descriptor = os.open(job.temporary / plan.node.file, os.O_WRONLY | os.O_CREAT, 0o666)
+    commit.make_directory(directory)  # every rank: on a network disk rank 0's may not be visible yet
+    job.digests = []
+    descriptor = os.open(directory / plan.node.file, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         if plan.writes_header:
             commit.write_at(descriptor, memoryview(plan.node.header), 0)
-        for (piece, offset), tensor in zip(plan.own(), job.tensors, strict=True):
-            data = tensor_bytes(tensor.to(torch_dtype(piece.dtype)))
-            digests.append(xxhash.xxh3_128_digest(data))
-            commit.write_at(descriptor, data, offset)
+        for piece, offset in plan.own():
+            digest, position = xxhash.xxh3_128(), offset
+            for block in data(piece, offset):
+                digest.update(block)
+                commit.write_at(descriptor, block, position)
+                position += len(block)
+            job.digests.append(digest.digest())
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    if not digests:
+    if not job.digests or directory != job.temporary:
         return
-    descriptor = os.open(job.temporary / plan.node.hashes, os.O_WRONLY | os.O_CREAT, 0o666)
+    descriptor = os.open(directory / plan.node.hashes, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
-        commit.write_at(descriptor, memoryview(b"".join(digests)), plan.first * HASH_BYTES)
+        commit.write_at(descriptor, memoryview(b"".join(job.digests)), plan.first * HASH_BYTES)
     finally:
         os.close(descriptor)

@@ -23,6 +23,7 @@ class Snapshot:
         self._stream = None if self._on_host else torch.Stream(self._device)
         self._copied: torch.Event | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._sources: Sequence[TensorSlice] = ()  # decoded states are ours alone: they must outlive the copy
 
     @torch.no_grad()
     def take(self, slices: Sequence[TensorSlice]) -> list[torch.Tensor]:
@@ -33,6 +34,7 @@ class Snapshot:
                 view.copy_(piece.tensor)
             return views
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        self._sources = slices
         with self._stream:
             for view, piece in zip(views, slices, strict=True):
                 view.copy_(piece.tensor, non_blocking=True)
@@ -62,3 +64,4 @@ class Snapshot:
         """Returns when the copy is complete; any thread may call it."""
         if self._copied is not None:
             self._copied.synchronize()
+            self._sources = ()

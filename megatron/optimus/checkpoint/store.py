@@ -63,11 +63,16 @@ def load_manifest(path: Path) -> Manifest:
     """The validated manifest of one checkpoint directory, whose files are there with the right sizes."""
     path = Path(path)
     manifest = read_manifest(path)
-    _check_files(path, manifest)
+    _check_directory(path, manifest)
     return manifest
 
 
-def _check_files(path: Path, manifest: Manifest) -> None:
+def _check_directory(path: Path, manifest: Manifest) -> None:
+    """The files are there, and the manifest is this directory's own."""
+    named = commit.parse_name(path.name)
+    if named is not None and (named.step, named.kind) != (manifest.step, manifest.kind):
+        found = f"{manifest.kind!r} checkpoint of step {manifest.step}"
+        raise CheckpointError(f"{path / MANIFEST_NAME}: is of a {found}, not of this directory")
     for name, size in manifest.files.items():
         try:
             check_regular(path / name, size)
@@ -177,7 +182,7 @@ def _manifest_together(path: Path, ranks: Ranks) -> Manifest:
         if ranks.rank > 0:
             return b""
         data = read_small_file(path / MANIFEST_NAME, MAX_MANIFEST_BYTES)
-        _check_files(path, parse_manifest(data, str(path / MANIFEST_NAME)))
+        _check_directory(path, parse_manifest(data, str(path / MANIFEST_NAME)))
         return data
 
     data = ranks.together(read, f"loading {path}", DamagedError)

@@ -33,8 +33,10 @@ def find_damage(path: Path, manifest: Manifest, *, jobs: int = 1) -> list[str]:
     def check(pair: tuple[TensorEntry, Piece]) -> str | None:
         digest = xxhash.xxh3_128()
         try:
+            buffer = torch.empty(0, dtype=torch.uint8)
             for chunk in chunks_of(*pair):
-                digest.update(files.read(chunk).numpy().data)
+                buffer = buffer if len(buffer) else torch.empty(chunk.num_bytes, dtype=torch.uint8)
+                digest.update(files.read(chunk, buffer).numpy().data)
             files.check(chunk, digest.hexdigest())
         except DamagedError as error:
             return str(error)

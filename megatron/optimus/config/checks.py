@@ -14,12 +14,15 @@ from megatron.optimus.config.schema import (
     ConfigError,
     ContextCommunication,
     Device,
+    OptimizerName,
+    PipelineSchedule,
     RunConfig,
     TokenizerType,
     divisors,
     one_of,
     parse_split,
 )
+from megatron.optimus.config.stages import check_micro_batches, stage_layers
 
 Rule = Callable[[RunConfig, int], "str | None"]
 
@@ -39,13 +42,12 @@ def check(config: RunConfig, world_size: int) -> None:
 
 def check_trainable(config: RunConfig) -> None:
     """Raises ConfigError for what this version describes but cannot train. Not part of a dry run."""
-    stages = config.parallel.pipeline_model_parallel_size
-    if stages > 1:
+    tensor_parallel = config.parallel.tensor_model_parallel_size
+    if config.optimizer.optimizer is OptimizerName.MUON and tensor_parallel > 1:
         raise ConfigError(
-            f"pipeline_model_parallel_size={stages}: this version trains with 1 only (--dry-run shows the layout)"
+            f"optimizer=muon needs whole matrices, and tensor_model_parallel_size={tensor_parallel} splits them; "
+            "use tensor_model_parallel_size=1 or another optimizer"
         )
-    if config.optimizer.optimizer != "adamw":
-        raise ConfigError(f"optimizer={config.optimizer.optimizer!r}: this version trains with 'adamw' only")
     if config.optimizer.zero_stage not in (1, 2):
         raise ConfigError(f"zero_stage={config.optimizer.zero_stage}: this version trains with zero_stage=1 or 2 only")
     if not config.data.data_path and config.data.data_file_list is None:
@@ -189,11 +191,59 @@ def context_parallel_divides_heads(config: RunConfig, world_size: int) -> str | 
     )
 
 
-def layers_divide_into_stages(config: RunConfig, world_size: int) -> str | None:
-    stages, layers = config.parallel.pipeline_model_parallel_size, config.model.num_layers
-    if layers % stages == 0:
+def layers_fit_stages(config: RunConfig, world_size: int) -> str | None:
+    return _message_of(stage_layers, config.model, config.parallel)
+
+
+def schedule_fits_chunks(config: RunConfig, world_size: int) -> str | None:
+    parallel = config.parallel
+    schedule, chunks = parallel.pipeline_schedule, parallel.virtual_pipeline_model_parallel_size
+    if parallel.pipeline_model_parallel_size == 1:
+        return None if chunks == 1 else f"virtual_pipeline_model_parallel_size={chunks} needs a pipeline; use 1"
+    fits = {
+        PipelineSchedule.ONE_F_ONE_B: (chunks == 1, "1"),
+        PipelineSchedule.ZBV: (chunks == 2, "2"),
+    }.get(schedule, (chunks > 1, "2 or more"))
+    if fits[0]:
         return None
-    return f"pipeline_model_parallel_size={stages} must divide num_layers={layers}; use {one_of(divisors(layers))}"
+    return (
+        f"virtual_pipeline_model_parallel_size={chunks} does not fit pipeline_schedule={schedule.value}; use {fits[1]}"
+    )
+
+
+def micro_batches_fit_schedule(config: RunConfig, world_size: int) -> str | None:
+    parallel = config.parallel
+    stages = parallel.pipeline_model_parallel_size
+    if stages == 1 or parallel.pipeline_schedule is PipelineSchedule.ONE_F_ONE_B:
+        return None
+    return _message_of(check_micro_batches, gradient_accumulation_steps(config, world_size), stages)
+
+
+def pipeline_has_what_it_needs(config: RunConfig, world_size: int) -> str | None:
+    """What a pipeline does not do (yet)."""
+    parallel, data = config.parallel, config.data
+    if parallel.pipeline_model_parallel_size == 1:
+        return None
+    splits_backward = parallel.pipeline_schedule in (PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV)
+    reasons = {
+        "untie_embeddings_and_output_weights=false: first and last stage would need one matrix; untie them": (
+            not config.model.untie_embeddings_and_output_weights
+        ),
+        "reset_attention_mask: stages do not get the documents; leave it out": data.reset_attention_mask,
+        "zero_stage=2: micro-batches overlap, so whole gradients are kept; use zero_stage=1": (
+            config.optimizer.zero_stage == 2
+        ),
+        f"pipeline_schedule={parallel.pipeline_schedule.value} with tensor_model_parallel_size > 1: sums over ranks "
+        "are part of the ordinary backward; use 1f1b or interleaved-1f1b": (
+            splits_backward and parallel.tensor_model_parallel_size > 1
+        ),
+        f"pipeline_schedule={parallel.pipeline_schedule.value} with recompute_modules: recomputation is part of the "
+        "ordinary backward; use 1f1b or interleaved-1f1b": splits_backward and bool(parallel.recompute_modules),
+    }
+    found = next((reason for reason, applies in reasons.items() if applies), None)
+    return (
+        None if found is None else f"pipeline_model_parallel_size={parallel.pipeline_model_parallel_size} with {found}"
+    )
 
 
 def batch_divides(config: RunConfig, world_size: int) -> str | None:
@@ -242,7 +292,8 @@ def backend_serves_device(config: RunConfig, world_size: int) -> str | None:
 
 RULES: list[Rule] = [
     sizes_fit_ranks,
-    layers_divide_into_stages,
+    layers_fit_stages,
+    schedule_fits_chunks,
     experts_need_a_moe_model,
     expert_parallel_divides_experts,
     tensor_parallel_divides_model,
@@ -251,6 +302,8 @@ RULES: list[Rule] = [
     sequence_divides,
     context_parallel_divides_heads,
     batch_divides,
+    micro_batches_fit_schedule,
+    pipeline_has_what_it_needs,
     sequence_fits_positions,
     warmup_fits_run,
     validation_has_data,

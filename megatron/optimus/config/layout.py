@@ -21,7 +21,7 @@ import numpy.typing as npt
 from megatron.optimus.config.schema import ConfigError, ParallelConfig, divisors, one_of
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
-AXES = (*DENSE_AXES, "dense", "sequence", "stage", "model", "edp", "ep", "etp", "experts")
+AXES = (*DENSE_AXES, "world", "dense", "sequence", "stage", "model", "edp", "ep", "etp", "experts")
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ class Layout:
             "tp": lambda: grid,
             "dense": lambda: np.moveaxis(grid.reshape(pp, self.dp * cp, tp), 1, -1),
             "sequence": lambda: grid.reshape(pp, self.dp, cp * tp),
+            "world": lambda: grid.reshape(1, -1),
             "stage": lambda: grid.reshape(pp, -1),
             "model": lambda: np.moveaxis(grid, 0, 2).reshape(-1, pp * tp),
             "edp": lambda: np.moveaxis(expert_grid, 1, -1),

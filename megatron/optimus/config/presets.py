@@ -75,13 +75,21 @@ PRESETS: dict[str, Preset] = {
     },
     "mula-100b-a7b": {
         "model": {**_MOE_7B, **_MOE_WIDE, "num_layers": 48, "num_experts": 144},
-        "parallel": {"expert_model_parallel_size": 12, "pipeline_model_parallel_size": 4},
+        "parallel": {
+            "expert_model_parallel_size": 12,
+            "pipeline_model_parallel_size": 4,
+            "recompute_modules": ["moe"],
+        },
         "optimizer": _MULA_RECIPE,
         "training": {**_MULA_BATCH, **_100B_TOKENS},
     },
     "mula-220b-a10b": {
         "model": {**_MOE_7B, **_MOE_WIDE, "num_layers": 64, "num_experts": 240},
-        "parallel": {"expert_model_parallel_size": 12, "pipeline_model_parallel_size": 8},
+        "parallel": {
+            "expert_model_parallel_size": 12,
+            "pipeline_model_parallel_size": 8,
+            "recompute_modules": ["moe", "attention", "norm"],
+        },
         "optimizer": _MULA_RECIPE,
         "training": {**_MULA_BATCH, **_100B_TOKENS},
     },

@@ -66,6 +66,13 @@ class ExpertPlacement(str, Enum):
     INTERLEAVED = "interleaved"  # rank r owns experts r, r+EP, r+2*EP, ...
 
 
+class PipelineSchedule(str, Enum):
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED_1F1B = "interleaved-1f1b"  # several chunks of layers per rank: a smaller bubble, more messages
+    INTERLEAVED_ZERO_BUBBLE = "interleaved-zero-bubble"  # weight gradients fill the bubble (arXiv 2401.10241)
+    ZBV = "zbv"  # zero bubble in V shape, two chunks per rank
+
+
 class ContextCommunication(str, Enum):
     A2A = "a2a"  # Ulysses: all-to-all, each rank then has all positions of some heads
     P2P = "p2p"  # ring attention: keys and values go round, each rank keeps its positions
@@ -82,6 +89,24 @@ class Recompute(str, Enum):
 class Precision(str, Enum):
     BF16 = "bf16"
     FP32 = "fp32"
+
+
+class OptimizerName(str, Enum):
+    ADAM = "adam"  # AdamW: weight decay on the weights
+    SGD = "sgd"
+    MUON = "muon"  # for hidden matrices; AdamW for embeddings, output projection and norms
+    LION = "lion"
+
+
+class StateDtype(str, Enum):
+    FP32 = "fp32"
+    BF16 = "bf16"
+    INT8 = "int8"  # a scale for every 256 elements
+
+
+class MuonLRAdjustment(str, Enum):
+    ORIGINAL = "original"  # lr * sqrt(max(1, rows / columns))
+    MATCH_RMS_ADAMW = "match_rms_adamw"  # lr * 0.2 * sqrt(max(rows, columns)): AdamW's lr and weight decay carry over
 
 
 class LRDecayStyle(str, Enum):
@@ -247,6 +272,10 @@ class ModelConfig:
 class ParallelConfig:
     tensor_model_parallel_size: int = option(1, "ranks that share one layer's matrices")
     pipeline_model_parallel_size: int = option(1, "stages of the pipeline")
+    pipeline_schedule: PipelineSchedule = option(PipelineSchedule.ONE_F_ONE_B, "order of the micro-batches")
+    virtual_pipeline_model_parallel_size: int = option(1, "chunks of layers per pipeline rank")
+    decoder_first_pipeline_num_layers: int | None = option(None, "layers of the first stage; default: as others")
+    decoder_last_pipeline_num_layers: int | None = option(None, "layers of the last stage; default: as others")
     context_parallel_size: int = option(1, "ranks that share one sequence")
     expert_model_parallel_size: int = option(1, "ranks that share the experts of one layer")
     expert_tensor_parallel_size: int = option(1, "ranks that share one expert's matrices; 1: experts are whole")
@@ -266,13 +295,16 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         _at_least(self, 1, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
         _at_least(self, 1, "expert_model_parallel_size", "expert_tensor_parallel_size")
+        _at_least(self, 1, "virtual_pipeline_model_parallel_size")
+        _at_least(self, 1, "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
         _at_least(self, 0, "recompute_num_layers", "cpu_offloading_num_layers")
         _positive(self, "distributed_timeout_minutes")
 
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
-    optimizer: str = option("adamw", "adamw")
+    optimizer: OptimizerName = option(OptimizerName.ADAM, "adam is AdamW; muon takes AdamW for what is not a matrix")
+    optimizer_state_dtype: StateDtype = option(StateDtype.FP32, "how moments are kept; master weights are fp32")
     zero_stage: int = option(
         1, "1: optimizer states sharded (non-experts over DP, experts over replicas); 2: gradients too"
     )
@@ -286,10 +318,19 @@ class OptimizerConfig:
     lr_decay_style: LRDecayStyle = option(LRDecayStyle.COSINE, "shape of the decay after warm-up")
     lr_decay_iters: int | None = option(None, "steps until min_lr; default: train_iters")
     lr_warmup_iters: int = option(0, "linear warm-up steps")
-    weight_decay: float = option(0.1, "decoupled weight decay, on every parameter as in the paper")
+    weight_decay: float = option(0.1, "decoupled weight decay, on every parameter as in the paper unless excluded")
+    weight_decay_norms: bool = option(True, "decay the weights of norms")
+    weight_decay_biases: bool = option(True, "decay biases")
+    weight_decay_embeddings: bool = option(True, "decay embedding and output projection")
     adam_beta1: float = option(0.9, "first-moment decay")
     adam_beta2: float = option(0.95, "second-moment decay")
     adam_eps: float = option(1e-8, "added to the root of the second moment")
+    lion_beta1: float = option(0.9, "share of the momentum in Lion's direction")
+    lion_beta2: float = option(0.99, "decay of Lion's momentum")
+    sgd_momentum: float = option(0.9, "decay of SGD's momentum")
+    muon_momentum: float = option(0.95, "decay of Muon's momentum (Nesterov)")
+    muon_num_ns_steps: int = option(5, "Newton-Schulz iterations that orthogonalise an update")
+    muon_adjust_lr_fn: MuonLRAdjustment = option(MuonLRAdjustment.MATCH_RMS_ADAMW, "lr of a matrix by its shape")
     clip_grad: float = option(1.0, "largest global gradient norm; 0 switches clipping off")
 
     def __post_init__(self) -> None:
@@ -298,7 +339,8 @@ class OptimizerConfig:
         _at_least(self, 1, "lr_decay_iters", "ddp_bucket_size")
         _require(self.zero_stage in range(4), f"zero_stage={self.zero_stage} does not exist; use 0, 1, 2 or 3")
         _require(self.min_lr <= self.lr, f"min_lr={self.min_lr} exceeds lr={self.lr}; use at most {self.lr}")
-        for name in ("adam_beta1", "adam_beta2"):
+        _at_least(self, 1, "muon_num_ns_steps")
+        for name in ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2", "sgd_momentum", "muon_momentum"):
             beta = getattr(self, name)
             _require(0 <= beta < 1, f"{name}={beta} is out of range; use 0 <= {name} < 1")
         _require(
@@ -372,6 +414,7 @@ class CheckpointConfig:
     save_retain: int = option(2, "newest full checkpoints to keep")
     model_only_save_interval: int = option(0, "steps between checkpoints of the weights alone, all kept; 0: none")
     async_save: bool = option(True, "write beside training, from a copy in host memory")
+    save_local_dir: str | None = option(None, "folder on a disk of each node: written first, then copied to save")
     load_optim: bool = option(
         True, "take moments from load; without them step, rate and data position go on all the same"
     )

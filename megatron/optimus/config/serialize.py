@@ -20,7 +20,9 @@ def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
     """``{section: {option: value}}`` of JSON types only; enums become their values."""
 
     def plain(value: Any) -> Any:
-        return value.value if isinstance(value, Enum) else list(value) if isinstance(value, list) else value
+        if isinstance(value, list):
+            return [plain(element) for element in value]
+        return value.value if isinstance(value, Enum) else value
 
     return {
         section.name: {

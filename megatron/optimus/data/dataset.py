@@ -32,7 +32,7 @@ from megatron.optimus.data.files import TokenFiles
 from megatron.optimus.data.indexed import DTYPES
 from megatron.optimus.data.packing import Range, num_packed, pack, window_of
 from megatron.optimus.data.samples import Piece
-from megatron.optimus.layers.loss import NO_LABEL
+from megatron.optimus.layers.labels import NO_LABEL
 
 logger = logging.getLogger("optimus")
 

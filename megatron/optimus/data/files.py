@@ -1,7 +1,9 @@
 """Thousands of token files as one numbered list: checked by their headers, read on demand.
 
 Nothing is built at the start. A pair costs its header, the last entries of its index and the sizes of both files:
-about eight system calls, whatever its length. That is enough to know how many tokens it has and to notice a truncated,
+about eight system calls, whatever its length. Each rank looks at its share of the pairs and tells the others
+(``open_together``): were every rank to open every file, 12,288 ranks with 20,000 pairs would ask the one server of a
+parallel file system half a billion times. That is enough to know how many tokens it has and to notice a truncated,
 swapped or foreign half. The inside of an index is not read (training needs none of it); ``IndexedDataset`` checks all.
 
 Tokens are read with ``pread`` and not through memory maps, for three reasons. A file that is cut short under a map
@@ -18,14 +20,18 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from megatron.optimus.data.bounds import document_starts
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.indexed import DTYPES, HEADER_SIZE, bin_path, idx_path, parse_header
+
+if TYPE_CHECKING:
+    from megatron.optimus.runtime.agreement import Ranks  # torch, which tools over files do without
 
 MAX_OPEN = 128  # well below the usual limit of 1,024 descriptors of a process
 _THREADS = 8  # headers on a parallel file system cost a round trip each
@@ -37,8 +43,6 @@ class PairSummary(NamedTuple):
 
     code: int  # key of DTYPES
     tokens: int
-    sequences: int
-    documents: int
 
 
 def summarize_pair(prefix: str) -> PairSummary:
@@ -74,7 +78,7 @@ def summarize_pair(prefix: str) -> PairSummary:
             f"{bin_}: {kind}: {os.path.basename(idx)} describes {described} bytes of {DTYPES[header.code].name}, the "
             f"file has {bin_size}; it is incomplete or belongs to another index, write the pair again"
         )
-    return PairSummary(header.code, bin_size // itemsize, header.sequences, header.documents - 1)
+    return PairSummary(header.code, bin_size // itemsize)
 
 
 class _IndexEnds:
@@ -91,6 +95,38 @@ class _IndexEnds:
         self.last_pointer = integer(8, bounds - 8) if sequences else 0
 
 
+def summarize(prefixes: Sequence[str]) -> list[PairSummary]:
+    """``summarize_pair`` of each."""
+    if len(prefixes) <= _PER_TASK:
+        return [summarize_pair(prefix) for prefix in prefixes]
+    shares = [prefixes[i : i + _PER_TASK] for i in range(0, len(prefixes), _PER_TASK)]
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="optimus-headers") as pool:
+        parts = pool.map(lambda share: [summarize_pair(prefix) for prefix in share], shares)
+        return [summary for part in parts for summary in part]
+
+
+def open_together(prefixes: Sequence[str], ranks: Ranks) -> TokenFiles:
+    """The same files on every rank, each of which has looked at its share of them. Collective.
+
+    Raises DataError on every rank if any pair cannot be used, or if the ranks do not have the same list: on a file
+    system that is slow to show new files a glob may find other ones on other nodes.
+    """
+    digest = xxhash.xxh3_64_intdigest("\n".join(prefixes).encode()) >> 1
+    [first] = ranks.broadcast([digest])
+
+    def look() -> list[PairSummary]:
+        if digest != first:
+            raise DataError(f"finds other files ({len(prefixes)}) than rank 0; name them in one list, or start again")
+        return summarize(prefixes[ranks.rank :: ranks.size])
+
+    own = ranks.together(look, "opening the data", DataError)
+    summaries = [PairSummary(0, 0)] * len(prefixes)
+    for rank, data in enumerate(ranks.all_gather_bytes(np.array(own, dtype=np.int64).tobytes())):
+        pairs = np.frombuffer(data, np.int64).reshape(-1, 2).tolist()
+        summaries[rank :: ranks.size] = [PairSummary(*pair) for pair in pairs]
+    return TokenFiles(prefixes, summaries=summaries)
+
+
 class TokenFiles:
     """Pairs numbered from 0, open to reading from any thread.
 
@@ -99,16 +135,20 @@ class TokenFiles:
         tokens: int64 [files], tokens of each pair
         codes: uint8 [files], dtype code of each pair (``indexed.DTYPES``)
 
+    ``summaries`` are those of the pairs, if they are known already.
+
     Raises DataError if a pair is missing, truncated, does not belong together, or holds floats.
     """
 
-    def __init__(self, prefixes: Sequence[str], *, max_open: int = MAX_OPEN) -> None:
+    def __init__(
+        self, prefixes: Sequence[str], *, summaries: Sequence[PairSummary] | None = None, max_open: int = MAX_OPEN
+    ) -> None:
         self.prefixes = list(prefixes)
         self.number = {prefix: i for i, prefix in enumerate(self.prefixes)}
         self._max_open = max_open
         self._open: OrderedDict[int, int] = OrderedDict()  # file number -> descriptor, least recently used first
         self._lock = threading.Lock()
-        summaries = self._summarize()
+        summaries = summarize(self.prefixes) if summaries is None else summaries
         self.tokens = np.array([summary.tokens for summary in summaries], dtype=np.int64)
         self.codes = np.array([summary.code for summary in summaries], dtype=np.uint8)
         for prefix, code in zip(self.prefixes, self.codes, strict=True):
@@ -141,14 +181,6 @@ class TokenFiles:
     def __del__(self) -> None:
         if hasattr(self, "_open"):  # not when the constructor failed
             self.close()
-
-    def _summarize(self) -> list[PairSummary]:
-        if len(self) <= _PER_TASK:
-            return [summarize_pair(prefix) for prefix in self.prefixes]
-        shares = [self.prefixes[i : i + _PER_TASK] for i in range(0, len(self), _PER_TASK)]
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="optimus-headers") as pool:
-            parts = pool.map(lambda share: [summarize_pair(prefix) for prefix in share], shares)
-            return [summary for part in parts for summary in part]
 
     def _read_bytes(self, file: int, offset: int, count: int) -> bytes:
         path = f"{self.prefixes[file]}.bin"

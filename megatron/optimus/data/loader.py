@@ -32,7 +32,7 @@ from megatron.optimus.data.mixture import Mixture, mixed_rows
 from megatron.optimus.data.order import chances, samples_at
 from megatron.optimus.data.samples import Sample, SampleOptions, make_sample, positions
 from megatron.optimus.layers.documents import Documents
-from megatron.optimus.layers.loss import NO_LABEL
+from megatron.optimus.layers.labels import NO_LABEL
 from megatron.optimus.runtime import device as devices
 
 

@@ -10,18 +10,14 @@ Shapes: B sequences, S positions, T = B * S tokens, N documents, H query heads, 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
-
-# torch 2.10 has is_causal, later ones a window; grouped heads came last
-_VARLEN_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)
-_CAUSAL: dict[str, Any] = {"is_causal": True} if "is_causal" in _VARLEN_PARAMETERS else {"window_size": (-1, 0)}
 
 
 @dataclass(frozen=True)
@@ -67,17 +63,28 @@ def document_attention(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, documents
     return _one_by_one(q_BHSd, k_BGSd, v_BGSd, documents)
 
 
+@cache
+def _varlen() -> tuple[Callable[..., Tensor], frozenset[str]]:
+    """torch's kernel and its parameters: 2.10 has is_causal, later ones a window; grouped heads came last.
+
+    Imported where it is used, as torch's compiler comes with it: seconds and 70 MB.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)  # type: ignore[return-value]
+
+
 def _fused(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, documents: Documents) -> Tensor:
+    varlen_attn, parameters = _varlen()
     groups = q_BHSd.shape[1] // k_BGSd.shape[1]
-    options = dict(_CAUSAL)
-    if groups > 1 and "enable_gqa" in _VARLEN_PARAMETERS:
+    options: dict[str, Any] = {"is_causal": True} if "is_causal" in parameters else {"window_size": (-1, 0)}
+    if groups > 1 and "enable_gqa" in parameters:
         options["enable_gqa"] = True
     elif groups > 1:
         k_BGSd, v_BGSd = (x.repeat_interleave(groups, dim=1) for x in (k_BGSd, v_BGSd))
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHSd, k_BGSd, v_BGSd))  # [T, heads, d]
     bounds, longest = documents.bounds_N1, max(documents.lengths)
     out_THd = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
-    assert isinstance(out_THd, Tensor)
     return out_THd.unflatten(0, (q_BHSd.shape[0], q_BHSd.shape[2])).transpose(1, 2)
 
 

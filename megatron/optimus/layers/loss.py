@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.optimus.layers.labels import NO_LABEL
 from megatron.optimus.runtime.distributed import all_gather_single
 
-NO_LABEL = -100  # a position that nothing is to be predicted at
 CHUNK_ELEMENTS = 2**27  # logits held at once: 512 MiB in fp32, large enough for efficient matrix products
 
 

@@ -25,7 +25,7 @@ def attend_part(q_BHQd: Tensor, k_BHKd: Tensor, v_BHKd: Tensor, causal: bool) ->
     q, k, v = q_BHQd.contiguous(), k_BHKd.contiguous(), v_BHKd.contiguous()
     if _has_cuda_kernel(q):
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-    if q.device.type == "cpu":
+    if _has_cpu_kernel(q):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     return _attend_plain(q, k, v, causal)
 
@@ -47,7 +47,7 @@ def attend_part_backward(
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
             *args, None, None, num_queries, num_keys, 0.0, causal, no_seed, no_seed
         )
-    if q_BHQd.device.type == "cpu":
+    if _has_cpu_kernel(q_BHQd):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*args, 0.0, causal)
     return _attend_plain_backward(args, causal)
 
@@ -58,6 +58,10 @@ def merge(out_BHQd: Tensor, lse_BHQ: Tensor, more_BHQd: Tensor, more_lse_BHQ: Te
     out_BHQd.mul_((lse_BHQ - total_BHQ).exp_()[..., None])
     out_BHQd.add_(more_BHQd * (more_lse_BHQ - total_BHQ).exp_()[..., None])
     lse_BHQ.copy_(total_BHQ)
+
+
+def _has_cpu_kernel(q: Tensor) -> bool:
+    return q.device.type == "cpu"
 
 
 def _has_cuda_kernel(q: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Public operations: checked at the door, then run by the chosen backend."""
+"""Public operations: checked at the door, then run by the chosen backend (backend.py); reference.py specifies them."""
 
 from __future__ import annotations
 
@@ -10,44 +10,41 @@ from megatron.optimus.ops.backend import (
     Backend,
     BackendUnavailableError,
     get_backend,
+    kernels,
     resolve,
-    runs_triton,
     set_backend,
 )
-from megatron.optimus.ops.reference import Routing, expert_counts
+from megatron.optimus.ops.grouped import (
+    combine,
+    gather_rows,
+    grouped_input_gradient,
+    grouped_linear,
+    grouped_linear_swiglu,
+    grouped_weight_gradient,
+    swiglu,
+)
+from megatron.optimus.ops.reference import Routing, RowOrder
+from megatron.optimus.ops.routing import expert_counts, router_topk, sort_slots
 
 __all__ = [
     "Backend",
     "BackendUnavailableError",
     "Routing",
+    "RowOrder",
+    "combine",
     "expert_counts",
+    "gather_rows",
     "get_backend",
+    "grouped_input_gradient",
+    "grouped_linear",
+    "grouped_linear_swiglu",
+    "grouped_weight_gradient",
     "moe_mlp",
     "router_topk",
     "set_backend",
+    "sort_slots",
+    "swiglu",
 ]
-
-
-def router_topk(
-    logits_TE: Tensor,
-    topk: int,
-    *,
-    sigmoid: bool = False,
-    normalize: bool = False,
-    selection_bias_E: Tensor | None = None,
-) -> Routing:
-    """Chooses K experts per token; see ``reference.router_topk``. Raises ValueError if K is not in [1, E]."""
-    if logits_TE.dim() != 2 or not 1 <= topk <= logits_TE.shape[1]:
-        raise ValueError(
-            f"router_topk: topk={topk} of logits {tuple(logits_TE.shape)}; expected [T, E] and 1 <= K <= E"
-        )
-    if logits_TE.dtype == torch.float32 and runs_triton(logits_TE.device) and logits_TE.shape[1] <= 1024:
-        from megatron.optimus.ops.triton import router
-
-        return Routing(*router.router_topk(logits_TE, topk, sigmoid, normalize, selection_bias_E))
-    return reference.router_topk(
-        logits_TE, topk, sigmoid=sigmoid, normalize=normalize, selection_bias_E=selection_bias_E
-    )
 
 
 def moe_mlp(x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Tensor, indices_TK: Tensor) -> Tensor:
@@ -59,19 +56,8 @@ def moe_mlp(x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Te
     """
     _check_moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
     backend = resolve(x_TD.device, x_TD.dtype)
-    if backend is Backend.CPU:
-        from megatron.optimus.ops import cpu
-
-        return cpu.moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
-    if backend is Backend.TRITON:
-        from megatron.optimus.ops.triton import moe_mlp as triton_moe_mlp
-
-        return triton_moe_mlp.moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
-    if backend is Backend.SYCL:
-        from megatron.optimus.ops import sycl
-
-        return sycl.moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
-    return reference.moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
+    run = reference.moe_mlp if backend is Backend.REFERENCE else kernels(backend).moe_mlp
+    return run(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
 
 
 def _check_moe_mlp(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor) -> None:

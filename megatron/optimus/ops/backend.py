@@ -10,12 +10,17 @@ import enum
 import functools
 import importlib
 import logging
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
 
 logger = logging.getLogger("optimus")
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _HALF = (torch.bfloat16, torch.float16)
+_NEWEST_COMPILED = "cpu_router_topk"  # the operation added to csrc/bindings.cpp last
 
 
 class Backend(str, enum.Enum):
@@ -28,11 +33,20 @@ class Backend(str, enum.Enum):
     SYCL = "sycl"  # Intel GPUs (csrc/sycl): float32, bfloat16, float16; cpu tensors too, for tests
 
 
+# Where the kernels of a backend are: one function per operation, called below autograd with contiguous arguments.
+_KERNELS = {
+    Backend.CPU: "megatron.optimus.ops.cpu",
+    Backend.TRITON: "megatron.optimus.ops.triton.single",
+    Backend.SYCL: "megatron.optimus.ops.sycl",
+}
+
+
 class BackendUnavailableError(ValueError):
     """The backend asked for cannot run here; the message says what is missing and how to get it."""
 
 
 _selected = Backend.AUTO
+_loaded: dict[Backend, ModuleType] = {}
 
 
 def set_backend(backend: Backend | str) -> None:
@@ -54,35 +68,70 @@ def get_backend() -> Backend:
     return _selected
 
 
+def _constant_in_graphs(function: _Function) -> _Function:
+    """torch.compiler.assume_constant_result, without importing the compiler, which every start would wait for.
+
+    A compiled function keeps the backend of its first call.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant_in_graphs
 def resolve(device: torch.device, dtype: torch.dtype) -> Backend:
-    """The backend that runs an operation on these tensors. Raises BackendUnavailableError."""
+    """The backend that runs operations on rows of this device and dtype. Raises BackendUnavailableError."""
     return _resolve(_selected, device.type, dtype)
 
 
-def runs_triton(device: torch.device) -> bool:
-    """Whether the small fp32 operations around the experts (the router) run in Triton on this device.
+@_constant_in_graphs
+def resolve_routing(device: torch.device) -> Backend:
+    """The backend of the operations that do not depend on the experts' dtype: router (fp32) and counts.
 
-    They follow the experts' backend: Triton wherever that runs for bfloat16, else the reference.
+    That of 16-bit rows, which every backend has. Raises BackendUnavailableError.
     """
-    return _selected in (Backend.AUTO, Backend.TRITON) and _triton_error(device.type) is None
+    return _resolve_routing(_selected, device.type)
+
+
+def kernels(backend: Backend) -> ModuleType:
+    """The module that holds the kernels of a backend other than the reference, once a call resolved to it."""
+    return _loaded[backend]
 
 
 @functools.cache
 def _resolve(selected: Backend, device_type: str, dtype: torch.dtype) -> Backend:
     where = f"{device_type} {str(dtype).removeprefix('torch.')}"
-    if selected is not Backend.AUTO:
-        obstacle = _obstacle(selected, device_type, dtype)
-        if obstacle:
-            raise BackendUnavailableError(f"backend {selected.value!r} cannot run on {where}: {obstacle}")
-        logger.info("expert kernels on %s: %s (as set)", where, selected.value)
-        return selected
-    native = {"cpu": Backend.CPU, "meta": Backend.CPU, "xpu": Backend.SYCL}.get(device_type, Backend.TRITON)
-    obstacle = _obstacle(native, device_type, dtype)
+    backend, obstacle = _choose(selected, device_type, dtype)
+    routing = _choose(selected, device_type, torch.bfloat16)[0].value
+    if obstacle is not None and selected is not Backend.AUTO:
+        raise BackendUnavailableError(f"backend {selected.value!r} cannot run on {where}: {obstacle}")
     if obstacle is None:
-        logger.info("expert kernels on %s: %s", where, native.value)
-        return native
-    logger.warning("expert kernels on %s: reference, which is slower, because %s", where, obstacle)
-    return Backend.REFERENCE
+        how = "" if selected is Backend.AUTO else " (as set)"
+        logger.info("expert kernels on %s: %s%s; router: %s", where, backend.value, how, routing)
+    else:
+        logger.warning(
+            "expert kernels on %s: reference, which is slower, because %s; router: %s", where, obstacle, routing
+        )
+    return backend
+
+
+@functools.cache
+def _resolve_routing(selected: Backend, device_type: str) -> Backend:
+    backend, obstacle = _choose(selected, device_type, torch.bfloat16)
+    if obstacle is not None and selected is not Backend.AUTO:
+        raise BackendUnavailableError(f"backend {selected.value!r} cannot route on {device_type}: {obstacle}")
+    return backend
+
+
+def _choose(selected: Backend, device_type: str, dtype: torch.dtype) -> tuple[Backend, str | None]:
+    """The backend, and what kept the one that was set, or the device's own, from being it."""
+    native = {"cpu": Backend.CPU, "meta": Backend.CPU, "xpu": Backend.SYCL}.get(device_type, Backend.TRITON)
+    backend = native if selected is Backend.AUTO else selected
+    obstacle = _obstacle(backend, device_type, dtype)
+    if obstacle is not None:
+        return Backend.REFERENCE, obstacle
+    if backend in _KERNELS:
+        _loaded[backend] = importlib.import_module(_KERNELS[backend])
+    return backend, None
 
 
 def _obstacle(backend: Backend, device_type: str, dtype: torch.dtype) -> str | None:
@@ -110,6 +159,8 @@ def compiled_library_error() -> str | None:
             f"the compiled operations are missing or do not fit this torch ({error}); with a C++ compiler present run "
             "'python setup.py build_ext --inplace' in the source tree, or 'pip install --no-build-isolation .'"
         )
+    if not hasattr(torch.ops.optimus, _NEWEST_COMPILED):
+        return "the compiled operations are older than the source tree; run 'python setup.py build_ext --inplace' again"
     return None
 
 

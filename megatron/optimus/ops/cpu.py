@@ -1,4 +1,7 @@
-"""Autograd and shape inference of the C++ operations (csrc/cpu); import after the compiled library is loaded."""
+"""The C++ operations (csrc/cpu) as the backends' common set of kernels, and ``moe_mlp`` with its gradient and shapes.
+
+Import after the compiled library is loaded. The kernels take contiguous tensors that grouped.py has checked.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,81 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.optimus.ops.reference import RowOrder
+
+_C = torch.ops.optimus
 _OP = "optimus::moe_mlp"
+
+
+def order_sizes(num_slots: int, num_experts: int) -> list[int]:
+    """Elements of an order's tensors: slots, rows, counts, offsets."""
+    return [num_slots, num_slots, num_experts, num_experts + 3]
+
+
+def sort_slots(indices_TK: Tensor, num_experts: int) -> RowOrder:
+    slots, rows, counts, offsets = _C.cpu_sort_slots(indices_TK, num_experts)
+    return RowOrder(slots, rows, counts, [offsets])
+
+
+def expert_counts(indices_TK: Tensor, num_experts: int) -> Tensor:
+    return _C.cpu_sort_slots(indices_TK, num_experts)[2].long()
+
+
+def gather_rows(x_TD: Tensor, order: RowOrder) -> Tensor:
+    return _C.cpu_gather_rows(x_TD, order.slots_P, order.plan[0])
+
+
+def combine(rows_PD: Tensor, order: RowOrder, weights_TK: Tensor | None, num_tokens: int) -> Tensor:
+    return _C.cpu_combine(rows_PD, order.rows_N, order.plan[0], weights_TK, num_tokens)
+
+
+def combine_backward(dy_TD: Tensor, rows_PD: Tensor, order: RowOrder, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+    return _C.cpu_combine_backward(dy_TD, rows_PD, order.slots_P, order.plan[0], weights_TK)
+
+
+def swiglu(hidden_P2F: Tensor, order: RowOrder) -> Tensor:
+    return _C.cpu_swiglu(hidden_P2F, order.plan[0])
+
+
+def swiglu_gradient(hidden_P2F: Tensor, grad_PF: Tensor, order: RowOrder) -> Tensor:
+    return _C.cpu_swiglu_backward(hidden_P2F, grad_PF, order.plan[0])
+
+
+def grouped_linear(x_PI: Tensor, weight_EOI: Tensor, order: RowOrder) -> Tensor:
+    return _C.cpu_grouped_linear(x_PI, weight_EOI, order.plan[0], True)
+
+
+def grouped_linear_swiglu(x_PD: Tensor, gate_up_E2FD: Tensor, order: RowOrder) -> tuple[Tensor, Tensor]:
+    return _C.cpu_grouped_linear_swiglu(x_PD, gate_up_E2FD, order.plan[0])
+
+
+def grouped_input_gradient(dout_PO: Tensor, weight_EOI: Tensor, order: RowOrder) -> Tensor:
+    return _C.cpu_grouped_linear(dout_PO, weight_EOI, order.plan[0], False)
+
+
+def grouped_weight_gradient(dout_PO: Tensor, x_PI: Tensor, order: RowOrder, main_grad: Tensor | None) -> Tensor:
+    out = main_grad
+    if out is None:
+        out = x_PI.new_empty(order.counts_E.shape[0], dout_PO.shape[1], x_PI.shape[1])
+    _C.cpu_grouped_weight_gradient(dout_PO, x_PI, order.plan[0], out, main_grad is not None)
+    return out
+
+
+def router_topk(
+    logits_TE: Tensor, topk: int, sigmoid: bool, normalize: bool, bias_E: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _C.cpu_router_topk(logits_TE, topk, sigmoid, normalize, bias_E)
+
+
+def router_topk_backward(
+    scores_TE: Tensor, indices_TK: Tensor, dweights_TK: Tensor, dscores_TE: Tensor, sigmoid: bool, normalize: bool
+) -> Tensor:
+    return _C.cpu_router_topk_backward(scores_TE, indices_TK, dweights_TK, dscores_TE, sigmoid, normalize)
 
 
 def moe_mlp(x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Tensor, indices_TK: Tensor) -> Tensor:
     """``reference.moe_mlp`` in C++. Saves its arguments and the hidden rows [T*K, 2F] before SwiGLU."""
-    return torch.ops.optimus.moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)[0]
+    return _C.moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)[0]
 
 
 @torch.library.register_fake(_OP)
@@ -42,7 +114,7 @@ def _backward(ctx: Any, dy: Tensor | None, _dhidden: None) -> tuple[Tensor | Non
     if dy is None:
         return None, None, None, None, None
     x, gate_up, down, weights, indices, hidden = ctx.saved_tensors
-    grads = torch.ops.optimus.moe_mlp_backward(dy, x, gate_up, down, weights, indices, hidden)
+    grads = _C.moe_mlp_backward(dy, x, gate_up, down, weights, indices, hidden)
     return (*grads, None)
 
 

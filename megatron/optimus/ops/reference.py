@@ -1,17 +1,18 @@
 """The specification of every operation, in plain PyTorch: fast kernels must agree in values and gradients.
 
-Shapes: T tokens, K experts chosen per token, E experts, D model width, F inner width of an expert,
-N = T*K slots (slot n belongs to token n // K), R <= N slots whose expert is on this rank.
-An expert index of -1 marks a slot whose expert lives elsewhere: such a slot contributes nothing here.
+Shapes: T tokens, K experts chosen per token, E experts, D model width, F inner width of an expert, I and O widths into
+and out of a product, N = T*K slots (slot n belongs to token n // K), R <= N slots whose expert is on this rank,
+P >= N rows of a buffer of rows. An expert index of -1 marks a slot whose expert lives elsewhere: it has no row.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 class Routing(NamedTuple):
@@ -22,11 +23,19 @@ class Routing(NamedTuple):
     scores_TE: Tensor  # fp32, differentiable: softmax or sigmoid of the logits
 
 
-class ExpertOrder(NamedTuple):
-    """Slots in the order in which experts process them."""
+class RowOrder(NamedTuple):
+    """Where each slot's row is, all int32 on the device of the indices.
 
-    slots_N: Tensor  # int64: slots sorted by expert, stable; the N - R foreign slots come last
-    counts_E: Tensor  # int64: slots of each expert; they sum to R
+    A buffer of rows has P = ``slots_P.numel()`` rows; those of one expert lie together, experts ascending, slots of an
+    expert in their order. Rows of no local slot hold nothing that counts: no operation's result for a slot, token or
+    expert depends on them, and gradients never flow through them.
+    """
+
+    slots_P: Tensor  # slot of each row; -1 or a foreign slot where the row belongs to no local slot
+    rows_N: Tensor  # row of each slot, -1 for a foreign slot
+    counts_E: Tensor  # rows of each expert; they sum to R
+    plan: list[Tensor]  # what the backend that made the order needs besides. Here, in csrc/cpu and in csrc/sycl:
+    # offsets [E+3], first row of each expert, then R, then N twice. In Triton: see ops/triton/index.py
 
 
 def router_topk(
@@ -56,40 +65,80 @@ def expert_counts(indices_TK: Tensor, num_experts: int) -> Tensor:
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=indices_TK.device)
     expert_N = indices_TK.reshape(-1).to(torch.int64)
     ones_N = torch.ones_like(expert_N)
-    counts.scatter_add_(0, torch.where(expert_N < 0, num_experts, expert_N), ones_N)
+    counts.scatter_add_(0, torch.where(expert_N == -1, num_experts, expert_N), ones_N)
     return counts[:num_experts]
 
 
-def sort_slots(indices_TK: Tensor, num_experts: int) -> ExpertOrder:
-    """Stable order of slots by expert."""
+def sort_slots(indices_TK: Tensor, num_experts: int) -> RowOrder:
+    """Stable order of slots by expert, foreign slots last: P = N rows, of which the first R belong to local slots."""
     expert_N = indices_TK.reshape(-1)
-    key_N = torch.where(expert_N < 0, num_experts, expert_N)
-    return ExpertOrder(torch.argsort(key_N, stable=True), expert_counts(indices_TK, num_experts))
+    num_slots = expert_N.numel()
+    counts_E = expert_counts(indices_TK, num_experts)
+    slots_P = torch.argsort(torch.where(expert_N == -1, num_experts, expert_N), stable=True)
+    rows_N = torch.empty_like(slots_P).scatter_(0, slots_P, torch.arange(num_slots, device=slots_P.device))
+    offsets = F.pad(counts_E.cumsum(0), (1, 2))
+    offsets[num_experts + 1 :] = num_slots
+    rows_N = torch.where(expert_N == -1, -1, rows_N)
+    return RowOrder(slots_P.int(), rows_N.int(), counts_E.int(), [offsets.int()])
 
 
-def grouped_linear(x_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """Rows of x, in expert order, each multiplied by its own expert's weight: [R, I] -> [R, O]."""
-    groups = torch.split(x_RI, counts_E.tolist())
-    return torch.cat([F.linear(x, weight) for x, weight in zip(groups, weight_EOI.unbind(0), strict=True)])
+def gather_rows(x_TD: Tensor, order: RowOrder) -> Tensor:
+    """Each row's token: [T, D] -> [P, D]; zeros in rows of no local slot. Gradient: ``combine`` with ones."""
+    num_tokens, num_slots = x_TD.shape[0], order.rows_N.numel()
+    token_P = order.slots_P.long() // max(num_slots // max(num_tokens, 1), 1)
+    local_P = torch.arange(num_slots, device=x_TD.device) < order.counts_E.sum()
+    return torch.where(local_P.unsqueeze(-1), x_TD[token_P], 0.0)
 
 
-def swiglu(gate_up_R2F: Tensor) -> Tensor:
-    """silu(gate) * up where the first F columns are the gate: [R, 2F] -> [R, F]. Computed in fp32 (fp64 stays fp64)."""
-    gate, up = _at_least_fp32(gate_up_R2F).chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(gate_up_R2F.dtype)
+def combine(rows_PD: Tensor, order: RowOrder, weights_TK: Tensor) -> Tensor:
+    """Sum of each token's rows times their weights, in slot order and fp32: [P, D] and [T, K] -> [T, D]."""
+    row_TK = order.rows_N.view(weights_TK.shape).long()
+    picked_TKD = _at_least_fp32(rows_PD)[row_TK.clamp(min=0)]
+    terms_TKD = torch.where((row_TK >= 0).unsqueeze(-1), picked_TKD * weights_TK.unsqueeze(-1), 0.0)
+    return terms_TKD.sum(dim=1).to(rows_PD.dtype)
 
 
-def combine(y_RD: Tensor, order: ExpertOrder, weights_TK: Tensor) -> Tensor:
-    """Weighted sum of each token's expert outputs, in slot order and fp32: [R, D] -> [T, D]."""
-    num_tokens, topk = weights_TK.shape
-    num_slots, num_rows = num_tokens * topk, y_RD.shape[0]
-    padded_ND = y_RD.new_zeros(num_slots, y_RD.shape[1]).index_copy(0, order.slots_N[:num_rows], y_RD)
-    y_TD = (_at_least_fp32(padded_ND.view(num_tokens, topk, y_RD.shape[1])) * weights_TK.unsqueeze(-1)).sum(dim=1)
-    return y_TD.to(y_RD.dtype)
+def swiglu(gate_up_P2F: Tensor) -> Tensor:
+    """silu(gate) * up where the first F columns are the gate: [P, 2F] -> [P, F]. Computed in fp32 (fp64 stays fp64)."""
+    gate, up = _at_least_fp32(gate_up_P2F).chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up_P2F.dtype)
 
 
-def _at_least_fp32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def grouped_linear(x_PI: Tensor, weight_EOI: Tensor, order: RowOrder, main_grad: Tensor | None = None) -> Tensor:
+    """Rows of x, each multiplied by its own expert's weight: [P, I] -> [P, O].
+
+    With ``main_grad`` [E, O, I] (fp32 or the weight's dtype), the gradient of the weight is added to that buffer in at
+    least fp32 when the backward runs, and the weight itself receives none.
+    """
+    if main_grad is not None:
+        return _LinearIntoMainGradient.apply(x_PI, weight_EOI, main_grad, order)
+    groups = _groups(x_PI, order)
+    out = torch.cat([F.linear(x, weight) for x, weight in zip(groups, weight_EOI.unbind(0), strict=True)])
+    return F.pad(out, (0, 0, 0, x_PI.shape[0] - out.shape[0]))
+
+
+def grouped_linear_swiglu(
+    x_PD: Tensor, gate_up_E2FD: Tensor, order: RowOrder, main_grad: Tensor | None = None
+) -> Tensor:
+    """``swiglu`` of ``grouped_linear``: the up projection of the experts, [P, D] -> [P, F]."""
+    return swiglu(grouped_linear(x_PD, gate_up_E2FD, order, main_grad))
+
+
+def grouped_input_gradient(dout_PO: Tensor, weight_EOI: Tensor, order: RowOrder) -> Tensor:
+    """Gradient of ``grouped_linear`` with respect to x: [P, O] -> [P, I]."""
+    groups = _groups(dout_PO, order)
+    dx = torch.cat([dout @ weight for dout, weight in zip(groups, weight_EOI.unbind(0), strict=True)])
+    return F.pad(dx, (0, 0, 0, dout_PO.shape[0] - dx.shape[0]))
+
+
+def grouped_weight_gradient(dout_PO: Tensor, x_PI: Tensor, order: RowOrder, main_grad: Tensor | None = None) -> Tensor:
+    """Gradient of ``grouped_linear`` with respect to its weight: [E, O, I] in x's dtype, zero for an expert without
+    rows; or added to ``main_grad`` in at least fp32, which is then returned."""
+    pairs = zip(_groups(_at_least_fp32(dout_PO), order), _groups(_at_least_fp32(x_PI), order), strict=True)
+    dweight = torch.stack([dout.T @ x for dout, x in pairs])
+    if main_grad is None:
+        return dweight.to(x_PI.dtype)
+    return main_grad.copy_(_at_least_fp32(main_grad) + dweight)
 
 
 def moe_mlp(x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Tensor, indices_TK: Tensor) -> Tensor:
@@ -98,10 +147,34 @@ def moe_mlp(x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Te
     x_TD and the two expert weights share one floating dtype; weights_TK is fp32; indices_TK is an integer tensor with
     values in [-1, E). No token is dropped; an expert without tokens gets a zero gradient. Returns [T, D] in x's dtype.
     """
-    topk = indices_TK.shape[1]
     order = sort_slots(indices_TK, gate_up_E2FD.shape[0])
-    num_rows = int(order.counts_E.sum())
-    token_R = order.slots_N[:num_rows] // topk
-    hidden_R2F = grouped_linear(x_TD[token_R], gate_up_E2FD, order.counts_E)
-    y_RD = grouped_linear(swiglu(hidden_R2F), down_EDF, order.counts_E)
-    return combine(y_RD, order, weights_TK)
+    activation_PF = grouped_linear_swiglu(gather_rows(x_TD, order), gate_up_E2FD, order)
+    return combine(grouped_linear(activation_PF, down_EDF, order), order, weights_TK)
+
+
+def _at_least_fp32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _groups(rows_P: Tensor, order: RowOrder) -> tuple[Tensor, ...]:
+    """The rows of each expert. Only here are counts read on the host: every expert is a product of its own."""
+    counts = order.counts_E.tolist()
+    return rows_P[: sum(counts)].split(counts)
+
+
+class _LinearIntoMainGradient(torch.autograd.Function):
+    """``grouped_linear`` whose weight gradient is added to a buffer before it is rounded to the weight's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, main_grad: Tensor, order: RowOrder) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.main_grad, ctx.order = main_grad, order  # not saved: other micro-batches change main_grad in between
+        return grouped_linear(x, weight, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        if ctx.needs_input_grad[1]:
+            grouped_weight_gradient(grads[0], x, ctx.order, ctx.main_grad)
+        return grouped_input_gradient(grads[0], weight, ctx.order), None, None, None

@@ -5,8 +5,8 @@ very same files are compiled at the first use by the SYCL runtime from PyPI and 
 them without a GPU, not a fast one. Everything behind the two entrances is one C++ table of operations, which checks
 every argument before it launches; only ``_run`` here knows that there are two.
 
-Shapes as in reference.py: T tokens, K experts per token, N = T*K slots, E experts, D width, F inner width. Row tensors
-have N rows in expert order; the rows from ``offsets[E]`` on belong to no local expert and hold nothing.
+Shapes and orders as in reference.py. Row tensors have N rows in expert order; the rows from ``offsets[E]`` on belong to
+no local expert and hold nothing.
 """
 
 from __future__ import annotations
@@ -20,26 +20,19 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from megatron.optimus.ops.reference import RowOrder
 
 _SOURCES = Path(__file__).resolve().parents[3] / "csrc" / "sycl"
 _BUILD = Path(__file__).resolve().parents[3] / "build" / "sycl"
 _PACKAGES = ("intel-sycl-rt", "intel-opencl-rt")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int32: 3, torch.int64: 4}
 _MESSAGE_BYTES = 1 << 16
-
-
-class SlotOrder(NamedTuple):
-    """Slots in the order in which experts process them, all on the device."""
-
-    slots_N: Tensor  # int32: slots sorted by expert, stable; foreign slots (-1) come last
-    rows_N: Tensor  # int32: row of each slot in that order, -1 for a foreign slot
-    offsets: Tensor  # int32 [E+3]: first row of each expert; offsets[E] is R, the number of local rows
-    counts_E: Tensor  # int64: slots of each expert
 
 
 def cpu_device_error() -> str | None:
@@ -84,86 +77,133 @@ def set_work_sizes(
     _runtime().configure(group_items, block_slots, tile, check_contents)
 
 
-def sort_slots(indices_TK: Tensor, num_experts: int) -> SlotOrder:
+def order_sizes(num_slots: int, num_experts: int) -> list[int]:
+    """Elements of an order's tensors: slots, rows, counts, offsets."""
+    return [num_slots, num_slots, num_experts, num_experts + 3]
+
+
+def sort_slots(indices_TK: Tensor, num_experts: int) -> RowOrder:
     """``reference.sort_slots`` and ``reference.expert_counts``. On xpu, an index outside [-1, E) is sorted to the end
     and makes the results of ``combine`` NaN; on cpu it raises ValueError."""
     num_slots = indices_TK.numel()
     slots, rows = (indices_TK.new_empty(num_slots, dtype=torch.int32) for _ in range(2))
     offsets = indices_TK.new_empty(num_experts + 3, dtype=torch.int32)
-    counts = indices_TK.new_empty(num_experts, dtype=torch.int64)
+    counts = indices_TK.new_empty(num_experts, dtype=torch.int32)
     _run("sort_slots", indices_TK, slots, rows, offsets, counts)
-    return SlotOrder(slots, rows, offsets, counts)
+    return RowOrder(slots, rows, counts, [offsets])
 
 
-def gather_rows(x_TD: Tensor, order: SlotOrder) -> Tensor:
+def expert_counts(indices_TK: Tensor, num_experts: int) -> Tensor:
+    """``reference.expert_counts``."""
+    return sort_slots(indices_TK, num_experts).counts_E.long()
+
+
+def gather_rows(x_TD: Tensor, order: RowOrder) -> Tensor:
     """Rows of tokens in expert order: [T, D] -> [N, D]. Its gradient is ``combine`` without weights."""
-    out = x_TD.new_empty(order.slots_N.numel(), x_TD.shape[1])
-    _run("gather_rows", x_TD, order.slots_N, order.offsets, out)
+    out = x_TD.new_empty(order.slots_P.numel(), x_TD.shape[1])
+    _run("gather_rows", x_TD, order.slots_P, order.plan[0], out)
     return out
 
 
-def combine(rows_ND: Tensor, order: SlotOrder, weights_TK: Tensor | None, num_tokens: int) -> Tensor:
+def combine(rows_ND: Tensor, order: RowOrder, weights_TK: Tensor | None, num_tokens: int) -> Tensor:
     """Sum over each token's local slots, in slot order and fp32, of weight (or one) times row: [N, D] -> [T, D]."""
     y = rows_ND.new_empty(num_tokens, rows_ND.shape[1])
-    _run("combine", rows_ND, order.rows_N, order.offsets, weights_TK, y)
+    _run("combine", rows_ND, order.rows_N, order.plan[0], weights_TK, y)
     return y
 
 
-def combine_backward(dy_TD: Tensor, rows_ND: Tensor, order: SlotOrder, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+def combine_backward(dy_TD: Tensor, rows_ND: Tensor, order: RowOrder, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of the weighted ``combine``: of its rows [N, D] and of its weights [T, K] (fp32)."""
     drows, dweights = torch.empty_like(rows_ND), torch.empty_like(weights_TK)
-    _run("combine_backward", dy_TD, rows_ND, order.slots_N, order.offsets, weights_TK, drows, dweights)
+    _run("combine_backward", dy_TD, rows_ND, order.slots_P, order.plan[0], weights_TK, drows, dweights)
     return drows, dweights
 
 
-def swiglu(hidden_N2F: Tensor, order: SlotOrder) -> Tensor:
+def swiglu(hidden_N2F: Tensor, order: RowOrder) -> Tensor:
     """``reference.swiglu`` of the local rows: [N, 2F] -> [N, F]."""
     activation = hidden_N2F.new_empty(hidden_N2F.shape[0], hidden_N2F.shape[1] // 2)
-    _run("swiglu", hidden_N2F, order.offsets, activation)
+    _run("swiglu", hidden_N2F, order.plan[0], activation)
     return activation
 
 
 def swiglu_backward(
-    hidden_N2F: Tensor, grad_NF: Tensor, order: SlotOrder, weights_TK: Tensor | None
+    hidden_N2F: Tensor, grad_NF: Tensor, order: RowOrder, weights_TK: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradient of w * swiglu(hidden), w the slot's router weight (None: one), where ``grad_NF`` is the gradient of the
     activation before the weight. Returns (dhidden [N, 2F], w * swiglu(hidden) [N, F], dw [T, K] fp32 or None)."""
     dhidden, weighted = torch.empty_like(hidden_N2F), torch.empty_like(grad_NF)
     dweights = None if weights_TK is None else torch.empty_like(weights_TK)
-    arguments = (hidden_N2F, grad_NF, order.slots_N, order.offsets, weights_TK, dhidden, weighted, dweights)
+    arguments = (hidden_N2F, grad_NF, order.slots_P, order.plan[0], weights_TK, dhidden, weighted, dweights)
     _run("swiglu_backward", *arguments)
     return dhidden, weighted, dweights
 
 
-def grouped_linear(x: Tensor, weight_EOI: Tensor, order: SlotOrder, *, gathered: bool = False) -> Tensor:
+def swiglu_gradient(hidden_N2F: Tensor, grad_NF: Tensor, order: RowOrder) -> Tensor:
+    """Gradient of ``swiglu``: [N, F] -> [N, 2F]."""
+    return swiglu_backward(hidden_N2F, grad_NF, order, None)[0]
+
+
+def grouped_linear(x: Tensor, weight_EOI: Tensor, order: RowOrder, *, gathered: bool = False) -> Tensor:
     """Each row times its expert's weight transposed, fp32 sums: [N, I] -> [N, O]. With ``gathered``, x is [T, I] in
     token order and its rows are gathered as they are read."""
-    out = x.new_empty(order.slots_N.numel(), weight_EOI.shape[1])
-    _run("gemm_forward", x, weight_EOI, order.slots_N if gathered else None, order.offsets, out)
+    out = x.new_empty(order.slots_P.numel(), weight_EOI.shape[1])
+    _run("gemm_forward", x, weight_EOI, order.slots_P if gathered else None, order.plan[0], out)
     return out
 
 
-def grouped_linear_input_gradient(
-    dout: Tensor, weight_EOI: Tensor, order: SlotOrder, *, gathered: bool = False
-) -> Tensor:
+def grouped_linear_swiglu(
+    x: Tensor, gate_up_E2FI: Tensor, order: RowOrder, *, gathered: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``swiglu`` in the epilogue of ``grouped_linear``: [N, I] -> activation [N, F] and hidden [N, 2F]."""
+    hidden = x.new_empty(order.slots_P.numel(), gate_up_E2FI.shape[1])
+    activation = x.new_empty(order.slots_P.numel(), gate_up_E2FI.shape[1] // 2)
+    slots = order.slots_P if gathered else None
+    _run("gemm_swiglu", x, gate_up_E2FI, slots, order.plan[0], hidden, activation)
+    return activation, hidden
+
+
+def grouped_input_gradient(dout: Tensor, weight_EOI: Tensor, order: RowOrder, *, gathered: bool = False) -> Tensor:
     """Gradient of ``grouped_linear`` with respect to x: [N, O] (or [T, O] with ``gathered``) -> [N, I]."""
-    out = dout.new_empty(order.slots_N.numel(), weight_EOI.shape[2])
-    _run("gemm_input_gradient", dout, weight_EOI, order.slots_N if gathered else None, order.offsets, out)
+    out = dout.new_empty(order.slots_P.numel(), weight_EOI.shape[2])
+    _run("gemm_input_gradient", dout, weight_EOI, order.slots_P if gathered else None, order.plan[0], out)
     return out
 
 
-def grouped_linear_weight_gradient(
-    dout: Tensor, x: Tensor, order: SlotOrder, *, gathered: str | None = None, out: Tensor | None = None
+def grouped_weight_gradient(
+    dout: Tensor, x: Tensor, order: RowOrder, main_grad: Tensor | None = None, *, gathered: str | None = None
 ) -> Tensor:
-    """Gradient of ``grouped_linear`` with respect to its weight, [E, O, I] in x's dtype, or added to ``out`` (x's dtype
-    or fp32). ``gathered`` names the operand, "dout" or "x", that is in token order [T, ...]. Raises ValueError."""
+    """Gradient of ``grouped_linear`` with respect to its weight, [E, O, I] in x's dtype, or added to ``main_grad``, in
+    x's dtype or fp32. ``gathered``: the operand, "dout" or "x", that is in token order [T, ...]. Raises ValueError."""
     suffix = {None: "", "dout": "_left", "x": "_right"}.get(gathered)
     if suffix is None:
         raise ValueError(f"gathered={gathered!r}; use None, 'dout' or 'x'")
-    result = x.new_empty(order.counts_E.numel(), dout.shape[1], x.shape[1]) if out is None else out
-    name = f"gemm_weight_gradient{suffix}{'' if out is None else '_add'}"
-    _run(name, dout, x, order.slots_N, order.offsets, result)
+    result = x.new_empty(order.counts_E.numel(), dout.shape[1], x.shape[1]) if main_grad is None else main_grad
+    name = f"gemm_weight_gradient{suffix}{'' if main_grad is None else '_add'}"
+    _run(name, dout, x, order.slots_P, order.plan[0], result)
     return result
+
+
+def router_topk(
+    logits_TE: Tensor, topk: int, sigmoid: bool, normalize: bool, bias_E: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``reference.router_topk`` of fp32 logits: weights, indices and scores."""
+    weights, scores = logits_TE.new_empty(logits_TE.shape[0], topk), torch.empty_like(logits_TE)
+    indices = torch.empty_like(weights, dtype=torch.int64)
+    _run(_router_name("router_topk", sigmoid, normalize), logits_TE, bias_E, weights, indices, scores)
+    return weights, indices, scores
+
+
+def router_topk_backward(
+    scores_TE: Tensor, indices_TK: Tensor, dweights_TK: Tensor, dscores_TE: Tensor, sigmoid: bool, normalize: bool
+) -> Tensor:
+    """Gradient of ``router_topk`` with respect to its logits."""
+    dlogits, name = torch.empty_like(scores_TE), _router_name("router_topk_backward", sigmoid, normalize)
+    _run(name, scores_TE, indices_TK, dweights_TK, dscores_TE, dlogits)
+    return dlogits
+
+
+def _router_name(name: str, sigmoid: bool, normalize: bool) -> str:
+    return f"{name}_{'sigmoid' if sigmoid else 'softmax'}{'_normalized' if normalize else ''}"
 
 
 def moe_mlp(x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Tensor, indices_TK: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.parallel.context import apply_context_parallelism
 from megatron.optimus.parallel.expert import apply_expert_parallelism
 from megatron.optimus.parallel.mesh import Mesh
+from megatron.optimus.parallel.pipeline import keep_stages, stage_plan
 from megatron.optimus.parallel.recompute import apply_offloading, apply_recomputation
 from megatron.optimus.parallel.tensor import apply_tensor_parallelism, sum_partial_gradients
 
@@ -25,6 +26,8 @@ def parallelize(model: Decoder, mesh: Mesh, config: ParallelConfig) -> None:
     moe_layers = model.moe_layers()
     for layer in moe_layers:
         apply_expert_parallelism(layer, config, mesh)
+    if mesh.size("pp") > 1:
+        keep_stages(model, stage_plan(model.config, config, mesh.index("pp")))
     apply_recomputation(model, config)  # inside the regions that communicate
     apply_offloading(model, config)  # around all of a layer
     if moe_layers:

@@ -17,6 +17,7 @@ RELAYED = "optimus_relayed"  # attribute of an error that another rank reports
 NO_FAILURE = 1 << 62
 _ERRNO_LIMIT = 1 << 12
 T = TypeVar("T")
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -80,12 +81,12 @@ class Ranks:
         if self.size == 1:
             return [data]
         sizes = torch.zeros(self.size, dtype=torch.int64, device=self._device)
-        dist.all_gather_into_tensor(sizes, torch.tensor([len(data)], device=self._device), group=self._group)
+        _all_gather(sizes, torch.tensor([len(data)], device=self._device), group=self._group)
         lengths = sizes.tolist()
         own = torch.zeros(max(1, *lengths), dtype=torch.uint8)
         own[: len(data)] = torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8)[: len(data)]
         everyone = torch.empty(self.size * len(own), dtype=torch.uint8, device=self._device)
-        dist.all_gather_into_tensor(everyone, own.to(self._device), group=self._group)
+        _all_gather(everyone, own.to(self._device), group=self._group)
         rows = everyone.cpu().view(self.size, -1).numpy()
         return [rows[rank, :length].tobytes() for rank, length in enumerate(lengths)]
 

@@ -114,6 +114,7 @@ def set_deterministic(enabled: bool) -> None:
     """Refuses (RuntimeError at the call) kernels whose result can change from run to run. Call before the first one."""
     if enabled:
         launch_env.set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not deterministic without it
+        launch_env.set_default("NCCL_ALGO", "^NVLS")  # switches that reduce add in the order of arrival
     torch.use_deterministic_algorithms(enabled)
     torch.backends.cudnn.benchmark = False
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from megatron.optimus.config.schema import Packing, Precision, RunConfig
+from megatron.optimus.config.schema import Packing, RunConfig
 from megatron.optimus.data.dataset import InstanceSet, Split
 from megatron.optimus.data.errors import DataError
-from megatron.optimus.data.files import TokenFiles
+from megatron.optimus.data.files import TokenFiles, open_together
 from megatron.optimus.data.fim import FillInTheMiddle
 from megatron.optimus.data.loader import BatchLoader
 from megatron.optimus.data.mixture import CorpusPlan, Mixture, log_plan
@@ -22,8 +22,8 @@ from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
 from megatron.optimus.parallel.apply import connect, parallelize
 from megatron.optimus.parallel.mesh import Mesh
-
-DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
+from megatron.optimus.runtime.agreement import Ranks
+from megatron.optimus.trainer.engine import DTYPES
 
 
 def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> Decoder:
@@ -43,9 +43,17 @@ class RunData:
 
 
 def build_data(config: RunConfig, mesh: Mesh, device: torch.device) -> RunData:
-    """Loaders of this rank's training and validation batches; validation is one fixed set."""
-    sources = read_sources(config.data)
-    files = TokenFiles(sources.prefixes)
+    """Loaders of this rank's training and validation batches; validation is one fixed set. Collective.
+
+    Raises DataError on every rank if the data cannot be used on any.
+    """
+    ranks = Ranks(None, device)
+    sources = ranks.together(lambda: read_sources(config.data), "reading what the data is", DataError)
+    files = open_together(sources.prefixes, ranks)
+    return ranks.together(lambda: _loaders(config, mesh, device, sources, files), "opening the data", DataError)
+
+
+def _loaders(config: RunConfig, mesh: Mesh, device: torch.device, sources: Sources, files: TokenFiles) -> RunData:
     train = _instances(config, sources, files, Split.TRAIN)
     total = config.training.train_iters * config.training.global_batch_size
     if isinstance(train, Mixture):

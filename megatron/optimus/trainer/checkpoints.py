@@ -45,6 +45,7 @@ class Checkpoints:
             self._root,
             device=device,
             asynchronous=config.checkpoint.async_save,
+            local=config.checkpoint.save_local_dir,
             check_claim=self._claim.check if self._claim is not None else lambda: None,
         )
 
@@ -89,13 +90,14 @@ class Checkpoints:
             self._drain_s = max(self._drain_s or 0.0, one.drain_s)
 
     def _save(self, kind: str, step: int, consumed_samples: int) -> None:
-        optimizer, is_first = self._engine.optimizer, self._mesh.rank == 0
+        optimizer, mesh = self._engine.optimizer, self._mesh
+        is_first = mesh.index("dense") == 0 and mesh.index("tp") == 0  # of its pipeline stage: it stores the buffers
         if kind == "full":
             slices = state.training_slices(self._model, optimizer, buffers=is_first) + self._rng_slices()
             retain: int | None = self._config.checkpoint.save_retain
         else:
             slices, retain = state.weight_slices(self._model, optimizer, buffers=is_first), None
-        if self._mesh.index("tp") > 0:  # what tensor-parallel ranks hold alike is stored by the first of them
+        if mesh.index("tp") > 0:  # what tensor-parallel ranks hold alike is stored by the first of them
             parts = {name for name, p in self._model.named_parameters() if hasattr(p, "tensor_model_parallel")}
             slices = [piece for piece in slices if piece.name in parts or piece.kind == "rng"]
         header = Manifest(
@@ -108,7 +110,7 @@ class Checkpoints:
             {},
             layout=asdict(self._mesh.layout) | {"zero_stage": self._config.optimizer.zero_stage},
             packages=_packages(),
-            tokenizer_xxh3_128=_tokenizer_hash(self._config.data.tokenizer_model) if is_first else None,
+            tokenizer_xxh3_128=_tokenizer_hash(self._config.data.tokenizer_model) if mesh.rank == 0 else None,
         )
         self._note(self._saver.start(slices, header, retain=retain))
 
@@ -137,13 +139,14 @@ class Checkpoints:
         path, manifest = found
         optimizer = self._engine.optimizer
         if has_moments and manifest.kind == "full":
-            optimizer.step_count = manifest.metadata["optimizer_step_count"]
+            optimizer.step_count = int(manifest.metadata.get("optimizer_step_count", manifest.step))
             self._restore_rng()
         optimizer.sync_params_from_master()
         step = consumed_samples = 0
         if position_counts:
             step = manifest.step
-            lengths = manifest.config["training"]["seq_length"], self._config.training.seq_length
+            now = self._config.training.seq_length
+            lengths = manifest.config.get("training", {}).get("seq_length", now), now  # an import has no such section
             consumed_samples = position_after_change(manifest.consumed_samples, *lengths)
         what = "" if has_moments and manifest.kind == "full" else " (weights only: the moments start anew)"
         logger.info("resumed from %s: step %d, %d samples consumed%s", path, step, consumed_samples, what)

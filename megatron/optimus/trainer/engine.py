@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 import deepspeed_ext
-from megatron.optimus.config.schema import Precision, RunConfig
+from megatron.optimus.config.schema import OptimizerName, Precision, RunConfig
 from megatron.optimus.models.decoder import Decoder
-from megatron.optimus.optim.build import build_optimizer
+from megatron.optimus.optim.groups import param_groups
 from megatron.optimus.parallel.mesh import Mesh
 
 Engine = deepspeed_ext.EPEngine
+DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
+
+_OPTIMIZERS: dict[OptimizerName, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
+    OptimizerName.ADAM: torch.optim.AdamW,
+    OptimizerName.SGD: torch.optim.SGD,
+    OptimizerName.MUON: deepspeed_ext.Muon,
+    OptimizerName.LION: deepspeed_ext.Lion,
+}
 
 
 def build_engine(model: Decoder, config: RunConfig, mesh: Mesh, accumulation_steps: int) -> Engine:
     """DeepSpeed's engine around the model, with the EP-aware sharded optimizer."""
     engine, *_ = deepspeed_ext.initialize(
         model=model,
-        optimizer=build_optimizer(model, config.optimizer),
+        optimizer=_OPTIMIZERS[config.optimizer.optimizer](param_groups(model, config.optimizer)),
         config=deepspeed_config(config, accumulation_steps),
         groups=_groups(model, mesh),
     )
@@ -28,13 +39,16 @@ def build_engine(model: Decoder, config: RunConfig, mesh: Mesh, accumulation_ste
 def deepspeed_config(config: RunConfig, accumulation_steps: int) -> dict[str, Any]:
     """The configuration of DeepSpeed's engine; nothing in it makes the host wait for the device."""
     optimizer = config.optimizer
-    zero: dict[str, Any] = {"stage": optimizer.zero_stage, "overlap_comm": optimizer.overlap_grad_reduce}
+    # A pipeline runs the backwards of all micro-batches between two calls of the engine, which sees them as one.
+    in_stages = config.parallel.pipeline_model_parallel_size > 1
+    overlap = optimizer.overlap_grad_reduce and not in_stages
+    zero: dict[str, Any] = {"stage": optimizer.zero_stage, "overlap_comm": overlap}
     if optimizer.ddp_bucket_size is not None:
         zero["reduce_bucket_size"] = optimizer.ddp_bucket_size
     accumulate = "fp32" if optimizer.accumulate_allreduce_grads_in_fp32 else "bf16"
     return {
         "train_micro_batch_size_per_gpu": config.training.micro_batch_size,
-        "gradient_accumulation_steps": accumulation_steps,
+        "gradient_accumulation_steps": 1 if in_stages else accumulation_steps,
         "gradient_clipping": optimizer.clip_grad,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.data.loader import Batch
-from megatron.optimus.layers.loss import NO_LABEL
-from megatron.optimus.models.decoder import Decoder, DecoderOutput
+from megatron.optimus.layers.labels import NO_LABEL
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.trainer.engine import Engine
+from megatron.optimus.trainer.schedule import MicroBatchRecord, Schedule
 
 
 @dataclass(frozen=True)
@@ -44,35 +44,40 @@ class StepReport:
 class _Totals:
     """Sums over the micro-batches of this rank, on the device, until one reduction at the end of the step.
 
-    The reduction is over all ranks of a stage. Tensor-parallel ranks have different tokens where routers are, and the
-    same loss_sum and num_tokens, so both of these count as often.
+    The reduction is over all ranks. Tensor-parallel ranks have different tokens where routers are, and the same
+    loss_sum and num_tokens, so both of these count as often. Of a pipeline's stages the last one counts them, and each
+    counts its own layers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: ModelConfig) -> None:
+        self.num_layers = config.num_layers
+        self.num_experts = config.num_experts
         self.scalars: Tensor | None = None
         self.counts_LE: Tensor | None = None
 
     @torch.no_grad()
-    def add(self, output: DecoderOutput, batch: Batch) -> None:
-        stats, num_tokens = output.router_stats, batch.tokens_BS.numel()
-        assert output.loss_sum is not None
+    def add(self, seen: MicroBatchRecord, batch: Batch) -> None:
+        stats, num_tokens = seen.stats.values(), batch.tokens_BS.numel()
         # float64: sums of token counts must stay exact, and one dtype makes one collective. Filled on the device: a
         # number copied there would make the host wait.
-        zero = torch.zeros_like(output.loss_sum, dtype=torch.float64)
+        zero = torch.zeros((), dtype=torch.float64, device=batch.tokens_BS.device)
+        num_labels = num_tokens if batch.num_labels is None else batch.num_labels
+        counted = 0 if seen.loss_sum is None else 1
         scalars = torch.stack(
             [
-                output.loss_sum.double(),
-                torch.full_like(zero, num_tokens if batch.num_labels is None else batch.num_labels),
-                torch.full_like(zero, num_tokens),
-                output.aux_loss.double() * num_tokens,
-                output.z_loss.double() * num_tokens,
+                zero if seen.loss_sum is None else seen.loss_sum.double(),
+                torch.full_like(zero, num_labels * counted),
+                torch.full_like(zero, num_tokens * counted),
+                sum((s.aux_loss.double() for s in stats), start=zero) * (num_tokens / self.num_layers),
+                sum((s.z_loss.double() for s in stats), start=zero) * (num_tokens / self.num_layers),
                 sum((s.entropy.double() for s in stats), start=zero) * num_tokens,
                 sum((s.processed.double() for s in stats), start=zero),
             ]
         )
         self.scalars = scalars if self.scalars is None else self.scalars + scalars
         if stats:
-            counts_LE = torch.stack([s.counts_E for s in stats])
+            counts_LE = zero.new_zeros(self.num_layers, self.num_experts, dtype=torch.int64)
+            counts_LE[list(seen.stats)] = torch.stack([s.counts_E for s in stats])
             self.counts_LE = counts_LE if self.counts_LE is None else self.counts_LE + counts_LE
 
     def reduce(self, group: dist.ProcessGroup | None) -> None:
@@ -99,6 +104,7 @@ def own_part(batch: Batch, positions_S: Tensor | None) -> Batch:
 
 def train_step(
     engine: Engine,
+    schedule: Schedule,
     batches: Sequence[Batch],
     config: ModelConfig,
     mesh: Mesh,
@@ -108,27 +114,18 @@ def train_step(
 
     ``before_update``: called before anything changes that a checkpoint holds.
     """
-    model: Decoder = engine.module
-    layers = model.moe_layers()
-    totals = _Totals()
-    labels_each = _labels_each(batches, mesh)
-    for index, batch in enumerate(batches):
-        output = engine(batch.tokens_BS, batch.labels_BS, batch.documents, batch.positions_BS)
-        loss = output.loss_sum / labels_each
-        loss = loss + config.moe_aux_loss_coeff * output.aux_loss + config.moe_z_loss_coeff * output.z_loss
-        engine.backward(loss)
-        if index == len(batches) - 1:
-            before_update()
-        engine.step()  # updates the weights after the last micro-batch only
-        totals.add(output, batch)
-        for layer, stats in zip(layers, output.router_stats, strict=True):
-            layer.router.record_micro_batch(stats.counts_E)
-    totals.reduce(mesh.group("stage"))
+    totals = _Totals(config)
+    seen = schedule.forward_backward(batches, _labels_each(batches, mesh))
+    before_update()
+    engine.step()
+    for record, batch in zip(seen, batches, strict=True):
+        totals.add(record, batch)
+    totals.reduce(mesh.group("world"))
     report = _report(totals, engine)
     rate = 0.0 if report.skipped else config.moe_router_bias_update_rate
     if totals.counts_LE is not None:
-        for layer, counts_E in zip(layers, totals.counts_LE, strict=True):
-            layer.router.finish_step(counts_E, rate)
+        for number, router in schedule.routers.items():
+            router.finish_step(totals.counts_LE[number], rate)
     return report
 
 
@@ -162,14 +159,12 @@ def _report(totals: _Totals, engine: Engine) -> StepReport:
 
 
 @torch.no_grad()
-def validation_loss(model: Decoder, batches: Iterable[Sequence[Batch]], mesh: Mesh) -> float:
+def validation_loss(schedule: Schedule, batches: Iterable[Sequence[Batch]], config: ModelConfig, mesh: Mesh) -> float:
     """Mean cross-entropy per token over the given global batches, in nats. Collective."""
-    model.eval()
-    totals = _Totals()
+    totals = _Totals(config)
     for global_batch in batches:
-        for batch in global_batch:
-            totals.add(model(batch.tokens_BS, batch.labels_BS, batch.documents, batch.positions_BS), batch)
-    totals.reduce(mesh.group("stage"))
-    model.train()
+        for record, batch in zip(schedule.evaluate(global_batch), global_batch, strict=True):
+            totals.add(record, batch)
+    totals.reduce(mesh.group("world"))
     assert totals.scalars is not None
     return (totals.scalars[0] / totals.scalars[1].clamp(min=1)).item()

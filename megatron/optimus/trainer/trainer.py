@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import partial
 
 import torch
 
 from megatron.optimus.config.checks import gradient_accumulation_steps
 from megatron.optimus.config.schema import RunConfig
-from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.loader import Batch
 from megatron.optimus.observe.flops import flops_per_token, mfu
 from megatron.optimus.observe.metrics import StepMetrics
@@ -18,12 +16,12 @@ from megatron.optimus.optim.schedule import learning_rate
 from megatron.optimus.parallel.context import own_positions
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.runtime import device as devices
-from megatron.optimus.runtime.agreement import Ranks
-from megatron.optimus.trainer.build import DTYPES, build_data, build_model
+from megatron.optimus.trainer.build import build_data, build_model
 from megatron.optimus.trainer.checkpoints import Checkpoints
-from megatron.optimus.trainer.engine import build_engine
+from megatron.optimus.trainer.engine import DTYPES, build_engine
 from megatron.optimus.trainer.health import SkippedSteps, TrainingError
 from megatron.optimus.trainer.reporting import Reporter
+from megatron.optimus.trainer.schedule import build_schedule
 from megatron.optimus.trainer.step import StepReport, own_part, train_step, validation_loss
 
 logger = logging.getLogger("optimus")
@@ -34,14 +32,13 @@ class Trainer:
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device) -> None:
         self.config, self.mesh, self.device = config, mesh, device
-        self.data = Ranks(None, device).together(
-            partial(build_data, config, mesh, device), "opening the data", DataError
-        )
+        self.data = build_data(config, mesh, device)
         self.positions = own_positions(config.training.seq_length, config.parallel, mesh)
         self.model = build_model(config, mesh, device)
         self.engine = build_engine(
             self.model, config, mesh, gradient_accumulation_steps(config, mesh.layout.world_size)
         )
+        self.schedule = build_schedule(config, self.engine, mesh, device)
         self.checkpoints = Checkpoints(config, mesh, device, self.model, self.engine)
         # Optimizer steps done; position in the order of samples, which is the whole state of the data.
         self.step, self.consumed_samples = self.checkpoints.resume()
@@ -55,7 +52,7 @@ class Trainer:
                 started = time.perf_counter()
                 lr = self._set_learning_rate()
                 batches = self._to_device(self.data.train.batch(self.consumed_samples))
-                report = train_step(self.engine, batches, self.config.model, self.mesh, self.checkpoints.before_update)
+                report = self._train_step(batches)
                 self.step += 1
                 self.consumed_samples += training.global_batch_size
                 metrics = self._metrics(report, lr, time.perf_counter() - started)
@@ -69,6 +66,10 @@ class Trainer:
                 self.checkpoints.after_step(self.step, self.consumed_samples, leaving=leaving)
                 if leaving:
                     break
+
+    def _train_step(self, batches: list[Batch]) -> StepReport:
+        before_update = self.checkpoints.before_update
+        return train_step(self.engine, self.schedule, batches, self.config.model, self.mesh, before_update)
 
     def close(self) -> None:
         """Ends the data threads and frees the folder of checkpoints."""
@@ -101,7 +102,7 @@ class Trainer:
         assert valid is not None and valid.num_batches is not None
         size = self.config.training.global_batch_size
         batches = (self._to_device(valid.batch(number * size)) for number in range(valid.num_batches))
-        return validation_loss(self.model, batches, self.mesh)
+        return validation_loss(self.schedule, batches, self.config.model, self.mesh)
 
     def _metrics(self, report: StepReport, lr: float, seconds: float) -> StepMetrics:
         training = self.config.training

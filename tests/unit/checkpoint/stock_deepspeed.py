@@ -5,8 +5,6 @@ Every function runs on each gloo rank of ``tests.helpers.run_distributed``.
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -165,36 +163,48 @@ def decoder_config() -> Any:
     )
 
 
-def write_checkpoint(
-    rank: int, world: int, folder: str, what: str, stage: int, ep_size: int, precision: str
-) -> dict[str, dict[str, Tensor]]:
-    """Trains three steps and saves; returns this rank's ``expected_state``."""
-    torch.manual_seed(7)
-    model = decoder_model() if what == "decoder" else MoEModel(ep_size)
-    with torch.no_grad():
-        for index, parameter in enumerate(model.parameters()):
-            if parameter.dim() > 1:
-                experts = hasattr(parameter, "group_name")  # deep copies of one expert: make them differ
-                torch.manual_seed(1000 * index + (rank % ep_size if experts else 0))
-                parameter.normal_(0.0, 0.1)
-    engine = engine_for(model.bfloat16() if precision == "bf16" else model, stage, precision)
-    train(engine, rank, 3)
-    engine.save_checkpoint(folder, tag="global_step3", client_state={"consumed_samples": 3 * 2 * world})
-    return expected_state(engine)
+Case = tuple[str, int, int, str]  # "decoder" or "moe", ZeRO stage, expert-parallel size, precision
 
 
-def load_universal(rank: int, world: int, folder: str, what: str, stage: int, precision: str) -> Any:
-    """Stock DeepSpeed loads a universal checkpoint, then trains on; returns state before, and weights after."""
+def write_checkpoints(
+    rank: int, world: int, folder: str, cases: dict[str, Case]
+) -> dict[str, dict[str, dict[str, Tensor]]]:
+    """Trains three steps and saves, for each case in a folder of its name; returns this rank's ``expected_state``s."""
+    states = {}
+    for name, (what, stage, ep_size, precision) in cases.items():
+        model = decoder_model() if what == "decoder" else MoEModel(ep_size)
+        with torch.no_grad():
+            for index, parameter in enumerate(model.parameters()):
+                if parameter.dim() > 1:
+                    experts = hasattr(parameter, "group_name")  # deep copies of one expert: make them differ
+                    torch.manual_seed(1000 * index + (rank % ep_size if experts else 0))
+                    parameter.normal_(0.0, 0.1)
+        engine = engine_for(model.bfloat16() if precision == "bf16" else model, stage, precision)
+        train(engine, rank, 3)
+        engine.save_checkpoint(f"{folder}/{name}", tag="global_step3", client_state={"consumed_samples": 6 * world})
+        states[name] = expected_state(engine)
+    return states
+
+
+def load_universal(
+    rank: int, world: int, folder: str, cases: dict[str, Case]
+) -> dict[str, dict[str, dict[str, Tensor]]]:
+    """Stock DeepSpeed loads universal checkpoints; the states it then has. Every rank has all experts."""
+    states = {}
+    for name, (what, stage, _, precision) in cases.items():
+        torch.manual_seed(8 + rank)
+        model = decoder_model() if what == "decoder" else MoEModel(1)
+        model = model.bfloat16() if precision == "bf16" else model
+        engine = engine_for(model, stage, precision, checkpoint={"load_universal": True})
+        engine.load_checkpoint(f"{folder}/{name}")
+        states[name] = expected_state(engine)
+        train(engine, rank, 1)  # and training goes on
+    return states
+
+
+def load_module(rank: int, world: int, folder: str, what: str) -> dict[str, Tensor]:
+    """Stock DeepSpeed loads a checkpoint of weights alone."""
     torch.manual_seed(8 + rank)
-    model = decoder_model() if what == "decoder" else MoEModel(1)
-    engine = engine_for(
-        model.bfloat16() if precision == "bf16" else model, stage, precision, checkpoint={"load_universal": True}
-    )
-    engine.load_checkpoint(folder)
-    before = expected_state(engine)
-    train(engine, rank, 1)
-    return before, expected_state(engine)["master"]
-
-
-def list_files(folder: str) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if not os.path.isdir(path))
+    engine = engine_for(decoder_model() if what == "decoder" else MoEModel(1), 1, "fp32")
+    engine.load_checkpoint(folder, load_module_only=True)
+    return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron.optimus.checkpoint import CheckpointError, load, load_manifest, model_slices, save, verify
 from megatron.optimus.checkpoint.convert import Options, convert
+from megatron.optimus.checkpoint.shards import write_shard
 from megatron.optimus.config.schema import ConfigError, ModelConfig, Normalization, Precision, RunConfig
 from megatron.optimus.config.serialize import from_dict, to_dict
 from megatron.optimus.models.decoder import Decoder
@@ -381,6 +382,29 @@ def test_damaged_checkpoints_are_not_converted(tmp_path):
     with pytest.raises(CheckpointError, match=r"tensor .* damaged: xxh3_128"):
         convert(tmp_path / "run", tmp_path / "hf", to="hf")
     assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("to", ["hf", "optimus"])
+def test_verify_finds_what_was_written_wrong(tmp_path, monkeypatch, to):
+    """One bit changes between writing and reading back; without --verify nobody would know."""
+    from megatron.optimus.checkpoint import hf_files
+    from megatron.optimus.checkpoint.convert import optimus
+
+    def wrong(path, items, *rest):
+        result = write_shard(path, items, *rest)
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 8
+        path.write_bytes(data)
+        return result
+
+    our_run(tmp_path / "source", our_config(), "model")
+    if to == "optimus":
+        convert(tmp_path / "source", tmp_path / "hf", to="hf")
+    monkeypatch.setattr(hf_files if to == "hf" else optimus, "write_shard", wrong)
+    with pytest.raises(CheckpointError, match="read back differ from the source" if to == "hf" else "damaged"):
+        convert(tmp_path / ("source" if to == "hf" else "hf"), tmp_path / "out", to=to, verify=True)
+    assert not (tmp_path / "out").exists()
+    convert(tmp_path / ("source" if to == "hf" else "hf"), tmp_path / "out", to=to)
 
 
 def test_wrong_hf_folders(tmp_path):

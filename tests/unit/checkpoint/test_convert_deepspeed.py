@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import os
+import pickle
 import re
+import shutil
+import zipfile
 
 import pytest
 import torch
@@ -58,8 +63,8 @@ def merged(ranks, ep_size):
                 match = _EXPERTS.fullmatch(name)
                 if match:
                     per_rank = stock.SHAPE["experts"] // ep_size
-                    name = f"{match[1]}{rank % ep_size * per_rank + int(match[2])}{match[3]}"
-                known = whole[kind].setdefault(name, tensor)
+                    number = rank % ep_size * per_rank + int(match[2])
+                known = whole[kind].setdefault(f"{match[1]}{number}{match[3]}" if match else name, tensor)
                 assert torch.equal(known, tensor), (kind, name, rank)  # replicas agree
     return whole
 
@@ -79,48 +84,187 @@ def assert_holds(source, state, names):
 
 
 CASES = {
-    "dense-z1-bf16": ("decoder", 2, 1, 1, "bf16"),
-    "dense-z2-fp32": ("decoder", 3, 2, 1, "fp32"),
-    "moe-z1-ep2-bf16": ("moe", 4, 1, 2, "bf16"),
-    "moe-z2-ep4-fp32": ("moe", 4, 2, 4, "fp32"),
+    "dense-z1-bf16": ("decoder", 1, 1, "bf16"),
+    "dense-z2-fp32": ("decoder", 2, 1, "fp32"),
+    "moe-z1-ep2-bf16": ("moe", 1, 2, "bf16"),
+    "moe-z2-ep4-fp32": ("moe", 2, 4, "fp32"),
 }
+_WORLD = 4
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_zero_to_optimus_to_universal_and_into_deepspeed(tmp_path, case):
-    """A stock run -> ours -> universal -> a stock run of another size: weights, masters, moments and step, exactly."""
-    what, world, stage, ep_size, precision = CASES[case]
-    names = "hf-native-moe" if what == "moe" else "optimus"
-    model = moe_config() if what == "moe" else stock.decoder_config()
-    ranks = run_distributed(stock.write_checkpoint, world, str(tmp_path / "run"), what, stage, ep_size, precision)
-    state = merged(ranks, ep_size)
+@pytest.fixture(scope="module")
+def stock_runs(tmp_path_factory):
+    """Folder of checkpoints that stock DeepSpeed wrote, and what every rank then held."""
+    folder = tmp_path_factory.mktemp("stock")
+    return folder, run_distributed(stock.write_checkpoints, _WORLD, str(folder), CASES, timeout=400)
+
+
+def described(case):
+    what, _, ep_size, _ = CASES[case]
+    moe = what == "moe"
+    return moe_config() if moe else stock.decoder_config(), "hf-native-moe" if moe else "optimus", ep_size
+
+
+def test_zero_to_optimus_to_universal_and_into_deepspeed(tmp_path, stock_runs):
+    """Stock runs -> ours -> universal -> stock runs on fewer ranks: masters, moments and step, exactly."""
+    folder, ranks = stock_runs
+    full = {}
+    for case in CASES:
+        model, names, ep_size = described(case)
+        state = merged([rank[case] for rank in ranks], ep_size)
+        config = config_file(tmp_path, model)
+        with pytest.raises(CheckpointError, match=r"do not say what the model looks like.*--model-config"):
+            open_source(folder / case)
+        source = open_source(folder / case, config)
+        assert (source.format, source.step, source.optimizer_steps) == ("zero", 3, 3)
+        assert source.consumed_samples == 6 * _WORLD
+        assert_holds(source, state, names)
+
+        ours, universal = tmp_path / f"ours-{case}", tmp_path / "universal" / case
+        done = convert(folder / case, ours, to="optimus", model_config=config, verify=True)
+        assert done.compared == 3 * len(parameter_shapes(model))
+        manifest = load_manifest(ours)
+        assert (manifest.kind, manifest.step, manifest.consumed_samples) == ("full", 3, 6 * _WORLD)
+        assert manifest.metadata["optimizer_step_count"] == 3
+        full[case] = {kind: tensors for kind, tensors in state.items() if kind != "weight"}
+        assert_holds(open_source(ours), full[case], names)
+        convert(ours, universal, to="universal", options=Options(names=names), verify=True)
+        assert_holds(open_source(universal), full[case], names)
+        convert(universal, tmp_path / f"back-{case}", to="optimus", verify=True)
+        assert_holds(open_source(tmp_path / f"back-{case}"), full[case], names)
+    for loaded in run_distributed(stock.load_universal, 2, str(tmp_path / "universal"), CASES, timeout=400):
+        for case, kinds in full.items():
+            for kind, expected in kinds.items():
+                assert loaded[case][kind].keys() == expected.keys()
+                for name, tensor in expected.items():
+                    assert torch.equal(loaded[case][kind][name], tensor), (case, kind, name)
+
+
+@pytest.mark.parametrize("case", ["dense-z1-bf16", "moe-z2-ep4-fp32"])
+def test_weights_of_a_zero_run_reach_hugging_face_and_megatron(tmp_path, stock_runs, case):
+    """The bits the run computed with, not rounded masters; through every format and back."""
+    folder, ranks = stock_runs
+    model, names, ep_size = described(case)
+    state = merged([rank[case] for rank in ranks], ep_size)
     config = config_file(tmp_path, model)
+    source = folder / case
+    for number, to in enumerate(("hf", "megatron", "zero", "optimus")):
+        convert(source, tmp_path / to, to=to, options=Options(names=names), model_config=config, verify=True)
+        source = tmp_path / to
+        config = None
+        assert_holds(open_source(source), {"weight": state["weight"]}, names)
+        assert number or (source / "config.json").exists()
+    if case.startswith("moe"):
+        [loaded] = run_distributed(stock.load_module, 1, str(tmp_path / "zero"), "moe", timeout=200)
+        assert loaded.keys() == state["weight"].keys()
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in state["weight"].items())
 
-    with pytest.raises(CheckpointError, match="do not say what the model looks like.*--model-config"):
-        open_source(tmp_path / "run")
-    source = open_source(tmp_path / "run", config)
-    assert (source.format, source.step, source.optimizer_steps) == ("zero", 3, 3)
-    assert source.consumed_samples == 3 * 2 * world
-    assert_holds(source, state, names)
 
-    done = convert(tmp_path / "run", tmp_path / "ours", to="optimus", model_config=config, verify=True)
-    assert done.compared == 3 * len(parameter_shapes(model))
-    manifest = load_manifest(tmp_path / "ours")
-    assert (manifest.kind, manifest.step, manifest.consumed_samples) == ("full", 3, 3 * 2 * world)
-    assert manifest.metadata["optimizer_step_count"] == 3
-    full = {kind: tensors for kind, tensors in state.items() if kind != "weight"}
-    assert_holds(open_source(tmp_path / "ours"), full, names)
+def copied(stock_runs, tmp_path, case):
+    folder, _ = stock_runs
+    shutil.copytree(folder / case, tmp_path / "run")
+    return tmp_path / "run", tmp_path / "run" / "global_step3", config_file(tmp_path, described(case)[0])
 
-    options = Options(names=names)
-    convert(tmp_path / "ours", tmp_path / "universal", to="universal", options=options, verify=True)
-    assert_holds(open_source(tmp_path / "universal"), full, names)
-    loaded = run_distributed(
-        stock.load_universal, 1 if what == "moe" else world - 1, str(tmp_path / "universal"), what, stage, precision
-    )
-    for before, _ in loaded:
-        for kind, expected in full.items():
-            assert before[kind].keys() == expected.keys()
-            for name, tensor in expected.items():
-                assert torch.equal(before[kind][name], tensor), (kind, name)
-    convert(tmp_path / "universal", tmp_path / "back", to="optimus", verify=True)
-    assert_holds(open_source(tmp_path / "back"), full, names)
+
+def rewrite(file, change):
+    content = torch.load(file, weights_only=False)
+    change(content)
+    torch.save(content, file)
+
+
+def shorten_first_share(content):
+    shares = content["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+    shares[0] = shares[0][:-1].clone()
+
+
+def first_state(folder):
+    return next(iter(sorted(folder.glob("*zero_pp_rank_0*"))))
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (
+            lambda d: next(d.glob("*pp_rank_2_*")).unlink(),
+            r"saved by 4 ranks; optimizer files of ranks \[2\] are missing",
+        ),
+        (lambda d: next(d.glob("*pp_rank_3_*")).unlink(), r"optimizer files of ranks \[3\] are missing"),
+        (
+            lambda d: shutil.copyfile(first_state(d), d / first_state(d).name.replace("rank_0_", "rank_4_")),
+            r"optimizer files of ranks \[4\] do not belong to it",
+        ),
+        (lambda d: next(d.glob("layer_1_expert_2_*")).unlink(), "lacks 3 tensors .*experts.2.w1"),
+        (lambda d: (d / "mp_rank_00_model_states.pt").unlink(), "has no mp_rank_00_model_states.pt"),
+        (lambda d: (d / "mp_rank_01_model_states.pt").touch(), "several mp_rank files"),
+        (lambda d: (d / "zero_pp_rank_0_mp_rank_00_model_states.pt").touch(), "ZeRO stage 3 checkpoints are not read"),
+        (lambda d: (d / "layer_00-model_00-model_states.pt").touch(), "pipeline engine"),
+        (lambda d: (d.parent / "latest").write_text("../../etc"), "is not the plain name of a folder"),
+        (
+            lambda d: rewrite(d / "mp_rank_00_model_states.pt", lambda c: c["module"].update(extra=torch.zeros(2))),
+            "has unexpected 1 tensors .*: extra",
+        ),
+        (
+            lambda d: rewrite(first_state(d), lambda c: c["optimizer_state_dict"].pop("param_slice_mappings")),
+            "not an optimizer file of ZeRO stage 1 or 2: 'param_slice_mappings'",
+        ),
+        (
+            lambda d: rewrite(first_state(d), shorten_first_share),
+            "not an optimizer file of ZeRO stage 1 or 2",
+        ),
+    ],
+)
+def test_wrong_zero_checkpoints_are_refused_by_name(tmp_path, stock_runs, damage, message):
+    run, folder, config = copied(stock_runs, tmp_path, "moe-z1-ep2-bf16")
+    damage(folder)
+    with pytest.raises(CheckpointError, match=message):
+        convert(run, tmp_path / "ours", to="optimus", model_config=config)
+    assert not (tmp_path / "ours").exists()
+
+
+class Runs:
+    """Unpickling it would leave a mark."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.mark}",)
+
+
+def test_pickles_with_code_are_refused_and_not_run(tmp_path, stock_runs):
+    mark = tmp_path / "mark"
+    for file in ("mp_rank_00_model_states.pt", "layer_0_expert_1_mp_rank_00_model_states.pt", "optimizer"):
+        (tmp_path / file).mkdir()
+        run, folder, config = copied(stock_runs, tmp_path / file, "moe-z1-ep2-bf16")
+        target = first_state(folder) if file == "optimizer" else folder / file
+        rewrite(target, lambda content: content.update(ds_config={"a": Runs(mark)}))
+        with pytest.raises(CheckpointError, match=r"refused: it names (posix|nt)\.system"):
+            convert(run, tmp_path / "ours", to="optimus", model_config=config)
+    assert not mark.exists() and not (tmp_path / "ours").exists()
+
+
+def test_damaged_and_disguised_archives(tmp_path, stock_runs):
+    run, folder, config = copied(stock_runs, tmp_path, "dense-z1-bf16")
+    file = folder / "mp_rank_00_model_states.pt"
+    good = file.read_bytes()
+
+    def refused(data, message):
+        file.write_bytes(data)
+        with pytest.raises(CheckpointError, match=message):
+            convert(run, tmp_path / "ours", to="optimus", model_config=config)
+        assert not (tmp_path / "ours").exists()
+
+    refused(good[: len(good) // 2], "damaged, or not a file of torch.save")
+    refused(b"", "damaged, or not a file of torch.save")
+    refused(pickle.dumps({"module": {}}), "damaged, or not a file of torch.save")
+    weights = torch.load(io.BytesIO(good), weights_only=False)["module"]["layers.1.mlp.up_proj.weight"]
+    at = good.index(weights.contiguous().view(torch.uint8).numpy().tobytes())
+    refused(good[: at + 5] + bytes([good[at + 5] ^ 4]) + good[at + 6 :], "Bad CRC-32")
+    with zipfile.ZipFile(io.BytesIO(good)) as source, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as target:
+        for entry in source.infolist():
+            target.writestr(entry.filename, source.read(entry))
+    refused(file.read_bytes(), "is compressed; torch.save does not compress")
+    file.unlink()
+    file.symlink_to("/etc/passwd")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        open_source(run, config)

@@ -1,4 +1,4 @@
-"""No file of the two packages can run code from a checkpoint: nothing unpickles, evaluates or executes."""
+"""No file of the packages and tools can run code from a checkpoint: nothing unpickles, evaluates or executes."""
 
 import ast
 from pathlib import Path
@@ -6,9 +6,13 @@ from pathlib import Path
 import pytest
 
 _ROOT = Path(__file__).parents[3]
-_FILES = sorted([*(_ROOT / "megatron/optimus").rglob("*.py"), *(_ROOT / "deepspeed_ext").rglob("*.py")])
+_FILES = sorted(
+    path for part in ("megatron/optimus", "deepspeed_ext", "tools") for path in (_ROOT / part).rglob("*.py")
+)
 _IMPORTER = _ROOT / "megatron/optimus/checkpoint/convert/torch_files.py"  # the one file that reads torch.save's format
 _MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
+
+_SWITCHES = ("allow_pickle", "shell", "trust_remote_code")
 
 
 def offences(source: str) -> list[str]:
@@ -25,8 +29,8 @@ def offences(source: str) -> list[str]:
             name = ast.unparse(node.func)
             if name in ("eval", "exec", "__import__", "torch.load", "builtins.eval", "builtins.exec"):
                 found.append(f"{name}(...)")
-        elif isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
-            found.append("allow_pickle")
+        elif isinstance(node, ast.keyword) and node.arg in _SWITCHES and ast.unparse(node.value) != "False":
+            found.append(node.arg)
     return found
 
 
@@ -58,6 +62,7 @@ def test_the_importer_of_foreign_files_never_unpickles_objects():
         "eval('1')",
         "exec('1')",
         "np.load(x, allow_pickle=True)",
+        "run(x, shell=True)",
     ],
 )
 def test_the_lint_sees(source):

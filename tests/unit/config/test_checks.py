@@ -13,6 +13,10 @@ def config(flags: str) -> RunConfig:
     return load(flags.split()).config
 
 
+STAGES = "--pipeline-model-parallel-size 2"
+CHUNKS = "--virtual-pipeline-model-parallel-size 2"
+
+
 @pytest.mark.parametrize(
     ("flags", "world", "parts"),
     [
@@ -32,10 +36,35 @@ def config(flags: str) -> RunConfig:
         ("--num-experts 10 --expert-model-parallel-size 4", 8, ["=4 must divide num_experts=10; use 1 or 2"]),
         ("--num-experts 6 --moe-router-topk 2 --expert-model-parallel-size 12", 8, ["size 8; use 1, 2, 4 or 8"]),
         ("--expert-model-parallel-size 2", 8, ["expert_model_parallel_size=2", "num_experts=0", "use 1"]),
+        ("--pipeline-model-parallel-size 8 --num-layers 6", 8, ["num_layers=6 is less than the 8 pipeline stages"]),
         (
-            "--pipeline-model-parallel-size 8 --num-layers 12",
+            "--pipeline-model-parallel-size 4 --num-layers 12 --decoder-first-pipeline-num-layers 2",
             8,
-            ["=8 must divide num_layers=12", "1, 2, 3, 4, 6 or 12"],
+            ["2 in the first", "leaves 10 layers for 3 stages"],
+        ),
+        ("--virtual-pipeline-model-parallel-size 2", 8, ["=2 needs a pipeline"]),
+        (
+            "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2 --num-layers 8",
+            8,
+            ["pipeline_schedule=1f1b; use 1"],
+        ),
+        (
+            f"{STAGES} --pipeline-schedule zbv --virtual-pipeline-model-parallel-size 3 --num-layers 6",
+            8,
+            ["pipeline_schedule=zbv; use 2"],
+        ),
+        (f"{STAGES} --pipeline-schedule interleaved-1f1b", 8, ["use 2 or more"]),
+        (
+            f"{STAGES} {CHUNKS} --pipeline-schedule interleaved-1f1b --global-batch-size 40 --num-layers 8",
+            16,
+            ["5 micro-batches", "multiple of 2"],
+        ),
+        (f"{STAGES} --no-untie-embeddings-and-output-weights", 8, ["untie_embeddings"]),
+        (f"{STAGES} --zero-stage 2", 8, ["zero_stage=2", "use zero_stage=1"]),
+        (
+            f"{STAGES} {CHUNKS} --pipeline-schedule zbv --num-layers 8 --recompute-modules attention",
+            8,
+            ["recompute_modules", "use 1f1b"],
         ),
         (
             "--tensor-model-parallel-size 4 --num-attention-heads 2",
@@ -111,8 +140,7 @@ def test_gradient_accumulation_steps() -> None:
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        ("--data-path x --pipeline-model-parallel-size 2", "pipeline_model_parallel_size=2"),
-        ("--data-path x --optimizer muon", "optimizer='muon'"),
+        ("--data-path x --optimizer muon --tensor-model-parallel-size 2", "optimizer=muon needs whole matrices"),
         ("--data-path x --zero-stage 3", "zero_stage=3"),
         ("", "--data-path data/corpus"),
     ],

@@ -87,3 +87,12 @@ def test_mula_tiny_is_a_moe_for_one_or_two_processes() -> None:
     assert config.model.is_moe and config.model.qk_layernorm and not config.model.moe_router_norm_topk_prob
     check(config, 2)
     check(load(["--preset", "mula-tiny"]).config, 1)
+
+
+def test_mula_recomputes_what_the_paper_recomputes() -> None:
+    """Levels 1 (experts) and 7 (experts, attention, norms) of its activation checkpointing."""
+    configs = {name: load(["--preset", name]).config.parallel for name in PRESETS}
+    parts = {name: [part.value for part in config.recompute_modules] for name, config in configs.items()}
+    assert parts.pop("mula-100b-a7b") == ["moe"]
+    assert parts.pop("mula-220b-a10b") == ["moe", "attention", "norm"]
+    assert not any(parts.values())

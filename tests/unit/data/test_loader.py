@@ -22,7 +22,7 @@ from megatron.optimus.data.loader import Batch, BatchLoader, position_after_chan
 from megatron.optimus.data.mixture import Mixture
 from megatron.optimus.data.samples import Piece, SampleOptions
 from megatron.optimus.layers.documents import Documents
-from megatron.optimus.layers.loss import NO_LABEL
+from megatron.optimus.layers.labels import NO_LABEL
 
 L = 8
 

@@ -18,9 +18,11 @@ from megatron.optimus.data.dataset import InstanceSet, Split
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.indexed import IndexedDatasetWriter
 from megatron.optimus.data.loader import BatchLoader
+from megatron.optimus.data.mixture import Mixture
 from megatron.optimus.data.packing import WINDOW, num_packed, pack, window_of
 from megatron.optimus.data.samples import SampleOptions, make_sample
-from megatron.optimus.layers.loss import NO_LABEL
+from megatron.optimus.data.sources import Corpus, Sources
+from megatron.optimus.layers.labels import NO_LABEL
 
 L = 32
 
@@ -165,6 +167,26 @@ def test_packed_instances(prefixes: list[str]) -> None:
     assert 6 * cut < plain_cuts and whole > 1000
     # every token but the first of a document is a label once, and the first of what a cut left is one too
     assert labels == len(tokens) - whole
+
+
+def test_an_index_that_disappears_under_the_run(tmp_path: Path) -> None:
+    data = InstanceSet([write(tmp_path / "f", [[9]] * 3000)], L, packing=True)
+    data.read(0)
+    (tmp_path / "f.idx").unlink()
+    with pytest.raises(DataError, match=r"f\.idx: cannot be read any more \(No such file"):
+        data.read(200)
+
+
+def test_a_blend_of_packed_corpora(prefixes: list[str]) -> None:
+    sources = Sources((Corpus("a", (prefixes[0],)), Corpus("b", (prefixes[2],))))
+    mixed = Mixture(sources, L, split="1", part=Split.TRAIN, seed=1, packing=True)
+    assert len(mixed) == sum(len(InstanceSet([corpus.prefixes[0]], L, packing=True)) for corpus in sources.corpora)
+    drawn = mixed.ids_at(0, len(mixed)).tolist()
+    assert sorted(drawn) == list(range(len(mixed)))
+    for position, i in enumerate(drawn[:40]):
+        prefix, ranges = mixed.locate(i)
+        assert mixed.sample(position).ranges == ranges and mixed.sample(position).prefix == prefix
+        assert [piece.tokens.size for piece in mixed.read(i)] == [stop - start for start, stop in ranges]
 
 
 def test_packing_keeps_splits_apart(prefixes: list[str]) -> None:

@@ -70,11 +70,9 @@ def stand_in(
 @pytest.mark.parametrize("with_groups", [True, False])  # torch 2.10's kernel takes as many key as query heads
 @pytest.mark.parametrize("num_groups", [4, 2])
 def test_layout_of_the_fused_call(num_groups: int, with_groups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "varlen_attn", stand_in)
-    parameters = (
-        module._VARLEN_PARAMETERS | {"enable_gqa"} if with_groups else module._VARLEN_PARAMETERS - {"enable_gqa"}
-    )
-    monkeypatch.setattr(module, "_VARLEN_PARAMETERS", parameters)
+    parameters = module._varlen()[1]
+    parameters = parameters | {"enable_gqa"} if with_groups else parameters - {"enable_gqa"}
+    monkeypatch.setattr(module, "_varlen", lambda: (stand_in, parameters))
     inputs = heads(4, num_groups)
     for a, b in zip(
         gradients(module._fused, inputs, Documents.from_starts(STARTS, LENGTH)), gradients(masked, inputs), strict=True

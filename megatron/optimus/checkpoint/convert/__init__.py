@@ -18,7 +18,7 @@ import torch
 from megatron.optimus.checkpoint.commit import sync_directory
 from megatron.optimus.checkpoint.convert import hf, megatron, optimus, universal, zero
 from megatron.optimus.checkpoint.convert.plan import DEFAULT_MAX_SHARD_BYTES, Options, Plan, Written
-from megatron.optimus.checkpoint.convert.source import MASTER, WEIGHT, Source, units
+from megatron.optimus.checkpoint.convert.source import WEIGHT, Source, units
 from megatron.optimus.checkpoint.convert.torch_files import check_bytes
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.manifest import MANIFEST_NAME
@@ -76,23 +76,36 @@ def convert(
     if to not in FORMATS:
         raise CheckpointError(f"--to {to}: must be one of {', '.join(FORMATS)}")
     opened = open_source(source, model_config)
-    if to == opened.format and to != "megatron":  # which can be laid out anew
-        raise CheckpointError(f"--to {to}: {source} already is in {to!r} format; another is wanted here")
-    _check_destination(opened.path, destination, overwrite)
-    plan = _PLANS[to](opened, options)
+    try:
+        return _convert(opened, destination, to, options, overwrite=overwrite, dry_run=dry_run, verify=verify)
+    finally:
+        opened.close()
+
+
+def _convert(
+    source: Source, destination: Path, to: str, options: Options, *, overwrite: bool, dry_run: bool, verify: bool
+) -> Conversion:
+    if to == source.format and to != "megatron":  # which can be laid out anew
+        raise CheckpointError(f"--to {to}: {source.path} already is in {to!r} format; another is wanted here")
+    _check_destination(source.path, destination, overwrite)
+    plan = _PLANS[to](source, options)
     compared = 0
 
     def write(directory: Path) -> None:
         nonlocal compared
         plan.write(directory)
         if verify:
-            compared = _compare(opened, plan.open(directory), options.dtype)
+            written = plan.open(directory)
+            try:
+                compared = _compare(source, written, options.dtype)
+            finally:
+                written.close()
 
     if not dry_run:
-        for file in opened.files_to_check():
+        for file in source.files_to_check():
             check_bytes(file)
         _write_atomically(destination, write)
-    return Conversion(opened.path, opened.format, destination, plan.tensors, compared)
+    return Conversion(source.path, source.format, destination, plan.tensors, compared)
 
 
 def open_source(path: Path, model_config: Path | None = None) -> Source:
@@ -114,10 +127,14 @@ def open_source(path: Path, model_config: Path | None = None) -> Source:
 def _compare(source: Source, written: Source, dtype: str | None) -> int:
     """Reads everything back; returns how many tensors. Raises CheckpointError naming the first that differs."""
     compared = set()
+    for name, buffer in written.buffers.items():
+        if name not in source.buffers or not torch.equal(buffer, source.buffers[name]):
+            raise CheckpointError(f"--verify: buffer {name} read back differs from the source")
     for kind in sorted(written.kinds):
-        from_kind = kind if kind in source.kinds else source.weight_kind(dtype)
-        if dtype is None and kind == WEIGHT and from_kind == MASTER and WEIGHT in source.kinds:
-            from_kind = WEIGHT
+        if kind == WEIGHT:
+            from_kind = source.weight_kind(dtype)
+        else:
+            from_kind = kind if kind in source.kinds else source.weight_kind("fp32")
         for name, start, stop in units(written.model):
             found = written.read(name, kind, start, stop)
             expected = source.read(name, from_kind, start, stop).to(found.dtype)

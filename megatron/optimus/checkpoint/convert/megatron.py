@@ -39,7 +39,7 @@ from megatron.optimus.config.schema import ConfigError, Normalization, RunConfig
 _POINTER = "latest_checkpointed_iteration.txt"
 _FILE = "model_optim_rng.pt"
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?(?:_(\d{3}))?")
-_NORMS = re.compile(r".*(layernorm|layer_norm_weight)(\.weight|\.bias)?")
+_NORMS = re.compile(r".*(layernorm\.|layer_norm_)(weight|bias)")
 
 
 def _iteration_folder(path: Path) -> Path:
@@ -127,10 +127,11 @@ class MegatronSource(ForeignSource):
             first += len(layers)
 
     def _check_copies(self, parts: list[Part]) -> None:
-        """Norms that all ranks should have alike: where they differ, training went wrong and a choice would hide it."""
+        """Norms and tied matrices that ranks should have alike: if they differ, taking one would hide a damaged run."""
         originals = {part.blocks: part.key for part in parts if not part.copy}
         for part in parts:
-            if part.copy and part.rows == 1 and part.blocks in originals:
+            small_or_tied = part.rows == 1 or part.key.endswith("output_layer.weight")
+            if part.copy and small_or_tied and part.blocks in originals:
                 original = originals[part.blocks]
                 if not torch.equal(self._tensors[part.key], self._tensors[original]):
                     raise CheckpointError(f"{self.path}: the ranks' copies differ: {part.key} and {original}")

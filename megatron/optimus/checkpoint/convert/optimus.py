@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from megatron.optimus.checkpoint.commit import write_synced
 from megatron.optimus.checkpoint.convert.plan import DTYPES, Options, Plan, Written
@@ -13,9 +17,10 @@ from megatron.optimus.checkpoint.convert.source import MASTER, MOMENTS, WEIGHT, 
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.hf_files import split_by_size, token_ids_of
 from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, Manifest, Piece, TensorEntry
+from megatron.optimus.checkpoint.reader import CHUNK_BYTES, ShardFiles, chunks_of
 from megatron.optimus.checkpoint.shards import ShardItem, dtype_name, torch_dtype, write_shard
-from megatron.optimus.checkpoint.slices import TensorSlice
-from megatron.optimus.checkpoint.store import load, load_manifest, resolve
+from megatron.optimus.checkpoint.slices import Place, common_parts
+from megatron.optimus.checkpoint.store import load_manifest, resolve
 from megatron.optimus.config.serialize import from_dict, to_dict
 from megatron.optimus.models.hf_map import parameter_shapes
 
@@ -45,6 +50,10 @@ class OptimusSource(Source):
             token_ids=token_ids_of(ids) if isinstance(ids, dict) else {},
         )
         self._manifest = manifest
+        self._files = ShardFiles(path, manifest)
+        self.resources.append(self._files)
+        self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+        self._verified: set[Piece] = set()
         shapes = parameter_shapes(self.model)
         for kind in (MASTER, *MOMENTS) if manifest.kind == "full" else (WEIGHT,):
             stored = {name: entry for (name, entry_kind), entry in manifest.tensors.items() if entry_kind == kind}
@@ -65,10 +74,31 @@ class OptimusSource(Source):
         return self._load(self._manifest.tensors[name, kind], start, stop)
 
     def _load(self, entry: TensorEntry, start: int, stop: int) -> torch.Tensor:
+        """Reads a piece whole, to verify it, the first time it is touched, and after that only what is wanted of it."""
         tensor = torch.empty(stop - start, dtype=torch_dtype(entry.dtype))
-        request = TensorSlice(entry.name, entry.kind, entry.shape, start, stop, tensor)
-        load(self.path, [request], manifest=self._manifest)
+        wanted = Place(entry.shape, start, stop)
+        for piece in self._touching(entry, wanted):
+            digest = None if piece in self._verified else xxhash.xxh3_128()
+            for chunk in chunks_of(entry, piece):
+                parts = list(common_parts(chunk.place, wanted))
+                if not parts and digest is None:
+                    continue
+                data = self._files.read(chunk, self._buffer)
+                if digest is not None:
+                    digest.update(data.numpy().data)
+                    if chunk.is_last:
+                        self._files.check(chunk, digest.hexdigest())
+                        self._verified.add(piece)
+                for source, target in parts:
+                    target.view(tensor).copy_(source.view(data.view(tensor.dtype)))
         return tensor
+
+    def _touching(self, entry: TensorEntry, wanted: Place) -> Iterator[Piece]:
+        if any(piece.box is not None for piece in entry.pieces):
+            yield from (p for p in entry.pieces if any(common_parts(p.place(entry.shape), wanted)))
+            return
+        first = bisect_right(entry.pieces, wanted.start, key=lambda piece: piece.start) - 1
+        yield from takewhile(lambda piece: piece.start < wanted.stop, entry.pieces[max(0, first) :])
 
 
 def plan(source: Source, options: Options) -> Plan:

@@ -34,10 +34,15 @@ class Source(ABC):
     tokenizer: Path | None = None
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # small: biases that steer the choice of experts
     dtypes: dict[Key, torch.dtype] = field(default_factory=dict)
+    resources: list[Any] = field(default_factory=list)  # open files, closed with the source
 
     @abstractmethod
     def read(self, name: str, kind: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of the flattened tensor, whole rows of it, in the stored dtype."""
+
+    def close(self) -> None:
+        for resource in self.resources:
+            resource.close()
 
     def files_to_check(self) -> list[Path]:
         """Files of torch.save whose checksums nobody looks at while they are read."""
@@ -117,8 +122,11 @@ def units(model: ModelConfig) -> Iterator[tuple[str, int, int]]:
 
 
 def same_names(source: Path, found: set[str], expected: set[str]) -> None:
-    """Raises CheckpointError listing what lacks, else what is surplus."""
+    """Raises CheckpointError listing what lacks and what is surplus."""
+    problems = []
     for problem, names in (("lacks", expected - found), ("has unexpected", found - expected)):
         if names:
             some = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
-            raise CheckpointError(f"{source}: {problem} {len(names)} tensors for its configuration: {some}")
+            problems.append(f"{problem} {len(names)} tensors for its configuration: {some}")
+    if problems:
+        raise CheckpointError(f"{source}: {'; '.join(problems)}")

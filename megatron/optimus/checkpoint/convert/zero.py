@@ -24,7 +24,15 @@ from megatron.optimus.checkpoint.commit import write_synced
 from megatron.optimus.checkpoint.convert.names import parts_under, plain_name, recognise_names
 from megatron.optimus.checkpoint.convert.plan import Options, Plan, Written, part_items
 from megatron.optimus.checkpoint.convert.sidecar import describe, write_sidecar
-from megatron.optimus.checkpoint.convert.source import MASTER, MOMENTS, WEIGHT, Foreign, ForeignSource, Source
+from megatron.optimus.checkpoint.convert.source import (
+    MASTER,
+    MOMENTS,
+    WEIGHT,
+    Foreign,
+    ForeignSource,
+    Source,
+    same_names,
+)
 from megatron.optimus.checkpoint.convert.torch_files import Spool, read_torch, write_torch
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.shards import ShardItem, read_small_file
@@ -90,11 +98,14 @@ class ZeroSource(ForeignSource):
         self._fragments: dict[str, _Fragments] = {}
         found = {WEIGHT: {name: Foreign(tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()}}
         owners = {int(m[1]): folder / f for f in files if (m := _OPTIMIZER_FILE.fullmatch(f))}
+        parts = recognise_names(folder, found[WEIGHT], self.model)
+        same_names(folder, set(weights), {part.key for part in parts})
         if owners:
-            self._read_owners(owners)
+            world = _count(header.get("dp_world_size")) or len(owners)
+            self._read_owners(owners, world)
             tensors = {name: Foreign(torch.float32, one.shape) for name, one in self._fragments.items()}
             found |= dict.fromkeys((MASTER, *MOMENTS), tensors)
-        self.place(recognise_names(folder, found[WEIGHT], self.model), found)
+        self.place(parts, found)
 
     def fetch(self, key: str, kind: str) -> torch.Tensor:
         if kind == WEIGHT:
@@ -117,13 +128,16 @@ class ZeroSource(ForeignSource):
                     raise CheckpointError(f"{self.path}: {head} differs from {embedding}, to which it is tied")
                 del weights[head]
 
-    def _read_owners(self, owners: dict[int, Path]) -> None:
-        if sorted(owners) != list(range(len(owners))):
-            missing = sorted(set(range(max(owners) + 1)) - set(owners))
-            raise CheckpointError(f"{self.path}: optimizer files of ranks {missing} are missing")
+    def _read_owners(self, owners: dict[int, Path], world: int) -> None:
+        missing, surplus = sorted(set(range(world)) - set(owners)), sorted(set(owners) - set(range(world)))
+        if missing or surplus:
+            raise CheckpointError(
+                f"{self.path}: saved by {world} ranks; optimizer files "
+                + (f"of ranks {missing[:8]} are missing" if missing else f"of ranks {surplus[:8]} do not belong to it")
+            )
         shapes = {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
         for rank, file in sorted(owners.items()):
-            self._read_owner(rank, file, len(owners), shapes)
+            self._read_owner(rank, file, shapes)
         for name, one in self._fragments.items():
             for kind, pieces in one.pieces.items():
                 held = sum(piece.numel() for piece in pieces)
@@ -132,7 +146,7 @@ class ZeroSource(ForeignSource):
                         f"{self.path}: {name} ({kind}): the optimizer files hold {held} elements for shape {one.shape}"
                     )
 
-    def _read_owner(self, rank: int, file: Path, world: int, shapes: dict[str, tuple[int, ...]]) -> None:
+    def _read_owner(self, rank: int, file: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         content = read_torch(file)
         state = content.get("optimizer_state_dict") if isinstance(content, dict) else None
         if not isinstance(state, dict):
@@ -144,8 +158,6 @@ class ZeroSource(ForeignSource):
             mappings = state["param_slice_mappings"]
             if not len(masters) == len(per_group) == len(mappings) == len(groups):
                 raise ValueError("different numbers of parameter groups")
-            if world != content.get("dp_world_size", world):
-                raise ValueError(f"it belongs to {content['dp_world_size']} ranks, {world} files are here")
             for flat, moments, mapping, group in zip(masters, per_group, mappings, groups, strict=True):
                 ep_size = int(group["name"].removeprefix("ep_size_")) if group.get("moe") else 1
                 if "step" in moments:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 ROW_TILE = 128
-_BLOCK = 1024
+_BLOCK = 256
 _STEP = 128
 
 
@@ -29,6 +29,7 @@ class RowOrder(NamedTuple):
     count_E: Tensor  # slots of each expert
     tile_expert: Tensor  # [P / ROW_TILE] expert of each tile of rows, -1 after the last used tile
     num_tiles: Tensor  # [1] tiles of rows in use
+    by_size_E: Tensor  # experts, the one with most slots first; of equals the one with the lower number
 
 
 @triton.jit(debug=True)  # keeps the assertion in: an index out of range stops the device as torch's own kernels do
@@ -58,8 +59,8 @@ def _scan(block_counts_ptr, count_ptr, num_blocks, EXPERTS: tl.constexpr, CHUNK:
 
 @triton.jit
 def _tiles(
-    count_ptr, first_row_ptr, tile_expert_ptr, num_tiles_ptr, num_experts, max_tiles,
-    EXPERTS: tl.constexpr, ROW_TILE: tl.constexpr, CHUNK: tl.constexpr,
+    count_ptr, first_row_ptr, tile_expert_ptr, num_tiles_ptr, by_size_ptr, num_experts, max_tiles,
+    EXPERTS: tl.constexpr, OTHERS: tl.constexpr, ROW_TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     expert = tl.arange(0, EXPERTS)
     counts = tl.load(count_ptr + expert, mask=expert < num_experts, other=0)
@@ -68,6 +69,13 @@ def _tiles(
     if tl.program_id(0) == 0:
         tl.store(first_row_ptr + expert, (ends - tiles) * ROW_TILE, mask=expert < num_experts)
         tl.store(num_tiles_ptr, tl.sum(tiles, 0))
+        rank = tl.zeros([EXPERTS], dtype=tl.int32)
+        for start in range(0, EXPERTS, OTHERS):
+            other = start + tl.arange(0, OTHERS)[None, :]
+            more = tl.load(count_ptr + other, mask=other < num_experts, other=-1)
+            before = (more > counts[:, None]) | ((more == counts[:, None]) & (other < expert[:, None]))
+            rank += tl.sum(before.to(tl.int32), 1)
+        tl.store(by_size_ptr + rank, expert, mask=expert < num_experts)
     tile = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     owner = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), 1)
     tl.store(tile_expert_ptr + tile, tl.where(tile < tl.sum(tiles, 0), owner, -1), mask=tile < max_tiles)
@@ -95,6 +103,12 @@ def _place(
         next_row += tl.sum(chosen, 0)
 
 
+def row_order_sizes(num_slots: int, num_experts: int) -> tuple[int, ...]:
+    """Elements of each tensor of a RowOrder, for those who make one without data."""
+    num_rows = max_rows(num_slots, num_experts)
+    return num_rows, num_slots, num_experts, num_experts, num_rows // ROW_TILE, 1, num_experts
+
+
 def max_rows(num_slots: int, num_experts: int) -> int:
     """Rows that suffice for any routing: a multiple of ROW_TILE."""
     return (num_slots // ROW_TILE + min(num_experts, num_slots)) * ROW_TILE + ROW_TILE
@@ -120,12 +134,13 @@ def order_rows(indices_TK: Tensor, num_experts: int) -> RowOrder:
         count_E=ints(num_experts),
         tile_expert=ints(max_tiles),
         num_tiles=ints(1),
+        by_size_E=ints(num_experts),
     )
     _count[(num_blocks,)](indices, block_counts, num_slots, num_experts, BLOCK=_BLOCK, EXPERTS=columns)
-    _scan[(num_experts,)](block_counts, order.count_E, num_blocks, EXPERTS=columns, CHUNK=256)
+    _scan[(num_experts,)](block_counts, order.count_E, num_blocks, EXPERTS=columns, CHUNK=1024)
     _tiles[(triton.cdiv(max_tiles, 128),)](
-        order.count_E, order.first_row_E, order.tile_expert, order.num_tiles, num_experts, max_tiles,
-        EXPERTS=columns, ROW_TILE=ROW_TILE, CHUNK=128,
+        order.count_E, order.first_row_E, order.tile_expert, order.num_tiles, order.by_size_E, num_experts, max_tiles,
+        EXPERTS=columns, OTHERS=min(columns, 32), ROW_TILE=ROW_TILE, CHUNK=128,
     )  # fmt: skip
     _place[(num_blocks,)](
         indices, block_counts, order.first_row_E, order.slot_P, order.row_N, num_slots, num_experts,

@@ -49,11 +49,9 @@ def _moe_mlp(
 def _(
     x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    num_slots, num_experts = indices.numel(), down.shape[0]
-    num_rows = index.max_rows(num_slots, num_experts)
-    sizes = (num_rows, num_slots, num_experts, num_experts, num_rows // index.ROW_TILE, 1)
+    sizes = index.row_order_sizes(indices.numel(), down.shape[0])
     order = [x.new_empty(size, dtype=torch.int32) for size in sizes]
-    return torch.empty_like(x), x.new_empty(num_rows, gate_up.shape[1]), order
+    return torch.empty_like(x), x.new_empty(sizes[0], gate_up.shape[1]), order
 
 
 @functools.cache

@@ -42,7 +42,16 @@ def _spread(
                 values = tl.load(x_ptr + token * width + start + col, mask=inside)
                 for i in tl.static_range(TOPK):
                     row = tl.load(row_ptr + token * TOPK + i).to(tl.int64)
-                    tl.store(out_ptr + row * width + start + col, values, mask=inside & (row >= 0))
+                    place = out_ptr + row * width + start + col
+                    tl.store(
+                        place, values, mask=inside & (row >= 0), cache_modifier=".cs"
+                    )  # much is written before it is read
+
+
+def _block(width: int, most: int) -> int:
+    """Columns that a program handles at once: they divide the width where that leaves them wide enough."""
+    divisor = width & -width
+    return min(divisor if divisor >= 512 else triton.next_power_of_2(width), most)
 
 
 def spread_rows(x_TD: Tensor, order: RowOrder, topk: int, out: Tensor | None = None) -> Tensor:
@@ -67,7 +76,7 @@ def _launch_spread(
     _spread[(num_tokens + num_experts,)](
         x_TD, order.row_N, weights_TK, order.first_row_E, order.count_E, out_PD, row_weight_P, width, num_experts,
         TOPK=topk, SLOTS=triton.next_power_of_2(topk), ROW_TILE=ROW_TILE,
-        BLOCK=min(triton.next_power_of_2(width), 2048), WITH_WEIGHT=weights_TK is not None, num_warps=8,
+        BLOCK=_block(width, 2048), WITH_WEIGHT=weights_TK is not None, num_warps=8,
     )  # fmt: skip
 
 
@@ -94,7 +103,7 @@ def sum_rows(rows_PD: Tensor, order: RowOrder, weights_TK: Tensor | None, topk: 
     """out [T, D] = each token's sum over its local slots of (weight *) row, in slot order and fp32; returns it."""
     num_tokens, width = out.shape
     _sum_rows[(num_tokens,)](
-        rows_PD, order.row_N, weights_TK, out, width, TOPK=topk, BLOCK=min(triton.next_power_of_2(width), 2048),
+        rows_PD, order.row_N, weights_TK, out, width, TOPK=topk, BLOCK=_block(width, 2048),
         WEIGHTED=weights_TK is not None, num_warps=4,
     )  # fmt: skip
     return out
@@ -145,6 +154,6 @@ def swiglu_backward_(
     dweights_TK = row_weight_P.new_zeros(order.row_N.shape[0] // topk, topk)
     _swiglu_backward[(num_rows // 2,)](
         grad_PF, hidden_P2F, dhidden_P2F, row_weight_P, order.slot_P, dweights_TK, order.num_tiles, width,
-        ROW_TILE=ROW_TILE, ROWS=2, BLOCK=min(triton.next_power_of_2(width), 1024), num_warps=8,
+        ROW_TILE=ROW_TILE, ROWS=2, BLOCK=_block(width, 1024), num_warps=8,
     )  # fmt: skip
     return dhidden_P2F, dweights_TK

@@ -1,0 +1,99 @@
+#include "order.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "gemm.h"
+
+namespace optimus::cpu {
+
+std::vector<RowBlock> Order::blocks() const {
+  constexpr int64_t kTilesPerBlock = 16;  // 192 rows with AVX-512
+  const int64_t most = kTilesPerBlock * tile_kernel().rows;
+  std::vector<RowBlock> found;
+  for (int64_t e = 0; e < num_experts; ++e)
+    for (int64_t first = offsets[e]; first < offsets[e + 1]; first += most)
+      found.push_back({e, first, std::min<int64_t>(most, offsets[e + 1] - first)});
+  return found;
+}
+
+Order SortedSlots::view() const {
+  const int64_t num_experts = counts.numel();
+  const auto* first_row = offsets.const_data_ptr<int32_t>();
+  return {slots.const_data_ptr<int32_t>(), rows.const_data_ptr<int32_t>(), first_row, slots.numel(), num_experts,
+          first_row[num_experts]};
+}
+
+SortedSlots sort_slots(const at::Tensor& indices, int64_t num_experts) {
+  const at::Tensor flat = indices.to(at::kLong).contiguous();
+  const int64_t* expert = flat.const_data_ptr<int64_t>();
+  const int64_t num_slots = flat.numel();
+  const auto options = indices.options().dtype(at::kInt);
+  SortedSlots sorted{at::empty({num_slots}, options), at::empty({num_slots}, options), at::zeros({num_experts}, options),
+                     at::empty({num_experts + 3}, options)};
+  auto* slots = sorted.slots.mutable_data_ptr<int32_t>();
+  auto* rows = sorted.rows.mutable_data_ptr<int32_t>();
+  auto* counts = sorted.counts.mutable_data_ptr<int32_t>();
+  auto* offsets = sorted.offsets.mutable_data_ptr<int32_t>();
+  for (int64_t n = 0; n < num_slots; ++n) {
+    TORCH_CHECK_VALUE(expert[n] >= -1 && expert[n] < num_experts, "moe_mlp: indices hold ", expert[n],
+                      "; expected values in [-1, ", num_experts, ")");
+    if (expert[n] >= 0) ++counts[expert[n]];
+  }
+  offsets[0] = 0;
+  for (int64_t e = 0; e < num_experts; ++e) offsets[e + 1] = offsets[e] + counts[e];
+  offsets[num_experts + 1] = offsets[num_experts + 2] = static_cast<int32_t>(num_slots);
+  std::vector<int32_t> next(offsets, offsets + num_experts + 1);
+  for (int64_t n = 0; n < num_slots; ++n) {
+    const bool local = expert[n] >= 0;
+    const int32_t row = next[local ? expert[n] : num_experts]++;
+    slots[row] = static_cast<int32_t>(n);
+    rows[n] = local ? row : -1;
+  }
+  return sorted;
+}
+
+Order checked_order(const at::Tensor* slots, const at::Tensor* rows, const at::Tensor& offsets, int64_t num_slots) {
+  const int64_t num_experts = offsets.numel() - 3;
+  TORCH_CHECK_VALUE(num_experts >= 1, "offsets hold ", offsets.numel(), " elements; expected E + 3");
+  const Order order{slots ? slots->const_data_ptr<int32_t>() : nullptr, rows ? rows->const_data_ptr<int32_t>() : nullptr,
+                    offsets.const_data_ptr<int32_t>(), num_slots, num_experts,
+                    offsets.const_data_ptr<int32_t>()[num_experts]};
+  TORCH_CHECK_VALUE(order.offsets[0] == 0 && order.offsets[num_experts + 2] == num_slots, "an order's offsets run from ",
+                    order.offsets[0], " to ", order.offsets[num_experts + 2], "; expected 0 to ", num_slots);
+  for (int64_t e = 0; e < num_experts + 2; ++e)
+    TORCH_CHECK_VALUE(order.offsets[e] <= order.offsets[e + 1], "an order's offsets fall from ", order.offsets[e], " to ",
+                      order.offsets[e + 1]);
+  for (int64_t n = 0; n < num_slots; ++n) {
+    TORCH_CHECK_VALUE(!slots || (order.slots[n] >= 0 && order.slots[n] < num_slots), "an order's slots hold ",
+                      order.slots[n], "; expected values in [0, ", num_slots, ")");
+    TORCH_CHECK_VALUE(!rows || (order.rows[n] >= -1 && order.rows[n] < num_slots), "an order's rows hold ",
+                      order.rows[n], "; expected values in [-1, ", num_slots, ")");
+  }
+  return order;
+}
+
+void for_each(int64_t count, const std::function<void(const std::function<int64_t()>& next)>& work) {
+  std::atomic<int64_t> first{0};
+  const auto next = [&] { return std::min(first.fetch_add(1), count); };
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), count);
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t thread = begin; thread < end; ++thread) work(next);
+  });
+}
+
+at::Tensor scratch(int64_t numel) {
+  constexpr size_t kKept = 12;
+  thread_local std::vector<at::Tensor> kept;
+  for (const at::Tensor& buffer : kept)
+    if (buffer.use_count() == 1 && buffer.numel() >= numel && buffer.numel() <= 2 * numel) return buffer;
+  if (kept.size() >= kKept)
+    kept.erase(std::remove_if(kept.begin(), kept.end(), [](const at::Tensor& b) { return b.use_count() == 1; }),
+               kept.end());
+  kept.push_back(at::empty({numel}, at::kFloat));
+  return kept.back();
+}
+
+}  // namespace optimus::cpu

@@ -1,0 +1,147 @@
+"""From router logits to the order of rows: choice of experts, counts, and stable order, all without the host.
+
+Legend: T tokens, K experts per token, E experts, N = T*K slots, P rows (see ``reference.RowOrder``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.optimus.ops import reference
+from megatron.optimus.ops.backend import Backend, kernels, resolve, resolve_routing
+from megatron.optimus.ops.reference import Routing, RowOrder
+
+
+def router_topk(
+    logits_TE: Tensor,
+    topk: int,
+    *,
+    sigmoid: bool = False,
+    normalize: bool = False,
+    selection_bias_E: Tensor | None = None,
+) -> Routing:
+    """Chooses K experts per token; see ``reference.router_topk``. Of equal scores the lower expert number is taken.
+
+    Raises ValueError if the logits are not floating [T, E], K is not in [1, E], or the bias is not [E] on their device.
+    The fast backends take fp32 logits; a router in another dtype, or one of more experts than Triton's kernel holds,
+    runs in plain PyTorch.
+    """
+    if logits_TE.dim() != 2 or not logits_TE.is_floating_point() or not 1 <= topk <= logits_TE.shape[1]:
+        raise ValueError(
+            f"router_topk: topk={topk} of {logits_TE.dtype} logits {tuple(logits_TE.shape)}; "
+            "expected floating [T, E] and 1 <= K <= E"
+        )
+    bias = selection_bias_E
+    if bias is not None and (bias.shape != logits_TE.shape[1:] or bias.device != logits_TE.device):
+        raise ValueError(
+            f"router_topk: selection bias {tuple(bias.shape)} on {bias.device}; expected [{logits_TE.shape[1]}] on "
+            f"{logits_TE.device}"
+        )
+    backend = resolve_routing(logits_TE.device)
+    too_wide = backend is Backend.TRITON and logits_TE.shape[1] > kernels(backend).MAX_EXPERTS
+    if backend is Backend.REFERENCE or logits_TE.dtype != torch.float32 or too_wide:
+        return reference.router_topk(logits_TE, topk, sigmoid=sigmoid, normalize=normalize, selection_bias_E=bias)
+    return Routing(*_router_topk(logits_TE, topk, sigmoid, normalize, bias))
+
+
+def expert_counts(indices_TK: Tensor, num_experts: int) -> Tensor:
+    """Slots per expert, int64 [E]; slots marked -1 count for nobody.
+
+    Raises ValueError for indices that are not [T, K] of int32 or int64 or, on the CPU, outside [-1, E).
+    """
+    _check_indices("expert_counts", indices_TK, num_experts)
+    if resolve_routing(indices_TK.device) is Backend.REFERENCE:
+        return reference.expert_counts(indices_TK, num_experts)
+    return _expert_counts(indices_TK, num_experts)
+
+
+def sort_slots(indices_TK: Tensor, num_experts: int, dtype: torch.dtype) -> RowOrder:
+    """The order in which experts process slots; counts stay on the device.
+
+    ``dtype``: of the rows to be ordered, since each backend lays rows out its own way; use the order with rows of this
+    dtype only. Raises ValueError for indices that are not [T, K] of int32 or int64, and for a value outside [-1, E)
+    where the host can see it (CPU). On a GPU, where looking would mean waiting, such a value stops the device with an
+    assertion (Triton) or turns every sum over slots into NaN (SYCL).
+    """
+    _check_indices("sort_slots", indices_TK, num_experts)
+    if resolve(indices_TK.device, dtype) is Backend.REFERENCE:
+        return reference.sort_slots(indices_TK, num_experts)
+    slots, rows, counts, *plan = _sort_slots(indices_TK, num_experts, dtype)
+    return RowOrder(slots, rows, counts, plan)
+
+
+def _check_indices(name: str, indices: Tensor, num_experts: int) -> None:
+    if indices.dim() != 2 or indices.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name}: indices {indices.dtype} {tuple(indices.shape)}; expected int32 or int64 [T, K]")
+    if num_experts < 1:
+        raise ValueError(f"{name}: num_experts={num_experts}; expected at least 1")
+    if indices.shape[1] < 1 or indices.numel() >= 2**31:
+        raise ValueError(f"{name}: indices {tuple(indices.shape)}; expected K >= 1 and T*K < 2**31")
+
+
+@torch.library.custom_op("optimus::expert_counts", mutates_args=())
+def _expert_counts(indices: Tensor, num_experts: int) -> Tensor:
+    return kernels(resolve_routing(indices.device)).expert_counts(indices.contiguous(), num_experts)
+
+
+@_expert_counts.register_fake
+def _(indices: Tensor, num_experts: int) -> Tensor:
+    return indices.new_empty(num_experts, dtype=torch.int64)
+
+
+@torch.library.custom_op("optimus::sort_slots", mutates_args=())
+def _sort_slots(indices: Tensor, num_experts: int, dtype: torch.dtype) -> list[Tensor]:
+    order = kernels(resolve(indices.device, dtype)).sort_slots(indices.contiguous(), num_experts)
+    return [order.slots_P, order.rows_N, order.counts_E, *order.plan]
+
+
+@_sort_slots.register_fake
+def _(indices: Tensor, num_experts: int, dtype: torch.dtype) -> list[Tensor]:
+    sizes = kernels(resolve(indices.device, dtype)).order_sizes(indices.numel(), num_experts)
+    return [indices.new_empty(size, dtype=torch.int32) for size in sizes]
+
+
+@torch.library.custom_op("optimus::router_topk", mutates_args=())
+def _router_topk(
+    logits: Tensor, topk: int, sigmoid: bool, normalize: bool, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    bias = None if bias is None else bias.float().contiguous()
+    return kernels(resolve_routing(logits.device)).router_topk(logits.contiguous(), topk, sigmoid, normalize, bias)
+
+
+@_router_topk.register_fake
+def _(logits: Tensor, topk: int, sigmoid: bool, normalize: bool, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    indices = logits.new_empty(logits.shape[0], topk, dtype=torch.int64)
+    return logits.new_empty(logits.shape[0], topk), indices, logits.new_empty(logits.shape)
+
+
+@torch.library.custom_op("optimus::router_topk_backward", mutates_args=())
+def _router_topk_backward(
+    scores: Tensor, indices: Tensor, dweights: Tensor, dscores: Tensor, sigmoid: bool, normalize: bool
+) -> Tensor:
+    arguments = (t.contiguous() for t in (scores, indices, dweights, dscores))
+    return kernels(resolve_routing(scores.device)).router_topk_backward(*arguments, sigmoid, normalize)
+
+
+@_router_topk_backward.register_fake
+def _(scores: Tensor, indices: Tensor, dweights: Tensor, dscores: Tensor, sigmoid: bool, normalize: bool) -> Tensor:
+    return scores.new_empty(scores.shape)
+
+
+def _setup_router(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, _, ctx.sigmoid, ctx.normalize, _ = inputs
+    _, indices, scores = output
+    ctx.save_for_backward(scores, indices)
+    ctx.mark_non_differentiable(indices)
+
+
+def _router_gradient(ctx: Any, dweights: Tensor, _dindices: Any, dscores: Tensor) -> tuple[Tensor | None, ...]:
+    scores, indices = ctx.saved_tensors
+    dlogits = _router_topk_backward(scores, indices, dweights, dscores, ctx.sigmoid, ctx.normalize)
+    return dlogits, None, None, None, None
+
+
+_router_topk.register_autograd(_router_gradient, setup_context=_setup_router)

@@ -1,0 +1,303 @@
+"""Pipeline parallelism: this rank's layers, and torch's schedules that run them.
+
+The decoder loses the layers of other stages but keeps its global parameter names. A rank holds one or more chunks of
+consecutive layers; torch.distributed.pipelining sends activations and gradients between them (asynchronous batched
+point-to-point) in the order of the chosen schedule.
+
+Auxiliary losses stay on the stage that owns the layer: the chunk ties them to its output, so that the backward of the
+output also differentiates them, with the weight they have without a pipeline. Nothing but activations travels.
+
+Shapes: B sequences of a micro-batch, S positions (this rank's part of them), D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from megatron.optimus.config.schema import ModelConfig, ParallelConfig, PipelineSchedule
+from megatron.optimus.config.stages import stage_layers, stages_of_rank
+from megatron.optimus.layers.rope import rope_at, rope_table
+from megatron.optimus.models.decoder import Decoder
+from megatron.optimus.moe.router import RouterStats
+
+_SCHEDULES = {
+    PipelineSchedule.INTERLEAVED_1F1B: ScheduleInterleaved1F1B,
+    PipelineSchedule.INTERLEAVED_ZERO_BUBBLE: ScheduleInterleavedZeroBubble,
+    PipelineSchedule.ZBV: ScheduleZBVZeroBubble,
+}
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Who holds what: pure numbers, the same on every rank."""
+
+    num_stages: int
+    mine: tuple[int, ...]  # stages of this rank, in the order of its chunks
+    layers: tuple[range, ...]  # of every stage
+
+
+def stage_plan(model: ModelConfig, config: ParallelConfig, pipeline_rank: int) -> StagePlan:
+    """The stages of a pipeline rank. Raises ConfigError for layers that do not fit the stages."""
+    layers = stage_layers(model, config)
+    pp, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    v_shape = config.pipeline_schedule is PipelineSchedule.ZBV
+    return StagePlan(len(layers), tuple(stages_of_rank(pipeline_rank, pp, chunks, v_shape=v_shape)), tuple(layers))
+
+
+class StageLayers(nn.ModuleList):
+    """The layers of this rank under their numbers in the whole model, so that names such as layers.12 stay."""
+
+    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
+        super().__init__()
+        for number, layer in layers.items():
+            self.add_module(str(number), layer)
+
+    def __getitem__(self, key: Any) -> Any:
+        """A slice takes by place on this rank, a number the layer of that number."""
+        return list(self)[key] if isinstance(key, slice) else self._modules[str(key)]
+
+
+def keep_stages(model: Decoder, plan: StagePlan) -> None:
+    """Removes from the model, in place, what other ranks hold. Parameter names stay those of the whole model."""
+    owned = [number for stage in plan.mine for number in plan.layers[stage]]
+    model.layers = StageLayers({number: model.layers[number] for number in sorted(owned)})
+    if 0 not in plan.mine:
+        model.embedding = None  # type: ignore[assignment]
+    if plan.num_stages - 1 not in plan.mine:
+        model.final_norm = model.lm_head = None  # type: ignore[assignment]
+
+
+class _TieLoss(torch.autograd.Function):
+    """x, whose backward also differentiates ``loss`` with gradient 1: the loss needs no path to the last stage."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.clone()  # a view could not be a stage's output: the zero-bubble schedules detach it in place
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], grads[0].new_ones((), dtype=torch.float32)
+
+
+class StageInput(Protocol):
+    """A micro-batch (data/loader.py has one); every stage gets all of it and takes what it needs."""
+
+    @property
+    def tokens_BS(self) -> Tensor: ...
+    @property
+    def labels_BS(self) -> Tensor: ...
+    @property
+    def positions_BS(self) -> Tensor | None: ...
+
+
+@dataclass
+class StepRecord:
+    """What this rank's chunks saw since ``clear``; loss_sums only on the rank of the last stage."""
+
+    loss_sums: list[Tensor] = field(default_factory=list)  # one a micro-batch
+    stats: dict[int, list[RouterStats]] = field(default_factory=dict)  # layer -> one a micro-batch, detached
+
+    def clear(self) -> None:
+        self.loss_sums.clear()
+        self.stats.clear()
+
+
+class Chunk(nn.Module):
+    """One stage: consecutive layers, with the embedding before the first and the final norm after the last."""
+
+    def __init__(
+        self, model: Decoder, stage: int, plan: StagePlan, positions: int, record: StepRecord, aux_weight: AuxWeight
+    ) -> None:
+        super().__init__()
+        self.config = model.config
+        self.positions = positions
+        is_last = stage == plan.num_stages - 1
+        self.embedding = model.embedding if stage == 0 else None
+        self.layers = StageLayers({number: model.layers[number] for number in plan.layers[stage]})
+        self.final_norm = model.final_norm if is_last else None
+        self.lm_head = model.lm_head if is_last else None  # used by the loss; listed here so that its gradient is taken
+        self.record = record
+        self.aux_weight = aux_weight
+
+    def forward(self, x: Tensor, positions_BS: Tensor | None = None) -> Tensor:
+        """Tokens (first stage) or hidden states -> hidden states, after the final norm in the last stage."""
+        rope = rope_table(self.positions, self.config, x.device)
+        if positions_BS is not None:
+            rope = rope_at(rope, positions_BS)
+        if self.embedding is not None:
+            x = self.embedding(x)
+        losses = []
+        for number, layer in self.layers.named_children():
+            x, stats = layer(x, rope)
+            if stats is not None:
+                losses.append(self._account(int(number), layer, stats))
+        if losses and torch.is_grad_enabled():
+            x = _TieLoss.apply(x, torch.stack(losses).sum())
+        return x if self.final_norm is None else self.final_norm(x)
+
+    def _account(self, index: int, layer: nn.Module, stats: RouterStats) -> Tensor:
+        """Notes the layer's statistics; returns its part of the step's loss."""
+        self.record.stats.setdefault(index, []).append(RouterStats(*(value.detach() for value in stats)))
+        if torch.is_grad_enabled():
+            layer.moe.router.record_micro_batch(stats.counts_E)  # type: ignore[union-attr,operator]
+        return self.aux_weight.aux * stats.aux_loss + self.aux_weight.z * stats.z_loss
+
+
+@dataclass(frozen=True)
+class AuxWeight:
+    """What a layer's losses weigh in the step's loss: coefficient / (MoE layers of the whole model x micro-batches)."""
+
+    aux: float
+    z: float
+
+
+class _Stage(PipelineStage):
+    """torch's stage that tells when a micro-batch's weight gradients are there."""
+
+    def __init__(self, after_backward: Callable[[], None], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._after_backward = after_backward
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().backward_one_chunk(*args, **kwargs)
+        self._after_backward()
+        return result
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().backward_weight_one_chunk(*args, **kwargs)
+        self._after_backward()
+        return result
+
+
+class Pipeline:
+    """Runs a step's micro-batches over the stages. Every method is collective over ``group``.
+
+    ``hidden_shape``: of what travels between stages. ``positions``: of a whole sequence. ``after_backward``: called
+    after every backward of a micro-batch through a chunk, so that gradients need not add up in the weights' dtype.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        plan: StagePlan,
+        schedule: PipelineSchedule,
+        group: dist.ProcessGroup,
+        *,
+        num_micro_batches: int,
+        tokens_shape: tuple[int, int],
+        hidden_shape: tuple[int, int, int],
+        positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        after_backward: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.model, self.plan, self.group, self.device = model, plan, group, device
+        self.num_micro_batches = num_micro_batches
+        self.record = StepRecord()
+        config = model.config
+        parts = config.num_layers * num_micro_batches
+        weight = AuxWeight(config.moe_aux_loss_coeff / parts, config.moe_z_loss_coeff / parts)
+        self._chunks = {stage: Chunk(model, stage, plan, positions, self.record, weight) for stage in plan.mine}
+        self._v_shape = schedule is PipelineSchedule.ZBV
+        self._labels_each: Tensor | int = 1
+        tokens_BS = torch.empty(tokens_shape, dtype=torch.int64, device="meta")
+        # requires_grad: from these shapes alone torch decides whether a gradient comes back.
+        self._hidden = torch.empty(hidden_shape, dtype=dtype, device="meta", requires_grad=True)
+        stages: list[Any] = [
+            _Stage(
+                after_backward,
+                chunk,
+                stage,
+                plan.num_stages,
+                device,
+                input_args=(tokens_BS if stage == 0 else self._hidden,),
+                output_args=(self._hidden,),
+                group=group,
+            )
+            for stage, chunk in self._chunks.items()
+        ]
+        self._schedule: Any
+        if schedule is PipelineSchedule.ONE_F_ONE_B:
+            # With fewer micro-batches than stages 1F1B is GPipe: every forward comes before the first backward.
+            one = Schedule1F1B if num_micro_batches >= plan.num_stages else ScheduleGPipe
+            self._schedule = one(stages[0], num_micro_batches, loss_fn=self._loss, scale_grads=False)
+        else:
+            kind = _SCHEDULES[schedule]
+            self._schedule = kind(stages, num_micro_batches, loss_fn=self._loss, scale_grads=False)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage, and so the loss."""
+        return self.plan.num_stages - 1 in self._chunks
+
+    def _loss(self, hidden_BSD: Tensor, labels_BS: Tensor) -> Tensor:
+        """The micro-batch's share of the step's mean cross-entropy."""
+        loss_sum = self.model.lm_head(hidden_BSD, labels_BS)
+        self.record.loss_sums.append(loss_sum.detach())
+        return loss_sum / self._labels_each / self.num_micro_batches
+
+    def forward_backward(self, batches: Sequence[StageInput], labels_each: Tensor | int) -> StepRecord:
+        """Accumulates the gradients of the mean loss over the micro-batches; what was seen on the way.
+
+        ``labels_each``: labels that count in a micro-batch, on average over all of them.
+        """
+        if len(batches) != self.num_micro_batches:
+            raise ValueError(f"{len(batches)} micro-batches given to a pipeline built for {self.num_micro_batches}")
+        self.record.clear()
+        self._labels_each = labels_each
+        tokens = (torch.cat([batch.tokens_BS for batch in batches]),) if 0 in self._chunks else ()
+        target = torch.cat([batch.labels_BS for batch in batches]) if self.is_last else None
+        positions = [batch.positions_BS for batch in batches]
+        more = {} if positions[0] is None else {"positions_BS": torch.cat([p for p in positions if p is not None])}
+        losses: list[Tensor] | None = [] if self.is_last else None
+        self._schedule.step(*tokens, target=target, losses=losses, return_outputs=False, **more)
+        return self.record
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[StageInput]) -> StepRecord:
+        """Forward only, for any number of micro-batches: stage after stage, all micro-batches in each.
+
+        Our own loop: the zero-bubble schedules of torch cannot run without their backward (seen with 2.13).
+        """
+        self.record.clear()
+        sent: list[Any] = []
+        kept: list[Tensor] = []  # until their sends are done
+        at_hand: dict[int, list[Tensor]] = {0: [batch.tokens_BS for batch in batches]}  # inputs of stages, if here
+        for stage, chunk in sorted(self._chunks.items()):
+            inputs = at_hand.pop(stage, None)
+            for number, batch in enumerate(batches):
+                output = chunk(self._receive(stage) if inputs is None else inputs[number], batch.positions_BS)
+                if stage == self.plan.num_stages - 1:
+                    self._loss(output, batch.labels_BS)
+                elif stage + 1 in self._chunks:
+                    at_hand.setdefault(stage + 1, []).append(output)
+                else:
+                    # Not a blocking send: with several chunks the receiver may itself be sending to us.
+                    sent.append(dist.isend(output, group=self.group, group_dst=self._rank_of(stage + 1)))
+                    kept.append(output)
+        for work in sent:
+            work.wait()
+        return self.record
+
+    def _receive(self, stage: int) -> Tensor:
+        hidden_BSD = torch.empty(self._hidden.shape, dtype=self._hidden.dtype, device=self.device)
+        dist.recv(hidden_BSD, group=self.group, group_src=self._rank_of(stage - 1))
+        return hidden_BSD
+
+    def _rank_of(self, stage: int) -> int:
+        pp = dist.get_world_size(self.group)
+        return 2 * pp - 1 - stage if self._v_shape and stage >= pp else stage % pp

@@ -1,0 +1,49 @@
+"""Every optimizer and kind of state through the whole program: the loss falls, and a resumed run is the same run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.optimus.observe.metrics import read_metrics
+from tests.integration.conftest import Program
+from tests.integration.test_pretrain import numbers, succeed, tensors
+
+QUIET = ("--eval-interval", 0)
+
+
+def assert_loss_falls(run_dir: Path) -> None:
+    losses = [line["loss"] for line in read_metrics(run_dir / "metrics.jsonl")]
+    assert len(losses) == 8 and losses[-1] < losses[0] - 0.15, losses
+
+
+def test_the_loss_falls_under_sgd(tmp_path: Path, pretrain: Program) -> None:
+    options = "--optimizer sgd --lr 1 --weight-decay 0 --optimizer-state-dtype bf16 --save-interval 0"
+    succeed(pretrain(tmp_path, *options.split(), *QUIET))
+    assert_loss_falls(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "kinds"),
+    [
+        ("--optimizer muon --lr 1e-2 --muon-momentum 0.9 --expert-model-parallel-size 2", 2, {"momentum_buffer"}),
+        ("--optimizer lion --lr 2e-3 --optimizer-state-dtype int8 --weight-decay-norms false", 1, {"exp_avg"}),
+    ],
+)
+def test_resumed_run_equals_the_unbroken_one_bit_for_bit(
+    options: str, ranks: int, kinds: set[str], tmp_path: Path, pretrain: Program
+) -> None:
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    succeed(pretrain(unbroken, *options.split(), *QUIET, ranks=ranks))
+    assert_loss_falls(unbroken)
+    shutil.copytree(unbroken, broken)
+    shutil.rmtree(broken / "checkpoints/step-00000008")
+    assert "step 6, 48 samples" in succeed(pretrain(broken, *options.split(), *QUIET, ranks=ranks))
+    assert numbers(broken) == numbers(unbroken)
+    resumed, reference = (tensors(run / "checkpoints/step-00000008") for run in (broken, unbroken))
+    assert {kind for _, kind in reference} >= {"master"} | kinds
+    for key, tensor in reference.items():
+        assert torch.equal(resumed[key], tensor), key

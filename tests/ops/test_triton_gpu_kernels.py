@@ -1,0 +1,101 @@
+"""Single Triton kernels on a GPU, or under Triton's interpreter: TRITON_INTERPRET=1 pytest -m gpu THIS_FILE."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.cases import TOLERANCE
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]  # its dot has no bf16
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="no CUDA device"),
+]
+
+COUNTS = {
+    "one_row": [1],
+    "empty_experts": [0, 5, 0, 0, 70, 0],
+    "no_rows": [0, 0, 0],
+    "tile_edges": [63, 64, 65, 127, 128, 129],
+    "skewed": [3, 1, 900, 40, 40],
+    "more_slots_than_a_block": [517, 0, 300, 301],
+}
+
+
+def make_indices(counts: list[int], seed: int = 0) -> Tensor:
+    """[T, 1] choices with the given number of slots per expert, and a few foreign slots, shuffled."""
+    experts = torch.cat([torch.full((n,), e) for e, n in enumerate(counts)] + [torch.full((7,), -1)])
+    return experts[torch.randperm(len(experts), generator=torch.Generator().manual_seed(seed))][:, None].to(DEVICE)
+
+
+def expert_rows(values_TD: Tensor, indices_T1: Tensor, expert: int) -> Tensor:
+    return values_TD[indices_T1[:, 0] == expert]
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_row_order_is_stable_and_complete(counts: list[int]) -> None:
+    from megatron.optimus.ops.triton import index
+
+    indices = make_indices(counts)
+    order = index.order_rows(indices, len(counts))
+    assert order.count_E.tolist() == counts
+    row_N, slot_P = order.row_N.tolist(), order.slot_P.tolist()
+    for expert, count in enumerate(counts):
+        slots = [n for n, e in enumerate(indices[:, 0].tolist()) if e == expert]
+        first = int(order.first_row_E[expert])
+        assert slot_P[first : first + count] == slots
+        assert [row_N[n] for n in slots] == list(range(first, first + count))
+    assert sum(slot >= 0 for slot in slot_P) == sum(counts)
+    assert all(row_N[n] == -1 for n, e in enumerate(indices[:, 0].tolist()) if e < 0)
+    assert order.by_size_E.tolist() == sorted(range(len(counts)), key=lambda e: (-counts[e], e))
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("out_dtype", [None, torch.float32, "same"], ids=["new", "fp32", "same"])
+def test_weight_gradient(counts: list[int], dtype: torch.dtype, out_dtype: torch.dtype | str | None) -> None:
+    """A new gradient, or one added to a main gradient: every expert's product in fp64, rounded once."""
+    from megatron.optimus.ops.triton import gemm, index, rows
+
+    generator = torch.Generator().manual_seed(1)
+    indices = make_indices(counts)
+    order = index.order_rows(indices, len(counts))
+    a, b = (torch.randn(len(indices), width, generator=generator).to(dtype).to(DEVICE) for width in (40, 72))
+    a_rows, b_rows = (rows.spread_rows(t, order, 1) for t in (a, b))
+    want = torch.stack(
+        [expert_rows(a, indices, e).T.double() @ expert_rows(b, indices, e).double() for e in range(len(counts))]
+    )
+    if out_dtype is None:
+        got = gemm.weight_gradient(a_rows, b_rows, order)
+        assert got.dtype == dtype
+    else:
+        main = torch.randn(len(counts), 40, 72, generator=generator) * 3
+        main = main.to(dtype if out_dtype == "same" else torch.float32).to(DEVICE)
+        want = want + main.double()
+        got = gemm.weight_gradient(a_rows, b_rows, order, out=main)
+        assert got.data_ptr() == main.data_ptr()
+    tolerance = 2e-6 if out_dtype == torch.float32 else TOLERANCE[dtype] / 3
+    assert (got.double() - want).norm() <= tolerance * (want.norm() or torch.ones(()))
+
+
+def test_weight_gradient_refuses_an_out_that_does_not_fit() -> None:
+    from megatron.optimus.ops.triton import gemm, index
+
+    order = index.order_rows(make_indices([4, 4]), 2)
+    a = torch.zeros(order.slot_P.shape[0], 16, dtype=torch.float16, device=DEVICE)
+    wrong = [
+        torch.zeros(2, 16, 8, device=DEVICE),
+        torch.zeros(2, 16, 16, dtype=torch.float64, device=DEVICE),
+        torch.zeros(2, 16, 32, device=DEVICE)[:, :, ::2],
+    ]
+    for out in wrong:
+        with pytest.raises(ValueError, match="weight_gradient: out"):
+            gemm.weight_gradient(a, a, order, out=out)

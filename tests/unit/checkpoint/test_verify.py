@@ -1,0 +1,84 @@
+"""The verifier and its command line."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.optimus.checkpoint import CheckpointError, load_manifest, save
+from megatron.optimus.checkpoint.verify import compare, find_damage, verify
+from tests.unit.checkpoint.helpers import CONFIG, layout_slices, owned, whole_state
+
+_ROOT = Path(__file__).parents[3]
+
+
+def tool(*words):
+    command = [sys.executable, str(_ROOT / "tools/verify_checkpoint.py"), *map(str, words)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.stderr == ""
+    return done.returncode, done.stdout
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Steps 1 and 2 with the same content, written at different layouts, but for one element."""
+    state = whole_state(1)
+    options = dict(kind="full", consumed_samples=8, config=CONFIG, metadata={})
+    first = save(tmp_path, 1, owned(state), **options)
+    state["dense.weight", "master"][3, 2] += 0.5
+    every = [s for rank in range(4) for s in layout_slices(state, rank, 4, 2, interleaved=True, loading=False)]
+    return first, save(tmp_path, 2, every, **options)
+
+
+def damage(path, *names):
+    data = bytearray((path / "node-00000.safetensors").read_bytes())
+    for name in names:
+        state = whole_state(1)[name]
+        position = data.find(bytes(state.flatten().view(torch.uint8).numpy()))
+        assert position > 0
+        data[position + 1] ^= 8
+    (path / "node-00000.safetensors").write_bytes(data)
+
+
+@pytest.mark.parametrize("jobs", [1, 4])
+def test_every_bad_tensor_is_listed(two, jobs):
+    assert verify(two[0], jobs=jobs).step == 1
+    damage(two[0], ("dense.weight", "exp_avg"), ("seen", "buffer"))
+    lines = find_damage(two[0], load_manifest(two[0]), jobs=jobs)
+    assert len(lines) == 2 and "dense.weight (exp_avg)" in lines[0] and "seen (buffer)" in lines[1]
+    with pytest.raises(CheckpointError, match="exp_avg"):
+        verify(two[0])
+
+
+def test_compare(two, tmp_path):
+    differences = {(d.name, d.kind): d for d in compare(*two, jobs=2)}
+    assert differences.keys() == whole_state(1).keys()
+    [(key, changed)] = [(key, d) for key, d in differences.items() if not d.is_same]
+    assert key == ("dense.weight", "master")
+    assert (changed.num_different, changed.numel) == (1, 35) and changed.max_abs == pytest.approx(0.5)
+    fewer = [piece for piece in owned(whole_state(1)) if piece.name != "flag"]
+    other = save(tmp_path / "other", 1, fewer, kind="full", consumed_samples=0, config=CONFIG, metadata={})
+    [missing] = [d for d in compare(two[0], other) if d.reason]
+    assert missing.name == "flag" and str(other) in missing.reason
+
+
+def test_command_line(two, tmp_path):
+    code, out = tool(tmp_path)
+    assert code == 0 and out.count(": good, full, step") == 2
+    code, out = tool(two[1], "--list")
+    assert code == 0 and "experts.weight exp_avg F32 4x3x5" in out
+    code, out = tool(two[0], "--compare", two[1])
+    assert code == 1
+    assert "dense.weight master: 1 of 35 elements differ, by 5.000e-01 at most" in out
+    assert "8 of 9 tensors are bit-identical" in out
+    assert tool(two[0], "--compare", two[0])[0] == 0
+    damage(two[0], ("dense.weight", "exp_avg"))
+    shutil.copytree(two[1], tmp_path / "step-00000003")
+    code, out = tool(tmp_path)
+    assert code == 1 and "dense.weight (exp_avg)" in out and out.count("DAMAGED") == 2
+    assert "step-00000003/manifest.json: is of a 'full' checkpoint of step 2" in out
+    code, out = tool(tmp_path / "nothing")
+    assert code == 1 and "holds no complete checkpoint" in out
