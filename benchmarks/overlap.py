@@ -111,7 +111,7 @@ def build_so(model: torch.nn.Module, config: Any, mesh: Any) -> Any:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     import deepspeed_ext
-    from megatron.optimus.optim.build import build_optimizer
+    from megatron.optimus.optim.groups import param_groups
     from megatron.optimus.trainer.engine import deepspeed_config
 
     peers = mesh.group("ep")
@@ -142,7 +142,7 @@ def build_so(model: torch.nn.Module, config: Any, mesh: Any) -> Any:
     return Engine(
         args=None,
         model=model,
-        optimizer=build_optimizer(model, config.optimizer),
+        optimizer=torch.optim.AdamW(param_groups(model, config.optimizer)),
         config=ds_config,
         config_class=DeepSpeedConfig(ds_config),
         zero_groups=groups,
@@ -241,17 +241,22 @@ def mean_ms(action: Callable[[], None], times: int, repetitions: int, device: to
     return means
 
 
-def trace(action: Callable[[], None], calls: int, device: torch.device) -> list[Event]:
-    """The kernels of consecutive calls, which start and end with an idle device."""
+def trace(action: Callable[[], None], calls: int, finish: Callable[[], None], device: torch.device) -> list[Event]:
+    """The kernels of consecutive calls, which start and end with an idle device.
+
+    ``finish`` waits for gathers: gloo crashes on work that starts inside a profiler's session and ends outside.
+    """
     from megatron.optimus.runtime.device import synchronize
 
     on_cpu = device.type == "cpu"
     activity = torch.profiler.ProfilerActivity.CPU if on_cpu else torch.profiler.ProfilerActivity.CUDA
+    finish()
     synchronize(device)
     dist.barrier()
     with torch.profiler.profile(activities=[activity]) as profiler:
         for _ in range(calls):
             action()
+        finish()
         synchronize(device)
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiler.export_chrome_trace(file.name)
@@ -327,8 +332,9 @@ def measure(system: str, args: argparse.Namespace, config: Any, mesh: Any, devic
         result["step_ms"], result["step_ms_each"] = statistics.median(times), times
         result["tokens_per_second_per_device"] = args.micro_batch_size * args.seq_length / result["step_ms"] * 1e3
         result["peak_bytes"] = devices.peak_memory(device)
-        alone = exposure(trace(step, 1, device))
-        events = trace(step, TRACED, device)
+        finish = getattr(engine.optimizer, "wait_for_params", lambda: None)
+        alone = exposure(trace(step, 1, finish, device))
+        events = trace(step, TRACED, finish, device)
         result["trace"], result["trace_of_one_step_alone"] = steady(alone, exposure(events), TRACED), alone
         result["grad_norm"] = float(engine.get_global_grad_norm())
     params = [p for p in engine.module.parameters() if p.requires_grad]
