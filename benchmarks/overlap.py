@@ -4,12 +4,14 @@
     python benchmarks/overlap.py --ranks 8 --preset mula-20b-a2b --expert-parallel 8 --systems ours so deepspeed1
     python benchmarks/overlap.py --device cpu --ranks 2 --preset mula-tiny --seq-length 64      (a smoke test)
 
-Systems, one after the other on the same model and batches: ``ours`` (overlapping), ``plain`` (ours without overlap),
+Systems, one after the other on the same model and batches: ``ours`` (overlapping, gradients travel in fp32),
+``ours16`` (they travel in bf16, as stock ZeRO's do), ``plain`` (ours without overlap),
 ``stage2``, ``so`` (the paper's sharded optimizer: all states over the expert replicas only, dense gradients summed
 over expert-parallel peers, here per bucket where the paper does it per parameter), ``deepspeed1`` and ``deepspeed2``
 (stock ZeRO). Times are wall-clock means over consecutive steps between two waits for the device. "exposed" is the time
-in which a communication kernel runs and no other kernel does, in one traced step of rank 0. The optimizer phase starts
-with gradients in ``param.grad`` and ends when new parameters are everywhere, with nothing else to hide behind.
+in which a communication kernel runs and no other kernel does, on rank 0: what four steps in a row have more than one
+alone, divided by three, because a step's gather is meant to hide in the next step. The optimizer phase starts with
+gradients in ``param.grad`` and ends when new parameters are everywhere, with nothing else to hide behind.
 Writes OUT.json and a picture of the traced steps, OUT.png.
 """
 
@@ -32,8 +34,9 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
-SYSTEMS = ("ours", "plain", "stage2", "so", "deepspeed1", "deepspeed2")
+SYSTEMS = ("ours", "ours16", "plain", "stage2", "so", "deepspeed1", "deepspeed2")
 LR = 1e-4
+TRACED = 4  # steps in the picture
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,6 @@ def run_config(args: argparse.Namespace) -> Any:
 
 def build(system: str, config: Any, mesh: Any, device: torch.device) -> Any:
     """The engine of a system around a fresh model."""
-    from megatron.optimus.trainer.build import build_model
     from megatron.optimus.trainer.engine import build_engine
 
     model = build_model(config, mesh, device)
@@ -79,8 +81,29 @@ def build(system: str, config: Any, mesh: Any, device: torch.device) -> Any:
         return build_so(model, config, mesh)
     overlap = system != "plain"
     stage = 2 if system == "stage2" else 1
+    if system == "ours16":
+        config = replace(config, optimizer=replace(config.optimizer, grad_reduce_in_bf16=True))
     options = replace(config.optimizer, zero_stage=stage, overlap_grad_reduce=overlap, overlap_param_gather=overlap)
     return build_engine(model, replace(config, optimizer=options), mesh, 1)
+
+
+def build_model(config: Any, mesh: Any, device: torch.device) -> Any:
+    """The training program's model with weights drawn on the device: its own, drawn on the host, take minutes."""
+    from megatron.optimus.models.decoder import Decoder
+    from megatron.optimus.models.initialize import _materialize
+    from megatron.optimus.parallel.apply import parallelize
+    from megatron.optimus.trainer.build import DTYPES, connect
+
+    with torch.device("meta"):
+        model = Decoder(config.model)
+    parallelize(model, mesh, config.parallel)
+    _materialize(model, device, DTYPES[config.training.params_dtype])
+    generator = torch.Generator(device=device).manual_seed(1)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(1.0) if param.dim() == 1 else param.normal_(0.0, 0.02, generator=generator)
+    connect(model, mesh)
+    return model
 
 
 def build_so(model: torch.nn.Module, config: Any, mesh: Any) -> Any:
@@ -88,7 +111,7 @@ def build_so(model: torch.nn.Module, config: Any, mesh: Any) -> Any:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     import deepspeed_ext
-    from megatron.optimus.optim.build import build_optimizer
+    from megatron.optimus.optim.groups import param_groups
     from megatron.optimus.trainer.engine import deepspeed_config
 
     peers = mesh.group("ep")
@@ -119,7 +142,7 @@ def build_so(model: torch.nn.Module, config: Any, mesh: Any) -> Any:
     return Engine(
         args=None,
         model=model,
-        optimizer=build_optimizer(model, config.optimizer),
+        optimizer=torch.optim.AdamW(param_groups(model, config.optimizer)),
         config=ds_config,
         config_class=DeepSpeedConfig(ds_config),
         zero_groups=groups,
@@ -218,16 +241,22 @@ def mean_ms(action: Callable[[], None], times: int, repetitions: int, device: to
     return means
 
 
-def trace(action: Callable[[], None], device: torch.device) -> list[Event]:
-    """The kernels of one call, which starts and ends with an idle device."""
+def trace(action: Callable[[], None], calls: int, finish: Callable[[], None], device: torch.device) -> list[Event]:
+    """The kernels of consecutive calls, which start and end with an idle device.
+
+    ``finish`` waits for gathers: gloo crashes on work that starts inside a profiler's session and ends outside.
+    """
     from megatron.optimus.runtime.device import synchronize
 
     on_cpu = device.type == "cpu"
     activity = torch.profiler.ProfilerActivity.CPU if on_cpu else torch.profiler.ProfilerActivity.CUDA
+    finish()
     synchronize(device)
     dist.barrier()
     with torch.profiler.profile(activities=[activity]) as profiler:
-        action()
+        for _ in range(calls):
+            action()
+        finish()
         synchronize(device)
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiler.export_chrome_trace(file.name)
@@ -269,9 +298,14 @@ def exposure(events: list[Event]) -> dict[str, float]:
         "compute_ms": covered(compute) / 1e3,
         "communication_ms": covered(communication) / 1e3,
         "exposed_ms": exposed / 1e3,
-        "exposed_percent": 100 * exposed / total,
         "idle_ms": (total - both) / 1e3,
     }
+
+
+def steady(one: dict[str, float], several: dict[str, float], calls: int) -> dict[str, float]:
+    """Figures of a step among others."""
+    figures = {key: (several[key] - one[key]) / (calls - 1) for key in one}
+    return {**figures, "exposed_percent": 100 * figures["exposed_ms"] / figures["step_ms"]}
 
 
 def measure(system: str, args: argparse.Namespace, config: Any, mesh: Any, device: torch.device) -> tuple[Any, Any]:
@@ -298,8 +332,10 @@ def measure(system: str, args: argparse.Namespace, config: Any, mesh: Any, devic
         result["step_ms"], result["step_ms_each"] = statistics.median(times), times
         result["tokens_per_second_per_device"] = args.micro_batch_size * args.seq_length / result["step_ms"] * 1e3
         result["peak_bytes"] = devices.peak_memory(device)
-        events = trace(step, device)
-        result["trace"] = exposure(events)
+        finish = getattr(engine.optimizer, "wait_for_params", lambda: None)
+        alone = exposure(trace(step, 1, finish, device))
+        events = trace(step, TRACED, finish, device)
+        result["trace"], result["trace_of_one_step_alone"] = steady(alone, exposure(events), TRACED), alone
         result["grad_norm"] = float(engine.get_global_grad_norm())
     params = [p for p in engine.module.parameters() if p.requires_grad]
     gradients = {p: torch.randn(p.shape, dtype=p.dtype, device=device, generator=generator) * 1e-3 for p in params}
@@ -383,7 +419,8 @@ def worker(rank: int, args: argparse.Namespace, store: str) -> None:
         Path(f"{args.out}.json").write_text(
             json.dumps({"about": about, "results": results, "host": costs}, indent=1) + "\n"
         )
-        draw({name: events for name, events in traces.items() if events}, args)
+        by_system = {result["system"]: result for result in results}
+        draw({name: events for name, events in traces.items() if events}, by_system, args)
     deepspeed_ext.shutdown()
 
 
@@ -395,7 +432,7 @@ def free(device: torch.device) -> None:
         torch.get_device_module(device).empty_cache()
 
 
-def draw(traces: dict[str, list[Event]], args: argparse.Namespace) -> None:
+def draw(traces: dict[str, list[Event]], results: dict[str, Any], args: argparse.Namespace) -> None:
     """Two lanes a system: computing and communicating."""
     if not traces:
         return
@@ -409,16 +446,16 @@ def draw(traces: dict[str, list[Event]], args: argparse.Namespace) -> None:
         for lane, (is_communication, colour) in enumerate(((True, "tab:orange"), (False, "tab:blue"))):
             spans = merged([event for event in events if event.is_communication is is_communication])
             axis.broken_barh([(a / 1e3, (b - a) / 1e3) for a, b in spans], (lane - 0.4, 0.8), color=colour, linewidth=0)
-        figures = exposure(events)
+        figures = results[system]["trace"]
         axis.set_yticks([0, 1], ["communication", "compute"])
         axis.set_title(
-            f"{system}: {figures['step_ms']:.1f} ms, communication {figures['communication_ms']:.1f} ms, exposed "
-            f"{figures['exposed_ms']:.1f} ms ({figures['exposed_percent']:.1f}%)",
+            f"{system}: {figures['step_ms']:.1f} ms a step, communication {figures['communication_ms']:.1f} ms, "
+            f"exposed {figures['exposed_ms']:.1f} ms ({figures['exposed_percent']:.1f}%)",
             fontsize=10,
             loc="left",
         )
     axes[-1, 0].set_xlabel("ms")
-    figure.suptitle(f"{args.preset}, {args.ranks} ranks, expert parallel {args.expert_parallel}, one step of rank 0")
+    figure.suptitle(f"{args.preset}, {args.ranks} ranks, EP={args.expert_parallel}, consecutive steps of rank 0")
     figure.tight_layout()
     figure.savefig(f"{args.out}.png", dpi=110)
 

@@ -168,6 +168,7 @@ class EPZeroOptimizer(ZeROOptimizer):
             raise ValueError("EPZeroOptimizer.step takes no closure; run forward and backward through the engine")
         if not self._reduced or self._sync.has_events:
             self.reduce_gradients()
+        self._publisher.wait()  # what no forward has waited for: a gather must not cross the update that follows
         self.finish_reduction()
         counted = [b.shard.grad for f in self.families if f.in_norm for b in f.buckets]
         scalars = self._state.scalars(global_norm(counted, self.device, self._norm_groups))
@@ -220,6 +221,7 @@ class EPZeroOptimizer(ZeROOptimizer):
     @torch.no_grad()
     def sync_params_from_master(self) -> None:
         """Writes the masters into the parameters of every rank; needed after state shards were changed. Collective."""
+        self._publisher.wait()
         checkpoint.write_back(self, self._copies)
         self._copies.clear()
         for family in self.families:

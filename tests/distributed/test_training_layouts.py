@@ -68,6 +68,7 @@ def train(rank: int, world: int, parallel: dict[str, Any]) -> tuple[Tensor, dict
     """(loss, auxiliary loss, z-loss, gradient norm) of each step; the parameters afterwards."""
     from megatron.optimus.trainer.build import build_model  # they import deepspeed
     from megatron.optimus.trainer.engine import build_engine
+    from megatron.optimus.trainer.schedule import build_schedule
     from megatron.optimus.trainer.step import own_part, train_step
 
     config = run_config(parallel)
@@ -76,11 +77,12 @@ def train(rank: int, world: int, parallel: dict[str, Any]) -> tuple[Tensor, dict
     positions = own_positions(LENGTH, config.parallel, mesh)
     accumulation = SEQUENCES // BATCH // mesh.size("dp")
     engine = build_engine(model, config, mesh, accumulation)
+    schedule = build_schedule(config, engine, mesh, torch.device("cpu"))
     lines = []
     for step in range(STEPS):
         numbers = [step * 100 + micro * mesh.size("dp") + mesh.index("dp") for micro in range(accumulation)]
         batches = [own_part(Batch(*batch_of(number)), positions) for number in numbers]
-        report = train_step(engine, batches, config.model, mesh)
+        report = train_step(engine, schedule, batches, config.model, mesh)
         assert report.dropped_tokens == 0 and not report.skipped
         lines.append([report.loss, report.aux_loss, report.z_loss, report.grad_norm])
     engine.optimizer.sync_params_from_master()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,15 +20,9 @@ def assert_loss_falls(run_dir: Path) -> None:
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.15, losses
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        "--optimizer lion --lr 2e-3 --optimizer-state-dtype bf16 --weight-decay-norms false",
-        "--optimizer sgd --lr 1 --weight-decay 0",
-    ],
-)
-def test_the_loss_falls(options: str, tmp_path: Path, pretrain: Program) -> None:
-    succeed(pretrain(tmp_path, *options.split(), *QUIET, "--save-interval", 0))
+def test_the_loss_falls_under_sgd(tmp_path: Path, pretrain: Program) -> None:
+    options = "--optimizer sgd --lr 1 --weight-decay 0 --optimizer-state-dtype bf16 --save-interval 0"
+    succeed(pretrain(tmp_path, *options.split(), *QUIET))
     assert_loss_falls(tmp_path)
 
 
@@ -35,7 +30,7 @@ def test_the_loss_falls(options: str, tmp_path: Path, pretrain: Program) -> None
     ("options", "ranks", "kinds"),
     [
         ("--optimizer muon --lr 1e-2 --muon-momentum 0.9 --expert-model-parallel-size 2", 2, {"momentum_buffer"}),
-        ("--optimizer adam --lr 1e-2 --optimizer-state-dtype int8", 1, {"exp_avg", "exp_avg_sq"}),
+        ("--optimizer lion --lr 2e-3 --optimizer-state-dtype int8 --weight-decay-norms false", 1, {"exp_avg"}),
     ],
 )
 def test_resumed_run_equals_the_unbroken_one_bit_for_bit(
@@ -43,9 +38,10 @@ def test_resumed_run_equals_the_unbroken_one_bit_for_bit(
 ) -> None:
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     succeed(pretrain(unbroken, *options.split(), *QUIET, ranks=ranks))
-    succeed(pretrain(broken, *options.split(), *QUIET, "--exit-interval", 3, ranks=ranks))
-    succeed(pretrain(broken, *options.split(), *QUIET, ranks=ranks))
     assert_loss_falls(unbroken)
+    shutil.copytree(unbroken, broken)
+    shutil.rmtree(broken / "checkpoints/step-00000008")
+    assert "step 6, 48 samples" in succeed(pretrain(broken, *options.split(), *QUIET, ranks=ranks))
     assert numbers(broken) == numbers(unbroken)
     resumed, reference = (tensors(run / "checkpoints/step-00000008") for run in (broken, unbroken))
     assert {kind for _, kind in reference} >= {"master"} | kinds

@@ -27,8 +27,9 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.torch_version import TorchVersion
 
-from megatron.optimus.config.schema import ModelConfig, ParallelConfig, PipelineSchedule
+from megatron.optimus.config.schema import ConfigError, ModelConfig, ParallelConfig, PipelineSchedule
 from megatron.optimus.config.stages import stage_layers, stages_of_rank
 from megatron.optimus.layers.rope import rope_at, rope_table
 from megatron.optimus.models.decoder import Decoder
@@ -165,6 +166,16 @@ class AuxWeight:
     z: float
 
 
+def _check_torch(schedule: PipelineSchedule) -> None:
+    """Raises ConfigError for a schedule that this version of torch cannot run."""
+    splits_backward = schedule in (PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV)
+    if splits_backward and TorchVersion(torch.__version__) < "2.13":
+        raise ConfigError(
+            f"pipeline_schedule={schedule.value} needs torch 2.13, this is {torch.__version__}: earlier ones cannot "
+            "split the backward of custom operations (seen with 2.11); use 1f1b or interleaved-1f1b"
+        )
+
+
 class _Stage(PipelineStage):
     """torch's stage that tells when a micro-batch's weight gradients are there."""
 
@@ -205,6 +216,7 @@ class Pipeline:
         device: torch.device,
         after_backward: Callable[[], None] = lambda: None,
     ) -> None:
+        _check_torch(schedule)
         self.model, self.plan, self.group, self.device = model, plan, group, device
         self.num_micro_batches = num_micro_batches
         self.record = StepRecord()

@@ -45,7 +45,7 @@ def _parts(block: Block, chosen: set[Recompute]) -> list[nn.Module]:
         parts += [block.attention_norm, block.mlp_norm]
         if Recompute.ATTENTION not in chosen:
             parts += [block.attention.q_norm, block.attention.k_norm]
-    return parts
+    return [part for part in parts if not isinstance(part, nn.Identity)]
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
