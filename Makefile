@@ -6,6 +6,8 @@ VENV ?= .venv
 # An interpreter that already has the dependencies; empty: make our own environment in $(VENV).
 PY ?=
 CORPUS ?=
+# Test files that run at the same time.
+TEST_WORKERS ?= 2
 BASE_PYTHON ?= python3
 
 ifeq ($(PY),)
@@ -26,7 +28,7 @@ demo: kernels
 	$(PYTHON) examples/local/demo.py $(if $(CORPUS),--corpus $(CORPUS))
 
 test: lint kernels $(SYCL) $(TRITON)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(TEST_WORKERS) --dist loadfile --durations 25
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .
