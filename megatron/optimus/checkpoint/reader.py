@@ -108,7 +108,8 @@ def _schedule(entries: list[TensorEntry], everyone: list[list[list]], rank: int)
         for number, start, stop, box in wanted:
             interested[number].append((asker, _place(entries[number], start, stop, box)))
     pieces = [(entries[number], piece, number) for number in interested for piece in entries[number].pieces]
-    pieces.sort(key=lambda item: (item[1].file, item[1].key))
+    # The order in which a rank writes (plan.py): its own pieces then follow each other in the file.
+    pieces.sort(key=lambda item: (item[1].file, -DTYPE_BYTES[item[0].dtype], item[2], item[1].start))
     load = [0] * len(everyone)
     rounds = [0] * len(everyone)
     schedule = _Schedule()
