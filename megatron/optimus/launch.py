@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -63,6 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if request.dry_run:
             sys.stdout.write(_describe(launch, request.options))
             return 0
+        starter = launch.command(launch.hosts, "")[0]
+        if launch.starter is not Starter.LOCAL and shutil.which(starter) is None:
+            raise ConfigError(
+                f"{starter} is not on PATH; start from a job's first node, load the module that brings it, or see what "
+                "would run with --dry-run"
+            )
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -109,18 +110,34 @@ def test_a_pbs_job_replaces_a_lost_node_and_trains(tmp_path: Path, tokens: Path)
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") >= 2
 
 
+def test_a_starter_that_is_not_there(tmp_path: Path) -> None:
+    words = ["--launcher", "srun", "--nproc-per-node", "2", "--max-restarts", "3", "--preset", "mula-tiny"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron.optimus.launch", *words],
+        env={**environment(), "PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: srun is not on PATH")
+
+
 SCRIPTS = sorted(path for path in (ROOT / "examples").glob("*/mula_*") if path.suffix in (".sh", ".pbs"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_job_scripts(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The script's own words, with the user's after them, describe a run that could start."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")  # a tree without a virtual environment to activate
+    copied = tmp_path / script.relative_to(ROOT)
     python = tmp_path / "python"
     python.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
     python.chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "DATA_FILE_LIST": "/data/list of files.txt"}
     done = subprocess.run(
-        ["bash", str(script), "--lr", "0.0035"], env=env, capture_output=True, text=True, cwd="/", check=True
+        ["bash", str(copied), "--lr", "0.0035"], env=env, capture_output=True, text=True, cwd="/", check=True
     )
     words = done.stdout.splitlines()
     assert words[:2] == ["-m", "megatron.optimus.launch"]
