@@ -2,7 +2,8 @@
 
 A failure on thousands of nodes is often one bad node. Where the output names nodes as lost, exactly those are
 replaced by spares; where it names none, one node after the other takes its turn, because a silent hang has no witness.
-Exit code 2 is a mistake in the command line or the data: the same again would fail again, so it ends the launch.
+Exit code 2 is a mistake in the command line or the data: the same again would fail again, so it ends the launch. Some
+starters hide that code behind those of the ranks they stopped, so two attempts in a row without a step end it too.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 logger = logging.getLogger("optimus")
 
 USER_ERROR = 2
 STALLED = 124  # as GNU timeout
 _KEPT_LINES = 400
+_STEP = "step="  # in every line of progress
 _GRACE_SECONDS = 30.0
 _LONGEST_PAUSE = 60.0
 
-# What PALS, SLURM, Open MPI and gloo write when a node (not merely a process on it) is gone.
+# What PALS, SLURM and Open MPI write when a node (not merely a process on it) is gone.
 _LOST_NODE = (
     r"(?P<host>[\w.-]+): shepherd died from signal",
     r"ping failed on [\w.-]+: No reply from (?P<host>[\w.-]+)",
@@ -43,6 +46,7 @@ class Outcome:
     code: int  # STALLED if it was stopped for printing nothing
     last_lines: tuple[str, ...]
     interrupted: bool  # the launcher itself was told to stop
+    has_trained: bool  # at least one step was reported
 
 
 def lost_hosts(lines: Sequence[str], hosts: Sequence[str]) -> list[str]:
@@ -59,7 +63,7 @@ def next_hosts(
     With none named, the node whose turn it is changes places with the first spare. Without spares nothing changes.
     """
     active, waiting = list(hosts), list(spares)
-    for host in lost or [hosts[attempt % len(hosts)]][: len(hosts)]:
+    for host in lost or [hosts[attempt % len(hosts)]]:
         if not waiting:
             break
         active[active.index(host)] = waiting.pop(0)
@@ -72,10 +76,17 @@ def run_until_done(
     attempt_on: Callable[[Sequence[str]], Outcome], hosts: Sequence[str], spares: Sequence[str], max_restarts: int
 ) -> int:
     """Runs attempts until one succeeds, the user interrupts, or ``max_restarts`` are used up; returns its exit code."""
+    had_trained = True
     for attempt in range(max_restarts + 1):
         outcome = attempt_on(hosts)
         if outcome.code in (0, USER_ERROR) or outcome.interrupted or attempt == max_restarts:
             return outcome.code
+        if not (had_trained or outcome.has_trained):
+            logger.error(
+                "two attempts in a row ended with code %d before the first step: not started again", outcome.code
+            )
+            return outcome.code
+        had_trained = outcome.has_trained
         lost = lost_hosts(outcome.last_lines, hosts)
         hosts, spares = next_hosts(hosts, spares, lost, attempt) if hosts else (hosts, spares)
         pause = min(5.0 * 2**attempt, _LONGEST_PAUSE)
@@ -97,15 +108,17 @@ def run_watched(command: Sequence[str], env: dict[str, str], stall_seconds: floa
     process = subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
-    interrupted = _pass_signals_to(process)
+    interrupted, previous = _pass_signals_to(process)
     lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
     last = [time.monotonic()]
+    has_trained = [False]
 
     def relay() -> None:
         assert process.stdout is not None
         for line in process.stdout:
             last[0] = time.monotonic()
             lines.append(line)
+            has_trained[0] = has_trained[0] or _STEP in line
             sys.stdout.write(line)
             sys.stdout.flush()
 
@@ -119,12 +132,17 @@ def run_watched(command: Sequence[str], env: dict[str, str], stall_seconds: floa
             stalled = True
             _stop(process)
     reader.join(timeout=10)
-    code = process.returncode
-    return Outcome(STALLED if stalled else (code if code >= 0 else 128 - code), tuple(lines), interrupted[0])
+    for number, handler in previous.items():  # between attempts a signal ends the launcher itself
+        signal.signal(number, handler)
+    code = STALLED if stalled else process.returncode
+    return Outcome(code if code >= 0 else 128 - code, tuple(lines), interrupted[0], has_trained[0])
 
 
-def _pass_signals_to(process: subprocess.Popen[str]) -> list[bool]:
-    """Termination of the launcher reaches the ranks; the list's one entry becomes True when it happened."""
+def _pass_signals_to(process: subprocess.Popen[str]) -> tuple[list[bool], dict[int, Any]]:
+    """Termination of the launcher reaches the ranks; the list's one entry becomes True when it happened.
+
+    Also returns the handlers that were there before.
+    """
     seen = [False]
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -132,9 +150,7 @@ def _pass_signals_to(process: subprocess.Popen[str]) -> list[bool]:
         if process.poll() is None:
             process.send_signal(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, pass_on)
-    return seen
+    return seen, {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

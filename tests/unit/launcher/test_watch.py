@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -54,8 +55,21 @@ class Attempts:
         return self.outcomes[len(self.nodes) - 1]
 
 
-def ended(code: int, *lines: str, interrupted: bool = False) -> Outcome:
-    return Outcome(code, lines, interrupted)
+def ended(code: int, *lines: str, interrupted: bool = False, has_trained: bool = True) -> Outcome:
+    return Outcome(code, lines, interrupted, has_trained)
+
+
+def test_two_attempts_without_a_step_end_it() -> None:
+    attempts = Attempts(ended(1), ended(9, has_trained=False), ended(9, has_trained=False), ended(0))
+    assert run_until_done(attempts, HOSTS, SPARES, max_restarts=20) == 9
+    assert len(attempts.nodes) == 3
+
+
+def test_between_attempts_a_signal_ends_the_launcher() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    outcome = run_watched([sys.executable, "-c", "print('step=1 loss=2')"], dict(os.environ), None)
+    assert outcome.has_trained
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.fixture(autouse=True)
