@@ -17,6 +17,7 @@ from megatron.optimus.config.schema import (
     OptimizerName,
     PipelineSchedule,
     RunConfig,
+    TokenDispatcher,
     TokenizerType,
     divisors,
     one_of,
@@ -115,6 +116,16 @@ def expert_parallel_divides_experts(config: RunConfig, world_size: int) -> str |
     ranks = world_size // config.parallel.pipeline_model_parallel_size
     values = [size for size in divisors(ranks) if experts % size == 0]
     return f"expert_model_parallel_size={ep} must divide num_experts={experts}; use {one_of(values)}"
+
+
+def hierarchical_dispatch_fits_nodes(config: RunConfig, world_size: int) -> str | None:
+    """Where the user says what a node is; what the launcher says is checked when the ranks have met."""
+    parallel = config.parallel
+    layout = Layout.from_config(parallel, world_size)
+    is_hierarchical = parallel.moe_token_dispatcher_type is TokenDispatcher.HIERARCHICAL
+    if not is_hierarchical or parallel.moe_hierarchical_node_size is None or layout.ep * layout.etp == 1:
+        return None
+    return layout.hierarchy_problem(parallel.moe_hierarchical_node_size)
 
 
 def tensor_parallel_divides_model(config: RunConfig, world_size: int) -> str | None:
@@ -296,6 +307,7 @@ RULES: list[Rule] = [
     schedule_fits_chunks,
     experts_need_a_moe_model,
     expert_parallel_divides_experts,
+    hierarchical_dispatch_fits_nodes,
     tensor_parallel_divides_model,
     expert_tensor_parallel_divides_experts,
     experts_under_tensor_parallelism_need_split_tokens,
