@@ -177,7 +177,7 @@ def test_global_balancing_loss_is_that_of_the_whole_batch() -> None:
 
 @pytest.mark.parametrize("placement", list(ExpertPlacement))
 def test_every_expert_has_one_owner(placement: ExpertPlacement) -> None:
-    ownership = Ownership(12, 4, placement)
+    ownership = Ownership.regular(12, 4, placement)
     owned = [ownership.expert_ids(rank) for rank in range(4)]
     assert sorted(expert for ids in owned for expert in ids) == list(range(12))
     owner_E, local_E = ownership.tables(torch.device("cpu"))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.optimus.config.placement import to_json
 from megatron.optimus.config.schema import (
     ContextCommunication,
     LoadBalancing,
@@ -33,6 +34,7 @@ MODEL = dict(
     moe_router_load_balancing_type=LoadBalancing.AUX_LOSS,  # of each micro-batch: the same ones at any layout
     moe_aux_loss_coeff=0.3,
 )
+PLACED = "its name is put here by the test"
 CASES: dict[str, dict[str, Any]] = {
     "tp 2 x cp 2 (ring), ep 4, recomputed": dict(
         tensor_model_parallel_size=2,
@@ -48,6 +50,15 @@ CASES: dict[str, dict[str, Any]] = {
         moe_token_dispatcher_type=TokenDispatcher.ALLTOALL,
     ),
     "cp 2 (ulysses) x dp 2, ep 2": dict(context_parallel_size=2, expert_model_parallel_size=2),
+    "ep 4, hierarchical over nodes of 2, experts placed by a file": dict(
+        expert_model_parallel_size=4,
+        moe_token_dispatcher_type=TokenDispatcher.HIERARCHICAL,
+        moe_hierarchical_node_size=2,
+        moe_expert_placement_file=PLACED,
+    ),
+    "dp 4, ep 2, the transport chosen by a probe": dict(
+        expert_model_parallel_size=2, moe_token_dispatcher_type=TokenDispatcher.AUTO
+    ),
     "tp 4, experts on every rank": dict(tensor_model_parallel_size=4),
 }
 
@@ -95,10 +106,13 @@ def serial(rank: int, world: int) -> tuple[Tensor, dict[str, Tensor]]:
     return lines, {name: weight.detach().clone() for name, weight in weights.items()}
 
 
-def compared(rank: int, world: int, lines: Tensor, weights: dict[str, Tensor]) -> dict[str, dict[str, float]]:
+def compared(
+    rank: int, world: int, lines: Tensor, weights: dict[str, Tensor], placement: str
+) -> dict[str, dict[str, float]]:
     _init()
     found = {}
-    for case, parallel in CASES.items():
+    for case, options in CASES.items():
+        parallel = {name: placement if value == PLACED else value for name, value in options.items()}
         own_lines, own = train(rank, world, parallel)
         found[case] = {name: deviation(weight.detach(), part_of(weights[name], weight)) for name, weight in own.items()}
         found[case]["lines"] = deviation(own_lines, lines, each=True)
@@ -112,8 +126,10 @@ def _init() -> None:
 
 
 @pytest.fixture(scope="module")
-def measured() -> list[dict[str, dict[str, float]]]:
-    return run_distributed(compared, 4, *run_distributed(serial, 1)[0])
+def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, float]]]:
+    placement = tmp_path_factory.mktemp("placement") / "placement.json"
+    placement.write_text(to_json([((5, 0), (1, 7), (6, 2), (3, 4)), ((7, 6), (0, 3), (5, 1), (4, 2))]))
+    return run_distributed(compared, 4, *run_distributed(serial, 1)[0], str(placement))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -79,7 +79,7 @@ def one_rank(rank: int, world: int) -> dict[str, Any]:
     mesh = Mesh(auto.parallel, rank=rank, world_size=world)
     group = mesh.group("experts")
     assert group is not None
-    ownership = Ownership(8, 4, ExpertPlacement.CONTIGUOUS)
+    ownership = Ownership.regular(8, 4, ExpertPlacement.CONTIGUOUS)
     slow = Slow(group, ownership)
     slow.seconds = 0.05 if rank == 1 else 0.0
     transports = {ALLGATHER: slow, ALLTOALL: AllToAllDispatcher(group, ownership)}

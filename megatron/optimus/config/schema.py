@@ -293,6 +293,9 @@ class ParallelConfig:
         None, "ranks that the hierarchical dispatcher takes for a node; default: ranks of a node as launched"
     )
     moe_expert_placement: ExpertPlacement = option(ExpertPlacement.CONTIGUOUS, "which rank owns which expert")
+    moe_expert_placement_file: str | None = option(
+        None, "which rank owns which expert of each layer, from tools/expert_balance.py, instead of the above"
+    )
     device: Device = option(Device.AUTO, "where to run")
     distributed_backend: Backend = option(Backend.AUTO, "collectives; auto: nccl, xccl or gloo by device")
     distributed_timeout_minutes: float = option(10.0, "a collective that takes longer ends the run")

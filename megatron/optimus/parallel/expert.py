@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.optimus.config.placement import LayerPlacement, regular_placement
 from megatron.optimus.config.schema import LoadBalancing, ParallelConfig
 from megatron.optimus.models.partition import split_parameter
 from megatron.optimus.moe.layer import MoE
@@ -28,15 +29,20 @@ from megatron.optimus.parallel.placement import Ownership
 from megatron.optimus.parallel.transport import build_dispatcher
 
 
-def apply_expert_parallelism(layer: MoE, config: ParallelConfig, mesh: Mesh) -> None:
+def apply_expert_parallelism(
+    layer: MoE, config: ParallelConfig, mesh: Mesh, placement: LayerPlacement | None = None
+) -> None:
     """Keeps this rank's experts of a layer, or its part of them, and connects it to the others.
+
+    ``placement``: which rank has which expert; None: as ``config`` says.
 
     Expert weights get DeepSpeed's marks (``allreduce``, ``group_name``) and ``expert_ids``, the global number of each
     row of dim 0, from which checkpoints and the initialisation derive what a row is; split ones those of partition.py.
     """
     num_shards, shard = mesh.size("etp"), mesh.index("etp")
     num_experts = layer.experts.gate_up_weight.shape[0]
-    ownership = Ownership(num_experts, mesh.size("ep"), config.moe_expert_placement, num_shards)
+    placement = placement or regular_placement(num_experts, mesh.size("ep"), config.moe_expert_placement)
+    ownership = Ownership(placement, num_shards)
     expert_ids = ownership.expert_ids(mesh.index("ep"))
     for name, weight in list(layer.experts.named_parameters()):
         local = nn.Parameter(weight.detach()[list(expert_ids)].clone())

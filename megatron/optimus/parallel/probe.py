@@ -25,6 +25,7 @@ from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.placement import Ownership
 from megatron.optimus.parallel.transport import build_dispatcher
 from megatron.optimus.runtime import device as devices
+from megatron.optimus.runtime.agreement import RELAYED
 
 logger = logging.getLogger("optimus")
 
@@ -66,7 +67,9 @@ def settle_transport(config: RunConfig, mesh: Mesh, device: torch.device, dtype:
     problem = _hierarchy_problem(mesh, device)
     if transport is TokenDispatcher.HIERARCHICAL:
         if problem is not None:
-            raise ConfigError(problem)
+            error = ConfigError(problem)
+            setattr(error, RELAYED, mesh.rank > 0)  # every rank raises it, one speaks
+            raise error
         return parallel
     if config.training.deterministic:
         logger.info("token transport: %s, without a probe because of deterministic=True", WITHOUT_PROBE.value)
@@ -74,7 +77,7 @@ def settle_transport(config: RunConfig, mesh: Mesh, device: torch.device, dtype:
     candidates = [TokenDispatcher.ALLGATHER, TokenDispatcher.ALLTOALL]
     if problem is None:
         candidates.append(TokenDispatcher.HIERARCHICAL)
-    ownership = Ownership(
+    ownership = Ownership.regular(
         config.model.num_experts, mesh.size("ep"), parallel.moe_expert_placement, parallel.expert_tensor_parallel_size
     )
     messages = messages_of(config, dtype)
