@@ -232,18 +232,18 @@ def micro_batches_fit_schedule(config: RunConfig, world_size: int) -> str | None
 
 def pipeline_has_what_it_needs(config: RunConfig, world_size: int) -> str | None:
     """What a pipeline does not do (yet)."""
-    parallel, data = config.parallel, config.data
+    parallel = config.parallel
     if parallel.pipeline_model_parallel_size == 1:
         return None
+    is_tied = not config.model.untie_embeddings_and_output_weights
     splits_backward = parallel.pipeline_schedule in (PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV)
     reasons = {
-        "untie_embeddings_and_output_weights=false: first and last stage would need one matrix; untie them": (
-            not config.model.untie_embeddings_and_output_weights
+        "zero_stage=2 and several chunks of layers a rank: whole gradients would be reduced once a chunk; use "
+        "zero_stage=1, or pipeline_schedule=1f1b": (
+            config.optimizer.zero_stage == 2 and parallel.virtual_pipeline_model_parallel_size > 1
         ),
-        "reset_attention_mask: stages do not get the documents; leave it out": data.reset_attention_mask,
-        "zero_stage=2: micro-batches overlap, so whole gradients are kept; use zero_stage=1": (
-            config.optimizer.zero_stage == 2
-        ),
+        "zero_stage=2 and untie_embeddings_and_output_weights=false: two stages have the embedding, and sum its "
+        "gradients before they are reduced; use zero_stage=1": config.optimizer.zero_stage == 2 and is_tied,
         f"pipeline_schedule={parallel.pipeline_schedule.value} with tensor_model_parallel_size > 1: sums over ranks "
         "are part of the ordinary backward; use 1f1b or interleaved-1f1b": (
             splits_backward and parallel.tensor_model_parallel_size > 1

@@ -50,6 +50,11 @@ class Mesh:
         within = self._group_of(ranks[first : first + self.node_size])
         return within, self._group_of(ranks[place % self.node_size :: self.node_size])
 
+    def ends_group(self, axis: str) -> dist.ProcessGroup | None:
+        """The first and the last rank of an axis; None on ranks between them. Collective over these two."""
+        ranks = self._ranks[axis]
+        return self._group_of([ranks[0], ranks[-1]]) if self.rank in (ranks[0], ranks[-1]) else None
+
     def size(self, axis: str) -> int:
         return len(self._ranks[axis])
 
