@@ -236,7 +236,6 @@ def pipeline_has_what_it_needs(config: RunConfig, world_size: int) -> str | None
     if parallel.pipeline_model_parallel_size == 1:
         return None
     is_tied = not config.model.untie_embeddings_and_output_weights
-    splits_backward = parallel.pipeline_schedule in (PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV)
     reasons = {
         "zero_stage=2 and several chunks of layers a rank: whole gradients would be reduced once a chunk; use "
         "zero_stage=1, or pipeline_schedule=1f1b": (
@@ -244,12 +243,6 @@ def pipeline_has_what_it_needs(config: RunConfig, world_size: int) -> str | None
         ),
         "zero_stage=2 and untie_embeddings_and_output_weights=false: two stages have the embedding, and sum its "
         "gradients before they are reduced; use zero_stage=1": config.optimizer.zero_stage == 2 and is_tied,
-        f"pipeline_schedule={parallel.pipeline_schedule.value} with tensor_model_parallel_size > 1: sums over ranks "
-        "are part of the ordinary backward; use 1f1b or interleaved-1f1b": (
-            splits_backward and parallel.tensor_model_parallel_size > 1
-        ),
-        f"pipeline_schedule={parallel.pipeline_schedule.value} with recompute_modules: recomputation is part of the "
-        "ordinary backward; use 1f1b or interleaved-1f1b": splits_backward and bool(parallel.recompute_modules),
     }
     found = next((reason for reason, applies in reasons.items() if applies), None)
     return (

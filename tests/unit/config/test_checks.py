@@ -82,11 +82,6 @@ CHUNKS = "--virtual-pipeline-model-parallel-size 2"
             ["zero_stage=2 and several chunks", "use zero_stage=1, or pipeline_schedule=1f1b"],
         ),
         (
-            f"{STAGES} {CHUNKS} --pipeline-schedule zbv --num-layers 8 --recompute-modules attention",
-            8,
-            ["recompute_modules", "use 1f1b"],
-        ),
-        (
             "--tensor-model-parallel-size 4 --num-attention-heads 2",
             8,
             ["=4 must divide num_attention_heads=2; use 1 or 2"],
