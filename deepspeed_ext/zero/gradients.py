@@ -286,6 +286,17 @@ class GradientSync:
             )
         self._has_learned = True
 
+    def accumulated(self, param: nn.Parameter) -> list[Tensor]:
+        """Where this rank's gradient of a parameter adds up until it is reduced (stage 1), piece by piece, for a sum
+        with other ranks than those of the reduction; zeros if none has come. To be called between backwards."""
+        [slot] = [slot for slot in self._slots if slot.param is param]
+        for part in slot.parts:
+            self._open(part.bucket)
+            if not part.is_filled:
+                part.place().zero_()
+                part.is_filled = True
+        return [part.place() for part in slot.parts]
+
     # ---- stage 2: the ring
 
     def _lend(self, entry: _Queued) -> None:
