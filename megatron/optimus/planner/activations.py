@@ -146,7 +146,7 @@ def rows_in_expert_order(share: Share, kernels: Kernels) -> int:
 
 def _experts(share: Share, kernels: Kernels, recomputes: bool) -> list[Part]:
     """Router, exchange of tokens, and experts."""
-    model, layout, element = share.model, share.layout, share.element
+    model, element = share.model, share.element
     tokens, rows, topk = share.tokens_outside, share.rows, model.moe_router_topk
     stream = tokens * model.hidden_size * element
     exchanges = share.expert_ranks > 1
