@@ -400,7 +400,21 @@ def worker(rank: int, args: argparse.Namespace, store: str) -> None:
 
     deepspeed_ext.init_distributed()
     mesh = Mesh(config.parallel, rank=rank, world_size=args.ranks)
-    results, traces = [], {}
+    results, traces, costs = [], {}, []
+    about = {
+        "device": devices.device_name(device),
+        "torch": torch.__version__,
+        "command": " ".join(sys.argv),
+        **vars(args),
+    }
+
+    def write() -> None:  # after every system: a run may be cut short
+        file = Path(f"{args.out}.json")
+        file.write_text(json.dumps({"about": about, "results": results, "host": costs}, indent=1) + "\n")
+
+    if rank == 0:
+        costs += [host_cost(count, device) for count in args.host_parameters]
+        sys.stdout.write(json.dumps(costs) + "\n")
     for system in args.systems:
         try:
             result, traces[system] = measure(system, args, config, mesh, device)
@@ -411,14 +425,9 @@ def worker(rank: int, args: argparse.Namespace, store: str) -> None:
             shown = {key: value for key, value in result.items() if not key.endswith("_each")}
             sys.stdout.write(json.dumps(shown) + "\n")
             sys.stdout.flush()
+            write()
         free(device)
     if rank == 0:
-        costs = [host_cost(count, device) for count in args.host_parameters]
-        sys.stdout.write(json.dumps(costs) + "\n")
-        about = {"device": devices.device_name(device), "torch": torch.__version__, **vars(args)}
-        Path(f"{args.out}.json").write_text(
-            json.dumps({"about": about, "results": results, "host": costs}, indent=1) + "\n"
-        )
         by_system = {result["system"]: result for result in results}
         draw({name: events for name, events in traces.items() if events}, by_system, args)
     deepspeed_ext.shutdown()
