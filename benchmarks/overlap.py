@@ -411,6 +411,8 @@ def worker(rank: int, args: argparse.Namespace, store: str) -> None:
     def write() -> None:  # after every system: a run may be cut short
         file = Path(f"{args.out}.json")
         file.write_text(json.dumps({"about": about, "results": results, "host": costs}, indent=1) + "\n")
+        by_system = {result["system"]: result for result in results}
+        draw({name: events for name, events in traces.items() if events}, by_system, args)
 
     if rank == 0:
         costs += [host_cost(count, device) for count in args.host_parameters]
@@ -427,9 +429,6 @@ def worker(rank: int, args: argparse.Namespace, store: str) -> None:
             sys.stdout.flush()
             write()
         free(device)
-    if rank == 0:
-        by_system = {result["system"]: result for result in results}
-        draw({name: events for name, events in traces.items() if events}, by_system, args)
     deepspeed_ext.shutdown()
 
 
@@ -467,6 +466,7 @@ def draw(traces: dict[str, list[Event]], results: dict[str, Any], args: argparse
     figure.suptitle(f"{args.preset}, {args.ranks} ranks, EP={args.expert_parallel}, consecutive steps of rank 0")
     figure.tight_layout()
     figure.savefig(f"{args.out}.png", dpi=110)
+    plt.close(figure)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

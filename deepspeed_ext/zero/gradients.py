@@ -252,8 +252,10 @@ class GradientSync:
     def _learn(self) -> None:
         if not self._has_learned:
             self._learn_first()
+        if self._has_surplus:
+            for slot in self._slots:
+                slot.expected = max(slot.expected, slot.events)
         for slot in self._slots:
-            slot.expected = max(slot.expected, slot.events)
             slot.events = 0
 
     def _learn_first(self) -> None:
