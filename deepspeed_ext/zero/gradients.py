@@ -279,10 +279,10 @@ class GradientSync:
         with other ranks than those of the reduction; zeros if none has come. To be called between backwards."""
         [slot] = [slot for slot in self._slots if slot.param is param]
         for part in slot.parts:
-            self._open(part.bucket)
+            self._open(part.entry)
             if not part.is_filled:
                 part.place().zero_()
-                part.is_filled = True
+                part.mark()
         return [part.place() for part in slot.parts]
 
     # ---- stage 2: the ring
