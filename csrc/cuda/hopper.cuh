@@ -62,6 +62,9 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
+// Everything that the kernel before on the stream writes is there afterwards.
+__device__ __forceinline__ void wait_for_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 __device__ __forceinline__ void named_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -104,6 +107,14 @@ __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t from,
                : "memory");
 }
 
+// Adds fp32 values to what is there.
+__device__ __forceinline__ void tma_add(const CUtensorMap* map, uint32_t from, int c0, int c1, int c2, int c3) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+      "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Waits until all but the last kPending groups of this thread have read shared memory.
@@ -118,6 +129,10 @@ __device__ __forceinline__ void store_matrices(uint32_t to, uint32_t r0, uint32_
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(r0), "r"(r1), "r"(r2),
                "r"(r3)
                : "memory");
+}
+
+__device__ __forceinline__ void store_pair(uint32_t to, float first, float second) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(first), "f"(second) : "memory");
 }
 
 // A matrix in shared memory with the 128-byte swizzle. Depth contiguous: groups of 8 rows, 1024 bytes apart. Depth

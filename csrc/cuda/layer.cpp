@@ -11,11 +11,7 @@ namespace {
 // Where parts end, in sixteenths of the experts. A part's errand should take no longer than the product beside it: the
 // first is small, as nothing hides its own spread, and they grow.
 constexpr int kParts = 3;
-#ifndef FORWARD_ENDS
-#define FORWARD_ENDS 3, 8, 16
-#define BACKWARD_ENDS 4, 9, 16
-#endif
-constexpr std::array<int, kParts> kForwardEnds = {FORWARD_ENDS}, kBackwardEnds = {BACKWARD_ENDS};
+constexpr std::array<int, kParts> kForwardEnds = {3, 8, 16}, kBackwardEnds = {4, 9, 16};
 
 Part part(const std::array<int, kParts>& ends, int experts, int i) {
   return {i == 0 ? 0 : experts * ends[i - 1] / 16, experts * ends[i] / 16};
@@ -104,8 +100,8 @@ cudaError_t backward(Type type, const Sizes& sizes, const Plan& plan, const Back
   }
   Errand sum{Task::kSum, D};
   sum.from = to.dx_rows, sum.to = to.dx, sum.row_of_slot = plan.row;
-  step([&] { return weight_gradient(type, to.dhidden, to.x_rows, to.dgate_up, order, 2 * F, D, sum, stream); });
-  step([&] { return weight_gradient(type, to.dy_rows, to.activation, to.ddown, order, D, F, {}, stream); });
+  step([&] { return weight_gradient(type, to.dhidden, to.x_rows, to.dgate_up, to.add_gate_up, order, 2 * F, D, sum, stream); });
+  step([&] { return weight_gradient(type, to.dy_rows, to.activation, to.ddown, to.add_down, order, D, F, {}, stream); });
   return step.error;
 }
 

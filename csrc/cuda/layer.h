@@ -26,6 +26,7 @@ struct Backward {
   void *dy_rows, *x_rows, *dx_rows;           // scratch [P, D]
   void *activation, *dhidden;                 // scratch [P, F] and [P, 2F]
   void *dx, *dgate_up, *ddown;                // results
+  bool add_gate_up, add_down;                 // to what is there in fp32
   float* dweights;
 };
 

@@ -4,6 +4,8 @@
 // its slots per expert, one block turns counts into places, and each block places its slots.
 #include "order.h"
 
+#include <cstdio>
+
 namespace optimus::cuda {
 namespace {
 
@@ -14,7 +16,10 @@ template <typename Index>
 __device__ __forceinline__ int expert_of(const Index* indices, int slot, int num_slots, int num_experts) {
   if (slot >= num_slots) return -1;
   const Index expert = indices[slot];
-  if (expert < -1 || expert >= num_experts) __trap();  // as torch's own kernels do for an index out of range
+  if (expert < -1 || expert >= num_experts) {  // stops the device, as torch's own kernels do
+    printf("moe_mlp: an expert index is outside [-1, E)\n");
+    __trap();
+  }
   return static_cast<int>(expert);
 }
 

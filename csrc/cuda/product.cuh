@@ -19,6 +19,7 @@ enum class Kind {
   kRowsTransposed,  // rows times [N, K]
   kRows,            // rows times [K, N]
   kGradient,        // rows, transposed, times rows; the depth runs over an expert's rows
+  kGradientAdd,     // likewise, added to what is there in fp32
 };
 
 constexpr int kRows = kRowTile, kColumns = 256, kDepth = 64, kStages = 4;
@@ -51,7 +52,7 @@ struct alignas(16) Note {  // what the consumers need to know of a tile
 
 template <Kind kKind>
 struct Traits {
-  static constexpr bool kGradient = kKind == Kind::kGradient;
+  static constexpr bool kGradient = kKind == Kind::kGradient || kKind == Kind::kGradientAdd;
   static constexpr bool kAcrossA = kGradient;
   static constexpr bool kAcrossB = kGradient || kKind == Kind::kRows;
 };
@@ -171,13 +172,19 @@ struct Results {
 
   __device__ void sync() const { named_sync(1 + group, 128); }
 
-  // value(i): the thread's i-th value of the box.
-  template <typename Value>
-  __device__ void put(const CUtensorMap* map, int c0, int c1, int c2, int c3, Value value) {
+  // A box that an earlier store has been read from.
+  __device__ uint32_t free_box() {
     const uint32_t box = memory + next * kBox;
     next = next + 1 == kBuffers ? 0 : next + 1;
     if (thread == 0) tma_store_wait_read<kBuffers - 1>();
     sync();
+    return box;
+  }
+
+  // value(i): the thread's i-th value of the box.
+  template <typename Value>
+  __device__ void put(const CUtensorMap* map, int c0, int c1, int c2, int c3, Value value) {
+    const uint32_t box = free_box();
     const int lane = thread % 32, row = lane % 8, line = thread / 32 * 16 + lane / 8 % 2 * 8 + row;
 #pragma unroll
     for (int block = 0; block < 4; ++block) {  // of 16 columns
@@ -193,6 +200,23 @@ struct Results {
       tma_store_commit();
     }
   }
+
+  // Adds 64 x 32 fp32 values: the copy engine does, and each element is added to once, in whatever order tiles end.
+  __device__ void add(const CUtensorMap* map, int c0, int c1, int c2, int c3, const float* values) {
+    const uint32_t box = free_box();
+    const int lane = thread % 32, quarter = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {  // pairs of values: 8 columns further every second one, between them 8 rows further
+      const int line = thread / 32 * 16 + i % 2 * 8 + lane / 4, piece = i / 2 * 2 + quarter / 2;
+      store_pair(box + line * 128 + ((piece ^ line % 8) << 4) + quarter % 2 * 8, values[2 * i], values[2 * i + 1]);
+    }
+    fence_async();
+    sync();
+    if (thread == 0) {
+      tma_add(map, box, c0, c1, c2, c3);
+      tma_store_commit();
+    }
+  }
 };
 
 template <typename T, Kind kKind>
@@ -202,15 +226,18 @@ __device__ __forceinline__ void store_tile(const Arguments& args, Results<T>& re
 #pragma unroll
   for (int box = 0; box < (kKind == Kind::kUpSwiglu ? 2 : 4); ++box) {
     const float* mine = d + 32 * box;
+    const int column = tile.column + 64 * box;
     if constexpr (kKind == Kind::kUpSwiglu) {
-      const int column = tile.column / 2 + 64 * box;
+      const int inner = tile.column / 2 + 64 * box;
       const float* up = mine + 64;
-      results.put(&args.out, column, 0, row, 0, [&](int i) { return mine[i]; });
-      results.put(&args.out, column, 1, row, 0, [&](int i) { return up[i]; });
-      results.put(&args.activation, column, 0, row, 0, [&](int i) { return mine[i] * sigmoid(mine[i]) * up[i]; });
+      results.put(&args.out, inner, 0, row, 0, [&](int i) { return mine[i]; });
+      results.put(&args.out, inner, 1, row, 0, [&](int i) { return up[i]; });
+      results.put(&args.activation, inner, 0, row, 0, [&](int i) { return mine[i] * sigmoid(mine[i]) * up[i]; });
+    } else if constexpr (kKind == Kind::kGradientAdd) {
+      results.add(&args.out, column, 0, row, tile.expert, mine);
+      results.add(&args.out, column + 32, 0, row, tile.expert, mine + 16);
     } else {
-      const int expert = kKind == Kind::kGradient ? tile.expert : 0;
-      results.put(&args.out, tile.column + 64 * box, 0, row, expert, [&](int i) { return mine[i]; });
+      results.put(&args.out, column, 0, row, kKind == Kind::kGradient ? tile.expert : 0, [&](int i) { return mine[i]; });
     }
   }
 }
@@ -275,6 +302,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) product
     tma_prefetch(&args.b);
     tma_prefetch(&args.out);
   }
+  wait_for_launch_before();
   cluster_sync();
   const int warp = threadIdx.x / 32;
   if (warp < 4) {

@@ -19,21 +19,24 @@ PFN_cuTensorMapEncodeTiled_v12000 encoder() {
   return function;
 }
 
-// A contiguous tensor of four dimensions, the innermost first, read or written in boxes of 64 columns.
+// A contiguous tensor of four dimensions, the innermost first, read or written in boxes of 128 bytes a row.
 struct Map {
   uint64_t sizes[4];
   uint32_t box[4];
 };
 
-bool encode(CUtensorMap* map, Type type, const void* data, const Map& shape) {
-  uint64_t strides[3] = {shape.sizes[0] * 2, shape.sizes[0] * shape.sizes[1] * 2,
-                         shape.sizes[0] * shape.sizes[1] * shape.sizes[2] * 2};
+bool encode(CUtensorMap* map, CUtensorMapDataType dtype, const void* data, const Map& shape) {
+  const uint64_t row = shape.sizes[0] * (dtype == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2);
+  const uint64_t strides[3] = {row, row * shape.sizes[1], row * shape.sizes[1] * shape.sizes[2]};
   const uint32_t steps[4] = {1, 1, 1, 1};
-  const auto dtype = type == Type::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   return encoder() != nullptr &&
          encoder()(map, dtype, 4, const_cast<void*>(data), shape.sizes, strides, shape.box, steps,
                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+bool encode(CUtensorMap* map, Type type, const void* data, const Map& shape) {
+  return encode(map, type == Type::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, data, shape);
 }
 
 uint64_t wide(int size) { return static_cast<uint64_t>(std::max(size, 1)); }
@@ -59,8 +62,14 @@ cudaError_t launch(const Arguments& args, cudaStream_t stream) {
   if (auto error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device); error != cudaSuccess) {
     return error;
   }
-  product<T, kKind><<<processors / 2 * 2, kThreads, kBytes, stream>>>(args);
-  return cudaGetLastError();
+  // The kernel may begin while the one before it ends: it waits for that one's results itself.
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(processors / 2 * 2), config.blockDim = dim3(kThreads), config.dynamicSmemBytes = kBytes;
+  config.stream = stream, config.attrs = &attribute, config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, product<T, kKind>, args);
 }
 
 template <Kind kKind>
@@ -97,11 +106,8 @@ __global__ void __launch_bounds__(kErrandThreads) errand_alone(const Errand erra
 cudaError_t run(Type type, const Errand& errand, const Order& order, cudaStream_t stream) {
   const int items = errand.task == Task::kSwigluBackward ? order.num_rows : order.num_tokens;
   const int blocks = std::max(1, tiles(items, 2 * kErrandThreads / 32));  // two items or fewer for a warp
-  if (type == Type::bf16) {
-    errand_alone<__nv_bfloat16><<<blocks, kErrandThreads, 0, stream>>>(errand, order);
-  } else {
-    errand_alone<__half><<<blocks, kErrandThreads, 0, stream>>>(errand, order);
-  }
+  const auto kernel = type == Type::bf16 ? errand_alone<__nv_bfloat16> : errand_alone<__half>;
+  kernel<<<blocks, kErrandThreads, 0, stream>>>(errand, order);
   return cudaGetLastError();
 }
 
@@ -131,14 +137,20 @@ cudaError_t rows_times_weight(Type type, const void* a, const void* weight, void
       type, args, encoded && encode_across(&args.b, type, weight, order.num_experts, depth, width), stream);
 }
 
-cudaError_t weight_gradient(Type type, const void* a, const void* b, void* out, const Order& order, int height, int width,
-                            const Errand& errand, cudaStream_t stream) {
+cudaError_t weight_gradient(Type type, const void* a, const void* b, void* out, bool add, const Order& order, int height,
+                            int width, const Errand& errand, cudaStream_t stream) {
   Arguments args = arguments(order, errand);
   args.row_tiles = tiles(height, kRows), args.column_tiles = tiles(width, kColumns);
   const bool encoded =
-      encode_rows(&args.a, type, a, order, height, 64) && encode_rows(&args.b, type, b, order, width, 64) &&
-      encode(&args.out, type, out, {{wide(width), 1, wide(height), wide(order.num_experts)}, {64, 1, 64, 1}});
-  return launch<Kind::kGradient>(type, args, encoded, stream);
+      encode_rows(&args.a, type, a, order, height, 64) && encode_rows(&args.b, type, b, order, width, 64);
+  const uint64_t columns = wide(width), rows = wide(height), experts = wide(order.num_experts);
+  if (add) {
+    const Map map{{columns, 1, rows, experts}, {32, 1, 64, 1}};
+    return launch<Kind::kGradientAdd>(type, args, encoded && encode(&args.out, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, out, map),
+                                      stream);
+  }
+  const Map map{{columns, 1, rows, experts}, {64, 1, 64, 1}};
+  return launch<Kind::kGradient>(type, args, encoded && encode(&args.out, type, out, map), stream);
 }
 
 }  // namespace optimus::cuda

@@ -56,8 +56,8 @@ cudaError_t up_swiglu(Type, const void* x, const void* gate_up, void* hidden, vo
 cudaError_t rows_times_weight(Type, const void* a, const void* weight, void* out, const Order&, int depth, int width,
                               bool transposed, Part, const Errand&, cudaStream_t);
 
-// out[e] = a.T @ b over the rows of e: [E, M, N] from [P, M] and [P, N].
-cudaError_t weight_gradient(Type, const void* a, const void* b, void* out, const Order&, int height, int width,
+// out[e] = a.T @ b over the rows of e: [E, M, N] from [P, M] and [P, N]; or added to out, which is then fp32.
+cudaError_t weight_gradient(Type, const void* a, const void* b, void* out, bool add, const Order&, int height, int width,
                             const Errand&, cudaStream_t);
 
 }  // namespace optimus::cuda
