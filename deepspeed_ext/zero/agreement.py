@@ -116,7 +116,8 @@ def check_agreement(signatures: Signatures, groups: ZeroGroups, options: ZeroOpt
         for name, member in entries.items():
             if member.outside:
                 raise ValueError(f"expert group {name!r} has ranks {list(member.outside)} outside the dense group")
-    if all(count == member.num_ranks for (_, member), count in _alike(members).items()):
+    # Only the ranks of a group can say so of it. A multiple: torch's fake process group gives everybody one's own words.
+    if all(count % member.num_ranks == 0 for (_, member), count in _alike(members).items()):
         return
     details = gather({name: (ranks_of(groups.of(name)), signatures.get(name, [])) for name in own}, world_group())
     for rank, entries in members.items():
