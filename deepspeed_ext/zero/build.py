@@ -51,7 +51,7 @@ def build_families(
         for param in sorted(members, key=lambda param: -positions[param]):
             name = param_names[param]
             if param.dtype not in SUPPORTED_DTYPES:
-                raise ValueError(f"parameter {name!r} is {param.dtype}; use float32 or bfloat16")
+                raise ValueError(f"parameter {name!r} is {param.dtype}; use float32, bfloat16 or float16")
             key = _key(index, param, groups)
             if key.expert_group is not None and key.expert_group not in groups.expert:
                 raise ValueError(

@@ -389,6 +389,9 @@ class DataConfig:
     tokenizer_type: TokenizerType = option(TokenizerType.HF, "kind of tokenizer")
     tokenizer_model: str | None = option(None, "its file or folder; copied into exports")
     packing: Packing = option(Packing.NONE, "what a sample is made of: a stretch of documents, or whole ones")
+    add_extra_token_to_sequence: bool = option(
+        True, "read one token more than seq_length, as the last label; without it the last position predicts nothing"
+    )
     reset_attention_mask: bool = option(False, "attention inside documents only")
     reset_position_ids: bool = option(False, "positions count from the beginning of each document")
     eod_mask_loss: bool = option(False, "no loss at the position of an end-of-document token")

@@ -79,6 +79,7 @@ def _instances(config: RunConfig, sources: Sources, files: TokenFiles, part: Spl
         "files": files,
         "vocab_size": config.model.vocab_size,
         "packing": data.packing is Packing.BEST_FIT,
+        "extra_token": data.add_extra_token_to_sequence,
     }
     if sources.is_blend:
         return Mixture(sources, training.seq_length, seed=training.seed, **options)
