@@ -180,14 +180,10 @@ class AuxWeight:
     z: float
 
 
-def splits_backward(schedule: PipelineSchedule) -> bool:
-    """Whether gradients of inputs and of weights are computed apart, so that what gives both may be run twice."""
-    return schedule in (PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV)
-
-
 def _check_torch(schedule: PipelineSchedule) -> None:
     """Raises ConfigError for a schedule that this version of torch cannot run."""
-    if splits_backward(schedule) and TorchVersion(torch.__version__) < "2.13":
+    splits_backward = schedule in (PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV)
+    if splits_backward and TorchVersion(torch.__version__) < "2.13":
         raise ConfigError(
             f"pipeline_schedule={schedule.value} needs torch 2.13, this is {torch.__version__}: earlier ones cannot "
             "split the backward of custom operations (seen with 2.11); use 1f1b or interleaved-1f1b"

@@ -17,7 +17,7 @@ from megatron.optimus.data.loader import Batch
 from megatron.optimus.models.decoder import Decoder, DecoderOutput
 from megatron.optimus.moe.router import Router, RouterStats
 from megatron.optimus.parallel.mesh import Mesh
-from megatron.optimus.parallel.pipeline import Pipeline, splits_backward, stage_plan
+from megatron.optimus.parallel.pipeline import Pipeline, stage_plan
 from megatron.optimus.trainer.engine import DTYPES, Engine
 
 
@@ -54,9 +54,6 @@ def build_schedule(config: RunConfig, engine: Engine, mesh: Mesh, device: torch.
     hidden_shape = (training.micro_batch_size, length, config.model.hidden_size)
     if mesh.size("tp") > 1 and parallel.sequence_parallel:
         hidden_shape = (1, training.micro_batch_size * length // mesh.size("tp"), config.model.hidden_size)
-    if splits_backward(parallel.pipeline_schedule):
-        for parameter in engine.module.parameters():
-            parameter.main_grad = None  # a backward that adds there itself would do so twice
     tied = _tied_weight(engine.module)
     reductions = Reductions(
         engine, _reduces(config, tied is not None), gradient_accumulation_steps(config, mesh.layout.world_size)
