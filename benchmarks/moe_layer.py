@@ -4,9 +4,10 @@ On a GPU:  python benchmarks/moe_layer.py --tokens 8192 16384 32768 --out benchm
 On a CPU:  python benchmarks/moe_layer.py --device cpu --out benchmarks/results/moe_layer_cpu
 Several runs in one table and chart:  python benchmarks/moe_layer.py --merge A.json B.json --out ALL
 Every repetition times each implementation once, in an order that rotates, after overwriting the GPU's level-2 cache.
-"optimus" is the backend that is chosen by default, optimus-NAME the backend NAME. An implementation that is not
-installed, cannot run here or fails is named and left out. FLOPs are those of the experts' products: 18*T*K*D*F
-forward and backward. Besides a printed table: OUT.json with every time, OUT.png with a bar chart.
+"optimus" is the backend that is chosen by default, optimus-NAME the backend NAME. optimus+add and optimus+main_grad
+also sum the expert weights' gradients in fp32 buffers: with an addition after the backward, and inside it. An
+implementation that is not installed, cannot run here or fails is named and left out. FLOPs are those of the experts'
+products: 18*T*K*D*F forward and backward. Besides a printed table: OUT.json with every time, OUT.png with a bar chart.
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ def optimus(backend: str) -> Callable[[Inputs], Callable[[], Tensor]]:
 IMPLEMENTATIONS: dict[str, Callable[[Inputs], Callable[[], Tensor]]] = {
     "optimus": optimus("auto"),
     **{f"optimus-{name}": optimus(name) for name in ("cuda", "triton", "cpu", "reference")},
+    "optimus+add": optimus("auto"),
+    "optimus+main_grad": optimus("auto"),
     **PEERS,
 }
 
@@ -102,6 +105,38 @@ class Layer:
 
     def both(self) -> None:
         torch.autograd.grad(self.forward(), self.data.leaves(), self.data.dy)
+
+
+class Accumulating(Layer):
+    """Gradients of the expert weights are summed in fp32 buffers, where an optimizer keeps them."""
+
+    def __init__(self, data: Inputs, forward: Callable[[], Tensor]) -> None:
+        super().__init__(data, forward)
+        self.buffers = [torch.zeros_like(weight, dtype=torch.float32) for weight in (data.gate_up, data.down)]
+
+    def both(self) -> None:
+        *_, dgate_up, ddown = torch.autograd.grad(self.forward(), self.data.leaves(), self.data.dy)
+        torch._foreach_add_(self.buffers, [dgate_up, ddown])
+
+
+class AddingBackward(Accumulating):
+    """The backward adds to the buffers itself (ops/main_grads.py)."""
+
+    def __init__(self, data: Inputs, _forward: Callable[[], Tensor]) -> None:
+        super().__init__(data, self._forward)
+        self.main_grads = tuple(ops.MainGrad(buffer, lambda: None) for buffer in self.buffers)
+
+    def _forward(self) -> Tensor:
+        ops.set_backend("auto")
+        data = self.data
+        return ops.moe_mlp(data.x, data.gate_up, data.down, *route(data), self.main_grads)
+
+    def both(self) -> None:
+        self.forward().backward(self.data.dy)
+        self.data.x.grad = self.data.router.grad = None
+
+
+LAYERS = {"optimus+add": Accumulating, "optimus+main_grad": AddingBackward}
 
 
 class Clock:
@@ -155,7 +190,7 @@ def build_layers(args: argparse.Namespace, shape_name: str, tokens: int) -> dict
             try:
                 start = time.monotonic()
                 data = make_inputs(SHAPES[shape_name], tokens, zipf, args.device, dtype)
-                layer = Layer(data, IMPLEMENTATIONS[name](data))
+                layer = LAYERS.get(name, Layer)(data, IMPLEMENTATIONS[name](data))
                 y = layer.forward()
                 layer.both()
                 expected = y.detach().float() if expected is None else expected

@@ -1,4 +1,7 @@
-"""Three optimizer steps at a layout equal those of one process: losses, gradient norm, and every weight (fp32)."""
+"""Three optimizer steps at a layout equal those of one process: losses, gradient norm, and every weight (fp32).
+
+The layouts add expert gradients to the optimizer's buffers as they are computed; the one process does not.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from megatron.optimus.config.schema import (
     TrainingConfig,
 )
 from megatron.optimus.data.loader import Batch
+from megatron.optimus.ops import main_grad_of
 from megatron.optimus.parallel.context import own_positions
 from megatron.optimus.parallel.mesh import Mesh
 from tests.distributed.layouts import BATCH, LENGTH, batch_of, deviation, model_config, part_of
@@ -64,7 +68,7 @@ def run_config(parallel: dict[str, Any]) -> RunConfig:
     )
 
 
-def train(rank: int, world: int, parallel: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+def train(rank: int, world: int, parallel: dict[str, Any], *, fuses: bool = True) -> tuple[Tensor, dict[str, Any]]:
     """(loss, auxiliary loss, z-loss, gradient norm) of each step; the parameters afterwards."""
     from megatron.optimus.trainer.build import build_model  # they import deepspeed
     from megatron.optimus.trainer.engine import build_engine
@@ -77,6 +81,10 @@ def train(rank: int, world: int, parallel: dict[str, Any]) -> tuple[Tensor, dict
     positions = own_positions(LENGTH, config.parallel, mesh)
     accumulation = SEQUENCES // BATCH // mesh.size("dp")
     engine = build_engine(model, config, mesh, accumulation)
+    experts = [p for layer in model.moe_layers() for p in layer.experts.parameters()]
+    if not fuses:
+        for weight in experts:
+            weight.main_grad = None
     schedule = build_schedule(config, engine, mesh, torch.device("cpu"))
     lines = []
     for step in range(STEPS):
@@ -85,13 +93,14 @@ def train(rank: int, world: int, parallel: dict[str, Any]) -> tuple[Tensor, dict
         report = train_step(engine, schedule, batches, config.model, mesh)
         assert report.dropped_tokens == 0 and not report.skipped
         lines.append([report.loss, report.aux_loss, report.z_loss, report.grad_norm])
+        assert all((main_grad_of(weight) is not None) is fuses for weight in experts)  # kept after the first step
     engine.optimizer.sync_params_from_master()
     return torch.tensor(lines, dtype=torch.float64), dict(model.named_parameters())
 
 
 def serial(rank: int, world: int) -> tuple[Tensor, dict[str, Tensor]]:
     _init()
-    lines, weights = train(rank, world, {})
+    lines, weights = train(rank, world, {}, fuses=False)
     return lines, {name: weight.detach().clone() for name, weight in weights.items()}
 
 
