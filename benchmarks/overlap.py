@@ -400,7 +400,23 @@ def worker(rank: int, args: argparse.Namespace, store: str) -> None:
 
     deepspeed_ext.init_distributed()
     mesh = Mesh(config.parallel, rank=rank, world_size=args.ranks)
-    results, traces = [], {}
+    results, traces, costs = [], {}, []
+    about = {
+        "device": devices.device_name(device),
+        "torch": torch.__version__,
+        "command": " ".join(sys.argv),
+        **vars(args),
+    }
+
+    def write() -> None:  # after every system: a run may be cut short
+        file = Path(f"{args.out}.json")
+        file.write_text(json.dumps({"about": about, "results": results, "host": costs}, indent=1) + "\n")
+        by_system = {result["system"]: result for result in results}
+        draw({name: events for name, events in traces.items() if events}, by_system, args)
+
+    if rank == 0:
+        costs += [host_cost(count, device) for count in args.host_parameters]
+        sys.stdout.write(json.dumps(costs) + "\n")
     for system in args.systems:
         try:
             result, traces[system] = measure(system, args, config, mesh, device)
@@ -411,16 +427,8 @@ def worker(rank: int, args: argparse.Namespace, store: str) -> None:
             shown = {key: value for key, value in result.items() if not key.endswith("_each")}
             sys.stdout.write(json.dumps(shown) + "\n")
             sys.stdout.flush()
+            write()
         free(device)
-    if rank == 0:
-        costs = [host_cost(count, device) for count in args.host_parameters]
-        sys.stdout.write(json.dumps(costs) + "\n")
-        about = {"device": devices.device_name(device), "torch": torch.__version__, **vars(args)}
-        Path(f"{args.out}.json").write_text(
-            json.dumps({"about": about, "results": results, "host": costs}, indent=1) + "\n"
-        )
-        by_system = {result["system"]: result for result in results}
-        draw({name: events for name, events in traces.items() if events}, by_system, args)
     deepspeed_ext.shutdown()
 
 
@@ -458,6 +466,7 @@ def draw(traces: dict[str, list[Event]], results: dict[str, Any], args: argparse
     figure.suptitle(f"{args.preset}, {args.ranks} ranks, EP={args.expert_parallel}, consecutive steps of rank 0")
     figure.tight_layout()
     figure.savefig(f"{args.out}.png", dpi=110)
+    plt.close(figure)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

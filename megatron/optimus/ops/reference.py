@@ -161,9 +161,10 @@ def moe_mlp_backward(
     dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], buffers: tuple[Tensor | None, Tensor | None]
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """See ``main_grads.FusedMoE``. Computes the forward again."""
-    x, gate_up, down, weights = leaves = [tensor.detach().requires_grad_() for tensor in arguments[:4]]
+    leaves = [tensor.detach().requires_grad_() for tensor in arguments[:4]]
+    x_TD, gate_up_E2FD, down_EDF, weights_TK = leaves
     with torch.enable_grad():
-        y_TD = _moe_mlp(x, gate_up, down, weights, arguments[4], buffers)
+        y_TD = _moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, arguments[4], buffers)
     dx, dgate_up, ddown, dweights = torch.autograd.grad(y_TD, leaves, dy_TD, allow_unused=True)
     return dx, dgate_up, ddown, dweights
 
