@@ -9,13 +9,21 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.moe.layer import MoE as DeepSpeedMoE
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero import partition_parameters
 from torch import nn
 
 from deepspeed_ext.ds_config import build_torch_optimizer, reason_for_deepspeed, resolve_config, zero_options
 from deepspeed_ext.engine import EPEngine
-from deepspeed_ext.groups import ZeroGroups, build_groups, init_distributed, mark_experts, world_group
+from deepspeed_ext.groups import (
+    ZeroGroups,
+    build_groups,
+    expert_group_name,
+    init_distributed,
+    mark_experts,
+    world_group,
+)
 from deepspeed_ext.rules import rule_for
 from deepspeed_ext.zero.agreement import (
     Signatures,
@@ -62,7 +70,8 @@ def initialize(
 
     Raises ValueError, the same on every rank, for: an expert size that does not divide the ranks; a parameter
     twice in the optimizer; sparse gradients; ranks that disagree on names, shapes, dtypes or order of parameters, or on
-    the optimizer's options.
+    the optimizer's options; experts that are spread over ranks where DeepSpeed's own path would run a model whose MoE
+    layers are not DeepSpeed's.
     """
     if model is None:
         raise ValueError("initialize needs model=")
@@ -74,6 +83,7 @@ def initialize(
     reason = reason_for_deepspeed(config, model, mesh_param)
     _log_choice(reason)
     if reason is not None:
+        _refuse_spread_experts(model, reason)
         return deepspeed.initialize(
             args=args,
             model=model,
@@ -108,6 +118,25 @@ def initialize(
     partition_parameters.restore_init_context()
     engine._configure_python_gc()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _refuse_spread_experts(model: nn.Module, reason: str) -> None:
+    """Raises ValueError for experts of which each rank has others: stock code would sum or shard them over all ranks.
+
+    It knows experts by its own MoE layers, whatever the marks say. Experts that every rank has are like any other
+    parameter and lose their marks.
+    """
+    if any(isinstance(module, DeepSpeedMoE) for module in model.modules()):
+        return
+    for name, param in model.named_parameters():
+        group = expert_group_name(param)
+        if group == "ep_size_1":
+            param.allreduce = True  # type: ignore[attr-defined]
+        elif group is not None:
+            raise ValueError(
+                f"{name} belongs to the expert group {group!r}, and DeepSpeed's own optimizer ({reason}) would mix the "
+                "experts of different ranks; use ZeRO stage 1 or 2 without offload, or keep all experts on every rank"
+            )
 
 
 def _prepare(

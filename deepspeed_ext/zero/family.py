@@ -36,6 +36,8 @@ class FamilyKey:
     # ranks repeat has to be summed in the same order everywhere, or the copies drift apart.
     is_tensor_replica: bool = False
     is_pipe_replica: bool = False  # of a parameter that another pipeline stage counts in the norm
+    # Another pipeline stage has a copy, which stays one only if both sum in the same order: in buckets of their own.
+    is_pipe_tied: bool = False
 
 
 class Family:

@@ -274,6 +274,17 @@ class GradientSync:
         self._fused_places = [part.place() for slot in self._slots if slot.is_fused for part in slot.parts]
         self._is_unsorted = self._has_fused
 
+    def accumulated(self, param: nn.Parameter) -> list[Tensor]:
+        """Where this rank's gradient of a parameter adds up until it is reduced (stage 1), piece by piece, for a sum
+        with other ranks than those of the reduction; zeros if none has come. To be called between backwards."""
+        [slot] = [slot for slot in self._slots if slot.param is param]
+        for part in slot.parts:
+            self._open(part.entry)
+            if not part.is_filled:
+                part.place().zero_()
+                part.mark()
+        return [part.place() for part in slot.parts]
+
     # ---- stage 2: the ring
 
     def _lend(self, entry: Queued) -> None:

@@ -172,6 +172,11 @@ class EPZeroOptimizer(ZeROOptimizer):
         finally:
             self._holds_back = False
 
+    def accumulated_gradient(self, param: nn.Parameter) -> list[Tensor]:
+        """Stage 1, after ``backward_epilogue`` and before the reduction: views of what has been added up for a
+        parameter, piece by piece. What is written there is reduced: for sums over ranks of other pipeline stages."""
+        return self._sync.accumulated(param)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients of the present step, reduced or not."""
         if not (self._reduced or self._sync.is_dirty):

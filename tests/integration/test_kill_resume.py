@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
-from tests.campaigns.kill_resume import Campaign
+from tests.campaigns.kill_resume import TRIGGERS, Campaign
 
 
 def test_killed_ranks_cost_nothing_but_time(tmp_path: Path) -> None:
@@ -13,4 +14,5 @@ def test_killed_ranks_cost_nothing_but_time(tmp_path: Path) -> None:
     while len(campaign.kills) < 20:
         campaign.broken_run(20 - len(campaign.kills))
     assert any(kill.was_saving for kill in campaign.kills), "no kill met a save: the test shows nothing"
-    assert {kill.trigger for kill in campaign.kills} == {"time", "progress"}
+    assert {kill.trigger for kill in campaign.kills} == set(TRIGGERS)
+    assert all(kill.exitcode == -signal.SIGKILL for kill in campaign.kills)

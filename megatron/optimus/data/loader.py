@@ -190,7 +190,7 @@ class BatchLoader:
         places = None
         if options.reset_position_ids:
             places = torch.from_numpy(np.stack([positions(own, length) for own in starts]))
-        masked = options.eod_mask_loss or self._instances.packing
+        masked = options.eod_mask_loss or not self._instances.every_label_counts
         num_labels = int((labels_BS != NO_LABEL).sum()) if masked else None
         return Batch(tokens_BS, labels_BS, documents, places, num_labels)
 

@@ -3,7 +3,7 @@
 One interface for every transport: ``dispatch`` turns this rank's tokens into the rows that this rank's experts must
 see, with expert numbers local to this rank (-1 for choices that another rank serves); ``combine`` turns the experts'
 answers for those rows into the outputs of this rank's own tokens. The expert computation between the two is the same
-operation for all. Transports that communicate are in parallel/expert.py; here is the one that needs no other rank.
+operation for all. Transports that communicate are in parallel/transport.py; here is the one that needs no other rank.
 
 Shapes: T own tokens, R rows to compute here, D model width, K experts per token.
 """

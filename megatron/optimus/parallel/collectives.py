@@ -12,8 +12,8 @@ the forward keeps its result, and the repetition takes it from there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -31,17 +31,22 @@ _current = threading.local()  # backward passes, and so repetitions, may run in 
 def recorded() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts in which ``once`` keeps results, and in which it gives them back in the same order."""
     results: list[Any] = []
-    return _recording(results, replay=False), _recording(results, replay=True)
+    return _Recording(results, is_replay=False), _Recording(results, is_replay=True)
 
 
-@contextmanager
-def _recording(results: list[Any], *, replay: bool) -> Iterator[None]:
-    outer = getattr(_current, "record", None)
-    _current.record = (iter(list(results)) if replay else None, results)
-    try:
-        yield
-    finally:
-        _current.record = outer
+class _Recording(AbstractContextManager[None]):
+    """Keeps results in a list, or takes them from it: as often as it is entered, since a backward that is split in two
+    (zero-bubble pipelines) repeats the computation twice."""
+
+    def __init__(self, results: list[Any], *, is_replay: bool) -> None:
+        self._results, self._is_replay = results, is_replay
+
+    def __enter__(self) -> None:
+        self._outer = getattr(_current, "record", None)
+        _current.record = (iter(list(self._results)) if self._is_replay else None, self._results)
+
+    def __exit__(self, *error: object) -> None:
+        _current.record = self._outer
 
 
 def once(compute: Callable[..., Tensor], *args: Any) -> Tensor:

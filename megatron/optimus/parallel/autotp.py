@@ -1,0 +1,49 @@
+"""DeepSpeed's AutoTP for our decoder: which of its projections are cut, and how.
+
+An alternative to tensor.py, for runs on DeepSpeed's own engine (ZeRO-3, offload; see deepspeed_ext/README.md). AutoTP
+replaces nn.Linear layers by its own, all-reduces activations and knows neither sequence parallelism nor a loss over a
+split vocabulary nor experts: those, the embedding and the output projection stay whole on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.optimus.config.schema import ConfigError, ModelConfig, QKNormScope
+
+_ATTENTION = r".*\.attention\."
+
+
+def autotp_section(config: ModelConfig, size: int) -> dict[str, Any]:
+    """The section "tensor_parallel" of a DeepSpeed configuration, for ``size`` ranks.
+
+    Heads are cut as usual (query, key and value by columns, output by rows) unless QK-norm runs over all of them at
+    once, as in Mula's MoE models: then all four projections are cut by columns and their outputs gathered, so every
+    weight is split and the attention itself runs on every rank. Raises ConfigError for a size that does not divide what
+    it cuts.
+    """
+    whole_norm = config.qk_layernorm and config.qk_layernorm_scope is not QKNormScope.HEAD
+    cut = {"num_attention_heads": config.num_attention_heads, "num_query_groups": config.num_kv_heads}
+    if not config.is_moe:
+        cut["ffn_hidden_size"] = config.ffn_hidden_size
+    for name, value in cut.items():
+        if value % size:
+            raise ConfigError(f"autotp_size={size} must divide {name}={value}")
+    if whole_norm:
+        specs = [_spec("column", _ATTENTION + r"[qkvo]_proj\.weight$", gather_output=True)]
+    else:
+        specs = [
+            _spec("column", _ATTENTION + r"[qkv]_proj\.weight$"),
+            _spec("row", _ATTENTION + r"o_proj\.weight$"),
+        ]
+        if config.qk_layernorm:  # the same weight for all heads, each rank has the gradient of its own
+            specs.append(_spec("skip", _ATTENTION + r"[qk]_norm\.weight$", grad_allreduce=True))
+    specs += [
+        _spec("column", r".*\.mlp\.(gate|up)_proj\.weight$"),
+        _spec("row", r".*\.mlp\.down_proj\.weight$"),
+    ]
+    return {"autotp_size": size, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
+
+
+def _spec(kind: str, pattern: str, **options: bool) -> dict[str, Any]:
+    return {"patterns": [pattern], "partition_type": kind, **options}

@@ -1,0 +1,190 @@
+"""Our decoder on DeepSpeed's own engine, through deepspeed_ext: ZeRO-3, offload and AutoTP against one torch process.
+
+Dense and MoE presets, every expert on every rank; experts that are spread over ranks are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed_ext
+from megatron.optimus.config.schema import ConfigError, ModelConfig, QKNormScope
+from megatron.optimus.models.decoder import Decoder
+from megatron.optimus.models.initialize import initialize_weights
+from megatron.optimus.parallel.autotp import autotp_section
+from tests.helpers import run_distributed
+
+STEPS, MAX_NORM, BATCH, LENGTH, VOCABULARY = 3, 0.5, 2, 16, 64
+ON_CPU = {"device": "cpu"}
+SHAPES: dict[str, dict[str, Any]] = {  # of mula-1b, of the Mula MoE models, and with a norm for each head (Qwen3-MoE)
+    "dense": {"ffn_hidden_size": 64, "qk_layernorm": False, "normalization": "layernorm-nonparametric"},
+    "moe": {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "qk_layernorm": True},
+    "head norm": {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "qk_layernorm_scope": "head"},
+}
+# Below the threshold of parameters that stage 3 leaves whole there would be nothing to test.
+STAGE_3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
+ZERO = {
+    "stage 3": STAGE_3,
+    "stage 3, states and parameters in host memory": {
+        **STAGE_3,
+        "offload_optimizer": ON_CPU,
+        "offload_param": ON_CPU,
+    },
+    "stage 1, states in host memory": {"stage": 1, "offload_optimizer": ON_CPU},
+    "stage 2, states in host memory": {"stage": 2, "offload_optimizer": ON_CPU},
+}
+
+
+def _config(shape: str) -> ModelConfig:
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2}
+    options = dict(SHAPES[shape])
+    if "qk_layernorm_scope" in options:
+        options["qk_layernorm_scope"] = QKNormScope(options["qk_layernorm_scope"])
+    return ModelConfig(**sizes, vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **options)
+
+
+def _model(shape: str) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(_config(shape))
+    initialize_weights(model, seed=1, device=torch.device("cpu"), dtype=torch.float32)
+    return model
+
+
+def _adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
+
+
+def _loss(model: nn.Module, config: ModelConfig, step: int, replica: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + replica)
+    tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+    output = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    loss = output.loss_sum / (BATCH * LENGTH)
+    return loss + config.moe_aux_loss_coeff * output.aux_loss + config.moe_z_loss_coeff * output.z_loss
+
+
+@functools.cache
+def _expected(shape: str, replicas: int) -> tuple[list[list[float]], list[float], dict[str, torch.Tensor]]:
+    """Losses by step and replica, norms and final weights of one process that sees all batches."""
+    model = _model(shape)
+    optimizer = _adamw(model)
+    losses, norms = [], []
+    for step in range(STEPS):
+        each = [_loss(model, model.config, step, replica) for replica in range(replicas)]
+        (sum(each) / replicas).backward()  # type: ignore[union-attr]
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append([loss.item() for loss in each])
+    return losses, norms, {name: param.detach() for name, param in model.named_parameters()}
+
+
+Run = tuple[str, dict[str, Any]]  # shape, additions to DeepSpeed's configuration
+
+
+def _train(shape: str, additions: dict[str, Any], replica: int) -> dict[str, Any]:
+    import deepspeed
+    from deepspeed.module_inject.layers import GatherReplacedLayerParams
+
+    model = _model(shape)
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_clipping": MAX_NORM,
+        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's compiles C++ when it is built
+        **additions,
+    }
+    engine, *_ = deepspeed_ext.initialize(model=model, optimizer=_adamw(model), config=config)
+    losses, norms = [], []
+    for step in range(STEPS):
+        loss = _loss(engine, model.config, step, replica)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        norms.append(float(engine.get_global_grad_norm()))
+    weights, held = {}, 0
+    for name, param in engine.module.named_parameters():
+        held += param.numel()
+        over_data = deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id"))
+        with over_data, GatherReplacedLayerParams([param], engine.module, enabled=True):
+            weights[name] = param.detach().clone()
+    return {"losses": losses, "norms": norms, "weights": weights, "held": held}
+
+
+def _train_each(rank: int, world: int, runs: list[Run], ranks_per_replica: int) -> list[dict[str, Any]]:
+    deepspeed_ext.init_distributed()
+    results = [_train(shape, additions, rank // ranks_per_replica) for shape, additions in runs]
+    deepspeed_ext.shutdown()
+    return results
+
+
+def _check(shape: str, what: str, results: list[dict[str, Any]], ranks_per_replica: int) -> None:
+    losses, norms, weights = _expected(shape, len(results) // ranks_per_replica)
+    for rank, result in enumerate(results):
+        where = f"{shape}, {what}, rank {rank}"
+        own = [each[rank // ranks_per_replica] for each in losses]
+        assert result["losses"] == pytest.approx(own, rel=1e-6), where
+        assert result["norms"] == pytest.approx(norms, rel=1e-6), where
+        assert result["weights"].keys() == weights.keys()
+        for name, weight in weights.items():
+            error = ((result["weights"][name] - weight).abs().max() / weight.abs().max()).item()
+            assert error <= 2e-5, f"{where}: {name} differs by {error:.1e} of its largest value"
+
+
+def test_zero_3_and_offload_equal_one_process() -> None:
+    cases = [(shape, what) for shape in ("dense", "moe") for what in ZERO]
+    runs = [(shape, {"zero_optimization": ZERO[what]}) for shape, what in cases]
+    by_rank = run_distributed(_train_each, 2, runs, 1)
+    for index, (shape, what) in enumerate(cases):
+        _check(shape, what, [results[index] for results in by_rank], 1)
+    whole = sum(param.numel() for param in _expected("moe", 2)[2].values())
+    assert by_rank[0][cases.index(("moe", "stage 3"))]["held"] == 0, "parameters were not sharded"
+    assert by_rank[0][cases.index(("moe", "stage 1, states in host memory"))]["held"] == whole
+
+
+def test_autotp_equals_one_process() -> None:
+    cases = [("dense", 1), ("moe", 3), ("head norm", 1)]
+    runs = [
+        (shape, {"zero_optimization": {"stage": stage}, "tensor_parallel": autotp_section(_config(shape), 2)})
+        for shape, stage in cases
+    ]
+    by_rank = run_distributed(_train_each, 4, runs, 2)
+    for index, (shape, stage) in enumerate(cases):
+        _check(shape, f"AutoTP 2, stage {stage}", [results[index] for results in by_rank], 2)
+    whole = sum(param.numel() for param in _expected("dense", 2)[2].values())
+    assert by_rank[0][0]["held"] < 0.75 * whole, "nothing was cut"
+
+
+def test_autotp_size_must_divide() -> None:
+    with pytest.raises(ConfigError, match="autotp_size=4 must divide num_query_groups=2"):
+        autotp_section(_config("moe"), 4)
+
+
+def _spread_experts(rank: int, world: int) -> list[str]:
+    deepspeed_ext.init_distributed()
+    messages = []
+    for zero in ({"stage": 3}, {"stage": 1, "offload_optimizer": ON_CPU}, {"stage": 0}):
+        model = _model("moe")
+        config = {"train_micro_batch_size_per_gpu": BATCH, "zero_optimization": zero}
+        try:
+            deepspeed_ext.initialize(
+                model=model,
+                optimizer=_adamw(model),
+                config=config,
+                is_expert=lambda name: "ep_size_2" if ".experts." in name else None,
+            )
+        except ValueError as error:
+            messages.append(str(error))
+    deepspeed_ext.shutdown()
+    return messages
+
+
+def test_spread_experts_are_refused_where_deepspeed_would_mix_them() -> None:
+    for messages in run_distributed(_spread_experts, 2):
+        assert len(messages) == 3
+        for message, reason in zip(messages, ("ZeRO stage 3", "offload", "ZeRO stage 0"), strict=True):
+            assert reason in message and "ep_size_2" in message and "layers.0.moe.experts.gate_up_weight" in message
+            assert "stage 1 or 2 without offload" in message
