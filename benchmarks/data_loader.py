@@ -82,12 +82,12 @@ def rate(instances: InstanceSet | Mixture, steps: int, **options: Any) -> dict[s
     }
 
 
-def cold_reads(prefixes: list[str], itemsize: int, samples: int, packing: bool = False) -> dict[str, float]:
+def cold_reads(prefixes: list[str], itemsize: int, samples: int, **options: bool) -> dict[str, float]:
     """Bytes of the device per byte used, reading random instances of a cold cache."""
-    count = len(InstanceSet(prefixes, SEQ_LENGTH, packing=packing))
+    count = len(InstanceSet(prefixes, SEQ_LENGTH, **options))
     ids = np.random.default_rng(0).permutation(count)[:samples].tolist()
     drop(prefixes)
-    instances = InstanceSet(prefixes, SEQ_LENGTH, packing=packing)
+    instances = InstanceSet(prefixes, SEQ_LENGTH, **options)
     before, used = io_bytes(), 0
     for i in ids:
         used += itemsize * sum(piece.tokens.size + (piece.following >= 0) for piece in instances.read(i))
@@ -98,14 +98,15 @@ def cold_reads(prefixes: list[str], itemsize: int, samples: int, packing: bool =
         "device_over_used": round((after[1] - before[1]) / used, 4),
     }
     places = [(prefix, ranges) for prefix, ranges in map(instances.locate, ids)]
+    extra = options.get("extra_token", True)
     pages = {
         (prefix, page)
         for prefix, ranges in places
         for start, stop in ranges
-        for page in range(start * itemsize // PAGE, -(-(stop + 1) * itemsize // PAGE))
+        for page in range(start * itemsize // PAGE, -(-(stop + extra) * itemsize // PAGE))
     }
     result["pages_over_used"] = round(len(pages) * PAGE / used, 4)
-    if packing:
+    if options:
         return result
     drop(prefixes)
     maps = {prefix: np.memmap(f"{prefix}.bin", dtype=f"u{itemsize}", mode="r") for prefix in prefixes}
@@ -184,6 +185,7 @@ def main() -> int:
             if itemsize == 2:
                 result["fill_in_the_middle"] = fim_rate(folder, args.steps)
             result["cold"] = cold_reads(prefixes, itemsize, 1500)
+            result["cold_without_extra_token"] = cold_reads(prefixes, itemsize, 1500, extra_token=False)
             result["cold_packing"] = cold_reads(prefixes, itemsize, 1500, packing=True)
             results.append(result)
             print(json.dumps(result), flush=True)

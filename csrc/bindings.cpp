@@ -9,6 +9,11 @@ TORCH_LIBRARY(optimus, m) {
   m.def(
       "moe_mlp_backward(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor indices, "
       "Tensor hidden) -> (Tensor dx, Tensor dgate_up, Tensor ddown, Tensor dweights)");
+  // The weights' gradients go to dgate_up and ddown, fp32 or of the weights' dtype: written, or added to what is there.
+  m.def(
+      "moe_mlp_backward_into(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor indices, "
+      "Tensor hidden, Tensor(a!) dgate_up, Tensor(b!) ddown, bool add_gate_up, bool add_down) -> "
+      "(Tensor dx, Tensor dweights)");
   // The kernels behind megatron/optimus/ops/grouped.py and routing.py on cpu tensors, all contiguous. offsets: [E+3].
   m.def("cpu_sort_slots(Tensor indices, int num_experts) -> (Tensor slots, Tensor rows, Tensor counts, Tensor offsets)");
   m.def("cpu_gather_rows(Tensor x, Tensor slots, Tensor offsets) -> Tensor");

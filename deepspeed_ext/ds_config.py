@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.precision_config import get_float16_config
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from deepspeed_ext.rules import Lion
+from deepspeed_ext.zero.loss_scale import LossScaleOptions
 from deepspeed_ext.zero.options import DEFAULT_BUCKET_NUMEL, ZeroOptions
 
 _OWN_KEYS = {"overlap_param_gather", "clip_after_steps", "reduce_each_micro_batch"}
-_DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES |= {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
@@ -65,13 +68,9 @@ def zero_options(config: Mapping[str, Any]) -> ZeroOptions:
 
     DeepSpeed's: zero_optimization.{stage, reduce_bucket_size, overlap_comm}, gradient_clipping,
     data_types.grad_accum_dtype, communication_data_type. Where they are absent: 2^26 elements, overlap, fp32. Section
-    "deepspeed_ext": overlap_param_gather, clip_after_steps, reduce_each_micro_batch. Raises ValueError for fp16, an
-    unknown key of the section, or a value out of range.
+    "deepspeed_ext": overlap_param_gather, clip_after_steps, reduce_each_micro_batch. Section "fp16": the loss scale.
+    Raises ValueError for an unknown key of the section "deepspeed_ext", or a value out of range.
     """
-    autocast = config.get("torch_autocast") or {}
-    half_autocast = autocast.get("enabled") and str(autocast.get("dtype")) in ("float16", "torch.float16", "fp16")
-    if (config.get("fp16") or {}).get("enabled") or half_autocast:
-        raise ValueError("fp16 is not supported by the EP-aware ZeRO; use bf16 {'enabled': true} or fp32")
     zero = config.get("zero_optimization") or {}
     own = dict(config.get("deepspeed_ext") or {})
     unknown = own.keys() - _OWN_KEYS
@@ -86,7 +85,30 @@ def zero_options(config: Mapping[str, Any]) -> ZeroOptions:
         overlap_comm=zero.get("overlap_comm") is not False,
         max_norm=float(config.get("gradient_clipping", 0.0)),
         average=True,
+        loss_scale=_loss_scale(config),
         **own,
+    )
+
+
+def _loss_scale(config: Mapping[str, Any]) -> LossScaleOptions | None:
+    """Of fp16 parameters, or of fp32 ones under ``torch_autocast`` in fp16; None for bf16 and fp32."""
+    section = config.get("fp16") or {}
+    autocast = config.get("torch_autocast") or {}
+    has_fp16_autocast = autocast.get("enabled") and str(autocast.get("dtype")) in ("float16", "torch.float16", "fp16")
+    if not (section.get("enabled") or has_fp16_autocast):
+        return None
+    fp16 = get_float16_config({"fp16": section})  # refuses what is out of range
+    if section.get("enabled") and (config.get("bf16") or {}).get("enabled"):
+        raise ValueError("fp16 and bf16 are both enabled; enable one")
+    if fp16.fp16_master_weights_and_grads:
+        raise ValueError("fp16.fp16_master_weights_and_grads is not supported: masters are fp32; remove it")
+    return LossScaleOptions(
+        initial=fp16.loss_scale or float(fp16.initial_dynamic_scale()),
+        is_dynamic=fp16.loss_scale == 0,
+        window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        refills_hysteresis=fp16.consecutive_hysteresis,
+        minimum=float(fp16.min_loss_scale),
     )
 
 

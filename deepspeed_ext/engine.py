@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from deepspeed_ext import universal
 from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of
 from deepspeed_ext.zero.optimizer import EPZeroOptimizer
 from deepspeed_ext.zero.options import ZeroOptions
@@ -96,6 +97,42 @@ class EPEngineMixin:
             self.__dict__["_skipped_before"] = value
         elif not optimizer.is_telling_previous_step:  # inside, the engine counts what the optimizer counts itself
             self.__dict__["_skipped_before"] = value - optimizer.skipped_steps
+
+    # ---- checkpoints
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, Any]:
+        """DeepSpeed's; with ``checkpoint: {load_universal: true}`` a universal checkpoint, at any layout. Collective.
+
+        Universal ones are read here and no file of theirs can run code (``deepspeed_ext.universal``); DeepSpeed's own
+        files are pickles that DeepSpeed trusts. Returns (path, what the user saved), the path None if there is nothing
+        to load. Raises ValueError, the same on every rank, for a universal checkpoint that is incomplete or of another
+        model.
+        """
+        if not self.load_universal_checkpoint():  # type: ignore[attr-defined]
+            return super().load_checkpoint(  # type: ignore[misc]
+                load_dir,
+                tag,
+                load_module_strict,
+                load_optimizer_states,
+                load_lr_scheduler_states,
+                load_module_only,
+                custom_load_fn,
+            )
+        folder = universal.locate(load_dir, tag)
+        universal.load_optimizer(self.optimizer, folder, load_optimizer_states and not load_module_only)
+        client_state = universal.load_engine(
+            self, folder, load_counters=not load_module_only, load_scheduler=load_lr_scheduler_states
+        )
+        return str(folder), client_state
 
     @torch.no_grad()
     def _broadcast_model(self) -> None:

@@ -68,7 +68,7 @@ def initialize(
     for the device twice a micro-batch, does not wait here unless the configuration has a "timers" section. Returns
     (engine, optimizer, dataloader or None, lr scheduler or None). Collective over all ranks.
 
-    Raises ValueError, the same on every rank, for: fp16; an expert size that does not divide the ranks; a parameter
+    Raises ValueError, the same on every rank, for: an expert size that does not divide the ranks; a parameter
     twice in the optimizer; sparse gradients; ranks that disagree on names, shapes, dtypes or order of parameters, or on
     the optimizer's options; experts that are spread over ranks where DeepSpeed's own path would run a model whose MoE
     layers are not DeepSpeed's.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -57,6 +58,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     sample = actions.add_parser("sample", parents=[data, text], help="what sample k of a run contains")
     sample.add_argument("position", type=int)
     sample.add_argument("--packing", choices=[p.value for p in Packing], default=Packing.NONE.value)
+    sample.add_argument("--add-extra-token-to-sequence", choices=["true", "false"], default="true")
     blend = actions.add_parser("blend", parents=[data], help="shares and epochs of each corpus in a run")
     blend.add_argument("--samples", type=int, required=True, help="length of the run")
     blend.add_argument("--picture", help="PNG of the realised shares")
@@ -120,10 +122,13 @@ def duplicates(args: argparse.Namespace) -> int:
 
 def mixture_of(args: argparse.Namespace) -> Mixture | InstanceSet:
     sources = read_sources(DataConfig(data_path=args.data_path, data_file_list=args.data_file_list))
-    packing = "packing" in args and args.packing == Packing.BEST_FIT.value
+    options: dict[str, Any] = {"split": args.split}
+    if "packing" in args:
+        options["packing"] = args.packing == Packing.BEST_FIT.value
+        options["extra_token"] = args.add_extra_token_to_sequence == "true"
     if sources.is_blend:
-        return Mixture(sources, args.seq_length, split=args.split, part=Split.TRAIN, seed=args.seed, packing=packing)
-    return InstanceSet(sources.prefixes, args.seq_length, split=args.split, packing=packing)
+        return Mixture(sources, args.seq_length, part=Split.TRAIN, seed=args.seed, **options)
+    return InstanceSet(sources.prefixes, args.seq_length, **options)
 
 
 def sample(args: argparse.Namespace) -> None:

@@ -64,10 +64,23 @@ void forward(const at::Tensor& x, const at::Tensor& gate_up, const at::Tensor& d
   sum_rows(out_data, order, weights.const_data_ptr<float>(), x.size(0), width, y.mutable_data_ptr<T>());
 }
 
+// Where the gradient of a weight goes: fp32 or the weight's dtype, written or added to what is there.
+struct WeightGradient {
+  const at::Tensor& out;
+  bool add;
+  template <typename T, typename Run>
+  void write(const Run& run) const {
+    if (out.scalar_type() == at::kFloat)
+      run(add, out.mutable_data_ptr<float>());
+    else
+      run(add, out.mutable_data_ptr<T>());
+  }
+};
+
 template <typename T>
 void backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& gate_up, const at::Tensor& down,
               const at::Tensor& weights, const at::Tensor& indices, const at::Tensor& hidden, at::Tensor& dx,
-              at::Tensor& dgate_up, at::Tensor& ddown, at::Tensor& dweights) {
+              const WeightGradient& dgate_up, const WeightGradient& ddown, at::Tensor& dweights) {
   const int64_t width = x.size(1), inner = down.size(2), topk = indices.size(1);
   const SortedSlots sorted = sort_slots(indices, down.size(0));
   const Order order = sorted.view();
@@ -109,12 +122,15 @@ void backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& gate_
     }
   });
   sum_rows(dx_rows, order, nullptr, x.size(0), width, dx.mutable_data_ptr<T>());
-  weight_gradient<T>(
-      order, dhidden, 2 * inner, width, [&](int64_t row) { return x_data + order.slots[row] / topk * width; }, false,
-      dgate_up.mutable_data_ptr<T>());
-  weight_gradient<float>(
-      order, dy_rows, width, inner, [&](int64_t row) { return activation + row * inner; }, false,
-      ddown.mutable_data_ptr<T>());
+  dgate_up.write<T>([&](bool add, auto* to) {
+    weight_gradient<T>(
+        order, dhidden, 2 * inner, width, [&](int64_t row) { return x_data + order.slots[row] / topk * width; }, add,
+        to);
+  });
+  ddown.write<T>([&](bool add, auto* to) {
+    weight_gradient<float>(
+        order, dy_rows, width, inner, [&](int64_t row) { return activation + row * inner; }, add, to);
+  });
 }
 
 std::tuple<at::Tensor, at::Tensor> moe_mlp(const at::Tensor& x, const at::Tensor& gate_up, const at::Tensor& down,
@@ -128,17 +144,33 @@ std::tuple<at::Tensor, at::Tensor> moe_mlp(const at::Tensor& x, const at::Tensor
   return {y, hidden};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> moe_mlp_backward(
+std::tuple<at::Tensor, at::Tensor> moe_mlp_backward_into(
     const at::Tensor& dy, const at::Tensor& x, const at::Tensor& gate_up, const at::Tensor& down,
-    const at::Tensor& weights, const at::Tensor& indices, const at::Tensor& hidden) {
+    const at::Tensor& weights, const at::Tensor& indices, const at::Tensor& hidden, at::Tensor& dgate_up,
+    at::Tensor& ddown, bool add_gate_up, bool add_down) {
+  const auto fits = [&](const at::Tensor& out, const at::Tensor& weight) {
+    const auto dtype = out.scalar_type();
+    return out.sizes() == weight.sizes() && out.is_contiguous() && (dtype == at::kFloat || dtype == x.scalar_type());
+  };
+  TORCH_CHECK_VALUE(fits(dgate_up, gate_up) && fits(ddown, down), "moe_mlp_backward_into: dgate_up ",
+                    dgate_up.scalar_type(), " ", dgate_up.sizes(), " and ddown ", ddown.scalar_type(), " ",
+                    ddown.sizes(), " must be contiguous, of the weights' shapes, in float or ", x.scalar_type());
   at::Tensor dx = at::empty_like(x, at::MemoryFormat::Contiguous),
-             dgate_up = at::empty_like(gate_up, at::MemoryFormat::Contiguous),
-             ddown = at::empty_like(down, at::MemoryFormat::Contiguous),
              dweights = at::zeros_like(weights, at::MemoryFormat::Contiguous);
   OPTIMUS_DISPATCH(x.scalar_type(), "moe_mlp_backward", [&] {
     backward<scalar_t>(dy.contiguous(), x.contiguous(), gate_up.contiguous(), down.contiguous(), weights.contiguous(),
-                       indices.contiguous(), hidden, dx, dgate_up, ddown, dweights);
+                       indices.contiguous(), hidden, dx, {dgate_up, add_gate_up}, {ddown, add_down}, dweights);
   });
+  return {dx, dweights};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> moe_mlp_backward(
+    const at::Tensor& dy, const at::Tensor& x, const at::Tensor& gate_up, const at::Tensor& down,
+    const at::Tensor& weights, const at::Tensor& indices, const at::Tensor& hidden) {
+  at::Tensor dgate_up = at::empty_like(gate_up, at::MemoryFormat::Contiguous),
+             ddown = at::empty_like(down, at::MemoryFormat::Contiguous);
+  auto [dx, dweights] =
+      moe_mlp_backward_into(dy, x, gate_up, down, weights, indices, hidden, dgate_up, ddown, false, false);
   return {dx, dgate_up, ddown, dweights};
 }
 
@@ -147,6 +179,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> moe_mlp_backward(
 TORCH_LIBRARY_IMPL(optimus, CPU, m) {
   m.impl("moe_mlp", &moe_mlp);
   m.impl("moe_mlp_backward", &moe_mlp_backward);
+  m.impl("moe_mlp_backward_into", &moe_mlp_backward_into);
 }
 
 }  // namespace optimus::cpu

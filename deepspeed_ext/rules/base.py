@@ -34,11 +34,11 @@ class ShardPolicy(Enum):
 class Shard:
     """What one rank owns of one bucket; all tensors are 1-D, contiguous, of the same length n and on one device.
 
-    ``master``: fp32. ``grad``: fp32 or bf16, the SUM over the group's ranks, unscaled; a rule must not keep it and may
-    overwrite it. ``param``: the model's dtype (fp32 or bf16), this rank's slice of the bucket's parameters; the rule
-    writes the new values there. It may be ``master`` itself where no other copy exists. ``state``: made by
-    ``new_state``. Elements that belong to no parameter (padding) must hold zeros in master and grad; every rule keeps
-    them at zero.
+    ``master``: fp32. ``grad``: fp32, bf16 or fp16, the SUM over the group's ranks, unscaled; a rule must not keep it
+    and may overwrite it. ``param``: the model's dtype (fp32, bf16 or fp16), this rank's slice of the bucket's
+    parameters; the rule writes the new values there. It may be ``master`` itself where no other copy exists. ``state``:
+    made by ``new_state``. Elements that belong to no parameter (padding) must hold zeros in master and grad; every rule
+    keeps them at zero.
     """
 
     master: Tensor
@@ -51,8 +51,8 @@ class Shard:
 class StepScalars:
     """What a step knows, as 0-dim fp32 tensors on the shard's device; reading them on the host would stall the step.
 
-    ``scale``: factor on the gradient, clip coefficient / gradient divisor. ``skip``: 1.0 if the norm was not finite:
-    nothing at all may change; else 0.0. ``step``: number of this step if applied, 1 for the first.
+    ``scale``: factor on the gradient, clip coefficient / (gradient divisor * loss scale). ``skip``: 1.0 if the norm was
+    not finite: nothing at all may change; else 0.0. ``step``: number of this step if applied, 1 for the first.
     """
 
     scale: Tensor

@@ -16,7 +16,8 @@ from deepspeed_ext.zero.partition import ParamSpec, flat_layout, group_by_family
 
 def _key(index: int, param: nn.Parameter, groups: ZeroGroups) -> FamilyKey:
     """Tensor-parallel ranks hold different parts of a parameter marked ``tensor_model_parallel = True`` and the same
-    values of any other; pipeline stages repeat those marked ``ds_pipe_replicated = True``."""
+    values of any other; pipeline stages repeat those marked ``pipe_tied = True``, all but one of which
+    carry ``ds_pipe_replicated = True``, as in DeepSpeed."""
     repeats = groups.tensor is not None and len(ranks_of(groups.tensor)) > 1
     return FamilyKey(
         param_group=index,
@@ -24,6 +25,7 @@ def _key(index: int, param: nn.Parameter, groups: ZeroGroups) -> FamilyKey:
         dtype=param.dtype,
         is_tensor_replica=repeats and not getattr(param, "tensor_model_parallel", False),
         is_pipe_replica=bool(getattr(param, "ds_pipe_replicated", False)),
+        is_pipe_tied=bool(getattr(param, "pipe_tied", False)),
     )
 
 
@@ -49,7 +51,7 @@ def build_families(
         for param in sorted(members, key=lambda param: -positions[param]):
             name = param_names[param]
             if param.dtype not in SUPPORTED_DTYPES:
-                raise ValueError(f"parameter {name!r} is {param.dtype}; use float32 or bfloat16")
+                raise ValueError(f"parameter {name!r} is {param.dtype}; use float32, bfloat16 or float16")
             key = _key(index, param, groups)
             if key.expert_group is not None and key.expert_group not in groups.expert:
                 raise ValueError(

@@ -88,6 +88,7 @@ def state_dict(optimizer: EPZeroOptimizer) -> dict[str, Any]:
         "format": _FORMAT,
         "layout": _layout(optimizer),
         "step_count": optimizer.step_count,
+        "loss_scale": optimizer.loss_scale_state,
         "param_groups": options,
         "shards": [
             {"master": bucket.shard.master, **bucket.shard.state}
@@ -120,3 +121,4 @@ def load_state_dict(optimizer: EPZeroOptimizer, saved: Any, load_optimizer_state
         for group, options in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             group.update(options)
         optimizer.step_count = saved["step_count"]
+        optimizer.loss_scale_state = saved.get("loss_scale")

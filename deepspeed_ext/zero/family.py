@@ -22,7 +22,7 @@ from deepspeed_ext.zero.matrix_exchange import MatrixExchange
 from deepspeed_ext.zero.options import ZeroOptions
 from deepspeed_ext.zero.partition import FamilyLayout, Piece
 
-SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class FamilyKey:
     # ranks repeat has to be summed in the same order everywhere, or the copies drift apart.
     is_tensor_replica: bool = False
     is_pipe_replica: bool = False  # of a parameter that another pipeline stage counts in the norm
+    # Another pipeline stage has a copy, which stays one only if both sum in the same order: in buckets of their own.
+    is_pipe_tied: bool = False
 
 
 class Family:

@@ -15,64 +15,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.family import Family
 from deepspeed_ext.zero.options import ZeroOptions
 from deepspeed_ext.zero.partition import launch_order
+from deepspeed_ext.zero.queued import Part, Queued, Slot
 
 logger = logging.getLogger("deepspeed_ext")
 
 _RING = 4  # stage 2: buckets that may be in flight before the next one waits for the oldest
-
-
-class _Part:
-    """One piece of one parameter in one bucket."""
-
-    __slots__ = ("bucket", "is_filled", "offset", "slot", "start", "stop", "view")
-
-    def __init__(self, slot: _Slot, bucket: _Queued, start: int, stop: int, offset: int) -> None:
-        self.slot, self.bucket = slot, bucket
-        self.start, self.stop, self.offset = start, stop, offset
-        self.is_filled = False  # storage holds gradients of this rank since the bucket was opened
-        self.view: Tensor | None = None  # its place, where storage stays
-
-    def place(self) -> Tensor:
-        if self.view is not None:
-            return self.view
-        storage = self.bucket.bucket.storage
-        assert storage is not None
-        flat = storage[self.offset : self.offset + self.stop - self.start]
-        return flat.view(self.slot.param.shape) if len(self.slot.parts) == 1 else flat
-
-
-class _Slot:
-    """One parameter."""
-
-    __slots__ = ("events", "expected", "is_fused", "name", "param", "parts")
-
-    def __init__(self, name: str, param: nn.Parameter) -> None:
-        self.name, self.param = name, param
-        self.parts: list[_Part] = []
-        self.events = 0  # gradients that arrived in this backward
-        self.expected = 1  # the most that arrived in one
-        self.is_fused = False  # a producer adds into main_grad
-
-
-class _Queued:
-    """A bucket, what lies in it, and how far it is in this backward."""
-
-    __slots__ = ("bucket", "is_complete", "is_launched", "lent", "parts", "waiting")
-
-    def __init__(self, bucket: Bucket) -> None:
-        self.bucket = bucket
-        self.lent: Tensor | None = None  # the ring's buffer behind storage
-        self.parts: list[_Part] = []
-        self.waiting = 0
-        self.is_complete = self.is_launched = False
 
 
 class GradientSync:
@@ -80,35 +35,47 @@ class GradientSync:
 
     def __init__(self, families: Sequence[Family], positions: dict[nn.Parameter, int], options: ZeroOptions) -> None:
         self._options = options
-        self._slots: list[_Slot] = []
-        queued: list[_Queued] = []
+        self._slots: list[Slot] = []
+        queued: list[Queued] = []
         for family in families:
-            own = [_Queued(bucket) for bucket in family.buckets]
+            own = [Queued(bucket) for bucket in family.buckets]
             queued += own
             for name, param in family.params.items():
                 self._add_slot(family, own, name, param)
         members = [[positions[part.slot.param] for part in entry.parts] for entry in queued]
         self._queue = [queued[index] for index in launch_order(members)]
         self.buckets = [entry.bucket for entry in self._queue]  # in launch order
+        self._spread = [slot for slot in self._slots if len(slot.parts) > 1]
         self._next = 0
         self._is_armed = False  # launch complete buckets at once
         self._has_learned = False
-        self.has_events = False
+        self.has_events = False  # gradients have come since the end of the last backward
+        self._has_ended = False  # and no other has begun
+        self._has_surplus = False  # among them more for a parameter than in any backward before
         self._has_fused = False
-        self.is_dirty = False  # gradients have come since the last step
-        self._lent: list[_Queued] = []  # stage 2, in flight, oldest first
+        self._fused_places: list[Tensor] = []
+        self._is_unsorted = False
+        self._was_dirty = False
+        self._lent: list[Queued] = []  # stage 2, in flight, oldest first
         self._ring: list[Tensor] = []  # free buffers
         self._ring_numel = max(
             (entry.bucket.layout.numel for entry in self._queue if entry.bucket.has_peers), default=0
         )
         self._hooks = [slot.param.register_post_accumulate_grad_hook(self._hook_of(slot)) for slot in self._slots]
+        for entry in self._queue:
+            entry.sort()
         self._begin()
 
-    def _add_slot(self, family: Family, queued: list[_Queued], name: str, param: nn.Parameter) -> None:
-        slot = _Slot(name, param)
+    @property
+    def is_dirty(self) -> bool:
+        """Whether gradients have come since the last step."""
+        return self._was_dirty or self.has_events
+
+    def _add_slot(self, family: Family, queued: list[Queued], name: str, param: nn.Parameter) -> None:
+        slot = Slot(name, param)
         self._slots.append(slot)
         for index, piece in family.pieces[name]:
-            part = _Part(slot, queued[index], piece.start, piece.stop, piece.offset)
+            part = Part(slot, queued[index], piece.start, piece.stop, piece.offset)
             slot.parts.append(part)
             queued[index].parts.append(part)
         if family.grad_buffer is not None:
@@ -121,60 +88,67 @@ class GradientSync:
         self._next = 0
         self._is_armed = False
         for entry in self._queue:
-            entry.waiting = len(entry.parts)
-            entry.is_complete = not entry.parts
-            entry.is_launched = False
+            entry.begin()
 
     # ---- during backward
 
     def arm(self, will_reduce: bool) -> None:
         """Before a backward: may complete buckets be reduced at once?"""
+        self._has_ended = False
         self._is_armed = will_reduce and self._has_learned and self._options.overlap_comm
         if self._has_fused:  # producers write without asking: what an earlier reduction left must be out of the way
             for entry in self._queue:
                 if entry.bucket.is_reduced:
                     self._open(entry)
 
-    def _hook_of(self, slot: _Slot) -> Callable[[Tensor], None]:
-        def arrived(param: Tensor) -> None:
-            slot.events += 1
-            if slot.events == slot.expected:
-                self._arrived(slot)
-            elif slot.events > slot.expected:
-                self._arrived_again(slot)
-            self.has_events = self.is_dirty = True
+    def _hook_of(self, slot: Slot) -> Callable[[Tensor], None]:
+        entry = slot.parts[0].entry if len(slot.parts) == 1 else None
+
+        def arrived(param: Tensor) -> None:  # runs once a parameter and backward: nothing here that can be elsewhere
+            self.has_events = True
+            slot.events = events = slot.events + 1
+            if events != slot.expected:
+                self._arrived_otherwise(slot)
+            elif entry is None:
+                self._arrived_in_parts(slot)
+            else:
+                entry.waiting -= 1
+                if not entry.waiting:
+                    self._complete(entry)
 
         return arrived
 
-    def _ready_of(self, slot: _Slot) -> Callable[[], None]:
+    def _ready_of(self, slot: Slot) -> Callable[[], None]:
+        arrived = self._hook_of(slot)
+
         def ready() -> None:
             slot.is_fused = self._has_fused = True
             for part in slot.parts:
-                part.is_filled = True
-            slot.events += 1
-            if slot.events == slot.expected:
-                self._arrived(slot)
-            elif slot.events > slot.expected:
-                self._arrived_again(slot)
-            self.has_events = self.is_dirty = True
+                part.mark()
+            arrived(slot.param)
 
         return ready
 
-    def _arrived(self, slot: _Slot) -> None:
-        if len(slot.parts) > 1 and slot.param.grad is not None:
+    def _arrived_in_parts(self, slot: Slot) -> None:
+        if slot.param.grad is not None:
             self._take_apart(slot)
         for part in slot.parts:
-            entry = part.bucket
-            entry.waiting -= 1
-            if not entry.waiting:
-                self._take([part for part in entry.parts if len(part.slot.parts) == 1])
-                entry.is_complete = True
-                if self._is_armed:
-                    self._launch_complete()
+            part.entry.waiting -= 1
+            if not part.entry.waiting:
+                self._complete(part.entry)
 
-    def _arrived_again(self, slot: _Slot) -> None:
-        """More gradients than in any backward before: harmless unless the bucket is on its way already."""
-        if any(part.bucket.is_launched for part in slot.parts):
+    def _complete(self, entry: Queued) -> None:
+        self._take(entry)
+        entry.is_complete = True
+        if self._is_armed:
+            self._launch_complete()
+
+    def _arrived_otherwise(self, slot: Slot) -> None:
+        """Fewer gradients than expected, so far; or more: harmless unless the bucket is on its way already."""
+        if slot.events < slot.expected:
+            return
+        self._has_surplus = True
+        if any(part.entry.is_launched for part in slot.parts):
             raise RuntimeError(
                 f"parameter {slot.name!r} got gradient number {slot.events} of one backward after its bucket had been "
                 f"reduced, because it got {slot.expected} in earlier ones; set overlap_comm=false for models whose "
@@ -182,38 +156,45 @@ class GradientSync:
             )
 
     @torch.no_grad()
-    def _take(self, parts: list[_Part]) -> None:
-        """Moves ``param.grad`` of parameters that lie in one bucket, all the same one, into its storage."""
-        parts = [part for part in parts if part.slot.param.grad is not None]
+    def _take(self, entry: Queued) -> None:
+        """Moves ``param.grad`` of parameters that lie in this bucket alone into its storage."""
+        gradients = [param.grad for param in entry.params]
+        parts = entry.parts
+        # The first backward looks at each gradient; later ones trust that a dense one does not become sparse.
+        if self._has_learned and entry.can_move_together and all(gradient is not None for gradient in gradients):
+            self._open(entry)
+            move = torch._foreach_add_ if entry.is_filled else torch._foreach_copy_
+            move(entry.places(), cast("list[Tensor]", gradients))
+            entry.is_filled = True
+            for param in entry.params:
+                param.grad = None
+            parts = entry.others
+        self._take_some([p for p in parts if len(p.slot.parts) == 1 and p.slot.param.grad is not None])
+
+    def _take_some(self, parts: list[Part]) -> None:
         if not parts:
             return
-        self._open(parts[0].bucket)
-        fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
-        again: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._open(parts[0].entry)
+        for is_filled, move in ((False, torch._foreach_copy_), (True, torch._foreach_add_)):
+            some = [part for part in parts if part.is_filled is is_filled]
+            if some:
+                move([part.place() for part in some], [_dense(part.slot) for part in some])
         for part in parts:
-            param = part.slot.param
-            into, gradients = again if part.is_filled else fresh
-            into.append(part.place())
-            gradients.append(_dense(part.slot))
-            part.is_filled = True
-            param.grad = None
-        if fresh[0]:
-            torch._foreach_copy_(*fresh)
-        if again[0]:
-            torch._foreach_add_(*again)
+            part.mark()
+            part.slot.param.grad = None
 
     @torch.no_grad()
-    def _take_apart(self, slot: _Slot) -> None:
+    def _take_apart(self, slot: Slot) -> None:
         """Moves the gradient of a parameter that lies in several buckets."""
         flat = _dense(slot).reshape(-1)
         for part in slot.parts:
-            self._open(part.bucket)
+            self._open(part.entry)
             into, gradient = part.place(), flat[part.start : part.stop]
             into.add_(gradient) if part.is_filled else into.copy_(gradient)
-            part.is_filled = True
+            part.mark()
         slot.param.grad = None
 
-    def _open(self, entry: _Queued) -> None:
+    def _open(self, entry: Queued) -> None:
         """Makes storage writable: lends it (stage 2), or sets aside what a reduction left there (stage 1)."""
         bucket = entry.bucket
         if bucket.storage is None:
@@ -222,9 +203,8 @@ class GradientSync:
             if entry in self._lent:
                 self._lent.remove(entry)  # in flight from the backward before: it keeps its buffer
             bucket.reopen()
-            for part in entry.parts:
-                part.is_filled = False
-            fused = [part.place() for part in entry.parts if part.slot.is_fused]
+            entry.empty()
+            fused = [part.place() for part in entry.others if part.slot.is_fused]
             if fused:
                 torch._foreach_zero_(fused)
 
@@ -235,13 +215,11 @@ class GradientSync:
             self._launch(self._queue[self._next])
 
     @torch.no_grad()
-    def _launch(self, entry: _Queued) -> None:
+    def _launch(self, entry: Queued) -> None:
         self._open(entry)
-        missing = [part.place() for part in entry.parts if not part.is_filled]
+        missing = entry.missing()
         if missing:
             torch._foreach_zero_(missing)
-            for part in entry.parts:
-                part.is_filled = True
         entry.is_launched = True
         self._next += 1
         entry.bucket.start_reduce()
@@ -251,44 +229,65 @@ class GradientSync:
     def end_backward(self, reduce: bool) -> None:
         """After a backward: takes what is left in ``param.grad``; with ``reduce`` launches what is left. Collective
         with ``reduce``."""
-        # Not only after hooks: a schedule that computes weight gradients apart sets param.grad without running them.
-        has_left = any(slot.param.grad is not None for slot in self._slots)
-        if not (reduce or self.has_events or has_left):
+        if self._has_ended and not (reduce or self.has_events):
             return
-        if has_left:
-            self.is_dirty = True
-            for entry in self._queue:
-                self._take([part for part in entry.parts if len(part.slot.parts) == 1])
-            for slot in self._slots:
-                if len(slot.parts) > 1 and slot.param.grad is not None:
-                    self._take_apart(slot)
+        # Not only after hooks: a schedule that computes weight gradients apart sets param.grad without running them.
+        left = [entry for entry in self._queue if self._has_surplus or not entry.is_complete]
+        for entry in left:
+            self._was_dirty |= any(part.slot.param.grad is not None for part in entry.parts)
+            self._take(entry)
+        for slot in self._spread:
+            if slot.param.grad is not None:
+                self._take_apart(slot)
         if reduce:
             for entry in self._queue[self._next :]:
                 self._launch(entry)
         if self.has_events:
+            self._was_dirty = True
             self._learn()
-        self.has_events = False
+        self.has_events = self._has_surplus = False
+        self._has_ended = True
         self._begin()
 
     def _learn(self) -> None:
-        unused = [slot.name for slot in self._slots if not slot.events]
+        if not self._has_learned:
+            self._learn_first()
+        if self._has_surplus:
+            for slot in self._slots:
+                slot.expected = max(slot.expected, slot.events)
         for slot in self._slots:
-            slot.expected = max(slot.expected, slot.events)
             slot.events = 0
-            if not (self._has_learned or slot.is_fused):
-                slot.param.main_grad = None  # type: ignore[attr-defined]
-        if unused and not self._has_learned and self._options.overlap_comm:
+
+    def _learn_first(self) -> None:
+        self._has_learned = True
+        unused = [slot.name for slot in self._slots if not slot.events]
+        if unused and self._options.overlap_comm:
             logger.info(
                 "%d parameters got no gradient in the first backward (%r first); the reduction of their buckets and of "
                 "all later ones waits for the end of backward; freeze parameters that are never used",
                 len(unused),
                 unused[0],
             )
-        self._has_learned = True
+        for slot in self._slots:
+            if not slot.is_fused:
+                slot.param.main_grad = None  # type: ignore[attr-defined]
+        self._fused_places = [part.place() for slot in self._slots if slot.is_fused for part in slot.parts]
+        self._is_unsorted = self._has_fused
+
+    def accumulated(self, param: nn.Parameter) -> list[Tensor]:
+        """Where this rank's gradient of a parameter adds up until it is reduced (stage 1), piece by piece, for a sum
+        with other ranks than those of the reduction; zeros if none has come. To be called between backwards."""
+        [slot] = [slot for slot in self._slots if slot.param is param]
+        for part in slot.parts:
+            self._open(part.entry)
+            if not part.is_filled:
+                part.place().zero_()
+                part.mark()
+        return [part.place() for part in slot.parts]
 
     # ---- stage 2: the ring
 
-    def _lend(self, entry: _Queued) -> None:
+    def _lend(self, entry: Queued) -> None:
         while not self._ring and len(self._lent) >= _RING:
             self._give_back(self._lent.pop(0))
         bucket = entry.bucket
@@ -301,15 +300,14 @@ class GradientSync:
         for start, stop in bucket.layout.gaps():
             bucket.storage[start:stop].zero_()
 
-    def _give_back(self, entry: _Queued) -> None:
+    def _give_back(self, entry: Queued) -> None:
         bucket = entry.bucket
         bucket.collect()
         bucket.is_reduced = False
         assert entry.lent is not None
         self._ring.append(entry.lent)
         bucket.storage = entry.lent = None
-        for part in entry.parts:
-            part.is_filled = False
+        entry.empty()
 
     # ---- around the step
 
@@ -323,16 +321,15 @@ class GradientSync:
     @torch.no_grad()
     def forget(self) -> None:
         """After a step, taken or skipped: the next gradients start new sums."""
-        self.is_dirty = False
-        fused = []
+        self._was_dirty = False
         for entry in self._queue:
             entry.bucket.forget_gradient()
-            for part in entry.parts:
-                part.is_filled = False
-                if part.slot.is_fused:
-                    fused.append(part.place())
-        if fused:
-            torch._foreach_zero_(fused)
+            entry.empty()
+            if self._is_unsorted:
+                entry.sort()
+        self._is_unsorted = False
+        if self._fused_places:
+            torch._foreach_zero_(self._fused_places)
 
     def storages(self) -> list[Tensor]:
         """The ring's free buffers (stage 2)."""
@@ -347,7 +344,7 @@ class GradientSync:
             slot.param.main_grad = slot.param.main_grad_ready = None  # type: ignore[attr-defined]
 
 
-def _dense(slot: _Slot) -> Tensor:
+def _dense(slot: Slot) -> Tensor:
     gradient = slot.param.grad
     assert gradient is not None
     if gradient.layout != torch.strided:

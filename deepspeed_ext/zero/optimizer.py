@@ -51,7 +51,7 @@ class EPZeroOptimizer(ZeROOptimizer):
     Construction is local; the engine has checked before that all ranks describe the same parameters.
 
     Raises ValueError for an optimizer that is used or has no rule, an expert group without a process group, or a
-    parameter dtype other than float32 and bfloat16.
+    parameter dtype other than float32, bfloat16 and float16.
     """
 
     def __init__(
@@ -94,14 +94,40 @@ class EPZeroOptimizer(ZeROOptimizer):
         self._init_engine_attributes()
 
     def _init_engine_attributes(self) -> None:
-        """What DeepSpeed's engine reads from every ZeRO optimizer; no loss scaling, because fp16 is refused."""
+        """What DeepSpeed's engine reads from every ZeRO optimizer."""
         self.custom_loss_scaler = False
         self.external_loss_scale = None
         self.torch_autocast_gradscaler = None
-        self.loss_scaler = None
-        self.dynamic_loss_scale = False
-        self.cur_scale = 1.0
+        self.loss_scaler = self._state.loss_scale
+        self.dynamic_loss_scale = self.loss_scaler is not None and self.loss_scaler.is_dynamic
         self.dp_process_group = self.groups.dense
+
+    # ---- loss scale (fp16)
+
+    def needs_scaler(self) -> bool:
+        """Whether a backward must start from ``engine.scale(loss)`` (``engine.backward`` does it itself)."""
+        return self.loss_scaler is not None
+
+    @property
+    def loss_scale(self) -> float:
+        """By which the next loss is multiplied, 1 without fp16. Waits for the device."""
+        return 1.0 if self.loss_scaler is None else float(self.loss_scaler.scale.item())
+
+    @property
+    def cur_scale(self) -> float:
+        """DeepSpeed's name for ``loss_scale``."""
+        return self.loss_scale
+
+    @property
+    def loss_scale_state(self) -> dict[str, float] | None:
+        """What a checkpoint keeps of the loss scale, the same on every rank and at every layout; None without fp16.
+        Reading waits for the device. Setting None, or setting it without fp16, changes nothing."""
+        return None if self.loss_scaler is None else self.loss_scaler.state_dict()
+
+    @loss_scale_state.setter
+    def loss_scale_state(self, state: Mapping[str, float] | None) -> None:
+        if self.loss_scaler is not None and state is not None:
+            self.loss_scaler.load_state_dict(state)
 
     # ---- gradients
 
@@ -145,6 +171,11 @@ class EPZeroOptimizer(ZeROOptimizer):
             yield
         finally:
             self._holds_back = False
+
+    def accumulated_gradient(self, param: nn.Parameter) -> list[Tensor]:
+        """Stage 1, after ``backward_epilogue`` and before the reduction: views of what has been added up for a
+        parameter, piece by piece. What is written there is reduced: for sums over ranks of other pipeline stages."""
+        return self._sync.accumulated(param)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients of the present step, reduced or not."""

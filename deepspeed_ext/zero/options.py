@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from deepspeed_ext.zero.loss_scale import LossScaleOptions
+
+_GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 # Large enough for full bandwidth (256 MiB of fp32 gradients), small enough that little is left after backward.
 DEFAULT_BUCKET_NUMEL = 1 << 26
 
@@ -20,7 +24,8 @@ class ZeroOptions:
     backward runs. ``overlap_param_gather``: step() returns before other ranks' new parameters are here; forward waits
     for them module by module. ``max_norm``: clip to this gradient norm, 0 never, after ``clip_after_steps`` applied
     steps. ``average``: divide gradients by the number of data-parallel ranks. ``reduce_each_micro_batch``: stage 1 sums
-    in stage 2's order (ranks first, then micro-batches), which makes the two bitwise equal.
+    in stage 2's order (ranks first, then micro-batches), which makes the two bitwise equal. ``loss_scale``: of fp16
+    training, None for no scaling.
     """
 
     stage: int = 1
@@ -33,6 +38,7 @@ class ZeroOptions:
     clip_after_steps: int = 0
     average: bool = True
     reduce_each_micro_batch: bool = False
+    loss_scale: LossScaleOptions | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError for a value outside its range."""
@@ -41,8 +47,8 @@ class ZeroOptions:
         if self.bucket_numel < 1:
             raise ValueError(f"reduce_bucket_size={self.bucket_numel} must be at least 1 element")
         for name, dtype in (("grad_accum_dtype", self.grad_dtype), ("communication_data_type", self.comm_dtype)):
-            if dtype not in (None, torch.float32, torch.bfloat16):
-                raise ValueError(f"{name}={dtype} is not supported; use fp32 or bf16")
+            if dtype not in (None, *_GRAD_DTYPES):
+                raise ValueError(f"{name}={dtype} is not supported; use fp32, bf16 or fp16")
         if self.max_norm < 0 or self.clip_after_steps < 0:
             raise ValueError(
                 f"gradient_clipping={self.max_norm} and clip_after_steps={self.clip_after_steps} must not be negative"
@@ -55,8 +61,8 @@ class ZeroOptions:
 
     @property
     def shard_dtype(self) -> torch.dtype:
-        """The dtype of reduced gradients: the wider of the two."""
-        return torch.float32 if torch.float32 in (self.grad_dtype, self.travel_dtype) else torch.bfloat16
+        """The dtype of reduced gradients: that of both, fp32 where they differ."""
+        return self.grad_dtype if self.grad_dtype == self.travel_dtype else torch.float32
 
     @property
     def reduces_each_backward(self) -> bool:

@@ -9,72 +9,78 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed_ext.rules.base import StepScalars
+from deepspeed_ext.zero.loss_scale import LossScale
 from deepspeed_ext.zero.options import ZeroOptions
 
 logger = logging.getLogger("deepspeed_ext")
 
 
 class StepState:
-    """Counts steps and skips, turns a norm into the scalars of the update.
+    """Counts steps and skips, turns a norm into the scalars of the update, keeps the loss scale of fp16 training.
 
-    ``divisor``: what summed gradients are divided by. A norm that is not finite skips the step. The host learns of it
-    when it asks (``was_skipped``, ``grad_norm``, ``applied``: each waits for the device), or one step later through
-    ``settle``, which never waits for the step just queued.
+    ``divisor``: what summed gradients are divided by, the loss scale apart. A norm that is not finite skips the step.
+    The host learns of it when it asks (``was_skipped``, ``grad_norm``, ``applied``: each waits for the device), or one
+    step later through ``settle``, which never waits for the step just queued.
     """
 
     def __init__(self, device: torch.device, divisor: float, options: ZeroOptions) -> None:
         self._divisor = divisor
         self._options = options
+        self.loss_scale = None if options.loss_scale is None else LossScale(options.loss_scale, device)
         self._applied = torch.zeros((), dtype=torch.float32, device=device)
         self._skips = torch.zeros((), dtype=torch.float32, device=device)
         self._skip = torch.zeros((), dtype=torch.float32, device=device)
         self._norm: Tensor | None = None
-        self._in_flight: tuple[Tensor, object] | None = None
+        self._report = _Report(device)
         self.settled_skips = 0  # skipped steps the host has been told of
 
     def scalars(self, summed_norm: Tensor) -> StepScalars:
         """From the norm of the summed gradients (0-dim, any float dtype) to clip factor, skip flag and step number."""
         options = self._options
-        norm = (summed_norm / self._divisor).to(torch.float32)
+        divisor: float | Tensor = self._divisor
+        if self.loss_scale is not None:
+            divisor = self.loss_scale.scale * divisor
+        norm = (summed_norm / divisor).to(torch.float32)
         finite = torch.isfinite(norm)
-        scale = torch.ones_like(norm)
+        factor: float | Tensor = 1.0
         if options.max_norm > 0:
-            scale = (options.max_norm / (norm + 1e-6)).clamp(max=1.0)
+            factor = (options.max_norm / (norm + 1e-6)).clamp(max=1.0)
             if options.clip_after_steps:
-                scale = torch.where(self._applied >= options.clip_after_steps, scale, 1.0)
-        scale = torch.where(finite, scale / self._divisor, 0.0)
-        skip = (~finite).to(torch.float32)
+                factor = torch.where(self._applied >= options.clip_after_steps, factor, 1.0)
+        scale = torch.where(finite, factor / divisor, 0.0)
+        skip = 1.0 - finite.to(torch.float32)
         step = self._applied + 1.0
         self._norm, self._skip = norm, skip
-        self._applied = self._applied + (1.0 - skip)
+        self._applied = step - skip
         self._skips = self._skips + skip
-        return StepScalars(scale=scale, skip=skip, step=step)
+        if self.loss_scale is not None:
+            self.loss_scale.update(skip)
+        return StepScalars(scale=scale.to(torch.float32), skip=skip, step=step)
 
     # ---- one step late, without waiting for the device's queue
 
     def settle(self) -> bool:
-        """Whether the step before the last was skipped; call once a step, after ``scalars``."""
-        was_skipped = False
-        if self._in_flight is not None:
-            host, event = self._in_flight
-            if event is not None:
-                event.synchronize()  # type: ignore[attr-defined]
-            skip, norm = host.tolist()
-            was_skipped = bool(skip)
-            if was_skipped:
-                self.settled_skips += 1
-                logger.warning("gradient norm was %s: the step was skipped on all ranks", norm)
+        """Whether the step before the last was skipped; call once a step, after ``scalars``.
+
+        Raises RuntimeError, the same on every rank, if that step overflowed at the smallest loss scale.
+        """
         assert self._norm is not None
-        values = torch.stack([self._skip, self._norm])
-        if values.device.type == "cpu":
-            self._in_flight = values, None
+        scaling = self.loss_scale
+        sent = [self._skip, self._norm] + ([scaling.scale, scaling.is_exhausted] if scaling is not None else [])
+        told = self._report.exchange(torch.stack(sent))
+        if told is None or not told[0]:
+            return False
+        self.settled_skips += 1
+        if scaling is None:
+            logger.warning("gradient norm was %s: the step was skipped on all ranks", told[1])
+        elif told[3]:
+            raise RuntimeError(
+                f"gradients overflow at the smallest loss scale, {scaling.minimum}: the model diverges, or has values "
+                "beyond fp16's 65,504; use bf16, or lower fp16.min_loss_scale"
+            )
         else:
-            host = get_accelerator().pin_memory(torch.empty(2))
-            host.copy_(values, non_blocking=True)
-            event = get_accelerator().Event()
-            event.record()
-            self._in_flight = host, event
-        return was_skipped
+            logger.info("fp16 gradients overflowed: the step was skipped on all ranks, loss scale now %s", told[2])
+        return True
 
     # ---- exact, waits for the device
 
@@ -98,3 +104,28 @@ class StepState:
     @property
     def skips(self) -> int:
         return int(self._skips.item())
+
+
+class _Report:
+    """Numbers on their way from the device: each exchange sends new ones and returns those sent the time before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_on_host = device.type == "cpu"
+        self._sent: Tensor | None = None
+        self._event = None if self._is_on_host else get_accelerator().Event()
+
+    def exchange(self, values: Tensor) -> list[float] | None:
+        """``values``: 1-D fp32, always of one length. None the first time. Waits for the last numbers only."""
+        before = None
+        if self._sent is not None:
+            if self._event is not None:
+                self._event.synchronize()
+            before = self._sent.tolist()
+        if self._event is None:
+            self._sent = values
+            return before
+        if self._sent is None:
+            self._sent = get_accelerator().pin_memory(torch.empty(values.shape))
+        self._sent.copy_(values, non_blocking=True)
+        self._event.record()
+        return before

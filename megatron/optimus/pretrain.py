@@ -74,7 +74,12 @@ def pretrain(config: RunConfig, launch: LaunchEnv) -> None:
         # Each rank looks at its share of the files: an id beyond the vocabulary would fail in the middle of the run.
         ranks = Ranks(None, device)
         ranks.together(lambda: _check_tokens(config, launch), "checking the tokens", DataError)
-        mesh = Mesh(config.parallel, rank=launch.rank, world_size=launch.world_size)
+        mesh = Mesh(
+            config.parallel,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            local_world_size=launch.local_world_size,
+        )
         logger.info("%s on %s", mesh.describe(), devices.device_name(device))
         trainer = Trainer(config, mesh, device)
         trainer.fit()

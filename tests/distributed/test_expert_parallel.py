@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ import torch.distributed as dist
 
 from megatron.optimus.config.schema import ExpertPlacement, LoadBalancing, ModelConfig, ParallelConfig, TokenDispatcher
 from megatron.optimus.moe.layer import MoE
-from megatron.optimus.parallel.expert import AllGatherDispatcher, Ownership, apply_expert_parallelism
+from megatron.optimus.parallel.expert import apply_expert_parallelism
 from megatron.optimus.parallel.mesh import Mesh
+from megatron.optimus.parallel.placement import Ownership
+from megatron.optimus.parallel.transport import AllGatherDispatcher
 from tests.helpers import run_distributed
 
-WIDTH, EXPERTS, TOPK = 16, 8, 3
+WIDTH, EXPERTS, TOPK = 16, 12, 3
 
 
 def model_config(**changes: Any) -> ModelConfig:
@@ -41,7 +44,7 @@ def serial_layer(skew: float) -> MoE:
     return layer
 
 
-def tokens_of(rank: int, counts: list[int]) -> torch.Tensor:
+def tokens_of(rank: int, counts: Sequence[int]) -> torch.Tensor:
     torch.manual_seed(100 + rank)
     return torch.rand(1, counts[rank], WIDTH)  # positive, so that a positive skew makes the logit of expert 5 large
 
@@ -53,24 +56,34 @@ def backward(layer: MoE, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
     return y.detach(), stats
 
 
-def one_rank(
-    rank: int,
-    world: int,
-    dispatcher: TokenDispatcher,
-    placement: ExpertPlacement,
-    ep: int,
-    counts: list[int],
-    skew: float,
-) -> dict[str, Any]:
+class Case(NamedTuple):
+    transport: TokenDispatcher
+    placement: ExpertPlacement
+    ep: int
+    counts: tuple[int, ...]  # tokens of each rank
+    skew: float = 0.0
+    node: int | None = None  # ranks of a node
+    chunks: int = 1
+
+
+def one_rank(rank: int, world: int, cases: list[Case]) -> list[dict[str, Any]]:
+    return [run_case(rank, world, case) for case in cases]
+
+
+def run_case(rank: int, world: int, case: Case) -> dict[str, Any]:
     config = ParallelConfig(
-        expert_model_parallel_size=ep, moe_token_dispatcher_type=dispatcher, moe_expert_placement=placement
+        expert_model_parallel_size=case.ep,
+        moe_token_dispatcher_type=case.transport,
+        moe_expert_placement=case.placement,
+        moe_hierarchical_node_size=case.node,
+        moe_dispatch_chunks=case.chunks,
     )
     mesh = Mesh(config, rank=rank, world_size=world)
-    layer = serial_layer(skew)
+    layer = serial_layer(case.skew)
     apply_expert_parallelism(layer, config, mesh)
     if isinstance(layer.dispatcher, AllGatherDispatcher):
-        layer.dispatcher.equal_tokens = len(set(counts)) == 1
-    x = tokens_of(rank, counts).requires_grad_()
+        layer.dispatcher.equal_tokens = len(set(case.counts)) == 1
+    x = tokens_of(rank, case.counts).requires_grad_()
     y, stats = backward(layer, x)
     router_grad = layer.router.weight.grad.clone()
     dist.all_reduce(router_grad)
@@ -86,37 +99,68 @@ def one_rank(
     return dict(y=y, x_grad=x.grad, router=router_grad, experts=expert_grads, dropped=int(routed - processed))
 
 
+COUNTS = {
+    "even": ((6, 6, 6, 6), 0.0),
+    "one expert takes all tokens": ((6, 6, 6, 6), 30.0),
+    "uneven, one rank without tokens": ((5, 0, 9, 1), 0.0),
+    "uneven and skewed": ((0, 7, 0, 2), 30.0),
+}
+PLAIN = (TokenDispatcher.ALLGATHER, TokenDispatcher.ALLTOALL)
+HIERARCHICAL = TokenDispatcher.HIERARCHICAL
 CASES = {
-    "even": ([6, 6, 6, 6], 0.0),
-    "one expert takes all tokens": ([6, 6, 6, 6], 30.0),
-    "uneven, one rank without tokens": ([5, 0, 9, 1], 0.0),
-    "uneven and skewed": ([0, 7, 0, 2], 30.0),
+    4: {
+        f"{transport.value}, {placement.value}, ep {ep}, {what}": Case(transport, placement, ep, counts, skew, node)
+        for what, (counts, skew) in COUNTS.items()
+        for placement in ExpertPlacement
+        for transport, ep, node in [*((plain, ep, None) for plain in PLAIN for ep in (2, 4)), (HIERARCHICAL, 4, 2)]
+    },
+    3: {
+        f"all-to-all in {chunks} parts, {what}": Case(
+            TokenDispatcher.ALLTOALL, ExpertPlacement.INTERLEAVED, 3, counts, skew, chunks=chunks
+        )
+        for what, counts, skew in [("uneven", (5, 0, 3), 0.0), ("skewed", (2, 7, 1), 30.0)]
+        for chunks in (2, 3)
+    },
+    6: {
+        f"hierarchical, {placement.value}, nodes of {node}, {what}": Case(
+            HIERARCHICAL, placement, 6, counts, skew, node
+        )
+        for what, counts, skew in [("uneven", (3, 0, 5, 2, 0, 1), 0.0), ("skewed", (0, 4, 4, 0, 0, 2), 30.0)]
+        for placement in ExpertPlacement
+        for node in (2, 3)
+    },
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("placement", list(ExpertPlacement))
-@pytest.mark.parametrize("dispatcher", list(TokenDispatcher))
-def test_equals_one_process(dispatcher: TokenDispatcher, placement: ExpertPlacement, case: str) -> None:
-    counts, skew = CASES[case]
-    world = len(counts)
-    layer = serial_layer(skew)
-    inputs = [tokens_of(rank, counts).requires_grad_() for rank in range(world)]
-    outputs = [backward(layer, x)[0] for x in inputs]
-    for ep in (2, 4):
-        results = run_distributed(one_rank, world, dispatcher, placement, ep, counts, skew)
+@pytest.fixture(scope="module", params=CASES)
+def results(request: pytest.FixtureRequest) -> tuple[dict[str, Case], list[list[dict[str, Any]]]]:
+    """All cases of so many ranks, in one start of them."""
+    cases = CASES[request.param]
+    return cases, run_distributed(one_rank, request.param, list(cases.values()))
+
+
+def test_equals_one_process(results: tuple[dict[str, Case], list[list[dict[str, Any]]]]) -> None:
+    cases, of_ranks = results
+    for number, (what, case) in enumerate(cases.items()):
+        layer = serial_layer(case.skew)
         seen = set()
-        for rank, result in enumerate(results):
-            torch.testing.assert_close(result["y"], outputs[rank], rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(result["x_grad"], inputs[rank].grad, rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(result["router"], layer.router.weight.grad, rtol=1e-5, atol=1e-4)
-            assert result["dropped"] == 0
+        inputs = [tokens_of(rank, case.counts).requires_grad_() for rank in range(len(case.counts))]
+        outputs = [backward(layer, x)[0] for x in inputs]
+        for rank, result in enumerate(own[number] for own in of_ranks):
+
+            def equal(actual: torch.Tensor, expected: torch.Tensor, atol: float = 1e-5, label: str = what) -> None:
+                torch.testing.assert_close(actual, expected, rtol=1e-5, atol=atol, msg=lambda text: f"{label}: {text}")
+
+            equal(result["y"], outputs[rank])
+            equal(result["x_grad"], inputs[rank].grad)
+            equal(result["router"], layer.router.weight.grad, 1e-4)
+            assert result["dropped"] == 0, what
             for name, grads in result["experts"].items():
                 whole = getattr(layer.experts, name).grad
                 for expert, grad in grads.items():
-                    torch.testing.assert_close(grad, whole[expert], rtol=1e-5, atol=1e-4)
+                    equal(grad, whole[expert], 1e-4)
                     seen.add(expert)
-        assert seen == set(range(EXPERTS))
+        assert seen == set(range(EXPERTS)), what
 
 
 def auxiliary_rank(rank: int, world: int) -> torch.Tensor:
@@ -142,7 +186,7 @@ def test_global_balancing_loss_is_that_of_the_whole_batch() -> None:
 
 @pytest.mark.parametrize("placement", list(ExpertPlacement))
 def test_every_expert_has_one_owner(placement: ExpertPlacement) -> None:
-    ownership = Ownership(12, 4, placement)
+    ownership = Ownership.regular(12, 4, placement)
     owned = [ownership.expert_ids(rank) for rank in range(4)]
     assert sorted(expert for ids in owned for expert in ids) == list(range(12))
     owner_E, local_E = ownership.tables(torch.device("cpu"))

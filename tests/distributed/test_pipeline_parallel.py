@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from megatron.optimus.config.schema import LoadBalancing, ModelConfig, ParallelConfig, PipelineSchedule
+from megatron.optimus.config.schema import LoadBalancing, ModelConfig, ParallelConfig, PipelineSchedule, Recompute
 from megatron.optimus.data.loader import Batch
+from megatron.optimus.layers.documents import Documents
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
+from megatron.optimus.parallel.apply import connect, parallelize
 from megatron.optimus.parallel.mesh import Mesh
-from megatron.optimus.parallel.pipeline import Pipeline, keep_stages, stage_plan
+from megatron.optimus.parallel.pipeline import Pipeline, stage_plan
+from tests.distributed.layouts import deviation, part_of
 from tests.helpers import run_distributed
 
 BATCH, LENGTH = 2, 8
-Split = dict[str, int]
 ONE, INTERLEAVED = PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED_1F1B
 ZERO_BUBBLE, ZBV = PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV
 
@@ -38,110 +41,164 @@ def materialise(model: Decoder) -> Decoder:
     return model
 
 
-def batches_of(count: int, replica: int = 0) -> list[Batch]:
-    generator = torch.Generator().manual_seed(7 + replica)
+def batches_of(count: int, case: Case) -> list[Batch]:
+    generator = torch.Generator().manual_seed(7)
     rows = torch.randint(0, 32, (count, BATCH, LENGTH + 1), generator=generator)
-    return [Batch(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in rows]
+    batches = [Batch(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in rows]
+    if not case.documents:
+        return batches
+    # other documents in every micro-batch, and positions that count in each
+    starts = [[[1 + number % 6], [3, 5 + number % 3]] for number in range(count)]
+    places = [
+        torch.tensor([[s - max(0, *(x for x in [*own, 0] if x <= s)) for s in range(LENGTH)] for own in rows])
+        for rows in starts
+    ]
+    return [
+        Batch(batch.tokens_BS, batch.labels_BS, Documents.from_starts(own, LENGTH), place)
+        for batch, own, place in zip(batches, starts, places, strict=True)
+    ]
 
 
-def serial(config: ModelConfig, count: int) -> tuple[float, dict[str, torch.Tensor], torch.Tensor]:
+class Case(NamedTuple):
+    ranks: int
+    layers: int
+    schedule: PipelineSchedule
+    count: int  # micro-batches
+    parallel: dict[str, Any]
+    model: dict[str, Any] | None = None
+    documents: bool = False
+
+
+def serial(case: Case) -> tuple[float, dict[str, torch.Tensor], torch.Tensor]:
+    config = model_config(case.layers, **(case.model or {}))
     model = materialise(build(config))
     total, counts = 0.0, torch.zeros(config.num_layers, config.num_experts, dtype=torch.int64)
-    for tokens_BS, labels_BS, *_ in batches_of(count):
-        output = model(tokens_BS, labels_BS)
+    for tokens_BS, labels_BS, documents, places, _ in batches_of(case.count, case):
+        output = model(tokens_BS, labels_BS, documents, places)
         loss = output.loss_sum / labels_BS.numel()
-        total += loss.item() / count
+        total += loss.item() / case.count
         loss = loss + config.moe_aux_loss_coeff * output.aux_loss + config.moe_z_loss_coeff * output.z_loss
-        (loss / count).backward()
+        (loss / case.count).backward()
         for index, stats in enumerate(output.router_stats):
             model.moe_layers()[index].router.record_micro_batch(stats.counts_E)
             counts[index] += stats.counts_E
     return total, {name: p.grad for name, p in model.named_parameters()}, counts
 
 
-def one_stage(
-    rank: int,
-    world: int,
-    config: ModelConfig,
-    schedule: PipelineSchedule,
-    chunks: int,
-    count: int,
-    split: Split,
-) -> dict[str, Any]:
-    parallel = ParallelConfig(
-        pipeline_model_parallel_size=world,
-        pipeline_schedule=schedule,
-        virtual_pipeline_model_parallel_size=chunks,
-        decoder_first_pipeline_num_layers=split.get("first"),
-        decoder_last_pipeline_num_layers=split.get("last"),
-    )
+def one_stage(rank: int, world: int, cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
+    return {name: run_case(rank, world, case) for name, case in cases.items() if rank < case.ranks}
+
+
+def run_case(rank: int, world: int, case: Case) -> dict[str, Any]:
+    config = model_config(case.layers, **(case.model or {}))
+    parallel = ParallelConfig(pipeline_schedule=case.schedule, **case.parallel)
     mesh = Mesh(parallel, rank=rank, world_size=world)
     plan = stage_plan(config, parallel, mesh.index("pp"))
     model = build(config)
-    keep_stages(model, plan)
+    parallelize(model, mesh, parallel)
     materialise(model)
+    connect(model, mesh)
     group = mesh.group("pp")
     assert group is not None
+    tp = mesh.size("tp")
     pipeline = Pipeline(
         model,
         plan,
-        schedule,
+        case.schedule,
         group,
-        num_micro_batches=count,
+        num_micro_batches=case.count,
         tokens_shape=(BATCH, LENGTH),
-        hidden_shape=(BATCH, LENGTH, config.hidden_size),
+        hidden_shape=(BATCH, LENGTH, config.hidden_size) if tp == 1 else (1, BATCH * LENGTH // tp, config.hidden_size),
         positions=LENGTH,
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    before = [loss.item() for loss in pipeline.evaluate(batches_of(count)).loss_sums]
-    record = pipeline.forward_backward(batches_of(count), BATCH * LENGTH)
-    return {
-        "loss": sum(loss.item() for loss in record.loss_sums) / (BATCH * LENGTH * count),
-        "evaluated": sum(before) / (BATCH * LENGTH * count),
-        "grads": {name: p.grad for name, p in model.named_parameters()},
-        "counts": {index: sum(s.counts_E for s in stats) for index, stats in record.stats.items()},
-        "layers": [list(plan.layers[stage]) for stage in plan.mine],
-    }
+    batches = batches_of(case.count, case)
+    before = [loss.item() for loss in pipeline.evaluate(batches).loss_sums]
+    record = pipeline.forward_backward(batches, BATCH * LENGTH)
+    loss, grads, counts = serial(case)
+    deviations = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"{name} got no gradient"
+        grad, whole = parameter.grad, part_of(grads[name], parameter)
+        if getattr(parameter, "pipe_tied", False):
+            grad = grad.clone()
+            dist.all_reduce(grad, group=mesh.ends_group("pp"))
+        if hasattr(parameter, "expert_ids") and mesh.group("edp") is not None:
+            grad = grad.clone()
+            dist.all_reduce(grad, group=mesh.group("edp"))
+        deviations[name] = deviation(grad, whole)
+    for index, stats in record.stats.items():
+        seen_E = torch.stack([s.counts_E for s in stats]).sum(dim=0)
+        if mesh.group("tp") is not None:
+            dist.all_reduce(seen_E, group=mesh.group("tp"))
+        assert torch.equal(seen_E, counts[index]), f"layer {index}"
+    if pipeline.is_last:
+        values = [sum(x.item() for x in record.loss_sums), sum(before)]
+        for value in values:
+            assert value / (BATCH * LENGTH * case.count) == pytest.approx(loss, rel=1e-6)
+    return {"layers": [list(plan.layers[stage]) for stage in plan.mine], "deviations": deviations}
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    error = (actual - expected).abs().max().item() / max(expected.abs().max().item(), 1e-12)
-    assert error <= 1e-5, f"{what}: {error:.1e} of the largest value"
+def stages(pp: int, chunks: int = 1, **more: Any) -> dict[str, Any]:
+    return dict(pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=chunks, **more)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layers", "schedule", "chunks", "count", "split"),
-    [
-        (2, 4, ONE, 1, 4, {}),
-        (2, 3, ONE, 1, 1, {}),  # fewer micro-batches than stages; uneven
-        (4, 6, ONE, 1, 6, {"first": 1, "last": 1}),
-        (2, 4, INTERLEAVED, 2, 4, {}),
-        (2, 4, ZERO_BUBBLE, 2, 4, {}),
-        (2, 4, ZBV, 2, 4, {}),
-    ],
-)
-def test_moe_pipeline_equals_one_process(
-    ranks: int, layers: int, schedule: PipelineSchedule, chunks: int, count: int, split: Split
-) -> None:
-    check(model_config(layers), ranks, schedule, chunks, count, split)
+EVERYTHING = dict(recompute_modules=list(Recompute))
+TP2 = dict(tensor_model_parallel_size=2)
+TIED = dict(untie_embeddings_and_output_weights=False)
+# Of the auxiliary loss the gradient is that of each micro-batch: with split tokens no statistics are carried over.
+PLAIN = dict(moe_router_load_balancing_type=LoadBalancing.AUX_LOSS)
+CASES = {
+    2: {
+        "1f1b": Case(2, 4, ONE, 4, stages(2)),
+        "fewer micro-batches than stages, uneven": Case(2, 3, ONE, 1, stages(2)),
+        "interleaved": Case(2, 4, INTERLEAVED, 4, stages(2, 2)),
+        "dense": Case(2, 4, INTERLEAVED, 2, stages(2, 2), dict(num_experts=0, moe_router_topk=1)),
+        "1f1b, documents": Case(2, 2, ONE, 3, stages(2), documents=True),
+        "interleaved, documents": Case(2, 4, INTERLEAVED, 4, stages(2, 2), documents=True),
+        "1f1b, tied": Case(2, 2, ONE, 3, stages(2), TIED),
+        "interleaved, tied, recomputed": Case(2, 4, INTERLEAVED, 4, stages(2, 2, **EVERYTHING), TIED),
+        "zero bubble": Case(2, 4, ZERO_BUBBLE, 4, stages(2, 2)),
+        "zbv": Case(2, 4, ZBV, 4, stages(2, 2)),
+        "zero bubble, documents": Case(2, 4, ZERO_BUBBLE, 4, stages(2, 2), documents=True),
+        "zbv, tied": Case(2, 4, ZBV, 4, stages(2, 2), TIED),
+        "zero bubble, everything recomputed": Case(2, 4, ZERO_BUBBLE, 4, stages(2, 2, **EVERYTHING)),
+        "zbv, everything recomputed": Case(2, 4, ZBV, 4, stages(2, 2, **EVERYTHING)),
+    },
+    4: {
+        "four stages, fixed ends": Case(
+            4,
+            6,
+            ONE,
+            6,
+            stages(4, decoder_first_pipeline_num_layers=1, decoder_last_pipeline_num_layers=1),
+        ),
+        "1f1b, tp 2": Case(4, 2, ONE, 3, stages(2, **TP2), PLAIN),
+        "zero bubble, tp 2": Case(4, 4, ZERO_BUBBLE, 4, stages(2, 2, **TP2), PLAIN),
+        "zbv, tp 2, everything recomputed": Case(4, 4, ZBV, 4, stages(2, 2, **TP2, **EVERYTHING), PLAIN),
+    },
+}
 
 
-def test_dense_pipeline_equals_one_process() -> None:
-    check(model_config(4, num_experts=0, moe_router_topk=1), 2, INTERLEAVED, 2, 2, {})
+@pytest.fixture(scope="module", params=CASES)
+def results(request: pytest.FixtureRequest) -> tuple[dict[str, Case], list[dict[str, dict[str, Any]]]]:
+    """All cases of so many ranks, in one start of them."""
+    cases = CASES[request.param]
+    return cases, run_distributed(one_stage, request.param, cases)
 
 
-def check(config: ModelConfig, ranks: int, schedule: PipelineSchedule, chunks: int, count: int, split: Split) -> None:
-    loss, grads, counts = serial(config, count)
-    results = run_distributed(one_stage, ranks, config, schedule, chunks, count, split)
-    assert sorted(index for r in results for part in r["layers"] for index in part) == list(range(config.num_layers))
-    assert sum(r["loss"] for r in results) == pytest.approx(loss, rel=1e-6)
-    assert sum(r["evaluated"] for r in results) == pytest.approx(loss, rel=1e-6)
-    found = {name: grad for r in results for name, grad in r["grads"].items()}
-    assert found.keys() == grads.keys()
-    for name, expected in grads.items():
-        assert found[name] is not None, f"{name} got no gradient: {[n for n in grads if found[n] is None]}"
-        assert_close(found[name], expected, name)
-    for r in results:
-        for index, seen_E in r["counts"].items():
-            assert torch.equal(seen_E, counts[index]), f"layer {index}"
+def test_pipeline_equals_one_process(results: tuple[dict[str, Case], list[dict[str, dict[str, Any]]]]) -> None:
+    """Loss, router statistics (both checked on the ranks) and every gradient, for each schedule."""
+    cases, of_ranks = results
+    for name, case in cases.items():
+        found = [result[name] for result in of_ranks]
+        layers = [index for result in found for part in result["layers"] for index in part]
+        copies = case.parallel.get("tensor_model_parallel_size", 1)
+        assert sorted(layers) == sorted(list(range(case.layers)) * copies), name
+        names = {parameter for result in found for parameter in result["deviations"]}
+        assert names == {
+            parameter for parameter, _ in build(model_config(case.layers, **(case.model or {}))).named_parameters()
+        }
+        wrong = {p: value for result in found for p, value in result["deviations"].items() if not value <= 1e-5}
+        assert wrong == {}, name

@@ -39,6 +39,12 @@ CASES = {
     "moe, tp 2 x dp 2, ep 4, everything recomputed, first layer offloaded": Case(
         MOE, TP2 | dict(expert_model_parallel_size=4, recompute_modules=list(Recompute), cpu_offloading_num_layers=1)
     ),
+    "moe, etp 2 x ep 2, hierarchical, everything recomputed": Case(
+        MOE,
+        TP2
+        | dict(expert_model_parallel_size=2, expert_tensor_parallel_size=2, recompute_modules=list(Recompute))
+        | dict(moe_token_dispatcher_type=TokenDispatcher.HIERARCHICAL, moe_hierarchical_node_size=2),
+    ),
     "moe, etp 2 x ep 2, all-to-all": Case(
         MOE, TP2 | A2A | dict(expert_model_parallel_size=2, expert_tensor_parallel_size=2)
     ),

@@ -1,19 +1,28 @@
-"""Three optimizer steps at a layout equal those of one process: losses, gradient norm, and every weight (fp32)."""
+"""Three optimizer steps at a layout equal those of one process: losses, gradient norm, and every weight (fp32).
+
+The layouts add expert gradients to the optimizer's buffers in the backward (ZeRO stage 1); the one process does not.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron.optimus.config.checks import check
+from megatron.optimus.config.placement import to_json
 from megatron.optimus.config.schema import (
     ContextCommunication,
     LoadBalancing,
     OptimizerConfig,
     ParallelConfig,
+    PipelineSchedule,
     Precision,
     Recompute,
     RunConfig,
@@ -21,87 +30,180 @@ from megatron.optimus.config.schema import (
     TrainingConfig,
 )
 from megatron.optimus.data.loader import Batch
+from megatron.optimus.layers.labels import NO_LABEL
+from megatron.optimus.ops import main_grad_of
 from megatron.optimus.parallel.context import own_positions
 from megatron.optimus.parallel.mesh import Mesh
-from tests.distributed.layouts import BATCH, LENGTH, batch_of, deviation, model_config, part_of
+from tests.distributed.layouts import BATCH, LENGTH, deviation, inputs_of, model_config, part_of
+from tests.distributed.layouts import Case as LayoutCase
 from tests.helpers import run_distributed
 
 STEPS, SEQUENCES = 3, 8  # of the global batch
-MODEL = dict(
+PLACED = "its name is put here by the test"
+
+
+class Case(NamedTuple):
+    parallel: dict[str, Any]
+    model: str = "moe"
+    optimizer: Mapping[str, Any] = MappingProxyType({})
+
+
+MOE = dict(
     num_experts=8,
     moe_z_loss_coeff=0.1,
     moe_router_load_balancing_type=LoadBalancing.AUX_LOSS,  # of each micro-batch: the same ones at any layout
     moe_aux_loss_coeff=0.3,
 )
-CASES: dict[str, dict[str, Any]] = {
-    "tp 2 x cp 2 (ring), ep 4, recomputed": dict(
-        tensor_model_parallel_size=2,
-        context_parallel_size=2,
-        cp_comm_type=ContextCommunication.P2P,
-        expert_model_parallel_size=4,
-        recompute_modules=list(Recompute),
+TIED = dict(untie_embeddings_and_output_weights=False)
+MODELS = {
+    "moe": MOE,
+    "moe, documents": MOE,
+    "moe, four layers": MOE | dict(num_layers=4),
+    "moe, tied": MOE | TIED,
+    "dense, tied": TIED,
+}
+PP2 = dict(pipeline_model_parallel_size=2)
+SMALL_BUCKETS = dict(ddp_bucket_size=500)  # so that many are under way when the last backward ends
+CASES = {
+    "tp 2 x cp 2 (ring), ep 4, recomputed": Case(
+        dict(
+            tensor_model_parallel_size=2,
+            context_parallel_size=2,
+            cp_comm_type=ContextCommunication.P2P,
+            expert_model_parallel_size=4,
+            recompute_modules=list(Recompute),
+        )
     ),
-    "tp 2 x dp 2, ep 2 x etp 2": dict(
-        tensor_model_parallel_size=2,
-        expert_model_parallel_size=2,
-        expert_tensor_parallel_size=2,
-        moe_token_dispatcher_type=TokenDispatcher.ALLTOALL,
+    "tp 2 x dp 2, ep 2 x etp 2": Case(
+        dict(
+            tensor_model_parallel_size=2,
+            expert_model_parallel_size=2,
+            expert_tensor_parallel_size=2,
+            moe_token_dispatcher_type=TokenDispatcher.ALLTOALL,
+        )
     ),
-    "cp 2 (ulysses) x dp 2, ep 2": dict(context_parallel_size=2, expert_model_parallel_size=2),
-    "tp 4, experts on every rank": dict(tensor_model_parallel_size=4),
+    "cp 2 (ulysses) x dp 2, ep 2": Case(dict(context_parallel_size=2, expert_model_parallel_size=2)),
+    "ep 4, hierarchical over nodes of 2, experts placed by a file": Case(
+        dict(
+            expert_model_parallel_size=4,
+            moe_token_dispatcher_type=TokenDispatcher.HIERARCHICAL,
+            moe_hierarchical_node_size=2,
+            moe_expert_placement_file=PLACED,
+        )
+    ),
+    "ep 4, all-to-all in 2 parts, recomputed": Case(
+        dict(
+            expert_model_parallel_size=4,
+            moe_token_dispatcher_type=TokenDispatcher.ALLTOALL,
+            moe_dispatch_chunks=2,
+            recompute_modules=list(Recompute),
+        ),
+        optimizer=SMALL_BUCKETS,
+    ),
+    "dp 4, ep 2, the transport chosen by a probe": Case(
+        dict(expert_model_parallel_size=2, moe_token_dispatcher_type=TokenDispatcher.AUTO)
+    ),
+    "tp 4, experts on every rank": Case(dict(tensor_model_parallel_size=4)),
+    "pp 2 x dp 2, ep 2": Case(PP2 | dict(expert_model_parallel_size=2), optimizer=SMALL_BUCKETS),
+    "pp 2 x dp 2, ep 2, zero 2": Case(
+        PP2 | dict(expert_model_parallel_size=2), optimizer=SMALL_BUCKETS | dict(zero_stage=2)
+    ),
+    "pp 2 x dp 2, ep 2, zero bubble, recomputed": Case(
+        PP2
+        | dict(
+            virtual_pipeline_model_parallel_size=2,
+            pipeline_schedule=PipelineSchedule.INTERLEAVED_ZERO_BUBBLE,
+            expert_model_parallel_size=2,
+            recompute_modules=list(Recompute),
+        ),
+        "moe, four layers",
+    ),
+    "pp 2 x dp 2, documents": Case(PP2, "moe, documents"),
+    "pp 2 x cp 2 (ring), documents, ep 2": Case(
+        PP2 | dict(context_parallel_size=2, cp_comm_type=ContextCommunication.P2P, expert_model_parallel_size=2),
+        "moe, documents",
+    ),
+    "pp 2 x dp 2, ep 2, tied": Case(PP2 | dict(expert_model_parallel_size=2), "moe, tied", SMALL_BUCKETS),
+    "pp 2 x tp 2, tied": Case(PP2 | dict(tensor_model_parallel_size=2), "dense, tied"),
 }
 
 
-def run_config(parallel: dict[str, Any]) -> RunConfig:
+def run_config(case: Case) -> RunConfig:
     return RunConfig(
-        model=model_config(MODEL),
-        parallel=ParallelConfig(**parallel),
+        model=model_config(MODELS[case.model]),
+        parallel=ParallelConfig(**case.parallel),
         # eps: an update must not hang on the sign of a gradient that is smaller than rounding
-        optimizer=OptimizerConfig(lr=3e-3, adam_eps=1e-2, clip_grad=0.5),
+        optimizer=OptimizerConfig(lr=3e-3, adam_eps=1e-2, clip_grad=0.5, **case.optimizer),
         training=TrainingConfig(
             micro_batch_size=BATCH, global_batch_size=SEQUENCES, seq_length=LENGTH, params_dtype=Precision.FP32, seed=3
         ),
     )
 
 
-def train(rank: int, world: int, parallel: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+def micro_batch(number: int, case: Case) -> Batch:
+    tokens, labels, documents, positions = inputs_of(number, LayoutCase({}, {}, "documents" in case.model))
+    num_labels = int((labels != NO_LABEL).sum()) if documents is not None else None
+    return Batch(tokens, labels, documents, positions, num_labels)
+
+
+def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Tensor, dict[str, Any]]:
     """(loss, auxiliary loss, z-loss, gradient norm) of each step; the parameters afterwards."""
     from megatron.optimus.trainer.build import build_model  # they import deepspeed
     from megatron.optimus.trainer.engine import build_engine
     from megatron.optimus.trainer.schedule import build_schedule
     from megatron.optimus.trainer.step import own_part, train_step
 
-    config = run_config(parallel)
+    config = run_config(case)
+    check(config, world)
     mesh = Mesh(config.parallel, rank=rank, world_size=world)
     model = build_model(config, mesh, torch.device("cpu"))
     positions = own_positions(LENGTH, config.parallel, mesh)
     accumulation = SEQUENCES // BATCH // mesh.size("dp")
     engine = build_engine(model, config, mesh, accumulation)
     schedule = build_schedule(config, engine, mesh, torch.device("cpu"))
+    experts = [weight for layer in model.moe_layers() for weight in layer.experts.parameters()]
+    fuses = fuses and config.optimizer.zero_stage == 1
+    if not fuses:
+        for weight in experts:
+            weight.main_grad = None  # type: ignore[attr-defined]
     lines = []
     for step in range(STEPS):
         numbers = [step * 100 + micro * mesh.size("dp") + mesh.index("dp") for micro in range(accumulation)]
-        batches = [own_part(Batch(*batch_of(number)), positions) for number in numbers]
+        batches = [own_part(micro_batch(number, case), positions) for number in numbers]
         report = train_step(engine, schedule, batches, config.model, mesh)
         assert report.dropped_tokens == 0 and not report.skipped
         lines.append([report.loss, report.aux_loss, report.z_loss, report.grad_norm])
+        assert all((main_grad_of(weight) is not None) is fuses for weight in experts)  # kept after the first step
     engine.optimizer.sync_params_from_master()
+    for parameter in model.parameters():
+        if getattr(parameter, "pipe_tied", False):  # the copies of two stages have the same bits
+            other = parameter.detach().clone()
+            dist.broadcast(other, group=mesh.group("pp"), group_src=0)
+            assert torch.equal(other, parameter)
     return torch.tensor(lines, dtype=torch.float64), dict(model.named_parameters())
 
 
-def serial(rank: int, world: int) -> tuple[Tensor, dict[str, Tensor]]:
-    _init()
-    lines, weights = train(rank, world, {})
-    return lines, {name: weight.detach().clone() for name, weight in weights.items()}
+Trained = tuple[Tensor, dict[str, Tensor]]
 
 
-def compared(rank: int, world: int, lines: Tensor, weights: dict[str, Tensor]) -> dict[str, dict[str, float]]:
+def serial(rank: int, world: int) -> dict[str, Trained]:
     _init()
     found = {}
-    for case, parallel in CASES.items():
-        own_lines, own = train(rank, world, parallel)
-        found[case] = {name: deviation(weight.detach(), part_of(weights[name], weight)) for name, weight in own.items()}
-        found[case]["lines"] = deviation(own_lines, lines, each=True)
+    for model in MODELS:
+        lines, weights = train(rank, world, Case({}, model), fuses=False)
+        found[model] = lines, {name: weight.detach().clone() for name, weight in weights.items()}
+    return found
+
+
+def compared(rank: int, world: int, expected: dict[str, Trained], placement: str) -> dict[str, dict[str, float]]:
+    _init()
+    found = {}
+    for name, case in CASES.items():
+        options = {option: placement if value == PLACED else value for option, value in case.parallel.items()}
+        own_lines, own = train(rank, world, case._replace(parallel=options))
+        lines, weights = expected[case.model]
+        found[name] = {key: deviation(weight.detach(), part_of(weights[key], weight)) for key, weight in own.items()}
+        found[name]["lines"] = deviation(own_lines, lines, each=True)
     return found
 
 
@@ -112,8 +214,10 @@ def _init() -> None:
 
 
 @pytest.fixture(scope="module")
-def measured() -> list[dict[str, dict[str, float]]]:
-    return run_distributed(compared, 4, *run_distributed(serial, 1)[0])
+def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, float]]]:
+    placement = tmp_path_factory.mktemp("placement") / "placement.json"
+    placement.write_text(to_json([((5, 0), (1, 7), (6, 2), (3, 4)), ((7, 6), (0, 3), (5, 1), (4, 2))]))
+    return run_distributed(compared, 4, run_distributed(serial, 1)[0], str(placement))
 
 
 @pytest.mark.parametrize("case", CASES)

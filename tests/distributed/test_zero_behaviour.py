@@ -95,9 +95,8 @@ def _bad_input(rank: int, world: int) -> dict[str, str]:
     errors["share memory"] = _error_of(model=model)
     broken = {"optimizer": {"type": "Lamb" if rank == 3 else "SGD", "params": {"lr": 0.1}}}
     errors["on 1 rank(s), first rank 3"] = _error_of(model=nn.Linear(3, 3), config={**CONFIG, **broken})
-    errors["fp16 is not supported"] = _error_of(
-        model=nn.Linear(3, 3), config={**CONFIG, **SGD, "fp16": {"enabled": True}}
-    )
+    fp16 = {"fp16": {"enabled": True, "hysteresis": 0 if rank == 2 else 2}}
+    errors["hysteresis=0"] = _error_of(model=nn.Linear(3, 3), config={**CONFIG, **SGD, **fp16})
     model = nn.Linear(3, 3)
     errors["LBFGS needs whole tensors"] = _error_of(model=model, optimizer=torch.optim.LBFGS(model.parameters()))
     frozen = nn.Linear(3, 3).requires_grad_(False)
@@ -313,7 +312,7 @@ def test_stage_three_is_deepspeeds_own() -> None:
 # What DeepSpeed 0.19.8's engine asks of a stage 1 or 2 optimizer: reduce, step, norm, checkpoints.
 ATTRIBUTES = """
     custom_loss_scaler external_loss_scale torch_autocast_gradscaler loss_scaler overflow _global_grad_norm
-    param_groups state dp_process_group bit16_groups round_robin_bit16_groups optimizer
+    cur_scale param_groups state dp_process_group bit16_groups round_robin_bit16_groups optimizer
 """
 METHODS = """
     reduce_gradients step zero_grad state_dict load_state_dict _restore_from_bit16_weights refresh_fp32_params

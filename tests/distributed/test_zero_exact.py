@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,7 +34,12 @@ def _ep_of(ep_sizes: tuple[int, ...], name: str) -> int | None:
 
 
 def build_engine(
-    rank: int, world: int, ep_sizes: tuple[int, ...], groups: deepspeed_ext.ZeroGroups | None = None, **config: Any
+    rank: int,
+    world: int,
+    ep_sizes: tuple[int, ...],
+    groups: deepspeed_ext.ZeroGroups | None = None,
+    make: Callable[[Any], torch.optim.Optimizer] = toy.adamw,
+    **config: Any,
 ) -> Any:
     deepspeed_ext.init_distributed()
     model = toy.ToyModel(ep_sizes, _expert_parallel_groups(rank, world, ep_sizes))
@@ -50,7 +56,7 @@ def build_engine(
         **config,
     }
     engine, *_ = deepspeed_ext.initialize(
-        model=model, optimizer=toy.adamw(model), config=ds_config, groups=groups, is_expert=is_expert
+        model=model, optimizer=make(model), config=ds_config, groups=groups, is_expert=is_expert
     )
     return engine
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from megatron.optimus.checkpoint import store
+from megatron.optimus.config.placement import to_json
+from megatron.optimus.observe.expert_load import report
 from megatron.optimus.observe.metrics import read_metrics
 from tests.integration.conftest import TINY, Program, command_of, environment
 from tests.unit.observe.test_metrics import KEYS
@@ -169,11 +171,18 @@ def _serial_run(factory: pytest.TempPathFactory, pretrain: Program, options: lis
 
 
 def test_checkpoint_of_one_layout_continues_on_another(tmp_path: Path, pretrain: Program, unbroken: Path) -> None:
-    """Two ranks with EP=2 up to step 8, then one process, or everything split over two: the loss goes on."""
+    """Two ranks with EP=2 up to step 8, then one process, experts in other places, or everything split over two: the
+    loss goes on."""
     load = ["--load", unbroken / "checkpoints", "--train-iters", 9, "--lr-decay-iters", 8]
     out = succeed(pretrain(tmp_path / "one", *load))
     assert "changed since that checkpoint: parallel.expert_model_parallel_size 2 -> 1" in out
-    succeed(pretrain(tmp_path / "two", *load, "--expert-model-parallel-size", 2, ranks=2))
+    placement = tmp_path / "placement.json"
+    placement.write_text(to_json([layer.placement for layer in report(unbroken / "expert_load.json").layers]))
+    moved = ["--expert-model-parallel-size", 2, "--moe-expert-placement-file", placement]
+    out = succeed(pretrain(tmp_path / "two", *load, *moved, ranks=2))
+    assert f"{placement} ownership" in out
+    wrong = pretrain(tmp_path / "wrong", *load, "--moe-expert-placement-file", placement)
+    assert wrong.returncode == 2 and "must hold 2 layers of 1 ranks" in wrong.stderr
     split = ["--tensor-model-parallel-size", 2, "--expert-tensor-parallel-size", 2]
     succeed(pretrain(tmp_path / "split", *load, *split, ranks=2))
     one, two, three = (numbers(tmp_path / name)[-1] for name in ("one", "two", "split"))
@@ -181,10 +190,10 @@ def test_checkpoint_of_one_layout_continues_on_another(tmp_path: Path, pretrain:
     assert one["loss"] == pytest.approx(two["loss"], rel=1e-6)
     assert one["loss"] == pytest.approx(three["loss"], rel=1e-6)
     assert one["grad_norm"] == pytest.approx(three["grad_norm"], rel=1e-5)
-    first, third = (tensors(tmp_path / name / "checkpoints/step-00000009") for name in ("one", "split"))
+    first, *others = (tensors(tmp_path / name / "checkpoints/step-00000009") for name in ("one", "two", "split"))
     for key, tensor in first.items():
-        if key[1] != "rng":
-            assert (third[key] - tensor).abs().max() <= 1e-5 * tensor.abs().max(), key
+        for other in others if key[1] != "rng" else []:
+            assert (other[key] - tensor).abs().max() <= 1e-5 * tensor.abs().max(), key
 
 
 def test_resume_with_another_sequence_length_keeps_the_tokens(

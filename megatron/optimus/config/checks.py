@@ -18,6 +18,7 @@ from megatron.optimus.config.schema import (
     PipelineSchedule,
     RunConfig,
     StateDtype,
+    TokenDispatcher,
     TokenizerType,
     divisors,
     one_of,
@@ -139,6 +140,26 @@ def expert_parallel_divides_experts(config: RunConfig, world_size: int) -> str |
     return f"expert_model_parallel_size={ep} must divide num_experts={experts}; use {one_of(values)}"
 
 
+def only_all_to_all_travels_in_chunks(config: RunConfig, world_size: int) -> str | None:
+    chunks, transport = config.parallel.moe_dispatch_chunks, config.parallel.moe_token_dispatcher_type
+    if chunks == 1 or transport is TokenDispatcher.ALLTOALL:
+        return None
+    return (
+        f"moe_dispatch_chunks={chunks} with moe_token_dispatcher_type={transport.value}: only alltoall travels in "
+        "parts; use alltoall, or 1"
+    )
+
+
+def hierarchical_dispatch_fits_nodes(config: RunConfig, world_size: int) -> str | None:
+    """Where the user says what a node is; what the launcher says is checked when the ranks have met."""
+    parallel = config.parallel
+    layout = Layout.from_config(parallel, world_size)
+    is_hierarchical = parallel.moe_token_dispatcher_type is TokenDispatcher.HIERARCHICAL
+    if not is_hierarchical or parallel.moe_hierarchical_node_size is None or layout.ep * layout.etp == 1:
+        return None
+    return layout.hierarchy_problem(parallel.moe_hierarchical_node_size)
+
+
 def tensor_parallel_divides_model(config: RunConfig, world_size: int) -> str | None:
     tp, model = config.parallel.tensor_model_parallel_size, config.model
     sizes = {
@@ -243,24 +264,17 @@ def micro_batches_fit_schedule(config: RunConfig, world_size: int) -> str | None
 
 def pipeline_has_what_it_needs(config: RunConfig, world_size: int) -> str | None:
     """What a pipeline does not do (yet)."""
-    parallel, data = config.parallel, config.data
+    parallel = config.parallel
     if parallel.pipeline_model_parallel_size == 1:
         return None
-    splits_backward = parallel.pipeline_schedule in (PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV)
+    is_tied = not config.model.untie_embeddings_and_output_weights
     reasons = {
-        "untie_embeddings_and_output_weights=false: first and last stage would need one matrix; untie them": (
-            not config.model.untie_embeddings_and_output_weights
+        "zero_stage=2 and several chunks of layers a rank: whole gradients would be reduced once a chunk; use "
+        "zero_stage=1, or pipeline_schedule=1f1b": (
+            config.optimizer.zero_stage == 2 and parallel.virtual_pipeline_model_parallel_size > 1
         ),
-        "reset_attention_mask: stages do not get the documents; leave it out": data.reset_attention_mask,
-        "zero_stage=2: micro-batches overlap, so whole gradients are kept; use zero_stage=1": (
-            config.optimizer.zero_stage == 2
-        ),
-        f"pipeline_schedule={parallel.pipeline_schedule.value} with tensor_model_parallel_size > 1: sums over ranks "
-        "are part of the ordinary backward; use 1f1b or interleaved-1f1b": (
-            splits_backward and parallel.tensor_model_parallel_size > 1
-        ),
-        f"pipeline_schedule={parallel.pipeline_schedule.value} with recompute_modules: recomputation is part of the "
-        "ordinary backward; use 1f1b or interleaved-1f1b": splits_backward and bool(parallel.recompute_modules),
+        "zero_stage=2 and untie_embeddings_and_output_weights=false: two stages have the embedding, and sum its "
+        "gradients before they are reduced; use zero_stage=1": config.optimizer.zero_stage == 2 and is_tied,
     }
     found = next((reason for reason, applies in reasons.items() if applies), None)
     return (
@@ -318,6 +332,8 @@ RULES: list[Rule] = [
     schedule_fits_chunks,
     experts_need_a_moe_model,
     expert_parallel_divides_experts,
+    hierarchical_dispatch_fits_nodes,
+    only_all_to_all_travels_in_chunks,
     tensor_parallel_divides_model,
     expert_tensor_parallel_divides_experts,
     experts_under_tensor_parallelism_need_split_tokens,

@@ -68,6 +68,19 @@ class Layout:
     def world_size(self) -> int:
         return self.pp * self.dp * self.cp * self.tp
 
+    def hierarchy_problem(self, node_size: int) -> str | None:
+        """Why tokens cannot reach experts node by node, with the remedy; None when they can."""
+        ranks, shards = self.ep * self.etp, self.etp
+        if ranks % node_size == 0 and 1 < node_size < ranks and node_size % shards == 0:
+            return None
+        fitting = [size for size in divisors(ranks) if 1 < size < ranks and size % shards == 0]
+        remedy = f"set moe_hierarchical_node_size to {one_of(fitting)}, or use alltoall" if fitting else "use alltoall"
+        split = f" and be a multiple of expert_tensor_parallel_size={shards}" if shards > 1 else ""
+        return (
+            f"moe_token_dispatcher_type=hierarchical needs experts over several nodes: the {node_size} ranks of a node "
+            f"must be 2 or more, divide the {ranks} ranks that share the experts, be fewer than these{split}; {remedy}"
+        )
+
     def groups(self, axis: str) -> list[list[int]]:
         """All groups of ranks along an axis, each in axis order; together they hold every rank once."""
         return self._lines(axis).tolist()

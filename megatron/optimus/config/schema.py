@@ -58,7 +58,9 @@ class LoadBalancing(str, Enum):
 
 class TokenDispatcher(str, Enum):
     ALLGATHER = "allgather"  # all-gather in, reduce-scatter out: the paper's
-    ALLTOALL = "alltoall"
+    ALLTOALL = "alltoall"  # each token once to every rank that has one of its experts
+    HIERARCHICAL = "hierarchical"  # each token once to every such node, there once to every such rank
+    AUTO = "auto"  # the fastest of these as measured at the start; with --deterministic allgather
 
 
 class ExpertPlacement(str, Enum):
@@ -287,7 +289,16 @@ class ParallelConfig:
     recompute_num_layers: int | None = option(None, "first layers of each stage that recompute; default: all of them")
     cpu_offloading_num_layers: int = option(0, "first layers of each stage whose activations wait in host memory")
     moe_token_dispatcher_type: TokenDispatcher = option(TokenDispatcher.ALLGATHER, "how tokens reach their experts")
+    moe_dispatch_chunks: int = option(
+        1, "alltoall: parts in which a layer's tokens travel, each while experts work on another"
+    )
+    moe_hierarchical_node_size: int | None = option(
+        None, "ranks that the hierarchical dispatcher takes for a node; default: ranks of a node as launched"
+    )
     moe_expert_placement: ExpertPlacement = option(ExpertPlacement.CONTIGUOUS, "which rank owns which expert")
+    moe_expert_placement_file: str | None = option(
+        None, "which rank owns which expert of each layer, from tools/expert_balance.py, instead of the above"
+    )
     device: Device = option(Device.AUTO, "where to run")
     distributed_backend: Backend = option(Backend.AUTO, "collectives; auto: nccl, xccl or gloo by device")
     distributed_timeout_minutes: float = option(10.0, "a collective that takes longer ends the run")
@@ -295,7 +306,8 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         _at_least(self, 1, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
         _at_least(self, 1, "expert_model_parallel_size", "expert_tensor_parallel_size")
-        _at_least(self, 1, "virtual_pipeline_model_parallel_size")
+        _at_least(self, 1, "virtual_pipeline_model_parallel_size", "moe_hierarchical_node_size")
+        _at_least(self, 1, "moe_dispatch_chunks")
         _at_least(self, 1, "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
         _at_least(self, 0, "recompute_num_layers", "cpu_offloading_num_layers")
         _positive(self, "distributed_timeout_minutes")
@@ -381,6 +393,9 @@ class DataConfig:
     tokenizer_type: TokenizerType = option(TokenizerType.HF, "kind of tokenizer")
     tokenizer_model: str | None = option(None, "its file or folder; copied into exports")
     packing: Packing = option(Packing.NONE, "what a sample is made of: a stretch of documents, or whole ones")
+    add_extra_token_to_sequence: bool = option(
+        True, "read one token more than seq_length, as the last label; without it the last position predicts nothing"
+    )
     reset_attention_mask: bool = option(False, "attention inside documents only")
     reset_position_ids: bool = option(False, "positions count from the beginning of each document")
     eod_mask_loss: bool = option(False, "no loss at the position of an end-of-document token")

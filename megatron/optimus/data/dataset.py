@@ -12,6 +12,9 @@ The ranges of training, validation and test are shares of the *tokens* of each f
 
 Instances span neither files nor splits, but they do span documents. With packing (packing.py) an instance is made of
 whole documents of a window instead; the windows lie in the same ranges.
+
+Without the extra token an instance is its L inputs alone and the last position has no label: one label in L is lost,
+and a training instance whose length is a multiple of a page is read from a disk without a byte too many.
 """
 
 from __future__ import annotations
@@ -76,6 +79,7 @@ class InstanceSet:
         files: where to read the pairs, if other sets share the open files
         vocab_size: when given, reading refuses ids outside [0, vocab_size)
         packing: instances of whole documents
+        extra_token: read the token after an instance too, as the label of its last position
 
     Raises DataError if a pair cannot be used or the split holds no instance, ConfigError for impossible options.
     """
@@ -90,6 +94,7 @@ class InstanceSet:
         files: TokenFiles | None = None,
         vocab_size: int | None = None,
         packing: bool = False,
+        extra_token: bool = True,
     ) -> None:
         if not prefixes:
             raise ConfigError("data_path is empty; give the prefix of at least one .bin/.idx pair")
@@ -100,6 +105,8 @@ class InstanceSet:
             raise ConfigError(f"split={split!r} gives the {part.name.lower()} split no share")
         self.seq_length = seq_length
         self.packing = packing
+        self.every_label_counts = extra_token and not packing
+        self._extra = int(extra_token)
         self._vocab_size = vocab_size
         self._files = TokenFiles(prefixes) if files is None else files
         self._numbers = np.array([self._files.number[prefix] for prefix in prefixes], dtype=np.int64)
@@ -107,7 +114,7 @@ class InstanceSet:
         self.num_tokens = sum(tokens)  # of all splits
         self._starts = [_share(total, before) for total in tokens]  # first token of the split in each file
         self._windows = [  # plain instances of each file
-            max(0, _share(total, after) - start - 1) // seq_length
+            max(0, _share(total, after) - start - self._extra) // seq_length
             for total, start in zip(tokens, self._starts, strict=True)
         ]
         counts = [num_packed(n) for n in self._windows] if packing else self._windows
@@ -117,8 +124,8 @@ class InstanceSet:
             raise DataError(
                 f"{', '.join(prefixes[:4])}{' ...' if len(prefixes) > 4 else ''}: too little data: the "
                 f"{part.name.lower()} split ({split}) of {self.num_tokens} tokens in {len(prefixes)} files (the "
-                f"largest has {max(tokens)}) holds no instance of seq_length+1={seq_length + 1} tokens; add data, "
-                f"shorten seq_length, or give that split a larger share"
+                f"largest has {max(tokens)}) holds no instance of seq_length{'+1' * extra_token}="
+                f"{seq_length + self._extra} tokens; add data, shorten seq_length, or give that split a larger share"
             )
 
     def __len__(self) -> int:
@@ -132,17 +139,20 @@ class InstanceSet:
     def read(self, i: int) -> list[Piece]:
         """The pieces of instance ``i``: ``seq_length`` tokens in all, or, packed, at most.
 
+        A piece that ends with its document, or comes without the extra token, has nothing to follow it.
+
         Raises DataError if the file has changed since the start, or an id lies outside the vocabulary.
         """
         file, inside = self._file_of(i)
         ranges, ends = self._ranges(file, inside)
         number, pieces = int(self._numbers[file]), []
         for (start, stop), ends_document in zip(ranges, ends, strict=True):
-            tokens = self._files.read(number, start, stop - start + (not ends_document))
+            extra = 0 if ends_document else self._extra
+            tokens = self._files.read(number, start, stop - start + extra)
             if self._vocab_size is not None:
                 _check_ids(self._files.prefixes[number], start, tokens, self._vocab_size)
             tokens = tokens.astype(np.int64)
-            pieces.append(Piece(tokens, NO_LABEL) if ends_document else Piece(tokens[:-1], int(tokens[-1])))
+            pieces.append(Piece(tokens[:-1], int(tokens[-1])) if extra else Piece(tokens, NO_LABEL))
         return pieces
 
     def _file_of(self, i: int) -> tuple[int, int]:
@@ -167,7 +177,7 @@ class InstanceSet:
     def _pack(self, file: int, first: int, instances: int, sequences: int) -> _Window:
         start = self._starts[file] + first * self.seq_length
         stop = start + instances * self.seq_length
-        found = self._files.document_starts(int(self._numbers[file]), start, stop + 1).tolist()
+        found = self._files.document_starts(int(self._numbers[file]), start, stop + self._extra).tolist()
         return pack(sorted({start, stop, *found}), sequences, self.seq_length), set(found)
 
 

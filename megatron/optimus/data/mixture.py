@@ -68,7 +68,7 @@ class Mixture:
 
     Args:
         sources: corpora and weights; a single corpus is fine
-        seq_length, split, part, files, vocab_size, packing: as ``InstanceSet`` takes them
+        seq_length, split, part, files, vocab_size, packing, extra_token: as ``InstanceSet`` takes them
         seed: of the order within each corpus
 
     Raises DataError if a corpus cannot be used or is empty, ConfigError for impossible options. Of the validation and
@@ -86,9 +86,10 @@ class Mixture:
         files: TokenFiles | None = None,
         vocab_size: int | None = None,
         packing: bool = False,
+        extra_token: bool = True,
     ) -> None:
         self.seq_length = seq_length
-        self.packing = packing
+        self.every_label_counts = extra_token and not packing
         self._files = TokenFiles(sources.prefixes) if files is None else files
         self.names: list[str] = []
         self.corpora: list[InstanceSet] = []
@@ -103,6 +104,7 @@ class Mixture:
                     files=self._files,
                     vocab_size=vocab_size,
                     packing=packing,
+                    extra_token=extra_token,
                 )
             except DataError as error:
                 if part is Split.TRAIN:

@@ -89,6 +89,7 @@ class HuggingFaceTokenizer:
         self.eod_id: int = eod_id
         self._words_are_independent = _cuts_into_words(self._tokenizer)
         self._cache: dict[str, list[int]] = {}
+        self._bytes = _bytes_of_tokens(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -97,19 +98,33 @@ class HuggingFaceTokenizer:
         if not self._words_are_independent:
             return self._encode_with_library(texts)
         cut = [_WORD.findall(text) for text in texts]
+        try:
+            return self._look_up(cut)
+        except KeyError:  # rare once the table is filled, so words are not looked up twice to find out
+            self._fill_cache({word for words in cut for word in words})
+            return self._look_up(cut)
+
+    def _look_up(self, cut: list[list[str]]) -> list[list[int]]:
         cache = self._cache
-        if missing := list({word for words in cut for word in words if word not in cache}):
-            if len(cache) > _CACHED_WORDS:
-                cache.clear()
-                missing = list({word for words in cut for word in words})
-            cache.update(zip(missing, self._encode_with_library(missing), strict=True))
         return [list(chain.from_iterable([cache[word] for word in words])) for words in cut]
+
+    def _fill_cache(self, words: set[str]) -> None:
+        if len(self._cache) > _CACHED_WORDS:
+            self._cache.clear()
+        missing = [word for word in words if word not in self._cache]
+        self._cache.update(zip(missing, self._encode_with_library(missing), strict=True))
 
     def _encode_with_library(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        if self._bytes is None:
+            return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        try:
+            text = b"".join(map(self._bytes.__getitem__, ids))
+        except KeyError:
+            text = b"".join([self._bytes.get(i, b"") for i in ids])
+        return text.decode("utf-8", errors="replace")
 
     def token_id(self, name: str) -> int | None:
         return self._tokenizer.token_to_id(name)
@@ -252,6 +267,25 @@ def _cuts_into_words(tokenizer: Any) -> bool:
         and (state["normalizer"] is None or state["normalizer"] == {"type": "NFC"})
         and all(token["special"] for token in state["added_tokens"])  # others are looked for before words are cut
     )
+
+
+def _bytes_of_tokens(tokenizer: Any) -> dict[int, bytes] | None:
+    """What each id stands for, if all that decoding does is to put bytes together ("ByteLevel"), else None.
+
+    A token's name has one character for each of its bytes: itself for most printable Latin-1 characters, and the
+    following characters from U+0100 on for the other bytes in their order. Special tokens have no text.
+    """
+    state = json.loads(tokenizer.to_str())
+    if (state["decoder"] or {}).get("type") != "ByteLevel":
+        return None
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(_NUM_BYTES) if byte not in shown]
+    byte_of = {chr(byte): byte for byte in shown} | {chr(_NUM_BYTES + i): byte for i, byte in enumerate(hidden)}
+    special = {token["id"] for token in state["added_tokens"] if token["special"]}
+    names = {i: "" if i in special else name for name, i in tokenizer.get_vocab(with_added_tokens=True).items()}
+    if any(character not in byte_of for name in names.values() for character in name):
+        return None
+    return {i: bytes(byte_of[character] for character in name) for i, name in names.items()}
 
 
 def _tokenizer_file(path: Path) -> Path:

@@ -13,7 +13,10 @@ from megatron.optimus.config.schema import ModelConfig
 
 
 class Experts(nn.Module):
-    """y[r] = sum_k weights[r,k] * down_e(silu(gate_e(x[r])) * up_e(x[r])) with e = indices[r,k], skipping -1."""
+    """y[r] = sum_k weights[r,k] * down_e(silu(gate_e(x[r])) * up_e(x[r])) with e = indices[r,k], skipping -1.
+
+    Where an optimizer keeps gradients in ``main_grad`` of the weights, the backward adds to it (ops/main_grads.py).
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -22,4 +25,6 @@ class Experts(nn.Module):
         self.down_weight = nn.Parameter(torch.empty(experts, width, inner))
 
     def forward(self, x_RD: Tensor, weights_RK: Tensor, indices_RK: Tensor) -> Tensor:
-        return ops.moe_mlp(x_RD, self.gate_up_weight, self.down_weight, weights_RK, indices_RK)
+        gate_up, down = self.gate_up_weight, self.down_weight
+        main_grads = (ops.main_grad_of(gate_up), ops.main_grad_of(down))
+        return ops.moe_mlp(x_RD, gate_up, down, weights_RK, indices_RK, main_grads)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from megatron.optimus.ops import main_grads as _main_grads
 from megatron.optimus.ops import reference
 from megatron.optimus.ops.backend import (
     Backend,
@@ -23,12 +26,14 @@ from megatron.optimus.ops.grouped import (
     grouped_weight_gradient,
     swiglu,
 )
+from megatron.optimus.ops.main_grads import MainGrad, main_grad_of
 from megatron.optimus.ops.reference import Routing, RowOrder
 from megatron.optimus.ops.routing import expert_counts, router_topk, sort_slots
 
 __all__ = [
     "Backend",
     "BackendUnavailableError",
+    "MainGrad",
     "Routing",
     "RowOrder",
     "combine",
@@ -39,6 +44,7 @@ __all__ = [
     "grouped_linear",
     "grouped_linear_swiglu",
     "grouped_weight_gradient",
+    "main_grad_of",
     "moe_mlp",
     "router_topk",
     "set_backend",
@@ -47,17 +53,32 @@ __all__ = [
 ]
 
 
-def moe_mlp(x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Tensor, indices_TK: Tensor) -> Tensor:
+def moe_mlp(
+    x_TD: Tensor,
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    weights_TK: Tensor,
+    indices_TK: Tensor,
+    main_grads: tuple[MainGrad | None, MainGrad | None] = (None, None),
+) -> Tensor:
     """All SwiGLU experts of a layer on all their tokens; see ``reference.moe_mlp`` for the meaning of each argument.
+
+    With ``main_grads``, ``main_grad_of`` each of the two weights, the backward adds a weight's gradient to its buffer,
+    calls ``ready`` and leaves the weight's ``.grad`` alone; a weight without one gets its gradient as usual. A backend
+    that cannot add (sycl), and a compiled graph, give all gradients as usual.
 
     Runs on the backend that ``set_backend`` chose, by default the fastest one present for the device and dtype.
     Raises ValueError for shapes, dtypes or devices that do not fit together, before anything runs, and
     BackendUnavailableError when a backend was set that cannot run here.
     """
-    _check_moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
+    arguments = (x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
+    _check_moe_mlp(*arguments)
     backend = resolve(x_TD.device, x_TD.dtype)
-    run = reference.moe_mlp if backend is Backend.REFERENCE else kernels(backend).moe_mlp
-    return run(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
+    run: Any = reference if backend is Backend.REFERENCE else kernels(backend)
+    wanted = main_grads != (None, None) and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if wanted and hasattr(run, "moe_mlp_backward"):
+        return _main_grads.moe_mlp(run, arguments, main_grads)
+    return run.moe_mlp(*arguments)
 
 
 def _check_moe_mlp(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor) -> None:

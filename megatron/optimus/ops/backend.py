@@ -20,7 +20,7 @@ logger = logging.getLogger("optimus")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _HALF = (torch.bfloat16, torch.float16)
-_NEWEST_COMPILED = "cpu_router_topk"  # the operation added to csrc/bindings.cpp last
+_NEWEST_COMPILED = "moe_mlp_backward_into"  # the operation added to csrc/bindings.cpp last
 
 
 class Backend(str, enum.Enum):

@@ -87,6 +87,24 @@ def moe_mlp(x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Te
     return _C.moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)[0]
 
 
+def moe_mlp_forward(
+    x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Tensor, indices_TK: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    y, hidden = _C.moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
+    return y, [hidden]
+
+
+def moe_mlp_backward(
+    dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], buffers: tuple[Tensor | None, Tensor | None]
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """See ``main_grads.FusedMoE``."""
+    weights = arguments[1:3]
+    outs = [torch.empty(w.shape, dtype=w.dtype) if b is None else b for w, b in zip(weights, buffers, strict=True)]
+    dx, dweights = _C.moe_mlp_backward_into(dy_TD, *arguments, *saved, *outs, *(b is not None for b in buffers))
+    dgate_up, ddown = (out if b is None else None for out, b in zip(outs, buffers, strict=True))
+    return dx, dgate_up, ddown, dweights
+
+
 @torch.library.register_fake(_OP)
 def _fake(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty(indices.numel(), gate_up.shape[1])

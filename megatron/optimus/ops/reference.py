@@ -147,9 +147,34 @@ def moe_mlp(x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Te
     x_TD and the two expert weights share one floating dtype; weights_TK is fp32; indices_TK is an integer tensor with
     values in [-1, E). No token is dropped; an expert without tokens gets a zero gradient. Returns [T, D] in x's dtype.
     """
-    order = sort_slots(indices_TK, gate_up_E2FD.shape[0])
-    activation_PF = grouped_linear_swiglu(gather_rows(x_TD, order), gate_up_E2FD, order)
-    return combine(grouped_linear(activation_PF, down_EDF, order), order, weights_TK)
+    return _moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK, (None, None))
+
+
+def moe_mlp_forward(
+    x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Tensor, indices_TK: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """``moe_mlp`` and what its backward needs beside the arguments: nothing."""
+    return moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK), []
+
+
+def moe_mlp_backward(
+    dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], buffers: tuple[Tensor | None, Tensor | None]
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """See ``main_grads.FusedMoE``. Computes the forward again."""
+    leaves = [tensor.detach().requires_grad_() for tensor in arguments[:4]]
+    x_TD, gate_up_E2FD, down_EDF, weights_TK = leaves
+    with torch.enable_grad():
+        y_TD = _moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, arguments[4], buffers)
+    dx, dgate_up, ddown, dweights = torch.autograd.grad(y_TD, leaves, dy_TD, allow_unused=True)
+    return dx, dgate_up, ddown, dweights
+
+
+def _moe_mlp(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor, buffers: tuple[Tensor | None, ...]
+) -> Tensor:
+    order = sort_slots(indices, gate_up.shape[0])
+    activation_PF = grouped_linear_swiglu(gather_rows(x, order), gate_up, order, buffers[0])
+    return combine(grouped_linear(activation_PF, down, order, buffers[1]), order, weights)
 
 
 def _at_least_fp32(x: Tensor) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
+from megatron.optimus.config.placement import LayerPlacement
 from megatron.optimus.config.schema import ParallelConfig
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.parallel.context import apply_context_parallelism
@@ -16,16 +18,19 @@ from megatron.optimus.parallel.tensor import apply_tensor_parallelism, sum_parti
 logger = logging.getLogger("optimus")
 
 
-def parallelize(model: Decoder, mesh: Mesh, config: ParallelConfig) -> None:
+def parallelize(
+    model: Decoder, mesh: Mesh, config: ParallelConfig, placements: Sequence[LayerPlacement] | None = None
+) -> None:
     """Cuts the model to this rank's share, in place. Call it on the meta device, before weights exist.
 
-    ``connect`` follows when they do.
+    ``placements``: of the experts of each MoE layer, in place of the regular one of ``config``. ``connect`` follows
+    when weights exist.
     """
     apply_tensor_parallelism(model, config, mesh)
     apply_context_parallelism(model, config, mesh)
     moe_layers = model.moe_layers()
-    for layer in moe_layers:
-        apply_expert_parallelism(layer, config, mesh)
+    for number, layer in enumerate(moe_layers):
+        apply_expert_parallelism(layer, config, mesh, None if placements is None else placements[number])
     if mesh.size("pp") > 1:
         keep_stages(model, stage_plan(model.config, config, mesh.index("pp")))
     apply_recomputation(model, config)  # inside the regions that communicate
@@ -45,5 +50,5 @@ def _report_experts(num_experts: int, model: Decoder, mesh: Mesh, config: Parall
         num_experts,
         model.config.num_experts,
         config.moe_token_dispatcher_type.value if mesh.size("experts") > 1 else "no exchange",
-        config.moe_expert_placement.value,
+        config.moe_expert_placement_file or config.moe_expert_placement.value,
     )

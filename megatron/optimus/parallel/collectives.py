@@ -12,8 +12,8 @@ the forward keeps its result, and the repetition takes it from there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -31,17 +31,22 @@ _current = threading.local()  # backward passes, and so repetitions, may run in 
 def recorded() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts in which ``once`` keeps results, and in which it gives them back in the same order."""
     results: list[Any] = []
-    return _recording(results, replay=False), _recording(results, replay=True)
+    return _Recording(results, is_replay=False), _Recording(results, is_replay=True)
 
 
-@contextmanager
-def _recording(results: list[Any], *, replay: bool) -> Iterator[None]:
-    outer = getattr(_current, "record", None)
-    _current.record = (iter(list(results)) if replay else None, results)
-    try:
-        yield
-    finally:
-        _current.record = outer
+class _Recording(AbstractContextManager[None]):
+    """Keeps results in a list, or takes them from it: as often as it is entered, since a backward that is split in two
+    (zero-bubble pipelines) repeats the computation twice."""
+
+    def __init__(self, results: list[Any], *, is_replay: bool) -> None:
+        self._results, self._is_replay = results, is_replay
+
+    def __enter__(self) -> None:
+        self._outer = getattr(_current, "record", None)
+        _current.record = (iter(list(self._results)) if self._is_replay else None, self._results)
+
+    def __exit__(self, *error: object) -> None:
+        _current.record = self._outer
 
 
 def once(compute: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -85,6 +90,13 @@ def reduce_scatter_rows(x: Tensor, group: Group, rows_per_rank: list[int] | None
 def all_to_all_rows(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
     """Blocks of ``send`` rows go to the ranks of the group, blocks of ``receive`` rows come back, in rank order."""
     return x if group is None else _AllToAll.apply(x, send, receive, group)
+
+
+def start_all_to_all_rows(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Travelling:
+    """``all_to_all_rows`` under way: what is queued before ``arrived`` is computed meanwhile, and in the backward that
+    whose forward lies between the two."""
+    trip = _Trip(send, receive, group)
+    return Travelling(_StartAllToAll.apply(x, trip), trip)
 
 
 def copy_to_ranks(x: Tensor, group: Group) -> Tensor:
@@ -138,6 +150,61 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return _all_to_all(grads[0], ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+class _Trip:
+    """What the two ends of an all-to-all know of each other, in the forward and on the gradients' way back."""
+
+    def __init__(self, send: list[int], receive: list[int], group: dist.ProcessGroup) -> None:
+        self.send, self.receive, self.group = send, receive, group
+        self.started: Started | None = None
+
+    def start(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        """Begins to exchange x; what is returned fills up until ``end``."""
+        x, out = x.contiguous(), x.new_empty(sum(receive), *x.shape[1:])
+        work = dist.all_to_all_single(out, x, receive, send, group=self.group, async_op=True)
+        self.started = Started(work, out, x)
+        return out
+
+    def end(self) -> Tensor:
+        assert self.started is not None
+        out, self.started = self.started.wait(), None
+        return out
+
+
+class Travelling:
+    """Rows on their way; ``arrived`` is to be called once."""
+
+    def __init__(self, sent: Tensor, trip: _Trip) -> None:
+        self._sent, self._trip = sent, trip
+
+    def arrived(self) -> Tensor:
+        return _EndAllToAll.apply(self._sent, self._trip)
+
+
+class _StartAllToAll(torch.autograd.Function):
+    """Its output only ties the two ends together: rows that have not arrived must not be seen by autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        trip.start(x.detach(), trip.send, trip.receive)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.trip.end(), None
+
+
+class _EndAllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        return trip.end()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.trip.start(grads[0], ctx.trip.receive, ctx.trip.send), None
 
 
 class _AllReduce(torch.autograd.Function):

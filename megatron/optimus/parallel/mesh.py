@@ -19,20 +19,41 @@ from megatron.optimus.config.schema import ParallelConfig
 class Mesh:
     """This rank's place in the grid and its process groups. Building it is collective over all ranks."""
 
-    def __init__(self, config: ParallelConfig, *, rank: int, world_size: int) -> None:
+    def __init__(
+        self, config: ParallelConfig, *, rank: int, world_size: int, local_world_size: int | None = None
+    ) -> None:
+        """``local_world_size``: ranks of a node as the launcher says; None: all ranks are one node."""
         self.layout = Layout.from_config(config, world_size)
         self.rank = rank
+        self.node_size = config.moe_hierarchical_node_size or local_world_size or world_size
         self._ranks = {axis: self.layout.group_of(axis, rank) for axis in AXES}
         self._groups: dict[str, dist.ProcessGroup | None] = {}
         self._alone: dist.ProcessGroup | None = dist.group.WORLD if world_size == 1 else None
-        made: dict[tuple[int, ...], dist.ProcessGroup | None] = {(rank,): None}
+        self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {(rank,): None}
         if world_size > 1:
-            made[tuple(range(world_size))] = dist.group.WORLD
+            self._made[tuple(range(world_size))] = dist.group.WORLD
         for axis, ranks in self._ranks.items():
-            key = tuple(ranks)
-            if key not in made:  # axes that coincide share one group
-                made[key] = dist.new_group(ranks, use_local_synchronization=True)
-            self._groups[axis] = made[key]
+            self._groups[axis] = self._group_of(ranks)
+
+    def _group_of(self, ranks: list[int]) -> dist.ProcessGroup | None:
+        key = tuple(ranks)
+        if key not in self._made:  # axes that coincide share one group
+            self._made[key] = dist.new_group(ranks, use_local_synchronization=True)
+        return self._made[key]
+
+    def node_groups(self, axis: str) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        """The ranks of an axis on this rank's node, and those at its place of every node; the ranks must be a whole
+        number of nodes. Made at the first call, which is collective over the axis.
+        """
+        ranks, place = self._ranks[axis], self.index(axis)
+        first = place // self.node_size * self.node_size
+        within = self._group_of(ranks[first : first + self.node_size])
+        return within, self._group_of(ranks[place % self.node_size :: self.node_size])
+
+    def ends_group(self, axis: str) -> dist.ProcessGroup | None:
+        """The first and the last rank of an axis; None on ranks between them. Collective over these two."""
+        ranks = self._ranks[axis]
+        return self._group_of([ranks[0], ranks[-1]]) if self.rank in (ranks[0], ranks[-1]) else None
 
     def size(self, axis: str) -> int:
         return len(self._ranks[axis])

@@ -12,7 +12,7 @@ Shapes: B sequences of a micro-batch, S positions (this rank's part of them), D 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ from torch.torch_version import TorchVersion
 
 from megatron.optimus.config.schema import ConfigError, ModelConfig, ParallelConfig, PipelineSchedule
 from megatron.optimus.config.stages import stage_layers, stages_of_rank
+from megatron.optimus.layers.documents import Documents
 from megatron.optimus.layers.rope import rope_at, rope_table
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.moe.router import RouterStats
@@ -73,12 +74,21 @@ class StageLayers(nn.ModuleList):
 
 
 def keep_stages(model: Decoder, plan: StagePlan) -> None:
-    """Removes from the model, in place, what other ranks hold. Parameter names stay those of the whole model."""
+    """Removes from the model, in place, what other ranks hold. Parameter names stay those of the whole model.
+
+    Of a tied embedding, the first and the last stage have a copy each, both under the embedding's name; it carries
+    ``pipe_tied``, and ``ds_pipe_replicated`` on the last one, where norm and checkpoints leave it out.
+    """
+    has_first, has_last = 0 in plan.mine, plan.num_stages - 1 in plan.mine
+    if model.lm_head.weight is model.embedding.weight and has_first != has_last:
+        model.embedding.weight.pipe_tied = True  # type: ignore[attr-defined]
+        model.embedding.weight.ds_pipe_replicated = has_last  # type: ignore[attr-defined]
+        has_first = True  # the name of the copy
     owned = [number for stage in plan.mine for number in plan.layers[stage]]
     model.layers = StageLayers({number: model.layers[number] for number in sorted(owned)})
-    if 0 not in plan.mine:
+    if not has_first:
         model.embedding = None  # type: ignore[assignment]
-    if plan.num_stages - 1 not in plan.mine:
+    if not has_last:
         model.final_norm = model.lm_head = None  # type: ignore[assignment]
 
 
@@ -101,6 +111,8 @@ class StageInput(Protocol):
     def tokens_BS(self) -> Tensor: ...
     @property
     def labels_BS(self) -> Tensor: ...
+    @property
+    def documents(self) -> Documents | None: ...
     @property
     def positions_BS(self) -> Tensor | None: ...
 
@@ -133,17 +145,19 @@ class Chunk(nn.Module):
         self.lm_head = model.lm_head if is_last else None  # used by the loss; listed here so that its gradient is taken
         self.record = record
         self.aux_weight = aux_weight
+        self.batch: StageInput | None = None  # the micro-batch of the next forward, for what is not in its input
 
-    def forward(self, x: Tensor, positions_BS: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Tokens (first stage) or hidden states -> hidden states, after the final norm in the last stage."""
-        rope = rope_table(self.positions, self.config, x.device)
-        if positions_BS is not None:
-            rope = rope_at(rope, positions_BS)
+        assert self.batch is not None
+        rope, documents = rope_table(self.positions, self.config, x.device), self.batch.documents
+        if self.batch.positions_BS is not None:
+            rope = rope_at(rope, self.batch.positions_BS)
         if self.embedding is not None:
             x = self.embedding(x)
         losses = []
         for number, layer in self.layers.named_children():
-            x, stats = layer(x, rope)
+            x, stats = layer(x, rope, documents)
             if stats is not None:
                 losses.append(self._account(int(number), layer, stats))
         if losses and torch.is_grad_enabled():
@@ -176,29 +190,50 @@ def _check_torch(schedule: PipelineSchedule) -> None:
         )
 
 
+class Backwards(Protocol):
+    """Whom to tell about the backwards of micro-batches through chunks; the gradients then are in ``grad``."""
+
+    def before(self, micro_batch: int) -> None: ...
+
+    def after(self, micro_batch: int) -> None: ...
+
+
 class _Stage(PipelineStage):
-    """torch's stage that tells when a micro-batch's weight gradients are there."""
+    """torch's stage that knows which micro-batch is at hand."""
 
-    def __init__(self, after_backward: Callable[[], None], *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._after_backward = after_backward
+    def __init__(self, pipeline: Pipeline, chunk: Chunk, *args: Any, **kwargs: Any) -> None:
+        super().__init__(chunk, *args, **kwargs)
+        self._pipeline, self._chunk = pipeline, chunk
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().backward_one_chunk(*args, **kwargs)
-        self._after_backward()
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        # Not through the schedule's arguments: it cuts tensors along their first dim, and documents are none.
+        self._chunk.batch = self._pipeline.batches[fwd_chunk_id]
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._pipeline.backwards.before(bwd_chunk_id)
+        result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._pipeline.backwards.after(bwd_chunk_id)
         return result
 
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().backward_weight_one_chunk(*args, **kwargs)
-        self._after_backward()
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        result = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._pipeline.backwards.after(bwd_chunk_id)
         return result
+
+
+class _NobodyAsks:
+    def before(self, micro_batch: int) -> None:
+        """Gradients add up in ``grad``."""
+
+    after = before
 
 
 class Pipeline:
     """Runs a step's micro-batches over the stages. Every method is collective over ``group``.
 
-    ``hidden_shape``: of what travels between stages. ``positions``: of a whole sequence. ``after_backward``: called
-    after every backward of a micro-batch through a chunk, so that gradients need not add up in the weights' dtype.
+    ``hidden_shape``: of what travels between stages. ``positions``: of a whole sequence. ``backwards`` is told of every
+    backward of a micro-batch through a chunk, so that gradients need not add up in the weights' dtype.
     """
 
     def __init__(
@@ -214,11 +249,13 @@ class Pipeline:
         positions: int,
         dtype: torch.dtype,
         device: torch.device,
-        after_backward: Callable[[], None] = lambda: None,
+        backwards: Backwards | None = None,
     ) -> None:
         _check_torch(schedule)
         self.model, self.plan, self.group, self.device = model, plan, group, device
         self.num_micro_batches = num_micro_batches
+        self.backwards = backwards or _NobodyAsks()
+        self.batches: Sequence[StageInput] = ()
         self.record = StepRecord()
         config = model.config
         parts = config.num_layers * num_micro_batches
@@ -231,7 +268,7 @@ class Pipeline:
         self._hidden = torch.empty(hidden_shape, dtype=dtype, device="meta", requires_grad=True)
         stages: list[Any] = [
             _Stage(
-                after_backward,
+                self,
                 chunk,
                 stage,
                 plan.num_stages,
@@ -270,13 +307,11 @@ class Pipeline:
         if len(batches) != self.num_micro_batches:
             raise ValueError(f"{len(batches)} micro-batches given to a pipeline built for {self.num_micro_batches}")
         self.record.clear()
-        self._labels_each = labels_each
+        self.batches, self._labels_each = batches, labels_each
         tokens = (torch.cat([batch.tokens_BS for batch in batches]),) if 0 in self._chunks else ()
         target = torch.cat([batch.labels_BS for batch in batches]) if self.is_last else None
-        positions = [batch.positions_BS for batch in batches]
-        more = {} if positions[0] is None else {"positions_BS": torch.cat([p for p in positions if p is not None])}
         losses: list[Tensor] | None = [] if self.is_last else None
-        self._schedule.step(*tokens, target=target, losses=losses, return_outputs=False, **more)
+        self._schedule.step(*tokens, target=target, losses=losses, return_outputs=False)
         return self.record
 
     @torch.no_grad()
@@ -292,7 +327,8 @@ class Pipeline:
         for stage, chunk in sorted(self._chunks.items()):
             inputs = at_hand.pop(stage, None)
             for number, batch in enumerate(batches):
-                output = chunk(self._receive(stage) if inputs is None else inputs[number], batch.positions_BS)
+                chunk.batch = batch
+                output = chunk(self._receive(stage) if inputs is None else inputs[number])
                 if stage == self.plan.num_stages - 1:
                     self._loss(output, batch.labels_BS)
                 elif stage + 1 in self._chunks:

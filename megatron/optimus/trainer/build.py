@@ -21,17 +21,23 @@ from megatron.optimus.data.tokenizer import build_tokenizer
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
 from megatron.optimus.parallel.apply import connect, parallelize
+from megatron.optimus.parallel.context import own_positions
 from megatron.optimus.parallel.mesh import Mesh
+from megatron.optimus.parallel.placement import read_placements
+from megatron.optimus.parallel.probe import settle_transport
 from megatron.optimus.runtime.agreement import Ranks
 from megatron.optimus.trainer.engine import DTYPES
+from megatron.optimus.trainer.step import own_part
 
 
 def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> Decoder:
-    """This rank's share of the model with its initial weights, on the device."""
+    """This rank's share of the model with its initial weights, on the device. Collective."""
+    dtype = DTYPES[config.training.params_dtype]
     with torch.device("meta"):
         model = Decoder(config.model)
-    parallelize(model, mesh, config.parallel)
-    initialize_weights(model, seed=config.training.seed, device=device, dtype=DTYPES[config.training.params_dtype])
+    placements = read_placements(config, mesh, device)
+    parallelize(model, mesh, settle_transport(config, mesh, device, dtype), placements)
+    initialize_weights(model, seed=config.training.seed, device=device, dtype=dtype)
     connect(model, mesh)
     return model
 
@@ -75,6 +81,7 @@ def _instances(config: RunConfig, sources: Sources, files: TokenFiles, part: Spl
         "files": files,
         "vocab_size": config.model.vocab_size,
         "packing": data.packing is Packing.BEST_FIT,
+        "extra_token": data.add_extra_token_to_sequence,
     }
     if sources.is_blend:
         return Mixture(sources, training.seq_length, seed=training.seed, **options)
@@ -129,5 +136,6 @@ def _loader(
         max_batches=training.eval_iters if part is Split.VALID else None,
         options=options,
         fim=fim,
+        keep=partial(own_part, positions_S=own_positions(training.seq_length, config.parallel, mesh)),
         pin_for=device if config.data.pin_memory else None,
     )

@@ -100,6 +100,9 @@ class Checkpoints:
         if mesh.index("tp") > 0:  # what tensor-parallel ranks hold alike is stored by the first of them
             parts = {name for name, p in self._model.named_parameters() if hasattr(p, "tensor_model_parallel")}
             slices = [piece for piece in slices if piece.name in parts or piece.kind == "rng"]
+        # What another pipeline stage holds as well, and counts: a tied embedding on the last one.
+        repeated = {name for name, p in self._model.named_parameters() if getattr(p, "ds_pipe_replicated", False)}
+        slices = [piece for piece in slices if piece.name not in repeated]
         header = Manifest(
             kind,
             step,

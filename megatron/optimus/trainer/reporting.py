@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from types import TracebackType
 
 from megatron.optimus.config.schema import RunConfig
+from megatron.optimus.observe.expert_load import ExpertLoad
 from megatron.optimus.observe.metrics import MetricsWriter, StepMetrics
 from megatron.optimus.observe.progress import Progress
 from megatron.optimus.observe.trackers import TensorBoardTracker
@@ -24,11 +24,11 @@ class Reporter:
         run_dir, logging = Path(config.logging.run_dir), config.logging
         self._tracker = TensorBoardTracker(logging.tensorboard_dir, first_step) if logging.tensorboard_dir else None
         self._metrics = MetricsWriter(run_dir, resume_step=first_step)
-        self._expert_load = run_dir / "expert_load.json"
+        self._expert_load = ExpertLoad(run_dir, config.parallel)
         self._progress = Progress(config.training.train_iters, first_step, logging.log_interval, mesh.layout.world_size)
 
     def write(self, metrics: StepMetrics, expert_load_LE: list[list[int]], valid_loss: float | None) -> None:
-        """Takes one step. With a validation loss, the step's load of every expert is written too."""
+        """Takes one step. With a validation loss, and at the end, the load of every expert is written too."""
         if self._silent:
             return
         metrics = dataclasses.replace(metrics, valid_loss=valid_loss)
@@ -36,9 +36,9 @@ class Reporter:
         self._progress.update(metrics)
         if self._tracker is not None:
             self._tracker.write(metrics)
-        if valid_loss is not None and expert_load_LE:
-            load = {"step": metrics.step, "slots_per_layer_and_expert": expert_load_LE}
-            self._expert_load.write_text(json.dumps(load) + "\n")
+        self._expert_load.add(metrics.step, expert_load_LE)
+        if valid_loss is not None:
+            self._expert_load.write()
 
     def __enter__(self) -> Reporter:
         return self
@@ -49,6 +49,7 @@ class Reporter:
         if self._silent:
             return
         self._progress.close()
+        self._expert_load.write()
         self._metrics.close()
         if self._tracker is not None:
             self._tracker.close()

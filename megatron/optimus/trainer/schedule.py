@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from megatron.optimus.config.checks import gradient_accumulation_steps
 from megatron.optimus.config.schema import ModelConfig, RunConfig
@@ -52,6 +54,10 @@ def build_schedule(config: RunConfig, engine: Engine, mesh: Mesh, device: torch.
     hidden_shape = (training.micro_batch_size, length, config.model.hidden_size)
     if mesh.size("tp") > 1 and parallel.sequence_parallel:
         hidden_shape = (1, training.micro_batch_size * length // mesh.size("tp"), config.model.hidden_size)
+    tied = _tied_weight(engine.module)
+    reductions = Reductions(
+        engine, _reduces(config, tied is not None), gradient_accumulation_steps(config, mesh.layout.world_size)
+    )
     pipeline = Pipeline(
         engine.module,
         stage_plan(config.model, parallel, mesh.index("pp")),
@@ -63,9 +69,51 @@ def build_schedule(config: RunConfig, engine: Engine, mesh: Mesh, device: torch.
         positions=training.seq_length,
         dtype=DTYPES[training.params_dtype],
         device=device,
-        after_backward=engine.optimizer.backward_epilogue,
+        backwards=reductions,
     )
-    return Stages(engine, pipeline)
+    return Stages(engine, pipeline, None if tied is None else (tied, mesh.ends_group("pp")))
+
+
+class Reduce(Enum):
+    """When a pipeline's gradients are summed over data-parallel ranks."""
+
+    AFTERWARDS = "when the pipeline is empty"
+    IN_LAST_BACKWARD = "while the last micro-batch's backward runs, the others being added up before"
+    IN_EACH_BACKWARD = "as above, for every micro-batch: ZeRO stage 2 keeps no whole gradients"
+
+
+def _reduces(config: RunConfig, is_tied: bool) -> Reduce:
+    if config.optimizer.zero_stage == 2:
+        return Reduce.IN_EACH_BACKWARD
+    # Several chunks: a backward brings the gradients of one of them. Tied: first comes the sum over two stages.
+    in_chunks = config.parallel.virtual_pipeline_model_parallel_size > 1
+    return Reduce.AFTERWARDS if in_chunks or is_tied else Reduce.IN_LAST_BACKWARD
+
+
+class Reductions:
+    """Tells the optimizer about the backwards of a pipeline, which takes gradients over after each."""
+
+    def __init__(self, engine: Engine, when: Reduce, num_micro_batches: int) -> None:
+        self._optimizer, self._when, self._last = engine.optimizer, when, num_micro_batches - 1
+
+    def _is_reduced(self, micro_batch: int) -> bool:
+        if self._when is Reduce.IN_LAST_BACKWARD:
+            return micro_batch == self._last
+        return self._when is Reduce.IN_EACH_BACKWARD
+
+    def before(self, micro_batch: int) -> None:
+        self._optimizer.set_gradient_accumulation_boundary(self._is_reduced(micro_batch))
+
+    def after(self, micro_batch: int) -> None:
+        if self._is_reduced(micro_batch):
+            self._optimizer.reduce_gradients()
+        else:
+            self._optimizer.backward_epilogue()
+
+
+def _tied_weight(model: Decoder) -> nn.Parameter | None:
+    """The embedding, where another pipeline stage has it as well."""
+    return next((parameter for parameter in model.parameters() if getattr(parameter, "pipe_tied", False)), None)
 
 
 def routers_of(model: Decoder) -> dict[int, Router]:
@@ -114,15 +162,19 @@ class WholeModel:
 class Stages:
     """A pipeline; for the engine all its micro-batches are one."""
 
-    def __init__(self, engine: Engine, pipeline: Pipeline) -> None:
-        self.engine, self.pipeline = engine, pipeline
+    def __init__(
+        self, engine: Engine, pipeline: Pipeline, tied: tuple[nn.Parameter, dist.ProcessGroup | None] | None
+    ) -> None:
+        """``tied``: a parameter that two stages have, and these two."""
+        self.engine, self.pipeline, self.tied = engine, pipeline, tied
         self.routers = routers_of(engine.module)
 
     def forward_backward(self, batches: Sequence[Batch], labels_each: int | Tensor) -> list[MicroBatchRecord]:
-        optimizer = self.engine.optimizer
-        with optimizer.hold_reductions():
-            optimizer.set_gradient_accumulation_boundary(False)
-            self.pipeline.forward_backward(batches, labels_each)
+        self.pipeline.forward_backward(batches, labels_each)
+        if self.tied is not None:
+            weight, group = self.tied
+            for part in self.engine.optimizer.accumulated_gradient(weight):
+                dist.all_reduce(part, group=group)
         return self._records(len(batches))
 
     def evaluate(self, batches: Sequence[Batch]) -> list[MicroBatchRecord]:

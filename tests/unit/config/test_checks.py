@@ -35,6 +35,23 @@ CHUNKS = "--virtual-pipeline-model-parallel-size 2"
         ),
         ("--num-experts 10 --expert-model-parallel-size 4", 8, ["=4 must divide num_experts=10; use 1 or 2"]),
         ("--num-experts 6 --moe-router-topk 2 --expert-model-parallel-size 12", 8, ["size 8; use 1, 2, 4 or 8"]),
+        (
+            f"{MOE} --expert-model-parallel-size 8 --moe-token-dispatcher-type hierarchical "
+            "--moe-hierarchical-node-size 3",
+            8,
+            ["the 3 ranks of a node", "divide the 8 ranks", "node_size to 2 or 4, or use alltoall"],
+        ),
+        (
+            f"{MOE} --expert-model-parallel-size 4 --expert-tensor-parallel-size 4 --moe-token-dispatcher-type "
+            "hierarchical --moe-hierarchical-node-size 2",
+            16,
+            ["multiple of expert_tensor_parallel_size=4", "node_size to 4 or 8"],
+        ),
+        (
+            f"{MOE} --expert-model-parallel-size 4 --moe-dispatch-chunks 2",
+            8,
+            ["moe_dispatch_chunks=2 with moe_token_dispatcher_type=allgather", "use alltoall, or 1"],
+        ),
         ("--expert-model-parallel-size 2", 8, ["expert_model_parallel_size=2", "num_experts=0", "use 1"]),
         ("--pipeline-model-parallel-size 8 --num-layers 6", 8, ["num_layers=6 is less than the 8 pipeline stages"]),
         (
@@ -59,12 +76,15 @@ CHUNKS = "--virtual-pipeline-model-parallel-size 2"
             16,
             ["5 micro-batches", "multiple of 2"],
         ),
-        (f"{STAGES} --no-untie-embeddings-and-output-weights", 8, ["untie_embeddings"]),
-        (f"{STAGES} --zero-stage 2", 8, ["zero_stage=2", "use zero_stage=1"]),
         (
-            f"{STAGES} {CHUNKS} --pipeline-schedule zbv --num-layers 8 --recompute-modules attention",
+            f"{STAGES} --no-untie-embeddings-and-output-weights --zero-stage 2",
             8,
-            ["recompute_modules", "use 1f1b"],
+            ["zero_stage=2 and untie_embeddings_and_output_weights=false", "use zero_stage=1"],
+        ),
+        (
+            f"{STAGES} {CHUNKS} --pipeline-schedule interleaved-1f1b --num-layers 8 --zero-stage 2",
+            4,
+            ["zero_stage=2 and several chunks", "use zero_stage=1, or pipeline_schedule=1f1b"],
         ),
         (
             "--tensor-model-parallel-size 4 --num-attention-heads 2",
@@ -148,7 +168,7 @@ def test_gradient_accumulation_steps() -> None:
         ),
         ("--data-path x --zero-stage 2 --param-cpu-offload", "param_cpu_offload needs zero_stage=3"),
         (
-            "--data-path x --zero-stage 3 --num-experts 4 --expert-model-parallel-size 2",
+            "--data-path x --zero-stage 3 --num-experts 8 --expert-model-parallel-size 2",
             "but expert_model_parallel_size=2; use 1",
         ),
         ("--data-path x --zero-stage 3 --tensor-model-parallel-size 2", "but tensor_model_parallel_size=2; use 1"),

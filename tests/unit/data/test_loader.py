@@ -68,6 +68,24 @@ def test_instances_are_windows_of_each_file(prefixes: list[str]) -> None:
             instances.read(i)
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_without_the_extra_token_the_last_label_is_missing(prefixes: list[str], packing: bool) -> None:
+    plain, short = (InstanceSet(prefixes, L, packing=packing, extra_token=extra) for extra in (True, False))
+    if not packing:
+        assert len(short) == 10 + 0 + 25 + 17  # the 25th of 25*L tokens needs no token after it
+        assert [window_of(short, i)[-1] for i in range(len(short))] == [NO_LABEL] * len(short)
+        assert [p.tokens.tolist() for p in short.read(3)] == [p.tokens.tolist() for p in plain.read(3)]
+    assert all(piece.following == NO_LABEL for i in range(len(short)) for piece in short.read(i))
+    assert not short.every_label_counts and plain.every_label_counts is not packing
+    loader = BatchLoader(
+        short, seq_length=L, global_batch_size=4, micro_batch_size=2, data_parallel_rank=0, data_parallel_size=1, seed=1
+    )
+    for batch in loader.batch(0):
+        assert (batch.labels_BS[:, -1] == NO_LABEL).all()
+        assert batch.num_labels == (batch.labels_BS != NO_LABEL).sum()
+    loader.close()
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     tokens=st.integers(0, 10**13),
@@ -349,3 +367,18 @@ def test_documents_within_samples(tmp_path: Path) -> None:
             assert b.positions_BS[row].tolist() == counted
     plain.close()
     marked.close()
+
+
+def test_a_rank_pins_the_part_of_a_batch_that_it_keeps(prefixes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut after pinning, a context-parallel rank's part would be copied to the device without page-locked memory."""
+
+    def keep(batch: Batch) -> Batch:
+        return batch._replace(tokens_BS=batch.tokens_BS[:, 1:3], labels_BS=batch.labels_BS[:, 1:3])
+
+    pinned = []
+    monkeypatch.setattr(Batch, "pin_memory", lambda batch: pinned.append(batch) or batch)
+    monkeypatch.setattr("megatron.optimus.runtime.device.set_device", lambda device: None)
+    whole = make_loader(prefixes).batch(0)
+    own = make_loader(prefixes, keep=keep, pin_for=torch.device("cuda")).batch(0)
+    assert [batch.tokens_BS.tolist() for batch in own] == [batch.tokens_BS[:, 1:3].tolist() for batch in whole]
+    assert len(pinned) >= len(own) and all(a is b for a, b in zip(own, pinned, strict=False))

@@ -203,3 +203,25 @@ def test_table_is_emptied_when_full_and_unused_where_words_depend(
     (trained / "added.json").write_text(json.dumps(state))
     other = build_tokenizer(TokenizerType.HF, trained / "added.json")
     assert not other._words_are_independent and other.encode_batch(["x y"]) == [other.encode("x y")]
+
+
+@settings(max_examples=300, deadline=None)
+@given(ids=st.lists(st.integers(-1, 310), max_size=30))
+def test_text_of_any_ids_is_that_of_the_library(trained: Path, ids: list[int]) -> None:
+    """Also parts of characters, special tokens, and ids outside the vocabulary."""
+    from tokenizers import Tokenizer
+
+    library = Tokenizer.from_file(str(trained / "tokenizer.json"))
+    known = [i for i in ids if i >= 0]
+    tokenizer = build_tokenizer(TokenizerType.HF, trained)
+    assert tokenizer._bytes is not None  # type: ignore[attr-defined]
+    assert tokenizer.decode(ids) == library.decode(known, skip_special_tokens=True)
+
+
+def test_text_comes_from_the_library_where_tokens_are_not_bytes(trained: Path) -> None:
+    state = json.loads((trained / "tokenizer.json").read_text())
+    new = 1 + max(state["model"]["vocab"].values())
+    added = {"id": new, "content": "x y", "special": False, "single_word": False, "lstrip": False, "rstrip": False}
+    state["added_tokens"].append(added | {"normalized": False})
+    (trained / "spaced.json").write_text(json.dumps(state))
+    assert build_tokenizer(TokenizerType.HF, trained / "spaced.json").decode([new]) == "x y"

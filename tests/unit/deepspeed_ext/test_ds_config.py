@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from deepspeed_ext.ds_config import build_torch_optimizer, reason_for_deepspeed, resolve_config, zero_options
+from deepspeed_ext.zero.loss_scale import LossScaleOptions
 from deepspeed_ext.zero.options import DEFAULT_BUCKET_NUMEL, ZeroOptions
 
 
@@ -85,6 +86,30 @@ def test_options_of_a_plain_configuration() -> None:
     assert zero_options({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}).stage == 1
 
 
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({}, LossScaleOptions(2.0**16, True, 1000, 2, False, 1.0)),
+        ({"loss_scale": 128, "hysteresis": 3}, LossScaleOptions(128.0, False, 1000, 3)),
+        (
+            {
+                "initial_scale_power": 9,
+                "loss_scale_window": 50,
+                "hysteresis": 4,
+                "consecutive_hysteresis": True,
+                "min_loss_scale": 8,
+            },
+            LossScaleOptions(512.0, True, 50, 4, True, 8.0),
+        ),
+    ],
+)
+def test_loss_scale(section: dict[str, Any], expected: LossScaleOptions) -> None:
+    assert zero_options({"fp16": {"enabled": True, **section}}).loss_scale == expected
+    assert zero_options({"fp16": {**section, "enabled": False}}).loss_scale is None
+    autocast = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
+    assert zero_options({"fp16": {**section, "enabled": False}, **autocast}).loss_scale == expected
+
+
 def test_options_of_a_full_configuration() -> None:
     config = {
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8, "overlap_comm": False},
@@ -108,13 +133,16 @@ def test_options_of_a_full_configuration() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"fp16": {"enabled": True}}, "fp16"),
-        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "fp16"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both enabled"),
+        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "masters are fp32"),
+        ({"fp16": {"enabled": True, "hysteresis": 0}}, "hysteresis=0"),
+        ({"fp16": {"enabled": True, "loss_scale": -1}}, "loss_scale must be >= 0"),
+        ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "loss_scale_window must be > 0"),
         (
             {"deepspeed_ext": {"overlap_gather": True}},
             "deepspeed_ext.overlap_gather is not an option; known: clip_after",
         ),
-        ({"data_types": {"grad_accum_dtype": "fp16"}}, "grad_accum_dtype='fp16'"),
+        ({"data_types": {"grad_accum_dtype": "fp8"}}, "grad_accum_dtype='fp8'"),
         ({"communication_data_type": "int8"}, "communication_data_type='int8'"),
         ({"zero_optimization": {"stage": 1, "reduce_bucket_size": 0}}, "reduce_bucket_size=0"),
         ({"gradient_clipping": -1.0}, "gradient_clipping=-1.0"),

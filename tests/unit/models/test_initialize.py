@@ -8,7 +8,7 @@ import torch
 from megatron.optimus.config.schema import ExpertPlacement, ModelConfig
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
-from megatron.optimus.parallel.expert import Ownership
+from megatron.optimus.parallel.placement import Ownership
 
 CONFIG = ModelConfig(
     num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=40, num_experts=4, moe_ffn_hidden_size=8,
@@ -33,7 +33,7 @@ def build(seed: int = 1, expert_ids: tuple[int, ...] | None = None, dtype: torch
 def test_a_rank_gets_the_slices_of_the_whole_model(placement: ExpertPlacement) -> None:
     whole = dict(build().named_parameters())
     for rank in range(2):
-        ids = Ownership(4, 2, placement).expert_ids(rank)
+        ids = Ownership.regular(4, 2, placement).expert_ids(rank)
         for name, weight in build(expert_ids=ids).named_parameters():
             expected = whole[name][list(ids)] if ".experts." in name else whole[name]
             assert torch.equal(weight, expected), name

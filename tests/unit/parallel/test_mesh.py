@@ -39,7 +39,7 @@ def test_the_groups_of_one_rank_of_12288(rank: int, monkeypatch: pytest.MonkeyPa
         context_parallel_size=2,
         expert_model_parallel_size=12,
     )
-    mesh = Mesh(config, rank=rank, world_size=WORLD)
+    mesh = Mesh(config, rank=rank, world_size=WORLD, local_world_size=12)
     assert len(made) <= len(AXES)
     sizes = dict(
         pp=8, dp=384, cp=2, tp=2, dense=768, sequence=4, stage=1536, model=16, edp=128, ep=12, etp=1, experts=12
@@ -50,5 +50,10 @@ def test_the_groups_of_one_rank_of_12288(rank: int, monkeypatch: pytest.MonkeyPa
         assert (group is None) == (size == 1)
         assert group is None or dist.get_process_group_ranks(group) == mesh.ranks(axis)
     assert mesh.group("ep") is mesh.group("experts")
+    within, across = mesh.node_groups("dp")  # of 384 ranks, in nodes of 12
+    assert within is not None and across is not None and len(made) <= len(AXES) + 2
+    place = mesh.index("dp")
+    assert dist.get_process_group_ranks(within) == mesh.ranks("dp")[place // 12 * 12 :][:12]
+    assert dist.get_process_group_ranks(across) == mesh.ranks("dp")[place % 12 :: 12]
     alone = mesh.group_or_self("etp")
     assert dist.get_process_group_ranks(alone) == [rank] and mesh.group_or_self("etp") is alone

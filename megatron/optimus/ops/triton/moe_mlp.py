@@ -23,14 +23,49 @@ _ALIGN = 8  # the tensor memory engine wants rows of a multiple of 16 bytes
 
 def moe_mlp(x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Tensor, indices_TK: Tensor) -> Tensor:
     """``reference.moe_mlp`` in bf16 or fp16; widths that are no multiple of 8 are padded by a copy of the weights."""
-    width, inner = x_TD.shape[1], down_EDF.shape[2]
+    x, gate_up, down = _aligned(x_TD, gate_up_E2FD, down_EDF)
+    y_TD = _moe_mlp(x, gate_up, down, weights_TK, indices_TK)[0]
+    return y_TD if x is x_TD else y_TD[:, : x_TD.shape[1]]
+
+
+def moe_mlp_forward(
+    x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Tensor, indices_TK: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """``moe_mlp`` and what its backward needs beside the arguments."""
+    x, gate_up, down = _aligned(x_TD, gate_up_E2FD, down_EDF)
+    y_TD, hidden, row_order = _moe_mlp(x, gate_up, down, weights_TK, indices_TK)
+    return y_TD[:, : x_TD.shape[1]], [hidden, *row_order]
+
+
+def moe_mlp_backward(
+    dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], buffers: tuple[Tensor | None, Tensor | None]
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """See ``main_grads.FusedMoE``. With padded widths the gradients are formed in fp32 beside the buffers."""
+    width, inner = arguments[2].shape[1:]
+    x, gate_up, down = _aligned(*arguments[:3])
+    is_padded, sums = x is not arguments[0], buffers
+    if is_padded:
+        dy_TD = pad(dy_TD, (0, x.shape[1] - width))
+        pairs = zip(buffers, (gate_up, down), strict=True)
+        sums = tuple(None if b is None else torch.zeros_like(w, dtype=torch.float32) for b, w in pairs)  # type: ignore
+    dx, dgate_up, ddown, dweights = _gradients(dy_TD, x, gate_up, down, arguments[3], saved[0], saved[1:], sums)
+    if is_padded:
+        dx, ddown = dx[:, :width], ddown[:, :width, :inner]
+        dgate_up = dgate_up.unflatten(1, (2, -1))[:, :, :inner, :width].flatten(1, 2)
+        for buffer, gradient in zip(buffers, (dgate_up, ddown), strict=True):
+            if buffer is not None:
+                buffer.add_(gradient)
+    return dx, dgate_up if buffers[0] is None else None, ddown if buffers[1] is None else None, dweights
+
+
+def _aligned(x: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros appended up to the next multiple of _ALIGN in both widths; the very arguments where none are needed."""
+    width, inner = down.shape[1:]
     more_d, more_f = -width % _ALIGN, -inner % _ALIGN
-    if more_d or more_f:
-        x_TD = pad(x_TD, (0, more_d))
-        gate_up_E2FD = pad(gate_up_E2FD.unflatten(1, (2, inner)), (0, more_d, 0, more_f)).flatten(1, 2)
-        down_EDF = pad(down_EDF, (0, more_f, 0, more_d))
-    y_TD = _moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)[0]
-    return y_TD[:, :width] if more_d else y_TD
+    if not (more_d or more_f):
+        return x, gate_up, down
+    gate_up = pad(gate_up.unflatten(1, (2, inner)), (0, more_d, 0, more_f)).flatten(1, 2)
+    return pad(x, (0, more_d)), gate_up, pad(down, (0, more_f, 0, more_d))
 
 
 @torch.library.custom_op("optimus_triton::moe_mlp", mutates_args=())
@@ -84,6 +119,14 @@ def _join(device: torch.device) -> None:
 def _moe_mlp_backward(
     dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, hidden: Tensor, row_order: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _gradients(dy, x, gate_up, down, weights, hidden, row_order, (None, None))
+
+
+def _gradients(
+    dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, hidden: Tensor, row_order: list[Tensor],
+    buffers: tuple[Tensor | None, Tensor | None],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of x, gate_up, down and weights; those of the two weights are added to ``buffers`` where there are any."""
     dy, x, gate_up, down, weights = (t.contiguous() for t in (dy, x, gate_up, down, weights))
     topk = weights.shape[1]
     order = index.RowOrder(*row_order)
@@ -97,8 +140,8 @@ def _moe_mlp_backward(
     _join(x.device)
     with _beside(x.device):
         rows.sum_rows(dx_rows, order, None, topk, out=dx)
-    ddown = gemm.weight_gradient(dy_rows, activation, order)
-    dgate_up = gemm.weight_gradient(dhidden, x_rows, order)
+    ddown = gemm.weight_gradient(dy_rows, activation, order, out=buffers[1])
+    dgate_up = gemm.weight_gradient(dhidden, x_rows, order, out=buffers[0])
     _join(x.device)
     return dx, dgate_up, ddown, dweights
 

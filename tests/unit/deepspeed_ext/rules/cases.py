@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -27,18 +28,22 @@ CASES: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "momentum_plain": ("momentum", MomentumOptions(0.95, False, True), BUFFER),
 }
 
+# (case, state dtype, gradient dtype)
+GRID = list(itertools.product(CASES, ("fp32", "bf16", "int8"), (torch.float32, torch.bfloat16)))
+GRID += [(case, "fp32", torch.float16) for case in CASES]
+
 
 def make_shard(
     kinds: tuple[str, ...], state_dtype: str, grad_dtype: torch.dtype, device: str, numel: int = NUMEL
 ) -> Shard:
-    """Random, with states as after some steps; the parameter is bf16 unless the gradient is fp32 (then the master)."""
+    """Random, with states as after some steps; the parameter has the gradient's dtype (fp32: it is the master)."""
     generator = torch.Generator().manual_seed(7)
 
     def normal() -> Tensor:
         return torch.randn(numel, generator=generator).to(device)
 
     master = normal()
-    param = master if grad_dtype == torch.float32 else torch.full_like(master, torch.nan, dtype=torch.bfloat16)
+    param = master if grad_dtype == torch.float32 else torch.full_like(master, torch.nan, dtype=grad_dtype)
     shard = Shard(master, normal().to(grad_dtype), param)
     for kind in kinds:
         signed = kind not in UNSIGNED
@@ -103,10 +108,11 @@ def _differences(ours: Shard, expected: Shard) -> list[str]:
             # The last bit of fp32 arithmetic may put a value on the other side of a rounding border, seldom.
             off = (ours_n.int() - expected_n.int()).abs()
             right = off.max() <= 1 and (off > 0).float().mean() < 5e-3
-        elif name == "param" and ours_n.dtype == torch.bfloat16:
-            # Triton's interpreter truncates where a GPU rounds to nearest.
-            right = torch.allclose(ours_n.float(), ours.master, rtol=2**-7, atol=0)
-            right = right and (ours_n.device.type == "cpu" or torch.equal(ours_n, ours.master.bfloat16()))
+        elif name == "param" and ours_n.dtype != torch.float32:
+            # Triton's interpreter truncates to bf16 where a GPU rounds to nearest.
+            unit, smallest = (2**-7, 0.0) if ours_n.dtype == torch.bfloat16 else (2**-10, 2**-24)
+            right = torch.allclose(ours_n.float(), ours.master, rtol=unit, atol=smallest)
+            right = right and (ours_n.device.type == "cpu" or torch.equal(ours_n, ours.master.to(ours_n.dtype)))
         elif ours_n.dtype == torch.bfloat16:
             close = torch.isclose(ours_n.float(), expected_n.float(), rtol=2**-7, atol=1e-30)
             right = bool(close.all()) and (ours_n != expected_n).float().mean() < 5e-3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
@@ -12,22 +11,20 @@ import pytest
 import torch
 
 from deepspeed_ext.rules.kernels import cpu, kernels_for, reference
-from tests.unit.deepspeed_ext.rules.cases import CASES, clone, make_shard, mismatches, run
+from tests.unit.deepspeed_ext.rules.cases import CASES, GRID, clone, make_shard, mismatches, run
 
 ROOT = Path(__file__).resolve().parents[4]
-ALL = list(itertools.product(CASES, ("fp32", "bf16", "int8"), (torch.float32, torch.bfloat16)))
 PROGRAM = """
-import itertools, torch
 from deepspeed_ext.rules.kernels import triton_ops
-from tests.unit.deepspeed_ext.rules.cases import CASES, mismatches
-for case, state, grad in itertools.product(CASES, ("fp32", "bf16", "int8"), (torch.float32, torch.bfloat16)):
+from tests.unit.deepspeed_ext.rules.cases import GRID, mismatches
+for case, state, grad in GRID:
     bad = mismatches(triton_ops, case, state, grad, "cpu")
     assert not bad, (case, state, grad, bad)
 print("all equal")
 """
 
 
-@pytest.mark.parametrize(("case", "state_dtype", "grad_dtype"), ALL)
+@pytest.mark.parametrize(("case", "state_dtype", "grad_dtype"), GRID)
 def test_cpu_kernels_equal_the_reference(
     case: str, state_dtype: str, grad_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -37,7 +34,7 @@ def test_cpu_kernels_equal_the_reference(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not (torch.cuda.is_available() or torch.xpu.is_available()), reason="no accelerator")
-@pytest.mark.parametrize(("case", "state_dtype", "grad_dtype"), ALL)
+@pytest.mark.parametrize(("case", "state_dtype", "grad_dtype"), GRID)
 def test_gpu_kernels_equal_the_reference(case: str, state_dtype: str, grad_dtype: torch.dtype) -> None:
     device = "cuda" if torch.cuda.is_available() else "xpu"
     kernels = kernels_for(device)

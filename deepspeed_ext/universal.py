@@ -1,0 +1,193 @@
+"""Reading DeepSpeed's universal checkpoints: one folder per parameter with whole fp32 tensors, loaded at any layout.
+
+latest_universal                                          the tag
+TAG/mp_rank_00_model_states.pt                            counters, scheduler, buffers, what the user saved
+TAG/zero/optimizer_state.pt                               hyperparameters of the groups, the loss scale
+TAG/zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt    masters and states
+
+A rank reads what it owns. Which experts these are, DeepSpeed itself gets wrong on all expert-parallel ranks but the
+first (0.19.8 gives them the first one's): here rank i of n takes the i-th of n parts of a tensor that holds all
+experts, and where every expert is a module of its own (``experts.<number>.``) the modules whose numbers it holds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of, world_group
+from deepspeed_ext.torch_files import Shell, read_torch
+from deepspeed_ext.zero.agreement import gather, raise_together
+from deepspeed_ext.zero.optimizer import EPZeroOptimizer
+
+_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
+_NUMBERED = re.compile(r"(.*experts\.)(\d+)(\..*)")
+_FILE_OF = {"master": "fp32"}  # states are in files of their own names
+_ENGINE_KEYS = {"module", "optimizer", "lr_scheduler", "skipped_steps", "global_steps", "global_samples"}
+_ENGINE_KEYS |= {"dp_world_size", "mp_world_size", "data_sampler", "random_ltd"}
+
+
+def locate(load_dir: str, tag: str | None) -> Path:
+    """The folder of a tag, or of the one that ``latest_universal`` names. Raises ValueError if there is none."""
+    pointer = Path(load_dir) / "latest_universal"
+    if tag is None:
+        if not pointer.is_file():
+            raise ValueError(f"{pointer} does not exist; convert the checkpoint, or pass tag=")
+        tag = pointer.read_text().strip()
+        if not _TAG.fullmatch(tag):
+            raise ValueError(f"{pointer}: {tag[:100]!r} is not the plain name of a folder")
+    folder = Path(load_dir) / str(tag)
+    if not (folder / "zero").is_dir():
+        raise ValueError(f"{folder} has no folder 'zero': it is not a universal checkpoint, see ds_to_universal")
+    return folder
+
+
+class _Places:
+    """Which part of the experts this rank holds. Construction is collective over the dense group."""
+
+    def __init__(self, groups: ZeroGroups, names: Mapping[nn.Parameter, str]) -> None:
+        mine = {group: min(ranks_of(ranks)) for group, ranks in groups.expert.items()}
+        everybody = gather(mine, groups.dense).values()
+        self._first_ranks = {
+            group: sorted({firsts[group] for firsts in everybody if group in firsts}) for group in mine
+        }
+        self._mine = mine
+        numbered = [(param, _NUMBERED.fullmatch(name)) for param, name in names.items()]
+        self._held = Counter(m[1] + m[3] for param, m in numbered if m and expert_group_name(param) is not None)
+
+    def part(self, param: nn.Parameter) -> tuple[int, int]:
+        """(i, n): this rank has the i-th of n parts of the experts; (0, 1) for what is no expert."""
+        group = expert_group_name(param)
+        if group is None:
+            return 0, 1
+        firsts = self._first_ranks[group]
+        return firsts.index(self._mine[group]), len(firsts)
+
+    def name(self, param: nn.Parameter, name: str) -> str:
+        """The name among all experts, where every expert is a module with a number on its rank."""
+        match = _NUMBERED.fullmatch(name)
+        if match is None or expert_group_name(param) is None:
+            return name
+        number = self.part(param)[0] * self._held[match[1] + match[3]] + int(match[2])
+        return f"{match[1]}{number}{match[3]}"
+
+
+def _local(zero: Path, param: nn.Parameter, name: str, kind: str, places: _Places) -> Tensor:
+    """The flat tensor of one kind for ``param``, mapped from its file. Raises ValueError if there is none that fits."""
+    file = f"{_FILE_OF.get(kind, kind)}.pt"
+    index, parts = places.part(param)
+    shape = tuple(param.shape)
+    path = zero / name / file
+    if parts > 1 and path.exists():
+        whole = _tensor(path)
+        if tuple(whole.shape) == (shape[0] * parts, *shape[1:]):
+            return whole[index * shape[0] : (index + 1) * shape[0]].reshape(-1)
+    path = zero / places.name(param, name) / file
+    whole = _tensor(path)
+    if tuple(whole.shape) != shape or (parts > 1 and not _NUMBERED.fullmatch(name)):
+        needed = f"{shape}, as one of {parts} parts of the experts" if parts > 1 else str(shape)
+        cut = "; parameters cut by tensor parallelism are not read" if param.numel() < whole.numel() else ""
+        raise ValueError(f"{path} has shape {tuple(whole.shape)}, the model needs {needed}{cut}")
+    return whole.reshape(-1)
+
+
+@torch.no_grad()
+def load_optimizer(optimizer: EPZeroOptimizer, folder: Path, load_states: bool) -> None:
+    """Fills masters and, with ``load_states``, states, step count, hyperparameters and loss scale. Collective.
+
+    Raises ValueError on every rank, before anything has changed, if a file is missing, damaged or of another shape on
+    any.
+    """
+    names = {param: name for family in optimizer.families for name, param in family.params.items()}
+    places = _Places(optimizer.groups, names)
+    copies: list[tuple[Tensor, Tensor]] = []
+    general: Any = {}
+    steps: set[int] = set()
+    error = None
+    try:
+        if load_states and (folder / "zero/optimizer_state.pt").exists():
+            general = read_torch(folder / "zero/optimizer_state.pt")
+        for shard in optimizer.state_shards():
+            for kind in shard.tensors if load_states else ["master"]:
+                flat = _local(folder / "zero", shard.param, shard.name, kind, places)
+                copies.append((shard.tensors[kind], flat[shard.start : shard.stop]))
+            count = folder / "zero" / places.name(shard.param, shard.name) / "step.pt"
+            if load_states and count.exists():
+                steps.add(int(read_torch(count)))
+        if len(steps) > 1:
+            raise ValueError(f"{folder}: parameters are of different steps, {sorted(steps)[:4]}")
+    except (ValueError, TypeError, IndexError, OSError, RuntimeError) as failure:
+        error = str(failure)
+    raise_together(error, world_group())
+    for target, value in copies:
+        target.copy_(value)
+    optimizer.sync_params_from_master()
+    if load_states:
+        _load_general(optimizer, general if isinstance(general, dict) else {})
+    known = [int(step) for step in gather(max(steps, default=-1), world_group()).values()]
+    if max(known) >= 0:  # a rank may own nothing
+        optimizer.step_count = max(known)
+
+
+def _tensor(path: Path) -> Tensor:
+    content = read_torch(path)
+    tensor = content.get("param") if isinstance(content, dict) else content
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{path} holds no tensor 'param'")
+    return tensor
+
+
+def _load_general(optimizer: EPZeroOptimizer, general: Mapping[str, Any]) -> None:
+    """Hyperparameters, if the file has the same number of groups (converters write more, empty ones), and the scale."""
+    saved = [dict(group) for group in general.get("param_groups") or []]
+    if len(saved) == len(optimizer.param_groups):
+        for group, options in zip(optimizer.param_groups, saved, strict=True):
+            group.update({key: options[key] for key in options.keys() & group.keys() - {"params"}})
+    scaler = general.get("loss_scaler")
+    if isinstance(scaler, Shell) and hasattr(scaler, "cur_hysteresis"):
+        window = int(scaler.scale_window)  # type: ignore[attr-defined]
+        clean = int(scaler.cur_iter) - int(scaler.last_overflow_iter) - 1  # type: ignore[attr-defined]
+        optimizer.loss_scale_state = {
+            "scale": float(scaler.cur_scale),  # type: ignore[attr-defined]
+            "clean_steps": float(clean if clean <= window else (clean - 1) % window + 1),
+            "hysteresis_left": float(scaler.cur_hysteresis),
+        }
+
+
+def load_engine(engine: Any, folder: Path, *, load_counters: bool, load_scheduler: bool) -> dict[str, Any]:
+    """Buffers and frozen parameters, counters and scheduler from the model states; returns what else is in them."""
+    path = folder / "mp_rank_00_model_states.pt"
+    header: Any = {}
+    error = None
+    try:
+        if path.exists():
+            header = read_torch(path)
+            header = header if isinstance(header, dict) else {}
+    except ValueError as failure:
+        error = str(failure)
+    raise_together(error, world_group())
+    _load_module(engine.module, header.get("module"))
+    if not load_counters:
+        return {}
+    engine.global_steps = int(header.get("global_steps", 0))
+    engine.global_samples = int(header.get("global_samples", engine.global_steps * engine.train_batch_size()))
+    engine.skipped_steps = int(header.get("skipped_steps", 0))
+    if load_scheduler and engine.lr_scheduler is not None and header.get("lr_scheduler") is not None:
+        engine.lr_scheduler.load_state_dict(header["lr_scheduler"])
+    return {key: value for key, value in header.items() if key not in _ENGINE_KEYS}
+
+
+@torch.no_grad()
+def _load_module(module: nn.Module, saved: Any) -> None:
+    """What the optimizer does not own: buffers and frozen parameters of the same name and shape."""
+    frozen = {name: param.data for name, param in module.named_parameters() if not param.requires_grad}
+    for name, target in {**dict(module.named_buffers()), **frozen}.items():
+        value = saved.get(name) if isinstance(saved, Mapping) else None
+        if isinstance(value, Tensor) and value.shape == target.shape:
+            target.copy_(value)

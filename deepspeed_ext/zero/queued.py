@@ -1,0 +1,121 @@
+"""What gradients.py keeps per bucket and parameter, laid out so that the usual case touches a bucket, not its parts.
+
+Usual: a parameter lies in one bucket alone and its gradient arrives in ``param.grad``. All such parameters of a bucket
+are moved by one multi-tensor copy between two lists, and one flag says that they were. What is different, a parameter
+cut by a bucket's end or one whose producer adds into ``main_grad``, is marked part by part.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from deepspeed_ext.zero.bucket import Bucket
+
+
+class Slot:
+    """One parameter."""
+
+    __slots__ = ("events", "expected", "is_fused", "name", "param", "parts")
+
+    def __init__(self, name: str, param: nn.Parameter) -> None:
+        self.name, self.param = name, param
+        self.parts: list[Part] = []
+        self.events = 0  # gradients that arrived in this backward
+        self.expected = 1  # the most that arrived in one
+        self.is_fused = False  # a producer adds into main_grad
+
+
+class Part:
+    """One piece of one parameter in one bucket."""
+
+    __slots__ = ("entry", "is_marked", "is_together", "offset", "slot", "start", "stop", "view")
+
+    def __init__(self, slot: Slot, entry: Queued, start: int, stop: int, offset: int) -> None:
+        self.slot, self.entry = slot, entry
+        self.start, self.stop, self.offset = start, stop, offset
+        self.is_together = False  # moved with the others of its bucket
+        self.is_marked = False  # storage holds its gradients, whatever the bucket's flag says
+        self.view: Tensor | None = None  # its place, where storage stays
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether storage holds gradients of this rank since the bucket was opened."""
+        return self.is_marked or (self.is_together and self.entry.is_filled)
+
+    def mark(self) -> None:
+        """Storage holds its gradients from now on."""
+        if not self.is_marked:
+            self.is_marked = True
+            self.entry.marked.append(self)
+
+    def place(self) -> Tensor:
+        """Where its gradient belongs, of the parameter's shape if it lies here alone, else flat."""
+        if self.view is not None:
+            return self.view
+        storage = self.entry.bucket.storage
+        assert storage is not None
+        flat = storage[self.offset : self.offset + self.stop - self.start]
+        return flat.view(self.slot.param.shape) if len(self.slot.parts) == 1 else flat
+
+
+class Queued:
+    """A bucket, what lies in it, and how far it is in this backward."""
+
+    __slots__ = (
+        *("bucket", "is_complete", "is_filled", "is_launched", "lent", "marked", "others", "params", "parts"),
+        *("together", "views", "waiting"),
+    )
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self.lent: Tensor | None = None  # the ring's buffer behind storage
+        self.parts: list[Part] = []
+        self.together: list[Part] = []
+        self.others: list[Part] = []
+        self.params: list[nn.Parameter] = []  # of ``together``
+        self.is_filled = False  # storage holds the gradients of all parts in ``together``
+        self.marked: list[Part] = []
+        self.views: dict[int, list[Tensor]] = {}  # places of ``together``, by address of storage
+        self.waiting = 0
+        self.is_complete = self.is_launched = False
+
+    def sort(self) -> None:
+        """Decides which parts are moved together; storage must hold no gradients. Again once it is known which
+        producers add into main_grad."""
+        for part in self.parts:
+            part.is_together = len(part.slot.parts) == 1 and not part.slot.is_fused
+        self.together = [part for part in self.parts if part.is_together]
+        self.others = [part for part in self.parts if not part.is_together]
+        self.params = [part.slot.param for part in self.together]
+        self.views.clear()
+
+    def places(self) -> list[Tensor]:
+        """Of ``together``, in storage as it is now."""
+        assert self.bucket.storage is not None
+        address = self.bucket.storage.data_ptr()
+        if address not in self.views:
+            self.views[address] = [part.place() for part in self.together]
+        return self.views[address]
+
+    @property
+    def can_move_together(self) -> bool:
+        """Whether ``together`` is in one state: all filled or none."""
+        return bool(self.together) and not any(part.is_together for part in self.marked)
+
+    def begin(self) -> None:
+        """Before a backward."""
+        self.waiting = len(self.parts)
+        self.is_complete = not self.parts
+        self.is_launched = False
+
+    def empty(self) -> None:
+        """Storage holds no gradients of this rank any more."""
+        self.is_filled = False
+        for part in self.marked:
+            part.is_marked = False
+        self.marked.clear()
+
+    def missing(self) -> list[Tensor]:
+        """Places that nothing was written to."""
+        parts = self.others if self.is_filled else self.parts
+        return [part.place() for part in parts if not part.is_filled]

@@ -1,0 +1,143 @@
+"""``<run>/expert_load.json``: how many slots of tokens each expert got, and what that means for the experts' ranks.
+
+In each layer every rank waits for the busiest one. The report says how busy that is, as a multiple of the mean, under
+the placement of the run and under others: what moving experts between ranks would gain.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megatron.optimus.config.placement import (
+    LayerPlacement,
+    balanced_placement,
+    busiest_over_mean,
+    from_json,
+    regular_placement,
+)
+from megatron.optimus.config.schema import ConfigError, ExpertPlacement, ParallelConfig
+
+FILE_NAME = "expert_load.json"
+
+
+class ExpertLoad:
+    """Adds up the load since the start of this process. Only rank 0 may create one."""
+
+    def __init__(self, run_dir: Path, config: ParallelConfig) -> None:
+        self._path = run_dir / FILE_NAME
+        self._config = config
+        self._first_step = self._step = 0
+        self._last_LE: list[list[int]] = []
+        self._total_LE: list[list[int]] = []
+
+    def add(self, step: int, load_LE: list[list[int]]) -> None:
+        """Takes the load of one step; [] for a dense model."""
+        self._first_step = self._first_step or step
+        self._step, self._last_LE = step, load_LE
+        total = self._total_LE or [[0] * len(layer) for layer in load_LE]
+        self._total_LE = [
+            [a + b for a, b in zip(old, new, strict=True)] for old, new in zip(total, load_LE, strict=True)
+        ]
+
+    def write(self) -> None:
+        """Replaces the file; nothing without experts or before the first step."""
+        if not self._total_LE:
+            return
+        record = {
+            "step": self._step,
+            "slots_per_layer_and_expert": self._last_LE,
+            "first_step": self._first_step,
+            "total_slots_per_layer_and_expert": self._total_LE,
+            "expert_model_parallel_size": self._config.expert_model_parallel_size,
+            "moe_expert_placement": self._config.moe_expert_placement.value,
+            "moe_expert_placement_file": self._config.moe_expert_placement_file,
+        }
+        self._path.write_text(json.dumps(record) + "\n")
+
+
+@dataclass(frozen=True)
+class LayerBalance:
+    """One layer. Loads of the busiest rank, or expert, as multiples of the mean one; 1 is perfect."""
+
+    busiest_expert: float
+    present: float  # busiest rank where experts are now
+    contiguous: float
+    interleaved: float
+    balanced: float  # where ``placement`` puts them
+    bound: float  # no placement can be below: the mean, or the busiest expert beside the idlest ones
+    placement: LayerPlacement
+
+
+LOADS = tuple(field.name for field in fields(LayerBalance) if field.name != "placement")
+
+
+@dataclass(frozen=True)
+class BalanceReport:
+    """A run's layers over ``num_ranks`` ranks."""
+
+    first_step: int
+    last_step: int
+    num_ranks: int
+    layers: tuple[LayerBalance, ...]
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Over layers: what the experts' part of a step takes, as a multiple of what it would with equal ranks."""
+        return {name: sum(getattr(layer, name) for layer in self.layers) / len(self.layers) for name in LOADS}
+
+
+def report(path: Path, num_ranks: int | None = None, *, last_step_only: bool = False) -> BalanceReport:
+    """The balance of a run from its expert_load.json; ``num_ranks``: over so many ranks instead of the run's.
+
+    Raises ConfigError for a file that cannot be read, or ranks that do not divide the experts.
+    """
+    try:
+        record: dict[str, Any] = json.loads(path.read_text())
+        own_ranks, step = int(record["expert_model_parallel_size"]), int(record["step"])
+        name = "slots_per_layer_and_expert" if last_step_only else "total_slots_per_layer_and_expert"
+        load_LE = [[int(slots) for slots in layer] for layer in record[name]]
+        regular = ExpertPlacement(record["moe_expert_placement"])
+        first = step if last_step_only else int(record["first_step"])
+        num_experts = len(load_LE[0])
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise ConfigError(
+            f"{path} is no {FILE_NAME} of a run with experts ({type(error).__name__}: {error}); name one, or its folder"
+        ) from error
+    num_ranks = own_ranks if num_ranks is None else num_ranks
+    if num_ranks < 1 or num_experts % num_ranks:
+        raise ConfigError(f"{num_ranks} ranks must divide the {num_experts} experts of a layer")
+    present: Sequence[LayerPlacement] = [regular_placement(num_experts, num_ranks, regular)] * len(load_LE)
+    source = record["moe_expert_placement_file"]
+    if source is not None and num_ranks == own_ranks:
+        sizes = dict(num_layers=len(load_LE), num_experts=num_experts, num_ranks=num_ranks)
+        present = from_json(_text(Path(source)), source, **sizes)
+    layers = tuple(_layer(load_E, place) for load_E, place in zip(load_LE, present, strict=True))
+    return BalanceReport(first, step, num_ranks, layers)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise ConfigError(f"moe_expert_placement_file={path} of that run: {error.strerror}") from error
+
+
+def _layer(load_E: Sequence[int], present: LayerPlacement) -> LayerBalance:
+    num_experts, num_ranks = len(load_E), len(present)
+    balanced = balanced_placement(load_E, num_ranks)
+    regular = {name: regular_placement(num_experts, num_ranks, name) for name in ExpertPlacement}
+    mean = max(sum(load_E), 1) / num_ranks
+    idlest = sum(sorted(load_E)[: num_experts // num_ranks - 1])
+    return LayerBalance(
+        busiest_expert=max(load_E) * num_experts / max(sum(load_E), 1),
+        present=busiest_over_mean(load_E, present),
+        contiguous=busiest_over_mean(load_E, regular[ExpertPlacement.CONTIGUOUS]),
+        interleaved=busiest_over_mean(load_E, regular[ExpertPlacement.INTERLEAVED]),
+        balanced=busiest_over_mean(load_E, balanced),
+        bound=max(1.0, (max(load_E) + idlest) / mean),
+        placement=balanced,
+    )

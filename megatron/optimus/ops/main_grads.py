@@ -1,0 +1,97 @@
+"""Expert weight gradients added by the backward where the optimizer keeps them, rather than handed to autograd.
+
+The optimizer's side is two attributes of a parameter: ``main_grad``, a buffer of its shape in fp32 or its own dtype,
+and ``main_grad_ready()``, called after every gradient that was added to it. A gradient that takes this way is neither
+written in the weight's dtype, read again, nor rounded before the sum.
+
+A backward adds only where autograd would have accumulated into ``param.grad``. ``torch.autograd.grad`` and
+``backward(inputs=...)`` without the weight change no buffer, and neither does a schedule that takes a stage's input
+gradients first and its weights' later (zero-bubble pipelines): those get their gradients the ordinary way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class MainGrad(NamedTuple):
+    """Where a weight's gradient is summed."""
+
+    buffer: Tensor  # of the weight's shape, contiguous, in fp32 or the weight's dtype
+    ready: Callable[[], None]  # called after each addition
+
+
+class FusedMoE(Protocol):
+    """What a backend offers so that its expert layer can add to main gradients.
+
+    ``moe_mlp_backward`` returns the gradients of x, gate_up, down and weights. That of a weight with a buffer is added
+    to the buffer, in at least fp32 and rounded at most once, and None is returned in its place.
+    """
+
+    def moe_mlp_forward(
+        self, x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Tensor, indices_TK: Tensor
+    ) -> tuple[Tensor, list[Tensor]]: ...
+
+    def moe_mlp_backward(
+        self, dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], buffers: tuple[Tensor | None, Tensor | None]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]: ...
+
+
+def main_grad_of(weight: Tensor) -> MainGrad | None:
+    """The place that an optimizer gave this parameter for its gradient; None where the ordinary way is due.
+
+    The ordinary way also serves weights whose gradients pass through hooks: tensor parallelism sums some that way.
+    """
+    buffer, ready = getattr(weight, "main_grad", None), getattr(weight, "main_grad_ready", None)
+    if buffer is None or ready is None or not weight.requires_grad or weight._backward_hooks:
+        return None
+    dtypes = (weight.dtype, torch.promote_types(weight.dtype, torch.float32))
+    fits = buffer.shape == weight.shape and buffer.is_contiguous() and buffer.device == weight.device
+    return MainGrad(buffer, ready) if fits and buffer.dtype in dtypes else None
+
+
+def moe_mlp(
+    backend: FusedMoE, arguments: tuple[Tensor, ...], main_grads: tuple[MainGrad | None, MainGrad | None]
+) -> Tensor:
+    """The backend's ``moe_mlp`` whose backward adds the gradients of gate_up and down to ``main_grads``."""
+    y: Tensor = _IntoMainGrads.apply(*arguments, backend, main_grads)
+    return y
+
+
+class _IntoMainGrads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        *arguments, ctx.backend, ctx.main_grads = inputs
+        y, saved = ctx.backend.moe_mlp_forward(*arguments)
+        ctx.save_for_backward(*arguments, *saved)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors  # once: a checkpoint gives them out a single time
+        arguments, saved = list(tensors[:5]), list(tensors[5:])
+        gate_up, down = (
+            main_grad if main_grad is not None and _is_accumulated(ctx, position) else None
+            for position, main_grad in zip((1, 2), ctx.main_grads, strict=True)
+        )
+        buffers = (None if gate_up is None else gate_up.buffer, None if down is None else down.buffer)
+        gradients = ctx.backend.moe_mlp_backward(grads[0], arguments, saved, buffers)
+        for main_grad in (gate_up, down):
+            if main_grad is not None:
+                main_grad.ready()
+        return *gradients, None, None, None
+
+
+def _is_accumulated(ctx: Any, position: int) -> bool:
+    """Whether the running backward ends in ``.grad`` of the argument at ``position``, a leaf."""
+    node = ctx.next_functions[position][0]
+    try:
+        return node is not None and torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch.autograd.grad returns this leaf's gradient and accumulates nothing
+        return False

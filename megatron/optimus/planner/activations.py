@@ -1,0 +1,213 @@
+"""Bytes that one micro-batch needs in a layer, in the embedding and in the head, part by part.
+
+Counted are the tensors that the program's own code creates. For each part: what backward keeps (``saved``), and the
+most that its forward and its backward need besides (``forward``, ``backward``), gradients of its weights and of
+its output included. What a kernel allocates is that of the device's kernels (``Kernels``).
+
+Letters as in the code: T tokens, D model width, H heads x head width, G key/value heads x head width, F inner width,
+E experts, K experts per token, R rows of tokens at the experts of this rank, P rows in expert order, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron.optimus.config.schema import ContextCommunication, Normalization, QKNormScope, Recompute, TokenDispatcher
+from megatron.optimus.planner.share import Share
+
+FP32, INT32, INT64 = 4, 4, 8
+LOSS_CHUNK = 2**27  # logits held at once, layers/loss.py
+MIN_OFFLOADED = 2**16  # bytes, parallel/recompute.py
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What a device's kernels keep and allocate."""
+
+    fused_norm: bool  # RMSNorm keeps its input and one number a token, else also its normalised output
+    row_tile: int  # rows of an expert start at a multiple of it
+    keeps_order: bool  # the expert kernels keep the order of rows; else the experts' numbers
+    counts_workspace: bool = True  # the expert kernels' temporary rows come from torch's allocator
+
+
+CUDA = Kernels(fused_norm=True, row_tile=128, keeps_order=True)  # ops/triton
+XPU = Kernels(fused_norm=True, row_tile=1, keeps_order=True)  # ops/sycl
+CPU = Kernels(fused_norm=False, row_tile=1, keeps_order=False, counts_workspace=False)  # csrc/cpu
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes of a part of the computation; see the top of the file."""
+
+    name: str
+    saved: int = 0
+    forward: int = 0
+    backward: int = 0
+
+    def recomputed(self, kept: int) -> Part:
+        """Only ``kept`` bytes wait for the backward, which computes the rest again."""
+        dropped = self.saved - kept
+        return Part(self.name, kept, dropped + self.forward, dropped + max(self.forward, self.backward))
+
+    def offloaded(self) -> Part:
+        """What is saved waits in host memory."""
+        return Part(self.name, 0, self.saved + self.forward, self.saved + self.backward)
+
+
+def layer_parts(share: Share, kernels: Kernels, recompute: frozenset[Recompute], *, offload: bool) -> list[Part]:
+    """The parts of one layer, in the order of the forward."""
+    mlp = _experts(share, kernels, Recompute.MOE in recompute) if share.model.is_moe else _mlp(share, recompute)
+    norms = Recompute.NORM in recompute
+    parts = [
+        _norm("attention norm", share, kernels, recomputes=norms),
+        _attention(share, kernels, recompute),
+        _norm("mlp norm", share, kernels, recomputes=norms),
+        *mlp,
+    ]
+    return [part.offloaded() for part in parts] if offload else parts
+
+
+def _norm(name: str, share: Share, kernels: Kernels, *, recomputes: bool) -> Part:
+    """Its input, the residual; its output, which the part behind keeps; statistics."""
+    tokens, width, element = share.tokens_outside, share.model.hidden_size, share.element
+    stream = tokens * width * element
+    if share.model.normalization is Normalization.LAYERNORM_NONPARAMETRIC:
+        wide = tokens * width * FP32
+        part = Part(name, wide + 2 * FP32 * tokens + stream, wide, 3 * wide)
+        return part.recomputed(2 * stream) if recomputes else part
+    normalised = 0 if kernels.fused_norm else stream
+    part = Part(name, 2 * stream + normalised + FP32 * tokens, stream, 2 * stream)
+    return part.recomputed(2 * stream) if recomputes else part
+
+
+def _attention(share: Share, kernels: Kernels, recompute: frozenset[Recompute]) -> Part:
+    model, layout, element, tokens = share.model, share.layout, share.element, share.tokens
+    queries = tokens * model.num_attention_heads * model.head_dim // layout.tp
+    keys = tokens * model.num_kv_heads * model.head_dim // layout.tp
+    head_tokens = tokens * model.num_attention_heads // layout.tp
+    normed = queries + keys
+    norm = 0
+    if model.qk_layernorm:
+        per_head = model.qk_layernorm_scope is QKNormScope.HEAD
+        statistics = (head_tokens + tokens * model.num_kv_heads // layout.tp if per_head else 2 * tokens) * FP32
+        norm = normed * element + statistics
+        if not per_head and layout.tp > 1:  # SplitRMSNorm: fp32 before and after
+            norm = normed * 2 * FP32 + statistics
+        elif not kernels.fused_norm:
+            norm += normed * element
+        if Recompute.NORM in recompute and Recompute.ATTENTION not in recompute:
+            norm = normed * element
+    if model.clip_qkv is not None:
+        norm += (queries + 2 * keys) * element
+    core = head_tokens * FP32 + (queries + 2 * keys + queries) * element
+    if layout.cp > 1 and share.config.parallel.cp_comm_type is ContextCommunication.A2A:
+        per_rank = model.num_kv_heads // layout.tp
+        repeats = math.lcm(per_rank, layout.cp) // per_rank
+        core += (2 * keys * (repeats - 1) + queries) * element  # the output a second time, in its own positions
+    gathered = tokens * model.hidden_size * element if layout.tp > 1 else 0
+    outside = share.tokens_outside * model.hidden_size * element
+    rope = 4 * max(queries, keys) * FP32
+    weights = (2 * queries + 2 * keys) // tokens * model.hidden_size * element
+    gradients = (3 * queries + 2 * keys) * element + outside
+    forward = gathered + max(rope + queries * element, outside)
+    part = Part("attention", norm + core, forward, gathered + gradients + max(rope, weights))
+    if Recompute.ATTENTION in recompute:
+        # What came from other ranks is not asked for again.
+        kept = gathered if share.config.parallel.sequence_parallel else 0
+        if layout.cp > 1 and share.config.parallel.cp_comm_type is ContextCommunication.A2A:
+            kept += (2 * queries + 2 * keys) * element
+        elif layout.cp > 1:
+            kept += queries * element + head_tokens * FP32
+        part = part.recomputed(kept)
+    return part
+
+
+def _mlp(share: Share, recompute: frozenset[Recompute]) -> list[Part]:
+    """gate, up, silu(gate) and their product."""
+    layout, element, tokens = share.layout, share.element, share.tokens
+    inner = tokens * share.model.ffn_hidden_size // layout.tp * element
+    gathered = tokens * share.model.hidden_size * element if layout.tp > 1 else 0
+    outside = share.tokens_outside * share.model.hidden_size * element
+    weights = 2 * (inner // tokens) * share.model.hidden_size
+    part = Part("mlp", 4 * inner, gathered + outside, gathered + outside + 2 * inner + max(inner, weights))
+    if Recompute.MOE in recompute:
+        part = part.recomputed(gathered if share.config.parallel.sequence_parallel else 0)
+    return [part]
+
+
+def rows_in_expert_order(share: Share, kernels: Kernels) -> int:
+    """P: room for every choice of every row, whichever experts are chosen."""
+    slots, local = share.rows * share.model.moe_router_topk, share.model.num_experts // share.layout.ep
+    if kernels.row_tile == 1:
+        return slots
+    return (slots // kernels.row_tile + min(local, slots)) * kernels.row_tile + kernels.row_tile
+
+
+def _experts(share: Share, kernels: Kernels, recomputes: bool) -> list[Part]:
+    """Router, exchange of tokens, and experts."""
+    model, element = share.model, share.element
+    tokens, rows, topk = share.tokens_outside, share.rows, model.moe_router_topk
+    stream = tokens * model.hidden_size * element
+    exchanges = share.expert_ranks > 1
+    scores = tokens * model.num_experts * FP32
+    numbers = tokens * topk * INT64
+    router = Part("router", 2 * scores + numbers + 4 * tokens * FP32, stream * FP32 // element, 3 * stream)
+    gathered = rows * model.hidden_size * element if exchanges else 0
+    sent = 0
+    if exchanges and share.config.parallel.moe_token_dispatcher_type is TokenDispatcher.ALLTOALL:
+        sent = rows * (INT64 + topk)  # the token of each row sent, and which of its experts are there
+    exchange = Part("exchange", sent, gathered, gathered + stream)
+    experts = _expert_products(share, kernels, rows)
+    kept = gathered + rows * topk * FP32  # the rows and their weights
+    indices = 0 if kernels.keeps_order else rows * topk * INT64 * int(exchanges)
+    experts = Part("experts", kept + indices + experts.saved, experts.forward, experts.backward + gathered + stream)
+    if recomputes:
+        arguments = kept + rows * topk * INT64 * int(exchanges)
+        experts = experts.recomputed(arguments)
+    return [router, exchange, experts]
+
+
+def _expert_products(share: Share, kernels: Kernels, rows: int) -> Part:
+    """ops/triton/moe_mlp.py: hidden [P, 2F] waits; rows, activation and their gradients do not."""
+    model, element = share.model, share.element
+    local = model.num_experts // share.layout.ep
+    order, inner = rows_in_expert_order(share, kernels), model.moe_ffn_hidden_size // share.layout.etp
+    slots = rows * model.moe_router_topk
+    wide, narrow = order * model.hidden_size * element, order * inner * element
+    hidden = 2 * narrow
+    index = (order + slots) * INT32 + order // kernels.row_tile * INT32 if kernels.keeps_order else 0
+    weights = 3 * local * inner * model.hidden_size * element
+    rows_in = rows * model.hidden_size * element
+    if not kernels.counts_workspace:
+        return Part("experts", hidden, rows_in, rows_in + weights)
+    backward = 3 * wide + 3 * narrow + order * FP32 + rows_in + weights
+    return Part("experts", hidden + index, wide + narrow + rows_in, backward)
+
+
+def head_parts(share: Share, kernels: Kernels) -> list[Part]:
+    """Final norm, and output projection with loss, which makes its gradients in the forward (layers/loss.py)."""
+    model, element, tokens = share.model, share.element, share.tokens
+    outside = share.tokens_outside * model.hidden_size * element
+    norm = _norm("final norm", share, kernels, recomputes=False)
+    norm = Part(norm.name, norm.saved - outside, norm.forward, norm.backward)  # the loss does not keep its output
+    stream = tokens * model.hidden_size * element
+    vocabulary = model.vocab_size // share.layout.tp
+    weight = vocabulary * model.hidden_size
+    rows = max(1, LOSS_CHUNK // vocabulary)
+    first, second = (min(rows, max(0, tokens - start)) * vocabulary for start in (0, rows))
+    # In fp32 twice at once (exponentials), or beside gradients and a part of the weight's. While the second chunk's
+    # logits are made and brought to fp32, those of the first and their gradients are still there.
+    logits = max(2 * first * FP32, first * (FP32 + element) + weight * element)
+    if second:
+        logits = max(logits, (first + second) * (FP32 + element))
+    entered = stream if share.layout.tp > 1 else 0
+    saved = stream + weight * FP32
+    loss = Part("loss", saved, outside + entered + logits, stream + weight * (FP32 + element))
+    return [norm, loss]
+
+
+def embedding_part(share: Share) -> Part:
+    """Nothing but token numbers is kept; the gradient is as large as the table."""
+    table = share.model.vocab_size // share.layout.tp * share.model.hidden_size * share.element
+    return Part("embedding", 0, share.tokens * share.model.hidden_size * share.element, table)

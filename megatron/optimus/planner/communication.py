@@ -1,0 +1,183 @@
+"""What a rank sends in one optimizer step: every collective of the program by axis and kind, with its bytes.
+
+``payload`` is the size of the whole tensor (what an all-gather gives, what a reduce-scatter takes); what a rank sends
+follows from the ring algorithm: (n - 1) / n of it, twice that for an all-reduce. All-to-all: what leaves the rank.
+A test counts the collectives of real steps against this list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from megatron.optimus.config.schema import (
+    ContextCommunication,
+    LoadBalancing,
+    PipelineSchedule,
+    QKNormScope,
+    TokenDispatcher,
+)
+from megatron.optimus.planner.activations import FP32, INT64
+from megatron.optimus.planner.parameters import families, gradient_bytes, parameters
+from megatron.optimus.planner.share import Share
+
+
+class Kind(str, Enum):
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_REDUCE = "all-reduce"
+    ALL_TO_ALL = "all-to-all"
+    SEND = "send"
+
+
+class Hiding(str, Enum):
+    """What the device does meanwhile."""
+
+    NOTHING = "nothing"
+    BACKWARD = "the last backward"
+    FORWARD = "the next forward"
+    PRODUCTS = "matrix products beside it"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """``count`` equal collectives a step, each over ``size`` ranks of an axis."""
+
+    axis: str
+    kind: Kind
+    purpose: str
+    size: int
+    payload: int  # bytes of one
+    count: int
+    hiding: Hiding = Hiding.NOTHING
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank sends in a step."""
+        share = {Kind.ALL_REDUCE: 2 * (self.size - 1) / self.size, Kind.SEND: 1.0}
+        return self.count * self.payload * share.get(self.kind, (self.size - 1) / self.size)
+
+
+def collectives(share: Share) -> list[Collective]:
+    """Everything that moves activations, gradients or weights, largest groups last; scalars are left out."""
+    found = [*_tensor(share), *_context(share), *_experts(share), *_pipeline(share), *_data(share)]
+    return [one for one in found if one.size > 1 and one.count > 0]
+
+
+def sent_by_axis(found: list[Collective]) -> dict[str, float]:
+    """Bytes a rank sends in a step along each axis."""
+    totals: dict[str, float] = {}
+    for one in found:
+        totals[one.axis] = totals.get(one.axis, 0.0) + one.sent
+    return totals
+
+
+def _tensor(share: Share) -> Iterator[Collective]:
+    size, steps, model = share.layout.tp, share.micro_batches, share.model
+    if size == 1:
+        return
+    whole = share.tokens * model.hidden_size * share.element
+    regions = share.num_layers * (1 if model.is_moe else 2) * steps
+    split = share.config.parallel.sequence_parallel
+    into, out = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) if split else (Kind.ALL_REDUCE, Kind.ALL_REDUCE)
+    if split:
+        yield Collective("tp", into, "tokens into split layers", size, whole, regions)
+        yield Collective("tp", into, "tokens again, in the backward", size, whole, regions, Hiding.PRODUCTS)
+    yield Collective("tp", out, "sums out of split layers", size, whole, regions)
+    yield Collective("tp", out, "gradients out of split layers", size, whole, regions, Hiding.PRODUCTS)
+    if split:
+        yield Collective("tp", into, "gradients into split layers", size, whole, regions)
+    norm = FP32 * share.tokens
+    if model.qk_layernorm and model.qk_layernorm_scope is QKNormScope.FULL:
+        yield Collective("tp", Kind.ALL_REDUCE, "squares of split norms", size, norm, 4 * share.num_layers * steps)
+    if share.has_embedding:
+        yield Collective("tp", out, "embedding", size, whole, steps)
+        if split:
+            yield Collective("tp", into, "embedding, gradient", size, whole, steps)
+    if share.has_head:
+        if split:
+            yield Collective("tp", into, "tokens into the head", size, whole, steps)
+        yield Collective("tp", out, "gradient out of the head", size, whole, steps)
+
+
+def _context(share: Share) -> Iterator[Collective]:
+    size, model = share.layout.cp, share.model
+    if size == 1:
+        return
+    count = share.num_layers * share.micro_batches
+    queries = share.tokens * model.num_attention_heads * model.head_dim // share.layout.tp
+    keys = share.tokens * model.num_kv_heads * model.head_dim // share.layout.tp
+    if share.config.parallel.cp_comm_type is ContextCommunication.A2A:
+        together = (queries + 2 * keys) * share.element
+        yield Collective("cp", Kind.ALL_TO_ALL, "q, k, v to heads and back", size, together, 2 * count)
+        outputs = queries * share.element
+        yield Collective("cp", Kind.ALL_TO_ALL, "outputs to positions and back", size, outputs, 2 * count)
+        return
+    around = (size - 1) * count
+    both = 2 * keys
+    yield Collective("cp", Kind.SEND, "k, v round the ring", size, both * share.element, 2 * around, Hiding.PRODUCTS)
+    yield Collective("cp", Kind.SEND, "their gradients", size, both * FP32, size * count, Hiding.PRODUCTS)
+
+
+def _experts(share: Share) -> Iterator[Collective]:
+    model, parallel = share.model, share.config.parallel
+    if not model.is_moe:
+        return
+    layers = share.num_layers * share.micro_batches
+    if model.moe_router_load_balancing_type is not LoadBalancing.NONE:
+        is_global = model.moe_router_load_balancing_type is LoadBalancing.GLOBAL_AUX_LOSS
+        layout = share.layout
+        size = layout.dp * layout.cp * layout.tp if is_global else layout.cp * layout.tp
+        axis = "stage" if is_global else "sequence"
+        yield Collective(axis, Kind.ALL_REDUCE, "counts of experts", size, model.num_experts * INT64, layers)
+    size, topk = share.expert_ranks, model.moe_router_topk
+    if parallel.moe_token_dispatcher_type is TokenDispatcher.ALLGATHER:
+        rows = share.tokens_outside * size
+        wide, weights = rows * model.hidden_size * share.element, rows * topk * FP32
+        yield Collective("experts", Kind.ALL_GATHER, "tokens to experts", size, wide, layers)
+        yield Collective("experts", Kind.ALL_GATHER, "router weights", size, weights, layers)
+        yield Collective("experts", Kind.ALL_GATHER, "expert numbers", size, rows * topk * INT64, layers)
+        yield Collective("experts", Kind.REDUCE_SCATTER, "sums from experts", size, wide, layers)
+        yield Collective("experts", Kind.ALL_GATHER, "gradients to experts", size, wide, layers)
+        yield Collective("experts", Kind.REDUCE_SCATTER, "gradients from experts", size, wide, layers)
+        yield Collective("experts", Kind.REDUCE_SCATTER, "gradients of router weights", size, weights, layers)
+        return
+    rows = share.rows
+    yield Collective("experts", Kind.ALL_TO_ALL, "numbers of rows", size, size * INT64, layers)
+    wide = rows * model.hidden_size * share.element
+    yield Collective("experts", Kind.ALL_TO_ALL, "tokens and results, both ways", size, wide, 4 * layers)
+    yield Collective("experts", Kind.ALL_TO_ALL, "router weights and gradients", size, rows * topk * FP32, 2 * layers)
+    yield Collective("experts", Kind.ALL_TO_ALL, "expert numbers", size, rows * topk * INT64, layers)
+
+
+def _pipeline(share: Share) -> Iterator[Collective]:
+    pp = share.layout.pp
+    if pp == 1:
+        return
+    hidden = share.tokens_outside * share.model.hidden_size * share.element
+    v_shape = share.config.parallel.pipeline_schedule is PipelineSchedule.ZBV
+    turns = int(v_shape)  # where a V turns, both stages are on one rank
+    forward = sum(stage < share.num_stages - 1 for stage in share.stages) - turns * (pp - 1 in share.stages)
+    backward = sum(stage > 0 for stage in share.stages) - turns * (pp in share.stages)
+    for what, count in (("activations", forward), ("gradients of activations", backward)):
+        yield Collective("pp", Kind.SEND, what, pp, hidden, count * share.micro_batches, Hiding.PRODUCTS)
+
+
+def _data(share: Share) -> Iterator[Collective]:
+    options, layout = share.config.optimizer, share.layout
+    _, sent = gradient_bytes(share)
+    repeats = share.micro_batches if options.zero_stage == 2 else 1
+    reduces = options.overlap_grad_reduce and layout.pp == 1
+    into = Hiding.BACKWARD if reduces else Hiding.NOTHING
+    out = Hiding.FORWARD if options.overlap_param_gather else Hiding.NOTHING
+    for family in families(share):
+        axis = "edp" if family.is_expert else "dense"
+        what = "expert" if family.is_expert else "other"
+        whole = family.numel
+        yield Collective(axis, Kind.REDUCE_SCATTER, f"{what} gradients", family.group_size, whole * sent, repeats, into)
+        yield Collective(axis, Kind.ALL_GATHER, f"{what} weights", family.group_size, whole * share.element, 1, out)
+    if layout.tp > 1 and share.config.parallel.sequence_parallel:
+        repeated = sum(one.numel * count for one, count in parameters(share).items() if not one.is_cut)
+        what = "gradients of norms and routers"
+        yield Collective("tp", Kind.ALL_REDUCE, what, layout.tp, repeated * FP32, share.micro_batches)

@@ -1,0 +1,118 @@
+"""Speeds and sizes of machines: every constant of the time model, in one place, each with its source.
+
+"fitted" means: least squares over the steps of one rank in benchmarks/results/planner_memory_h200.json
+(docs/planner.md); "public": from the makers or operators of the machine; "assumed": neither. Nothing of Aurora was
+measured by us.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.optimus.config.schema import ConfigError, one_of
+from megatron.optimus.planner.activations import CUDA, XPU, Kernels
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number, where it is from, and whether we measured it on that machine."""
+
+    value: float
+    source: str
+    is_measured: bool = False
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates in operations, bytes and seconds; devices as torch counts them."""
+
+    name: str
+    device: str
+    devices_per_node: int
+    memory: Figure  # bytes of a device
+    outside: Figure  # of it, what is not torch's: context, communication buffers
+    slack: Figure  # what torch's allocator holds over what is in use, as a share
+    peak: Figure  # dense bf16, for MFU
+    products: Figure  # FLOP/s of dense matrix products in a step
+    attention: Figure  # FLOP/s, causal counted at half
+    experts: Figure  # FLOP/s of the grouped products with all that belongs to them
+    traffic: Figure  # bytes/s of operations between products
+    layer_time: Figure  # seconds a pass through a layer takes at least: launching its kernels
+    step_time: Figure  # seconds a step takes besides
+    inside: Figure  # bytes/s a rank sends inside a node, in a group of more than two
+    pair: Figure  # in a group of two
+    network: Figure  # bytes/s of a node to others
+    host: Figure  # bytes/s between a device and host memory, one way
+    latency: Figure  # seconds for each of log2(ranks) hops of a collective
+    overlap_cost: Figure  # what communication beside computation costs, as a share of its time
+    kernels: Kernels
+
+    @property
+    def usable(self) -> float:
+        """Bytes for live tensors."""
+        return (self.memory.value - self.outside.value) / (1 + self.slack.value)
+
+    @property
+    def is_measured(self) -> bool:
+        return self.products.is_measured
+
+
+_FIT = "fitted to benchmarks/results/planner_memory_h200.json"
+_MEASURED = "benchmarks/results/planner_memory_h200.json"
+_OVERLAP = "optimizer phase of benchmarks/results/overlap_7b_ep1_h200x8.json and overlap_7b_2layers_h200x2_ep1.json"
+_ALCF = "public: docs.alcf.anl.gov, Aurora, node performance overview"
+
+H200 = Machine(
+    name="h200",
+    device="NVIDIA H200",
+    devices_per_node=8,
+    memory=Figure(139.8 * 2**30, "torch.cuda.mem_get_info", True),
+    outside=Figure(2.1 * 2**30, f"most in {_MEASURED}, two ranks", True),
+    slack=Figure(0.05, f"median of {_MEASURED} 0.03, most without all-to-all 0.11", True),
+    peak=Figure(989e12, "public: data sheet, dense bf16"),
+    products=Figure(790e12, _FIT, True),
+    attention=Figure(353e12, f"{_FIT}, at two thirds of the rate of experts", True),
+    experts=Figure(526e12, f"{_FIT}; alone 592e12 (benchmarks/results/moe_layer_h200_peers.json)", True),
+    traffic=Figure(3.4e12, _FIT, True),
+    layer_time=Figure(0.5e-3, _FIT, True),
+    step_time=Figure(6.9e-3, _FIT, True),
+    inside=Figure(300e9, _OVERLAP, True),
+    pair=Figure(210e9, _OVERLAP, True),
+    network=Figure(8 * 50e9, "public: eight 400 Gbit/s adapters a node; not measured by us"),
+    host=Figure(54e9, "fitted to one case of benchmarks/results/planner_memory_h200.json, 1b-8l-offload", True),
+    latency=Figure(10e-6, "assumed"),
+    overlap_cost=Figure(0.65, _OVERLAP + ": step with overlap less the step of one rank", True),
+    kernels=CUDA,
+)
+
+AURORA = Machine(
+    name="aurora",
+    device="tile of Intel Data Center GPU Max 1550",
+    devices_per_node=12,
+    memory=Figure(64e9, "public: 64 GB of HBM2e a tile"),
+    outside=Figure(4e9, "assumed: context and oneCCL's buffers (CCL_SYCL_SCALEOUT_HOST_BUF_SIZE lies on the host)"),
+    slack=Figure(0.08, "assumed"),
+    peak=Figure(367e12, "public: 56 active cores x 4,096 operations a cycle x 1.6 GHz"),
+    products=Figure(180e12, "assumed: half of the peak"),
+    attention=Figure(60e12, "assumed: a third of the rate of products"),
+    experts=Figure(120e12, "assumed: two thirds of the rate of products, as on H200"),
+    traffic=Figure(0.8e12, f"{_ALCF}: triad 1 TB/s a tile; of that 80%, as fitted on H200"),
+    layer_time=Figure(1e-3, "assumed: twice an H200's host time"),
+    step_time=Figure(20e-3, "assumed"),
+    inside=Figure(0.8 * 5 * 15e9, f"{_ALCF}: 15 GB/s to each of five other GPUs; of that 80% assumed"),
+    pair=Figure(196e9, f"{_ALCF}: 196 GB/s one way between the two tiles of a GPU"),
+    network=Figure(0.6 * 8 * 25e9, "public: eight 200 Gbit/s adapters a node; of that 60% assumed"),
+    host=Figure(27e9, f"{_ALCF}: 329 GB/s to all tiles of a node"),
+    latency=Figure(20e-6, "assumed"),
+    overlap_cost=Figure(0.65, "assumed as on H200"),
+    kernels=XPU,
+)
+
+MACHINES = {machine.name: machine for machine in (H200, AURORA)}
+
+
+def machine_named(name: str) -> Machine:
+    """Raises ConfigError for a machine that is not here."""
+    if name not in MACHINES:
+        raise ConfigError(f"--system={name!r} is unknown; use {one_of(MACHINES)}")
+    return MACHINES[name]

@@ -1,0 +1,123 @@
+"""What a rank computes in one optimizer step: operations by the unit that does them, and bytes through memory.
+
+Matrix products are counted as the mathematics has them (observe/flops.py), attention at half for the causal mask;
+backward is twice the forward. Bytes are those of the operations between the products, each tensor read and written
+as often as the program's own code does it; what happens inside of the expert kernels and of attention is in the rates
+measured for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.optimus.config.schema import ContextCommunication, Normalization, OptimizerName, Recompute
+from megatron.optimus.planner.activations import CUDA, FP32, layer_parts
+from megatron.optimus.planner.parameters import families, gradient_bytes, num_parameters
+from megatron.optimus.planner.share import Share
+
+# Bytes an element in bf16, forward and backward, counted from layers/: passes of 2 bytes, or of 4 where fp32 is.
+ROPE = 104  # to fp32, halves turned, two products, a sum, back; the same in the backward
+LOSS = 54  # of a logit: to fp32, log-sum-exp, exponential, label, mask, back
+NONPARAMETRIC = 44  # LayerNorm in fp32
+FUSED_NORM, RESIDUAL, GATED = 10, 12, 28  # RMSNorm; a sum both ways; silu(gate) * up
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations and bytes."""
+
+    products: float = 0.0  # FLOPs of dense matrix products
+    attention: float = 0.0
+    experts: float = 0.0  # of the grouped products
+    traffic: float = 0.0  # bytes
+    layers: float = 0.0  # passes through a layer, forward or backward, that the host has to launch
+    host: float = 0.0  # bytes to host memory and back
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(getattr(self, name) + getattr(other, name) for name in Work.__dataclass_fields__))
+
+    def __mul__(self, factor: float) -> Work:
+        return Work(*(getattr(self, name) * factor for name in Work.__dataclass_fields__))
+
+
+def layer_work(share: Share, recompute: frozenset[Recompute]) -> Work:
+    """Forward and backward of one layer for one micro-batch."""
+    model, tp, tokens, outside = share.model, share.layout.tp, share.tokens, share.tokens_outside
+    width, scale = model.hidden_size, share.element / 2
+    queries = model.num_attention_heads * model.head_dim // tp
+    keys = model.num_kv_heads * model.head_dim // tp
+    norm = NONPARAMETRIC if model.normalization is Normalization.LAYERNORM_NONPARAMETRIC else FUSED_NORM
+    norms = Work(traffic=2 * norm * scale * outside * width)
+    residuals = Work(traffic=2 * RESIDUAL * scale * outside * width)
+    inner = (queries + keys) * tokens
+    qk_norm = Work(traffic=FUSED_NORM * scale * inner if model.qk_layernorm else 0.0)
+    attention = Work(
+        products=6.0 * tokens * width * (2 * queries + 2 * keys),
+        attention=6.0 * tokens * share.config.training.seq_length * queries,
+        traffic=ROPE * inner,
+    )
+    if model.is_moe:
+        mlp = Work(experts=18.0 * outside * model.moe_router_topk * width * model.moe_ffn_hidden_size)
+    else:
+        hidden = tokens * model.ffn_hidden_size / tp
+        mlp = Work(products=18.0 * width * hidden, traffic=GATED * scale * hidden)
+    total = norms + residuals + qk_norm + attention + mlp + Work(layers=2.0)
+    again = Work()
+    for chosen, part in ((Recompute.MOE, mlp), (Recompute.ATTENTION, attention + qk_norm), (Recompute.NORM, norms)):
+        if chosen in recompute:
+            again += part * (1 / 3)
+    if Recompute.ATTENTION in recompute and share.layout.cp > 1:
+        if share.config.parallel.cp_comm_type is ContextCommunication.P2P:  # the ring's result is kept
+            again += Work(attention=-attention.attention / 3)
+    return total + again + (Work(layers=0.5) if recompute else Work())
+
+
+def head_work(share: Share) -> Work:
+    """Final norm, output projection and loss for one micro-batch."""
+    model, tp, tokens = share.model, share.layout.tp, share.tokens
+    vocabulary = model.vocab_size / tp
+    norm = NONPARAMETRIC if model.normalization is Normalization.LAYERNORM_NONPARAMETRIC else FUSED_NORM
+    chunks = max(1.0, tokens * vocabulary / 2**27)
+    traffic = LOSS * vocabulary * tokens + chunks * (2 * FP32 + 2) * vocabulary * model.hidden_size
+    traffic += norm * tokens * model.hidden_size
+    return Work(products=6.0 * tokens * model.hidden_size * vocabulary, traffic=traffic, layers=1.0)
+
+
+def gradient_work(share: Share) -> Work:
+    """Gradients of one micro-batch from where backward leaves them to where they add up."""
+    kept, _ = gradient_bytes(share)
+    again = (share.micro_batches - 1) / share.micro_batches  # all but the first read what is there
+    return Work(traffic=num_parameters(share) * (share.element + kept * (1 + again)))
+
+
+def update_work(share: Share) -> Work:
+    """The optimizer: norm and update of this rank's shards, once a step."""
+    kept, sent = gradient_bytes(share)
+    total = Work()
+    for family in families(share):
+        moments = 2 if share.config.optimizer.optimizer is OptimizerName.ADAM else 1
+        width = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256}[share.config.optimizer.optimizer_state_dtype.value]
+        per_element = 2 * max(kept, sent) + 2 * FP32 + share.element + 2 * moments * width
+        total += Work(traffic=per_element * family.shard)
+        if family.is_matrix:
+            side = min(share.model.hidden_size, share.model.moe_ffn_hidden_size or share.model.ffn_hidden_size)
+            steps = share.config.optimizer.muon_num_ns_steps
+            total += Work(products=steps * 6.0 * side * family.shard, traffic=steps * 12.0 * family.shard)
+    return total
+
+
+def micro_batch_work(share: Share) -> Work:
+    """All that a rank does for one micro-batch."""
+    parallel = share.config.parallel
+    chosen = frozenset(parallel.recompute_modules)
+    limit = share.num_layers if parallel.recompute_num_layers is None else parallel.recompute_num_layers
+    recomputing = sum(min(len(chunk), limit) for chunk in share.chunks)
+    total = layer_work(share, frozenset()) * (share.num_layers - recomputing)
+    total += layer_work(share, chosen) * recomputing
+    offloaded = sum(min(len(chunk), parallel.cpu_offloading_num_layers) for chunk in share.chunks)
+    if offloaded:
+        saved = sum(part.saved for part in layer_parts(share, CUDA, chosen if limit else frozenset(), offload=False))
+        total += Work(host=2.0 * saved * offloaded)
+    if share.has_head:
+        total += head_work(share)
+    return total + gradient_work(share)

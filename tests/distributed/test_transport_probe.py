@@ -1,0 +1,122 @@
+"""``moe_token_dispatcher_type=auto``: what is measured, and that all ranks take the same transport."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+
+from megatron.optimus.config.schema import (
+    ConfigError,
+    ExpertPlacement,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    TokenDispatcher,
+    TrainingConfig,
+)
+from megatron.optimus.moe.dispatch import ExpertRows
+from megatron.optimus.ops import Routing
+from megatron.optimus.parallel.mesh import Mesh
+from megatron.optimus.parallel.placement import Ownership
+from megatron.optimus.parallel.probe import Messages, measure, messages_of, settle_transport
+from megatron.optimus.parallel.transport import AllToAllDispatcher
+from tests.helpers import run_distributed
+
+CPU = torch.device("cpu")
+ALLGATHER, ALLTOALL, HIERARCHICAL = TokenDispatcher.ALLGATHER, TokenDispatcher.ALLTOALL, TokenDispatcher.HIERARCHICAL
+
+
+def config_of(transport: TokenDispatcher, *, ep: int = 4, deterministic: bool = False) -> RunConfig:
+    sizes = dict(hidden_size=16, num_attention_heads=2, vocab_size=32, num_experts=8, moe_router_topk=2)
+    return RunConfig(
+        model=ModelConfig(num_layers=1, **sizes),  # type: ignore[arg-type]
+        parallel=ParallelConfig(expert_model_parallel_size=ep, moe_token_dispatcher_type=transport),
+        training=TrainingConfig(seq_length=8, micro_batch_size=2, deterministic=deterministic),
+    )
+
+
+class Slow(AllToAllDispatcher):
+    """A transport that is slow on one rank."""
+
+    seconds = 0.0
+
+    def dispatch(self, x_TD: torch.Tensor, routing: Routing) -> ExpertRows:
+        time.sleep(self.seconds)
+        return super().dispatch(x_TD, routing)
+
+
+def one_rank(rank: int, world: int) -> dict[str, Any]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("optimus")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    found: dict[str, Any] = {"lines": lines}
+
+    def settle(config: RunConfig, local_world_size: int) -> str:
+        lines.clear()
+        mesh = Mesh(config.parallel, rank=rank, world_size=world, local_world_size=local_world_size)
+        before = torch.get_rng_state()
+        try:
+            settled = settle_transport(config, mesh, CPU, torch.float32)
+        except ConfigError as error:
+            return f"error: {error}"
+        assert torch.equal(before, torch.get_rng_state())
+        return settled.moe_token_dispatcher_type.value
+
+    auto = config_of(TokenDispatcher.AUTO)
+    found["nodes of 2"] = settle(auto, 2), list(lines)
+    found["one node"] = settle(auto, 4), list(lines)
+    found["unequal nodes"] = settle(auto, 3 if rank < 3 else 1), list(lines)
+    found["deterministic"] = settle(config_of(TokenDispatcher.AUTO, deterministic=True), 2), list(lines)
+    found["ep 1"] = settle(config_of(TokenDispatcher.AUTO, ep=1), 2), list(lines)
+    for what, local in (("fits", 2), ("one node", 4), ("unequal nodes", 3 if rank < 3 else 1)):
+        found[f"hierarchical, {what}"] = settle(config_of(HIERARCHICAL), local)
+    mesh = Mesh(auto.parallel, rank=rank, world_size=world)
+    group = mesh.group("experts")
+    assert group is not None
+    ownership = Ownership.regular(8, 4, ExpertPlacement.CONTIGUOUS)
+    slow = Slow(group, ownership)
+    slow.seconds = 0.05 if rank == 1 else 0.0
+    transports = {ALLGATHER: slow, ALLTOALL: AllToAllDispatcher(group, ownership)}
+    found["times"] = measure(transports, messages_of(auto, torch.float32), mesh, CPU)
+    return found
+
+
+def test_auto_takes_what_is_fastest_on_the_slowest_rank() -> None:
+    results = run_distributed(one_rank, 4)
+    first = results[0]
+    for result in results:
+        assert result["times"] == first["times"]
+        assert {what: answer for what, answer in result.items() if what.startswith("hierarchical")} == {
+            what: answer for what, answer in first.items() if what.startswith("hierarchical")
+        }
+    times = first["times"]
+    assert times[ALLGATHER] >= 50 > times[ALLTOALL] > 0
+    for what, measured in (("nodes of 2", 3), ("one node", 2), ("unequal nodes", 2)):
+        chosen, lines = first[what]
+        assert {result[what][0] for result in results} == {chosen}
+        table = {line.split()[0]: line for line in lines if line.startswith("  ")}
+        assert list(table) == ["allgather", "alltoall", "hierarchical"]
+        assert sum(" ms" in line for line in table.values()) == measured
+        assert [name for name, line in table.items() if "<- used" in line] == [chosen]
+    assert "16 tokens x 16 (float32) a rank over 4 ranks" in first["nodes of 2"][1][0]
+    assert first["deterministic"] == (
+        "allgather",
+        ["token transport: allgather, without a probe because of deterministic=True"],
+    )
+    assert first["ep 1"] == ("allgather", [])
+    assert first["hierarchical, fits"] == "hierarchical"
+    assert "4 ranks of a node must be 2 or more" in first["hierarchical, one node"]
+    assert "nodes have from 1 to 3 ranks" in first["hierarchical, unequal nodes"]
+
+
+def test_messages_are_those_of_a_micro_batch_on_one_rank() -> None:
+    config = config_of(TokenDispatcher.AUTO)
+    assert messages_of(config, torch.bfloat16) == Messages(16, 16, 8, 2, torch.bfloat16)
+    config.parallel.tensor_model_parallel_size = config.parallel.context_parallel_size = 2
+    assert messages_of(config, torch.bfloat16).num_tokens == 4

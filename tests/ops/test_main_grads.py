@@ -1,0 +1,231 @@
+"""The expert layer's backward adds to main gradients: values, when it adds, when it must not, and what it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.optimus import ops
+from tests.ops.cases import CASES, TOLERANCE, Case, expected, make_inputs
+from tests.ops.targets import TARGETS, skip_what_cannot_run
+
+ADDING = [target for target in TARGETS if target.id != "sycl"]
+NAMED = ("one_token", "odd_tokens", "odd_widths", "empty_experts", "some_foreign", "none_local", "no_token")
+
+
+class Layer:
+    """Inputs of one layer; its two weights have main gradients that start with noise and count their additions."""
+
+    def __init__(self, inputs: list[Tensor], device: str, wide: bool = True) -> None:
+        x, gate_up, down, weights, self.indices, self.dy = (t.to(device) for t in inputs)
+        self.x, self.weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        self.params = [nn.Parameter(gate_up.clone()), nn.Parameter(down.clone())]
+        generator = torch.Generator().manual_seed(1)
+        self.starts, self.calls = [], [0, 0]
+        for place, param in enumerate(self.params):
+            noise = torch.randn(param.shape, generator=generator).to(device, torch.float32 if wide else param.dtype)
+            self.starts.append(noise)
+            param.main_grad, param.main_grad_ready = noise.clone(), self._counter(place)  # type: ignore[attr-defined]
+
+    def _counter(self, place: int) -> Callable[[], None]:
+        def ready() -> None:
+            self.calls[place] += 1
+
+        return ready
+
+    def forward(self, x: Tensor | None = None) -> Tensor:
+        gate_up, down = self.params
+        main_grads = (ops.main_grad_of(gate_up), ops.main_grad_of(down))
+        return ops.moe_mlp(self.x if x is None else x, gate_up, down, self.weights, self.indices, main_grads)
+
+    def added(self) -> list[Tensor]:
+        pairs = zip(self.params, self.starts, strict=True)
+        return [param.main_grad.double() - start.double() for param, start in pairs]  # type: ignore[attr-defined]
+
+    def is_untouched(self) -> bool:
+        pairs = zip(self.params, self.starts, strict=True)
+        return not any(self.calls) and all(torch.equal(p.main_grad, s) for p, s in pairs)  # type: ignore[attr-defined]
+
+
+def error(actual: Tensor, wanted: Tensor) -> float:
+    return ((actual.double().cpu() - wanted).norm() / wanted.norm().clamp(min=1e-30)).item()
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["fp32_buffer", "own_dtype"])
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("backend", "device"), ADDING)
+def test_two_backwards_add_twice(backend: str, device: str, dtype: torch.dtype, name: str, wide: bool) -> None:
+    skip_what_cannot_run(backend, dtype)
+    ops.set_backend(backend)
+    inputs = make_inputs(CASES[name], dtype)
+    layer = Layer(inputs, device, wide)
+    y = layer.forward()
+    y.backward(layer.dy)
+    first = layer.x.grad, layer.weights.grad
+    layer.x.grad = layer.weights.grad = None
+    layer.forward().backward(layer.dy)
+    assert layer.calls == [2, 2] and all(param.grad is None for param in layer.params)
+
+    # all but the weights' gradients is bitwise what the ordinary way computes
+    plain = [t.detach().clone().requires_grad_() for t in (layer.x, *layer.params, layer.weights)]
+    want_y = ops.moe_mlp(*plain, layer.indices)
+    dx, *_, dweights = torch.autograd.grad(want_y, plain, layer.dy)
+    assert torch.equal(y, want_y) and torch.equal(first[0], dx) and torch.equal(first[1], dweights)
+    assert torch.equal(layer.x.grad, dx)
+
+    want = expected(inputs)
+    rounding = 0.0 if wide else torch.finfo(dtype).eps * 2 * layer.starts[0].double().norm().item()
+    for added, gradient in zip(layer.added(), (want["dgate_up"], want["ddown"]), strict=True):
+        scale = gradient.norm().item()
+        limit = 2 * TOLERANCE[dtype] * scale + 2 * rounding + 1e-5 * layer.starts[0].double().norm().item()
+        assert (added.cpu() - 2 * gradient).norm().item() <= limit
+
+
+@pytest.mark.parametrize(("backend", "device"), ADDING)
+def test_sums_in_fp32_are_not_rounded_to_the_weights_dtype(backend: str, device: str) -> None:
+    dtype = torch.float16 if backend == "triton" else torch.bfloat16
+    inputs = make_inputs(CASES["odd_tokens"], dtype)
+    ops.set_backend(backend)
+    layer = Layer(inputs, device)
+    for param in layer.params:
+        param.main_grad.zero_()  # type: ignore[attr-defined]
+    layer.forward().backward(layer.dy)
+    for param in layer.params:
+        buffer = param.main_grad  # type: ignore[attr-defined]
+        assert (buffer != buffer.to(dtype).float()).float().mean() > 0.9
+
+
+@pytest.mark.parametrize(("backend", "device"), ADDING)
+def test_a_gradient_asked_for_is_returned_and_not_added(backend: str, device: str) -> None:
+    inputs = make_inputs(CASES["some_foreign"], torch.float16)
+    ops.set_backend(backend)
+    layer, want = Layer(inputs, device), expected(inputs)
+    (dgate_up,) = torch.autograd.grad(layer.forward(), layer.params[:1], layer.dy)
+    assert error(dgate_up, want["dgate_up"]) < TOLERANCE[torch.float16]
+    (dx,) = torch.autograd.grad(layer.forward(), [layer.x], layer.dy)
+    assert error(dx, want["dx"]) < TOLERANCE[torch.float16]
+    layer.forward().backward(layer.dy, inputs=[layer.x])
+    assert layer.is_untouched() and all(param.grad is None for param in layer.params)
+    layer.forward().backward(layer.dy, inputs=[layer.x, layer.params[1]])
+    assert layer.calls == [0, 1] and layer.params[0].grad is None
+    assert error(layer.added()[1], want["ddown"]) < 2 * TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize(("backend", "device"), ADDING)
+def test_recomputation_adds_once(backend: str, device: str, is_reentrant: bool) -> None:
+    inputs = make_inputs(CASES["odd_tokens"], torch.float16)
+    ops.set_backend(backend)
+    layer = Layer(inputs, device)
+    checkpoint(layer.forward, layer.x, use_reentrant=is_reentrant).backward(layer.dy)
+    assert layer.calls == [1, 1]
+    want = expected(inputs)
+    for added, name in zip(layer.added(), ("dgate_up", "ddown"), strict=True):
+        assert error(added, want[name]) < 2 * TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize(("backend", "device"), ADDING)
+def test_a_frozen_weight_gets_nothing(backend: str, device: str) -> None:
+    inputs = make_inputs(CASES["odd_tokens"], torch.float16)
+    ops.set_backend(backend)
+    layer, want = Layer(inputs, device), expected(inputs)
+    layer.params[0].requires_grad_(False)
+    layer.forward().backward(layer.dy)
+    assert layer.calls == [0, 1] and torch.equal(layer.params[0].main_grad, layer.starts[0])  # type: ignore[attr-defined]
+    assert layer.params[0].grad is None and error(layer.added()[1], want["ddown"]) < 2 * TOLERANCE[torch.float16]
+    layer.params[1].main_grad = None  # type: ignore[attr-defined]  # one weight of two, the ordinary way
+    layer.params[0].requires_grad_(True)
+    layer.forward().backward(layer.dy)
+    assert layer.calls == [1, 1] and layer.params[1].grad is not None
+    assert error(layer.params[1].grad, want["ddown"]) < TOLERANCE[torch.float16]
+
+
+def test_split_backwards_of_zero_bubble_pipelines_go_the_ordinary_way() -> None:
+    """Input gradients first, weights' later: the layer's backward runs twice, and must not add twice."""
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    inputs = make_inputs(CASES["odd_tokens"], torch.float32)
+    layer, want = Layer(inputs, "cpu"), expected(inputs)
+    _, groups = stage_backward_input([layer.forward()], [layer.dy], [layer.x], iter(layer.params))
+    stage_backward_weight(iter(layer.params), groups)
+    assert layer.is_untouched()
+    for param, name in zip(layer.params, ("dgate_up", "ddown"), strict=True):
+        assert param.grad is not None and error(param.grad, want[name]) < TOLERANCE[torch.float32]
+
+
+def _drop(name: str) -> Callable[[nn.Parameter], Any]:
+    return lambda param: delattr(param, name)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _drop("main_grad"),
+        _drop("main_grad_ready"),
+        lambda p: setattr(p, "main_grad", None),
+        lambda p: setattr(p, "main_grad", p.main_grad.double()),
+        lambda p: setattr(p, "main_grad", p.main_grad[:1]),
+        lambda p: setattr(p, "main_grad", p.main_grad.transpose(1, 2).contiguous().transpose(1, 2)),
+        lambda p: p.register_hook(lambda gradient: 2 * gradient),
+    ],
+    ids=["no_buffer", "nobody_to_tell", "given_up", "dtype", "shape", "strides", "hook"],
+)
+def test_what_does_not_fit_takes_the_ordinary_way(spoil: Callable[[nn.Parameter], Any]) -> None:
+    layer = Layer(make_inputs(CASES["odd_tokens"], torch.float32), "cpu")
+    spoil(layer.params[0])
+    assert ops.main_grad_of(layer.params[0]) is None and ops.main_grad_of(layer.params[1]) is not None
+    layer.forward().backward(layer.dy)
+    assert layer.calls == [0, 1] and layer.params[0].grad is not None and layer.params[1].grad is None
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    layer = Layer(make_inputs(CASES["odd_tokens"], torch.float32), "cpu")
+    with torch.no_grad():
+        assert layer.forward().grad_fn is None
+    assert layer.is_untouched()
+
+
+def peak_bytes(run: Callable[[], Any]) -> int:
+    """The most that is allocated on the CPU at a time while ``run`` runs, above what was there before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as trace:
+        run()
+    events = trace.profiler.kineto_results.events()  # type: ignore[union-attr]
+    sizes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    now = most = 0
+    for _, size in sorted(sizes, key=lambda pair: pair[0]):
+        now += size
+        most = max(most, now)
+    return most
+
+
+def test_peak_memory_falls_by_the_weights_gradients() -> None:
+    """Three layers in bf16 with fp32 buffers: no gradient in the weights' dtype exists at any time."""
+    inputs = make_inputs(Case(16, 128, 64, 8, 2), torch.bfloat16)
+    peaks = []
+    for is_fused in (True, False):
+        layers = [Layer(inputs, "cpu") for _ in range(3)]
+        for layer in layers:
+            if not is_fused:
+                for param in layer.params:
+                    del param.main_grad
+
+        def run(layers: list[Layer] = layers) -> None:
+            x = layers[0].x
+            for layer in layers:
+                x = layer.forward(x)
+            x.backward(layers[0].dy)
+
+        run()
+        for layer in layers:
+            for param in layer.params:
+                param.grad = None
+        peaks.append(peak_bytes(run))
+    gradients = 3 * sum(t.numel() * 2 for t in inputs[1:3])
+    assert gradients > 1_000_000
+    assert peaks[1] - peaks[0] >= 0.95 * gradients
