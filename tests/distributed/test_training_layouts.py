@@ -22,6 +22,7 @@ from megatron.optimus.config.schema import (
     LoadBalancing,
     OptimizerConfig,
     ParallelConfig,
+    PipelineSchedule,
     Precision,
     Recompute,
     RunConfig,
@@ -54,7 +55,13 @@ MOE = dict(
     moe_aux_loss_coeff=0.3,
 )
 TIED = dict(untie_embeddings_and_output_weights=False)
-MODELS = {"moe": MOE, "moe, documents": MOE, "moe, tied": MOE | TIED, "dense, tied": TIED}
+MODELS = {
+    "moe": MOE,
+    "moe, documents": MOE,
+    "moe, four layers": MOE | dict(num_layers=4),
+    "moe, tied": MOE | TIED,
+    "dense, tied": TIED,
+}
 PP2 = dict(pipeline_model_parallel_size=2)
 SMALL_BUCKETS = dict(ddp_bucket_size=500)  # so that many are under way when the last backward ends
 CASES = {
@@ -84,6 +91,15 @@ CASES = {
             moe_expert_placement_file=PLACED,
         )
     ),
+    "ep 4, all-to-all in 2 parts, recomputed": Case(
+        dict(
+            expert_model_parallel_size=4,
+            moe_token_dispatcher_type=TokenDispatcher.ALLTOALL,
+            moe_dispatch_chunks=2,
+            recompute_modules=list(Recompute),
+        ),
+        optimizer=SMALL_BUCKETS,
+    ),
     "dp 4, ep 2, the transport chosen by a probe": Case(
         dict(expert_model_parallel_size=2, moe_token_dispatcher_type=TokenDispatcher.AUTO)
     ),
@@ -91,6 +107,16 @@ CASES = {
     "pp 2 x dp 2, ep 2": Case(PP2 | dict(expert_model_parallel_size=2), optimizer=SMALL_BUCKETS),
     "pp 2 x dp 2, ep 2, zero 2": Case(
         PP2 | dict(expert_model_parallel_size=2), optimizer=SMALL_BUCKETS | dict(zero_stage=2)
+    ),
+    "pp 2 x dp 2, ep 2, zero bubble, recomputed": Case(
+        PP2
+        | dict(
+            virtual_pipeline_model_parallel_size=2,
+            pipeline_schedule=PipelineSchedule.INTERLEAVED_ZERO_BUBBLE,
+            expert_model_parallel_size=2,
+            recompute_modules=list(Recompute),
+        ),
+        "moe, four layers",
     ),
     "pp 2 x dp 2, documents": Case(PP2, "moe, documents"),
     "pp 2 x cp 2 (ring), documents, ep 2": Case(
