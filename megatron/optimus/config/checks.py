@@ -118,6 +118,16 @@ def expert_parallel_divides_experts(config: RunConfig, world_size: int) -> str |
     return f"expert_model_parallel_size={ep} must divide num_experts={experts}; use {one_of(values)}"
 
 
+def only_all_to_all_travels_in_chunks(config: RunConfig, world_size: int) -> str | None:
+    chunks, transport = config.parallel.moe_dispatch_chunks, config.parallel.moe_token_dispatcher_type
+    if chunks == 1 or transport is TokenDispatcher.ALLTOALL:
+        return None
+    return (
+        f"moe_dispatch_chunks={chunks} with moe_token_dispatcher_type={transport.value}: only alltoall travels in "
+        "parts; use alltoall, or 1"
+    )
+
+
 def hierarchical_dispatch_fits_nodes(config: RunConfig, world_size: int) -> str | None:
     """Where the user says what a node is; what the launcher says is checked when the ranks have met."""
     parallel = config.parallel
@@ -301,6 +311,7 @@ RULES: list[Rule] = [
     experts_need_a_moe_model,
     expert_parallel_divides_experts,
     hierarchical_dispatch_fits_nodes,
+    only_all_to_all_travels_in_chunks,
     tensor_parallel_divides_model,
     expert_tensor_parallel_divides_experts,
     experts_under_tensor_parallelism_need_split_tokens,

@@ -178,6 +178,6 @@ def _data(share: Share) -> Iterator[Collective]:
         yield Collective(axis, Kind.REDUCE_SCATTER, f"{what} gradients", family.group_size, whole * sent, repeats, into)
         yield Collective(axis, Kind.ALL_GATHER, f"{what} weights", family.group_size, whole * share.element, 1, out)
     if layout.tp > 1 and share.config.parallel.sequence_parallel:
-        repeated = sum(one.numel for one in parameters(share) if not one.is_cut)
+        repeated = sum(one.numel * count for one, count in parameters(share).items() if not one.is_cut)
         what = "gradients of norms and routers"
         yield Collective("tp", Kind.ALL_REDUCE, what, layout.tp, repeated * FP32, share.micro_batches)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megatron.optimus.config.schema import ContextCommunication, Normalization, OptimizerName, Recompute
 from megatron.optimus.planner.activations import CUDA, FP32, layer_parts
-from megatron.optimus.planner.parameters import families, gradient_bytes, parameters
+from megatron.optimus.planner.parameters import families, gradient_bytes, num_parameters
 from megatron.optimus.planner.share import Share
 
 # Bytes an element in bf16, forward and backward, counted from layers/: passes of 2 bytes, or of 4 where fp32 is.
@@ -87,8 +87,7 @@ def gradient_work(share: Share) -> Work:
     """Gradients of one micro-batch from where backward leaves them to where they add up."""
     kept, _ = gradient_bytes(share)
     again = (share.micro_batches - 1) / share.micro_batches  # all but the first read what is there
-    numel = sum(parameter.numel for parameter in parameters(share))
-    return Work(traffic=numel * (share.element + kept * (1 + again)))
+    return Work(traffic=num_parameters(share) * (share.element + kept * (1 + again)))
 
 
 def update_work(share: Share) -> Work:

@@ -47,6 +47,11 @@ CHUNKS = "--virtual-pipeline-model-parallel-size 2"
             16,
             ["multiple of expert_tensor_parallel_size=4", "node_size to 4 or 8"],
         ),
+        (
+            f"{MOE} --expert-model-parallel-size 4 --moe-dispatch-chunks 2",
+            8,
+            ["moe_dispatch_chunks=2 with moe_token_dispatcher_type=allgather", "use alltoall, or 1"],
+        ),
         ("--expert-model-parallel-size 2", 8, ["expert_model_parallel_size=2", "num_experts=0", "use 1"]),
         ("--pipeline-model-parallel-size 8 --num-layers 6", 8, ["num_layers=6 is less than the 8 pipeline stages"]),
         (
