@@ -318,8 +318,12 @@ class OptimizerConfig:
     optimizer: OptimizerName = option(OptimizerName.ADAM, "adam is AdamW; muon takes AdamW for what is not a matrix")
     optimizer_state_dtype: StateDtype = option(StateDtype.FP32, "how moments are kept; master weights are fp32")
     zero_stage: int = option(
-        1, "1: optimizer states sharded (non-experts over DP, experts over replicas); 2: gradients too"
+        1,
+        "1: optimizer states sharded (non-experts over DP, experts over replicas); 2: gradients too; "
+        "3: parameters too, by DeepSpeed's own optimizer (data parallelism alone)",
     )
+    optimizer_cpu_offload: bool = option(False, "zero_stage=3: master weights and moments in host memory")
+    param_cpu_offload: bool = option(False, "zero_stage=3: parameters in host memory until they are needed")
     overlap_grad_reduce: bool = option(True, "reduce gradients while backward runs")
     overlap_param_gather: bool = option(True, "gather updated weights while the next forward runs")
     accumulate_allreduce_grads_in_fp32: bool = option(True, "add up micro-batches in fp32, else in bf16")
