@@ -132,6 +132,17 @@ class Bench:
             dist.all_reduce(over)
         return bool(over.item())
 
+    def check_load(self) -> None:
+        """Loads the last save into tensors of zeros: what is timed later must be right."""
+        path = self.folder / "sync" / sorted(os.listdir(self.folder / "sync"))[-1]
+        sums = [one.tensor.view(torch.int32).sum(dtype=torch.int64).item() for one in self.slices]
+        for one in self.slices:
+            one.tensor.zero_()
+        load_together(path, lambda manifest: self.slices, device=self.device)
+        found = [one.tensor.view(torch.int32).sum(dtype=torch.int64).item() for one in self.slices]
+        if found != sums:
+            raise SystemExit(f"rank {self.rank}: {path} was not loaded as it was saved")
+
     def round(self) -> dict[str, float]:
         result: dict[str, float] = {}
         plain = self.folder / f"plain-{self.rank}"
@@ -234,6 +245,7 @@ def main() -> None:
     try:
         bench = Bench(folder, int(options.gib * (1 << 30)), device)
         bench.round()  # plans, host memory and kernels are made here
+        bench.check_load()
         rounds: list[dict[str, float]] = []
         while len(rounds) < options.rounds and not (rounds and bench.is_over(began + options.seconds)):
             rounds.append(bench.round())
