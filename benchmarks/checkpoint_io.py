@@ -4,12 +4,14 @@
     torchrun --nproc-per-node 8 benchmarks/checkpoint_io.py --gib 80 --folder ... (the total of all ranks)
 
 Every round measures in turn the disk (plain 16 MiB writes or reads of as many bytes, one file per rank, new and synced,
-and then the file before deleted, as a save does; reads with one thread and with as many as the loader has, of which the
-faster one counts), the synchronous save, the asynchronous one and the load; the page cache is dropped before reads. The
-figures are medians of the rounds' ratios, so that other work on the machine weighs on both sides alike. On an
-accelerator the state lies there, and a matrix product stands for the next forward and backward: ``step_ratio`` is its
-time beside the copy over its time alone. ``hash_wait_over_save``: the share of a save in which the writing thread did
-not write because it waited for a hash; ``hash_work_over_save``: what the hashes would cost one after the other.
+and then the file before deleted, as a save does), the synchronous save, the asynchronous one and the load; the page
+cache is dropped before reads. Plain reads go with one thread and with as many as the loader has, of which the faster
+one counts, into a few blocks used again and again, which stay in the processor's cache; ``memory_read``: into as much
+memory as the state has, as a load must. The figures are medians of the rounds' ratios, so that other work on the
+machine weighs on both sides alike; ``load_average`` tells how much of it there was. On an accelerator the state lies
+there, and a matrix product stands for the next forward and backward: ``step_ratio`` is its time beside the copy over
+its time alone. ``hash_wait_over_save``: the share of a save in which the writing thread did not write because it waited
+for a hash; ``hash_work_over_save``: what the hashes would cost one after the other.
 ``--seconds`` ends the rounds early, with their true number.
 """
 
@@ -26,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +90,14 @@ def write_plain(path: Path, data: memoryview) -> None:
     os.replace(fresh, path)  # deletes the one before
 
 
-def read_plain(path: Path, threads: int, buffers: list[memoryview]) -> None:
-    """Every block of the file once, into memory that has been touched before."""
+def read_plain(path: Path, threads: int, memory: memoryview) -> None:
+    """Every block of the file once: each thread into a block of its own, again and again, if ``memory`` has no more."""
     descriptor, size = os.open(path, os.O_RDONLY), path.stat().st_size
 
     def read(thread: int) -> None:
         for offset in range(thread * BLOCK, size, threads * BLOCK):
-            os.preadv(descriptor, [buffers[thread]], offset)
+            place = offset if len(memory) >= size else thread * BLOCK
+            os.preadv(descriptor, [memory[place : place + BLOCK]], offset)
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(read, range(threads)))
@@ -115,7 +119,7 @@ class Bench:
         self.folder, self.device = folder, device
         self.slices = build_state(num_bytes, self.rank, self.world, device)
         self.own_bytes = sum(len(s.tensor) * s.tensor.element_size() for s in self.slices)
-        self.buffers = [memoryview(bytearray(os.urandom(1) * BLOCK)) for _ in range(AHEAD)]
+        self.buffers = memoryview(bytearray(os.urandom(1) * (AHEAD * BLOCK)))  # touched
         self.plain = memoryview(bytearray(os.urandom(1 << 20)) * max(1, self.own_bytes >> 20))
         self.sync = Saver(folder / "sync", device=device, asynchronous=False)
         self.background = Saver(folder / "async", device=device)
@@ -131,6 +135,17 @@ class Bench:
         if dist.is_initialized():
             dist.all_reduce(over)
         return bool(over.item())
+
+    def check_load(self) -> None:
+        """Loads the last save into tensors of zeros: what is timed later must be right."""
+        path = self.folder / "sync" / sorted(os.listdir(self.folder / "sync"))[-1]
+        sums = [one.tensor.view(torch.int32).sum(dtype=torch.int64).item() for one in self.slices]
+        for one in self.slices:
+            one.tensor.zero_()
+        load_together(path, lambda manifest: self.slices, device=self.device)
+        found = [one.tensor.view(torch.int32).sum(dtype=torch.int64).item() for one in self.slices]
+        if found != sums:
+            raise SystemExit(f"rank {self.rank}: {path} was not loaded as it was saved")
 
     def round(self) -> dict[str, float]:
         result: dict[str, float] = {}
@@ -162,13 +177,15 @@ class Bench:
         result["load_s"] = timed(lambda: load_together(path, lambda manifest: self.slices, device=self.device))
         forget(self.folder)
         result["disk_read_again_s"] = self._read_disk(plain)
+        forget(self.folder)
+        result["memory_read_s"] = timed(lambda: read_plain(plain, AHEAD, self.plain))
         return result
 
     def _read_disk(self, plain: Path) -> float:
         seconds = []
         for threads in (1, AHEAD):
             forget(self.folder)
-            seconds.append(timed(lambda threads=threads: read_plain(plain, threads, self.buffers)))
+            seconds.append(timed(partial(read_plain, plain, threads, self.buffers)))
         return min(seconds)
 
     def _beside(self) -> dict[str, float]:
@@ -198,6 +215,7 @@ def summary(rounds: list[dict[str, float]], num_bytes: int) -> dict[str, Any]:
         "bytes": num_bytes,
         "write_over_disk": median(lambda r: disk(r, "write") / r["save_s"]),
         "load_over_disk": median(lambda r: disk(r, "read") / r["load_s"]),
+        "load_over_memory_read": median(lambda r: r["memory_read_s"] / r["load_s"]),
         "disk_write_gb_s": median(lambda r: num_bytes / disk(r, "write") / 1e9),
         "disk_read_gb_s": median(lambda r: num_bytes / disk(r, "read") / 1e9),
         "save_gb_s": median(lambda r: num_bytes / r["save_s"] / 1e9),
@@ -234,6 +252,7 @@ def main() -> None:
     try:
         bench = Bench(folder, int(options.gib * (1 << 30)), device)
         bench.round()  # plans, host memory and kernels are made here
+        bench.check_load()
         rounds: list[dict[str, float]] = []
         while len(rounds) < options.rounds and not (rounds and bench.is_over(began + options.seconds)):
             rounds.append(bench.round())
@@ -242,6 +261,7 @@ def main() -> None:
             "command": " ".join(["python", "benchmarks/checkpoint_io.py", *sys.argv[1:]]),
             "device": devices.device_name(device),
             "host": f"{platform.machine()}, {os.cpu_count()} cores",
+            "load_average": round(os.getloadavg()[0], 1),
             "ranks": bench.world,
             "torch": torch.__version__,
             **summary(rounds, total),
