@@ -2,14 +2,18 @@
 
 On a GPU:  python benchmarks/moe_layer.py --tokens 8192 16384 32768 --out benchmarks/results/moe_layer_h200
 On a CPU:  python benchmarks/moe_layer.py --device cpu --out benchmarks/results/moe_layer_cpu
+Several runs in one table and chart:  python benchmarks/moe_layer.py --merge A.json B.json --out ALL
 Every repetition times each implementation once, in an order that rotates, after overwriting the GPU's level-2 cache.
-A peer that is not installed or fails is named and left out. FLOPs are those of the experts' products: 18*T*K*D*F
-forward and backward. Besides a printed table: OUT.json with every time, OUT.png with a bar chart.
+"optimus" is the backend that is chosen by default, optimus-NAME the backend NAME. optimus+add and optimus+main_grad
+also sum the expert weights' gradients in fp32 buffers: with an addition after the backward, and inside it. An
+implementation that is not installed, cannot run here or fails is named and left out. FLOPs are those of the experts'
+products: 18*T*K*D*F forward and backward. Besides a printed table: OUT.json with every time, OUT.png with a bar chart.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import statistics
@@ -26,6 +30,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
+from moe_layer_peers import PEERS, Inputs
+from moe_layer_report import merge, plot, print_table
+
 from megatron.optimus import ops
 
 # d model width, f inner width, e experts on this device, k experts per token
@@ -36,19 +43,6 @@ SHAPES = {
     "mula-220b/ep12": (3072, 1536, 20, 8),
     "mula-tiny": (192, 192, 8, 2),
 }
-
-
-@dataclass
-class Inputs:
-    x: Tensor  # [T, D]
-    router: Tensor  # [E, D]
-    gate_up: Tensor  # [E, 2F, D]
-    down: Tensor  # [E, D, F]
-    dy: Tensor  # [T, D]
-    topk: int
-
-    def leaves(self) -> list[Tensor]:
-        return [self.x, self.router, self.gate_up, self.down]
 
 
 def make_inputs(shape: tuple[int, int, int, int], tokens: int, zipf: float, device: str, dtype: torch.dtype) -> Inputs:
@@ -82,92 +76,23 @@ def route(data: Inputs) -> tuple[Tensor, Tensor]:
     return routing.weights_TK, routing.indices_TK
 
 
-def optimus(data: Inputs) -> Callable[[], Tensor]:
-    return lambda: ops.moe_mlp(data.x, data.gate_up, data.down, *route(data))
+def optimus(backend: str) -> Callable[[Inputs], Callable[[], Tensor]]:
+    def build(data: Inputs) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            ops.set_backend(backend)  # every time: implementations take turns
+            return ops.moe_mlp(data.x, data.gate_up, data.down, *route(data))
 
+        return run
 
-def _plain_route(data: Inputs) -> tuple[Tensor, Tensor]:
-    weights, indices = torch.softmax(F.linear(data.x, data.router).float(), dim=-1).topk(data.topk, dim=-1)
-    return weights / weights.sum(dim=-1, keepdim=True), indices
-
-
-def _grouped_mm(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, topk: int) -> Tensor:
-    weights, indices = torch.softmax(F.linear(x, router).float(), dim=-1).topk(topk, dim=-1)
-    weights = weights / weights.sum(dim=-1, keepdim=True)
-    expert = indices.reshape(-1)
-    order = torch.argsort(expert)
-    ends = torch.cumsum(torch.bincount(expert, minlength=gate_up.shape[0]), 0).to(torch.int32)
-    token = order // topk
-    hidden = torch._grouped_mm(x[token], gate_up.transpose(1, 2), offs=ends)
-    gate, up = hidden.chunk(2, dim=-1)
-    y = torch._grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends)
-    y = y * weights.reshape(-1)[order][:, None].to(y.dtype)
-    return torch.zeros_like(x).index_add_(0, token, y)
-
-
-def grouped_mm(data: Inputs) -> Callable[[], Tensor]:
-    return lambda: _grouped_mm(*data.leaves(), data.topk)
-
-
-def grouped_mm_compiled(data: Inputs) -> Callable[[], Tensor]:
-    torch._dynamo.reset()
-    fn = torch.compile(_grouped_mm)
-    return lambda: fn(*data.leaves(), data.topk)
-
-
-def sonicmoe(data: Inputs) -> Callable[[], Tensor]:
-    """SonicMoE's layer function; it wants gate and up rows interleaved. Its module's auxiliary loss is left out."""
-    from sonicmoe.enums import ActivationType
-    from sonicmoe.functional import moe_TC_softmax_topk_layer
-
-    with torch.no_grad():
-        experts, twice, width = data.gate_up.shape
-        data.gate_up.copy_(data.gate_up.view(experts, 2, twice // 2, width).transpose(1, 2).reshape(data.gate_up.shape))
-    stream = torch.cuda.current_stream().cuda_stream
-    up, down = data.gate_up.permute(1, 2, 0), data.down.permute(1, 2, 0)
-    return lambda: moe_TC_softmax_topk_layer(
-        data.x, data.router, up, None, down, None, data.topk, stream, ActivationType.SWIGLU, False
-    )[0]
-
-
-def liger(data: Inputs) -> Callable[[], Tensor]:
-    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
-
-    def run() -> Tensor:
-        weights, indices = _plain_route(data)
-        return LigerFusedMoEFunction.apply(data.x, data.gate_up, data.down, indices.int(), weights.to(data.x.dtype))
-
-    return run
-
-
-def transformers_eager(data: Inputs) -> Callable[[], Tensor]:
-    from transformers.models.olmoe.modeling_olmoe import OlmoeConfig, OlmoeSparseMoeBlock
-
-    experts, width, inner = data.down.shape
-    config = OlmoeConfig(
-        hidden_size=width,
-        intermediate_size=inner,
-        num_experts=experts,
-        num_experts_per_tok=data.topk,
-        norm_topk_prob=True,
-    )
-    config._experts_implementation = "eager"
-    with torch.device("meta"):
-        block = OlmoeSparseMoeBlock(config)
-    block.gate.weight = torch.nn.Parameter(data.router.detach())
-    block.experts.gate_up_proj = torch.nn.Parameter(data.gate_up.detach())
-    block.experts.down_proj = torch.nn.Parameter(data.down.detach())
-    data.router, data.gate_up, data.down = block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj
-    return lambda: block(data.x[None])[0]
+    return build
 
 
 IMPLEMENTATIONS: dict[str, Callable[[Inputs], Callable[[], Tensor]]] = {
-    "optimus": optimus,
-    "sonicmoe": sonicmoe,
-    "grouped_mm": grouped_mm,
-    "grouped_mm+compile": grouped_mm_compiled,
-    "liger": liger,
-    "transformers": transformers_eager,
+    "optimus": optimus("auto"),
+    **{f"optimus-{name}": optimus(name) for name in ("cuda", "triton", "cpu", "reference")},
+    "optimus+add": optimus("auto"),
+    "optimus+main_grad": optimus("auto"),
+    **PEERS,
 }
 
 
@@ -180,6 +105,38 @@ class Layer:
 
     def both(self) -> None:
         torch.autograd.grad(self.forward(), self.data.leaves(), self.data.dy)
+
+
+class Accumulating(Layer):
+    """Gradients of the expert weights are summed in fp32 buffers, where an optimizer keeps them."""
+
+    def __init__(self, data: Inputs, forward: Callable[[], Tensor]) -> None:
+        super().__init__(data, forward)
+        self.buffers = [torch.zeros_like(weight, dtype=torch.float32) for weight in (data.gate_up, data.down)]
+
+    def both(self) -> None:
+        *_, dgate_up, ddown = torch.autograd.grad(self.forward(), self.data.leaves(), self.data.dy)
+        torch._foreach_add_(self.buffers, [dgate_up, ddown])
+
+
+class AddingBackward(Accumulating):
+    """The backward adds to the buffers itself (ops/main_grads.py)."""
+
+    def __init__(self, data: Inputs, _forward: Callable[[], Tensor]) -> None:
+        super().__init__(data, self._forward)
+        self.main_grads = tuple(ops.MainGrad(buffer, lambda: None) for buffer in self.buffers)
+
+    def _forward(self) -> Tensor:
+        ops.set_backend("auto")
+        data = self.data
+        return ops.moe_mlp(data.x, data.gate_up, data.down, *route(data), self.main_grads)
+
+    def both(self) -> None:
+        self.forward().backward(self.data.dy)
+        self.data.x.grad = self.data.router.grad = None
+
+
+LAYERS = {"optimus+add": Accumulating, "optimus+main_grad": AddingBackward}
 
 
 class Clock:
@@ -224,6 +181,7 @@ class Clock:
 
 def build_layers(args: argparse.Namespace, shape_name: str, tokens: int) -> dict[tuple[str, float], Layer]:
     """Every implementation with its own copy of the inputs, called once; those that fail are named and left out."""
+    gc.collect()  # the cell before is in cycles of closures
     layers: dict[tuple[str, float], Layer] = {}
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     for zipf in args.zipf:
@@ -232,7 +190,7 @@ def build_layers(args: argparse.Namespace, shape_name: str, tokens: int) -> dict
             try:
                 start = time.monotonic()
                 data = make_inputs(SHAPES[shape_name], tokens, zipf, args.device, dtype)
-                layer = Layer(data, IMPLEMENTATIONS[name](data))
+                layer = LAYERS.get(name, Layer)(data, IMPLEMENTATIONS[name](data))
                 y = layer.forward()
                 layer.both()
                 expected = y.detach().float() if expected is None else expected
@@ -268,7 +226,8 @@ def measure(shape_name: str, tokens: int, args: argparse.Namespace) -> list[dict
                 mine["forward"].append(forward_ms)
                 mine["both"].append(both_ms)
                 if repetition % 4 == 2:
-                    mine["back_to_back"].append(clock.back_to_back(layer.both, 10 if both_ms < 100 else 1))
+                    calls = max(1, min(10, int(120 / both_ms)))
+                    mine["back_to_back"].append(clock.back_to_back(layer.both, calls))
 
     rows = []
     for (name, zipf), measured in times.items():
@@ -283,6 +242,7 @@ def measure(shape_name: str, tokens: int, args: argparse.Namespace) -> list[dict
                 "command": " ".join(sys.argv),
                 "shape": shape_name, "d": width, "f": inner, "experts": experts, "topk": topk, "tokens": tokens,
                 "zipf": zipf, "busiest_expert_over_mean": round(busiest, 3), "implementation": name,
+                "repetitions": len(measured["both"]),
                 "forward_ms": forward, "backward_ms": both - forward, "forward_backward_ms": both,
                 "back_to_back_ms": wall,
                 "forward_tflops": flops / forward / 1e9, "forward_backward_tflops": 3 * flops / both / 1e9,
@@ -311,7 +271,7 @@ def peak_memory(layer: Layer) -> float:
 def profile(shape_name: str, tokens: int, args: argparse.Namespace) -> None:
     """Time of every kernel of forward and backward, back to back as a training step runs them."""
     data = make_inputs(SHAPES[shape_name], tokens, args.zipf[0], args.device, torch.bfloat16)
-    layer = Layer(data, optimus(data))
+    layer = Layer(data, optimus("auto")(data))
     layer.both()
     activity = torch.profiler.ProfilerActivity.CUDA
     with torch.profiler.profile(activities=[activity]) as trace:
@@ -320,43 +280,6 @@ def profile(shape_name: str, tokens: int, args: argparse.Namespace) -> None:
         torch.cuda.synchronize()
     for event in sorted(trace.key_averages(), key=lambda e: -e.device_time_total)[:30]:
         print(f"{event.device_time_total / 5e3:8.3f} ms  {event.count // 5:3d} calls  {event.key[:90]}", flush=True)
-
-
-def plot(rows: list[dict], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    cells = list(dict.fromkeys((r["shape"], r["tokens"], r["zipf"]) for r in rows))
-    names = list(dict.fromkeys(r["implementation"] for r in rows))
-    figure, axis = pyplot.subplots(figsize=(7.5, 1.2 + 0.17 * len(rows) + 0.12 * len(cells)), layout="constrained")
-    height, ticks = 0.0, []
-    for cell in cells:
-        mine = [r for r in rows if (r["shape"], r["tokens"], r["zipf"]) == cell]
-        ticks.append(height + (len(mine) - 1) / 2)
-        for row in mine:
-            speed, name = row["forward_backward_tflops"], row["implementation"]
-            axis.barh(height, speed, 0.9, color=f"C{names.index(name)}", label=name)
-            axis.annotate(f" {speed:.3g}", (speed, height), va="center", fontsize=6)
-            height += 1
-        height += 0.7
-    labels = [f"{shape}  T={tokens}" + (f"  zipf {zipf}" if zipf else "") for shape, tokens, zipf in cells]
-    axis.set_yticks(ticks, labels, fontsize=7)
-    axis.invert_yaxis()
-    axis.set_xlabel("forward + backward of one MoE layer, router included: TFLOP/s")
-    axis.spines[["top", "right"]].set_visible(False)
-    handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    axis.legend(
-        handles.values(),
-        handles.keys(),
-        frameon=False,
-        fontsize=7,
-        ncols=3,
-        loc="lower center",
-        bbox_to_anchor=(0.4, 1),
-    )
-    figure.savefig(path, dpi=160)
 
 
 def main() -> None:
@@ -378,31 +301,43 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no further measurement after this time")
     parser.add_argument("--profile", action="store_true", help="only list the time of each kernel of this library")
     parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--merge", nargs="+", type=Path, help="measure nothing: put these .json files together")
     parser.add_argument("--out", type=Path, help="path without suffix for .json (measurements are added) and .png")
     args = parser.parse_args()
+    if args.merge:
+        result = merge(args.merge)
+        if args.out:
+            args.out.with_suffix(".json").write_text(json.dumps(result))
+    else:
+        result = run(args)
+    print_table(result["measurements"])
+    if args.out and result["measurements"]:
+        plot(result["measurements"], args.out.with_suffix(".png"))
+
+
+def run(args: argparse.Namespace) -> dict:
+    """Measures every cell that time allows; writes the file after each."""
     on_gpu = args.device == "cuda"
     args.shapes = args.shapes or ([s for s in SHAPES if s != "mula-tiny"] if on_gpu else ["mula-tiny"])
     args.tokens = args.tokens or ([32768] if on_gpu else [4096])
-    args.peers = args.peers or (list(IMPLEMENTATIONS) if on_gpu else ["optimus", "transformers"])
+    args.peers = args.peers or (["optimus", *PEERS] if on_gpu else ["optimus", "transformers"])
     if args.threads:
         torch.set_num_threads(args.threads)
     device = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
     print(f"{device}, torch {torch.__version__}", flush=True)
-    rows: list[dict] = []
+    result: dict = {"device": device, "torch": torch.__version__, "measurements": []}
     if args.out and args.out.with_suffix(".json").exists():
-        rows = json.loads(args.out.with_suffix(".json").read_text())["measurements"]
+        result["measurements"] = json.loads(args.out.with_suffix(".json").read_text())["measurements"]
     start = time.monotonic()
     for tokens in args.tokens:
         for shape in args.shapes:
             if args.profile:
                 profile(shape, tokens, args)
             elif time.monotonic() - start < 60 * args.minutes:
-                rows += measure(shape, tokens, args)
+                result["measurements"] += measure(shape, tokens, args)
                 if args.out:
-                    result = {"device": device, "torch": torch.__version__, "measurements": rows}
                     args.out.with_suffix(".json").write_text(json.dumps(result))
-    if args.out and rows:
-        plot(rows, args.out.with_suffix(".png"))
+    return result
 
 
 if __name__ == "__main__":

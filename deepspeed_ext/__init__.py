@@ -11,12 +11,14 @@ from deepspeed_ext.rules import Lion, Muon
 from deepspeed_ext.zero.checkpoint import StateShard
 from deepspeed_ext.zero.optimizer import EPZeroOptimizer
 from deepspeed_ext.zero.options import ZeroOptions
+from deepspeed_ext.zero.stage3 import Stage3States
 
 __all__ = [
     "EPEngine",
     "EPZeroOptimizer",
     "Lion",
     "Muon",
+    "Stage3States",
     "StateShard",
     "ZeroGroups",
     "ZeroOptions",

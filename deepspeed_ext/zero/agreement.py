@@ -7,6 +7,7 @@ happens before the first collective that carries data.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -28,8 +29,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Member:
-    ranks: tuple[int, ...]  # of the group this rank belongs to
-    digest: str  # of its parameters there: names, shapes, dtypes, parameter groups, order
+    """What a rank says of one of its groups; thousands of these are exchanged, so lists are replaced by digests."""
+
+    ranks: str  # digest of those of the group
+    num_ranks: int
+    parameters: str  # digest of its parameters there: names, shapes, dtypes, parameter groups, order
+    outside: tuple[int, ...]  # ranks of an expert group that are not in the dense one
 
 
 def parameter_signatures(model: nn.Module, param_groups: Sequence[dict[str, Any]]) -> Signatures:
@@ -95,25 +100,42 @@ def check_agreement(signatures: Signatures, groups: ZeroGroups, options: ZeroOpt
     options differ. Collective over all ranks: one exchange when all agree; a second one finds the first difference.
     """
     own: dict[str | None, _Member] = {}
+    dense = set(ranks_of(groups.dense))
     for name in (None, *groups.expert):
         described = repr(signatures.get(name, []))
-        ranks = tuple(ranks_of(groups.of(name)))
-        own[name] = _Member(ranks, hashlib.sha256(described.encode()).hexdigest())
+        ranks = ranks_of(groups.of(name))
+        # Tensor-parallel ranks may hold replicas of an expert.
+        outside = sorted(set(ranks) - dense) if groups.tensor is None else []
+        own[name] = _Member(_digest(repr(ranks)), len(ranks), _digest(described), tuple(outside))
     everybody = gather((own, options), world_group())
     for rank, (_, other) in everybody.items():
         if other != everybody[0][1]:
             raise ValueError(f"ranks disagree on options: rank 0 has {everybody[0][1]}, rank {rank} has {other}")
     members = {rank: entries for rank, (entries, _) in everybody.items()}
-    for rank, entries in members.items():
-        dense = set(entries[None].ranks)
+    for entries in members.values():
         for name, member in entries.items():
-            outside = set(member.ranks) - dense
-            if outside and groups.tensor is None:  # tensor-parallel ranks may hold replicas of an expert
-                raise ValueError(f"expert group {name!r} has ranks {sorted(outside)} outside the dense group")
-            for peer in member.ranks:
+            if member.outside:
+                raise ValueError(f"expert group {name!r} has ranks {list(member.outside)} outside the dense group")
+    # Only the ranks of a group can say so of it. A multiple: in torch's fake world everybody says what this rank says.
+    if all(count % member.num_ranks == 0 for (_, member), count in _alike(members).items()):
+        return
+    details = gather({name: (ranks_of(groups.of(name)), signatures.get(name, [])) for name in own}, world_group())
+    for rank, entries in members.items():
+        for name, member in entries.items():
+            for peer in details[rank][name][0]:
                 if members[peer].get(name) != member:
-                    details = gather(signatures.get(name, []), world_group())
-                    raise ValueError(_difference(name, rank, details[rank], peer, details[peer]))
+                    theirs = details[peer].get(name, ([], []))[1]
+                    raise ValueError(_difference(name, rank, details[rank][name][1], peer, theirs))
+
+
+def _alike(members: dict[int, dict[str | None, _Member]]) -> Counter[tuple[str | None, _Member]]:
+    """How many ranks describe a group in the same words. All of them do if they are as many as it has ranks: looking
+    at each rank's peers instead would take the square of the number of ranks."""
+    return Counter((name, member) for entries in members.values() for name, member in entries.items())
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _difference(name: str | None, rank: int, mine: list[Signature], peer: int, theirs: list[Signature]) -> str:

@@ -113,9 +113,8 @@ class Campaign:
         run_dir.mkdir(exist_ok=True)
         argv = [*OPTIONS, "--train-iters", str(self.steps), "--run-dir", str(run_dir), "--data-path", str(self.tokens)]
         argv += ["--expert-model-parallel-size", "2" if self.ranks % 2 == 0 else "1"]
-        marks = Marks(run_dir / "marks", self.ranks)
         self.starts += 1
-        return start_ranks(self.method, self.ranks, run_dir, argv), marks
+        return start_ranks(self.method, self.ranks, run_dir, argv)
 
     def _finish(self, run_dir: Path) -> None:
         processes, _ = self.start(run_dir)

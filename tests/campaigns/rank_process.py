@@ -82,17 +82,17 @@ class Marks:
             self._bytes[index] = before if after is None else after
 
 
-def start(method: StartMethod, ranks: int, folder: Path, argv: list[str]) -> list[Process]:
+def start(method: StartMethod, ranks: int, folder: Path, argv: list[str]) -> tuple[list[Process], Marks]:
     """Starts all ranks of ``python -m megatron.optimus.pretrain`` with ``argv``; output goes to folder/out.log.RANK."""
-    port = _free_port()
+    marks, port = Marks(folder / "marks", ranks), _free_port()
     if method is StartMethod.FORK:
         processes: list[Process] = []
         for rank in range(ranks):
             process = _CONTEXT.Process(target=run_rank, args=(rank, ranks, port, str(folder), argv), daemon=True)
             process.start()
             processes.append(process)
-        return processes
-    return [_Exec(rank, ranks, port, folder, argv) for rank in range(ranks)]
+        return processes, marks
+    return [_Exec(rank, ranks, port, folder, argv) for rank in range(ranks)], marks
 
 
 def run_rank(rank: int, ranks: int, port: int, folder: str, argv: list[str]) -> None:

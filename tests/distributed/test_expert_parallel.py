@@ -63,6 +63,7 @@ class Case(NamedTuple):
     counts: tuple[int, ...]  # tokens of each rank
     skew: float = 0.0
     node: int | None = None  # ranks of a node
+    chunks: int = 1
 
 
 def one_rank(rank: int, world: int, cases: list[Case]) -> list[dict[str, Any]]:
@@ -75,6 +76,7 @@ def run_case(rank: int, world: int, case: Case) -> dict[str, Any]:
         moe_token_dispatcher_type=case.transport,
         moe_expert_placement=case.placement,
         moe_hierarchical_node_size=case.node,
+        moe_dispatch_chunks=case.chunks,
     )
     mesh = Mesh(config, rank=rank, world_size=world)
     layer = serial_layer(case.skew)
@@ -111,6 +113,13 @@ CASES = {
         for what, (counts, skew) in COUNTS.items()
         for placement in ExpertPlacement
         for transport, ep, node in [*((plain, ep, None) for plain in PLAIN for ep in (2, 4)), (HIERARCHICAL, 4, 2)]
+    },
+    3: {
+        f"all-to-all in {chunks} parts, {what}": Case(
+            TokenDispatcher.ALLTOALL, ExpertPlacement.INTERLEAVED, 3, counts, skew, chunks=chunks
+        )
+        for what, counts, skew in [("uneven", (5, 0, 3), 0.0), ("skewed", (2, 7, 1), 30.0)]
+        for chunks in (2, 3)
     },
     6: {
         f"hierarchical, {placement.value}, nodes of {node}, {what}": Case(

@@ -1,9 +1,13 @@
-"""Three optimizer steps at a layout equal those of one process: losses, gradient norm, and every weight (fp32)."""
+"""Three optimizer steps at a layout equal those of one process: losses, gradient norm, and every weight (fp32).
+
+The layouts add expert gradients to the optimizer's buffers in the backward (ZeRO stage 1); the one process does not.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -19,6 +23,7 @@ from megatron.optimus.config.schema import (
     LoadBalancing,
     OptimizerConfig,
     ParallelConfig,
+    PipelineSchedule,
     Precision,
     Recompute,
     RunConfig,
@@ -27,6 +32,7 @@ from megatron.optimus.config.schema import (
 )
 from megatron.optimus.data.loader import Batch
 from megatron.optimus.layers.labels import NO_LABEL
+from megatron.optimus.ops import main_grad_of
 from megatron.optimus.parallel.context import own_positions
 from megatron.optimus.parallel.mesh import Mesh
 from tests.distributed.layouts import BATCH, LENGTH, deviation, inputs_of, model_config, part_of
@@ -50,7 +56,13 @@ MOE = dict(
     moe_aux_loss_coeff=0.3,
 )
 TIED = dict(untie_embeddings_and_output_weights=False)
-MODELS = {"moe": MOE, "moe, documents": MOE, "moe, tied": MOE | TIED, "dense, tied": TIED}
+MODELS = {
+    "moe": MOE,
+    "moe, documents": MOE,
+    "moe, four layers": MOE | dict(num_layers=4),
+    "moe, tied": MOE | TIED,
+    "dense, tied": TIED,
+}
 PP2 = dict(pipeline_model_parallel_size=2)
 SMALL_BUCKETS = dict(ddp_bucket_size=500)  # so that many are under way when the last backward ends
 CASES = {
@@ -80,6 +92,15 @@ CASES = {
             moe_expert_placement_file=PLACED,
         )
     ),
+    "ep 4, all-to-all in 2 parts, recomputed": Case(
+        dict(
+            expert_model_parallel_size=4,
+            moe_token_dispatcher_type=TokenDispatcher.ALLTOALL,
+            moe_dispatch_chunks=2,
+            recompute_modules=list(Recompute),
+        ),
+        optimizer=SMALL_BUCKETS,
+    ),
     "dp 4, ep 2, the transport chosen by a probe": Case(
         dict(expert_model_parallel_size=2, moe_token_dispatcher_type=TokenDispatcher.AUTO)
     ),
@@ -87,6 +108,16 @@ CASES = {
     "pp 2 x dp 2, ep 2": Case(PP2 | dict(expert_model_parallel_size=2), optimizer=SMALL_BUCKETS),
     "pp 2 x dp 2, ep 2, zero 2": Case(
         PP2 | dict(expert_model_parallel_size=2), optimizer=SMALL_BUCKETS | dict(zero_stage=2)
+    ),
+    "pp 2 x dp 2, ep 2, zero bubble, recomputed": Case(
+        PP2
+        | dict(
+            virtual_pipeline_model_parallel_size=2,
+            pipeline_schedule=PipelineSchedule.INTERLEAVED_ZERO_BUBBLE,
+            expert_model_parallel_size=2,
+            recompute_modules=list(Recompute),
+        ),
+        "moe, four layers",
     ),
     "pp 2 x dp 2, documents": Case(PP2, "moe, documents"),
     "pp 2 x cp 2 (ring), documents, ep 2": Case(
@@ -96,6 +127,25 @@ CASES = {
     "pp 2 x dp 2, ep 2, tied": Case(PP2 | dict(expert_model_parallel_size=2), "moe, tied", SMALL_BUCKETS),
     "pp 2 x tp 2, tied": Case(PP2 | dict(tensor_model_parallel_size=2), "dense, tied"),
 }
+
+EIGHT = {
+    "tp 2 x pp 2 x dp 2, ep 4": Case(
+        PP2 | dict(tensor_model_parallel_size=2, expert_model_parallel_size=4), optimizer=SMALL_BUCKETS
+    ),
+    "pp 2 interleaved x cp 2 (ulysses) x dp 2, ep 4, all-to-all, recomputed": Case(
+        PP2
+        | dict(
+            pipeline_schedule=PipelineSchedule.INTERLEAVED_1F1B,
+            virtual_pipeline_model_parallel_size=2,
+            context_parallel_size=2,
+            expert_model_parallel_size=4,
+            moe_token_dispatcher_type=TokenDispatcher.ALLTOALL,
+            recompute_modules=list(Recompute),
+        ),
+        "moe, four layers",
+    ),
+}
+LAYOUTS = {4: CASES, 8: EIGHT}
 
 
 def run_config(case: Case) -> RunConfig:
@@ -116,7 +166,7 @@ def micro_batch(number: int, case: Case) -> Batch:
     return Batch(tokens, labels, documents, positions, num_labels)
 
 
-def train(rank: int, world: int, case: Case) -> tuple[Tensor, dict[str, Any]]:
+def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Tensor, dict[str, Any]]:
     """(loss, auxiliary loss, z-loss, gradient norm) of each step; the parameters afterwards."""
     from megatron.optimus.trainer.build import build_model  # they import deepspeed
     from megatron.optimus.trainer.engine import build_engine
@@ -131,6 +181,11 @@ def train(rank: int, world: int, case: Case) -> tuple[Tensor, dict[str, Any]]:
     accumulation = SEQUENCES // BATCH // mesh.size("dp")
     engine = build_engine(model, config, mesh, accumulation)
     schedule = build_schedule(config, engine, mesh, torch.device("cpu"))
+    experts = [weight for layer in model.moe_layers() for weight in layer.experts.parameters()]
+    fuses = fuses and config.optimizer.zero_stage == 1
+    if not fuses:
+        for weight in experts:
+            weight.main_grad = None  # type: ignore[attr-defined]
     lines = []
     for step in range(STEPS):
         numbers = [step * 100 + micro * mesh.size("dp") + mesh.index("dp") for micro in range(accumulation)]
@@ -138,6 +193,7 @@ def train(rank: int, world: int, case: Case) -> tuple[Tensor, dict[str, Any]]:
         report = train_step(engine, schedule, batches, config.model, mesh)
         assert report.dropped_tokens == 0 and not report.skipped
         lines.append([report.loss, report.aux_loss, report.z_loss, report.grad_norm])
+        assert all((main_grad_of(weight) is not None) is fuses for weight in experts)  # kept after the first step
     engine.optimizer.sync_params_from_master()
     for parameter in model.parameters():
         if getattr(parameter, "pipe_tied", False):  # the copies of two stages have the same bits
@@ -154,7 +210,7 @@ def serial(rank: int, world: int) -> dict[str, Trained]:
     _init()
     found = {}
     for model in MODELS:
-        lines, weights = train(rank, world, Case({}, model))
+        lines, weights = train(rank, world, Case({}, model), fuses=False)
         found[model] = lines, {name: weight.detach().clone() for name, weight in weights.items()}
     return found
 
@@ -162,7 +218,7 @@ def serial(rank: int, world: int) -> dict[str, Trained]:
 def compared(rank: int, world: int, expected: dict[str, Trained], placement: str) -> dict[str, dict[str, float]]:
     _init()
     found = {}
-    for name, case in CASES.items():
+    for name, case in LAYOUTS[world].items():
         options = {option: placement if value == PLACED else value for option, value in case.parallel.items()}
         own_lines, own = train(rank, world, case._replace(parallel=options))
         lines, weights = expected[case.model]
@@ -177,16 +233,24 @@ def _init() -> None:
     init_engine(timedelta(seconds=60))
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, float]]]:
-    placement = tmp_path_factory.mktemp("placement") / "placement.json"
+def measure(folder: Path) -> dict[int, list[dict[str, dict[str, float]]]]:
+    """Number of ranks -> of each: case -> deviation of the steps' numbers ("lines") and of every weight afterwards."""
+    placement = folder / "placement.json"
     placement.write_text(to_json([((5, 0), (1, 7), (6, 2), (3, 4)), ((7, 6), (0, 3), (5, 1), (4, 2))]))
-    return run_distributed(compared, 4, run_distributed(serial, 1)[0], str(placement))
+    [expected] = run_distributed(serial, 1)
+    return {ranks: run_distributed(compared, ranks, expected, str(placement)) for ranks in LAYOUTS}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_three_steps_equal_one_process(measured: list[dict[str, dict[str, float]]], case: str) -> None:
-    for rank, result in enumerate(measured):
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, dict[str, float]]]]:
+    return measure(tmp_path_factory.mktemp("placement"))
+
+
+@pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks, cases in LAYOUTS.items() for case in cases])
+def test_three_steps_equal_one_process(
+    measured: dict[int, list[dict[str, dict[str, float]]]], ranks: int, case: str
+) -> None:
+    for rank, result in enumerate(measured[ranks]):
         found = dict(result[case])
         assert found.pop("lines") <= 2e-6, rank
         assert {name: value for name, value in found.items() if not value <= 1e-5} == {}, rank

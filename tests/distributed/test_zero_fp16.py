@@ -85,18 +85,21 @@ def _train(engine: Any, rank: int, ep: int) -> dict[str, Any]:
     assert engine.skipped_steps == norms.count(0.0)
     assert engine.optimizer.step_count == STEPS - engine.skipped_steps
     assert {p.dtype for p in engine.module.parameters()} == {torch.float16}
+    assert (engine.module.frozen == 1).all() and engine.module.frozen.grad is None
     return {"scales": scales, "norms": norms, "shards": dump(engine, rank, (ep,))}
 
 
 def _runs(rank: int, world: int) -> dict[str, Any]:
     _allow_fp16()
     results = {"adamw": _train(_engine(rank, world, 1), rank, 1)}
-    results["stage2"] = _train(_engine(rank, world, 1, stage=2, deepspeed_ext={"clip_after_steps": 0}), rank, 1)
+    results["stage2"] = _train(_engine(rank, world, 1, stage=2), rank, 1)
     results["experts"] = _train(_engine(rank, world, 2), rank, 2)
     travelling: dict[str, Any] = {"data_types": {"grad_accum_dtype": "fp16"}, "communication_data_type": "fp16"}
     travelling["fp16"] = {"enabled": True, "initial_scale_power": 8}
     results["fp16 gradients"] = _train(_engine(rank, world, 2, stage=2, **travelling), rank, 2)
-    muon = _engine(rank, world, 1, make=_matrices_by_muon)
+    each = {"deepspeed_ext": {"reduce_each_micro_batch": True}}
+    results["stage1 summed as stage2"] = _train(_engine(rank, world, 1, **each), rank, 1)
+    muon = _engine(rank, world, 1, stage=2, make=_matrices_by_muon)
     results["muon"] = _train(muon, rank, 1)
     deepspeed_ext.shutdown()
     return results
@@ -203,6 +206,9 @@ def test_equals_a_grad_scaler_in_one_process() -> None:
             assert result[name]["scales"] == scales
             assert result[name]["norms"] == pytest.approx(norms, rel=max(1e-6, tolerance))
         assert _worst(results, name, expected) <= tolerance, name
+    for result in results:
+        pairs = zip(result["stage1 summed as stage2"]["shards"], result["stage2"]["shards"], strict=True)
+        assert all(torch.equal(a[2][kind], b[2][kind]) for a, b in pairs for kind in a[2])
     expected, scales, norms = _oracle(2, toy.adamw, 8)  # sums over ranks may overflow where their parts do not
     assert min(norms) > 0
     assert all(result["fp16 gradients"]["scales"] == scales for result in results)

@@ -9,50 +9,22 @@ is in memory beside the tensors that are filled.
 from __future__ import annotations
 
 import json
-import threading
-from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import xxhash
 
+from megatron.optimus.checkpoint.chunks import Chunk, ReadAhead, ShardFiles, chunks_of
 from megatron.optimus.checkpoint.errors import CheckpointError, DamagedError
-from megatron.optimus.checkpoint.manifest import Manifest, Piece, TensorEntry
-from megatron.optimus.checkpoint.shards import DTYPE_BYTES, ShardFile, dtype_name, torch_dtype
+from megatron.optimus.checkpoint.manifest import Manifest, TensorEntry
+from megatron.optimus.checkpoint.shards import DTYPE_BYTES, dtype_name, torch_dtype
 from megatron.optimus.checkpoint.slices import Part, Place, TensorSlice, common_parts
 from megatron.optimus.runtime.agreement import Ranks, attempt
 
-CHUNK_BYTES = 16 << 20
-_AHEAD = 3  # chunks that threads read while one is worked on
-_HEADER_BYTES_PER_PIECE = 8192  # more than the longest key, in JSON's escapes, and its numbers can need
 _FLOATS = ("F64", "F32", "F16", "BF16")
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Elements [start, stop) of a piece's own, read in one go."""
-
-    entry: TensorEntry
-    piece: Piece
-    start: int
-    stop: int
-
-    @property
-    def place(self) -> Place:
-        begin = self.piece.start
-        return Place(self.entry.shape, begin + self.start, begin + self.stop, self.piece.box)
-
-    @property
-    def num_bytes(self) -> int:
-        return (self.stop - self.start) * DTYPE_BYTES[self.entry.dtype]
-
-    @property
-    def is_last(self) -> bool:
-        return self.piece.start + self.stop == self.piece.stop
 
 
 @dataclass
@@ -138,12 +110,6 @@ def _place(entry: TensorEntry, start: int, stop: int, box: list[list[int]] | Non
     return Place(entry.shape, start, stop, None if box is None else tuple((a, b) for a, b in box))
 
 
-def chunks_of(entry: TensorEntry, piece: Piece) -> Iterator[Chunk]:
-    size = CHUNK_BYTES // DTYPE_BYTES[entry.dtype]
-    for start in range(0, piece.stop - piece.start, size):
-        yield Chunk(entry, piece, start, min(start + size, piece.stop - piece.start))
-
-
 def _run(
     path: Path,
     manifest: Manifest,
@@ -163,7 +129,9 @@ def _run(
         for number, start, stop, box in wanted:
             if rank != ranks.rank:
                 askers[number].append((rank, _place(entries[number], start, stop, box)))
-    source = _Source(ShardFiles(path, manifest), schedule.chunks)
+    source = ReadAhead(
+        ShardFiles(path, manifest), schedule.chunks, lambda chunk: _own_memory(chunk, targets), ranks.device
+    )
     failed: Exception | None = None
     try:
         for index in range(schedule.num_rounds):
@@ -183,11 +151,27 @@ def _run(
         raise failed
 
 
+def _own_memory(chunk: Chunk, targets: dict[tuple[str, str], list[TensorSlice]]) -> torch.Tensor | None:
+    """Where all of a chunk belongs, byte for byte and in one stretch of host memory; None if there is no such place."""
+    wanted = targets[chunk.entry.name, chunk.entry.kind]
+    parts = [(request, target) for request in wanted for _, target in common_parts(chunk.place, request.place)]
+    if len(parts) != 1:
+        return None
+    request, target = parts[0]
+    view = target.view(request.tensor)
+    is_same = request.tensor.dtype == torch_dtype(chunk.entry.dtype) and request.tensor.device.type == "cpu"
+    if not is_same or view.numel() != chunk.stop - chunk.start or not view.is_contiguous():
+        return None
+    return view.detach().reshape(-1).view(torch.uint8)
+
+
 def _fill(chunk: Chunk, data: torch.Tensor, targets: dict[tuple[str, str], list[TensorSlice]]) -> None:
     with torch.no_grad():
         for request in targets[chunk.entry.name, chunk.entry.kind]:
             for source, target in common_parts(chunk.place, request.place):
-                target.view(request.tensor).copy_(source.view(data))
+                view = target.view(request.tensor)
+                if view.data_ptr() != data.data_ptr():  # else it was read there
+                    view.copy_(source.view(data), non_blocking=True)
 
 
 def _parts_for(chunk: Chunk, places: Sequence[Place]) -> list[Part]:
@@ -238,103 +222,3 @@ def _exchange(
                     view = target.view(request.tensor)
                     view.copy_(flat[position : position + source.numel].view(view.shape))
                     position += source.numel
-
-
-class ShardFiles:
-    """The open shard files of one checkpoint, and the bytes of its chunks. Threads may share it."""
-
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self._path, self._manifest = path, manifest
-        self._num_pieces: dict[str, int] = defaultdict(int)
-        for entry in manifest.tensors.values():
-            for piece in entry.pieces:
-                self._num_pieces[piece.file] += 1
-        self._readers: dict[str, ShardFile] = {}
-        self._lock = threading.Lock()
-
-    def read(self, chunk: Chunk, buffer: torch.Tensor) -> torch.Tensor:
-        """The chunk's bytes, not verified, at the beginning of ``buffer``. Raises DamagedError naming the tensor."""
-        where = self.where(chunk)
-        reader = self._reader(chunk.piece.file)
-        stored = reader.tensors.get(chunk.piece.key)
-        if stored is None:
-            raise DamagedError(f"{where}: key {chunk.piece.key!r} is missing: header is damaged")
-        if (stored.dtype, stored.shape) != (chunk.entry.dtype, (chunk.piece.stop - chunk.piece.start,)):
-            raise DamagedError(f"{where}: header is damaged: it says {stored.dtype} {stored.shape}")
-        width = DTYPE_BYTES[chunk.entry.dtype]
-        data = buffer[: (chunk.stop - chunk.start) * width]
-        try:
-            reader.read_into(data.numpy().data, stored.offset + chunk.start * width)
-        except CheckpointError as error:
-            raise DamagedError(f"{where}: {error}") from error
-        return data
-
-    def check(self, chunk: Chunk, found: str) -> None:
-        """Raises DamagedError naming the tensor unless ``found`` is the hash of the chunk's piece."""
-        if found != chunk.piece.xxh3_128:
-            raise DamagedError(
-                f"{self.where(chunk)}: damaged: xxh3_128 is {found}, the manifest says {chunk.piece.xxh3_128}"
-            )
-
-    def where(self, chunk: Chunk) -> str:
-        entry, piece = chunk.entry, chunk.piece
-        box = "" if piece.box is None else f" of box {piece.box}"
-        place = f"elements [{piece.start}, {piece.stop}){box} in {self._path / piece.file}"
-        return f"tensor {entry.name} ({entry.kind}) {place}"
-
-    def _reader(self, file: str) -> ShardFile:
-        with self._lock:
-            if file not in self._readers:
-                limit = _HEADER_BYTES_PER_PIECE * (1 + self._num_pieces[file])
-                try:
-                    self._readers[file] = ShardFile(self._path / file, self._manifest.files[file], limit)
-                except CheckpointError as error:
-                    raise DamagedError(f"{error}; it holds {contents(self._manifest, file)}") from error
-            return self._readers[file]
-
-    def close(self) -> None:
-        for reader in self._readers.values():
-            reader.close()
-
-
-class _Source:
-    """This rank's chunks, one after the other, verified; threads read ahead."""
-
-    def __init__(self, files: ShardFiles, chunks: Sequence[Chunk]) -> None:
-        self._files, self._chunks = files, chunks
-        self._threads = ThreadPoolExecutor(_AHEAD, "checkpoint")
-        self._pending: deque[tuple[Future[torch.Tensor], torch.Tensor]] = deque()
-        # Used again and again: fresh memory costs as much time as the disk. One more than is read ahead is given out.
-        size = max((chunk.num_bytes for chunk in chunks), default=0)
-        self._free = [torch.empty(size, dtype=torch.uint8) for _ in range(min(_AHEAD, len(chunks)) + 1)]
-        self._started = self._given = 0
-        self._hash = xxhash.xxh3_128()
-
-    def next(self) -> torch.Tensor:
-        """The next chunk's elements, 1-D, until the call after. Raises DamagedError naming the tensor."""
-        while self._started < len(self._chunks) and len(self._pending) < _AHEAD:
-            buffer = self._free.pop()
-            self._pending.append((self._threads.submit(self._files.read, self._chunks[self._started], buffer), buffer))
-            self._started += 1
-        chunk = self._chunks[self._given]
-        self._given += 1
-        future, buffer = self._pending.popleft()
-        self._free.insert(0, buffer)
-        data = future.result()
-        if chunk.start == 0:
-            self._hash.reset()
-        self._hash.update(data.numpy().data)
-        if chunk.is_last:
-            self._files.check(chunk, self._hash.hexdigest())
-        return data.view(torch_dtype(chunk.entry.dtype))
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=True)
-        self._files.close()
-
-
-def contents(manifest: Manifest, file: str) -> str:
-    """Which tensors a file holds, for the message about its loss."""
-    names = [e.name for e in manifest.tensors.values() if any(p.file == file for p in e.pieces)]
-    names = list(dict.fromkeys(names))
-    return f"{', '.join(names[:3])}" + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")

@@ -32,6 +32,7 @@ import xxhash
 
 from megatron.optimus.checkpoint import commit
 from megatron.optimus.checkpoint.errors import CheckpointError
+from megatron.optimus.checkpoint.hashing import HashBeside
 from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, Manifest
 from megatron.optimus.checkpoint.plan import (
     HASH_BYTES,
@@ -64,6 +65,7 @@ class Saved:
     num_bytes: int  # this node's share
     stall_s: float  # training stood still on this rank while it began: the snapshot, waiting for the save before
     drain_s: float  # from the start of the save until all ranks knew that it was committed
+    hash_wait_s: float  # in which this rank's writing thread waited for a hash and did not write
 
 
 class _Task:
@@ -105,6 +107,7 @@ class _Job:
     stall_s: float = 0.0
     local: Path | None = None  # this node's own directory, where it is written first
     digests: list[bytes] = field(default_factory=list)  # of this rank's pieces, once written
+    hash_wait_s: float = 0.0
     phases: list[Callable[[], None] | None] = field(default_factory=list)  # one after the other, agreed on between
     phase: int = 0
     task: _Task | None = None
@@ -263,7 +266,13 @@ class Saver:
         name = commit.Committed(job.header.step, job.revision, job.header.kind).name
         drain_s = time.perf_counter() - job.started
         saved = Saved(
-            self._root / name, job.header.kind, job.header.step, job.plan.node.num_bytes, job.stall_s, drain_s
+            path=self._root / name,
+            kind=job.header.kind,
+            step=job.header.step,
+            num_bytes=job.plan.node.num_bytes,
+            stall_s=job.stall_s,
+            drain_s=drain_s,
+            hash_wait_s=job.hash_wait_s,
         )
         log.info("saved %s in %.1f s, of which training waited %.2f s", saved.path, drain_s, job.stall_s)
         return [saved]
@@ -392,20 +401,24 @@ def _write_own(job: _Job, directory: Path, data: Callable[[OwnPiece, int], Itera
     plan = job.plan
     commit.make_directory(directory)  # every rank: on a network disk rank 0's may not be visible yet
     job.digests = []
+    hashes = HashBeside()
     descriptor = os.open(directory / plan.node.file, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         if plan.writes_header:
             commit.write_at(descriptor, memoryview(plan.node.header), 0)
         for piece, offset in plan.own():
-            digest, position = xxhash.xxh3_128(), offset
+            position = offset
             for block in data(piece, offset):
-                digest.update(block)
+                hashes.start(block)
                 commit.write_at(descriptor, block, position)
+                hashes.wait()
                 position += len(block)
-            job.digests.append(digest.digest())
+            job.digests.append(hashes.finish())
         os.fsync(descriptor)
     finally:
+        hashes.close()
         os.close(descriptor)
+    job.hash_wait_s += hashes.waited_s
     if not job.digests or directory != job.temporary:
         return
     descriptor = os.open(directory / plan.node.hashes, os.O_WRONLY | os.O_CREAT, 0o666)

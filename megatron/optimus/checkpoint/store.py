@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.optimus.checkpoint import commit, reader
+from megatron.optimus.checkpoint import chunks, commit, reader
 from megatron.optimus.checkpoint.errors import CheckpointError, DamagedError
 from megatron.optimus.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -77,7 +77,7 @@ def _check_directory(path: Path, manifest: Manifest) -> None:
         try:
             check_regular(path / name, size)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; it holds {reader.contents(manifest, name)}") from error
+            raise CheckpointError(f"{error}; it holds {chunks.contents(manifest, name)}") from error
 
 
 def latest(root: Path, kind: str = "full") -> Path | None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 import xxhash
 
+from megatron.optimus.checkpoint.chunks import ShardFiles, chunks_of
 from megatron.optimus.checkpoint.errors import DamagedError
 from megatron.optimus.checkpoint.manifest import Manifest, Piece, TensorEntry
-from megatron.optimus.checkpoint.reader import ShardFiles, chunks_of
 from megatron.optimus.checkpoint.shards import torch_dtype
 from megatron.optimus.checkpoint.slices import TensorSlice
 from megatron.optimus.checkpoint.store import load, load_manifest

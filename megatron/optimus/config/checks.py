@@ -17,6 +17,7 @@ from megatron.optimus.config.schema import (
     OptimizerName,
     PipelineSchedule,
     RunConfig,
+    StateDtype,
     TokenDispatcher,
     TokenizerType,
     divisors,
@@ -49,8 +50,7 @@ def check_trainable(config: RunConfig) -> None:
             f"optimizer=muon needs whole matrices, and tensor_model_parallel_size={tensor_parallel} splits them; "
             "use tensor_model_parallel_size=1 or another optimizer"
         )
-    if config.optimizer.zero_stage not in (1, 2):
-        raise ConfigError(f"zero_stage={config.optimizer.zero_stage}: this version trains with zero_stage=1 or 2 only")
+    _raise_if(_stock_zero(config))
     if not config.data.data_path and config.data.data_file_list is None:
         raise ConfigError(
             "data_path is empty: name the prefixes of the .bin/.idx pairs that tools/preprocess_data.py wrote, "
@@ -68,6 +68,28 @@ def check_trainable(config: RunConfig) -> None:
             f"tokenizer_model={tokenizer!r} does not exist; give the tokenizer's file or folder, or leave it out: "
             "training does not need it, the export then comes without one"
         )
+
+
+def _stock_zero(config: RunConfig) -> str | None:
+    """What zero_stage=3, which DeepSpeed's own optimizer runs, does not go together with."""
+    optimizer, parallel = config.optimizer, config.parallel
+    stage = optimizer.zero_stage
+    if stage == 0:
+        return "zero_stage=0: use 1, which shards the optimizer's states, or 2 or 3"
+    if stage < 3:
+        offloads = [name for name in ("optimizer_cpu_offload", "param_cpu_offload") if getattr(optimizer, name)]
+        return f"{offloads[0]} needs zero_stage=3, this run has zero_stage={stage}" if offloads else None
+    for axis in ("tensor_model", "pipeline_model", "expert_model", "context"):
+        name = f"{axis}_parallel_size"
+        size = getattr(parallel, name)
+        if size > 1:
+            return f"zero_stage=3 shards over data-parallel ranks alone, but {name}={size}; use 1, or zero_stage=1 or 2"
+    if optimizer.optimizer is not OptimizerName.ADAM:
+        return f"zero_stage=3 needs optimizer=adam, not {optimizer.optimizer.value}; or use zero_stage=1 or 2"
+    if optimizer.optimizer_state_dtype is not StateDtype.FP32:
+        kept = optimizer.optimizer_state_dtype.value
+        return f"zero_stage=3 keeps states in fp32, not optimizer_state_dtype={kept}; or use zero_stage=1 or 2"
+    return None
 
 
 def _raise_if(message: str | None) -> None:
@@ -116,6 +138,16 @@ def expert_parallel_divides_experts(config: RunConfig, world_size: int) -> str |
     ranks = world_size // config.parallel.pipeline_model_parallel_size
     values = [size for size in divisors(ranks) if experts % size == 0]
     return f"expert_model_parallel_size={ep} must divide num_experts={experts}; use {one_of(values)}"
+
+
+def only_all_to_all_travels_in_chunks(config: RunConfig, world_size: int) -> str | None:
+    chunks, transport = config.parallel.moe_dispatch_chunks, config.parallel.moe_token_dispatcher_type
+    if chunks == 1 or transport is TokenDispatcher.ALLTOALL:
+        return None
+    return (
+        f"moe_dispatch_chunks={chunks} with moe_token_dispatcher_type={transport.value}: only alltoall travels in "
+        "parts; use alltoall, or 1"
+    )
 
 
 def hierarchical_dispatch_fits_nodes(config: RunConfig, world_size: int) -> str | None:
@@ -301,6 +333,7 @@ RULES: list[Rule] = [
     experts_need_a_moe_model,
     expert_parallel_divides_experts,
     hierarchical_dispatch_fits_nodes,
+    only_all_to_all_travels_in_chunks,
     tensor_parallel_divides_model,
     expert_tensor_parallel_divides_experts,
     experts_under_tensor_parallelism_need_split_tokens,

@@ -289,6 +289,9 @@ class ParallelConfig:
     recompute_num_layers: int | None = option(None, "first layers of each stage that recompute; default: all of them")
     cpu_offloading_num_layers: int = option(0, "first layers of each stage whose activations wait in host memory")
     moe_token_dispatcher_type: TokenDispatcher = option(TokenDispatcher.ALLGATHER, "how tokens reach their experts")
+    moe_dispatch_chunks: int = option(
+        1, "alltoall: parts in which a layer's tokens travel, each while experts work on another"
+    )
     moe_hierarchical_node_size: int | None = option(
         None, "ranks that the hierarchical dispatcher takes for a node; default: ranks of a node as launched"
     )
@@ -304,6 +307,7 @@ class ParallelConfig:
         _at_least(self, 1, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
         _at_least(self, 1, "expert_model_parallel_size", "expert_tensor_parallel_size")
         _at_least(self, 1, "virtual_pipeline_model_parallel_size", "moe_hierarchical_node_size")
+        _at_least(self, 1, "moe_dispatch_chunks")
         _at_least(self, 1, "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
         _at_least(self, 0, "recompute_num_layers", "cpu_offloading_num_layers")
         _positive(self, "distributed_timeout_minutes")
@@ -314,8 +318,12 @@ class OptimizerConfig:
     optimizer: OptimizerName = option(OptimizerName.ADAM, "adam is AdamW; muon takes AdamW for what is not a matrix")
     optimizer_state_dtype: StateDtype = option(StateDtype.FP32, "how moments are kept; master weights are fp32")
     zero_stage: int = option(
-        1, "1: optimizer states sharded (non-experts over DP, experts over replicas); 2: gradients too"
+        1,
+        "1: optimizer states sharded (non-experts over DP, experts over replicas); 2: gradients too; "
+        "3: parameters too, by DeepSpeed's own optimizer (data parallelism alone)",
     )
+    optimizer_cpu_offload: bool = option(False, "zero_stage=3: master weights and moments in host memory")
+    param_cpu_offload: bool = option(False, "zero_stage=3: parameters in host memory until they are needed")
     overlap_grad_reduce: bool = option(True, "reduce gradients while backward runs")
     overlap_param_gather: bool = option(True, "gather updated weights while the next forward runs")
     accumulate_allreduce_grads_in_fp32: bool = option(True, "add up micro-batches in fp32, else in bf16")

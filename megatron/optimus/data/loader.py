@@ -14,6 +14,7 @@ instances without regard to what was read of the old ones; whole epochs after it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
@@ -67,8 +68,8 @@ class BatchLoader:
     share of every batch, and one that is too small for its share is repeated.
 
     ``options`` say what is made of documents within a sample; ``fim`` changes some of them, by seed and position alone.
-    ``pin_for`` names an accelerator: batches then lie in
-    page-locked memory, from which it copies while it computes.
+    ``keep`` is applied to each batch, before ``pin_for``, which names an accelerator: batches then lie in page-locked
+    memory, from which it copies while it computes.
 
     A thread reads the batch after the one just given; what it reads depends on positions only, so this changes no
     result, and an error in it is raised by the call that asks for that batch.
@@ -90,6 +91,7 @@ class BatchLoader:
         max_batches: int | None = None,
         options: SampleOptions = SampleOptions(),  # noqa: B008  # frozen
         fim: FillInTheMiddle | None = None,
+        keep: Callable[[Batch], Batch] = lambda batch: batch,
         pin_for: torch.device | None = None,
     ) -> None:
         if seq_length != instances.seq_length:
@@ -102,7 +104,7 @@ class BatchLoader:
         self._micro_batch_size = micro_batch_size
         self._seed = seed
         self._shuffle = shuffle
-        self._options, self._fim = options, fim
+        self._options, self._fim, self._keep = options, fim, keep
         self._pinned = pin_for is not None and pin_for.type != "cpu"
         self.num_micro_batches = global_batch_size // (micro_batch_size * data_parallel_size)
         # offsets of this rank's samples in the global batch: [num_micro_batches, micro_batch_size]
@@ -178,7 +180,7 @@ class BatchLoader:
             for place, i in zip(row_places.tolist(), row_ids.tolist(), strict=True):
                 change = None if self._fim is None else partial(self._fim.apply, chance=chances(self._seed, place))
                 samples.append(make_sample(read(i), length, self._options, change))
-            batch = self._collate(samples)
+            batch = self._keep(self._collate(samples))
             batches.append(batch.pin_memory() if self._pinned else batch)
         return batches
 

@@ -19,9 +19,11 @@ from megatron.optimus.runtime.seeding import generator_for
 def initialize_weights(model: Decoder, *, seed: int, device: torch.device, dtype: torch.dtype) -> None:
     """Materialises a model built on the meta device: matrices N(0, init_method_std^2), norm scales 1, buffers 0.
 
-    Parameters get ``dtype`` (drawn in fp32, then rounded); buffers keep theirs.
+    Parameters get ``dtype`` (drawn in fp32, then rounded); buffers keep theirs. On the meta device nothing is drawn.
     """
     _materialize(model, device, dtype)
+    if device.type == "meta":
+        return
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             parameter.fill_(1.0)

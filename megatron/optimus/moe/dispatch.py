@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.optimus.ops import Routing
 
@@ -30,6 +30,23 @@ class Dispatcher(Protocol):
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertRows: ...
 
     def combine(self, y_RD: Tensor, handle: Any) -> Tensor: ...
+
+
+class ThroughExperts(Protocol):
+    """From routed tokens to what their experts make of them: [T, D], and the slots that were worked on here."""
+
+    def __call__(
+        self, dispatcher: Dispatcher, experts: nn.Module, x_TD: Tensor, routing: Routing
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def through_experts(
+    dispatcher: Dispatcher, experts: nn.Module, x_TD: Tensor, routing: Routing
+) -> tuple[Tensor, Tensor]:
+    """All tokens there, all of their experts' work, all answers back."""
+    rows = dispatcher.dispatch(x_TD, routing)
+    y_RD = experts(rows.x_RD, rows.weights_RK, rows.indices_RK)
+    return dispatcher.combine(y_RD, rows.handle), (rows.indices_RK >= 0).sum()
 
 
 class LocalDispatcher:

@@ -92,6 +92,13 @@ def all_to_all_rows(x: Tensor, send: list[int], receive: list[int], group: Group
     return x if group is None else _AllToAll.apply(x, send, receive, group)
 
 
+def start_all_to_all_rows(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Travelling:
+    """``all_to_all_rows`` under way: what is queued before ``arrived`` is computed meanwhile, and in the backward that
+    whose forward lies between the two."""
+    trip = _Trip(send, receive, group)
+    return Travelling(_StartAllToAll.apply(x, trip), trip)
+
+
 def copy_to_ranks(x: Tensor, group: Group) -> Tensor:
     """The same x on all ranks, each of which uses it for a part of the work; the backward sums their gradients."""
     return x if group is None else _AllReduce.apply(x, group, False, True)
@@ -143,6 +150,61 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return _all_to_all(grads[0], ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+class _Trip:
+    """What the two ends of an all-to-all know of each other, in the forward and on the gradients' way back."""
+
+    def __init__(self, send: list[int], receive: list[int], group: dist.ProcessGroup) -> None:
+        self.send, self.receive, self.group = send, receive, group
+        self.started: Started | None = None
+
+    def start(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        """Begins to exchange x; what is returned fills up until ``end``."""
+        x, out = x.contiguous(), x.new_empty(sum(receive), *x.shape[1:])
+        work = dist.all_to_all_single(out, x, receive, send, group=self.group, async_op=True)
+        self.started = Started(work, out, x)
+        return out
+
+    def end(self) -> Tensor:
+        assert self.started is not None
+        out, self.started = self.started.wait(), None
+        return out
+
+
+class Travelling:
+    """Rows on their way; ``arrived`` is to be called once."""
+
+    def __init__(self, sent: Tensor, trip: _Trip) -> None:
+        self._sent, self._trip = sent, trip
+
+    def arrived(self) -> Tensor:
+        return _EndAllToAll.apply(self._sent, self._trip)
+
+
+class _StartAllToAll(torch.autograd.Function):
+    """Its output only ties the two ends together: rows that have not arrived must not be seen by autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        trip.start(x.detach(), trip.send, trip.receive)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.trip.end(), None
+
+
+class _EndAllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        return trip.end()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.trip.start(grads[0], ctx.trip.receive, ctx.trip.send), None
 
 
 class _AllReduce(torch.autograd.Function):

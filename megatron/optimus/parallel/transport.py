@@ -8,16 +8,21 @@ node instead of once a rank, and a rank exchanges with nodes + ranks of a node o
 Every rank takes part in every collective, in forward and in backward, whatever it has to send: a rank without tokens,
 an expert without tokens, and one expert with all of them are ordinary cases.
 
+An all-to-all can travel in parts (``in_chunks``): while the experts work on one, the next one is on its way, and so are
+the answers to the one before; in the backward their gradients. Each part is a smaller product for every expert.
+
 Shapes: T own tokens, P places in a group, K experts per token, D model width, S rows sent, R rows received.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.optimus.config.schema import ConfigError, TokenDispatcher
 from megatron.optimus.moe.dispatch import Dispatcher, ExpertRows, LocalDispatcher
@@ -27,6 +32,7 @@ from megatron.optimus.parallel.collectives import (
     all_to_all_rows,
     exchange_row_counts,
     reduce_scatter_rows,
+    start_all_to_all_rows,
 )
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.placement import Ownership
@@ -58,6 +64,17 @@ class AllGatherDispatcher:
         return reduce_scatter_rows(y_RD, self.group, handle)
 
 
+class _Outgoing(NamedTuple):
+    """Rows in the order of the ranks they go to."""
+
+    x_SD: Tensor
+    weights_SK: Tensor
+    indices_SK: Tensor
+    row_S: Tensor  # own row of each
+    num_rows: int
+    count_P: Tensor
+
+
 class _WayBack(NamedTuple):
     row_S: Tensor  # own row of each row sent
     num_rows: int
@@ -81,34 +98,43 @@ class _Hop:
 
         The rows that arrive have the weights and indices of the choices served at their place, 0 and -1 for others.
         """
+        rows = self.pack(x_TD, weights_TK, indices_TK, place_TK)
+        [way] = self.agree([rows])
+        x_RD, weights_RK, indices_RK = (all_to_all_rows(part, way.send, way.receive, self.group) for part in rows[:3])
+        return ExpertRows(x_RD, weights_RK, indices_RK, way)
+
+    def pack(self, x_TD: Tensor, weights_TK: Tensor, indices_TK: Tensor, place_TK: Tensor) -> _Outgoing:
+        """What ``send`` is to send. Waits for the device."""
         needed_PT = torch.zeros(self.num_places + 1, len(x_TD), dtype=torch.bool, device=x_TD.device)
         needed_PT[place_TK.t(), torch.arange(len(x_TD), device=x_TD.device)] = True  # -1 is the last row, not a place
         needed_PT = needed_PT[:-1].repeat_interleave(self.num_shards, dim=0)
         rank_S, row_S = needed_PT.nonzero(as_tuple=True)
-        send, receive = self._exchange_counts(needed_PT.sum(dim=1))
         here_SK = place_TK[row_S] == rank_S[:, None] // self.num_shards
         weights_SK = torch.where(here_SK, weights_TK[row_S], 0.0)
         indices_SK = torch.where(here_SK, indices_TK[row_S], -1)
-        return ExpertRows(
-            x_RD=all_to_all_rows(x_TD[row_S], send, receive, self.group),
-            weights_RK=all_to_all_rows(weights_SK, send, receive, self.group),
-            indices_RK=all_to_all_rows(indices_SK, send, receive, self.group),
-            handle=_WayBack(row_S, len(x_TD), send, receive),
-        )
+        return _Outgoing(x_TD[row_S], weights_SK, indices_SK, row_S, len(x_TD), needed_PT.sum(dim=1))
+
+    def agree(self, outgoing: Sequence[_Outgoing]) -> list[_WayBack]:
+        """Tells each rank how many rows of each part it gets. Waits for the device once."""
+        send_PC = torch.stack([rows.count_P for rows in outgoing], dim=1)
+        receive_PC = torch.empty_like(send_PC)
+        dist.all_to_all_single(receive_PC, send_PC, group=self.group)
+        send_CP, receive_CP = torch.stack((send_PC, receive_PC)).mT.tolist()
+        return [
+            _WayBack(rows.row_S, rows.num_rows, send, receive)
+            for rows, send, receive in zip(outgoing, send_CP, receive_CP, strict=True)
+        ]
 
     def bring_back(self, y_RD: Tensor, handle: _WayBack) -> Tensor:
         """For each row that ``send`` got, the sum of what its copies have become."""
-        y_SD = all_to_all_rows(y_RD, handle.receive, handle.send, self.group)
+        return self.add_up(all_to_all_rows(y_RD, handle.receive, handle.send, self.group), handle)
+
+    def add_up(self, y_SD: Tensor, handle: _WayBack) -> Tensor:
+        """``bring_back`` for rows that are here again."""
         # fp32: partial sums of one token come back from several ranks and are rounded once.
         # index_put sorts where index_add would use atomics: the order of additions is the same in every run.
         y_TD = y_SD.new_zeros(handle.num_rows, y_SD.shape[1], dtype=torch.float32)
         return y_TD.index_put((handle.row_S,), y_SD.float(), accumulate=True).to(y_SD.dtype)
-
-    def _exchange_counts(self, send_P: Tensor) -> tuple[list[int], list[int]]:
-        receive_P = torch.empty_like(send_P)
-        dist.all_to_all_single(receive_P, send_P, group=self.group)
-        send, receive = torch.stack((send_P, receive_P)).tolist()
-        return send, receive
 
 
 class AllToAllDispatcher:
@@ -125,6 +151,35 @@ class AllToAllDispatcher:
 
     def combine(self, y_RD: Tensor, handle: _WayBack) -> Tensor:
         return self.hop.bring_back(y_RD, handle)
+
+
+@dataclass(frozen=True)
+class InChunks:
+    """``through_experts`` with an all-to-all that travels in parts, cut from every rank's own tokens."""
+
+    num_chunks: int
+
+    def __call__(
+        self, dispatcher: Dispatcher, experts: nn.Module, x_TD: Tensor, routing: Routing
+    ) -> tuple[Tensor, Tensor]:
+        assert isinstance(dispatcher, AllToAllDispatcher)
+        hop = dispatcher.hop
+        owner_E, local_E = dispatcher.ownership.tables(x_TD.device)
+        columns = (x_TD, routing.weights_TK, local_E[routing.indices_TK], owner_E[routing.indices_TK])
+        chunks = zip(*(column.tensor_split(self.num_chunks) for column in columns), strict=True)
+        outgoing = [hop.pack(*chunk) for chunk in chunks]
+        ways = hop.agree(outgoing)
+        there = [
+            [start_all_to_all_rows(part, way.send, way.receive, hop.group) for part in rows[:3]]
+            for rows, way in zip(outgoing, ways, strict=True)
+        ]
+        back, processed = [], torch.zeros((), dtype=torch.int64, device=x_TD.device)
+        for travelling, way in zip(there, ways, strict=True):
+            x_RD, weights_RK, indices_RK = (part.arrived() for part in travelling)
+            y_RD = experts(x_RD, weights_RK, indices_RK)
+            back.append(start_all_to_all_rows(y_RD, way.receive, way.send, hop.group))
+            processed += (indices_RK >= 0).sum()
+        return torch.cat([hop.add_up(y.arrived(), way) for y, way in zip(back, ways, strict=True)]), processed
 
 
 class HierarchicalDispatcher:

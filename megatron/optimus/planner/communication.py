@@ -144,9 +144,10 @@ def _experts(share: Share) -> Iterator[Collective]:
         yield Collective("experts", Kind.REDUCE_SCATTER, "gradients of router weights", size, weights, layers)
         return
     rows = share.rows
-    yield Collective("experts", Kind.ALL_TO_ALL, "numbers of rows", size, size * INT64, layers)
+    hiding = Hiding.PRODUCTS if parallel.moe_dispatch_chunks > 1 else Hiding.NOTHING
     wide = rows * model.hidden_size * share.element
-    yield Collective("experts", Kind.ALL_TO_ALL, "tokens and results, both ways", size, wide, 4 * layers)
+    yield Collective("experts", Kind.ALL_TO_ALL, "numbers of rows", size, size * INT64, layers)
+    yield Collective("experts", Kind.ALL_TO_ALL, "tokens and results, both ways", size, wide, 4 * layers, hiding)
     yield Collective("experts", Kind.ALL_TO_ALL, "router weights and gradients", size, rows * topk * FP32, 2 * layers)
     yield Collective("experts", Kind.ALL_TO_ALL, "expert numbers", size, rows * topk * INT64, layers)
 
@@ -168,7 +169,8 @@ def _data(share: Share) -> Iterator[Collective]:
     options, layout = share.config.optimizer, share.layout
     _, sent = gradient_bytes(share)
     repeats = share.micro_batches if options.zero_stage == 2 else 1
-    reduces = options.overlap_grad_reduce and layout.pp == 1
+    is_tied = layout.pp > 1 and not share.model.untie_embeddings_and_output_weights
+    reduces = options.overlap_grad_reduce and len(share.stages) == 1 and not is_tied
     into = Hiding.BACKWARD if reduces else Hiding.NOTHING
     out = Hiding.FORWARD if options.overlap_param_gather else Hiding.NOTHING
     for family in families(share):
@@ -177,7 +179,10 @@ def _data(share: Share) -> Iterator[Collective]:
         whole = family.numel
         yield Collective(axis, Kind.REDUCE_SCATTER, f"{what} gradients", family.group_size, whole * sent, repeats, into)
         yield Collective(axis, Kind.ALL_GATHER, f"{what} weights", family.group_size, whole * share.element, 1, out)
+    if is_tied and (share.has_embedding or share.has_head):
+        table = share.model.vocab_size // layout.tp * share.model.hidden_size * gradient_bytes(share)[0]
+        yield Collective("pp", Kind.ALL_REDUCE, "gradient of the tied embedding", 2, table, 1)
     if layout.tp > 1 and share.config.parallel.sequence_parallel:
-        repeated = sum(one.numel for one in parameters(share) if not one.is_cut)
+        repeated = sum(one.numel * count for one, count in parameters(share).items() if not one.is_cut)
         what = "gradients of norms and routers"
         yield Collective("tp", Kind.ALL_REDUCE, what, layout.tp, repeated * FP32, share.micro_batches)

@@ -117,12 +117,16 @@ def _of_a_step(share: Share, layers: list[list[Part]], head: list[Part]) -> list
         moments.append(Moment("final norm, backward", everything + norm.saved, norm.backward))
     alive = everything
     last = layers[-len(share.chunks[-1]) :] if share.layout.pp > 1 else layers
+    seen: set[int] = set()  # of layers alike the last has most others alive
     for place, parts in enumerate(reversed(last)):
+        if id(parts) in seen:
+            alive -= sum(part.saved for part in parts)
+            continue
+        seen.add(id(parts))
+        where = f"layer {len(last) - place} of {len(last)}"
         for part in reversed(parts):
-            if place == 0:
-                moments.append(Moment(f"last layer, {part.name}, forward", alive, part.forward))
-            where = f"layer {len(last) - place} of {len(last)}, {part.name}, backward"
-            moments.append(Moment(where, alive, part.backward))
+            moments.append(Moment(f"{where}, {part.name}, forward", alive, part.forward))
+            moments.append(Moment(f"{where}, {part.name}, backward", alive, part.backward))
             alive -= part.saved
     if share.has_embedding:
         moments.append(Moment("embedding, backward", alive, embedding_part(share).backward))

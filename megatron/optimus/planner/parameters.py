@@ -7,10 +7,11 @@ A test holds both against each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 
-from megatron.optimus.config.schema import Normalization, OptimizerName, QKNormScope, StateDtype
+from megatron.optimus.config.schema import Normalization, OptimizerName, PipelineSchedule, QKNormScope, StateDtype
 from megatron.optimus.planner.share import Share
 
 ALIGNMENT = 256  # elements
@@ -26,6 +27,7 @@ class Parameter:
     is_expert: bool = False
     is_cut: bool = False  # tensor-parallel ranks hold different parts
     kind: str = "matrix"  # or "norm", "embedding"
+    is_tied: bool = False  # another pipeline stage has a copy
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,15 @@ class Family:
     is_expert: bool
     is_matrix: bool  # Muon orthogonalises it
     group_size: int
-    numels: tuple[int, ...]
+    numels: tuple[tuple[int, int], ...]  # (elements, how many such parameters)
     bucket_limit: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Length of the flat buffer."""
         unit = self.group_size * ALIGNMENT
-        return max(unit, _round_up(sum(_round_up(numel, ALIGNMENT) for numel in self.numels), unit))
+        used = sum(_round_up(numel, ALIGNMENT) * count for numel, count in self.numels)
+        return max(unit, _round_up(used, unit))
 
     @property
     def shard(self) -> int:
@@ -77,46 +80,53 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def parameters(share: Share) -> Iterator[Parameter]:
-    """Every parameter of a rank, in no particular order."""
+def parameters(share: Share) -> Counter[Parameter]:
+    """The parameters of a rank: how many of each."""
     model, tp = share.model, share.layout.tp
-    vocabulary = Parameter(model.vocab_size // tp * model.hidden_size, is_cut=tp > 1, kind="embedding")
+    numel, is_tied = model.vocab_size // tp * model.hidden_size, not model.untie_embeddings_and_output_weights
+    apart = is_tied and share.has_embedding != share.has_head
+    vocabulary = Parameter(numel, is_cut=tp > 1, kind="embedding", is_tied=apart)
+    found = Counter({parameter: count * share.num_layers for parameter, count in _layer(share).items()})
     if share.has_embedding:
-        yield vocabulary
+        found[vocabulary] += 1
     if share.has_head:
-        yield from _norm(share)
-        if model.untie_embeddings_and_output_weights:
-            yield vocabulary
-    for _ in range(share.num_layers):
-        yield from _layer(share)
+        found += _norms(share, 1)
+        if not is_tied or apart:
+            found[vocabulary] += 1
+    return +found  # without what is there zero times
 
 
-def _norm(share: Share) -> Iterator[Parameter]:
-    if share.model.normalization is Normalization.RMSNORM:
-        yield Parameter(share.model.hidden_size, kind="norm")
+def _norms(share: Share, count: int) -> Counter[Parameter]:
+    has_scale = share.model.normalization is Normalization.RMSNORM
+    return Counter({Parameter(share.model.hidden_size, kind="norm"): count * has_scale})
 
 
-def _layer(share: Share) -> Iterator[Parameter]:
+def _layer(share: Share) -> Counter[Parameter]:
     model, layout = share.model, share.layout
     width, is_cut = model.hidden_size, layout.tp > 1
     queries = model.num_attention_heads * model.head_dim // layout.tp
     keys = model.num_kv_heads * model.head_dim // layout.tp
-    for _ in range(2):
-        yield from _norm(share)
+    found = _norms(share, 2)
     for inner in (queries, keys, keys, queries):
-        yield Parameter(inner * width, is_cut=is_cut)
+        found[Parameter(inner * width, is_cut=is_cut)] += 1
     if model.qk_layernorm:
         per_head = model.qk_layernorm_scope is QKNormScope.HEAD
         for inner in (queries, keys):
-            yield Parameter(model.head_dim if per_head else inner, is_cut=is_cut and not per_head, kind="norm")
+            numel = model.head_dim if per_head else inner
+            found[Parameter(numel, is_cut=is_cut and not per_head, kind="norm")] += 1
     if not model.is_moe:
-        for _ in range(3):
-            yield Parameter(model.ffn_hidden_size // layout.tp * width, is_cut=is_cut)
-        return
-    yield Parameter(model.num_experts * width)  # the router
+        found[Parameter(model.ffn_hidden_size // layout.tp * width, is_cut=is_cut)] += 3
+        return found
+    found[Parameter(model.num_experts * width)] += 1  # the router
     matrix = model.num_experts // layout.ep * model.moe_ffn_hidden_size // layout.etp * width
     for stacked in (2, 1):
-        yield Parameter(stacked * matrix, is_expert=True, is_cut=is_cut)
+        found[Parameter(stacked * matrix, is_expert=True, is_cut=is_cut)] += 1
+    return found
+
+
+def num_parameters(share: Share) -> int:
+    """Elements of a rank's parameters."""
+    return sum(parameter.numel * count for parameter, count in parameters(share).items())
 
 
 def families(share: Share) -> list[Family]:
@@ -127,17 +137,26 @@ def families(share: Share) -> list[Family]:
         "embedding": options.weight_decay_embeddings,
         "matrix": True,
     }
-    members: dict[tuple[bool, bool, bool, bool], list[int]] = {}
-    for parameter in parameters(share):
+    members: dict[tuple[bool, ...], list[tuple[int, int]]] = {}
+    for parameter, count in parameters(share).items():
         is_matrix = options.optimizer is OptimizerName.MUON and parameter.kind == "matrix"
         is_repeated = layout.tp > 1 and not parameter.is_cut
-        key = (parameter.is_expert, is_matrix, decayed[parameter.kind], is_repeated)
-        members.setdefault(key, []).append(parameter.numel)
+        key = (parameter.is_expert, is_matrix, decayed[parameter.kind], is_repeated, parameter.is_tied)
+        members.setdefault(key, []).append((parameter.numel, count))
     limit = options.ddp_bucket_size or DEFAULT_BUCKET
     return [
         Family(is_expert, is_matrix, layout.edp if is_expert else layout.dp * layout.cp, tuple(numels), limit)
-        for (is_expert, is_matrix, _, _), numels in sorted(members.items(), key=lambda item: item[0][0])
+        for (is_expert, is_matrix, *_), numels in sorted(members.items(), key=lambda item: item[0][0])
     ]
+
+
+def adds_expert_gradients(share: Share) -> bool:
+    """Whether the backward adds experts' gradients where they are kept, so that they never exist apart
+    (ops/main_grads.py): whole gradients are kept, and a backward is in one piece."""
+    parallel = share.config.parallel
+    splits = (PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV)
+    is_whole = share.config.optimizer.zero_stage == 1 or share.layout.edp == 1
+    return is_whole and not (share.layout.pp > 1 and parallel.pipeline_schedule in splits)
 
 
 def gradient_bytes(share: Share) -> tuple[int, int]:

@@ -18,6 +18,7 @@ class Share:
 
     config: RunConfig
     layout: Layout
+    layers: tuple[range, ...]  # of every stage
     pipeline_rank: int
 
     @property
@@ -51,10 +52,9 @@ class Share:
     @cached_property
     def chunks(self) -> list[range]:
         """Layers of each chunk."""
-        layers = stage_layers(self.model, self.config.parallel)
-        return [layers[stage] for stage in self.stages]
+        return [self.layers[stage] for stage in self.stages]
 
-    @property
+    @cached_property
     def num_layers(self) -> int:
         return sum(map(len, self.chunks))
 
@@ -126,4 +126,13 @@ class Share:
 def shares(config: RunConfig, world_size: int) -> list[Share]:
     """The share of a rank of every pipeline rank, in order."""
     layout = Layout.from_config(config.parallel, world_size)
-    return [Share(config, layout, rank) for rank in range(layout.pp)]
+    layers = tuple(stage_layers(config.model, config.parallel))
+    return [Share(config, layout, layers, rank) for rank in range(layout.pp)]
+
+
+def different(members: list[Share]) -> list[Share]:
+    """Of pipeline ranks that hold alike the first, which has most micro-batches in flight: enough for any extreme."""
+    found: dict[tuple[object, ...], Share] = {}
+    for share in members:
+        found.setdefault((tuple(map(len, share.chunks)), share.has_embedding, share.has_head), share)
+    return list(found.values())

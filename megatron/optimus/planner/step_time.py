@@ -32,6 +32,7 @@ class StepTime:
     bubble: float  # waiting for other stages
     update: float  # optimizer, and the constant part
     communication: float  # all of it, hidden or not
+    data: float  # of it, gradients and weights between replicas
     tokens: int  # of the global batch
     devices: int
     flops_per_token: float
@@ -100,7 +101,7 @@ def compute_seconds(work: Work, machine: Machine) -> float:
 
 def _of_stage(share: Share, machine: Machine) -> tuple[float, float, float]:
     """(computing, exposed communication, communication) of all micro-batches of a stage, without its bubble."""
-    compute = compute_seconds(micro_batch_work(share), machine) * share.micro_batches
+    compute = compute_seconds(micro_batch_work(share, machine.kernels), machine) * share.micro_batches
     exposed = total = 0.0
     for one in collectives(share):
         if one.axis in PER_STEP:
@@ -115,7 +116,7 @@ def _of_stage(share: Share, machine: Machine) -> tuple[float, float, float]:
 
 
 def _of_data(share: Share, machine: Machine, window: float) -> tuple[float, float, float]:
-    """(slowdown of what runs beside, exposed, all) of gradients and weights; ``window`` is what they can hide behind."""
+    """(slowdown of what runs beside, exposed, all) of gradients and weights, which can hide behind ``window``."""
     slowed = exposed = total = 0.0
     forward, backward = window / 3, window * 2 / 3 / share.micro_batches  # the last micro-batch's backward
     free = {Hiding.BACKWARD: backward, Hiding.FORWARD: forward / share.micro_batches, Hiding.NOTHING: 0.0}
@@ -143,7 +144,7 @@ def _bubble(share: Share, slowest: float) -> float:
 
 
 def step_time(shares: list[Share], machine: Machine) -> StepTime:
-    """Of a run whose ranks have these shares, one for each pipeline rank."""
+    """Of a run whose ranks have these shares, one at least for each kind of pipeline rank."""
     stages = [_of_stage(share, machine) for share in shares]
     slowest = max(range(len(shares)), key=lambda rank: stages[rank][0] + stages[rank][1])
     share, (compute, exposed, communication) = shares[slowest], stages[slowest]
@@ -155,6 +156,7 @@ def step_time(shares: list[Share], machine: Machine) -> StepTime:
         bubble=_bubble(share, compute + exposed),
         update=compute_seconds(update_work(share), machine) + machine.step_time.value,
         communication=communication + data,
+        data=data,
         tokens=training.global_batch_size * training.seq_length,
         devices=share.layout.world_size,
         flops_per_token=flops_per_token(share.model, training.seq_length),

@@ -21,11 +21,13 @@ from megatron.optimus.data.tokenizer import build_tokenizer
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
 from megatron.optimus.parallel.apply import connect, parallelize
+from megatron.optimus.parallel.context import own_positions
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.placement import read_placements
 from megatron.optimus.parallel.probe import settle_transport
 from megatron.optimus.runtime.agreement import Ranks
 from megatron.optimus.trainer.engine import DTYPES
+from megatron.optimus.trainer.step import own_part
 
 
 def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> Decoder:
@@ -134,5 +136,6 @@ def _loader(
         max_batches=training.eval_iters if part is Split.VALID else None,
         options=options,
         fim=fim,
+        keep=partial(own_part, positions_S=own_positions(training.seq_length, config.parallel, mesh)),
         pin_for=device if config.data.pin_memory else None,
     )

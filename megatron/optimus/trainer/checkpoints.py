@@ -21,7 +21,7 @@ from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.runtime.agreement import Ranks
 from megatron.optimus.runtime.seeding import rng_state, set_rng_state
-from megatron.optimus.trainer.engine import Engine
+from megatron.optimus.trainer.engine import Engine, training_state
 from megatron.optimus.version import __version__
 
 _PACKAGES = ("torch", "deepspeed", "numpy", "safetensors")
@@ -34,7 +34,7 @@ class Checkpoints:
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, model: Decoder, engine: Engine) -> None:
         self._config, self._mesh, self._device = config, mesh, device
-        self._model, self._engine = model, engine
+        self._model, self._state = model, training_state(engine)
         self._ranks = Ranks(None, device)
         self._root = Path(config.checkpoint.save or Path(config.logging.run_dir) / "checkpoints")
         self._drain_s: float | None = None
@@ -90,7 +90,7 @@ class Checkpoints:
             self._drain_s = max(self._drain_s or 0.0, one.drain_s)
 
     def _save(self, kind: str, step: int, consumed_samples: int) -> None:
-        optimizer, mesh = self._engine.optimizer, self._mesh
+        optimizer, mesh = self._state, self._mesh
         is_first = mesh.index("dense") == 0 and mesh.index("tp") == 0  # of its pipeline stage: it stores the buffers
         if kind == "full":
             slices = state.training_slices(self._model, optimizer, buffers=is_first) + self._rng_slices()
@@ -140,7 +140,7 @@ class Checkpoints:
             logger.info("starting from initial weights (seed %d)", self._config.training.seed)
             return 0, 0
         path, manifest = found
-        optimizer = self._engine.optimizer
+        optimizer = self._state
         if has_moments and manifest.kind == "full":
             optimizer.step_count = int(manifest.metadata.get("optimizer_step_count", manifest.step))
             self._restore_rng()
@@ -166,7 +166,7 @@ class Checkpoints:
     def _all_requests(self, manifest: Manifest) -> list[TensorSlice]:
         if manifest.kind == "model":
             return self._weight_requests(manifest)
-        slices = state.training_slices(self._model, self._engine.optimizer, buffers=True)
+        slices = state.training_slices(self._model, self._state, buffers=True)
         self._rng: list[TensorSlice] = []
         for piece in self._rng_slices():
             stored = manifest.tensors.get((piece.name, "rng"))
@@ -175,7 +175,7 @@ class Checkpoints:
         return slices + self._rng
 
     def _weight_requests(self, manifest: Manifest) -> list[TensorSlice]:
-        return state.weight_requests(self._model, self._engine.optimizer, manifest)
+        return state.weight_requests(self._model, self._state, manifest)
 
     def _restore_rng(self) -> None:
         for piece in self._rng:

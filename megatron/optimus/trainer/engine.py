@@ -15,6 +15,7 @@ from megatron.optimus.optim.groups import param_groups
 from megatron.optimus.parallel.mesh import Mesh
 
 Engine = deepspeed_ext.EPEngine
+TrainingState = deepspeed_ext.EPZeroOptimizer | deepspeed_ext.Stage3States  # what a checkpoint reads and writes
 DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
 
 _OPTIMIZERS: dict[OptimizerName, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
@@ -26,7 +27,7 @@ _OPTIMIZERS: dict[OptimizerName, Callable[[list[dict[str, Any]]], torch.optim.Op
 
 
 def build_engine(model: Decoder, config: RunConfig, mesh: Mesh, accumulation_steps: int) -> Engine:
-    """DeepSpeed's engine around the model, with the EP-aware sharded optimizer."""
+    """DeepSpeed's engine around the model, with the EP-aware sharded optimizer; with zero_stage=3, DeepSpeed's own."""
     engine, *_ = deepspeed_ext.initialize(
         model=model,
         optimizer=_OPTIMIZERS[config.optimizer.optimizer](param_groups(model, config.optimizer)),
@@ -34,6 +35,13 @@ def build_engine(model: Decoder, config: RunConfig, mesh: Mesh, accumulation_ste
         groups=_groups(model, mesh),
     )
     return engine
+
+
+def training_state(engine: Engine) -> TrainingState:
+    """What a checkpoint holds of the engine, whoever's optimizer it has."""
+    if isinstance(engine.optimizer, deepspeed_ext.EPZeroOptimizer):
+        return engine.optimizer
+    return deepspeed_ext.Stage3States(engine)
 
 
 def deepspeed_config(config: RunConfig, accumulation_steps: int) -> dict[str, Any]:
@@ -47,6 +55,13 @@ def deepspeed_config(config: RunConfig, accumulation_steps: int) -> dict[str, An
     zero: dict[str, Any] = {"stage": optimizer.zero_stage, "overlap_comm": overlap}
     if optimizer.ddp_bucket_size is not None:
         zero["reduce_bucket_size"] = optimizer.ddp_bucket_size
+    elif optimizer.zero_stage == 3:
+        zero["reduce_bucket_size"] = deepspeed_ext.ZeroOptions().bucket_numel  # DeepSpeed's own takes 2 GB in fp32
+    in_host_memory = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if optimizer.optimizer_cpu_offload:
+        zero["offload_optimizer"] = in_host_memory
+    if optimizer.param_cpu_offload:
+        zero["offload_param"] = in_host_memory
     accumulate = "fp32" if optimizer.accumulate_allreduce_grads_in_fp32 else "bf16"
     return {
         "train_micro_batch_size_per_gpu": config.training.micro_batch_size,
@@ -54,6 +69,7 @@ def deepspeed_config(config: RunConfig, accumulation_steps: int) -> dict[str, An
         "gradient_clipping": optimizer.clip_grad,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # it would be compiled here, at the start
         "bf16": {"enabled": config.training.params_dtype is Precision.BF16},
         "data_types": {"grad_accum_dtype": accumulate},
         "communication_data_type": "bf16" if optimizer.grad_reduce_in_bf16 else accumulate,

@@ -13,7 +13,6 @@ from megatron.optimus.data.loader import Batch
 from megatron.optimus.observe.flops import flops_per_token, mfu
 from megatron.optimus.observe.metrics import StepMetrics
 from megatron.optimus.optim.schedule import learning_rate
-from megatron.optimus.parallel.context import own_positions
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.runtime import device as devices
 from megatron.optimus.trainer.build import build_data, build_model
@@ -22,7 +21,7 @@ from megatron.optimus.trainer.engine import DTYPES, build_engine
 from megatron.optimus.trainer.health import SkippedSteps, TrainingError
 from megatron.optimus.trainer.reporting import Reporter
 from megatron.optimus.trainer.schedule import build_schedule
-from megatron.optimus.trainer.step import StepReport, own_part, train_step, validation_loss
+from megatron.optimus.trainer.step import StepReport, train_step, validation_loss
 
 logger = logging.getLogger("optimus")
 
@@ -33,7 +32,6 @@ class Trainer:
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device) -> None:
         self.config, self.mesh, self.device = config, mesh, device
         self.data = build_data(config, mesh, device)
-        self.positions = own_positions(config.training.seq_length, config.parallel, mesh)
         self.model = build_model(config, mesh, device)
         self.engine = build_engine(
             self.model, config, mesh, gradient_accumulation_steps(config, mesh.layout.world_size)
@@ -95,7 +93,7 @@ class Trainer:
         return lr
 
     def _to_device(self, batches: list[Batch]) -> list[Batch]:
-        return [own_part(batch, self.positions).to(self.device) for batch in batches]
+        return [batch.to(self.device) for batch in batches]
 
     def _validate(self) -> float:
         valid = self.data.valid

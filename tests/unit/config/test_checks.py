@@ -47,6 +47,11 @@ CHUNKS = "--virtual-pipeline-model-parallel-size 2"
             16,
             ["multiple of expert_tensor_parallel_size=4", "node_size to 4 or 8"],
         ),
+        (
+            f"{MOE} --expert-model-parallel-size 4 --moe-dispatch-chunks 2",
+            8,
+            ["moe_dispatch_chunks=2 with moe_token_dispatcher_type=allgather", "use alltoall, or 1"],
+        ),
         ("--expert-model-parallel-size 2", 8, ["expert_model_parallel_size=2", "num_experts=0", "use 1"]),
         ("--pipeline-model-parallel-size 8 --num-layers 6", 8, ["num_layers=6 is less than the 8 pipeline stages"]),
         (
@@ -156,7 +161,19 @@ def test_gradient_accumulation_steps() -> None:
     ("flags", "part"),
     [
         ("--data-path x --optimizer muon --tensor-model-parallel-size 2", "optimizer=muon needs whole matrices"),
-        ("--data-path x --zero-stage 3", "zero_stage=3"),
+        ("--data-path x --zero-stage 0", "zero_stage=0"),
+        (
+            "--data-path x --optimizer-cpu-offload",
+            "optimizer_cpu_offload needs zero_stage=3, this run has zero_stage=1",
+        ),
+        ("--data-path x --zero-stage 2 --param-cpu-offload", "param_cpu_offload needs zero_stage=3"),
+        (
+            "--data-path x --zero-stage 3 --num-experts 8 --expert-model-parallel-size 2",
+            "but expert_model_parallel_size=2; use 1",
+        ),
+        ("--data-path x --zero-stage 3 --tensor-model-parallel-size 2", "but tensor_model_parallel_size=2; use 1"),
+        ("--data-path x --zero-stage 3 --optimizer lion", "zero_stage=3 needs optimizer=adam, not lion"),
+        ("--data-path x --zero-stage 3 --optimizer-state-dtype bf16", "not optimizer_state_dtype=bf16"),
         ("", "--data-path data/corpus"),
     ],
 )

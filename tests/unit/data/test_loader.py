@@ -367,3 +367,18 @@ def test_documents_within_samples(tmp_path: Path) -> None:
             assert b.positions_BS[row].tolist() == counted
     plain.close()
     marked.close()
+
+
+def test_a_rank_pins_the_part_of_a_batch_that_it_keeps(prefixes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut after pinning, a context-parallel rank's part would be copied to the device without page-locked memory."""
+
+    def keep(batch: Batch) -> Batch:
+        return batch._replace(tokens_BS=batch.tokens_BS[:, 1:3], labels_BS=batch.labels_BS[:, 1:3])
+
+    pinned = []
+    monkeypatch.setattr(Batch, "pin_memory", lambda batch: pinned.append(batch) or batch)
+    monkeypatch.setattr("megatron.optimus.runtime.device.set_device", lambda device: None)
+    whole = make_loader(prefixes).batch(0)
+    own = make_loader(prefixes, keep=keep, pin_for=torch.device("cuda")).batch(0)
+    assert [batch.tokens_BS.tolist() for batch in own] == [batch.tokens_BS[:, 1:3].tolist() for batch in whole]
+    assert len(pinned) >= len(own) and all(a is b for a, b in zip(own, pinned, strict=False))

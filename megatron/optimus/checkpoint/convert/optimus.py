@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import xxhash
 
+from megatron.optimus.checkpoint.chunks import CHUNK_BYTES, ShardFiles, chunks_of
 from megatron.optimus.checkpoint.commit import write_synced
 from megatron.optimus.checkpoint.convert.plan import DTYPES, Options, Plan, Written
 from megatron.optimus.checkpoint.convert.source import MASTER, MOMENTS, WEIGHT, Source, same_names, units
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.hf_files import split_by_size, token_ids_of
 from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, Manifest, Piece, TensorEntry
-from megatron.optimus.checkpoint.reader import CHUNK_BYTES, ShardFiles, chunks_of
 from megatron.optimus.checkpoint.shards import ShardItem, dtype_name, torch_dtype, write_shard
 from megatron.optimus.checkpoint.slices import Place, common_parts
 from megatron.optimus.checkpoint.store import load_manifest, resolve

@@ -1,0 +1,114 @@
+"""Table and chart of what moe_layer.py measured, in one run or several."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+Cell = tuple[str, int, float]  # shape, tokens, zipf
+
+
+def merge(paths: list[Path]) -> dict:
+    """The measurements of several files, all of one device. A cell that several have comes from the last of them.
+
+    A cell is never put together from two files: only what ran in one rotation can be compared.
+    """
+    results = [json.loads(path.read_text()) for path in paths]
+    if len(machines := {(result["device"], result["torch"]) for result in results}) > 1:
+        raise ValueError(f"measurements of different machines or versions of torch cannot be compared: {machines}")
+    cells: dict[tuple[str, int], list[dict]] = {}
+    for result in results:
+        own: dict[tuple[str, int], list[dict]] = {}
+        for row in result["measurements"]:
+            own.setdefault((row["shape"], row["tokens"]), []).append(row)
+        cells |= own
+    return {**results[0], "measurements": [row for rows in cells.values() for row in rows]}
+
+
+def _cells(rows: list[dict]) -> dict[Cell, dict[str, dict]]:
+    cells: dict[Cell, dict[str, dict]] = {}
+    for row in rows:
+        cells.setdefault((row["shape"], row["tokens"], row["zipf"]), {})[row["implementation"]] = row
+    return cells
+
+
+def print_table(rows: list[dict]) -> None:
+    """Forward + backward of every cell in TFLOP/s, then how much faster each of ours is than each peer."""
+    if not rows:
+        return
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    cells = _cells(rows)
+    print("\nforward + backward, TFLOP/s (milliseconds); zipf after the tokens where routing is skewed")
+    print(" " * 29 + "".join(f"{name:>22s}" for name in names))
+    for (shape, tokens, zipf), cell in cells.items():
+        label = f"{shape:15s} {tokens:6d}" + (f"  z{zipf:3.1f}" if zipf else "")
+        texts = [
+            f"{cell[n]['forward_backward_tflops']:.4g} ({cell[n]['forward_backward_ms']:.3f})" if n in cell else "-"
+            for n in names
+        ]
+        print(f"{label:29s}" + "".join(f"{text:>22s}" for text in texts))
+    for ours in (name for name in names if name.startswith("optimus")):
+        for peer in (name for name in names if not name.startswith("optimus")):
+            both = [cell for key, cell in cells.items() if ours in cell and peer in cell and not key[2]]
+            ratios = [cell[peer]["forward_backward_ms"] / cell[ours]["forward_backward_ms"] for cell in both]
+            if ratios:
+                mean = math.exp(sum(math.log(ratio) for ratio in ratios) / len(ratios))
+                print(
+                    f"{ours} against {peer}: {mean:.3f}x, {min(ratios):.3f} to {max(ratios):.3f}, {len(ratios)} cells"
+                )
+    for key, cell in cells.items():
+        even = cells.get((*key[:2], 0.0), {})
+        for name in cell:
+            if key[2] and name in even:
+                loss = 1 - even[name]["forward_backward_ms"] / cell[name]["forward_backward_ms"]
+                print(f"{name}, {key[0]}, {key[1]} tokens: zipf {key[2]} loses {100 * loss:.1f}%")
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """One panel per shape; a group of bars per number of tokens (and skew), a bar per implementation."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    cells = _cells(rows)
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    columns = min(2, len(shapes))
+    lines = math.ceil(len(shapes) / columns)
+    figure, axes = pyplot.subplots(
+        lines, columns, figsize=(5.2 * columns, 3 * lines + 0.5), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axis, shape in zip(axes.flat, shapes, strict=False):
+        place, ticks, labels = 0.0, [], []
+        for (own, tokens, zipf), cell in sorted(cells.items()):
+            if own != shape:
+                continue
+            drawn = [name for name in names if name in cell]
+            ticks.append(place + (len(drawn) - 1) / 2)
+            labels.append(f"T = {tokens:,}" + (f"\nzipf {zipf}" if zipf else ""))
+            for name in drawn:
+                speed = cell[name]["forward_backward_tflops"]
+                axis.bar(place, speed, 0.9, color=f"C{names.index(name)}", label=name)
+                axis.annotate(f"{speed:.3g}", (place, speed), ha="center", va="bottom", fontsize=6, rotation=90)
+                place += 1
+            place += 1
+        axis.set_xticks(ticks, labels, fontsize=7)
+        axis.set_title(shape, fontsize=9)
+        axis.margins(y=0.15)
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in axes.flat[len(shapes) :]:
+        axis.set_visible(False)
+    for line in axes:
+        line[0].set_ylabel("forward + backward, TFLOP/s", fontsize=8)
+    handles = {}
+    for axis in axes.flat:
+        drawn, texts = axis.get_legend_handles_labels()
+        handles |= dict(zip(texts, drawn, strict=True))
+    order = [name for name in names if name in handles]
+    figure.legend(
+        [handles[n] for n in order], order, frameon=False, fontsize=8, ncols=len(order), loc="outside upper center"
+    )
+    figure.savefig(path, dpi=160)
+    pyplot.close(figure)

@@ -1,0 +1,127 @@
+"""One rank of the real program, built at any world size with nobody else there.
+
+torch's "fake" process group answers every collective at once without communicating, and tensors on the meta device
+have shapes and no memory. All that a start does with ranks and sizes runs for real: the checks, the grid of ranks and
+its process groups, the cut model, DeepSpeed's engine, flat buffers, shards and buckets, the schedule. Left out is what
+needs data: drawing weights, sending them to other replicas, reading token files and checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from megatron.optimus.config.checks import check, gradient_accumulation_steps
+from megatron.optimus.config.load import load
+from megatron.optimus.config.schema import ConfigError, RunConfig
+from megatron.optimus.runtime import launch_env
+
+RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
+
+
+@dataclass(frozen=True)
+class Built:
+    """What building a rank took, and what it made."""
+
+    rank: int
+    world_size: int
+    import_s: float  # torch, deepspeed and the program
+    groups_s: float  # process groups
+    model_s: float
+    engine_s: float  # with buffers and buckets
+    total_s: float
+    peak_rss_bytes: int
+    groups: dict[str, int]  # axis -> ranks
+    layers: list[int]
+    parameters: int
+    buckets: int
+    bucket_pieces: int  # pieces of parameters in this rank's shards
+    optimizer_bytes: dict[str, int]  # as EPZeroOptimizer.memory_bytes
+
+
+def build(config: RunConfig, rank: int, world_size: int) -> Built:
+    """Builds the rank in this process, which must not have a process group yet; it has a fake one afterwards."""
+    check(config, world_size)
+    began = time.perf_counter()
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from megatron.optimus.config.layout import AXES
+    from megatron.optimus.parallel.mesh import Mesh
+    from megatron.optimus.trainer.build import build_model
+    from megatron.optimus.trainer.engine import Engine, build_engine, init_engine
+    from megatron.optimus.trainer.schedule import build_schedule
+
+    imported = time.perf_counter()
+    for name, value in launch_env.of_rank(rank, world_size, 29500).items():
+        launch_env.set_default(name, value)
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    init_engine(dist.default_pg_timeout)
+    mesh = Mesh(config.parallel, rank=rank, world_size=world_size)
+    grouped = time.perf_counter()
+    device = torch.device("meta")
+    model = build_model(config, mesh, device)
+    modelled = time.perf_counter()
+    # What has no meaning without data: moving weights to a device or to replicas, reading counters.
+    model.to = lambda *args, **kwargs: model  # type: ignore[method-assign]
+    Engine._broadcast_model = Engine._report_progress = lambda *args: None  # type: ignore[method-assign,assignment]
+    engine = build_engine(model, config, mesh, gradient_accumulation_steps(config, world_size))
+    build_schedule(config, engine, mesh, device)
+    done = time.perf_counter()
+    families = engine.optimizer.families
+    return Built(
+        rank=rank,
+        world_size=world_size,
+        import_s=imported - began,
+        groups_s=grouped - imported,
+        model_s=modelled - grouped,
+        engine_s=done - modelled,
+        total_s=done - began,
+        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT,
+        groups={axis: mesh.size(axis) for axis in AXES},
+        layers=[int(name) for name, _ in model.layers.named_children()],
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        buckets=sum(len(family.buckets) for family in families),
+        bucket_pieces=sum(len(b.layout.shard_pieces(family.rank)) for family in families for b in family.buckets),
+        optimizer_bytes=engine.optimizer.memory_bytes(),
+    )
+
+
+def build_in_a_process(words: Sequence[str], rank: int, world_size: int) -> Built:
+    """``build`` in a process of its own, so that times and memory are those of a start.
+
+    Raises ConfigError with the last line of what the process said, if it fails.
+    """
+    command = [sys.executable, "-m", __name__, str(rank), str(world_size), *words]
+    environment = launch_env.current() | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": ":".join(filter(None, sys.path))}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["nothing"]
+        raise ConfigError(f"rank {rank} of {world_size} could not be built: {said[-1]}")
+    return Built(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def built_text(built: Built) -> str:
+    """A few lines on one rank."""
+    groups = ", ".join(f"{axis} {size}" for axis, size in built.groups.items() if size > 1)
+    sizes = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in built.optimizer_bytes.items())
+    return (
+        f"rank {built.rank} of {built.world_size:,}: built in {built.total_s:.1f} s (imports {built.import_s:.1f}, "
+        f"groups {built.groups_s:.3f}, model {built.model_s:.1f}, engine {built.engine_s:.1f}), peak "
+        f"{built.peak_rss_bytes / 2**30:.2f} GiB of host memory\n"
+        f"  groups of more than one rank: {groups}\n"
+        f"  layers {built.layers[0]} to {built.layers[-1]}, {built.parameters:,} parameters, {built.buckets} buckets; "
+        f"this rank's shards hold {built.bucket_pieces} pieces of parameters\n"
+        f"  optimizer, GiB: {sizes}"
+    )
+
+
+if __name__ == "__main__":
+    built = build(load(sys.argv[3:]).config, int(sys.argv[1]), int(sys.argv[2]))
+    sys.stdout.write(json.dumps(asdict(built)) + "\n")

@@ -1,0 +1,60 @@
+"""One run on one machine, planned: memory of every pipeline rank, what is sent, and the time of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron.optimus.config.checks import check
+from megatron.optimus.config.schema import ConfigError, RunConfig, one_of
+from megatron.optimus.planner.communication import Collective, collectives
+from megatron.optimus.planner.hardware import Machine
+from megatron.optimus.planner.memory import Memory, memory_of
+from megatron.optimus.planner.share import Share, different, shares
+from megatron.optimus.planner.step_time import StepTime, step_time
+
+MODELLED_STAGES = (1, 2)  # those of our optimizer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Made by ``plan``; the run has passed the trainer's own checks."""
+
+    config: RunConfig
+    world_size: int
+    machine: Machine
+
+    @cached_property
+    def shares(self) -> list[Share]:
+        """One for each pipeline rank."""
+        return shares(self.config, self.world_size)
+
+    @cached_property
+    def memories(self) -> list[Memory]:
+        """One for each pipeline rank. Ranks in the middle of a pipeline differ in what is in flight alone."""
+        return [memory_of(share, self.machine.kernels) for share in self.shares]
+
+    @cached_property
+    def worst(self) -> Memory:
+        kernels = self.machine.kernels
+        return max((memory_of(share, kernels) for share in different(self.shares)), key=lambda memory: memory.peak)
+
+    @property
+    def fits(self) -> bool:
+        return self.worst.peak <= self.machine.usable
+
+    @cached_property
+    def time(self) -> StepTime:
+        return step_time(different(self.shares), self.machine)
+
+    def collectives(self, pipeline_rank: int) -> list[Collective]:
+        return collectives(self.shares[pipeline_rank])
+
+
+def plan(config: RunConfig, world_size: int, machine: Machine) -> Plan:
+    """Raises ConfigError for a run that the trainer would refuse."""
+    check(config, world_size)
+    stage = config.optimizer.zero_stage
+    if stage not in MODELLED_STAGES:
+        raise ConfigError(f"zero_stage={stage} is not planned here, only our optimizer's {one_of(MODELLED_STAGES)}")
+    return Plan(config, world_size, machine)

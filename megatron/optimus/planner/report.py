@@ -1,0 +1,219 @@
+"""A plan as text and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.optimus.config.schema import RunConfig
+from megatron.optimus.planner.communication import Collective, sent_by_axis
+from megatron.optimus.planner.hardware import Figure, Machine
+from megatron.optimus.planner.memory import Memory
+from megatron.optimus.planner.parameters import num_parameters
+from megatron.optimus.planner.plan import Plan
+from megatron.optimus.planner.search import Findings
+from megatron.optimus.planner.step_time import seconds
+
+GIB = 2**30
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.2f}"
+
+
+def layout_words(config: RunConfig, world_size: int) -> str:
+    """ "pp 8, ep 12, dp 384, micro-batch 1, recompute moe": sizes of one are left out."""
+    parallel = config.parallel
+    sizes = {
+        "tp": parallel.tensor_model_parallel_size,
+        "pp": parallel.pipeline_model_parallel_size,
+        "chunks": parallel.virtual_pipeline_model_parallel_size,
+        "cp": parallel.context_parallel_size,
+        "ep": parallel.expert_model_parallel_size,
+        "etp": parallel.expert_tensor_parallel_size,
+    }
+    dense = sizes["tp"] * sizes["pp"] * sizes["cp"]
+    words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    words += [f"dp {world_size // dense}", f"micro-batch {config.training.micro_batch_size}"]
+    if parallel.recompute_modules:
+        words.append("recompute " + "+".join(part.value for part in parallel.recompute_modules))
+    return ", ".join(words)
+
+
+# ---- text
+
+
+def plan_text(plan: Plan, *, explain: bool) -> str:
+    """Memory of the first, the last and the fullest pipeline rank, what is sent, and the time."""
+    machine = plan.machine
+    lines = [f"{plan.world_size} x {machine.device}: {layout_words(plan.config, plan.world_size)}"]
+    if not machine.is_measured:
+        lines.append(f"{machine.name}: speeds are public or assumed figures, not measured by us (--explain names each)")
+    lines += ["", *_memory_lines(plan), "", *_communication_lines(plan), "", *_time_lines(plan)]
+    if explain:
+        lines += ["", *_part_lines(plan.worst), "", *_collective_lines(plan), "", *machine_lines(machine)]
+    return "\n".join(lines) + "\n"
+
+
+def shown(plan: Plan) -> list[Memory]:
+    """Of the first, the last and the fullest pipeline rank, each once."""
+    ranks = sorted({0, len(plan.shares) - 1, plan.worst.pipeline_rank})
+    return [plan.memories[rank] for rank in ranks]
+
+
+def _memory_lines(plan: Plan) -> list[str]:
+    columns = shown(plan)
+    rows: list[tuple[str, list[str]]] = [
+        ("parameters", [f"{num_parameters(plan.shares[m.pipeline_rank]):,}" for m in columns]),
+        ("weights", [gib(m.states.parameters) for m in columns]),
+        ("gradients", [gib(m.states.gradients) for m in columns]),
+        ("gradient buckets lent", [gib(m.lent) for m in columns]),
+        ("master weights", [gib(m.states.masters) for m in columns]),
+        ("optimizer states", [gib(m.states.states) for m in columns]),
+        ("batch, buffers, libraries", [gib(m.buffers) for m in columns]),
+        ("activations at the peak", [gib(m.worst.activations) for m in columns]),
+        ("  of one layer, micro-batch", [gib(max(m.saved_per_layer, default=0)) for m in columns]),
+        ("  micro-batches in flight", [f"{m.in_flight}" for m in columns]),
+        ("working memory at the peak", [gib(m.worst.working) for m in columns]),
+        ("peak", [gib(m.peak) for m in columns]),
+    ]
+    name = "pipeline rank" if len(plan.shares) > 1 else "every rank"
+    header = f"{'memory, GiB, ' + name:<32}" + "".join(f"{m.pipeline_rank:>16}" for m in columns)
+    lines = [header] + [f"{label:<32}" + "".join(f"{cell:>16}" for cell in cells) for label, cells in rows]
+    machine = plan.machine
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    lines.append(
+        f"{verdict}: {gib(plan.worst.peak)} of {gib(machine.usable)} usable ({gib(machine.memory.value)} less "
+        f"{gib(machine.outside.value)} outside of torch and {100 * machine.slack.value:.0f}% allocator slack); "
+        f"peak at: {plan.worst.worst.name}"
+    )
+    return lines
+
+
+def _communication_lines(plan: Plan) -> list[str]:
+    rank = plan.worst.pipeline_rank
+    totals = sent_by_axis(plan.collectives(rank))
+    if not totals:
+        return ["communication: none"]
+    words = ", ".join(f"{axis} {gib(size)}" for axis, size in sorted(totals.items(), key=lambda item: -item[1]))
+    return [f"sent by a rank in a step, GiB: {words}"]
+
+
+def _time_lines(plan: Plan) -> list[str]:
+    time = plan.time
+    return [
+        f"predicted step {time.total:.3f} s: compute {time.compute:.3f}, exposed communication {time.exposed:.3f} "
+        f"({100 * time.exposed / time.total:.0f}%), bubble {time.bubble:.3f} ({100 * time.bubble_share:.0f}%), "
+        f"optimizer and the rest {time.update:.3f}",
+        f"{time.tokens_per_second:,.0f} tokens/s, {time.tokens_per_second_per_device:,.0f} a device, "
+        f"{time.tokens_per_second_per_device * time.flops_per_token / 1e12:.0f} TFLOP/s, MFU {100 * time.mfu:.1f}%",
+    ]
+
+
+def _part_lines(memory: Memory) -> list[str]:
+    lines = [f"a layer and the ends on pipeline rank {memory.pipeline_rank}, MiB of one micro-batch"]
+    lines.append(f"{'part':<20}{'saved':>12}{'forward':>12}{'backward':>12}")
+    for part in memory.parts:
+        sizes = "".join(f"{size / 2**20:>12.1f}" for size in (part.saved, part.forward, part.backward))
+        lines.append(f"{part.name:<20}{sizes}")
+    lines += ["", "moments, GiB besides what always stays"]
+    for moment in sorted(memory.moments, key=lambda moment: -moment.total)[:6]:
+        lines.append(f"{moment.name:<44} activations {gib(moment.activations):>8}, working {gib(moment.working):>8}")
+    return lines
+
+
+def _collective_lines(plan: Plan) -> list[str]:
+    share = plan.shares[plan.worst.pipeline_rank]
+    head = f"{'axis':<10}{'kind':<16}{'purpose':<34}{'ranks':>7}{'count':>8}{'MiB each':>12}{'s alone':>10}"
+    lines = [f"{head}  hidden by"]
+    for one in plan.collectives(share.pipeline_rank):
+        lines.append(
+            f"{one.axis:<10}{one.kind.value:<16}{one.purpose:<34}{one.size:>7}{one.count:>8}"
+            f"{one.payload / 2**20:>12.2f}{seconds(one, share, plan.machine):>10.4f}  {one.hiding.value}"
+        )
+    return lines
+
+
+def figures(machine: Machine) -> dict[str, Figure]:
+    """Every constant of a machine by name."""
+    return {name: value for name, value in vars(machine).items() if isinstance(value, Figure)}
+
+
+def machine_lines(machine: Machine) -> list[str]:
+    lines = [f"constants of {machine.name} (megatron/optimus/planner/hardware.py)"]
+    for name, figure in figures(machine).items():
+        how = "measured" if figure.is_measured else "not measured by us"
+        lines.append(f"{name:<14}{figure.value:>12.4g}  {how}; {figure.source}")
+    return lines
+
+
+def findings_text(found: Findings, world_size: int) -> str:
+    """The best layouts, and why the others are not among them."""
+    lines = [f"best of {found.tried} layouts tried, by predicted tokens/s"]
+    for number, made in enumerate(found.best, start=1):
+        time = made.time
+        lines.append(
+            f"{number:>3}. {time.tokens_per_second_per_device:>8,.0f} tokens/s a device, MFU {100 * time.mfu:4.1f}%, "
+            f"{gib(made.worst.peak):>7} GiB, bubble {100 * time.bubble_share:2.0f}%, exposed "
+            f"{100 * time.exposed / time.total:2.0f}%: {layout_words(made.config, world_size)}"
+        )
+    if not found.best:
+        lines.append("  none fits")
+    for reason, count in found.refused.items():
+        lines.append(f"refused by {reason}: {count}; one of them: {found.examples[reason]}")
+    for made in found.too_large:
+        lines.append(
+            f"would be faster but needs {gib(made.worst.peak)} of {gib(made.machine.usable)} GiB: "
+            f"{layout_words(made.config, world_size)}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+# ---- JSON
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Everything of a plan; bytes, seconds and shares."""
+    time = plan.time
+    return {
+        "system": plan.machine.name,
+        "measured_system": plan.machine.is_measured,
+        "ranks": plan.world_size,
+        "layout": layout_words(plan.config, plan.world_size),
+        "fits": plan.fits,
+        "usable_bytes": round(plan.machine.usable),
+        "memory": [memory_json(plan, memory) for memory in plan.memories],
+        "communication": [collective_json(one) for one in plan.collectives(plan.worst.pipeline_rank)],
+        "time": {
+            "step_s": time.total,
+            "compute_s": time.compute,
+            "exposed_s": time.exposed,
+            "bubble_s": time.bubble,
+            "update_s": time.update,
+            "communication_s": time.communication,
+            "tokens_per_second": time.tokens_per_second,
+            "tokens_per_second_per_device": time.tokens_per_second_per_device,
+            "mfu": time.mfu,
+            "bubble_share": time.bubble_share,
+        },
+        "constants": {name: vars(figure) for name, figure in figures(plan.machine).items()},
+    }
+
+
+def memory_json(plan: Plan, memory: Memory) -> dict[str, Any]:
+    return {
+        "pipeline_rank": memory.pipeline_rank,
+        "parameters": num_parameters(plan.shares[memory.pipeline_rank]),
+        "states": vars(memory.states),
+        "lent_bytes": memory.lent,
+        "buffer_bytes": memory.buffers,
+        "saved_per_layer_bytes": list(memory.saved_per_layer),
+        "in_flight": memory.in_flight,
+        "peak_bytes": memory.peak,
+        "peak_at": memory.worst.name,
+        "moments": [vars(moment) for moment in memory.moments],
+        "parts": [vars(part) for part in memory.parts],
+    }
+
+
+def collective_json(one: Collective) -> dict[str, Any]:
+    return {**vars(one), "kind": one.kind.value, "hiding": one.hiding.value, "sent": one.sent}

@@ -1,0 +1,124 @@
+"""Layouts of a run that fit a machine, the fastest first, and why others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+from megatron.optimus.config.schema import ConfigError, PipelineSchedule, Recompute, RunConfig, divisors
+from megatron.optimus.planner.hardware import Machine
+from megatron.optimus.planner.parameters import families, state_bytes
+from megatron.optimus.planner.plan import Plan, plan
+from megatron.optimus.planner.share import Share, different
+
+_ALL = [Recompute.MOE, Recompute.ATTENTION, Recompute.NORM]
+RECOMPUTATION: list[list[Recompute]] = [[], _ALL[:1], _ALL[:2], _ALL]
+MICRO_BATCHES = [1, 2, 4, 8]
+LONG_SEQUENCE = 16384  # from here on context parallelism is tried
+_MISSES = 40  # layouts just too large that are looked at
+MAX_EXPERT_NODES = 2  # an expert-parallel group is not spread further
+
+
+@dataclass
+class Findings:
+    """What a search found."""
+
+    best: list[Plan] = field(default_factory=list)  # fit, most tokens per second first
+    tried: int = 0
+    refused: dict[str, int] = field(default_factory=dict)  # reason -> how many
+    examples: dict[str, str] = field(default_factory=dict)  # reason -> one message
+    too_large: list[Plan] = field(default_factory=list)  # would be faster than the best, but do not fit; least first
+
+    def refuse(self, reason: str, example: str) -> None:
+        self.refused[reason] = self.refused.get(reason, 0) + 1
+        self.examples.setdefault(reason, example)
+
+
+def search(config: RunConfig, world_size: int, machine: Machine, *, named: Set[str], keep: int = 10) -> Findings:
+    """Varies the sizes of the axes, micro-batch and recomputation of a run, except for the options ``named``."""
+    found = Findings()
+    fitting: list[Plan] = []
+    large: list[Plan] = []
+    for layout in _layouts(config, world_size, machine, named):
+        _try_layout(config, layout, world_size, machine, named, found, fitting, large)
+    fitting.sort(key=lambda made: (-made.time.tokens_per_second, made.worst.peak))
+    found.best = fitting[:keep]
+    limit = fitting[0].time.tokens_per_second if fitting else 0.0
+    nearest = sorted(large, key=lambda made: made.worst.peak)[:_MISSES]
+    found.too_large = [made for made in nearest if made.time.tokens_per_second > limit][:3]
+    return found
+
+
+def _try_layout(
+    config: RunConfig,
+    layout: dict[str, Any],
+    world_size: int,
+    machine: Machine,
+    named: Set[str],
+    found: Findings,
+    fitting: list[Plan],
+    large: list[Plan],
+) -> None:
+    """For each micro-batch the least recomputation that fits: more of it is only slower. A larger micro-batch needs
+    more memory, so the first that fits with none ends the search."""
+    sizes = [config.training.micro_batch_size] if "micro_batch_size" in named else MICRO_BATCHES
+    modules = [config.parallel.recompute_modules] if "recompute_modules" in named else RECOMPUTATION
+    for size in sizes:
+        for recompute in modules:
+            found.tried += 1
+            try:
+                parallel = replace(config.parallel, **layout, recompute_modules=list(recompute))
+                training = replace(config.training, micro_batch_size=size)
+                made = plan(replace(config, parallel=parallel, training=training), world_size, machine)
+            except ConfigError as error:
+                found.refuse("the trainer's checks", str(error))
+                return  # a larger micro-batch divides no better
+            states = _largest_states(different(made.shares))
+            if states > machine.usable:
+                found.refuse("memory", f"weights, gradients and states alone take {states / 2**30:.1f} GiB")
+                return
+            if made.fits:
+                fitting.append(made)
+                break
+            large.append(made)
+            found.refuse("memory", f"{made.worst.peak / 2**30:.1f} GiB of {machine.usable / 2**30:.1f} usable")
+        else:
+            return
+
+
+def _largest_states(members: list[Share]) -> int:
+    return max(sum(state_bytes(share, family).total for family in families(share)) for share in members)
+
+
+def _layouts(config: RunConfig, world_size: int, machine: Machine, named: Set[str]) -> Iterator[dict[str, Any]]:
+    """Sizes of the axes, as changes to the parallel section; those that cannot divide are left out at once."""
+    model, parallel, node = config.model, config.parallel, machine.devices_per_node
+    experts = [size for size in divisors(max(1, model.num_experts)) if size <= MAX_EXPERT_NODES * node]
+    options: dict[str, list[Any]] = {
+        "tensor_model_parallel_size": [size for size in divisors(node) if model.num_attention_heads % size == 0],
+        "pipeline_model_parallel_size": [size for size in divisors(world_size) if size <= model.num_layers],
+        "virtual_pipeline_model_parallel_size": [1, 2],
+        "context_parallel_size": [1, 2, 4, 8] if config.training.seq_length >= LONG_SEQUENCE else [1],
+        "expert_model_parallel_size": experts if model.is_moe else [1],
+    }
+    for name in options:
+        if name in named:
+            options[name] = [getattr(parallel, name)]
+    for values in product(*options.values()):
+        tp, pp, chunks, cp, ep = values
+        stage = world_size // pp
+        if world_size % (tp * pp * cp) or stage % (ep * parallel.expert_tensor_parallel_size):
+            continue
+        if chunks > 1 and (pp == 1 or model.num_layers < pp * chunks):
+            continue
+        changes = dict(zip(options, values, strict=True))
+        schedule = parallel.pipeline_schedule
+        if "pipeline_schedule" not in named:
+            changes["pipeline_schedule"] = (
+                PipelineSchedule.INTERLEAVED_1F1B if chunks > 1 else PipelineSchedule.ONE_F_ONE_B
+            )
+        elif (schedule is PipelineSchedule.ONE_F_ONE_B) != (chunks == 1):
+            continue
+        yield changes

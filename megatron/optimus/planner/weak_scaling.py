@@ -1,0 +1,88 @@
+"""Predicted weak scaling of a run: every rank keeps its work, the number of data-parallel replicas grows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron.optimus.config.layout import Layout
+from megatron.optimus.config.schema import RunConfig
+from megatron.optimus.planner.hardware import Machine
+from megatron.optimus.planner.plan import Plan, plan
+
+# arXiv 2604.00785, figure 4 and its text: Mula-220B, EP 12, PP 8, 8 sequences a data- and expert-parallel rank.
+PAPER = {384: 1.00, 768: 0.97, 1536: 0.90, 3072: 0.90, 6144: 0.90, 12288: 0.90}
+SEQUENCES_EACH = 8
+
+
+@dataclass(frozen=True)
+class Point:
+    """One size of the curve."""
+
+    plan: Plan
+    efficiency: float  # tokens/s a device over those of the smallest size
+    paper: float | None
+
+
+def weak_scaling(config: RunConfig, machine: Machine, sizes: Sequence[int] = tuple(PAPER)) -> list[Point]:
+    """The curve for a run whose data-parallel ranks have SEQUENCES_EACH sequences each at every size."""
+    plans = []
+    for size in sizes:
+        batch = SEQUENCES_EACH * Layout.from_config(config.parallel, size).dp
+        training = replace(config.training, global_batch_size=batch)
+        plans.append(plan(replace(config, training=training), size, machine))
+    first = plans[0].time.tokens_per_second_per_device
+    return [Point(made, made.time.tokens_per_second_per_device / first, PAPER.get(made.world_size)) for made in plans]
+
+
+def as_the_paper(config: RunConfig) -> RunConfig:
+    """The run with the paper's own choices where ours differ: bf16 gradients, nothing hidden behind computation."""
+    optimizer = replace(
+        config.optimizer,
+        accumulate_allreduce_grads_in_fp32=False,
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+    )
+    return replace(config, optimizer=optimizer)
+
+
+def table(curves: dict[str, list[Point]]) -> str:
+    """Markdown: efficiency of each curve at each size beside the paper's."""
+    names = list(curves)
+    lines = [
+        "| ranks | dp | step, s | in it gradients and weights, s | " + " | ".join(names) + " | paper |",
+        "|" + "---|" * (5 + len(names)),
+    ]
+    for points in zip(*curves.values(), strict=True):
+        made, paper = points[0].plan, points[0].paper
+        cells = [f"{100 * point.efficiency:.1f}%" for point in points]
+        layout = made.shares[0].layout
+        lines.append(
+            f"| {made.world_size:,} | {layout.dp} | {made.time.total:.2f} | {made.time.data:.3f} | "
+            + " | ".join(cells)
+            + f" | {'' if paper is None else f'{100 * paper:.0f}%'} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def draw(curves: dict[str, list[Point]], title: str, path: Path) -> None:
+    """A picture of the curves; needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7.5, 4.2))
+    for name, points in curves.items():
+        axis.plot([p.plan.world_size for p in points], [100 * p.efficiency for p in points], marker="o", label=name)
+    reported = [(p.plan.world_size, 100 * p.paper) for p in next(iter(curves.values())) if p.paper is not None]
+    axis.plot(*zip(*reported, strict=True), "k--s", label="reported in arXiv 2604.00785")
+    axis.set_xscale("log", base=2)
+    sizes = [point.plan.world_size for point in next(iter(curves.values()))]
+    axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axis.set(ylim=(60, 105), xlabel="tiles", ylabel="weak-scaling efficiency, %", title=title)
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
