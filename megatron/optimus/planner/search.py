@@ -92,9 +92,7 @@ def _largest_states(members: list[Share]) -> int:
     return max(sum(state_bytes(share, family).total for family in families(share)) for share in members)
 
 
-def _layouts(
-    config: RunConfig, world_size: int, machine: Machine, named: Set[str]
-) -> Iterator[dict[str, Any]]:
+def _layouts(config: RunConfig, world_size: int, machine: Machine, named: Set[str]) -> Iterator[dict[str, Any]]:
     """Sizes of the axes, as changes to the parallel section; those that cannot divide are left out at once."""
     model, parallel, node = config.model, config.parallel, machine.devices_per_node
     experts = [size for size in divisors(max(1, model.num_experts)) if size <= MAX_EXPERT_NODES * node]

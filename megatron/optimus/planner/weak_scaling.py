@@ -33,9 +33,7 @@ def weak_scaling(config: RunConfig, machine: Machine, sizes: Sequence[int] = tup
         training = replace(config.training, global_batch_size=batch)
         plans.append(plan(replace(config, training=training), size, machine))
     first = plans[0].time.tokens_per_second_per_device
-    return [
-        Point(made, made.time.tokens_per_second_per_device / first, PAPER.get(made.world_size)) for made in plans
-    ]
+    return [Point(made, made.time.tokens_per_second_per_device / first, PAPER.get(made.world_size)) for made in plans]
 
 
 def as_the_paper(config: RunConfig) -> RunConfig:
