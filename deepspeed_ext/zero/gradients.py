@@ -45,7 +45,6 @@ class GradientSync:
         members = [[positions[part.slot.param] for part in entry.parts] for entry in queued]
         self._queue = [queued[index] for index in launch_order(members)]
         self.buckets = [entry.bucket for entry in self._queue]  # in launch order
-        self._spread = [slot for slot in self._slots if len(slot.parts) > 1]
         self._next = 0
         self._is_armed = False  # launch complete buckets at once
         self._has_learned = False
@@ -83,6 +82,11 @@ class GradientSync:
                 part.view = part.place()
             param.main_grad = family.grad_buffer[family.place(name)].view(param.shape)  # type: ignore[attr-defined]
             param.main_grad_ready = self._ready_of(slot)  # type: ignore[attr-defined]
+
+    @property
+    def _takes_at_end(self) -> bool:
+        """Stage 2, when nothing is reduced before the end of backward: a buffer lent earlier would only be held."""
+        return self._options.stage == 2 and not self._is_armed
 
     def _begin(self) -> None:
         self._next = 0
@@ -130,7 +134,7 @@ class GradientSync:
         return ready
 
     def _arrived_in_parts(self, slot: Slot) -> None:
-        if slot.param.grad is not None:
+        if slot.param.grad is not None and not self._takes_at_end:
             self._take_apart(slot)
         for part in slot.parts:
             part.entry.waiting -= 1
@@ -138,6 +142,8 @@ class GradientSync:
                 self._complete(part.entry)
 
     def _complete(self, entry: Queued) -> None:
+        if self._takes_at_end:
+            return
         self._take(entry)
         entry.is_complete = True
         if self._is_armed:
@@ -232,15 +238,10 @@ class GradientSync:
         if self._has_ended and not (reduce or self.has_events):
             return
         # Not only after hooks: a schedule that computes weight gradients apart sets param.grad without running them.
-        left = [entry for entry in self._queue if self._has_surplus or not entry.is_complete]
-        for entry in left:
-            self._was_dirty |= any(part.slot.param.grad is not None for part in entry.parts)
-            self._take(entry)
-        for slot in self._spread:
-            if slot.param.grad is not None:
-                self._take_apart(slot)
-        if reduce:
-            for entry in self._queue[self._next :]:
+        for index, entry in enumerate(self._queue):
+            if self._has_surplus or not entry.is_complete:
+                self._take_left(entry)
+            if reduce and index == self._next:  # one by one: stage 2 lends no more buffers than it has in flight
                 self._launch(entry)
         if self.has_events:
             self._was_dirty = True
@@ -248,6 +249,13 @@ class GradientSync:
         self.has_events = self._has_surplus = False
         self._has_ended = True
         self._begin()
+
+    def _take_left(self, entry: Queued) -> None:
+        self._was_dirty |= any(part.slot.param.grad is not None for part in entry.parts)
+        self._take(entry)
+        for part in entry.parts:
+            if len(part.slot.parts) > 1 and part.slot.param.grad is not None:
+                self._take_apart(part.slot)
 
     def _learn(self) -> None:
         if not self._has_learned:

@@ -29,6 +29,11 @@ _PEAK_FLOPS: list[tuple[str, dict[torch.dtype, float]]] = [
 ]
 
 
+def default_kind() -> str:
+    """The first of cuda, xpu and cpu that torch sees here."""
+    return "cuda" if torch.cuda.is_available() else "xpu" if torch.xpu.is_available() else "cpu"
+
+
 def pick(device: Device, local_rank: int) -> torch.device:
     """The device of this rank; ``auto`` prefers cuda, then xpu, then cpu.
 
@@ -36,7 +41,7 @@ def pick(device: Device, local_rank: int) -> torch.device:
     """
     kind = device.value
     if device is Device.AUTO:
-        kind = "cuda" if torch.cuda.is_available() else "xpu" if torch.xpu.is_available() else "cpu"
+        kind = default_kind()
     if kind == "cpu":
         return torch.device("cpu")
     module = _accelerator(kind)

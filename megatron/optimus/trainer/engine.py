@@ -13,6 +13,7 @@ from megatron.optimus.config.schema import OptimizerName, Precision, RunConfig
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.optim.groups import param_groups
 from megatron.optimus.parallel.mesh import Mesh
+from megatron.optimus.runtime import device as devices
 
 Engine = deepspeed_ext.EPEngine
 TrainingState = deepspeed_ext.EPZeroOptimizer | deepspeed_ext.Stage3States  # what a checkpoint reads and writes
@@ -57,7 +58,7 @@ def deepspeed_config(config: RunConfig, accumulation_steps: int) -> dict[str, An
         zero["reduce_bucket_size"] = optimizer.ddp_bucket_size
     elif optimizer.zero_stage == 3:
         zero["reduce_bucket_size"] = deepspeed_ext.ZeroOptions().bucket_numel  # DeepSpeed's own takes 2 GB in fp32
-    in_host_memory = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    in_host_memory = {"device": "cpu", "pin_memory": devices.default_kind() != "cpu"}
     if optimizer.optimizer_cpu_offload:
         zero["offload_optimizer"] = in_host_memory
     if optimizer.param_cpu_offload:
