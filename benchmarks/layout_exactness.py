@@ -11,6 +11,7 @@ import json
 import logging
 import platform
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,14 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.distributed import test_context_parallel, test_tensor_parallel  # noqa: E402
+from tests.distributed import (  # noqa: E402
+    test_context_parallel,
+    test_pipeline_parallel,
+    test_tensor_parallel,
+    test_training_layouts,
+)
 from tests.distributed.layouts import Case, deviations  # noqa: E402
+from tests.helpers import run_distributed  # noqa: E402
 
 logger = logging.getLogger("layout_exactness")
 
@@ -38,10 +45,37 @@ def measure(ranks: int, cases: dict[str, Case]) -> list[dict[str, Any]]:
     return rows
 
 
+def measure_pipelines() -> list[dict[str, Any]]:
+    """Gradients; the test behind it holds losses to 1e-6 on the ranks."""
+    rows = []
+    for ranks, cases in test_pipeline_parallel.CASES.items():
+        of_ranks = run_distributed(test_pipeline_parallel.one_stage, ranks, cases)
+        for name in cases:
+            worst = max(value for result in of_ranks for value in result[name]["deviations"].values())
+            rows.append(dict(ranks=ranks, layout=f"pipeline: {name}", gradients=worst))
+            logger.info("| %d | %s | %.0e |", ranks, name, worst)
+    return rows
+
+
+def measure_training() -> list[dict[str, Any]]:
+    """Losses and gradient norm of three optimizer steps, and the weights after them."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        measured = test_training_layouts.measure(Path(folder))
+    for ranks, of_ranks in measured.items():
+        for name in of_ranks[0]:
+            lines = max(result[name]["lines"] for result in of_ranks)
+            worst = max(value for result in of_ranks for key, value in result[name].items() if key != "lines")
+            rows.append(dict(ranks=ranks, layout=f"three steps: {name}", lines=lines, weights=worst))
+            logger.info("| %d | %s | %.0e | %.0e |", ranks, name, lines, worst)
+    return rows
+
+
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     rows = measure(4, test_tensor_parallel.CASES) + measure(4, test_context_parallel.CASES)
     rows += measure(8, test_context_parallel.EIGHT)
+    rows += measure_pipelines() + measure_training()
     result = dict(command="python benchmarks/layout_exactness.py", torch=torch.__version__, machine=platform.machine())
     path = ROOT / "benchmarks" / "results" / "layout_exactness.json"
     path.write_text(json.dumps(result | dict(rows=rows), indent=1) + "\n")

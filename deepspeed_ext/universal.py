@@ -149,15 +149,21 @@ def _load_general(optimizer: EPZeroOptimizer, general: Mapping[str, Any]) -> Non
     if len(saved) == len(optimizer.param_groups):
         for group, options in zip(optimizer.param_groups, saved, strict=True):
             group.update({key: options[key] for key in options.keys() & group.keys() - {"params"}})
-    scaler = general.get("loss_scaler")
-    if isinstance(scaler, Shell) and hasattr(scaler, "cur_hysteresis"):
-        window = int(scaler.scale_window)  # type: ignore[attr-defined]
-        clean = int(scaler.cur_iter) - int(scaler.last_overflow_iter) - 1  # type: ignore[attr-defined]
-        optimizer.loss_scale_state = {
-            "scale": float(scaler.cur_scale),  # type: ignore[attr-defined]
-            "clean_steps": float(clean if clean <= window else (clean - 1) % window + 1),
-            "hysteresis_left": float(scaler.cur_hysteresis),
-        }
+    optimizer.loss_scale_state = loss_scale_state(general.get("loss_scaler"))
+
+
+def loss_scale_state(scaler: Any) -> dict[str, float] | None:
+    """What DeepSpeed's dynamic loss scaler, read as a shell, means for ours; None for anything else."""
+    numbers = dict(vars(scaler)) if isinstance(scaler, Shell) else {}
+    if "cur_hysteresis" not in numbers:
+        return None
+    window = int(numbers["scale_window"])
+    clean = int(numbers["cur_iter"]) - int(numbers["last_overflow_iter"]) - 1
+    return {
+        "scale": float(numbers["cur_scale"]),
+        "clean_steps": float(clean if clean <= window else (clean - 1) % window + 1),
+        "hysteresis_left": float(numbers["cur_hysteresis"]),
+    }
 
 
 def load_engine(engine: Any, folder: Path, *, load_counters: bool, load_scheduler: bool) -> dict[str, Any]:

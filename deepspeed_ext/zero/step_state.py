@@ -27,6 +27,7 @@ class StepState:
         self._divisor = divisor
         self._options = options
         self.loss_scale = None if options.loss_scale is None else LossScale(options.loss_scale, device)
+        self._zero = torch.zeros((), dtype=torch.float32, device=device)
         self._applied = torch.zeros((), dtype=torch.float32, device=device)
         self._skips = torch.zeros((), dtype=torch.float32, device=device)
         self._skip = torch.zeros((), dtype=torch.float32, device=device)
@@ -41,14 +42,14 @@ class StepState:
         if self.loss_scale is not None:
             divisor = self.loss_scale.scale * divisor
         norm = (summed_norm / divisor).to(torch.float32)
-        finite = torch.isfinite(norm)
+        overflowed = (norm - norm) != 0.0  # of inf and NaN the difference is NaN; isfinite() is four kernels
         factor: float | Tensor = 1.0
         if options.max_norm > 0:
             factor = (options.max_norm / (norm + 1e-6)).clamp(max=1.0)
             if options.clip_after_steps:
                 factor = torch.where(self._applied >= options.clip_after_steps, factor, 1.0)
-        scale = torch.where(finite, factor / divisor, 0.0)
-        skip = 1.0 - finite.to(torch.float32)
+        scale = torch.where(overflowed, self._zero, factor / divisor)
+        skip = overflowed.to(torch.float32)
         step = self._applied + 1.0
         self._norm, self._skip = norm, skip
         self._applied = step - skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -127,6 +128,25 @@ CASES = {
     "pp 2 x tp 2, tied": Case(PP2 | dict(tensor_model_parallel_size=2), "dense, tied"),
 }
 
+EIGHT = {
+    "tp 2 x pp 2 x dp 2, ep 4": Case(
+        PP2 | dict(tensor_model_parallel_size=2, expert_model_parallel_size=4), optimizer=SMALL_BUCKETS
+    ),
+    "pp 2 interleaved x cp 2 (ulysses) x dp 2, ep 4, all-to-all, recomputed": Case(
+        PP2
+        | dict(
+            pipeline_schedule=PipelineSchedule.INTERLEAVED_1F1B,
+            virtual_pipeline_model_parallel_size=2,
+            context_parallel_size=2,
+            expert_model_parallel_size=4,
+            moe_token_dispatcher_type=TokenDispatcher.ALLTOALL,
+            recompute_modules=list(Recompute),
+        ),
+        "moe, four layers",
+    ),
+}
+LAYOUTS = {4: CASES, 8: EIGHT}
+
 
 def run_config(case: Case) -> RunConfig:
     return RunConfig(
@@ -198,7 +218,7 @@ def serial(rank: int, world: int) -> dict[str, Trained]:
 def compared(rank: int, world: int, expected: dict[str, Trained], placement: str) -> dict[str, dict[str, float]]:
     _init()
     found = {}
-    for name, case in CASES.items():
+    for name, case in LAYOUTS[world].items():
         options = {option: placement if value == PLACED else value for option, value in case.parallel.items()}
         own_lines, own = train(rank, world, case._replace(parallel=options))
         lines, weights = expected[case.model]
@@ -213,16 +233,24 @@ def _init() -> None:
     init_engine(timedelta(seconds=60))
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, float]]]:
-    placement = tmp_path_factory.mktemp("placement") / "placement.json"
+def measure(folder: Path) -> dict[int, list[dict[str, dict[str, float]]]]:
+    """Number of ranks -> of each: case -> deviation of the steps' numbers ("lines") and of every weight afterwards."""
+    placement = folder / "placement.json"
     placement.write_text(to_json([((5, 0), (1, 7), (6, 2), (3, 4)), ((7, 6), (0, 3), (5, 1), (4, 2))]))
-    return run_distributed(compared, 4, run_distributed(serial, 1)[0], str(placement))
+    [expected] = run_distributed(serial, 1)
+    return {ranks: run_distributed(compared, ranks, expected, str(placement)) for ranks in LAYOUTS}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_three_steps_equal_one_process(measured: list[dict[str, dict[str, float]]], case: str) -> None:
-    for rank, result in enumerate(measured):
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, dict[str, float]]]]:
+    return measure(tmp_path_factory.mktemp("placement"))
+
+
+@pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks, cases in LAYOUTS.items() for case in cases])
+def test_three_steps_equal_one_process(
+    measured: dict[int, list[dict[str, dict[str, float]]]], ranks: int, case: str
+) -> None:
+    for rank, result in enumerate(measured[ranks]):
         found = dict(result[case])
         assert found.pop("lines") <= 2e-6, rank
         assert {name: value for name, value in found.items() if not value <= 1e-5} == {}, rank

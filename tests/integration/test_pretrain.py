@@ -196,6 +196,20 @@ def test_checkpoint_of_one_layout_continues_on_another(tmp_path: Path, pretrain:
             assert (other[key] - tensor).abs().max() <= 1e-5 * tensor.abs().max(), key
 
 
+def test_tied_embedding_over_a_pipeline_is_one_tensor_of_a_checkpoint(tmp_path: Path, pretrain: Program) -> None:
+    """Two stages hold it; a checkpoint holds it once, from which one process goes on as the pipeline did."""
+    tied = ["--no-untie-embeddings-and-output-weights", "--train-iters", 3, "--save-interval", 2]
+    succeed(pretrain(tmp_path / "stages", *tied, "--pipeline-model-parallel-size", 2, ranks=2))
+    checkpoints = tmp_path / "stages" / "checkpoints"
+    succeed(pretrain(tmp_path / "one", *tied, "--load", checkpoints / "step-00000002"))
+    one, stages = (tensors(folder / "step-00000003") for folder in (tmp_path / "one" / "checkpoints", checkpoints))
+    assert {key for key in one if key[1] != "rng"} == {key for key in stages if key[1] != "rng"}
+    assert ("embedding.weight", "master") in one and ("lm_head.weight", "master") not in one
+    for key, tensor in one.items():
+        if key[1] != "rng":
+            assert (stages[key] - tensor).abs().max() <= 1e-5 * tensor.abs().max(), key
+
+
 def test_resume_with_another_sequence_length_keeps_the_tokens(
     tmp_path: Path, pretrain: Program, unbroken: Path
 ) -> None:

@@ -172,9 +172,10 @@ def _drop(name: str) -> Callable[[nn.Parameter], Any]:
         lambda p: setattr(p, "main_grad", p.main_grad.double()),
         lambda p: setattr(p, "main_grad", p.main_grad[:1]),
         lambda p: setattr(p, "main_grad", p.main_grad.transpose(1, 2).contiguous().transpose(1, 2)),
+        lambda p: setattr(p, "main_grad", torch.zeros(p.numel() + 1)[1:].view_as(p)),
         lambda p: p.register_hook(lambda gradient: 2 * gradient),
     ],
-    ids=["no_buffer", "nobody_to_tell", "given_up", "dtype", "shape", "strides", "hook"],
+    ids=["no_buffer", "nobody_to_tell", "given_up", "dtype", "shape", "strides", "address", "hook"],
 )
 def test_what_does_not_fit_takes_the_ordinary_way(spoil: Callable[[nn.Parameter], Any]) -> None:
     layer = Layer(make_inputs(CASES["odd_tokens"], torch.float32), "cpu")
@@ -189,6 +190,15 @@ def test_without_gradients_nothing_is_kept() -> None:
     with torch.no_grad():
         assert layer.forward().grad_fn is None
     assert layer.is_untouched()
+
+
+def test_a_compiled_graph_gives_gradients_the_ordinary_way() -> None:
+    inputs = make_inputs(CASES["odd_tokens"], torch.float32)
+    layer, want = Layer(inputs, "cpu"), expected(inputs)
+    torch.compile(layer.forward, backend="aot_eager", fullgraph=True)().backward(layer.dy)
+    assert layer.is_untouched()
+    for param, name in zip(layer.params, ("dgate_up", "ddown"), strict=True):
+        assert param.grad is not None and error(param.grad, want[name]) < TOLERANCE[torch.float32]
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:

@@ -75,7 +75,7 @@ def moe_mlp(
     _check_moe_mlp(*arguments)
     backend = resolve(x_TD.device, x_TD.dtype)
     run: Any = reference if backend is Backend.REFERENCE else kernels(backend)
-    wanted = main_grads != (None, None) and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    wanted = main_grads != (None, None) and torch.is_grad_enabled()
     if wanted and hasattr(run, "moe_mlp_backward"):
         return _main_grads.moe_mlp(run, arguments, main_grads)
     return run.moe_mlp(*arguments)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+_ALIGNMENT = 16  # bytes; what a GPU's tensor memory engine asks of an address
+
 
 class MainGrad(NamedTuple):
     """Where a weight's gradient is summed."""
@@ -45,14 +47,18 @@ class FusedMoE(Protocol):
 def main_grad_of(weight: Tensor) -> MainGrad | None:
     """The place that an optimizer gave this parameter for its gradient; None where the ordinary way is due.
 
-    The ordinary way also serves weights whose gradients pass through hooks: tensor parallelism sums some that way.
+    The ordinary way also serves weights whose gradients pass through hooks, as tensor parallelism sums some, and
+    compiled graphs.
     """
+    if torch.compiler.is_compiling():
+        return None
     buffer, ready = getattr(weight, "main_grad", None), getattr(weight, "main_grad_ready", None)
     if buffer is None or ready is None or not weight.requires_grad or weight._backward_hooks:
         return None
     dtypes = (weight.dtype, torch.promote_types(weight.dtype, torch.float32))
     fits = buffer.shape == weight.shape and buffer.is_contiguous() and buffer.device == weight.device
-    return MainGrad(buffer, ready) if fits and buffer.dtype in dtypes else None
+    fits = fits and buffer.dtype in dtypes and buffer.data_ptr() % _ALIGNMENT == 0
+    return MainGrad(buffer, ready) if fits else None
 
 
 def moe_mlp(

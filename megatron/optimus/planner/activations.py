@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 
 from megatron.optimus.config.schema import ContextCommunication, Normalization, QKNormScope, Recompute, TokenDispatcher
+from megatron.optimus.planner.parameters import adds_expert_gradients
 from megatron.optimus.planner.share import Share
 
 FP32, INT32, INT64 = 4, 4, 8
@@ -29,10 +30,11 @@ class Kernels:
     row_tile: int  # rows of an expert start at a multiple of it
     keeps_order: bool  # the expert kernels keep the order of rows; else the experts' numbers
     counts_workspace: bool = True  # the expert kernels' temporary rows come from torch's allocator
+    adds_gradients: bool = True  # the expert kernels can add weight gradients to the optimizer's buffers
 
 
 CUDA = Kernels(fused_norm=True, row_tile=128, keeps_order=True)  # ops/triton
-XPU = Kernels(fused_norm=True, row_tile=1, keeps_order=True)  # ops/sycl
+XPU = Kernels(fused_norm=True, row_tile=1, keeps_order=True, adds_gradients=False)  # ops/sycl
 CPU = Kernels(fused_norm=False, row_tile=1, keeps_order=False, counts_workspace=False)  # csrc/cpu
 
 
@@ -178,6 +180,8 @@ def _expert_products(share: Share, kernels: Kernels, rows: int) -> Part:
     hidden = 2 * narrow
     index = (order + slots) * INT32 + order // kernels.row_tile * INT32 if kernels.keeps_order else 0
     weights = 3 * local * inner * model.hidden_size * element
+    if kernels.adds_gradients and adds_expert_gradients(share):
+        weights = 0
     rows_in = rows * model.hidden_size * element
     if not kernels.counts_workspace:
         return Part("experts", hidden, rows_in, rows_in + weights)

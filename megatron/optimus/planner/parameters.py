@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron.optimus.config.schema import Normalization, OptimizerName, QKNormScope, StateDtype
+from megatron.optimus.config.schema import Normalization, OptimizerName, PipelineSchedule, QKNormScope, StateDtype
 from megatron.optimus.planner.share import Share
 
 ALIGNMENT = 256  # elements
@@ -27,6 +27,7 @@ class Parameter:
     is_expert: bool = False
     is_cut: bool = False  # tensor-parallel ranks hold different parts
     kind: str = "matrix"  # or "norm", "embedding"
+    is_tied: bool = False  # another pipeline stage has a copy
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,15 @@ def _round_up(value: int, multiple: int) -> int:
 def parameters(share: Share) -> Counter[Parameter]:
     """The parameters of a rank: how many of each."""
     model, tp = share.model, share.layout.tp
-    vocabulary = Parameter(model.vocab_size // tp * model.hidden_size, is_cut=tp > 1, kind="embedding")
+    numel, is_tied = model.vocab_size // tp * model.hidden_size, not model.untie_embeddings_and_output_weights
+    apart = is_tied and share.has_embedding != share.has_head
+    vocabulary = Parameter(numel, is_cut=tp > 1, kind="embedding", is_tied=apart)
     found = Counter({parameter: count * share.num_layers for parameter, count in _layer(share).items()})
     if share.has_embedding:
         found[vocabulary] += 1
     if share.has_head:
         found += _norms(share, 1)
-        if model.untie_embeddings_and_output_weights:
+        if not is_tied or apart:
             found[vocabulary] += 1
     return +found  # without what is there zero times
 
@@ -134,17 +137,26 @@ def families(share: Share) -> list[Family]:
         "embedding": options.weight_decay_embeddings,
         "matrix": True,
     }
-    members: dict[tuple[bool, bool, bool, bool], list[tuple[int, int]]] = {}
+    members: dict[tuple[bool, ...], list[tuple[int, int]]] = {}
     for parameter, count in parameters(share).items():
         is_matrix = options.optimizer is OptimizerName.MUON and parameter.kind == "matrix"
         is_repeated = layout.tp > 1 and not parameter.is_cut
-        key = (parameter.is_expert, is_matrix, decayed[parameter.kind], is_repeated)
+        key = (parameter.is_expert, is_matrix, decayed[parameter.kind], is_repeated, parameter.is_tied)
         members.setdefault(key, []).append((parameter.numel, count))
     limit = options.ddp_bucket_size or DEFAULT_BUCKET
     return [
         Family(is_expert, is_matrix, layout.edp if is_expert else layout.dp * layout.cp, tuple(numels), limit)
-        for (is_expert, is_matrix, _, _), numels in sorted(members.items(), key=lambda item: item[0][0])
+        for (is_expert, is_matrix, *_), numels in sorted(members.items(), key=lambda item: item[0][0])
     ]
+
+
+def adds_expert_gradients(share: Share) -> bool:
+    """Whether the backward adds experts' gradients where they are kept, so that they never exist apart
+    (ops/main_grads.py): whole gradients are kept, and a backward is in one piece."""
+    parallel = share.config.parallel
+    splits = (PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV)
+    is_whole = share.config.optimizer.zero_stage == 1 or share.layout.edp == 1
+    return is_whole and not (share.layout.pp > 1 and parallel.pipeline_schedule in splits)
 
 
 def gradient_bytes(share: Share) -> tuple[int, int]:

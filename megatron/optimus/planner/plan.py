@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.optimus.config.checks import check
-from megatron.optimus.config.schema import RunConfig
+from megatron.optimus.config.schema import ConfigError, RunConfig, one_of
 from megatron.optimus.planner.communication import Collective, collectives
 from megatron.optimus.planner.hardware import Machine
 from megatron.optimus.planner.memory import Memory, memory_of
 from megatron.optimus.planner.share import Share, different, shares
 from megatron.optimus.planner.step_time import StepTime, step_time
+
+MODELLED_STAGES = (1, 2)  # those of our optimizer
 
 
 @dataclass(frozen=True)
@@ -52,4 +54,7 @@ class Plan:
 def plan(config: RunConfig, world_size: int, machine: Machine) -> Plan:
     """Raises ConfigError for a run that the trainer would refuse."""
     check(config, world_size)
+    stage = config.optimizer.zero_stage
+    if stage not in MODELLED_STAGES:
+        raise ConfigError(f"zero_stage={stage} is not planned here; use {one_of(MODELLED_STAGES)}")
     return Plan(config, world_size, machine)

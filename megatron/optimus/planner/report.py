@@ -123,9 +123,8 @@ def _part_lines(memory: Memory) -> list[str]:
 
 def _collective_lines(plan: Plan) -> list[str]:
     share = plan.shares[plan.worst.pipeline_rank]
-    lines = [
-        f"{'axis':<10}{'kind':<16}{'purpose':<34}{'ranks':>7}{'count':>8}{'MiB each':>12}{'s alone':>10}  hidden by"
-    ]
+    head = f"{'axis':<10}{'kind':<16}{'purpose':<34}{'ranks':>7}{'count':>8}{'MiB each':>12}{'s alone':>10}"
+    lines = [f"{head}  hidden by"]
     for one in plan.collectives(share.pipeline_rank):
         lines.append(
             f"{one.axis:<10}{one.kind.value:<16}{one.purpose:<34}{one.size:>7}{one.count:>8}"

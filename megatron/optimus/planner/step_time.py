@@ -101,7 +101,7 @@ def compute_seconds(work: Work, machine: Machine) -> float:
 
 def _of_stage(share: Share, machine: Machine) -> tuple[float, float, float]:
     """(computing, exposed communication, communication) of all micro-batches of a stage, without its bubble."""
-    compute = compute_seconds(micro_batch_work(share), machine) * share.micro_batches
+    compute = compute_seconds(micro_batch_work(share, machine.kernels), machine) * share.micro_batches
     exposed = total = 0.0
     for one in collectives(share):
         if one.axis in PER_STEP:
@@ -116,7 +116,7 @@ def _of_stage(share: Share, machine: Machine) -> tuple[float, float, float]:
 
 
 def _of_data(share: Share, machine: Machine, window: float) -> tuple[float, float, float]:
-    """(slowdown of what runs beside, exposed, all) of gradients and weights; ``window`` is what they can hide behind."""
+    """(slowdown of what runs beside, exposed, all) of gradients and weights, which can hide behind ``window``."""
     slowed = exposed = total = 0.0
     forward, backward = window / 3, window * 2 / 3 / share.micro_batches  # the last micro-batch's backward
     free = {Hiding.BACKWARD: backward, Hiding.FORWARD: forward / share.micro_batches, Hiding.NOTHING: 0.0}

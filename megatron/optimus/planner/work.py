@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.optimus.config.schema import ContextCommunication, Normalization, OptimizerName, Recompute
-from megatron.optimus.planner.activations import CUDA, FP32, layer_parts
-from megatron.optimus.planner.parameters import families, gradient_bytes, num_parameters
+from megatron.optimus.planner.activations import CUDA, FP32, Kernels, layer_parts
+from megatron.optimus.planner.parameters import adds_expert_gradients, families, gradient_bytes, parameters
 from megatron.optimus.planner.share import Share
 
 # Bytes an element in bf16, forward and backward, counted from layers/: passes of 2 bytes, or of 4 where fp32 is.
@@ -66,9 +66,9 @@ def layer_work(share: Share, recompute: frozenset[Recompute]) -> Work:
     for chosen, part in ((Recompute.MOE, mlp), (Recompute.ATTENTION, attention + qk_norm), (Recompute.NORM, norms)):
         if chosen in recompute:
             again += part * (1 / 3)
-    if Recompute.ATTENTION in recompute and share.layout.cp > 1:
-        if share.config.parallel.cp_comm_type is ContextCommunication.P2P:  # the ring's result is kept
-            again += Work(attention=-attention.attention / 3)
+    is_ring = share.layout.cp > 1 and share.config.parallel.cp_comm_type is ContextCommunication.P2P
+    if Recompute.ATTENTION in recompute and is_ring:  # the ring's result is kept
+        again += Work(attention=-attention.attention / 3)
     return total + again + (Work(layers=0.5) if recompute else Work())
 
 
@@ -83,11 +83,18 @@ def head_work(share: Share) -> Work:
     return Work(products=6.0 * tokens * model.hidden_size * vocabulary, traffic=traffic, layers=1.0)
 
 
-def gradient_work(share: Share) -> Work:
+def gradient_work(share: Share, kernels: Kernels) -> Work:
     """Gradients of one micro-batch from where backward leaves them to where they add up."""
     kept, _ = gradient_bytes(share)
     again = (share.micro_batches - 1) / share.micro_batches  # all but the first read what is there
-    return Work(traffic=num_parameters(share) * (share.element + kept * (1 + again)))
+    traffic = 0.0
+    for parameter, count in parameters(share).items():
+        if parameter.is_expert and kernels.adds_gradients and adds_expert_gradients(share):
+            per_element = 3 * kept - share.element  # cleared, read and written, where a gradient apart was written
+        else:
+            per_element = share.element + kept * (1 + again)
+        traffic += parameter.numel * count * per_element
+    return Work(traffic=traffic)
 
 
 def update_work(share: Share) -> Work:
@@ -106,7 +113,7 @@ def update_work(share: Share) -> Work:
     return total
 
 
-def micro_batch_work(share: Share) -> Work:
+def micro_batch_work(share: Share, kernels: Kernels = CUDA) -> Work:
     """All that a rank does for one micro-batch."""
     parallel = share.config.parallel
     chosen = frozenset(parallel.recompute_modules)
@@ -116,8 +123,8 @@ def micro_batch_work(share: Share) -> Work:
     total += layer_work(share, chosen) * recomputing
     offloaded = sum(min(len(chunk), parallel.cpu_offloading_num_layers) for chunk in share.chunks)
     if offloaded:
-        saved = sum(part.saved for part in layer_parts(share, CUDA, chosen if limit else frozenset(), offload=False))
+        saved = sum(part.saved for part in layer_parts(share, kernels, chosen if limit else frozenset(), offload=False))
         total += Work(host=2.0 * saved * offloaded)
     if share.has_head:
         total += head_work(share)
-    return total + gradient_work(share)
+    return total + gradient_work(share, kernels)

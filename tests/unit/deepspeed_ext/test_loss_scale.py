@@ -93,6 +93,22 @@ def test_overflow_at_the_smallest_scale_ends_the_run_one_step_later() -> None:
     assert state.skips == 2 and state.applied == 1
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_step_never_waits_for_the_device() -> None:
+    """Synchronizing calls raise in this mode."""
+    device = torch.device("cuda")
+    state = StepState(device, 2, ZeroOptions(max_norm=1.0, loss_scale=LossScaleOptions(2.0**10)))
+    norms = torch.tensor([1.0, math.inf, 2.0], device=device).unbind()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for norm in norms:
+            state.scalars(norm)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert state.skips == 1 and state.applied == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

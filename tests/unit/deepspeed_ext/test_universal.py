@@ -1,0 +1,85 @@
+"""Files of torch.save as deepspeed_ext reads them: no code runs, and DeepSpeed's loss scaler is understood."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+
+from deepspeed_ext.torch_files import Shell, read_torch
+from deepspeed_ext.universal import locate, loss_scale_state
+from deepspeed_ext.zero.loss_scale import LossScale, LossScaleOptions
+
+
+@pytest.mark.parametrize("steps", range(0, 40, 3))
+def test_a_loss_scaler_goes_on_as_deepspeeds_would(steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed.comm.get_rank", lambda: 1)  # it asks only whether to log
+    window, hysteresis = 4, 2
+    oracle = DynamicLossScaler(2.0**16, window, 1.0, hysteresis, False)
+    generator = random.Random(steps)
+    overflows = [generator.random() < 0.15 for _ in range(steps + 60)]
+    for overflow in overflows[:steps]:
+        oracle.update_scale(overflow)
+    torch.save({"loss_scaler": oracle}, tmp_path / "optimizer_state.pt")
+    scaler = read_torch(tmp_path / "optimizer_state.pt")["loss_scaler"]
+    assert type(scaler) is Shell
+    state = loss_scale_state(scaler)
+    assert state is not None
+    ours = LossScale(LossScaleOptions(8.0, True, window, hysteresis), torch.device("cpu"))
+    ours.load_state_dict(state)
+    for overflow in overflows[steps:]:
+        assert float(ours.scale) == oracle.cur_scale
+        oracle.update_scale(overflow)
+        ours.update(torch.tensor(float(overflow)))
+
+
+def test_other_scalers_change_nothing(tmp_path: Path) -> None:
+    torch.save(LossScaler(128.0), tmp_path / "static.pt")
+    assert loss_scale_state(read_torch(tmp_path / "static.pt")) is None
+    assert loss_scale_state(None) is None
+
+
+class Bomb:
+    def __init__(self, fuse: Path) -> None:
+        self.fuse = fuse
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.fuse),)
+
+
+def test_no_file_runs_code(tmp_path: Path) -> None:
+    fuse = tmp_path / "fuse"
+    torch.save({"param": torch.zeros(3), "other": Bomb(fuse)}, tmp_path / "bomb.pt")
+    with pytest.raises(ValueError, match=r"bomb\.pt is refused: it names posix\.mkdir"):
+        read_torch(tmp_path / "bomb.pt")
+    assert not fuse.exists()
+    torch.load(tmp_path / "bomb.pt", weights_only=False)
+    assert fuse.exists(), "the bomb must work for this test to mean anything"
+
+
+def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
+    torch.save({"param": torch.arange(100.0)}, tmp_path / "good.pt")
+    assert torch.equal(read_torch(tmp_path / "good.pt")["param"], torch.arange(100.0))
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "good.pt").read_bytes()[:-50])
+    with pytest.raises(ValueError, match=r"cut\.pt cannot be read"):
+        read_torch(tmp_path / "cut.pt")
+    with pytest.raises(ValueError, match=r"none\.pt does not exist"):
+        read_torch(tmp_path / "none.pt")
+
+
+def test_the_tag_is_a_plain_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="latest_universal does not exist"):
+        locate(str(tmp_path), None)
+    (tmp_path / "latest_universal").write_text("../elsewhere")
+    with pytest.raises(ValueError, match="not the plain name"):
+        locate(str(tmp_path), None)
+    (tmp_path / "latest_universal").write_text("step3")
+    with pytest.raises(ValueError, match="it is not a universal checkpoint"):
+        locate(str(tmp_path), None)
+    (tmp_path / "step3/zero").mkdir(parents=True)
+    assert locate(str(tmp_path), None) == locate(str(tmp_path), "step3") == tmp_path / "step3"
