@@ -301,29 +301,30 @@ def measure(args: argparse.Namespace) -> None:
 
 def compare(path: Path) -> bool:
     """Prints the table; whether every peak is within LIMIT."""
+    from megatron.optimus.planner.hardware import H200
     from megatron.optimus.planner.memory import memory_of
     from megatron.optimus.planner.share import shares
+    from megatron.optimus.planner.step_time import step_time
 
     results = json.loads(path.read_text())["results"]
     good = True
-    print("| case | rank | peak, GiB | predicted | error | at | states | step, ms |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| case | rank | peak, GiB | predicted | error | peak at | step, ms | predicted | error |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for result in results:
         if "error" in result:
             print(f"| {result['case']} | {result['rank']} | {result['error'].strip().splitlines()[-1][:80]} |")
             continue
         config = load(words_of(result["command"], result["ranks"], "auto", "x")).config
-        stage = result["rank"] if config.parallel.pipeline_model_parallel_size > 1 else 0
-        memory = memory_of(shares(config, result["ranks"])[stage])
+        members = shares(config, result["ranks"])
+        memory = memory_of(members[result["rank"] // (result["ranks"] // len(members))])
         error = memory.peak / result["peak_bytes"] - 1
         good &= abs(error) <= LIMIT
-        exact = memory.states.total == sum(
-            result["optimizer_bytes"][key] for key in ("parameters", "gradients", "masters", "states")
-        )
-        step = statistics.median(result["step_s"][2:]) * 1e3
+        step = statistics.median(result["step_s"][2:])
+        predicted = step_time(members, H200).total
         print(
             f"| {result['case']} | {result['rank']} | {result['peak_bytes'] / 2**30:.2f} | {memory.peak / 2**30:.2f} "
-            f"| {100 * error:+.1f}% | {memory.worst.name} | {'exact' if exact else 'OFF'} | {step:.1f} |"
+            f"| {100 * error:+.1f}% | {memory.worst.name} | {step * 1e3:.1f} | {predicted * 1e3:.1f} "
+            f"| {100 * (predicted / step - 1):+.1f}% |"
         )
     return good
 

@@ -14,6 +14,18 @@ TORCH_LIBRARY(optimus, m) {
       "moe_mlp_backward_into(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor indices, "
       "Tensor hidden, Tensor(a!) dgate_up, Tensor(b!) ddown, bool add_gate_up, bool add_down) -> "
       "(Tensor dx, Tensor dweights)");
+  // On Hopper GPUs, where csrc/cuda was built. hidden: [P, 2F]; order: the row order's int32 tensors end to end.
+  m.def(
+      "cuda_moe_mlp(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor indices) -> "
+      "(Tensor y, Tensor hidden, Tensor order)");
+  m.def(
+      "cuda_moe_mlp_backward(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor hidden, "
+      "Tensor order) -> (Tensor dx, Tensor dgate_up, Tensor ddown, Tensor dweights)");
+  // A weight's gradient is written in the weight's dtype or, with add, added in fp32.
+  m.def(
+      "cuda_moe_mlp_backward_into(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor hidden, "
+      "Tensor order, Tensor(a!) dgate_up, Tensor(b!) ddown, bool add_gate_up, bool add_down) -> "
+      "(Tensor dx, Tensor dweights)");
   // The kernels behind megatron/optimus/ops/grouped.py and routing.py on cpu tensors, all contiguous. offsets: [E+3].
   m.def("cpu_sort_slots(Tensor indices, int num_experts) -> (Tensor slots, Tensor rows, Tensor counts, Tensor offsets)");
   m.def("cpu_gather_rows(Tensor x, Tensor slots, Tensor offsets) -> Tensor");

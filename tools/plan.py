@@ -2,7 +2,7 @@
 
     python tools/plan.py --preset mula-220b-a10b --nodes 1024 --system aurora      the layout given, and the best ones
     python tools/plan.py --preset mula-7b-a1b --nodes 1 --micro-batch-size 8 --explain         with all the arithmetic
-    python tools/plan.py --preset mula-220b-a10b --weak-scaling docs/weak_scaling       OUT.png and OUT.md
+    python tools/plan.py --preset mula-220b-a10b --weak-scaling weak_scaling       OUT.png and OUT.md
     python tools/plan.py --preset mula-220b-a10b --nodes 1024 --system aurora --check-build     builds a real rank
 
 Every option of the training program can follow; the search keeps the ones that are named. Needs no GPU, and torch

@@ -116,8 +116,7 @@ def check_agreement(signatures: Signatures, groups: ZeroGroups, options: ZeroOpt
         for name, member in entries.items():
             if member.outside:
                 raise ValueError(f"expert group {name!r} has ranks {list(member.outside)} outside the dense group")
-    # Only the ranks of a group can say so of it. A multiple: torch's fake process group gives everybody one's own
-    # words.
+    # Only the ranks of a group can say so of it. A multiple: in torch's fake world everybody says what this rank says.
     if all(count % member.num_ranks == 0 for (_, member), count in _alike(members).items()):
         return
     details = gather({name: (ranks_of(groups.of(name)), signatures.get(name, [])) for name in own}, world_group())

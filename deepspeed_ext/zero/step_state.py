@@ -111,7 +111,7 @@ class _Report:
     """Numbers on their way from the device: each exchange sends new ones and returns those sent the time before."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_on_host = device.type == "cpu"
+        self._is_on_host = device.type in ("cpu", "meta")
         self._sent: Tensor | None = None
         self._event = None if self._is_on_host else get_accelerator().Event()
 

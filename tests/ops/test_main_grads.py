@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.optimus import ops
 from tests.ops.cases import CASES, TOLERANCE, Case, expected, make_inputs
-from tests.ops.targets import TARGETS, skip_what_cannot_run
+from tests.ops.targets import ON_GPU, TARGETS, skip_what_cannot_run
 
 ADDING = [target for target in TARGETS if target.id != "sycl"]
 NAMED = ("one_token", "odd_tokens", "odd_widths", "empty_experts", "some_foreign", "none_local", "no_token")
@@ -89,7 +89,7 @@ def test_two_backwards_add_twice(backend: str, device: str, dtype: torch.dtype, 
 
 @pytest.mark.parametrize(("backend", "device"), ADDING)
 def test_sums_in_fp32_are_not_rounded_to_the_weights_dtype(backend: str, device: str) -> None:
-    dtype = torch.float16 if backend == "triton" else torch.bfloat16
+    dtype = torch.float16 if backend in ON_GPU else torch.bfloat16
     inputs = make_inputs(CASES["odd_tokens"], dtype)
     ops.set_backend(backend)
     layer = Layer(inputs, device)

@@ -15,11 +15,12 @@ from megatron.optimus import ops
 from megatron.optimus.ops import backend as backend_module
 from megatron.optimus.ops import reference
 from tests.ops.cases import CASES, NAMES, TOLERANCE, Case, expected, make_inputs, mismatches, values_and_gradients
-from tests.ops.targets import HAS_CUDA, skip_what_cannot_run
+from tests.ops.targets import HAS_CUDA, ON_GPU, needs_hopper, skip_what_cannot_run
 from tests.ops.targets import TARGETS as ALL_TARGETS
 
 # test_sycl.py runs the same cases at several work-group sizes
 TARGETS = [target for target in ALL_TARGETS if target.id != "sycl"]
+_GPU_BACKENDS = ["triton", pytest.param("cuda", marks=needs_hopper)]
 
 
 @functools.cache
@@ -143,8 +144,10 @@ def test_compiled_operations_pass_opcheck() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device")
-def test_triton_counts_stay_on_the_device() -> None:
+@pytest.mark.parametrize("backend", _GPU_BACKENDS)
+def test_counts_stay_on_the_device(backend: str) -> None:
     """Forward and backward are captured in a CUDA graph, which a host synchronisation would break, and replayed."""
+    ops.set_backend(backend)
     inputs = [t.cuda() for t in make_inputs(Case(257, 64, 48, 8, 2), torch.bfloat16)]
     values_and_gradients(ops.moe_mlp, inputs)
     graph = torch.cuda.CUDAGraph()
@@ -162,10 +165,12 @@ def test_triton_counts_stay_on_the_device() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device")
-def test_triton_stops_at_an_index_out_of_range() -> None:
+@pytest.mark.parametrize("backend", _GPU_BACKENDS)
+def test_an_index_out_of_range_stops_the_device(backend: str) -> None:
     """In a process of its own: a failed assertion on the device ends every later use of it."""
     program = (
         "import torch; from megatron.optimus import ops; from tests.ops.cases import CASES, make_inputs\n"
+        f"ops.set_backend({backend!r})\n"
         "inputs = [t.cuda() for t in make_inputs(CASES['odd_tokens'], torch.bfloat16)]\n"
         "inputs[4][3, 0] = 4\n"
         "ops.moe_mlp(*inputs[:5]); torch.cuda.synchronize()"
@@ -178,11 +183,44 @@ def test_triton_stops_at_an_index_out_of_range() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device")
 def test_triton_operations_pass_opcheck() -> None:
+    ops.set_backend("triton")
     inputs = [t.cuda() for t in make_inputs(CASES["some_foreign"], torch.bfloat16)]
     values_and_gradients(ops.moe_mlp, inputs)
     leaves = [t.requires_grad_() for t in inputs[:4]]
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.optimus_triton.moe_mlp.default, (*leaves, inputs[4]), test_utils=checks)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_cuda_operations_pass_opcheck() -> None:
+    ops.set_backend("cuda")
+    inputs = [t.cuda() for t in make_inputs(Case(90, 32, 16, 4, 3, "some_foreign"), torch.bfloat16)]
+    values_and_gradients(ops.moe_mlp, inputs)
+    leaves = [t.requires_grad_() for t in inputs[:4]]
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.optimus.cuda_moe_mlp.default, (*leaves, inputs[4]), test_utils=checks)
+    plain = [t.detach() for t in leaves]
+    _, hidden, order = torch.ops.optimus.cuda_moe_mlp(*plain, inputs[4])
+    saved = (inputs[5], *plain, hidden, order)
+    torch.library.opcheck(torch.ops.optimus.cuda_moe_mlp_backward.default, saved, test_utils=checks)
+    buffers = [torch.zeros(t.shape, device="cuda") for t in plain[1:3]]
+    into = torch.ops.optimus.cuda_moe_mlp_backward_into.default
+    torch.library.opcheck(into, (*saved, *buffers, True, True), test_utils=checks)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("case", [Case(3000, 320, 640, 5, 2), Case(700, 1032, 136, 20, 4, "some_foreign")], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_cuda_agrees_with_triton_on_many_tiles(case: Case, dtype: torch.dtype) -> None:
+    """Pairs of tiles and odd ones, several tiles of columns, depths that are no multiple of a stage."""
+    inputs = make_inputs(case, dtype, "cuda")
+    results = []
+    for backend in ON_GPU:
+        ops.set_backend(backend)
+        results.append(values_and_gradients(ops.moe_mlp, inputs))
+    assert not mismatches(results[1], {n: t.cpu() for n, t in results[0].items()}, TOLERANCE[dtype] / 3)
 
 
 def test_runs_on_meta_tensors() -> None:

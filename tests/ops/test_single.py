@@ -13,7 +13,7 @@ from megatron.optimus import ops
 from megatron.optimus.ops import reference
 from tests.ops.cases import CASES, NAMES, TOLERANCE, Case, expected, make_inputs, mismatches, values_and_gradients
 from tests.ops.sycl_device import needs_sycl
-from tests.ops.targets import TARGETS, skip_what_cannot_run
+from tests.ops.targets import ON_GPU, TARGETS, skip_what_cannot_run
 
 each_target = pytest.mark.parametrize(("backend", "device"), TARGETS)
 each_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -224,7 +224,7 @@ def test_gradients_by_name(backend: str, device: str, dtype: torch.dtype) -> Non
 @each_target
 def test_the_comparison_sees_a_single_wrong_slot(backend: str, device: str, mutation: str) -> None:
     ops.set_backend(backend)
-    inputs = make_inputs(CASES["odd_tokens"], torch.bfloat16 if backend != "triton" else torch.float16)
+    inputs = make_inputs(CASES["odd_tokens"], torch.bfloat16 if backend not in ON_GPU else torch.float16)
     want = expected(inputs)
     x, gate_up, down, weights, indices, dy = (t.clone() for t in inputs)
     if mutation == "drop_slot":
@@ -260,7 +260,7 @@ def test_the_reference_alone_composes_a_layer() -> None:
 
 @each_target
 def test_strided_arguments_give_the_same(backend: str, device: str) -> None:
-    dtype = torch.float16 if backend == "triton" else torch.float32
+    dtype = torch.float16 if backend in ON_GPU else torch.float32
     ops.set_backend(backend)
     inputs = [t.to(device) for t in make_inputs(CASES["some_foreign"], dtype)]
     strided = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in inputs]

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron.optimus import ops
 from tests.ops.cases import Case, make_inputs, values_and_gradients
 from tests.ops.sycl_device import needs_sycl
-from tests.ops.targets import HAS_CUDA, TARGETS
+from tests.ops.targets import HAS_CUDA, ON_GPU, TARGETS
 from tests.ops.test_single import composed
 
 each_target = pytest.mark.parametrize(("backend", "device"), TARGETS)
@@ -20,7 +20,7 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
 def typed_inputs(backend: str, device: str) -> list[Tensor]:
-    dtype = torch.float16 if backend == "triton" else torch.float32
+    dtype = torch.float16 if backend in ON_GPU else torch.float32
     return [t.to(device) for t in make_inputs(CASE, dtype)]
 
 

@@ -23,7 +23,7 @@ LAYERS = [
     ["parallel"],
     ["optim", "data", "checkpoint"],
     ["trainer"],
-    ["describe"],
+    ["describe", "planner"],
     ["pretrain", "launch"],
 ]
 ALLOWED = {
@@ -32,7 +32,7 @@ ALLOWED = {
 ALLOWED["observe"] = {"config", "runtime"}
 ALLOWED["launcher"] = {"config", "runtime"}
 ALLOWED["launch"].add("launcher")
-for part in ("trainer", "describe", "pretrain"):
+for part in ("trainer", "describe", "planner", "pretrain"):
     ALLOWED[part].add("observe")
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 100

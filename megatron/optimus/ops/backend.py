@@ -20,7 +20,7 @@ logger = logging.getLogger("optimus")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _HALF = (torch.bfloat16, torch.float16)
-_NEWEST_COMPILED = "moe_mlp_backward_into"  # the operation added to csrc/bindings.cpp last
+_NEWEST_COMPILED = "cuda_moe_mlp_backward_into"  # the operation added to csrc/bindings.cpp last
 
 
 class Backend(str, enum.Enum):
@@ -30,6 +30,7 @@ class Backend(str, enum.Enum):
     REFERENCE = "reference"  # plain PyTorch: every device and dtype, the specification
     CPU = "cpu"  # C++ (csrc/cpu): float32, bfloat16, float16
     TRITON = "triton"  # NVIDIA GPUs: bfloat16, float16
+    CUDA = "cuda"  # Hopper GPUs (csrc/cuda): the expert layer in bfloat16 and float16; the rest is Triton's
     SYCL = "sycl"  # Intel GPUs (csrc/sycl): float32, bfloat16, float16; cpu tensors too, for tests
 
 
@@ -37,6 +38,7 @@ class Backend(str, enum.Enum):
 _KERNELS = {
     Backend.CPU: "megatron.optimus.ops.cpu",
     Backend.TRITON: "megatron.optimus.ops.triton.single",
+    Backend.CUDA: "megatron.optimus.ops.cuda",
     Backend.SYCL: "megatron.optimus.ops.sycl",
 }
 
@@ -101,11 +103,13 @@ def kernels(backend: Backend) -> ModuleType:
 def _resolve(selected: Backend, device_type: str, dtype: torch.dtype) -> Backend:
     where = f"{device_type} {str(dtype).removeprefix('torch.')}"
     backend, obstacle = _choose(selected, device_type, dtype)
-    routing = _choose(selected, device_type, torch.bfloat16)[0].value
+    routing = _router(_choose(selected, device_type, torch.bfloat16)[0]).value
     if obstacle is not None and selected is not Backend.AUTO:
         raise BackendUnavailableError(f"backend {selected.value!r} cannot run on {where}: {obstacle}")
     if obstacle is None:
         how = "" if selected is Backend.AUTO else " (as set)"
+        if selected is Backend.AUTO and backend is Backend.TRITON:
+            how = f" (not cuda: {_obstacle(Backend.CUDA, device_type, dtype)})"
         logger.info("expert kernels on %s: %s%s; router: %s", where, backend.value, how, routing)
     else:
         logger.warning(
@@ -119,13 +123,22 @@ def _resolve_routing(selected: Backend, device_type: str) -> Backend:
     backend, obstacle = _choose(selected, device_type, torch.bfloat16)
     if obstacle is not None and selected is not Backend.AUTO:
         raise BackendUnavailableError(f"backend {selected.value!r} cannot route on {device_type}: {obstacle}")
+    if _router(backend) is not backend:
+        backend = _choose(_router(backend), device_type, torch.bfloat16)[0]
     return backend
+
+
+def _router(backend: Backend) -> Backend:
+    """The backend whose router another uses."""
+    return Backend.TRITON if backend is Backend.CUDA else backend
 
 
 def _choose(selected: Backend, device_type: str, dtype: torch.dtype) -> tuple[Backend, str | None]:
     """The backend, and what kept the one that was set, or the device's own, from being it."""
     native = {"cpu": Backend.CPU, "meta": Backend.CPU, "xpu": Backend.SYCL}.get(device_type, Backend.TRITON)
     backend = native if selected is Backend.AUTO else selected
+    if backend is Backend.TRITON and selected is Backend.AUTO and not _obstacle(Backend.CUDA, device_type, dtype):
+        backend = Backend.CUDA
     obstacle = _obstacle(backend, device_type, dtype)
     if obstacle is not None:
         return Backend.REFERENCE, obstacle
@@ -136,17 +149,17 @@ def _choose(selected: Backend, device_type: str, dtype: torch.dtype) -> tuple[Ba
 
 def _obstacle(backend: Backend, device_type: str, dtype: torch.dtype) -> str | None:
     """Why a backend cannot run, with the remedy; None if it can."""
-    if backend is Backend.CPU:
-        if device_type not in ("cpu", "meta"):
-            return f"it runs on cpu tensors, not {device_type}"
-        if dtype not in (torch.float32, *_HALF):
-            return "it has float32, bfloat16 and float16 only; the reference runs the rest"
-        return compiled_library_error()
-    if backend is Backend.TRITON:
+    if backend in (Backend.AUTO, Backend.REFERENCE):
+        return None
+    if backend is Backend.CPU and device_type not in ("cpu", "meta"):
+        return f"it runs on cpu tensors, not {device_type}"
+    if backend in (Backend.TRITON, Backend.CUDA):
         if dtype not in _HALF:
             return "it has bfloat16 and float16 only; the reference runs the rest"
-        return _triton_error(device_type)
-    return _sycl_error(device_type, dtype) if backend is Backend.SYCL else None
+        return _triton_error(device_type) if backend is Backend.TRITON else _cuda_error(device_type)
+    if dtype not in (torch.float32, *_HALF):
+        return "it has float32, bfloat16 and float16 only; the reference runs the rest"
+    return compiled_library_error() if backend is Backend.CPU else _sycl_error(device_type)
 
 
 @functools.cache
@@ -175,11 +188,29 @@ def _triton_error(device_type: str) -> str | None:
     return None
 
 
-def _sycl_error(device_type: str, dtype: torch.dtype) -> str | None:
+@functools.cache
+def _cuda_error(device_type: str) -> str | None:
+    if device_type != "cuda":
+        return f"it runs on cuda tensors, not {device_type}"
+    capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    if capabilities != {(9, 0)}:
+        found = ", ".join(f"{major}.{minor}" for major, minor in sorted(capabilities))
+        return f"it needs Hopper GPUs, compute capability 9.0, and those here have {found}; use triton"
+    if error := compiled_library_error() or _triton_error(device_type):
+        return error
+    from megatron.optimus.ops import cuda
+
+    if not cuda.is_built():
+        return (
+            "the compiled operations were built without csrc/cuda; with nvcc and a CUDA build of torch run "
+            "'python setup.py build_ext --inplace' in the source tree, or 'pip install --no-build-isolation .'"
+        )
+    return None
+
+
+def _sycl_error(device_type: str) -> str | None:
     from megatron.optimus.ops import sycl
 
-    if dtype not in (torch.float32, *_HALF):
-        return "it has float32, bfloat16 and float16 only; the reference runs the rest"
     if device_type not in ("xpu", "cpu"):
         return f"it runs on xpu and cpu tensors, not {device_type}"
     return sycl.xpu_error() if device_type == "xpu" else sycl.cpu_device_error()

@@ -144,9 +144,10 @@ def _experts(share: Share) -> Iterator[Collective]:
         yield Collective("experts", Kind.REDUCE_SCATTER, "gradients of router weights", size, weights, layers)
         return
     rows = share.rows
-    yield Collective("experts", Kind.ALL_TO_ALL, "numbers of rows", size, size * INT64, layers)
+    hiding = Hiding.PRODUCTS if parallel.moe_dispatch_chunks > 1 else Hiding.NOTHING
     wide = rows * model.hidden_size * share.element
-    yield Collective("experts", Kind.ALL_TO_ALL, "tokens and results, both ways", size, wide, 4 * layers)
+    yield Collective("experts", Kind.ALL_TO_ALL, "numbers of rows", size, size * INT64, layers)
+    yield Collective("experts", Kind.ALL_TO_ALL, "tokens and results, both ways", size, wide, 4 * layers, hiding)
     yield Collective("experts", Kind.ALL_TO_ALL, "router weights and gradients", size, rows * topk * FP32, 2 * layers)
     yield Collective("experts", Kind.ALL_TO_ALL, "expert numbers", size, rows * topk * INT64, layers)
 

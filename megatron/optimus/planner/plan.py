@@ -56,5 +56,5 @@ def plan(config: RunConfig, world_size: int, machine: Machine) -> Plan:
     check(config, world_size)
     stage = config.optimizer.zero_stage
     if stage not in MODELLED_STAGES:
-        raise ConfigError(f"zero_stage={stage} is not planned here; use {one_of(MODELLED_STAGES)}")
+        raise ConfigError(f"zero_stage={stage} is not planned here, only our optimizer's {one_of(MODELLED_STAGES)}")
     return Plan(config, world_size, machine)

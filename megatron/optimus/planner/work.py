@@ -90,7 +90,7 @@ def gradient_work(share: Share, kernels: Kernels) -> Work:
     traffic = 0.0
     for parameter, count in parameters(share).items():
         if parameter.is_expert and kernels.adds_gradients and adds_expert_gradients(share):
-            per_element = 3 * kept - share.element  # cleared, read and written, where a gradient apart was written
+            per_element = 3.0 * kept - share.element  # cleared, read and written, where a gradient apart was written
         else:
             per_element = share.element + kept * (1 + again)
         traffic += parameter.numel * count * per_element

@@ -23,7 +23,7 @@ _ALIGN = 8  # the tensor memory engine wants rows of a multiple of 16 bytes
 
 def moe_mlp(x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Tensor, indices_TK: Tensor) -> Tensor:
     """``reference.moe_mlp`` in bf16 or fp16; widths that are no multiple of 8 are padded by a copy of the weights."""
-    x, gate_up, down = _aligned(x_TD, gate_up_E2FD, down_EDF)
+    x, gate_up, down = aligned(x_TD, gate_up_E2FD, down_EDF)
     y_TD = _moe_mlp(x, gate_up, down, weights_TK, indices_TK)[0]
     return y_TD if x is x_TD else y_TD[:, : x_TD.shape[1]]
 
@@ -32,7 +32,7 @@ def moe_mlp_forward(
     x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Tensor, indices_TK: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
     """``moe_mlp`` and what its backward needs beside the arguments."""
-    x, gate_up, down = _aligned(x_TD, gate_up_E2FD, down_EDF)
+    x, gate_up, down = aligned(x_TD, gate_up_E2FD, down_EDF)
     y_TD, hidden, row_order = _moe_mlp(x, gate_up, down, weights_TK, indices_TK)
     return y_TD[:, : x_TD.shape[1]], [hidden, *row_order]
 
@@ -42,7 +42,7 @@ def moe_mlp_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """See ``main_grads.FusedMoE``. With padded widths the gradients are formed in fp32 beside the buffers."""
     width, inner = arguments[2].shape[1:]
-    x, gate_up, down = _aligned(*arguments[:3])
+    x, gate_up, down = aligned(*arguments[:3])
     is_padded, sums = x is not arguments[0], buffers
     if is_padded:
         dy_TD = pad(dy_TD, (0, x.shape[1] - width))
@@ -58,7 +58,7 @@ def moe_mlp_backward(
     return dx, dgate_up if buffers[0] is None else None, ddown if buffers[1] is None else None, dweights
 
 
-def _aligned(x: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def aligned(x: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Zeros appended up to the next multiple of _ALIGN in both widths; the very arguments where none are needed."""
     width, inner = down.shape[1:]
     more_d, more_f = -width % _ALIGN, -inner % _ALIGN

@@ -1,0 +1,24 @@
+// Row order (order.cu).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "products.h"
+
+namespace optimus::cuda {
+
+constexpr int kMaxExperts = 1024;  // what the counts of a block hold in shared memory
+
+struct Plan {  // an Order to be written, and [T*K] the row of each slot, -1 for a foreign one
+  int *slot, *row, *first_row, *count, *tile_expert, *num_tiles, *by_size;
+};
+
+// The order of expert choices [T*K], int32 or int64, -1 for a foreign slot; any other value outside [0, E) stops the
+// device. block_counts: scratch of num_experts * order_blocks(num_slots).
+cudaError_t order_rows(const void* indices, bool wide_indices, int* block_counts, const Plan&, int num_slots,
+                       int num_experts, int num_rows, cudaStream_t);
+int order_blocks(int num_slots);
+
+}  // namespace optimus::cuda

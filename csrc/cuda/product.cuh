@@ -1,0 +1,320 @@
+// One persistent kernel for the grouped products of an expert layer: tiles of 128 x 256, depth 64 a stage.
+//
+// A block is three warpgroups. In the first, a thread loads stages of a ring by the tensor memory engine, and three warps
+// run an errand (errands.cuh): row copies and sums bound by memory that another step needs, beside the tensor cores. The
+// other two multiply, 64 rows each. Two blocks are a cluster: where both work on the same columns of an expert's weight, each loads half of it for both.
+// Results leave through shared memory while the next tile's loads are under way.
+#pragma once
+
+#include "errands.cuh"
+#include "hopper.cuh"
+#include "products.h"
+
+namespace optimus::cuda {
+
+using namespace hopper;
+
+enum class Kind {
+  kUpSwiglu,       // rows times [N, K], gate beside up
+  kRowsTransposed,  // rows times [N, K]
+  kRows,            // rows times [K, N]
+  kGradient,        // rows, transposed, times rows; the depth runs over an expert's rows
+  kGradientAdd,     // likewise, added to what is there in fp32
+};
+
+constexpr int kRows = kRowTile, kColumns = 256, kDepth = 64, kStages = 4;
+constexpr int kBytesA = kRows * kDepth * 2, kBytesB = kColumns * kDepth * 2;
+constexpr int kBox = 64 * 64 * 2;  // a box of the tensor memory engine: 64 rows of 128 bytes, swizzled
+constexpr int kBuffers = 2;        // boxes for the results of each multiplying warpgroup
+constexpr int kThreads = 384, kConsumerWarps = 8;
+
+struct Arguments {
+  CUtensorMap a, b, out, activation;
+  Order order;
+  int first_expert, end_expert;  // of a product by rows
+  int depth;                     // likewise
+  int row_tiles;                 // of a gradient: 128 columns of a each
+  int column_tiles;
+  Errand errand;
+};
+
+struct Work {
+  int row, column;  // of the tile's first element, in the result
+  int expert;
+  int steps;  // of depth
+  int first;  // row of the expert's first slot
+  bool shared;
+};
+
+struct alignas(16) Note {  // what the consumers need to know of a tile
+  int row, column, expert, steps;
+};
+
+template <Kind kKind>
+struct Traits {
+  static constexpr bool kGradient = kKind == Kind::kGradient || kKind == Kind::kGradientAdd;
+  static constexpr bool kAcrossA = kGradient;
+  static constexpr bool kAcrossB = kGradient || kKind == Kind::kRows;
+};
+
+struct Layout {
+  alignas(1024) uint8_t a[kStages][kBytesA];
+  uint8_t b[kStages][kBytesB];
+  uint8_t results[2][kBuffers][kBox];
+  uint64_t full[kStages], empty[kStages];
+  Note note[kStages];
+};
+
+// Items of work for a cluster: two tiles each.
+struct Items {
+  int first, end;
+};
+
+template <bool kGradient>
+__device__ __forceinline__ Items items_of(const Arguments& args) {
+  if (kGradient) return {0, args.order.num_experts * ((args.row_tiles + 1) / 2) * args.column_tiles};
+  const int half = (args.column_tiles + 1) / 2;
+  return {first_row_of(args.order, args.first_expert) / kRowTile * half,
+          first_row_of(args.order, args.end_expert) / kRowTile * half};
+}
+
+// Two tiles of rows of one expert and one tile of columns; an expert's odd last tile of rows takes two of columns.
+template <bool kGradient>
+__device__ __forceinline__ Work work_of(const Arguments& args, int item, int rank) {
+  Work work;
+  const Order& order = args.order;
+  if (kGradient) {
+    const int per_expert = (args.row_tiles + 1) / 2 * args.column_tiles, place = item % per_expert;
+    work.expert = order.by_size[item / per_expert];
+    work.row = (place / args.column_tiles * 2 + rank) * kRows;
+    work.column = place % args.column_tiles * kColumns;
+    work.steps = (order.count[work.expert] + kDepth - 1) / kDepth;
+    work.first = order.first_row[work.expert];
+    work.shared = true;
+  } else {
+    const int half = (args.column_tiles + 1) / 2;
+    work.expert = order.tile_expert[item / half];
+    work.first = order.first_row[work.expert];
+    const int tiles = (order.count[work.expert] + kRowTile - 1) / kRowTile;
+    const int place = item - work.first / kRowTile * half, paired = tiles / 2 * 2 * half;
+    work.shared = place < paired;
+    const int tile = work.shared ? place / (2 * half) * 2 + rank : tiles - 1;
+    work.row = work.first + tile * kRowTile;
+    work.column = (work.shared ? place % (2 * half) : 2 * (place - paired) + rank) * kColumns;
+    work.steps = (args.depth + kDepth - 1) / kDepth;
+  }
+  return work;
+}
+
+// Items are dealt out forth and back: those of a gradient come longest first.
+template <bool kGradient>
+__device__ __forceinline__ int item_of(const Items& items, int turn) {
+  const int clusters = gridDim.x / 2, place = blockIdx.x / 2;
+  return items.first + turn * clusters + (kGradient && turn % 2 ? clusters - 1 - place : place);
+}
+
+template <Kind kKind>
+__device__ __forceinline__ void load_stage(const Arguments& args, Layout& memory, int stage, const Work& work, int step,
+                                           int rank) {
+  using Is = Traits<kKind>;
+  const uint32_t full = shared_address(&memory.full[stage]), a = shared_address(memory.a[stage]);
+  barrier_expect(full, kBytesA + kBytesB);
+  const int depth = step * kDepth;
+  if (Is::kGradient) {
+    tma_load(a, &args.a, full, work.row, work.first + depth, 0, 0);
+    tma_load(a + kBox, &args.a, full, work.row + 64, work.first + depth, 0, 0);
+  } else {
+    tma_load(a, &args.a, full, depth, work.row, 0, 0);
+  }
+#pragma unroll
+  for (int box = 0; box < (Is::kAcrossB ? 4 : 2); ++box) {
+    const uint32_t to = shared_address(memory.b[stage]) + box * (Is::kAcrossB ? kBox : kBytesB / 2);
+    const bool mine = Is::kAcrossB ? box / 2 == rank : box == rank;
+    int c0 = depth, c1 = work.column + box * 128, c2 = 0, c3 = work.expert;
+    if (kKind == Kind::kUpSwiglu) c1 = work.column / 2, c2 = box;
+    if (Is::kAcrossB) c0 = work.column + box * 64, c1 = depth;
+    if (Is::kGradient) c1 = work.first + depth, c3 = 0;
+    if (!work.shared) {
+      tma_load(to, &args.b, full, c0, c1, c2, c3);
+    } else if (mine) {
+      tma_load_shared(to, &args.b, full, c0, c1, c2, c3, 3);
+    }
+  }
+}
+
+// One thread's part: it goes ahead of the multiplying warpgroups by up to kStages stages, into the next tile too.
+template <Kind kKind>
+__device__ __forceinline__ void fill(const Arguments& args, Layout& memory) {
+  using Is = Traits<kKind>;
+  const int rank = cluster_rank();
+  const Items items = items_of<Is::kGradient>(args);
+  int stage = 0, phase = 0;
+  for (int turn = 0, item; (item = item_of<Is::kGradient>(items, turn)) < items.end; ++turn) {
+    const Work work = work_of<Is::kGradient>(args, item, rank);
+    for (int step = 0; step < max(work.steps, 1); ++step) {
+      barrier_wait(shared_address(&memory.empty[stage]), phase ^ 1);
+      if (step == 0) memory.note[stage] = {work.row, work.column, work.expert, work.steps};
+      if (work.steps > 0) {
+        load_stage<kKind>(args, memory, stage, work, step, rank);
+      } else {
+        barrier_arrive(shared_address(&memory.full[stage]));
+      }
+      if (++stage == kStages) stage = 0, phase ^= 1;
+    }
+  }
+}
+
+// Boxes of 64 x 64 results on their way out, of one multiplying warpgroup.
+template <typename T>
+struct Results {
+  uint32_t memory;
+  int group, thread, next = 0;
+
+  __device__ void sync() const { named_sync(1 + group, 128); }
+
+  // A box that an earlier store has been read from.
+  __device__ uint32_t free_box() {
+    const uint32_t box = memory + next * kBox;
+    next = next + 1 == kBuffers ? 0 : next + 1;
+    if (thread == 0) tma_store_wait_read<kBuffers - 1>();
+    sync();
+    return box;
+  }
+
+  // value(i): the thread's i-th value of the box.
+  template <typename Value>
+  __device__ void put(const CUtensorMap* map, int c0, int c1, int c2, int c3, Value value) {
+    const uint32_t box = free_box();
+    const int lane = thread % 32, row = lane % 8, line = thread / 32 * 16 + lane / 8 % 2 * 8 + row;
+#pragma unroll
+    for (int block = 0; block < 4; ++block) {  // of 16 columns
+      uint32_t r[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) r[i] = pack<T>(value(block * 8 + 2 * i), value(block * 8 + 2 * i + 1));
+      store_matrices(box + line * 128 + (((2 * block + lane / 16) ^ row) << 4), r[0], r[1], r[2], r[3]);
+    }
+    fence_async();
+    sync();
+    if (thread == 0) {
+      tma_store(map, box, c0, c1, c2, c3);
+      tma_store_commit();
+    }
+  }
+
+  // Adds 64 x 32 fp32 values: the copy engine does, and each element is added to once, in whatever order tiles end.
+  __device__ void add(const CUtensorMap* map, int c0, int c1, int c2, int c3, const float* values) {
+    const uint32_t box = free_box();
+    const int lane = thread % 32, quarter = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {  // pairs of values: 8 columns further every second one, between them 8 rows further
+      const int line = thread / 32 * 16 + i % 2 * 8 + lane / 4, piece = i / 2 * 2 + quarter / 2;
+      store_pair(box + line * 128 + ((piece ^ line % 8) << 4) + quarter % 2 * 8, values[2 * i], values[2 * i + 1]);
+    }
+    fence_async();
+    sync();
+    if (thread == 0) {
+      tma_add(map, box, c0, c1, c2, c3);
+      tma_store_commit();
+    }
+  }
+};
+
+template <typename T, Kind kKind>
+__device__ __forceinline__ void store_tile(const Arguments& args, Results<T>& results, const Note& tile,
+                                           const float (&d)[128]) {
+  const int row = tile.row + 64 * results.group;
+#pragma unroll
+  for (int box = 0; box < (kKind == Kind::kUpSwiglu ? 2 : 4); ++box) {
+    const float* mine = d + 32 * box;
+    const int column = tile.column + 64 * box;
+    if constexpr (kKind == Kind::kUpSwiglu) {
+      const int inner = tile.column / 2 + 64 * box;
+      const float* up = mine + 64;
+      results.put(&args.out, inner, 0, row, 0, [&](int i) { return mine[i]; });
+      results.put(&args.out, inner, 1, row, 0, [&](int i) { return up[i]; });
+      results.put(&args.activation, inner, 0, row, 0, [&](int i) { return mine[i] * sigmoid(mine[i]) * up[i]; });
+    } else if constexpr (kKind == Kind::kGradientAdd) {
+      results.add(&args.out, column, 0, row, tile.expert, mine);
+      results.add(&args.out, column + 32, 0, row, tile.expert, mine + 16);
+    } else {
+      results.put(&args.out, column, 0, row, kKind == Kind::kGradient ? tile.expert : 0, [&](int i) { return mine[i]; });
+    }
+  }
+}
+
+template <typename T, Kind kKind>
+__device__ __forceinline__ void multiply(const Arguments& args, Layout& memory) {
+  using Is = Traits<kKind>;
+  const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
+  const Items items = items_of<Is::kGradient>(args);
+  Results<T> results{shared_address(memory.results[group]), group, thread};
+  // Descriptors of depth 0 of stage 0; addresses in them count 16 bytes.
+  const uint64_t first_a = matrix_descriptor(shared_address(memory.a[0]) + group * kBox);
+  const uint64_t first_b = matrix_descriptor(shared_address(memory.b[0]));
+  constexpr int kNextA = Is::kAcrossA ? 2048 / 16 : 32 / 16, kNextB = Is::kAcrossB ? 2048 / 16 : 32 / 16;
+  float d[128];
+  int stage = 0, phase = 0;
+  for (int turn = 0; item_of<Is::kGradient>(items, turn) < items.end; ++turn) {
+    barrier_wait(shared_address(&memory.full[stage]), phase);
+    const Note tile = memory.note[stage];
+    int previous = -1;
+    const int steps = max(tile.steps, 1);
+    for (int step = 0; step < steps; ++step) {
+      if (step > 0) barrier_wait(shared_address(&memory.full[stage]), phase);
+      if (tile.steps > 0) {
+        const uint64_t a = first_a + stage * (kBytesA / 16), b = first_b + stage * (kBytesB / 16);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kDepth / 16; ++k) {
+          wgmma<T, Is::kAcrossA, Is::kAcrossB>(d, a + k * kNextA, b + k * kNextB, step > 0 || k > 0);
+        }
+        wgmma_commit();
+        wgmma_wait<1>();
+      }
+      if (previous >= 0 && lane < 2) barrier_arrive_at(shared_address(&memory.empty[previous]), lane);
+      previous = stage;
+      if (++stage == kStages) stage = 0, phase ^= 1;
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
+    if (lane < 2) barrier_arrive_at(shared_address(&memory.empty[previous]), lane);
+    if (Is::kGradient && tile.steps == 0) {
+#pragma unroll
+      for (int i = 0; i < 128; ++i) d[i] = 0.0f;
+    }
+    store_tile<T, kKind>(args, results, tile, d);
+  }
+  if (thread == 0) tma_store_wait_read<0>();
+}
+
+template <typename T, Kind kKind>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) product(const __grid_constant__ Arguments args) {
+  extern __shared__ uint8_t bytes[];
+  auto& memory = *reinterpret_cast<Layout*>((reinterpret_cast<uintptr_t>(bytes) + 1023) / 1024 * 1024);
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      barrier_init(shared_address(&memory.full[stage]), 1);
+      barrier_init(shared_address(&memory.empty[stage]), 2 * kConsumerWarps);
+    }
+    fence_barrier_init();
+    tma_prefetch(&args.a);
+    tma_prefetch(&args.b);
+    tma_prefetch(&args.out);
+  }
+  wait_for_launch_before();
+  cluster_sync();
+  const int warp = threadIdx.x / 32;
+  if (warp < 4) {
+    fewer_registers<104>();
+    if (threadIdx.x == 0) fill<kKind>(args, memory);
+    if (warp > 0) run_errand<T>(args.errand, args.order, blockIdx.x * 3 + warp - 1, gridDim.x * 3, threadIdx.x % 32);
+  } else {
+    more_registers<200>();
+    multiply<T, kKind>(args, memory);
+  }
+  __syncwarp();
+  cluster_sync();  // a block must not end while the other may write to its memory
+}
+
+}  // namespace optimus::cuda

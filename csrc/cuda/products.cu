@@ -1,0 +1,156 @@
+// Launches of the grouped products: tensor maps, shared memory, choice of kernel.
+#include "product.cuh"
+
+#include <cuda_runtime.h>
+#include <cudaTypedefs.h>
+
+#include <algorithm>
+
+namespace optimus::cuda {
+namespace {
+
+PFN_cuTensorMapEncodeTiled_v12000 encoder() {
+  static const auto function = [] {
+    void* pointer = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &pointer, 12000, cudaEnableDefault, &found);
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(pointer);
+  }();
+  return function;
+}
+
+// A contiguous tensor of four dimensions, the innermost first, read or written in boxes of 128 bytes a row.
+struct Map {
+  uint64_t sizes[4];
+  uint32_t box[4];
+};
+
+bool encode(CUtensorMap* map, CUtensorMapDataType dtype, const void* data, const Map& shape) {
+  const uint64_t row = shape.sizes[0] * (dtype == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2);
+  const uint64_t strides[3] = {row, row * shape.sizes[1], row * shape.sizes[1] * shape.sizes[2]};
+  const uint32_t steps[4] = {1, 1, 1, 1};
+  return encoder() != nullptr &&
+         encoder()(map, dtype, 4, const_cast<void*>(data), shape.sizes, strides, shape.box, steps,
+                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+bool encode(CUtensorMap* map, Type type, const void* data, const Map& shape) {
+  return encode(map, type == Type::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, data, shape);
+}
+
+uint64_t wide(int size) { return static_cast<uint64_t>(std::max(size, 1)); }
+
+Arguments arguments(const Order& order, const Errand& errand) {
+  Arguments args{};
+  args.order = order;
+  args.errand = errand;
+  return args;
+}
+
+int tiles(int size, int tile) { return (size + tile - 1) / tile; }
+
+template <typename T, Kind kKind>
+cudaError_t launch(const Arguments& args, cudaStream_t stream) {
+  constexpr int kBytes = sizeof(Layout) + 1024;
+  static_assert(kBytes <= 232448);
+  static const cudaError_t prepared =
+      cudaFuncSetAttribute(product<T, kKind>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (prepared != cudaSuccess) return prepared;
+  int device = 0, processors = 0;
+  cudaGetDevice(&device);
+  if (auto error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device); error != cudaSuccess) {
+    return error;
+  }
+  // The kernel may begin while the one before it ends: it waits for that one's results itself.
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(processors / 2 * 2), config.blockDim = dim3(kThreads), config.dynamicSmemBytes = kBytes;
+  config.stream = stream, config.attrs = &attribute, config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, product<T, kKind>, args);
+}
+
+template <Kind kKind>
+cudaError_t launch(Type type, const Arguments& args, bool encoded, cudaStream_t stream) {
+  if (!encoded) return cudaErrorInvalidValue;
+  return type == Type::bf16 ? launch<__nv_bfloat16, kKind>(args, stream) : launch<__half, kKind>(args, stream);
+}
+
+// [P, width] in boxes of so many rows.
+bool encode_rows(CUtensorMap* map, Type type, const void* rows, const Order& order, int width, uint32_t box_rows) {
+  return encode(map, type, rows, {{wide(width), wide(order.num_rows), 1, 1}, {64, box_rows, 1, 1}});
+}
+
+// [E, N, K], depth contiguous.
+bool encode_weight(CUtensorMap* map, Type type, const void* weight, const Order& order, int halves, int width, int depth) {
+  return encode(map, type, weight, {{wide(depth), wide(width), wide(halves), wide(order.num_experts)}, {64, 128, 1, 1}});
+}
+
+// [E, K, N], columns contiguous.
+bool encode_across(CUtensorMap* map, Type type, const void* weight, int experts, int depth, int width) {
+  return encode(map, type, weight, {{wide(width), wide(depth), 1, wide(experts)}, {64, 64, 1, 1}});
+}
+
+constexpr int kErrandThreads = 256;
+
+template <typename T>
+__global__ void __launch_bounds__(kErrandThreads) errand_alone(const Errand errand, const Order order) {
+  const int warp = threadIdx.x / 32, warps = kErrandThreads / 32;
+  run_errand<T>(errand, order, blockIdx.x * warps + warp, gridDim.x * warps, threadIdx.x % 32);
+}
+
+}  // namespace
+
+cudaError_t run(Type type, const Errand& errand, const Order& order, cudaStream_t stream) {
+  const int items = errand.task == Task::kSwigluBackward ? order.num_rows : order.num_tokens;
+  const int blocks = std::max(1, tiles(items, 2 * kErrandThreads / 32));  // two items or fewer for a warp
+  const auto kernel = type == Type::bf16 ? errand_alone<__nv_bfloat16> : errand_alone<__half>;
+  kernel<<<blocks, kErrandThreads, 0, stream>>>(errand, order);
+  return cudaGetLastError();
+}
+
+cudaError_t up_swiglu(Type type, const void* x, const void* gate_up, void* hidden, void* activation, const Order& order,
+                      int width, int inner, Part part, const Errand& errand, cudaStream_t stream) {
+  Arguments args = arguments(order, errand);
+  args.depth = width, args.column_tiles = tiles(inner, 128), args.first_expert = part.first, args.end_expert = part.end;
+  const bool encoded =
+      encode_rows(&args.a, type, x, order, width, 128) && encode_weight(&args.b, type, gate_up, order, 2, inner, width) &&
+      encode(&args.out, type, hidden, {{wide(inner), 2, wide(order.num_rows), 1}, {64, 1, 64, 1}}) &&
+      encode(&args.activation, type, activation, {{wide(inner), 1, wide(order.num_rows), 1}, {64, 1, 64, 1}});
+  return launch<Kind::kUpSwiglu>(type, args, encoded, stream);
+}
+
+cudaError_t rows_times_weight(Type type, const void* a, const void* weight, void* out, const Order& order, int depth,
+                              int width, bool transposed, Part part, const Errand& errand, cudaStream_t stream) {
+  Arguments args = arguments(order, errand);
+  args.depth = depth, args.column_tiles = tiles(width, kColumns);
+  args.first_expert = part.first, args.end_expert = part.end;
+  const bool encoded = encode_rows(&args.a, type, a, order, depth, 128) &&
+                       encode(&args.out, type, out, {{wide(width), 1, wide(order.num_rows), 1}, {64, 1, 64, 1}});
+  if (transposed) {
+    return launch<Kind::kRowsTransposed>(type, args,
+                                         encoded && encode_weight(&args.b, type, weight, order, 1, width, depth), stream);
+  }
+  return launch<Kind::kRows>(
+      type, args, encoded && encode_across(&args.b, type, weight, order.num_experts, depth, width), stream);
+}
+
+cudaError_t weight_gradient(Type type, const void* a, const void* b, void* out, bool add, const Order& order, int height,
+                            int width, const Errand& errand, cudaStream_t stream) {
+  Arguments args = arguments(order, errand);
+  args.row_tiles = tiles(height, kRows), args.column_tiles = tiles(width, kColumns);
+  const bool encoded =
+      encode_rows(&args.a, type, a, order, height, 64) && encode_rows(&args.b, type, b, order, width, 64);
+  const uint64_t columns = wide(width), rows = wide(height), experts = wide(order.num_experts);
+  if (add) {
+    const Map map{{columns, 1, rows, experts}, {32, 1, 64, 1}};
+    return launch<Kind::kGradientAdd>(type, args, encoded && encode(&args.out, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, out, map),
+                                      stream);
+  }
+  const Map map{{columns, 1, rows, experts}, {64, 1, 64, 1}};
+  return launch<Kind::kGradient>(type, args, encoded && encode(&args.out, type, out, map), stream);
+}
+
+}  // namespace optimus::cuda

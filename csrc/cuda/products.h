@@ -1,0 +1,63 @@
+// The grouped products of an expert layer on Hopper. Legend: P rows in expert order, E experts, T tokens, D model width,
+// F inner width. All tensors are contiguous, of one 16-bit type, their widths multiples of 8; nothing waits for the host.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace optimus::cuda {
+
+enum class Type : int { bf16, fp16 };
+
+constexpr int kRowTile = 128;  // an expert's rows start at a multiple of it
+
+// Where each slot's row is; megatron/optimus/ops/triton/index.py says what the tensors hold.
+struct Order {
+  const int* slot;  // [P], -1 for padding
+  const int* first_row;  // [E]
+  const int* count;  // [E]
+  const int* tile_expert;  // [P / kRowTile]
+  const int* num_tiles;  // [1]
+  const int* by_size;  // [E]
+  int num_rows;
+  int num_experts;
+  int num_tokens;
+  int topk;
+};
+
+// Experts [first, end) of a step that may be done in parts.
+struct Part {
+  int first, end;
+};
+
+enum class Task : int { kNone, kSpread, kSwigluBackward, kSum };
+
+// A piece of work on rows (errands.cuh) and what it reads and writes.
+struct Errand {
+  Task task = Task::kNone;
+  int width = 0;
+  int first_expert = 0, end_expert = 0;
+  const void* from = nullptr;
+  void *to = nullptr, *to_too = nullptr;
+  const int* row_of_slot = nullptr;
+  const float* weights = nullptr;
+  float* dweights = nullptr;
+};
+
+cudaError_t run(Type, const Errand&, const Order&, cudaStream_t);
+
+// hidden [P, 2F] = x [P, D] times gate_up [E, 2F, D]; activation [P, F] = silu(gate) * up. Each product takes an errand
+// that it does not depend on along.
+cudaError_t up_swiglu(Type, const void* x, const void* gate_up, void* hidden, void* activation, const Order&, int width,
+                      int inner, Part, const Errand&, cudaStream_t);
+
+// out [P, N] = a [P, K] times weight[e]: [E, N, K] if transposed, else [E, K, N].
+cudaError_t rows_times_weight(Type, const void* a, const void* weight, void* out, const Order&, int depth, int width,
+                              bool transposed, Part, const Errand&, cudaStream_t);
+
+// out[e] = a.T @ b over the rows of e: [E, M, N] from [P, M] and [P, N]; or added to out, which is then fp32.
+cudaError_t weight_gradient(Type, const void* a, const void* b, void* out, bool add, const Order&, int height, int width,
+                            const Errand&, cudaStream_t);
+
+}  // namespace optimus::cuda

@@ -1,0 +1,142 @@
+"""The expert layer on Hopper GPUs in CUDA C++ (csrc/cuda): one operation forward and one backward launch all kernels.
+
+What is saved is what triton/moe_mlp.py saves, in the same row order. Router and single operations are Triton's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megatron.optimus.ops.triton.index import row_order_sizes
+from megatron.optimus.ops.triton.moe_mlp import aligned
+from megatron.optimus.ops.triton.single import (
+    MAX_EXPERTS,
+    combine,
+    combine_backward,
+    expert_counts,
+    gather_rows,
+    grouped_input_gradient,
+    grouped_linear,
+    grouped_linear_swiglu,
+    grouped_weight_gradient,
+    order_sizes,
+    router_topk,
+    router_topk_backward,
+    sort_slots,
+    swiglu,
+    swiglu_gradient,
+)
+
+__all__ = [
+    "MAX_EXPERTS",
+    "combine",
+    "combine_backward",
+    "expert_counts",
+    "gather_rows",
+    "grouped_input_gradient",
+    "grouped_linear",
+    "grouped_linear_swiglu",
+    "grouped_weight_gradient",
+    "moe_mlp",
+    "moe_mlp_backward",
+    "moe_mlp_forward",
+    "order_sizes",
+    "router_topk",
+    "router_topk_backward",
+    "sort_slots",
+    "swiglu",
+    "swiglu_gradient",
+]
+
+_C = torch.ops.optimus
+
+
+def is_built() -> bool:
+    """Whether the compiled operations, which must be loaded, include those of csrc/cuda."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key("optimus::cuda_moe_mlp", "CUDA")
+
+
+def moe_mlp(x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Tensor, indices_TK: Tensor) -> Tensor:
+    """``reference.moe_mlp`` in bf16 or fp16; widths that are no multiple of 8 are padded by a copy of the weights."""
+    return moe_mlp_forward(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)[0]
+
+
+def moe_mlp_forward(
+    x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Tensor, indices_TK: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """``moe_mlp`` and what its backward needs beside the arguments."""
+    x, gate_up, down = aligned(x_TD, gate_up_E2FD, down_EDF)
+    y_TD, hidden, order = _C.cuda_moe_mlp(x, gate_up, down, weights_TK, indices_TK)
+    return y_TD if x is x_TD else y_TD[:, : x_TD.shape[1]], [hidden, order]
+
+
+def moe_mlp_backward(
+    dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], buffers: tuple[Tensor | None, Tensor | None]
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """See ``main_grads.FusedMoE``. A buffer in 16 bits, or of a padded weight, is added to from an fp32 gradient."""
+    width, inner = arguments[2].shape[1:]
+    x, gate_up, down = aligned(*arguments[:3])
+    is_padded = x is not arguments[0]
+    if is_padded:
+        dy_TD = pad(dy_TD, (0, x.shape[1] - width))
+    outs = []
+    for weight, buffer in zip((gate_up, down), buffers, strict=True):
+        if buffer is not None and buffer.dtype == torch.float32 and not is_padded:
+            outs.append(buffer)
+        else:
+            dtype = weight.dtype if buffer is None else torch.float32
+            outs.append(torch.zeros(weight.shape, dtype=dtype, device=weight.device))
+    adds = [buffer is not None for buffer in buffers]
+    dx, dweights = _C.cuda_moe_mlp_backward_into(dy_TD, x, gate_up, down, arguments[3], *saved, *outs, *adds)
+    dgate_up, ddown = outs
+    if is_padded:
+        dx, ddown = dx[:, :width], ddown[:, :width, :inner]
+        dgate_up = dgate_up.unflatten(1, (2, -1))[:, :, :inner, :width].flatten(1, 2)
+    results: list[Tensor | None] = []
+    for buffer, gradient in zip(buffers, (dgate_up, ddown), strict=True):
+        if buffer is not None and gradient is not buffer:
+            buffer.add_(gradient)
+        results.append(gradient if buffer is None else None)
+    return dx, results[0], results[1], dweights
+
+
+@torch.library.register_fake("optimus::cuda_moe_mlp")
+def _(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = row_order_sizes(indices.numel(), down.shape[0])
+    hidden = x.new_empty(sizes[0], gate_up.shape[1])
+    return x.new_empty(x.shape), hidden, x.new_empty(sum(sizes), dtype=torch.int32)
+
+
+@torch.library.register_fake("optimus::cuda_moe_mlp_backward")
+def _(
+    dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, hidden: Tensor, order: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return tuple(t.new_empty(t.shape) for t in (x, gate_up, down, weights))  # type: ignore[return-value]
+
+
+@torch.library.register_fake("optimus::cuda_moe_mlp_backward_into")
+def _(
+    dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, hidden: Tensor, order: Tensor,
+    dgate_up: Tensor, ddown: Tensor, add_gate_up: bool, add_down: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return x.new_empty(x.shape), weights.new_empty(weights.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, hidden, order = output
+    ctx.save_for_backward(*inputs[:4], hidden, order)
+    ctx.mark_non_differentiable(hidden, order)
+    ctx.set_materialize_grads(False)  # else autograd fills a gradient of hidden with zeros
+
+
+def _backward(ctx: Any, dy: Tensor | None, *_unused: Any) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return None, None, None, None, None
+    return (*_C.cuda_moe_mlp_backward(dy, *ctx.saved_tensors), None)
+
+
+torch.library.register_autograd("optimus::cuda_moe_mlp", _backward, setup_context=_setup_context)

@@ -1,0 +1,183 @@
+"""Plans, searches and the command line; predictions against what was measured on H200."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.optimus.config.checks import check
+from megatron.optimus.config.load import load
+from megatron.optimus.config.schema import ConfigError
+from megatron.optimus.observe.flops import flops_per_token
+from megatron.optimus.planner.hardware import AURORA, H200, MACHINES
+from megatron.optimus.planner.memory import memory_of
+from megatron.optimus.planner.plan import plan
+from megatron.optimus.planner.report import figures
+from megatron.optimus.planner.search import search
+from megatron.optimus.planner.share import shares
+from megatron.optimus.planner.step_time import step_time
+from megatron.optimus.planner.weak_scaling import PAPER, weak_scaling
+from megatron.optimus.runtime.device import peak_flops
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def script(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(path).stem + "_script", ROOT / path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def measured() -> list[tuple[Any, int, dict[str, Any]]]:
+    """(configuration, ranks, result) of every case in the raw file."""
+    benchmark = script("benchmarks/planner_memory.py")
+    results = json.loads((ROOT / "benchmarks/results/planner_memory_h200.json").read_text())["results"]
+    return [(load(benchmark.words_of(r["command"], r["ranks"], "cpu", "x")).config, r["ranks"], r) for r in results]
+
+
+def test_peaks_and_steps_measured_on_h200_are_predicted() -> None:
+    cases = measured()
+    assert len({result["case"] for _, _, result in cases}) >= 8
+    for config, ranks, result in cases:
+        members = shares(config, ranks)
+        memory = memory_of(members[result["rank"] // (ranks // len(members))])
+        assert memory.peak == pytest.approx(result["peak_bytes"], rel=0.05), result["case"]
+        step = statistics.median(result["step_s"][2:])
+        assert step_time(members, H200).total == pytest.approx(step, rel=0.10), result["case"]
+
+
+@pytest.mark.parametrize("name", ["1b", "7b_a1b", "20b_a2b", "100b_a7b", "220b_a10b"])
+def test_the_layout_of_every_aurora_script_fits(name: str) -> None:
+    text = (ROOT / f"examples/aurora/mula_{name}.pbs").read_text()
+    nodes = int(re.findall(r"--nodes (\d+)", text)[0])
+    words = re.findall(r"--(?:preset|micro-batch-size|seq-length|recompute-modules) \S+", text)
+    config = load(" ".join(words).split()).config
+    made = plan(config, nodes * AURORA.devices_per_node, AURORA)
+    assert made.fits, f"{made.worst.peak / 2**30:.1f} GiB of {AURORA.usable / 2**30:.1f}"
+
+
+def test_a_search_gives_runs_that_the_trainer_takes_and_that_fit_the_fastest_first() -> None:
+    config = load("--preset mula-7b-a1b --global-batch-size 64 --seq-length 4096".split()).config
+    found = search(config, 8, H200, named={"tensor_model_parallel_size"})
+    assert found.best
+    for made in found.best:
+        check(made.config, 8)
+        assert made.worst.peak <= H200.usable
+        assert made.config.parallel.tensor_model_parallel_size == 1
+        assert made.config.training.global_batch_size == 64
+    rates = [made.time.tokens_per_second for made in found.best]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_a_search_says_why_nothing_fits() -> None:
+    config = load("--preset mula-220b-a10b --global-batch-size 64".split()).config
+    found = search(config, 8, H200, named=set())
+    assert not found.best
+    assert "GiB" in found.examples["memory"]
+
+
+def test_more_recomputation_needs_less_memory_and_more_time() -> None:
+    def made(words: str) -> Any:
+        words = f"--preset mula-7b-a1b --global-batch-size 64 --micro-batch-size 8 {words}"
+        return plan(load(words.split()).config, 8, H200)
+
+    whole, part, none = (made(w) for w in ("--recompute-modules moe attention norm", "--recompute-modules moe", ""))
+    assert whole.worst.peak < part.worst.peak < none.worst.peak
+    assert whole.time.total > part.time.total > none.time.total
+
+
+def test_times_add_up_and_mfu_follows_from_tokens() -> None:
+    config = load("--preset mula-20b-a2b --global-batch-size 384".split()).config
+    time = plan(config, 48, AURORA).time
+    assert time.total == pytest.approx(time.compute + time.exposed + time.bubble + time.update)
+    assert time.tokens == 384 * 2048
+    rate = time.tokens / time.total / 48
+    assert time.mfu == pytest.approx(rate * flops_per_token(config.model, 2048) / AURORA.peak.value)
+
+
+def test_a_pipeline_of_p_stages_and_m_micro_batches_waits_p_minus_one_of_m() -> None:
+    words = "--preset mula-1b --global-batch-size 32 --pipeline-model-parallel-size 4"
+    time = plan(load(words.split()).config, 4, H200).time
+    assert time.bubble == pytest.approx((time.compute + time.exposed) * 3 / 32, rel=0.01)
+
+
+def test_weak_scaling_falls_and_levels_off() -> None:
+    points = weak_scaling(load("--preset mula-220b-a10b".split()).config, AURORA)
+    efficiencies = [point.efficiency for point in points]
+    assert [point.plan.world_size for point in points] == list(PAPER)
+    assert efficiencies[0] == 1.0
+    assert efficiencies == sorted(efficiencies, reverse=True)
+    assert efficiencies[-1] > 0.85
+    assert all(point.plan.shares[0].micro_batches == 8 for point in points)
+
+
+def test_every_constant_has_a_source_and_peaks_agree_with_the_trainers() -> None:
+    for machine in MACHINES.values():
+        assert all(figure.value > 0 and figure.source for figure in figures(machine).values())
+        device = {"aurora": "Intel(R) Data Center GPU Max 1550"}.get(machine.name, machine.device)
+        assert machine.peak.value == peak_flops(device, torch.bfloat16)
+    assert not any(figure.is_measured for figure in figures(AURORA).values())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--preset mula-1b --system summit", "--system='summit' is unknown; use h200 or aurora"),
+        ("--preset mula-1b --nodes none", "--nodes='none' must be a number of 1 or more"),
+        ("--preset mula-1b --nodes", "--nodes needs a value"),
+        ("--preset mula-1b --hidden 4", "unknown option --hidden"),
+        (
+            "--preset mula-1b --global-batch-size 8 --pipeline-model-parallel-size 3 --top 0",
+            "must divide the number of",
+        ),
+        ("--preset mula-1b --zero-stage 3 --global-batch-size 8 --top 0", "zero_stage=3 is not planned here"),
+    ],
+)
+def test_bad_input_is_one_clear_error(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert script("tools/plan.py").main(words.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+def test_the_command_line_shows_a_plan_and_its_json(capsys: pytest.CaptureFixture[str]) -> None:
+    main = script("tools/plan.py").main
+    words = "--preset mula-220b-a10b --nodes 1024 --system aurora --global-batch-size 12288 --top 0".split()
+    assert main([*words, "--explain"]) == 0
+    text = capsys.readouterr().out
+    for part in ("pp 8, ep 12, dp 1536", "not measured by us", "optimizer states", "tokens to experts", "MFU"):
+        assert part in text
+    assert main([*words, "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)["plan"]
+    assert made["fits"] and len(made["memory"]) == 8 and made["time"]["step_s"] > 0
+    assert made["memory"][0]["in_flight"] == 8 and made["memory"][7]["in_flight"] == 1
+
+
+def test_no_plan_needs_torch() -> None:
+    import subprocess
+
+    code = (
+        "import sys; sys.path.insert(0, 'tools'); import plan; "
+        "plan.main('--preset mula-20b-a2b --nodes 8 --system aurora --global-batch-size 768 --top 1'.split()); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, timeout=60)
+
+
+def test_a_configuration_error_of_the_trainer_is_the_planners() -> None:
+    config = load("--preset mula-7b-a1b --expert-model-parallel-size 5 --global-batch-size 30".split()).config
+    with pytest.raises(ConfigError) as planned:
+        plan(config, 10, H200)
+    with pytest.raises(ConfigError) as trained:
+        check(config, 10)
+    assert str(planned.value) == str(trained.value)
