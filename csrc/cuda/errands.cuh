@@ -31,6 +31,11 @@ __device__ __forceinline__ float2 unpack(uint32_t both) {
   }
 }
 
+// Asks for a row of so many 16-byte pieces to be brought to the level-2 cache.
+__device__ __forceinline__ void fetch_row(const void* row, int pieces) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row), "r"(pieces * 16) : "memory");
+}
+
 __device__ __forceinline__ float sigmoid(float gate) { return __fdividef(1.0f, 1.0f + __expf(-gate)); }
 
 // The first row of an expert; for the number of experts, the end of the last used tile.
@@ -38,7 +43,8 @@ __device__ __forceinline__ int first_row_of(const Order& order, int expert) {
   return expert == order.num_experts ? order.num_tiles[0] * kRowTile : order.first_row[expert];
 }
 
-// to [P, width] = each row's token of from [T, width]; zeros in rows of no slot. A token is read once, for all its rows.
+// to [P, width] = each row's token of from [T, width]; zeros in rows of no slot. A token is read once, for all its
+// rows.
 __device__ __forceinline__ void spread(const Errand& errand, const Order& order, int worker, int workers, int lane) {
   constexpr int kTogether = 8;  // pieces
   const int pieces = errand.width / 8, topk = order.topk;
@@ -88,6 +94,11 @@ __device__ __forceinline__ void swiglu_backward(const Errand& errand, const Orde
     const int slot = next_slot;
     const float weight = next_weight;
     next_slot = slot_of(row + workers);
+    if (lane == 0 && row + workers < end) {  // with few warps at work, the latency of memory decides
+      const size_t next = static_cast<size_t>(row + workers) * pieces;
+      fetch_row(static_cast<const uint4*>(errand.from) + 2 * next, 2 * pieces);
+      fetch_row(static_cast<const uint4*>(errand.to) + next, pieces);
+    }
     uint4* to = static_cast<uint4*>(errand.to) + static_cast<size_t>(row) * pieces;
     const uint4* from = static_cast<const uint4*>(errand.from) + static_cast<size_t>(row) * 2 * pieces;
     uint4* to_too = static_cast<uint4*>(errand.to_too) + static_cast<size_t>(row) * 2 * pieces;
@@ -161,7 +172,8 @@ __device__ __forceinline__ void sum(const Errand& errand, const Order& order, in
 }
 
 template <typename T>
-__device__ __forceinline__ void run_errand(const Errand& errand, const Order& order, int worker, int workers, int lane) {
+__device__ __forceinline__ void run_errand(const Errand& errand, const Order& order, int worker, int workers,
+                                           int lane) {
   if (errand.task == Task::kSpread) spread(errand, order, worker, workers, lane);
   if (errand.task == Task::kSwigluBackward) swiglu_backward<T>(errand, order, worker, workers, lane);
   if (errand.task == Task::kSum) sum<T>(errand, order, worker, workers, lane);

@@ -1,6 +1,7 @@
 // Products by rows run in parts of the experts, so that work bound by memory on one part is an errand of the product on
-// another: spreading tokens to rows goes one part ahead of the product that reads them, SwiGLU's backward one part behind
-// the product before it. Only the first part of a spread and the sum of the forward have the device for themselves.
+// another: spreading tokens to rows goes one part ahead of the product that reads them, SwiGLU's backward one part
+// behind the product before it. Only the first part of a spread and the sum of the forward have the device for
+// themselves.
 #include "layer.h"
 
 #include <array>
@@ -53,7 +54,9 @@ cudaError_t forward(Type type, const Sizes& sizes, const Plan& plan, const Forwa
     return order_rows(to.indices, to.wide_indices, to.block_counts, plan, sizes.tokens * sizes.topk, sizes.experts,
                       sizes.rows(), stream);
   });
-  const auto spread_part = [&](int i) { return spread(part(kForwardEnds, sizes.experts, i), to.x, to.x_rows, D, plan); };
+  const auto spread_part = [&](int i) {
+    return spread(part(kForwardEnds, sizes.experts, i), to.x, to.x_rows, D, plan);
+  };
   step([&] { return run(type, spread_part(0), order, stream); });
   for (int i = 0; i < kParts; ++i) {
     const Errand next = i + 1 < kParts ? spread_part(i + 1) : Errand{};
@@ -88,7 +91,8 @@ cudaError_t backward(Type type, const Sizes& sizes, const Plan& plan, const Back
   for (int i = 0; i < kParts; ++i) {  // to.activation is its gradient until SwiGLU's backward
     const Errand beside = i + 1 < kParts ? spread_part(i + 1) : swiglu_part(0);
     step([&] {
-      return rows_times_weight(type, to.dy_rows, to.down, to.activation, order, D, F, false, part_of(i), beside, stream);
+      return rows_times_weight(type, to.dy_rows, to.down, to.activation, order, D, F, false, part_of(i), beside,
+                               stream);
     });
   }
   for (int i = 0; i < kParts; ++i) {
@@ -100,8 +104,11 @@ cudaError_t backward(Type type, const Sizes& sizes, const Plan& plan, const Back
   }
   Errand sum{Task::kSum, D};
   sum.from = to.dx_rows, sum.to = to.dx, sum.row_of_slot = plan.row;
-  step([&] { return weight_gradient(type, to.dhidden, to.x_rows, to.dgate_up, to.add_gate_up, order, 2 * F, D, sum, stream); });
-  step([&] { return weight_gradient(type, to.dy_rows, to.activation, to.ddown, to.add_down, order, D, F, {}, stream); });
+  step([&] {
+    return weight_gradient(type, to.dhidden, to.x_rows, to.dgate_up, to.add_gate_up, order, 2 * F, D, sum, stream);
+  });
+  step(
+      [&] { return weight_gradient(type, to.dy_rows, to.activation, to.ddown, to.add_down, order, D, F, {}, stream); });
   return step.error;
 }
 

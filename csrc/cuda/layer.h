@@ -15,18 +15,18 @@ struct Forward {
   const float* weights;
   const void* indices;
   bool wide_indices;
-  int* block_counts;                          // scratch, experts * order_blocks(tokens * topk)
-  void *x_rows, *activation;                  // scratch [P, D] and [P, F]; the experts' outputs replace x_rows
-  void *hidden, *y;                           // results [P, 2F] and [T, D]
+  int* block_counts;          // scratch, experts * order_blocks(tokens * topk)
+  void *x_rows, *activation;  // scratch [P, D] and [P, F]; the experts' outputs replace x_rows
+  void *hidden, *y;           // results [P, 2F] and [T, D]
 };
 
 struct Backward {
   const void *dy, *x, *gate_up, *down, *hidden;
   const float* weights;
-  void *dy_rows, *x_rows, *dx_rows;           // scratch [P, D]
-  void *activation, *dhidden;                 // scratch [P, F] and [P, 2F]
-  void *dx, *dgate_up, *ddown;                // results
-  bool add_gate_up, add_down;                 // to what is there in fp32
+  void *dy_rows, *x_rows, *dx_rows;  // scratch [P, D]
+  void *activation, *dhidden;        // scratch [P, F] and [P, 2F]
+  void *dx, *dgate_up, *ddown;       // results
+  bool add_gate_up, add_down;        // to what is there in fp32
   float* dweights;
 };
 

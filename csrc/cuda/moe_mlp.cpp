@@ -33,7 +33,8 @@ int64_t order_size(const Sizes& sizes) {
 
 // Element counts whose products fit what the kernels index with, widths that the tensor memory engine takes.
 Sizes checked_sizes(const Tensor& x, const Tensor& down, const Tensor& weights) {
-  const int64_t tokens = x.size(0), width = x.size(1), experts = down.size(0), inner = down.size(2), topk = weights.size(1);
+  const int64_t tokens = x.size(0), width = x.size(1), experts = down.size(0), inner = down.size(2),
+                topk = weights.size(1);
   TORCH_CHECK_VALUE(experts <= kMaxExperts, "moe_mlp: ", experts, " experts; the cuda backend takes ", kMaxExperts,
                     " at most, use set_backend('triton')");
   TORCH_CHECK_VALUE(width % 8 == 0 && inner % 8 == 0, "moe_mlp: widths ", width, " and ", inner,
@@ -41,7 +42,8 @@ Sizes checked_sizes(const Tensor& x, const Tensor& down, const Tensor& weights) 
   TORCH_CHECK_VALUE(tokens * topk + (experts + 1) * kRowTile < (int64_t{1} << 31), "moe_mlp: ", tokens * topk,
                     " slots; at most 2^31 rows fit");
   const auto kind = x.scalar_type();
-  TORCH_CHECK_VALUE(kind == at::kBFloat16 || kind == at::kHalf, "moe_mlp: ", kind, " rows; expected bfloat16 or float16");
+  TORCH_CHECK_VALUE(kind == at::kBFloat16 || kind == at::kHalf, "moe_mlp: ", kind,
+                    " rows; expected bfloat16 or float16");
   return {static_cast<int>(tokens), static_cast<int>(topk), static_cast<int>(width), static_cast<int>(inner),
           static_cast<int>(experts)};
 }
@@ -89,7 +91,8 @@ std::tuple<Tensor, Tensor> backward_into(const Tensor& dy_in, const Tensor& x_in
     TORCH_CHECK_VALUE(out.sizes() == weight.sizes() && out.is_contiguous() &&
                           out.scalar_type() == (add ? at::kFloat : weight.scalar_type()),
                       "moe_mlp_backward: a gradient ", out.scalar_type(), " ", out.sizes(), " of a weight ",
-                      weight.scalar_type(), " ", weight.sizes(), ": expected a contiguous one of its shape, fp32 to add");
+                      weight.scalar_type(), " ", weight.sizes(),
+                      ": expected a contiguous one of its shape, fp32 to add");
   }
   Tensor dx = at::empty_like(x), dweights = at::empty_like(weights);
   if (dweights.numel() == 0) {

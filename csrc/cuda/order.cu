@@ -2,9 +2,9 @@
 //
 // Rows are slots in expert order, stable; each expert's start at a multiple of kRowTile. A block of kSlots slots counts
 // its slots per expert, one block turns counts into places, and each block places its slots.
-#include "order.h"
-
 #include <cstdio>
+
+#include "order.h"
 
 namespace optimus::cuda {
 namespace {
@@ -46,7 +46,8 @@ __device__ __forceinline__ int scan_warp(int value) {
 }
 
 // One block. Counts of blocks become counts of all blocks before; the rest of the order follows from their totals.
-__global__ void __launch_bounds__(kPlanners) plan(int* block_counts, int num_blocks, Plan to, int num_experts, int num_rows) {
+__global__ void __launch_bounds__(kPlanners)
+    plan(int* block_counts, int num_blocks, Plan to, int num_experts, int num_rows) {
   extern __shared__ int shared[];
   int *count = shared, *first_tile = shared + num_experts;  // the latter has a last entry for the end
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = kPlanners / 32;
@@ -108,7 +109,8 @@ __global__ void __launch_bounds__(kPlacers)
   extern __shared__ int shared[];
   int *next = shared, *warp_counts = shared + num_experts;  // [E] and [warps, E]
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (int e = threadIdx.x; e < num_experts; e += kPlacers) next[e] = to.first_row[e] + block_counts[e * gridDim.x + blockIdx.x];
+  for (int e = threadIdx.x; e < num_experts; e += kPlacers)
+    next[e] = to.first_row[e] + block_counts[e * gridDim.x + blockIdx.x];
   for (int start = 0; start < kSlots; start += kPlacers) {
     for (int i = threadIdx.x; i < kWarps * num_experts; i += kPlacers) warp_counts[i] = 0;
     __syncthreads();

@@ -1,9 +1,10 @@
 // One persistent kernel for the grouped products of an expert layer: tiles of 128 x 256, depth 64 a stage.
 //
-// A block is three warpgroups. In the first, a thread loads stages of a ring by the tensor memory engine, and three warps
-// run an errand (errands.cuh): row copies and sums bound by memory that another step needs, beside the tensor cores. The
-// other two multiply, 64 rows each. Two blocks are a cluster: where both work on the same columns of an expert's weight, each loads half of it for both.
-// Results leave through shared memory while the next tile's loads are under way.
+// A block is three warpgroups. In the first, a thread loads stages of a ring by the tensor memory engine, and three
+// warps run an errand (errands.cuh): row copies and sums bound by memory that another step needs, beside the tensor
+// cores. The other two multiply, 64 rows each. Two blocks are a cluster: where both work on the same columns of an
+// expert's weight, each loads half of it for both. Results leave through shared memory while the next tile's loads are
+// under way.
 #pragma once
 
 #include "errands.cuh"
@@ -15,7 +16,7 @@ namespace optimus::cuda {
 using namespace hopper;
 
 enum class Kind {
-  kUpSwiglu,       // rows times [N, K], gate beside up
+  kUpSwiglu,        // rows times [N, K], gate beside up
   kRowsTransposed,  // rows times [N, K]
   kRows,            // rows times [K, N]
   kGradient,        // rows, transposed, times rows; the depth runs over an expert's rows
@@ -237,7 +238,8 @@ __device__ __forceinline__ void store_tile(const Arguments& args, Results<T>& re
       results.add(&args.out, column, 0, row, tile.expert, mine);
       results.add(&args.out, column + 32, 0, row, tile.expert, mine + 16);
     } else {
-      results.put(&args.out, column, 0, row, kKind == Kind::kGradient ? tile.expert : 0, [&](int i) { return mine[i]; });
+      results.put(&args.out, column, 0, row, kKind == Kind::kGradient ? tile.expert : 0,
+                  [&](int i) { return mine[i]; });
     }
   }
 }
@@ -289,7 +291,8 @@ __device__ __forceinline__ void multiply(const Arguments& args, Layout& memory) 
 }
 
 template <typename T, Kind kKind>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) product(const __grid_constant__ Arguments args) {
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
+    product(const __grid_constant__ Arguments args) {
   extern __shared__ uint8_t bytes[];
   auto& memory = *reinterpret_cast<Layout*>((reinterpret_cast<uintptr_t>(bytes) + 1023) / 1024 * 1024);
   if (threadIdx.x == 0) {
@@ -302,7 +305,6 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) product
     tma_prefetch(&args.b);
     tma_prefetch(&args.out);
   }
-  wait_for_launch_before();
   cluster_sync();
   const int warp = threadIdx.x / 32;
   if (warp < 4) {

@@ -1,10 +1,10 @@
 // Launches of the grouped products: tensor maps, shared memory, choice of kernel.
-#include "product.cuh"
-
-#include <cuda_runtime.h>
 #include <cudaTypedefs.h>
+#include <cuda_runtime.h>
 
 #include <algorithm>
+
+#include "product.cuh"
 
 namespace optimus::cuda {
 namespace {
@@ -36,7 +36,8 @@ bool encode(CUtensorMap* map, CUtensorMapDataType dtype, const void* data, const
 }
 
 bool encode(CUtensorMap* map, Type type, const void* data, const Map& shape) {
-  return encode(map, type == Type::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, data, shape);
+  return encode(map, type == Type::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, data,
+                shape);
 }
 
 uint64_t wide(int size) { return static_cast<uint64_t>(std::max(size, 1)); }
@@ -62,14 +63,8 @@ cudaError_t launch(const Arguments& args, cudaStream_t stream) {
   if (auto error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device); error != cudaSuccess) {
     return error;
   }
-  // The kernel may begin while the one before it ends: it waits for that one's results itself.
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(processors / 2 * 2), config.blockDim = dim3(kThreads), config.dynamicSmemBytes = kBytes;
-  config.stream = stream, config.attrs = &attribute, config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, product<T, kKind>, args);
+  product<T, kKind><<<processors / 2 * 2, kThreads, kBytes, stream>>>(args);
+  return cudaGetLastError();
 }
 
 template <Kind kKind>
@@ -84,8 +79,10 @@ bool encode_rows(CUtensorMap* map, Type type, const void* rows, const Order& ord
 }
 
 // [E, N, K], depth contiguous.
-bool encode_weight(CUtensorMap* map, Type type, const void* weight, const Order& order, int halves, int width, int depth) {
-  return encode(map, type, weight, {{wide(depth), wide(width), wide(halves), wide(order.num_experts)}, {64, 128, 1, 1}});
+bool encode_weight(CUtensorMap* map, Type type, const void* weight, const Order& order, int halves, int width,
+                   int depth) {
+  return encode(map, type, weight,
+                {{wide(depth), wide(width), wide(halves), wide(order.num_experts)}, {64, 128, 1, 1}});
 }
 
 // [E, K, N], columns contiguous.
@@ -116,7 +113,8 @@ cudaError_t up_swiglu(Type type, const void* x, const void* gate_up, void* hidde
   Arguments args = arguments(order, errand);
   args.depth = width, args.column_tiles = tiles(inner, 128), args.first_expert = part.first, args.end_expert = part.end;
   const bool encoded =
-      encode_rows(&args.a, type, x, order, width, 128) && encode_weight(&args.b, type, gate_up, order, 2, inner, width) &&
+      encode_rows(&args.a, type, x, order, width, 128) &&
+      encode_weight(&args.b, type, gate_up, order, 2, inner, width) &&
       encode(&args.out, type, hidden, {{wide(inner), 2, wide(order.num_rows), 1}, {64, 1, 64, 1}}) &&
       encode(&args.activation, type, activation, {{wide(inner), 1, wide(order.num_rows), 1}, {64, 1, 64, 1}});
   return launch<Kind::kUpSwiglu>(type, args, encoded, stream);
@@ -130,15 +128,15 @@ cudaError_t rows_times_weight(Type type, const void* a, const void* weight, void
   const bool encoded = encode_rows(&args.a, type, a, order, depth, 128) &&
                        encode(&args.out, type, out, {{wide(width), 1, wide(order.num_rows), 1}, {64, 1, 64, 1}});
   if (transposed) {
-    return launch<Kind::kRowsTransposed>(type, args,
-                                         encoded && encode_weight(&args.b, type, weight, order, 1, width, depth), stream);
+    return launch<Kind::kRowsTransposed>(
+        type, args, encoded && encode_weight(&args.b, type, weight, order, 1, width, depth), stream);
   }
-  return launch<Kind::kRows>(
-      type, args, encoded && encode_across(&args.b, type, weight, order.num_experts, depth, width), stream);
+  return launch<Kind::kRows>(type, args,
+                             encoded && encode_across(&args.b, type, weight, order.num_experts, depth, width), stream);
 }
 
-cudaError_t weight_gradient(Type type, const void* a, const void* b, void* out, bool add, const Order& order, int height,
-                            int width, const Errand& errand, cudaStream_t stream) {
+cudaError_t weight_gradient(Type type, const void* a, const void* b, void* out, bool add, const Order& order,
+                            int height, int width, const Errand& errand, cudaStream_t stream) {
   Arguments args = arguments(order, errand);
   args.row_tiles = tiles(height, kRows), args.column_tiles = tiles(width, kColumns);
   const bool encoded =
@@ -146,8 +144,8 @@ cudaError_t weight_gradient(Type type, const void* a, const void* b, void* out, 
   const uint64_t columns = wide(width), rows = wide(height), experts = wide(order.num_experts);
   if (add) {
     const Map map{{columns, 1, rows, experts}, {32, 1, 64, 1}};
-    return launch<Kind::kGradientAdd>(type, args, encoded && encode(&args.out, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, out, map),
-                                      stream);
+    return launch<Kind::kGradientAdd>(type, args,
+                                      encoded && encode(&args.out, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, out, map), stream);
   }
   const Map map{{columns, 1, rows, experts}, {64, 1, 64, 1}};
   return launch<Kind::kGradient>(type, args, encoded && encode(&args.out, type, out, map), stream);

@@ -1,5 +1,6 @@
-// The grouped products of an expert layer on Hopper. Legend: P rows in expert order, E experts, T tokens, D model width,
-// F inner width. All tensors are contiguous, of one 16-bit type, their widths multiples of 8; nothing waits for the host.
+// The grouped products of an expert layer on Hopper. Legend: P rows in expert order, E experts, T tokens, D model
+// width, F inner width. All tensors are contiguous, of one 16-bit type, their widths multiples of 8; nothing waits for
+// the host.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,12 +15,12 @@ constexpr int kRowTile = 128;  // an expert's rows start at a multiple of it
 
 // Where each slot's row is; megatron/optimus/ops/triton/index.py says what the tensors hold.
 struct Order {
-  const int* slot;  // [P], -1 for padding
-  const int* first_row;  // [E]
-  const int* count;  // [E]
+  const int* slot;         // [P], -1 for padding
+  const int* first_row;    // [E]
+  const int* count;        // [E]
   const int* tile_expert;  // [P / kRowTile]
-  const int* num_tiles;  // [1]
-  const int* by_size;  // [E]
+  const int* num_tiles;    // [1]
+  const int* by_size;      // [E]
   int num_rows;
   int num_experts;
   int num_tokens;
@@ -57,7 +58,7 @@ cudaError_t rows_times_weight(Type, const void* a, const void* weight, void* out
                               bool transposed, Part, const Errand&, cudaStream_t);
 
 // out[e] = a.T @ b over the rows of e: [E, M, N] from [P, M] and [P, N]; or added to out, which is then fp32.
-cudaError_t weight_gradient(Type, const void* a, const void* b, void* out, bool add, const Order&, int height, int width,
-                            const Errand&, cudaStream_t);
+cudaError_t weight_gradient(Type, const void* a, const void* b, void* out, bool add, const Order&, int height,
+                            int width, const Errand&, cudaStream_t);
 
 }  // namespace optimus::cuda

@@ -251,3 +251,30 @@ def test_auto_says_what_is_missing_and_runs_the_reference(
     assert [r.getMessage() for r in caplog.records] == [
         "expert kernels on cpu float32: reference, which is slower, because no compiler; install one; router: reference"
     ]
+
+
+def test_auto_prefers_cuda_on_hopper_and_says_why_not_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(backend_module, "_KERNELS", {})
+    monkeypatch.setattr(backend_module, "_triton_error", lambda device_type: None)
+    monkeypatch.setattr(backend_module, "_cuda_error", lambda device_type: "those here have 8.0")
+    backend_module._resolve.cache_clear()
+    with caplog.at_level("INFO", logger="optimus"):
+        assert backend_module.resolve(torch.device("cuda"), torch.bfloat16) is ops.Backend.TRITON
+        monkeypatch.setattr(backend_module, "_cuda_error", lambda device_type: None)
+        backend_module._resolve.cache_clear()
+        assert backend_module.resolve(torch.device("cuda"), torch.bfloat16) is ops.Backend.CUDA
+        assert backend_module._resolve_routing.__wrapped__(ops.Backend.AUTO, "cuda") is ops.Backend.TRITON
+    backend_module._resolve.cache_clear()
+    assert [r.getMessage() for r in caplog.records] == [
+        "expert kernels on cuda bfloat16: triton (not cuda: those here have 8.0); router: triton",
+        "expert kernels on cuda bfloat16: cuda; router: triton",
+    ]
+
+
+def test_cuda_asked_for_where_it_cannot_run_is_an_error() -> None:
+    inputs = make_inputs(CASES["one_token"], torch.bfloat16)
+    ops.set_backend("cuda")
+    with pytest.raises(ops.BackendUnavailableError, match="backend 'cuda' cannot run on cpu bfloat16: it runs on cuda"):
+        ops.moe_mlp(*inputs[:5])
