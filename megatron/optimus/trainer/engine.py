@@ -57,7 +57,7 @@ def deepspeed_config(config: RunConfig, accumulation_steps: int) -> dict[str, An
         zero["reduce_bucket_size"] = optimizer.ddp_bucket_size
     elif optimizer.zero_stage == 3:
         zero["reduce_bucket_size"] = deepspeed_ext.ZeroOptions().bucket_numel  # DeepSpeed's own takes 2 GB in fp32
-    in_host_memory = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    in_host_memory = {"device": "cpu", "pin_memory": torch.accelerator.is_available()}
     if optimizer.optimizer_cpu_offload:
         zero["offload_optimizer"] = in_host_memory
     if optimizer.param_cpu_offload:
