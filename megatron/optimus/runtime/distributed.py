@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron.optimus.config.schema import Backend, ConfigError
 from megatron.optimus.runtime.device import backend_for
-from megatron.optimus.runtime.launch_env import LaunchEnv
+from megatron.optimus.runtime.launch_env import Launcher, LaunchEnv
 
 # torch 2.13 renamed these two and warns about the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,10 +25,13 @@ def init(launch: LaunchEnv, device: torch.device, backend: Backend, timeout: tim
     if dist.is_initialized():
         raise RuntimeError("torch.distributed is already initialised; call shutdown() first")
     address = f"[{launch.master_addr}]" if ":" in launch.master_addr else launch.master_addr  # IPv6
+    # A process alone has nobody to meet: no port, which another program could have taken since it was found free.
+    is_alone = launch.launcher is Launcher.ALONE
     try:
         dist.init_process_group(
             backend_for(device, backend),
-            init_method=f"tcp://{address}:{launch.master_port}",
+            init_method=None if is_alone else f"tcp://{address}:{launch.master_port}",
+            store=dist.HashStore() if is_alone else None,
             rank=launch.rank,
             world_size=launch.world_size,
             # No device_id: with one, NCCL makes every group by splitting the group of all ranks, so all ranks would

@@ -167,7 +167,12 @@ def test_stopped_in_the_middle(tmp_path: Path, sent: signal.Signals) -> None:
     arguments = command("tools/preprocess_data.py", "--input", source, "--output-prefix", output / "x", *BYTES)
     log = tmp_path / "log"
     with open(log, "w") as stream:
-        process = subprocess.Popen([*arguments, "--workers", "1", "--log-interval", "1000"], stderr=stream)
+        process = subprocess.Popen(
+            [*arguments, "--workers", "1", "--log-interval", "1000"],
+            stderr=stream,
+            # a shell starts what runs in its background with SIGINT ignored, and children inherit that
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
     deadline = time.monotonic() + 60
     while "documents=" not in log.read_text() and time.monotonic() < deadline:
         time.sleep(0.05)
