@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron.optimus.config.schema import Backend, ConfigError
 from megatron.optimus.runtime.device import backend_for
-from megatron.optimus.runtime.launch_env import Launcher, LaunchEnv
+from megatron.optimus.runtime.launch_env import LaunchEnv, Launcher
 
 # torch 2.13 renamed these two and warns about the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

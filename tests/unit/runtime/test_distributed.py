@@ -78,9 +78,11 @@ def test_a_port_that_is_taken() -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        launch = dataclasses.replace(detect({}), master_port=taken.getsockname()[1])
+        launch = LaunchEnv(0, 1, 0, 1, "127.0.0.1", taken.getsockname()[1], Launcher.TORCHRUN)
         with pytest.raises(ConfigError, match=r"MASTER_PORT is free"):
             init(launch, CPU, Backend.AUTO, timedelta(seconds=2))
+        init(dataclasses.replace(launch, launcher=Launcher.ALONE), CPU, Backend.AUTO, MINUTE)  # meets nobody
+        shutdown()
 
 
 def test_a_backend_that_does_not_serve_the_device() -> None:
