@@ -17,7 +17,7 @@ FILE_NAME = "metrics.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One line. None means not applicable (no peak known, a dense model); the last three are absent where None."""
+    """One line. None means not applicable (no peak known, a dense model); the last four are absent where None."""
 
     step: int  # optimizer steps done, from 1
     consumed_tokens: int  # since the start of training
@@ -33,6 +33,7 @@ class StepMetrics:
     expert_load_max_over_mean: float | None  # worst layer; 1.0 is perfect balance
     router_entropy: float | None  # nats, mean over layers
     dropped_tokens: int | None
+    peak_memory_gib: float | None = None  # most that tensors of rank 0's accelerator have taken since the start
     valid_loss: float | None = None
     save_stall_s: float | None = None  # since the line before, training waited this long for checkpoints
     save_drain_s: float | None = None  # a checkpoint was committed since the line before, this long after it was begun
@@ -41,7 +42,7 @@ class StepMetrics:
 def to_json(metrics: StepMetrics) -> str:
     """One line without its end. JSON knows no NaN or infinity: null, and ``"nonfinite": true`` says so."""
     record: dict[str, Any] = dataclasses.asdict(metrics)
-    for key in ("valid_loss", "save_stall_s", "save_drain_s"):
+    for key in ("peak_memory_gib", "valid_loss", "save_stall_s", "save_drain_s"):
         if record[key] is None:
             del record[key]
     bad = [key for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)]

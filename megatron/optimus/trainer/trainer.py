@@ -124,5 +124,6 @@ class Trainer:
             expert_load_max_over_mean=report.expert_load_max_over_mean,
             router_entropy=report.router_entropy,
             dropped_tokens=report.dropped_tokens if is_moe else None,
+            peak_memory_gib=devices.peak_memory(self.device) / 2**30 or None,
             **self.checkpoints.take_times(),
         )

@@ -64,8 +64,10 @@ def test_keys_and_exact_values(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path / "new" / "run") as writer:
         writer.write(metrics(1, loss=0.1 + 0.2))
         writer.write(metrics(2, valid_loss=3.5))
-    first, second = read_metrics(tmp_path / "new" / "run" / "metrics.jsonl")
+        writer.write(metrics(3, peak_memory_gib=1.5))
+    first, second, third = read_metrics(tmp_path / "new" / "run" / "metrics.jsonl")
     assert list(first) == KEYS and list(second) == [*KEYS, "valid_loss"]
+    assert list(third) == [*KEYS, "peak_memory_gib"]
     assert first["loss"] == 0.1 + 0.2 and first["mfu"] is None and second["valid_loss"] == 3.5
 
 
