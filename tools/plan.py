@@ -145,8 +145,11 @@ def scale(config: RunConfig, machine: Machine, out: Path) -> int:
         "predicted, bf16 gradients, nothing overlapped": weak_scaling(as_the_paper(config), machine),
         "predicted, as this library runs it": weak_scaling(config, machine),
     }
-    out.with_suffix(".md").write_text(table(curves))
-    draw(curves, f"weak scaling on {machine.name}: model, not measured by us", out.with_suffix(".png"))
+    try:
+        out.with_suffix(".md").write_text(table(curves))
+        draw(curves, f"weak scaling on {machine.name}: model, not measured by us", out.with_suffix(".png"))
+    except OSError as error:
+        raise ConfigError(f"--weak-scaling={out}: cannot write {error.filename}: {error.strerror}") from error
     sys.stdout.write(table(curves))
     return 0
 
