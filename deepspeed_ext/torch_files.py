@@ -1,7 +1,9 @@
 """Files of torch.save: the only place of this package that calls torch.load, and no file can make it run code.
 
 Pickle can name any function. Here tensors and plain containers are what they are, DeepSpeed's and other known
-bookkeeping classes become empty shells that keep their attributes, and every other name is refused.
+bookkeeping classes become empty shells that keep their attributes, and every other name is refused. The converters of
+megatron.optimus follow the same rule in code of their own: this package knows nothing of them, and they must start
+without importing DeepSpeed.
 """
 
 from __future__ import annotations
