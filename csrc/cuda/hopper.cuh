@@ -73,6 +73,15 @@ __device__ __forceinline__ void fence_barrier_init() {
 // Orders ordinary accesses to shared memory before those of the tensor cores and the tensor memory engine.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Orders ordinary accesses to global memory before those of the tensor memory engine, and after a wait the other way.
+__device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+__device__ __forceinline__ int load_acquire(const int* from) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
 // Copies
 
 __device__ __forceinline__ void tma_prefetch(const CUtensorMap* map) {

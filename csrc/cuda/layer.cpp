@@ -1,7 +1,6 @@
-// Products by rows run in parts of the experts, so that work bound by memory on one part is an errand of the product on
-// another: spreading tokens to rows goes one part ahead of the product that reads them, SwiGLU's backward one part
-// behind the product before it. Only the first part of a spread and the sum of the forward have the device for
-// themselves.
+// Work bound by memory is done beside products, as their errands: the spread of tokens to rows and SwiGLU's backward
+// ahead of the product that needs the rows, part by part of the experts, what a later product needs at any time. Only
+// the sum of the forward has the device for itself.
 #include "layer.h"
 
 #include <array>
@@ -9,14 +8,21 @@
 namespace optimus::cuda {
 namespace {
 
-// Where parts end, in sixteenths of the experts. A part's errand should take no longer than the product beside it: the
-// first is small, as nothing hides its own spread, and they grow.
-constexpr int kParts = 3;
-constexpr std::array<int, kParts> kForwardEnds = {3, 8, 16}, kBackwardEnds = {4, 9, 16};
+// A part of a spread: where it ends, in 32nds of the experts, and how many warps of a block do it. Beside the product
+// on one part the next is made ready, so the first is small, as nothing hides it. A spread by all idle warps takes
+// bandwidth from the product for a while, and costs what it would alone; one that takes as long as it may is nearly free
+// (benchmarks/results/cuda_kernels_h200.txt, sections 8 and 9).
+struct SpreadPart {
+  int end, warps;
+};
 
-Part part(const std::array<int, kParts>& ends, int experts, int i) {
-  return {i == 0 ? 0 : experts * ends[i - 1] / 16, experts * ends[i] / 16};
-}
+constexpr int kWhole = 32;
+constexpr std::array<SpreadPart, 6> kForward = {{{1, 3}, {4, 3}, {10, 2}, {18, 1}, {26, 1}, {kWhole, 1}}};
+// SwiGLU's backward of the experts before kFirst runs beside the product before it, in two parts after that.
+constexpr int kFirst = 12, kSecond = 20;
+constexpr std::array<SpreadPart, 3> kBackward = {{{1, 3}, {4, 3}, {kFirst, 3}}};
+
+Part part(int experts, int from, int to) { return {experts * from / kWhole, experts * to / kWhole}; }
 
 Errand spread(const Part& experts, const void* from, void* to, int width, const Plan& plan) {
   Errand errand{Task::kSpread, width, experts.first, experts.end};
@@ -24,8 +30,29 @@ Errand spread(const Part& experts, const void* from, void* to, int width, const 
   return errand;
 }
 
+// Adds an errand that the product waits for, with a place to count its chunks.
+Errand* add_ahead(Errand* list, Errand errand, int*& progress) {
+  if (errand.first_expert < errand.end_expert) {
+    errand.progress = progress, progress += 2;
+    *list++ = errand;
+  }
+  return list;
+}
+
+template <size_t kParts>
+Errand* spread_ahead(Errand* list, const std::array<SpreadPart, kParts>& parts, const Sizes& sizes, const void* from,
+                     void* to, const Plan& plan, int*& progress) {
+  int start = 0;
+  for (const auto& [end, warps] : parts) {
+    Errand errand = spread(part(sizes.experts, start, end), from, to, sizes.width, plan);
+    errand.warps = warps, start = end;
+    list = add_ahead(list, errand, progress);
+  }
+  return list;
+}
+
 Order order_of(const Sizes& sizes, const Plan& plan) {
-  return {plan.slot,    plan.first_row, plan.count,    plan.tile_expert, plan.num_tiles,
+  return {plan.slot,    plan.first_row, plan.count,    plan.tile_expert, plan.tile_shift, plan.num_tiles,
           plan.by_size, sizes.rows(),   sizes.experts, sizes.tokens,     sizes.topk};
 }
 
@@ -47,24 +74,20 @@ int Sizes::rows() const {
 
 cudaError_t forward(Type type, const Sizes& sizes, const Plan& plan, const Forward& to, cudaStream_t stream) {
   const Order order = order_of(sizes, plan);
-  const int D = sizes.width, F = sizes.inner;
-  const Part all{0, sizes.experts};
+  const int D = sizes.width, F = sizes.inner, E = sizes.experts;
+  const Part all{0, E};
+  int* progress = to.progress;
   Steps step;
+  step([&] { return cudaMemsetAsync(to.progress, 0, kProgressBytes, stream); });
   step([&] {
-    return order_rows(to.indices, to.wide_indices, to.block_counts, plan, sizes.tokens * sizes.topk, sizes.experts,
-                      sizes.rows(), stream);
+    return order_rows(to.indices, to.wide_indices, to.block_counts, plan, sizes.tokens * sizes.topk, E, sizes.rows(),
+                      stream);
   });
-  const auto spread_part = [&](int i) {
-    return spread(part(kForwardEnds, sizes.experts, i), to.x, to.x_rows, D, plan);
-  };
-  step([&] { return run(type, spread_part(0), order, stream); });
-  for (int i = 0; i < kParts; ++i) {
-    const Errand next = i + 1 < kParts ? spread_part(i + 1) : Errand{};
-    step([&] {
-      return up_swiglu(type, to.x_rows, to.gate_up, to.hidden, to.activation, order, D, F,
-                       part(kForwardEnds, sizes.experts, i), next, stream);
-    });
-  }
+  Errands spreads;
+  spread_ahead(spreads.list, kForward, sizes, to.x, to.x_rows, plan, progress);
+  step([&] {
+    return up_swiglu(type, to.x_rows, to.gate_up, to.hidden, to.activation, order, D, F, all, spreads, stream);
+  });
   void* y_rows = to.x_rows;
   step([&] { return rows_times_weight(type, to.activation, to.down, y_rows, order, F, D, true, all, {}, stream); });
   Errand sum{Task::kSum, D};
@@ -75,40 +98,45 @@ cudaError_t forward(Type type, const Sizes& sizes, const Plan& plan, const Forwa
 
 cudaError_t backward(Type type, const Sizes& sizes, const Plan& plan, const Backward& to, cudaStream_t stream) {
   const Order order = order_of(sizes, plan);
-  const int D = sizes.width, F = sizes.inner;
-  const auto part_of = [&](int i) { return part(kBackwardEnds, sizes.experts, i); };
-  const auto spread_part = [&](int i) { return spread(part_of(i), to.dy, to.dy_rows, D, plan); };
-  const auto swiglu_part = [&](int i) {
-    Errand errand{Task::kSwigluBackward, F, part_of(i).first, part_of(i).end};
+  const int D = sizes.width, F = sizes.inner, E = sizes.experts;
+  int* progress = to.progress;
+  const auto swiglu = [&](const Part& experts) {  // to.activation is its gradient until then
+    Errand errand{Task::kSwigluBackward, F, experts.first, experts.end};
     errand.from = to.hidden, errand.to = to.activation, errand.to_too = to.dhidden;
     errand.weights = to.weights, errand.dweights = to.dweights;
     return errand;
   };
+  const Part first = part(E, 0, kFirst), rest = part(E, kFirst, kWhole);
   Steps step;
   const size_t weights = static_cast<size_t>(sizes.tokens) * sizes.topk * sizeof(float);
   step([&] { return cudaMemsetAsync(to.dweights, 0, weights, stream); });  // slots of no local expert keep it
-  step([&] { return run(type, spread_part(0), order, stream); });
-  for (int i = 0; i < kParts; ++i) {  // to.activation is its gradient until SwiGLU's backward
-    const Errand beside = i + 1 < kParts ? spread_part(i + 1) : swiglu_part(0);
-    step([&] {
-      return rows_times_weight(type, to.dy_rows, to.down, to.activation, order, D, F, false, part_of(i), beside,
-                               stream);
-    });
-  }
-  for (int i = 0; i < kParts; ++i) {
-    const Errand beside = i + 1 < kParts ? swiglu_part(i + 1) : spread({0, sizes.experts}, to.x, to.x_rows, D, plan);
-    step([&] {
-      return rows_times_weight(type, to.dhidden, to.gate_up, to.dx_rows, order, 2 * F, D, false, part_of(i), beside,
-                               stream);
-    });
-  }
+  step([&] { return cudaMemsetAsync(to.progress, 0, kProgressBytes, stream); });
+  Errands spreads, swiglus;
+  Errand* list = spread_ahead(spreads.list, kBackward, sizes, to.dy, to.dy_rows, plan, progress);
+  *list = spread(rest, to.dy, to.dy_rows, D, plan);
+  list->warps = 2;
+  step([&] {
+    return rows_times_weight(type, to.dy_rows, to.down, to.activation, order, D, F, false, first, spreads, stream);
+  });
+  step([&] {
+    return rows_times_weight(type, to.dy_rows, to.down, to.activation, order, D, F, false, rest, {{swiglu(first)}},
+                             stream);
+  });
+  list = add_ahead(swiglus.list, swiglu(part(E, kFirst, kSecond)), progress);
+  add_ahead(list, swiglu(part(E, kSecond, kWhole)), progress);
+  step([&] {
+    return rows_times_weight(type, to.dhidden, to.gate_up, to.dx_rows, order, 2 * F, D, false, {0, E}, swiglus, stream);
+  });
+  Errand spread_x = spread({0, E}, to.x, to.x_rows, D, plan);
+  spread_x.warps = 1;
+  step([&] {
+    return weight_gradient(type, to.dy_rows, to.activation, to.ddown, to.add_down, order, D, F, {{spread_x}}, stream);
+  });
   Errand sum{Task::kSum, D};
   sum.from = to.dx_rows, sum.to = to.dx, sum.row_of_slot = plan.row;
   step([&] {
-    return weight_gradient(type, to.dhidden, to.x_rows, to.dgate_up, to.add_gate_up, order, 2 * F, D, sum, stream);
+    return weight_gradient(type, to.dhidden, to.x_rows, to.dgate_up, to.add_gate_up, order, 2 * F, D, {{sum}}, stream);
   });
-  step(
-      [&] { return weight_gradient(type, to.dy_rows, to.activation, to.ddown, to.add_down, order, D, F, {}, stream); });
   return step.error;
 }
 

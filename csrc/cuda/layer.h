@@ -10,14 +10,17 @@ struct Sizes {
   int rows() const;  // P that suffice for any routing, as index.py's max_rows says
 };
 
+constexpr int kProgressBytes = 2 * kMaxErrands * sizeof(int);  // for all errands of a direction that are waited for
+
 struct Forward {
   const void *x, *gate_up, *down;
   const float* weights;
   const void* indices;
   bool wide_indices;
   int* block_counts;          // scratch, experts * order_blocks(tokens * topk)
+  int* progress;              // scratch, kProgressBytes
   void *x_rows, *activation;  // scratch [P, D] and [P, F]; the experts' outputs replace x_rows
-  void *hidden, *y;           // results [P, 2F] and [T, D]
+  void *hidden, *y;           // results [T K, 2F] and [T, D]
 };
 
 struct Backward {
@@ -28,6 +31,7 @@ struct Backward {
   void *dx, *dgate_up, *ddown;       // results
   bool add_gate_up, add_down;        // to what is there in fp32
   float* dweights;
+  int* progress;  // scratch, kProgressBytes
 };
 
 cudaError_t forward(Type, const Sizes&, const Plan&, const Forward&, cudaStream_t);

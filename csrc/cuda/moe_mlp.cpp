@@ -12,7 +12,7 @@ namespace {
 
 using at::Tensor;
 
-// An order's tensors in one of int32, in the order of triton/index.py's RowOrder.
+// An order's tensors in one of int32: those of triton/index.py's RowOrder, then tile_shift.
 Plan plan_of(const Tensor& order, const Sizes& sizes) {
   int* at = order.data_ptr<int>();
   const auto next = [&](int size) { return std::exchange(at, at + size); };
@@ -24,11 +24,12 @@ Plan plan_of(const Tensor& order, const Sizes& sizes) {
   plan.tile_expert = next(sizes.rows() / kRowTile);
   plan.num_tiles = next(1);
   plan.by_size = next(sizes.experts);
+  plan.tile_shift = next(sizes.rows() / kRowTile);
   return plan;
 }
 
 int64_t order_size(const Sizes& sizes) {
-  return sizes.rows() + sizes.rows() / kRowTile + int64_t{sizes.tokens} * sizes.topk + 3 * sizes.experts + 1;
+  return sizes.rows() + 2 * (sizes.rows() / kRowTile) + int64_t{sizes.tokens} * sizes.topk + 3 * sizes.experts + 1;
 }
 
 // Element counts whose products fit what the kernels index with, widths that the tensor memory engine takes.
@@ -58,17 +59,18 @@ std::tuple<Tensor, Tensor, Tensor> moe_mlp(const Tensor& x_in, const Tensor& gat
   const Sizes sizes = checked_sizes(x, down, weights);
   const auto ints = x.options().dtype(at::kInt);
   const int64_t rows = sizes.rows(), slots = int64_t{sizes.tokens} * sizes.topk;
-  Tensor y = at::empty_like(x), hidden = at::empty({rows, gate_up.size(1)}, x.options());
+  Tensor y = at::empty_like(x), hidden = at::empty({slots, gate_up.size(1)}, x.options());
   Tensor order = at::empty({order_size(sizes)}, ints);
   if (slots == 0) return {y.zero_(), hidden, order.zero_()};
   const Tensor counts = at::empty({int64_t{sizes.experts} * order_blocks(static_cast<int>(slots))}, ints);
+  const Tensor progress = at::empty({kProgressBytes / 4}, ints);
   const Tensor x_rows = at::empty({rows, sizes.width}, x.options());
   const Tensor activation = at::empty({rows, sizes.inner}, x.options());
   Forward to{};
   to.x = x.data_ptr(), to.gate_up = gate_up.data_ptr(), to.down = down.data_ptr();
   to.weights = weights.data_ptr<float>();
   to.indices = indices.data_ptr(), to.wide_indices = indices.scalar_type() == at::kLong;
-  to.block_counts = counts.data_ptr<int>();
+  to.block_counts = counts.data_ptr<int>(), to.progress = progress.data_ptr<int>();
   to.x_rows = x_rows.data_ptr(), to.activation = activation.data_ptr();
   to.hidden = hidden.data_ptr(), to.y = y.data_ptr();
   C10_CUDA_CHECK(forward(type_of(x), sizes, plan_of(order, sizes), to, c10::cuda::getCurrentCUDAStream()));
@@ -84,7 +86,8 @@ std::tuple<Tensor, Tensor> backward_into(const Tensor& dy_in, const Tensor& x_in
   const Tensor dy = dy_in.contiguous(), x = x_in.contiguous(), gate_up = gate_up_in.contiguous();
   const Tensor down = down_in.contiguous(), weights = weights_in.contiguous();
   const Sizes sizes = checked_sizes(x, down, weights);
-  TORCH_CHECK_VALUE(dy.sizes() == x.sizes() && order.numel() == order_size(sizes) && hidden.size(0) == sizes.rows(),
+  TORCH_CHECK_VALUE(dy.sizes() == x.sizes() && order.numel() == order_size(sizes) &&
+                        hidden.size(0) == int64_t{sizes.tokens} * sizes.topk,
                     "moe_mlp_backward: dy ", dy.sizes(), ", order ", order.sizes(), " and hidden ", hidden.sizes(),
                     " do not fit x ", x.sizes(), " and weights ", weights.sizes());
   for (const auto& [out, weight, add] : {std::tie(dgate_up, gate_up, add_gate_up), std::tie(ddown, down, add_down)}) {
@@ -101,8 +104,10 @@ std::tuple<Tensor, Tensor> backward_into(const Tensor& dy_in, const Tensor& x_in
     return {dx.zero_(), dweights};
   }
   const int64_t rows = sizes.rows();
+  const Tensor progress = at::empty({kProgressBytes / 4}, order.options());
   const Tensor wide = at::empty({3, rows, sizes.width}, x.options());
-  const Tensor activation = at::empty({rows, sizes.inner}, x.options()), dhidden = at::empty_like(hidden);
+  const Tensor activation = at::empty({rows, sizes.inner}, x.options());
+  const Tensor dhidden = at::empty({rows, gate_up.size(1)}, x.options());
   Backward to{};
   to.dy = dy.data_ptr(), to.x = x.data_ptr(), to.gate_up = gate_up.data_ptr(), to.down = down.data_ptr();
   to.hidden = hidden.data_ptr(), to.weights = weights.data_ptr<float>();
@@ -110,7 +115,7 @@ std::tuple<Tensor, Tensor> backward_into(const Tensor& dy_in, const Tensor& x_in
   to.activation = activation.data_ptr(), to.dhidden = dhidden.data_ptr();
   to.dx = dx.data_ptr(), to.dgate_up = dgate_up.data_ptr(), to.ddown = ddown.data_ptr();
   to.add_gate_up = add_gate_up, to.add_down = add_down;
-  to.dweights = dweights.data_ptr<float>();
+  to.dweights = dweights.data_ptr<float>(), to.progress = progress.data_ptr<int>();
   C10_CUDA_CHECK(backward(type_of(x), sizes, plan_of(order, sizes), to, c10::cuda::getCurrentCUDAStream()));
   return {dx, dweights};
 }

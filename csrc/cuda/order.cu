@@ -49,7 +49,8 @@ __device__ __forceinline__ int scan_warp(int value) {
 __global__ void __launch_bounds__(kPlanners)
     plan(int* block_counts, int num_blocks, Plan to, int num_experts, int num_rows) {
   extern __shared__ int shared[];
-  int *count = shared, *first_tile = shared + num_experts;  // the latter has a last entry for the end
+  int *count = shared, *first_slot = count + num_experts;
+  int* first_tile = first_slot + num_experts;  // it has a last entry for the end
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = kPlanners / 32;
   for (int e = warp; e < num_experts; e += num_warps) {
     int total = 0;
@@ -72,15 +73,16 @@ __global__ void __launch_bounds__(kPlanners)
   }
   __syncthreads();
   if (warp == 0) {
-    int tiles = 0;
+    int tiles = 0, slots = 0;
     for (int start = 0; start < num_experts; start += 32) {
       const int e = start + lane, mine = e < num_experts ? (count[e] + kRowTile - 1) / kRowTile : 0;
-      const int until = scan_warp(mine);
+      const int until = scan_warp(mine), slots_until = scan_warp(e < num_experts ? count[e] : 0);
       if (e < num_experts) {
+        first_slot[e] = slots + slots_until - count[e];
         first_tile[e] = tiles + until - mine;
         to.first_row[e] = first_tile[e] * kRowTile;
       }
-      tiles += __shfl_sync(kWarp, until, 31);
+      tiles += __shfl_sync(kWarp, until, 31), slots += __shfl_sync(kWarp, slots_until, 31);
     }
     if (lane == 0) first_tile[num_experts] = to.num_tiles[0] = tiles;
   }
@@ -93,7 +95,10 @@ __global__ void __launch_bounds__(kPlanners)
     to.by_size[rank] = e;
   }
   for (int e = warp; e < num_experts; e += num_warps) {
-    for (int tile = first_tile[e] + lane; tile < first_tile[e + 1]; tile += 32) to.tile_expert[tile] = e;
+    for (int tile = first_tile[e] + lane; tile < first_tile[e + 1]; tile += 32) {
+      to.tile_expert[tile] = e;
+      to.tile_shift[tile] = first_tile[e] * kRowTile - first_slot[e];
+    }
     const int end = first_tile[e + 1] * kRowTile;
     for (int row = first_tile[e] * kRowTile + count[e] + lane; row < end; row += 32) to.slot[row] = -1;
   }
@@ -141,7 +146,7 @@ cudaError_t order(const Index* indices, int* block_counts, const Plan& to, int n
                   cudaStream_t stream) {
   const int blocks = order_blocks(num_slots), bytes = num_experts * 4;
   count_slots<<<blocks, kPlacers, bytes, stream>>>(indices, block_counts, num_slots, num_experts);
-  plan<<<1, kPlanners, 2 * bytes + 4, stream>>>(block_counts, blocks, to, num_experts, num_rows);
+  plan<<<1, kPlanners, 3 * bytes + 4, stream>>>(block_counts, blocks, to, num_experts, num_rows);
   place<<<blocks, kPlacers, bytes * (1 + kPlacers / 32), stream>>>(indices, block_counts, to, num_slots, num_experts);
   return cudaGetLastError();
 }

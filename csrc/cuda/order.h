@@ -12,7 +12,7 @@ namespace optimus::cuda {
 constexpr int kMaxExperts = 1024;  // what the counts of a block hold in shared memory
 
 struct Plan {  // an Order to be written, and [T*K] the row of each slot, -1 for a foreign one
-  int *slot, *row, *first_row, *count, *tile_expert, *num_tiles, *by_size;
+  int *slot, *row, *first_row, *count, *tile_expert, *num_tiles, *by_size, *tile_shift;
 };
 
 // The order of expert choices [T*K], int32 or int64, -1 for a foreign slot; any other value outside [0, E) stops the

@@ -1,10 +1,10 @@
 // One persistent kernel for the grouped products of an expert layer: tiles of 128 x 256, depth 64 a stage.
 //
 // A block is three warpgroups. In the first, a thread loads stages of a ring by the tensor memory engine, and three
-// warps run an errand (errands.cuh): row copies and sums bound by memory that another step needs, beside the tensor
-// cores. The other two multiply, 64 rows each. Two blocks are a cluster: where both work on the same columns of an
-// expert's weight, each loads half of it for both. Results leave through shared memory while the next tile's loads are
-// under way.
+// warps run errands (errands.cuh): row copies and sums bound by memory that another step needs, or this one further on,
+// beside the tensor cores. The other two multiply, 64 rows each. Two blocks are a cluster: where both work on the same
+// columns of an expert's weight, each loads half of it for both. Results leave through shared memory while the next
+// tile's loads are under way.
 #pragma once
 
 #include "errands.cuh"
@@ -12,8 +12,6 @@
 #include "products.h"
 
 namespace optimus::cuda {
-
-using namespace hopper;
 
 enum class Kind {
   kUpSwiglu,        // rows times [N, K], gate beside up
@@ -36,7 +34,9 @@ struct Arguments {
   int depth;                     // likewise
   int row_tiles;                 // of a gradient: 128 columns of a each
   int column_tiles;
-  Errand errand;
+  void* hidden;  // of the up projection, and its width
+  int inner;
+  Errands errands;
 };
 
 struct Work {
@@ -49,6 +49,7 @@ struct Work {
 
 struct alignas(16) Note {  // what the consumers need to know of a tile
   int row, column, expert, steps;
+  int unpadded_row, rows;  // of the up projection: the tile's place among rows without padding, and how many are none
 };
 
 template <Kind kKind>
@@ -143,18 +144,38 @@ __device__ __forceinline__ void load_stage(const Arguments& args, Layout& memory
   }
 }
 
+template <Kind kKind>
+__device__ __forceinline__ Note note_of(const Order& order, const Work& work) {
+  Note note{work.row, work.column, work.expert, work.steps};
+  if (kKind == Kind::kUpSwiglu) {
+    note.unpadded_row = work.row - order.tile_shift[work.row / kRowTile];
+    note.rows = order.count[work.expert] - (work.row - work.first);
+  }
+  return note;
+}
+
+// Waits for the errands that write rows of experts up to this one; the first `done` are known to be past.
+__device__ __forceinline__ int await_rows(const Arguments& args, int done, int expert) {
+  const Errand* list = args.errands.list;
+  while (done < kMaxErrands && list[done].progress && list[done].first_expert <= expert) {
+    await(list[done++], args.order);
+  }
+  return done;
+}
+
 // One thread's part: it goes ahead of the multiplying warpgroups by up to kStages stages, into the next tile too.
 template <Kind kKind>
 __device__ __forceinline__ void fill(const Arguments& args, Layout& memory) {
   using Is = Traits<kKind>;
   const int rank = cluster_rank();
   const Items items = items_of<Is::kGradient>(args);
-  int stage = 0, phase = 0;
+  int stage = 0, phase = 0, done = 0;
   for (int turn = 0, item; (item = item_of<Is::kGradient>(items, turn)) < items.end; ++turn) {
     const Work work = work_of<Is::kGradient>(args, item, rank);
+    if (!Is::kGradient) done = await_rows(args, done, work.expert);
     for (int step = 0; step < max(work.steps, 1); ++step) {
       barrier_wait(shared_address(&memory.empty[stage]), phase ^ 1);
-      if (step == 0) memory.note[stage] = {work.row, work.column, work.expert, work.steps};
+      if (step == 0) memory.note[stage] = note_of<kKind>(args.order, work);
       if (work.steps > 0) {
         load_stage<kKind>(args, memory, stage, work, step, rank);
       } else {
@@ -202,6 +223,20 @@ struct Results {
     }
   }
 
+  // Of 64 x 64 results the first `rows`, past the tensor memory engine, whose boxes are whole.
+  template <typename Value>
+  __device__ void put_rows(T* out, int stride, int rows, int columns, Value value) {
+    const int lane = thread % 32;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {  // pairs of values, placed as in add
+      const int row = thread / 32 * 16 + i % 2 * 8 + lane / 4, column = i / 2 * 8 + lane % 4 * 2;
+      if (row < rows && column < columns) {
+        *reinterpret_cast<uint32_t*>(out + static_cast<size_t>(row) * stride + column) =
+            pack<T>(value(2 * i), value(2 * i + 1));
+      }
+    }
+  }
+
   // Adds 64 x 32 fp32 values: the copy engine does, and each element is added to once, in whatever order tiles end.
   __device__ void add(const CUtensorMap* map, int c0, int c1, int c2, int c3, const float* values) {
     const uint32_t box = free_box();
@@ -224,6 +259,7 @@ template <typename T, Kind kKind>
 __device__ __forceinline__ void store_tile(const Arguments& args, Results<T>& results, const Note& tile,
                                            const float (&d)[128]) {
   const int row = tile.row + 64 * results.group;
+  const int unpadded_row = tile.unpadded_row + 64 * results.group, rows = tile.rows - 64 * results.group;
 #pragma unroll
   for (int box = 0; box < (kKind == Kind::kUpSwiglu ? 2 : 4); ++box) {
     const float* mine = d + 32 * box;
@@ -231,8 +267,16 @@ __device__ __forceinline__ void store_tile(const Arguments& args, Results<T>& re
     if constexpr (kKind == Kind::kUpSwiglu) {
       const int inner = tile.column / 2 + 64 * box;
       const float* up = mine + 64;
-      results.put(&args.out, inner, 0, row, 0, [&](int i) { return mine[i]; });
-      results.put(&args.out, inner, 1, row, 0, [&](int i) { return up[i]; });
+      const auto gate_of = [&](int i) { return mine[i]; };
+      const auto up_of = [&](int i) { return up[i]; };
+      if (rows >= 64) {
+        results.put(&args.out, inner, 0, unpadded_row, 0, gate_of);
+        results.put(&args.out, inner, 1, unpadded_row, 0, up_of);
+      } else if (rows > 0) {
+        T* out = static_cast<T*>(args.hidden) + static_cast<size_t>(unpadded_row) * 2 * args.inner + inner;
+        results.put_rows(out, 2 * args.inner, rows, args.inner - inner, gate_of);
+        results.put_rows(out + args.inner, 2 * args.inner, rows, args.inner - inner, up_of);
+      }
       results.put(&args.activation, inner, 0, row, 0, [&](int i) { return mine[i] * sigmoid(mine[i]) * up[i]; });
     } else if constexpr (kKind == Kind::kGradientAdd) {
       results.add(&args.out, column, 0, row, tile.expert, mine);
@@ -310,7 +354,12 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   if (warp < 4) {
     fewer_registers<104>();
     if (threadIdx.x == 0) fill<kKind>(args, memory);
-    if (warp > 0) run_errand<T>(args.errand, args.order, blockIdx.x * 3 + warp - 1, gridDim.x * 3, threadIdx.x % 32);
+    for (int i = 0; warp > 0 && i < kMaxErrands; ++i) {
+      const Errand& errand = args.errands.list[i];
+      if (warp > errand.warps) continue;
+      run_errand<T>(errand, args.order, blockIdx.x * errand.warps + warp - 1, gridDim.x * errand.warps,
+                    threadIdx.x % 32);
+    }
   } else {
     more_registers<200>();
     multiply<T, kKind>(args, memory);

@@ -42,10 +42,10 @@ bool encode(CUtensorMap* map, Type type, const void* data, const Map& shape) {
 
 uint64_t wide(int size) { return static_cast<uint64_t>(std::max(size, 1)); }
 
-Arguments arguments(const Order& order, const Errand& errand) {
+Arguments arguments(const Order& order, const Errands& errands) {
   Arguments args{};
   args.order = order;
-  args.errand = errand;
+  args.errands = errands;
   return args;
 }
 
@@ -109,20 +109,21 @@ cudaError_t run(Type type, const Errand& errand, const Order& order, cudaStream_
 }
 
 cudaError_t up_swiglu(Type type, const void* x, const void* gate_up, void* hidden, void* activation, const Order& order,
-                      int width, int inner, Part part, const Errand& errand, cudaStream_t stream) {
-  Arguments args = arguments(order, errand);
+                      int width, int inner, Part part, const Errands& errands, cudaStream_t stream) {
+  Arguments args = arguments(order, errands);
+  args.hidden = hidden, args.inner = inner;
   args.depth = width, args.column_tiles = tiles(inner, 128), args.first_expert = part.first, args.end_expert = part.end;
   const bool encoded =
       encode_rows(&args.a, type, x, order, width, 128) &&
       encode_weight(&args.b, type, gate_up, order, 2, inner, width) &&
-      encode(&args.out, type, hidden, {{wide(inner), 2, wide(order.num_rows), 1}, {64, 1, 64, 1}}) &&
+      encode(&args.out, type, hidden, {{wide(inner), 2, wide(order.num_tokens * order.topk), 1}, {64, 1, 64, 1}}) &&
       encode(&args.activation, type, activation, {{wide(inner), 1, wide(order.num_rows), 1}, {64, 1, 64, 1}});
   return launch<Kind::kUpSwiglu>(type, args, encoded, stream);
 }
 
 cudaError_t rows_times_weight(Type type, const void* a, const void* weight, void* out, const Order& order, int depth,
-                              int width, bool transposed, Part part, const Errand& errand, cudaStream_t stream) {
-  Arguments args = arguments(order, errand);
+                              int width, bool transposed, Part part, const Errands& errands, cudaStream_t stream) {
+  Arguments args = arguments(order, errands);
   args.depth = depth, args.column_tiles = tiles(width, kColumns);
   args.first_expert = part.first, args.end_expert = part.end;
   const bool encoded = encode_rows(&args.a, type, a, order, depth, 128) &&
@@ -136,8 +137,8 @@ cudaError_t rows_times_weight(Type type, const void* a, const void* weight, void
 }
 
 cudaError_t weight_gradient(Type type, const void* a, const void* b, void* out, bool add, const Order& order,
-                            int height, int width, const Errand& errand, cudaStream_t stream) {
-  Arguments args = arguments(order, errand);
+                            int height, int width, const Errands& errands, cudaStream_t stream) {
+  Arguments args = arguments(order, errands);
   args.row_tiles = tiles(height, kRows), args.column_tiles = tiles(width, kColumns);
   const bool encoded =
       encode_rows(&args.a, type, a, order, height, 64) && encode_rows(&args.b, type, b, order, width, 64);

@@ -19,6 +19,7 @@ struct Order {
   const int* first_row;    // [E]
   const int* count;        // [E]
   const int* tile_expert;  // [P / kRowTile]
+  const int* tile_shift;   // likewise: a row less this is its place among rows without padding
   const int* num_tiles;    // [1]
   const int* by_size;      // [E]
   int num_rows;
@@ -34,31 +35,42 @@ struct Part {
 
 enum class Task : int { kNone, kSpread, kSwigluBackward, kSum };
 
+constexpr int kIdleWarps = 3;
+
 // A piece of work on rows (errands.cuh) and what it reads and writes.
 struct Errand {
   Task task = Task::kNone;
   int width = 0;
   int first_expert = 0, end_expert = 0;
+  int warps = kIdleWarps;  // of a block beside a product: fewer take longer, and disturb it less
   const void* from = nullptr;
   void *to = nullptr, *to_too = nullptr;
   const int* row_of_slot = nullptr;
   const float* weights = nullptr;
   float* dweights = nullptr;
+  // Two zeros, if the product that takes the errand along may read an expert's rows only once they are there: chunks
+  // handed out, chunks done.
+  int* progress = nullptr;
+};
+
+// What a product takes along, in this order; errands that it waits for come first, by expert.
+constexpr int kMaxErrands = 6;
+struct Errands {
+  Errand list[kMaxErrands];
 };
 
 cudaError_t run(Type, const Errand&, const Order&, cudaStream_t);
 
-// hidden [P, 2F] = x [P, D] times gate_up [E, 2F, D]; activation [P, F] = silu(gate) * up. Each product takes an errand
-// that it does not depend on along.
+// hidden [T K, 2F], rows without padding = x [P, D] times gate_up [E, 2F, D]; activation [P, F] = silu(gate) * up.
 cudaError_t up_swiglu(Type, const void* x, const void* gate_up, void* hidden, void* activation, const Order&, int width,
-                      int inner, Part, const Errand&, cudaStream_t);
+                      int inner, Part, const Errands&, cudaStream_t);
 
 // out [P, N] = a [P, K] times weight[e]: [E, N, K] if transposed, else [E, K, N].
 cudaError_t rows_times_weight(Type, const void* a, const void* weight, void* out, const Order&, int depth, int width,
-                              bool transposed, Part, const Errand&, cudaStream_t);
+                              bool transposed, Part, const Errands&, cudaStream_t);
 
 // out[e] = a.T @ b over the rows of e: [E, M, N] from [P, M] and [P, N]; or added to out, which is then fp32.
 cudaError_t weight_gradient(Type, const void* a, const void* b, void* out, bool add, const Order&, int height,
-                            int width, const Errand&, cudaStream_t);
+                            int width, const Errands&, cudaStream_t);
 
 }  // namespace optimus::cuda

@@ -202,6 +202,7 @@ def test_cuda_operations_pass_opcheck() -> None:
     torch.library.opcheck(torch.ops.optimus.cuda_moe_mlp.default, (*leaves, inputs[4]), test_utils=checks)
     plain = [t.detach() for t in leaves]
     _, hidden, order = torch.ops.optimus.cuda_moe_mlp(*plain, inputs[4])
+    assert hidden.shape == (90 * 3, 2 * 16)  # no row of padding waits for the backward
     saved = (inputs[5], *plain, hidden, order)
     torch.library.opcheck(torch.ops.optimus.cuda_moe_mlp_backward.default, saved, test_utils=checks)
     buffers = [torch.zeros(t.shape, device="cuda") for t in plain[1:3]]

@@ -1,6 +1,7 @@
 """The expert layer on Hopper GPUs in CUDA C++ (csrc/cuda): one operation forward and one backward launch all kernels.
 
-What is saved is what triton/moe_mlp.py saves, in the same row order. Router and single operations are Triton's.
+Saved are hidden [T K, 2F], in the row order of triton/index.py without its padding, and the order. Router and single
+operations are Triton's.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron.optimus.ops.triton.index import row_order_sizes
+from megatron.optimus.ops.triton.index import ROW_TILE, row_order_sizes
 from megatron.optimus.ops.triton.moe_mlp import aligned
 from megatron.optimus.ops.triton.single import (
     MAX_EXPERTS,
@@ -107,8 +108,8 @@ def moe_mlp_backward(
 @torch.library.register_fake("optimus::cuda_moe_mlp")
 def _(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     sizes = row_order_sizes(indices.numel(), down.shape[0])
-    hidden = x.new_empty(sizes[0], gate_up.shape[1])
-    return x.new_empty(x.shape), hidden, x.new_empty(sum(sizes), dtype=torch.int32)
+    hidden = x.new_empty(indices.numel(), gate_up.shape[1])
+    return x.new_empty(x.shape), hidden, x.new_empty(sum(sizes) + sizes[0] // ROW_TILE, dtype=torch.int32)
 
 
 @torch.library.register_fake("optimus::cuda_moe_mlp_backward")

@@ -27,13 +27,13 @@ class Kernels:
     """What a device's kernels keep and allocate."""
 
     fused_norm: bool  # RMSNorm keeps its input and one number a token, else also its normalised output
-    row_tile: int  # rows of an expert start at a multiple of it
+    row_tile: int  # rows of an expert start at a multiple of it; what the backward needs is kept without padding
     keeps_order: bool  # the expert kernels keep the order of rows; else the experts' numbers
     counts_workspace: bool = True  # the expert kernels' temporary rows come from torch's allocator
     adds_gradients: bool = True  # the expert kernels can add weight gradients to the optimizer's buffers
 
 
-CUDA = Kernels(fused_norm=True, row_tile=128, keeps_order=True)  # ops/triton
+CUDA = Kernels(fused_norm=True, row_tile=128, keeps_order=True)  # csrc/cuda; ops/triton keeps the padding, too
 XPU = Kernels(fused_norm=True, row_tile=1, keeps_order=True, adds_gradients=False)  # ops/sycl
 CPU = Kernels(fused_norm=False, row_tile=1, keeps_order=False, counts_workspace=False)  # csrc/cpu
 
@@ -171,13 +171,13 @@ def _experts(share: Share, kernels: Kernels, recomputes: bool) -> list[Part]:
 
 
 def _expert_products(share: Share, kernels: Kernels, rows: int) -> Part:
-    """ops/triton/moe_mlp.py: hidden [P, 2F] waits; rows, activation and their gradients do not."""
+    """csrc/cuda/moe_mlp.cpp: hidden [T K, 2F] waits; rows, activation and their gradients do not."""
     model, element = share.model, share.element
     local = model.num_experts // share.layout.ep
     order, inner = rows_in_expert_order(share, kernels), model.moe_ffn_hidden_size // share.layout.etp
     slots = rows * model.moe_router_topk
     wide, narrow = order * model.hidden_size * element, order * inner * element
-    hidden = 2 * narrow
+    hidden = 2 * slots * inner * element
     index = (order + slots) * INT32 + order // kernels.row_tile * INT32 if kernels.keeps_order else 0
     weights = 3 * local * inner * model.hidden_size * element
     if kernels.adds_gradients and adds_expert_gradients(share):
