@@ -1,0 +1,189 @@
+"""What layout_speed.py compares: command lines of the training program, peers, and what follows from their times."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import layout_speed_programs as programs
+import torch
+from layout_speed_programs import slowest
+from torch.torch_version import TorchVersion
+
+TINY = "--hidden-size 64 --num-attention-heads 4 --vocab-size 512 --ddp-bucket-size 65536 --max-position-embeddings 512"
+Build = Callable[[torch.device], programs.Program]
+Times = dict[str, float]  # seconds of a step, by variant
+Figures = dict[str, dict[str, Any]]  # further results, by variant
+
+
+@dataclass
+class Section:
+    variants: dict[str, Build]
+    # After the turns: further figures, from the programs and the median times, collective.
+    further: Callable[[dict[str, programs.Program], Times, torch.device], Figures]
+    needs_all: bool = True  # for the further figures
+    turns: int = 4
+    steps: int = 2  # of a turn
+    warm_up: int = 4
+
+
+# ---- the sections
+
+
+def ours(words: str, **options: Any) -> Build:
+    return lambda device: programs.ours(words.split(), device, **options)
+
+
+def tp_section(args: argparse.Namespace, ranks: int) -> Section:
+    tp = args.tp or ranks
+    base = f"{dense(args, args.layers)} --seq-length {args.seq_length}"
+    batch = f"--global-batch-size {args.micro_batch_size * ranks}"
+    split = f"{base} {batch} --micro-batch-size {args.micro_batch_size * tp} --tensor-model-parallel-size {tp}"
+    variants = {"tp=1": ours(f"{base} {batch} --micro-batch-size {args.micro_batch_size}"), f"tp={tp}": ours(split)}
+
+    def further(_: Any, times: Times, device: torch.device) -> Figures:
+        return {name: percent("cost per token against tp=1", t / times["tp=1"] - 1) for name, t in times.items()}
+
+    return Section(variants, further)
+
+
+def pp_words(args: argparse.Namespace, ranks: int) -> tuple[str, int]:
+    micro_batches = args.micro_batches or 4 * ranks
+    base = f"{dense(args, args.layers)} --seq-length {args.seq_length} --micro-batch-size {args.pp_micro_batch_size}"
+    return f"{base} --global-batch-size {args.pp_micro_batch_size * micro_batches}", micro_batches
+
+
+def schedules(args: argparse.Namespace, ranks: int) -> dict[str, tuple[str, float]]:
+    """Words of every schedule and its bubble, in forward and backward times of one micro-batch."""
+    base = f"{pp_words(args, ranks)[0]} --pipeline-model-parallel-size {ranks}"
+    two = f"{base} --virtual-pipeline-model-parallel-size 2 --pipeline-schedule"
+    found = {
+        "1f1b": (base, (ranks - 1) / ranks),
+        "interleaved-1f1b, 2 chunks": (f"{two} interleaved-1f1b", (ranks - 1) / ranks / 2),
+    }
+    if TorchVersion(torch.__version__) >= "2.13":  # see parallel/pipeline.py
+        found["interleaved-zero-bubble"] = (f"{two} interleaved-zero-bubble", 0.0)
+        found["zbv"] = (f"{two} zbv", 0.0)
+    return found
+
+
+def pp_section(args: argparse.Namespace, ranks: int) -> Section:
+    base, micro_batches = pp_words(args, ranks)
+    found = schedules(args, ranks)
+    whole = f"dp={ranks}, no pipeline"
+
+    def further(built: Any, times: Times, device: torch.device) -> Figures:
+        spent = slowest(programs.forward_backward_time(built[whole], device, 4))
+        each = spent / (micro_batches // ranks)
+        figures: Figures = {whole: {"micro_batch_forward_backward_ms": each * 1e3}}
+        for name, (_, bubble) in found.items():
+            ideal = times[whole] + bubble * each
+            reached = percent("of the bubble-limited ideal", ideal / times[name])
+            figures[name] = reached | {"ideal_ms": ideal * 1e3, "bubble_ms": bubble * each * 1e3}
+        return figures
+
+    return Section({whole: ours(base), **{name: ours(words) for name, (words, _) in found.items()}}, further)
+
+
+def pp_deepspeed_section(args: argparse.Namespace, ranks: int) -> Section:
+    base, _ = pp_words(args, ranks)
+    variants = {name: ours(words) for name, (words, _) in schedules(args, ranks).items() if "1f1b" in name}
+    peers: dict[str, Build] = {
+        f"DeepSpeed, gradients added in {dtype}": lambda device, dtype=dtype: peer("pipeline", base, device, dtype)
+        for dtype in (("fp32", "bf16") if args.dtype == "bf16" else ("fp32",))
+    }
+
+    def further(_: Any, times: Times, device: torch.device) -> Figures:
+        return over_fastest(times, list(variants))
+
+    return Section(variants | peers, further, needs_all=False)
+
+
+def cp_section(args: argparse.Namespace, ranks: int) -> Section:
+    base = (
+        f"{dense(args, args.cp_layers)} --seq-length {args.cp_seq_length} --max-position-embeddings "
+        f"{args.cp_seq_length} --micro-batch-size 1 --global-batch-size 1 --context-parallel-size {ranks}"
+    )
+    rest = "rest: attention does nothing"
+    variants = {
+        "ulysses": ours(f"{base} --cp-comm-type a2a"),
+        "ring": ours(f"{base} --cp-comm-type p2p"),
+        rest: ours(base, attend=programs.no_attention),
+    }
+
+    def further(built: Any, times: Times, device: torch.device) -> Figures:
+        alone = slowest(programs.attention_alone(base.split(), device, ranks, 3))
+        ideal = times[rest] + alone * built["ulysses"].about["num_layers"]
+        figures: Figures = {rest: {"attention_alone_ms_each_layer": alone * 1e3}}
+        for name in ("ulysses", "ring"):
+            figures[name] = percent("above the attention-bound ideal", times[name] / ideal - 1)
+            figures[name]["ideal_ms"] = ideal * 1e3
+        return figures
+
+    return Section(variants, further, turns=3, steps=1, warm_up=2)
+
+
+def moe_words(args: argparse.Namespace, ranks: int) -> dict[str, str]:
+    tiny = f"{TINY} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32" if args.device == "cpu" else ""
+    base = (
+        f"--preset {args.moe_preset} {tiny} --params-dtype {args.dtype} --num-layers {args.moe_layers} "
+        f"--seq-length {args.seq_length} --micro-batch-size {args.micro_batch_size} "
+        f"--global-batch-size {args.micro_batch_size * ranks} "
+        f"--expert-model-parallel-size {ranks} --moe-token-dispatcher-type"
+    )
+    return {
+        "allgather": f"{base} allgather",
+        "alltoall": f"{base} alltoall",
+        "alltoall, 2 chunks": f"{base} alltoall --moe-dispatch-chunks 2",
+    }
+
+
+def moe_section(args: argparse.Namespace, ranks: int) -> Section:
+    def further(_: Any, times: Times, device: torch.device) -> Figures:
+        return {name: {"what": "time over allgather's", "ratio": t / times["allgather"]} for name, t in times.items()}
+
+    return Section({name: ours(words) for name, words in moe_words(args, ranks).items()}, further)
+
+
+def moe_deepspeed_section(args: argparse.Namespace, ranks: int) -> Section:
+    own = {name: words for name, words in moe_words(args, ranks).items() if "chunks" not in name}
+    variants = {name: ours(words) for name, words in own.items()}
+    variants["DeepSpeed AutoEP"] = lambda device: peer("moe", own["alltoall"], device, "autoep")
+    variants["DeepSpeed MoE"] = lambda device: peer("moe", own["alltoall"], device, "native")
+
+    def further(_: Any, times: Times, device: torch.device) -> Figures:
+        return over_fastest(times, list(own))
+
+    return Section(variants, further, needs_all=False)
+
+
+def over_fastest(times: Times, own: list[str]) -> Figures:
+    fastest = min((times[name] for name in own if name in times), default=float("nan"))
+    return {name: {"what": "time over our fastest", "ratio": t / fastest} for name, t in times.items()}
+
+
+SECTIONS: dict[str, Callable[[argparse.Namespace, int], Section]] = {
+    "tp": tp_section,
+    "pp": pp_section,
+    "pp-deepspeed": pp_deepspeed_section,
+    "cp": cp_section,
+    "moe": moe_section,
+    "moe-deepspeed": moe_deepspeed_section,
+}
+
+
+def dense(args: argparse.Namespace, layers: int) -> str:
+    tiny = f"{TINY} --ffn-hidden-size 128" if args.device == "cpu" else ""
+    return f"--preset {args.preset} {tiny} --params-dtype {args.dtype} --num-layers {layers}"
+
+
+def peer(what: str, words: str, device: torch.device, option: str) -> programs.Program:
+    import layout_speed_peers as peers
+
+    return getattr(peers, what)(words.split(), device, option)
+
+
+def percent(what: str, value: float) -> dict[str, Any]:
+    return {"what": what, "percent": 100 * value}
