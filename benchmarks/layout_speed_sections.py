@@ -41,7 +41,11 @@ def tp_section(args: argparse.Namespace, ranks: int) -> Section:
     base = f"{dense(args, args.layers)} --seq-length {args.seq_length}"
     batch = f"--global-batch-size {args.micro_batch_size * ranks}"
     split = f"{base} {batch} --micro-batch-size {args.micro_batch_size * tp} --tensor-model-parallel-size {tp}"
-    variants = {"tp=1": ours(f"{base} {batch} --micro-batch-size {args.micro_batch_size}"), f"tp={tp}": ours(split)}
+    variants = {
+        "tp=1": ours(f"{base} {batch} --micro-batch-size {args.micro_batch_size}"),
+        f"tp={tp}": ours(split),
+        f"tp={tp}, overlap": ours(f"{split} --tp-comm-overlap"),
+    }
 
     def further(_: Any, times: Times, device: torch.device) -> Figures:
         return {name: percent("cost per token against tp=1", t / times["tp=1"] - 1) for name, t in times.items()}
