@@ -3,6 +3,7 @@
     python benchmarks/layout_speed.py --out layout_speed_h200x2                        all sections on all GPUs here
     python benchmarks/layout_speed.py --sections tp cp --ranks 2 --seconds 120         some, on two, with a time limit
     python benchmarks/layout_speed.py --sections moe moe-deepspeed --moe-preset mula-20b-a2b
+    CUDA_DEVICE_MAX_CONNECTIONS=1 python benchmarks/layout_speed.py --sections tp      kernels start in queued order
     python benchmarks/layout_speed.py --sections pp pp-deepspeed --micro-batches 16    smaller bubbles
     python benchmarks/layout_speed.py --device cpu --ranks 2 --out layout_speed_smoke  gloo, tiny: that it runs
     python benchmarks/layout_speed.py --table layout_speed_h200x2.json                 the table of an earlier run
@@ -12,8 +13,9 @@ engine and schedule (peers: DeepSpeed's), on random tokens. The variants of a se
 turns: some consecutive steps each, a wait for the device, the next variant; the order turns round every time. A time is
 the median of these turns, on the slowest rank. Sections:
 
-tp             Mula-1B, tensor with sequence parallelism against data parallelism: the same tokens a step, those of a
-               tensor-parallel group in one micro-batch. Cost: time of a step over that of tp=1, minus 1.
+tp             Mula-1B, tensor with sequence parallelism, with and without --tp-comm-overlap, against data parallelism:
+               the same tokens a step, those of a tensor-parallel group in one micro-batch. Cost: time of a step over
+               that of tp=1, minus 1.
 pp             Mula-1B, schedules against their bubble-limited ideal: T + (p - 1) / (p v) t for p stages of v chunks
                (zero bubble: T). T is a step of the same micro-batches shared out over p data-parallel ranks: the same
                work a GPU, no bubble, reduction of gradients included. t is the forward and backward of one micro-batch
@@ -155,6 +157,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "command": " ".join(sys.argv),
         "ranks": ranks,
         "torch": torch.__version__,
+        "environment": {
+            name: value for name, value in os.environ.items() if name.startswith(("CUDA_", "NCCL_", "TORCH_NCCL"))
+        },
         "options": {name: value for name, value in vars(args).items() if name not in ("table", "out")},
         "sections": {},
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -87,15 +89,18 @@ def test_equals_one_process(measured: dict[str, dict[str, float]], case: str) ->
     assert {name: value for name, value in found.items() if not value <= 1e-5} == {}
 
 
-def gradients(rank: int, world: int, parallel: dict[str, Any]) -> list[torch.Tensor]:
+def gradients(rank: int, world: int, parallel: dict[str, Any]) -> tuple[list[torch.Tensor], int]:
+    """Every gradient, and the exchanges that forward and backward have started."""
     config = ParallelConfig(**TP4, **parallel)
     model = build(dict(num_query_groups=4), Mesh(config, rank=rank, world_size=world), config)
-    model(*batch_of(0)).loss_sum.backward()
-    return [parameter.grad for parameter in model.parameters()]
+    with watched() as events:
+        model(*batch_of(0)).loss_sum.backward()
+    return [parameter.grad for parameter in model.parameters()], events.count("start")
 
 
-def watched(ranks: TensorGroup, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
-    """What happens in which order on the way into a region of two projections, and out of it."""
+@contextmanager
+def watched() -> Iterator[list[str]]:
+    """What happens in which order."""
     events: list[str] = []
     start, wait, mm = collectives.start_exchange, collectives.Started.wait, torch.mm
 
@@ -106,16 +111,22 @@ def watched(ranks: TensorGroup, monkeypatch: pytest.MonkeyPatch) -> tuple[list[s
 
         return noted
 
-    monkeypatch.setattr(collectives, "start_exchange", note("start", start))
-    monkeypatch.setattr(tensor, "start_exchange", note("start", start))
-    monkeypatch.setattr(collectives.Started, "wait", note("wait", wait))
-    monkeypatch.setattr(torch, "mm", note("own", mm))
-    with torch.no_grad():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "start_exchange", note("start", start))
+        patch.setattr(tensor, "start_exchange", note("start", start))
+        patch.setattr(collectives.Started, "wait", note("wait", wait))
+        patch.setattr(torch, "mm", note("mm", mm))
+        yield events
+
+
+@torch.no_grad()
+def in_and_out(ranks: TensorGroup) -> tuple[list[str], list[str]]:
+    """What happens on the way into a region of two projections, and out of it."""
+    with watched() as entering:
         ranks.project(torch.ones(1, 2, 8), [nn.Linear(8, 4, bias=False), nn.Linear(8, 4, bias=False)])
-        entering, events[:] = list(events), []
+    with watched() as leaving:
         ranks.project_out(torch.ones(1, 2 * ranks.size, 4), nn.Linear(4, 8, bias=False))
-    monkeypatch.undo()
-    return entering, events
+    return entering, leaving
 
 
 def sum_in_bf16(rank: int, ranks: TensorGroup) -> bool:
@@ -134,13 +145,14 @@ def overlapped_rank(rank: int, world: int) -> dict[str, Any]:
     group = mesh.group("tp")
     assert group is not None
     ranks = TensorGroup(group, mesh.index("tp"), mesh.size("tp"), sequence_parallel=True, overlap=True)
-    entering, leaving = watched(ranks, pytest.MonkeyPatch())
-    first, second, again = (
+    entering, leaving = in_and_out(ranks)
+    (first, exchanges), (second, _), (again, exchanges_again) = (
         gradients(rank, world, OVERLAP | more) for more in ({}, {}, dict(recompute_modules=list(Recompute)))
     )
     return {
         "entering": entering,
         "leaving": leaving,
+        "exchanges": (exchanges, exchanges_again),
         "bf16": sum_in_bf16(rank, ranks),
         "repeats": all(map(torch.equal, first, second)),
         "recomputed": all(map(torch.equal, first, again)),
@@ -150,7 +162,9 @@ def overlapped_rank(rank: int, world: int) -> dict[str, Any]:
 def test_overlap_works_while_blocks_travel_and_repeats_every_bit() -> None:
     for found in run_distributed(overlapped_rank, 4):
         # Three other ranks: all is under way before the two products of the first block, each later pair has one wait.
-        assert found["entering"] == ["start"] * 3 + ["own"] * 2 + ["wait", "own", "own"] * 3
+        assert found["entering"] == ["start"] * 3 + ["mm"] * 2 + ["wait", "mm", "mm"] * 3
         # Each of the others' blocks leaves when it is multiplied; nobody waits before this rank's own is.
-        assert found["leaving"] == ["start"] * 3 + ["own"] + ["wait"] * 3
+        assert found["leaving"] == ["start"] * 3 + ["mm"] + ["wait"] * 3
+        # Two regions in each of two layers: in, out, and gradients in. Recomputation sends nothing again.
+        assert found["exchanges"] == (36, 36)
         assert found["bf16"] and found["repeats"] and found["recomputed"]
