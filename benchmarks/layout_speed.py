@@ -4,6 +4,7 @@
     python benchmarks/layout_speed.py --sections tp cp --ranks 2 --seconds 120         some, on two, with a time limit
     python benchmarks/layout_speed.py --sections moe moe-deepspeed --moe-preset mula-20b-a2b
     CUDA_DEVICE_MAX_CONNECTIONS=1 python benchmarks/layout_speed.py --sections tp      kernels start in queued order
+    TORCH_NCCL_HIGH_PRIORITY=1 python benchmarks/layout_speed.py --sections tp         communication before products
     python benchmarks/layout_speed.py --sections pp pp-deepspeed --micro-batches 16    smaller bubbles
     python benchmarks/layout_speed.py --device cpu --ranks 2 --out layout_speed_smoke  gloo, tiny: that it runs
     python benchmarks/layout_speed.py --table layout_speed_h200x2.json                 the table of an earlier run
@@ -58,6 +59,7 @@ from layout_speed_sections import SECTIONS, Section
 from megatron.optimus.runtime import device as devices
 from megatron.optimus.runtime import launch_env
 
+VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_HIGH_PRIORITY", "NCCL_NVLS_ENABLE")  # that matter for overlap
 START_LIMIT = 120.0  # seconds for processes to start
 
 
@@ -157,9 +159,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "command": " ".join(sys.argv),
         "ranks": ranks,
         "torch": torch.__version__,
-        "environment": {
-            name: value for name, value in os.environ.items() if name.startswith(("CUDA_", "NCCL_", "TORCH_NCCL"))
-        },
+        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "options": {name: value for name, value in vars(args).items() if name not in ("table", "out")},
         "sections": {},
     }
