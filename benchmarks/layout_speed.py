@@ -2,7 +2,7 @@
 
     python benchmarks/layout_speed.py --out layout_speed_h200x2                        all sections on all GPUs here
     python benchmarks/layout_speed.py --sections tp cp --ranks 2 --seconds 120         some, on two, with a time limit
-    python benchmarks/layout_speed.py --sections moe moe-deepspeed --moe-preset mula-20b-a2b
+    python benchmarks/layout_speed.py --sections moe moe-autoep --moe-preset mula-20b-a2b
     CUDA_DEVICE_MAX_CONNECTIONS=1 python benchmarks/layout_speed.py --sections tp      kernels start in queued order
     TORCH_NCCL_HIGH_PRIORITY=1 python benchmarks/layout_speed.py --sections tp         communication before products
     python benchmarks/layout_speed.py --sections pp pp-deepspeed --micro-batches 16    smaller bubbles
@@ -25,8 +25,10 @@ pp-deepspeed   the same model and micro-batches through DeepSpeed's PipelineModu
 cp             Mula-1B, one sequence over all ranks, against the attention-bound ideal: layers x attention + rest.
                attention: forward and backward over the whole sequence of a rank's share of the heads, alone on the
                GPU (ring attention does as much); rest: the same step with an attention that does nothing.
-moe            experts over all ranks: how tokens travel.
-moe-deepspeed  the same with DeepSpeed's AutoEP and its older MoE layer (layout_speed_peers.py).
+moe            experts over all ranks: how tokens travel. Exposed: what a step takes longer than one in which every
+               token finds its experts on its own rank.
+moe-autoep     the same with DeepSpeed's AutoEP (layout_speed_peers.py).
+moe-deepspeed  one sequence a GPU, with DeepSpeed's older MoE layer.
 
 tp and pp have all 16 layers. cp and moe have 4 by default, to save time: layers are alike, but embedding and head weigh
 more than in the whole model. The whole set is meant for GPUs of 141 GB; smaller ones need --micro-batch-size 2. A

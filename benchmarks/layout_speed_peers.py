@@ -4,7 +4,8 @@ The pipeline is deepspeed.pipe.PipelineModule over embedding, blocks, and final 
 loss is the project's. Of DeepSpeed's two MoE layers, AutoEP (its configuration's section "expert_parallel") replaces a
 block with a linear gate and fused experts by its own dropless layer, and deepspeed.moe.layer.MoE is the older one: its
 capacity factor is 1 here, so it drops tokens where experts are not equally busy, and never computes more than ours.
-Neither gets an auxiliary loss. Both train with ZeRO stage 1 and torch's fused AdamW.
+Neither gets an auxiliary loss. All train with ZeRO stage 1 and torch's fused AdamW; with MoE layers gradients are added
+up and reduced in the weights' dtype, DeepSpeed's default, where ours do both in fp32.
 """
 
 from __future__ import annotations

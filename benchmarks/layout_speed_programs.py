@@ -77,10 +77,9 @@ def random_tokens(config: Any, rows: int, seed: int, device: torch.device) -> tu
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def ours(words: Sequence[str], device: torch.device, attend: Callable[..., torch.Tensor] | None = None) -> Program:
-    """The training program's model, engine, schedule and step; ``attend`` goes in the place of attention."""
+def ours(words: Sequence[str], device: torch.device, change: Callable[[Any], None] = lambda model: None) -> Program:
+    """The training program's model, after ``change``, its engine, schedule and step."""
     from megatron.optimus.data.loader import Batch
-    from megatron.optimus.layers.attention import Attention
     from megatron.optimus.parallel.context import own_positions
     from megatron.optimus.parallel.mesh import Mesh
     from megatron.optimus.trainer import build
@@ -94,10 +93,7 @@ def ours(words: Sequence[str], device: torch.device, attend: Callable[..., torch
     check(config, ranks)
     mesh = Mesh(config.parallel, rank=rank, world_size=ranks)
     model = build.build_model(config, mesh, device)
-    if attend is not None:
-        for module in model.modules():
-            if isinstance(module, Attention):
-                module.attend = attend
+    change(model)
     micro_batches = gradient_accumulation_steps(config, ranks)
     engine = build_engine(model, config, mesh, micro_batches)
     for group in engine.optimizer.param_groups:
@@ -135,8 +131,29 @@ class NoAttention(torch.autograd.Function):
         return grads[0], part, part
 
 
-def no_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Any) -> torch.Tensor:
-    return NoAttention.apply(q, k, v)
+def without_attention(model: Any) -> None:
+    for block in model.layers:
+        block.attention.attend = lambda q, k, v, documents: NoAttention.apply(q, k, v)
+
+
+class KeepHere:
+    """In place of a transport: every token's experts are among this rank's, as many as it has."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+
+    def dispatch(self, x_TD: torch.Tensor, routing: Any) -> Any:
+        from megatron.optimus.moe.dispatch import ExpertRows
+
+        return ExpertRows(x_TD, routing.weights_TK, routing.indices_TK % self.num_experts, None)
+
+    def combine(self, y_RD: torch.Tensor, handle: Any) -> torch.Tensor:
+        return y_RD
+
+
+def without_exchange(model: Any) -> None:
+    for layer in model.moe_layers():
+        layer.dispatcher = KeepHere(len(layer.experts.gate_up_weight))
 
 
 def attention_alone(words: Sequence[str], device: torch.device, ranks: int, repeats: int) -> float:

@@ -14,6 +14,7 @@ from torch.torch_version import TorchVersion
 
 TINY = "--hidden-size 64 --num-attention-heads 4 --vocab-size 512 --ddp-bucket-size 65536 --max-position-embeddings 512"
 Build = Callable[[torch.device], programs.Program]
+BuildSection = Callable[[argparse.Namespace, int], "Section"]
 Times = dict[str, float]  # seconds of a step, by variant
 Figures = dict[str, dict[str, Any]]  # further results, by variant
 
@@ -114,7 +115,7 @@ def cp_section(args: argparse.Namespace, ranks: int) -> Section:
     variants = {
         "ulysses": ours(f"{base} --cp-comm-type a2a"),
         "ring": ours(f"{base} --cp-comm-type p2p"),
-        rest: ours(base, attend=programs.no_attention),
+        rest: ours(base, change=programs.without_attention),
     }
 
     def further(built: Any, times: Times, device: torch.device) -> Figures:
@@ -129,12 +130,12 @@ def cp_section(args: argparse.Namespace, ranks: int) -> Section:
     return Section(variants, further, turns=3, steps=1, warm_up=2)
 
 
-def moe_words(args: argparse.Namespace, ranks: int) -> dict[str, str]:
+def moe_words(args: argparse.Namespace, ranks: int, micro_batch_size: int | None = None) -> dict[str, str]:
+    size = micro_batch_size or args.micro_batch_size
     tiny = f"{TINY} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32" if args.device == "cpu" else ""
     base = (
         f"--preset {args.moe_preset} {tiny} --params-dtype {args.dtype} --num-layers {args.moe_layers} "
-        f"--seq-length {args.seq_length} --micro-batch-size {args.micro_batch_size} "
-        f"--global-batch-size {args.micro_batch_size * ranks} "
+        f"--seq-length {args.seq_length} --micro-batch-size {size} --global-batch-size {size * ranks} "
         f"--expert-model-parallel-size {ranks} --moe-token-dispatcher-type"
     )
     return {
@@ -145,22 +146,29 @@ def moe_words(args: argparse.Namespace, ranks: int) -> dict[str, str]:
 
 
 def moe_section(args: argparse.Namespace, ranks: int) -> Section:
-    def further(_: Any, times: Times, device: torch.device) -> Figures:
-        return {name: {"what": "time over allgather's", "ratio": t / times["allgather"]} for name, t in times.items()}
-
-    return Section({name: ours(words) for name, words in moe_words(args, ranks).items()}, further)
-
-
-def moe_deepspeed_section(args: argparse.Namespace, ranks: int) -> Section:
-    own = {name: words for name, words in moe_words(args, ranks).items() if "chunks" not in name}
-    variants = {name: ours(words) for name, words in own.items()}
-    variants["DeepSpeed AutoEP"] = lambda device: peer("moe", own["alltoall"], device, "autoep")
-    variants["DeepSpeed MoE"] = lambda device: peer("moe", own["alltoall"], device, "native")
+    words = moe_words(args, ranks)
+    rest = "rest: no exchange"
+    variants = {name: ours(line) for name, line in words.items()}
+    variants[rest] = ours(words["allgather"], change=programs.without_exchange)
 
     def further(_: Any, times: Times, device: torch.device) -> Figures:
-        return over_fastest(times, list(own))
+        return {name: percent("of the step is exposed exchange", 1 - times[rest] / times[name]) for name in words}
 
-    return Section(variants, further, needs_all=False)
+    return Section(variants, further)
+
+
+def moe_peer_section(
+    kind: str, name: str, micro_batch_size: int | None
+) -> Callable[[argparse.Namespace, int], Section]:
+    """Ours against one of DeepSpeed's layers; ``micro_batch_size``: None for the option's."""
+
+    def build(args: argparse.Namespace, ranks: int) -> Section:
+        words = moe_words(args, ranks, micro_batch_size)
+        own = {transport: ours(words[transport]) for transport in ("allgather", "alltoall")}
+        theirs: Build = lambda device: peer("moe", words["alltoall"], device, kind)  # noqa: E731
+        return Section(own | {name: theirs}, lambda _, times, __: over_fastest(times, list(own)), needs_all=False)
+
+    return build
 
 
 def over_fastest(times: Times, own: list[str]) -> Figures:
@@ -168,13 +176,14 @@ def over_fastest(times: Times, own: list[str]) -> Figures:
     return {name: {"what": "time over our fastest", "ratio": t / fastest} for name, t in times.items()}
 
 
-SECTIONS: dict[str, Callable[[argparse.Namespace, int], Section]] = {
+SECTIONS: dict[str, BuildSection] = {
     "tp": tp_section,
     "pp": pp_section,
     "pp-deepspeed": pp_deepspeed_section,
     "cp": cp_section,
     "moe": moe_section,
-    "moe-deepspeed": moe_deepspeed_section,
+    "moe-autoep": moe_peer_section("autoep", "DeepSpeed AutoEP", None),
+    "moe-deepspeed": moe_peer_section("native", "DeepSpeed MoE", 1),  # its masks take tokens x experts x capacity
 }
 
 
