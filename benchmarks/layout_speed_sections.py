@@ -89,7 +89,8 @@ def pp_section(args: argparse.Namespace, ranks: int) -> Section:
             figures[name] = reached | {"ideal_ms": ideal * 1e3, "bubble_ms": bubble * each * 1e3}
         return figures
 
-    return Section({whole: ours(base), **{name: ours(words) for name, (words, _) in found.items()}}, further)
+    variants = {whole: ours(base), **{name: ours(words) for name, (words, _) in found.items()}}
+    return Section(variants, further, turns=3, warm_up=3)
 
 
 def pp_deepspeed_section(args: argparse.Namespace, ranks: int) -> Section:
@@ -103,7 +104,7 @@ def pp_deepspeed_section(args: argparse.Namespace, ranks: int) -> Section:
     def further(_: Any, times: Times, device: torch.device) -> Figures:
         return over_fastest(times, list(variants))
 
-    return Section(variants | peers, further, needs_all=False)
+    return Section(variants | peers, further, needs_all=False, turns=3, warm_up=3)
 
 
 def cp_section(args: argparse.Namespace, ranks: int) -> Section:

@@ -12,9 +12,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import layout_speed  # noqa: E402
-import layout_speed_programs as programs  # noqa: E402
-import layout_speed_sections as sections  # noqa: E402
+import layout_speed
+import layout_speed_programs as programs
+import layout_speed_sections as sections
 
 CPU = torch.device("cpu")
 
