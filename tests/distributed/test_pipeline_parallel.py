@@ -176,6 +176,9 @@ CASES = {
         ),
         "1f1b, tp 2": Case(4, 2, ONE, 3, stages(2, **TP2), PLAIN),
         "zero bubble, tp 2": Case(4, 4, ZERO_BUBBLE, 4, stages(2, 2, **TP2), PLAIN),
+        "zero bubble, tp 2, overlapped, everything recomputed": Case(
+            4, 4, ZERO_BUBBLE, 4, stages(2, 2, **TP2, tp_comm_overlap=True, **EVERYTHING), PLAIN
+        ),
         "zbv, tp 2, everything recomputed": Case(4, 4, ZBV, 4, stages(2, 2, **TP2, **EVERYTHING), PLAIN),
     },
 }

@@ -202,6 +202,17 @@ def experts_under_tensor_parallelism_need_split_tokens(config: RunConfig, world_
     )
 
 
+def overlap_needs_split_tokens(config: RunConfig, world_size: int) -> str | None:
+    parallel = config.parallel
+    if not parallel.tp_comm_overlap or (parallel.tensor_model_parallel_size > 1 and parallel.sequence_parallel):
+        return None
+    return (
+        f"tp_comm_overlap=True with tensor_model_parallel_size={parallel.tensor_model_parallel_size} and "
+        f"sequence_parallel={parallel.sequence_parallel}: there are no tokens to send; use "
+        "tensor_model_parallel_size=2 or more with sequence_parallel=True, or tp_comm_overlap=False"
+    )
+
+
 def sequence_divides(config: RunConfig, world_size: int) -> str | None:
     parallel, training = config.parallel, config.training
     cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
@@ -337,6 +348,7 @@ RULES: list[Rule] = [
     tensor_parallel_divides_model,
     expert_tensor_parallel_divides_experts,
     experts_under_tensor_parallelism_need_split_tokens,
+    overlap_needs_split_tokens,
     sequence_divides,
     context_parallel_divides_heads,
     batch_divides,

@@ -282,6 +282,9 @@ class ParallelConfig:
     expert_model_parallel_size: int = option(1, "ranks that share the experts of one layer")
     expert_tensor_parallel_size: int = option(1, "ranks that share one expert's matrices; 1: experts are whole")
     sequence_parallel: bool = option(True, "tensor parallelism: norms and residuals on shards of the tokens")
+    tp_comm_overlap: bool = option(
+        False, "tensor parallelism: send one rank's tokens in and out of it while others' are multiplied"
+    )
     cp_comm_type: ContextCommunication = option(
         ContextCommunication.A2A, "context parallelism: a2a (Ulysses) or p2p (ring)"
     )

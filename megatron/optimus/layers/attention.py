@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron.optimus.config.schema import ModelConfig, QKNormScope
 from megatron.optimus.layers.documents import Documents, document_attention
-from megatron.optimus.layers.linear import Project, project
+from megatron.optimus.layers.linear import Project, ProjectOut, project, project_out
 from megatron.optimus.layers.norm import RMSNorm
 from megatron.optimus.layers.rope import RopeTable, apply_rope
 
@@ -45,6 +45,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(q_norm_width, config.norm_epsilon) if config.qk_layernorm else nn.Identity()
         self.k_norm = RMSNorm(k_norm_width, config.norm_epsilon) if config.qk_layernorm else nn.Identity()
         self.project: Project = project
+        self.project_out: ProjectOut = project_out
         self.attend: Attend = causal_attention  # context parallelism puts another one here
 
     def forward(self, x_BSD: Tensor, rope: RopeTable, documents: Documents | None = None) -> Tensor:
@@ -55,7 +56,7 @@ class Attention(nn.Module):
         v_BGSd = self._heads(v_BSW, length)
         q_BHSd, k_BGSd = apply_rope(q_BHSd, rope), apply_rope(k_BGSd, rope)
         out_BHSd = self.attend(q_BHSd, k_BGSd, v_BGSd, documents)
-        return self.o_proj(out_BHSd.transpose(1, 2).flatten(2))
+        return self.project_out(out_BHSd.transpose(1, 2).flatten(2), self.o_proj)
 
     def _normed(self, x_BSW: Tensor, norm: nn.Module) -> Tensor:
         if not self.norm_heads:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.optimus.config.schema import ModelConfig
-from megatron.optimus.layers.linear import Project, project
+from megatron.optimus.layers.linear import Project, ProjectOut, project, project_out
 
 
 class MLP(nn.Module):
@@ -18,7 +18,8 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.ffn_hidden_size, bias=False)
         self.down_proj = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=False)
         self.project: Project = project
+        self.project_out: ProjectOut = project_out
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.project(x, (self.gate_proj, self.up_proj))
-        return self.down_proj(F.silu(gate) * up)
+        return self.project_out(F.silu(gate) * up, self.down_proj)

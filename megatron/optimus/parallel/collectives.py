@@ -12,7 +12,7 @@ the forward keeps its result, and the repetition takes it from there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -65,6 +65,12 @@ def once(compute: Callable[..., Tensor], *args: Any) -> Tensor:
 def is_recorded() -> bool:
     """Whether results are kept for, or taken in, a repetition."""
     return getattr(_current, "record", None) is not None
+
+
+def is_replayed() -> bool:
+    """Whether this is the repetition."""
+    record = getattr(_current, "record", None)
+    return record is not None and record[0] is not None
 
 
 def exchange_row_counts(num_rows: int, group: Group, device: torch.device) -> list[int]:
@@ -236,13 +242,15 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Started:
-    """A collective under way. Work that does not need its result is queued before ``wait``."""
+    """Communication under way. Work that does not need its result is queued before ``wait``."""
 
-    def __init__(self, work: dist.Work, result: Tensor, source: Tensor) -> None:
-        self._work, self._result, self._source = work, result, source  # the source must live until it has been read
+    def __init__(self, works: dist.Work | list[dist.Work], result: Tensor, source: Tensor) -> None:
+        self._works = works if isinstance(works, list) else [works]
+        self._result, self._source = result, source  # the source must live until it has been read
 
     def wait(self) -> Tensor:
-        self._work.wait()
+        for work in self._works:
+            work.wait()
         return self._result
 
 
@@ -263,6 +271,33 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Started:
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Started:
     """The ranks' sum, in place; outside autograd."""
     return Started(dist.all_reduce(x, group=group, async_op=True), x, x)
+
+
+def start_exchange(x: Tensor, out: Tensor, step: int, group: dist.ProcessGroup) -> Started:
+    """x goes to the rank ``step`` places on in the group, round and round; ``out`` is filled by the one as far before.
+
+    Both are contiguous. Point-to-point, and outside autograd. All ranks call it with the same step.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    following = dist.get_global_rank(group, (rank + step) % size)
+    previous = dist.get_global_rank(group, (rank - step) % size)
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, x, following, group), dist.P2POp(dist.irecv, out, previous, group)]
+    )
+    return Started(works, out, x)
+
+
+def gather_in_blocks(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
+    """(rank, its x) for every rank of the group, this one first and the others as they come.
+
+    [T, ...] each, contiguous; they come to lie in ``out`` [size * T, ...], but for this rank's own. Outside autograd.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    blocks = out.chunk(size)
+    arriving = [start_exchange(x, blocks[(rank - step) % size], step, group) for step in range(1, size)]
+    yield rank, x
+    for step, started in enumerate(arriving, start=1):
+        yield (rank - step) % size, started.wait()
 
 
 def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:

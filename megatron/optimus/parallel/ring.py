@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron.optimus.layers.documents import Documents
 from megatron.optimus.layers.partial_attention import attend_part, attend_part_backward, merge
-from megatron.optimus.parallel.collectives import once
+from megatron.optimus.parallel.collectives import Started, once, start_exchange
 
 
 class Span(NamedTuple):
@@ -139,7 +139,7 @@ def _backward(
     batch, heads, length, _ = q_BHSd.shape
     dq_BHSd = torch.zeros_like(q_BHSd, dtype=torch.float32)
     dtype, kv_2BGSd = kv_2BGSd.dtype, kv_2BGSd.contiguous()
-    following: _Arriving | None = None  # gradients of the keys and values at hand, from the ranks they have visited
+    following: Started | None = None  # gradients of the keys and values at hand, from the ranks they have visited
     for step in range(size):
         arriving = _pass_on(kv_2BGSd, group) if step < size - 1 else None
         k_BHSd, v_BHSd = _for_heads(kv_2BGSd, heads)
@@ -173,24 +173,5 @@ def _for_heads(kv_2BGSd: Tensor, heads: int) -> Tensor:
     return kv_2BGSd.repeat_interleave(heads // kv_2BGSd.shape[2], dim=2)
 
 
-class _Arriving:
-    """A tensor on its way from the previous rank, while ours goes to the next."""
-
-    def __init__(self, sent: Tensor, received: Tensor, works: list[dist.Work]) -> None:
-        self._sent, self._received, self._works = sent, received, works  # sent must live until it has left
-
-    def wait(self) -> Tensor:
-        for work in self._works:
-            work.wait()
-        return self._received
-
-
-def _pass_on(x: Tensor, group: dist.ProcessGroup) -> _Arriving:
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    following = dist.get_global_rank(group, (rank + 1) % size)
-    previous = dist.get_global_rank(group, (rank - 1) % size)
-    received = torch.empty_like(x)
-    works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, x, following, group), dist.P2POp(dist.irecv, received, previous, group)]
-    )
-    return _Arriving(x, received, works)
+def _pass_on(x: Tensor, group: dist.ProcessGroup) -> Started:
+    return start_exchange(x, torch.empty_like(x), 1, group)

@@ -39,12 +39,15 @@ from megatron.optimus.parallel.collectives import (
     all_gather_rows,
     copy_to_ranks,
     gather_columns,
+    gather_in_blocks,
     gather_rows,
     is_recorded,
+    is_replayed,
     once,
     reduce_scatter_rows,
     start_all_gather,
     start_all_reduce,
+    start_exchange,
     start_reduce_scatter,
     sum_for_parts,
     sum_over_ranks,
@@ -60,6 +63,7 @@ class TensorGroup:
     index: int
     size: int
     sequence_parallel: bool
+    overlap: bool = False  # blocks travel while others are multiplied; with sequence parallelism
 
     def enter(self, x: Tensor) -> Tensor:
         """All tokens [1, T, D] of this rank's [1, T/t, D]; without sequence parallelism x, which has all of them."""
@@ -70,6 +74,10 @@ class TensorGroup:
     def project(self, x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
         """What these layers' parts make of all tokens; see ``_EnterAndProject``."""
         return _EnterAndProject.apply(x, self, *(layer.weight for layer in layers))
+
+    def project_out(self, x: Tensor, layer: nn.Linear) -> Tensor:
+        """What ``leave`` makes of this layer's part; see ``_ProjectAndLeave``."""
+        return _ProjectAndLeave.apply(x, layer.weight, self)
 
     def leave(self, x: Tensor) -> Tensor:
         """The sum over ranks of partial results [B, S, D]: this rank's tokens [1, T/t, D] of it, or all of it."""
@@ -93,13 +101,17 @@ class _EnterAndProject(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorGroup, *weights: Tensor) -> tuple[Tensor, ...]:
         all_TD = x.flatten(0, 1)
-        if ranks.sequence_parallel:
-            all_TD = once(gather_rows, all_TD, ranks.group)
+        if ranks.overlap:
+            all_TD, outputs = _project_blocks(all_TD, weights, ranks)
+        else:
+            if ranks.sequence_parallel:
+                all_TD = once(gather_rows, all_TD, ranks.group)
+            outputs = [F.linear(all_TD, weight) for weight in weights]
         ctx.ranks, ctx.shape = ranks, x.shape
         ctx.gathers = ranks.sequence_parallel and not is_recorded()
         ctx.save_for_backward(x.flatten(0, 1) if ctx.gathers else all_TD, *weights)
         shape = (1, len(all_TD)) if ranks.sequence_parallel else x.shape[:-1]
-        return tuple(F.linear(all_TD, weight).view(*shape, -1) for weight in weights)
+        return tuple(output.view(*shape, -1) for output in outputs)
 
     @staticmethod
     @once_differentiable
@@ -119,6 +131,69 @@ class _EnterAndProject(torch.autograd.Function):
             for grad_TW, wanted in zip(grads_TW, ctx.needs_input_grad[2:], strict=True)
         ]
         return summing.wait().view(ctx.shape), None, *dweights
+
+
+def _project_blocks(x_TD: Tensor, weights: Sequence[Tensor], ranks: TensorGroup) -> tuple[Tensor, list[Tensor]]:
+    """What the weights make of all ranks' rows [t * T, D], a block when it comes; and these rows.
+
+    Without recomputation nobody reads them: this rank's own are then missing.
+    """
+    replayed = is_replayed()
+    all_TD = once(lambda: all_TD) if replayed else x_TD.new_empty(ranks.size * len(x_TD), x_TD.shape[1])
+    outputs = [x_TD.new_empty(len(all_TD), len(weight)) for weight in weights]
+    # In the repetition the same products of the same blocks, for the same bits.
+    blocks = (
+        enumerate(all_TD.chunk(ranks.size)) if replayed else gather_in_blocks(x_TD.contiguous(), all_TD, ranks.group)
+    )
+    for index, rows in blocks:
+        for output, weight in zip(outputs, weights, strict=True):
+            torch.mm(rows, weight.t(), out=output.chunk(ranks.size)[index])
+    if is_recorded() and not replayed:
+        all_TD.chunk(ranks.size)[ranks.index].copy_(x_TD)
+        all_TD = once(lambda: all_TD)
+    return all_TD, outputs
+
+
+class _ProjectAndLeave(torch.autograd.Function):
+    """A row-split projection and ``leave`` with sequence parallelism: [B, S, W / t] -> [1, T / t, D].
+
+    Each rank multiplies the others' tokens first and sends a block off while it multiplies the next one, its own last.
+    In the backward the gradients' blocks travel while others are multiplied, its own first. A token's partial results
+    are added up in fp32 in the order of the ranks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_DW: Tensor, ranks: TensorGroup) -> Tensor:
+        ctx.ranks, ctx.shape = ranks, x.shape
+        x_TW = x.flatten(0, 1)
+        ctx.save_for_backward(x_TW, weight_DW)
+        rows = len(x_TW) // ranks.size
+        if is_replayed():  # the result leaves the part that is repeated: it was used when there was one
+            return x.new_empty(1, rows, len(weight_DW))
+        blocks, parts = x_TW.chunk(ranks.size), x.new_empty(ranks.size, rows, len(weight_DW))
+        arriving = []
+        for step in range(1, ranks.size):
+            product = blocks[(ranks.index + step) % ranks.size] @ weight_DW.t()
+            source = (ranks.index - step) % ranks.size
+            arriving.append(start_exchange(product, parts[source], step, ranks.group))
+        torch.mm(blocks[ranks.index], weight_DW.t(), out=parts[ranks.index])
+        for started in arriving:
+            started.wait()
+        return parts.sum(dim=0, keepdim=True)  # fp32 inside, whatever the dtype
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x_TW, weight_DW = ctx.saved_tensors
+        ranks: TensorGroup = ctx.ranks
+        grad_RD = grads[0].flatten(0, 1).contiguous()
+        all_TD = grad_RD.new_empty(len(x_TW), grad_RD.shape[1])
+        dx_TW = torch.empty_like(x_TW)
+        for index, rows in gather_in_blocks(grad_RD, all_TD, ranks.group):
+            torch.mm(rows, weight_DW, out=dx_TW.chunk(ranks.size)[index])
+        all_TD.chunk(ranks.size)[ranks.index].copy_(grad_RD)
+        dweight = all_TD.t() @ x_TW if ctx.needs_input_grad[1] else None
+        return dx_TW.view(ctx.shape), dweight, None
 
 
 class SplitRMSNorm(nn.Module):
@@ -177,7 +252,7 @@ def apply_tensor_parallelism(model: Decoder, config: ParallelConfig, mesh: Mesh)
     group = mesh.group("tp")
     if group is None:
         return
-    ranks = TensorGroup(group, mesh.index("tp"), mesh.size("tp"), config.sequence_parallel)
+    ranks = TensorGroup(group, mesh.index("tp"), mesh.size("tp"), config.sequence_parallel, config.tp_comm_overlap)
     is_tied = model.lm_head.weight is model.embedding.weight
     ranks.split(model.embedding, 0)
     if not is_tied:
@@ -237,7 +312,10 @@ def _make_region(module: Attention | MLP, ranks: TensorGroup) -> None:
         return ranks.leave(output)
 
     module.project = ranks.project
-    module.register_forward_hook(leave)
+    if ranks.overlap:
+        module.project_out = ranks.project_out
+    else:
+        module.register_forward_hook(leave)
 
 
 def _weigh_losses(weight: float) -> Callable[[Router, Any, tuple[Routing, RouterStats]], None]:

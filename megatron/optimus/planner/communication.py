@@ -82,12 +82,16 @@ def _tensor(share: Share) -> Iterator[Collective]:
     split = share.config.parallel.sequence_parallel
     into, out = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) if split else (Kind.ALL_REDUCE, Kind.ALL_REDUCE)
     if split:
-        yield Collective("tp", into, "tokens into split layers", size, whole, regions)
         yield Collective("tp", into, "tokens again, in the backward", size, whole, regions, Hiding.PRODUCTS)
-    yield Collective("tp", out, "sums out of split layers", size, whole, regions)
     yield Collective("tp", out, "gradients out of split layers", size, whole, regions, Hiding.PRODUCTS)
-    if split:
-        yield Collective("tp", into, "gradients into split layers", size, whole, regions)
+    exposed = [(into, "tokens into split layers"), (out, "sums out of split layers")]
+    exposed = [*exposed, (into, "gradients into split layers")] if split else exposed[1:]
+    for kind, what in exposed:
+        if share.config.parallel.tp_comm_overlap:  # each rank's block to each other one
+            sends = (size - 1) * regions
+            yield Collective("tp", Kind.SEND, what, size, whole // size, sends, Hiding.PRODUCTS)
+        else:
+            yield Collective("tp", kind, what, size, whole, regions)
     norm = FP32 * share.tokens
     if model.qk_layernorm and model.qk_layernorm_scope is QKNormScope.FULL:
         yield Collective("tp", Kind.ALL_REDUCE, "squares of split norms", size, norm, 4 * share.num_layers * steps)

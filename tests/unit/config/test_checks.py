@@ -52,6 +52,12 @@ CHUNKS = "--virtual-pipeline-model-parallel-size 2"
             8,
             ["moe_dispatch_chunks=2 with moe_token_dispatcher_type=allgather", "use alltoall, or 1"],
         ),
+        (
+            "--tensor-model-parallel-size 2 --tp-comm-overlap --no-sequence-parallel",
+            2,
+            ["tp_comm_overlap=True", "sequence_parallel=False", "use tensor_model_parallel_size=2 or more with"],
+        ),
+        ("--tp-comm-overlap", 2, ["tensor_model_parallel_size=1", "or tp_comm_overlap=False"]),
         ("--expert-model-parallel-size 2", 8, ["expert_model_parallel_size=2", "num_experts=0", "use 1"]),
         ("--pipeline-model-parallel-size 8 --num-layers 6", 8, ["num_layers=6 is less than the 8 pipeline stages"]),
         (

@@ -60,6 +60,7 @@ KEPT = {
         MOE + "--expert-model-parallel-size 2 --recompute-modules moe",
         MOE + "--tensor-model-parallel-size 2 --expert-model-parallel-size 2",
         "--tensor-model-parallel-size 2",
+        "--tensor-model-parallel-size 2 --tp-comm-overlap",
         "--context-parallel-size 2",
         "--context-parallel-size 2 --cp-comm-type p2p",
     ],
@@ -84,6 +85,7 @@ SENT = {
         "",
         "--tensor-model-parallel-size 2 --no-sequence-parallel",
         "--tensor-model-parallel-size 2",
+        "--tensor-model-parallel-size 2 --tp-comm-overlap",
         "--context-parallel-size 2",
         "--context-parallel-size 2 --cp-comm-type p2p",
         "--context-parallel-size 2 --cp-comm-type p2p --num-query-groups 2 --recompute-modules attention",
@@ -93,6 +95,7 @@ SENT = {
         MOE + "--expert-model-parallel-size 2",
         MOE + "--expert-model-parallel-size 2 --zero-stage 2 --moe-router-load-balancing-type global_aux_loss",
         MOE + "--tensor-model-parallel-size 2 --expert-model-parallel-size 4",
+        "--tensor-model-parallel-size 4 --tp-comm-overlap",
     ],
 }
 
