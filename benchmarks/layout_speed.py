@@ -241,7 +241,7 @@ def main() -> int:
     parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
     parser.add_argument("--device", default="cuda", choices=["cuda", "xpu", "cpu"])
     parser.add_argument("--ranks", type=int, help="default: all GPUs of this machine; cpu: 2")
-    parser.add_argument("--limit", type=float, default=75.0, help="seconds for one section")
+    parser.add_argument("--limit", type=float, default=90.0, help="seconds for one section")
     parser.add_argument("--seconds", type=float, default=300.0, help="for all of them")
     parser.add_argument("--out", help="OUT.json, written after each section")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], help="default bf16, cpu: fp32")
