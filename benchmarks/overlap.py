@@ -363,12 +363,12 @@ def host_cost(count: int, device: torch.device) -> dict[str, float]:
     optimizer = deepspeed_ext.EPZeroOptimizer(
         torch.optim.AdamW(params, lr=LR), {p: str(i) for i, p in enumerate(params)}, groups=groups
     )
-    hooks = [hook for p in reversed(params) for hook in p._post_accumulate_grad_hooks.values()]
     gradient = torch.ones_like(params[0])
     hook_ms, step_ms = [], []
     for _ in range(50):
         for param in params:
             param.grad = gradient
+        hooks = [hook for p in reversed(params) for hook in p._post_accumulate_grad_hooks.values()]  # they may change
         synchronize(device)
         optimizer.set_gradient_accumulation_boundary(True)
         began = time.thread_time()

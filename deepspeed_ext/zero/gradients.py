@@ -1,33 +1,34 @@
 """From backward to reduced buckets: hooks collect gradients, complete buckets are reduced while backward goes on.
 
-A hook per parameter counts; its gradient stays in ``param.grad`` until all of its bucket are there and one multi-tensor
-copy takes them over (a parameter that lies in several buckets is copied at once). Buckets are launched strictly in one
-order, the expected order of completion, which is a pure function of the model: whatever gets its gradients early or
-late on some rank, every rank issues the same collectives in the same order. Nothing is launched in the first backward,
-which shows how often each parameter's gradient arrives; what never arrives is reduced as zeros at the end.
+A gradient stays in ``param.grad`` until all of its bucket are there and one multi-tensor copy takes them over (a
+parameter that lies in several buckets is copied at once). The parameter that came last in a bucket the time before is
+the one whose hook looks whether all are there; the others' hooks are a list's ``append``, which runs no Python code.
+Where it once is not the last, all look from then on. Buckets are launched strictly in one order, the expected order of
+completion, which is a pure function of the model: whatever gets its gradients early or late on some rank, every rank
+issues the same collectives in the same order. Nothing is launched in the first backward, which shows how often each
+parameter's gradient arrives; what never arrives is reduced as zeros at the end.
 
 Producers that add straight into the buffer (stage 1): ``param.main_grad`` is the parameter's place, of its shape;
-after adding, call ``param.main_grad_ready()`` and return no gradient. Parameters whose gradient came the ordinary way
-in the first backward lose ``main_grad``, and their place need not be cleared every step.
+after adding, call ``param.main_grad_ready()`` and return no gradient. Parameters for which nobody did in the first step
+lose ``main_grad`` at its end, and their place need not be cleared every step.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.family import Family
 from deepspeed_ext.zero.options import ZeroOptions
 from deepspeed_ext.zero.partition import launch_order
 from deepspeed_ext.zero.queued import Part, Queued, Slot
+from deepspeed_ext.zero.ring import Ring
 
 logger = logging.getLogger("deepspeed_ext")
-
-_RING = 4  # stage 2: buckets that may be in flight before the next one waits for the oldest
 
 
 class GradientSync:
@@ -45,25 +46,27 @@ class GradientSync:
         members = [[positions[part.slot.param] for part in entry.parts] for entry in queued]
         self._queue = [queued[index] for index in launch_order(members)]
         self.buckets = [entry.bucket for entry in self._queue]  # in launch order
-        self._next = 0
+        self._now = self._queue  # what this backward may launch
+        self._next = 0  # place in it
         self._is_armed = False  # launch complete buckets at once
         self._has_learned = False
-        self.has_events = False  # gradients have come since the end of the last backward
+        self._has_counted = False  # gradients of single parameters, see Queued, have come since the last backward
         self._has_ended = False  # and no other has begun
         self._has_surplus = False  # among them more for a parameter than in any backward before
+        self._is_unusual = False  # among them some that had to be counted one by one
+        self._has_settled = False  # the first step is over: it is known who adds into main_grad
         self._has_fused = False
         self._fused_places: list[Tensor] = []
-        self._is_unsorted = False
+        self._single: list[Slot] = []  # those that are not moved together with others
         self._was_dirty = False
-        self._lent: list[Queued] = []  # stage 2, in flight, oldest first
-        self._ring: list[Tensor] = []  # free buffers
-        self._ring_numel = max(
-            (entry.bucket.layout.numel for entry in self._queue if entry.bucket.has_peers), default=0
-        )
-        self._hooks = [slot.param.register_post_accumulate_grad_hook(self._hook_of(slot)) for slot in self._slots]
-        for entry in self._queue:
-            entry.sort()
+        self._ring = Ring(self.buckets, options.travel_dtype)
+        self._sort()
         self._begin()
+
+    @property
+    def has_events(self) -> bool:
+        """Whether gradients have come since the end of the last backward."""
+        return self._has_counted or any(entry.arrivals for entry in self._queue)
 
     @property
     def is_dirty(self) -> bool:
@@ -83,33 +86,69 @@ class GradientSync:
             param.main_grad = family.grad_buffer[family.place(name)].view(param.shape)  # type: ignore[attr-defined]
             param.main_grad_ready = self._ready_of(slot)  # type: ignore[attr-defined]
 
+    def _sort(self) -> None:
+        """Who is moved with others and who is not, and the hooks that follow from it."""
+        for entry in self._queue:
+            if not entry.is_sorted:
+                entry.sort()
+                entry.begin()
+                self._watch(entry)
+        self._single = [slot for slot in self._slots if not any(part.is_together for part in slot.parts)]
+        for slot in self._single:
+            slot.tell(self._hook_of(slot))
+        self._is_unsorted = False
+
     @property
     def _takes_at_end(self) -> bool:
         """Stage 2, when nothing is reduced before the end of backward: a buffer lent earlier would only be held."""
         return self._options.stage == 2 and not self._is_armed
 
     def _begin(self) -> None:
-        self._next = 0
+        self._now, self._next = self._queue, 0
         self._is_armed = False
         for entry in self._queue:
             entry.begin()
 
     # ---- during backward
 
-    def arm(self, will_reduce: bool) -> None:
-        """Before a backward: may complete buckets be reduced at once?"""
+    def arm(self, will_reduce: bool, only: Collection[Bucket] | None = None) -> None:
+        """Before a backward: may complete buckets be reduced at once? ``only``: no others are reduced by it."""
         self._has_ended = False
+        self._now = self._queue if only is None else [entry for entry in self._queue if entry.bucket in only]
         self._is_armed = will_reduce and self._has_learned and self._options.overlap_comm
-        if self._has_fused:  # producers write without asking: what an earlier reduction left must be out of the way
+        if self._has_fused or not self._has_settled:  # producers write without asking: the place must be free
             for entry in self._queue:
-                if entry.bucket.is_reduced:
+                if entry.bucket.is_reduced and entry.lent is None:
                     self._open(entry)
 
-    def _hook_of(self, slot: Slot) -> Callable[[Tensor], None]:
+    def _watch(self, entry: Queued) -> None:
+        """Every arrival of those that are moved together looks whether it was the last."""
+        arrivals, number = entry.arrivals, len(entry.together)
+
+        def arrived(param: nn.Parameter) -> None:
+            arrivals.append(param)
+            if len(arrivals) >= number and not entry.is_here and entry.is_sorted:
+                self._arrived_together(entry)
+
+        entry.has_tail = False
+        for part in entry.together:
+            part.slot.tell(arrived)
+
+    def _arrived_together(self, entry: Queued) -> None:
+        gradients = entry.gradients()
+        if gradients is None:  # one came twice, another not yet
+            return
+        entry.is_here = True
+        entry.waiting -= 1
+        if not entry.waiting:
+            self._complete(entry, gradients)
+
+    def _hook_of(self, slot: Slot) -> Callable[[nn.Parameter], None]:
+        """Of a parameter that is not moved with others."""
         entry = slot.parts[0].entry if len(slot.parts) == 1 else None
 
-        def arrived(param: Tensor) -> None:  # runs once a parameter and backward: nothing here that can be elsewhere
-            self.has_events = True
+        def arrived(param: nn.Parameter) -> None:
+            self._has_counted = True
             slot.events = events = slot.events + 1
             if events != slot.expected:
                 self._arrived_otherwise(slot)
@@ -129,7 +168,12 @@ class GradientSync:
             slot.is_fused = self._has_fused = True
             for part in slot.parts:
                 part.mark()
-            arrived(slot.param)
+            if slot.parts and slot.parts[0].is_together:  # not for long
+                slot.parts[0].entry.is_sorted = False
+                self._is_unsorted = self._has_counted = True
+                slot.events += 1
+            else:
+                arrived(slot.param)
 
         return ready
 
@@ -141,10 +185,10 @@ class GradientSync:
             if not part.entry.waiting:
                 self._complete(part.entry)
 
-    def _complete(self, entry: Queued) -> None:
+    def _complete(self, entry: Queued, gradients: list[Tensor] | None = None) -> None:
         if self._takes_at_end:
             return
-        self._take(entry)
+        self._take(entry, gradients)
         entry.is_complete = True
         if self._is_armed:
             self._launch_complete()
@@ -155,22 +199,18 @@ class GradientSync:
             return
         self._has_surplus = True
         if any(part.entry.is_launched for part in slot.parts):
-            raise RuntimeError(
-                f"parameter {slot.name!r} got gradient number {slot.events} of one backward after its bucket had been "
-                f"reduced, because it got {slot.expected} in earlier ones; set overlap_comm=false for models whose "
-                "parameters are used a varying number of times"
-            )
+            raise slot.too_late()
 
     @torch.no_grad()
-    def _take(self, entry: Queued) -> None:
-        """Moves ``param.grad`` of parameters that lie in this bucket alone into its storage."""
-        gradients = [param.grad for param in entry.params]
+    def _take(self, entry: Queued, gradients: list[Tensor] | None = None) -> None:
+        """Moves ``param.grad`` of parameters that lie in this bucket alone into its storage. ``gradients``: what
+        ``entry.gradients()`` is, where it is known."""
         parts = entry.parts
-        # The first backward looks at each gradient; later ones trust that a dense one does not become sparse.
-        if self._has_learned and entry.can_move_together and all(gradient is not None for gradient in gradients):
+        # The first step looks at each gradient; later ones trust that a dense one does not become sparse.
+        if self._has_settled and entry.can_move_together and (gradients := gradients or entry.gradients()):
             self._open(entry)
             move = torch._foreach_add_ if entry.is_filled else torch._foreach_copy_
-            move(entry.places(), cast("list[Tensor]", gradients))
+            move(entry.places(), gradients)
             entry.is_filled = True
             for param in entry.params:
                 param.grad = None
@@ -184,7 +224,7 @@ class GradientSync:
         for is_filled, move in ((False, torch._foreach_copy_), (True, torch._foreach_add_)):
             some = [part for part in parts if part.is_filled is is_filled]
             if some:
-                move([part.place() for part in some], [_dense(part.slot) for part in some])
+                move([part.place() for part in some], [part.slot.gradient() for part in some])
         for part in parts:
             part.mark()
             part.slot.param.grad = None
@@ -192,7 +232,7 @@ class GradientSync:
     @torch.no_grad()
     def _take_apart(self, slot: Slot) -> None:
         """Moves the gradient of a parameter that lies in several buckets."""
-        flat = _dense(slot).reshape(-1)
+        flat = slot.gradient().reshape(-1)
         for part in slot.parts:
             self._open(part.entry)
             into, gradient = part.place(), flat[part.start : part.stop]
@@ -204,21 +244,21 @@ class GradientSync:
         """Makes storage writable: lends it (stage 2), or sets aside what a reduction left there (stage 1)."""
         bucket = entry.bucket
         if bucket.storage is None:
-            self._lend(entry)
+            self._ring.lend(entry)
         elif bucket.is_reduced and not entry.is_launched:
-            if entry in self._lent:
-                self._lent.remove(entry)  # in flight from the backward before: it keeps its buffer
+            self._ring.keep(entry)
             bucket.reopen()
             entry.empty()
-            fused = [part.place() for part in entry.others if part.slot.is_fused]
+            parts = entry.others if self._has_settled else entry.parts
+            fused = [part.place() for part in parts if part.slot.has_main_grad]
             if fused:
                 torch._foreach_zero_(fused)
 
     # ---- launching
 
     def _launch_complete(self) -> None:
-        while self._next < len(self._queue) and self._queue[self._next].is_complete:
-            self._launch(self._queue[self._next])
+        while self._next < len(self._now) and self._now[self._next].is_complete:
+            self._launch(self._now[self._next])
 
     @torch.no_grad()
     def _launch(self, entry: Queued) -> None:
@@ -229,24 +269,27 @@ class GradientSync:
         entry.is_launched = True
         self._next += 1
         entry.bucket.start_reduce()
-        if self._options.stage == 2 and entry.bucket.has_peers:
-            self._lent.append(entry)
+        if entry.lent is not None:
+            self._ring.sent(entry)
 
     def end_backward(self, reduce: bool) -> None:
         """After a backward: takes what is left in ``param.grad``; with ``reduce`` launches what is left. Collective
         with ``reduce``."""
         if self._has_ended and not (reduce or self.has_events):
             return
+        for entry in self._queue:
+            self._review(entry)
         # Not only after hooks: a schedule that computes weight gradients apart sets param.grad without running them.
-        for index, entry in enumerate(self._queue):
+        for entry in self._queue:
             if self._has_surplus or not entry.is_complete:
                 self._take_left(entry)
-            if reduce and index == self._next:  # one by one: stage 2 lends no more buffers than it has in flight
+            # one by one: stage 2 lends no more buffers than it has in flight
+            if reduce and self._next < len(self._now) and self._now[self._next] is entry:
                 self._launch(entry)
         if self.has_events:
             self._was_dirty = True
             self._learn()
-        self.has_events = self._has_surplus = False
+        self._has_counted = self._has_surplus = self._is_unusual = False
         self._has_ended = True
         self._begin()
 
@@ -257,13 +300,42 @@ class GradientSync:
             if len(part.slot.parts) > 1 and part.slot.param.grad is not None:
                 self._take_apart(part.slot)
 
+    def _review(self, entry: Queued) -> None:
+        """After a backward: who came how often, and who looks for the last one in the next."""
+        if not entry.arrivals:
+            return
+        if entry.is_here and len(entry.arrivals) == len(entry.together) and self._has_learned:  # each of them once
+            if self._has_settled and not (entry.has_tail or entry.is_erratic):
+                self._appoint_tail(entry)
+            return
+        if entry.has_tail:
+            entry.is_erratic = True
+            self._watch(entry)
+        self._is_unusual = True
+        entry.count()
+        for part in entry.together:
+            slot = part.slot
+            if slot.events > slot.expected:
+                self._has_surplus = True
+                if entry.is_launched and slot.param.grad is not None:
+                    raise slot.too_late()
+
+    def _appoint_tail(self, entry: Queued) -> None:
+        tail = entry.arrivals[-1]
+        for part in entry.together:
+            if part.slot.param is not tail:
+                part.slot.tell(entry.arrivals.append)
+        entry.has_tail = True
+
     def _learn(self) -> None:
         if not self._has_learned:
             self._learn_first()
-        if self._has_surplus:
-            for slot in self._slots:
-                slot.expected = max(slot.expected, slot.events)
-        for slot in self._slots:
+        for slot in self._slots if self._is_unusual else self._single:
+            if slot.events > slot.expected:
+                slot.expected = slot.events
+                for part in slot.parts:
+                    if part.is_together:
+                        part.entry.is_sorted, self._is_unsorted = False, True
             slot.events = 0
 
     def _learn_first(self) -> None:
@@ -276,53 +348,27 @@ class GradientSync:
                 len(unused),
                 unused[0],
             )
+
+    def _settle(self) -> None:
+        """After the first step. Not after the first backward: of a pipeline with several chunks that reaches one."""
+        self._has_settled = True
         for slot in self._slots:
             if not slot.is_fused:
                 slot.param.main_grad = None  # type: ignore[attr-defined]
         self._fused_places = [part.place() for slot in self._slots if slot.is_fused for part in slot.parts]
-        self._is_unsorted = self._has_fused
-
-    def accumulated(self, param: nn.Parameter) -> list[Tensor]:
-        """Where this rank's gradient of a parameter adds up until it is reduced (stage 1), piece by piece, for a sum
-        with other ranks than those of the reduction; zeros if none has come. To be called between backwards."""
-        [slot] = [slot for slot in self._slots if slot.param is param]
-        for part in slot.parts:
-            self._open(part.entry)
-            if not part.is_filled:
-                part.place().zero_()
-                part.mark()
-        return [part.place() for part in slot.parts]
-
-    # ---- stage 2: the ring
-
-    def _lend(self, entry: Queued) -> None:
-        while not self._ring and len(self._lent) >= _RING:
-            self._give_back(self._lent.pop(0))
-        bucket = entry.bucket
-        if not self._ring:
-            self._ring.append(
-                torch.empty(self._ring_numel, dtype=self._options.travel_dtype, device=bucket.param.device)
-            )
-        entry.lent = self._ring.pop()
-        bucket.storage = entry.lent[: bucket.layout.numel]
-        for start, stop in bucket.layout.gaps():
-            bucket.storage[start:stop].zero_()
-
-    def _give_back(self, entry: Queued) -> None:
-        bucket = entry.bucket
-        bucket.collect()
-        bucket.is_reduced = False
-        assert entry.lent is not None
-        self._ring.append(entry.lent)
-        bucket.storage = entry.lent = None
-        entry.empty()
 
     # ---- around the step
 
     def finish(self) -> None:
-        """Waits for all reductions; ``shard.grad`` of every bucket is set."""
-        while self._lent:
-            self._give_back(self._lent.pop(0))
+        """Waits for all reductions; ``shard.grad`` of every bucket is set. Raises RuntimeError where gradients of stage
+        2 were never sent."""
+        self._ring.drain()
+        for entry in self._queue:
+            if entry.lent is not None:
+                raise RuntimeError(
+                    f"parameter {entry.parts[0].slot.name!r} or one beside it got a gradient in a backward that was "
+                    "said not to reach it; give its bucket to set_gradient_accumulation_boundary(only=...)"
+                )
         for bucket in self.buckets:
             bucket.finish_gradient()
 
@@ -333,31 +379,19 @@ class GradientSync:
         for entry in self._queue:
             entry.bucket.forget_gradient()
             entry.empty()
-            if self._is_unsorted:
-                entry.sort()
-        self._is_unsorted = False
+        if self._is_unsorted:
+            self._sort()
+        if self._has_learned and not self._has_settled:
+            self._settle()
         if self._fused_places:
             torch._foreach_zero_(self._fused_places)
 
     def storages(self) -> list[Tensor]:
         """The ring's free buffers (stage 2)."""
-        return list(self._ring)
+        return self._ring.free()
 
     def close(self) -> None:
         """Removes the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
         for slot in self._slots:
+            slot.ignore()
             slot.param.main_grad = slot.param.main_grad_ready = None  # type: ignore[attr-defined]
-
-
-def _dense(slot: Slot) -> Tensor:
-    gradient = slot.param.grad
-    assert gradient is not None
-    if gradient.layout != torch.strided:
-        raise ValueError(
-            f"parameter {slot.name!r} got a {gradient.layout} gradient; sparse gradients cannot be sharded, build the "
-            "module with sparse=False"
-        )
-    return gradient

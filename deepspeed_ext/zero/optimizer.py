@@ -17,7 +17,7 @@ the micro-batches. They agree bitwise with one micro-batch a step, or with ``red
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ from deepspeed_ext.groups import ZeroGroups
 from deepspeed_ext.rules import rule_for
 from deepspeed_ext.rules.base import MatrixRule
 from deepspeed_ext.zero import checkpoint
+from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.build import build_families, norm_groups
 from deepspeed_ext.zero.checkpoint import StateShard
 from deepspeed_ext.zero.family import Family
@@ -88,6 +89,7 @@ class EPZeroOptimizer(ZeROOptimizer):
         self._state = StepState(self.device, divisor, self.options)
         self._norm_groups = norm_groups(groups)
         self._copies: list[StateShard] = []  # handed out by state_shards where states are not kept in fp32
+        self._further_sums: list[tuple[Bucket, dist.ProcessGroup]] = []
         self._reduced = False
         self._holds_back = False
         self._tells_previous = self._was_previous_skipped = False
@@ -131,10 +133,24 @@ class EPZeroOptimizer(ZeROOptimizer):
 
     # ---- gradients
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Called by the engine before each backward: is it the last one before a step?"""
+    def set_gradient_accumulation_boundary(self, is_boundary: bool, only: Collection[Bucket] | None = None) -> None:
+        """Called by the engine before each backward: is it the last one before a step?
+
+        ``only``: what it reaches, on every rank alike; its reduction leaves other buckets out (see ``buckets_of``).
+        """
         super().set_gradient_accumulation_boundary(is_boundary)
-        self._sync.arm((is_boundary or self.options.reduces_each_backward) and not self._holds_back)
+        self._sync.arm((is_boundary or self.options.reduces_each_backward) and not self._holds_back, only)
+
+    def buckets_of(self, params: Iterable[nn.Parameter]) -> set[Bucket]:
+        """The buckets in which any of these parameters lies."""
+        wanted = set(params)
+        return {
+            family.buckets[index]
+            for family in self.families
+            for name, param in family.params.items()
+            if param in wanted
+            for index, _ in family.pieces[name]
+        }
 
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
         """Launches what backward has not launched yet. Called by the engine at the boundary. Collective.
@@ -162,6 +178,18 @@ class EPZeroOptimizer(ZeROOptimizer):
     def finish_reduction(self) -> None:
         """Waits (on a GPU: makes the stream wait) until ``shard.grad`` of every bucket is the sum over its group."""
         self._sync.finish()
+        for bucket, group in self._further_sums:
+            dist.all_reduce(bucket.shard.grad, group=group)
+
+    def sum_over(self, param: nn.Parameter, group: dist.ProcessGroup) -> None:
+        """From now on the gradient of ``param`` is summed over ``group`` too, whose ranks have it in families of the
+        same layout and own the same shards: over pipeline stages that share a weight. Local.
+
+        Raises ValueError where other parameters are in its family."""
+        [family] = [family for family in self.families if any(param is other for other in family.params.values())]
+        if len(family.params) > 1:
+            raise ValueError(f"a sum over {len(family.params)} parameters for one; mark it with pipe_tied beforehand")
+        self._further_sums += [(bucket, group) for bucket in family.buckets]
 
     @contextmanager
     def hold_reductions(self) -> Iterator[None]:
@@ -171,11 +199,6 @@ class EPZeroOptimizer(ZeROOptimizer):
             yield
         finally:
             self._holds_back = False
-
-    def accumulated_gradient(self, param: nn.Parameter) -> list[Tensor]:
-        """Stage 1, after ``backward_epilogue`` and before the reduction: views of what has been added up for a
-        parameter, piece by piece. What is written there is reduced: for sums over ranks of other pipeline stages."""
-        return self._sync.accumulated(param)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients of the present step, reduced or not."""

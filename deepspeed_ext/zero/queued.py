@@ -1,12 +1,18 @@
 """What gradients.py keeps per bucket and parameter, laid out so that the usual case touches a bucket, not its parts.
 
-Usual: a parameter lies in one bucket alone and its gradient arrives in ``param.grad``. All such parameters of a bucket
-are moved by one multi-tensor copy between two lists, and one flag says that they were. What is different, a parameter
-cut by a bucket's end or one whose producer adds into ``main_grad``, is marked part by part.
+Usual: a parameter lies in one bucket alone and its gradient arrives in ``param.grad``, once a backward. All such
+parameters of a bucket are moved by one multi-tensor copy between two lists, and one flag says that they were; they
+share one list of arrivals, too. What is different, a parameter cut by a bucket's end, one whose producer adds into
+``main_grad`` or one that gets several gradients in a backward, is counted and marked by itself.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from deepspeed_ext.zero.bucket import Bucket
@@ -15,7 +21,7 @@ from deepspeed_ext.zero.bucket import Bucket
 class Slot:
     """One parameter."""
 
-    __slots__ = ("events", "expected", "is_fused", "name", "param", "parts")
+    __slots__ = ("events", "expected", "handle", "is_fused", "name", "param", "parts")
 
     def __init__(self, name: str, param: nn.Parameter) -> None:
         self.name, self.param = name, param
@@ -23,6 +29,42 @@ class Slot:
         self.events = 0  # gradients that arrived in this backward
         self.expected = 1  # the most that arrived in one
         self.is_fused = False  # a producer adds into main_grad
+        self.handle: Any = None  # of its hook
+
+    def tell(self, hook: Callable[[nn.Parameter], None]) -> None:
+        """Makes ``hook`` the one that is called after a gradient has been added to ``param.grad``."""
+        self.ignore()
+        self.handle = self.param.register_post_accumulate_grad_hook(hook)
+
+    def ignore(self) -> None:
+        """Nobody is told any more."""
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
+
+    @property
+    def has_main_grad(self) -> bool:
+        """Whether a producer may add into main_grad."""
+        return getattr(self.param, "main_grad", None) is not None
+
+    def gradient(self) -> Tensor:
+        """Its ``param.grad``, which must be there. Raises ValueError for a sparse one."""
+        gradient = self.param.grad
+        assert gradient is not None
+        if gradient.layout != torch.strided:
+            raise ValueError(
+                f"parameter {self.name!r} got a {gradient.layout} gradient; sparse gradients cannot be sharded, build "
+                "the module with sparse=False"
+            )
+        return gradient
+
+    def too_late(self) -> RuntimeError:
+        """What to raise when a gradient comes after the bucket has left."""
+        return RuntimeError(
+            f"parameter {self.name!r} got gradient number {self.events} of one backward after its bucket had been "
+            f"reduced, because it got {self.expected} in earlier ones; set overlap_comm=false for models whose "
+            "parameters are used a varying number of times"
+        )
 
 
 class Part:
@@ -62,8 +104,8 @@ class Queued:
     """A bucket, what lies in it, and how far it is in this backward."""
 
     __slots__ = (
-        *("bucket", "is_complete", "is_filled", "is_launched", "lent", "marked", "others", "params", "parts"),
-        *("together", "views", "waiting"),
+        *("arrivals", "bucket", "has_tail", "is_complete", "is_erratic", "is_filled", "is_here", "is_launched"),
+        *("is_sorted", "lent", "marked", "others", "params", "parts", "together", "views", "waiting"),
     )
 
     def __init__(self, bucket: Bucket) -> None:
@@ -73,6 +115,11 @@ class Queued:
         self.together: list[Part] = []
         self.others: list[Part] = []
         self.params: list[nn.Parameter] = []  # of ``together``
+        self.arrivals: list[nn.Parameter] = []  # whose gradient came in this backward, of ``together``
+        self.is_here = False  # the gradients of all of ``together`` have come in this backward
+        self.is_sorted = False  # False: ``together`` has one that does not belong there, as has come out since
+        self.has_tail = False  # only the parameter that came last looks whether all are here, see GradientSync
+        self.is_erratic = False  # it was once not the last
         self.is_filled = False  # storage holds the gradients of all parts in ``together``
         self.marked: list[Part] = []
         self.views: dict[int, list[Tensor]] = {}  # places of ``together``, by address of storage
@@ -81,13 +128,26 @@ class Queued:
 
     def sort(self) -> None:
         """Decides which parts are moved together; storage must hold no gradients. Again once it is known which
-        producers add into main_grad."""
+        producers add into main_grad, and who gets several gradients in a backward."""
         for part in self.parts:
-            part.is_together = len(part.slot.parts) == 1 and not part.slot.is_fused
+            slot = part.slot
+            part.is_together = len(slot.parts) == 1 and not slot.is_fused and slot.expected == 1
         self.together = [part for part in self.parts if part.is_together]
         self.others = [part for part in self.parts if not part.is_together]
         self.params = [part.slot.param for part in self.together]
         self.views.clear()
+        self.is_sorted = True
+
+    def gradients(self) -> list[Tensor] | None:
+        """Of ``together``; None if one is missing, or nothing is moved together."""
+        found = [gradient for param in self.params if (gradient := param.grad) is not None]
+        return found if found and len(found) == len(self.params) else None
+
+    def count(self) -> None:
+        """Adds to the slots of ``together`` how often each has arrived in this backward."""
+        came = Counter(map(id, self.arrivals))
+        for part in self.together:
+            part.slot.events += came[id(part.slot.param)]
 
     def places(self) -> list[Tensor]:
         """Of ``together``, in storage as it is now."""
@@ -100,13 +160,14 @@ class Queued:
     @property
     def can_move_together(self) -> bool:
         """Whether ``together`` is in one state: all filled or none."""
-        return bool(self.together) and not any(part.is_together for part in self.marked)
+        return not any(part.is_together for part in self.marked)
 
     def begin(self) -> None:
         """Before a backward."""
-        self.waiting = len(self.parts)
+        self.waiting = len(self.others) + bool(self.together)
         self.is_complete = not self.parts
-        self.is_launched = False
+        self.is_here = self.is_launched = False
+        self.arrivals.clear()
 
     def empty(self) -> None:
         """Storage holds no gradients of this rank any more."""

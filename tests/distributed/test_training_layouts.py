@@ -5,7 +5,7 @@ The layouts add expert gradients to the optimizer's buffers in the backward (ZeR
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -61,9 +61,12 @@ MODELS = {
     "moe, documents": MOE,
     "moe, four layers": MOE | dict(num_layers=4),
     "moe, tied": MOE | TIED,
+    "moe, four layers, tied": MOE | TIED | dict(num_layers=4),
     "dense, tied": TIED,
 }
 PP2 = dict(pipeline_model_parallel_size=2)
+CHUNKS = PP2 | dict(virtual_pipeline_model_parallel_size=2)
+ZERO_BUBBLE = (PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV)
 SMALL_BUCKETS = dict(ddp_bucket_size=500)  # so that many are under way when the last backward ends
 CASES = {
     "tp 2 x cp 2 (ring), ep 4, recomputed": Case(
@@ -119,12 +122,25 @@ CASES = {
         ),
         "moe, four layers",
     ),
+    "pp 2 interleaved x dp 2, ep 2, zero 2": Case(
+        CHUNKS | dict(pipeline_schedule=PipelineSchedule.INTERLEAVED_1F1B, expert_model_parallel_size=2),
+        "moe, four layers",
+        SMALL_BUCKETS | dict(zero_stage=2),
+    ),
+    "pp 2 zero bubble x dp 2, tied, zero 2": Case(
+        CHUNKS | dict(pipeline_schedule=PipelineSchedule.INTERLEAVED_ZERO_BUBBLE),
+        "moe, four layers, tied",
+        dict(zero_stage=2, ddp_bucket_size=3000),
+    ),
     "pp 2 x dp 2, documents": Case(PP2, "moe, documents"),
     "pp 2 x cp 2 (ring), documents, ep 2": Case(
         PP2 | dict(context_parallel_size=2, cp_comm_type=ContextCommunication.P2P, expert_model_parallel_size=2),
         "moe, documents",
     ),
     "pp 2 x dp 2, ep 2, tied": Case(PP2 | dict(expert_model_parallel_size=2), "moe, tied", SMALL_BUCKETS),
+    "pp 2 x dp 2, ep 2, tied, zero 2": Case(
+        PP2 | dict(expert_model_parallel_size=2), "moe, tied", SMALL_BUCKETS | dict(zero_stage=2)
+    ),
     "pp 2 x tp 2, tied": Case(PP2 | dict(tensor_model_parallel_size=2), "dense, tied"),
 }
 
@@ -183,9 +199,11 @@ def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Ten
     schedule = build_schedule(config, engine, mesh, torch.device("cpu"))
     experts = [weight for layer in model.moe_layers() for weight in layer.experts.parameters()]
     fuses = fuses and config.optimizer.zero_stage == 1
-    in_chunks = config.parallel.virtual_pipeline_model_parallel_size > 1
-    if not fuses:
-        for weight in experts:
+    additions = [0] * len(experts)  # into the optimizer's buffers, by backwards
+    for index, weight in enumerate(experts):
+        if fuses:
+            weight.main_grad_ready = _counted(weight.main_grad_ready, additions, index)  # type: ignore[attr-defined]
+        else:
             weight.main_grad = None  # type: ignore[attr-defined]
     lines = []
     for step in range(STEPS):
@@ -194,8 +212,11 @@ def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Ten
         report = train_step(engine, schedule, batches, config.model, mesh)
         assert report.dropped_tokens == 0 and not report.skipped
         lines.append([report.loss, report.aux_loss, report.z_loss, report.grad_norm])
-        # Kept after the first step, except with several chunks, of which the first backward reaches one only.
-        assert in_chunks or all((main_grad_of(weight) is not None) is fuses for weight in experts)
+        # Where weight gradients are computed apart they take the ordinary way.
+        if config.parallel.pipeline_schedule not in ZERO_BUBBLE:
+            assert all((main_grad_of(weight) is not None) is fuses for weight in experts)
+            parts = config.parallel.moe_dispatch_chunks
+            assert additions == [(step + 1) * accumulation * parts * fuses] * len(experts), additions
     engine.optimizer.sync_params_from_master()
     for parameter in model.parameters():
         if getattr(parameter, "pipe_tied", False):  # the copies of two stages have the same bits
@@ -203,6 +224,14 @@ def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Ten
             dist.broadcast(other, group=mesh.group("pp"), group_src=0)
             assert torch.equal(other, parameter)
     return torch.tensor(lines, dtype=torch.float64), dict(model.named_parameters())
+
+
+def _counted(ready: Callable[[], None], counts: list[int], index: int) -> Callable[[], None]:
+    def count() -> None:
+        counts[index] += 1
+        ready()
+
+    return count
 
 
 Trained = tuple[Tensor, dict[str, Tensor]]

@@ -273,26 +273,6 @@ def micro_batches_fit_schedule(config: RunConfig, world_size: int) -> str | None
     return _message_of(check_micro_batches, gradient_accumulation_steps(config, world_size), stages)
 
 
-def pipeline_has_what_it_needs(config: RunConfig, world_size: int) -> str | None:
-    """What a pipeline does not do (yet)."""
-    parallel = config.parallel
-    if parallel.pipeline_model_parallel_size == 1:
-        return None
-    is_tied = not config.model.untie_embeddings_and_output_weights
-    reasons = {
-        "zero_stage=2 and several chunks of layers a rank: whole gradients would be reduced once a chunk; use "
-        "zero_stage=1, or pipeline_schedule=1f1b": (
-            config.optimizer.zero_stage == 2 and parallel.virtual_pipeline_model_parallel_size > 1
-        ),
-        "zero_stage=2 and untie_embeddings_and_output_weights=false: two stages have the embedding, and sum its "
-        "gradients before they are reduced; use zero_stage=1": config.optimizer.zero_stage == 2 and is_tied,
-    }
-    found = next((reason for reason, applies in reasons.items() if applies), None)
-    return (
-        None if found is None else f"pipeline_model_parallel_size={parallel.pipeline_model_parallel_size} with {found}"
-    )
-
-
 def batch_divides(config: RunConfig, world_size: int) -> str | None:
     dp = Layout.from_config(config.parallel, world_size).dp
     return _message_of(check_batch_sizes, config.training.global_batch_size, config.training.micro_batch_size, dp)
@@ -353,7 +333,6 @@ RULES: list[Rule] = [
     context_parallel_divides_heads,
     batch_divides,
     micro_batches_fit_schedule,
-    pipeline_has_what_it_needs,
     sequence_fits_positions,
     warmup_fits_run,
     validation_has_data,

@@ -12,7 +12,7 @@ Shapes: B sequences of a micro-batch, S positions (this rank's part of them), D 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -191,11 +191,14 @@ def _check_torch(schedule: PipelineSchedule) -> None:
 
 
 class Backwards(Protocol):
-    """Whom to tell about the backwards of micro-batches through chunks; the gradients then are in ``grad``."""
+    """Whom to tell about the backwards of micro-batches through chunks; the gradients then are in ``grad``.
 
-    def before(self, micro_batch: int) -> None: ...
+    ``is_whole``: False if only the gradients of the chunk's input are computed, those of its weights in a later one.
+    """
 
-    def after(self, micro_batch: int) -> None: ...
+    def before(self, micro_batch: int, chunk: Chunk, *, is_whole: bool) -> None: ...
+
+    def after(self, micro_batch: int, chunk: Chunk, *, is_whole: bool) -> None: ...
 
 
 class _Stage(PipelineStage):
@@ -211,19 +214,21 @@ class _Stage(PipelineStage):
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._pipeline.backwards.before(bwd_chunk_id)
-        result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self._pipeline.backwards.after(bwd_chunk_id)
-        return result
+        return self._told(super().backward_one_chunk, kwargs.get("full_backward", True), bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        result = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self._pipeline.backwards.after(bwd_chunk_id)
+        return self._told(super().backward_weight_one_chunk, True, bwd_chunk_id, *args, **kwargs)
+
+    def _told(self, backward: Callable[..., Any], is_whole: bool, micro_batch: int, *args: Any, **kwargs: Any) -> Any:
+        backwards = self._pipeline.backwards
+        backwards.before(micro_batch, self._chunk, is_whole=is_whole)
+        result = backward(micro_batch, *args, **kwargs)
+        backwards.after(micro_batch, self._chunk, is_whole=is_whole)
         return result
 
 
 class _NobodyAsks:
-    def before(self, micro_batch: int) -> None:
+    def before(self, micro_batch: int, chunk: Chunk, *, is_whole: bool) -> None:
         """Gradients add up in ``grad``."""
 
     after = before

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.optimus.config.checks import gradient_accumulation_steps
@@ -17,7 +16,7 @@ from megatron.optimus.data.loader import Batch
 from megatron.optimus.models.decoder import Decoder, DecoderOutput
 from megatron.optimus.moe.router import Router, RouterStats
 from megatron.optimus.parallel.mesh import Mesh
-from megatron.optimus.parallel.pipeline import Pipeline, stage_plan
+from megatron.optimus.parallel.pipeline import Chunk, Pipeline, stage_plan
 from megatron.optimus.trainer.engine import DTYPES, Engine
 
 
@@ -55,9 +54,11 @@ def build_schedule(config: RunConfig, engine: Engine, mesh: Mesh, device: torch.
     if mesh.size("tp") > 1 and parallel.sequence_parallel:
         hidden_shape = (1, training.micro_batch_size * length // mesh.size("tp"), config.model.hidden_size)
     tied = _tied_weight(engine.module)
-    reductions = Reductions(
-        engine, _reduces(config, tied is not None), gradient_accumulation_steps(config, mesh.layout.world_size)
-    )
+    if tied is not None:  # both stages add their gradients up; the sum over the two makes them one
+        ends = mesh.ends_group("pp")
+        assert ends is not None
+        engine.optimizer.sum_over(tied, ends)
+    reductions = Reductions(engine, config, gradient_accumulation_steps(config, mesh.layout.world_size))
     pipeline = Pipeline(
         engine.module,
         stage_plan(config.model, parallel, mesh.index("pp")),
@@ -71,7 +72,7 @@ def build_schedule(config: RunConfig, engine: Engine, mesh: Mesh, device: torch.
         device=device,
         backwards=reductions,
     )
-    return Stages(engine, pipeline, None if tied is None else (tied, mesh.ends_group("pp")))
+    return Stages(engine, pipeline)
 
 
 class Reduce(Enum):
@@ -79,33 +80,35 @@ class Reduce(Enum):
 
     AFTERWARDS = "when the pipeline is empty"
     IN_LAST_BACKWARD = "while the last micro-batch's backward runs, the others being added up before"
-    IN_EACH_BACKWARD = "as above, for every micro-batch: ZeRO stage 2 keeps no whole gradients"
-
-
-def _reduces(config: RunConfig, is_tied: bool) -> Reduce:
-    if config.optimizer.zero_stage == 2:
-        return Reduce.IN_EACH_BACKWARD
-    # Several chunks: a backward brings the gradients of one of them. Tied: first comes the sum over two stages.
-    in_chunks = config.parallel.virtual_pipeline_model_parallel_size > 1
-    return Reduce.AFTERWARDS if in_chunks or is_tied else Reduce.IN_LAST_BACKWARD
+    IN_EACH_BACKWARD = "as above, for every micro-batch and chunk: ZeRO stage 2 keeps no whole gradients"
 
 
 class Reductions:
     """Tells the optimizer about the backwards of a pipeline, which takes gradients over after each."""
 
-    def __init__(self, engine: Engine, when: Reduce, num_micro_batches: int) -> None:
-        self._optimizer, self._when, self._last = engine.optimizer, when, num_micro_batches - 1
+    def __init__(self, engine: Engine, config: RunConfig, num_micro_batches: int) -> None:
+        self._optimizer, self._last = engine.optimizer, num_micro_batches - 1
+        self._in_chunks = config.parallel.virtual_pipeline_model_parallel_size > 1
+        self._buckets: dict[Chunk, set[Any]] = {}  # of several chunks: what a backward brings gradients for
+        self._when = Reduce.IN_LAST_BACKWARD
+        if config.optimizer.zero_stage == 2:
+            self._when = Reduce.IN_EACH_BACKWARD
+        elif self._in_chunks:  # a bucket may lie in several chunks
+            self._when = Reduce.AFTERWARDS
 
-    def _is_reduced(self, micro_batch: int) -> bool:
+    def _is_reduced(self, micro_batch: int, is_whole: bool) -> bool:
         if self._when is Reduce.IN_LAST_BACKWARD:
-            return micro_batch == self._last
-        return self._when is Reduce.IN_EACH_BACKWARD
+            return is_whole and micro_batch == self._last
+        return is_whole and self._when is Reduce.IN_EACH_BACKWARD
 
-    def before(self, micro_batch: int) -> None:
-        self._optimizer.set_gradient_accumulation_boundary(self._is_reduced(micro_batch))
+    def before(self, micro_batch: int, chunk: Chunk, *, is_whole: bool) -> None:
+        if self._in_chunks and chunk not in self._buckets:
+            self._buckets[chunk] = self._optimizer.buckets_of(chunk.parameters())
+        is_reduced = self._is_reduced(micro_batch, is_whole)
+        self._optimizer.set_gradient_accumulation_boundary(is_reduced, only=self._buckets.get(chunk))
 
-    def after(self, micro_batch: int) -> None:
-        if self._is_reduced(micro_batch):
+    def after(self, micro_batch: int, chunk: Chunk, *, is_whole: bool) -> None:
+        if self._is_reduced(micro_batch, is_whole):
             self._optimizer.reduce_gradients()
         else:
             self._optimizer.backward_epilogue()
@@ -162,19 +165,12 @@ class WholeModel:
 class Stages:
     """A pipeline; for the engine all its micro-batches are one."""
 
-    def __init__(
-        self, engine: Engine, pipeline: Pipeline, tied: tuple[nn.Parameter, dist.ProcessGroup | None] | None
-    ) -> None:
-        """``tied``: a parameter that two stages have, and these two."""
-        self.engine, self.pipeline, self.tied = engine, pipeline, tied
+    def __init__(self, engine: Engine, pipeline: Pipeline) -> None:
+        self.engine, self.pipeline = engine, pipeline
         self.routers = routers_of(engine.module)
 
     def forward_backward(self, batches: Sequence[Batch], labels_each: int | Tensor) -> list[MicroBatchRecord]:
         self.pipeline.forward_backward(batches, labels_each)
-        if self.tied is not None:
-            weight, group = self.tied
-            for part in self.engine.optimizer.accumulated_gradient(weight):
-                dist.all_reduce(part, group=group)
         return self._records(len(batches))
 
     def evaluate(self, batches: Sequence[Batch]) -> list[MicroBatchRecord]:

@@ -83,16 +83,6 @@ CHUNKS = "--virtual-pipeline-model-parallel-size 2"
             ["5 micro-batches", "multiple of 2"],
         ),
         (
-            f"{STAGES} --no-untie-embeddings-and-output-weights --zero-stage 2",
-            8,
-            ["zero_stage=2 and untie_embeddings_and_output_weights=false", "use zero_stage=1"],
-        ),
-        (
-            f"{STAGES} {CHUNKS} --pipeline-schedule interleaved-1f1b --num-layers 8 --zero-stage 2",
-            4,
-            ["zero_stage=2 and several chunks", "use zero_stage=1, or pipeline_schedule=1f1b"],
-        ),
-        (
             "--tensor-model-parallel-size 4 --num-attention-heads 2",
             8,
             ["=4 must divide num_attention_heads=2; use 1 or 2"],
