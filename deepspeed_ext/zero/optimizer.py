@@ -254,6 +254,11 @@ class EPZeroOptimizer(ZeROOptimizer):
         return None if self._tells_previous else self._state.grad_norm
 
     @property
+    def outcome(self) -> Tensor:
+        """Of the last step, without waiting: fp32 [2] on the device, the norm and 1.0 if the step was skipped."""
+        return self._state.outcome
+
+    @property
     def skipped_steps(self) -> int:
         """Steps skipped since construction. Waits for the device, except inside ``telling_previous_step``."""
         return self._state.settled_skips if self._tells_previous else self._state.skips

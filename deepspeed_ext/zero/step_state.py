@@ -83,6 +83,12 @@ class StepState:
             logger.info("fp16 gradients overflowed: the step was skipped on all ranks, loss scale now %s", told[2])
         return True
 
+    @property
+    def outcome(self) -> Tensor:
+        """Norm and skip flag of the last step, fp32 [2] on the device."""
+        assert self._norm is not None
+        return torch.stack((self._norm, self._skip))
+
     # ---- exact, waits for the device
 
     @property

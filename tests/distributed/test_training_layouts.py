@@ -209,7 +209,7 @@ def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Ten
     for step in range(STEPS):
         numbers = [step * 100 + micro * mesh.size("dp") + mesh.index("dp") for micro in range(accumulation)]
         batches = [own_part(micro_batch(number, case), positions) for number in numbers]
-        report = train_step(engine, schedule, batches, config.model, mesh)
+        report = train_step(engine, schedule, batches, config.model, mesh).read()
         assert report.dropped_tokens == 0 and not report.skipped
         lines.append([report.loss, report.aux_loss, report.z_loss, report.grad_norm])
         # Where weight gradients are computed apart they take the ordinary way.

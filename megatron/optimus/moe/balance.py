@@ -26,7 +26,7 @@ def router_z_loss(logits_TE: Tensor) -> Tensor:
     return torch.logsumexp(logits_TE, dim=-1).square().mean()
 
 
-def updated_expert_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
+def updated_expert_bias(bias_E: Tensor, counts_E: Tensor, rate: float | Tensor) -> Tensor:
     """One step of aux-loss-free balancing (arXiv 2408.15664): the bias of underused experts rises, others' falls."""
     load_E = counts_E.to(bias_E.dtype)
     return bias_E + rate * torch.sign(load_E.mean() - load_E)

@@ -113,7 +113,7 @@ class Router(nn.Module):
         self.step_counts_E += counts_E
 
     @torch.no_grad()
-    def finish_step(self, global_counts_E: Tensor, bias_update_rate: float) -> None:
+    def finish_step(self, global_counts_E: Tensor, bias_update_rate: float | Tensor) -> None:
         """After the optimizer step: moves the expert bias, if there is one, and forgets the step's counts."""
         if self.expert_bias is not None:
             self.expert_bias.copy_(updated_expert_bias(self.expert_bias, global_counts_E, bias_update_rate))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import random
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron.optimus.config.schema import Backend, ConfigError, Device
 from megatron.optimus.runtime import launch_env
@@ -78,6 +80,31 @@ def synchronize(device: torch.device) -> None:
     """Waits for all queued work of ``device``."""
     if device.type != "cpu":
         _accelerator(device.type).synchronize(device)
+
+
+class HostCopy:
+    """Tensors of one device on their way to the host; the host does not wait for them before ``read``."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._copies = list(tensors)
+        self._event: Any = None
+        if tensors[0].device.type != "cpu":  # page-locked, or the copies would wait for the device
+            self._copies = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors]
+            for copy, tensor in zip(self._copies, tensors, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+            self._event = _accelerator(tensors[0].device.type).Event()
+            self._event.record()
+
+    def read(self) -> list[Tensor]:
+        """The copies; waits until the device has come as far as to make them, not for what was queued later."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copies
+
+
+def runs_behind(device: torch.device) -> bool:
+    """Whether work is queued on ``device`` while the host goes on."""
+    return device.type != "cpu"
 
 
 def memory_allocated(device: torch.device) -> int:

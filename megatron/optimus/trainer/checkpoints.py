@@ -55,6 +55,11 @@ class Checkpoints:
         """Call before the optimizer's step: what is being copied must not change. Local."""
         self._saver.before_update()
 
+    def is_due(self, step: int) -> bool:
+        """Whether anything is saved after ``step`` because of its number. Local."""
+        options = self._config.checkpoint
+        return _is_due(step, options.save_interval) or _is_due(step, options.model_only_save_interval)
+
     def after_step(self, step: int, consumed_samples: int, *, leaving: bool) -> None:
         """Saves what is due after ``step``; a run that is ``leaving`` is saved whole and waits for all of it.
 

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import deepspeed_ext
 from megatron.optimus.config.schema import OptimizerName, Precision, RunConfig
@@ -43,6 +44,15 @@ def training_state(engine: Engine) -> TrainingState:
     if isinstance(engine.optimizer, deepspeed_ext.EPZeroOptimizer):
         return engine.optimizer
     return deepspeed_ext.Stage3States(engine)
+
+
+def step_outcome(engine: Engine) -> Tensor:
+    """float64 [2]: gradient norm of the last step, 1.0 if it was skipped. On the device, without waiting for it; with
+    zero_stage=3 on the host."""
+    optimizer = engine.optimizer
+    if isinstance(optimizer, deepspeed_ext.EPZeroOptimizer):
+        return optimizer.outcome.double()
+    return torch.tensor([float(engine.get_global_grad_norm()), float(optimizer.overflow)], dtype=torch.float64)
 
 
 def deepspeed_config(config: RunConfig, accumulation_steps: int) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.data.loader import Batch
 from megatron.optimus.layers.labels import NO_LABEL
 from megatron.optimus.parallel.mesh import Mesh
-from megatron.optimus.trainer.engine import Engine
+from megatron.optimus.runtime import device as devices
+from megatron.optimus.trainer.engine import Engine, step_outcome
 from megatron.optimus.trainer.schedule import MicroBatchRecord, Schedule
 
 
@@ -39,6 +40,33 @@ class StepReport:
     def expert_load_max_over_mean(self) -> float | None:
         """Slots of the busiest expert over the mean, in the layer where that is worst; None for a dense model."""
         return max((max(load) * len(load) / sum(load) for load in self.expert_load_LE), default=None)
+
+
+class PendingReport:
+    """A step that has been queued. ``read`` waits until the device has taken it, not for what was queued later."""
+
+    def __init__(self, totals: _Totals, outcome: Tensor) -> None:
+        assert totals.scalars is not None
+        loads = [] if totals.counts_LE is None else [totals.counts_LE]
+        self._outcome = devices.HostCopy(outcome)
+        self._totals = devices.HostCopy(totals.scalars, *loads)
+
+    def read(self) -> StepReport:
+        """What happened."""
+        [outcome], [scalars, *loads] = self._outcome.read(), self._totals.read()
+        grad_norm, skipped = outcome.tolist()
+        loss_sum, num_labels, num_tokens, aux, z, entropy, processed = scalars.tolist()
+        load = loads[0].tolist() if loads else []
+        return StepReport(
+            loss=loss_sum / max(num_labels, 1),
+            aux_loss=aux / num_tokens,
+            z_loss=z / num_tokens,
+            grad_norm=grad_norm,
+            skipped=bool(skipped),
+            router_entropy=entropy / num_tokens / len(load) if load else None,
+            expert_load_LE=load,
+            dropped_tokens=sum(map(sum, load)) - round(processed),
+        )
 
 
 class _Totals:
@@ -76,8 +104,11 @@ class _Totals:
         )
         self.scalars = scalars if self.scalars is None else self.scalars + scalars
         if stats:
-            counts_LE = zero.new_zeros(self.num_layers, self.num_experts, dtype=torch.int64)
-            counts_LE[list(seen.stats)] = torch.stack([s.counts_E for s in stats])
+            # Row by row: a list of rows as the index would travel to the device, and the host would wait for it.
+            none_E = zero.new_zeros(self.num_experts, dtype=torch.int64)
+            counts_LE = torch.stack(
+                [seen.stats[n].counts_E if n in seen.stats else none_E for n in range(self.num_layers)]
+            )
             self.counts_LE = counts_LE if self.counts_LE is None else self.counts_LE + counts_LE
 
     def reduce(self, group: dist.ProcessGroup | None) -> None:
@@ -109,10 +140,10 @@ def train_step(
     config: ModelConfig,
     mesh: Mesh,
     before_update: Callable[[], None] = lambda: None,
-) -> StepReport:
+) -> PendingReport:
     """Forward and backward over this rank's micro-batches, then the sharded optimizer step. Collective.
 
-    ``before_update``: called before anything changes that a checkpoint holds.
+    ``before_update``: called before anything changes that a checkpoint holds. Nothing here waits for the device.
     """
     totals = _Totals(config)
     seen = schedule.forward_backward(batches, _labels_each(batches, mesh))
@@ -121,12 +152,12 @@ def train_step(
     for record, batch in zip(seen, batches, strict=True):
         totals.add(record, batch)
     totals.reduce(mesh.group("world"))
-    report = _report(totals, engine)
-    rate = 0.0 if report.skipped else config.moe_router_bias_update_rate
+    outcome = step_outcome(engine)
     if totals.counts_LE is not None:
+        rate = torch.where(outcome[1] == 0, config.moe_router_bias_update_rate, 0.0).to(totals.counts_LE.device)
         for number, router in schedule.routers.items():
             router.finish_step(totals.counts_LE[number], rate)
-    return report
+    return PendingReport(totals, outcome)
 
 
 def _labels_each(batches: Sequence[Batch], mesh: Mesh) -> int | Tensor:
@@ -140,22 +171,6 @@ def _labels_each(batches: Sequence[Batch], mesh: Mesh) -> int | Tensor:
         dist.all_reduce(mean, group=group)
         mean /= dist.get_world_size(group)
     return mean.clamp(min=1 / len(batches)).float()  # a batch without any label has the loss 0, not 0 / 0
-
-
-def _report(totals: _Totals, engine: Engine) -> StepReport:
-    assert totals.scalars is not None
-    loss_sum, num_labels, num_tokens, aux, z, entropy, processed = totals.scalars.tolist()
-    load = [] if totals.counts_LE is None else totals.counts_LE.tolist()
-    return StepReport(
-        loss=loss_sum / max(num_labels, 1),
-        aux_loss=aux / num_tokens,
-        z_loss=z / num_tokens,
-        grad_norm=float(engine.get_global_grad_norm()),
-        skipped=bool(engine.optimizer.overflow),
-        router_entropy=entropy / num_tokens / len(load) if load else None,
-        expert_load_LE=load,
-        dropped_tokens=sum(map(sum, load)) - round(processed),
-    )
 
 
 @torch.no_grad()

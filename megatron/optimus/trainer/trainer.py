@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -18,10 +20,11 @@ from megatron.optimus.runtime import device as devices
 from megatron.optimus.trainer.build import build_data, build_model
 from megatron.optimus.trainer.checkpoints import Checkpoints
 from megatron.optimus.trainer.engine import DTYPES, build_engine
-from megatron.optimus.trainer.health import SkippedSteps, TrainingError
+from megatron.optimus.trainer.health import TrainingError
+from megatron.optimus.trainer.pending import QueuedStep, Teller
 from megatron.optimus.trainer.reporting import Reporter
 from megatron.optimus.trainer.schedule import build_schedule
-from megatron.optimus.trainer.step import StepReport, train_step, validation_loss
+from megatron.optimus.trainer.step import PendingReport, StepReport, train_step, validation_loss
 
 logger = logging.getLogger("optimus")
 
@@ -31,6 +34,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device) -> None:
         self.config, self.mesh, self.device = config, mesh, device
+        self.runs_behind = devices.runs_behind(device)
         self.data = build_data(config, mesh, device)
         self.model = build_model(config, mesh, device)
         self.engine = build_engine(
@@ -44,8 +48,8 @@ class Trainer:
     def fit(self) -> None:
         """Trains up to ``train_iters`` steps, or up to a multiple of ``exit_interval``."""
         training = self.config.training
-        health = SkippedSteps()
-        with Reporter(self.config, self.mesh, first_step=self.step) as reporter:
+        reporter = Reporter(self.config, self.mesh, first_step=self.step)
+        with reporter, Teller(reporter, runs_behind=self.runs_behind) as teller:
             while self.step < training.train_iters:
                 started = time.perf_counter()
                 lr = self._set_learning_rate()
@@ -53,19 +57,20 @@ class Trainer:
                 report = self._train_step(batches)
                 self.step += 1
                 self.consumed_samples += training.global_batch_size
-                metrics = self._metrics(report, lr, time.perf_counter() - started)
-                reporter.write(metrics, report.expert_load_LE, self._validate() if self._is_due("eval") else None)
+                leaving = self._is_due("exit") or self.step == training.train_iters
+                validate = self._validate if self._is_due("eval") else None
                 try:
-                    health.observe(self.step, report.skipped)
+                    teller.add(QueuedStep(self.step, report, self._line(lr), started, validate))
+                    if leaving or self.checkpoints.is_due(self.step):
+                        teller.settle()
                 except TrainingError:
                     self.checkpoints.finish()  # what was good before is not lost
                     raise
-                leaving = self._is_due("exit") or self.step == training.train_iters
                 self.checkpoints.after_step(self.step, self.consumed_samples, leaving=leaving)
                 if leaving:
                     break
 
-    def _train_step(self, batches: list[Batch]) -> StepReport:
+    def _train_step(self, batches: list[Batch]) -> PendingReport:
         before_update = self.checkpoints.before_update
         return train_step(self.engine, self.schedule, batches, self.config.model, self.mesh, before_update)
 
@@ -102,28 +107,34 @@ class Trainer:
         batches = (self._to_device(valid.batch(number * size)) for number in range(valid.num_batches))
         return validation_loss(self.schedule, batches, self.config.model, self.mesh)
 
-    def _metrics(self, report: StepReport, lr: float, seconds: float) -> StepMetrics:
-        training = self.config.training
-        tokens = training.global_batch_size * training.seq_length
-        rate = tokens / seconds / self.mesh.layout.world_size
-        flops = flops_per_token(self.config.model, training.seq_length)
+    def _line(self, lr: float) -> Callable[[StepReport, float], StepMetrics]:
+        """The metrics of the step just queued, from what it did and the seconds it took."""
+        training, model = self.config.training, self.config.model
+        tokens = training.global_batch_size * training.seq_length / self.mesh.layout.world_size
+        flops = flops_per_token(model, training.seq_length)
         peak = devices.peak_flops(devices.device_name(self.device), DTYPES[training.params_dtype])
-        is_moe = self.config.model.is_moe
-        return StepMetrics(
-            step=self.step,
-            consumed_tokens=self.consumed_samples * training.seq_length,
-            loss=report.loss,
-            aux_loss=report.aux_loss if is_moe else None,
-            z_loss=report.z_loss if is_moe else None,
-            grad_norm=report.grad_norm,
-            lr=lr,
-            step_time_s=seconds,
-            tokens_per_second_per_device=rate,
-            tflops_per_device=rate * flops / 1e12,
-            mfu=mfu(rate, flops, peak),
-            expert_load_max_over_mean=report.expert_load_max_over_mean,
-            router_entropy=report.router_entropy,
-            dropped_tokens=report.dropped_tokens if is_moe else None,
-            peak_memory_gib=devices.peak_memory(self.device) / 2**30 or None,
+        now: dict[str, Any] = {  # what the host knows when the step has been queued
+            "step": self.step,
+            "consumed_tokens": self.consumed_samples * training.seq_length,
+            "lr": lr,
+            "peak_memory_gib": devices.peak_memory(self.device) / 2**30 or None,
             **self.checkpoints.take_times(),
-        )
+        }
+
+        def line(report: StepReport, seconds: float) -> StepMetrics:
+            return StepMetrics(
+                loss=report.loss,
+                aux_loss=report.aux_loss if model.is_moe else None,
+                z_loss=report.z_loss if model.is_moe else None,
+                grad_norm=report.grad_norm,
+                step_time_s=seconds,
+                tokens_per_second_per_device=tokens / seconds,
+                tflops_per_device=tokens / seconds * flops / 1e12,
+                mfu=mfu(tokens / seconds, flops, peak),
+                expert_load_max_over_mean=report.expert_load_max_over_mean,
+                router_entropy=report.router_entropy,
+                dropped_tokens=report.dropped_tokens if model.is_moe else None,
+                **now,
+            )
+
+        return line

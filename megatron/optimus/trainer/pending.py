@@ -1,0 +1,85 @@
+"""Steps that are queued on the device but not read: the host learns what one did while the device is at the next.
+
+Waiting for the numbers of a step before queueing the next leaves the device idle meanwhile. So a step is read, told of
+and judged when the next one has been queued; at once where something hangs on it (a validation, a checkpoint, the end)
+and on the CPU, which queues nothing. A run that has to stop for its health thereby takes at most one step more, and no
+checkpoint: what a checkpoint holds has been judged before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+from megatron.optimus.observe.metrics import StepMetrics
+from megatron.optimus.trainer.health import SkippedSteps, TrainingError
+from megatron.optimus.trainer.reporting import Reporter
+from megatron.optimus.trainer.step import PendingReport, StepReport
+
+
+@dataclass(frozen=True)
+class QueuedStep:
+    """``line``: its metrics, from what it did and the seconds that it took. ``started``: of time.perf_counter.
+    ``validate``: gives the loss of the validation that is due after it."""
+
+    number: int
+    report: PendingReport
+    line: Callable[[StepReport, float], StepMetrics]
+    started: float
+    validate: Callable[[], float] | None = None
+
+
+class Teller:
+    """Reads steps in their order, writes their lines and judges them. Every rank must call the same in the same order:
+    TrainingError is raised on all of them alike. A context: what is left is told of at its end."""
+
+    def __init__(self, reporter: Reporter, *, runs_behind: bool) -> None:
+        self._reporter, self._runs_behind = reporter, runs_behind
+        self._health = SkippedSteps()
+        self._pending: QueuedStep | None = None
+        self._last_read = 0.0
+
+    def add(self, step: QueuedStep) -> None:
+        """Takes a step that has just been queued, and tells of the one before; of this one too if it cannot wait."""
+        before, self._pending = self._pending, step
+        if before is not None:
+            self._tell(before)
+        if step.validate is not None or not self._runs_behind:
+            self.settle()
+
+    def settle(self) -> None:
+        """Tells of all that was added; waits for the device."""
+        last, self._pending = self._pending, None
+        if last is not None:
+            self._tell(last)
+
+    def _tell(self, step: QueuedStep) -> None:
+        report = self._write(step)
+        self._health.observe(step.number, report.skipped)
+
+    def _write(self, step: QueuedStep) -> StepReport:
+        report = step.report.read()
+        # The device began it when it was queued or, if that was later, when the one before was done.
+        now = time.perf_counter()
+        metrics = step.line(report, now - max(step.started, self._last_read))
+        self._last_read = now
+        valid_loss = None if step.validate is None else step.validate()
+        self._reporter.write(metrics, report.expert_load_LE, valid_loss)
+        return report
+
+    def __enter__(self) -> Teller:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Whatever ends the run: a step that was taken has its line, except one beyond a stop for health."""
+        if self._pending is None or isinstance(error, TrainingError):
+            return
+        try:
+            self._write(self._pending)
+        except RuntimeError:
+            if error is None:  # else that one says what has happened
+                raise

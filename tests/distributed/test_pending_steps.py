@@ -1,0 +1,139 @@
+"""A run whose device runs behind the host: the same lines, none lost, and the same stop, on two gloo ranks."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.optimus.config.load import load
+from megatron.optimus.data.errors import DataError
+from megatron.optimus.observe.metrics import read_metrics
+from megatron.optimus.parallel.mesh import Mesh
+from megatron.optimus.trainer.health import TrainingError
+from tests.helpers import run_distributed
+from tests.integration.conftest import TINY, write_corpus
+
+KEYS = ("step", "consumed_tokens", "loss", "aux_loss", "z_loss", "grad_norm", "lr", "expert_load_max_over_mean")
+KEYS += ("router_entropy", "dropped_tokens", "valid_loss", "nonfinite")
+OPTIONS = "--expert-model-parallel-size 2 --moe-router-enable-expert-bias --eval-interval 5 --save-interval 4".split()
+BROKEN = {  # steps whose gradients are not finite
+    "one": range(4, 5),
+    "all from 4": range(4, 99),  # the fifth in a row is followed by a checkpoint
+    "all from 5": range(5, 99),
+}
+MISSING_AT = 7
+
+
+def _break(trainer: Any, what: str) -> None:
+    if what in BROKEN:
+        weight = next(iter(trainer.model.parameters()))
+        weight.register_hook(lambda grad: grad * float("nan") if trainer.step + 1 in BROKEN[what] else grad)
+    elif what == "data":
+        read = trainer.data.train.batch
+
+        def batch(consumed: int) -> Any:
+            if trainer.step + 1 == MISSING_AT:
+                raise DataError("the disk is gone")
+            return read(consumed)
+
+        trainer.data.train.batch = batch
+
+
+def _run(rank: int, world: int, folder: str, what: str, runs_behind: bool) -> dict[str, Any]:
+    from megatron.optimus.trainer.trainer import Trainer
+
+    run_dir = Path(folder) / f"{what}-{runs_behind}"
+    words = [*TINY, *OPTIONS, "--train-iters", "11", "--run-dir", str(run_dir), "--data-path", f"{folder}/counting"]
+    config = load(words).config
+    trainer = Trainer(config, Mesh(config.parallel, rank=rank, world_size=world), torch.device("cpu"))
+    trainer.runs_behind = runs_behind
+    _break(trainer, what)
+    file = run_dir / "metrics.jsonl"
+    queued: list[int] = []  # lines in the file when a step has been queued
+    saved: dict[int, int] = {}  # and when a checkpoint begins
+    train_step, save = trainer._train_step, trainer.checkpoints._save
+
+    biases = [buffer for name, buffer in trainer.model.named_buffers() if "expert_bias" in name]
+    moved: list[bool] = []  # the experts' biases, in each step
+
+    def counting(batches: Any) -> Any:
+        before = torch.cat(biases).clone()
+        report = train_step(batches)
+        moved.append(not torch.equal(before, torch.cat(biases)))
+        queued.append(len(file.read_text().splitlines()))
+        return report
+
+    def saving(kind: str, step: int, consumed_samples: int) -> None:
+        saved[step] = len(file.read_text().splitlines())
+        save(kind, step, consumed_samples)
+
+    trainer._train_step, trainer.checkpoints._save = counting, saving  # type: ignore[method-assign]
+    error = ""
+    try:
+        trainer.fit()
+    except (TrainingError, DataError) as raised:
+        error = str(raised)
+        trainer.checkpoints.finish()
+    trainer.close()
+    trainer.engine.destroy()
+    lines = [{key: line.get(key) for key in KEYS} for line in read_metrics(file)]
+    checkpoints = sorted(path.name for path in (run_dir / "checkpoints").glob("step-*"))
+    return {
+        **{"lines": lines, "queued": queued, "saved": saved, "error": error, "checkpoints": checkpoints},
+        **{"biases": torch.cat(biases), "moved": moved, "steps": trainer.step},
+    }
+
+
+def _runs(rank: int, world: int, folder: str) -> dict[str, list[dict[str, Any]]]:
+    from megatron.optimus.trainer.engine import init_engine, shutdown_engine
+
+    init_engine(timedelta(seconds=60))
+    cases = ("nothing", *BROKEN, "data")
+    found = {what: [_run(rank, world, folder, what, late) for late in (False, True)] for what in cases}
+    shutdown_engine()
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("pending")
+    write_corpus(folder / "counting")
+    return run_distributed(_runs, 2, str(folder))[0]
+
+
+@pytest.mark.parametrize(
+    ("what", "last"), [("nothing", 11), ("one", 11), ("all from 4", 8), ("all from 5", 9), ("data", MISSING_AT - 1)]
+)
+def test_the_same_lines_and_checkpoints(runs: dict[str, list[dict[str, Any]]], what: str, last: int) -> None:
+    at_once, late = runs[what]
+    assert [line["step"] for line in late["lines"]] == list(range(1, last + 1))
+    assert late["lines"] == at_once["lines"]
+    assert late["error"] == at_once["error"] and bool(late["error"]) is (last < 11)
+    assert late["checkpoints"] == at_once["checkpoints"]
+    assert late["saved"] == at_once["saved"] and all(step == lines for step, lines in late["saved"].items())
+    assert torch.equal(late["biases"], at_once["biases"])
+    broken = BROKEN.get(what, range(0))
+    assert late["moved"] == [step not in broken for step in range(1, late["steps"] + 1)], "a skipped step moves none"
+
+
+def test_a_step_is_read_when_the_next_one_is_queued(runs: dict[str, list[dict[str, Any]]]) -> None:
+    at_once, late = runs["nothing"]
+    assert at_once["queued"] == list(range(11))
+    # when step n is queued there are n - 1 lines where the step before was followed by a checkpoint (4, 8) or a
+    # validation (5, 10), else n - 2
+    settled = {4, 5, 8, 10}
+    assert late["queued"] == [0] + [n - 1 if n - 1 in settled else n - 2 for n in range(2, 12)]
+
+
+def test_a_stop_for_health_comes_one_step_later(runs: dict[str, list[dict[str, Any]]]) -> None:
+    at_once, late = runs["all from 5"]
+    assert "gradients were not finite in 5 steps in a row, up to step 9" in late["error"]
+    assert at_once["steps"] == 9 and late["steps"] == 10
+    assert late["checkpoints"] == ["step-00000004", "step-00000008"]
+    at_once, late = runs["all from 4"]
+    assert at_once["steps"] == late["steps"] == 8, "step 8 is due to be saved: it is judged before"
+    assert late["checkpoints"] == ["step-00000004"]
