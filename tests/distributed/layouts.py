@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.optimus.config.schema import LoadBalancing, ModelConfig, ParallelConfig
+from megatron.optimus.config.schema import ConfigError, LoadBalancing, ModelConfig, ParallelConfig, PipelineSchedule
 from megatron.optimus.layers.documents import Documents
 from megatron.optimus.layers.loss import NO_LABEL
 from megatron.optimus.models.decoder import Decoder
@@ -22,6 +22,7 @@ from megatron.optimus.parallel import recompute
 from megatron.optimus.parallel.apply import connect, parallelize
 from megatron.optimus.parallel.context import own_positions
 from megatron.optimus.parallel.mesh import Mesh
+from megatron.optimus.parallel.pipeline import check_torch
 from megatron.optimus.runtime.seeding import generator_for
 from tests.helpers import run_distributed
 
@@ -148,6 +149,15 @@ def run_case(rank: int, world: int, case: Case) -> dict[str, float]:
     deviations["logits"] = deviation(logits, expected.logits[rows][:, positions])
     deviations["losses"] = deviation(losses, expected.losses, each=True)
     return deviations
+
+
+def refusal(schedule: PipelineSchedule) -> str | None:
+    """Why this version of torch cannot run a schedule, as the program says it; None if it can."""
+    try:
+        check_torch(schedule)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def part_of(whole: Tensor, parameter: Tensor) -> Tensor:

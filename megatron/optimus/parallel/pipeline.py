@@ -41,6 +41,8 @@ _SCHEDULES = {
     PipelineSchedule.INTERLEAVED_ZERO_BUBBLE: ScheduleInterleavedZeroBubble,
     PipelineSchedule.ZBV: ScheduleZBVZeroBubble,
 }
+# Those that compute the gradients of inputs first and of weights later.
+SPLIT_BACKWARDS = (PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV)
 
 
 @dataclass(frozen=True)
@@ -180,10 +182,9 @@ class AuxWeight:
     z: float
 
 
-def _check_torch(schedule: PipelineSchedule) -> None:
+def check_torch(schedule: PipelineSchedule) -> None:
     """Raises ConfigError for a schedule that this version of torch cannot run."""
-    splits_backward = schedule in (PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV)
-    if splits_backward and TorchVersion(torch.__version__) < "2.13":
+    if schedule in SPLIT_BACKWARDS and TorchVersion(torch.__version__) < "2.13":
         raise ConfigError(
             f"pipeline_schedule={schedule.value} needs torch 2.13, this is {torch.__version__}: earlier ones cannot "
             "split the backward of custom operations (seen with 2.11); use 1f1b or interleaved-1f1b"
@@ -256,7 +257,7 @@ class Pipeline:
         device: torch.device,
         backwards: Backwards | None = None,
     ) -> None:
-        _check_torch(schedule)
+        check_torch(schedule)
         self.model, self.plan, self.group, self.device = model, plan, group, device
         self.num_micro_batches = num_micro_batches
         self.backwards = backwards or _NobodyAsks()
