@@ -1,0 +1,162 @@
+"""The systems that overlap.py compares: one model, each system's engine around it."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LR = 1e-4
+
+
+def run_config(args: argparse.Namespace) -> Any:
+    from megatron.optimus.config.load import load
+
+    words = [
+        *("--preset", args.preset, "--data-path", "RANDOM_TOKENS", "--train-iters", "100", "--lr-warmup-iters", "0"),
+        *("--seq-length", str(args.seq_length), "--micro-batch-size", str(args.micro_batch_size)),
+        *("--global-batch-size", str(args.micro_batch_size * args.ranks), "--pipeline-model-parallel-size", "1"),
+        *("--expert-model-parallel-size", str(args.expert_parallel), "--params-dtype", args.dtype),
+        *("--lr", str(LR), "--min-lr", str(LR), "--eval-interval", "0", "--device", args.device),
+    ]
+    if args.num_layers:
+        words += ["--num-layers", str(args.num_layers)]
+    if args.bucket_size:
+        words += ["--ddp-bucket-size", str(args.bucket_size)]
+    if args.reduce_in_bf16:
+        words += ["--grad-reduce-in-bf16"]
+    return load(words).config
+
+
+def build(system: str, config: Any, mesh: Any, device: torch.device) -> Any:
+    """The engine of a system around a fresh model."""
+    from megatron.optimus.trainer.engine import build_engine
+
+    model = build_model(config, mesh, device)
+    if system.startswith("deepspeed"):
+        return build_stock(int(system[-1]), model, config, mesh)
+    if system == "so":
+        return build_so(model, config, mesh)
+    overlap = system != "plain"
+    stage = 2 if system == "stage2" else 1
+    if system == "ours16":
+        config = replace(config, optimizer=replace(config.optimizer, grad_reduce_in_bf16=True))
+    options = replace(config.optimizer, zero_stage=stage, overlap_grad_reduce=overlap, overlap_param_gather=overlap)
+    return build_engine(model, replace(config, optimizer=options), mesh, 1)
+
+
+def build_model(config: Any, mesh: Any, device: torch.device) -> Any:
+    """The training program's model with weights drawn on the device: its own, drawn on the host, take minutes."""
+    from megatron.optimus.models.decoder import Decoder
+    from megatron.optimus.models.initialize import _materialize
+    from megatron.optimus.parallel.apply import parallelize
+    from megatron.optimus.trainer.build import DTYPES, connect
+
+    with torch.device("meta"):
+        model = Decoder(config.model)
+    parallelize(model, mesh, config.parallel)
+    _materialize(model, device, DTYPES[config.training.params_dtype])
+    generator = torch.Generator(device=device).manual_seed(1)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(1.0) if param.dim() == 1 else param.normal_(0.0, 0.02, generator=generator)
+    connect(model, mesh)
+    return model
+
+
+def build_so(model: torch.nn.Module, config: Any, mesh: Any) -> Any:
+    """States of all parameters sharded over the expert-data-parallel ranks; dense gradients summed over their peers."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    import deepspeed_ext
+    from megatron.optimus.optim.groups import param_groups
+    from megatron.optimus.trainer.engine import deepspeed_config
+
+    peers = mesh.group("ep")
+
+    class Optimizer(deepspeed_ext.EPZeroOptimizer):
+        def finish_reduction(self) -> None:
+            super().finish_reduction()
+            dense = [family for family in self.families if family.key.expert_group is None]
+            for family in dense:
+                family.in_norm = mesh.index("ep") == 0
+            buckets = [bucket for family in dense for bucket in family.buckets]
+            for work in [dist.all_reduce(b.shard.grad, group=peers, async_op=True) for b in buckets]:
+                work.wait()
+
+    class Engine(deepspeed_ext.EPEngine):
+        def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+            options = replace(self.zero_options, average=False)
+            built = Optimizer(optimizer, self.param_names, groups=groups, options=options, module=self.module)
+            built._state._divisor = dist.get_world_size()
+            return built
+
+    replicas = mesh.group("edp")
+    names = {str(p.group_name) for p in model.parameters() if hasattr(p, "group_name")}
+    # Without replicas there is one rank to shard over; None is that rank, and for the norm all ranks.
+    groups = deepspeed_ext.ZeroGroups(dense=replicas, expert=dict.fromkeys(names, replicas))
+    ds_config = deepspeed_config(config, 1)
+    ds_config["deepspeed_ext"] = {}
+    return Engine(
+        args=None,
+        model=model,
+        optimizer=torch.optim.AdamW(param_groups(model, config.optimizer)),
+        config=ds_config,
+        config_class=DeepSpeedConfig(ds_config),
+        zero_groups=groups,
+        zero_options=deepspeed_ext.ds_config.zero_options(ds_config),
+    )
+
+
+def build_stock(stage: int, model: torch.nn.Module, config: Any, mesh: Any) -> Any:
+    """DeepSpeed's own ZeRO, overlap on, experts marked its way where they are spread over ranks."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.utils import groups
+
+    experts = [p for p in model.parameters() if hasattr(p, "group_name")]
+    spread = mesh.size("ep") > 1
+
+    class Engine(DeepSpeedEngine):
+        def _configure_distributed_model(self, *args: Any) -> None:
+            super()._configure_distributed_model(*args)
+            if spread:  # it looks for its own MoE class only
+                self.has_moe_layers = True
+                self.num_experts = [config.model.num_experts]
+                self.expert_parallel_group = groups._get_expert_parallel_group_dict()
+                self.expert_data_parallel_group = groups._get_expert_data_parallel_group_dict()
+
+    if spread:
+        groups._create_expert_and_data_parallel(mesh.size("ep"))
+    else:
+        for param in experts:
+            del param.allreduce, param.group_name
+    ids = {id(p) for p in experts} if spread else set()
+    param_groups: list[dict[str, Any]] = [
+        {"params": [p for p in model.parameters() if id(p) not in ids], "name": "dense"}
+    ]
+    if spread:
+        param_groups.append({"params": experts, "moe": True, "name": f"ep_size_{mesh.size('ep')}"})
+    chosen = config.optimizer
+    betas = (chosen.adam_beta1, chosen.adam_beta2)
+    optimizer = torch.optim.AdamW(
+        param_groups, lr=LR, betas=betas, eps=chosen.adam_eps, weight_decay=chosen.weight_decay, fused=True
+    )
+    ds_config = {
+        "train_micro_batch_size_per_gpu": config.training.micro_batch_size,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.optimizer.clip_grad,
+        "zero_optimization": {"stage": stage, "overlap_comm": True, "reduce_scatter": True},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": config.training.params_dtype.value == "bf16"},
+        "timers": {"throughput": {"enabled": False}},
+        "steps_per_print": 1_000_000_000,
+    }
+    if next(model.parameters()).device.type == "cpu":
+        ds_config["zero_optimization"]["reduce_bucket_size"] = 1_000_000
+    return Engine(
+        args=None, model=model, optimizer=optimizer, config=ds_config, config_class=DeepSpeedConfig(ds_config)
+    )
