@@ -115,17 +115,54 @@ def measure(system: str, args: argparse.Namespace, config: Any, mesh: Any, devic
     return result, events
 
 
+class _Fan(torch.autograd.Function):
+    """A gradient of ones for every parameter with next to no work: what is left is autograd's own and the hooks'."""
+
+    @staticmethod
+    def forward(ctx: Any, *params: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = torch.ones_like(params[0]).expand(len(params), -1)
+        return params[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return ctx.gradients.clone().unbind()
+
+
+def backward_cost(params: list[torch.nn.Parameter], optimizer: Any, device: torch.device) -> float:
+    """Median milliseconds of the process in a backward and what comes after it; ``optimizer`` may be None."""
+    from megatron.optimus.runtime.device import synchronize
+
+    times = []
+    for _ in range(50):
+        loss = _Fan.apply(*params)
+        if optimizer is not None:
+            optimizer.set_gradient_accumulation_boundary(True)
+        synchronize(device)
+        began = time.process_time()
+        loss.backward()
+        if optimizer is not None:
+            optimizer.reduce_gradients()
+        times.append((time.process_time() - began) * 1e3)
+        if optimizer is not None:
+            optimizer.step()
+        for param in params:
+            param.grad = None
+    return statistics.median(times[5:])
+
+
 def host_cost(count: int, device: torch.device) -> dict[str, float]:
     """Milliseconds of host time a step that hooks and step() take, without waiting for the device, for ``count``
     parameters in bf16 and default buckets; one rank, so no collectives. Parameters have 4,096 elements, on a CPU 16:
     its arithmetic is host time too. Medians of the thread's processor time, which other work on the machine does not
-    enter.
+    enter. ``backward_ms``: what a real backward and the reduction after it take more than a backward of parameters that
+    no optimizer has; of the process, as autograd may run in a thread of its own.
     """
     import deepspeed_ext
     from megatron.optimus.runtime.device import synchronize
 
     numel = 16 if device.type == "cpu" else 4096
     params = [torch.nn.Parameter(torch.randn(numel, device=device, dtype=torch.bfloat16)) for _ in range(count)]
+    bare_ms = backward_cost(params, None, device)
     groups = deepspeed_ext.ZeroGroups(
         dense=dist.new_group([dist.get_rank()], use_local_synchronization=True), expert={}
     )
@@ -148,11 +185,14 @@ def host_cost(count: int, device: torch.device) -> dict[str, float]:
         optimizer.step()
         hook_ms.append((between - began) * 1e3)
         step_ms.append((time.thread_time() - between) * 1e3)
+    backward_ms = backward_cost(params, optimizer, device)
     optimizer.destroy()
     return {
         "parameters": count,
         "hooks_ms": statistics.median(hook_ms[5:]),
         "step_ms": statistics.median(step_ms[5:]),
+        "backward_ms": backward_ms - bare_ms,
+        "bare_backward_ms": bare_ms,
     }
 
 
