@@ -105,7 +105,7 @@ def ours(words: Sequence[str], device: torch.device, change: Callable[[Any], Non
     batches = [own_part(batch, None if positions is None else positions.to(device)) for batch in whole]
 
     def step() -> float:
-        return train_step(engine, schedule, batches, config.model, mesh).loss
+        return train_step(engine, schedule, batches, config.model, mesh).read().loss
 
     return Program(
         step,

@@ -170,7 +170,7 @@ class GradientSync:
                 part.mark()
             if slot.parts and slot.parts[0].is_together:  # not for long
                 slot.parts[0].entry.is_sorted = False
-                self._is_unsorted = self._has_counted = True
+                self._is_unsorted = self._has_counted = self._is_unusual = True
                 slot.events += 1
             else:
                 arrived(slot.param)
@@ -359,16 +359,18 @@ class GradientSync:
 
     # ---- around the step
 
-    def finish(self) -> None:
-        """Waits for all reductions; ``shard.grad`` of every bucket is set. Raises RuntimeError where gradients of stage
-        2 were never sent."""
-        self._ring.drain()
+    def check_all_sent(self) -> None:
+        """Before a step. Raises RuntimeError where stage 2 holds gradients that no reduction took."""
         for entry in self._queue:
-            if entry.lent is not None:
+            if entry.lent is not None and not entry.bucket.is_reduced:
                 raise RuntimeError(
                     f"parameter {entry.parts[0].slot.name!r} or one beside it got a gradient in a backward that was "
                     "said not to reach it; give its bucket to set_gradient_accumulation_boundary(only=...)"
                 )
+
+    def finish(self) -> None:
+        """Waits for all reductions; ``shard.grad`` of every bucket is set."""
+        self._ring.drain()
         for bucket in self.buckets:
             bucket.finish_gradient()
 

@@ -222,6 +222,7 @@ class EPZeroOptimizer(ZeROOptimizer):
             raise ValueError("EPZeroOptimizer.step takes no closure; run forward and backward through the engine")
         if not self._reduced or self._sync.has_events:
             self.reduce_gradients()
+        self._sync.check_all_sent()
         self._publisher.wait()  # what no forward has waited for: a gather must not cross the update that follows
         self.finish_reduction()
         counted = [b.shard.grad for f in self.families if f.in_norm for b in f.buckets]

@@ -43,8 +43,9 @@ class Stack(nn.Module):
 def _sharded(model: nn.Module, bucket_numel: int = 4096) -> Any:
     assert dist.group.WORLD is not None
     names = {p: n for n, p in model.named_parameters() if p.requires_grad}
+    groups = [{"params": [p for p in names if p.dim() > 1]}, {"params": [p for p in names if p.dim() == 1]}]
     return deepspeed_ext.EPZeroOptimizer(
-        torch.optim.AdamW(list(names), lr=1e-2, eps=1e-3),
+        torch.optim.AdamW(groups, lr=1e-2, eps=1e-3),  # experts in buckets of their own, as in a model of ours
         names,
         groups=deepspeed_ext.ZeroGroups(dense=dist.group.WORLD, expert={}),
         options=deepspeed_ext.ZeroOptions(bucket_numel=bucket_numel),
@@ -65,7 +66,8 @@ def _train(model: Stack, rank: int, fuses: bool) -> list[torch.Tensor]:
             optimizer.set_gradient_accumulation_boundary(micro == 1)
             model(torch.randn(TOKENS, model.scale.numel(), generator=generator)).backward()
             assert not fuses or all(weight.grad is None for weight in experts)
-            if micro == 1:
+            if micro == 1:  # in the first step nobody knows yet what comes this way
+                assert step == 0 or all(bucket.is_reduced for bucket in optimizer._sync.buckets)
                 optimizer.reduce_gradients()
             optimizer.backward_epilogue()
         optimizer.step()

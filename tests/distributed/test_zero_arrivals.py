@@ -142,6 +142,30 @@ def _after_the_reduction(rank: int) -> bool:
     return all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(*weights, strict=True))
 
 
+def _kept_back(rank: int) -> tuple[str, bool]:
+    """Stage 2: what a step says to gradients that no reduction was told of; that dropping them is no mistake."""
+    model = Chain()
+    optimizer = _sharded(model, stage=2, bucket_numel=512)
+    some = optimizer.buckets_of([model.scales[0]])
+    for only in (None, some):
+        optimizer.set_gradient_accumulation_boundary(True, only=only)
+        model(_input(0, 0, rank), FORTH).backward()
+        optimizer.reduce_gradients()
+        if only is None:
+            optimizer.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    try:
+        optimizer.step()
+        error = "no error"
+    except RuntimeError as raised:
+        error = str(raised)
+    optimizer.zero_grad()
+    optimizer.step()  # with gradients of zero
+    return error, len(some) < len(optimizer._sync.buckets) and all(
+        float((a - b.detach()).abs().max()) < 1e-2 for a, b in zip(before, model.parameters(), strict=True)
+    )
+
+
 def _scenarios(rank: int, world: int) -> dict[str, Any]:
     return {
         "distances": {
@@ -153,6 +177,7 @@ def _scenarios(rank: int, world: int) -> dict[str, Any]:
         "early": _left_early(rank),
         "late": _late(rank),
         "after": _after_the_reduction(rank),
+        "kept back": _kept_back(rank),
     }
 
 
@@ -165,3 +190,5 @@ def test_arrivals() -> None:
         assert result["early"] == [True, True, True, False, True, True]
         assert "'scales.0' got gradient number 2 of one backward after its bucket had been" in result["late"]
         assert result["after"]
+        error, dropped = result["kept back"]
+        assert "got a gradient in a backward that was said not to reach it" in error and dropped

@@ -174,7 +174,7 @@ def _data(share: Share) -> Iterator[Collective]:
     _, sent = gradient_bytes(share)
     repeats = share.micro_batches if options.zero_stage == 2 else 1
     is_tied = layout.pp > 1 and not share.model.untie_embeddings_and_output_weights
-    reduces = options.overlap_grad_reduce and len(share.stages) == 1 and not is_tied
+    reduces = options.overlap_grad_reduce and len(share.stages) == 1
     into = Hiding.BACKWARD if reduces else Hiding.NOTHING
     out = Hiding.FORWARD if options.overlap_param_gather else Hiding.NOTHING
     for family in families(share):
@@ -185,6 +185,7 @@ def _data(share: Share) -> Iterator[Collective]:
         yield Collective(axis, Kind.ALL_GATHER, f"{what} weights", family.group_size, whole * share.element, 1, out)
     if is_tied and (share.has_embedding or share.has_head):
         table = share.model.vocab_size // layout.tp * share.model.hidden_size * gradient_bytes(share)[0]
+        table = -(-table // (layout.dp * layout.cp))  # of each rank's shard, after the reduction
         yield Collective("pp", Kind.ALL_REDUCE, "gradient of the tied embedding", 2, table, 1)
     if layout.tp > 1 and share.config.parallel.sequence_parallel:
         repeated = sum(one.numel * count for one, count in parameters(share).items() if not one.is_cut)
