@@ -137,7 +137,8 @@ class _Exec:
 
     def __init__(self, rank: int, ranks: int, port: int, folder: Path, argv: list[str]) -> None:
         call = f"run_rank({rank}, {ranks}, {port}, {str(folder)!r}, {argv!r})"
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", f"from tests.campaigns.rank_process import run_rank; {call}"]
         self._process = subprocess.Popen(command, env=environment, cwd=ROOT)
         self.pid: int | None = self._process.pid
