@@ -40,6 +40,7 @@ CASES = {
     "ring, cp 4": Case({}, CP4 | RING),
     "ring, cp 2 x dp 2, gqa": Case(GQA, CP2 | RING),
     "ring, cp 4, documents": Case(GQA, CP4 | RING, documents=True),
+    "ring, cp 4, gqa, documents, everything recomputed": Case(GQA, CP4 | RING | RECOMPUTED, documents=True),
     "ring, cp 2 x dp 2, documents": Case({}, CP2 | RING, documents=True),
     "ulysses, tp 2 x cp 2": Case(GQA, TP2 | CP2),
     "ring, tp 2 x cp 2, documents": Case({}, TP2 | CP2 | RING, documents=True),
@@ -57,6 +58,7 @@ EIGHT = {
     "tp 2 x cp 2 x dp 2, ep 8, everything recomputed": Case(
         MOE | GQA, TP2 | CP2 | RING | RECOMPUTED | dict(expert_model_parallel_size=8)
     ),
+    "ring, cp 8, gqa, documents": Case(GQA, dict(context_parallel_size=8) | RING, documents=True),
     "tp 2 x cp 2 x dp 2, ep 2 x etp 2, all-to-all": Case(
         MOE | GLOBAL, TP2 | CP2 | A2A | dict(expert_model_parallel_size=2, expert_tensor_parallel_size=2)
     ),

@@ -1,4 +1,4 @@
-"""Three optimizer steps at a layout equal those of one process: losses, gradient norm, and every weight (fp32).
+"""Three optimizer steps and a validation at a layout equal those of one process: reports and every weight (fp32).
 
 The layouts add expert gradients to the optimizer's buffers in the backward (ZeRO stage 1); the one process does not.
 """
@@ -183,11 +183,11 @@ def micro_batch(number: int, case: Case) -> Batch:
 
 
 def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Tensor, dict[str, Any]]:
-    """(loss, auxiliary loss, z-loss, gradient norm) of each step; the parameters afterwards."""
+    """All numbers of the steps' reports and the validation loss, in a row; the parameters afterwards."""
     from megatron.optimus.trainer.build import build_model  # they import deepspeed
     from megatron.optimus.trainer.engine import build_engine
     from megatron.optimus.trainer.schedule import build_schedule
-    from megatron.optimus.trainer.step import own_part, train_step
+    from megatron.optimus.trainer.step import own_part, train_step, validation_loss
 
     config = run_config(case)
     check(config, world)
@@ -205,16 +205,20 @@ def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Ten
             weight.main_grad_ready = _counted(weight.main_grad_ready, additions, index)  # type: ignore[attr-defined]
         else:
             weight.main_grad = None  # type: ignore[attr-defined]
-    lines = []
+
+    def own_batches(step: int) -> list[Batch]:
+        numbers = [step * 100 + micro * mesh.size("dp") + mesh.index("dp") for micro in range(accumulation)]
+        return [own_part(micro_batch(number, case), positions) for number in numbers]
+
+    lines: list[float] = []
     buckets, sent = engine.optimizer._sync.buckets, [0]
     for bucket in buckets:
         bucket.start_reduce = _counted(bucket.start_reduce, sent, 0)  # type: ignore[method-assign]
     for step in range(STEPS):
-        numbers = [step * 100 + micro * mesh.size("dp") + mesh.index("dp") for micro in range(accumulation)]
-        batches = [own_part(micro_batch(number, case), positions) for number in numbers]
-        report = train_step(engine, schedule, batches, config.model, mesh).read()
+        report = train_step(engine, schedule, own_batches(step), config.model, mesh).read()
         assert report.dropped_tokens == 0 and not report.skipped
-        lines.append([report.loss, report.aux_loss, report.z_loss, report.grad_norm])
+        lines += [report.loss, report.aux_loss, report.z_loss, report.grad_norm, report.router_entropy or 0.0]
+        lines += [slots for load in report.expert_load_LE for slots in load]
         # Where weight gradients are computed apart they take the ordinary way.
         if config.parallel.pipeline_schedule not in SPLIT_BACKWARDS:
             assert all((main_grad_of(weight) is not None) is fuses for weight in experts)
@@ -226,6 +230,7 @@ def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Ten
         once = accumulation * sum(len(engine.optimizer.buckets_of(chunk.parameters())) for chunk in _chunks(schedule))
         assert len(_chunks(schedule)) == 1 or once < accumulation * len(buckets) * len(_chunks(schedule))
     assert sent == [once * STEPS]
+    lines.append(validation_loss(schedule, [own_batches(STEPS)], config.model, mesh))
     engine.optimizer.sync_params_from_master()
     for parameter in model.parameters():
         if getattr(parameter, "pipe_tied", False):  # the copies of two stages have the same bits
@@ -284,7 +289,7 @@ def _init() -> None:
 
 
 def measure(folder: Path) -> dict[int, list[dict[str, dict[str, float]]]]:
-    """Number of ranks -> of each: case -> deviation of the steps' numbers ("lines") and of every weight afterwards."""
+    """Number of ranks -> of each: case -> deviation of all numbers told ("lines") and of every weight afterwards."""
     placement = folder / "placement.json"
     placement.write_text(to_json([((5, 0), (1, 7), (6, 2), (3, 4)), ((7, 6), (0, 3), (5, 1), (4, 2))]))
     [expected] = run_distributed(serial, 1)
