@@ -24,7 +24,8 @@ pp             Mula-1B, schedules against their bubble-limited ideal: T + (p - 1
 pp-deepspeed   the same model and micro-batches through DeepSpeed's PipelineModule (1F1B, ZeRO stage 1).
 cp             Mula-1B, one sequence over all ranks, against the attention-bound ideal: layers x attention + rest.
                attention: forward and backward over the whole sequence of a rank's share of the heads, alone on the
-               GPU (ring attention does as much); rest: the same step with an attention that does nothing.
+               GPU (ring attention does as much, balanced; kernels_alone_ms_each_layer: that work with the ring's
+               kernels, alone); rest: the same step with an attention that does nothing.
 moe            experts over all ranks: how tokens travel. Exposed: what a step takes longer than one in which every
                token finds its experts on its own rank.
 moe-autoep     the same with DeepSpeed's AutoEP (layout_speed_peers.py).

@@ -156,9 +156,13 @@ def without_exchange(model: Any) -> None:
         layer.dispatcher = KeepHere(len(layer.experts.gate_up_weight))
 
 
-def attention_alone(words: Sequence[str], device: torch.device, ranks: int, repeats: int) -> float:
-    """Seconds of one layer's attention, forward and backward, over whole sequences of a rank's share of the heads."""
+def attention_alone(words: Sequence[str], device: torch.device, ranks: int, repeats: int, by_ring: bool) -> float:
+    """Seconds of one layer's attention, forward and backward, over whole sequences of a rank's share of the heads.
+
+    ``by_ring``: with the kernels that ring attention uses for a part of the keys, without exchange and merging.
+    """
     from megatron.optimus.layers.attention import causal_attention
+    from megatron.optimus.layers.partial_attention import attend_part, attend_part_backward
     from megatron.optimus.trainer.engine import DTYPES
 
     config = run_config(words, device)
@@ -169,11 +173,20 @@ def attention_alone(words: Sequence[str], device: torch.device, ranks: int, repe
         torch.randn(shape, device=device, dtype=DTYPES[training.params_dtype], requires_grad=True) for shape in shapes
     )
     grad = torch.randn_like(q)
+
+    @torch.no_grad()
+    def parts() -> None:
+        each = [x.repeat_interleave(heads // groups, dim=1) for x in (k, v)]
+        attend_part_backward(grad, q, *each, *attend_part(q, *each, True), True)
+
+    def whole() -> None:
+        causal_attention(q, k, v, None).backward(grad)
+
     times = []
     for _ in range(repeats + 1):
         devices.synchronize(device)
         began = time.perf_counter()
-        causal_attention(q, k, v, None).backward(grad)
+        parts() if by_ring else whole()
         devices.synchronize(device)
         times.append(time.perf_counter() - began)
     return statistics.median(times[1:])

@@ -120,12 +120,15 @@ def cp_section(args: argparse.Namespace, ranks: int) -> Section:
     }
 
     def further(built: Any, times: Times, device: torch.device) -> Figures:
-        alone = slowest(programs.attention_alone(base.split(), device, ranks, 3))
+        alone, by_ring = (
+            slowest(programs.attention_alone(base.split(), device, ranks, 3, is_ring)) for is_ring in (False, True)
+        )
         ideal = times[rest] + alone * built["ulysses"].about["num_layers"]
         figures: Figures = {rest: {"attention_alone_ms_each_layer": alone * 1e3}}
         for name in ("ulysses", "ring"):
             figures[name] = percent("above the attention-bound ideal", times[name] / ideal - 1)
             figures[name]["ideal_ms"] = ideal * 1e3
+        figures["ring"]["kernels_alone_ms_each_layer"] = by_ring * 1e3
         return figures
 
     return Section(variants, further, turns=3, steps=1, warm_up=2)

@@ -40,12 +40,15 @@ def test_ideal_of_a_pipeline_is_the_step_without_one_and_the_bubble(monkeypatch:
 
 def test_ideal_of_context_parallelism_is_the_rest_and_attention_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sections, "slowest", lambda value: value)
-    monkeypatch.setattr(programs, "attention_alone", lambda words, device, ranks, repeats: 0.1)
+    monkeypatch.setattr(
+        programs, "attention_alone", lambda words, device, ranks, repeats, by_ring: 0.15 if by_ring else 0.1
+    )
     section = sections.cp_section(arguments(), 2)
     built = {"ulysses": programs.Program(lambda: 0.0, 1, about={"num_layers": 4})}
     found = section.further(built, {"ulysses": 0.66, "ring": 0.9, "rest: attention does nothing": 0.2}, CPU)
     assert found["ulysses"]["percent"] == pytest.approx(10.0)
     assert found["ring"]["percent"] == pytest.approx(50.0)
+    assert found["ring"]["kernels_alone_ms_each_layer"] == pytest.approx(150.0)
 
 
 def test_nothing_in_place_of_attention_still_has_gradients_of_all_three() -> None:
