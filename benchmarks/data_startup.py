@@ -8,7 +8,8 @@ ids of its share of them, looks at the headers, plans the blend and reads one ba
 that is alone and looks at every header; ``seconds_headers_share`` is what a 256th of them takes, as a rank of 256 does.
 ``processor_seconds`` hardly depend on what else the machine does. ``together`` is the exchange: four gloo processes
 that open the files with each other. Seconds exclude Python's and torch's imports, which every training program has;
-both memory figures are given. ``anonymous`` memory is the rank's own, file pages excluded.
+both memory figures are given. ``anonymous`` memory is the rank's own, file pages excluded. ``without_torch`` is a whole
+process that does the same up to the batch's rows in numpy and never imports torch: what the data path takes by itself.
 """
 
 from __future__ import annotations
@@ -121,6 +122,32 @@ def measure(path: str, position: int) -> dict[str, object]:
     }
 
 
+def measure_alone(path: str, position: int) -> dict[str, object]:
+    """One rank's start in a process without torch: all of its memory, the interpreter and numpy included."""
+    from megatron.optimus.config.schema import DataConfig
+    from megatron.optimus.data.dataset import Split, check_vocabulary
+    from megatron.optimus.data.files import TokenFiles
+    from megatron.optimus.data.mixture import Mixture, mixed_rows
+    from megatron.optimus.data.samples import SampleOptions, make_sample
+    from megatron.optimus.data.sources import read_sources
+
+    before, started = memory(), time.perf_counter()
+    sources = read_sources(DataConfig(data_file_list=path))
+    check_vocabulary(sources.prefixes[RANKS // 2 :: RANKS], VOCABULARY)
+    files = TokenFiles(sources.prefixes)
+    train = Mixture(sources, SEQ_LENGTH, split="969,30,1", part=Split.TRAIN, seed=1, files=files, vocab_size=VOCABULARY)
+    own = train.ids_at(position, GLOBAL_BATCH)[mixed_rows(GLOBAL_BATCH, position)[RANKS // 2 :: RANKS]]
+    rows = [make_sample(train.read(i), SEQ_LENGTH, SampleOptions()) for i in own.tolist()]
+    assert len(rows) == GLOBAL_BATCH // RANKS and "torch" not in sys.modules
+    after = memory()
+    return {
+        "seconds_without_torch": round(time.perf_counter() - started, 3),
+        "peak_mb_without_torch": round(after["peak"], 1),
+        "anonymous_mb_without_torch": round(after["anonymous"], 1),
+        "peak_mb_of_imports_without_torch": round(before["peak"], 1),
+    }
+
+
 def open_with_others(path: str, rank: int, store: str) -> dict[str, object]:
     """One of ``TOGETHER`` processes that share the headers."""
     import torch.distributed as dist
@@ -154,6 +181,7 @@ def main() -> int:
     parser.add_argument("--folder", help="where the sparse files go; default: a temporary folder")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--alone", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--together", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.together:
@@ -162,6 +190,9 @@ def main() -> int:
         return 0
     if args.child:
         print(json.dumps(measure(args.child[0], int(args.child[1]))))
+        return 0
+    if args.alone:
+        print(json.dumps(measure_alone(args.alone[0], int(args.alone[1]))))
         return 0
     results: list[dict[str, object]] = []
     for name, files, tokens in CASES:
@@ -172,10 +203,12 @@ def main() -> int:
             print(json.dumps(results[-1]), flush=True)
             for where, position in (("first step", 0), ("resume late", total // SEQ_LENGTH * 9 // 10)):
                 for _ in range(args.repeat):
-                    command = [sys.executable, __file__, "--child", str(path), str(position)]
-                    run = subprocess.run(command, check=True, capture_output=True, text=True)
-                    case = {"case": name, "files": files, "tokens": total, "start": where}
-                    results.append(case | json.loads(run.stdout))
+                    result: dict[str, object] = {"case": name, "files": files, "tokens": total, "start": where}
+                    for kind in ("--child", "--alone"):
+                        command = [sys.executable, __file__, kind, str(path), str(position)]
+                        run = subprocess.run(command, check=True, capture_output=True, text=True)
+                        result |= json.loads(run.stdout)
+                    results.append(result)
                     print(json.dumps(results[-1]), flush=True)
     if args.output:
         host = {"cores": os.cpu_count(), "load_average": os.getloadavg(), "python": sys.version.split()[0]}
