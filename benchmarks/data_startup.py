@@ -3,13 +3,14 @@
 
     python benchmarks/data_startup.py --output benchmarks/results/data_startup.json
 
-Every measurement is a process of its own that does what one rank of 256 does: it reads the list of files, checks token
-ids of its share of them, looks at the headers, plans the blend and reads one batch. ``seconds`` are those of a rank
-that is alone and looks at every header; ``seconds_headers_share`` is what a 256th of them takes, as a rank of 256 does.
-``processor_seconds`` hardly depend on what else the machine does. ``together`` is the exchange: four gloo processes
-that open the files with each other. Seconds exclude Python's and torch's imports, which every training program has;
-both memory figures are given. ``anonymous`` memory is the rank's own, file pages excluded. ``without_torch`` is a whole
-process that does the same up to the batch's rows in numpy and never imports torch: what the data path takes by itself.
+Every measurement is a process of its own that does what one rank of 256 does: it reads the list of files, checks index
+entries and token ids of its share of them, looks at the headers, plans the blend and reads one batch. ``seconds`` are
+those of a rank that is alone and looks at every header; ``seconds_headers_share`` is what a 256th of them takes, as a
+rank of 256 does. ``processor_seconds`` hardly depend on what else the machine does. ``together`` is the exchange: four
+gloo processes that open the files with each other. Seconds exclude Python's and torch's imports, which every training
+program has; both memory figures are given. ``anonymous`` memory is the rank's own, file pages excluded.
+``without_torch`` is a whole process that does the same up to the batch's rows in numpy and never imports torch: what
+the data path takes by itself.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 CASES = [("2T", 2_419, 2_000_000_000_000), ("15T", 20_000, 15_000_000_000_000)]
@@ -33,16 +36,23 @@ TOGETHER = 4
 TOKENS_PER_DOCUMENT = 1000
 
 
-def write_sparse_pair(prefix: Path, tokens: int) -> None:
-    """Sizes, header and ends of a pair of ``tokens`` uint16 tokens; everything between is a hole."""
+def write_sparse_pair(prefix: Path, tokens: int, *, entries: bool = False) -> None:
+    """Sizes, header and ends of a pair of ``tokens`` uint16 tokens; between is a hole, or the index's true entries."""
     from megatron.optimus.data.indexed import _HEADER, MAGIC, VERSION
 
     documents = tokens // TOKENS_PER_DOCUMENT
+    last = tokens - (documents - 1) * TOKENS_PER_DOCUMENT
     with open(f"{prefix}.bin", "wb") as stream:
         stream.truncate(2 * tokens)
     with open(f"{prefix}.idx", "wb") as stream:
         stream.write(_HEADER.pack(MAGIC, VERSION, 8, documents, documents + 1))
-        last = tokens - (documents - 1) * TOKENS_PER_DOCUMENT
+        if entries:
+            sizes = np.full(documents, TOKENS_PER_DOCUMENT, np.int32)
+            sizes[-1] = last
+            sizes.tofile(stream)
+            np.arange(0, 2 * TOKENS_PER_DOCUMENT * documents, 2 * TOKENS_PER_DOCUMENT).tofile(stream)
+            np.arange(documents + 1).tofile(stream)
+            return
         for offset, size, value in (
             (34 + 4 * (documents - 1), 4, last),
             (34 + 12 * documents - 8, 8, 2 * (tokens - last)),
@@ -58,7 +68,7 @@ def make_files(folder: Path, files: int, tokens: int) -> tuple[Path, int]:
     for i in range(files):
         size = tokens * (i % 7 + 1) // (4 * files)
         corpus = min(CORPORA - 1, i * 40 // files)  # the last one has most of the files
-        write_sparse_pair(folder / f"part-{i:05}", size)
+        write_sparse_pair(folder / f"part-{i:05}", size, entries=i % RANKS == RANKS // 2)  # which the rank looks into
         lines.append(f"{size / tokens:.12f} part-{i:05} corpus-{corpus}")
         total += size
     path = folder / "list.txt"
@@ -76,7 +86,7 @@ def memory() -> dict[str, float]:
 def measure(path: str, position: int) -> dict[str, object]:
     """One rank's start."""
     from megatron.optimus.config.schema import DataConfig
-    from megatron.optimus.data.dataset import Split, check_vocabulary
+    from megatron.optimus.data.dataset import Split, check_contents
     from megatron.optimus.data.files import TokenFiles, summarize
     from megatron.optimus.data.loader import BatchLoader
     from megatron.optimus.data.mixture import Mixture
@@ -85,7 +95,7 @@ def measure(path: str, position: int) -> dict[str, object]:
     before = memory()
     started, started_cpu = time.perf_counter(), time.process_time()
     sources = read_sources(DataConfig(data_file_list=path))
-    check_vocabulary(sources.prefixes[RANKS // 2 :: RANKS], VOCABULARY)
+    check_contents(sources.prefixes[RANKS // 2 :: RANKS], VOCABULARY)
     before_share = time.perf_counter()
     summarize(sources.prefixes[RANKS // 3 :: RANKS])
     share = time.perf_counter() - before_share
@@ -110,7 +120,7 @@ def measure(path: str, position: int) -> dict[str, object]:
     return {
         "seconds": round(seconds, 3),
         "processor_seconds": round(processor, 3),
-        "seconds_vocabulary_check": round(checked - started, 3),
+        "seconds_contents_check": round(checked - started, 3),
         "seconds_headers": round(opened - checked, 3),
         "seconds_headers_share": round(share, 4),
         "instances": len(train),
@@ -125,7 +135,7 @@ def measure(path: str, position: int) -> dict[str, object]:
 def measure_alone(path: str, position: int) -> dict[str, object]:
     """One rank's start in a process without torch: all of its memory, the interpreter and numpy included."""
     from megatron.optimus.config.schema import DataConfig
-    from megatron.optimus.data.dataset import Split, check_vocabulary
+    from megatron.optimus.data.dataset import Split, check_contents
     from megatron.optimus.data.files import TokenFiles
     from megatron.optimus.data.mixture import Mixture, mixed_rows
     from megatron.optimus.data.samples import SampleOptions, make_sample
@@ -133,7 +143,7 @@ def measure_alone(path: str, position: int) -> dict[str, object]:
 
     before, started = memory(), time.perf_counter()
     sources = read_sources(DataConfig(data_file_list=path))
-    check_vocabulary(sources.prefixes[RANKS // 2 :: RANKS], VOCABULARY)
+    check_contents(sources.prefixes[RANKS // 2 :: RANKS], VOCABULARY)
     files = TokenFiles(sources.prefixes)
     train = Mixture(sources, SEQ_LENGTH, split="969,30,1", part=Split.TRAIN, seed=1, files=files, vocab_size=VOCABULARY)
     own = train.ids_at(position, GLOBAL_BATCH)[mixed_rows(GLOBAL_BATCH, position)[RANKS // 2 :: RANKS]]
