@@ -8,10 +8,11 @@ and then the file before deleted, as a save does), the synchronous save, the asy
 cache is dropped before reads. Plain reads go with one thread and with as many as the loader has, of which the faster
 one counts, into a few blocks used again and again, which stay in the processor's cache; ``memory_read``: into as much
 memory as the state has, as a load must. The figures are medians of the rounds' ratios, so that other work on the
-machine weighs on both sides alike; ``load_average`` tells how much of it there was. On an accelerator the state lies
-there, and a matrix product stands for the next forward and backward: ``step_ratio`` is its time beside the copy over
-its time alone. ``hash_wait_over_save``: the share of a save in which the writing thread did not write because it waited
-for a hash; ``hash_work_over_save``: what the hashes would cost one after the other.
+machine weighs on both sides alike; ``load_average`` tells how much of it there was; ``*_of_fastest`` divide the fastest
+plain access by the fastest save or load of all rounds, which other work disturbs least. On an accelerator the state
+lies there, and a matrix product stands for the next forward and backward: ``step_ratio`` is its time beside the copy
+over its time alone. ``hash_wait_over_save``: the share of a save in which the writing thread did not write because it
+waited for a hash; ``hash_work_over_save``: what the hashes would cost one after the other.
 ``--seconds`` ends the rounds early, with their true number.
 """
 
@@ -211,10 +212,15 @@ def summary(rounds: list[dict[str, float]], num_bytes: int) -> dict[str, Any]:
     def disk(r: dict[str, float], what: str) -> float:
         return (r[f"disk_{what}_s"] + r[f"disk_{what}_again_s"]) / 2
 
+    def fastest(what: str) -> float:
+        return min(min(r[f"{what}_s"], r[f"{what}_again_s"]) for r in rounds)
+
     result = {
         "bytes": num_bytes,
         "write_over_disk": median(lambda r: disk(r, "write") / r["save_s"]),
         "load_over_disk": median(lambda r: disk(r, "read") / r["load_s"]),
+        "write_over_disk_of_fastest": round(fastest("disk_write") / min(r["save_s"] for r in rounds), 4),
+        "load_over_disk_of_fastest": round(fastest("disk_read") / min(r["load_s"] for r in rounds), 4),
         "load_over_memory_read": median(lambda r: r["memory_read_s"] / r["load_s"]),
         "disk_write_gb_s": median(lambda r: num_bytes / disk(r, "write") / 1e9),
         "disk_read_gb_s": median(lambda r: num_bytes / disk(r, "read") / 1e9),

@@ -11,7 +11,8 @@ Three ways over the same file with the same tokenizer and the same number of pro
 - loop: one document at a time through ``multiprocessing.Pool.imap`` (chunks of 32), ids back as lists, written by the
   parent document after document: the way of Megatron's script.
 
-They take turns, ``--repeat`` times; the medians count.
+They take turns, ``--repeat`` times; the medians count. ``--split llama3`` trains the tokenizer as usual and then puts
+the regular expression of Llama 3 before it.
 """
 
 from __future__ import annotations
@@ -37,10 +38,21 @@ from megatron.optimus.data.corpus import read_documents
 from megatron.optimus.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron.optimus.data.preprocess import PreprocessReport, preprocess
 from megatron.optimus.data.tokenizer import HuggingFaceTokenizer, train_bpe
+from megatron.optimus.data.words import SPLIT_PATTERNS
 from megatron.optimus.runtime import launch_env
 
 CONTEXT = multiprocessing.get_context("spawn")
 _tokenizer: Any = None
+
+
+def split_like_llama3(model: Path) -> None:
+    """Replaces the pre-tokenizer."""
+    state = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
+    [pattern] = [pattern for pattern in SPLIT_PATTERNS if "{1,3}" in pattern]
+    rule = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    own = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    state["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [rule, own]}
+    (model / "tokenizer.json").write_text(json.dumps(state), encoding="utf-8")
 
 
 def start(model: str) -> None:
@@ -125,6 +137,7 @@ def main() -> int:
     parser.add_argument("--input", help="JSON lines; default: Python sources and texts installed here")
     parser.add_argument("--megabytes", type=float, default=30)
     parser.add_argument("--vocab-size", type=int, default=32000)
+    parser.add_argument("--split", choices=["gpt2", "llama3"], default="gpt2", help="pre-tokenizer")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--with-start", action="store_true")
@@ -135,6 +148,8 @@ def main() -> int:
         path = Path(args.input) if args.input else make_corpus(folder / "corpus.jsonl", args.megabytes)
         model = str(folder / "tokenizer")
         train_bpe(list(read_documents([path]))[:1500], args.vocab_size, model)
+        if args.split == "llama3":
+            split_like_llama3(Path(model))
         size = path.stat().st_size / 1e6
         runs: dict[str, list[float]] = {"library": [], "ours": [], "loop": []}
         for i in range(args.repeat):
@@ -153,7 +168,12 @@ def main() -> int:
         median = {way: statistics.median(values) for way, values in runs.items()}
         result = {
             "host": {"cores": os.cpu_count(), "load_average": os.getloadavg(), "python": sys.version.split()[0]},
-            "settings": {"megabytes": size, "workers": args.workers, "vocab_size": args.vocab_size},
+            "settings": {
+                "split": args.split,
+                "megabytes": size,
+                "workers": args.workers,
+                "vocab_size": args.vocab_size,
+            },
             "tokens": timed["ours"][1],
             "mb_per_s": runs,
             "median_mb_per_s": median,

@@ -3,12 +3,14 @@
 
     python benchmarks/data_startup.py --output benchmarks/results/data_startup.json
 
-Every measurement is a process of its own that does what one rank of 256 does: it reads the list of files, checks token
-ids of its share of them, looks at the headers, plans the blend and reads one batch. ``seconds`` are those of a rank
-that is alone and looks at every header; ``seconds_headers_share`` is what a 256th of them takes, as a rank of 256 does.
-``processor_seconds`` hardly depend on what else the machine does. ``together`` is the exchange: four gloo processes
-that open the files with each other. Seconds exclude Python's and torch's imports, which every training program has;
-both memory figures are given. ``anonymous`` memory is the rank's own, file pages excluded.
+Every measurement is a process of its own that does what one rank of 256 does: it reads the list of files, checks index
+entries and token ids of its share of them, looks at the headers, plans the blend and reads one batch. ``seconds`` are
+those of a rank that is alone and looks at every header; ``seconds_headers_share`` is what a 256th of them takes, as a
+rank of 256 does. ``processor_seconds`` hardly depend on what else the machine does. ``together`` is the exchange: four
+gloo processes that open the files with each other. Seconds exclude Python's and torch's imports, which every training
+program has; both memory figures are given. ``anonymous`` memory is the rank's own, file pages excluded.
+``without_torch`` is a whole process that does the same up to the batch's rows in numpy and never imports torch: what
+the data path takes by itself.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 CASES = [("2T", 2_419, 2_000_000_000_000), ("15T", 20_000, 15_000_000_000_000)]
@@ -32,16 +36,23 @@ TOGETHER = 4
 TOKENS_PER_DOCUMENT = 1000
 
 
-def write_sparse_pair(prefix: Path, tokens: int) -> None:
-    """Sizes, header and ends of a pair of ``tokens`` uint16 tokens; everything between is a hole."""
+def write_sparse_pair(prefix: Path, tokens: int, *, entries: bool = False) -> None:
+    """Sizes, header and ends of a pair of ``tokens`` uint16 tokens; between is a hole, or the index's true entries."""
     from megatron.optimus.data.indexed import _HEADER, MAGIC, VERSION
 
     documents = tokens // TOKENS_PER_DOCUMENT
+    last = tokens - (documents - 1) * TOKENS_PER_DOCUMENT
     with open(f"{prefix}.bin", "wb") as stream:
         stream.truncate(2 * tokens)
     with open(f"{prefix}.idx", "wb") as stream:
         stream.write(_HEADER.pack(MAGIC, VERSION, 8, documents, documents + 1))
-        last = tokens - (documents - 1) * TOKENS_PER_DOCUMENT
+        if entries:
+            sizes = np.full(documents, TOKENS_PER_DOCUMENT, np.int32)
+            sizes[-1] = last
+            sizes.tofile(stream)
+            np.arange(0, 2 * TOKENS_PER_DOCUMENT * documents, 2 * TOKENS_PER_DOCUMENT).tofile(stream)
+            np.arange(documents + 1).tofile(stream)
+            return
         for offset, size, value in (
             (34 + 4 * (documents - 1), 4, last),
             (34 + 12 * documents - 8, 8, 2 * (tokens - last)),
@@ -57,7 +68,7 @@ def make_files(folder: Path, files: int, tokens: int) -> tuple[Path, int]:
     for i in range(files):
         size = tokens * (i % 7 + 1) // (4 * files)
         corpus = min(CORPORA - 1, i * 40 // files)  # the last one has most of the files
-        write_sparse_pair(folder / f"part-{i:05}", size)
+        write_sparse_pair(folder / f"part-{i:05}", size, entries=i % RANKS == RANKS // 2)  # which the rank looks into
         lines.append(f"{size / tokens:.12f} part-{i:05} corpus-{corpus}")
         total += size
     path = folder / "list.txt"
@@ -75,7 +86,7 @@ def memory() -> dict[str, float]:
 def measure(path: str, position: int) -> dict[str, object]:
     """One rank's start."""
     from megatron.optimus.config.schema import DataConfig
-    from megatron.optimus.data.dataset import Split, check_vocabulary
+    from megatron.optimus.data.dataset import Split, check_contents
     from megatron.optimus.data.files import TokenFiles, summarize
     from megatron.optimus.data.loader import BatchLoader
     from megatron.optimus.data.mixture import Mixture
@@ -84,7 +95,7 @@ def measure(path: str, position: int) -> dict[str, object]:
     before = memory()
     started, started_cpu = time.perf_counter(), time.process_time()
     sources = read_sources(DataConfig(data_file_list=path))
-    check_vocabulary(sources.prefixes[RANKS // 2 :: RANKS], VOCABULARY)
+    check_contents(sources.prefixes[RANKS // 2 :: RANKS], VOCABULARY)
     before_share = time.perf_counter()
     summarize(sources.prefixes[RANKS // 3 :: RANKS])
     share = time.perf_counter() - before_share
@@ -109,7 +120,7 @@ def measure(path: str, position: int) -> dict[str, object]:
     return {
         "seconds": round(seconds, 3),
         "processor_seconds": round(processor, 3),
-        "seconds_vocabulary_check": round(checked - started, 3),
+        "seconds_contents_check": round(checked - started, 3),
         "seconds_headers": round(opened - checked, 3),
         "seconds_headers_share": round(share, 4),
         "instances": len(train),
@@ -118,6 +129,32 @@ def measure(path: str, position: int) -> dict[str, object]:
         "anonymous_mb_above_imports": round(after["anonymous"] - before["anonymous"], 1),
         "peak_mb_with_python_and_torch": round(after["peak"], 1),
         "peak_mb_of_imports_alone": round(before["peak"], 1),
+    }
+
+
+def measure_alone(path: str, position: int) -> dict[str, object]:
+    """One rank's start in a process without torch: all of its memory, the interpreter and numpy included."""
+    from megatron.optimus.config.schema import DataConfig
+    from megatron.optimus.data.dataset import Split, check_contents
+    from megatron.optimus.data.files import TokenFiles
+    from megatron.optimus.data.mixture import Mixture, mixed_rows
+    from megatron.optimus.data.samples import SampleOptions, make_sample
+    from megatron.optimus.data.sources import read_sources
+
+    before, started = memory(), time.perf_counter()
+    sources = read_sources(DataConfig(data_file_list=path))
+    check_contents(sources.prefixes[RANKS // 2 :: RANKS], VOCABULARY)
+    files = TokenFiles(sources.prefixes)
+    train = Mixture(sources, SEQ_LENGTH, split="969,30,1", part=Split.TRAIN, seed=1, files=files, vocab_size=VOCABULARY)
+    own = train.ids_at(position, GLOBAL_BATCH)[mixed_rows(GLOBAL_BATCH, position)[RANKS // 2 :: RANKS]]
+    rows = [make_sample(train.read(i), SEQ_LENGTH, SampleOptions()) for i in own.tolist()]
+    assert len(rows) == GLOBAL_BATCH // RANKS and "torch" not in sys.modules
+    after = memory()
+    return {
+        "seconds_without_torch": round(time.perf_counter() - started, 3),
+        "peak_mb_without_torch": round(after["peak"], 1),
+        "anonymous_mb_without_torch": round(after["anonymous"], 1),
+        "peak_mb_of_imports_without_torch": round(before["peak"], 1),
     }
 
 
@@ -154,6 +191,7 @@ def main() -> int:
     parser.add_argument("--folder", help="where the sparse files go; default: a temporary folder")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--alone", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--together", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.together:
@@ -162,6 +200,9 @@ def main() -> int:
         return 0
     if args.child:
         print(json.dumps(measure(args.child[0], int(args.child[1]))))
+        return 0
+    if args.alone:
+        print(json.dumps(measure_alone(args.alone[0], int(args.alone[1]))))
         return 0
     results: list[dict[str, object]] = []
     for name, files, tokens in CASES:
@@ -172,10 +213,12 @@ def main() -> int:
             print(json.dumps(results[-1]), flush=True)
             for where, position in (("first step", 0), ("resume late", total // SEQ_LENGTH * 9 // 10)):
                 for _ in range(args.repeat):
-                    command = [sys.executable, __file__, "--child", str(path), str(position)]
-                    run = subprocess.run(command, check=True, capture_output=True, text=True)
-                    case = {"case": name, "files": files, "tokens": total, "start": where}
-                    results.append(case | json.loads(run.stdout))
+                    result: dict[str, object] = {"case": name, "files": files, "tokens": total, "start": where}
+                    for kind in ("--child", "--alone"):
+                        command = [sys.executable, __file__, kind, str(path), str(position)]
+                        run = subprocess.run(command, check=True, capture_output=True, text=True)
+                        result |= json.loads(run.stdout)
+                    results.append(result)
                     print(json.dumps(results[-1]), flush=True)
     if args.output:
         host = {"cores": os.cpu_count(), "load_average": os.getloadavg(), "python": sys.version.split()[0]}

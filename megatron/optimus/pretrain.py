@@ -14,7 +14,7 @@ from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.config.checks import check, check_trainable
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError, RunConfig
-from megatron.optimus.data.dataset import check_vocabulary
+from megatron.optimus.data.dataset import check_contents
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.sources import read_sources
 from megatron.optimus.data.tokenizer import build_tokenizer
@@ -92,7 +92,7 @@ def _check_tokens(config: RunConfig, launch: LaunchEnv) -> None:
     data = config.data
     prefixes = read_sources(data).prefixes[launch.rank :: launch.world_size]
     eod_id = build_tokenizer(data.tokenizer_type, data.tokenizer_model).eod_id if data.needs_eod else None
-    check_vocabulary(prefixes, config.model.vocab_size, eod_id=eod_id)
+    check_contents(prefixes, config.model.vocab_size, eod_id=eod_id)
 
 
 if __name__ == "__main__":

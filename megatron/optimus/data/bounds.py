@@ -1,23 +1,28 @@
-"""Where documents begin in a stretch of a token file, found in its index by a few small reads.
+"""Entries of an .idx file by small reads: where documents begin in a stretch of tokens, and whether entries are sound.
 
 The index of a large file has hundreds of megabytes, so it is neither mapped nor read whole. Its entries ascend: the
 first sequence of a stretch is found by interpolation, a page at a time (two to four pages as a rule, never more than
 twice what bisection needs), the same for the documents of those sequences; then the entries of the stretch are read.
+
+Before a run the entries of every index are compared with their neighbours (``check_index``): all of a small one, so
+that a damaged entry is found before the first step and not when a sample needs it; of a large one evenly spread pieces.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.optimus.data.errors import DataError
-from megatron.optimus.data.indexed import HEADER_SIZE, parse_header
+from megatron.optimus.data.indexed import HEADER_SIZE, Header, parse_header
 
 _PAGE = 512  # entries of 8 bytes
 _STRETCH = 1 << 16  # entries read together once the place is known
+_PIECES = 8  # of a file that is too large to be looked at whole
 
 Entries = npt.NDArray[np.int64]
 Read = Callable[[int, int], Entries]  # (first entry, number of them)
@@ -29,28 +34,79 @@ def document_starts(path: str, itemsize: int, start: int, stop: int) -> Entries:
     ``itemsize``: bytes of a token; ``stop``: at most the tokens of the file. Raises DataError if the file cannot be
     read, is no index, or a damaged one.
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            header = parse_header(path, os.pread(descriptor, HEADER_SIZE, 0), os.fstat(descriptor).st_size)
-            at = HEADER_SIZE + 4 * header.sequences
-            offsets, bounds = _reader(descriptor, at), _reader(descriptor, at + 8 * header.sequences)
-            first = _first_at_least(offsets, header.sequences, start * itemsize)
-            inside = _read_below(offsets, first, header.sequences, stop * itemsize)  # of the stretch's sequences
-            bound = _first_at_least(bounds, header.documents, first)
-            numbers = _read_below(bounds, bound, header.documents, first + inside.size) - first
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read any more ({error.strerror}): restore it and resume") from error
+    with _opened(path) as (header, _, offsets, bounds):
+        first = _first_at_least(offsets, header.sequences, start * itemsize)
+        inside = _read_below(offsets, first, header.sequences, stop * itemsize)  # of the stretch's sequences
+        bound = _first_at_least(bounds, header.documents, first)
+        numbers = _read_below(bounds, bound, header.documents, first + inside.size) - first
     if (np.diff(inside) < 0).any() or (np.diff(numbers) < 0).any() or (numbers.size and numbers[0] < 0):
         raise DataError(f"{path}: offsets or document bounds do not ascend: the index is damaged, write it again")
     return np.unique(inside[numbers] // itemsize)  # a document without tokens begins where the next one does
 
 
-def _reader(descriptor: int, position: int) -> Read:
+def check_index(path: str, itemsize: int, max_entries: int) -> None:
+    """Compares up to about ``max_entries`` sequences and documents of an .idx file with their neighbours.
+
+    Lengths must not be negative, a sequence must begin where the one before ends, documents must ascend and lie within
+    the sequences. Raises DataError naming file and field. The ends are looked at by ``files.summarize_pair``.
+    """
+    with _opened(path) as (header, lengths, offsets, bounds):
+        for first, count in spread_pieces(header.sequences, max_entries, _STRETCH):
+            following = min(first + count + 1, header.sequences)
+            sizes, begins = lengths(first, count).astype(np.int64), offsets(first, following - first)
+            if (sizes < 0).any():
+                bad = int(np.argmax(sizes < 0))
+                raise DataError(f"{path}: sequence {first + bad} has the negative length {sizes[bad]}")
+            if first == 0 and begins[0] != 0:
+                raise DataError(f"{path}: pointer of sequence 0 is {begins[0]}, expected 0")
+            wrong = begins[1:] != begins[:-1] + sizes[: begins.size - 1] * itemsize
+            if wrong.any():
+                bad = int(np.argmax(wrong))
+                raise DataError(
+                    f"{path}: pointer of sequence {first + bad + 1} is {begins[bad + 1]}, but the one before begins at "
+                    f"{begins[bad]} and has {sizes[bad]} tokens; the index is damaged, write it again"
+                )
+        for first, count in spread_pieces(header.documents, max_entries, _STRETCH):
+            numbers = bounds(first, min(count + 1, header.documents - first))
+            wrong = (np.diff(numbers, prepend=0) < 0) | (numbers > header.sequences)
+            if wrong.any():
+                bad = int(np.argmax(wrong))
+                before = f", after {numbers[bad - 1]}" if bad else ""
+                raise DataError(
+                    f"{path}: document bound {first + bad} is {numbers[bad]}{before}, of {header.sequences} sequences; "
+                    "the index is damaged, write it again"
+                )
+
+
+def spread_pieces(total: int, budget: int, largest: int) -> list[tuple[int, int]]:
+    """(start, count) of pieces of ``total`` entries to look at: of up to ``budget`` all, of more evenly spread ones."""
+    if total <= budget:
+        return [(start, min(largest, total - start)) for start in range(0, total, largest)]
+    size = min(largest, budget // _PIECES)
+    return [((total - size) * i // (_PIECES - 1), size) for i in range(_PIECES)]
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[tuple[Header, Read, Read, Read]]:
+    """Header of an .idx file, and readers of its lengths, offsets and document bounds. Raises DataError."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            header = parse_header(path, os.pread(descriptor, HEADER_SIZE, 0), os.fstat(descriptor).st_size)
+            at = HEADER_SIZE + 4 * header.sequences
+            lengths = _reader(descriptor, HEADER_SIZE, "<i4")
+            yield header, lengths, _reader(descriptor, at), _reader(descriptor, at + 8 * header.sequences)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read any more ({error.strerror}): restore it and resume") from error
+
+
+def _reader(descriptor: int, position: int, dtype: str = "<i8") -> Read:
+    width = np.dtype(dtype).itemsize
+
     def read(first: int, count: int) -> Entries:
-        return np.frombuffer(os.pread(descriptor, 8 * count, position + 8 * first), "<i8")
+        return np.frombuffer(os.pread(descriptor, width * count, position + width * first), dtype)
 
     return read
 

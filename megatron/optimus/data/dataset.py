@@ -22,7 +22,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from fractions import Fraction
 
@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.optimus.config.schema import ConfigError, parse_split
+from megatron.optimus.data.bounds import check_index, spread_pieces
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles
 from megatron.optimus.data.indexed import DTYPES
@@ -41,8 +42,7 @@ logger = logging.getLogger("optimus")
 
 _CHECK_CHUNK = 1 << 20  # tokens looked at together
 _CHECKED_TOKENS = 1 << 26  # tokens a rank looks at before the run: a fraction of a second
-_SAMPLES_PER_FILE = 8
-
+_CHECKED_ENTRIES = 1 << 22  # entries of indices likewise, of 20 bytes each
 
 _Window = tuple[list[list[Range]], set[int]]  # packed sequences, and the tokens at which documents begin
 
@@ -193,22 +193,31 @@ def _check_ids(prefix: str, start: int, tokens: npt.NDArray[np.integer], vocab_s
     )
 
 
-def check_vocabulary(
-    prefixes: Sequence[str], vocab_size: int, *, eod_id: int | None = None, max_tokens: int = _CHECKED_TOKENS
+def check_contents(
+    prefixes: Sequence[str],
+    vocab_size: int,
+    *,
+    eod_id: int | None = None,
+    max_tokens: int = _CHECKED_TOKENS,
+    max_entries: int = _CHECKED_ENTRIES,
 ) -> None:
-    """Looks at up to about ``max_tokens`` tokens of the pairs; raises DataError at an id outside [0, vocab_size).
+    """Looks into the pairs: at up to about ``max_tokens`` tokens, and ``max_entries`` sequences and documents.
 
-    Meant to be called by each rank with its share of the files before training: an id past the embedding is a crash on
-    some devices and silent noise on others. Small corpora are read whole. Of larger ones only pieces are, spread over
+    Meant to be called by each rank with its share of the files before training. An id outside [0, vocab_size) is a
+    crash on some devices and silent noise on others; plain samples need no entry of an index, packed ones do, and a
+    damaged index tells of a damaged corpus. Small corpora are read whole. Of larger ones only pieces are, spread over
     every file, so that a run over trillions of tokens starts at once; a file made with another tokenizer shows in any
     piece of it, and ``InstanceSet.read`` looks at every token that is trained on.
 
-    With ``eod_id`` the last token of each file must be that one, or its documents' ends could not be seen.
+    With ``eod_id`` the last token of each file must be that one, or its documents' ends could not be seen. Raises
+    DataError naming file and field.
     """
     if not prefixes:
         return
     files = TokenFiles(prefixes)
     for file, prefix in enumerate(files.prefixes):
+        dtype = DTYPES[files.codes[file]]
+        check_index(f"{prefix}.idx", dtype.itemsize, max(512, max_entries // len(files)))
         if (
             eod_id is not None
             and files.tokens[file]
@@ -218,17 +227,8 @@ def check_vocabulary(
                 f"{prefix}.bin: ends with token {last}, not with {eod_id}, the tokenizer's end of a document; tokenize "
                 "it with --append-eod and this tokenizer, or leave out the options that go by documents"
             )
-        dtype = DTYPES[files.codes[file]]
         if dtype.kind == "u" and vocab_size > np.iinfo(dtype).max:
             continue
-        for start, count in _pieces(int(files.tokens[file]), max(4096, max_tokens // len(files))):
+        for start, count in spread_pieces(int(files.tokens[file]), max(4096, max_tokens // len(files)), _CHECK_CHUNK):
             _check_ids(prefix, start, files.read(file, start, count), vocab_size)
     files.close()
-
-
-def _pieces(total: int, budget: int) -> Iterable[tuple[int, int]]:
-    """(start, count) of the pieces of a file of ``total`` tokens to look at: all of it, or evenly spread ones."""
-    if total <= budget:
-        return [(start, min(_CHECK_CHUNK, total - start)) for start in range(0, total, _CHECK_CHUNK)]
-    size = min(_CHECK_CHUNK, budget // _SAMPLES_PER_FILE)
-    return [((total - size) * i // (_SAMPLES_PER_FILE - 1), size) for i in range(_SAMPLES_PER_FILE)]

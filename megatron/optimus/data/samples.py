@@ -2,7 +2,7 @@
 
 Documents are told by the end-of-document token, as Megatron does: the token after it begins the next one. That costs a
 look at tokens that are in memory anyway; the index would cost a search on disk for every sample. So the options need a
-tokenizer, and corpora that were tokenized with --append-eod (``dataset.check_vocabulary`` looks at the end of each).
+tokenizer, and corpora that were tokenized with --append-eod (``dataset.check_contents`` looks at the end of each).
 """
 
 from __future__ import annotations

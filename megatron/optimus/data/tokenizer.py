@@ -10,30 +10,18 @@ import base64
 import json
 import logging
 import os
-import re
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.optimus.config.schema import TokenizerType
 from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.words import SPLIT_PATTERNS, STRETCHES, WORDS, WordTable
 
 logger = logging.getLogger("optimus")
 
 END_OF_TEXT = "<|endoftext|>"
 _NUM_BYTES = 256
-
-
-_SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # Unicode's White_Space
-_SIGNS = r"\x00-\x08\x0e-\x1f!-&(-/:-@\[-`{-\x7f"  # of ASCII, without the apostrophe
-_OPEN = r"'\x80-\U0010ffff"  # an apostrophe may belong to what follows, a character that is not ASCII to either side
-_WORD = re.compile(  # see _cuts_into_words
-    f"[{_SPACE}]+(?=[{_SPACE}][^{_SPACE}])|[{_SPACE}](?<! )(?=[^{_SPACE}])"
-    f"| ?[A-Za-z]+(?![A-Za-z{_OPEN}])| ?[0-9]+(?![0-9{_OPEN}])| ?[{_SIGNS}]+(?![{_SIGNS}{_OPEN}])"
-    f"|[{_SPACE}]*[^{_SPACE}]+|[{_SPACE}]+"
-)
-_CACHED_WORDS = 1 << 18  # per process, some 50 MB
 
 
 class Tokenizer(Protocol):
@@ -87,32 +75,14 @@ class HuggingFaceTokenizer:
                 f'"eos_token" in {file.parent / "tokenizer_config.json"}'
             )
         self.eod_id: int = eod_id
-        self._words_are_independent = _cuts_into_words(self._tokenizer)
-        self._cache: dict[str, list[int]] = {}
+        self._table = WordTable.of_state(json.loads(self._tokenizer.to_str()), self._encode_with_library)
         self._bytes = _bytes_of_tokens(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        if not self._words_are_independent:
-            return self._encode_with_library(texts)
-        cut = [_WORD.findall(text) for text in texts]
-        try:
-            return self._look_up(cut)
-        except KeyError:  # rare once the table is filled, so words are not looked up twice to find out
-            self._fill_cache({word for words in cut for word in words})
-            return self._look_up(cut)
-
-    def _look_up(self, cut: list[list[str]]) -> list[list[int]]:
-        cache = self._cache
-        return [list(chain.from_iterable([cache[word] for word in words])) for words in cut]
-
-    def _fill_cache(self, words: set[str]) -> None:
-        if len(self._cache) > _CACHED_WORDS:
-            self._cache.clear()
-        missing = [word for word in words if word not in self._cache]
-        self._cache.update(zip(missing, self._encode_with_library(missing), strict=True))
+        return self._encode_with_library(texts) if self._table is None else self._table.encode_batch(texts)
 
     def _encode_with_library(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
@@ -189,14 +159,17 @@ class TikTokenizer:
             self.eod_id = int(options.get("end_of_text", max(ranks.values()) + 1))
             names = options.get("special_tokens", {})
             self._special = {END_OF_TEXT: self.eod_id} | {str(name): int(i) for name, i in names.items()}
+            pattern = options.get("pattern", r50k_pat_str)
             self._encoding = tiktoken.Encoding(
                 file.stem,
-                pat_str=options.get("pattern", r50k_pat_str),
+                pat_str=pattern,
                 mergeable_ranks=ranks,
                 special_tokens=self._special,
             )
         except (OSError, ValueError, AttributeError, TypeError) as error:
             raise DataError(f"{file}: not a .tiktoken file that can be read: {error}") from error
+        cut = WORDS if pattern == r50k_pat_str else STRETCHES if pattern in SPLIT_PATTERNS else None
+        self._table = None if cut is None else WordTable(cut, self._encode_with_library)
         self._tokens = {rank: token for token, rank in ranks.items()}
         self.vocab_size: int = max(*self._special.values(), *ranks.values()) + 1
 
@@ -204,6 +177,9 @@ class TikTokenizer:
         return self._encoding.encode_ordinary(text)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return self._encode_with_library(texts) if self._table is None else self._table.encode_batch(texts)
+
+    def _encode_with_library(self, texts: list[str]) -> list[list[int]]:
         return [self._encoding.encode_ordinary(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -244,29 +220,6 @@ def build_tokenizer(kind: TokenizerType, path: str | os.PathLike[str] | None) ->
     if kind is TokenizerType.TIKTOKEN:
         return TikTokenizer(path)
     return HuggingFaceTokenizer(path) if kind is TokenizerType.HF else SentencePieceTokenizer(path)
-
-
-def _cuts_into_words(tokenizer: Any) -> bool:
-    """Whether a text's ids are those of the pieces that _WORD cuts it into, one after the other.
-
-    So it is for a BPE behind GPT-2's pre-tokenizer ("ByteLevel", its own regular expression, no space put in front).
-    That matches runs of letters, of digits or of other signs, each with one space before it if there is one, spaces
-    (all but the last before a word), and "'s" and its like. _WORD cuts only where one of its matches must end: where
-    ASCII letters, digits or signs meet another of these kinds, where space follows something else, and where its rule
-    for spaces says so. Around apostrophes and characters beyond ASCII, whose kind depends on a Unicode version, a piece
-    goes on to the next space. NFC joins nothing across such cuts. Pieces repeat, so nearly all come from a table.
-    """
-    state = json.loads(tokenizer.to_str())
-    first, model = state["pre_tokenizer"] or {}, state["model"]
-    return (
-        first.get("type") == "ByteLevel"
-        and first.get("use_regex", True)
-        and not first.get("add_prefix_space", True)
-        and model["type"] == "BPE"
-        and not model.get("dropout")
-        and (state["normalizer"] is None or state["normalizer"] == {"type": "NFC"})
-        and all(token["special"] for token in state["added_tokens"])  # others are looked for before words are cut
-    )
 
 
 def _bytes_of_tokens(tokenizer: Any) -> dict[int, bytes] | None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.optimus.data.dataset import InstanceSet, check_vocabulary
+from megatron.optimus.data.dataset import InstanceSet, check_contents
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles, summarize_pair
 from megatron.optimus.data.indexed import DTYPES, IndexedDataset, IndexedDatasetWriter
@@ -134,18 +134,75 @@ def test_ids_over_the_vocabulary_are_found_when_read(prefixes: list[str]) -> Non
         instances.read(len(instances) - 4)
 
 
+@settings(max_examples=150, deadline=None)
+@given(changes=st.lists(st.tuples(st.integers(34, 34 + 20 * 40 + 7), st.integers(0, 255)), min_size=1, max_size=4))
+def test_small_indices_are_checked_whole_before_the_run(
+    tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, int]]
+) -> None:
+    """Whatever the full check of tools/inspect_data.py refuses, and nothing else."""
+    prefix = str(tmp_path_factory.mktemp("changed") / "f")
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for i in range(40):
+            writer.add_document(np.arange(i % 3))  # a third of the documents are empty
+    size, path = os.path.getsize(f"{prefix}.idx"), Path(f"{prefix}.idx")
+    raw = bytearray(path.read_bytes())
+    for place, value in changes:
+        raw[min(place, size - 1)] = value
+    path.write_bytes(raw)
+    try:
+        IndexedDataset(prefix)
+    except DataError:
+        with pytest.raises(DataError, match=rf"{prefix}\.(idx|bin): "):
+            check_contents([prefix], 10)
+    else:
+        check_contents([prefix], 10)
+
+
+def test_what_is_wrong_inside_an_index_is_named(tmp_path: Path) -> None:
+    prefix, documents = str(tmp_path / "f"), 3000
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for _ in range(documents):
+            writer.add_document(np.arange(5))
+    path = Path(f"{prefix}.idx")
+    raw = path.read_bytes()
+    at = {"length": 34, "pointer": 34 + 4 * documents, "bound": 34 + 12 * documents}
+    cases = [
+        ("length", 4, 7, -5, "sequence 7 has the negative length -5"),
+        ("length", 4, 7, 6, "pointer of sequence 8 is 80, but the one before begins at 70 and has 6 tokens"),
+        ("pointer", 8, 0, 2, "pointer of sequence 0 is 2, expected 0"),
+        ("pointer", 8, 2999, 7, "pointer of sequence 2999 is 7|truncated|too long"),
+        ("bound", 8, 9, 2, "document bound 9 is 2, after 8, of 3000 sequences"),
+        ("bound", 8, 9, 3001, "document bound 9 is 3001, after 8, of 3000 sequences"),
+    ]
+    for field, width, number, value, message in cases:
+        place = at[field] + width * number
+        path.write_bytes(raw[:place] + value.to_bytes(width, "little", signed=True) + raw[place + width :])
+        with pytest.raises(DataError, match=message):
+            check_contents([prefix], 10)
+    for first, found in ((1300, True), (1400, False)):  # of a large index 8 pieces: here of 64 entries of 3,000
+        place = at["length"] + 4 * first
+        path.write_bytes(raw[:place] + b"\xff" * (4 * 100) + raw[place + 4 * 100 :])
+        with pytest.raises(DataError, match=f"sequence {first} has the negative length -1"):
+            check_contents([prefix], 10)
+        if found:
+            with pytest.raises(DataError, match=f"sequence {first} has the negative length -1"):
+                check_contents([prefix], 10, max_entries=512)
+        else:
+            check_contents([prefix], 10, max_entries=512)
+
+
 def test_large_files_are_looked_at_in_pieces(tmp_path: Path) -> None:
     tokens = np.zeros(100_000, dtype=np.int32)
     prefix = write(tmp_path / "f", tokens, np.int32)
-    check_vocabulary([prefix], 10, max_tokens=8192)
+    check_contents([prefix], 10, max_tokens=8192)
     for position, found in ((0, True), (99_999, True), (30_000, False)):
         changed = tokens.copy()
         changed[position] = 10
         write(tmp_path / "f", changed, np.int32)
         with pytest.raises(DataError, match=rf"token {position} has id 10"):
-            check_vocabulary([prefix], 10)
+            check_contents([prefix], 10)
         if found:
             with pytest.raises(DataError, match=rf"token {position} has id 10"):
-                check_vocabulary([prefix], 10, max_tokens=8192)
+                check_contents([prefix], 10, max_tokens=8192)
         else:
-            check_vocabulary([prefix], 10, max_tokens=8192)
+            check_contents([prefix], 10, max_tokens=8192)

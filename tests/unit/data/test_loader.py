@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron.optimus.config.schema import ConfigError, parse_split
 from megatron.optimus.data.bounds import document_starts
-from megatron.optimus.data.dataset import InstanceSet, Split, check_vocabulary, split_range
+from megatron.optimus.data.dataset import InstanceSet, Split, check_contents, split_range
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.indexed import IndexedDatasetWriter
 from megatron.optimus.data.loader import Batch, BatchLoader, position_after_change
@@ -149,9 +149,9 @@ def test_too_little_data(prefixes: list[str], tmp_path: Path) -> None:
 
 
 def test_vocabulary_check_over_files(prefixes: list[str]) -> None:
-    check_vocabulary(prefixes, 40_000)
+    check_contents(prefixes, 40_000)
     with pytest.raises(DataError, match=r"f3\.bin: token 0 has id 30000"):
-        check_vocabulary(prefixes, 30_000)
+        check_contents(prefixes, 30_000)
 
 
 def test_labels_are_the_next_tokens(prefixes: list[str]) -> None:
@@ -341,9 +341,9 @@ def test_documents_within_samples(tmp_path: Path) -> None:
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         for length in lengths:
             writer.add_document(np.append(rng.integers(1, 90, length - 1), 0))
-    check_vocabulary([prefix], 100, eod_id=0)
+    check_contents([prefix], 100, eod_id=0)
     with pytest.raises(DataError, match=r"documents\.bin: ends with token 0, not with 7, .* --append-eod"):
-        check_vocabulary([prefix], 100, eod_id=7)
+        check_contents([prefix], 100, eod_id=7)
     instances = InstanceSet([prefix], L)
     plain = make_loader([prefix], gbs=16, mbs=4)
     marked = make_loader(

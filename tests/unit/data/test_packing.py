@@ -110,8 +110,8 @@ def test_starts_cost_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     reads: list[int] = []
     reader = module._reader
 
-    def counted(descriptor: int, position: int) -> module.Read:
-        read = reader(descriptor, position)
+    def counted(descriptor: int, position: int, dtype: str = "<i8") -> module.Read:
+        read = reader(descriptor, position, dtype)
         return lambda first, count: (reads.append(count), read(first, count))[1]
 
     monkeypatch.setattr(module, "_reader", counted)

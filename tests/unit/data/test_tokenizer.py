@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,8 @@ from hypothesis import strategies as st
 
 from megatron.optimus.config.schema import TokenizerType
 from megatron.optimus.data.errors import DataError
-from megatron.optimus.data.tokenizer import END_OF_TEXT, ByteLevelTokenizer, build_tokenizer, train_bpe
+from megatron.optimus.data.tokenizer import END_OF_TEXT, ByteLevelTokenizer, Tokenizer, build_tokenizer, train_bpe
+from megatron.optimus.data.words import SPLIT_PATTERNS
 
 TEXTS = ["def f(x):\n    return x + 1\n", "class A:\n\tpass  # größer, 日本語 🙂\n", "", "a\r\n\r\n  b", "x" * 300]
 
@@ -171,38 +174,105 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@settings(max_examples=300, deadline=None)
+_SPLITS = sorted(SPLIT_PATTERNS)
+_PRE_TOKENIZERS = ["GPT-2", *_SPLITS]
+_KINDS = "a1.' \n\r\t\u00e9"
+_ADDED = {"id": 5000, "content": "a!", "special": False, "single_word": False, "lstrip": False, "rstrip": False}
+
+
+@pytest.fixture(scope="module")
+def joining(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A BPE whose merges join any two and most three kinds of characters, so that a cut in a wrong place shows."""
+    from tokenizers import Tokenizer as BPETokenizer
+    from tokenizers import models, pre_tokenizers, trainers
+
+    tokenizer = BPETokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+    )
+    texts = ["".join(text) for count in (2, 3) for text in itertools.product(_KINDS, repeat=count)]
+    tokenizer.train_from_iterator(iter(texts * 2), trainer)
+    return {**json.loads(tokenizer.to_str()), "folder": tmp_path_factory.mktemp("joining")}
+
+
+def variant(joining: dict[str, Any], split: str, normalizer: object = None, added: object = None) -> Tokenizer:
+    """The joining tokenizer behind one of the pre-tokenizers."""
+    own: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    rule = {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
+    cutting = {"type": "Sequence", "pretokenizers": [rule, own | {"use_regex": False}]}
+    state = {name: value for name, value in joining.items() if name != "folder"}
+    state |= {"normalizer": normalizer, "pre_tokenizer": own | {"use_regex": True} if split == "GPT-2" else cutting}
+    state["added_tokens"] = [*state["added_tokens"], *([added] if added else [])]
+    (joining["folder"] / "variant.json").write_text(json.dumps(state))
+    return build_tokenizer(TokenizerType.HF, joining["folder"] / "variant.json")
+
+
+def has_table(tokenizer: Tokenizer) -> bool:
+    return tokenizer._table is not None  # type: ignore[attr-defined]
+
+
+@settings(max_examples=150, deadline=None)
 @given(texts=st.lists(_TEXTS.map("".join), max_size=4))
 @pytest.mark.parametrize("normalizer", [None, {"type": "NFC"}])
-def test_table_of_words_gives_the_ids_of_the_library(trained: Path, texts: list[str], normalizer: object) -> None:
-    state = json.loads((trained / "tokenizer.json").read_text()) | {"normalizer": normalizer}
-    (trained / "variant.json").write_text(json.dumps(state))
-    tokenizer = build_tokenizer(TokenizerType.HF, trained / "variant.json")
-    assert tokenizer._words_are_independent
+@pytest.mark.parametrize("split", _PRE_TOKENIZERS, ids=["GPT-2", "Llama 3", "Qwen"])
+def test_table_of_words_gives_the_ids_of_the_library(
+    joining: dict[str, Any], split: str, normalizer: object, texts: list[str]
+) -> None:
+    tokenizer = variant(joining, split, normalizer)
+    assert has_table(tokenizer)
     for _ in range(2):  # words not seen before, then from the table
         assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
 
 
-def test_every_character_between_words_gives_the_ids_of_the_library(trained: Path) -> None:
-    tokenizer = build_tokenizer(TokenizerType.HF, trained)
+@pytest.mark.parametrize("split", _PRE_TOKENIZERS, ids=["GPT-2", "Llama 3", "Qwen"])
+def test_every_character_between_words_gives_the_ids_of_the_library(joining: dict[str, Any], split: str) -> None:
+    tokenizer = variant(joining, split)
     characters = [chr(i) for i in range(0x3100) if not 0xD800 <= i < 0xE000] + ["\ufeff", "\U0001f600"]
-    texts = [f"a{c}b !{c}! 1{c}{c}2 {c} x{c} '{c}'s {c}' \n{c} " for c in characters]
+    texts = [f"a{c}b !{c}! 1{c}{c}2 {c} x{c} '{c}'s {c}' \n{c} (x{c}\n  {c}y{c}\n\n{c}" for c in characters]
     assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
 
 
-def test_table_is_emptied_when_full_and_unused_where_words_depend(
-    trained: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megatron.optimus.data.tokenizer._CACHED_WORDS", 3)
+@pytest.mark.parametrize("split", _PRE_TOKENIZERS, ids=["GPT-2", "Llama 3", "Qwen"])
+def test_all_short_texts_of_all_kinds_of_characters(joining: dict[str, Any], split: str) -> None:
+    tokenizer = variant(joining, split)
+    texts = ["".join(text) for text in itertools.product(_KINDS, repeat=5)]
+    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+
+
+@pytest.mark.parametrize("pattern", [None, _SPLITS[0], "."], ids=["GPT-2", "split", "unknown"])
+def test_table_for_files_of_tiktoken(tmp_path: Path, pattern: str | None) -> None:
+    pytest.importorskip("tiktoken")
+    tokens = [bytes([i]) for i in range(256)] + [b"th", b" t", b"\n\n", b"  ", b" th"]
+    lines = [b"%s %d" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)]
+    (tmp_path / "v.tiktoken").write_bytes(b"\n".join(lines))
+    if pattern:
+        (tmp_path / "v.tiktoken.json").write_text(json.dumps({"pattern": pattern}))
+    tokenizer = build_tokenizer(TokenizerType.TIKTOKEN, tmp_path / "v.tiktoken")
+    assert has_table(tokenizer) is (pattern != ".")
+    texts = ["".join(rest) for rest in itertools.product(["th", "1", ".", "'", " ", "\n", "\u00e9"], repeat=5)]
+    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+
+
+def test_table_is_emptied_when_full(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.optimus.data.words._CACHED_WORDS", 3)
     tokenizer = build_tokenizer(TokenizerType.HF, trained)
     for text in ("one two three four five", "one six", "two one seven"):
         assert tokenizer.encode_batch([text]) == [tokenizer.encode(text)]
-    state = json.loads((trained / "tokenizer.json").read_text())
-    added = {"id": 5000, "content": "x y", "special": False, "single_word": False, "lstrip": False, "rstrip": False}
-    state["added_tokens"].append(added | {"normalized": False})
-    (trained / "added.json").write_text(json.dumps(state))
-    other = build_tokenizer(TokenizerType.HF, trained / "added.json")
-    assert not other._words_are_independent and other.encode_batch(["x y"]) == [other.encode("x y")]
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("content", ["a!", "!\n", "  ", "K", "\u00e9"])
+@pytest.mark.parametrize("split", _PRE_TOKENIZERS, ids=["GPT-2", "Llama 3", "Qwen"])
+def test_texts_with_added_tokens_come_from_the_library(
+    joining: dict[str, Any], split: str, content: str, normalized: bool
+) -> None:
+    """An added token that is not special is looked for before words are cut, so it may lie across a cut."""
+    tokenizer = variant(joining, split, {"type": "NFC"}, _ADDED | {"content": content, "normalized": normalized})
+    assert has_table(tokenizer) is not (normalized and content in ("K", "\u00e9"))
+    texts = ["b a! c", "ba! !\n c", "a  b c", "c \u212a e\u0301", "cat's", "", "K"]
+    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
 
 
 @settings(max_examples=300, deadline=None)
