@@ -6,6 +6,7 @@ Alone, under torchrun, or under mpiexec/srun; ``--help`` lists every option, ``-
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -31,7 +32,7 @@ USER_ERRORS = (ConfigError, DataError, CheckpointError, TrainingError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code: 0, or 2 after one line that says what is wrong."""
+    """Runs the command line; returns the exit code: 0, 2 after a line that says what is wrong, 128 + n for signal n."""
     rank, met_others = 0, False
     try:
         launch = launch_env.detect()
@@ -44,18 +45,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         check(run.config, launch.world_size)
         check_trainable(run.config)
         met_others = True
-        pretrain(run.config, launch)
+        return pretrain(run.config, launch)
     except USER_ERRORS as error:
         if rank == 0:
             sys.stderr.write(f"error: {error}\n")
         elif met_others and not getattr(error, RELAYED, False):  # else rank 0 or the failing rank speaks for all
             sys.stderr.write(f"error on rank {rank}: {error}\n")
         return 2
-    return 0
+    except KeyboardInterrupt:  # before the first step or after the last one; in between the trainer saves and leaves
+        sys.stderr.write("interrupted\n" if rank == 0 else "")
+        return 128 + signal.SIGINT
 
 
-def pretrain(config: RunConfig, launch: LaunchEnv) -> None:
-    """Sets up this rank, trains, and leaves the process group. Collective over all ranks."""
+def pretrain(config: RunConfig, launch: LaunchEnv) -> int:
+    """Sets up this rank, trains, and leaves the process group; returns the exit code. Collective over all ranks."""
     log.setup(launch.rank)
     device = devices.pick(config.parallel.device, launch.local_rank)
     launch_env.export(launch, device.type)
@@ -82,8 +85,9 @@ def pretrain(config: RunConfig, launch: LaunchEnv) -> None:
         )
         logger.info("%s on %s", mesh.describe(), devices.device_name(device))
         trainer = Trainer(config, mesh, device)
-        trainer.fit()
+        code = trainer.fit()
         trainer.close()
+        return code
     finally:
         shutdown_engine()
 

@@ -27,7 +27,7 @@ USER_ERROR = 2
 STALLED = 124  # as GNU timeout
 _KEPT_LINES = 400
 _STEP = "step="  # in every line of progress
-_GRACE_SECONDS = 30.0
+_GRACE_SECONDS = 15.0
 _LONGEST_PAUSE = 60.0
 
 # What PALS, SLURM and Open MPI write when a node (not merely a process on it) is gone.
@@ -150,13 +150,16 @@ def _pass_signals_to(process: subprocess.Popen[str]) -> tuple[list[bool], dict[i
         if process.poll() is None:
             process.send_signal(number)
 
-    return seen, {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    return seen, {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    process.terminate()
-    try:
-        process.wait(_GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    """Ranks take the first signal for a wish to save and leave, which those that hang cannot; the second ends them."""
+    for end in (process.terminate, process.terminate, process.kill):
+        end()
+        try:
+            process.wait(_GRACE_SECONDS)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()

@@ -40,6 +40,7 @@ class Teller:
         self._health = SkippedSteps()
         self._pending: QueuedStep | None = None
         self._last_read = 0.0
+        self.stop_requested = False  # in a step told of so far; changes at the same step on every rank
 
     def add(self, step: QueuedStep) -> None:
         """Takes a step that has just been queued, and tells of the one before; of this one too if it cannot wait."""
@@ -67,6 +68,7 @@ class Teller:
         self._last_read = now
         valid_loss = None if step.validate is None else step.validate()
         self._reporter.write(metrics, report.expert_load_LE, valid_loss)
+        self.stop_requested = self.stop_requested or report.stop_requested
         return report
 
     def __enter__(self) -> Teller:

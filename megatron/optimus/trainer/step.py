@@ -35,6 +35,7 @@ class StepReport:
     router_entropy: float | None  # nats, mean over layers and tokens; None for a dense model
     expert_load_LE: list[list[int]]  # slots per layer and expert
     dropped_tokens: int  # slots routed but processed by no expert; dropless routing means 0
+    stop_requested: bool = False  # a rank was asked to end the run; the same answer on all
 
     @property
     def expert_load_max_over_mean(self) -> float | None:
@@ -55,7 +56,7 @@ class PendingReport:
         """What happened."""
         [outcome], [scalars, *loads] = self._outcome.read(), self._totals.read()
         grad_norm, skipped = outcome.tolist()
-        loss_sum, num_labels, num_tokens, aux, z, entropy, processed = scalars.tolist()
+        loss_sum, num_labels, num_tokens, aux, z, entropy, processed, stop = scalars.tolist()
         load = loads[0].tolist() if loads else []
         return StepReport(
             loss=loss_sum / max(num_labels, 1),
@@ -66,6 +67,7 @@ class PendingReport:
             router_entropy=entropy / num_tokens / len(load) if load else None,
             expert_load_LE=load,
             dropped_tokens=sum(map(sum, load)) - round(processed),
+            stop_requested=stop > 0,
         )
 
 
@@ -111,10 +113,12 @@ class _Totals:
             )
             self.counts_LE = counts_LE if self.counts_LE is None else self.counts_LE + counts_LE
 
-    def reduce(self, group: dist.ProcessGroup | None) -> None:
+    def reduce(self, group: dist.ProcessGroup | None, *, stop_requested: bool = False) -> None:
+        """Appends the number of ranks that were asked to stop, and sums."""
+        assert self.scalars is not None
+        self.scalars = torch.cat([self.scalars, self.scalars.new_full((1,), float(stop_requested))])
         if group is None:
             return
-        assert self.scalars is not None
         dist.all_reduce(self.scalars, group=group)
         if self.counts_LE is not None:
             dist.all_reduce(self.counts_LE, group=group)
@@ -140,10 +144,12 @@ def train_step(
     config: ModelConfig,
     mesh: Mesh,
     before_update: Callable[[], None] = lambda: None,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> PendingReport:
     """Forward and backward over this rank's micro-batches, then the sharded optimizer step. Collective.
 
-    ``before_update``: called before anything changes that a checkpoint holds. Nothing here waits for the device.
+    ``before_update``: called before anything changes that a checkpoint holds. ``stop_requested``: whether this rank was
+    asked to end the run; the report says whether any was. Nothing here waits for the device.
     """
     totals = _Totals(config)
     seen = schedule.forward_backward(batches, _labels_each(batches, mesh))
@@ -151,7 +157,7 @@ def train_step(
     engine.step()
     for record, batch in zip(seen, batches, strict=True):
         totals.add(record, batch)
-    totals.reduce(mesh.group("world"))
+    totals.reduce(mesh.group("world"), stop_requested=stop_requested())
     outcome = step_outcome(engine)
     if totals.counts_LE is not None:
         rate = torch.where(outcome[1] == 0, config.moe_router_bias_update_rate, 0.0).to(totals.counts_LE.device)

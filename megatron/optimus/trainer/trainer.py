@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from megatron.optimus.observe.metrics import StepMetrics
 from megatron.optimus.optim.schedule import learning_rate
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.runtime import device as devices
+from megatron.optimus.runtime.stopping import StopRequest
 from megatron.optimus.trainer.build import build_data, build_model
 from megatron.optimus.trainer.checkpoints import Checkpoints
 from megatron.optimus.trainer.engine import DTYPES, build_engine
@@ -45,22 +47,27 @@ class Trainer:
         # Optimizer steps done; position in the order of samples, which is the whole state of the data.
         self.step, self.consumed_samples = self.checkpoints.resume()
 
-    def fit(self) -> None:
-        """Trains up to ``train_iters`` steps, or up to a multiple of ``exit_interval``."""
+    def fit(self) -> int:
+        """Trains up to ``train_iters`` steps, or up to a multiple of ``exit_interval``, or until a signal asks to stop.
+
+        Returns the exit code: 0, or that of the signal as shells report it. Everything up to the last step is saved.
+        """
         training = self.config.training
         reporter = Reporter(self.config, self.mesh, first_step=self.step)
-        with reporter, Teller(reporter, runs_behind=self.runs_behind) as teller:
+        with reporter, Teller(reporter, runs_behind=self.runs_behind) as teller, StopRequest() as stop:
             while self.step < training.train_iters:
                 started = time.perf_counter()
                 lr = self._set_learning_rate()
                 batches = self._to_device(self.data.train.batch(self.consumed_samples))
-                report = self._train_step(batches)
+                report = self._train_step(batches, stop)
                 self.step += 1
                 self.consumed_samples += training.global_batch_size
-                leaving = self._is_due("exit") or self.step == training.train_iters
                 validate = self._validate if self._is_due("eval") else None
                 try:
                     teller.add(QueuedStep(self.step, report, self._line(lr), started, validate))
+                    if teller.stop_requested:
+                        logger.info("asked to stop: saving step %d; a second signal ends the run at once", self.step)
+                    leaving = teller.stop_requested or self._is_due("exit") or self.step == training.train_iters
                     if leaving or self.checkpoints.is_due(self.step):
                         teller.settle()
                 except TrainingError:
@@ -68,11 +75,21 @@ class Trainer:
                     raise
                 self.checkpoints.after_step(self.step, self.consumed_samples, leaving=leaving)
                 if leaving:
-                    break
+                    # A signal to one rank is the same end for all.
+                    unfinished = teller.stop_requested and self.step < training.train_iters
+                    return 128 + (stop.signal or signal.SIGTERM) if unfinished else 0
+        return 0
 
-    def _train_step(self, batches: list[Batch]) -> PendingReport:
-        before_update = self.checkpoints.before_update
-        return train_step(self.engine, self.schedule, batches, self.config.model, self.mesh, before_update)
+    def _train_step(self, batches: list[Batch], stop: StopRequest) -> PendingReport:
+        return train_step(
+            self.engine,
+            self.schedule,
+            batches,
+            self.config.model,
+            self.mesh,
+            before_update=self.checkpoints.before_update,
+            stop_requested=lambda: stop.signal is not None,
+        )
 
     def close(self) -> None:
         """Ends the data threads and frees the folder of checkpoints."""
