@@ -6,4 +6,5 @@ if [ -f .venv/bin/activate ]; then
     source .venv/bin/activate # made once on a login node: python -m venv --system-site-packages .venv; pip install -e .
 fi
 # The job's knobs. Everything else is an option: OPTIONS="--lr 2e-4" qsub -v OPTIONS ..., or after the script's name.
-knobs=(${DATA_FILE_LIST:+--data-file-list "$DATA_FILE_LIST"} ${TOKENIZER_MODEL:+--tokenizer-model "$TOKENIZER_MODEL"} ${OPTIONS:-})
+eval "options=(${OPTIONS:-})" # quotes in it count: OPTIONS="--run-dir 'my runs/first'"
+knobs=(${DATA_FILE_LIST:+--data-file-list "$DATA_FILE_LIST"} ${TOKENIZER_MODEL:+--tokenizer-model "$TOKENIZER_MODEL"} "${options[@]}")

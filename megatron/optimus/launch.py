@@ -7,6 +7,7 @@ scheduler's own variables. ``--dry-run`` prints the command, its environment and
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import shutil
 import sys
@@ -17,9 +18,10 @@ from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
+from megatron.optimus.config.checks import check, check_trainable
 from megatron.optimus.config.load import load
 from megatron.optimus.config.options import did_you_mean
-from megatron.optimus.config.schema import ConfigError, one_of
+from megatron.optimus.config.schema import ConfigError, RunConfig, one_of
 from megatron.optimus.describe import describe
 from megatron.optimus.launcher.allocation import detect
 from megatron.optimus.launcher.compose import Launch, Mpi, Starter, Wishes, compose
@@ -38,6 +40,7 @@ _FLAGS = {
     "--max-restarts": "start again after a failure, on spare nodes where there are some (default: 0)",
     "--stall-timeout": "seconds without output after which the ranks are stopped (default: never)",
 }
+_LOCAL_RANKS_PER_CORE = 16
 _E = TypeVar("_E", bound=Enum)
 
 
@@ -61,9 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         request = _parse(words)
         env = launch_env.current()
         launch = compose(detect(env), request.wishes, request.options, env)
+        config = load(request.options, own_flags=_FLAGS).config
         if request.dry_run:
-            sys.stdout.write(_describe(launch, request.options))
+            sys.stdout.write(_describe(launch, config))
             return 0
+        check(config, launch.world_size)  # here, once: not by thousands of ranks, after minutes in a queue
+        check_trainable(config)
+        _check_ranks(launch)
         starter = launch.command(launch.hosts, "")[0]
         if launch.starter is not Starter.LOCAL and shutil.which(starter) is None:
             raise ConfigError(
@@ -74,6 +81,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return _run(launch, request, env)
+
+
+def _check_ranks(launch: Launch) -> None:
+    cores = os.cpu_count() or 1
+    most = max(64, _LOCAL_RANKS_PER_CORE * cores)
+    if launch.starter is Starter.LOCAL and launch.ranks_per_node > most:
+        raise ConfigError(
+            f"--nproc-per-node={launch.ranks_per_node} is more than this machine of {cores} cores can start; use at "
+            f"most {most}"
+        )
 
 
 def _run(launch: Launch, request: Request, env: dict[str, str]) -> int:
@@ -97,14 +114,14 @@ def _run(launch: Launch, request: Request, env: dict[str, str]) -> int:
         return run_until_done(attempt_on, launch.hosts, launch.spares, request.max_restarts)
 
 
-def _describe(launch: Launch, options: Sequence[str]) -> str:
+def _describe(launch: Launch, config: RunConfig) -> str:
     """What ``--dry-run`` prints. Raises ConfigError for a run that could not work, before a job waits in a queue."""
     nodes, per_node = launch.num_nodes, launch.ranks_per_node
     lines = [
         f"# {nodes} node{'s' * (nodes > 1)} x {per_node} ranks = {launch.world_size} ranks, {launch.starter.value}"
     ]
     if launch.spares:
-        lines.append(f"# {len(launch.spares)} spare nodes: {', '.join(launch.spares)}")
+        lines.append(f"# {len(launch.spares)} spare node{'s' * (len(launch.spares) > 1)}: {', '.join(launch.spares)}")
     reasons = {**launch.settings, **launch.kept}
     kept = {name: setting.value for name, setting in launch.kept.items()}
     if launch.starter is not Starter.LOCAL:
@@ -113,9 +130,9 @@ def _describe(launch: Launch, options: Sequence[str]) -> str:
             lines.append(f"export {name}={shlex.quote(value)}{reason}")
         lines.append(" ".join(map(_quote, launch.command(launch.hosts, "HOSTFILE"))))
     else:
+        lines.append("# each with torchrun's RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT:")
         lines.append(" ".join(map(_quote, launch.program)))
-    run = load(options)
-    return "\n".join([*lines, "", describe(run.config, launch.world_size)])
+    return "\n".join([*lines, "", describe(config, launch.world_size)])
 
 
 def _quote(word: str) -> str:

@@ -98,6 +98,10 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path) -> None:
         (["--nproc-per-node=two"], "'two'"),
         (["--nproc-per-node"], "''"),
         (["--nproc-per-node", "2", "--system", "auror"], "did you mean aurora?"),
+        (["--nproc-per-node", "2", "--max-restart", "3"], "did you mean --max-restarts?"),
+        (["--nproc-per-node", "2", "--preset", "mula-tiny", "--global-batch-size", "3"], "global_batch_size=3"),
+        (["--nproc-per-node", "2", "--preset", "mula-tiny"], "data_path is empty"),
+        (["--nproc-per-node", "999999", "--data-path", "x", "--global-batch-size", "999999"], "use at most"),
         (["--nproc-per-node", "2", "--launcher", "mpirun"], "mpiexec"),
         (["--nproc-per-node", "3", "--preset", "mula-20b-a2b", "--dry-run"], "expert_model_parallel_size=12"),
     ],
@@ -145,6 +149,7 @@ def test_a_pbs_job_replaces_a_lost_node_and_trains(tmp_path: Path, tokens: Path)
 
 def test_a_starter_that_is_not_there(tmp_path: Path) -> None:
     words = ["--launcher", "srun", "--nproc-per-node", "2", "--max-restarts", "3", "--preset", "mula-tiny"]
+    words += ["--data-path", "corpus"]
     done = subprocess.run(
         [sys.executable, "-m", "megatron.optimus.launch", *words],
         env={**environment(), "PATH": str(tmp_path)},
@@ -169,12 +174,14 @@ def test_job_scripts(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     python.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
     python.chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "DATA_FILE_LIST": "/data/list of files.txt"}
+    env["OPTIONS"] = "--tensorboard-dir 'two words'"
     done = subprocess.run(
         ["bash", str(copied), "--lr", "0.0035"], env=env, capture_output=True, text=True, cwd="/", check=True
     )
     words = done.stdout.splitlines()
     assert words[:2] == ["-m", "megatron.optimus.launch"]
     assert script.parent.name == "local" or "/data/list of files.txt" in words
+    assert script.parent.name != "aurora" or "two words" in words
     assert main([*words[2:], "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "  lr: 0.0035" in shown

@@ -7,7 +7,7 @@ an unknown flag names its nearest neighbour.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -33,16 +33,16 @@ class Run:
     dry_run: bool
 
 
-def load(argv: Sequence[str] | None = None) -> Run:
+def load(argv: Sequence[str] | None = None, own_flags: Iterable[str] = ()) -> Run:
     """The run that the command line (default: of this process) describes.
 
-    Raises ConfigError for anything it does not understand; ``--help`` writes to stdout and raises SystemExit(0).
+    ``own_flags``: those that the calling program has taken out of it, to be proposed for misspelt ones. Raises ConfigError for anything it does not understand; ``--help`` writes to stdout and raises SystemExit(0).
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if "--help" in words or "-h" in words:
         sys.stdout.write(help_text())
         raise SystemExit(0)
-    meta, flags = _parse_words(words)
+    meta, flags = _parse_words(words, own_flags)
     values: dict[str, Any] = {}
     preset, config_file = meta.get("preset"), meta.get("config")
     if preset is not None:
@@ -56,7 +56,7 @@ def load(argv: Sequence[str] | None = None) -> Run:
     return Run(build(values), preset, config_file, "dry_run" in meta)
 
 
-def _parse_words(words: list[str]) -> tuple[dict[str, str], dict[str, Any]]:
+def _parse_words(words: list[str], own_flags: Iterable[str]) -> tuple[dict[str, str], dict[str, Any]]:
     """Splits the words into (meta flags, option values). A flag given twice counts the last time, as shells expect."""
     meta: dict[str, str] = {}
     flags: dict[str, Any] = {}
@@ -86,7 +86,7 @@ def _parse_words(words: list[str]) -> tuple[dict[str, str], dict[str, Any]]:
         elif name.startswith("no_") and name[3:] in OPTIONS and OPTIONS[name[3:]].type is bool:
             taken, flags[name[3:]] = _no_value(flag, equals + attached), False
         else:
-            raise _unknown_flag(flag, " ".join(arguments))
+            raise _unknown_flag(flag, " ".join(arguments), own_flags)
         position += 1 + (0 if equals else taken)
     return meta, flags
 
@@ -117,8 +117,8 @@ def _all_flags() -> list[str]:
     return flags
 
 
-def _unknown_flag(flag: str, value: str) -> ConfigError:
-    hint = did_you_mean(flag, _all_flags(), "--help lists all options")
+def _unknown_flag(flag: str, value: str, own_flags: Iterable[str]) -> ConfigError:
+    hint = did_you_mean(flag, [*_all_flags(), *own_flags], "--help lists all options")
     return ConfigError(f"unknown option {flag}{f' (value {value!r})' if value else ''}; {hint}")
 
 

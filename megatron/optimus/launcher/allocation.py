@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from megatron.optimus.config.schema import ConfigError
+
+MAX_NODES = 100_000
 
 
 class Scheduler(str, Enum):
@@ -49,23 +53,30 @@ def _hosts_of_file(path: str) -> tuple[str, ...]:
 
 
 def expand_slurm(nodes: str) -> tuple[str, ...]:
-    """Host names of SLURM's short form: "gpu[003-005,9],login1" -> gpu003, gpu004, gpu005, gpu9, login1.
+    """Host names of SLURM's short form: "gpu[003-005,9],r[1-2]n[1-2]" -> gpu003, gpu004, gpu005, gpu9, r1n1, r1n2, ...
 
-    Raises ConfigError for text of another form.
+    Raises ConfigError for text of another form, and for more than MAX_NODES nodes.
     """
     hosts: list[str] = []
     for entry in re.split(r",(?![^\[]*\])", nodes):  # commas outside of brackets
-        match = re.fullmatch(r"([^\[\]]*)(?:\[([^\[\]]*)\]([^\[\]]*))?", entry.strip())
-        if match is None:
+        entry = entry.strip()
+        if re.fullmatch(r"[^\[\]]*(?:\[[^\[\]]+\][^\[\]]*)*", entry) is None or not entry:
             raise ConfigError(f"SLURM_JOB_NODELIST={nodes!r}: {entry!r} is not of the form prefix[003-005,9]")
-        prefix, ranges, suffix = match.groups(default="")
-        if not ranges:
-            hosts.append(prefix)
-            continue
-        for part in ranges.split(","):
-            bounds = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
-            if bounds is None:
-                raise ConfigError(f"SLURM_JOB_NODELIST={nodes!r}: {part!r} is not a number or a range such as 003-005")
-            first, last = bounds[1], bounds[2] or bounds[1]
-            hosts += [f"{prefix}{n:0{len(first)}d}{suffix}" for n in range(int(first), int(last) + 1)]
+        texts = re.split(r"\[([^\[\]]*)\]", entry)  # text, ranges, text, ranges, ..., text
+        choices = [_numbers(text, nodes) if place % 2 else [text] for place, text in enumerate(texts)]
+        if len(hosts) + math.prod(map(len, choices)) > MAX_NODES:
+            raise ConfigError(f"SLURM_JOB_NODELIST={nodes[:200]!r} names more than {MAX_NODES:,} nodes")
+        hosts += ["".join(parts) for parts in itertools.product(*choices)]
     return tuple(hosts)
+
+
+def _numbers(ranges: str, nodes: str) -> list[str]:
+    """ "003-005,9" -> 003, 004, 005, 9."""
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        bounds = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        first, last = (bounds[1], bounds[2] or bounds[1]) if bounds else ("1", "0")
+        if not 0 <= int(last) - int(first) < MAX_NODES:
+            raise ConfigError(f"SLURM_JOB_NODELIST={nodes!r}: {part!r} is not a number or a range such as 003-005")
+        numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
+    return numbers

@@ -43,13 +43,16 @@ def test_slurm_also_says_how_many_devices() -> None:
         ("a,b", ["a", "b"]),
         ("gpu[003-005,9],login1", ["gpu003", "gpu004", "gpu005", "gpu9", "login1"]),
         ("n[09-11]-ib", ["n09-ib", "n10-ib", "n11-ib"]),
+        ("r[1-2]n[08,9],x", ["r1n08", "r1n9", "r2n08", "r2n9", "x"]),
     ],
 )
 def test_slurm_lists(text: str, hosts: list[str]) -> None:
     assert list(expand_slurm(text)) == hosts
 
 
-@pytest.mark.parametrize("text", ["gpu[1-x]", "gpu[1", "a]b"])
+@pytest.mark.parametrize(
+    "text", ["gpu[1-x]", "gpu[1", "a]b", "gpu[5-3]", "gpu[]", "a,,b", "gpu[1-999999999]", "a[1-999]b[1-999]"]
+)
 def test_slurm_lists_of_another_form(text: str) -> None:
     with pytest.raises(ConfigError, match="SLURM_JOB_NODELIST"):
         expand_slurm(text)
