@@ -13,7 +13,8 @@ only for --check-build.
   --top N              best layouts to list; 0: none [10]
   --explain            parts of a layer, every collective, every constant with its source
   --json               one JSON object instead of text
-  --weak-scaling OUT   the curve from 384 to 12,288 tiles, into OUT.png and OUT.md
+  --weak-scaling OUT   the curve from 384 to 12,288 ranks [of aurora], into OUT.png and OUT.md; mula-220b-a10b's beside
+                       the paper's
   --check-build        builds the first and the last rank of the real program with no world around it
 
 Exit code: 0, 1 where the layout does not fit the memory, or 2 after one line that says what is wrong.
@@ -31,16 +32,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.optimus.config.load import load
+from megatron.optimus.config.options import build, overrides
+from megatron.optimus.config.presets import PRESETS
 from megatron.optimus.config.schema import ConfigError, RunConfig
 from megatron.optimus.planner.fake_world import build_in_a_process, built_text
 from megatron.optimus.planner.hardware import Machine, machine_named
 from megatron.optimus.planner.plan import Plan, plan
 from megatron.optimus.planner.report import findings_text, plan_json, plan_text
 from megatron.optimus.planner.search import Findings, search
-from megatron.optimus.planner.weak_scaling import as_the_paper, draw, table, weak_scaling
+from megatron.optimus.planner.weak_scaling import PAPER, as_the_paper, draw, table, weak_scaling
 
 WITH_VALUE = ("--system", "--nodes", "--world-size", "--top", "--weak-scaling")
 SWITCHES = ("--explain", "--json", "--check-build")
+MOST_RANKS = 1_000_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         own, rest = split_words(words)
-        config = load(rest).config
+        config = load(rest, own_flags=(*WITH_VALUE, *SWITCHES)).config
         machine = machine_named(own.get("--system", "h200"))
         if "--weak-scaling" in own:
             return scale(config, machine_named(own.get("--system", "aurora")), Path(own["--weak-scaling"]))
@@ -90,16 +94,22 @@ def named_options(words: Sequence[str]) -> set[str]:
 
 
 def ranks(own: dict[str, str], machine: Machine) -> int:
-    """Raises ConfigError for a number that is none."""
-    if "--world-size" in own:
-        return count(own, "--world-size")
-    return (count(own, "--nodes") if "--nodes" in own else 1) * machine.devices_per_node
+    """Raises ConfigError for a number that is none, too large, or given twice and not the same."""
+    of_nodes = (count(own, "--nodes") if "--nodes" in own else 1) * machine.devices_per_node
+    size = count(own, "--world-size") if "--world-size" in own else of_nodes
+    if "--nodes" in own and size != of_nodes:
+        raise ConfigError(
+            f"--nodes={own['--nodes']} of {machine.name} are {of_nodes} ranks, but --world-size={size}; leave one out"
+        )
+    if size > MOST_RANKS:
+        raise ConfigError(f"{size:,} ranks are more than the {MOST_RANKS:,} that are planned here")
+    return size
 
 
 def count(own: dict[str, str], flag: str, least: int = 1) -> int:
     text = own[flag]
-    if not text.isdigit() or int(text) < least:
-        raise ConfigError(f"{flag}={text!r} must be a number of {least} or more")
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigError(f"{flag}={text!r} must be a whole number of {least} or more")
     return int(text)
 
 
@@ -141,15 +151,18 @@ def as_json(given: Plan | None, refusal: str, found: Findings | None) -> dict[st
 
 
 def scale(config: RunConfig, machine: Machine, out: Path) -> int:
+    paper = PAPER if config.model == build(overrides(PRESETS["mula-220b-a10b"], "preset")).model else {}
     curves = {
-        "predicted, bf16 gradients, nothing overlapped": weak_scaling(as_the_paper(config), machine),
-        "predicted, as this library runs it": weak_scaling(config, machine),
+        "predicted, bf16 gradients, nothing overlapped": weak_scaling(as_the_paper(config), machine, paper),
+        "predicted, as this library runs it": weak_scaling(config, machine, paper),
     }
     try:
-        out.with_suffix(".md").write_text(table(curves))
-        draw(curves, f"weak scaling on {machine.name}: model, not measured by us", out.with_suffix(".png"))
+        Path(f"{out}.md").write_text(table(curves))
+        draw(curves, f"weak scaling on {machine.name}: model, not measured by us", Path(f"{out}.png"))
     except OSError as error:
         raise ConfigError(f"--weak-scaling={out}: cannot write {error.filename}: {error.strerror}") from error
+    except ImportError as error:
+        raise ConfigError(f"{out}.md is written; {out}.png needs matplotlib: pip install matplotlib") from error
     sys.stdout.write(table(curves))
     return 0
 

@@ -36,7 +36,8 @@ class Run:
 def load(argv: Sequence[str] | None = None, own_flags: Iterable[str] = ()) -> Run:
     """The run that the command line (default: of this process) describes.
 
-    ``own_flags``: those that the calling program has taken out of it, to be proposed for misspelt ones. Raises ConfigError for anything it does not understand; ``--help`` writes to stdout and raises SystemExit(0).
+    ``own_flags``: those that the calling program has taken out of it, to be proposed for misspelt ones. Raises
+    ConfigError for anything it does not understand; ``--help`` writes to stdout and raises SystemExit(0).
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if "--help" in words or "-h" in words:

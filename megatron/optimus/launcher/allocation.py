@@ -58,8 +58,7 @@ def expand_slurm(nodes: str) -> tuple[str, ...]:
     Raises ConfigError for text of another form, and for more than MAX_NODES nodes.
     """
     hosts: list[str] = []
-    for entry in re.split(r",(?![^\[]*\])", nodes):  # commas outside of brackets
-        entry = entry.strip()
+    for entry in map(str.strip, re.split(r",(?![^\[]*\])", nodes)):  # commas outside of brackets
         if re.fullmatch(r"[^\[\]]*(?:\[[^\[\]]+\][^\[\]]*)*", entry) is None or not entry:
             raise ConfigError(f"SLURM_JOB_NODELIST={nodes!r}: {entry!r} is not of the form prefix[003-005,9]")
         texts = re.split(r"\[([^\[\]]*)\]", entry)  # text, ranges, text, ranges, ..., text

@@ -123,5 +123,8 @@ def built_text(built: Built) -> str:
 
 
 if __name__ == "__main__":
-    built = build(load(sys.argv[3:]).config, int(sys.argv[1]), int(sys.argv[2]))
+    try:
+        built = build(load(sys.argv[3:]).config, int(sys.argv[1]), int(sys.argv[2]))
+    except ConfigError as error:
+        sys.exit(str(error))  # alone in the last line, as ``build_in_a_process`` reads it
     sys.stdout.write(json.dumps(asdict(built)) + "\n")

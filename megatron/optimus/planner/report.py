@@ -39,6 +39,22 @@ def layout_words(config: RunConfig, world_size: int) -> str:
     return ", ".join(words)
 
 
+def layout_options(config: RunConfig) -> str:
+    """What the search varies, as options of the training program."""
+    parallel = config.parallel
+    values: dict[str, object] = {
+        "tensor-model-parallel-size": parallel.tensor_model_parallel_size,
+        "pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,
+        "pipeline-schedule": parallel.pipeline_schedule.value,
+        "virtual-pipeline-model-parallel-size": parallel.virtual_pipeline_model_parallel_size,
+        "context-parallel-size": parallel.context_parallel_size,
+        "expert-model-parallel-size": parallel.expert_model_parallel_size,
+        "micro-batch-size": config.training.micro_batch_size,
+        "recompute-modules": " ".join(part.value for part in parallel.recompute_modules),
+    }
+    return " ".join(f"--{name} {value}".rstrip() for name, value in values.items())
+
+
 # ---- text
 
 
@@ -156,8 +172,12 @@ def findings_text(found: Findings, world_size: int) -> str:
             f"{gib(made.worst.peak):>7} GiB, bubble {100 * time.bubble_share:2.0f}%, exposed "
             f"{100 * time.exposed / time.total:2.0f}%: {layout_words(made.config, world_size)}"
         )
-    if not found.best:
+    if found.best:
+        lines.append(f"the first as options: {layout_options(found.best[0].config)}")
+    elif found.tried:
         lines.append("  none fits")
+    else:
+        lines.append(f"  none: the sizes named on the command line do not divide {world_size} ranks, or the model")
     for reason, count in found.refused.items():
         lines.append(f"refused by {reason}: {count}; one of them: {found.examples[reason]}")
     for made in found.too_large:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,15 +25,20 @@ class Point:
     paper: float | None
 
 
-def weak_scaling(config: RunConfig, machine: Machine, sizes: Sequence[int] = tuple(PAPER)) -> list[Point]:
-    """The curve for a run whose data-parallel ranks have SEQUENCES_EACH sequences each at every size."""
+def weak_scaling(
+    config: RunConfig, machine: Machine, paper: Mapping[int, float] = PAPER, sizes: Sequence[int] = tuple(PAPER)
+) -> list[Point]:
+    """The curve for a run whose data-parallel ranks have SEQUENCES_EACH sequences each at every size.
+
+    ``paper``: the efficiencies to put beside it; empty for a run that the paper does not report.
+    """
     plans = []
     for size in sizes:
         batch = SEQUENCES_EACH * Layout.from_config(config.parallel, size).dp
         training = replace(config.training, global_batch_size=batch)
         plans.append(plan(replace(config, training=training), size, machine))
     first = plans[0].time.tokens_per_second_per_device
-    return [Point(made, made.time.tokens_per_second_per_device / first, PAPER.get(made.world_size)) for made in plans]
+    return [Point(made, made.time.tokens_per_second_per_device / first, paper.get(made.world_size)) for made in plans]
 
 
 def as_the_paper(config: RunConfig) -> RunConfig:
@@ -77,7 +82,8 @@ def draw(curves: dict[str, list[Point]], title: str, path: Path) -> None:
     for name, points in curves.items():
         axis.plot([p.plan.world_size for p in points], [100 * p.efficiency for p in points], marker="o", label=name)
     reported = [(p.plan.world_size, 100 * p.paper) for p in next(iter(curves.values())) if p.paper is not None]
-    axis.plot(*zip(*reported, strict=True), "k--s", label="reported in arXiv 2604.00785")
+    if reported:
+        axis.plot(*zip(*reported, strict=True), "k--s", label="reported in arXiv 2604.00785")
     axis.set_xscale("log", base=2)
     sizes = [point.plan.world_size for point in next(iter(curves.values()))]
     axis.set_xticks(sizes, [f"{size:,}" for size in sizes])

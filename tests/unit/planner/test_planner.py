@@ -134,8 +134,13 @@ def test_every_constant_has_a_source_and_peaks_agree_with_the_trainers() -> None
     ("words", "message"),
     [
         ("--preset mula-1b --system summit", "--system='summit' is unknown; use h200 or aurora"),
-        ("--preset mula-1b --nodes none", "--nodes='none' must be a number of 1 or more"),
+        ("--preset mula-1b --nodes none", "--nodes='none' must be a whole number of 1 or more"),
+        ("--preset mula-1b --nodes \N{SUPERSCRIPT TWO}", "must be a whole number"),
         ("--preset mula-1b --nodes", "--nodes needs a value"),
+        ("--preset mula-1b --world-size 99999999999", "99,999,999,999 ranks are more than the 1,000,000"),
+        ("--preset mula-1b --nodes 2 --world-size 8", "--nodes=2 of h200 are 16 ranks, but --world-size=8"),
+        ("--preset mula-1b --wolrd-size 8", "did you mean --world-size?"),
+        ("--preset mula-tiny --world-size 7 --check-build", "could not be built: global_batch_size=16 must be"),
         ("--preset mula-1b --hidden 4", "unknown option --hidden"),
         (
             "--preset mula-1b --global-batch-size 8 --pipeline-model-parallel-size 3 --top 0",
@@ -162,6 +167,28 @@ def test_the_command_line_shows_a_plan_and_its_json(capsys: pytest.CaptureFixtur
     made = json.loads(capsys.readouterr().out)["plan"]
     assert made["fits"] and len(made["memory"]) == 8 and made["time"]["step_s"] > 0
     assert made["memory"][0]["in_flight"] == 8 and made["memory"][7]["in_flight"] == 1
+
+
+def test_the_best_layout_comes_as_options_that_give_it(capsys: pytest.CaptureFixture[str]) -> None:
+    main = script("tools/plan.py").main
+    words = "--preset mula-20b-a2b --nodes 8 --system aurora --global-batch-size 768".split()
+    main([*words, "--top", "1"])
+    best, options = capsys.readouterr().out.split("\n  1. ")[1].split("\n")[:2]
+    assert main([*words, "--top", "0", *options.removeprefix("the first as options: ").split()]) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith(best.rsplit(": ", 1)[1])
+
+
+def test_sizes_that_leave_nothing_to_try_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--preset mula-7b-a1b --nodes 1 --pipeline-model-parallel-size 5"
+    assert script("tools/plan.py").main(words.split()) == 2
+    assert "the sizes named on the command line do not divide 8 ranks" in capsys.readouterr().out
+
+
+def test_the_papers_curve_stands_beside_its_own_model_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for preset, paper in (("mula-220b-a10b", "97%"), ("mula-7b-a1b", "")):
+        assert script("tools/plan.py").main(["--preset", preset, "--weak-scaling", str(tmp_path / "v1.2")]) == 0
+        assert capsys.readouterr().out.splitlines()[3].split("|")[-2].strip() == paper
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v1.2.md", "v1.2.png"]
 
 
 def test_no_plan_needs_torch() -> None:
