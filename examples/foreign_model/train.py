@@ -10,7 +10,9 @@ STEPS, BATCH, LENGTH, VOCABULARY = 30, 4, 32, 64
 deepspeed_ext.init_distributed()
 torch.manual_seed(0)  # the same weights on every rank
 shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-config = OlmoeConfig(vocab_size=VOCABULARY, num_experts=8, num_experts_per_tok=2, pad_token_id=0, **shape)
+config = OlmoeConfig(
+    vocab_size=VOCABULARY, num_experts=8, num_experts_per_tok=2, eos_token_id=0, pad_token_id=0, **shape
+)
 engine, optimizer, _, _ = deepspeed_ext.initialize(
     model=OlmoeForCausalLM(config),
     optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3),

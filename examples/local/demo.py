@@ -48,6 +48,19 @@ def python_path() -> str:
     return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+def prepare_folder(run_dir: Path) -> None:
+    """An empty folder with a mark of ours; only what an earlier demo has left there is removed."""
+    mark = run_dir / ".demo"
+    if run_dir.exists() and not run_dir.is_dir():
+        sys.exit(f"error: --run-dir {run_dir} is not a folder")
+    if run_dir.exists() and any(run_dir.iterdir()) and not mark.exists():
+        sys.exit(f"error: --run-dir {run_dir} holds files that no demo has written; name a new folder, or remove it")
+    for leftover in ("checkpoints", "data", "tokenizer", "hf"):
+        shutil.rmtree(run_dir / leftover, ignore_errors=True)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+
+
 def prepare_data(run_dir: Path, corpus: Path, vocab_size: int) -> tuple[Path, Path]:
     """Trains the tokenizer and writes the token files; returns (tokenizer folder, data prefix)."""
     tokenizer, prefix = run_dir / "tokenizer", run_dir / "data" / "corpus"
@@ -139,14 +152,20 @@ def main() -> int:
     arguments = parse_arguments()
     sys.path.insert(0, str(ROOT))
     from megatron.optimus.config.load import load
+    from megatron.optimus.config.schema import ConfigError
 
     started = time.perf_counter()
-    config = load(["--preset", arguments.preset, *arguments.pretrain_options]).config
+    try:
+        config = load(["--preset", arguments.preset, *arguments.pretrain_options]).config
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    if arguments.train_iters is not None and arguments.train_iters < 1:
+        sys.exit(f"error: --train-iters {arguments.train_iters} must be 1 or more")
     steps = arguments.train_iters or config.training.train_iters
+    warmup = min(config.optimizer.lr_warmup_iters, steps // 2)  # of a shorter run than the preset's
+    arguments.pretrain_options += ["--lr-warmup-iters", str(warmup)]
     run_dir = arguments.run_dir
-    for leftover in ("checkpoints", "data", "tokenizer", "hf"):
-        shutil.rmtree(run_dir / leftover, ignore_errors=True)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    prepare_folder(run_dir)
     corpus = arguments.corpus
     if corpus is None:
         corpus = run_dir / "corpus.jsonl"

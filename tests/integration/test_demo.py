@@ -36,6 +36,15 @@ def test_the_whole_path_leaves_what_it_promises(tmp_path: Path) -> None:
     assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 6
 
 
+def test_a_folder_of_other_things_is_left_alone(tmp_path: Path) -> None:
+    kept = tmp_path / "mine" / "data" / "thesis.txt"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("years of work")
+    result = demo(tmp_path / "mine")
+    assert result.returncode != 0 and "holds files that no demo has written" in result.stderr
+    assert kept.read_text() == "years of work"
+
+
 def test_a_malformed_corpus_is_named_with_file_and_line(tmp_path: Path) -> None:
     corpus = tmp_path / "mine.jsonl"
     corpus.write_text('{"text": "fine"}\n{"text": 3\n')

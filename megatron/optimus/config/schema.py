@@ -385,6 +385,7 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         _at_least(self, 1, "train_iters", "micro_batch_size", "global_batch_size", "seq_length", "eval_iters")
         _at_least(self, 0, "seed", "eval_interval", "exit_interval")
+        _require(self.seed < 2**63, f"seed={self.seed} is too large; use at most {2**63 - 1}")
 
 
 @dataclass(kw_only=True)

@@ -56,7 +56,9 @@ class ExpertLoad:
             "moe_expert_placement": self._config.moe_expert_placement.value,
             "moe_expert_placement_file": self._config.moe_expert_placement_file,
         }
-        self._path.write_text(json.dumps(record) + "\n")
+        fresh = self._path.with_suffix(".tmp")  # who reads beside the run, or after a crash, finds a whole file
+        fresh.write_text(json.dumps(record) + "\n")
+        fresh.replace(self._path)
 
 
 @dataclass(frozen=True)

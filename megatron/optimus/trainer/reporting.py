@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -13,12 +15,16 @@ from megatron.optimus.observe.progress import Progress
 from megatron.optimus.observe.trackers import TensorBoardTracker
 from megatron.optimus.parallel.mesh import Mesh
 
+logger = logging.getLogger("optimus")
+
 
 class Reporter:
     """On rank 0 a writer of every output that the configuration asks for; on other ranks nothing."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, first_step: int) -> None:
+        """Raises OSError where nothing can be written, ConfigError for a missing package; both on rank 0 alone."""
         self._silent = mesh.rank != 0
+        self._has_failed = False
         if self._silent:
             return
         run_dir, logging = Path(config.logging.run_dir), config.logging
@@ -32,13 +38,23 @@ class Reporter:
         if self._silent:
             return
         metrics = dataclasses.replace(metrics, valid_loss=valid_loss)
-        self._metrics.write(metrics)
         self._progress.update(metrics)
+        self._try(lambda: self._metrics.write(metrics))
         if self._tracker is not None:
-            self._tracker.write(metrics)
+            tracker = self._tracker
+            self._try(lambda: tracker.write(metrics))
         self._expert_load.add(metrics.step, expert_load_LE)
         if valid_loss is not None:
-            self._expert_load.write()
+            self._try(self._expert_load.write)
+
+    def _try(self, write: Callable[[], None]) -> None:
+        """A full disk costs lines of a report, not the run: rank 0 alone knows of it, and all others would wait."""
+        try:
+            write()
+        except OSError as error:
+            if not self._has_failed:
+                logger.error("outputs of the run cannot be written (%s); training goes on without them", error)
+            self._has_failed = True
 
     def __enter__(self) -> Reporter:
         return self
@@ -49,7 +65,7 @@ class Reporter:
         if self._silent:
             return
         self._progress.close()
-        self._expert_load.write()
-        self._metrics.close()
+        self._try(self._expert_load.write)
+        self._try(self._metrics.close)
         if self._tracker is not None:
-            self._tracker.close()
+            self._try(self._tracker.close)

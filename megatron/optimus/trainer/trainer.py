@@ -18,6 +18,7 @@ from megatron.optimus.observe.metrics import StepMetrics
 from megatron.optimus.optim.schedule import learning_rate
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.runtime import device as devices
+from megatron.optimus.runtime.agreement import Ranks
 from megatron.optimus.runtime.stopping import StopRequest
 from megatron.optimus.trainer.build import build_data, build_model
 from megatron.optimus.trainer.checkpoints import Checkpoints
@@ -53,7 +54,7 @@ class Trainer:
         Returns the exit code: 0, or that of the signal as shells report it. Everything up to the last step is saved.
         """
         training = self.config.training
-        reporter = Reporter(self.config, self.mesh, first_step=self.step)
+        reporter = self._open_reporter()
         with reporter, Teller(reporter, runs_behind=self.runs_behind) as teller, StopRequest() as stop:
             while self.step < training.train_iters:
                 started = time.perf_counter()
@@ -79,6 +80,11 @@ class Trainer:
                     unfinished = teller.stop_requested and self.step < training.train_iters
                     return 128 + (stop.signal or signal.SIGTERM) if unfinished else 0
         return 0
+
+    def _open_reporter(self) -> Reporter:
+        return Ranks(None, self.device).together(
+            lambda: Reporter(self.config, self.mesh, first_step=self.step), "opening the outputs", TrainingError
+        )
 
     def _train_step(self, batches: list[Batch], stop: StopRequest) -> PendingReport:
         return train_step(
