@@ -39,8 +39,11 @@ def main(argv: list[str] | None = None) -> int:
             args.out.write_text(json.dumps(as_record(found), indent=1) + "\n")
         if args.write_placement is not None:
             args.write_placement.write_text(to_json([layer.placement for layer in found.layers]))
-    except (ConfigError, OSError) as error:
+    except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
+        return 2
+    except OSError as error:
+        sys.stderr.write(f"error: {error.filename} cannot be written: {error.strerror}\n")
         return 2
     sys.stdout.write("\n".join(table(found)) + "\n")
     return 0

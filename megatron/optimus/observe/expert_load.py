@@ -19,7 +19,7 @@ from megatron.optimus.config.placement import (
     from_json,
     regular_placement,
 )
-from megatron.optimus.config.schema import ConfigError, ExpertPlacement, ParallelConfig
+from megatron.optimus.config.schema import ConfigError, ExpertPlacement, ParallelConfig, divisors, one_of
 
 FILE_NAME = "expert_load.json"
 
@@ -104,16 +104,19 @@ def report(path: Path, num_ranks: int | None = None, *, last_step_only: bool = F
         load_LE = [[int(slots) for slots in layer] for layer in record[name]]
         regular = ExpertPlacement(record["moe_expert_placement"])
         first = step if last_step_only else int(record["first_step"])
+        source = record["moe_expert_placement_file"]
         num_experts = len(load_LE[0])
+        if num_experts == 0 or {len(load_E) for load_E in load_LE} != {num_experts}:
+            raise ValueError("layers of different numbers of experts")
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise ConfigError(
             f"{path} is no {FILE_NAME} of a run with experts ({type(error).__name__}: {error}); name one, or its folder"
         ) from error
     num_ranks = own_ranks if num_ranks is None else num_ranks
     if num_ranks < 1 or num_experts % num_ranks:
-        raise ConfigError(f"{num_ranks} ranks must divide the {num_experts} experts of a layer")
+        good = one_of(divisors(num_experts))
+        raise ConfigError(f"{num_ranks} ranks must divide the {num_experts} experts of a layer; use {good}")
     present: Sequence[LayerPlacement] = [regular_placement(num_experts, num_ranks, regular)] * len(load_LE)
-    source = record["moe_expert_placement_file"]
     if source is not None and num_ranks == own_ranks:
         sizes = dict(num_layers=len(load_LE), num_experts=num_experts, num_ranks=num_ranks)
         present = from_json(_text(Path(source)), source, **sizes)

@@ -71,8 +71,15 @@ def test_the_placement_of_the_run_is_the_present_one(tmp_path: Path) -> None:
 
 def test_bad_input_is_one_line(run: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.json").write_text("{}")
+    good = json.loads((run / "expert_load.json").read_text())
+    (tmp_path / "ragged.json").write_text(json.dumps(good | {"total_slots_per_layer_and_expert": [[1, 2], [3]]}))
+    del good["moe_expert_placement_file"]
+    (tmp_path / "older.json").write_text(json.dumps(good))
     for arguments, message in (
-        ([run, "--ranks", 3], "3 ranks must divide the 4 experts"),
+        ([run, "--ranks", 3], "3 ranks must divide the 4 experts of a layer; use 1, 2 or 4"),
+        ([run, "--write-placement", "/dev/null/x"], "/dev/null/x cannot be written: Not a directory"),
+        ([tmp_path / "ragged.json"], "layers of different numbers of experts"),
+        ([tmp_path / "older.json"], "KeyError: 'moe_expert_placement_file'"),
         ([tmp_path / "nowhere"], "is no expert_load.json"),
         ([tmp_path / "empty.json"], "KeyError"),
     ):
