@@ -5,6 +5,7 @@ Alone, under torchrun, or under mpiexec/srun; ``--help`` lists every option, ``-
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import sys
@@ -15,6 +16,7 @@ from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.config.checks import check, check_trainable
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError, RunConfig
+from megatron.optimus.config.serialize import to_dict
 from megatron.optimus.data.dataset import check_contents
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.sources import read_sources
@@ -76,6 +78,7 @@ def pretrain(config: RunConfig, launch: LaunchEnv) -> int:
     try:
         # Each rank looks at its share of the files: an id beyond the vocabulary would fail in the middle of the run.
         ranks = Ranks(None, device)
+        _check_same(config, ranks)
         ranks.together(lambda: _check_tokens(config, launch), "checking the tokens", DataError)
         mesh = Mesh(
             config.parallel,
@@ -90,6 +93,27 @@ def pretrain(config: RunConfig, launch: LaunchEnv) -> int:
         return code
     finally:
         shutdown_engine()
+
+
+def _check_same(config: RunConfig, ranks: Ranks) -> None:
+    """Raises ConfigError on every rank unless all have rank 0's options. Collective.
+
+    A file that was edited while ranks read it, or a command line with the time in it, would train something else.
+    """
+    own = to_dict(config)
+    first = json.loads(ranks.broadcast_bytes(json.dumps(own).encode()))
+
+    def compare() -> None:
+        others = [
+            f"{section}.{name}={value!r}, rank 0 has {first[section][name]!r}"
+            for section, options in own.items()
+            for name, value in options.items()
+            if value != first[section][name]
+        ]
+        if others:
+            raise ConfigError("; ".join(others) + "; start all ranks with the same command line and --config")
+
+    ranks.together(compare, "comparing the options of all ranks", ConfigError)
 
 
 def _check_tokens(config: RunConfig, launch: LaunchEnv) -> None:

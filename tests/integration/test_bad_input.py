@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import Program
+from megatron.optimus.runtime import launch_env
+from tests.integration.conftest import TINY, Program, command_of, environment
 
 
 def fail(result: subprocess.CompletedProcess[str], *expected: str) -> None:
@@ -49,6 +50,19 @@ def test_one_line_says_what_is_wrong(
 def test_no_rank_waits_for_one_that_failed(tmp_path: Path, pretrain: Program) -> None:
     """A vocabulary error is found after the ranks have met; both must end."""
     fail(pretrain(tmp_path, "--vocab-size", "50", ranks=2), "vocab_size")
+
+
+def test_ranks_with_other_options_end_with_the_difference(tmp_path: Path, tokens: Path) -> None:
+    ranks, port = [], launch_env.free_port()
+    for rank, lr in enumerate(("1e-3", "2e-3")):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+        env = environment() | {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        words = [*command_of(1), *TINY, "--run-dir", str(tmp_path), "--data-path", str(tokens), "--lr", lr]
+        ranks.append(subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    errors = [rank.communicate(timeout=100)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2], errors
+    assert "optimizer.lr=0.002, rank 0 has 0.001" in errors[1] and "Traceback" not in "".join(errors)
+    assert not list(tmp_path.iterdir())
 
 
 def test_truncated_tokens(tmp_path: Path, tokens: Path, pretrain: Program) -> None:
