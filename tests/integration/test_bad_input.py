@@ -85,6 +85,12 @@ def test_corrupted_checkpoint_falls_back_to_the_one_before(tmp_path: Path, pretr
     assert "resumed from" in result.stdout and "step 2," in result.stdout
 
 
+def test_a_checkpoint_of_another_shape_names_the_options(tmp_path: Path, pretrain: Program) -> None:
+    assert pretrain(tmp_path, "--train-iters", "2").returncode == 0
+    fail(pretrain(tmp_path, "--num-layers", "3"), "not in the checkpoint", "model.num_layers 2 -> 3", "another folder")
+    assert (tmp_path / "checkpoints" / "step-00000002").is_dir()
+
+
 def test_full_disk_while_saving_loses_nothing(tmp_path: Path, pretrain: Program) -> None:
     """The disk takes no more bytes than a file-size limit allows: an error, no debris, the earlier checkpoint good."""
     assert pretrain(tmp_path, "--train-iters", "2").returncode == 0

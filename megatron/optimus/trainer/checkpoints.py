@@ -38,6 +38,7 @@ class Checkpoints:
         self._ranks = Ranks(None, device)
         self._root = Path(config.checkpoint.save or Path(config.logging.run_dir) / "checkpoints")
         self._drain_s: float | None = None
+        self._tried: Manifest | None = None  # the last checkpoint that resume looked at
         self._claim = self._ranks.together(
             lambda: Claim(self._root) if mesh.rank == 0 else None, f"claiming {self._root}", CheckpointError
         )
@@ -133,6 +134,25 @@ class Checkpoints:
 
         Returns (optimizer steps done, samples consumed).
         """
+        try:
+            return self._resume()
+        except CheckpointError as error:
+            error.args = (str(error) + self._remedy(),)
+            raise
+
+    def _remedy(self) -> str:
+        """For a checkpoint of another shape: what this run asks for that the checkpoint's did not."""
+        before = self._tried.config if self._tried is not None else {}
+        changes = changed_options(before, to_dict(self._config))
+        shape = [text for text in changes if text.startswith(("model.", "optimizer.optimizer"))] if before else []
+        if not shape:
+            return ""
+        return (
+            f". Changed since that checkpoint: {', '.join(shape)}; go back to those values, name another folder with "
+            "--save and --run-dir, or start from its weights alone with --load and --finetune where shapes are equal"
+        )
+
+    def _resume(self) -> tuple[int, int]:
         options, device = self._config.checkpoint, self._device
         found = store.load_newest(self._root, self._all_requests, device=device)
         has_moments, position_counts = True, True
@@ -169,6 +189,7 @@ class Checkpoints:
         return Path(self._ranks.broadcast_bytes(name.encode()).decode())
 
     def _all_requests(self, manifest: Manifest) -> list[TensorSlice]:
+        self._tried = manifest
         if manifest.kind == "model":
             return self._weight_requests(manifest)
         slices = state.training_slices(self._model, self._state, buffers=True)
