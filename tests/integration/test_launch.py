@@ -76,7 +76,7 @@ def test_a_signal_to_one_rank_saves_the_step_on_all(tmp_path: Path, tokens: Path
 
 
 def test_no_rank_outlives_the_launcher(tmp_path: Path) -> None:
-    rank = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    rank = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(60)"  # whole lines, also unbuffered
     start = f"run_ranks({[sys.executable, '-c', rank]}, 2)"
     words = [sys.executable, "-c", f"from megatron.optimus.launcher.local import run_ranks; {start}"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment())
