@@ -408,7 +408,7 @@ class DataConfig:
     fim_prefix_token: str = option("<fim_prefix>", "the tokenizer's name of that sentinel")
     fim_middle_token: str = option("<fim_middle>", "the tokenizer's name of that sentinel")
     fim_suffix_token: str = option("<fim_suffix>", "the tokenizer's name of that sentinel")
-    pin_memory: bool = option(False, "batches in page-locked memory, copied to an accelerator while it computes")
+    pin_memory: bool = option(True, "batches in page-locked memory, copied to an accelerator while it computes")
 
     @property
     def needs_eod(self) -> bool:
