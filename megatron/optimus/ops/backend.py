@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 logger = logging.getLogger("optimus")
 
@@ -112,9 +113,9 @@ def _resolve(selected: Backend, device_type: str, dtype: torch.dtype) -> Backend
             how = f" (not cuda: {_obstacle(Backend.CUDA, device_type, dtype)})"
         logger.info("expert kernels on %s: %s%s; router: %s", where, backend.value, how, routing)
     else:
-        logger.warning(
-            "expert kernels on %s: reference, which is slower, because %s; router: %s", where, obstacle, routing
-        )
+        is_first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+        said = "expert kernels on %s: reference, which is slower, because %s; router: %s"
+        logger.log(logging.WARNING if is_first else logging.INFO, said, where, obstacle, routing)  # not once a rank
     return backend
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from deepspeed_ext.ds_config import build_torch_optimizer, reason_for_deepspeed, resolve_config, zero_options
+from deepspeed_ext.initialize import _torch_optimizer
 from deepspeed_ext.zero.loss_scale import LossScaleOptions
 from deepspeed_ext.zero.options import DEFAULT_BUCKET_NUMEL, ZeroOptions
 
@@ -151,3 +152,8 @@ def test_options_of_a_full_configuration() -> None:
 def test_bad_options(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         zero_options(config)
+
+
+def test_an_optimizer_by_name_is_refused_with_what_is_expected() -> None:
+    with pytest.raises(TypeError, match=r"optimizer=.adamw.: expected a torch.optim.Optimizer.*section"):
+        _torch_optimizer(nn.Linear(2, 2), "adamw", None, {})  # type: ignore[arg-type]
