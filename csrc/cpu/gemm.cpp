@@ -83,16 +83,10 @@ void multiply(const Engine& engine, const float* a, const float* b, int64_t num_
     for (int64_t col = 0; col < num_cols; col += engine.cols, right += b_panel) {
       const int64_t cols = std::min<int64_t>(engine.cols, num_cols - col);
       const float* left = a + k * engine.rows * engine.halves / 2;
-      // The next panel of B comes from as far as the last-level cache where the weights of a layer outgrow the others.
-      const char* coming = reinterpret_cast<const char*>(right + b_panel);
-      const int64_t bytes = col + engine.cols < num_cols ? len * engine.cols * engine.halves * 2 : 0;
-      const char* coming_end = coming + bytes;
-      const int64_t coming_step = round_up(bytes / row_tiles + 1, 64);
       for (int64_t row = 0; row < num_rows; row += engine.rows, left += a_panel) {
         const int64_t rows = std::min<int64_t>(engine.rows, num_rows - row);
         float* out = c + row * ldc + col;
         ask_for(next, step, end);
-        ask_for(coming, coming_step, coming_end);
         if (rows == engine.rows && cols == engine.cols) {
           engine.run(len, left, right, out, ldc, accumulate);
           continue;

@@ -141,9 +141,10 @@ void rows_times_weight(const Tensor& x, const Tensor& weight, const Order& order
   constexpr bool wide = std::is_same_v<T, float>;
   const Engine& engine = cpu::engine(x.scalar_type());
   const int64_t depth = x.size(1), cols = out.size(1), inner = cols / 2;
-  const PackedWeights<T> panels(engine, weight, transposed, order);
+  PackedWeights<T> panels(engine, weight, transposed, order);
   const std::vector<RowBlock> blocks = order.blocks();
   const auto count = static_cast<int64_t>(blocks.size());
+  panels.pack(blocks.data(), count);
   const T* from = x.const_data_ptr<T>();
   T* to = out.mutable_data_ptr<T>();
   T* activated = activation ? activation->mutable_data_ptr<T>() : nullptr;
@@ -194,7 +195,7 @@ void grouped_weight_gradient(const Tensor& dout, const Tensor& x, const Tensor& 
     const auto *left_rows = dout.const_data_ptr<scalar_t>(), *right_rows = x.const_data_ptr<scalar_t>();
     const auto run = [&](auto* to) {
       if (!accumulate) zero_without_rows(order, left_width * right_width, to);
-      for_each_slab(blocks, out.scalar_type() != at::kFloat, [&](const RowBlock* slab, int64_t count) {
+      for_each_slab(blocks, out.scalar_type() != at::kFloat, 1, [&](const RowBlock* slab, int64_t count) {
         int64_t most = 0;
         for (int64_t b = 0; b < count; ++b) most = std::max(most, slab[b].rows);
         PackedRows left(engine, Side::kLeft, left_width, count, most),

@@ -60,29 +60,32 @@ void forward(const at::Tensor& x, const at::Tensor& gate_up, const at::Tensor& d
   const int64_t width = x.size(1), inner = down.size(2), topk = indices.size(1);
   const SortedSlots sorted = sort_slots(indices, down.size(0));
   const Order order = sorted.view();
-  const PackedWeights<T> up_panels(engine, gate_up, true, order), down_panels(engine, down, true, order);
+  PackedWeights<T> up_panels(engine, gate_up, true, order), down_panels(engine, down, true, order);
   const std::vector<RowBlock> blocks = order.blocks();
-  const auto count = static_cast<int64_t>(blocks.size());
   const int64_t most = most_rows(blocks);
   const Buffer out_rows(order.num_rows * width);
   const T* x_data = x.const_data_ptr<T>();
   T* hidden_data = hidden.mutable_data_ptr<T>();
 
-  for_each(count, [&](const auto& next) {
-    const Workspace w(engine, most, width, inner);
-    for (int64_t b; (b = next()) < count;) {
-      const auto [expert, first, rows] = blocks[b];
-      multiply_rows(engine, rows_of(x_data, width, order.slots + first, topk), rows, width, up_panels.of(expert),
-                    2 * inner, w.packed, w.product, ahead_of(hidden_data + first * 2 * inner, rows * 2 * inner));
-      for (int64_t r = 0; r < rows; ++r) {
-        const float* gate = w.product + r * 2 * inner;
-        swiglu_row(gate, gate + inner, inner, w.activation + r * inner);
-        convert(gate, 2 * inner, hidden_data + (first + r) * 2 * inner);
+  for_each_slab(blocks, false, 4, [&](const RowBlock* slab, int64_t count) {
+    up_panels.pack(slab, count);
+    down_panels.pack(slab, count);
+    for_each(count, [&](const auto& next) {
+      const Workspace w(engine, most, width, inner);
+      for (int64_t b; (b = next()) < count;) {
+        const auto [expert, first, rows] = slab[b];
+        multiply_rows(engine, rows_of(x_data, width, order.slots + first, topk), rows, width, up_panels.of(expert),
+                      2 * inner, w.packed, w.product, ahead_of(hidden_data + first * 2 * inner, rows * 2 * inner));
+        for (int64_t r = 0; r < rows; ++r) {
+          const float* gate = w.product + r * 2 * inner;
+          swiglu_row(gate, gate + inner, inner, w.activation + r * inner);
+          convert(gate, 2 * inner, hidden_data + (first + r) * 2 * inner);
+        }
+        multiply_rows(engine, rows_of(w.activation, inner), rows, inner, down_panels.of(expert), width, w.packed,
+                      w.product, ahead_of(out_rows.data + first * width, rows * width));
+        convert(w.product, rows * width, out_rows.data + first * width);
       }
-      multiply_rows(engine, rows_of(w.activation, inner), rows, inner, down_panels.of(expert), width, w.packed,
-                    w.product, ahead_of(out_rows.data + first * width, rows * width));
-      convert(w.product, rows * width, out_rows.data + first * width);
-    }
+    });
   });
   sum_rows(out_rows.data, order, weights.const_data_ptr<float>(), x.size(0), width, y.mutable_data_ptr<T>());
 }
@@ -109,7 +112,7 @@ void backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& gate_
   const int64_t width = x.size(1), inner = down.size(2), topk = indices.size(1);
   const SortedSlots sorted = sort_slots(indices, down.size(0));
   const Order order = sorted.view();
-  const PackedWeights<T> down_panels(engine, down, false, order), up_panels(engine, gate_up, false, order);
+  PackedWeights<T> down_panels(engine, down, false, order), up_panels(engine, gate_up, false, order);
   const std::vector<RowBlock> blocks = order.blocks();
   const int64_t most = most_rows(blocks);
   const Buffer dx_rows(order.num_rows * width);
@@ -125,7 +128,9 @@ void backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& gate_
   ddown.write<T>(zero(inner * width));
 
   const bool whole = dgate_up.is_narrow() || ddown.is_narrow();
-  for_each_slab(blocks, whole, [&](const RowBlock* slab, int64_t count) {
+  for_each_slab(blocks, whole, 1, [&](const RowBlock* slab, int64_t count) {
+    down_panels.pack(slab, count);
+    up_panels.pack(slab, count);
     const auto operand = [&](Side side, int64_t columns) { return PackedRows(engine, side, columns, count, most); };
     PackedRows dhidden_left = operand(Side::kLeft, 2 * inner), x_right = operand(Side::kRight, width),
                dy_left = operand(Side::kLeft, width), activation_right = operand(Side::kRight, inner);

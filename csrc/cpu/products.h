@@ -22,20 +22,30 @@ void convert(const From* src, int64_t n, To* dst) {
 // The weight of every expert that has rows, packed as right operand. transposed: of weight[e].T, else of weight[e].
 template <typename T>
 struct PackedWeights {
+  const Engine& engine;
+  const Order& order;
+  const T* data;
+  bool transposed;
+  int64_t size, row, lanes, depth, stride;  // size: elements of an expert, row: of a row
   at::Tensor storage;
-  int64_t stride = 0;
-  PackedWeights(const Engine& engine, const at::Tensor& weight, bool transposed, const Order& order) {
-    const int64_t num_experts = weight.size(0), rows = weight.size(1), cols = weight.size(2);
-    const int64_t lanes = transposed ? rows : cols, depth = transposed ? cols : rows;
-    stride = engine.size(Side::kRight, lanes, depth);
-    storage = scratch(num_experts * stride);
+  PackedWeights(const Engine& engine, const at::Tensor& weight, bool transposed, const Order& order)
+      : engine(engine), order(order), data(weight.const_data_ptr<T>()), transposed(transposed),
+        size(weight.size(1) * weight.size(2)), row(weight.size(2)), lanes(weight.size(transposed ? 1 : 2)),
+        depth(weight.size(transposed ? 2 : 1)), stride(engine.size(Side::kRight, lanes, depth)),
+        storage(scratch(weight.size(0) * stride)) {}
+  // Packs the experts whose first block is among these: shortly before their blocks, so that they are still in cache.
+  void pack(const RowBlock* blocks, int64_t num_blocks) {
+    std::vector<int64_t> experts;
+    for (int64_t b = 0; b < num_blocks; ++b)
+      if (blocks[b].first == order.offsets[blocks[b].expert]) experts.push_back(blocks[b].expert);
+    const auto count = static_cast<int64_t>(experts.size());
     float* out = storage.data_ptr<float>();
-    const T* data = weight.const_data_ptr<T>();
-    for_each(num_experts, [&](const auto& next) {
-      for (int64_t e; (e = next()) < num_experts;)
-        if (order.offsets[e] < order.offsets[e + 1])
-          engine.pack(rows_of(data + e * rows * cols, cols), transposed ? Depth::kAlongRows : Depth::kAcrossRows,
-                      Side::kRight, lanes, depth, out + e * stride);
+    for_each(count, [&](const auto& next) {
+      for (int64_t item; (item = next()) < count;) {
+        const int64_t e = experts[item];
+        engine.pack(rows_of(data + e * size, row), transposed ? Depth::kAlongRows : Depth::kAcrossRows, Side::kRight,
+                    lanes, depth, out + e * stride);
+      }
     });
   }
   const float* of(int64_t expert) const { return storage.const_data_ptr<float>() + expert * stride; }
@@ -85,12 +95,11 @@ struct PackedRows {
 };
 
 // Calls body(blocks, count) for one slab of blocks after another: few enough for the operands of the weights' gradients
-// to stay in the caches of the threads that packed them. Slabs change no value: blocks are summed in their order.
+// and the weights to stay in the caches of the threads that packed them. Slabs change no value: blocks are summed in their order.
 template <typename Body>
-void for_each_slab(const std::vector<RowBlock>& blocks, bool whole, Body body) {
-  constexpr int64_t kBlocksPerThread = 1;
+void for_each_slab(const std::vector<RowBlock>& blocks, bool whole, int64_t per_thread, Body body) {
   const auto total = static_cast<int64_t>(blocks.size());
-  const int64_t most = whole ? total : kBlocksPerThread * at::get_num_threads();
+  const int64_t most = whole ? total : per_thread * at::get_num_threads();
   for (int64_t first = 0; first < total; first += most) body(blocks.data() + first, std::min(most, total - first));
 }
 
