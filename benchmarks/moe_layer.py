@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import math
 import statistics
@@ -298,6 +299,7 @@ def main() -> None:
     )
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--instructions", help="instruction set of the cpu backend (default: the fastest)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no further measurement after this time")
     parser.add_argument("--profile", action="store_true", help="only list the time of each kernel of this library")
     parser.add_argument("--verbose", action="store_true")
@@ -323,6 +325,10 @@ def run(args: argparse.Namespace) -> dict:
     args.peers = args.peers or (["optimus", *PEERS] if on_gpu else ["optimus", "transformers"])
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.instructions:
+        ops.set_backend("cpu")
+        ops.resolve(torch.device("cpu"), torch.float32)
+        importlib.import_module("megatron.optimus.ops.cpu").use_instructions(args.instructions)
     device = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
     print(f"{device}, torch {torch.__version__}", flush=True)
     result: dict = {"device": device, "torch": torch.__version__, "measurements": []}

@@ -44,6 +44,10 @@ TORCH_LIBRARY(optimus, m) {
   m.def(
       "cpu_router_topk_backward(Tensor scores, Tensor indices, Tensor dweights, Tensor dscores, bool sigmoid, "
       "bool normalize) -> Tensor");
+  // Instruction sets of the products that this processor has, fastest first, joined by commas; the choice of one for all
+  // later calls (empty: the fastest).
+  m.def("cpu_instruction_sets() -> str");
+  m.def("cpu_use_instructions(str name) -> ()");
   // One kernel-level operation of csrc/sycl/table.hpp on tensors of one Intel GPU; outputs are among the arguments.
   m.def("sycl_run(str name, Tensor(a!)[] arguments) -> ()");
 }

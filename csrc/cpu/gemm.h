@@ -1,82 +1,81 @@
-// A small fp32 matrix product with a packed right operand: C[m, n] (+)= sum_k A[m, k] * B[k, n].
+// A small matrix product of packed operands: C[m, n] (+)= sum_k A[m, k] * B[k, n], C in fp32.
 //
-// B is packed into panels [panel][K][tile_cols], padded with zeros; packing is where rows are gathered and where bf16 and
-// fp16 become fp32. A is read where it lies, along its rows or along its columns: a tile's broadcasts cost the same
-// either way, so packing it would only add a pass. The tile sizes are those of the widest vector unit present.
+// Both operands are packed into panels of as many lanes (rows of A, columns of B) as a tile of C has, padded with zeros.
+// Packing is where rows are gathered and where elements become what the processor multiplies: fp32 for vector
+// instructions, bf16 parts for AMX (gemm_amx.cpp). An engine is one kind of instructions with its tile and its format.
 #pragma once
 
-#include <algorithm>
+#include <c10/core/ScalarType.h>
+
 #include <cstdint>
-#include <cstring>
-#include <type_traits>
+#include <string>
+#include <vector>
 
 namespace optimus::cpu {
 
-struct TileKernel {
-  int rows, cols;  // of C; cols are the lanes of a B panel
-  // c: rows x cols, row stride ldc. run_rows: A[m, k] is a[m * stride + k]; run_cols: a[k * stride + m].
-  using Run = void (*)(int64_t depth, const float* a, int64_t stride, const float* b, float* c, int64_t ldc,
-                       bool accumulate);
-  Run run_rows, run_cols;
-  // Transposes 16 rows at a time: dst[k * stride + i] = rows[i][k] for k below the returned depth. Null where there is
-  // no vector version.
-  int64_t (*transpose)(const float* const* rows, int64_t depth, int64_t stride, float* dst);
+// Rows of a matrix, gathered if slots are given: row r is at (slots ? slots[r] / topk : r) * stride.
+struct Source {
+  const void* data;
+  c10::ScalarType type;
+  int64_t stride;
+  const int32_t* slots;
+  int64_t topk;
+
+  template <typename T>
+  const T* row(int64_t r) const {
+    return static_cast<const T*>(data) + (slots ? slots[r] / topk : r) * stride;
+  }
 };
 
-// The kernel for this processor; chosen at the first call.
-const TileKernel& tile_kernel();
+template <typename T>
+Source rows_of(const T* data, int64_t stride, const int32_t* slots = nullptr, int64_t topk = 1) {
+  return {data, c10::CppTypeToScalarType<T>::value, stride, slots, topk};
+}
+
+enum class Side { kLeft, kRight };
+enum class Depth { kAlongRows, kAcrossRows };  // where k runs in the source: the lanes are its rows, or its columns
+
+struct Engine {
+  const char* name;
+  int rows, cols;  // of a tile of C, at most kMostRows x kMostCols
+  int depth;       // the packed depth is a multiple of this
+  int halves;      // 16-bit words per packed element
+  void (*pack)(const Source& source, Depth along, Side side, int64_t lanes, int64_t depth, float* dst);
+  // A whole tile of panels; c: rows x cols, row stride ldc.
+  void (*run)(int64_t depth, const float* a, const float* b, float* c, int64_t ldc, bool accumulate);
+  void (*begin)();  // around the tiles of one product on one thread; null where there is nothing to do
+  void (*end)();
+
+  int lanes(Side side) const { return side == Side::kLeft ? rows : cols; }
+  int64_t panel(Side side, int64_t depth) const;                      // fp32 words of one panel
+  int64_t size(Side side, int64_t num_lanes, int64_t depth) const;    // fp32 words of a packed operand
+};
+
+constexpr int kMostRows = 32, kMostCols = 64;
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// Rows become lanes: dst[panel][k][lane] = row(panel * lanes + lane)[k].
-template <typename T, typename RowPtr>
-void pack_transposed(RowPtr row, int64_t num_rows, int64_t depth, int lanes, float* dst) {
-  const auto transpose = tile_kernel().transpose;
-  for (int64_t first = 0; first < num_rows; first += lanes, dst += depth * lanes) {
-    const int used = static_cast<int>(std::min<int64_t>(lanes, num_rows - first));
-    int64_t done = 0;
-    if constexpr (std::is_same_v<T, float>) {
-      if (transpose != nullptr && used == lanes) {
-        const float* rows[32];
-        for (int lane = 0; lane < lanes; ++lane) rows[lane] = row(first + lane);
-        for (int group = 0; group < lanes; group += 16) done = transpose(rows + group, depth, lanes, dst + group);
-      }
-    }
-    for (int lane = 0; lane < used; ++lane) {
-      const T* src = row(first + lane);
-      for (int64_t k = done; k < depth; ++k) dst[k * lanes + lane] = static_cast<float>(src[k]);
-    }
-    for (int lane = used; lane < lanes; ++lane)
-      for (int64_t k = 0; k < depth; ++k) dst[k * lanes + lane] = 0.0f;
-  }
-}
+// The engine for operands of a dtype: of the fastest instructions this processor has, unless others were asked for.
+const Engine& engine(c10::ScalarType type);
 
-// Columns become lanes: dst[panel][k][lane] = row(k)[panel * lanes + lane].
-template <typename T, typename RowPtr>
-void pack_direct(RowPtr row, int64_t depth, int64_t num_cols, int lanes, float* dst) {
-  for (int64_t k = 0; k < depth; ++k) {
-    const T* src = row(k);
-    float* out = dst + k * lanes;
-    for (int64_t first = 0; first < num_cols; first += lanes, out += depth * lanes) {
-      const int used = static_cast<int>(std::min<int64_t>(lanes, num_cols - first));
-      if constexpr (std::is_same_v<T, float>)
-        std::memcpy(out, src + first, used * sizeof(float));
-      else
-        for (int lane = 0; lane < used; ++lane) out[lane] = static_cast<float>(src[first + lane]);
-      for (int lane = used; lane < lanes; ++lane) out[lane] = 0.0f;
-    }
-  }
-}
+// Names of the instruction sets present, fastest first, and the choice of one of them for all later calls (empty: the
+// fastest). Raises ValueError for a set that is not there.
+std::vector<std::string> instruction_sets();
+void use_instructions(const std::string& name);
 
-// The left operand: A[m, k] is data[m * stride + k] if row_major, else data[k * stride + m].
-struct Left {
-  const float* data;
-  int64_t stride;
-  bool row_major;
+// Memory that is read or written after a product, and that the product asks for a few lines at a time: the units that
+// multiply leave the memory idle, and it would be waited for afterwards.
+struct Ahead {
+  const void* data = nullptr;
+  int64_t bytes = 0;
 };
 
-// Whole product into row-major c [num_rows, num_cols].
-void multiply(const Left& a, const float* b, int64_t num_rows, int64_t num_cols, int64_t depth, float* c, int64_t ldc,
-              bool accumulate);
+// Whole product of packed operands into row-major c [num_rows, num_cols].
+void multiply(const Engine& engine, const float* a, const float* b, int64_t num_rows, int64_t num_cols, int64_t depth,
+              float* c, int64_t ldc, bool accumulate, const Ahead& ahead = {});
+
+// The engines of one file each; empty where they were not compiled or this processor lacks the instructions.
+std::vector<Engine> vector_engines();                  // fastest first
+std::vector<Engine> amx_engines(c10::ScalarType type);  // none or one
 
 }  // namespace optimus::cpu

@@ -138,11 +138,13 @@ Tensor swiglu_backward(const Tensor& hidden, const Tensor& grad, const Tensor& o
 template <typename T>
 void rows_times_weight(const Tensor& x, const Tensor& weight, const Order& order, bool transposed, Tensor& out,
                        Tensor* activation) {
+  constexpr bool wide = std::is_same_v<T, float>;
+  const Engine& engine = cpu::engine(x.scalar_type());
   const int64_t depth = x.size(1), cols = out.size(1), inner = cols / 2;
-  const PackedWeights<T> panels(weight, transposed, order);
+  PackedWeights<T> panels(engine, weight, transposed, order);
   const std::vector<RowBlock> blocks = order.blocks();
   const auto count = static_cast<int64_t>(blocks.size());
-  constexpr bool wide = std::is_same_v<T, float>;
+  panels.pack(blocks.data(), count);
   const T* from = x.const_data_ptr<T>();
   T* to = out.mutable_data_ptr<T>();
   T* activated = activation ? activation->mutable_data_ptr<T>() : nullptr;
@@ -150,20 +152,15 @@ void rows_times_weight(const Tensor& x, const Tensor& weight, const Order& order
     std::vector<float> row(inner);
     for (int64_t b; (b = next()) < count;) {
       const auto [expert, first, rows] = blocks[b];
-      Tensor x_buffer, out_buffer;
-      const float* left;
-      float* result;
-      if constexpr (wide) {
-        left = from + first * depth;
+      const Tensor packed = scratch(engine.size(Side::kLeft, rows, depth)),
+                   buffer = wide ? Tensor() : scratch(rows * cols);
+      float *left = packed.template data_ptr<float>(), *result;
+      if constexpr (wide)
         result = to + first * cols;
-      } else {
-        x_buffer = scratch(rows * depth);
-        out_buffer = scratch(rows * cols);
-        convert(from + first * depth, rows * depth, x_buffer.data_ptr<float>());
-        left = x_buffer.const_data_ptr<float>();
-        result = out_buffer.data_ptr<float>();
-      }
-      multiply({left, depth, true}, panels.of(expert), rows, cols, depth, result, cols, false);
+      else
+        result = buffer.template data_ptr<float>();
+      engine.pack(rows_of(from + first * depth, depth), Depth::kAlongRows, Side::kLeft, rows, depth, left);
+      multiply(engine, left, panels.of(expert), rows, cols, depth, result, cols, false);
       for (int64_t r = 0; activated && r < rows; ++r) {
         swiglu_row(result + r * cols, result + r * cols + inner, inner, row.data());
         convert(row.data(), inner, activated + (first + r) * inner);
@@ -191,12 +188,27 @@ std::tuple<Tensor, Tensor> grouped_linear_swiglu(const Tensor& x, const Tensor& 
 
 void grouped_weight_gradient(const Tensor& dout, const Tensor& x, const Tensor& offsets, Tensor& out, bool accumulate) {
   const Order order = checked_order(nullptr, nullptr, offsets, x.size(0));
-  const Tensor left = dout.to(at::kFloat);
+  const Engine& engine = cpu::engine(x.scalar_type());
+  const std::vector<RowBlock> blocks = order.blocks();
+  const int64_t left_width = dout.size(1), right_width = x.size(1);
   OPTIMUS_DISPATCH(x.scalar_type(), "grouped_weight_gradient", [&] {
-    const auto* right = x.const_data_ptr<scalar_t>();
+    const auto *left_rows = dout.const_data_ptr<scalar_t>(), *right_rows = x.const_data_ptr<scalar_t>();
     const auto run = [&](auto* to) {
-      weight_gradient<scalar_t>(order, left.const_data_ptr<float>(), dout.size(1), x.size(1),
-                                [&](int64_t row) { return right + row * x.size(1); }, accumulate, to);
+      if (!accumulate) zero_without_rows(order, left_width * right_width, to);
+      for_each_slab(blocks, out.scalar_type() != at::kFloat, 1, [&](const RowBlock* slab, int64_t count) {
+        int64_t most = 0;
+        for (int64_t b = 0; b < count; ++b) most = std::max(most, slab[b].rows);
+        PackedRows left(engine, Side::kLeft, left_width, count, most),
+            right(engine, Side::kRight, right_width, count, most);
+        for_each(count, [&](const auto& next) {
+          for (int64_t b; (b = next()) < count;) {
+            const auto [expert, first, rows] = slab[b];
+            left.pack(b, rows_of(left_rows + first * left_width, left_width), rows);
+            right.pack(b, rows_of(right_rows + first * right_width, right_width), rows);
+          }
+        });
+        add_weight_gradient(order, slab, count, left, right, accumulate, to);
+      });
     };
     if (out.scalar_type() == at::kFloat)
       run(out.mutable_data_ptr<float>());
@@ -205,7 +217,18 @@ void grouped_weight_gradient(const Tensor& dout, const Tensor& x, const Tensor& 
   });
 }
 
+std::string joined_instruction_sets() {
+  std::string names;
+  for (const std::string& name : instruction_sets()) names += (names.empty() ? "" : ",") + name;
+  return names;
+}
+
 }  // namespace
+
+TORCH_LIBRARY_IMPL(optimus, CompositeExplicitAutograd, m) {
+  m.impl("cpu_instruction_sets", &joined_instruction_sets);
+  m.impl("cpu_use_instructions", [](std::string name) { use_instructions(name); });
+}
 
 TORCH_LIBRARY_IMPL(optimus, CPU, m) {
   m.impl("cpu_sort_slots", &sort_slots_op);

@@ -4,18 +4,26 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include "gemm.h"
 
 namespace optimus::cpu {
 
 std::vector<RowBlock> Order::blocks() const {
-  constexpr int64_t kTilesPerBlock = 16;  // 192 rows with AVX-512
-  const int64_t most = kTilesPerBlock * tile_kernel().rows;
+  constexpr int64_t kMost = 256, kStep = 32;  // rows; a step is whole tiles of every engine or nearly
   std::vector<RowBlock> found;
-  for (int64_t e = 0; e < num_experts; ++e)
+  for (int64_t e = 0; e < num_experts; ++e) {
+    const int64_t rows = offsets[e + 1] - offsets[e], parts = (rows + kMost - 1) / kMost;
+    if (rows == 0) continue;
+    const int64_t most = round_up((rows + parts - 1) / parts, kStep);  // equal ones: the threads end together
     for (int64_t first = offsets[e]; first < offsets[e + 1]; first += most)
       found.push_back({e, first, std::min<int64_t>(most, offsets[e + 1] - first)});
+  }
   return found;
 }
 
@@ -84,15 +92,30 @@ void for_each(int64_t count, const std::function<void(const std::function<int64_
   });
 }
 
+// Passes over memory in pages of 2 MiB wait less for address translation, above all in virtual machines.
+at::Tensor large_pages(int64_t numel) {
+#if defined(__linux__)
+  constexpr size_t kPage = 2 << 20;
+  const size_t bytes = round_up(numel * sizeof(float), kPage);
+  if (numel * sizeof(float) >= kPage / 8) {  // smaller ones would leave most of a page empty
+    void* memory = std::aligned_alloc(kPage, bytes);
+    TORCH_CHECK(memory != nullptr, "no memory for ", bytes, " bytes of scratch");
+    madvise(memory, bytes, MADV_HUGEPAGE);  // advice: where the system does not follow it, nothing changes
+    return at::from_blob(memory, {numel}, [](void* old) { std::free(old); }, at::kFloat);
+  }
+#endif
+  return at::empty({numel}, at::kFloat);
+}
+
 at::Tensor scratch(int64_t numel) {
-  constexpr size_t kKept = 12;
+  constexpr size_t kKept = 16;
   thread_local std::vector<at::Tensor> kept;
   for (const at::Tensor& buffer : kept)
     if (buffer.use_count() == 1 && buffer.numel() >= numel && buffer.numel() <= 2 * numel) return buffer;
   if (kept.size() >= kKept)
     kept.erase(std::remove_if(kept.begin(), kept.end(), [](const at::Tensor& b) { return b.use_count() == 1; }),
                kept.end());
-  kept.push_back(at::empty({numel}, at::kFloat));
+  kept.push_back(large_pages(numel));
   return kept.back();
 }
 

@@ -1,5 +1,7 @@
-// The pieces of the expert layer that moe_mlp.cpp and grouped.cpp share: rows gathered, summed and multiplied.
+// The pieces of the expert layer that moe_mlp.cpp and grouped.cpp share: weights packed, rows summed, weights' gradients.
 #pragma once
+
+#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <type_traits>
@@ -17,26 +19,32 @@ void convert(const From* src, int64_t n, To* dst) {
     for (int64_t i = 0; i < n; ++i) dst[i] = static_cast<To>(src[i]);
 }
 
-// B panels of every expert that has rows. transposed: the operand is weight[e].T, else weight[e] as stored.
+// The weight of every expert that has rows, packed as right operand. transposed: of weight[e].T, else of weight[e].
 template <typename T>
 struct PackedWeights {
+  const Engine& engine;
+  const Order& order;
+  const T* data;
+  bool transposed;
+  int64_t size, row, lanes, depth, stride;  // size: elements of an expert, row: of a row
   at::Tensor storage;
-  int64_t stride = 0;
-  PackedWeights(const at::Tensor& weight, bool transposed, const Order& order) {
-    const int64_t num_experts = weight.size(0), rows = weight.size(1), cols = weight.size(2);
-    const int lanes = tile_kernel().cols;
-    stride = transposed ? round_up(rows, lanes) * cols : round_up(cols, lanes) * rows;
-    storage = scratch(num_experts * stride);
+  PackedWeights(const Engine& engine, const at::Tensor& weight, bool transposed, const Order& order)
+      : engine(engine), order(order), data(weight.const_data_ptr<T>()), transposed(transposed),
+        size(weight.size(1) * weight.size(2)), row(weight.size(2)), lanes(weight.size(transposed ? 1 : 2)),
+        depth(weight.size(transposed ? 2 : 1)), stride(engine.size(Side::kRight, lanes, depth)),
+        storage(scratch(weight.size(0) * stride)) {}
+  // Packs the experts whose first block is among these: shortly before their blocks, so that they are still in cache.
+  void pack(const RowBlock* blocks, int64_t num_blocks) {
+    std::vector<int64_t> experts;
+    for (int64_t b = 0; b < num_blocks; ++b)
+      if (blocks[b].first == order.offsets[blocks[b].expert]) experts.push_back(blocks[b].expert);
+    const auto count = static_cast<int64_t>(experts.size());
     float* out = storage.data_ptr<float>();
-    const T* data = weight.const_data_ptr<T>();
-    for_each(num_experts, [&](const auto& next) {
-      for (int64_t e; (e = next()) < num_experts;) {
-        if (order.offsets[e] == order.offsets[e + 1]) continue;
-        const auto row = [&](int64_t r) { return data + (e * rows + r) * cols; };
-        if (transposed)
-          pack_transposed<T>(row, rows, cols, lanes, out + e * stride);
-        else
-          pack_direct<T>(row, rows, cols, lanes, out + e * stride);
+    for_each(count, [&](const auto& next) {
+      for (int64_t item; (item = next()) < count;) {
+        const int64_t e = experts[item];
+        engine.pack(rows_of(data + e * size, row), transposed ? Depth::kAlongRows : Depth::kAcrossRows, Side::kRight,
+                    lanes, depth, out + e * stride);
       }
     });
   }
@@ -71,45 +79,71 @@ void sum_rows(const From* rows, const Order& order, const float* weights, int64_
   });
 }
 
-// grad[e] (+)= left[rows of e].T @ right[rows of e], in blocks of rows of the result. left: [R, left_width], fp32 rows
-// in expert order; right_row(r): the start of row r. Sums are fp32; an expert without rows gets zeros.
-template <typename Right, typename To, typename RightRow>
-void weight_gradient(const Order& order, const float* left, int64_t left_width, int64_t right_width, RightRow right_row,
-                     bool accumulate, To* grad) {
-  constexpr int64_t kDepth = 256;             // rows summed at a time, so that a panel of them stays in cache
-  constexpr int64_t kSumElements = 1 << 17;   // of the result held by one thread at a time
-  const TileKernel& kernel = tile_kernel();
-  // Packing `right` again for every chunk costs time, so a chunk is as large as the second-level cache likes.
-  const int64_t limit = std::max<int64_t>(kSumElements / right_width, 2 * kernel.rows);
-  const int64_t chunks = (left_width + limit - 1) / limit;
-  const int64_t chunk = round_up((left_width + chunks - 1) / chunks, kernel.rows);
-  const int64_t items = order.num_experts * chunks;
+// One operand of the weights' gradients, [rows, width], for the blocks of a slab: the depth of that product is the rows.
+struct PackedRows {
+  const Engine& engine;
+  Side side;
+  int64_t width, stride;
+  at::Tensor storage;
+  PackedRows(const Engine& engine, Side side, int64_t width, int64_t num_blocks, int64_t most_rows)
+      : engine(engine), side(side), width(width), stride(engine.size(side, width, most_rows)),
+        storage(scratch(num_blocks * stride)) {}
+  void pack(int64_t block, const Source& rows, int64_t num_rows) {
+    engine.pack(rows, Depth::kAcrossRows, side, width, num_rows, storage.data_ptr<float>() + block * stride);
+  }
+  const float* of(int64_t block) const { return storage.const_data_ptr<float>() + block * stride; }
+};
+
+// Calls body(blocks, count) for one slab of blocks after another: few enough for the operands of the weights' gradients
+// and the weights to stay in the caches of the threads that packed them. Slabs change no value: blocks are summed in their order.
+template <typename Body>
+void for_each_slab(const std::vector<RowBlock>& blocks, bool whole, int64_t per_thread, Body body) {
+  const auto total = static_cast<int64_t>(blocks.size());
+  const int64_t most = whole ? total : per_thread * at::get_num_threads();
+  for (int64_t first = 0; first < total; first += most) body(blocks.data() + first, std::min(most, total - first));
+}
+
+// grad[e] (+)= left[rows of e].T @ right[rows of e] over the blocks of a slab, which hold all rows of their experts unless
+// grad is fp32. Sums are fp32. add: to what grad held before the first block of an expert.
+template <typename To>
+void add_weight_gradient(const Order& order, const RowBlock* blocks, int64_t num_blocks, const PackedRows& left,
+                         const PackedRows& right, bool add, To* grad) {
+  constexpr int64_t kChunk = 96;  // rows of the result of an item
+  const Engine& engine = left.engine;
+  const int64_t chunk = round_up(kChunk, engine.rows), chunks = (left.width + chunk - 1) / chunk;
+  std::vector<int64_t> firsts;  // block of each expert
+  for (int64_t b = 0; b < num_blocks; ++b)
+    if (b == 0 || blocks[b].expert != blocks[b - 1].expert) firsts.push_back(b);
+  const int64_t items = static_cast<int64_t>(firsts.size()) * chunks;
   for_each(items, [&](const auto& next) {
-    const at::Tensor right_buffer = scratch(kDepth * round_up(right_width, kernel.cols));
-    const at::Tensor sum_buffer = std::is_same_v<To, float> ? at::Tensor() : scratch(chunk * right_width);
-    float* right = right_buffer.template data_ptr<float>();
+    const at::Tensor sum_buffer = std::is_same_v<To, float> ? at::Tensor() : scratch(chunk * right.width);
     for (int64_t item; (item = next()) < items;) {
-      const int64_t e = item / chunks, col = item % chunks * chunk, cols = std::min(chunk, left_width - col);
-      if (cols <= 0) continue;
-      To* out = grad + (e * left_width + col) * right_width;
+      int64_t b = firsts[item / chunks];
+      const int64_t e = blocks[b].expert, row = item % chunks * chunk, rows = std::min(chunk, left.width - row);
+      To* out = grad + (e * left.width + row) * right.width;
+      bool accumulate = add || blocks[b].first > order.offsets[e];
       float* sum;
       if constexpr (std::is_same_v<To, float>) {
         sum = out;
       } else {
         sum = sum_buffer.template data_ptr<float>();
-        if (accumulate) convert(out, cols * right_width, sum);
+        if (accumulate) convert(out, rows * right.width, sum);
       }
-      bool add = accumulate;
-      for (int64_t row = order.offsets[e]; row < order.offsets[e + 1]; row += kDepth, add = true) {
-        const int64_t depth = std::min<int64_t>(kDepth, order.offsets[e + 1] - row);
-        pack_direct<Right>([&](int64_t k) { return right_row(row + k); }, depth, right_width, kernel.cols, right);
-        multiply({left + row * left_width + col, left_width, false}, right, cols, right_width, depth, sum, right_width,
-                 add);
+      for (; b < num_blocks && blocks[b].expert == e; ++b, accumulate = true) {
+        const int64_t depth = blocks[b].rows;
+        const float* panels = left.of(b) + row / engine.rows * engine.panel(Side::kLeft, depth);
+        multiply(engine, panels, right.of(b), rows, right.width, depth, sum, right.width, accumulate);
       }
-      if (!add) std::fill_n(sum, cols * right_width, 0.0f);
-      if constexpr (!std::is_same_v<To, float>) convert(sum, cols * right_width, out);
+      if constexpr (!std::is_same_v<To, float>) convert(sum, rows * right.width, out);
     }
   });
+}
+
+// The gradient of an expert without rows, of `size` elements each.
+template <typename To>
+void zero_without_rows(const Order& order, int64_t size, To* grad) {
+  for (int64_t e = 0; e < order.num_experts; ++e)
+    if (order.offsets[e] == order.offsets[e + 1]) std::fill_n(grad + e * size, size, static_cast<To>(0.0f));
 }
 
 }  // namespace optimus::cpu

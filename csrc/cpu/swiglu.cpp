@@ -10,7 +10,7 @@ namespace optimus::cpu {
 
 OPTIMUS_CLONES void swiglu_row(const float* __restrict gate, const float* __restrict up, int64_t width,
                                float* __restrict activation) {
-  for (int64_t i = 0; i < width; ++i) activation[i] = gate[i] * sigmoid(gate[i]) * up[i];
+  for (int64_t i = 0; i < width; ++i) activation[i] = gate[i] * silu_sigmoid(gate[i]) * up[i];
 }
 
 OPTIMUS_CLONES float swiglu_row_backward(const float* __restrict gate, const float* __restrict up,
@@ -21,7 +21,7 @@ OPTIMUS_CLONES float swiglu_row_backward(const float* __restrict gate, const flo
 #pragma omp simd reduction(+ : sum)
   for (int64_t i = 0; i < width; ++i) {
     const float g = gate[i], u = up[i], d = grad[i];
-    const float s = sigmoid(g), silu = g * s, a = silu * u;
+    const float s = silu_sigmoid(g), silu = g * s, a = silu * u;
     sum += d * a;
     weighted_activation[i] = weight * a;
     dgate[i] = weight * d * u * (s + silu * (1.0f - s));

@@ -21,7 +21,7 @@ logger = logging.getLogger("optimus")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _HALF = (torch.bfloat16, torch.float16)
-_NEWEST_COMPILED = "cuda_moe_mlp_backward_into"  # the operation added to csrc/bindings.cpp last
+_NEWEST_COMPILED = "cpu_use_instructions"  # the operation added to csrc/bindings.cpp last
 
 
 class Backend(str, enum.Enum):
@@ -111,6 +111,8 @@ def _resolve(selected: Backend, device_type: str, dtype: torch.dtype) -> Backend
         how = "" if selected is Backend.AUTO else " (as set)"
         if selected is Backend.AUTO and backend is Backend.TRITON:
             how = f" (not cuda: {_obstacle(Backend.CUDA, device_type, dtype)})"
+        if backend is Backend.CPU:
+            how = f" on {_loaded[backend].instruction_sets()[0]}{how}"
         logger.info("expert kernels on %s: %s%s; router: %s", where, backend.value, how, routing)
     else:
         is_first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0

@@ -16,6 +16,22 @@ _C = torch.ops.optimus
 _OP = "optimus::moe_mlp"
 
 
+def instruction_sets() -> list[str]:
+    """The instruction sets that this processor has and the products have kernels for, fastest first.
+
+    Of amx (fp32 as a sum of bf16 parts, see docs/expert_kernels_cpu_sycl.md), avx512, avx2 and plain.
+    """
+    return _C.cpu_instruction_sets().split(",")
+
+
+def use_instructions(name: str | None) -> None:
+    """Makes all later products of the process use an instruction set, to test or to compare it; None: the fastest.
+
+    Raises ValueError for one that is not there.
+    """
+    _C.cpu_use_instructions(name or "")
+
+
 def order_sizes(num_slots: int, num_experts: int) -> list[int]:
     """Elements of an order's tensors: slots, rows, counts, offsets."""
     return [num_slots, num_slots, num_experts, num_experts + 3]
