@@ -188,8 +188,8 @@ def _torch_optimizer(
         return optimizer
     if not (optimizer is None or callable(optimizer)):
         raise TypeError(
-            f"optimizer={optimizer!r}: expected a torch.optim.Optimizer, a function of the parameters that makes one, or "
-            "None and an 'optimizer' section in the configuration"
+            f"optimizer={optimizer!r}: expected a torch.optim.Optimizer, a function of the parameters that makes one, "
+            "or None and an 'optimizer' section in the configuration"
         )
     params = list(model_parameters if model_parameters is not None else model.parameters())
     return optimizer(params) if optimizer is not None else build_torch_optimizer(config, params)
