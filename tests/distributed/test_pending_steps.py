@@ -60,9 +60,9 @@ def _run(rank: int, world: int, folder: str, what: str, runs_behind: bool) -> di
     biases = [buffer for name, buffer in trainer.model.named_buffers() if "expert_bias" in name]
     moved: list[bool] = []  # the experts' biases, in each step
 
-    def counting(batches: Any) -> Any:
+    def counting(batches: Any, stop: Any) -> Any:
         before = torch.cat(biases).clone()
-        report = train_step(batches)
+        report = train_step(batches, stop)
         moved.append(not torch.equal(before, torch.cat(biases)))
         queued.append(len(file.read_text().splitlines()))
         return report
