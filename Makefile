@@ -27,8 +27,9 @@ endif
 demo: kernels
 	$(PYTHON) examples/local/demo.py $(if $(CORPUS),--corpus $(CORPUS))
 
+# Files in their order, in which the long ones come early: ordered by their number of tests they would come last.
 test: lint kernels $(SYCL) $(TRITON)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(TEST_WORKERS) --dist loadfile --durations 25
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .
