@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from weights_on_device import draw_on_device
 
 from megatron.optimus.config.checks import check, gradient_accumulation_steps
 from megatron.optimus.config.load import load
@@ -38,17 +39,6 @@ class Program:
     forward_backward: Callable[[], None] | None = None  # followed by ``update``; together they are a step
     update: Callable[[], None] | None = None
     about: dict[str, Any] = field(default_factory=dict)  # goes into the result
-
-
-def draw_on_device(model: Any, *, seed: int, device: torch.device, dtype: torch.dtype) -> None:
-    """In place of ``initialize_weights``, which draws on the host and takes minutes: other numbers, as large."""
-    from megatron.optimus.models import initialize
-
-    initialize._materialize(model, device, dtype)
-    generator = torch.Generator(device=device).manual_seed(seed)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(1.0) if param.dim() == 1 else param.normal_(0.0, 0.02, generator=generator)
 
 
 def run_config(words: Sequence[str], device: torch.device) -> Any:

@@ -30,6 +30,8 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
+from weights_on_device import draw_on_device
+
 from megatron.optimus.config.load import load
 from megatron.optimus.runtime import device as devices
 
@@ -108,17 +110,6 @@ def data_parallel(words: list[str], ranks: int) -> int:
 
 
 # ---- measuring
-
-
-def draw_on_device(model: Any, *, seed: int, device: torch.device, dtype: torch.dtype) -> None:
-    """In place of ``initialize_weights``: the same distribution, other numbers."""
-    from megatron.optimus.models import initialize
-
-    initialize._materialize(model, device, dtype)
-    generator = torch.Generator(device=device).manual_seed(seed)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(1.0) if param.dim() == 1 else param.normal_(0.0, 0.02, generator=generator)
 
 
 def run_case(words: list[str], rank: int, ranks: int, device: torch.device) -> dict[str, Any]:
