@@ -27,6 +27,17 @@ struct Source {
   }
 };
 
+// Calls run with a value of the source's type.
+template <typename Run>
+void with_type(const Source& source, Run run) {
+  if (source.type == c10::kFloat)
+    run(float());
+  else if (source.type == c10::kHalf)
+    run(c10::Half());
+  else
+    run(c10::BFloat16());
+}
+
 template <typename T>
 Source rows_of(const T* data, int64_t stride, const int32_t* slots = nullptr, int64_t topk = 1) {
   return {data, c10::CppTypeToScalarType<T>::value, stride, slots, topk};

@@ -123,12 +123,7 @@ void pack(const Source& source, Depth along, Side side, int64_t lanes, int64_t d
       (side == Side::kLeft ? pack_tiles<T, parts, false, true> : pack_tiles<T, parts, false, false>)(source, lanes,
                                                                                                      depth, dst);
   };
-  if (source.type == c10::kFloat)
-    run(float());
-  else if (source.type == c10::kHalf)
-    run(c10::Half());
-  else
-    run(c10::BFloat16());
+  with_type(source, run);
 }
 
 // 32 x 32 of C in tiles 0 to 3; tiles 4, 5 hold a part of A, 6, 7 one of B.

@@ -131,12 +131,7 @@ void pack(const Source& source, Depth along, Side side, int64_t lanes, int64_t d
     else
       (side == Side::kLeft ? pack_along<T, rows, transpose> : pack_along<T, cols, transpose>)(source, lanes, depth, dst);
   };
-  if (source.type == c10::kFloat)
-    run(float());
-  else if (source.type == c10::kHalf)
-    run(c10::Half());
-  else
-    run(c10::BFloat16());
+  with_type(source, run);
 }
 
 }  // namespace
