@@ -53,10 +53,11 @@ def test_values_and_gradients(
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_the_thread_count_changes_no_bit(name: str) -> None:
+@pytest.mark.parametrize("case", [Case(700, 48, 40, 3, 2), Case(517, 96, 64, 8, 4)], ids=["few experts", "more"])
+def test_the_thread_count_changes_no_bit(name: str, case: Case) -> None:
     """One expert's blocks are summed over several slabs, whose size depends on the threads."""
     cpu.use_instructions(name)
-    inputs = make_inputs(Case(700, 48, 40, 3, 2), torch.float32)
+    inputs = make_inputs(case, torch.float32)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)

@@ -62,20 +62,6 @@ def test_runs_are_bitwise_equal(backend: str, device: str) -> None:
         assert all(torch.equal(first[n], again[n]) for n in NAMES)
 
 
-def test_cpu_result_does_not_depend_on_the_thread_count() -> None:
-    ops.set_backend("cpu")
-    inputs = make_inputs(Case(517, 96, 64, 8, 4), torch.float32)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = values_and_gradients(ops.moe_mlp, inputs)
-        torch.set_num_threads(3)
-        three = values_and_gradients(ops.moe_mlp, inputs)
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(one[n], three[n]) for n in NAMES)
-
-
 @pytest.mark.parametrize("mutation", ["drop_slot", "zero_weight", "swap_experts"])
 def test_the_comparison_sees_a_single_wrong_slot(mutation: str) -> None:
     inputs, want = case_with_answer("odd_tokens", torch.bfloat16)
