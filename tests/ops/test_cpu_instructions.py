@@ -76,10 +76,11 @@ def _product(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", SETS)
 def test_no_bit_of_fp32_is_lost(name: str) -> None:
-    """a - b of neighbouring fp32 numbers of every size is their last bit; a part too few would give zero."""
+    """a - b of neighbouring fp32 numbers of every size is their last bit; a part too few would give zero: the bits set
+    lie so far apart that each needs a bf16 part of its own."""
     cpu.use_instructions(name)
     scale = 2.0 ** torch.arange(-60, 60).float()
-    x = torch.stack([scale * (1.5 + 2.0**-23), scale * 1.5], dim=1)
+    x = torch.stack([scale * (1 + 2.0**-10 + 2.0**-23), scale * (1 + 2.0**-10)], dim=1)
     weight = torch.tensor([[1.0, -1.0], [1.0, -1.0]])
     assert torch.equal(_product(x, weight), (scale * 2.0**-23)[:, None].expand(-1, 2))
     assert torch.equal(_product(weight, x), (scale * 2.0**-23).expand(2, -1))
