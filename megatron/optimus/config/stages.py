@@ -6,24 +6,41 @@ a loop; in V shape (two chunks) the second half runs back, so that the last stag
 
 from __future__ import annotations
 
-from megatron.optimus.config.schema import ConfigError, ModelConfig, ParallelConfig, divisors, one_of
+from megatron.optimus.config.schema import (
+    ConfigError,
+    ModelConfig,
+    ParallelConfig,
+    PipelineSchedule,
+    divisors,
+    one_of,
+)
 
 
 def layers_of_stages(
-    num_layers: int, num_stages: int, *, first: int | None = None, last: int | None = None, head_cost: float = 0.0
+    num_layers: int,
+    pp: int,
+    *,
+    chunks: int = 1,
+    v_shape: bool = False,
+    first: int | None = None,
+    last: int | None = None,
+    head_cost: float = 0.0,
 ) -> list[range]:
-    """The layers of every stage, in order.
+    """The layers of every one of the pp * chunks stages, in order.
 
     ``first``, ``last``: layers of the first and the last stage, where the user fixes them; the others share the rest
-    equally. Without them an equal split where there is one; otherwise the split whose slowest stage is fastest, when
-    the head weighs ``head_cost`` layers. Raises ConfigError when some stage would be empty or the rest does not divide.
+    equally. Without them the split whose slowest rank is fastest, when the head on the last stage weighs ``head_cost``
+    layers; the equal one if it is as fast. Raises ConfigError for a stage that would be empty and a rest that does not
+    divide.
     """
+    num_stages = pp * chunks
     if first is None and last is None:
         if num_layers < num_stages:
             raise ConfigError(
                 f"num_layers={num_layers} is less than the {num_stages} pipeline stages; use fewer stages"
             )
-        return _ranges(_even_or_balanced(num_layers, num_stages, head_cost))
+        ranks = [stages_of_rank(rank, pp, chunks, v_shape=v_shape) for rank in range(pp)]
+        return _ranges(_balanced(num_layers, ranks, head_cost))
     fixed = [size for size in (first, last) if size is not None]
     middle, rest = num_stages - len(fixed), num_layers - sum(fixed)
     if min(fixed) < 1 or middle < 0 or rest < middle or (middle == 0 and rest) or (middle and rest % middle):
@@ -41,21 +58,33 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> list[range]:
     layer = model.hidden_size * (4 * model.hidden_size + 3 * inner)  # multiply-adds of a token, as of the head below
     return layers_of_stages(
         model.num_layers,
-        parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        chunks=parallel.virtual_pipeline_model_parallel_size,
+        v_shape=parallel.pipeline_schedule is PipelineSchedule.ZBV,
         first=parallel.decoder_first_pipeline_num_layers,
         last=parallel.decoder_last_pipeline_num_layers,
         head_cost=model.hidden_size * model.vocab_size / layer,
     )
 
 
-def _even_or_balanced(num_layers: int, num_stages: int, head_cost: float) -> list[int]:
-    if num_layers % num_stages == 0:
-        return [num_layers // num_stages] * num_stages
+def _balanced(num_layers: int, ranks: list[list[int]], head_cost: float) -> list[int]:
+    """Layers of every stage, for ``ranks``: the stages of each."""
+    num_stages = sum(len(stages) for stages in ranks)
+    heads = [0.0] * (num_stages - 1) + [head_cost]
+
+    def costs(sizes: list[int]) -> list[float]:
+        return [sum(sizes[stage] + heads[stage] for stage in stages) for stages in ranks]
+
     sizes = [1] * num_stages
     for _ in range(num_layers - num_stages):
-        # The next layer goes where it hurts least; among equals to the earliest stage, which idles least at the end.
-        costs = [size + (head_cost if stage == num_stages - 1 else 0.0) for stage, size in enumerate(sizes)]
-        sizes[costs.index(min(costs))] += 1
+        # The next layer goes to the rank with least to do and there to its least stage; among equals to the earliest,
+        # which idles least at the end.
+        loads = costs(sizes)
+        stages = ranks[loads.index(min(loads))]
+        sizes[min(stages, key=lambda stage: sizes[stage] + heads[stage])] += 1
+    if num_layers % num_stages == 0:
+        equal = [num_layers // num_stages] * num_stages
+        return equal if max(costs(equal)) <= max(costs(sizes)) else sizes
     return sizes
 
 

@@ -14,13 +14,42 @@ def sizes(*arguments: int, **options: float) -> list[int]:
     return [len(layers) for layers in layers_of_stages(*arguments, **options)]  # type: ignore[arg-type]
 
 
-def test_equal_split_where_there_is_one() -> None:
-    assert sizes(64, 8, head_cost=3.0) == [8] * 8
+def test_an_equal_split_where_none_is_faster() -> None:
+    assert sizes(64, 8, head_cost=1.0) == [8] * 8  # a layer less for the head's stage would be one more elsewhere
+    assert sizes(64, 8, head_cost=1.1) == [9, 8, 8, 8, 8, 8, 8, 7]
+    assert sizes(16, 2, head_cost=1.5) == [9, 7]
 
 
 def test_an_uneven_split_spares_the_stage_of_the_head() -> None:
     assert sizes(10, 4) == [3, 3, 2, 2]
     assert sizes(10, 4, head_cost=1.2) == [3, 3, 3, 1]
+
+
+def test_chunks_are_balanced_over_the_ranks_that_hold_them() -> None:
+    """Ranks hold stages (s, s + 4); with the head as 1.5 layers the last one gets 3 of 16, no rank more than 5."""
+    split = sizes(16, 4, chunks=2, head_cost=1.5)
+    assert [split[rank] + split[rank + 4] for rank in range(4)] == [5, 4, 4, 3]
+    assert split[7] == 1
+    in_v = sizes(16, 4, chunks=2, v_shape=True, head_cost=1.5)  # the head is on the rank of the first stage
+    assert [in_v[rank] + in_v[7 - rank] for rank in range(4)] == [3, 5, 4, 4]
+    assert sizes(16, 4, chunks=2) == [2] * 8
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 12), st.floats(0, 4), st.booleans())
+def test_no_split_has_a_faster_slowest_rank(pp: int, chunks: int, more: int, head: float, v: bool) -> None:
+    """Against the bound by counting: whole layers dealt to ranks, at least one a stage."""
+    chunks = 2 if v else chunks
+    split = sizes(pp * chunks + more, pp, chunks=chunks, v_shape=v, head_cost=head)
+    last = next(rank for rank in range(pp) if pp * chunks - 1 in stages_of_rank(rank, pp, chunks, v_shape=v))
+
+    def slowest(with_head: int) -> float:
+        others = -(-(pp * chunks + more - with_head) // (pp - 1)) if pp > 1 else 0
+        return max(with_head + head, others)
+
+    most = pp * chunks + more - (pp - 1) * chunks
+    best = min(slowest(layers) for layers in (range(chunks, most + 1) if pp > 1 else [most]))
+    loads = [sum(split[stage] for stage in stages_of_rank(rank, pp, chunks, v_shape=v)) for rank in range(pp)]
+    assert max(load + head * (rank == last) for rank, load in enumerate(loads)) == pytest.approx(best)
 
 
 def test_the_user_may_fix_the_ends() -> None:
