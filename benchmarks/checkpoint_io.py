@@ -2,18 +2,25 @@
 
     python benchmarks/checkpoint_io.py --gib 2 --folder /fast/disk --output benchmarks/results/checkpoint_io.json
     torchrun --nproc-per-node 8 benchmarks/checkpoint_io.py --gib 80 --folder ... (the total of all ranks)
+    torchrun ... --gib 77.3 --rounds 0 --seconds 220 --plain-gib 12 --parts async load write read async   # bounded
 
-Every round measures in turn the disk (plain 16 MiB writes or reads of as many bytes, one file per rank, new and synced,
-and then the file before deleted, as a save does), the synchronous save, the asynchronous one and the load; the page
-cache is dropped before reads. Plain reads go with one thread and with as many as the loader has, of which the faster
-one counts, into a few blocks used again and again, which stay in the processor's cache; ``memory_read``: into as much
-memory as the state has, as a load must. The figures are medians of the rounds' ratios, so that other work on the
-machine weighs on both sides alike; ``load_average`` tells how much of it there was; ``*_of_fastest`` divide the fastest
-plain access by the fastest save or load of all rounds, which other work disturbs least. On an accelerator the state
-lies there, and a matrix product stands for the next forward and backward: ``step_ratio`` is its time beside the copy
-over its time alone. ``hash_wait_over_save``: the share of a save in which the writing thread did not write because it
-waited for a hash; ``hash_work_over_save``: what the hashes would cost one after the other.
-``--seconds`` ends the rounds early, with their true number.
+A round measures ``--parts`` in their order: ``write`` and ``read`` the disk (plain 16 MiB writes or reads of as many
+bytes, or of ``--plain-gib``; one file per rank, new and synced, and then the file before deleted, as a save does),
+``save`` the synchronous save, ``async`` the asynchronous one, ``load`` the load of the newest save, compared with what
+was saved; ``hash`` one thread hashing the rank's state, ``memory`` reads into as much memory as the state has, as a
+load must. The page cache is dropped before reads. Plain reads go with one thread and with as many as the loader has,
+of which the faster one counts, into a few blocks used again and again, which stay in the processor's cache. The
+figures are medians of the rounds' ratios, so that other work on the machine weighs on both sides alike;
+``load_average`` tells how much of it there was; ``*_of_fastest`` divide the fastest plain access by the fastest save
+or load of all rounds, which other work disturbs least. On an accelerator the state lies there, and matrix products
+stand for the next forward and backward: ``step_ratio`` is their time beside the copy over their time alone,
+``copied_s`` when both were done. ``hash_wait_over_save``: the share of a save in which the writing thread did not
+write because it waited for a hash; ``hash_work_over_save``: what the hashes would cost one after the other.
+
+Plans, host memory and kernels are made in a first round, which counts only where no other was measured (``--rounds
+0``): then the last measurement of each of its parts does. ``--seconds`` begins no part that would end later if it took
+as long as the longest one so far; nor is one begun without room for it on the disk: ``stopped`` says why, and what was
+measured is reported. The result is written after every part.
 """
 
 from __future__ import annotations
@@ -46,6 +53,8 @@ from megatron.optimus.runtime import device as devices
 
 BLOCK = 16 << 20
 KINDS = ("master", "exp_avg", "exp_avg_sq")
+PARTS = ("write", "save", "async", "hash", "read", "load", "memory")
+ROUND = ("write", "save", "async", "hash", "write", "read", "load", "read", "memory")
 
 
 def build_state(num_bytes: int, rank: int, world: int, device: torch.device) -> list[TensorSlice]:
@@ -81,11 +90,13 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def write_plain(path: Path, data: memoryview) -> None:
+def write_plain(path: Path, data: memoryview, size: int) -> None:
+    """``size`` bytes, of ``data`` again and again."""
     fresh = path.with_suffix(".new")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    for offset in range(0, len(data), BLOCK):
-        os.pwrite(descriptor, data[offset : offset + BLOCK], offset)
+    for offset in range(0, size, BLOCK):
+        place = offset % len(data)
+        os.pwrite(descriptor, data[place : place + min(BLOCK, size - offset)], offset)
     os.fsync(descriptor)
     os.close(descriptor)
     os.replace(fresh, path)  # deletes the one before
@@ -115,136 +126,184 @@ def forget(folder: Path) -> None:
 
 
 class Bench:
-    def __init__(self, folder: Path, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, folder: Path, options: argparse.Namespace, device: torch.device, began: float) -> None:
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.folder, self.device = folder, device
-        self.slices = build_state(num_bytes, self.rank, self.world, device)
+        self.deadline, self.longest_s = began + options.seconds, 0.0
+        self.slices = build_state(int(options.gib * (1 << 30)), self.rank, self.world, device)
         self.own_bytes = sum(len(s.tensor) * s.tensor.element_size() for s in self.slices)
+        self.plain_bytes = int(min(self.own_bytes, options.plain_gib * (1 << 30) / self.world))
+        self.all_bytes, self.all_plain_bytes = self._over_ranks([self.own_bytes, self.plain_bytes])
         self.buffers = memoryview(bytearray(os.urandom(1) * (AHEAD * BLOCK)))  # touched
-        self.plain = memoryview(bytearray(os.urandom(1 << 20)) * max(1, self.own_bytes >> 20))
-        self.sync = Saver(folder / "sync", device=device, asynchronous=False)
-        self.background = Saver(folder / "async", device=device)
+        self.source = memoryview(bytearray(os.urandom(1 << 20)) * (min(self.plain_bytes >> 24, 63) * 16 + 16))
+        self.plain = folder / f"plain-{self.rank}"
+        self.foreground = Saver(folder / "saved", device=device, asynchronous=False)
+        self.background = Saver(folder / "saved", device=device)
         self.step = 0
+        self.stopped: str | None = None
+        self.parts: dict[str, Callable[[], dict[str, float]]] = {
+            "write": self._write,
+            "save": self._save,
+            "async": self._async,
+            "hash": self._hash,
+            "read": self._read,
+            "load": self._load,
+            "memory": self._memory,
+        }
 
-    def header(self) -> Manifest:
+    def _over_ranks(self, values: list[int]) -> list[int]:
+        total = torch.tensor(values, device=self.device)
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return total.tolist()
+
+    def round(self, parts: list[str], result: dict[str, list[float]], report: Callable[[], None]) -> None:
+        """Adds what each part measures to ``result``, until ``stopped`` gives a reason."""
+        for part in parts:
+            self.stopped = self._reason_to_stop(part)
+            if self.stopped is not None:
+                return
+            began = time.perf_counter()
+            for name, value in self.parts[part]().items():
+                result.setdefault(name, []).append(value)
+            self.longest_s = max(self.longest_s, time.perf_counter() - began)
+            report()
+
+    def _reason_to_stop(self, part: str) -> str | None:
+        """The same on all ranks: rank 0's."""
+        reason: list[str | None] = [None]
+        free = shutil.disk_usage(self.folder).free
+        if time.perf_counter() + self.longest_s > self.deadline:
+            reason = [f"before {part}: no time for a part as long as the longest, {self.longest_s:.0f} s"]
+        elif part in ("write", "save", "async") and free < 1.02 * self.all_bytes:
+            reason = [f"before {part}: {free / 1e9:.0f} GB are free, of {self.all_bytes / 1e9:.0f} GB needed"]
+        if dist.is_initialized():
+            dist.broadcast_object_list(reason, device=self.device)
+        return reason[0]
+
+    def _header(self) -> Manifest:
         self.step += 1
         return Manifest("full", self.step, self.step, {}, {}, {}, {})
 
-    def is_over(self, deadline: float) -> bool:
-        """Whether the deadline has passed on any rank."""
-        over = torch.tensor([float(time.perf_counter() >= deadline)], device=self.device)
-        if dist.is_initialized():
-            dist.all_reduce(over)
-        return bool(over.item())
+    def _write(self) -> dict[str, float]:
+        return {"disk_write_s": timed(lambda: write_plain(self.plain, self.source, self.plain_bytes))}
 
-    def check_load(self) -> None:
-        """Loads the last save into tensors of zeros: what is timed later must be right."""
-        path = self.folder / "sync" / sorted(os.listdir(self.folder / "sync"))[-1]
-        sums = [one.tensor.view(torch.int32).sum(dtype=torch.int64).item() for one in self.slices]
-        for one in self.slices:
-            one.tensor.zero_()
-        load_together(path, lambda manifest: self.slices, device=self.device)
-        found = [one.tensor.view(torch.int32).sum(dtype=torch.int64).item() for one in self.slices]
-        if found != sums:
-            raise SystemExit(f"rank {self.rank}: {path} was not loaded as it was saved")
-
-    def round(self) -> dict[str, float]:
-        result: dict[str, float] = {}
-        plain = self.folder / f"plain-{self.rank}"
-        result["disk_write_s"] = timed(lambda: write_plain(plain, self.plain))
+    def _save(self) -> dict[str, float]:
         saved: list[Saved] = []
-        result["save_s"] = timed(lambda: saved.extend(self.sync.start(self.slices, self.header(), retain=1)))
-        result["hash_wait_s"] = saved[-1].hash_wait_s
+        header = self._header()
+        seconds = timed(lambda: saved.extend(self.foreground.start(self.slices, header, retain=1)))
+        return {"save_s": seconds, "hash_wait_s": saved[-1].hash_wait_s}
+
+    def _async(self) -> dict[str, float]:
+        header = self._header()
+        barrier()
         started = time.perf_counter()
-        self.background.start(self.slices, self.header(), retain=1)
-        result["stall_s"] = time.perf_counter() - started
+        self.background.start(self.slices, header, retain=1)
+        result = {"stall_s": time.perf_counter() - started}
         if self.device.type != "cpu":
-            result |= self._beside()
+            result["step_beside_s"] = self._compute()
         self.background.before_update()
-        self.background.drain()
-        result["drain_s"] = time.perf_counter() - started
+        if self.device.type != "cpu":
+            torch.accelerator.current_stream(self.device).synchronize()
+            result["copied_s"] = time.perf_counter() - started
+        [saved] = self.background.drain()
+        result |= {"drain_s": time.perf_counter() - started, "async_hash_wait_s": saved.hash_wait_s}
+        if self.device.type != "cpu":
+            result["step_alone_s"] = self._compute()
+        return result
+
+    def _compute(self) -> float:
+        """A stand-in for the next step, longer with more state."""
+        matrix = torch.randn(8192, 8192, device=self.device, dtype=torch.bfloat16)
+        torch.accelerator.current_stream(self.device).synchronize()
+        started = time.perf_counter()
+        for _ in range(max(40, self.own_bytes >> 25)):
+            matrix @ matrix
+        torch.accelerator.current_stream(self.device).synchronize()
+        return time.perf_counter() - started
+
+    def _hash(self) -> dict[str, float]:
         on_host = [one.tensor.cpu() for one in self.slices]
         started = time.perf_counter()
         for tensor in on_host:
             xxhash.xxh3_128_digest(tensor.numpy().data)
-        result["hash_s"] = time.perf_counter() - started
-        del on_host
-        result["disk_write_again_s"] = timed(lambda: write_plain(plain, self.plain))
-        barrier()
-        path = self.folder / "sync" / sorted(os.listdir(self.folder / "sync"))[-1]
-        forget(self.folder)
-        result["disk_read_s"] = self._read_disk(plain)
-        forget(self.folder)
-        result["load_s"] = timed(lambda: load_together(path, lambda manifest: self.slices, device=self.device))
-        forget(self.folder)
-        result["disk_read_again_s"] = self._read_disk(plain)
-        forget(self.folder)
-        result["memory_read_s"] = timed(lambda: read_plain(plain, AHEAD, self.plain))
-        return result
+        return {"hash_s": time.perf_counter() - started}
 
-    def _read_disk(self, plain: Path) -> float:
+    def _read(self) -> dict[str, float]:
         seconds = []
         for threads in (1, AHEAD):
             forget(self.folder)
-            seconds.append(timed(partial(read_plain, plain, threads, self.buffers)))
-        return min(seconds)
+            seconds.append(timed(partial(read_plain, self.plain, threads, self.buffers)))
+        return {"disk_read_s": min(seconds)}
 
-    def _beside(self) -> dict[str, float]:
-        """A stand-in for the next step: alone, and beside the copy that has just begun."""
-        matrix = torch.randn(8192, 8192, device=self.device, dtype=torch.bfloat16)
+    def _load(self) -> dict[str, float]:
+        path = self.folder / "saved" / sorted(os.listdir(self.folder / "saved"))[-1]
+        sums = self._sums()
+        for one in self.slices:
+            one.tensor.zero_()
+        forget(self.folder)
+        seconds = timed(lambda: load_together(path, lambda manifest: self.slices, device=self.device))
+        if self._over_ranks([self._sums() != sums]) != [0]:
+            raise SystemExit(f"{path} was not loaded as it was saved")
+        return {"load_s": seconds}
 
-        def compute() -> float:
-            started = time.perf_counter()
-            for _ in range(40):
-                matrix @ matrix
-            torch.accelerator.current_stream(self.device).synchronize()
-            return time.perf_counter() - started
+    def _sums(self) -> list[int]:
+        return torch.stack([one.tensor.view(torch.int32).sum(dtype=torch.int64) for one in self.slices]).tolist()
 
-        beside = compute()
-        self.background.drain()
-        return {"step_beside_s": beside, "step_alone_s": compute()}
+    def _memory(self) -> dict[str, float]:
+        memory = memoryview(bytearray(b"1") * self.plain_bytes)  # touched
+        forget(self.folder)
+        return {"memory_read_s": timed(lambda: read_plain(self.plain, AHEAD, memory))}
 
 
-def summary(rounds: list[dict[str, float]], num_bytes: int) -> dict[str, Any]:
-    def median(value: Callable[[dict[str, float]], float]) -> float:
-        return round(statistics.median(map(value, rounds)), 4)
+def summary(rounds: list[dict[str, list[float]]], num_bytes: int, plain_bytes: int) -> dict[str, Any]:
+    """Figures for which there are measurements; of one round, the mean of a part that it has twice."""
+    result: dict[str, Any] = {"bytes": num_bytes, "plain_bytes": plain_bytes}
+    whole = num_bytes / plain_bytes  # a plain access of as many bytes would take so many times as long
 
-    def disk(r: dict[str, float], what: str) -> float:
-        return (r[f"disk_{what}_s"] + r[f"disk_{what}_again_s"]) / 2
+    def put(name: str, value: Callable[..., float], *keys: str) -> None:
+        values = [value(*(statistics.mean(r[key]) for key in keys)) for r in rounds if all(key in r for key in keys)]
+        if values:
+            result[name] = round(statistics.median(values), 4)
 
-    def fastest(what: str) -> float:
-        return min(min(r[f"{what}_s"], r[f"{what}_again_s"]) for r in rounds)
+    def put_fastest(name: str, plain: str, ours: str) -> None:
+        plains, own = ([value for r in rounds for value in r.get(key, [])] for key in (plain, ours))
+        if plains and own:
+            result[name] = round(whole * min(plains) / min(own), 4)
 
-    result = {
-        "bytes": num_bytes,
-        "write_over_disk": median(lambda r: disk(r, "write") / r["save_s"]),
-        "load_over_disk": median(lambda r: disk(r, "read") / r["load_s"]),
-        "write_over_disk_of_fastest": round(fastest("disk_write") / min(r["save_s"] for r in rounds), 4),
-        "load_over_disk_of_fastest": round(fastest("disk_read") / min(r["load_s"] for r in rounds), 4),
-        "load_over_memory_read": median(lambda r: r["memory_read_s"] / r["load_s"]),
-        "disk_write_gb_s": median(lambda r: num_bytes / disk(r, "write") / 1e9),
-        "disk_read_gb_s": median(lambda r: num_bytes / disk(r, "read") / 1e9),
-        "save_gb_s": median(lambda r: num_bytes / r["save_s"] / 1e9),
-        "load_gb_s": median(lambda r: num_bytes / r["load_s"] / 1e9),
-        "stall_s": median(lambda r: r["stall_s"]),
-        "drain_s": median(lambda r: r["drain_s"]),
-    }
-    result["hash_wait_over_save"] = median(lambda r: r["hash_wait_s"] / r["save_s"])
-    result["hash_work_over_save"] = median(lambda r: r["hash_s"] / r["save_s"])
-    if "step_alone_s" in rounds[0]:
-        result["step_ratio"] = median(lambda r: r["step_beside_s"] / r["step_alone_s"])
+    put("write_over_disk", lambda disk, save: whole * disk / save, "disk_write_s", "save_s")
+    put("drain_over_disk", lambda disk, drain: whole * disk / drain, "disk_write_s", "drain_s")
+    put("load_over_disk", lambda disk, load: whole * disk / load, "disk_read_s", "load_s")
+    put_fastest("write_over_disk_of_fastest", "disk_write_s", "save_s")
+    put_fastest("load_over_disk_of_fastest", "disk_read_s", "load_s")
+    put("load_over_memory_read", lambda memory, load: whole * memory / load, "memory_read_s", "load_s")
+    for name in ("disk_write", "disk_read"):
+        put(f"{name}_gb_s", lambda seconds: plain_bytes / seconds / 1e9, f"{name}_s")
+    for name in ("save", "drain", "load"):
+        put(f"{name}_gb_s", lambda seconds: num_bytes / seconds / 1e9, f"{name}_s")
+    for key in ("stall_s", "copied_s", "drain_s"):
+        put(key, lambda seconds: seconds, key)
+    put("hash_wait_over_save", lambda wait, save: wait / save, "hash_wait_s", "save_s")
+    put("hash_wait_over_drain", lambda wait, drain: wait / drain, "async_hash_wait_s", "drain_s")
+    put("hash_work_over_save", lambda work, save: work / save, "hash_s", "save_s")
+    put("step_ratio", lambda beside, alone: beside / alone, "step_beside_s", "step_alone_s")
     return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=1.0, help="of state, over all ranks")
-    parser.add_argument("--rounds", type=int, default=5, help="at most")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no round after this long")
+    parser.add_argument("--rounds", type=int, default=5, help="at most, after the first")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(ROUND), metavar="PART", help="of a round")
+    parser.add_argument("--plain-gib", type=float, default=float("inf"), help="of plain files; default: as the state")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="for everything, see above")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the temporary folder")
     parser.add_argument("--device", default="auto", choices=[device.value for device in Device])
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    for part, sources in (("load", {"save", "async"}), ("read", {"write"}), ("memory", {"write"})):
+        if part in options.parts and not sources & set(options.parts[: options.parts.index(part)]):
+            parser.error(f"--parts: {part} needs {' or '.join(sorted(sources))} before it")
     began = time.perf_counter()
     device = devices.pick(Device(options.device), int(os.environ.get("LOCAL_RANK", "0")))
     devices.set_device(device)
@@ -256,31 +315,39 @@ def main() -> None:
         dist.broadcast_object_list(name)
     folder = Path(name[0])
     try:
-        bench = Bench(folder, int(options.gib * (1 << 30)), device)
-        bench.round()  # plans, host memory and kernels are made here
-        bench.check_load()
-        rounds: list[dict[str, float]] = []
-        while len(rounds) < options.rounds and not (rounds and bench.is_over(began + options.seconds)):
-            rounds.append(bench.round())
-        total = bench.own_bytes * bench.world
-        result = {
-            "command": " ".join(["python", "benchmarks/checkpoint_io.py", *sys.argv[1:]]),
-            "device": devices.device_name(device),
-            "host": f"{platform.machine()}, {os.cpu_count()} cores",
-            "load_average": round(os.getloadavg()[0], 1),
-            "ranks": bench.world,
-            "torch": torch.__version__,
-            **summary(rounds, total),
-            "rounds": rounds,
-        }
-        if rank == 0:
-            print(json.dumps({key: value for key, value in result.items() if key != "rounds"}, indent=1))
-            if options.output is not None:
+        bench = Bench(folder, options, device, began)
+        rounds: list[dict[str, list[float]]] = []
+
+        def report() -> None:
+            counted = [one for one in rounds[1:] if one]
+            counted = counted or [{name: values[-1:] for name, values in rounds[0].items()}]
+            result = {
+                "command": " ".join(["python", "benchmarks/checkpoint_io.py", *sys.argv[1:]]),
+                "device": devices.device_name(device),
+                "host": f"{platform.machine()}, {os.cpu_count()} cores",
+                "load_average": round(os.getloadavg()[0], 1),
+                "ranks": bench.world,
+                "torch": torch.__version__,
+                "stopped": bench.stopped,
+                **summary(counted, bench.all_bytes, bench.all_plain_bytes),
+                "first_round": rounds[0],
+                "rounds": rounds[1:],
+            }
+            if rank == 0 and options.output is not None:
                 options.output.write_text(json.dumps(result, indent=1) + "\n")
-    finally:
+            if rank == 0 and over:
+                print(json.dumps({key: value for key, value in result.items() if key != "rounds"}, indent=1))
+
+        over = False
+        while len(rounds) <= options.rounds and bench.stopped is None:
+            rounds.append({})
+            bench.round(options.parts, rounds[-1], report)
+        over = True
+        report()
         barrier()
+    finally:
         if rank == 0:
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # after an error the others may still be writing
         if dist.is_initialized():
             dist.destroy_process_group()
 

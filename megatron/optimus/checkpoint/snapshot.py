@@ -13,6 +13,30 @@ import torch
 
 from megatron.optimus.checkpoint.slices import TensorSlice
 
+_BLOCK_BYTES = 1 << 30
+_ALIGNED = 16  # of every view, so that it may have any dtype
+
+
+def place_in_blocks(lengths: Sequence[int], block_bytes: int = _BLOCK_BYTES) -> tuple[list[tuple[int, int]], list[int]]:
+    """Where each of ``lengths`` bytes goes: (block, first byte in it), and every block's size.
+
+    Pinned memory is given out in powers of two: 21 GB at once would be 32 GiB. So blocks hold ``block_bytes``, a power
+    of two, or less; only what is longer has one of its own.
+    """
+    places: list[tuple[int, int]] = []
+    sizes: list[int] = []
+    fitting = 0  # blocks before this one are full enough
+    for length in lengths:
+        aligned = -(-length // _ALIGNED) * _ALIGNED
+        block = next((b for b in range(fitting, len(sizes)) if sizes[b] + aligned <= block_bytes), len(sizes))
+        if block == len(sizes):
+            sizes.append(0)
+        places.append((block, sizes[block]))
+        sizes[block] += aligned
+        while fitting < len(sizes) and sizes[fitting] >= block_bytes - block_bytes // 64:
+            fitting += 1
+    return places, sizes
+
 
 class Snapshot:
     """Host memory for one kind of checkpoint, pinned beside an accelerator, used again by every save."""
@@ -22,7 +46,7 @@ class Snapshot:
         self._on_host = self._device.type == "cpu"
         self._stream = None if self._on_host else torch.Stream(self._device)
         self._copied: torch.Event | None = None
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._blocks: list[torch.Tensor] = []
         self._sources: Sequence[TensorSlice] = ()  # decoded states are ours alone: they must outlive the copy
 
     @torch.no_grad()
@@ -42,17 +66,14 @@ class Snapshot:
         return views
 
     def _views(self, slices: Sequence[TensorSlice]) -> list[torch.Tensor]:
-        sizes = [len(piece.tensor) * piece.dtype.itemsize for piece in slices]
-        starts, total = [], 0
-        for size in sizes:
-            starts.append(total)
-            total += -(-size // 16) * 16  # every view aligned to its dtype
-        if len(self._buffer) != total:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # gone before the next one is made
-            self._buffer = torch.empty(total, dtype=torch.uint8, pin_memory=not self._on_host)
+        lengths = [len(piece.tensor) * piece.dtype.itemsize for piece in slices]
+        places, sizes = place_in_blocks(lengths)
+        if [len(block) for block in self._blocks] != sizes:
+            self._blocks = []  # gone before the next ones are made
+            self._blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=not self._on_host) for size in sizes]
         return [
-            self._buffer[start : start + size].view(piece.dtype)
-            for start, size, piece in zip(starts, sizes, slices, strict=True)
+            self._blocks[block][start : start + length].view(piece.dtype)
+            for (block, start), length, piece in zip(places, lengths, slices, strict=True)
         ]
 
     def before_update(self) -> None:

@@ -1,5 +1,7 @@
 """Saving beside training: the copy, the background writing, errors, and what a second save does."""
 
+import itertools
+import random
 import threading
 import time
 
@@ -17,7 +19,7 @@ from megatron.optimus.checkpoint import (
     load_newest,
     saver,
 )
-from megatron.optimus.checkpoint.snapshot import Snapshot
+from megatron.optimus.checkpoint.snapshot import Snapshot, place_in_blocks
 from tests.unit.checkpoint.helpers import CONFIG, assert_holds, find_loadable, owned, whole_requests, whole_state
 
 
@@ -197,6 +199,27 @@ def test_a_lost_claim_stops_the_commit(tmp_path):
     with pytest.raises(CheckpointError, match="failed on rank 0: no longer ours"):
         it.start(owned(whole_state(1)), header(1), retain=2)
     assert names(tmp_path) == []
+
+
+def test_host_memory_of_a_snapshot_is_hardly_larger_than_the_state():
+    """Pinned memory comes in powers of two, so blocks are filled up to one; views are aligned and do not overlap."""
+    draw = random.Random(3)
+    lengths = [draw.choice([4, 12, draw.randrange(1, 3000), draw.randrange(1, 90_000)]) for _ in range(1000)]
+    lengths += [300_000, 7]  # longer than a block: has one of its own
+    places, sizes = place_in_blocks(lengths, block_bytes=1 << 17)
+    taken: dict[int, list[tuple[int, int]]] = {}
+    for (block, start), length in zip(places, lengths, strict=True):
+        assert start % 16 == 0
+        assert start + length <= sizes[block]
+        taken.setdefault(block, []).append((start, start + length))
+    for ranges in map(sorted, taken.values()):
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(ranges))
+    small = [size for size in sizes if size < 300_000]
+    assert sorted(taken) == list(range(len(sizes)))
+    assert len(small) == len(sizes) - 1
+    assert max(small) <= 1 << 17
+    pinned = sum(1 << (size - 1).bit_length() for size in small)
+    assert pinned <= 1.05 * sum(lengths[:-2]) + (1 << 17)
 
 
 @pytest.mark.gpu
