@@ -16,6 +16,7 @@ from megatron.optimus.layers.documents import Documents
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
 from megatron.optimus.parallel.apply import connect, parallelize
+from megatron.optimus.parallel.lanes import make_lanes
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.pipeline import SPLIT_BACKWARDS, Pipeline, stage_plan
 from tests.distributed.layouts import deviation, part_of, refusal
@@ -114,6 +115,7 @@ def run_case(rank: int, world: int, case: Case) -> dict[str, Any]:
         positions=LENGTH,
         dtype=torch.float32,
         device=torch.device("cpu"),
+        lanes=make_lanes(mesh, parallel, torch.device("cpu")),
     )
     batches = batches_of(case.count, case)
     before = [loss.item() for loss in pipeline.evaluate(batches).loss_sums]

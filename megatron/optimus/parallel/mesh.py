@@ -55,6 +55,10 @@ class Mesh:
         ranks = self._ranks[axis]
         return self._group_of([ranks[0], ranks[-1]]) if self.rank in (ranks[0], ranks[-1]) else None
 
+    def more_groups(self, axis: str, count: int) -> list[dist.ProcessGroup]:
+        """Groups of the same ranks with communicators of their own, made at every call. Collective over the axis."""
+        return [dist.new_group(self._ranks[axis], use_local_synchronization=True) for _ in range(count)]
+
     def size(self, axis: str) -> int:
         return len(self._ranks[axis])
 

@@ -35,6 +35,7 @@ from megatron.optimus.layers.documents import Documents
 from megatron.optimus.layers.rope import rope_at, rope_table
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.moe.router import RouterStats
+from megatron.optimus.parallel.lanes import Lanes
 
 _SCHEDULES = {
     PipelineSchedule.INTERLEAVED_1F1B: ScheduleInterleaved1F1B,
@@ -203,7 +204,7 @@ class Backwards(Protocol):
 
 
 class _Stage(PipelineStage):
-    """torch's stage that knows which micro-batch is at hand."""
+    """torch's stage that knows which micro-batch is at hand and sends and receives over lanes."""
 
     def __init__(self, pipeline: Pipeline, chunk: Chunk, *args: Any, **kwargs: Any) -> None:
         super().__init__(chunk, *args, **kwargs)
@@ -213,6 +214,25 @@ class _Stage(PipelineStage):
         # Not through the schedule's arguments: it cuts tensors along their first dim, and documents are none.
         self._chunk.batch = self._pipeline.batches[fwd_chunk_id]
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._in_lane(super().get_fwd_recv_ops(fwd_chunk_id), self.stage_index - 1, is_gradient=False)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._in_lane(super().get_fwd_send_ops(fwd_chunk_id), self.stage_index, is_gradient=False)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._in_lane(super().get_bwd_recv_ops(bwd_chunk_id), self.stage_index, is_gradient=True)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._in_lane(super().get_bwd_send_ops(bwd_chunk_id), self.stage_index - 1, is_gradient=True)
+
+    def _in_lane(self, ops: list[dist.P2POp], boundary: int, *, is_gradient: bool) -> list[dist.P2POp]:
+        lanes = self._pipeline.lanes
+        if lanes is None:
+            return ops
+        group = lanes.group(boundary, is_gradient=is_gradient)
+        return [dist.P2POp(op.op, op.tensor, op.peer, group) for op in ops]
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         return self._told(super().backward_one_chunk, kwargs.get("full_backward", True), bwd_chunk_id, *args, **kwargs)
@@ -239,7 +259,8 @@ class Pipeline:
     """Runs a step's micro-batches over the stages. Every method is collective over ``group``.
 
     ``hidden_shape``: of what travels between stages. ``positions``: of a whole sequence. ``backwards`` is told of every
-    backward of a micro-batch through a chunk, so that gradients need not add up in the weights' dtype.
+    backward of a micro-batch through a chunk, so that gradients need not add up in the weights' dtype. ``lanes``: for
+    what travels between stages; None: everything over ``group``.
     """
 
     def __init__(
@@ -256,8 +277,10 @@ class Pipeline:
         dtype: torch.dtype,
         device: torch.device,
         backwards: Backwards | None = None,
+        lanes: Lanes | None = None,
     ) -> None:
         check_torch(schedule)
+        self.lanes = lanes
         self.model, self.plan, self.group, self.device = model, plan, group, device
         self.num_micro_batches = num_micro_batches
         self.backwards = backwards or _NobodyAsks()

@@ -15,6 +15,7 @@ from megatron.optimus.config.schema import ModelConfig, RunConfig
 from megatron.optimus.data.loader import Batch
 from megatron.optimus.models.decoder import Decoder, DecoderOutput
 from megatron.optimus.moe.router import Router, RouterStats
+from megatron.optimus.parallel.lanes import make_lanes
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.pipeline import Chunk, Pipeline, stage_plan
 from megatron.optimus.trainer.engine import DTYPES, Engine
@@ -71,6 +72,7 @@ def build_schedule(config: RunConfig, engine: Engine, mesh: Mesh, device: torch.
         dtype=DTYPES[training.params_dtype],
         device=device,
         backwards=reductions,
+        lanes=make_lanes(mesh, parallel, device),
     )
     return Stages(engine, pipeline)
 
