@@ -58,6 +58,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 
 from layout_speed_programs import HOST, Program, slowest
 from layout_speed_sections import SECTIONS, Section
+from provenance import commit
 
 from megatron.optimus.runtime import device as devices
 from megatron.optimus.runtime import launch_env
@@ -162,6 +163,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "command": " ".join(sys.argv),
         "ranks": ranks,
         "torch": torch.__version__,
+        "commit": commit(),
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "options": {name: value for name, value in vars(args).items() if name not in ("table", "out")},
         "sections": {},

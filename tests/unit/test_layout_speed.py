@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import layout_speed
 import layout_speed_programs as programs
 import layout_speed_sections as sections
+import provenance
 
 CPU = torch.device("cpu")
 
@@ -67,3 +69,29 @@ def test_table_names_what_failed() -> None:
     assert "| a | 10.0 | 9.0 to 11.0 | 2,000 | +12.0% cost | 2.500 |" in lines
     assert "| b | failed: ValueError: no | | | | |" in lines
     assert layout_speed.table_of("tp", dict(seconds=3.0, error="not done"))[-1] == "not done"
+
+
+def test_results_name_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(["git", *who, *words], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert provenance.commit(tmp_path) == "unknown"
+    git("init", "-q")
+    file = tmp_path / "file"
+    file.write_text("a")
+    git("add", "file")
+    git("commit", "-qm", "first")
+    git("tag", "-am", "a tag", "v1")
+    head = git("rev-parse", "HEAD").strip()
+    assert len(head) == 40 and provenance.commit(tmp_path) == head
+    file.write_text("b")
+    assert provenance.commit(tmp_path) == f"{head}-dirty"
+    monkeypatch.setenv("PATH", "")
+    assert provenance.commit(tmp_path) == "unknown"
+
+    monkeypatch.setattr(layout_speed, "follow", lambda *args: [])
+    monkeypatch.setattr(layout_speed, "commit", lambda: "here")
+    report = layout_speed.measure(argparse.Namespace(ranks=1, device="cpu", sections=[], seconds=1.0, out=None))
+    assert (report["commit"], report["torch"]) == ("here", torch.__version__)

@@ -4,69 +4,128 @@ With the log-sum-exp of its scores beside it, an attention output can be merged 
 2112.05682), and the gradients of each part follow from the merged output and log-sum-exp alone. No autograd here: the
 callers (ring attention) run the backward themselves.
 
-In half precision on CUDA and on the CPU these are torch's flash attention kernels; elsewhere matrix products with fp32
-scores, a bounded number of them at a time.
+``choose_kernel`` says which kernel does it. All give the natural logarithm of the sum, so that a forward by one and a
+backward by another fit together.
 
-Shapes: B sequences, H heads (the same number for queries, keys and values), Q queries, K keys, d head width.
+Shapes: B sequences, H query heads, G key/value heads (G divides H), Q queries, K keys, d head width.
 """
 
 from __future__ import annotations
 
 import math
+from enum import Enum
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 MAX_SCORES = 2**26  # held at once by the path without a kernel
+HALF = (torch.float16, torch.bfloat16)
+aten = torch.ops.aten
 
 
-def attend_part(q_BHQd: Tensor, k_BHKd: Tensor, v_BHKd: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output [B, H, Q, d] in q's dtype and log-sum-exp of the scores, fp32 [B, H, Q]. ``causal``: Q = K."""
-    q, k, v = q_BHQd.contiguous(), k_BHKd.contiguous(), v_BHKd.contiguous()
-    if _has_cuda_kernel(q):
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-    if _has_cpu_kernel(q):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+class Kernel(Enum):
+    CUDNN = "cuDNN's attention, as torch calls it"
+    FLASH = "torch's FlashAttention-2 for CUDA"
+    CPU = "torch's flash attention for the CPU"
+    PLAIN = "matrix products with fp32 scores, a bounded number of them at a time"
+
+
+def choose_kernel(q_BHQd: Tensor, k_BGKd: Tensor, v_BGKd: Tensor, causal: bool, varying: bool) -> Kernel:
+    """On CUDA in half precision the one torch itself prefers for these inputs, of cuDNN's and FlashAttention-2.
+
+    Torch's rule knows the device, cuDNN's version and limits, and that its backward is refused where algorithms must be
+    deterministic. ``varying``: sizes are others every time; cuDNN compiles for each size, FlashAttention does not.
+    """
+    if q_BHQd.device.type == "cpu":
+        return Kernel.CPU
+    width = q_BHQd.shape[-1]
+    if not q_BHQd.is_cuda or q_BHQd.dtype not in HALF or width % 8 or width > 256:
+        return Kernel.PLAIN
+    if varying:
+        return Kernel.FLASH
+    grouped = q_BHQd.shape[1] != k_BGKd.shape[1]
+    preferred = torch._fused_sdp_choice(q_BHQd, k_BGKd, v_BGKd, None, 0.0, causal, enable_gqa=grouped)
+    return Kernel.CUDNN if preferred == SDPBackend.CUDNN_ATTENTION.value else Kernel.FLASH
+
+
+def attend_part(
+    q_BHQd: Tensor, k_BGKd: Tensor, v_BGKd: Tensor, causal: bool, varying: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Output [B, H, Q, d] in q's dtype and log-sum-exp of the scores, fp32 [B, H, Q].
+
+    ``causal``: Q = K, each query sees the keys up to its own. ``varying``: see ``choose_kernel``.
+    """
+    # Contiguous for all: torch finds cuDNN's compiled plans by the strides of q, k and v alone, not the others'.
+    q, k, v = q_BHQd.contiguous(), k_BGKd.contiguous(), v_BGKd.contiguous()
+    kernel = choose_kernel(q, k, v, causal, varying)
+    if kernel is Kernel.CUDNN:
+        options = {"attn_bias": None, "compute_log_sumexp": True, "dropout_p": 0.0, "is_causal": causal}
+        out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, **options)[:2]
+        return out, lse.reshape(q.shape[:3])  # it comes as [B, H, Q, 1]
+    if kernel is Kernel.FLASH:
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p=0.0, is_causal=causal)[:2]
+    k, v = _for_heads(k, q.shape[1]), _for_heads(v, q.shape[1])
+    if kernel is Kernel.CPU:
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p=0.0, is_causal=causal)
     return _attend_plain(q, k, v, causal)
 
 
 def attend_part_backward(
     grad_BHQd: Tensor,
     q_BHQd: Tensor,
-    k_BHKd: Tensor,
-    v_BHKd: Tensor,
+    k_BGKd: Tensor,
+    v_BGKd: Tensor,
     out_BHQd: Tensor,
     lse_BHQ: Tensor,
     causal: bool,
+    varying: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This part's gradients of q, k and v; ``out`` and ``lse`` are those over all keys."""
-    args = tuple(x.contiguous() for x in (grad_BHQd, q_BHQd, k_BHKd, v_BHKd, out_BHQd, lse_BHQ))
-    if _has_cuda_kernel(q_BHQd):
-        num_queries, num_keys = q_BHQd.shape[2], k_BHKd.shape[2]
-        no_seed = torch.zeros(2, dtype=torch.uint64, device=q_BHQd.device)  # dropout is off
-        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            *args, None, None, num_queries, num_keys, 0.0, causal, no_seed, no_seed
-        )
-    if _has_cpu_kernel(q_BHQd):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*args, 0.0, causal)
-    return _attend_plain_backward(args, causal)
+    """This part's gradients of q, k and v, in their dtypes; ``out`` and ``lse`` are those over all keys."""
+    grad, q, k, v, out, lse = (x.contiguous() for x in (grad_BHQd, q_BHQd, k_BGKd, v_BGKd, out_BHQd, lse_BHQ))
+    kernel = choose_kernel(q, k, v, causal, varying)
+    if kernel in (Kernel.CUDNN, Kernel.FLASH):
+        return _cuda_backward(kernel, grad, q, k, v, out, lse, causal)
+    args = (grad, q, _for_heads(k, q.shape[1]), _for_heads(v, q.shape[1]), out, lse)
+    if kernel is Kernel.CPU:
+        options = {"dropout_p": 0.0, "is_causal": causal}
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(*args, **options)
+    else:
+        dq, dk, dv = _attend_plain_backward(args, causal)
+    return dq, _of_groups(dk, k.shape[1]), _of_groups(dv, k.shape[1])
 
 
 def merge(out_BHQd: Tensor, lse_BHQ: Tensor, more_BHQd: Tensor, more_lse_BHQ: Tensor) -> None:
-    """Adds the result for further keys to ``out`` (fp32) and ``lse``, in place."""
-    total_BHQ = torch.logaddexp(lse_BHQ, more_lse_BHQ)
-    out_BHQd.mul_((lse_BHQ - total_BHQ).exp_()[..., None])
-    out_BHQd.add_(more_BHQd * (more_lse_BHQ - total_BHQ).exp_()[..., None])
-    lse_BHQ.copy_(total_BHQ)
+    """Adds the result for further keys to ``out`` (fp32) and ``lse`` (finite), in place."""
+    weight_BHQ1 = torch.sigmoid(more_lse_BHQ - lse_BHQ)[..., None]
+    out_BHQd.lerp_(more_BHQd.to(out_BHQd.dtype), weight_BHQ1)
+    lse_BHQ.copy_(torch.logaddexp(lse_BHQ, more_lse_BHQ))
 
 
-def _has_cpu_kernel(q: Tensor) -> bool:
-    return q.device.type == "cpu"
+def _cuda_backward(
+    kernel: Kernel, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout is off
+    ends = {"cum_seq_q": None, "cum_seq_k": None, "max_q": q.shape[2], "max_k": k.shape[2]}
+    options = {"dropout_p": 0.0, "is_causal": causal, "philox_seed": no_seed, "philox_offset": no_seed, **ends}
+    if kernel is Kernel.FLASH:
+        op = aten._scaled_dot_product_flash_attention_backward
+        return op(grad, q, k, v, out=out, logsumexp=lse, **options)
+    op = aten._scaled_dot_product_cudnn_attention_backward
+    return op(grad, q, k, v, out=out, logsumexp=lse[..., None], attn_bias=None, **options)
 
 
-def _has_cuda_kernel(q: Tensor) -> bool:
-    is_half = q.dtype in (torch.float16, torch.bfloat16)
-    return q.is_cuda and is_half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+def _for_heads(x_BGKd: Tensor, heads: int) -> Tensor:
+    """[B, H, K, d]: heads repeated for the query heads that share them, where a kernel wants as many."""
+    groups = x_BGKd.shape[1]
+    return x_BGKd if heads == groups else x_BGKd.repeat_interleave(heads // groups, dim=1)
+
+
+def _of_groups(x_BHKd: Tensor, groups: int) -> Tensor:
+    """[B, G, K, d]: summed over the query heads that share a head, in fp32."""
+    if x_BHKd.shape[1] == groups:
+        return x_BHKd
+    return x_BHKd.unflatten(1, (groups, -1)).sum(dim=2, dtype=torch.float32).to(x_BHKd.dtype)
 
 
 def _scores(q: Tensor, k: Tensor, first_query: int, causal: bool) -> Tensor:

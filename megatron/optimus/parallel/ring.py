@@ -42,12 +42,14 @@ class RingAttention:
 
     def __call__(self, q_BHSd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, documents: Documents | None) -> Tensor:
         bounds = None if documents is None else documents.bounds
-        return _Ring.apply(q_BHSd, torch.stack((k_BGSd, v_BGSd)), self.group, bounds)
+        kv_2BGSd = torch.stack((k_BGSd, v_BGSd)).contiguous()
+        return _Ring.apply(q_BHSd.contiguous(), kv_2BGSd, self.group, bounds)
 
 
 def spans(rank: int, source: int, size: int, length: int, batch: int, bounds: tuple[int, ...] | None) -> list[Span]:
     """What the queries of ``rank`` see of the keys of ``source``; ``length`` positions on each of ``size`` ranks.
 
+    Causal ones come first: for rank = source they have each position once, and no other span comes before.
     ``bounds``: of documents, over the tokens of ``batch`` whole sequences (layers/documents.py).
     """
     half = length // 2
@@ -84,7 +86,7 @@ def spans(rank: int, source: int, size: int, length: int, batch: int, bounds: tu
                 queries = slice(query_offset, query_offset + num_queries)
                 keys = slice(key_offset + key_low, key_offset + half)
                 found.append(Span(slice(row, row + 1), queries, keys, causal=False))
-    return found
+    return sorted(found, key=lambda span: not span.causal)
 
 
 class _Ring(torch.autograd.Function):
@@ -102,7 +104,8 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         q_BHSd, kv_2BGSd, out_BHSd, lse_BHS = ctx.saved_tensors
-        dq, dkv = _backward(grads[0], q_BHSd, kv_2BGSd, out_BHSd, lse_BHS, ctx.group, ctx.bounds)
+        grad_BHSd, out_BHSd = grads[0].contiguous(), out_BHSd.contiguous()  # once for all steps
+        dq, dkv = _backward(grad_BHSd, q_BHSd, kv_2BGSd, out_BHSd, lse_BHS, ctx.group, ctx.bounds)
         return dq, dkv, None, None
 
 
@@ -111,16 +114,21 @@ def _forward(
 ) -> Tensor:
     """The output; fills the log-sum-exp of the scores."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    batch, heads, length, _ = q_BHSd.shape
-    out_BHSd = torch.zeros_like(q_BHSd, dtype=torch.float32)
-    lse_BHS.fill_(-torch.inf)
-    kv_2BGSd = kv_2BGSd.contiguous()
+    batch, _, length, _ = q_BHSd.shape
+    varying = bounds is not None
+    out_BSHd = torch.empty_like(q_BHSd.transpose(1, 2), dtype=torch.float32, memory_format=torch.contiguous_format)
+    out_BHSd = out_BSHd.transpose(1, 2)  # heads of a position side by side, for the projection that follows
     for step in range(size):
         arriving = _pass_on(kv_2BGSd, group) if step < size - 1 else None
-        k_BHSd, v_BHSd = _for_heads(kv_2BGSd, heads)
         for rows, queries, keys, causal in spans(rank, (rank - step) % size, size, length, batch, bounds):
-            part, part_lse = attend_part(q_BHSd[rows, :, queries], k_BHSd[rows, :, keys], v_BHSd[rows, :, keys], causal)
-            merge(out_BHSd[rows, :, queries], lse_BHS[rows, :, queries], part, part_lse)
+            here, there = (rows, slice(None), queries), (slice(None), rows, slice(None), keys)
+            k, v = kv_2BGSd[there]
+            part, part_lse = attend_part(q_BHSd[here], k, v, causal, varying)
+            if causal:  # the first for its queries
+                out_BHSd[here], lse_BHS[here] = part, part_lse
+            else:
+                merge(out_BHSd[here], lse_BHS[here], part, part_lse)
+            del part
         if arriving is not None:
             kv_2BGSd = arriving.wait()
     return out_BHSd.to(q_BHSd.dtype)
@@ -136,41 +144,45 @@ def _backward(
     bounds: tuple[int, ...] | None,
 ) -> tuple[Tensor, Tensor]:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    batch, heads, length, _ = q_BHSd.shape
-    dq_BHSd = torch.zeros_like(q_BHSd, dtype=torch.float32)
-    dtype, kv_2BGSd = kv_2BGSd.dtype, kv_2BGSd.contiguous()
+    batch, _, length, _ = q_BHSd.shape
+    varying = bounds is not None
+    dq_BHSd = torch.empty_like(q_BHSd, dtype=torch.float32)
+    dkv_2BGSd = torch.empty_like(kv_2BGSd, dtype=torch.float32)
     following: Started | None = None  # gradients of the keys and values at hand, from the ranks they have visited
     for step in range(size):
         arriving = _pass_on(kv_2BGSd, group) if step < size - 1 else None
-        k_BHSd, v_BHSd = _for_heads(kv_2BGSd, heads)
-        dkv_2BHSd = torch.zeros(2, *k_BHSd.shape, dtype=torch.float32, device=k_BHSd.device)
+        parts = []
         for rows, queries, keys, causal in spans(rank, (rank - step) % size, size, length, batch, bounds):
-            here, there = (rows, slice(None), queries), (rows, slice(None), keys)
-            dq, dk, dv = attend_part_backward(
-                grad_BHSd[here],
-                q_BHSd[here],
-                k_BHSd[there],
-                v_BHSd[there],
-                out_BHSd[here],
-                lse_BHS[here],
-                causal,
-            )
-            dq_BHSd[here] += dq
-            dkv_2BHSd[0][there] += dk
-            dkv_2BHSd[1][there] += dv
-        dkv_2BGSd = dkv_2BHSd.unflatten(2, (kv_2BGSd.shape[2], -1)).sum(dim=3)
-        if following is not None:
-            dkv_2BGSd += following.wait()
-        following = _pass_on(dkv_2BGSd, group)
+            here, there = (rows, slice(None), queries), (slice(None), rows, slice(None), keys)
+            k, v = kv_2BGSd[there]
+            args = (grad_BHSd[here], q_BHSd[here], k, v, out_BHSd[here], lse_BHS[here])
+            parts.append((here, there, causal, attend_part_backward(*args, causal, varying)))
+        if following is not None:  # only now: the kernels above need not wait for it
+            dkv_2BGSd = following.wait()
+        while parts:  # none of them stays in memory beside the kernels of the next step
+            _add(dq_BHSd, dkv_2BGSd, *parts.pop(0))
+        # The last journey is home, where they take this dtype anyway.
+        following = _pass_on(dkv_2BGSd if step < size - 1 else dkv_2BGSd.to(kv_2BGSd.dtype), group)
         if arriving is not None:
             kv_2BGSd = arriving.wait()
     assert following is not None
-    return dq_BHSd.to(q_BHSd.dtype), following.wait().to(dtype)
+    return dq_BHSd.to(q_BHSd.dtype), following.wait()
 
 
-def _for_heads(kv_2BGSd: Tensor, heads: int) -> Tensor:
-    """[2, B, H, S, d]: key/value heads repeated for the query heads that share them."""
-    return kv_2BGSd.repeat_interleave(heads // kv_2BGSd.shape[2], dim=2)
+def _add(
+    dq_BHSd: Tensor,
+    dkv_2BGSd: Tensor,
+    here: tuple[Any, ...],
+    there: tuple[Any, ...],
+    causal: bool,
+    part: tuple[Tensor, ...],
+) -> None:
+    """Adds a span's gradients to the sums in fp32, which a causal span begins."""
+    for total, more in zip((dq_BHSd[here], *dkv_2BGSd[there]), part, strict=True):
+        if causal:
+            total.copy_(more)
+        else:
+            total.add_(more)
 
 
 def _pass_on(x: Tensor, group: dist.ProcessGroup) -> Started:

@@ -121,7 +121,8 @@ def _context(share: Share) -> Iterator[Collective]:
     around = (size - 1) * count
     both = 2 * keys
     yield Collective("cp", Kind.SEND, "k, v round the ring", size, both * share.element, 2 * around, Hiding.PRODUCTS)
-    yield Collective("cp", Kind.SEND, "their gradients", size, both * FP32, size * count, Hiding.PRODUCTS)
+    yield Collective("cp", Kind.SEND, "their gradients", size, both * FP32, around, Hiding.PRODUCTS)
+    yield Collective("cp", Kind.SEND, "their gradients, home", size, both * share.element, count)
 
 
 def _experts(share: Share) -> Iterator[Collective]:
