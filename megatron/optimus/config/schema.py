@@ -381,6 +381,9 @@ class TrainingConfig:
     eval_iters: int = option(10, "global batches per validation")
     exit_interval: int = option(0, "stop (after saving) when the step is a multiple of this; 0: never")
     deterministic: bool = option(False, "refuse kernels whose result can change from run to run")
+    tune_kernels: bool = option(
+        False, "at the start, time tiles of the Triton expert kernels for shapes without tuned ones, and keep the best"
+    )
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "train_iters", "micro_batch_size", "global_batch_size", "seq_length", "eval_iters")

@@ -95,6 +95,11 @@ def resolve_routing(device: torch.device) -> Backend:
     return _resolve_routing(_selected, device.type)
 
 
+def runs_triton(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether ``resolve`` would give Triton, without the line that says so and without an error."""
+    return _choose(_selected, device.type, dtype)[0] is Backend.TRITON
+
+
 def kernels(backend: Backend) -> ModuleType:
     """The module that holds the kernels of a backend other than the reference, once a call resolved to it."""
     return _loaded[backend]
@@ -111,6 +116,10 @@ def _resolve(selected: Backend, device_type: str, dtype: torch.dtype) -> Backend
         how = "" if selected is Backend.AUTO else " (as set)"
         if selected is Backend.AUTO and backend is Backend.TRITON:
             how = f" (not cuda: {_obstacle(Backend.CUDA, device_type, dtype)})"
+        if backend is Backend.TRITON:
+            from megatron.optimus.ops.triton import tiles
+
+            how = f" with {tiles.summary(torch.device(device_type))}{how}"
         if backend is Backend.CPU:
             how = f" on {_loaded[backend].instruction_sets()[0]}{how}"
         logger.info("expert kernels on %s: %s%s; router: %s", where, backend.value, how, routing)

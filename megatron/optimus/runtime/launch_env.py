@@ -19,9 +19,11 @@ import importlib.util
 import os
 import re
 import socket
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 from megatron.optimus.config.schema import ConfigError
 
@@ -144,6 +146,15 @@ def of_rank(rank: int, num_ranks: int, master_port: int) -> dict[str, str]:
 def set_default(name: str, value: str) -> None:
     """Sets a variable that a library reads (cuBLAS workspace), unless the user has set it."""
     os.environ.setdefault(name, value)
+
+
+def tiles_file() -> Path:
+    """Where tuned tiles of the Triton kernels are kept: OPTIMUS_TILES, or a file in the user's cache."""
+    named = os.environ.get("OPTIMUS_TILES", "")
+    if named:
+        return Path(named)
+    home = os.path.expanduser("~")  # a user without a home, as in some containers, stays "~"
+    return Path(tempfile.gettempdir() if home == "~" else home) / ".cache/optimus/triton_tiles.json"
 
 
 def free_port() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from megatron.optimus.parallel.probe import settle_transport
 from megatron.optimus.runtime.agreement import Ranks
 from megatron.optimus.trainer.engine import DTYPES
 from megatron.optimus.trainer.step import own_part
+from megatron.optimus.trainer.tiles import settle_tiles
 
 
 def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> Decoder:
@@ -36,7 +37,9 @@ def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> Decoder:
     with torch.device("meta"):
         model = Decoder(config.model)
     placements = read_placements(config, mesh, device)
-    parallelize(model, mesh, settle_transport(config, mesh, device, dtype), placements)
+    parallel = settle_transport(config, mesh, device, dtype)
+    settle_tiles(replace(config, parallel=parallel), device, dtype)
+    parallelize(model, mesh, parallel, placements)
     initialize_weights(model, seed=config.training.seed, device=device, dtype=dtype)
     connect(model, mesh)
     return model

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROW_TILE = 128
+from megatron.optimus.ops.triton.tiles import ROW_TILE
+
 _BLOCK = 256
 _STEP = 128
 

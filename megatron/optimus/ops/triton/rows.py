@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.optimus.ops.triton.index import ROW_TILE, RowOrder
+from megatron.optimus.ops.triton.index import RowOrder
+from megatron.optimus.ops.triton.tiles import ROW_TILE, Tiles, tiles_for
 
 
 @triton.jit
@@ -54,10 +55,15 @@ def _block(width: int, most: int) -> int:
     return min(divisor if divisor >= 512 else triton.next_power_of_2(width), most)
 
 
-def spread_rows(x_TD: Tensor, order: RowOrder, topk: int, out: Tensor | None = None) -> Tensor:
-    """Each row's token: [P, D]. Padding inside used tiles is zero; tiles after the last used one stay unwritten."""
+def spread_rows(
+    x_TD: Tensor, order: RowOrder, topk: int, out: Tensor | None = None, tiles: Tiles | None = None
+) -> Tensor:
+    """Each row's token: [P, D]. Padding inside used tiles is zero; tiles after the last used one stay unwritten.
+
+    ``tiles``, here and below: other than those chosen for the shape.
+    """
     out_PD = x_TD.new_empty(order.slot_P.shape[0], x_TD.shape[1]) if out is None else out
-    _launch_spread(x_TD, order, topk, out_PD, None, None)
+    _launch_spread(x_TD, order, topk, out_PD, None, None, tiles)
     return out_PD
 
 
@@ -70,13 +76,15 @@ def spread_rows_and_weights(x_TD: Tensor, order: RowOrder, weights_TK: Tensor) -
 
 
 def _launch_spread(
-    x_TD: Tensor, order: RowOrder, topk: int, out_PD: Tensor, weights_TK: Tensor | None, row_weight_P: Tensor | None
-) -> None:
+    x_TD: Tensor, order: RowOrder, topk: int, out_PD: Tensor, weights_TK: Tensor | None, row_weight_P: Tensor | None,
+    tiles: Tiles | None = None,
+) -> None:  # fmt: skip
     (num_tokens, width), num_experts = x_TD.shape, order.count_E.shape[0]
+    tiles = tiles or tiles_for("spread_rows", x_TD, num_experts, topk, width, order.row_N.numel())
     _spread[(num_tokens + num_experts,)](
         x_TD, order.row_N, weights_TK, order.first_row_E, order.count_E, out_PD, row_weight_P, width, num_experts,
         TOPK=topk, SLOTS=triton.next_power_of_2(topk), ROW_TILE=ROW_TILE,
-        BLOCK=_block(width, 2048), WITH_WEIGHT=weights_TK is not None, num_warps=8,
+        BLOCK=_block(width, tiles.cols), WITH_WEIGHT=weights_TK is not None, num_warps=tiles.warps,
     )  # fmt: skip
 
 
@@ -99,12 +107,15 @@ def _sum_rows(
         tl.store(out_ptr + token.to(tl.int64) * width + col, total.to(out_ptr.dtype.element_ty), mask=col < width)
 
 
-def sum_rows(rows_PD: Tensor, order: RowOrder, weights_TK: Tensor | None, topk: int, out: Tensor) -> Tensor:
+def sum_rows(
+    rows_PD: Tensor, order: RowOrder, weights_TK: Tensor | None, topk: int, out: Tensor, tiles: Tiles | None = None
+) -> Tensor:
     """out [T, D] = each token's sum over its local slots of (weight *) row, in slot order and fp32; returns it."""
     num_tokens, width = out.shape
+    tiles = tiles or tiles_for("sum_rows", rows_PD, order.count_E.shape[0], topk, width, order.row_N.numel())
     _sum_rows[(num_tokens,)](
-        rows_PD, order.row_N, weights_TK, out, width, TOPK=topk, BLOCK=_block(width, 2048),
-        WEIGHTED=weights_TK is not None, num_warps=4,
+        rows_PD, order.row_N, weights_TK, out, width, TOPK=topk, BLOCK=_block(width, tiles.cols),
+        WEIGHTED=weights_TK is not None, num_warps=tiles.warps,
     )  # fmt: skip
     return out
 
@@ -141,7 +152,7 @@ def _swiglu_backward(
 
 
 def swiglu_backward_(
-    grad_PF: Tensor, hidden_P2F: Tensor, row_weight_P: Tensor, order: RowOrder, topk: int
+    grad_PF: Tensor, hidden_P2F: Tensor, row_weight_P: Tensor, order: RowOrder, topk: int, tiles: Tiles | None = None
 ) -> tuple[Tensor, Tensor]:
     """From the gradient of the unweighted activation: dhidden [P, 2F] and the router weights' gradient, fp32 [T, K].
 
@@ -152,8 +163,9 @@ def swiglu_backward_(
     num_rows, width = grad_PF.shape
     dhidden_P2F = torch.empty_like(hidden_P2F)
     dweights_TK = row_weight_P.new_zeros(order.row_N.shape[0] // topk, topk)
-    _swiglu_backward[(num_rows // 2,)](
+    tiles = tiles or tiles_for("swiglu_backward", grad_PF, order.count_E.shape[0], 1, width, order.row_N.numel())
+    _swiglu_backward[(num_rows // tiles.rows,)](
         grad_PF, hidden_P2F, dhidden_P2F, row_weight_P, order.slot_P, dweights_TK, order.num_tiles, width,
-        ROW_TILE=ROW_TILE, ROWS=2, BLOCK=_block(width, 1024), num_warps=8,
+        ROW_TILE=ROW_TILE, ROWS=tiles.rows, BLOCK=_block(width, tiles.cols), num_warps=tiles.warps,
     )  # fmt: skip
     return dhidden_P2F, dweights_TK

@@ -1,0 +1,288 @@
+"""Which tiles each kernel of the expert layer runs with: candidates, the measured default, the table of tuned ones.
+
+A kernel asks once for every problem (kernel, dtype, shape) and gets, in this order: the tuned tiles of the problem;
+those of the same problem with twice or half the slots, as the number of rows changes from step to step where experts
+are spread over ranks; the default, which is the first candidate that fits the device. Nothing is timed here: tune.py.
+
+A table is read from disk (tile_cache.py) at the first use, or set by ``use``, as the trainer does on every rank.
+Legend: N = T*K slots, E experts on this device, D model width, F inner width.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+ROW_TILE = 128  # the rows of each expert begin at a multiple of it (index.py)
+_ALIGN = 8  # widths are padded to it
+
+
+class Tiles(NamedTuple):
+    """One way to launch a kernel. Kernels that move rows have no depth and no stages."""
+
+    rows: int
+    cols: int
+    depth: int
+    warps: int
+    stages: int
+    programs: int  # per multiprocessor
+
+    def __str__(self) -> str:
+        shape = "x".join(str(n) for n in self[:3] if n)
+        stages = f", {self.stages} stages, {self.programs} a multiprocessor" if self.depth else ""
+        return f"{shape}, {self.warps} warps{stages}"
+
+
+# The first of each is what is fastest on an H200 (docs/expert_kernels.md); the first that fits is a device's default.
+_PRODUCT = (
+    Tiles(128, 256, 64, 8, 3, 1),
+    Tiles(128, 256, 32, 8, 4, 1),
+    Tiles(128, 128, 64, 8, 4, 1),
+    Tiles(128, 128, 64, 4, 3, 1),
+    Tiles(128, 128, 64, 4, 3, 2),
+    Tiles(128, 128, 32, 4, 4, 2),
+    Tiles(64, 256, 64, 4, 3, 1),
+    Tiles(64, 128, 64, 4, 4, 2),
+    Tiles(128, 64, 64, 4, 3, 2),
+    Tiles(64, 128, 32, 4, 3, 2),
+    Tiles(64, 64, 32, 4, 3, 2),
+)
+CANDIDATES: dict[str, tuple[Tiles, ...]] = {
+    "up_swiglu": (  # cols of gate and as many of up
+        Tiles(128, 128, 64, 8, 4, 1),
+        Tiles(128, 128, 64, 8, 3, 1),
+        Tiles(128, 128, 32, 8, 4, 1),
+        Tiles(128, 64, 64, 8, 4, 1),
+        Tiles(128, 64, 64, 4, 3, 1),
+        Tiles(128, 64, 64, 4, 3, 2),
+        Tiles(128, 64, 32, 4, 4, 2),
+        Tiles(64, 128, 64, 4, 3, 1),
+        Tiles(64, 64, 64, 4, 4, 2),
+        Tiles(64, 64, 32, 4, 3, 2),
+        Tiles(64, 32, 32, 4, 3, 2),
+    ),
+    "rows_times_weight_t": _PRODUCT,  # by weight[e].T
+    "rows_times_weight": _PRODUCT,
+    "weight_gradient": _PRODUCT,
+    "weight_gradient_add": _PRODUCT,  # to a main gradient in 16 bits
+    "weight_gradient_add_fp32": _PRODUCT,
+    "spread_rows": (  # cols at a time, at most
+        Tiles(1, 2048, 0, 8, 1, 1),
+        Tiles(1, 2048, 0, 4, 1, 1),
+        Tiles(1, 1024, 0, 8, 1, 1),
+        Tiles(1, 1024, 0, 4, 1, 1),
+        Tiles(1, 4096, 0, 8, 1, 1),
+    ),
+    "sum_rows": (
+        Tiles(1, 2048, 0, 4, 1, 1),
+        Tiles(1, 2048, 0, 8, 1, 1),
+        Tiles(1, 1024, 0, 4, 1, 1),
+        Tiles(1, 1024, 0, 2, 1, 1),
+        Tiles(1, 512, 0, 2, 1, 1),
+    ),
+    "swiglu_backward": (
+        Tiles(2, 1024, 0, 8, 1, 1),
+        Tiles(2, 1024, 0, 4, 1, 1),
+        Tiles(1, 1024, 0, 4, 1, 1),
+        Tiles(4, 512, 0, 8, 1, 1),
+        Tiles(4, 256, 0, 4, 1, 1),
+    ),
+}
+
+
+class Problem(NamedTuple):
+    """What a choice of tiles is made for."""
+
+    kernel: str  # of CANDIDATES
+    dtype: torch.dtype
+    experts: int
+    height: int  # width of the result (weight gradients: its rows); K of kernels that move rows; 1 of swiglu_backward
+    width: int  # depth of the product (weight gradients: columns of the result); width of the rows moved
+    slots: int  # a power of two: see ``bucket``
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.kernel} {dtype} E{self.experts} {self.height}x{self.width} N{self.slots}"
+
+
+class Entry(NamedTuple):
+    """The outcome of tuning one problem."""
+
+    tiles: Tiles
+    microseconds: float
+    default_microseconds: float
+    is_exact: bool  # gave the default's very bits
+
+
+class Hardware(NamedTuple):
+    """What tiles depend on."""
+
+    key: str  # device, compute capability, version of Triton
+    processors: int
+    shared_bytes: int  # of one program
+    has_engine: bool  # copies tiles by itself: NVIDIA's tensor memory engine
+    keeps_last_stage: bool  # products read shared memory without a copy in registers, so every stage is a buffer
+
+
+Table = Mapping[str, Entry]  # by str(problem), of one device
+
+
+@functools.cache
+def hardware(device: torch.device) -> Hardware:
+    """Of an accelerator; of Triton's interpreter for the CPU, where everything fits."""
+    import triton
+
+    if device.type == "cpu":
+        return Hardware(f"interpreter, triton {triton.__version__}", 4, 1 << 60, True, True)
+    module = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    found = triton.runtime.driver.active.utils.get_device_properties(index)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    name = module.get_device_name(index)
+    arch = f"{capability[0]}.{capability[1]}" if device.type == "cuda" else device.type
+    return Hardware(
+        f"{name}, {arch}, triton {triton.__version__}",
+        found["multiprocessor_count"],
+        found["max_shared_mem"],
+        has_engine=capability >= (9, 0),
+        keeps_last_stage=capability[0] in (9, 10),
+    )
+
+
+def bucket(slots: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, slots - 1).bit_length()
+
+
+def shared_bytes(kernel: str, tiles: Tiles, machine: Hardware) -> int:
+    """Shared memory of a program: operands of the stages, in 16 bits, and room through which the result leaves.
+
+    What the compiler asks for and at most 1 KiB more where there is a memory engine, elsewhere more (a test compiles).
+    """
+    if not tiles.depth:
+        return 0
+    rows, cols, depth, _, stages, _ = tiles
+    wide = 2 * cols if kernel == "up_swiglu" else cols
+    result = rows * cols * 2
+    if kernel.startswith("weight_gradient_add"):  # leaves in four parts
+        result = rows * cols // 4 * (4 if kernel.endswith("fp32") else 2)
+    buffers = stages if machine.keeps_last_stage else stages - 1
+    return buffers * (rows + wide) * depth * 2 + result + 1024
+
+
+def fitting(problem: Problem, machine: Hardware) -> list[Tiles]:
+    """Candidates that a device has the shared memory for; the first is the default. Tiles much larger than the result
+    are left out, but for the default. Raises ValueError where none fits."""
+    fit = [t for t in CANDIDATES[problem.kernel] if shared_bytes(problem.kernel, t, machine) <= machine.shared_bytes]
+    if not fit:
+        raise ValueError(
+            f"{problem.kernel}: no tiles fit {machine.shared_bytes} bytes of shared memory on {machine.key}; "
+            "use another backend"
+        )
+    return fit[:1] + [t for t in fit[1:] if _is_sensible(problem, t)]
+
+
+def _is_sensible(problem: Problem, tiles: Tiles) -> bool:
+    if not tiles.depth:
+        return True
+    gradient = problem.kernel.startswith("weight_gradient")
+    rows, cols = (problem.height, problem.width) if gradient else (ROW_TILE, problem.height)
+    return tiles.rows <= max(64, bucket(rows)) and tiles.cols <= max(64, bucket(cols))
+
+
+def is_legal(kernel: str, tiles: Tiles, machine: Hardware) -> bool:
+    """Whether an entry read from a file may be launched: a declared candidate that fits."""
+    return tiles in CANDIDATES.get(kernel, ()) and shared_bytes(kernel, tiles, machine) <= machine.shared_bytes
+
+
+_tables: dict[str, Table] | None = None  # by Hardware.key; None: not read yet
+
+
+def use(tables: Mapping[str, Table] | None) -> None:
+    """Sets what every later launch of this process chooses from; None: read the disk again at the next launch."""
+    global _tables  # noqa: PLW0603  one process-wide choice is the point
+    _tables = None if tables is None else dict(tables)
+    _chosen.cache_clear()
+
+
+def table(device: torch.device) -> Table:
+    """The tuned entries in use on a device that may be launched there."""
+    global _tables  # noqa: PLW0603
+    if _tables is None:
+        from megatron.optimus.ops.triton import tile_cache
+
+        _tables = tile_cache.load()
+    machine = hardware(device)
+    entries = _tables.get(machine.key, {})
+    return {key: entry for key, entry in entries.items() if is_legal(key.split(" ", 1)[0], entry.tiles, machine)}
+
+
+def tiles_for(kernel: str, like: torch.Tensor, experts: int, height: int, width: int, slots: int) -> Tiles:
+    """The tiles to launch ``kernel`` with on a tensor's device and dtype."""
+    return _chosen(Problem(kernel, like.dtype, experts, height, width, bucket(slots)), like.device)
+
+
+@functools.cache
+def _chosen(problem: Problem, device: torch.device) -> Tiles:
+    entries = table(device)
+    for slots in (problem.slots, 2 * problem.slots, problem.slots // 2):
+        entry = entries.get(str(problem._replace(slots=slots)))
+        if entry is not None:
+            return entry.tiles
+    return fitting(problem, hardware(device))[0]
+
+
+def num_programs(tiles: Tiles, device: torch.device) -> int:
+    """Of a persistent kernel."""
+    return hardware(device).processors * tiles.programs
+
+
+def summary(device: torch.device) -> str:
+    """For the line that says what runs: "default tiles", or how many tuned ones there are."""
+    count = len(table(device))
+    return f"{count} tuned tiles" if count else "default tiles"
+
+
+def layer_problems(
+    experts: int, width: int, inner: int, topk: int, rows: int, dtype: torch.dtype, add_to: torch.dtype | None = None
+) -> list[Problem]:
+    """Every problem of one expert layer, forward and backward, on ``rows`` tokens. ``add_to``: the dtype of main
+    gradients that weight gradients are added to; None: they are not."""
+    D, F = (math.ceil(n / _ALIGN) * _ALIGN for n in (width, inner))
+    gradient = "weight_gradient" if add_to is None else "weight_gradient_add"
+    gradient += "_fp32" if add_to == torch.float32 else ""
+    shapes = (
+        ("up_swiglu", F, D),
+        ("rows_times_weight_t", D, F),
+        ("rows_times_weight", F, D),
+        ("rows_times_weight", D, 2 * F),
+        (gradient, D, F),
+        (gradient, 2 * F, D),
+        ("spread_rows", topk, D),
+        ("sum_rows", topk, D),
+        ("swiglu_backward", 1, F),
+    )
+    return [Problem(name, dtype, experts, height, depth, bucket(rows * topk)) for name, height, depth in shapes]
+
+
+def as_record(entry: Entry) -> dict[str, Any]:
+    """For JSON."""
+    return {**entry._asdict(), "tiles": entry.tiles._asdict()}
+
+
+def of_record(record: Any) -> Entry:
+    """Raises ValueError for anything but what ``as_record`` gives; whether the tiles are legal is another question."""
+    try:
+        tiles, times = record["tiles"], (record["microseconds"], record["default_microseconds"])
+        values = [tiles[name] for name in Tiles._fields]
+        whole = all(type(value) is int for value in values)
+        numbers = all(type(value) in (int, float) and math.isfinite(value) for value in times)
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"not an entry of tuned tiles: {record!r}") from error
+    if not (whole and numbers and type(record.get("is_exact")) is bool):
+        raise ValueError(f"not an entry of tuned tiles: {record!r}")
+    return Entry(Tiles(*values), *times, record["is_exact"])
