@@ -260,6 +260,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--preset", default="mula-7b-a1b")
     parser.add_argument("--num-layers", type=int, help="fewer layers than the preset")
+    parser.add_argument("--num-experts", type=int, help="fewer experts than the preset, as fewer ranks hold")
     parser.add_argument("--expert-parallel", type=int, default=1)
     parser.add_argument("--seq-length", type=int, default=4096)
     parser.add_argument("--micro-batch-size", type=int, default=1)

@@ -24,6 +24,8 @@ def run_config(args: argparse.Namespace) -> Any:
     ]
     if args.num_layers:
         words += ["--num-layers", str(args.num_layers)]
+    if args.num_experts:
+        words += ["--num-experts", str(args.num_experts)]
     if args.bucket_size:
         words += ["--ddp-bucket-size", str(args.bucket_size)]
     if args.reduce_in_bf16:
