@@ -83,7 +83,7 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
         with zipfile.ZipFile(path) as archive:
             yield archive
     except Exception as error:  # zipfile's own and the unpickler's are of any class
-        reason = str(error).strip().split("\n")[0][:300]
+        reason = str(error).strip().split("\n")[0][:160] or "it ends too early"
         raise ValueError(f"{path} cannot be read: {type(error).__name__}: {reason}; {_REMEDY}") from error
 
 

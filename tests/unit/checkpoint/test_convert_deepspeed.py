@@ -23,6 +23,7 @@ from megatron.optimus.models.hf_config import hf_config
 from megatron.optimus.models.hf_map import parameter_shapes
 from tests.helpers import run_distributed
 from tests.unit.checkpoint import stock_deepspeed as stock
+from tests.unit.checkpoint.test_convert_damage import damaged, tensors_of
 
 _EXPERTS = re.compile(r"(.*deepspeed_experts\.)(\d+)(\..*)")
 
@@ -264,6 +265,17 @@ def test_damaged_and_disguised_archives(tmp_path, stock_runs):
         for entry in source.infolist():
             target.writestr(entry.filename, source.read(entry))
     refused(file.read_bytes(), r"is compressed \(\d+ bytes\); torch.save does not compress")
+    file.write_bytes(good)
+    convert(run, tmp_path / "whole", to="optimus", model_config=config)
+    states = first_state(folder)
+    for number, data in enumerate(damaged(states.read_bytes(), 0, states.stat().st_size, seed=9)):
+        states.write_bytes(data)
+        try:
+            convert(run, tmp_path / str(number), to="optimus", model_config=config)
+        except CheckpointError as error:
+            assert states.name in str(error) and "\n" not in str(error)
+        else:
+            assert tensors_of(tmp_path / str(number)) == tensors_of(tmp_path / "whole")
     file.unlink()
     file.symlink_to("/etc/passwd")
     with pytest.raises(CheckpointError, match=r"not a regular file .*put a copy there"):
