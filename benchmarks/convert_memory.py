@@ -10,7 +10,8 @@ compared byte by byte with what the source holds, and its blocks are freed (the 
 destination needs room for one file only. On a tmpfs holes cost nothing to read.
 
 The export runs in this process, by the function that tools/convert_checkpoint.py calls. What is reported is the peak of
-its anonymous memory and of its resident set (which counts mapped file pages too), the conversion alone.
+its anonymous memory and of its resident set (which counts mapped file pages too), the conversion alone; ``read_bytes``:
+what it read, from the disk or its cache, mapped files not counted.
 """
 
 from __future__ import annotations
@@ -139,6 +140,11 @@ class Checked:
             raise SystemExit(f"{len(self._matrices)} tensors were not written, such as {next(iter(self._matrices))}")
 
 
+def bytes_read() -> int:
+    """By this process, from the disk or its cache."""
+    return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
+
+
 class Memory:
     """Peaks of RssAnon and VmRSS in bytes, sampled every 5 ms."""
 
@@ -188,10 +194,10 @@ def main() -> None:
         (folder / "source").mkdir()
         read = write_source(folder / "source", run, args.kind, args.filled)
         with Memory() as memory:
-            start = time.perf_counter()
+            start, before = time.perf_counter(), bytes_read()
             options = Options(max_shard_bytes=args.max_shard_size)
             done = convert(folder / "source", folder / "hf", to="hf", options=options, verify=args.verify)
-            seconds = time.perf_counter() - start
+            seconds, total_read = time.perf_counter() - start, bytes_read() - before
         num_files = len(list((folder / "hf").glob("*.safetensors")))
     finally:
         shutil.rmtree(folder)
@@ -205,6 +211,7 @@ def main() -> None:
         "parameters": sum(math.prod(shape) for shape in shapes.values()),
         "largest_piece_bytes": KINDS[args.kind][2] * max(math.prod(shape) for shape in shapes.values()),
         "source_bytes": read,
+        "read_bytes": total_read,
         "written_bytes": done.num_bytes,
         "written_tensors": len(done.tensors),
         "written_files": num_files,

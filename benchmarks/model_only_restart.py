@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -80,10 +80,11 @@ def main() -> None:
         "steps": options.steps,
         "restarted_after": options.steps // 2,
         "mean": {key: round(mean(one[key] for one in seeds), 5) for key in keys},
+        "standard_deviation": {key: round(stdev(one[key] for one in seeds), 5) for key in keys if len(seeds) > 1},
         "seeds": seeds,
     }
     options.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result["mean"]))
+    print(json.dumps([result["mean"], result["standard_deviation"]]))
 
 
 if __name__ == "__main__":

@@ -1,27 +1,36 @@
-"""Files of torch.save: the only place of this package that calls torch.load, and no file can make it run code.
+"""Files of torch.save: the only place that calls torch.load, and no file can make it run code.
 
-Pickle can name any function. Here tensors and plain containers are what they are, DeepSpeed's and other known
-bookkeeping classes become empty shells that keep their attributes, and every other name is refused. Tensors are mapped,
-not read, and the archive must be uncompressed, so a small file cannot become a large allocation. The converters of
-megatron.optimus follow the same rules in code of their own: this package knows nothing of them, and they must start
-without importing DeepSpeed.
+Pickle can name any function. Here tensors and plain containers are what they are, known bookkeeping classes (arguments,
+loss scalers, enums, random states) become empty shells that keep their attributes, and every other name is refused
+before anything is built. Tensors are mapped, not read, and the archive must be uncompressed, so a small file cannot
+become a large allocation. The structure's checksum is compared before torch sees it; those of the tensors, which means
+to read them, by ``check_bytes``. The converters of megatron.optimus read their foreign files here too.
 """
 
 from __future__ import annotations
 
 import re
+import stat
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-_BOOKKEEPING = re.compile(r"argparse\.Namespace|pathlib\.\w+|_codecs\.encode|(deepspeed|numpy)(\.\w+)+")
+# Their content is bookkeeping, never a tensor of the model.
+_SHELLS = re.compile(
+    r"argparse\.Namespace|_codecs\.encode|_io\.BytesIO|collections\.\w+|pathlib\.\w+"
+    r"|(deepspeed|megatron|numpy|transformer_engine)(\.\w+)+"
+)
 _MAX_PICKLE_BYTES = 1 << 28  # of structure: torch reads it whole, before anything can be refused
+_CHUNK = 1 << 22
+_REMEDY = "it is damaged, or no file of torch.save's zip format; copy it again, or take another checkpoint"
 
 
 class Shell:
-    """Stands in for an object of a class that is not loaded."""
+    """Stands in for an object of a class that is not loaded; keeps the attributes that the file gives it."""
 
     def __new__(cls, *_: Any, **__: Any) -> Shell:
         return object.__new__(cls)
@@ -35,32 +44,59 @@ class Shell:
 
 
 def read_torch(path: Path) -> Any:
-    """What torch.save wrote, tensors mapped into memory on the CPU. Raises ValueError naming file and reason."""
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist")
-    try:
-        _check_archive(path)
+    """What torch.save wrote, tensors mapped into memory on the CPU. Raises ValueError naming file, reason, remedy."""
+    with _archive(path) as archive:
+        for entry in archive.infolist():
+            _check_entry(entry, path.stat().st_size)
+        for entry in archive.infolist():
+            if not re.search(r"/data/\d+$", entry.filename):
+                _read_through(archive, entry)
         named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        foreign = sorted(name for name in named if not _BOOKKEEPING.fullmatch(name))
+        foreign = sorted(name for name in named if not _SHELLS.fullmatch(name))
         if not foreign:
             with torch.serialization.safe_globals([(Shell, name) for name in named]):
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # the unpickler raises whatever the bytes provoke
-        reason = str(error).strip().split("\n")[0][:300]
-        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {reason}") from error
-    raise ValueError(f"{path} is refused: it names {', '.join(foreign[:5])}; a checkpoint must not contain code")
+    raise ValueError(
+        f"{path} is refused: it names {', '.join(foreign[:5])}, which is neither a tensor nor known bookkeeping; a "
+        "checkpoint must not contain code: save it again without such objects"
+    )
 
 
-def _check_archive(path: Path) -> None:
-    """Raises ValueError for an archive that could ask for more memory than the file has bytes."""
-    size = path.stat().st_size
-    with zipfile.ZipFile(path) as archive:
+def check_bytes(path: Path) -> None:
+    """Reads the whole file and compares every CRC-32 that torch.save left. Raises ValueError as ``read_torch`` does."""
+    with _archive(path) as archive:
         for entry in archive.infolist():
-            if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > size:
-                raise ValueError(
-                    f"{entry.filename} is compressed ({entry.file_size} bytes); torch.save does not compress"
-                )
-            if entry.filename.endswith(".pkl") and entry.file_size > _MAX_PICKLE_BYTES:
-                raise ValueError(
-                    f"{entry.filename} has {entry.file_size} bytes of structure, the limit is {_MAX_PICKLE_BYTES}"
-                )
+            _check_entry(entry, path.stat().st_size)
+            _read_through(archive, entry)
+
+
+@contextmanager
+def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
+    """The file, opened; whatever its bytes provoke inside becomes a ValueError."""
+    try:
+        mode = path.lstat().st_mode
+    except OSError as error:
+        raise ValueError(f"{path} does not exist or cannot be reached ({error.strerror}); copy it again") from error
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"{path} is not a regular file (links are not followed inside a checkpoint); put a copy there")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            yield archive
+    except Exception as error:  # zipfile's own and the unpickler's are of any class
+        reason = str(error).strip().split("\n")[0][:160] or "it ends too early"
+        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {reason}; {_REMEDY}") from error
+
+
+def _check_entry(entry: zipfile.ZipInfo, size: int) -> None:
+    """Raises ValueError for what could ask for more memory than the file has bytes."""
+    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > size:
+        raise ValueError(f"{entry.filename} is compressed ({entry.file_size} bytes); torch.save does not compress")
+    if entry.filename.endswith(".pkl") and entry.file_size > _MAX_PICKLE_BYTES:
+        raise ValueError(f"{entry.filename} has {entry.file_size} bytes of structure, the limit is {_MAX_PICKLE_BYTES}")
+
+
+def _read_through(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
+    """Reading to the end compares the checksum."""
+    with archive.open(entry) as file:
+        while file.read(_CHUNK):
+            pass

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of, world_group
-from deepspeed_ext.torch_files import Shell, read_torch
+from deepspeed_ext.torch_files import Shell, check_bytes, read_torch
 from deepspeed_ext.zero.agreement import gather, raise_together
 from deepspeed_ext.zero.optimizer import EPZeroOptimizer
 
@@ -111,6 +112,8 @@ def load_optimizer(optimizer: EPZeroOptimizer, folder: Path, load_states: bool) 
     steps: set[int] = set()
     error = None
     try:
+        for path in sorted(folder.rglob("*.pt"))[dist.get_rank() :: dist.get_world_size()]:
+            check_bytes(path)  # each by one rank: whoever needs a part of a file reads no more than that
         if load_states and (folder / "zero/optimizer_state.pt").exists():
             general = read_torch(folder / "zero/optimizer_state.pt")
         for shard in optimizer.state_shards():

@@ -88,6 +88,12 @@ def test_corrupted_checkpoint_falls_back_to_the_one_before(tmp_path: Path, pretr
 def test_a_checkpoint_of_another_shape_names_the_options(tmp_path: Path, pretrain: Program) -> None:
     assert pretrain(tmp_path, "--train-iters", "2").returncode == 0
     fail(pretrain(tmp_path, "--num-layers", "3"), "not in the checkpoint", "model.num_layers 2 -> 3", "another folder")
+    remedy = ("--save and --run-dir", "--load with --no-load-optim")
+    told = "holds the states of optimizer=adam, this run has optimizer=lion"
+    fail(pretrain(tmp_path, "--optimizer", "lion"), told, *remedy)  # lion's only state has the name of one of adam's
+    assert pretrain(tmp_path / "lion", "--train-iters", "2", "--optimizer", "lion").returncode == 0
+    told = "holds the states of optimizer=lion, this run has optimizer=adam"
+    fail(pretrain(tmp_path / "lion"), told, "optimizer.optimizer lion -> adam", *remedy)
     assert (tmp_path / "checkpoints" / "step-00000002").is_dir()
 
 

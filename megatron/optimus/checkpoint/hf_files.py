@@ -41,9 +41,13 @@ def read_json(path: Path) -> dict[str, Any]:
         size = path.stat().st_size
         if size > _MAX_JSON_BYTES:
             raise CheckpointError(f"{path}: {size} bytes, limit {_MAX_JSON_BYTES}")
-        return parse_json(path.read_bytes(), str(path))
+        data = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
+    try:
+        return parse_json(data, str(path))
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; it is damaged, copy it again") from error
 
 
 class HFFolder:

@@ -217,7 +217,7 @@ class ShardReader:
         try:
             self._file = safe_open(str(path), framework="pt", device="cpu")
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: header is damaged: {error}") from error
+            raise CheckpointError(f"{path}: header is damaged: {error}; copy the file again") from error
         self.keys = frozenset(self._file.keys())
 
     def describe(self, key: str) -> tuple[str, tuple[int, ...]]:
@@ -229,7 +229,7 @@ class ShardReader:
         try:
             return self._file.get_tensor(key)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self.path}: tensor {key}: cannot be read: {error}") from error
+            raise CheckpointError(f"{self.path}: tensor {key}: cannot be read: {error}; copy the file again") from error
 
 
 def parse_json(data: bytes, source: str) -> dict[str, Any]:

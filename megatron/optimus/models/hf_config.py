@@ -173,6 +173,8 @@ _LACKING = {
     "num_nextn_predict_layers": "multi-token prediction",
     "partial_rotary_factor": "rotation of a part of each head",
     "final_logit_softcapping": "capped logits",
+    "routed_scaling_factor": "a factor on the experts' sum",
+    "quantization_config": "quantized weights",
 }
 
 
@@ -312,6 +314,10 @@ def _supported_family(hf: dict[str, Any]) -> Family:
     if family is not None:
         return family
     lacking = [f"{what} ({name}={hf[name]!r})" for name, what in _LACKING.items() if hf.get(name)]
+    rope = hf.get("rope_scaling")
+    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+    if isinstance(kind, str) and kind not in _ROPE_FIELDS:
+        lacking.append(f"stretched rotation of this kind (rope_scaling={kind!r})")
     reason = f"; it needs what this model does not have: {', '.join(lacking)}" if lacking else ""
     raise ConfigError(
         f"config.json: model_type={model_type!r} is not supported{reason}; supported: {one_of(sorted(FAMILIES))}"

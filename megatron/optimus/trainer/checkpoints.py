@@ -144,12 +144,13 @@ class Checkpoints:
         """For a checkpoint of another shape: what this run asks for that the checkpoint's did not."""
         before = self._tried.config if self._tried is not None else {}
         changes = changed_options(before, to_dict(self._config))
-        shape = [text for text in changes if text.startswith(("model.", "optimizer.optimizer"))] if before else []
+        shape = [text for text in changes if text.startswith(("model.", "optimizer.optimizer "))] if before else []
         if not shape:
             return ""
         return (
-            f". Changed since that checkpoint: {', '.join(shape)}; go back to those values, name another folder with "
-            "--save and --run-dir, or start from its weights alone with --load and --finetune where shapes are equal"
+            f". Changed since that checkpoint: {', '.join(shape)}; go back to those values, or name another folder "
+            "with --save and --run-dir, and where shapes are equal take its weights alone: --load with "
+            "--no-load-optim, or with --finetune from step 0"
         )
 
     def _resume(self) -> tuple[int, int]:
@@ -192,6 +193,9 @@ class Checkpoints:
         self._tried = manifest
         if manifest.kind == "model":
             return self._weight_requests(manifest)
+        before, now = manifest.config.get("optimizer", {}).get("optimizer"), self._config.optimizer.optimizer.value
+        if before not in (None, now):  # states of the same name would be taken for what they are not
+            raise CheckpointError(f"it holds the states of optimizer={before}, this run has optimizer={now}")
         slices = state.training_slices(self._model, self._state, buffers=True)
         self._rng: list[TensorSlice] = []
         for piece in self._rng_slices():

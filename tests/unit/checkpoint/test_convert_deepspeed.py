@@ -23,6 +23,7 @@ from megatron.optimus.models.hf_config import hf_config
 from megatron.optimus.models.hf_map import parameter_shapes
 from tests.helpers import run_distributed
 from tests.unit.checkpoint import stock_deepspeed as stock
+from tests.unit.checkpoint.test_convert_damage import damaged, tensors_of
 
 _EXPERTS = re.compile(r"(.*deepspeed_experts\.)(\d+)(\..*)")
 
@@ -238,7 +239,7 @@ def test_pickles_with_code_are_refused_and_not_run(tmp_path, stock_runs):
         run, folder, config = copied(stock_runs, tmp_path / file, "moe-z1-ep2-bf16")
         target = first_state(folder) if file == "optimizer" else folder / file
         rewrite(target, lambda content: content.update(ds_config={"a": Runs(mark)}))
-        with pytest.raises(CheckpointError, match=r"refused: it names (posix|nt)\.system"):
+        with pytest.raises(CheckpointError, match=r"is refused: it names (posix|nt)\.system"):
             convert(run, tmp_path / "ours", to="optimus", model_config=config)
     assert not mark.exists() and not (tmp_path / "ours").exists()
 
@@ -254,17 +255,28 @@ def test_damaged_and_disguised_archives(tmp_path, stock_runs):
             convert(run, tmp_path / "ours", to="optimus", model_config=config)
         assert not (tmp_path / "ours").exists()
 
-    refused(good[: len(good) // 2], "damaged, or not a file of torch.save")
-    refused(b"", "damaged, or not a file of torch.save")
-    refused(pickle.dumps({"module": {}}), "damaged, or not a file of torch.save")
+    refused(good[: len(good) // 2], "cannot be read: .*damaged, or no file of torch.save.*copy it again")
+    refused(b"", "cannot be read: .*damaged, or no file of torch.save.*copy it again")
+    refused(pickle.dumps({"module": {}}), "cannot be read: .*damaged, or no file of torch.save.*copy it again")
     weights = torch.load(io.BytesIO(good), weights_only=False)["module"]["layers.1.mlp.up_proj.weight"]
     at = good.index(weights.contiguous().view(torch.uint8).numpy().tobytes())
     refused(good[: at + 5] + bytes([good[at + 5] ^ 4]) + good[at + 6 :], "Bad CRC-32")
     with zipfile.ZipFile(io.BytesIO(good)) as source, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as target:
         for entry in source.infolist():
             target.writestr(entry.filename, source.read(entry))
-    refused(file.read_bytes(), "is compressed; torch.save does not compress")
+    refused(file.read_bytes(), r"is compressed \(\d+ bytes\); torch.save does not compress")
+    file.write_bytes(good)
+    convert(run, tmp_path / "whole", to="optimus", model_config=config)
+    states = first_state(folder)
+    for number, data in enumerate(damaged(states.read_bytes(), 0, states.stat().st_size, seed=9)):
+        states.write_bytes(data)
+        try:
+            convert(run, tmp_path / str(number), to="optimus", model_config=config)
+        except CheckpointError as error:
+            assert states.name in str(error) and "\n" not in str(error)
+        else:
+            assert tensors_of(tmp_path / str(number)) == tensors_of(tmp_path / "whole")
     file.unlink()
     file.symlink_to("/etc/passwd")
-    with pytest.raises(CheckpointError, match="not a regular file"):
+    with pytest.raises(CheckpointError, match=r"not a regular file .*put a copy there"):
         open_source(run, config)

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.optimus.checkpoint import Manifest, save
-from megatron.optimus.checkpoint.convert import FORMATS, convert
+from megatron.optimus.checkpoint import CheckpointError, Manifest, save
+from megatron.optimus.checkpoint.chunks import ShardFiles
+from megatron.optimus.checkpoint.convert import FORMATS, Options, convert, open_source
+from megatron.optimus.checkpoint.convert.source import units
 from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, Piece, TensorEntry
 from megatron.optimus.checkpoint.shards import shard_header
 from megatron.optimus.checkpoint.slices import TensorSlice
@@ -91,6 +93,39 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
         assert done.returncode == 0, done.stderr
         grew = int(done.stdout.split("GREW")[1])
         assert grew < 140 * _MB, (to, grew / _MB)
+
+
+@pytest.mark.parametrize(("to", "times"), [("hf", 1), ("universal", 1), ("zero", 1), ("megatron", 2)])
+def test_every_byte_of_the_source_is_read_once(tmp_path, monkeypatch, to, times):
+    """Hashed on the way; only where matrices are wanted out of order is a piece read once more, to verify it before."""
+    size, read, whole = write_model(tmp_path / "model", 4), [], ShardFiles.read
+
+    def counted(files, chunk, buffer):
+        read.append(chunk.num_bytes)
+        return whole(files, chunk, buffer)
+
+    monkeypatch.setattr(ShardFiles, "read", counted)
+    options = Options(tp=2) if to == "megatron" else Options(names="hf")
+    convert(tmp_path / "model", tmp_path / to, to=to, options=options)
+    assert size <= sum(read) <= times * size
+    if times == 1:
+        assert sum(read) == size
+    shard = next((tmp_path / "model/model-00000001").glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    for at in (len(data) - 1, len(data) // 2):  # whatever was made of it before the piece's last byte came
+        data[at] ^= 1
+        shard.write_bytes(data)
+        with pytest.raises(CheckpointError, match="damaged: xxh3_128"):
+            convert(tmp_path / "model", tmp_path / "not", to=to, options=options)
+        assert not (tmp_path / "not").exists()
+        source = open_source(tmp_path / "model")
+        for name, start, stop in units(source.model):
+            if start == 0:
+                source.read(name, "weight", 0, stop // 2 if stop > 256 else stop)
+        with pytest.raises(CheckpointError, match="damaged: xxh3_128"):
+            source.finish()  # the rest is looked at although nobody wanted it
+        source.close()
+        data[at] ^= 1
 
 
 @pytest.mark.parametrize("name", ["mula-1b", "mula-7b-a1b", "mula-20b-a2b", "mula-100b-a7b", "mula-220b-a10b"])

@@ -142,8 +142,13 @@ def test_what_hugging_face_cannot_express_is_named(config, changes, message):
     [
         ({"model_type": "gpt2"}, "model_type='gpt2' is not supported; supported: llama, mixtral, olmo"),
         (
-            {"model_type": "deepseek_v3", "kv_lora_rank": 512, "n_shared_experts": 1, "n_group": 8},
-            r"multi-head latent attention \(kv_lora_rank=512\), shared experts .*, group-limited routing \(n_group=8\)",
+            # the fields of DeepSeek-V3's config.json that bear on the function, all of them
+            {"model_type": "deepseek_v3", "kv_lora_rank": 512, "n_shared_experts": 1, "n_group": 8}
+            | {"first_k_dense_replace": 3, "num_nextn_predict_layers": 1, "routed_scaling_factor": 2.5}
+            | {"quantization_config": {"quant_method": "fp8"}, "rope_scaling": {"type": "yarn", "factor": 40}},
+            r"multi-head latent attention \(kv_lora_rank=512\), shared experts .*, group-limited routing .*, dense"
+            r" layers before .*, multi-token prediction .*, a factor on the experts' sum \(.*2.5\), quantized"
+            r" weights .*, stretched rotation of this kind \(rope_scaling='yarn'\); supported: ",
         ),
         ({"model_type": None}, "model_type=None"),
         ({"sliding_window": 128}, "sliding_window=128 is not supported"),

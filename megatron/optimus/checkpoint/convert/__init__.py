@@ -94,6 +94,7 @@ def _convert(
     def write(directory: Path) -> None:
         nonlocal compared
         plan.write(directory)
+        source.finish()
         if verify:
             written = plan.open(directory)
             try:
@@ -143,6 +144,7 @@ def _compare(source: Source, written: Source, dtype: str | None) -> int:
                     f"--verify: {name} ({kind}) elements [{start}, {stop}) read back differ from the source"
                 )
             compared.add((name, kind))
+    written.finish()
     return len(compared)
 
 

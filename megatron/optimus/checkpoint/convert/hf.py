@@ -12,7 +12,7 @@ from megatron.optimus.checkpoint.convert.plan import Options, Plan, Written, par
 from megatron.optimus.checkpoint.convert.source import WEIGHT, Foreign, ForeignSource, Source
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.hf_files import HFFolder, Tokenizer, read_json, token_ids_of, write_json, write_weights
-from megatron.optimus.config.schema import ModelConfig, RunConfig, TokenizerType
+from megatron.optimus.config.schema import ConfigError, ModelConfig, RunConfig, TokenizerType
 from megatron.optimus.models.hf_config import hf_config, model_config_from_hf
 from megatron.optimus.models.hf_map import parameter_shapes, to_hf
 
@@ -37,7 +37,10 @@ class HFSource(ForeignSource):
 
     def __init__(self, path: Path) -> None:
         config = read_json(path / "config.json")
-        run = RunConfig(model=model_config_from_hf(config))
+        try:
+            run = RunConfig(model=model_config_from_hf(config))
+        except ConfigError as error:
+            raise ConfigError(f"{path / 'config.json'}: {str(error).removeprefix('config.json: ')}") from error
         tokenizer = path if Tokenizer.find(path) else None
         if tokenizer is not None:
             run.data.tokenizer_type, run.data.tokenizer_model = TokenizerType.HF, str(path.resolve())

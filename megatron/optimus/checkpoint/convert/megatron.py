@@ -39,6 +39,7 @@ from megatron.optimus.config.schema import ConfigError, Normalization, RunConfig
 _POINTER = "latest_checkpointed_iteration.txt"
 _FILE = "model_optim_rng.pt"
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?(?:_(\d{3}))?")
+_WITHOUT_POINTER = "give the iteration's own folder as the source"
 _NORMS = re.compile(r".*(layernorm\.|layer_norm_)(weight|bias)")
 
 
@@ -47,8 +48,13 @@ def _iteration_folder(path: Path) -> Path:
         return path
     text = read_small_file(path / _POINTER, 64).decode("utf-8", "replace").strip()
     if text != "release" and not re.fullmatch(r"\d{1,12}", text):
-        raise CheckpointError(f"{path / _POINTER}: {text[:50]!r} is neither an iteration nor 'release'")
-    return path / (text if text == "release" else f"iter_{int(text):07d}")
+        raise CheckpointError(
+            f"{path / _POINTER}: {text[:50]!r} is neither an iteration nor 'release'; {_WITHOUT_POINTER}"
+        )
+    folder = path / (text if text == "release" else f"iter_{int(text):07d}")
+    if not folder.is_dir():
+        raise CheckpointError(f"{path / _POINTER}: names {folder.name}, which is not there; {_WITHOUT_POINTER}")
+    return folder
 
 
 def recognise(path: Path) -> bool:
@@ -65,7 +71,7 @@ class MegatronSource(ForeignSource):
         self._files = _rank_files(folder)
         contents = {rank: _read_rank(file) for rank, file in self._files.items()}
         first = contents[0, 0, 0]
-        about = _describe(folder, first, model_config)
+        about = _describe(self._files[0, 0, 0], first, model_config)
         iteration = first.get("iteration", about.step)
         step = iteration if type(iteration) is int and iteration >= 0 else about.step
         super().__init__(
@@ -224,7 +230,8 @@ def _rank_files(folder: Path) -> dict[Rank, Path]:
     single_suffix_is_expert = False
     if any(match[2] and not match[3] for match in names.values()):
         first = _read_rank(folder / min(names) / _FILE)
-        single_suffix_is_expert = getattr(first.get("args"), "expert_model_parallel_size", 1) > 1
+        size = getattr(first.get("args"), "expert_model_parallel_size", 1)
+        single_suffix_is_expert = type(size) is int and size > 1
     files: dict[Rank, Path] = {}
     for name, match in names.items():
         second, third = int(match[2] or 0), int(match[3] or 0)
@@ -242,27 +249,28 @@ def _rank_files(folder: Path) -> dict[Rank, Path]:
 def _read_rank(file: Path) -> dict[str, Any]:
     content = read_torch(file)
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
-        more = "; interleaved (virtual) pipeline stages are not read" if "model0" in (content or {}) else ""
-        raise CheckpointError(f"{file}: has no 'model' with the weights{more}")
+        virtual = isinstance(content, dict) and "model0" in content
+        more = "interleaved (virtual) pipeline stages are not read" if virtual else "it is no checkpoint of Megatron"
+        raise CheckpointError(f"{file}: has no 'model' with the weights; {more}")
     version = content.get("checkpoint_version", 3.0)
     if version != 3.0:
         raise CheckpointError(f"{file}: checkpoint_version {version!r} orders QKV differently; only 3.0 is read")
     return content
 
 
-def _describe(folder: Path, first: dict[str, Any], model_config: Path | None) -> Description:
+def _describe(file: Path, first: dict[str, Any], model_config: Path | None) -> Description:
     if model_config is not None:
         return read_model_config(model_config)
-    found = read_sidecar(folder)
+    found = read_sidecar(file.parent.parent)
     if found is not None:
         return found
     arguments = first.get("args")
-    if arguments is None:
-        raise CheckpointError(f"{folder}: the files have no 'args'; describe the model with --model-config")
-    values = arguments if isinstance(arguments, dict) else vars(arguments)
+    values = arguments if isinstance(arguments, dict) else getattr(arguments, "__dict__", {})
+    if not values:
+        raise CheckpointError(f"{file}: has no 'args'; describe the model with --model-config")
     try:
         model = model_from_arguments(values)
     except ConfigError as error:
-        raise CheckpointError(f"{folder}: args: {error}") from error
+        raise CheckpointError(f"{file}: args: {error}") from error
     samples = values.get("consumed_train_samples")
     return Description(RunConfig(model=model), 0, samples if type(samples) is int and samples >= 0 else 0)

@@ -69,7 +69,7 @@ _LLAMA3 = {"rotary_low_freq_factor": 1.0, "rotary_high_freq_factor": 4.0, "rotar
 def model_from_arguments(args: Mapping[str, Any]) -> ModelConfig:
     """Our options. Raises ConfigError naming the argument that is missing or not supported."""
     for name, allowed in _CONSTANTS.items():
-        if name in args and not any(args[name] == value and type(args[name] == value) is bool for value in allowed):
+        if name in args and not any((args[name] == value) is True for value in allowed):  # not a tensor's opinion
             raise ConfigError(f"{name}={args[name]!r} is not supported; only {allowed[0]!r} is")
     options: dict[str, Any] = {name: _number(args, name, kind) for name, kind in _NUMBERS.items()}
     options |= {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import xxhash
 
-from megatron.optimus.checkpoint.chunks import CHUNK_BYTES, ShardFiles, chunks_of
+from megatron.optimus.checkpoint.chunks import CHUNK_BYTES, Chunk, ShardFiles
 from megatron.optimus.checkpoint.commit import write_synced
 from megatron.optimus.checkpoint.convert.plan import DTYPES, Options, Plan, Written
 from megatron.optimus.checkpoint.convert.source import MASTER, MOMENTS, WEIGHT, Source, same_names, units
@@ -29,8 +30,21 @@ OPTIMIZER_STEPS_FIELD = "optimizer_step_count"  # the trainer's: bias correction
 BUFFER = "buffer"
 
 
+@dataclass
+class _Hashed:
+    """How far a piece has been hashed: its first ``count`` elements."""
+
+    entry: TensorEntry
+    count: int = 0
+    digest: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
+
+
 class OptimusSource(Source):
-    """A full or model-only checkpoint. Every stored piece is verified the first time it is touched."""
+    """A full or model-only checkpoint.
+
+    A piece is verified when its last byte has been read, in ``finish`` at the latest: what was made of it must not be
+    used before.
+    """
 
     def __init__(self, path: Path) -> None:
         path = resolve(path)
@@ -54,6 +68,7 @@ class OptimusSource(Source):
         self.resources.append(self._files)
         self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
         self._verified: set[Piece] = set()
+        self._hashed: dict[Piece, _Hashed] = {}  # of which a beginning has been read
         shapes = parameter_shapes(self.model)
         for kind in (MASTER, *MOMENTS) if manifest.kind == "full" else (WEIGHT,):
             stored = {name: entry for (name, entry_kind), entry in manifest.tensors.items() if entry_kind == kind}
@@ -73,25 +88,50 @@ class OptimusSource(Source):
     def read(self, name: str, kind: str, start: int, stop: int) -> torch.Tensor:
         return self._load(self._manifest.tensors[name, kind], start, stop)
 
+    def finish(self) -> None:
+        for piece in list(self._hashed):
+            self._hash_rest(piece)
+
     def _load(self, entry: TensorEntry, start: int, stop: int) -> torch.Tensor:
-        """Reads a piece whole, to verify it, the first time it is touched, and after that only what is wanted of it."""
+        """Reads what is wanted of each piece and hashes it on the way, as long as one range follows the other.
+
+        A piece of which another part is wanted first is hashed whole before.
+        """
         tensor = torch.empty(stop - start, dtype=torch_dtype(entry.dtype))
         wanted = Place(entry.shape, start, stop)
         for piece in self._touching(entry, wanted):
-            digest = None if piece in self._verified else xxhash.xxh3_128()
-            for chunk in chunks_of(entry, piece):
+            low, high = 0, piece.stop - piece.start  # of the piece; what a box has of a range is not one range
+            if piece.box is None:
+                low, high = max(start, piece.start) - piece.start, min(stop, piece.stop) - piece.start
+            if piece not in self._verified and low != self._hashed.setdefault(piece, _Hashed(entry)).count:
+                self._hash_rest(piece)
+            for chunk in _ranges(entry, piece, low, high):
                 parts = list(common_parts(chunk.place, wanted))
-                if not parts and digest is None:
+                if not parts and piece in self._verified:
                     continue
-                data = self._files.read(chunk, self._buffer)
-                if digest is not None:
-                    digest.update(data.numpy().data)
-                    if chunk.is_last:
-                        self._files.check(chunk, digest.hexdigest())
-                        self._verified.add(piece)
+                data = self._read(chunk)
                 for source, target in parts:
                     target.view(tensor).copy_(source.view(data.view(tensor.dtype)))
         return tensor
+
+    def _hash_rest(self, piece: Piece) -> None:
+        """Raises DamagedError naming the tensor."""
+        progress = self._hashed[piece]
+        for chunk in _ranges(progress.entry, piece, progress.count, piece.stop - piece.start):
+            self._read(chunk)
+
+    def _read(self, chunk: Chunk) -> torch.Tensor:
+        """The chunk's bytes; those of a piece that is being hashed follow what has been hashed of it."""
+        data, piece = self._files.read(chunk, self._buffer), chunk.piece
+        progress = self._hashed.get(piece)
+        if progress is not None:
+            progress.digest.update(data.numpy().data)
+            progress.count = chunk.stop
+            if chunk.is_last:
+                self._files.check(chunk, progress.digest.hexdigest())
+                self._verified.add(piece)
+                del self._hashed[piece]
+        return data
 
     def _touching(self, entry: TensorEntry, wanted: Place) -> Iterator[Piece]:
         if any(piece.box is not None for piece in entry.pieces):
@@ -99,6 +139,13 @@ class OptimusSource(Source):
             return
         first = bisect_right(entry.pieces, wanted.start, key=lambda piece: piece.start) - 1
         yield from takewhile(lambda piece: piece.start < wanted.stop, entry.pieces[max(0, first) :])
+
+
+def _ranges(entry: TensorEntry, piece: Piece, low: int, high: int) -> Iterator[Chunk]:
+    """Elements [low, high) of a piece in chunks of what is read in one go."""
+    size = CHUNK_BYTES // torch_dtype(entry.dtype).itemsize
+    for first in range(low, high, size):
+        yield Chunk(entry, piece, first, min(first + size, high))
 
 
 def plan(source: Source, options: Options) -> Plan:

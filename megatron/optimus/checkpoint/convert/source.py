@@ -40,6 +40,9 @@ class Source(ABC):
     def read(self, name: str, kind: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of the flattened tensor, whole rows of it, in the stored dtype."""
 
+    def finish(self) -> None:  # noqa: B027 - most have nothing to do
+        """Checks what has been read and not been compared with a hash yet. Raises CheckpointError naming the tensor."""
+
     def close(self) -> None:
         for resource in self.resources:
             resource.close()

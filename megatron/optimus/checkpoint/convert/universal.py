@@ -43,6 +43,8 @@ class UniversalSource(ForeignSource):
         header: Any = {}
         if (folder / "mp_rank_00_model_states.pt").exists():
             header = read_torch(folder / "mp_rank_00_model_states.pt")
+            if not isinstance(header, dict):
+                raise CheckpointError(f"{folder}/mp_rank_00_model_states.pt: is a {type(header).__name__}, not a dict")
         numbers = {name: header.get(name) for name in ("iteration", "global_steps", "consumed_samples")}
         counts = {name: value for name, value in numbers.items() if type(value) is int and value >= 0}
         super().__init__(
@@ -69,9 +71,9 @@ class UniversalSource(ForeignSource):
                 continue
             tensors = {name: self._tensor(name, kind) for name in holders}
             found[kind] = {name: Foreign(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        first = next(iter(self._folders.values()))
+        first = next(iter(self._folders.values()), folder)
         if (first / "step.pt").exists():
-            self.optimizer_steps = int(read_torch(first / "step.pt"))
+            self.optimizer_steps = _steps(first / "step.pt")
         self.place(recognise_names(folder, found[MASTER], self.model), found)
 
     def fetch(self, key: str, kind: str) -> torch.Tensor:
@@ -87,6 +89,14 @@ class UniversalSource(ForeignSource):
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(f"{path}: holds no tensor 'param'")
         return tensor
+
+
+def _steps(path: Path) -> int:
+    content = read_torch(path)
+    try:
+        return int(content)
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: holds {str(content)[:50]!r}, not a number of steps; copy it again") from error
 
 
 def plan(source: Source, options: Options) -> Plan:

@@ -42,15 +42,21 @@ _MODEL_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _EXPERT_FILE = re.compile(r"layer_\d+_expert_(\d+)_mp_rank_\d+_model_states\.pt")
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _EXPERT_NAME = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
+_WITHOUT_POINTER = "give the checkpoint's own folder as the source"
 
 
 def tagged(path: Path, pointer: str) -> Path:
-    """The checkpoint that a text file names, or ``path`` itself when there is no such file."""
+    """The checkpoint that a text file names, or ``path`` itself when there is no such file.
+
+    Raises CheckpointError when the file names none.
+    """
     if not (path / pointer).is_file():
         return path
     tag = read_small_file(path / pointer, 4096).decode("utf-8", "replace").strip()
     if not _TAG.fullmatch(tag) or ".." in tag:
-        raise CheckpointError(f"{path / pointer}: {tag[:100]!r} is not the plain name of a folder")
+        raise CheckpointError(f"{path / pointer}: {tag[:100]!r} is not the plain name of a folder; {_WITHOUT_POINTER}")
+    if not (path / tag).is_dir():
+        raise CheckpointError(f"{path / pointer}: names {tag!r}, there is no such folder beside it; {_WITHOUT_POINTER}")
     return path / tag
 
 
@@ -171,8 +177,12 @@ class ZeroSource(ForeignSource):
                         if tensor.dtype != torch.float32 or tensor.dim() != 1:
                             raise ValueError(f"{kind} of {name} is {tensor.dtype} {tuple(tensor.shape)}, not flat fp32")
                         one.pieces[kind].append(tensor.narrow(0, address.start, address.numel))
-        except (KeyError, TypeError, AttributeError, ValueError, IndexError, RuntimeError) as error:
-            raise CheckpointError(f"{file}: not an optimizer file of ZeRO stage 1 or 2: {error}") from error
+        except (AttributeError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            reason = str(error).split("\n")[0]
+            raise CheckpointError(
+                f"{file}: not an optimizer file of ZeRO stage 1 or 2: {reason}; copy it again, or convert the weights "
+                "alone from a folder without the optimizer files"
+            ) from error
 
     def _global_name(self, name: str, ep_rank: int, ep_size: int) -> str:
         """Experts are numbered on their rank: expert i of rank r is r * (experts per rank) + i."""
