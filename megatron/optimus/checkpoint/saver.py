@@ -152,6 +152,16 @@ class Saver:
 
     # ---- what a training loop calls
 
+    def prepare(self, slices: Sequence[TensorSlice], header: Manifest) -> None:
+        """Does before the first step what the first ``start`` with such arguments would stand still for: agreeing on
+        who writes what, and host memory for the copy. Raises as ``start`` does.
+        """
+        self._plan(slices, header)
+        if self._asynchronous:
+            snapshot = self._snapshots.setdefault(header.kind, Snapshot(self._device))
+            task = "taking host memory for copies of checkpoints"
+            self._ranks.together(lambda: snapshot.reserve(_with_values(slices)), task, CheckpointError)
+
     def start(self, slices: Sequence[TensorSlice], header: Manifest, *, retain: int | None) -> list[Saved]:
         """Begins to save; returns what had to be finished first, and this one too unless saving is asynchronous.
 
@@ -180,7 +190,7 @@ class Saver:
         plan = self._plan(slices, header)
         [nonce] = self._ranks.broadcast([secrets.randbits(62)])
         temporary = commit.temporary_path(self._root, header.step, nonce, header.kind)
-        full = [piece for piece in slices if piece.start < piece.stop]
+        full = _with_values(slices)
         snapshot = None
         tensors = [piece.tensor for piece in full]
         if not self._asynchronous:
@@ -366,6 +376,10 @@ class Saver:
                 self._root,
                 newest.name,
             )
+
+
+def _with_values(slices: Sequence[TensorSlice]) -> list[TensorSlice]:
+    return [piece for piece in slices if piece.start < piece.stop]
 
 
 def _write(job: _Job, directory: Path) -> None:

@@ -49,6 +49,10 @@ class Snapshot:
         self._blocks: list[torch.Tensor] = []
         self._sources: Sequence[TensorSlice] = ()  # decoded states are ours alone: they must outlive the copy
 
+    def reserve(self, slices: Sequence[TensorSlice]) -> None:
+        """Takes the memory that a copy of ``slices`` will need: pinning gigabytes takes seconds."""
+        self._views(slices)
+
     @torch.no_grad()
     def take(self, slices: Sequence[TensorSlice]) -> list[torch.Tensor]:
         """Starts the copy; returns one 1-D host tensor per slice, in its stored dtype, filled after ``wait``."""

@@ -52,6 +52,12 @@ class Checkpoints:
 
     # ---- saving
 
+    def prepare(self) -> None:
+        """Call before the first step, so that the first save finds what it needs and stops nothing."""
+        for kind in ("full", "model") if self._config.checkpoint.model_only_save_interval > 0 else ("full",):
+            slices, _ = self._slices(kind)
+            self._saver.prepare(slices, self._header(kind, 0, 0))
+
     def before_update(self) -> None:
         """Call before the optimizer's step: what is being copied must not change. Local."""
         self._saver.before_update()
@@ -96,6 +102,11 @@ class Checkpoints:
             self._drain_s = max(self._drain_s or 0.0, one.drain_s)
 
     def _save(self, kind: str, step: int, consumed_samples: int) -> None:
+        slices, retain = self._slices(kind)
+        self._note(self._saver.start(slices, self._header(kind, step, consumed_samples), retain=retain))
+
+    def _slices(self, kind: str) -> tuple[list[TensorSlice], int | None]:
+        """What this rank writes of such a checkpoint, and how many of them are kept."""
         optimizer, mesh = self._state, self._mesh
         is_first = mesh.index("dense") == 0 and mesh.index("tp") == 0  # of its pipeline stage: it stores the buffers
         if kind == "full":
@@ -108,20 +119,21 @@ class Checkpoints:
             slices = [piece for piece in slices if piece.name in parts or piece.kind == "rng"]
         # What another pipeline stage holds as well, and counts: a tied embedding on the last one.
         repeated = {name for name, p in self._model.named_parameters() if getattr(p, "ds_pipe_replicated", False)}
-        slices = [piece for piece in slices if piece.name not in repeated]
-        header = Manifest(
+        return [piece for piece in slices if piece.name not in repeated], retain
+
+    def _header(self, kind: str, step: int, consumed_samples: int) -> Manifest:
+        return Manifest(
             kind,
             step,
             consumed_samples,
             to_dict(self._config),
-            {"optimizer_step_count": optimizer.step_count},
+            {"optimizer_step_count": self._state.step_count},
             {},
             {},
             layout=asdict(self._mesh.layout) | {"zero_stage": self._config.optimizer.zero_stage},
             packages=_packages(),
-            tokenizer_xxh3_128=_tokenizer_hash(self._config.data.tokenizer_model) if mesh.rank == 0 else None,
+            tokenizer_xxh3_128=_tokenizer_hash(self._config.data.tokenizer_model) if self._mesh.rank == 0 else None,
         )
-        self._note(self._saver.start(slices, header, retain=retain))
 
     def _rng_slices(self) -> list[TensorSlice]:
         states = {self._device.type: rng_state(self._device)}

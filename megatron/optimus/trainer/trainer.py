@@ -47,6 +47,7 @@ class Trainer:
         self.checkpoints = Checkpoints(config, mesh, device, self.model, self.engine)
         # Optimizer steps done; position in the order of samples, which is the whole state of the data.
         self.step, self.consumed_samples = self.checkpoints.resume()
+        self.checkpoints.prepare()
 
     def fit(self) -> int:
         """Trains up to ``train_iters`` steps, or up to a multiple of ``exit_interval``, or until a signal asks to stop.

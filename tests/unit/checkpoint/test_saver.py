@@ -191,6 +191,21 @@ def test_a_plan_serves_later_saves_until_the_slices_change(tmp_path, monkeypatch
     assert len(plans) == 2 and ("seen", "buffer") not in load_manifest(saved.path).tensors
 
 
+def test_what_is_prepared_is_not_made_again_by_the_first_save(tmp_path, monkeypatch):
+    it, slices = Saver(tmp_path), owned(whole_state(1))
+    it.prepare(slices, header(0))
+    assert not names(tmp_path)  # nothing is written
+    monkeypatch.setattr(saver, "make_plan", lambda *_: pytest.fail("planned again"))
+    blocks = it._snapshots["full"]._blocks
+    assert sum(len(block) for block in blocks) >= sum(piece.tensor.nbytes for piece in slices)
+    it.start(slices, header(7), retain=1)
+    [saved] = it.drain()
+    assert all(a is b for a, b in zip(it._snapshots["full"]._blocks, blocks, strict=True))
+    requests = whole_requests(whole_state(1))
+    load(saved.path, requests)
+    assert_holds(requests, whole_state(1))
+
+
 def test_a_lost_claim_stops_the_commit(tmp_path):
     def check():
         raise CheckpointError("no longer ours")
