@@ -29,7 +29,7 @@ from megatron.optimus.config.schema import ConfigError, Precision, RunConfig
 from megatron.optimus.ops.triton import tile_cache, tiles
 from megatron.optimus.ops.triton.tiles import Problem
 from megatron.optimus.runtime import device as devices
-from megatron.optimus.runtime import launch_env, log
+from megatron.optimus.runtime import launch_env
 
 OWN = ("--tokens", "--again", "--explain")
 
@@ -39,7 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or "--help" in words or "-h" in words:
         sys.stdout.write(__doc__ or "")
         return 0
-    log.setup(0)
     try:
         tokens = take_tokens(words)
         config = load([word for word in words if word not in OWN], own_flags=OWN).config

@@ -1,0 +1,245 @@
+"""The choice of tiles and the file of tuned ones, without Triton: what fits, what is asked for, what is believed."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.optimus.ops.triton import tile_cache
+from megatron.optimus.ops.triton import tiles as tiles_module
+from megatron.optimus.ops.triton.tiles import (
+    CANDIDATES,
+    ROW_TILE,
+    Entry,
+    Hardware,
+    Problem,
+    Tiles,
+    bucket,
+    fitting,
+    layer_problems,
+    shared_bytes,
+    tiles_for,
+)
+from megatron.optimus.runtime import launch_env
+
+H200 = Hardware("H200, 9.0, triton 3", 132, 232448, has_engine=True, keeps_last_stage=True)
+ADA = Hardware("L40S, 8.9, triton 3", 142, 101376, has_engine=False, keeps_last_stage=False)
+LIKE = torch.empty(0, dtype=torch.bfloat16)
+PRODUCT = Problem("rows_times_weight", torch.bfloat16, 64, 2048, 1024, 131072)
+FIRST, SECOND, THIRD = CANDIDATES["rows_times_weight"][:3]
+
+
+@pytest.fixture(autouse=True)
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("OPTIMUS_TILES", str(tmp_path / "cache" / "tiles.json"))
+    monkeypatch.setattr(tiles_module, "hardware", lambda device: H200)
+    tiles_module.use(None)
+    yield tmp_path / "cache" / "tiles.json"
+    tiles_module.use(None)
+
+
+def entry(tiles: Tiles, is_exact: bool = True) -> Entry:
+    return Entry(tiles, 10.0, 12.5, is_exact)
+
+
+def chosen(problem: Problem, slots: int | None = None) -> Tiles:
+    return tiles_for(problem.kernel, LIKE.to(problem.dtype), *problem[2:5], problem.slots if slots is None else slots)
+
+
+def test_candidates_keep_to_what_the_kernels_assume() -> None:
+    for kernel, candidates in CANDIDATES.items():
+        assert len(set(candidates)) == len(candidates)
+        for rows, cols, depth, warps, stages, programs in candidates:
+            assert ROW_TILE % rows == 0, "tiles of one expert"
+            assert depth == 0 or (ROW_TILE % depth == 0 and depth >= 16), "a weight gradient stays in its expert's rows"
+            assert cols & (cols - 1) == 0 and warps in (2, 4, 8) and stages >= 1 and programs >= 1
+            assert kernel == "up_swiglu" or depth == 0 or cols % 4 == 0
+
+
+def test_the_default_is_the_measured_one_or_the_first_that_fits() -> None:
+    """The first are what docs/expert_kernels.md measured; on a GPU with less shared memory the next best that fits."""
+    for problem in layer_problems(64, 2048, 1024, 8, 16384, torch.bfloat16, torch.float32):
+        assert fitting(problem, H200)[0] == CANDIDATES[problem.kernel][0] == chosen(problem)
+        small = fitting(problem, ADA)
+        assert all(shared_bytes(problem.kernel, t, ADA) <= ADA.shared_bytes for t in small) and len(small) > 1
+    assert fitting(PRODUCT, ADA)[0] == Tiles(128, 128, 64, 4, 3, 1)
+    with pytest.raises(ValueError, match=r"rows_times_weight: no tiles fit 1000 bytes of shared memory on L40S"):
+        fitting(PRODUCT, ADA._replace(shared_bytes=1000))
+    narrow = fitting(PRODUCT._replace(height=40), H200)
+    assert narrow[0] == FIRST and all(tiles.cols == 64 for tiles in narrow[1:])
+
+
+def test_problems_of_a_layer() -> None:
+    problems = layer_problems(4, 19, 13, 3, 100, torch.float16, torch.float16)
+    assert {p.slots for p in problems} == {512} and {p.experts for p in problems} == {4}
+    assert [(p.kernel, p.height, p.width) for p in problems] == [
+        ("up_swiglu", 16, 24),  # widths are padded to a multiple of 8
+        ("rows_times_weight_t", 24, 16),
+        ("rows_times_weight", 16, 24),
+        ("rows_times_weight", 24, 32),
+        ("weight_gradient_add", 24, 16),
+        ("weight_gradient_add", 32, 24),
+        ("spread_rows", 3, 24),
+        ("sum_rows", 3, 24),
+        ("swiglu_backward", 1, 16),
+    ]
+    plain = layer_problems(4, 19, 13, 3, 100, torch.float16)
+    assert {p.kernel for p in plain} - {p.kernel for p in problems} == {"weight_gradient"}
+    assert [bucket(n) for n in (0, 1, 2, 3, 4, 5, 131072, 131073)] == [1, 1, 2, 4, 4, 8, 131072, 262144]
+
+
+def test_a_tuned_problem_and_its_neighbours_in_size_take_its_tiles() -> None:
+    tiles_module.use({H200.key: {str(PRODUCT): entry(SECOND)}})
+    assert [chosen(PRODUCT, n) for n in (131072, 100000, 262144, 200000, 65536)] == [SECOND] * 5
+    assert [chosen(PRODUCT, n) for n in (32768, 262145)] == [FIRST] * 2
+    tiles_module.use({H200.key: {str(PRODUCT._replace(slots=n)): entry(t) for n, t in ((64, SECOND), (256, THIRD))}})
+    assert chosen(PRODUCT, 128) == THIRD  # the larger of two neighbours
+
+
+def test_every_part_of_the_key_separates() -> None:
+    tiles_module.use({H200.key: {str(PRODUCT): entry(SECOND)}})
+    others = [
+        PRODUCT._replace(kernel="rows_times_weight_t"),
+        PRODUCT._replace(dtype=torch.float16),
+        PRODUCT._replace(experts=8),
+        PRODUCT._replace(height=1024),
+        PRODUCT._replace(width=2048),
+    ]
+    assert [chosen(other) for other in others] == [FIRST] * 5
+    for key in ("H200, 9.0, triton 4", "H100, 9.0, triton 3"):
+        tiles_module.use({key: {str(PRODUCT): entry(SECOND)}})
+        assert chosen(PRODUCT) == FIRST
+
+
+def test_round_trip_through_the_file(file: Path) -> None:
+    first, other = {str(PRODUCT): entry(SECOND, is_exact=False)}, {"up_swiglu x": entry(CANDIDATES["up_swiglu"][1])}
+    tile_cache.save(H200.key, first)
+    tile_cache.save("another", other)
+    tile_cache.save(H200.key, other)
+    assert tile_cache.load() == {H200.key: {**first, **other}, "another": other}
+    assert chosen(PRODUCT) == SECOND
+    tile_cache.save(H200.key, {str(PRODUCT): entry(THIRD)})
+    assert tile_cache.load(file)[H200.key][str(PRODUCT)] == entry(THIRD)
+    assert sorted(path.name for path in file.parent.iterdir()) == ["tiles.json", "tiles.json.lock"]
+
+
+def test_no_file_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert tile_cache.load() == {} and chosen(PRODUCT) == FIRST and caplog.records == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b'{"format": 1, "devi',
+        b"\xff\xfe\x00",
+        b"[" * 100_000,
+        b"[]",
+        b"null",
+        b'{"format": 2, "devices": {}}',
+        b'{"format": 1, "devices": []}',
+    ],
+    ids=["empty", "cut", "binary", "deep", "list", "null", "later", "devices"],
+)
+def test_a_damaged_file_is_one_warning_and_replaced(
+    file: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    file.parent.mkdir()
+    file.write_bytes(content)
+    assert [chosen(PRODUCT), chosen(PRODUCT, 7)] == [FIRST] * 2
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and str(file) in record.getMessage() and "remove it" in record.getMessage()
+    tile_cache.save(H200.key, {str(PRODUCT): entry(SECOND)})
+    assert tile_cache.load()[H200.key] == {str(PRODUCT): entry(SECOND)}
+
+
+def _changed(**values: Any) -> dict[str, Any]:
+    record = tiles_module.as_record(entry(SECOND))
+    record["tiles"] = {**record["tiles"], **values.pop("tiles", {})}
+    return {**record, **values}
+
+
+ILLEGAL = {
+    "rows_times_weight 1": _changed(tiles={"rows": 96}),
+    "rows_times_weight 2": _changed(tiles={"warps": "8"}),
+    "rows_times_weight 3": _changed(tiles={"warps": 8.0}),
+    "rows_times_weight 4": _changed(tiles={"stages": 10**9}),
+    "rows_times_weight 5": _changed(microseconds=float("nan")),
+    "rows_times_weight 6": _changed(is_exact="yes"),
+    "rows_times_weight 7": {"tiles": list(SECOND)},
+    "rows_times_weight 8": 5,
+    "rows_times_weight 9": {k: v for k, v in _changed().items() if k != "default_microseconds"},
+    "no_such_kernel 10": _changed(),
+    "spread_rows 11": _changed(),  # tiles of another kernel
+}
+
+
+def test_entries_that_are_not_ours_are_left_out_and_kept_in_the_file(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file.parent.mkdir()
+    good = {str(PRODUCT): _changed()}
+    file.write_text(json.dumps({"format": 1, "devices": {H200.key: {**ILLEGAL, **good}, "broken": 3}}))
+    assert tile_cache.load() == {H200.key: {str(PRODUCT): entry(SECOND)}, "broken": {}}
+    [record] = caplog.records
+    assert f"{len(ILLEGAL) + 1} entries of {file}" in record.getMessage()
+    tile_cache.save(H200.key, {"up_swiglu new": entry(CANDIDATES["up_swiglu"][0])})
+    kept = json.loads(file.read_text())["devices"][H200.key]
+    assert set(kept) == {*ILLEGAL, *good, "up_swiglu new"}  # another version of the library may know them
+
+
+def test_tiles_that_do_not_fit_this_device_are_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles_module.use({ADA.key: {str(PRODUCT): entry(SECOND)}})
+    monkeypatch.setattr(tiles_module, "hardware", lambda device: ADA)
+    assert not tiles_module.is_legal(PRODUCT.kernel, SECOND, ADA)
+    assert chosen(PRODUCT) == fitting(PRODUCT, ADA)[0] and tiles_module.summary(LIKE.device) == "default tiles"
+
+
+def test_a_folder_that_cannot_be_written_raises_and_leaves_nothing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.parent.write_text("a file where the folder should be")
+    with pytest.raises(OSError):
+        tile_cache.save(H200.key, {})
+    file.parent.unlink()
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        tile_cache.save(H200.key, {})
+    assert [path.name for path in file.parent.iterdir()] == ["tiles.json.lock"]
+
+
+def _write(path: Path, writer: int) -> None:
+    for number in range(10):
+        problem = PRODUCT._replace(experts=writer, slots=2**number)
+        tile_cache.save(f"device {writer % 2}", {str(problem): entry(SECOND)}, path)
+
+
+def test_many_processes_write_at_once_and_no_entry_is_lost(file: Path) -> None:
+    context = mp.get_context("fork")
+    writers = [context.Process(target=_write, args=(file, writer)) for writer in range(6)]
+    for process in writers:
+        process.start()
+    while any(process.is_alive() for process in writers):
+        tile_cache.load(file)
+        if file.exists():
+            json.loads(file.read_text())  # never half a file
+    assert [process.exitcode for process in writers] == [0] * 6
+    found = tile_cache.load(file)
+    assert {key: len(entries) for key, entries in found.items()} == {"device 0": 30, "device 1": 30}
+    assert len(list(file.parent.iterdir())) == 2
+
+
+def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+    assert launch_env.tiles_file() == file
+    for unset in ("", None):
+        monkeypatch.setenv("OPTIMUS_TILES", "") if unset == "" else monkeypatch.delenv("OPTIMUS_TILES")
+        monkeypatch.setenv("HOME", "/home/of/someone")
+        assert launch_env.tiles_file() == Path("/home/of/someone/.cache/optimus/triton_tiles.json")
