@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing as mp
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from megatron.optimus.runtime import launch_env
 
 H200 = Hardware("H200, 9.0, triton 3", 132, 232448, has_engine=True, keeps_last_stage=True)
 ADA = Hardware("L40S, 8.9, triton 3", 142, 101376, has_engine=False, keeps_last_stage=False)
+REAL_HARDWARE = tiles_module.hardware
 LIKE = torch.empty(0, dtype=torch.bfloat16)
 PRODUCT = Problem("rows_times_weight", torch.bfloat16, 64, 2048, 1024, 131072)
 FIRST, SECOND, THIRD = CANDIDATES["rows_times_weight"][:3]
@@ -73,6 +76,32 @@ def test_the_default_is_the_measured_one_or_the_first_that_fits() -> None:
         fitting(PRODUCT, ADA._replace(shared_bytes=1000))
     narrow = fitting(PRODUCT._replace(height=40), H200)
     assert narrow[0] == FIRST and all(tiles.cols == 64 for tiles in narrow[1:])
+
+
+@pytest.mark.parametrize(
+    ("capability", "engine", "keeps"),
+    [
+        ((8, 0), False, False),
+        ((8, 9), False, False),
+        ((9, 0), True, True),
+        ((10, 0), True, True),
+        ((12, 0), True, False),
+    ],
+    ids=["Ampere", "Ada", "Hopper", "Blackwell", "small Blackwell"],
+)
+def test_what_a_device_is(
+    capability: tuple[int, int], engine: bool, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"multiprocessor_count": 108, "max_shared_mem": 166912}
+    utils = SimpleNamespace(get_device_properties=lambda index: found if index == 3 else None)
+    driver = SimpleNamespace(active=SimpleNamespace(utils=utils))
+    triton = SimpleNamespace(__version__="3.6", runtime=SimpleNamespace(driver=driver))
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    key = f"GPU, {capability[0]}.{capability[1]}, triton 3.6"
+    got = REAL_HARDWARE.__wrapped__(torch.device("cuda", 3))
+    assert got == Hardware(key, 108, 166912, has_engine=engine, keeps_last_stage=keeps)
 
 
 def test_problems_of_a_layer() -> None:
