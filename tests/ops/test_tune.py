@@ -144,6 +144,7 @@ def test_every_candidate_of_the_other_kernels_is_right() -> None:
     plan.num_tiles.fill_(2)  # of two: slot 1 in the very last row
     plan.slot_P[-1] = 1
     used, place = plan.slot_P >= 0, plan.slot_P.clamp(min=0).long()
+    width = 520
     hidden, da = random(used.numel(), 2 * width, seed=7), random(used.numel(), width, seed=8)
     weight = torch.rand(used.numel(), generator=torch.Generator().manual_seed(1)).to(DEVICE) * used
     leaf, scale = hidden.double().requires_grad_(), weight.double().requires_grad_()

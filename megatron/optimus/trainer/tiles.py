@@ -24,11 +24,11 @@ logger = logging.getLogger("optimus")
 
 
 def settle_tiles(config: RunConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """Makes every rank use rank 0's tiles; nothing to do without experts. Collective over all ranks.
+    """Makes every rank use rank 0's tiles; nothing to do without experts, or on meta. Collective over all ranks.
 
     Raises TrainingError on every rank where rank 0 fails.
     """
-    if not config.model.is_moe:
+    if not config.model.is_moe or device.type == "meta":
         return
     ranks = Ranks(None, device)
 
