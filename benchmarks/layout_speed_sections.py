@@ -142,11 +142,12 @@ def moe_words(args: argparse.Namespace, ranks: int, micro_batch_size: int | None
         f"--seq-length {args.seq_length} --micro-batch-size {size} --global-batch-size {size * ranks} "
         f"--expert-model-parallel-size {ranks} --moe-token-dispatcher-type"
     )
-    return {
+    words = {
         "allgather": f"{base} allgather",
         "alltoall": f"{base} alltoall",
         "alltoall, 2 chunks": f"{base} alltoall --moe-dispatch-chunks 2",
     }
+    return words if args.device == "cpu" else words | {"symmetric": f"{base} symmetric"}
 
 
 def moe_section(args: argparse.Namespace, ranks: int) -> Section:

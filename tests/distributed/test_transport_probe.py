@@ -76,6 +76,7 @@ def one_rank(rank: int, world: int) -> dict[str, Any]:
     found["ep 1"] = settle(config_of(TokenDispatcher.AUTO, ep=1), 2), list(lines)
     for what, local in (("fits", 2), ("one node", 4), ("unequal nodes", 3 if rank < 3 else 1)):
         found[f"hierarchical, {what}"] = settle(config_of(HIERARCHICAL), local)
+    found["symmetric"] = settle(config_of(TokenDispatcher.SYMMETRIC), 4)
     mesh = Mesh(auto.parallel, rank=rank, world_size=world)
     group = mesh.group("experts")
     assert group is not None
@@ -101,7 +102,8 @@ def test_auto_takes_what_is_fastest_on_the_slowest_rank() -> None:
         chosen, lines = first[what]
         assert {result[what][0] for result in results} == {chosen}
         table = {line.split()[0]: line for line in lines if line.startswith("  ")}
-        assert list(table) == ["allgather", "alltoall", "hierarchical"]
+        assert list(table) == ["allgather", "alltoall", "hierarchical", "symmetric"]
+        assert "symmetric    not measured: it needs GPUs of CUDA, and this run is on cpu" in table["symmetric"]
         assert sum(" ms" in line for line in table.values()) == measured
         assert [name for name, line in table.items() if "<- used" in line] == [chosen]
     assert "16 tokens x 16 (float32) a rank over 4 ranks" in first["nodes of 2"][1][0]
@@ -111,6 +113,10 @@ def test_auto_takes_what_is_fastest_on_the_slowest_rank() -> None:
     )
     assert first["ep 1"] == ("allgather", [])
     assert first["hierarchical, fits"] == "hierarchical"
+    symmetric = "moe_token_dispatcher_type=symmetric failed on rank"
+    reason = "it needs GPUs of CUDA, and this run is on cpu; use allgather or alltoall"
+    for rank, result in enumerate(results):
+        assert result["symmetric"] == f"error: {symmetric} {rank}: {reason}"
     assert "4 ranks of a node must be 2 or more" in first["hierarchical, one node"]
     assert "nodes have from 1 to 3 ranks" in first["hierarchical, unequal nodes"]
 

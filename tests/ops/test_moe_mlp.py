@@ -53,6 +53,23 @@ def test_foreign_slots_and_empty_experts_get_exact_zeros(backend: str, device: s
 
 
 @pytest.mark.parametrize(("backend", "device"), TARGETS)
+def test_tokens_without_an_expert_here_may_hold_anything(backend: str, device: str) -> None:
+    """A transport need not write the rows that nobody here is chosen for, nor their gradients."""
+    ops.set_backend(backend)
+    inputs = [t.to(device) for t in make_inputs(Case(90, 32, 16, 4, 3, "some_foreign"), torch.float16)]
+    inputs[4][::2] = -1
+    clean = values_and_gradients(ops.moe_mlp, inputs)
+    is_local = inputs[4] >= 0
+    needed = is_local.any(1)
+    for rows in (inputs[0], inputs[5]):
+        rows[~needed] = torch.nan
+    got = values_and_gradients(ops.moe_mlp, inputs)
+    for name, value in got.items():
+        rows = {"y": needed, "dx": needed, "dweights": is_local}.get(name, slice(None))
+        assert torch.equal(value[rows], clean[name][rows]) and value[rows].any(), name
+
+
+@pytest.mark.parametrize(("backend", "device"), TARGETS)
 def test_runs_are_bitwise_equal(backend: str, device: str) -> None:
     ops.set_backend(backend)
     inputs = [t.to(device) for t in make_inputs(Case(517, 96, 64, 8, 4, "some_foreign"), torch.bfloat16)]

@@ -160,6 +160,19 @@ def hierarchical_dispatch_fits_nodes(config: RunConfig, world_size: int) -> str 
     return layout.hierarchy_problem(parallel.moe_hierarchical_node_size)
 
 
+def symmetric_dispatch_has_whole_experts_on_cuda(config: RunConfig, world_size: int) -> str | None:
+    """What the options tell; nodes and links are looked at when the ranks have met."""
+    parallel, name = config.parallel, "moe_token_dispatcher_type=symmetric"
+    if parallel.moe_token_dispatcher_type is not TokenDispatcher.SYMMETRIC:
+        return None
+    if parallel.device in (Device.CPU, Device.XPU):
+        return f"{name} needs GPUs of CUDA, and device={parallel.device.value}; use allgather or alltoall"
+    shards = parallel.expert_tensor_parallel_size
+    if shards > 1:
+        return f"{name} needs whole experts: use expert_tensor_parallel_size=1 (it is {shards}), allgather or alltoall"
+    return None
+
+
 def tensor_parallel_divides_model(config: RunConfig, world_size: int) -> str | None:
     tp, model = config.parallel.tensor_model_parallel_size, config.model
     sizes = {
@@ -325,6 +338,7 @@ RULES: list[Rule] = [
     expert_parallel_divides_experts,
     hierarchical_dispatch_fits_nodes,
     only_all_to_all_travels_in_chunks,
+    symmetric_dispatch_has_whole_experts_on_cuda,
     tensor_parallel_divides_model,
     expert_tensor_parallel_divides_experts,
     experts_under_tensor_parallelism_need_split_tokens,

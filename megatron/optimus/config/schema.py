@@ -60,6 +60,7 @@ class TokenDispatcher(str, Enum):
     ALLGATHER = "allgather"  # all-gather in, reduce-scatter out: the paper's
     ALLTOALL = "alltoall"  # each token once to every rank that has one of its experts
     HIERARCHICAL = "hierarchical"  # each token once to every such node, there once to every such rank
+    SYMMETRIC = "symmetric"  # as alltoall, by GPUs of one node that read and write each other's memory
     AUTO = "auto"  # the fastest of these as measured at the start; with --deterministic allgather
 
 

@@ -23,9 +23,10 @@ from megatron.optimus.moe.dispatch import Dispatcher
 from megatron.optimus.ops import Routing
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.placement import Ownership
+from megatron.optimus.parallel.symmetric import symmetric_problem
 from megatron.optimus.parallel.transport import build_dispatcher
 from megatron.optimus.runtime import device as devices
-from megatron.optimus.runtime.agreement import RELAYED
+from megatron.optimus.runtime.agreement import RELAYED, Ranks
 
 logger = logging.getLogger("optimus")
 
@@ -56,13 +57,16 @@ def messages_of(config: RunConfig, dtype: torch.dtype) -> Messages:
 def settle_transport(config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> ParallelConfig:
     """``config.parallel`` with a transport instead of "auto", the same on all ranks. Collective over all of them.
 
-    Raises ConfigError on every rank where the hierarchical transport is asked for and does not fit the nodes.
+    Raises ConfigError on every rank where the transport that is asked for does not fit the nodes or devices.
     """
     parallel = config.parallel
     transport = parallel.moe_token_dispatcher_type
     if mesh.group("experts") is None:
         return replace(parallel, moe_token_dispatcher_type=WITHOUT_PROBE)  # nothing travels
     if transport in (TokenDispatcher.ALLGATHER, TokenDispatcher.ALLTOALL):
+        return parallel
+    if transport is TokenDispatcher.SYMMETRIC:
+        _demand_shared_memory(mesh, device)
         return parallel
     problem = _hierarchy_problem(mesh, device)
     if transport is TokenDispatcher.HIERARCHICAL:
@@ -74,16 +78,16 @@ def settle_transport(config: RunConfig, mesh: Mesh, device: torch.device, dtype:
     if config.training.deterministic:
         logger.info("token transport: %s, without a probe because of deterministic=True", WITHOUT_PROBE.value)
         return replace(parallel, moe_token_dispatcher_type=WITHOUT_PROBE)
+    problems = {TokenDispatcher.HIERARCHICAL: problem, TokenDispatcher.SYMMETRIC: _symmetric_problem(mesh, device)}
     candidates = [TokenDispatcher.ALLGATHER, TokenDispatcher.ALLTOALL]
-    if problem is None:
-        candidates.append(TokenDispatcher.HIERARCHICAL)
+    candidates += [name for name, problem in problems.items() if problem is None]
     ownership = Ownership.regular(
         config.model.num_experts, mesh.size("ep"), parallel.moe_expert_placement, parallel.expert_tensor_parallel_size
     )
     messages = messages_of(config, dtype)
     times = measure({name: build_dispatcher(name, mesh, ownership) for name in candidates}, messages, mesh, device)
     fastest = min(times, key=lambda name: times[name])
-    _log(times, fastest, messages, mesh, problem)
+    _log(times, fastest, messages, mesh, problems)
     return replace(parallel, moe_token_dispatcher_type=fastest)
 
 
@@ -139,12 +143,35 @@ def _hierarchy_problem(mesh: Mesh, device: torch.device) -> str | None:
     )
 
 
+def _demand_shared_memory(mesh: Mesh, device: torch.device) -> None:
+    problem = _own_symmetric_problem(mesh, device)
+
+    def check() -> None:
+        if problem is not None:
+            raise ConfigError(problem)
+
+    Ranks(None, device).together(check, "moe_token_dispatcher_type=symmetric", ConfigError)
+
+
+def _symmetric_problem(mesh: Mesh, device: torch.device) -> str | None:
+    """Why tokens cannot go through shared memory on some rank; None on every rank where they can on all."""
+    problem = _own_symmetric_problem(mesh, device)
+    failure = Ranks(None, device).first_failure(None if problem is None else ConfigError(problem))
+    return problem if failure is None or problem is not None else f"rank {failure[0]} cannot"
+
+
+def _own_symmetric_problem(mesh: Mesh, device: torch.device) -> str | None:
+    group = mesh.group("experts")
+    assert group is not None
+    return symmetric_problem(group, mesh.size("etp"), device)
+
+
 def _log(
     times: Mapping[TokenDispatcher, float],
     fastest: TokenDispatcher,
     messages: Messages,
     mesh: Mesh,
-    problem: str | None,
+    problems: Mapping[TokenDispatcher, str | None],
 ) -> None:
     logger.info(
         "token transports, %d tokens x %d (%s) a rank over %d ranks, there and back, forward and backward:",
@@ -155,5 +182,6 @@ def _log(
     )
     for name, milliseconds in times.items():
         logger.info("  %-12s %9.3f ms%s", name.value, milliseconds, "  <- used" if name is fastest else "")
-    if problem is not None:
-        logger.info("  %-12s not measured: %s", TokenDispatcher.HIERARCHICAL.value, problem.split(": ", 1)[-1])
+    for name, problem in problems.items():
+        if problem is not None:
+            logger.info("  %-12s not measured: %s", name.value, problem.split(": ", 1)[-1])

@@ -36,6 +36,7 @@ from megatron.optimus.parallel.collectives import (
 )
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.placement import Ownership
+from megatron.optimus.parallel.symmetric import SymmetricDispatcher
 
 
 class AllGatherDispatcher:
@@ -221,6 +222,8 @@ def build_dispatcher(transport: TokenDispatcher, mesh: Mesh, ownership: Ownershi
         return AllGatherDispatcher(group, ownership)
     if transport is TokenDispatcher.ALLTOALL:
         return AllToAllDispatcher(group, ownership)
+    if transport is TokenDispatcher.SYMMETRIC:
+        return SymmetricDispatcher(group, ownership)
     if transport is TokenDispatcher.AUTO:
         raise ValueError("moe_token_dispatcher_type=auto is no transport; call settle_transport first")
     problem = mesh.layout.hierarchy_problem(mesh.node_size)

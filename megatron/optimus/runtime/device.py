@@ -102,6 +102,12 @@ class HostCopy:
         return self._copies
 
 
+def out_of_reach(device: torch.device, others: list[int]) -> list[int]:
+    """Which of the CUDA devices with these numbers, as far as this process sees them, cannot share memory with it."""
+    seen = [other for other in others if other != device.index and other < torch.cuda.device_count()]
+    return [other for other in seen if not torch.cuda.can_device_access_peer(device, other)]
+
+
 def runs_behind(device: torch.device) -> bool:
     """Whether work is queued on ``device`` while the host goes on."""
     return device.type != "cpu"

@@ -53,6 +53,22 @@ CHUNKS = "--virtual-pipeline-model-parallel-size 2"
             ["moe_dispatch_chunks=2 with moe_token_dispatcher_type=allgather", "use alltoall, or 1"],
         ),
         (
+            f"{MOE} --expert-model-parallel-size 4 --moe-dispatch-chunks 2 --moe-token-dispatcher-type symmetric",
+            8,
+            ["moe_dispatch_chunks=2 with moe_token_dispatcher_type=symmetric"],
+        ),
+        (
+            f"{MOE} --expert-model-parallel-size 4 --moe-token-dispatcher-type symmetric --device cpu",
+            8,
+            ["symmetric needs GPUs of CUDA", "device=cpu", "use allgather or alltoall"],
+        ),
+        (
+            f"{MOE} --expert-model-parallel-size 4 --expert-tensor-parallel-size 2 --moe-token-dispatcher-type "
+            "symmetric",
+            8,
+            ["needs whole experts", "expert_tensor_parallel_size=1 (it is 2), allgather or alltoall"],
+        ),
+        (
             "--tensor-model-parallel-size 2 --tp-comm-overlap --no-sequence-parallel",
             2,
             ["tp_comm_overlap=True", "sequence_parallel=False", "use tensor_model_parallel_size=2 or more with"],

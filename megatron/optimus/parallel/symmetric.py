@@ -1,0 +1,326 @@
+"""The transport over symmetric memory: GPUs of a node read and write each other's memory, without a collective library.
+
+Row p T + t of what a rank's experts get is token t of rank p, as with all-gather, but only rows that one of these
+experts is chosen for travel, and the others stay unwritten: no counts, no wait of the host, no copies into an order for
+sending, no atomics. Answers are summed once, in fp32 and in the order of the ranks, where their token lives.
+
+An exchange is: write, one barrier of the group on the device, read. It goes one of two ways.
+- "out" (the dispatch's forward, and the combine's backward): each rank writes its own rows into its own memory, and
+  after the barrier reads those that it needs from all others'.
+- "back" (the combine's forward, and the dispatch's backward): each rank writes its answers into the memory of the rank
+  that owns the token, at a place of its own there, and after the barrier reads what the others wrote into its own.
+
+Why one barrier is enough. What an exchange reads may be written again when all ranks have read it. A rank enters the
+barrier of the next exchange after the reads of this one, in the order of its stream, so whoever has passed that
+barrier knows that all have read. The two ways have memory of their own, and they take turns: forward out and back,
+backward out and back. So a write of one way always comes after a barrier of the other way, which came after the reads.
+Where a way is taken twice in a row (a backward that was asked for some of the gradients only), a barrier more goes
+before it.
+
+Nothing is kept in that memory between exchanges: layers and micro-batches in flight share it.
+
+Shapes: T tokens of each rank, P ranks, R = P T rows, K experts per token, D model width, E experts.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+import json
+import math
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.optimus.config.schema import ConfigError
+from megatron.optimus.moe.dispatch import ExpertRows
+from megatron.optimus.ops import Routing
+from megatron.optimus.parallel.placement import Ownership
+from megatron.optimus.runtime import device as devices
+from megatron.optimus.runtime.agreement import Ranks
+
+REMEDY = "use allgather or alltoall"
+_ALIGNMENT = 256  # bytes, of each part of the memory
+
+
+class Way(enum.Enum):
+    OUT = "out"
+    BACK = "back"
+
+
+class Shape(NamedTuple):
+    """Of one rank's tokens."""
+
+    num_tokens: int
+    width: int
+    topk: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor in the memory, at the same place on every rank."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _parts(shape: Shape, num_ranks: int) -> tuple[dict[str, _Part], int]:
+    """What the memory of a rank holds, and its bytes: little more than P T D elements."""
+    tokens, width, topk, dtype = shape
+    parts, end = {}, 0
+    for name, size, kind in (
+        ("rows", (tokens, width), dtype),
+        ("indices", (tokens, topk), torch.int32),
+        ("weights", (tokens, topk), torch.float32),
+        ("answers", (num_ranks - 1, tokens, width), dtype),  # of the other ranks, in order
+        ("dweights", (tokens, topk), torch.float32),
+    ):
+        parts[name] = _Part(end, size, kind)
+        end += -(-math.prod(size) * kind.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return parts, max(end, _ALIGNMENT)
+
+
+class Staging:
+    """A rank's memory that its peers read and write, and the way to theirs. All exchanges run in one stream."""
+
+    def __init__(
+        self,
+        memory: Tensor,
+        addresses: Sequence[int],
+        rank: int,
+        shape: Shape,
+        barrier: Callable[[], None],
+        keep: object = None,
+    ) -> None:
+        """``memory``: uint8, as many bytes as ``_parts`` says. ``addresses``: where each rank's begins, in rank order.
+        ``barrier``: queues a wait for all ranks in the current stream. ``keep``: what must live as long."""
+        self.rank, self.num_ranks, self.shape = rank, len(addresses), shape
+        self.keep = keep
+        self._barrier = barrier
+        self._last: Way | None = None
+        parts, _ = _parts(shape, len(addresses))
+        self._own: dict[str, Tensor] = {}
+        self._at_P: dict[str, Tensor] = {}
+        for name, part in parts.items():
+            end = part.offset + math.prod(part.shape) * part.dtype.itemsize
+            self._own[name] = memory[part.offset : end].view(part.dtype).view(part.shape)
+            places = [address + part.offset for address in addresses]
+            self._at_P[name] = torch.tensor(places, dtype=torch.int64, device=memory.device)
+
+    def own(self, name: str) -> Tensor:
+        """A part of this rank's memory."""
+        return self._own[name]
+
+    def at_P(self, name: str) -> Tensor:
+        """Where the part begins on every rank: int64 [P]."""
+        return self._at_P[name]
+
+    def begin(self, way: Way) -> None:
+        """Before the writes of an exchange."""
+        if self._last is way:
+            self._barrier()
+        self._last = way
+
+    def turn(self) -> None:
+        """Between its writes and its reads."""
+        self._barrier()
+
+
+# One for each group and shape, for all layers; gone with the last dispatcher that has used it.
+_stagings: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[Shape, Staging]] = WeakKeyDictionary()
+
+
+def _staging_of(group: dist.ProcessGroup, shape: Shape, device: torch.device) -> Staging:
+    """The group's memory for exchanges of this shape; made at the first call, which is collective.
+
+    Raises ConfigError on every rank where ranks differ in shape, or one has not the memory.
+    """
+    made = _stagings.setdefault(group, WeakValueDictionary())
+    staging = made.get(shape)
+    if staging is None:
+        staging = made[shape] = _make(group, shape, device)
+    return staging
+
+
+def _make(group: dist.ProcessGroup, shape: Shape, device: torch.device) -> Staging:
+    from torch.distributed import _symmetric_memory as symmetric
+
+    ranks = Ranks(group, device)
+    everyone = [part.decode() for part in ranks.all_gather_bytes(repr(tuple(shape)).encode())]
+    if len(set(everyone)) > 1:
+        raise ConfigError(
+            "moe_token_dispatcher_type=symmetric: the ranks of an expert group have different (tokens, width, experts "
+            f"per token, dtype): {', '.join(everyone)}; give every rank as many tokens, or use alltoall"
+        )
+    num_bytes = _parts(shape, ranks.size)[1]
+    memory = ranks.together(
+        lambda: symmetric.empty(num_bytes, dtype=torch.uint8, device=device),
+        f"moe_token_dispatcher_type=symmetric ({REMEDY}): allocating {num_bytes / 2**20:.0f} MiB of shared memory",
+        ConfigError,
+    )
+    handle = symmetric.rendezvous(memory, group)
+    offset = memory.data_ptr() - handle.buffer_ptrs[ranks.rank]  # the tensor may lie inside a larger allocation
+    addresses = [int(start) + offset for start in handle.buffer_ptrs]
+    timeout_ms = _timeout_ms(group, device)
+    return Staging(
+        memory, addresses, ranks.rank, shape, lambda: handle.barrier(channel=0, timeout_ms=timeout_ms), (memory, handle)
+    )
+
+
+def _timeout_ms(group: dist.ProcessGroup, device: torch.device) -> int:
+    """That of the group's collectives; 0, which is none, for one whose backend names none."""
+    timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+    return 0 if timeout is None else int(1000 * timeout.total_seconds())
+
+
+@dataclass
+class _Trip:
+    """What the way back of some rows, and their gradients' ways, have to know."""
+
+    staging: Staging
+    indices_TK: Tensor  # own choices, the experts' numbers of the model
+    owner_E: Tensor
+    indices_RK: Tensor  # all ranks' choices, numbers of this rank or -1
+    needed_R: Tensor
+
+    def out(self, x_TD: Tensor) -> Tensor:
+        """[T, D] of each rank -> [R, D], of which the needed rows are written."""
+        self.staging.begin(Way.OUT)
+        self.staging.own("rows").copy_(x_TD)
+        self.staging.turn()
+        return _pull(self.staging, self.needed_R)
+
+    def back(self, y_RD: Tensor, dweights_RK: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """[R, D] of each rank, of which the needed rows are read -> for each own token their sum [T, D]; and the
+        gradients of the own weights [T, K], where those of the rows' weights [R, K] are given."""
+        from megatron.optimus.ops.triton import peers
+
+        staging, y_RD = self.staging, y_RD.contiguous()
+        staging.begin(Way.BACK)
+        peers.push_rows(y_RD, self.needed_R, staging.at_P("answers"), staging.rank)
+        if dweights_RK is not None:
+            gradients = dweights_RK.contiguous()
+            peers.push_weight_gradients(gradients, self.indices_RK, staging.at_P("dweights"), staging.rank)
+        staging.turn()
+        y_TD = peers.sum_answers(
+            y_RD, staging.own("answers"), self.indices_TK, self.owner_E, staging.rank, staging.num_ranks
+        )
+        return y_TD, None if dweights_RK is None else staging.own("dweights").clone()
+
+
+def _pull(staging: Staging, needed_R: Tensor) -> Tensor:
+    from megatron.optimus.ops.triton import peers
+
+    return peers.pull_rows(staging.at_P("rows"), needed_R, staging.rank, staging.shape.width, staging.shape.dtype)
+
+
+def _send(
+    staging: Staging, x_TD: Tensor, weights_TK: Tensor, indices_TK: Tensor, owner_E: Tensor, local_E: Tensor
+) -> tuple[Tensor, Tensor, _Trip]:
+    """``_Trip.out`` of tokens whose choices the other ranks do not know yet."""
+    from megatron.optimus.ops.triton import peers
+
+    staging.begin(Way.OUT)
+    for name, own in (("rows", x_TD), ("weights", weights_TK), ("indices", indices_TK)):
+        staging.own(name).copy_(own)
+    staging.turn()
+    indices_RK, weights_RK, needed_R = peers.read_choices(
+        staging.at_P("indices"), staging.at_P("weights"), owner_E, local_E, staging.rank, *indices_TK.shape
+    )
+    trip = _Trip(staging, indices_TK.contiguous(), owner_E, indices_RK, needed_R)
+    return _pull(staging, needed_R), weights_RK, trip
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, weights_TK: Tensor, indices_TK: Tensor, staging: Staging, *tables: Tensor
+    ) -> tuple[Tensor, Tensor, _Trip]:
+        x_RD, weights_RK, ctx.trip = _send(staging, x_TD, weights_TK, indices_TK, *tables)
+        return x_RD, weights_RK, ctx.trip
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        return *ctx.trip.back(grads[0], grads[1]), None, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        return trip.back(y_RD)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return ctx.trip.out(grads[0]), None
+
+
+class SymmetricDispatcher:
+    """Each token goes once to every rank that owns one of its experts, into the row that all-gather would give it.
+
+    Rows that none of this rank's experts is chosen for (all their indices are -1) hold whatever lay in their memory, in
+    x, its gradient, and the gradient of y; they are never read. All ranks have as many tokens.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ownership: Ownership) -> None:
+        self.group = group
+        self.ownership = ownership
+        self.rank = dist.get_rank(group)
+        self._used: dict[Shape, Staging] = {}
+
+    def _staging(self, shape: Shape, device: torch.device) -> Staging:
+        if shape not in self._used:
+            self._used[shape] = _staging_of(self.group, shape, device)
+        return self._used[shape]
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertRows:
+        tables = self.ownership.tables(x_TD.device)
+        shape = Shape(*x_TD.shape, routing.indices_TK.shape[1], x_TD.dtype)
+        staging = self._staging(shape, x_TD.device)
+        x_RD, weights_RK, trip = _Dispatch.apply(x_TD, routing.weights_TK, routing.indices_TK, staging, *tables)
+        return ExpertRows(x_RD, weights_RK, trip.indices_RK, trip)
+
+    def combine(self, y_RD: Tensor, handle: _Trip) -> Tensor:
+        y_TD: Tensor = _Combine.apply(y_RD, handle)
+        return y_TD
+
+
+def symmetric_problem(group: dist.ProcessGroup, num_shards: int, device: torch.device) -> str | None:
+    """Why the ranks of the group cannot use each other's memory, as far as this rank sees; None where they can.
+
+    Collective over the group. Ranks may see different things: they have to agree on what follows from it.
+    """
+    mine = [socket.gethostname(), device.index, _own_problem(num_shards, device)]
+    everyone = [json.loads(data) for data in Ranks(group, device).all_gather_bytes(json.dumps(mine).encode())]
+    problem = next((problem for _, _, problem in everyone if problem is not None), None)
+    if problem is None and len({host for host, _, _ in everyone}) > 1:
+        hosts = ", ".join(sorted({host for host, _, _ in everyone}))
+        problem = f"the {len(everyone)} ranks that share the experts are on several nodes ({hosts})"
+    if problem is None:
+        unreached = devices.out_of_reach(device, sorted({index for _, index, _ in everyone}))
+        if unreached:
+            problem = f"{device} cannot map the memory of devices {', '.join(map(str, unreached))} of its node"
+    return None if problem is None else f"{problem}; {REMEDY}"
+
+
+def _own_problem(num_shards: int, device: torch.device) -> str | None:
+    if num_shards > 1:
+        return f"expert_tensor_parallel_size={num_shards}, and it needs whole experts"
+    if device.type != "cuda":
+        return f"it needs GPUs of CUDA, and this run is on {device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed ('pip install triton')"
+    if importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
+        return f"torch {torch.__version__} has no symmetric memory"
+    return None
