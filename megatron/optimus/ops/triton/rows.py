@@ -101,12 +101,37 @@ def _sum_rows(
 
 def sum_rows(rows_PD: Tensor, order: RowOrder, weights_TK: Tensor | None, topk: int, out: Tensor) -> Tensor:
     """out [T, D] = each token's sum over its local slots of (weight *) row, in slot order and fp32; returns it."""
+    _launch_sum(rows_PD, order.row_N, weights_TK, topk, out)
+    return out
+
+
+def _launch_sum(rows: Tensor, row_N: Tensor, weights_TK: Tensor | None, topk: int, out: Tensor) -> None:
     num_tokens, width = out.shape
     _sum_rows[(num_tokens,)](
-        rows_PD, order.row_N, weights_TK, out, width, TOPK=topk, BLOCK=_block(width, 2048),
+        rows, row_N, weights_TK, out, width, TOPK=topk, BLOCK=_block(width, 2048),
         WEIGHTED=weights_TK is not None, num_warps=4,
     )  # fmt: skip
-    return out
+
+
+def copy_rows(x_TD: Tensor, positions_TP: Tensor, num_copies: int) -> Tensor:
+    """``spread_rows`` to given positions: no experts, so no padding between them."""
+    out_SD = x_TD.new_empty(num_copies, x_TD.shape[1])
+    (num_rows, width), num_places = x_TD.shape, positions_TP.shape[1]
+    if out_SD.numel() > 0:
+        _spread[(num_rows,)](
+            x_TD, positions_TP, None, positions_TP, positions_TP, out_SD, None, width, 0,
+            TOPK=num_places, SLOTS=triton.next_power_of_2(num_places), ROW_TILE=ROW_TILE,
+            BLOCK=_block(width, 2048), WITH_WEIGHT=False, num_warps=8,
+        )  # fmt: skip
+    return out_SD
+
+
+def sum_copies(y_SD: Tensor, positions_TP: Tensor) -> Tensor:
+    """Each row's sum over its positions, in their order and fp32: [S, D] -> [T, D]."""
+    out_TD = y_SD.new_empty(positions_TP.shape[0], y_SD.shape[1])
+    if out_TD.numel() > 0:
+        _launch_sum(y_SD, positions_TP, None, positions_TP.shape[1], out_TD)
+    return out_TD
 
 
 @triton.jit
