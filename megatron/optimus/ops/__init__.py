@@ -17,6 +17,7 @@ from megatron.optimus.ops.backend import (
     resolve,
     set_backend,
 )
+from megatron.optimus.ops.copies import copy_rows, sum_copies
 from megatron.optimus.ops.grouped import (
     combine,
     gather_rows,
@@ -37,6 +38,7 @@ __all__ = [
     "Routing",
     "RowOrder",
     "combine",
+    "copy_rows",
     "expert_counts",
     "gather_rows",
     "get_backend",
@@ -49,6 +51,7 @@ __all__ = [
     "router_topk",
     "set_backend",
     "sort_slots",
+    "sum_copies",
     "swiglu",
 ]
 

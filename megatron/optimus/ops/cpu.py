@@ -54,6 +54,12 @@ def combine(rows_PD: Tensor, order: RowOrder, weights_TK: Tensor | None, num_tok
     return _C.cpu_combine(rows_PD, order.rows_N, order.plan[0], weights_TK, num_tokens)
 
 
+def sum_copies(y_SD: Tensor, positions_TP: Tensor) -> Tensor:
+    num_places = positions_TP.numel()
+    offsets = torch.tensor([0, y_SD.shape[0], num_places, num_places], dtype=torch.int32)  # as of a single expert
+    return _C.cpu_combine(y_SD, positions_TP.view(-1), offsets, None, positions_TP.shape[0])
+
+
 def combine_backward(dy_TD: Tensor, rows_PD: Tensor, order: RowOrder, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
     return _C.cpu_combine_backward(dy_TD, rows_PD, order.slots_P, order.plan[0], weights_TK)
 

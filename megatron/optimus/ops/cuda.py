@@ -18,6 +18,7 @@ from megatron.optimus.ops.triton.single import (
     MAX_EXPERTS,
     combine,
     combine_backward,
+    copy_rows,
     expert_counts,
     gather_rows,
     grouped_input_gradient,
@@ -28,6 +29,7 @@ from megatron.optimus.ops.triton.single import (
     router_topk,
     router_topk_backward,
     sort_slots,
+    sum_copies,
     swiglu,
     swiglu_gradient,
 )
@@ -36,6 +38,7 @@ __all__ = [
     "MAX_EXPERTS",
     "combine",
     "combine_backward",
+    "copy_rows",
     "expert_counts",
     "gather_rows",
     "grouped_input_gradient",
@@ -49,6 +52,7 @@ __all__ = [
     "router_topk",
     "router_topk_backward",
     "sort_slots",
+    "sum_copies",
     "swiglu",
     "swiglu_gradient",
 ]

@@ -98,6 +98,27 @@ def combine(rows_PD: Tensor, order: RowOrder, weights_TK: Tensor) -> Tensor:
     return terms_TKD.sum(dim=1).to(rows_PD.dtype)
 
 
+def copy_rows(x_TD: Tensor, positions_TP: Tensor, num_copies: int) -> Tensor:
+    """Each row at each of its positions (-1: none), which are 0..num_copies-1, each once: [T, D] -> [num_copies, D]."""
+    num_rows, num_places = positions_TP.shape
+    row_TP = torch.arange(num_rows, device=x_TD.device).unsqueeze(1).expand(num_rows, num_places)
+    row_S = row_TP.new_empty(num_copies + 1)  # the last one takes what has no position
+    position_TP = torch.where(positions_TP < 0, num_copies, positions_TP).long()
+    row_S.scatter_(0, position_TP.reshape(-1), row_TP.reshape(-1))
+    return x_TD.index_select(0, row_S[:num_copies])
+
+
+def sum_copies(y_SD: Tensor, positions_TP: Tensor) -> Tensor:
+    """Sum of each row's copies, in the order of P and fp32: [S, D] -> [T, D]. Gradient: ``copy_rows``."""
+    wide = torch.promote_types(y_SD.dtype, torch.float32)
+    total_TD = y_SD.new_zeros(positions_TP.shape[0], y_SD.shape[1], dtype=wide)
+    if y_SD.shape[0] > 0:
+        for position_T in positions_TP.unbind(1):
+            picked_TD = y_SD.index_select(0, position_T.clamp(min=0))
+            total_TD += torch.where((position_T >= 0).unsqueeze(1), picked_TD, 0.0)
+    return total_TD.to(y_SD.dtype)
+
+
 def swiglu(gate_up_P2F: Tensor) -> Tensor:
     """silu(gate) * up where the first F columns are the gate: [P, 2F] -> [P, F]. Computed in fp32 (fp64 stays fp64)."""
     gate, up = _at_least_fp32(gate_up_P2F).chunk(2, dim=-1)

@@ -51,6 +51,12 @@ class Ownership:
             local_E[ids] = torch.arange(len(ids))
         return owner_E.to(device), local_E.to(device)
 
+    @cache  # noqa: B019 - as above
+    def numbers_on(self, rank: int, device: torch.device) -> Tensor:
+        """For each global expert: its number on a rank (of ``num_ranks``), -1 if it is not there; int32 [E]."""
+        owner_E, local_E = self.tables(device)
+        return torch.where(owner_E == rank, local_E, -1).to(torch.int32)
+
 
 def read_placements(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple[LayerPlacement, ...] | None:
     """What ``moe_expert_placement_file`` holds for each layer, None without one. Collective: rank 0 alone reads.

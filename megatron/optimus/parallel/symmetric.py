@@ -286,7 +286,8 @@ class SymmetricDispatcher:
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertRows:
         tables = self.ownership.tables(x_TD.device)
-        shape = Shape(*x_TD.shape, routing.indices_TK.shape[1], x_TD.dtype)
+        num_tokens, width = x_TD.shape
+        shape = Shape(num_tokens, width, routing.indices_TK.shape[1], x_TD.dtype)
         staging = self._staging(shape, x_TD.device)
         x_RD, weights_RK, trip = _Dispatch.apply(x_TD, routing.weights_TK, routing.indices_TK, staging, *tables)
         return ExpertRows(x_RD, weights_RK, trip.indices_RK, trip)

@@ -8,6 +8,10 @@ node instead of once a rank, and a rank exchanges with nodes + ranks of a node o
 Every rank takes part in every collective, in forward and in backward, whatever it has to send: a rank without tokens,
 an expert without tokens, and one expert with all of them are ordinary cases.
 
+A token takes its choices along as they are, weights and global expert numbers in one message; whoever receives it picks
+those that it serves. The gradients of a token and of its weights, zero for choices served elsewhere, are then both the
+sum over its copies.
+
 An all-to-all can travel in parts (``in_chunks``): while the experts work on one, the next one is on its way, and so are
 the answers to the one before; in the backward their gradients. Each part is a smaller product for every expert.
 
@@ -24,10 +28,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.optimus import ops
 from megatron.optimus.config.schema import ConfigError, TokenDispatcher
 from megatron.optimus.moe.dispatch import Dispatcher, ExpertRows, LocalDispatcher
 from megatron.optimus.ops import Routing
 from megatron.optimus.parallel.collectives import (
+    Travelling,
     all_gather_rows,
     all_to_all_rows,
     exchange_row_counts,
@@ -37,6 +43,27 @@ from megatron.optimus.parallel.collectives import (
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.placement import Ownership
 from megatron.optimus.parallel.symmetric import SymmetricDispatcher
+from megatron.optimus.runtime.device import HostCopy
+
+
+def pack_choices(routing: Routing) -> Tensor:
+    """Weights, differentiable, and expert numbers of each token side by side: fp32 [T, 2K].
+
+    The numbers are int32 in the bits of fp32, so the result is for moving and copying only.
+    """
+    return torch.cat((routing.weights_TK, routing.indices_TK.to(torch.int32).view(torch.float32)), dim=1)
+
+
+def expert_numbers(choices_R2K: Tensor) -> Tensor:
+    """The global expert numbers of what ``pack_choices`` made: int32 [R, K]."""
+    return choices_R2K.detach()[:, choices_R2K.shape[1] // 2 :].view(torch.int32)
+
+
+def rows_for(ownership: Ownership, rank: int, x_RD: Tensor, choices_R2K: Tensor, handle: object) -> ExpertRows:
+    """What has arrived, as the experts of ``rank`` (of ``ownership.num_ranks``) see it."""
+    topk = choices_R2K.shape[1] // 2
+    indices_RK = ownership.numbers_on(rank, x_RD.device)[expert_numbers(choices_R2K)]
+    return ExpertRows(x_RD, choices_R2K[:, :topk].contiguous(), indices_RK, handle)
 
 
 class AllGatherDispatcher:
@@ -55,30 +82,17 @@ class AllGatherDispatcher:
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertRows:
         counts = None if self.equal_tokens else exchange_row_counts(x_TD.shape[0], self.group, x_TD.device)
         x_RD = all_gather_rows(x_TD, self.group, counts)
-        weights_RK = all_gather_rows(routing.weights_TK, self.group, counts)
-        indices_RK = all_gather_rows(routing.indices_TK, self.group, counts)
-        owner_E, local_E = self.ownership.tables(x_TD.device)
-        indices_RK = torch.where(owner_E[indices_RK] == self.rank, local_E[indices_RK], -1)
-        return ExpertRows(x_RD, weights_RK, indices_RK, counts)
+        choices_R2K = all_gather_rows(pack_choices(routing), self.group, counts)
+        return rows_for(self.ownership, self.rank, x_RD, choices_R2K, counts)
 
     def combine(self, y_RD: Tensor, handle: list[int] | None) -> Tensor:
         return reduce_scatter_rows(y_RD, self.group, handle)
 
 
-class _Outgoing(NamedTuple):
-    """Rows in the order of the ranks they go to."""
+class _Way(NamedTuple):
+    """Where the copies of own rows go, and how many rows travel between the ranks of the hop."""
 
-    x_SD: Tensor
-    weights_SK: Tensor
-    indices_SK: Tensor
-    row_S: Tensor  # own row of each
-    num_rows: int
-    count_P: Tensor
-
-
-class _WayBack(NamedTuple):
-    row_S: Tensor  # own row of each row sent
-    num_rows: int
+    positions_TP: Tensor  # of each row's copies among the rows sent, which are in the order of ranks, then of own rows
     send: list[int]
     receive: list[int]
 
@@ -93,49 +107,54 @@ class _Hop:
     def __init__(self, group: dist.ProcessGroup, num_shards: int = 1) -> None:
         self.group, self.num_shards = group, num_shards
         self.num_places = dist.get_world_size(group) // num_shards
+        self.place = dist.get_rank(group) // num_shards
 
-    def send(self, x_TD: Tensor, weights_TK: Tensor, indices_TK: Tensor, place_TK: Tensor) -> ExpertRows:
-        """``place_TK``: where each choice is served, -1 for one that is served by nobody here.
+    def agree(self, parts: Sequence[Tensor]) -> list[_Way]:
+        """The ways of rows that go together. Waits for the device once, and for the other ranks.
 
-        The rows that arrive have the weights and indices of the choices served at their place, 0 and -1 for others.
+        ``parts``: for each part of the rows, where their choices are served, [T, K]; -1: by nobody here.
         """
-        rows = self.pack(x_TD, weights_TK, indices_TK, place_TK)
-        [way] = self.agree([rows])
-        x_RD, weights_RK, indices_RK = (all_to_all_rows(part, way.send, way.receive, self.group) for part in rows[:3])
-        return ExpertRows(x_RD, weights_RK, indices_RK, way)
-
-    def pack(self, x_TD: Tensor, weights_TK: Tensor, indices_TK: Tensor, place_TK: Tensor) -> _Outgoing:
-        """What ``send`` is to send. Waits for the device."""
-        needed_PT = torch.zeros(self.num_places + 1, len(x_TD), dtype=torch.bool, device=x_TD.device)
-        needed_PT[place_TK.t(), torch.arange(len(x_TD), device=x_TD.device)] = True  # -1 is the last row, not a place
-        needed_PT = needed_PT[:-1].repeat_interleave(self.num_shards, dim=0)
-        rank_S, row_S = needed_PT.nonzero(as_tuple=True)
-        here_SK = place_TK[row_S] == rank_S[:, None] // self.num_shards
-        weights_SK = torch.where(here_SK, weights_TK[row_S], 0.0)
-        indices_SK = torch.where(here_SK, indices_TK[row_S], -1)
-        return _Outgoing(x_TD[row_S], weights_SK, indices_SK, row_S, len(x_TD), needed_PT.sum(dim=1))
-
-    def agree(self, outgoing: Sequence[_Outgoing]) -> list[_WayBack]:
-        """Tells each rank how many rows of each part it gets. Waits for the device once."""
-        send_PC = torch.stack([rows.count_P for rows in outgoing], dim=1)
+        needed = [self._needed(place_TK) for place_TK in parts]
+        send_PC = torch.stack([needed_PT.sum(dim=1) for needed_PT in needed], dim=1)
         receive_PC = torch.empty_like(send_PC)
-        dist.all_to_all_single(receive_PC, send_PC, group=self.group)
-        send_CP, receive_CP = torch.stack((send_PC, receive_PC)).mT.tolist()
-        return [
-            _WayBack(rows.row_S, rows.num_rows, send, receive)
-            for rows, send, receive in zip(outgoing, send_CP, receive_CP, strict=True)
-        ]
+        exchange = dist.all_to_all_single(receive_PC, send_PC, group=self.group, async_op=True)
+        positions = [_positions(needed_PT) for needed_PT in needed]  # while the counts travel
+        exchange.wait()
+        send_CP, receive_CP = (counts_PC.T.tolist() for counts_PC in HostCopy(send_PC, receive_PC).read())
+        return [_Way(*way) for way in zip(positions, send_CP, receive_CP, strict=True)]
 
-    def bring_back(self, y_RD: Tensor, handle: _WayBack) -> Tensor:
-        """For each row that ``send`` got, the sum of what its copies have become."""
-        return self.add_up(all_to_all_rows(y_RD, handle.receive, handle.send, self.group), handle)
+    def _needed(self, place_TK: Tensor) -> Tensor:
+        """Which rank needs which row: bool [P, T]."""
+        places_P = torch.arange(self.num_places, dtype=place_TK.dtype, device=place_TK.device)
+        needed_PT = (place_TK.t() == places_P[:, None, None]).any(dim=1)
+        return needed_PT if self.num_shards == 1 else needed_PT.repeat_interleave(self.num_shards, dim=0)
 
-    def add_up(self, y_SD: Tensor, handle: _WayBack) -> Tensor:
-        """``bring_back`` for rows that are here again."""
-        # fp32: partial sums of one token come back from several ranks and are rounded once.
-        # index_put sorts where index_add would use atomics: the order of additions is the same in every run.
-        y_TD = y_SD.new_zeros(handle.num_rows, y_SD.shape[1], dtype=torch.float32)
-        return y_TD.index_put((handle.row_S,), y_SD.float(), accumulate=True).to(y_SD.dtype)
+    def start(self, x_TD: Tensor, choices_T2K: Tensor, way: _Way) -> tuple[Travelling, Travelling]:
+        """Sends rows and their choices on their way. The rows, which take longest, start before the choices are packed;
+        in the backward the gradients of choices, which are needed first, travel first."""
+        x, choices = (
+            start_all_to_all_rows(
+                ops.copy_rows(part, way.positions_TP, sum(way.send)), way.send, way.receive, self.group
+            )
+            for part in (x_TD, choices_T2K)
+        )
+        return x, choices
+
+    def send(self, x_TD: Tensor, choices_T2K: Tensor, place_TK: Tensor) -> tuple[Tensor, Tensor, _Way]:
+        """Rows that arrive from all ranks, their choices, and the way they came."""
+        [way] = self.agree([place_TK])
+        x, choices = self.start(x_TD, choices_T2K, way)
+        return x.arrived(), choices.arrived(), way
+
+    def bring_back(self, y_RD: Tensor, way: _Way) -> Tensor:
+        """For each row that ``send`` got, the sum of what its copies have become, rounded once."""
+        return ops.sum_copies(all_to_all_rows(y_RD, way.receive, way.send, self.group), way.positions_TP)
+
+
+def _positions(needed_PT: Tensor) -> Tensor:
+    """Of each row for each rank, in the order of ranks and then of rows; -1 where it is not needed: int32 [T, P]."""
+    end_PT = needed_PT.view(-1).cumsum(0, dtype=torch.int32).view(needed_PT.shape)
+    return torch.where(needed_PT, end_PT - 1, -1).t().contiguous()
 
 
 class AllToAllDispatcher:
@@ -145,12 +164,16 @@ class AllToAllDispatcher:
         self.ownership = ownership
         self.hop = _Hop(group, ownership.num_shards)
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertRows:
-        owner_E, local_E = self.ownership.tables(x_TD.device)
-        indices_TK = routing.indices_TK
-        return self.hop.send(x_TD, routing.weights_TK, local_E[indices_TK], owner_E[indices_TK])
+    def places(self, indices_TK: Tensor) -> Tensor:
+        return self.ownership.tables(indices_TK.device)[0][indices_TK]
 
-    def combine(self, y_RD: Tensor, handle: _WayBack) -> Tensor:
+    def rows(self, x_RD: Tensor, choices_R2K: Tensor, way: _Way) -> ExpertRows:
+        return rows_for(self.ownership, self.hop.place, x_RD, choices_R2K, way)
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertRows:
+        return self.rows(*self.hop.send(x_TD, pack_choices(routing), self.places(routing.indices_TK)))
+
+    def combine(self, y_RD: Tensor, handle: _Way) -> Tensor:
         return self.hop.bring_back(y_RD, handle)
 
 
@@ -165,22 +188,18 @@ class InChunks:
     ) -> tuple[Tensor, Tensor]:
         assert isinstance(dispatcher, AllToAllDispatcher)
         hop = dispatcher.hop
-        owner_E, local_E = dispatcher.ownership.tables(x_TD.device)
-        columns = (x_TD, routing.weights_TK, local_E[routing.indices_TK], owner_E[routing.indices_TK])
-        chunks = zip(*(column.tensor_split(self.num_chunks) for column in columns), strict=True)
-        outgoing = [hop.pack(*chunk) for chunk in chunks]
-        ways = hop.agree(outgoing)
-        there = [
-            [start_all_to_all_rows(part, way.send, way.receive, hop.group) for part in rows[:3]]
-            for rows, way in zip(outgoing, ways, strict=True)
-        ]
+        columns = (x_TD, pack_choices(routing), dispatcher.places(routing.indices_TK))
+        x_C, choices_C, places_C = (column.tensor_split(self.num_chunks) for column in columns)
+        ways = hop.agree(places_C)
+        there = [hop.start(*chunk) for chunk in zip(x_C, choices_C, ways, strict=True)]
         back, processed = [], torch.zeros((), dtype=torch.int64, device=x_TD.device)
-        for travelling, way in zip(there, ways, strict=True):
-            x_RD, weights_RK, indices_RK = (part.arrived() for part in travelling)
-            y_RD = experts(x_RD, weights_RK, indices_RK)
+        for (x, choices), way in zip(there, ways, strict=True):
+            rows = dispatcher.rows(x.arrived(), choices.arrived(), way)
+            y_RD = experts(rows.x_RD, rows.weights_RK, rows.indices_RK)
             back.append(start_all_to_all_rows(y_RD, way.receive, way.send, hop.group))
-            processed += (indices_RK >= 0).sum()
-        return torch.cat([hop.add_up(y.arrived(), way) for y, way in zip(back, ways, strict=True)]), processed
+            processed += (rows.indices_RK >= 0).sum()
+        parts = [ops.sum_copies(y.arrived(), way.positions_TP) for y, way in zip(back, ways, strict=True)]
+        return torch.cat(parts), processed
 
 
 class HierarchicalDispatcher:
@@ -193,18 +212,19 @@ class HierarchicalDispatcher:
     def __init__(self, within: dist.ProcessGroup, across: dist.ProcessGroup, ownership: Ownership) -> None:
         self.ownership = ownership
         self.to_nodes, self.to_ranks = _Hop(across), _Hop(within, ownership.num_shards)
+        self.rank = self.to_nodes.place * self.to_ranks.num_places + self.to_ranks.place
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertRows:
-        owner_E, local_E = self.ownership.tables(x_TD.device)
-        places, indices_TK = self.to_ranks.num_places, routing.indices_TK
-        nodes = self.to_nodes.send(x_TD, routing.weights_TK, indices_TK, owner_E[indices_TK] // places)
-        is_here_RK = nodes.indices_RK >= 0
-        indices_RK = nodes.indices_RK.clamp(min=0)
-        place_RK = torch.where(is_here_RK, owner_E[indices_RK] % places, -1)
-        ranks = self.to_ranks.send(nodes.x_RD, nodes.weights_RK, local_E[indices_RK], place_RK)
-        return ranks._replace(handle=(nodes.handle, ranks.handle))
+        owner_E = self.ownership.tables(x_TD.device)[0]
+        places = self.to_ranks.num_places
+        node_TK = (owner_E // places)[routing.indices_TK]
+        x_RD, choices_R2K, from_nodes = self.to_nodes.send(x_TD, pack_choices(routing), node_TK)
+        is_here_E = owner_E // places == self.to_nodes.place
+        place_RK = torch.where(is_here_E, owner_E % places, -1)[expert_numbers(choices_R2K)]
+        x_RD, choices_R2K, from_ranks = self.to_ranks.send(x_RD, choices_R2K, place_RK)
+        return rows_for(self.ownership, self.rank, x_RD, choices_R2K, (from_nodes, from_ranks))
 
-    def combine(self, y_RD: Tensor, handle: tuple[_WayBack, _WayBack]) -> Tensor:
+    def combine(self, y_RD: Tensor, handle: tuple[_Way, _Way]) -> Tensor:
         from_nodes, from_ranks = handle
         return self.to_nodes.bring_back(self.to_ranks.bring_back(y_RD, from_ranks), from_nodes)
 

@@ -158,14 +158,14 @@ def _experts(share: Share, kernels: Kernels, recomputes: bool) -> list[Part]:
     gathered = rows * model.hidden_size * element if exchanges else 0
     sent = 0
     if exchanges and share.config.parallel.moe_token_dispatcher_type is TokenDispatcher.ALLTOALL:
-        sent = rows * (INT64 + topk)  # the token of each row sent, and which of its experts are there
+        sent = tokens * share.expert_ranks * INT32  # where the copies of each token are among the rows sent
     exchange = Part("exchange", sent, gathered, gathered + stream)
     experts = _expert_products(share, kernels, rows)
     kept = gathered + rows * topk * FP32  # the rows and their weights
-    indices = 0 if kernels.keeps_order else rows * topk * INT64 * int(exchanges)
+    indices = 0 if kernels.keeps_order else rows * topk * INT32 * int(exchanges)
     experts = Part("experts", kept + indices + experts.saved, experts.forward, experts.backward + gathered + stream)
     if recomputes:
-        arguments = kept + rows * topk * INT64 * int(exchanges)
+        arguments = kept + rows * topk * INT32 * int(exchanges)
         experts = experts.recomputed(arguments)
     return [router, exchange, experts]
 

@@ -139,22 +139,21 @@ def _experts(share: Share) -> Iterator[Collective]:
     size, topk = share.expert_ranks, model.moe_router_topk
     if parallel.moe_token_dispatcher_type is TokenDispatcher.ALLGATHER:
         rows = share.tokens_outside * size
-        wide, weights = rows * model.hidden_size * share.element, rows * topk * FP32
+        wide, choices = rows * model.hidden_size * share.element, rows * 2 * topk * FP32
         yield Collective("experts", Kind.ALL_GATHER, "tokens to experts", size, wide, layers)
-        yield Collective("experts", Kind.ALL_GATHER, "router weights", size, weights, layers)
-        yield Collective("experts", Kind.ALL_GATHER, "expert numbers", size, rows * topk * INT64, layers)
+        yield Collective("experts", Kind.ALL_GATHER, "router weights, expert numbers", size, choices, layers)
         yield Collective("experts", Kind.REDUCE_SCATTER, "sums from experts", size, wide, layers)
         yield Collective("experts", Kind.ALL_GATHER, "gradients to experts", size, wide, layers)
         yield Collective("experts", Kind.REDUCE_SCATTER, "gradients from experts", size, wide, layers)
-        yield Collective("experts", Kind.REDUCE_SCATTER, "gradients of router weights", size, weights, layers)
+        yield Collective("experts", Kind.REDUCE_SCATTER, "gradients of router weights", size, choices, layers)
         return
     rows = share.rows
     hiding = Hiding.PRODUCTS if parallel.moe_dispatch_chunks > 1 else Hiding.NOTHING
     wide = rows * model.hidden_size * share.element
     yield Collective("experts", Kind.ALL_TO_ALL, "numbers of rows", size, size * INT64, layers)
     yield Collective("experts", Kind.ALL_TO_ALL, "tokens and results, both ways", size, wide, 4 * layers, hiding)
-    yield Collective("experts", Kind.ALL_TO_ALL, "router weights and gradients", size, rows * topk * FP32, 2 * layers)
-    yield Collective("experts", Kind.ALL_TO_ALL, "expert numbers", size, rows * topk * INT64, layers)
+    choices = rows * 2 * topk * FP32
+    yield Collective("experts", Kind.ALL_TO_ALL, "router weights, expert numbers; gradients", size, choices, 2 * layers)
 
 
 def _pipeline(share: Share) -> Iterator[Collective]:

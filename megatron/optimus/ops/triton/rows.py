@@ -111,13 +111,40 @@ def sum_rows(
     rows_PD: Tensor, order: RowOrder, weights_TK: Tensor | None, topk: int, out: Tensor, tiles: Tiles | None = None
 ) -> Tensor:
     """out [T, D] = each token's sum over its local slots of (weight *) row, in slot order and fp32; returns it."""
+    tiles = tiles or tiles_for("sum_rows", rows_PD, order.count_E.shape[0], topk, out.shape[1], order.row_N.numel())
+    _launch_sum(rows_PD, order.row_N, weights_TK, topk, out, tiles)
+    return out
+
+
+def _launch_sum(rows: Tensor, row_N: Tensor, weights_TK: Tensor | None, topk: int, out: Tensor, tiles: Tiles) -> None:
     num_tokens, width = out.shape
-    tiles = tiles or tiles_for("sum_rows", rows_PD, order.count_E.shape[0], topk, width, order.row_N.numel())
     _sum_rows[(num_tokens,)](
-        rows_PD, order.row_N, weights_TK, out, width, TOPK=topk, BLOCK=_block(width, tiles.cols),
+        rows, row_N, weights_TK, out, width, TOPK=topk, BLOCK=_block(width, tiles.cols),
         WEIGHTED=weights_TK is not None, num_warps=tiles.warps,
     )  # fmt: skip
-    return out
+
+
+def copy_rows(x_TD: Tensor, positions_TP: Tensor, num_copies: int) -> Tensor:
+    """``spread_rows`` to given positions: no experts, so no padding between them."""
+    out_SD = x_TD.new_empty(num_copies, x_TD.shape[1])
+    (num_rows, width), num_places = x_TD.shape, positions_TP.shape[1]
+    if out_SD.numel() > 0:
+        tiles = tiles_for("spread_rows", x_TD, 0, num_places, width, num_copies)
+        _spread[(num_rows,)](
+            x_TD, positions_TP, None, positions_TP, positions_TP, out_SD, None, width, 0,
+            TOPK=num_places, SLOTS=triton.next_power_of_2(num_places), ROW_TILE=ROW_TILE,
+            BLOCK=_block(width, tiles.cols), WITH_WEIGHT=False, num_warps=tiles.warps,
+        )  # fmt: skip
+    return out_SD
+
+
+def sum_copies(y_SD: Tensor, positions_TP: Tensor) -> Tensor:
+    """Each row's sum over its positions, in their order and fp32: [S, D] -> [T, D]."""
+    out_TD = y_SD.new_empty(positions_TP.shape[0], y_SD.shape[1])
+    if out_TD.numel() > 0:
+        tiles = tiles_for("sum_rows", y_SD, 0, positions_TP.shape[1], out_TD.shape[1], y_SD.shape[0])
+        _launch_sum(y_SD, positions_TP, None, positions_TP.shape[1], out_TD, tiles)
+    return out_TD
 
 
 @triton.jit

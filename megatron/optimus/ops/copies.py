@@ -1,0 +1,92 @@
+"""Rows sent to several places, and summed when they are back: the two are each other's gradient.
+
+Where copies lie is said by positions: int32 [T, P], the place of a row's copy for each of P destinations among all S
+copies, -1 where none goes. Each of 0..S-1 occurs once. Neither operation sorts, adds by atomics or needs the host, and
+both are bitwise the same from run to run. Values are trusted to be in range; on the CPU those of sums are checked.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.optimus.ops import reference
+from megatron.optimus.ops.backend import Backend, kernels, resolve_routing
+
+
+def copy_rows(x_TD: Tensor, positions_TP: Tensor, num_copies: int) -> Tensor:
+    """Each row at each of its positions: [T, D] -> [S, D] with S = ``num_copies``. Gradient: ``sum_copies``.
+
+    Raises ValueError for positions that are not int32 [T, P] on the rows' device.
+    """
+    _check("copy_rows", x_TD, positions_TP)
+    if positions_TP.shape[0] != x_TD.shape[0]:
+        raise ValueError(f"copy_rows: positions {tuple(positions_TP.shape)} of {x_TD.shape[0]} rows; expected [T, P]")
+    return _CopyRows.apply(x_TD, positions_TP, num_copies)
+
+
+def sum_copies(y_SD: Tensor, positions_TP: Tensor) -> Tensor:
+    """The sum of each row's copies, in the order of P and in at least fp32, rounded once: [S, D] -> [T, D].
+
+    Gradient: ``copy_rows``. Raises ValueError for positions that are not int32 [T, P] on the rows' device.
+    """
+    _check("sum_copies", y_SD, positions_TP)
+    return _SumCopies.apply(y_SD, positions_TP)
+
+
+def _check(name: str, rows: Tensor, positions: Tensor) -> None:
+    if rows.dim() != 2 or not rows.is_floating_point():
+        raise ValueError(f"{name}: rows {rows.dtype} {tuple(rows.shape)}; expected a floating dtype and two dimensions")
+    if positions.dim() != 2 or positions.dtype != torch.int32 or positions.device != rows.device:
+        raise ValueError(
+            f"{name}: positions {positions.dtype} {tuple(positions.shape)} on {positions.device}; expected int32 "
+            f"[T, P] on {rows.device}"
+        )
+
+
+def _kernels(rows: Tensor, name: str) -> ModuleType | Any:
+    """The module that has ``name`` for these rows. Rows of router weights are fp32 where experts have 16 bits: every
+    backend's kernels take all dtypes up to fp32 here."""
+    backend = resolve_routing(rows.device)
+    if backend is Backend.REFERENCE or rows.dtype is torch.float64 or not hasattr(kernels(backend), name):
+        return reference
+    return kernels(backend)
+
+
+def _copy(x: Tensor, positions: Tensor, num_copies: int) -> Tensor:
+    return _kernels(x, "copy_rows").copy_rows(x.contiguous(), positions.contiguous(), num_copies)
+
+
+def _sum(y: Tensor, positions: Tensor) -> Tensor:
+    return _kernels(y, "sum_copies").sum_copies(y.contiguous(), positions.contiguous())
+
+
+class _CopyRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, positions: Tensor, num_copies: int) -> Tensor:
+        ctx.save_for_backward(positions)
+        return _copy(x, positions, num_copies)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (positions,) = ctx.saved_tensors
+        return _sum(grads[0], positions), None, None
+
+
+class _SumCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, positions: Tensor) -> Tensor:
+        ctx.save_for_backward(positions)
+        ctx.num_copies = y.shape[0]
+        return _sum(y, positions)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (positions,) = ctx.saved_tensors
+        return _copy(grads[0], positions, ctx.num_copies), None
