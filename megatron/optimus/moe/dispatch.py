@@ -21,8 +21,8 @@ class ExpertRows(NamedTuple):
     """Work for the experts of this rank."""
 
     x_RD: Tensor
-    weights_RK: Tensor  # fp32
-    indices_RK: Tensor  # expert number on this rank, or -1
+    weights_RK: Tensor  # fp32; those of other ranks' choices may be anything finite and must get a gradient of zero
+    indices_RK: Tensor  # int32 or int64: expert number on this rank, or -1
     handle: Any  # what combine needs to find the way back
 
 
