@@ -40,6 +40,15 @@ def choices(num_tokens: int, how: str, seed: int) -> Tensor:
     return scores.topk(TOPK).indices.to(DEVICE)
 
 
+def filled_with_nan(compute: Callable[[], Any]) -> Any:
+    """``compute`` where memory that nothing is written to holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        return compute()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 CASES = {  # tokens of a rank, width, choices
     "one token": (1, 16, "random"),
     "odd sizes": (7, 24, "random"),
@@ -72,12 +81,13 @@ def test_rows_go_out_and_their_sums_come_back(name: str, dtype: torch.dtype) -> 
         assert torch.equal(all_weights, torch.cat(weights))
         assert torch.equal(all_indices, torch.where(owners == rank, local_E[torch.cat(indices)], -1).int())
         assert torch.equal(needed.bool(), (owners == rank).any(1))
-        rows = peers.pull_rows(addresses(x), needed, rank, width, dtype)
+        rows = filled_with_nan(lambda: peers.pull_rows(addresses(x), needed, rank, width, dtype))  # noqa: B023
         assert rows.dtype == dtype and torch.equal(rows[needed.bool()], torch.cat(x)[needed.bool()])
+        assert rows[~needed.bool()].isnan().all()  # nothing else travels
         y = torch.randn(RANKS * num_tokens, width, device=DEVICE, dtype=dtype)
         products += (rows * y)[needed.bool()].double().sum()
         y[~needed.bool()] = torch.nan  # never read
-        peers.push_rows(y, needed, addresses(answers), rank)
+        peers.push_rows(y.nan_to_num(7.0), needed, addresses(answers), rank)  # 7 arrives nowhere
         gradient = torch.where(all_indices >= 0, all_weights * (rank + 1), torch.nan)
         peers.push_weight_gradients(gradient, all_indices, addresses(dweights), rank)
         own_answers.append(y)
@@ -85,6 +95,9 @@ def test_rows_go_out_and_their_sums_come_back(name: str, dtype: torch.dtype) -> 
     for rank in range(RANKS):
         total = peers.sum_answers(own_answers[rank], answers[rank], indices[rank], owner_E, rank, RANKS)
         mine = slice(rank * num_tokens, (rank + 1) * num_tokens)
+        others = torch.tensor([place for place in range(RANKS) if place != rank], device=DEVICE)
+        came = (owner_E[indices[rank]][None] == others[:, None, None]).any(2)
+        assert answers[rank][~came].isnan().all() and not answers[rank][came].isnan().any()
         expected = torch.zeros(num_tokens, width, device=DEVICE)
         for place in range(RANKS):
             is_needed = (owner_E[indices[rank]] == place).any(1, keepdim=True)
@@ -102,11 +115,13 @@ class Turns:
     exchange ahead of the last, as far as barriers let it."""
 
     def __init__(self, num_ranks: int) -> None:
+        self.failed = False
         self.may_run = [threading.Semaphore(int(rank == 0)) for rank in range(num_ranks)]
 
     def barrier(self, rank: int) -> None:
         self.may_run[(rank + 1) % len(self.may_run)].release()
         assert self.may_run[rank].acquire(timeout=60), "another rank did not come to its barrier"
+        assert not self.failed, "another rank failed"
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
         results: list[Any] = [None] * len(self.may_run)
@@ -116,7 +131,7 @@ class Turns:
             try:
                 results[rank] = work(rank)
             except Exception as error:
-                results[rank] = error
+                results[rank], self.failed = error, True
             self.may_run[(rank + 1) % len(self.may_run)].release()
 
         threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(results))]
@@ -208,11 +223,7 @@ def test_layers_over_ranks_equal_one_process() -> None:
             loss(y).backward()
         return dict(y=outputs, x=inputs, layers=layers)
 
-    torch.use_deterministic_algorithms(True)  # which fills memory that nothing is written to with NaN
-    try:
-        results = turns.run(work)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    results = filled_with_nan(lambda: turns.run(work))
     layers = [serial_layer(seed) for seed in (1, 2)]
     for rank, result in enumerate(results):
         for batch in range(3):

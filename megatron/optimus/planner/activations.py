@@ -159,6 +159,8 @@ def _experts(share: Share, kernels: Kernels, recomputes: bool) -> list[Part]:
     sent = 0
     if exchanges and share.config.parallel.moe_token_dispatcher_type is TokenDispatcher.ALLTOALL:
         sent = tokens * share.expert_ranks * INT32  # where the copies of each token are among the rows sent
+    if exchanges and share.config.parallel.moe_token_dispatcher_type is TokenDispatcher.SYMMETRIC:
+        sent = rows * (1 + topk * INT32)  # whether a row is needed, and which of its experts are here
     exchange = Part("exchange", sent, gathered, gathered + stream)
     experts = _expert_products(share, kernels, rows)
     kept = gathered + rows * topk * FP32  # the rows and their weights

@@ -18,7 +18,7 @@ from megatron.optimus.config.schema import (
     QKNormScope,
     TokenDispatcher,
 )
-from megatron.optimus.planner.activations import FP32, INT64
+from megatron.optimus.planner.activations import FP32, INT32, INT64
 from megatron.optimus.planner.parameters import families, gradient_bytes, parameters
 from megatron.optimus.planner.share import Share
 
@@ -147,7 +147,15 @@ def _experts(share: Share) -> Iterator[Collective]:
         yield Collective("experts", Kind.REDUCE_SCATTER, "gradients from experts", size, wide, layers)
         yield Collective("experts", Kind.REDUCE_SCATTER, "gradients of router weights", size, choices, layers)
         return
-    rows = share.rows
+    rows = share.rows_needed
+    if parallel.moe_token_dispatcher_type is TokenDispatcher.SYMMETRIC:
+        wide, choices = rows * model.hidden_size * share.element, share.rows * topk
+        yield Collective("experts", Kind.ALL_TO_ALL, "tokens and results, both ways", size, wide, 4 * layers)
+        yield Collective("experts", Kind.ALL_GATHER, "router weights", size, choices * FP32, layers)
+        yield Collective("experts", Kind.ALL_GATHER, "expert numbers", size, choices * INT32, layers)
+        gradients = choices // size * FP32  # each choice is served by one rank
+        yield Collective("experts", Kind.ALL_TO_ALL, "gradients of router weights", size, gradients, layers)
+        return
     hiding = Hiding.PRODUCTS if parallel.moe_dispatch_chunks > 1 else Hiding.NOTHING
     wide = rows * model.hidden_size * share.element
     yield Collective("experts", Kind.ALL_TO_ALL, "numbers of rows", size, size * INT64, layers)

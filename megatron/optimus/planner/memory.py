@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.optimus.config.schema import Recompute
+from megatron.optimus.config.schema import Recompute, TokenDispatcher
 from megatron.optimus.planner.activations import (
     CUDA,
     FP32,
+    INT32,
     INT64,
     Kernels,
     Part,
@@ -171,4 +172,13 @@ def _buffers(share: Share) -> int:
         ends = (stage > 0) + (stage < share.num_stages - 1)
         kept = share.micro_batches if stage == share.num_stages - 1 else share.chunks_in_flight // len(share.stages)
         travelling += (ends * share.micro_batches + kept) * hidden
-    return tables + batch + travelling + LIBRARIES
+    return tables + batch + travelling + _shared_with_peers(share) + LIBRARIES
+
+
+def _shared_with_peers(share: Share) -> int:
+    """What parallel/symmetric.py allocates: own tokens and the answers of all others, choices and their gradients."""
+    is_used = share.config.parallel.moe_token_dispatcher_type is TokenDispatcher.SYMMETRIC
+    if not is_used or not share.model.is_moe or share.expert_ranks == 1:
+        return 0
+    choices = share.tokens_outside * share.model.moe_router_topk
+    return share.rows * share.model.hidden_size * share.element + choices * (INT32 + 2 * FP32)

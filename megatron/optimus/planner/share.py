@@ -106,12 +106,17 @@ class Share:
 
     @property
     def rows(self) -> int:
-        """Tokens that reach this rank's experts, each counted once: all of its group's with all-gather. With all-to-all
-        those that need an expert here, when all experts are equally likely."""
-        everyone = self.tokens_outside * self.expert_ranks
-        if self.expert_ranks == 1 or self.config.parallel.moe_token_dispatcher_type is TokenDispatcher.ALLGATHER:
-            return everyone
-        return round(everyone * self.share_of_tokens_needed)
+        """Rows that this rank's experts are given: all tokens of its group with all-gather and symmetric memory, with
+        all-to-all those that need an expert here."""
+        transport = self.config.parallel.moe_token_dispatcher_type
+        if self.expert_ranks == 1 or transport in (TokenDispatcher.ALLGATHER, TokenDispatcher.SYMMETRIC):
+            return self.tokens_outside * self.expert_ranks
+        return self.rows_needed
+
+    @property
+    def rows_needed(self) -> int:
+        """Tokens of the group that need an expert here, each counted once, when all experts are equally likely."""
+        return round(self.tokens_outside * self.expert_ranks * self.share_of_tokens_needed)
 
     @property
     def share_of_tokens_needed(self) -> float:

@@ -18,6 +18,7 @@ from megatron.optimus.config.checks import check
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.observe.flops import flops_per_token
+from megatron.optimus.planner.communication import collectives
 from megatron.optimus.planner.hardware import AURORA, H200, MACHINES
 from megatron.optimus.planner.memory import memory_of
 from megatron.optimus.planner.plan import plan
@@ -106,6 +107,26 @@ def test_more_recomputation_needs_less_memory_and_more_time() -> None:
     whole, part, none = (made(w) for w in ("--recompute-modules moe attention norm", "--recompute-modules moe", ""))
     assert whole.worst.peak < part.worst.peak < none.worst.peak
     assert whole.time.total > part.time.total > none.time.total
+
+
+def test_symmetric_memory_moves_what_all_to_all_moves_and_holds_what_all_gather_holds() -> None:
+    words = (
+        "--preset mula-20b-a2b --num-layers 1 --seq-length 4096 --micro-batch-size 4 --global-batch-size 16 "
+        "--expert-model-parallel-size 4 --device cuda --moe-token-dispatcher-type"
+    )
+
+    def of(transport: str) -> tuple[float, int, int]:
+        [share] = shares(load([*words.split(), transport]).config, 4)
+        sent = sum(one.sent for one in collectives(share) if one.payload > 2**25 and one.axis == "experts")
+        memory = memory_of(share)
+        return sent, memory.buffers, sum(memory.saved_per_layer)
+
+    (symmetric, more, saved), (alltoall, less, _) = of("symmetric"), of("alltoall")
+    allgather, _, most = of("allgather")
+    tokens, width, topk, element = 4 * 4096, 2048, 8, 2
+    assert symmetric == alltoall < allgather
+    assert more - less == 4 * tokens * width * element + 3 * tokens * topk * 4
+    assert saved - most == 4 * tokens * (1 + 4 * topk)
 
 
 def test_times_add_up_and_mfu_follows_from_tokens() -> None:
