@@ -66,11 +66,13 @@ class EPEngineMixin:
             yield
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """DeepSpeed's: updates the weights at the accumulation boundary."""
+        """DeepSpeed's: updates the weights at the accumulation boundary. Raises RuntimeError if no backward has run."""
         self.__dict__["_has_stepped"] = False
         super().step(*args, **kwargs)  # type: ignore[misc]
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
+        if not self.optimizer.has_begun:  # its gradients would be zeros, and weight decay and momentum change weights
+            raise RuntimeError("engine.step() without a backward since the last step; call engine.backward(loss) first")
         with self.optimizer.telling_previous_step():
             super()._take_model_step(*args, **kwargs)  # type: ignore[misc]
         self.__dict__["_has_stepped"] = True
