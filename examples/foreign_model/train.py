@@ -1,4 +1,4 @@
-"""A transformers OLMoE trained by deepspeed_ext alone, see README.md: torchrun --standalone --nproc-per-node 2 train.py"""
+"""A transformers OLMoE trained by deepspeed_ext alone: torchrun --standalone --nproc-per-node 2 train.py"""
 
 import torch
 from transformers import OlmoeConfig, OlmoeForCausalLM

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import math
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,14 @@ def _step_without_backward() -> dict[str, str]:
             engine.step()
         except RuntimeError as error:
             errors.append(str(error))
+    wrong = {
+        "(2, 1), requires_grad=True": engine(torch.ones(2, 3)),
+        "1.5": 1.5,
+        "(), requires_grad=False": torch.ones(()),
+    }
+    for said, loss in wrong.items():
+        with pytest.raises(ValueError, match=f"needs a scalar loss that .*got {re.escape(said)}"):
+            engine.backward(loss)
     return {"without a backward since": errors[0], "call engine.backward(loss) first": errors[1]}
 
 
