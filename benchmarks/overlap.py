@@ -150,45 +150,72 @@ def backward_cost(params: list[torch.nn.Parameter], optimizer: Any, device: torc
     return statistics.median(times[5:])
 
 
+class _Holder(torch.nn.Module):
+    """A module with a parameter and nothing to compute."""
+
+    def __init__(self, param: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.param = param
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def thread_ms(action: Callable[[], Any]) -> float:
+    """Processor time of this thread."""
+    began = time.thread_time()
+    action()
+    return (time.thread_time() - began) * 1e3
+
+
 def host_cost(count: int, device: torch.device) -> dict[str, float]:
-    """Milliseconds of host time a step that hooks and step() take, without waiting for the device, for ``count``
-    parameters in bf16 and default buckets; one rank, so no collectives. Parameters have 4,096 elements, on a CPU 16:
-    its arithmetic is host time too. Medians of the thread's processor time, which other work on the machine does not
-    enter. ``backward_ms``: what a real backward and the reduction after it take more than a backward of parameters that
-    no optimizer has; of the process, as autograd may run in a thread of its own.
+    """Milliseconds of host time a step that hooks, step() and waiting forwards take, without waiting for the device,
+    for ``count`` parameters in bf16, each in a module of its own, and default buckets; one rank, so no collectives.
+    Parameters have 4,096 elements, on a CPU 16: its arithmetic is host time too. Medians of the thread's processor
+    time, which other work on the machine does not enter. ``backward_ms``: what a real backward and the reduction after
+    it take more than a backward of parameters that no optimizer has; of the process, as autograd may run in a thread of
+    its own. ``forward_ms``: what forward takes more for waiting module by module.
     """
     import deepspeed_ext
     from megatron.optimus.runtime.device import synchronize
 
     numel = 16 if device.type == "cpu" else 4096
     params = [torch.nn.Parameter(torch.randn(numel, device=device, dtype=torch.bfloat16)) for _ in range(count)]
+    model, x = torch.nn.Sequential(*map(_Holder, params)), torch.zeros(1)
     bare_ms = backward_cost(params, None, device)
+    bare_forward_ms = statistics.median(thread_ms(lambda: model(x)) for _ in range(50))
     groups = deepspeed_ext.ZeroGroups(
         dense=dist.new_group([dist.get_rank()], use_local_synchronization=True), expert={}
     )
     optimizer = deepspeed_ext.EPZeroOptimizer(
-        torch.optim.AdamW(params, lr=LR), {p: str(i) for i, p in enumerate(params)}, groups=groups
+        torch.optim.AdamW(params, lr=LR),
+        {p: str(i) for i, p in enumerate(params)},
+        groups=groups,
+        options=deepspeed_ext.ZeroOptions(overlap_param_gather=True),
+        module=model,
     )
     gradient = torch.ones_like(params[0])
-    hook_ms, step_ms = [], []
+
+    def arrive() -> None:
+        for param, hook in zip(reversed(params), hooks, strict=True):
+            hook(param)
+        optimizer.reduce_gradients()
+
+    forward_ms, hook_ms, step_ms = [], [], []
     for _ in range(50):
+        forward_ms.append(thread_ms(lambda: model(x)))
         for param in params:
             param.grad = gradient
         hooks = [hook for p in reversed(params) for hook in p._post_accumulate_grad_hooks.values()]  # they may change
         synchronize(device)
         optimizer.set_gradient_accumulation_boundary(True)
-        began = time.thread_time()
-        for param, hook in zip(reversed(params), hooks, strict=True):
-            hook(param)
-        optimizer.reduce_gradients()
-        between = time.thread_time()
-        optimizer.step()
-        hook_ms.append((between - began) * 1e3)
-        step_ms.append((time.thread_time() - between) * 1e3)
+        hook_ms.append(thread_ms(arrive))
+        step_ms.append(thread_ms(optimizer.step))
     backward_ms = backward_cost(params, optimizer, device)
     optimizer.destroy()
     return {
         "parameters": count,
+        "forward_ms": statistics.median(forward_ms[5:]) - bare_forward_ms,
         "hooks_ms": statistics.median(hook_ms[5:]),
         "step_ms": statistics.median(step_ms[5:]),
         "backward_ms": backward_ms - bare_ms,

@@ -11,11 +11,12 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.precision_config import get_float16_config
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
+from deepspeed_ext.config_checks import number, optimizer_params, own_section
 from deepspeed_ext.rules import Lion
 from deepspeed_ext.zero.loss_scale import LossScaleOptions
 from deepspeed_ext.zero.options import DEFAULT_BUCKET_NUMEL, ZeroOptions
 
-_OWN_KEYS = {"overlap_param_gather", "clip_after_steps", "reduce_each_micro_batch"}
+_OWN_OPTIONS = {"overlap_param_gather": False, "clip_after_steps": 0, "reduce_each_micro_batch": False}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DTYPES |= {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -29,7 +30,7 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def resolve_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
     """The configuration as a new dict, from a dict, a JSON path, or ``args.deepspeed_config``, as DeepSpeed takes it.
 
-    Raises ValueError if none or two are given, or the file does not exist.
+    Raises ValueError if none or two are given, or the file does not exist or holds no JSON object.
     """
     given = config if config is not None else config_params
     from_args = getattr(args, "deepspeed_config", None)
@@ -40,9 +41,18 @@ def resolve_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]
         raise ValueError("no DeepSpeed configuration: pass config= as a dict or a JSON path")
     if isinstance(given, Mapping):
         return dict(given)
+    if not isinstance(given, (str, os.PathLike)):
+        raise ValueError(f"config={given!r}: expected a dict or the path of a JSON file")
     if not os.path.isfile(given):
-        raise ValueError(f"DeepSpeed configuration {str(given)!r} does not exist")
-    return dict(load_ds_config(str(given)))
+        what = "is not a file" if os.path.exists(given) else "does not exist"
+        raise ValueError(f"DeepSpeed configuration {str(given)!r} {what}")
+    try:
+        loaded = load_ds_config(str(given))
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"DeepSpeed configuration {str(given)!r} is not JSON: {error}") from error
+    if not isinstance(loaded, Mapping) or not loaded:
+        raise ValueError(f"DeepSpeed configuration {str(given)!r} holds no JSON object with keys")
+    return dict(loaded)
 
 
 def reason_for_deepspeed(config: Mapping[str, Any], model: torch.nn.Module, mesh_param: Any) -> str | None:
@@ -69,24 +79,22 @@ def zero_options(config: Mapping[str, Any]) -> ZeroOptions:
     DeepSpeed's: zero_optimization.{stage, reduce_bucket_size, overlap_comm}, gradient_clipping,
     data_types.grad_accum_dtype, communication_data_type. Where they are absent: 2^26 elements, overlap, fp32. Section
     "deepspeed_ext": overlap_param_gather, clip_after_steps, reduce_each_micro_batch. Section "fp16": the loss scale.
-    Raises ValueError for an unknown key of the section "deepspeed_ext", or a value out of range.
+    Raises ValueError for an unknown key of the section "deepspeed_ext", or a value of a wrong kind or out of range.
     """
     zero = config.get("zero_optimization") or {}
-    own = dict(config.get("deepspeed_ext") or {})
-    unknown = own.keys() - _OWN_KEYS
-    if unknown:
-        raise ValueError(f"deepspeed_ext.{min(unknown)} is not an option; known: {', '.join(sorted(_OWN_KEYS))}")
     communicate = config.get("communication_data_type")
     return ZeroOptions(
         stage=int(zero.get("stage", 1)),
-        bucket_numel=int(zero.get("reduce_bucket_size", DEFAULT_BUCKET_NUMEL)),
+        bucket_numel=int(
+            number("zero_optimization.reduce_bucket_size", zero.get("reduce_bucket_size", DEFAULT_BUCKET_NUMEL))
+        ),
         grad_dtype=_dtype("data_types.grad_accum_dtype", (config.get("data_types") or {}).get("grad_accum_dtype")),
         comm_dtype=None if communicate is None else _dtype("communication_data_type", communicate),
         overlap_comm=zero.get("overlap_comm") is not False,
-        max_norm=float(config.get("gradient_clipping", 0.0)),
+        max_norm=number("gradient_clipping", config.get("gradient_clipping", 0.0)),
         average=True,
         loss_scale=_loss_scale(config),
-        **own,
+        **own_section(config.get("deepspeed_ext") or {}, _OWN_OPTIONS),
     )
 
 
@@ -122,13 +130,13 @@ def build_torch_optimizer(config: Mapping[str, Any], params: Iterable[Any]) -> t
     """The torch optimizer of the configuration's "optimizer" section: Adam, AdamW, SGD or Lion, never JIT-compiled.
 
     As in DeepSpeed, "Adam" means decoupled weight decay unless adam_w_mode is false. Raises ValueError for a missing
-    section, another type, or a parameter that torch's optimizer does not take.
+    section, another type, or a parameter that is out of range or that torch's optimizer does not take.
     """
     section = config.get("optimizer")
     if not section:
         raise ValueError('no optimizer: pass optimizer=, or an "optimizer" section in the configuration')
     kind = str(section.get("type", "")).lower()
-    options = dict(section.get("params") or {})
+    options = optimizer_params(section.get("params") or {})
     if kind not in _OPTIMIZERS:
         raise ValueError(
             f"optimizer type {section.get('type')!r} is not one of Adam, AdamW, SGD, Lion; pass optimizer="

@@ -55,6 +55,10 @@ class EPEngineMixin:
     # ---- what happens in a step
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's. Raises ValueError for a loss that is no scalar tensor, or has no gradient to give."""
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            what = f"{tuple(loss.shape)}, requires_grad={loss.requires_grad}" if torch.is_tensor(loss) else repr(loss)
+            raise ValueError(f"engine.backward needs a scalar loss that forward computed with gradients, got {what}")
         # DeepSpeed tells the optimizer through a hook on the engine's outputs, which a loss need not come through.
         self.optimizer.set_gradient_accumulation_boundary(self.is_gradient_accumulation_boundary())  # type: ignore[attr-defined]
         return super().backward(loss, *args, **kwargs)  # type: ignore[misc]
@@ -66,11 +70,13 @@ class EPEngineMixin:
             yield
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """DeepSpeed's: updates the weights at the accumulation boundary."""
+        """DeepSpeed's: updates the weights at the accumulation boundary. Raises RuntimeError if no backward has run."""
         self.__dict__["_has_stepped"] = False
         super().step(*args, **kwargs)  # type: ignore[misc]
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
+        if not self.optimizer.has_begun:  # its gradients would be zeros, and weight decay and momentum change weights
+            raise RuntimeError("engine.step() without a backward since the last step; call engine.backward(loss) first")
         with self.optimizer.telling_previous_step():
             super()._take_model_step(*args, **kwargs)  # type: ignore[misc]
         self.__dict__["_has_stepped"] = True

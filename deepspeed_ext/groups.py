@@ -78,13 +78,23 @@ def expert_group_name(param: torch.nn.Parameter) -> str | None:
     return str(name)
 
 
-def mark_experts(model: torch.nn.Module, is_expert: Callable[[str], str | None]) -> None:
-    """Sets DeepSpeed's marks on every parameter for which ``is_expert(name)`` returns a group name."""
+def mark_experts(model: torch.nn.Module, is_expert: Callable[[str], str | None]) -> int:
+    """Sets DeepSpeed's marks on every parameter for which ``is_expert(name)`` returns a group name; how many it did.
+
+    Raises ValueError if it is no function, or returns anything but a name or None.
+    """
+    if not callable(is_expert):
+        raise ValueError(f"is_expert={is_expert!r} must be a function of a parameter's name")
+    count = 0
     for name, param in model.named_parameters():
         group_name = is_expert(name)
+        if not isinstance(group_name, str | None):
+            raise ValueError(f"is_expert({name!r}) returned {group_name!r}; return a name such as 'ep_size_1', or None")
         if group_name is not None:
             param.allreduce = False  # type: ignore[attr-defined]
             param.group_name = group_name  # type: ignore[attr-defined]
+            count += 1
+    return count
 
 
 def build_groups(expert_groups: Iterable[str]) -> ZeroGroups:

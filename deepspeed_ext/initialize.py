@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import deepspeed
@@ -14,6 +14,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero import partition_parameters
 from torch import nn
 
+from deepspeed_ext.config_checks import check_kinds, unknown_keys
 from deepspeed_ext.ds_config import build_torch_optimizer, reason_for_deepspeed, resolve_config, zero_options
 from deepspeed_ext.engine import EPEngine
 from deepspeed_ext.groups import (
@@ -30,7 +31,8 @@ from deepspeed_ext.zero.agreement import (
     check_agreement,
     gather,
     parameter_signatures,
-    raise_together,
+    same_everywhere,
+    together,
 )
 from deepspeed_ext.zero.options import ZeroOptions
 
@@ -68,20 +70,27 @@ def initialize(
     for the device twice a micro-batch, does not wait here unless the configuration has a "timers" section. Returns
     (engine, optimizer, dataloader or None, lr scheduler or None). Collective over all ranks.
 
-    Raises ValueError, the same on every rank, for: an expert size that does not divide the ranks; a parameter
-    twice in the optimizer; sparse gradients; ranks that disagree on names, shapes, dtypes or order of parameters, or on
-    the optimizer's options; experts that are spread over ranks where DeepSpeed's own path would run a model whose MoE
+    Raises ValueError, the same on every rank, for: a configuration that is missing, no JSON or out of range, on any
+    rank; an expert size that does not divide the ranks; a parameter twice in the optimizer; sparse gradients; ranks
+    that disagree on names, shapes, dtypes or order of parameters, on the optimizer's options or the accumulation steps;
+    experts that are spread over ranks where DeepSpeed's own path would run a model whose MoE
     layers are not DeepSpeed's.
     """
-    if model is None:
-        raise ValueError("initialize needs model=")
     config_in_args = getattr(args, "deepspeed_config", None) is not None
-    config = resolve_config(args, config, config_params)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    if is_expert is not None:
-        mark_experts(model, is_expert)
-    reason = reason_for_deepspeed(config, model, mesh_param)
+
+    def read() -> tuple[nn.Module, dict[str, Any], str | None, int | None]:
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"initialize needs model=, a torch.nn.Module, got {type(model).__name__}")
+        resolved = resolve_config(args, config, config_params)
+        check_kinds(resolved)
+        marked = None if is_expert is None else mark_experts(model, is_expert)
+        return model, resolved, reason_for_deepspeed(resolved, model, mesh_param), marked
+
+    model, config, reason, marked = together(read, world_group())
+    same_everywhere("who runs the optimizer", reason or "deepspeed_ext", world_group())
     _log_choice(reason)
+    _warn(unknown_keys(config), gather(marked, world_group()).values())
     if reason is not None:
         _refuse_spread_experts(model, reason)
         return deepspeed.initialize(
@@ -99,7 +108,7 @@ def initialize(
             mesh_param=mesh_param,
         )
     config.setdefault("timers", {"throughput": {"synchronized": False}})
-    optimizer, groups, options = _prepare(model, optimizer, model_parameters, config, groups)
+    optimizer, groups, options, config_class = _prepare(model, optimizer, model_parameters, config, groups, mpu)
     partition_parameters.shutdown_init_context()  # a surrounding zero.Init must not see the engine's own modules
     engine = EPEngine(
         args=args,
@@ -111,7 +120,7 @@ def initialize(
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
         config=config,
-        config_class=DeepSpeedConfig(config, mpu),
+        config_class=config_class,
         zero_groups=groups,
         zero_options=options,
     )
@@ -145,37 +154,32 @@ def _prepare(
     model_parameters: Iterable[Any] | None,
     config: dict[str, Any],
     groups: ZeroGroups | None,
-) -> tuple[torch.optim.Optimizer, ZeroGroups, ZeroOptions]:
-    """The torch optimizer, the groups and the options, after all ranks have compared what they hold."""
-    signatures: Signatures = {}
-    optimizer: torch.optim.Optimizer | None = None
-    options = ZeroOptions()
-    error = cause = None
-    try:
+    mpu: Any,
+) -> tuple[torch.optim.Optimizer, ZeroGroups, ZeroOptions, DeepSpeedConfig]:
+    """The torch optimizer, groups, options and DeepSpeed's reading of them, after all ranks have compared theirs."""
+
+    def build() -> tuple[torch.optim.Optimizer, ZeroOptions, DeepSpeedConfig, Signatures]:
         if groups is not None:
             groups.check()
         options = zero_options(config)
         optimizer = _torch_optimizer(model, given, model_parameters, config)
+        parsed = DeepSpeedConfig(config, mpu)
         for group in optimizer.param_groups:
             rule_for(optimizer, group)
         signatures = parameter_signatures(model, optimizer.param_groups)
         if groups is not None and not signatures.keys() <= {None, *groups.expert}:
             unknown = sorted(str(name) for name in signatures.keys() - {None, *groups.expert})
             raise ValueError(f"expert groups {unknown} have no process group; given: {sorted(groups.expert)}")
-    except Exception as failure:
-        # Whatever went wrong here, the other ranks must hear of it instead of waiting in the next collective.
-        error, cause = str(failure), failure
-    try:
-        raise_together(error, world_group())
-    except ValueError as together:
-        raise together from cause
+        return optimizer, options, parsed, signatures
+
+    optimizer, options, parsed, signatures = together(build, world_group())
+    same_everywhere("gradient_accumulation_steps", parsed.gradient_accumulation_steps, world_group())
     if groups is None:
         # A rank without experts still takes part in creating everybody's groups.
         names = gather({name for name in signatures if name is not None}, world_group())
         groups = build_groups(set().union(*names.values()))
     check_agreement(signatures, groups, options)
-    assert optimizer is not None  # every rank would have raised above
-    return optimizer, groups, options
+    return optimizer, groups, options, parsed
 
 
 def _torch_optimizer(
@@ -187,12 +191,15 @@ def _torch_optimizer(
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     if not (optimizer is None or callable(optimizer)):
-        raise TypeError(
+        raise ValueError(
             f"optimizer={optimizer!r}: expected a torch.optim.Optimizer, a function of the parameters that makes one, "
             "or None and an 'optimizer' section in the configuration"
         )
     params = list(model_parameters if model_parameters is not None else model.parameters())
-    return optimizer(params) if optimizer is not None else build_torch_optimizer(config, params)
+    built = optimizer(params) if optimizer is not None else build_torch_optimizer(config, params)
+    if not isinstance(built, torch.optim.Optimizer):
+        raise ValueError(f"optimizer= is a function that returned {built!r}, not a torch.optim.Optimizer")
+    return built
 
 
 def _log_choice(reason: str | None) -> None:
@@ -201,3 +208,12 @@ def _log_choice(reason: str | None) -> None:
             logger.info("optimizer: EP-aware ZeRO of deepspeed_ext")
         else:
             logger.info("optimizer: DeepSpeed's own (%s)", reason)
+
+
+def _warn(unknown: str | None, marked: Collection[int | None]) -> None:
+    """``marked``: how many parameters is_expert named on each rank; a rank of a pipeline may have none."""
+    if dist.get_rank() == 0:
+        if unknown is not None:
+            logger.warning("%s", unknown)
+        if 0 in marked and not any(marked):
+            logger.warning("is_expert named no parameter of the model: all are trained as dense ones")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
+from deepspeed_ext.config_checks import in_one_line
 from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of, world_group
 from deepspeed_ext.zero.options import ZeroOptions
 
-# (name, shape, dtype, index of the optimizer's parameter group or None)
-Signature = tuple[str, tuple[int, ...], str, int | None]
+# (name, shape, dtype, the optimizer's parameter group with its options, or None)
+Signature = tuple[str, tuple[int, ...], str, str | None]
 
 
 Signatures = dict[str | None, list[Signature]]  # by expert group, None: dense
@@ -56,11 +57,18 @@ def parameter_signatures(model: nn.Module, param_groups: Sequence[dict[str, Any]
         raise ValueError(f"the optimizer holds {len(unknown)} parameters that the model does not have: shapes {shapes}")
     _refuse_sparse_and_aliased(model, named)
     signatures: Signatures = {None: []}
+    described = [_describe_group(index, group) for index, group in enumerate(param_groups)]
     for name, param in named.items():
-        optimized_in = index_of.get(param) if param.requires_grad else None
+        optimized_in = described[index_of[param]] if param.requires_grad and param in index_of else None
         signature = (name, tuple(param.shape), str(param.dtype), optimized_in)
         signatures.setdefault(expert_group_name(param), []).append(signature)
     return signatures
+
+
+def _describe_group(index: int, group: Mapping[str, Any]) -> str:
+    """Ranks with another lr would update their shards of one model by another rule."""
+    plain = [f"{key}={value}" for key, value in sorted(group.items()) if isinstance(value, (int, float, str, tuple))]
+    return f"parameter group {index} ({', '.join(plain)})"
 
 
 def _refuse_sparse_and_aliased(model: nn.Module, named: dict[str, nn.Parameter]) -> None:
@@ -93,6 +101,31 @@ def raise_together(error: str | None, group: dist.ProcessGroup) -> None:
     if errors:
         first = min(errors)
         raise ValueError(f"{errors[first]} (on {len(errors)} rank(s), first rank {first})")
+
+
+def together(action: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """What ``action``, which must not communicate, returns here. Raises ValueError on every rank of ``group``, with the
+    words of the first that failed, if it fails on any: no rank waits for one that has left. Collective."""
+    result: list[T] = []
+    error = cause = None
+    try:
+        result.append(action())
+    except Exception as failure:
+        error, cause = in_one_line(failure), failure
+    try:
+        raise_together(error, group)
+    except ValueError as failed:
+        raise failed from cause
+    return result[0]
+
+
+def same_everywhere(what: str, value: Any, group: dist.ProcessGroup) -> None:
+    """Raises ValueError on every rank of ``group`` unless all pass the same. Collective."""
+    everybody = gather(value, group)
+    first = min(everybody)
+    for rank, other in everybody.items():
+        if other != everybody[first]:
+            raise ValueError(f"ranks disagree on {what}: rank {first} has {everybody[first]}, rank {rank} has {other}")
 
 
 def check_agreement(signatures: Signatures, groups: ZeroGroups, options: ZeroOptions) -> None:
@@ -152,6 +185,6 @@ def _difference(name: str | None, rank: int, mine: list[Signature], peer: int, t
 def _describe(signature: Signature | None) -> str:
     if signature is None:
         return "nothing more"
-    name, shape, dtype, index = signature
-    where = "not optimized" if index is None else f"in parameter group {index}"
+    name, shape, dtype, group = signature
+    where = "not optimized" if group is None else f"in {group}"
     return f"{name!r} {shape} {dtype} {where}"

@@ -91,6 +91,7 @@ class EPZeroOptimizer(ZeROOptimizer):
         self._copies: list[StateShard] = []  # handed out by state_shards where states are not kept in fp32
         self._further_sums: list[tuple[Bucket, dist.ProcessGroup]] = []
         self._reduced = False
+        self.has_begun = False  # a backward has, or is about to, since the last step
         self._holds_back = False
         self._tells_previous = self._was_previous_skipped = False
         self._init_engine_attributes()
@@ -139,6 +140,7 @@ class EPZeroOptimizer(ZeROOptimizer):
         ``only``: what it reaches, on every rank alike; its reduction leaves other buckets out (see ``buckets_of``).
         """
         super().set_gradient_accumulation_boundary(is_boundary)
+        self.has_begun = True
         self._sync.arm((is_boundary or self.options.reduces_each_backward) and not self._holds_back, only)
 
     def buckets_of(self, params: Iterable[nn.Parameter]) -> set[Bucket]:
@@ -241,7 +243,7 @@ class EPZeroOptimizer(ZeROOptimizer):
             bucket.start_gather()
         self._publisher.finish_step()
         self._sync.forget()
-        self._reduced = False
+        self._reduced = self.has_begun = False
         self._copies.clear()
         self._was_previous_skipped = self._state.settle()
 

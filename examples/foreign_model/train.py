@@ -1,4 +1,4 @@
-"""A transformers OLMoE trained by deepspeed_ext alone: torchrun --nproc-per-node 2 examples/foreign_model/train.py"""
+"""A transformers OLMoE trained by deepspeed_ext alone: torchrun --standalone --nproc-per-node 2 train.py"""
 
 import torch
 from transformers import OlmoeConfig, OlmoeForCausalLM

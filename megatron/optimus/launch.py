@@ -28,6 +28,7 @@ from megatron.optimus.launcher.compose import Launch, Mpi, Starter, Wishes, comp
 from megatron.optimus.launcher.local import run_ranks
 from megatron.optimus.launcher.systems import SYSTEMS
 from megatron.optimus.launcher.watch import Outcome, run_until_done, run_watched
+from megatron.optimus.observe.metrics import FILE_NAME
 from megatron.optimus.runtime import launch_env
 
 _FLAGS = {
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    return _run(launch, request, env)
+    return _run(launch, request, env, Path(config.logging.run_dir) / FILE_NAME)
 
 
 def _check_ranks(launch: Launch) -> None:
@@ -93,7 +94,8 @@ def _check_ranks(launch: Launch) -> None:
         )
 
 
-def _run(launch: Launch, request: Request, env: dict[str, str]) -> int:
+def _run(launch: Launch, request: Request, env: dict[str, str], metrics: Path) -> int:
+    """``metrics``: where rank 0 writes a line for every step."""
     watched = request.max_restarts > 0 or request.stall_seconds is not None
     if launch.starter is Starter.LOCAL and not watched:
         return run_ranks(list(launch.program), launch.ranks_per_node)
@@ -101,7 +103,7 @@ def _run(launch: Launch, request: Request, env: dict[str, str]) -> int:
         inner = ["--launcher", "local", "--nproc-per-node", str(launch.ranks_per_node), *request.options]
         command = [sys.executable, "-m", "megatron.optimus.launch", *inner]
         return run_until_done(
-            lambda hosts: run_watched(command, env, request.stall_seconds), (), (), request.max_restarts
+            lambda hosts: run_watched(command, env, request.stall_seconds, metrics), (), (), request.max_restarts
         )
     with tempfile.TemporaryDirectory(prefix="optimus-launch-") as folder:
         hostfile = Path(folder) / "hosts"
@@ -109,7 +111,7 @@ def _run(launch: Launch, request: Request, env: dict[str, str]) -> int:
         def attempt_on(hosts: Sequence[str]) -> Outcome:
             hostfile.write_text("".join(f"{host}\n" for host in hosts), encoding="utf-8")
             command = launch.command(hosts, str(hostfile))
-            return run_watched(command, {**env, **launch.environment(hosts)}, request.stall_seconds)
+            return run_watched(command, {**env, **launch.environment(hosts)}, request.stall_seconds, metrics)
 
         return run_until_done(attempt_on, launch.hosts, launch.spares, request.max_restarts)
 
@@ -164,6 +166,7 @@ def _parse(words: list[str]) -> Request:
         mpi=_choice(given, "--mpi", Mpi),
         system=SYSTEMS[_member(given, "--system", list(SYSTEMS)) or "generic"],
         cpu_bind=given.get("--cpu-bind"),
+        port=launch_env.rendezvous_port(),
     )
     stall = _count(given, "--stall-timeout")
     return Request(wishes, _count(given, "--max-restarts", 0) or 0, float(stall) if stall else None, dry_run, options)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,38 @@ def _mark(param: nn.Parameter, group_name: str) -> nn.Parameter:
     return param
 
 
+def _step_without_backward() -> dict[str, str]:
+    """The errors, by what must be in them; what was warned of on the way."""
+    warned: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("deepspeed_ext")
+    logger.addHandler(handler)
+    engine, *_ = deepspeed_ext.initialize(
+        model=nn.Linear(3, 1), config={**CONFIG, **SGD, "steps_per_prin": 5}, is_expert=lambda _: None
+    )
+    logger.removeHandler(handler)
+    told = sorted(line.split(":")[0] for line in warned if "keys that nothing" in line or "is_expert" in line)
+    assert len(told) == (2 if dist.get_rank() == 0 else 0), warned
+    errors = []
+    for backward in (False, True, False):
+        if backward:
+            engine.backward(engine(torch.ones(2, 3)).sum())
+        try:
+            engine.step()
+        except RuntimeError as error:
+            errors.append(str(error))
+    wrong = {
+        "(2, 1), requires_grad=True": engine(torch.ones(2, 3)),
+        "1.5": 1.5,
+        "(), requires_grad=False": torch.ones(()),
+    }
+    for said, loss in wrong.items():
+        with pytest.raises(ValueError, match=f"needs a scalar loss that .*got {re.escape(said)}"):
+            engine.backward(loss)
+    return {"without a backward since": errors[0], "call engine.backward(loss) first": errors[1]}
+
+
 def _bad_input(rank: int, world: int) -> dict[str, str]:
     deepspeed_ext.init_distributed()
     errors = {}
@@ -109,6 +143,28 @@ def _bad_input(rank: int, world: int) -> dict[str, str]:
     groups = deepspeed_ext.ZeroGroups(dense=halves[rank // 2], expert={})
     errors["2 ranks and the model group 1, of 4"] = _error_of(model=nn.Linear(3, 3), groups=groups)
     errors["no optimizer"] = _error_of(model=nn.Linear(3, 3), config=CONFIG)
+    errors["no/such.json' does not exist (on 1 rank(s), first rank 2)"] = _error_of(
+        model=nn.Linear(3, 3), config="/no/such.json" if rank == 2 else {**CONFIG, **SGD}
+    )
+    errors["needs model=, a torch.nn.Module, got NoneType (on 1 rank(s), first rank 1)"] = _error_of(
+        model=None if rank == 1 else nn.Linear(3, 3)
+    )
+    errors["is_expert('weight') returned True; return a name such as"] = _error_of(
+        model=nn.Linear(3, 3), is_expert=lambda _: True
+    )
+    own = {"train_batch_size": 12 if rank == 3 else 8}
+    errors["train_batch_size is not equal to"] = _error_of(model=nn.Linear(3, 3), config={**CONFIG, **SGD, **own})
+    own = {"gradient_accumulation_steps": 1 + rank // 2}
+    errors["gradient_accumulation_steps: rank 0 has 1, rank 2 has 2"] = _error_of(
+        model=nn.Linear(3, 3), config={**CONFIG, **SGD, **own}
+    )
+    own = {"zero_optimization": {"stage": 3 if rank == 1 else 1}}
+    errors["who runs the optimizer: rank 0 has deepspeed_ext, rank 1 has ZeRO stage 3"] = _error_of(
+        model=nn.Linear(3, 3), config={**CONFIG, **SGD, **own}
+    )
+    own = {"optimizer": {"type": "SGD", "params": {"lr": 0.1 * (1 + rank // 3)}}}
+    errors["lr=0.2, "] = _error_of(model=nn.Linear(3, 3), config={**CONFIG, **own})
+    errors.update(_step_without_backward())
     deepspeed_ext.shutdown()
     return errors
 

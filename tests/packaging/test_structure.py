@@ -32,7 +32,7 @@ ALLOWED = {
 ALLOWED["observe"] = {"config", "runtime"}
 ALLOWED["launcher"] = {"config", "runtime"}
 ALLOWED["launch"].add("launcher")
-for part in ("trainer", "describe", "planner", "pretrain"):
+for part in ("trainer", "describe", "planner", "pretrain", "launch"):
     ALLOWED[part].add("observe")
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 100

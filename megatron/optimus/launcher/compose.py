@@ -42,6 +42,7 @@ class Wishes:
     mpi: Mpi | None = None
     system: System = GENERIC
     cpu_bind: str | None = None
+    port: int = 29500  # where rank 0 listens, unless MASTER_PORT says
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Launch:
     program: tuple[str, ...]  # what each rank runs
     hosts: tuple[str, ...]  # those to start on; empty where nothing is allocated yet
     spares: tuple[str, ...]
+    port: int  # where rank 0 listens; of its own for every run, so that two on one machine do not meet
     settings: dict[str, Setting] = field(default_factory=dict)  # set by us
     kept: dict[str, Setting] = field(default_factory=dict)  # ours would differ, but the user has set them
 
@@ -79,6 +81,8 @@ class Launch:
             added["WORLD_SIZE"] = str(self.world_size)  # PALS tells a rank its number but not how many there are
         if hosts and "MASTER_ADDR" not in self.kept:
             added["MASTER_ADDR"] = self._network_name(hosts[0])
+        if "MASTER_PORT" not in self.kept:
+            added["MASTER_PORT"] = str(self.port)
         return added
 
     def _network_name(self, host: str) -> str:
@@ -88,7 +92,8 @@ class Launch:
         meeting = ["--standalone"]
         if self.num_nodes > 1:
             head = self._network_name(hosts[0]) if hosts else "FIRST_NODE"
-            meeting = ["--nnodes", str(self.num_nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{head}:29400"]
+            meeting = ["--nnodes", str(self.num_nodes), "--rdzv-backend", "c10d"]
+            meeting += ["--rdzv-endpoint", f"{head}:{self.port}", "--rdzv-id", f"optimus-{self.port}"]
         runner = [sys.executable, "-m", "torch.distributed.run", *meeting]
         return [*runner, "--nproc-per-node", str(self.ranks_per_node), *self.program[1:]]
 
@@ -116,8 +121,8 @@ class Launch:
 def compose(allocation: Allocation, wishes: Wishes, options: Sequence[str], env: Mapping[str, str]) -> Launch:
     """The launch of ``python -m megatron.optimus.pretrain options`` on the allocation's nodes.
 
-    Raises ConfigError for more nodes than allocated, for no number of ranks per node, or for a starter that the place
-    does not have.
+    Raises ConfigError for more nodes than allocated, for no number of ranks per node, for a starter that the place does
+    not have, or for a MASTER_PORT that is none.
     """
     starter = _starter(wishes.starter, allocation)
     num_nodes = _num_nodes(wishes.nodes, allocation, starter)
@@ -131,6 +136,9 @@ def compose(allocation: Allocation, wishes: Wishes, options: Sequence[str], env:
     if binding is None and per_node == wishes.system.ranks_per_node:
         binding = wishes.system.cpu_bind  # a list of cores for each rank fits this number of ranks only
     wanted = wishes.system.environment
+    port = env.get("MASTER_PORT", str(wishes.port))
+    if not (port.isdecimal() and 0 < int(port) < 65536):
+        raise ConfigError(f"MASTER_PORT={port!r} is not a port; use 1024 to 65535")
     hosts = allocation.hosts[:num_nodes]
     return Launch(
         starter=starter,
@@ -143,6 +151,7 @@ def compose(allocation: Allocation, wishes: Wishes, options: Sequence[str], env:
         program=(sys.executable, "-m", PROGRAM, *options),
         hosts=hosts,
         spares=allocation.hosts[num_nodes:],
+        port=int(port),
         settings={name: setting for name, setting in wanted.items() if name not in env},
         kept={
             name: Setting(env[name], "kept: set in your environment")

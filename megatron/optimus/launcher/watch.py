@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import os
 import re
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -26,7 +28,6 @@ logger = logging.getLogger("optimus")
 USER_ERROR = 2
 STALLED = 124  # as GNU timeout
 _KEPT_LINES = 400
-_STEP = "step="  # in every line of progress
 _GRACE_SECONDS = 15.0
 _LONGEST_PAUSE = 60.0
 
@@ -46,7 +47,7 @@ class Outcome:
     code: int  # STALLED if it was stopped for printing nothing
     last_lines: tuple[str, ...]
     interrupted: bool  # the launcher itself was told to stop
-    has_trained: bool  # at least one step was reported
+    has_trained: bool  # at least one step was done
 
 
 def lost_hosts(lines: Sequence[str], hosts: Sequence[str]) -> list[str]:
@@ -103,22 +104,46 @@ def run_until_done(
     raise AssertionError("the last attempt returns")
 
 
-def run_watched(command: Sequence[str], env: dict[str, str], stall_seconds: float | None) -> Outcome:
-    """Runs a command, passes its output on, and stops it after ``stall_seconds`` without a line of output."""
+class _Steps:
+    """Whether the run does steps: rank 0 adds a line to ``metrics`` for each (output could be anybody's). A resumed run
+    first takes back lines of steps that were lost, so what counts is growth from one look to the next."""
+
+    def __init__(self, metrics: Path) -> None:
+        self._metrics = metrics
+        self._size = self._size_now()
+        self.were_done = False
+
+    def look(self) -> None:
+        size = self._size_now()
+        self.were_done |= size > self._size
+        self._size = size
+
+    def _size_now(self) -> int:
+        try:
+            with open(self._metrics, "rb") as file:  # opened: a network file system may answer stat() from its cache
+                return file.seek(0, os.SEEK_END)
+        except OSError:
+            return 0
+
+
+def run_watched(command: Sequence[str], env: dict[str, str], stall_seconds: float | None, metrics: Path) -> Outcome:
+    """Runs a command, passes its output on, and stops it after ``stall_seconds`` without a line of output.
+
+    ``metrics``: the file to which the run adds a line a step.
+    """
+    steps = _Steps(metrics)
     process = subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
     interrupted, previous = _pass_signals_to(process)
     lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
     last = [time.monotonic()]
-    has_trained = [False]
 
     def relay() -> None:
         assert process.stdout is not None
         for line in process.stdout:
             last[0] = time.monotonic()
             lines.append(line)
-            has_trained[0] = has_trained[0] or _STEP in line
             sys.stdout.write(line)
             sys.stdout.flush()
 
@@ -127,15 +152,17 @@ def run_watched(command: Sequence[str], env: dict[str, str], stall_seconds: floa
     stalled = False
     while process.poll() is None:
         time.sleep(0.1)
+        steps.look()
         if stall_seconds is not None and time.monotonic() - last[0] > stall_seconds:
             logger.warning("no output for %.0f s: stopping the ranks", stall_seconds)
             stalled = True
             _stop(process)
     reader.join(timeout=10)
+    steps.look()
     for number, handler in previous.items():  # between attempts a signal ends the launcher itself
         signal.signal(number, handler)
     code = STALLED if stalled else process.returncode
-    return Outcome(code if code >= 0 else 128 - code, tuple(lines), interrupted[0], has_trained[0])
+    return Outcome(code if code >= 0 else 128 - code, tuple(lines), interrupted[0], steps.were_done)
 
 
 def _pass_signals_to(process: subprocess.Popen[str]) -> tuple[list[bool], dict[int, Any]]:

@@ -15,8 +15,10 @@ the user sets them, always count.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import random
 import re
 import socket
 import tempfile
@@ -161,6 +163,16 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def rendezvous_port() -> int:
+    """A port for rank 0 of a run, which may start on another node: free here, and outside of the range that systems
+    give to outgoing connections."""
+    for port in random.sample(range(20000, 30000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    return free_port()
 
 
 def _integer(env: Mapping[str, str], *names: str) -> int | None:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.config import DeepSpeedConfig
 from torch import nn
 
+from deepspeed_ext.config_checks import TOP_LEVEL_KEYS, check_kinds, in_one_line, unknown_keys
 from deepspeed_ext.ds_config import build_torch_optimizer, reason_for_deepspeed, resolve_config, zero_options
 from deepspeed_ext.initialize import _torch_optimizer
 from deepspeed_ext.zero.loss_scale import LossScaleOptions
@@ -57,6 +59,12 @@ def test_optimizer_section(section: dict[str, Any], kind: type, options: dict[st
         ({"type": "AdamW", "params": {"learning_rate": 1.0}}, "learning_rate"),
         ({"type": "AdamW", "params": {"max_grad_norm": 1.0}}, "gradient_clipping"),
         ({"type": "AdamW", "params": {"bias_correction": False}}, "bias_correction"),
+        ({"type": "AdamW", "params": {"lr": "0.1"}}, r"optimizer.params.lr='0.1' must be a number"),
+        ({"type": "AdamW", "params": {"weight_decay": float("nan")}}, r"weight_decay=nan must be a number"),
+        ({"type": "AdamW", "params": {"betas": 0.9}}, r"betas=0.9 must be two numbers"),
+        ({"type": "AdamW", "params": {"betas": [0.9, 0.99, 0.999]}}, r"must be two numbers"),
+        ({"type": "AdamW", "params": {"betas": [0.9, 1.5]}}, r"betas=\[0.9, 1.5\] are out of range"),
+        ({"type": "AdamW", "params": [1]}, r"optimizer.params=\[1\] must be an object"),
     ],
 )
 def test_bad_optimizer_section(section: dict[str, Any] | None, message: str) -> None:
@@ -77,8 +85,89 @@ def test_configuration_from_dict_path_or_args(tmp_path: Path) -> None:
         resolve_config(SimpleNamespace(deepspeed_config=str(path)), given, None)
     with pytest.raises(ValueError, match="does not exist"):
         resolve_config(None, str(tmp_path / "missing.json"), None)
+    with pytest.raises(ValueError, match="is not a file"):
+        resolve_config(None, str(tmp_path), None)
+    with pytest.raises(ValueError, match="config=3: expected a dict or the path"):
+        resolve_config(None, 3, None)
     with pytest.raises(ValueError, match="pass config"):
         resolve_config(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"zero_optimization": {"stage": 1,}', "c.json' is not JSON: .*line 1"),
+        ('{"a": "b', "is not JSON"),
+        ("[1, 2]", "holds no JSON object"),
+        ("", "holds no JSON object"),
+    ],
+)
+def test_a_file_that_is_no_configuration(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "c.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        resolve_config(None, str(tmp_path / "c.json"), None)
+
+
+class _Asked(dict[str, Any]):
+    """Notes the keys that its reader looks for."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def keys(self) -> Any:
+        return self  # "key in config.keys()" asks too
+
+    def __copy__(self) -> _Asked:
+        return self
+
+
+def test_the_known_keys_are_those_that_deepspeed_reads() -> None:
+    config = _Asked({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}})
+    DeepSpeedConfig(config)
+    assert len(config.asked) > 50
+    assert config.asked - TOP_LEVEL_KEYS - {"allgather_size"} == set()  # the last only within an old form of a section
+    assert TOP_LEVEL_KEYS - config.asked - {"deepspeed_ext", "sequence_parallel_size"} == set()
+
+
+def test_keys_that_nothing_reads_are_named_with_the_nearest() -> None:
+    assert unknown_keys(dict.fromkeys(TOP_LEVEL_KEYS)) is None
+    line = unknown_keys({"gradient_acumulation_steps": 4, "bf16": {}, "colour": 1})
+    assert line is not None and "\n" not in line and "bf16" not in line
+    assert line.endswith("'colour', 'gradient_acumulation_steps' (did you mean 'gradient_accumulation_steps'?)")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"bf16": True}, r'bf16=True must be an object, such as {"enabled": true}'),
+        ({"optimizer": "AdamW"}, r'optimizer=.AdamW. must be an object, such as {"type": "AdamW"}'),
+        ({"zero_optimization": {"stage": "1"}}, "stage='1' must be 0, 1, 2 or 3"),
+        ({"zero_optimization": {"stage": 5}}, "stage=5 must be 0, 1, 2 or 3"),
+        ({"zero_optimization": {"stage": True}}, "stage=True must be"),
+    ],
+)
+def test_sections_of_a_wrong_kind(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_kinds(config)
+
+
+def test_errors_become_one_line_with_what_is_needed() -> None:
+    assert in_one_line(ValueError("a\n  b")) == "a b"
+    assert in_one_line(KeyError("weight")) == "KeyError: 'weight'"
+    for zero in ({"stage": 1, "overlap_com": True}, {"stage": 1, "round_robin_gradients": "maybe"}):
+        with pytest.raises(Exception) as caught:
+            DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": zero})
+        key, value = list(zero.items())[1]
+        assert in_one_line(caught.value).startswith(f"DeepSpeedZeroConfig: {key}={value!r}: ")
 
 
 def test_options_of_a_plain_configuration() -> None:
@@ -141,8 +230,14 @@ def test_options_of_a_full_configuration() -> None:
         ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "loss_scale_window must be > 0"),
         (
             {"deepspeed_ext": {"overlap_gather": True}},
-            "deepspeed_ext.overlap_gather is not an option; known: clip_after",
+            "deepspeed_ext.overlap_gather is not an option; did you mean overlap_param_gather?",
         ),
+        ({"deepspeed_ext": {"colour": True}}, "deepspeed_ext.colour is not an option; known: clip_after_steps, over"),
+        ({"deepspeed_ext": {"overlap_param_gather": "true"}}, "overlap_param_gather='true' must be true or false"),
+        ({"deepspeed_ext": {"clip_after_steps": 1.5}}, "clip_after_steps=1.5 must be a whole number"),
+        ({"zero_optimization": {"reduce_bucket_size": "big"}}, "reduce_bucket_size='big' must be a number"),
+        ({"gradient_clipping": "auto"}, "gradient_clipping='auto' must be a number"),
+        ({"gradient_clipping": float("nan")}, "gradient_clipping=nan must be a number"),
         ({"data_types": {"grad_accum_dtype": "fp8"}}, "grad_accum_dtype='fp8'"),
         ({"communication_data_type": "int8"}, "communication_data_type='int8'"),
         ({"zero_optimization": {"stage": 1, "reduce_bucket_size": 0}}, "reduce_bucket_size=0"),
@@ -155,5 +250,7 @@ def test_bad_options(config: dict[str, Any], message: str) -> None:
 
 
 def test_an_optimizer_by_name_is_refused_with_what_is_expected() -> None:
-    with pytest.raises(TypeError, match=r"optimizer=.adamw.: expected a torch.optim.Optimizer.*section"):
+    with pytest.raises(ValueError, match=r"optimizer=.adamw.: expected a torch.optim.Optimizer.*section"):
         _torch_optimizer(nn.Linear(2, 2), "adamw", None, {})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"a function that returned 3, not a torch\.optim\.Optimizer"):
+        _torch_optimizer(nn.Linear(2, 2), lambda params: 3, None, {})  # type: ignore[arg-type,return-value]

@@ -79,7 +79,8 @@ def test_other_mpis() -> None:
     launch = compose(PBS, Wishes(nproc_per_node=2, mpi=Mpi.OPENMPI), [], {})
     words = launch.command(launch.hosts, "FILE")
     assert value_after(words, "--map-by") == "ppr:2:node"
-    assert [words[i + 1] for i, word in enumerate(words) if word == "-x"] == ["MASTER_ADDR", "WORLD_SIZE"]
+    exported = [words[i + 1] for i, word in enumerate(words) if word == "-x"]
+    assert exported == ["MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"]
     words = compose(PBS, Wishes(nproc_per_node=2), [], {}).command(PBS.hosts, "FILE")
     assert (value_after(words, "-n"), value_after(words, "-ppn"), value_after(words, "-f")) == ("10", "2", "FILE")
 
@@ -89,11 +90,25 @@ def test_torchrun_on_several_nodes_is_started_once_a_node() -> None:
     words = launch.command(launch.hosts, "FILE")
     assert [value_after(words, f"--{name}") for name in ("ntasks", "ntasks-per-node")] == ["3", "1"]
     assert [value_after(words, f"--{name}") for name in ("nnodes", "nproc-per-node")] == ["3", "8"]
-    assert value_after(words, "--rdzv-endpoint") == "g1:29400"
+    assert value_after(words, "--rdzv-endpoint") == "g1:29500"
     assert "WORLD_SIZE" not in launch.environment(launch.hosts)  # torchrun sets its own
     alone = compose(NOWHERE, Wishes(starter=Starter.TORCHRUN, nproc_per_node=2), [], {}).command((), "FILE")
     assert "--standalone" in alone
     assert "mpiexec" not in alone
+
+
+def test_every_run_has_a_port_of_its_own_unless_one_is_given() -> None:
+    for starter in (Starter.TORCHRUN, Starter.SRUN):
+        first, second = (compose(SLURM, Wishes(starter=starter, port=port), [], {}) for port in (20001, 20002))
+        assert first.environment(first.hosts)["MASTER_PORT"] == "20001"
+        given = compose(SLURM, Wishes(starter=starter, port=20003), [], {"MASTER_PORT": "30000"})
+        assert "MASTER_PORT" not in given.environment(given.hosts)
+        if starter is Starter.TORCHRUN:
+            words = [launch.command(launch.hosts, "FILE") for launch in (first, second, given)]
+            assert [value_after(w, "--rdzv-endpoint") for w in words] == ["g1:20001", "g1:20002", "g1:30000"]
+            assert len({value_after(w, "--rdzv-id") for w in words}) == 3  # of one id, they would join each other
+    with pytest.raises(ConfigError, match="MASTER_PORT='x' is not a port"):
+        compose(SLURM, Wishes(), [], {"MASTER_PORT": "x"})
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -65,10 +66,33 @@ def test_two_attempts_without_a_step_end_it() -> None:
     assert len(attempts.nodes) == 3
 
 
-def test_between_attempts_a_signal_ends_the_launcher() -> None:
+WRITES = "import sys, time; file = open(sys.argv[1], sys.argv[2]); "
+DOES = {
+    "a step": WRITES + "print('{}', file=file)",
+    "a step again, after taking back those that were lost": WRITES
+    + "file.truncate(3); file.flush(); time.sleep(0.5); print('{}', file=file)",
+    "nothing but take back what was lost": WRITES + "file.truncate(3)",
+    "nothing but talk": "print('step=1 loss=2')",
+}
+
+
+@pytest.mark.parametrize("what", DOES)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_steps_are_counted_where_they_are_written(what: str, is_first: bool, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    if not is_first:
+        metrics.write_text("{}\n" * 3)
+    elif "lost" in what:
+        return
+    program = [sys.executable, "-c", DOES[what], str(metrics), "a"]
+    outcome = run_watched(program, dict(os.environ), None, metrics)
+    assert outcome.code == 0, outcome.last_lines
+    assert outcome.has_trained is what.startswith("a step")
+
+
+def test_between_attempts_a_signal_ends_the_launcher(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    outcome = run_watched([sys.executable, "-c", "print('step=1 loss=2')"], dict(os.environ), None)
-    assert outcome.has_trained
+    run_watched([sys.executable, "-c", ""], dict(os.environ), None, tmp_path / "none")
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -99,16 +123,16 @@ def test_gives_up_with_the_last_code() -> None:
     assert run_until_done(attempts, [], [], max_restarts=1) == 7
 
 
-def test_output_passes_through(capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_passes_through(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     program = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
-    outcome = run_watched([sys.executable, "-c", program], dict(os.environ), None)
+    outcome = run_watched([sys.executable, "-c", program], dict(os.environ), None, tmp_path / "none")
     assert outcome.code == 3
     assert sorted(line.strip() for line in outcome.last_lines) == ["err", "out"]
     assert "out" in capfd.readouterr().out
 
 
-def test_silence_is_stopped() -> None:
+def test_silence_is_stopped(tmp_path: Path) -> None:
     program = "import time; print('alive', flush=True); time.sleep(60)"
-    outcome = run_watched([sys.executable, "-c", program], dict(os.environ), 1.0)
+    outcome = run_watched([sys.executable, "-c", program], dict(os.environ), 1.0, tmp_path / "none")
     assert outcome.code == STALLED
     assert outcome.last_lines == ("alive\n",)

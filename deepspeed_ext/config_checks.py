@@ -1,0 +1,103 @@
+"""What is wrong with a DeepSpeed configuration before anything is built: keys nobody reads, values of a wrong kind."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# What DeepSpeed 0.19.8 looks for at the top of a configuration (a test compares), with what it only refuses, and the
+# section that is ours. It ignores anything else without a word.
+TOP_LEVEL_KEYS = {
+    *("activation_checkpointing", "aio", "amp", "autotuning", "bf16", "bfloat16", "checkpoint", "comet"),
+    *("comms_logger", "communication_data_type", "compile", "compression_training", "csv_monitor"),
+    *("curriculum_learning", "data_efficiency", "data_types", "dataloader_drop_last", "datastates_ckpt"),
+    *("deepspeed_ext", "disable_allgather", "disable_python_gc", "dump_state", "eigenvalue", "elasticity"),
+    *("expert_parallel", "flops_profiler", "fp16", "gradient_accumulation_steps", "gradient_allreduce_op"),
+    *("gradient_clipping", "gradient_predivide_factor", "graph_harvesting", "hybrid_engine", "log_level"),
+    *("managed_gradient_accumulation", "memory_breakdown", "nebula", "optimizer", "pipeline", "prescale_gradients"),
+    *("progressive_layer_drop", "quantize_training", "scheduler", "seq_parallel_communication_data_type"),
+    *("sequence_parallel_size", "sparse_attention", "sparse_gradients", "steps_per_print", "tensor_parallel"),
+    *("tensorboard", "timers", "torch_autocast", "train_batch_size", "train_micro_batch_size_per_gpu"),
+    *("use_data_before_expert_parallelism", "vocabulary_size", "wall_clock_breakdown", "wandb", "weight_quantization"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization"),
+}
+_SECTIONS = (
+    *("zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "bfloat16", "deepspeed_ext", "data_types"),
+    *("torch_autocast", "checkpoint", "timers", "tensor_parallel", "expert_parallel", "hybrid_engine"),
+)
+
+
+def unknown_keys(config: Mapping[str, Any]) -> str | None:
+    """One line on the keys at the top of a configuration that nothing reads, with the nearest known ones, or None."""
+    unknown = []
+    for key in map(str, config.keys() - TOP_LEVEL_KEYS):
+        near = difflib.get_close_matches(key, TOP_LEVEL_KEYS, n=1)
+        unknown.append(f"{key!r} (did you mean {near[0]!r}?)" if near else repr(key))
+    if not unknown:
+        return None
+    return f"the DeepSpeed configuration has keys that nothing reads: {', '.join(sorted(unknown))}"
+
+
+def check_kinds(config: Mapping[str, Any]) -> None:
+    """Raises ValueError for a section that is no object, or a ZeRO stage that is not 0, 1, 2 or 3."""
+    for name in _SECTIONS:
+        section = config.get(name)
+        if section is not None and not isinstance(section, Mapping):
+            raise ValueError(f'{name}={section!r} must be an object, such as {{"{_example(name)}}}')
+    stage = (config.get("zero_optimization") or {}).get("stage", 0)
+    if type(stage) is not int or not 0 <= stage <= 3:
+        raise ValueError(f"zero_optimization.stage={stage!r} must be 0, 1, 2 or 3")
+
+
+def _example(section: str) -> str:
+    examples = {"zero_optimization": 'stage": 1', "optimizer": 'type": "AdamW"', "scheduler": 'type": "WarmupLR"'}
+    examples |= {"data_types": 'grad_accum_dtype": "fp32"', "deepspeed_ext": 'overlap_param_gather": true'}
+    examples |= {"tensor_parallel": 'autotp_size": 2', "checkpoint": 'load_universal": true'}
+    return examples.get(section, 'enabled": true')
+
+
+def number(key: str, value: Any) -> float:
+    """``value`` as a float. Raises ValueError for anything but a finite number, text of one included."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{key}={value!r} must be a number")
+    return float(value)
+
+
+def own_section(section: Mapping[str, Any], defaults: Mapping[str, bool | int]) -> dict[str, Any]:
+    """The section "deepspeed_ext". Raises ValueError for a key without a default, or a value of another kind."""
+    for key, value in section.items():
+        if key not in defaults:
+            near = difflib.get_close_matches(str(key), defaults, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(defaults))}"
+            raise ValueError(f"deepspeed_ext.{key} is not an option; {hint}")
+        kind = type(defaults[key])
+        if type(value) is not kind:
+            expected = "true or false" if kind is bool else "a whole number"
+            raise ValueError(f"deepspeed_ext.{key}={value!r} must be {expected}")
+    return dict(section)
+
+
+def optimizer_params(params: Any) -> dict[str, Any]:
+    """The options in "optimizer": {"params": ...}. Raises ValueError where one is text or betas are not two numbers."""
+    if not isinstance(params, Mapping):
+        raise ValueError(f'optimizer.params={params!r} must be an object, such as {{"lr": 1e-4}}')
+    for key in params.keys() & {"lr", "eps", "weight_decay", "momentum", "dampening"}:
+        number(f"optimizer.params.{key}", params[key])
+    betas = params.get("betas", (0.9, 0.999))
+    if isinstance(betas, str) or not isinstance(betas, Sequence) or len(betas) != 2:
+        raise ValueError(f"optimizer.params.betas={betas!r} must be two numbers")
+    for beta in betas:
+        if not 0 <= number("optimizer.params.betas", beta) < 1:
+            raise ValueError(f"optimizer.params.betas={betas!r} are out of range; use 0 <= beta < 1")
+    return dict(params)
+
+
+def in_one_line(error: Exception) -> str:
+    """What an error says, its kind where that alone would not be understood; pydantic's lists become one line."""
+    if callable(listed := getattr(error, "errors", None)):
+        wrong = [(".".join(map(str, entry["loc"])), entry["msg"], entry["input"]) for entry in listed()]
+        return f"{error.title}: " + "; ".join(f"{where}={value!r}: {text}" for where, text, value in wrong)  # type: ignore[attr-defined]
+    text = " ".join(str(error).split())
+    return text if isinstance(error, (ValueError, AssertionError)) and text else f"{type(error).__name__}: {text}"
