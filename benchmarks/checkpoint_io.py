@@ -17,7 +17,8 @@ stand for the next forward and backward: ``step_ratio`` is their time beside the
 ``copied_s`` when both were done. ``hash_wait_over_save``: the share of a save in which the writing thread did not
 write because it waited for a hash; ``hash_work_over_save``: what the hashes would cost one after the other.
 
-Plans, host memory and kernels are made in a first round, which counts only where no other was measured (``--rounds
+``prepare_s``: what the asynchronous save does before the first step, taking host memory above all. Plans of the others,
+page cache and kernels come with a first round, which counts only where no other was measured (``--rounds
 0``): then the last measurement of each of its parts does. ``--seconds`` begins no part that would end later if it took
 as long as the longest one so far; nor is one begun without room for it on the disk: ``stopped`` says why, and what was
 measured is reported. The result is written after every part.
@@ -45,6 +46,8 @@ import torch.distributed as dist
 import xxhash
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from provenance import commit
 
 from megatron.optimus.checkpoint import Manifest, Saved, Saver, TensorSlice, load_together
 from megatron.optimus.checkpoint.chunks import AHEAD
@@ -140,6 +143,7 @@ class Bench:
         self.foreground = Saver(folder / "saved", device=device, asynchronous=False)
         self.background = Saver(folder / "saved", device=device)
         self.step = 0
+        self.prepare_s = timed(lambda: self.background.prepare(self.slices, self._header()))
         self.stopped: str | None = None
         self.parts: dict[str, Callable[[], dict[str, float]]] = {
             "write": self._write,
@@ -327,8 +331,10 @@ def main() -> None:
                 "host": f"{platform.machine()}, {os.cpu_count()} cores",
                 "load_average": round(os.getloadavg()[0], 1),
                 "ranks": bench.world,
+                "commit": commit(),
                 "torch": torch.__version__,
                 "stopped": bench.stopped,
+                "prepare_s": round(bench.prepare_s, 4),
                 **summary(counted, bench.all_bytes, bench.all_plain_bytes),
                 "first_round": rounds[0],
                 "rounds": rounds[1:],

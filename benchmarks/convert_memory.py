@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 import xxhash
+from provenance import commit
 
 from megatron.optimus.checkpoint import hf_files
 from megatron.optimus.checkpoint.convert import Options, convert
@@ -226,6 +227,7 @@ def main() -> None:
         "cpu": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
+        "commit": commit(),
     }
     print(json.dumps(result, indent=2))
     if args.output:

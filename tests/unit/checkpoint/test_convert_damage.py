@@ -10,6 +10,8 @@ import argparse
 import io
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,6 +105,28 @@ def test_a_damaged_file_is_named_or_changes_nothing(to, ours, tmp_path):
                 assert file.suffix == ".json" or tensors_of(out) == expected, (file, data)
         file.write_bytes(good)
     assert refused > 6 * len(_FILES[to])
+
+
+_PROGRAM = """
+import sys
+from tools.convert_checkpoint import main
+ours, hf, zero = sys.argv[1:]
+assert main([ours, hf, "--to", "hf"]) == 0
+assert "deepspeed" not in sys.modules
+assert main([zero, hf, "--to", "hf", "--dry-run", "--overwrite"]) == 0
+assert "deepspeed" in sys.modules
+"""
+
+
+def test_what_deepspeed_says_when_it_is_imported_is_not_among_the_results(ours, tmp_path):
+    """And it is imported only for the formats that need it."""
+    convert(ours, tmp_path / "zero", to="zero", options=_OPTIONS["zero"])
+    words = [sys.executable, "-c", _PROGRAM, ours, tmp_path / "hf", tmp_path / "zero"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3])
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("wrote ") and lines[-1].startswith("would write ") and len(lines) > 20
+    assert all(line.split()[1] in ("bfloat16", "float32") for line in lines[1:-1]), lines
 
 
 _JUNK = (None, -1, 1e300, "x", [], {"a": 1}, [1, 2], torch.zeros(3), torch.zeros(()), b"x", argparse.Namespace(a=1))

@@ -86,7 +86,7 @@ def test_files_of_megatron_core_come_back_bit_for_bit(tmp_path):
         source, ours, back = (tmp_path / f"{name}{number}" for name in ("m", "ours", "back"))
         values = "\n".join(f"  {n}: {getattr(v, 'value', v)}" for n, v in core.shape(*kind).items())
         (tmp_path / "model.yaml").write_text(f"model:\n{values}\n")
-        with pytest.raises(CheckpointError, match="have no 'args'; describe the model with --model-config"):
+        with pytest.raises(CheckpointError, match="has no 'args'; describe the model with --model-config"):
             open_source(source)
         convert(source, ours, to="optimus", model_config=tmp_path / "model.yaml", verify=True)
         assert from_dict(load_manifest(ours).config).model == ModelConfig(**core.shape(*kind))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
+from contextlib import redirect_stdout
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,22 +18,27 @@ from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.shards import ShardItem, tensor_bytes
 
 
+def _importer() -> ModuleType:
+    """Brings DeepSpeed, for which only those shall wait who have such files. Its log takes the stream that is standard
+    output at this moment, where programs print their results.
+    """
+    with redirect_stdout(sys.stderr):
+        from deepspeed_ext import torch_files
+    return torch_files
+
+
 def read_torch(path: Path) -> Any:
     """What torch.save wrote, with memory-mapped tensors on the CPU. Raises CheckpointError naming file and remedy."""
-    from deepspeed_ext.torch_files import read_torch as read  # brings DeepSpeed: only those pay who have such files
-
     try:
-        return read(path)
+        return _importer().read_torch(path)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
 
 
 def check_bytes(path: Path) -> None:
     """Reads the whole file and compares the CRC-32 that torch.save left. Raises CheckpointError when bytes changed."""
-    from deepspeed_ext.torch_files import check_bytes as check  # as above
-
     try:
-        check(path)
+        _importer().check_bytes(path)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
 
