@@ -140,8 +140,9 @@ class Bench:
         self.buffers = memoryview(bytearray(os.urandom(1) * (AHEAD * BLOCK)))  # touched
         self.source = memoryview(bytearray(os.urandom(1 << 20)) * (min(self.plain_bytes >> 24, 63) * 16 + 16))
         self.plain = folder / f"plain-{self.rank}"
-        self.foreground = Saver(folder / "saved", device=device, asynchronous=False)
-        self.background = Saver(folder / "saved", device=device)
+        node = f"{platform.node()}-{self.rank % options.files_per_node}"  # the ranks of one name share a file
+        self.foreground = Saver(folder / "saved", device=device, asynchronous=False, node=node)
+        self.background = Saver(folder / "saved", device=device, node=node)
         self.step = 0
         self.prepare_s = timed(lambda: self.background.prepare(self.slices, self._header()))
         self.stopped: str | None = None
@@ -300,6 +301,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="at most, after the first")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(ROUND), metavar="PART", help="of a round")
     parser.add_argument("--plain-gib", type=float, default=float("inf"), help="of plain files; default: as the state")
+    parser.add_argument("--files-per-node", type=int, default=1, help="that saves write to; a run has one")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for everything, see above")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the temporary folder")
     parser.add_argument("--device", default="auto", choices=[device.value for device in Device])
