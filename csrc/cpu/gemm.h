@@ -74,16 +74,9 @@ const Engine& engine(c10::ScalarType type);
 std::vector<std::string> instruction_sets();
 void use_instructions(const std::string& name);
 
-// Memory that is read or written after a product, and that the product asks for a few lines at a time: the units that
-// multiply leave the memory idle, and it would be waited for afterwards.
-struct Ahead {
-  const void* data = nullptr;
-  int64_t bytes = 0;
-};
-
 // Whole product of packed operands into row-major c [num_rows, num_cols].
 void multiply(const Engine& engine, const float* a, const float* b, int64_t num_rows, int64_t num_cols, int64_t depth,
-              float* c, int64_t ldc, bool accumulate, const Ahead& ahead = {});
+              float* c, int64_t ldc, bool accumulate);
 
 // The engines of one file each; empty where they were not compiled or this processor lacks the instructions.
 std::vector<Engine> vector_engines();                  // fastest first
