@@ -74,14 +74,13 @@ void multiply(const Engine& engine, const float* a, const float* b, int64_t num_
     for (int64_t col = 0; col < num_cols; col += engine.cols, right += b_panel) {
       const int64_t cols = std::min<int64_t>(engine.cols, num_cols - col);
       const float* left = a + k * engine.rows * engine.halves / 2;
-      for (int64_t row = 0; row < num_rows; row += engine.rows, left += a_panel) {
+      const int64_t whole = cols == engine.cols ? num_rows / engine.rows : 0;
+      if (whole > 0) engine.run(len, whole, left, a_panel, right, c + col, ldc, accumulate);
+      left += whole * a_panel;
+      for (int64_t row = whole * engine.rows; row < num_rows; row += engine.rows, left += a_panel) {
         const int64_t rows = std::min<int64_t>(engine.rows, num_rows - row);
         float* out = c + row * ldc + col;
-        if (rows == engine.rows && cols == engine.cols) {
-          engine.run(len, left, right, out, ldc, accumulate);
-          continue;
-        }
-        engine.run(len, left, right, edge, engine.cols, false);
+        engine.run(len, 1, left, a_panel, right, edge, engine.cols, false);
         for (int64_t r = 0; r < rows; ++r)
           for (int64_t n = 0; n < cols; ++n)
             out[r * ldc + n] = (accumulate ? out[r * ldc + n] : 0.0f) + edge[r * engine.cols + n];

@@ -52,8 +52,10 @@ struct Engine {
   int depth;       // the packed depth is a multiple of this
   int halves;      // 16-bit words per packed element
   void (*pack)(const Source& source, Depth along, Side side, int64_t lanes, int64_t depth, float* dst);
-  // A whole tile of panels; c: rows x cols, row stride ldc.
-  void (*run)(int64_t depth, const float* a, const float* b, float* c, int64_t ldc, bool accumulate);
+  // `count` whole tiles below one another: panels of A, a_panel words apart, by one of B; c: count * rows x cols, row
+  // stride ldc.
+  void (*run)(int64_t depth, int64_t count, const float* a, int64_t a_panel, const float* b, float* c, int64_t ldc,
+              bool accumulate);
   void (*begin)();  // around the tiles of one product on one thread; null where there is nothing to do
   void (*end)();
 

@@ -151,55 +151,74 @@ void pack(const Source& source, Depth along, Side side, int64_t lanes, int64_t d
   _tile_dpbf16ps(2, 5, 6); \
   _tile_dpbf16ps(3, 5, 7)
 
+#define OPTIMUS_BEGIN(tile, to)              \
+  if (accumulate)                            \
+    _tile_loadd(tile, to, stride);           \
+  else                                       \
+    _tile_zero(tile)
+
+// The first operands of a tile of C are loaded before the tile above it is stored, so that products go on meanwhile.
 template <int parts>
-OPTIMUS_AMX void run(int64_t depth, const float* a_panel, const float* b_panel, float* c, int64_t ldc,
-                     bool accumulate) {
+OPTIMUS_AMX void run(int64_t depth, int64_t count, const float* a_panel, int64_t a_step, const float* b_panel, float* c,
+                     int64_t ldc, bool accumulate) {
+  constexpr int kFirst = parts == 3 ? 2 : 0;  // part of A that is multiplied first
   const auto *a = reinterpret_cast<const uint16_t*>(a_panel), *b = reinterpret_cast<const uint16_t*>(b_panel);
   const int64_t stride = ldc * sizeof(float);
-  if (accumulate) {
-    _tile_loadd(0, c, stride);
-    _tile_loadd(1, c + 16, stride);
-    _tile_loadd(2, c + 16 * ldc, stride);
-    _tile_loadd(3, c + 16 * ldc + 16, stride);
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-  for (int64_t k = 0; k < depth; k += kDepth, a += 2 * kTile * parts, b += 2 * kTile * parts) {
-    // An order in which each pair of tiles differs from the one before in one operand, so that half the loads are saved.
-    if constexpr (parts == 3) {
-      OPTIMUS_LOAD_A(2);
-      OPTIMUS_LOAD_B(0);
+  float* below = c + 16 * ldc;
+  OPTIMUS_BEGIN(0, c);
+  OPTIMUS_BEGIN(1, c + 16);
+  OPTIMUS_BEGIN(2, below);
+  OPTIMUS_BEGIN(3, below + 16);
+  OPTIMUS_LOAD_A(kFirst);
+  OPTIMUS_LOAD_B(0);
+  while (true) {
+    for (int64_t k = kDepth;; k += kDepth) {
+      // An order in which each pair of tiles differs from the one before in one operand: half the loads are saved.
       OPTIMUS_PRODUCTS;
-      OPTIMUS_LOAD_A(0);
-      OPTIMUS_PRODUCTS;
-      OPTIMUS_LOAD_B(2);
-      OPTIMUS_PRODUCTS;
-      OPTIMUS_LOAD_B(1);
-      OPTIMUS_PRODUCTS;
-      OPTIMUS_LOAD_A(1);
-      OPTIMUS_PRODUCTS;
-      OPTIMUS_LOAD_B(0);
-      OPTIMUS_PRODUCTS;
-    } else {
-      OPTIMUS_LOAD_A(0);
-      OPTIMUS_LOAD_B(0);
-      OPTIMUS_PRODUCTS;
-      if constexpr (parts == 2) {
+      if constexpr (parts == 3) {
+        OPTIMUS_LOAD_A(0);
+        OPTIMUS_PRODUCTS;
+        OPTIMUS_LOAD_B(2);
+        OPTIMUS_PRODUCTS;
+      }
+      if constexpr (parts > 1) {
         OPTIMUS_LOAD_B(1);
         OPTIMUS_PRODUCTS;
         OPTIMUS_LOAD_A(1);
+        if constexpr (parts == 3) {
+          OPTIMUS_PRODUCTS;
+        }
         OPTIMUS_LOAD_B(0);
         OPTIMUS_PRODUCTS;
       }
+      if (k >= depth) break;
+      a += 2 * kTile * parts;
+      b += 2 * kTile * parts;
+      OPTIMUS_LOAD_A(kFirst);
+      OPTIMUS_LOAD_B(0);
     }
+    if (--count == 0) break;
+    a_panel += a_step;
+    a = reinterpret_cast<const uint16_t*>(a_panel);
+    b = reinterpret_cast<const uint16_t*>(b_panel);
+    OPTIMUS_LOAD_A(kFirst);
+    OPTIMUS_LOAD_B(0);
+    float *next = c + 32 * ldc, *next_below = below + 32 * ldc;
+    _tile_stored(0, c, stride);
+    OPTIMUS_BEGIN(0, next);
+    _tile_stored(1, c + 16, stride);
+    OPTIMUS_BEGIN(1, next + 16);
+    _tile_stored(2, below, stride);
+    OPTIMUS_BEGIN(2, next_below);
+    _tile_stored(3, below + 16, stride);
+    OPTIMUS_BEGIN(3, next_below + 16);
+    c = next;
+    below = next_below;
   }
   _tile_stored(0, c, stride);
   _tile_stored(1, c + 16, stride);
-  _tile_stored(2, c + 16 * ldc, stride);
-  _tile_stored(3, c + 16 * ldc + 16, stride);
+  _tile_stored(2, below, stride);
+  _tile_stored(3, below + 16, stride);
 }
 
 struct TileConfig {
