@@ -30,11 +30,6 @@ const Engines& engines() {
 
 std::atomic<size_t> chosen{0};
 
-// The next `step` bytes into the second-level cache.
-inline void ask_for(const char*& next, int64_t step, const char* end) {
-  for (const char* stop = std::min(next + step, end); next < stop; next += 64) __builtin_prefetch(next, 0, 2);
-}
-
 }  // namespace
 
 int64_t Engine::panel(Side side, int64_t k) const { return round_up(k, depth) * lanes(side) * halves / 2; }
@@ -65,16 +60,12 @@ void use_instructions(const std::string& name) {
 }
 
 void multiply(const Engine& engine, const float* a, const float* b, int64_t num_rows, int64_t num_cols, int64_t depth,
-              float* c, int64_t ldc, bool accumulate, const Ahead& ahead) {
+              float* c, int64_t ldc, bool accumulate) {
   // Depth is summed in chunks: a panel of B stays in the first-level cache while the rows pass.
   constexpr int64_t kPanelBytes = 24 * 1024;
   const int64_t a_panel = engine.panel(Side::kLeft, depth), b_panel = engine.panel(Side::kRight, depth);
   const int64_t limit = kPanelBytes / (2 * engine.halves * engine.cols), chunks = (depth + limit - 1) / limit;
   const int64_t chunk = round_up((depth + chunks - 1) / chunks, engine.depth);
-  const int64_t row_tiles = (num_rows + engine.rows - 1) / engine.rows,
-                tiles = chunks * row_tiles * ((num_cols + engine.cols - 1) / engine.cols);
-  const char *next = static_cast<const char*>(ahead.data), *end = next + ahead.bytes;
-  const int64_t step = round_up(ahead.bytes / std::max<int64_t>(tiles, 1) + 1, 64);
   alignas(64) float edge[kMostRows * kMostCols];
   if (engine.begin) engine.begin();
   for (int64_t k = 0; k < depth; k += chunk, accumulate = true) {
@@ -83,15 +74,13 @@ void multiply(const Engine& engine, const float* a, const float* b, int64_t num_
     for (int64_t col = 0; col < num_cols; col += engine.cols, right += b_panel) {
       const int64_t cols = std::min<int64_t>(engine.cols, num_cols - col);
       const float* left = a + k * engine.rows * engine.halves / 2;
-      for (int64_t row = 0; row < num_rows; row += engine.rows, left += a_panel) {
+      const int64_t whole = cols == engine.cols ? num_rows / engine.rows : 0;
+      if (whole > 0) engine.run(len, whole, left, a_panel, right, c + col, ldc, accumulate);
+      left += whole * a_panel;
+      for (int64_t row = whole * engine.rows; row < num_rows; row += engine.rows, left += a_panel) {
         const int64_t rows = std::min<int64_t>(engine.rows, num_rows - row);
         float* out = c + row * ldc + col;
-        ask_for(next, step, end);
-        if (rows == engine.rows && cols == engine.cols) {
-          engine.run(len, left, right, out, ldc, accumulate);
-          continue;
-        }
-        engine.run(len, left, right, edge, engine.cols, false);
+        engine.run(len, 1, left, a_panel, right, edge, engine.cols, false);
         for (int64_t r = 0; r < rows; ++r)
           for (int64_t n = 0; n < cols; ++n)
             out[r * ldc + n] = (accumulate ? out[r * ldc + n] : 0.0f) + edge[r * engine.cols + n];

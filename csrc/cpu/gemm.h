@@ -52,8 +52,10 @@ struct Engine {
   int depth;       // the packed depth is a multiple of this
   int halves;      // 16-bit words per packed element
   void (*pack)(const Source& source, Depth along, Side side, int64_t lanes, int64_t depth, float* dst);
-  // A whole tile of panels; c: rows x cols, row stride ldc.
-  void (*run)(int64_t depth, const float* a, const float* b, float* c, int64_t ldc, bool accumulate);
+  // `count` whole tiles below one another: panels of A, a_panel words apart, by one of B; c: count * rows x cols, row
+  // stride ldc.
+  void (*run)(int64_t depth, int64_t count, const float* a, int64_t a_panel, const float* b, float* c, int64_t ldc,
+              bool accumulate);
   void (*begin)();  // around the tiles of one product on one thread; null where there is nothing to do
   void (*end)();
 
@@ -74,16 +76,9 @@ const Engine& engine(c10::ScalarType type);
 std::vector<std::string> instruction_sets();
 void use_instructions(const std::string& name);
 
-// Memory that is read or written after a product, and that the product asks for a few lines at a time: the units that
-// multiply leave the memory idle, and it would be waited for afterwards.
-struct Ahead {
-  const void* data = nullptr;
-  int64_t bytes = 0;
-};
-
 // Whole product of packed operands into row-major c [num_rows, num_cols].
 void multiply(const Engine& engine, const float* a, const float* b, int64_t num_rows, int64_t num_cols, int64_t depth,
-              float* c, int64_t ldc, bool accumulate, const Ahead& ahead = {});
+              float* c, int64_t ldc, bool accumulate);
 
 // The engines of one file each; empty where they were not compiled or this processor lacks the instructions.
 std::vector<Engine> vector_engines();                  // fastest first

@@ -43,39 +43,62 @@ OPTIMUS_INLINE __m512 load(const T* from, __mmask16 mask) {
   return widened(half);
 }
 
-// Writes the parts of 32 elements, two tiles apart: low's before high's, or alternating with them.
-template <int parts, bool alternate>
+// Writes the parts of 32 elements, two tiles apart, each of low's beside that of high's. A part that others follow is
+// rounded by integer arithmetic, halves away from zero, in two instructions; the third is what is left, at most 8 bits.
+template <int parts>
 OPTIMUS_INLINE void split(__m512 low, __m512 high, uint16_t* to) {
-  const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
-                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i upper = _mm512_set1_epi32(0xffff0000), half = _mm512_set1_epi32(0x8000);
 #pragma GCC unroll 3
-  for (int part = 0; part < parts; ++part) {
-    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(high, low);
-    _mm512_store_si512(to + part * 2 * kTile, alternate ? _mm512_permutexvar_epi16(pairs, both) : both);
-    if (part + 1 == parts) return;
-    low = _mm512_sub_ps(low, widened(_mm512_castsi512_si256(both)));
-    high = _mm512_sub_ps(high, widened(_mm512_extracti64x4_epi64(both, 1)));
+  for (int part = 0; part < parts; ++part, to += 2 * kTile) {
+    const bool last = part + 1 == parts;
+    if (last && parts < 3) {  // something is cut off: to even, and NaN stays
+      const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                             21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+      _mm512_store_si512(to, _mm512_permutexvar_epi16(pairs, (__m512i)_mm512_cvtne2ps_pbh(high, low)));
+      return;
+    }
+    __m512i first = _mm512_castps_si512(low), second = _mm512_castps_si512(high);
+    if (!last) {
+      first = _mm512_add_epi32(first, half);
+      second = _mm512_add_epi32(second, half);
+    }
+    constexpr int kAndOr = 0xea;  // (second & upper) | third
+    _mm512_store_si512(to, _mm512_ternarylogic_epi32(second, upper, _mm512_srli_epi32(first, 16), kAndOr));
+    low = _mm512_sub_ps(low, _mm512_castsi512_ps(_mm512_and_si512(first, upper)));
+    high = _mm512_sub_ps(high, _mm512_castsi512_ps(_mm512_and_si512(second, upper)));
   }
 }
 
 inline __mmask16 first_of_16(int64_t n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : (1u << n) - 1; }
 
 // One tile of every part. whole: the rows are there and so are the columns.
-template <typename T, int parts, bool along, bool whole>
+template <typename T, int parts, bool along, bool turn, bool whole>
 OPTIMUS_INLINE void split_tile(const T* const* rows, int64_t col, int64_t num_cols, uint16_t* to) {
   const __mmask16 first = whole ? 0xffff : first_of_16(num_cols - col);
-  const __mmask16 second = whole ? 0xffff : first_of_16(num_cols - col - 16);
+  const __mmask16 second = !along || whole ? first : first_of_16(num_cols - col - 16);
+  const auto low = [&](int i) OPTIMUS_AMX { return load(rows[i] + col, whole || rows[i] ? first : 0); };
+  const auto high = [&](int i) OPTIMUS_AMX {
+    const T* row = rows[along ? i : i + 16];
+    return load(row + (along ? col + 16 : col), whole || row ? second : 0);
+  };
+  if constexpr (!turn) {
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) {
-    const T *low = along ? rows[i] + col : rows[2 * i] + col, *high = along ? low + 16 : rows[2 * i + 1] + col;
-    const bool has_low = whole || rows[along ? i : 2 * i], has_high = whole || rows[along ? i : 2 * i + 1];
-    split<parts, !along>(load(low, has_low ? first : 0), load(high, has_high ? (along ? second : first) : 0),
-                         to + i * 32);
+    for (int i = 0; i < 16; ++i) split<parts>(low(i), high(i), to + i * 32);
+  } else {
+    Words lows[16], highs[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) lows[i] = (Words)low(i);
+    transpose_16x16(lows);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) highs[i] = (Words)high(i);
+    transpose_16x16(highs);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) split<parts>((__m512)lows[i], (__m512)highs[i], to + i * 32);
   }
 }
 
 // dst: [panel][depth / 32][part][2 tiles][16][32]. A tile of the left operand holds 16 rows with 32 k each, one of the
-// right operand 16 pairs of k with 16 columns each: as read, the other needs a transpose of its 32-bit words.
+// right operand 32 k with 16 columns each, k and k + 16 side by side in both. As read, the other needs a transpose.
 template <typename T, int parts, bool along, bool turn>
 OPTIMUS_AMX void pack_tiles(const Source& source, int64_t lanes, int64_t depth, float* dst) {
   const int64_t num_rows = along ? lanes : depth, num_cols = along ? depth : lanes;
@@ -87,27 +110,16 @@ OPTIMUS_AMX void pack_tiles(const Source& source, int64_t lanes, int64_t depth, 
   for (int64_t r = 0; r < row_end; ++r) rows[r] = r < num_rows ? source.row<T>(r) : nullptr;
   const int64_t panel = round_up(depth, kDepth) * kLanes * parts;
   auto* out = reinterpret_cast<uint16_t*>(dst);
-  alignas(64) uint16_t turning[parts * 2 * kTile];
   for (int64_t row = 0; row < row_end; row += row_step) {
     for (int64_t r = row + row_step; source.slots && r < std::min(row + 2 * row_step, num_rows); ++r)
       for (int64_t col = 0; col < num_cols; col += 64 / sizeof(T)) __builtin_prefetch(rows[r] + col);
     for (int64_t col = 0; col < col_end; col += col_step) {
       const int64_t lane = along ? row : col, k = along ? col : row;
       uint16_t* tile = out + lane / kLanes * panel + k * kLanes * parts + lane % kLanes / 16 * kTile;
-      uint16_t* to = turn ? turning : tile;
       if (row + row_step <= num_rows && col + col_step <= num_cols)
-        split_tile<T, parts, along, true>(rows + row, col, num_cols, to);
+        split_tile<T, parts, along, turn, true>(rows + row, col, num_cols, tile);
       else
-        split_tile<T, parts, along, false>(rows + row, col, num_cols, to);
-#pragma GCC unroll 3
-      for (int part = 0; turn && part < parts; ++part) {
-        Words words[16];
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; ++i) words[i] = *reinterpret_cast<const Words*>(turning + part * 2 * kTile + i * 32);
-        transpose_16x16(words);
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; ++i) *reinterpret_cast<Words*>(tile + part * 2 * kTile + i * 32) = words[i];
-      }
+        split_tile<T, parts, along, turn, false>(rows + row, col, num_cols, tile);
     }
   }
 }
@@ -139,55 +151,74 @@ void pack(const Source& source, Depth along, Side side, int64_t lanes, int64_t d
   _tile_dpbf16ps(2, 5, 6); \
   _tile_dpbf16ps(3, 5, 7)
 
+#define OPTIMUS_BEGIN(tile, to)              \
+  if (accumulate)                            \
+    _tile_loadd(tile, to, stride);           \
+  else                                       \
+    _tile_zero(tile)
+
+// The first operands of a tile of C are loaded before the tile above it is stored, so that products go on meanwhile.
 template <int parts>
-OPTIMUS_AMX void run(int64_t depth, const float* a_panel, const float* b_panel, float* c, int64_t ldc,
-                     bool accumulate) {
+OPTIMUS_AMX void run(int64_t depth, int64_t count, const float* a_panel, int64_t a_step, const float* b_panel, float* c,
+                     int64_t ldc, bool accumulate) {
+  constexpr int kFirst = parts == 3 ? 2 : 0;  // part of A that is multiplied first
   const auto *a = reinterpret_cast<const uint16_t*>(a_panel), *b = reinterpret_cast<const uint16_t*>(b_panel);
   const int64_t stride = ldc * sizeof(float);
-  if (accumulate) {
-    _tile_loadd(0, c, stride);
-    _tile_loadd(1, c + 16, stride);
-    _tile_loadd(2, c + 16 * ldc, stride);
-    _tile_loadd(3, c + 16 * ldc + 16, stride);
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-  for (int64_t k = 0; k < depth; k += kDepth, a += 2 * kTile * parts, b += 2 * kTile * parts) {
-    // An order in which each pair of tiles differs from the one before in one operand, so that half the loads are saved.
-    if constexpr (parts == 3) {
-      OPTIMUS_LOAD_A(2);
-      OPTIMUS_LOAD_B(0);
+  float* below = c + 16 * ldc;
+  OPTIMUS_BEGIN(0, c);
+  OPTIMUS_BEGIN(1, c + 16);
+  OPTIMUS_BEGIN(2, below);
+  OPTIMUS_BEGIN(3, below + 16);
+  OPTIMUS_LOAD_A(kFirst);
+  OPTIMUS_LOAD_B(0);
+  while (true) {
+    for (int64_t k = kDepth;; k += kDepth) {
+      // An order in which each pair of tiles differs from the one before in one operand: half the loads are saved.
       OPTIMUS_PRODUCTS;
-      OPTIMUS_LOAD_A(0);
-      OPTIMUS_PRODUCTS;
-      OPTIMUS_LOAD_B(2);
-      OPTIMUS_PRODUCTS;
-      OPTIMUS_LOAD_B(1);
-      OPTIMUS_PRODUCTS;
-      OPTIMUS_LOAD_A(1);
-      OPTIMUS_PRODUCTS;
-      OPTIMUS_LOAD_B(0);
-      OPTIMUS_PRODUCTS;
-    } else {
-      OPTIMUS_LOAD_A(0);
-      OPTIMUS_LOAD_B(0);
-      OPTIMUS_PRODUCTS;
-      if constexpr (parts == 2) {
+      if constexpr (parts == 3) {
+        OPTIMUS_LOAD_A(0);
+        OPTIMUS_PRODUCTS;
+        OPTIMUS_LOAD_B(2);
+        OPTIMUS_PRODUCTS;
+      }
+      if constexpr (parts > 1) {
         OPTIMUS_LOAD_B(1);
         OPTIMUS_PRODUCTS;
         OPTIMUS_LOAD_A(1);
+        if constexpr (parts == 3) {
+          OPTIMUS_PRODUCTS;
+        }
         OPTIMUS_LOAD_B(0);
         OPTIMUS_PRODUCTS;
       }
+      if (k >= depth) break;
+      a += 2 * kTile * parts;
+      b += 2 * kTile * parts;
+      OPTIMUS_LOAD_A(kFirst);
+      OPTIMUS_LOAD_B(0);
     }
+    if (--count == 0) break;
+    a_panel += a_step;
+    a = reinterpret_cast<const uint16_t*>(a_panel);
+    b = reinterpret_cast<const uint16_t*>(b_panel);
+    OPTIMUS_LOAD_A(kFirst);
+    OPTIMUS_LOAD_B(0);
+    float *next = c + 32 * ldc, *next_below = below + 32 * ldc;
+    _tile_stored(0, c, stride);
+    OPTIMUS_BEGIN(0, next);
+    _tile_stored(1, c + 16, stride);
+    OPTIMUS_BEGIN(1, next + 16);
+    _tile_stored(2, below, stride);
+    OPTIMUS_BEGIN(2, next_below);
+    _tile_stored(3, below + 16, stride);
+    OPTIMUS_BEGIN(3, next_below + 16);
+    c = next;
+    below = next_below;
   }
   _tile_stored(0, c, stride);
   _tile_stored(1, c + 16, stride);
-  _tile_stored(2, c + 16 * ldc, stride);
-  _tile_stored(3, c + 16 * ldc + 16, stride);
+  _tile_stored(2, below, stride);
+  _tile_stored(3, below + 16, stride);
 }
 
 struct TileConfig {

@@ -134,18 +134,25 @@ void pack(const Source& source, Depth along, Side side, int64_t lanes, int64_t d
   with_type(source, run);
 }
 
+template <auto tile, int rows>
+void column(int64_t depth, int64_t count, const float* a, int64_t a_panel, const float* b, float* c, int64_t ldc,
+            bool accumulate) {
+  for (; count > 0; --count, a += a_panel, c += rows * ldc) tile(depth, a, b, c, ldc, accumulate);
+}
+
 }  // namespace
 
 std::vector<Engine> vector_engines() {
   std::vector<Engine> found;
 #if defined(OPTIMUS_X86)
   if (__builtin_cpu_supports("avx512f"))
-    found.push_back({"avx512", 8, 48, 1, 2, pack<8, 48, transpose_avx512>, tile_avx512, nullptr, nullptr});
+    found.push_back({"avx512", 8, 48, 1, 2, pack<8, 48, transpose_avx512>, column<tile_avx512, 8>, nullptr, nullptr});
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-    found.push_back({"avx2", 6, 16, 1, 2, pack<6, 16, nullptr>, tile_avx2, nullptr, nullptr});
+    found.push_back({"avx2", 6, 16, 1, 2, pack<6, 16, nullptr>, column<tile_avx2, 6>, nullptr, nullptr});
 #endif
   constexpr int kCols = 4 * kPlainVectors;
-  found.push_back({"plain", kPlainRows, kCols, 1, 2, pack<kPlainRows, kCols, nullptr>, tile_plain, nullptr, nullptr});
+  found.push_back({"plain", kPlainRows, kCols, 1, 2, pack<kPlainRows, kCols, nullptr>, column<tile_plain, kPlainRows>,
+                   nullptr, nullptr});
   return found;
 }
 

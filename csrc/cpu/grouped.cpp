@@ -12,6 +12,7 @@ using at::Tensor;
 using std::optional;
 
 constexpr int64_t kRows = 64;  // of an item, where rows are independent
+constexpr int64_t kBlockRows = 256;  // of a product
 
 int64_t num_items(int64_t rows) { return (rows + kRows - 1) / kRows; }
 
@@ -141,26 +142,25 @@ void rows_times_weight(const Tensor& x, const Tensor& weight, const Order& order
   constexpr bool wide = std::is_same_v<T, float>;
   const Engine& engine = cpu::engine(x.scalar_type());
   const int64_t depth = x.size(1), cols = out.size(1), inner = cols / 2;
-  PackedWeights<T> panels(engine, weight, transposed, order);
-  const std::vector<RowBlock> blocks = order.blocks();
-  const auto count = static_cast<int64_t>(blocks.size());
-  panels.pack(blocks.data(), count);
+  Schedule schedule(order.blocks(kBlockRows), 0);
+  PackedWeights<T> panels(engine, weight, transposed, schedule);
   const T* from = x.const_data_ptr<T>();
   T* to = out.mutable_data_ptr<T>();
   T* activated = activation ? activation->mutable_data_ptr<T>() : nullptr;
-  for_each(count, [&](const auto& next) {
+  schedule.run([&](const auto& next) {
     std::vector<float> row(inner);
-    for (int64_t b; (b = next()) < count;) {
-      const auto [expert, first, rows] = blocks[b];
-      const Tensor packed = scratch(engine.size(Side::kLeft, rows, depth)),
-                   buffer = wide ? Tensor() : scratch(rows * cols);
+    const Tensor packed = scratch(engine.size(Side::kLeft, schedule.most_rows(), depth)),
+                 buffer = wide ? Tensor() : scratch(schedule.most_rows() * cols);
+    for (Schedule::Task task; next(task);) {
+      schedule.start(task, [&] { panels.pack(task); });
+      const auto [expert, first, rows] = task.block;
       float *left = packed.template data_ptr<float>(), *result;
       if constexpr (wide)
         result = to + first * cols;
       else
         result = buffer.template data_ptr<float>();
       engine.pack(rows_of(from + first * depth, depth), Depth::kAlongRows, Side::kLeft, rows, depth, left);
-      multiply(engine, left, panels.of(expert), rows, cols, depth, result, cols, false);
+      multiply(engine, left, panels.of(task), rows, cols, depth, result, cols, false);
       for (int64_t r = 0; activated && r < rows; ++r) {
         swiglu_row(result + r * cols, result + r * cols + inner, inner, row.data());
         convert(row.data(), inner, activated + (first + r) * inner);
@@ -189,31 +189,25 @@ std::tuple<Tensor, Tensor> grouped_linear_swiglu(const Tensor& x, const Tensor& 
 void grouped_weight_gradient(const Tensor& dout, const Tensor& x, const Tensor& offsets, Tensor& out, bool accumulate) {
   const Order order = checked_order(nullptr, nullptr, offsets, x.size(0));
   const Engine& engine = cpu::engine(x.scalar_type());
-  const std::vector<RowBlock> blocks = order.blocks();
   const int64_t left_width = dout.size(1), right_width = x.size(1);
   OPTIMUS_DISPATCH(x.scalar_type(), "grouped_weight_gradient", [&] {
     const auto *left_rows = dout.const_data_ptr<scalar_t>(), *right_rows = x.const_data_ptr<scalar_t>();
-    const auto run = [&](auto* to) {
-      if (!accumulate) zero_without_rows(order, left_width * right_width, to);
-      for_each_slab(blocks, out.scalar_type() != at::kFloat, 1, [&](const RowBlock* slab, int64_t count) {
-        int64_t most = 0;
-        for (int64_t b = 0; b < count; ++b) most = std::max(most, slab[b].rows);
-        PackedRows left(engine, Side::kLeft, left_width, count, most),
-            right(engine, Side::kRight, right_width, count, most);
-        for_each(count, [&](const auto& next) {
-          for (int64_t b; (b = next()) < count;) {
-            const auto [expert, first, rows] = slab[b];
-            left.pack(b, rows_of(left_rows + first * left_width, left_width), rows);
-            right.pack(b, rows_of(right_rows + first * right_width, right_width), rows);
-          }
-        });
-        add_weight_gradient(order, slab, count, left, right, accumulate, to);
-      });
-    };
-    if (out.scalar_type() == at::kFloat)
-      run(out.mutable_data_ptr<float>());
-    else
-      run(out.mutable_data_ptr<scalar_t>());
+    Schedule schedule(order.blocks(kBlockRows), WeightGradient<scalar_t>::kMostPieces);
+    WeightGradient<scalar_t> gradient(engine, out, accumulate, schedule);
+    gradient.zero_without_rows(order);
+    schedule.run([&](const auto& next) {
+      const Tensor left = scratch(engine.size(Side::kLeft, left_width, schedule.most_rows())),
+                   right = scratch(engine.size(Side::kRight, right_width, schedule.most_rows()));
+      float *left_data = left.data_ptr<float>(), *right_data = right.data_ptr<float>();
+      for (Schedule::Task task; next(task);) {
+        const auto [expert, first, rows] = task.block;
+        engine.pack(rows_of(left_rows + first * left_width, left_width), Depth::kAcrossRows, Side::kLeft, left_width,
+                    rows, left_data);
+        engine.pack(rows_of(right_rows + first * right_width, right_width), Depth::kAcrossRows, Side::kRight,
+                    right_width, rows, right_data);
+        gradient.add(task, left_data, right_data);
+      }
+    });
   });
 }
 

@@ -14,15 +14,15 @@
 
 namespace optimus::cpu {
 
-std::vector<RowBlock> Order::blocks() const {
-  constexpr int64_t kMost = 256, kStep = 32;  // rows; a step is whole tiles of every engine or nearly
+std::vector<RowBlock> Order::blocks(int64_t most) const {
+  constexpr int64_t kStep = 32;  // rows: whole tiles of every engine or nearly
   std::vector<RowBlock> found;
   for (int64_t e = 0; e < num_experts; ++e) {
-    const int64_t rows = offsets[e + 1] - offsets[e], parts = (rows + kMost - 1) / kMost;
+    const int64_t rows = offsets[e + 1] - offsets[e], parts = (rows + most - 1) / most;
     if (rows == 0) continue;
-    const int64_t most = round_up((rows + parts - 1) / parts, kStep);  // equal ones: the threads end together
-    for (int64_t first = offsets[e]; first < offsets[e + 1]; first += most)
-      found.push_back({e, first, std::min<int64_t>(most, offsets[e + 1] - first)});
+    const int64_t equal = round_up((rows + parts - 1) / parts, kStep);
+    for (int64_t first = offsets[e]; first < offsets[e + 1]; first += equal)
+      found.push_back({e, first, std::min<int64_t>(equal, offsets[e + 1] - first)});
   }
   return found;
 }

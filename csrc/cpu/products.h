@@ -1,13 +1,12 @@
 // The pieces of the expert layer that moe_mlp.cpp and grouped.cpp share: weights packed, rows summed, weights' gradients.
 #pragma once
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <type_traits>
 
 #include "gemm.h"
 #include "order.h"
+#include "schedule.h"
 
 namespace optimus::cpu {
 
@@ -19,36 +18,24 @@ void convert(const From* src, int64_t n, To* dst) {
     for (int64_t i = 0; i < n; ++i) dst[i] = static_cast<To>(src[i]);
 }
 
-// The weight of every expert that has rows, packed as right operand. transposed: of weight[e].T, else of weight[e].
+// An expert's weight packed as right operand, for the experts under way. transposed: of weight[e].T, else of weight[e].
 template <typename T>
 struct PackedWeights {
   const Engine& engine;
-  const Order& order;
   const T* data;
   bool transposed;
   int64_t size, row, lanes, depth, stride;  // size: elements of an expert, row: of a row
   at::Tensor storage;
-  PackedWeights(const Engine& engine, const at::Tensor& weight, bool transposed, const Order& order)
-      : engine(engine), order(order), data(weight.const_data_ptr<T>()), transposed(transposed),
+  PackedWeights(const Engine& engine, const at::Tensor& weight, bool transposed, const Schedule& schedule)
+      : engine(engine), data(weight.const_data_ptr<T>()), transposed(transposed),
         size(weight.size(1) * weight.size(2)), row(weight.size(2)), lanes(weight.size(transposed ? 1 : 2)),
         depth(weight.size(transposed ? 2 : 1)), stride(engine.size(Side::kRight, lanes, depth)),
-        storage(scratch(weight.size(0) * stride)) {}
-  // Packs the experts whose first block is among these: shortly before their blocks, so that they are still in cache.
-  void pack(const RowBlock* blocks, int64_t num_blocks) {
-    std::vector<int64_t> experts;
-    for (int64_t b = 0; b < num_blocks; ++b)
-      if (blocks[b].first == order.offsets[blocks[b].expert]) experts.push_back(blocks[b].expert);
-    const auto count = static_cast<int64_t>(experts.size());
-    float* out = storage.data_ptr<float>();
-    for_each(count, [&](const auto& next) {
-      for (int64_t item; (item = next()) < count;) {
-        const int64_t e = experts[item];
-        engine.pack(rows_of(data + e * size, row), transposed ? Depth::kAlongRows : Depth::kAcrossRows, Side::kRight,
-                    lanes, depth, out + e * stride);
-      }
-    });
+        storage(scratch(schedule.slots() * stride)) {}
+  void pack(const Schedule::Task& task) {
+    engine.pack(rows_of(data + task.block.expert * size, row), transposed ? Depth::kAlongRows : Depth::kAcrossRows,
+                Side::kRight, lanes, depth, storage.data_ptr<float>() + task.slot * stride);
   }
-  const float* of(int64_t expert) const { return storage.const_data_ptr<float>() + expert * stride; }
+  const float* of(const Schedule::Task& task) const { return storage.const_data_ptr<float>() + task.slot * stride; }
 };
 
 // out[t] = sum over the local slots of t, in slot order, of weight (null: one) times its row
@@ -79,71 +66,67 @@ void sum_rows(const From* rows, const Order& order, const float* weights, int64_
   });
 }
 
-// One operand of the weights' gradients, [rows, width], for the blocks of a slab: the depth of that product is the rows.
-struct PackedRows {
-  const Engine& engine;
-  Side side;
-  int64_t width, stride;
-  at::Tensor storage;
-  PackedRows(const Engine& engine, Side side, int64_t width, int64_t num_blocks, int64_t most_rows)
-      : engine(engine), side(side), width(width), stride(engine.size(side, width, most_rows)),
-        storage(scratch(num_blocks * stride)) {}
-  void pack(int64_t block, const Source& rows, int64_t num_rows) {
-    engine.pack(rows, Depth::kAcrossRows, side, width, num_rows, storage.data_ptr<float>() + block * stride);
-  }
-  const float* of(int64_t block) const { return storage.const_data_ptr<float>() + block * stride; }
-};
-
-// Calls body(blocks, count) for one slab of blocks after another: few enough for the operands of the weights' gradients
-// and the weights to stay in the caches of the threads that packed them. Slabs change no value: blocks are summed in their order.
-template <typename Body>
-void for_each_slab(const std::vector<RowBlock>& blocks, bool whole, int64_t per_thread, Body body) {
-  const auto total = static_cast<int64_t>(blocks.size());
-  const int64_t most = whole ? total : per_thread * at::get_num_threads();
-  for (int64_t first = 0; first < total; first += most) body(blocks.data() + first, std::min(most, total - first));
-}
-
-// grad[e] (+)= left[rows of e].T @ right[rows of e] over the blocks of a slab, which hold all rows of their experts unless
-// grad is fp32. Sums are fp32. add: to what grad held before the first block of an expert.
-template <typename To>
-void add_weight_gradient(const Order& order, const RowBlock* blocks, int64_t num_blocks, const PackedRows& left,
-                         const PackedRows& right, bool add, To* grad) {
-  constexpr int64_t kChunk = 96;  // rows of the result of an item
-  const Engine& engine = left.engine;
-  const int64_t chunk = round_up(kChunk, engine.rows), chunks = (left.width + chunk - 1) / chunk;
-  std::vector<int64_t> firsts;  // block of each expert
-  for (int64_t b = 0; b < num_blocks; ++b)
-    if (b == 0 || blocks[b].expert != blocks[b - 1].expert) firsts.push_back(b);
-  const int64_t items = static_cast<int64_t>(firsts.size()) * chunks;
-  for_each(items, [&](const auto& next) {
-    const at::Tensor sum_buffer = std::is_same_v<To, float> ? at::Tensor() : scratch(chunk * right.width);
-    for (int64_t item; (item = next()) < items;) {
-      int64_t b = firsts[item / chunks];
-      const int64_t e = blocks[b].expert, row = item % chunks * chunk, rows = std::min(chunk, left.width - row);
-      To* out = grad + (e * left.width + row) * right.width;
-      bool accumulate = add || blocks[b].first > order.offsets[e];
-      float* sum;
-      if constexpr (std::is_same_v<To, float>) {
-        sum = out;
-      } else {
-        sum = sum_buffer.template data_ptr<float>();
-        if (accumulate) convert(out, rows * right.width, sum);
-      }
-      for (; b < num_blocks && blocks[b].expert == e; ++b, accumulate = true) {
-        const int64_t depth = blocks[b].rows;
-        const float* panels = left.of(b) + row / engine.rows * engine.panel(Side::kLeft, depth);
-        multiply(engine, panels, right.of(b), rows, right.width, depth, sum, right.width, accumulate);
-      }
-      if constexpr (!std::is_same_v<To, float>) convert(sum, rows * right.width, out);
+// The gradient of the weights of all experts, grad[e] (+)= left[rows of e].T @ right[rows of e], [E, left, right], in
+// fp32 or the weights' dtype. Blocks are added in their order and in fp32, a piece of the rows of grad[e] after another.
+template <typename T>
+class WeightGradient {
+ public:
+  // add: to what `out` held before. first_piece: where this gradient's counters of the schedule begin.
+  WeightGradient(const Engine& engine, const at::Tensor& out, bool add, Schedule& schedule, int64_t first_piece = 0)
+      : engine_(engine), schedule_(schedule), add_(add), first_piece_(first_piece), rows_(out.size(1)),
+        cols_(out.size(2)) {
+    if (out.scalar_type() == at::kFloat) {
+      wide_ = out.mutable_data_ptr<float>();
+    } else {
+      narrow_ = out.mutable_data_ptr<T>();
+      sums_ = scratch(schedule.slots() * rows_ * cols_);
     }
-  });
-}
+  }
 
-// The gradient of an expert without rows, of `size` elements each.
-template <typename To>
-void zero_without_rows(const Order& order, int64_t size, To* grad) {
-  for (int64_t e = 0; e < order.num_experts; ++e)
-    if (order.offsets[e] == order.offsets[e + 1]) std::fill_n(grad + e * size, size, static_cast<To>(0.0f));
-}
+  static constexpr int64_t kMostPieces = 16;
+
+  // Adds one block's product of packed operands; depth: the block's rows.
+  void add(const Schedule::Task& task, const float* left, const float* right) {
+    const int64_t depth = task.block.rows, threads = schedule_.threads();
+    const int64_t piece = round_up((rows_ + std::min(threads, kMostPieces) - 1) / std::min(threads, kMostPieces),
+                                   engine_.rows * kTiles);
+    for (int64_t row = 0; row < rows_; row += piece)
+      schedule_.in_order(task, first_piece_ + row / piece, [&] {
+        add_rows(task, left + row / engine_.rows * engine_.panel(Side::kLeft, depth), right, row,
+                 std::min(piece, rows_ - row));
+      });
+  }
+
+  // Experts without rows have a gradient of zero.
+  void zero_without_rows(const Order& order) const {
+    if (add_) return;
+    for (int64_t e = 0; e < order.num_experts; ++e) {
+      if (order.offsets[e] != order.offsets[e + 1]) continue;
+      if (wide_)
+        std::fill_n(wide_ + e * rows_ * cols_, rows_ * cols_, 0.0f);
+      else
+        std::fill_n(narrow_ + e * rows_ * cols_, rows_ * cols_, static_cast<T>(0.0f));
+    }
+  }
+
+ private:
+  static constexpr int64_t kTiles = 3;  // of the engine in a piece, at least: a packed panel serves that many
+
+  void add_rows(const Schedule::Task& task, const float* left, const float* right, int64_t row, int64_t rows) {
+    const int64_t at = (task.block.expert * rows_ + row) * cols_, size = rows * cols_;
+    float* sum = wide_ ? wide_ + at : sums_.template data_ptr<float>() + (task.slot * rows_ + row) * cols_;
+    if (!wide_ && add_ && task.index == 0) convert(narrow_ + at, size, sum);
+    multiply(engine_, left, right, rows, cols_, task.block.rows, sum, cols_, add_ || task.index > 0);
+    if (!wide_ && task.last) convert(sum, size, narrow_ + at);
+  }
+
+  const Engine& engine_;
+  Schedule& schedule_;
+  const bool add_;
+  const int64_t first_piece_, rows_, cols_;
+  float* wide_ = nullptr;
+  T* narrow_ = nullptr;
+  at::Tensor sums_;  // fp32, of the experts under way
+};
 
 }  // namespace optimus::cpu

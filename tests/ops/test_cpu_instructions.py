@@ -19,8 +19,9 @@ if backend_module.compiled_library_error():
 from megatron.optimus.ops import cpu
 
 SETS = cpu.instruction_sets()
-# Blocks that are halved, a row beyond a tile, columns beyond a tile of every set, depths beyond a chunk.
-LARGE = Case(431, 200, 140, 2, 2)
+# Many blocks of an expert, a row beyond a tile, columns beyond a tile of every set, depths beyond a chunk, buffers of
+# rows that are written past the caches.
+LARGE = Case(701, 200, 140, 2, 2)
 
 
 @pytest.fixture(autouse=True)
@@ -53,11 +54,16 @@ def test_values_and_gradients(
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("case", [Case(700, 48, 40, 3, 2), Case(517, 96, 64, 8, 4)], ids=["few experts", "more"])
-def test_the_thread_count_changes_no_bit(name: str, case: Case) -> None:
-    """One expert's blocks are summed over several slabs, whose size depends on the threads."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [Case(700, 48, 40, 3, 2), Case(517, 96, 64, 8, 4), Case(900, 48, 140, 1, 1)],
+    ids=["few experts", "more", "one expert"],
+)
+def test_the_thread_count_changes_no_bit(name: str, case: Case, dtype: torch.dtype) -> None:
+    """Where there are fewer experts than threads, these share one; its blocks are still added in their order."""
     cpu.use_instructions(name)
-    inputs = make_inputs(case, torch.float32)
+    inputs = make_inputs(case, dtype)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
