@@ -58,7 +58,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     sample = actions.add_parser("sample", parents=[data, text], help="what sample k of a run contains")
     sample.add_argument("position", type=int)
     sample.add_argument("--packing", choices=[p.value for p in Packing], default=Packing.NONE.value)
-    sample.add_argument("--add-extra-token-to-sequence", choices=["true", "false"], default="true")
     blend = actions.add_parser("blend", parents=[data], help="shares and epochs of each corpus in a run")
     blend.add_argument("--samples", type=int, required=True, help="length of the run")
     blend.add_argument("--picture", help="PNG of the realised shares")
@@ -125,7 +124,6 @@ def mixture_of(args: argparse.Namespace) -> Mixture | InstanceSet:
     options: dict[str, Any] = {"split": args.split}
     if "packing" in args:
         options["packing"] = args.packing == Packing.BEST_FIT.value
-        options["extra_token"] = args.add_extra_token_to_sequence == "true"
     if sources.is_blend:
         return Mixture(sources, args.seq_length, part=Split.TRAIN, seed=args.seed, **options)
     return InstanceSet(sources.prefixes, args.seq_length, **options)

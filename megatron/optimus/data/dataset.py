@@ -1,9 +1,11 @@
 """Training instances: fixed-length windows over token files.
 
 Each file's documents are read as one stream of tokens, as they lie in the .bin file. A split owns a range of that
-stream, and within it instance j is tokens [first + j*L, first + j*L + L + 1): L inputs and, one further, L labels. So
-neighbouring instances share one token (the last label of one is the first input of the next), every token but the first
-of a range is predicted exactly once, and up to L tokens at the end of a range are left over.
+stream, and within it instance j is the L tokens [first + j*L, first + (j + 1)*L). They predict each other: the last
+position has no label, one in L is lost, and a training instance whose length is a multiple of a page is read from a
+disk without a byte too many. With the extra token (Megatron's way) the token after them is read too, as the last label.
+Which instances there are does not depend on that: each is followed by a token of its range, up to L tokens at the end
+of a range are left over, and a run may switch at any step without moving a sample.
 
 The ranges of training, validation and test are shares of the *tokens* of each file and do not touch, hence
 
@@ -12,9 +14,6 @@ The ranges of training, validation and test are shares of the *tokens* of each f
 
 Instances span neither files nor splits, but they do span documents. With packing (packing.py) an instance is made of
 whole documents of a window instead; the windows lie in the same ranges.
-
-Without the extra token an instance is its L inputs alone and the last position has no label: one label in L is lost,
-and a training instance whose length is a multiple of a page is read from a disk without a byte too many.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class InstanceSet:
 
     Args:
         prefixes: paths of the pairs, without suffix
-        seq_length: L, labels per instance
+        seq_length: L, tokens per instance
         split: shares of training, validation and test, as ``parse_split`` takes them
         part: which of the three this set holds
         files: where to read the pairs, if other sets share the open files
@@ -94,18 +93,22 @@ class InstanceSet:
         files: TokenFiles | None = None,
         vocab_size: int | None = None,
         packing: bool = False,
-        extra_token: bool = True,
+        extra_token: bool = False,
     ) -> None:
         if not prefixes:
             raise ConfigError("data_path is empty; give the prefix of at least one .bin/.idx pair")
         if seq_length < 1:
             raise ConfigError(f"seq_length={seq_length} must be at least 1")
+        if seq_length == 1 and not extra_token:
+            raise ConfigError(
+                "seq_length=1 leaves nothing to predict; use at least 2, or --add-extra-token-to-sequence true"
+            )
         before, after = _bounds(split, part)
         if before == after:
             raise ConfigError(f"split={split!r} gives the {part.name.lower()} split no share")
         self.seq_length = seq_length
         self.packing = packing
-        self.every_label_counts = extra_token and not packing
+        self.labels_per_sample = None if packing else seq_length - (not extra_token)  # None: samples differ
         self._extra = int(extra_token)
         self._vocab_size = vocab_size
         self._files = TokenFiles(prefixes) if files is None else files
@@ -114,7 +117,7 @@ class InstanceSet:
         self.num_tokens = sum(tokens)  # of all splits
         self._starts = [_share(total, before) for total in tokens]  # first token of the split in each file
         self._windows = [  # plain instances of each file
-            max(0, _share(total, after) - start - self._extra) // seq_length
+            max(0, _share(total, after) - start - 1) // seq_length
             for total, start in zip(tokens, self._starts, strict=True)
         ]
         counts = [num_packed(n) for n in self._windows] if packing else self._windows
@@ -124,8 +127,8 @@ class InstanceSet:
             raise DataError(
                 f"{', '.join(prefixes[:4])}{' ...' if len(prefixes) > 4 else ''}: too little data: the "
                 f"{part.name.lower()} split ({split}) of {self.num_tokens} tokens in {len(prefixes)} files (the "
-                f"largest has {max(tokens)}) holds no instance of seq_length{'+1' * extra_token}="
-                f"{seq_length + self._extra} tokens; add data, shorten seq_length, or give that split a larger share"
+                f"largest has {max(tokens)}) holds no instance of seq_length+1="
+                f"{seq_length + 1} tokens; add data, shorten seq_length, or give that split a larger share"
             )
 
     def __len__(self) -> int:
@@ -177,7 +180,7 @@ class InstanceSet:
     def _pack(self, file: int, first: int, instances: int, sequences: int) -> _Window:
         start = self._starts[file] + first * self.seq_length
         stop = start + instances * self.seq_length
-        found = self._files.document_starts(int(self._numbers[file]), start, stop + self._extra).tolist()
+        found = self._files.document_starts(int(self._numbers[file]), start, stop + 1).tolist()
         return pack(sorted({start, stop, *found}), sequences, self.seq_length), set(found)
 
 

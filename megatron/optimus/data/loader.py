@@ -44,19 +44,21 @@ class Batch(NamedTuple):
     labels_BS: Tensor  # int64
     documents: Documents | None = None  # what attention must not cross; None: each row is one document
     positions_BS: Tensor | None = None  # int64; None: 0 to S - 1 in each row
-    num_labels: int | None = None  # labels that count; None: all
+    num_labels: float | None = None  # labels that count; None: all
+    is_same: bool = False  # all micro-batches of the run have ``num_labels``; context-parallel parts on average
 
     def to(self, device: torch.device) -> Batch:
         """On the device, without waiting for the copies; a pinned batch is copied while the device computes."""
         tokens, labels = (x.to(device, non_blocking=True) for x in (self.tokens_BS, self.labels_BS))
         documents = None if self.documents is None else self.documents.to(device)
         places = None if self.positions_BS is None else self.positions_BS.to(device, non_blocking=True)
-        return Batch(tokens, labels, documents, places, self.num_labels)
+        return self._replace(tokens_BS=tokens, labels_BS=labels, documents=documents, positions_BS=places)
 
     def pin_memory(self) -> Batch:
         documents = None if self.documents is None else self.documents.pin_memory()
         places = None if self.positions_BS is None else self.positions_BS.pin_memory()
-        return Batch(self.tokens_BS.pin_memory(), self.labels_BS.pin_memory(), documents, places, self.num_labels)
+        tokens, labels = self.tokens_BS.pin_memory(), self.labels_BS.pin_memory()
+        return self._replace(tokens_BS=tokens, labels_BS=labels, documents=documents, positions_BS=places)
 
 
 class BatchLoader:
@@ -192,9 +194,10 @@ class BatchLoader:
         places = None
         if options.reset_position_ids:
             places = torch.from_numpy(np.stack([positions(own, length) for own in starts]))
-        masked = options.eod_mask_loss or not self._instances.every_label_counts
-        num_labels = int((labels_BS != NO_LABEL).sum()) if masked else None
-        return Batch(tokens_BS, labels_BS, documents, places, num_labels)
+        each = self._instances.labels_per_sample
+        if each is None or options.eod_mask_loss or self._fim is not None:
+            return Batch(tokens_BS, labels_BS, documents, places, int((labels_BS != NO_LABEL).sum()))
+        return Batch(tokens_BS, labels_BS, documents, places, each * len(samples), is_same=True)
 
     def _own(self, consumed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Positions and instances of this rank's samples: int64 [num_micro_batches, micro_batch_size] each."""

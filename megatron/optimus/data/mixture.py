@@ -86,10 +86,9 @@ class Mixture:
         files: TokenFiles | None = None,
         vocab_size: int | None = None,
         packing: bool = False,
-        extra_token: bool = True,
+        extra_token: bool = False,
     ) -> None:
         self.seq_length = seq_length
-        self.every_label_counts = extra_token and not packing
         self._files = TokenFiles(sources.prefixes) if files is None else files
         self.names: list[str] = []
         self.corpora: list[InstanceSet] = []
@@ -116,6 +115,7 @@ class Mixture:
             kept.append(number)
         if not kept:
             raise DataError(f"no corpus has an instance in the {part.name.lower()} split ({split})")
+        self.labels_per_sample = self.corpora[0].labels_per_sample
         self._lengths = [len(corpus) for corpus in self.corpora]
         self._ends = list(accumulate(self._lengths))
         # of a corpus named by its path the last part counts, so that moving the data changes no order
