@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.optimus.config.schema import ConfigError, parse_split
-from megatron.optimus.data.bounds import check_index, spread_pieces
+from megatron.optimus.data.bounds import check_indices, shares, spread_pieces
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles
 from megatron.optimus.data.indexed import DTYPES
@@ -41,7 +41,8 @@ logger = logging.getLogger("optimus")
 
 _CHECK_CHUNK = 1 << 20  # tokens looked at together
 _CHECKED_TOKENS = 1 << 26  # tokens a rank looks at before the run: a fraction of a second
-_CHECKED_ENTRIES = 1 << 22  # entries of indices likewise, of 20 bytes each
+_CHECKED_ENTRIES = 1 << 23  # entries of indices likewise, of 20 bytes each: a share of 1/256 of 2 T tokens is whole
+_CHECKED_LENGTHS = 1 << 26  # of 4 bytes each, less than a tenth of a second
 
 _Window = tuple[list[list[Range]], set[int]]  # packed sequences, and the tokens at which documents begin
 
@@ -203,12 +204,14 @@ def check_contents(
     eod_id: int | None = None,
     max_tokens: int = _CHECKED_TOKENS,
     max_entries: int = _CHECKED_ENTRIES,
+    max_lengths: int = _CHECKED_LENGTHS,
 ) -> None:
-    """Looks into the pairs: at up to about ``max_tokens`` tokens, and ``max_entries`` sequences and documents.
+    """Looks into the pairs: at up to about ``max_tokens`` tokens, ``max_entries`` sequences and documents, and
+    ``max_lengths`` lengths of sequences, of more at none but those.
 
     Meant to be called by each rank with its share of the files before training. An id outside [0, vocab_size) is a
     crash on some devices and silent noise on others; plain samples need no entry of an index, packed ones do, and a
-    damaged index tells of a damaged corpus. Small corpora are read whole. Of larger ones only pieces are, spread over
+    damaged index tells of a damaged corpus. What fits the budgets is read whole. Of more only pieces are, spread over
     every file, so that a run over trillions of tokens starts at once; a file made with another tokenizer shows in any
     piece of it, and ``InstanceSet.read`` looks at every token that is trained on.
 
@@ -218,9 +221,11 @@ def check_contents(
     if not prefixes:
         return
     files = TokenFiles(prefixes)
+    itemsizes = [DTYPES[code].itemsize for code in files.codes]
+    check_indices([f"{prefix}.idx" for prefix in files.prefixes], itemsizes, max_entries, max_lengths)
+    budgets = shares(files.tokens.tolist(), max_tokens, 4096)
     for file, prefix in enumerate(files.prefixes):
         dtype = DTYPES[files.codes[file]]
-        check_index(f"{prefix}.idx", dtype.itemsize, max(512, max_entries // len(files)))
         if (
             eod_id is not None
             and files.tokens[file]
@@ -232,6 +237,6 @@ def check_contents(
             )
         if dtype.kind == "u" and vocab_size > np.iinfo(dtype).max:
             continue
-        for start, count in spread_pieces(int(files.tokens[file]), max(4096, max_tokens // len(files)), _CHECK_CHUNK):
+        for start, count in spread_pieces(int(files.tokens[file]), budgets[file], _CHECK_CHUNK):
             _check_ids(prefix, start, files.read(file, start, count), vocab_size)
     files.close()

@@ -264,12 +264,48 @@ def test_next_batch_is_read_while_the_step_runs(prefixes: list[str], monkeypatch
     loader = make_loader(prefixes)
     loader.batch(0)
     deadline = time.monotonic() + 10
-    while len(calls) < 16 and time.monotonic() < deadline:
+    while len(calls) < 24 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert len(calls) == 16
+    assert len(calls) == 24
     loader.batch(8)
     loader.close()
-    assert calls[:16] == [*loader.sample_ids(0), *loader.sample_ids(8)]
+    assert calls[:24] == [i for consumed in (0, 8, 16) for i in loader.sample_ids(consumed)]
+
+
+def test_a_failure_is_known_two_steps_ahead_and_nothing_is_read_beyond_the_end(
+    prefixes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = make_loader(prefixes).sample_ids(40)[2]
+    read = InstanceSet.read
+    calls: list[int] = []
+
+    def fail(self: InstanceSet, i: int) -> list[Piece]:
+        calls.append(i)
+        if i == bad:
+            raise DataError("the disk is gone")
+        return read(self, i)
+
+    monkeypatch.setattr(InstanceSet, "read", fail)
+    for steps, known in ((5, None), (6, 24)):  # the sixth batch is the bad one
+        loader = make_loader(prefixes)
+        loader.start(0, steps)
+        seen = []
+        for consumed in range(0, 40, 8):
+            assert len(loader.batch(consumed)) == 4
+            if loader.failure() is not None:
+                seen.append(consumed)
+        assert seen == ([] if known is None else [known, known + 8])
+        if known is not None:
+            with pytest.raises(DataError, match="the disk is gone"):
+                loader.check()
+        calls.clear()
+        loader.close()
+    loader = make_loader(prefixes)
+    loader.start(16, 0)
+    assert calls == [] and loader.failure() is None
+    with pytest.raises(DataError, match="the disk is gone"):
+        loader.start(32, 2)
+    loader.close()
 
 
 def test_validation_is_sequential_and_ends(prefixes: list[str]) -> None:
