@@ -31,7 +31,7 @@ def test_blend_trains_and_resumes_as_if_unbroken(tmp_path: Path, tokens: Path, p
             exits = ["--exit-interval", stop] if stop < 6 else []
             result = pretrain(tmp_path / run, *options, "--train-iters", 6, *exits)
             assert result.returncode == 0, result.stderr[-2000:]
-            assert "corpus web: 1 files" in result.stdout and "epochs" in result.stdout
+            assert "corpus web: 1 file," in result.stdout and "epochs" in result.stdout
         rows.append(metrics(tmp_path / run))
     assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]] and len(rows[0]) == 6
     switch = ["--add-extra-token-to-sequence", "true", "--load", tmp_path / "whole/checkpoints/step-00000004"]

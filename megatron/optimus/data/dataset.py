@@ -36,6 +36,7 @@ from megatron.optimus.data.indexed import DTYPES
 from megatron.optimus.data.packing import Range, num_packed, pack, window_of
 from megatron.optimus.data.samples import Piece
 from megatron.optimus.layers.labels import NO_LABEL
+from megatron.optimus.runtime.log import counted
 
 logger = logging.getLogger("optimus")
 
@@ -127,8 +128,8 @@ class InstanceSet:
         if not self._ends[-1]:
             raise DataError(
                 f"{', '.join(prefixes[:4])}{' ...' if len(prefixes) > 4 else ''}: too little data: the "
-                f"{part.name.lower()} split ({split}) of {self.num_tokens} tokens in {len(prefixes)} files (the "
-                f"largest has {max(tokens)}) holds no instance of seq_length+1="
+                f"{part.name.lower()} split ({split}) of {self.num_tokens} tokens in {counted(len(prefixes), 'file')} "
+                f"(the largest has {max(tokens)}) holds no instance of seq_length+1="
                 f"{seq_length + 1} tokens; add data, shorten seq_length, or give that split a larger share"
             )
 

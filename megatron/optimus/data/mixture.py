@@ -32,6 +32,7 @@ from megatron.optimus.data.order import permute_many, sample_at, samples_at
 from megatron.optimus.data.packing import Range
 from megatron.optimus.data.samples import Piece
 from megatron.optimus.data.sources import Sources, Stage
+from megatron.optimus.runtime.log import counted
 
 logger = logging.getLogger("optimus")
 
@@ -230,9 +231,9 @@ def log_plan(plan: Sequence[CorpusPlan], total_samples: int, max_epochs: float |
     """Says what the run reads of each corpus. Raises DataError if that is more than ``max_epochs`` of one."""
     for corpus in plan:
         logger.info(
-            "corpus %s: %d files, %.3f G tokens, %.4f %% of the samples, %.3f epochs%s",
+            "corpus %s: %s, %.3f G tokens, %.4f %% of the samples, %.3f epochs%s",
             corpus.name,
-            corpus.files,
+            counted(corpus.files, "file"),
             corpus.tokens / 1e9,
             100 * corpus.samples / max(1, total_samples),
             corpus.epochs,

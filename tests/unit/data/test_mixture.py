@@ -246,7 +246,7 @@ def test_plan_and_dry_corpora(folder: Path, caplog: pytest.LogCaptureFixture) ->
     ]
     with caplog.at_level(logging.INFO, logger="optimus"):
         log_plan(plan, 200, None)
-    assert "corpus wiki: 1 files, 0.000 G tokens, 10.0000 % of the samples, 2.000 epochs (repeats)" in caplog.text
+    assert "corpus wiki: 1 file, 0.000 G tokens, 10.0000 % of the samples, 2.000 epochs (repeats)" in caplog.text
     log_plan(plan, 200, 2)
     with pytest.raises(DataError, match="corpus code runs dry: the run draws 60 samples of its 30 instances"):
         log_plan(plan, 200, 1.5)
