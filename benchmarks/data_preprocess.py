@@ -3,31 +3,37 @@
 
     python benchmarks/data_preprocess.py --output benchmarks/results/data_preprocess.json
 
-Three ways over the same file with the same tokenizer and the same number of processes:
+``--tokenizer``: "gpt2" and "llama3" are byte-level BPEs of the ``tokenizers`` library behind those pre-tokenizers,
+"tiktoken" is the former as a .tiktoken file, "bpe" and "unigram" are SentencePiece models; all are trained here, on a
+part of the corpus. Three ways over the same file with the same tokenizer and the same number of processes:
 
 - library: the tokenizer library on texts that lie in memory, nothing read, nothing written: as many processes as cores,
-  each ``encode_batch_fast`` over its share; the time is that of the slowest, without its start;
-- ours: ``preprocess``, from JSON lines to .bin/.idx on disk (with ``--with-start`` including the start of the workers);
+  each with its share of the texts, in the library's fastest call; the time is that of the slowest, without its start;
+- ours: ``preprocess``, from JSON lines to .bin/.idx on disk, timed from a fifth of the file on, when all workers run
+  (with ``--with-start`` all of it);
 - loop: one document at a time through ``multiprocessing.Pool.imap`` (chunks of 32), ids back as lists, written by the
   parent document after document: the way of Megatron's script.
 
-They take turns, ``--repeat`` times; the medians count. ``--split llama3`` trains the tokenizer as usual and then puts
-the regular expression of Llama 3 before it.
+They take turns, ``--repeat`` times; the medians count. ``mb_per_processor_s`` is by the processor time of all processes
+of a way, which other programs on the machine change less than they change the clock.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import multiprocessing
 import os
+import resource
 import site
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,12 +43,32 @@ from megatron.optimus.config.schema import TokenizerType
 from megatron.optimus.data.corpus import read_documents
 from megatron.optimus.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron.optimus.data.preprocess import PreprocessReport, preprocess
-from megatron.optimus.data.tokenizer import HuggingFaceTokenizer, train_bpe
+from megatron.optimus.data.tokenizer import build_tokenizer, train_bpe
 from megatron.optimus.data.words import SPLIT_PATTERNS
 from megatron.optimus.runtime import launch_env
 
 CONTEXT = multiprocessing.get_context("spawn")
+TICKS = os.sysconf("SC_CLK_TCK")
+TRAINED_ON = 1500  # documents
 _tokenizer: Any = None
+
+
+class Model(NamedTuple):
+    kind: TokenizerType
+    path: str
+
+
+class Run(NamedTuple):
+    seconds: float
+    processor_seconds: float
+    tokens: int
+
+
+def hugging_face(folder: Path, texts: list[str], vocab_size: int, split: str) -> Model:
+    train_bpe(texts, vocab_size, folder)
+    if split == "llama3":
+        split_like_llama3(folder)
+    return Model(TokenizerType.HF, str(folder))
 
 
 def split_like_llama3(model: Path) -> None:
@@ -55,25 +81,74 @@ def split_like_llama3(model: Path) -> None:
     (model / "tokenizer.json").write_text(json.dumps(state), encoding="utf-8")
 
 
-def start(model: str) -> None:
+def tiktoken_file(folder: Path, texts: list[str], vocab_size: int) -> Model:
+    """The byte-level BPE again: its ids are the ranks of its merges."""
+    train_bpe(texts, vocab_size, folder)
+    tokenizer: Any = build_tokenizer(TokenizerType.HF, folder)
+    tokens = sorted((i, token) for i, token in tokenizer._bytes.items() if token)
+    lines = [b"%s %d" % (base64.b64encode(token), rank) for rank, (_, token) in enumerate(tokens)]
+    (folder / "v.tiktoken").write_bytes(b"\n".join(lines))
+    return Model(TokenizerType.TIKTOKEN, str(folder / "v.tiktoken"))
+
+
+def sentencepiece_model(folder: Path, texts: list[str], vocab_size: int, kind: str) -> Model:
+    """With Llama 2's settings: unknown characters as bytes, digits apart, nothing normalized."""
+    import sentencepiece
+
+    folder.mkdir()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(line for text in texts for line in text.splitlines() if line),
+        model_prefix=str(folder / "sp"),
+        model_type=kind,
+        vocab_size=vocab_size,
+        byte_fallback=True,
+        split_digits=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    return Model(TokenizerType.SENTENCEPIECE, str(folder / "sp.model"))
+
+
+def train(name: str, folder: Path, texts: list[str], vocab_size: int) -> Model:
+    if name == "tiktoken":
+        return tiktoken_file(folder, texts, vocab_size)
+    if name in ("bpe", "unigram"):
+        return sentencepiece_model(folder, texts, vocab_size, name)
+    return hugging_face(folder, texts, vocab_size, name)
+
+
+TOKENIZERS = ("gpt2", "llama3", "tiktoken", "bpe", "unigram")
+
+
+def start(model: Model) -> None:
     global _tokenizer  # noqa: PLW0603  one per worker process
     launch_env.set_default("TOKENIZERS_PARALLELISM", "false")
-    _tokenizer = HuggingFaceTokenizer(model)
+    _tokenizer = build_tokenizer(model.kind, model.path)
 
 
-def library_worker(model: str, path: str, number: int, workers: int, barrier: Any, results: Any) -> None:
+def library_call(kind: TokenizerType) -> Callable[[list[str]], Iterable[Sized]]:
+    """The fastest way of the library alone, in one thread."""
+    if kind is TokenizerType.TIKTOKEN:
+        return lambda batch: [_tokenizer._encoding.encode_ordinary(text) for text in batch]
+    if kind is TokenizerType.SENTENCEPIECE:
+        return lambda batch: _tokenizer._processor.encode(batch, num_threads=1)
+    return lambda batch: _tokenizer._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+
+
+def library_worker(model: Model, path: str, number: int, workers: int, barrier: Any, results: Any) -> None:
     start(model)
-    texts = list(read_documents([Path(path)]))[number::workers]
+    texts, encode = list(read_documents([Path(path)]))[number::workers], library_call(model.kind)
     batches = [texts[i : i + 256] for i in range(0, len(texts), 256)]
     barrier.wait()
-    started = time.perf_counter()
-    tokens = sum(
-        len(e) for batch in batches for e in _tokenizer._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-    )
-    results.put((time.perf_counter() - started, tokens))
+    started, processor = time.perf_counter(), time.process_time()
+    tokens = sum(len(ids) for batch in batches for ids in encode(batch))
+    results.put(Run(time.perf_counter() - started, time.process_time() - processor, tokens))
 
 
-def library(model: str, path: Path, workers: int) -> tuple[float, int]:
+def library(model: Model, path: Path, workers: int) -> Run:
     barrier, results = CONTEXT.Barrier(workers), CONTEXT.Queue()
     processes = [
         CONTEXT.Process(target=library_worker, args=(model, str(path), i, workers, barrier, results))
@@ -82,7 +157,18 @@ def library(model: str, path: Path, workers: int) -> tuple[float, int]:
     [process.start() for process in processes]
     done = [results.get() for _ in processes]
     [process.join() for process in processes]
-    return max(seconds for seconds, _ in done), sum(tokens for _, tokens in done)
+    processor, tokens = sum(run.processor_seconds for run in done), sum(run.tokens for run in done)
+    return Run(max(run.seconds for run in done), processor, tokens)
+
+
+def processor_seconds() -> float:
+    """Of this process and all that it has started, whether they are still there or not."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    total = time.process_time() + ended.ru_utime + ended.ru_stime
+    for child in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split():
+        fields = Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()
+        total += (int(fields[11]) + int(fields[12])) / TICKS
+    return total
 
 
 def loop_encode(line: str) -> tuple[dict[str, list[int]], int]:
@@ -92,97 +178,97 @@ def loop_encode(line: str) -> tuple[dict[str, list[int]], int]:
     return {"text": ids}, len(line)
 
 
-def loop(model: str, path: Path, workers: int, prefix: Path) -> tuple[float, int]:
-    tokenizer, tokens = HuggingFaceTokenizer(model), 0
-    dtype = token_dtype(tokenizer.vocab_size)
+def loop(model: Model, path: Path, workers: int, prefix: Path) -> Run:
+    tokens, dtype = 0, token_dtype(build_tokenizer(model.kind, model.path).vocab_size)
     with CONTEXT.Pool(workers, start, (model,)) as pool, IndexedDatasetWriter(prefix, dtype) as writer:
         list(pool.imap(loop_encode, ['{"text": "x"}'] * workers * 32, 32))  # all have started
-        started = time.perf_counter()
+        started, processor = time.perf_counter(), processor_seconds()
         with open(path, encoding="utf-8") as lines:
             for documents, _ in pool.imap(loop_encode, lines, 32):
                 writer.add_document(np.array(documents["text"], dtype=dtype))
                 tokens += len(documents["text"])
-        seconds = time.perf_counter() - started
-    return seconds, tokens
+        return Run(time.perf_counter() - started, processor_seconds() - processor, tokens)
 
 
-def ours(model: str, path: Path, workers: int, prefix: Path, with_start: bool) -> tuple[float, int]:
-    """Without the start: from the first report on (after a hundredth of the file), scaled to the whole."""
-    first: list[tuple[float, int]] = []
+def ours(model: Model, path: Path, workers: int, prefix: Path, with_start: bool) -> Run:
+    """Without the start: from the first report after a fifth of the file, scaled to the whole."""
+    first: list[tuple[float, float, int]] = []
 
     def note(report: PreprocessReport) -> None:
-        if not first:
-            first.append((time.perf_counter(), report.input_bytes))
+        if not first and report.progress >= 0.2:
+            first.append((time.perf_counter(), processor_seconds(), report.input_bytes))
 
-    started = time.perf_counter()
+    started = time.perf_counter(), processor_seconds()
     report = preprocess(
         [str(path)],
         str(prefix),
-        tokenizer_type=TokenizerType.HF,
-        tokenizer_model=model,
+        tokenizer_type=model.kind,
+        tokenizer_model=model.path,
         append_eod=True,
         workers=workers,
         show_progress=note,
         log_interval=100,
     )
-    seconds, tokens = time.perf_counter() - started, sum(report.tokens.values())
+    ended, share = (time.perf_counter(), processor_seconds()), 1.0
     if not with_start:
-        at, size = first[0]
-        seconds = (started + seconds - at) * report.input_bytes / (report.input_bytes - size)
-    return seconds, tokens
+        started, share = first[0][:2], (report.input_bytes - first[0][2]) / report.input_bytes
+    seconds, processor = ((b - a) / share for a, b in zip(started, ended, strict=True))
+    return Run(seconds, processor, sum(report.tokens.values()))
+
+
+def measure(name: str, model: Model, path: Path, folder: Path, args: argparse.Namespace) -> dict[str, object]:
+    """One tokenizer, all three ways."""
+    size = path.stat().st_size / 1e6
+    runs: dict[str, list[Run]] = {"library": [], "ours": [], "loop": []}
+    for i in range(args.repeat):
+        prefixes = [folder / f"{name}-{way}{i}" for way in ("ours", "loop")]
+        runs["library"].append(library(model, path, args.workers))
+        runs["ours"].append(ours(model, path, args.workers, prefixes[0], args.with_start))
+        runs["loop"].append(loop(model, path, args.workers, prefixes[1]))
+        assert runs["ours"][-1].tokens == runs["loop"][-1].tokens
+        for suffix in (".bin", ".idx"):
+            written = Path(f"{prefixes[0]}_text_document{suffix}"), Path(f"{prefixes[1]}{suffix}")
+            assert written[0].read_bytes() == written[1].read_bytes()
+            for file in written:
+                file.unlink()
+        print(name, {way: round(size / of_way[-1].seconds, 2) for way, of_way in runs.items()}, flush=True)
+    clock = {way: [round(size / run.seconds, 3) for run in of_way] for way, of_way in runs.items()}
+    processor = {way: [round(size / run.processor_seconds, 3) for run in of_way] for way, of_way in runs.items()}
+    result: dict[str, object] = {"tokenizer": name, "tokens": runs["ours"][-1].tokens}
+    result |= {"load_average": os.getloadavg(), "mb_per_s": clock, "mb_per_processor_s": processor}
+    for kind, rates in (("", clock), ("_by_processor_time", processor)):
+        median = {way: statistics.median(values) for way, values in rates.items()}
+        result[f"ours_over_library{kind}"] = round(median["ours"] / median["library"], 3)
+        result[f"ours_over_loop{kind}"] = round(median["ours"] / median["loop"], 3)
+    return result
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--input", help="JSON lines; default: Python sources and texts installed here")
-    parser.add_argument("--megabytes", type=float, default=30)
+    parser.add_argument("--megabytes", type=float, default=20)
     parser.add_argument("--vocab-size", type=int, default=32000)
-    parser.add_argument("--split", choices=["gpt2", "llama3"], default="gpt2", help="pre-tokenizer")
+    parser.add_argument("--tokenizer", nargs="+", choices=TOKENIZERS, default=list(TOKENIZERS))
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--with-start", action="store_true")
     parser.add_argument("--output")
     args = parser.parse_args()
+    results = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         path = Path(args.input) if args.input else make_corpus(folder / "corpus.jsonl", args.megabytes)
-        model = str(folder / "tokenizer")
-        train_bpe(list(read_documents([path]))[:1500], args.vocab_size, model)
-        if args.split == "llama3":
-            split_like_llama3(Path(model))
-        size = path.stat().st_size / 1e6
-        runs: dict[str, list[float]] = {"library": [], "ours": [], "loop": []}
-        for i in range(args.repeat):
-            timed = {
-                "library": library(model, path, args.workers),
-                "ours": ours(model, path, args.workers, folder / f"o{i}", args.with_start),
-                "loop": loop(model, path, args.workers, folder / f"l{i}"),
-            }
-            assert timed["ours"][1] == timed["loop"][1]
-            names = (f"o{i}_text_document", f"l{i}")
-            pairs = [[(folder / f"{n}{kind}").read_bytes() for kind in (".bin", ".idx")] for n in names]
-            assert pairs[0] == pairs[1]
-            for way, (seconds, _) in timed.items():
-                runs[way].append(round(size / seconds, 3))
-            print({way: values[-1] for way, values in runs.items()}, flush=True)
-        median = {way: statistics.median(values) for way, values in runs.items()}
-        result = {
-            "host": {"cores": os.cpu_count(), "load_average": os.getloadavg(), "python": sys.version.split()[0]},
-            "settings": {
-                "split": args.split,
-                "megabytes": size,
-                "workers": args.workers,
-                "vocab_size": args.vocab_size,
-            },
-            "tokens": timed["ours"][1],
-            "mb_per_s": runs,
-            "median_mb_per_s": median,
-            "ours_over_library": round(median["ours"] / median["library"], 3),
-            "ours_over_loop": round(median["ours"] / median["loop"], 3),
-        }
-    print(json.dumps(result, indent=1))
+        texts = list(read_documents([path]))[:TRAINED_ON]
+        for tokenizer in args.tokenizer:
+            model = train(tokenizer, folder / tokenizer, texts, args.vocab_size)
+            results.append(measure(tokenizer, model, path, folder, args))
+            print(json.dumps(results[-1]), flush=True)
+        megabytes = path.stat().st_size / 1e6
+    host = {"cores": os.cpu_count(), "python": sys.version.split()[0]}
+    settings = {"megabytes": megabytes, "workers": args.workers, "vocab_size": args.vocab_size}
     if args.output:
-        Path(args.output).write_text(json.dumps(result, indent=1) + "\n")
+        text = json.dumps({"host": host, "settings": settings, "results": results}, indent=1)
+        Path(args.output).write_text(text + "\n")
     return 0
 
 

@@ -9,6 +9,12 @@ those of a rank that is alone and looks at every header; ``seconds_headers_share
 rank of 256 does. ``processor_seconds`` hardly depend on what else the machine does. ``together`` is the exchange: four
 gloo processes that open the files with each other. Seconds exclude Python's and torch's imports, which every training
 program has; both memory figures are given. ``anonymous`` memory is the rank's own, file pages excluded.
+
+``memory_of_ranks`` starts as many ranks at a time on this machine, each of which does all of that, and asks each when
+all are there (/proc/self/smaps_rollup): ``private`` is memory that no other process has mapped; ``proportional``
+divides what several have mapped (torch's libraries) among them, so that the sum over ranks is what they take of the
+node. What other programs on the machine map as well counts as theirs too.
+
 ``without_torch`` is a whole process that does the same up to the batch's rows in numpy and never imports torch: what
 the data path takes by itself.
 """
@@ -78,13 +84,18 @@ def make_files(folder: Path, files: int, tokens: int) -> tuple[Path, int]:
 
 def memory() -> dict[str, float]:
     """MB: peak resident, and resident now by kind."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    names = {"peak": "VmHWM", "resident": "VmRSS", "anonymous": "RssAnon"}
-    return {name: int(fields[key].split()[0]) / 1024 for name, key in names.items()}
+    lines = Path("/proc/self/status").read_text().splitlines()
+    lines += Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    fields = {
+        key: int(value.split()[0]) / 1024 for key, value in (line.split(":", 1) for line in lines) if "kB" in value
+    }
+    names = {"peak": "VmHWM", "resident": "Rss", "anonymous": "Anonymous", "proportional": "Pss"}
+    private = fields["Private_Clean"] + fields["Private_Dirty"]
+    return {name: fields[key] for name, key in names.items()} | {"private": private}
 
 
-def measure(path: str, position: int) -> dict[str, object]:
-    """One rank's start."""
+def measure(path: str, position: int, *, together: bool = False) -> dict[str, object]:
+    """One rank's start. ``together``: at a sign from the parent it prints its memory, at another it goes on."""
     from megatron.optimus.config.schema import DataConfig
     from megatron.optimus.data.dataset import Split, check_contents
     from megatron.optimus.data.files import TokenFiles, summarize
@@ -114,6 +125,11 @@ def measure(path: str, position: int) -> dict[str, object]:
         seed=1,
     )
     batches = loader.batch(position)
+    if together:
+        print("ready", flush=True)
+        sys.stdin.readline()  # all ranks are there
+        print(json.dumps(memory()), flush=True)
+        sys.stdin.readline()  # all have looked
     seconds, processor = time.perf_counter() - started, time.process_time() - started_cpu
     after = memory()
     loader.close()
@@ -185,12 +201,33 @@ def run_together(path: Path, folder: Path) -> float:
     return max(json.loads(process.communicate()[0])["seconds_open_together"] for process in processes)
 
 
+def memory_of_ranks(path: Path, ranks: int) -> dict[str, object]:
+    """MB of a rank, on average, while ``ranks`` of them hold their files and first batches."""
+    command = [sys.executable, __file__, "--child", str(path), "0", "--wait"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, **pipes) for _ in range(ranks)]  # type: ignore[call-overload]
+    found = []
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+        found.append(json.loads(process.stdout.readline()))
+    for process in processes:
+        process.communicate("\n")
+    names = ("resident", "proportional", "private", "anonymous")
+    mean = {f"{name}_mb": round(sum(one[name] for one in found) / ranks, 1) for name in names}
+    return {"ranks_on_node": ranks, **mean}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", help="JSON file for the results")
     parser.add_argument("--folder", help="where the sparse files go; default: a temporary folder")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--node", type=int, nargs="+", default=[1, 12], help="ranks that share a node's memory")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--alone", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--together", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -199,7 +236,7 @@ def main() -> int:
         print(json.dumps(open_with_others(path, int(rank), store)))
         return 0
     if args.child:
-        print(json.dumps(measure(args.child[0], int(args.child[1]))))
+        print(json.dumps(measure(args.child[0], int(args.child[1]), together=args.wait)))
         return 0
     if args.alone:
         print(json.dumps(measure_alone(args.alone[0], int(args.alone[1]))))
@@ -211,6 +248,9 @@ def main() -> int:
             seconds = run_together(path, Path(folder))
             results.append({"case": name, "files": files, "together": TOGETHER, "seconds_open_together": seconds})
             print(json.dumps(results[-1]), flush=True)
+            for ranks in args.node:
+                results.append({"case": name, "files": files} | memory_of_ranks(path, ranks))
+                print(json.dumps(results[-1]), flush=True)
             for where, position in (("first step", 0), ("resume late", total // SEQ_LENGTH * 9 // 10)):
                 for _ in range(args.repeat):
                     result: dict[str, object] = {"case": name, "files": files, "tokens": total, "start": where}

@@ -29,6 +29,7 @@ from megatron.optimus.data.mixture import Mixture
 from megatron.optimus.data.order import sample_at
 from megatron.optimus.data.sources import read_sources
 from megatron.optimus.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.optimus.runtime.log import counted
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -56,13 +57,20 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     same.add_argument("--split", default="969,30,1")
     same.add_argument("--anywhere", action="store_true", help="also within a split")
     sample = actions.add_parser("sample", parents=[data, text], help="what sample k of a run contains")
-    sample.add_argument("position", type=int)
+    sample.add_argument("position", type=_not_negative)
     sample.add_argument("--packing", choices=[p.value for p in Packing], default=Packing.NONE.value)
-    sample.add_argument("--add-extra-token-to-sequence", choices=["true", "false"], default="true")
     blend = actions.add_parser("blend", parents=[data], help="shares and epochs of each corpus in a run")
-    blend.add_argument("--samples", type=int, required=True, help="length of the run")
+    blend.add_argument("--samples", type=_not_negative, required=True, help="length of the run")
     blend.add_argument("--picture", help="PNG of the realised shares")
     return parser.parse_args(argv)
+
+
+def _not_negative(word: str) -> int:
+    """Of a command line. argparse names the option and the word in its message."""
+    number = int(word)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} must not be negative")
+    return number
 
 
 def tokenizer_of(args: argparse.Namespace) -> Tokenizer | None:
@@ -125,7 +133,6 @@ def mixture_of(args: argparse.Namespace) -> Mixture | InstanceSet:
     options: dict[str, Any] = {"split": args.split}
     if "packing" in args:
         options["packing"] = args.packing == Packing.BEST_FIT.value
-        options["extra_token"] = args.add_extra_token_to_sequence == "true"
     if sources.is_blend:
         return Mixture(sources, args.seq_length, part=Split.TRAIN, seed=args.seed, **options)
     return InstanceSet(sources.prefixes, args.seq_length, **options)
@@ -153,7 +160,7 @@ def blend(args: argparse.Namespace) -> None:
         return
     for plan in data.plan(args.samples):
         print(
-            f"{plan.name}: {plan.files} files, {plan.tokens} tokens, {plan.samples} samples "
+            f"{plan.name}: {counted(plan.files, 'file')}, {plan.tokens} tokens, {plan.samples} samples "
             f"({100 * plan.samples / args.samples:.4f} %), {plan.epochs:.4f} epochs"
         )
     if args.picture:
@@ -191,6 +198,9 @@ def main(argv: list[str] | None = None) -> int:
     actions = {"stats": stats, "show": show, "check": check, "duplicates": duplicates, "sample": sample, "blend": blend}
     try:
         return actions[args.action](args) or 0
+    except OSError as error:  # of a picture; those of data files are DataErrors
+        print(f"inspect_data: error: {error.filename}: cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
     except (DataError, ConfigError, IndexError) as error:
         print(f"inspect_data: error: {error}", file=sys.stderr)
         return 2

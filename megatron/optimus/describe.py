@@ -9,6 +9,7 @@ from megatron.optimus.config.layout import Layout
 from megatron.optimus.config.schema import Precision, RunConfig
 from megatron.optimus.config.serialize import to_yaml
 from megatron.optimus.models.counting import count_parameters
+from megatron.optimus.runtime.log import counted
 
 GIB = 2**30
 
@@ -49,7 +50,8 @@ def _layout_lines(config: RunConfig, world_size: int) -> list[str]:
     others = (counts.total - counts.expert) // (layout.pp * layout.tp)  # stages taken as equal
     states = 12 * (experts / layout.edp + others / (layout.dp * layout.cp))
     lines = [
-        f"layout of {world_size} ranks: dense view pp={layout.pp} dp={layout.dp} cp={layout.cp} tp={layout.tp}, "
+        f"layout of {counted(world_size, 'rank')}: "
+        f"dense view pp={layout.pp} dp={layout.dp} cp={layout.cp} tp={layout.tp}, "
         f"expert view pp={layout.pp} edp={layout.edp} ep={layout.ep}" + f" etp={layout.etp}" * (layout.etp > 1),
         f"per rank: {experts:,} expert and {others:,} other parameters"
         + (" (mean over pipeline stages)" if layout.pp > 1 else ""),

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.optimus.config.checks import check
@@ -178,8 +179,9 @@ def run_config(case: Case) -> RunConfig:
 
 def micro_batch(number: int, case: Case) -> Batch:
     tokens, labels, documents, positions = inputs_of(number, LayoutCase({}, {}, "documents" in case.model))
-    num_labels = int((labels != NO_LABEL).sum()) if documents is not None else None
-    return Batch(tokens, labels, documents, positions, num_labels)
+    labels[:, -1] = NO_LABEL  # as without the extra token
+    num_labels = int((labels != NO_LABEL).sum())
+    return Batch(tokens, labels, documents, positions, num_labels, is_same=documents is None)
 
 
 def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Tensor, dict[str, Any]]:
@@ -261,7 +263,26 @@ def serial(rank: int, world: int) -> dict[str, Trained]:
     for model in MODELS:
         lines, weights = train(rank, world, Case({}, model), fuses=False)
         found[model] = lines, {name: weight.detach().clone() for name, weight in weights.items()}
+    lines = found["dense, tied"][0]
+    torch.testing.assert_close(lines[[0, 3]], by_hand(Case({}, "dense, tied")), rtol=1e-5, atol=0)
     return found
+
+
+def by_hand(case: Case) -> Tensor:
+    """Loss and gradient norm of the first step in plain PyTorch: of the mean over the labels that exist."""
+    from megatron.optimus.trainer.build import build_model
+
+    config = run_config(case)
+    model = build_model(config, Mesh(config.parallel, rank=0, world_size=1), torch.device("cpu"))
+    batches = [micro_batch(number, case) for number in range(SEQUENCES // BATCH)]
+    logits_TV = torch.cat([model(batch.tokens_BS).logits_BSV.flatten(0, 1) for batch in batches])
+    labels_T = torch.cat([batch.labels_BS.flatten() for batch in batches])
+    exists_T = labels_T != NO_LABEL
+    assert int(exists_T.sum()) == SEQUENCES * (LENGTH - 1)
+    loss = F.cross_entropy(logits_TV[exists_T].double(), labels_T[exists_T])
+    loss.backward()
+    norms = [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
+    return torch.stack([loss.detach(), torch.stack(norms).norm().double()])
 
 
 def compared(rank: int, world: int, expected: dict[str, Trained], placement: str) -> dict[str, dict[str, float]]:

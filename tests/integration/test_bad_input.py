@@ -6,8 +6,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from megatron.optimus.data.dataset import InstanceSet, check_contents
+from megatron.optimus.data.indexed import IndexedDatasetWriter
+from megatron.optimus.data.order import samples_at
 from megatron.optimus.runtime import launch_env
 from tests.integration.conftest import TINY, Program, command_of, environment
 
@@ -71,6 +75,39 @@ def test_truncated_tokens(tmp_path: Path, tokens: Path, pretrain: Program) -> No
     whole = (tmp_path / "cut.bin").read_bytes()
     (tmp_path / "cut.bin").write_bytes(whole[:-100])
     fail(pretrain(tmp_path, "--data-path", tmp_path / "cut"), "cut.bin")
+
+
+def test_an_id_that_no_check_before_the_run_could_see(tmp_path: Path, pretrain: Program) -> None:
+    """One token of 134 million, in a sample of one rank's sixth step: both ranks save and end before it is needed."""
+    tokens, prefix = 1 << 27, tmp_path / "large"
+    with open(f"{prefix}.bin", "wb") as stream:
+        stream.truncate(2 * tokens)
+    with IndexedDatasetWriter(tmp_path / "one", np.uint16) as writer:
+        writer.add_document([1])
+    index = bytearray((tmp_path / "one.idx").read_bytes())
+    index[34:38] = tokens.to_bytes(4, "little")  # its only sequence is as long as the file
+    prefix.with_suffix(".idx").write_bytes(index)
+    instances = InstanceSet([str(prefix)], 32, split="969,30,1")
+    sixth = samples_at(5 * 8, 8, len(instances), 1234)
+    place = instances.locate(int(sixth[2]))[1][0][0] + 7  # samples 2 and 3 of a step are rank 1's
+    with open(f"{prefix}.bin", "r+b") as stream:
+        stream.seek(2 * place)
+        stream.write((60_000).to_bytes(2, "little"))
+    check_contents([str(prefix)], 64)
+
+    result = pretrain(tmp_path / "run", "--data-path", prefix, ranks=2)
+    reason = f"{prefix}.bin: token {place} has id 60000, outside the vocabulary of 64"
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr[-2000:]
+    errors = sorted(line for line in result.stderr.splitlines() if line.startswith("error"))
+    assert len(errors) == 2 and errors[0].startswith(
+        f"error on rank 1: reading beyond step 4 failed on rank 1: {reason}"
+    )
+    assert errors[1] == "error: reading beyond step 4 failed on rank 1: see the message of that rank"
+    assert "saving step 4" in result.stdout and (tmp_path / "run/checkpoints/step-00000004").is_dir()
+    # as it still is there, a run that resumes ends before its first step
+    result = pretrain(tmp_path / "run", "--data-path", prefix, "--micro-batch-size", 8)
+    fail(result, f"error: reading the first batches failed on rank 0: {reason}")
+    assert "step 4, 32 samples consumed" in result.stdout and "step=5" not in result.stdout
 
 
 def test_corrupted_checkpoint_falls_back_to_the_one_before(tmp_path: Path, pretrain: Program) -> None:

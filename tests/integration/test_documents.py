@@ -38,7 +38,6 @@ def test_masked_labels_are_averaged_over_the_global_batch(tmp_path: Path, words:
     runs = {}
     for name, ranks, micro_batch in (("one", 1, 8), ("two", 2, 2)):
         options = [*OPTIONS, *DOCUMENTS, *SAME_STATISTICS, "--data-path", words, "--micro-batch-size", micro_batch]
-        options += ["--add-extra-token-to-sequence", "false"]
         result = pretrain(tmp_path / name, *options, "--train-iters", 4, ranks=ranks)
         assert result.returncode == 0, result.stderr[-2000:]
         runs[name] = metrics(tmp_path / name)

@@ -402,7 +402,7 @@ class DataConfig:
     tokenizer_model: str | None = option(None, "its file or folder; copied into exports")
     packing: Packing = option(Packing.NONE, "what a sample is made of: a stretch of documents, or whole ones")
     add_extra_token_to_sequence: bool = option(
-        True, "read one token more than seq_length, as the last label; without it the last position predicts nothing"
+        False, "read one token more than seq_length, as the label of the last position, which else has none"
     )
     reset_attention_mask: bool = option(False, "attention inside documents only")
     reset_position_ids: bool = option(False, "positions count from the beginning of each document")

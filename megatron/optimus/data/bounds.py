@@ -4,14 +4,16 @@ The index of a large file has hundreds of megabytes, so it is neither mapped nor
 first sequence of a stretch is found by interpolation, a page at a time (two to four pages as a rule, never more than
 twice what bisection needs), the same for the documents of those sequences; then the entries of the stretch are read.
 
-Before a run the entries of every index are compared with their neighbours (``check_index``): all of a small one, so
-that a damaged entry is found before the first step and not when a sample needs it; of a large one evenly spread pieces.
+Before a run the entries of indices are compared with their neighbours (``check_indices``): all of them if a rank's
+share is not too large, so that a damaged entry is found before the first step and not when a sample needs it. Of larger
+ones all lengths are looked at, a fifth of the bytes at a tenth of the time; of still larger ones, as of their offsets
+and bounds, evenly spread pieces.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -22,6 +24,7 @@ from megatron.optimus.data.indexed import HEADER_SIZE, Header, parse_header
 
 _PAGE = 512  # entries of 8 bytes
 _STRETCH = 1 << 16  # entries read together once the place is known
+_LENGTHS = 1 << 18  # read together
 _PIECES = 8  # of a file that is too large to be looked at whole
 
 Entries = npt.NDArray[np.int64]
@@ -44,19 +47,60 @@ def document_starts(path: str, itemsize: int, start: int, stop: int) -> Entries:
     return np.unique(inside[numbers] // itemsize)  # a document without tokens begins where the next one does
 
 
-def check_index(path: str, itemsize: int, max_entries: int) -> None:
-    """Compares up to about ``max_entries`` sequences and documents of an .idx file with their neighbours.
+def check_indices(paths: Sequence[str], itemsizes: Sequence[int], max_entries: int, max_lengths: int) -> None:
+    """Looks at up to about ``max_entries`` sequences and documents of .idx files, and ``max_lengths`` lengths.
 
-    Lengths must not be negative, a sequence must begin where the one before ends, documents must ascend and lie within
-    the sequences. Raises DataError naming file and field. The ends are looked at by ``files.summarize_pair``.
+    Lengths must not be negative and add up to where the last sequence ends, a sequence must begin where the one before
+    ends, documents must ascend and lie within the sequences. Raises DataError naming file and field. The ends are
+    looked at by ``files.summarize_pair``.
     """
+    counts = [_count(path) for path in paths]
+    entries = shares(counts, max_entries, 512)
+    for path, itemsize, count, own in zip(paths, itemsizes, counts, entries, strict=True):
+        if own < count and sum(counts) <= max_lengths:
+            _check_lengths(path, itemsize)
+        _check_entries(path, itemsize, own)
+
+
+def shares(counts: Sequence[int], budget: int, least: int) -> list[int]:
+    """How many of each file's entries to look at: all if ``budget`` has room for that, else by size."""
+    total = sum(counts)
+    return [count if total <= budget else max(least, budget * count // total) for count in counts]
+
+
+def _count(path: str) -> int:
+    with _opened(path) as (header, _, _, _):
+        return max(header.sequences, header.documents)
+
+
+def _check_lengths(path: str, itemsize: int) -> None:
+    with _opened(path) as (header, lengths, offsets, _):
+        total = 0
+        for first in range(0, header.sequences, _LENGTHS):
+            sizes = lengths(first, min(_LENGTHS, header.sequences - first))
+            _check_signs(path, first, sizes)
+            total += int(sizes.sum(dtype=np.int64))
+        last = header.sequences - 1
+        end = int(offsets(last, 1)[0]) + int(lengths(last, 1)[0]) * itemsize if header.sequences else 0
+    if total * itemsize != end:
+        raise DataError(
+            f"{path}: the lengths of its {header.sequences} sequences add up to {total * itemsize} bytes, the last of "
+            f"them ends at byte {end}; the index is damaged, write it again"
+        )
+
+
+def _check_signs(path: str, first: int, sizes: npt.NDArray[np.integer]) -> None:
+    if int(sizes.min()) < 0:
+        bad = int(np.argmax(sizes < 0))
+        raise DataError(f"{path}: sequence {first + bad} has the negative length {sizes[bad]}")
+
+
+def _check_entries(path: str, itemsize: int, max_entries: int) -> None:
     with _opened(path) as (header, lengths, offsets, bounds):
         for first, count in spread_pieces(header.sequences, max_entries, _STRETCH):
             following = min(first + count + 1, header.sequences)
             sizes, begins = lengths(first, count).astype(np.int64), offsets(first, following - first)
-            if (sizes < 0).any():
-                bad = int(np.argmax(sizes < 0))
-                raise DataError(f"{path}: sequence {first + bad} has the negative length {sizes[bad]}")
+            _check_signs(path, first, sizes)
             if first == 0 and begins[0] != 0:
                 raise DataError(f"{path}: pointer of sequence 0 is {begins[0]}, expected 0")
             wrong = begins[1:] != begins[:-1] + sizes[: begins.size - 1] * itemsize

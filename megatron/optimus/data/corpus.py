@@ -189,6 +189,8 @@ def _readable(path: Path, reached: Callable[[], int]) -> Iterator[None]:
         known = isinstance(error, (OSError, EOFError, zlib.error))
         if not known and type(error).__name__ not in ("ZstdError", "ArrowInvalid", "ArrowException"):
             raise
+        if isinstance(error, PermissionError):
+            raise DataError(f"{path}: {error.strerror}; give this user the right to read it") from error
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise DataError(f"{path}:{reached()}: cannot read on: {reason}; the file is damaged or incomplete") from error
 
@@ -263,6 +265,11 @@ def _shown(line: bytes) -> str:
     return repr(text + ("..." if len(line) > 40 else ""))
 
 
+def _encoding_hint(content: bytes) -> str:
+    is_utf16 = content.startswith((b"\xff\xfe", b"\xfe\xff"))
+    return " but UTF-16, by its first bytes: convert it with iconv -f UTF-16 -t UTF-8" * is_utf16
+
+
 def _parse_line(line: bytes, keys: Sequence[str]) -> list[str]:
     """Texts of one line. Raises ValueError with the reason."""
     if not line.strip():
@@ -270,9 +277,10 @@ def _parse_line(line: bytes, keys: Sequence[str]) -> list[str]:
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 at byte {error.start} of the line") from error
+        raise ValueError(f"not UTF-8 at byte {error.start} of the line{_encoding_hint(line)}") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg} at column {error.colno}): {_shown(line)}") from error
+        hint = "; a file is expected to hold an object a line, not one array (jq -c '.[]')" * (line.strip() == b"[")
+        raise ValueError(f"not JSON ({error.msg} at column {error.colno}): {_shown(line)}{hint}") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of nested lists
         raise ValueError(f"not JSON that can be read ({error}): {_shown(line)}") from error
     if not isinstance(record, dict):
@@ -300,7 +308,7 @@ def _parse_text(content: bytes, keys: Sequence[str]) -> list[str]:
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 at byte {error.start} of the file") from error
+        raise ValueError(f"not UTF-8 at byte {error.start} of the file{_encoding_hint(content)}") from error
     return [text] * len(keys)
 
 

@@ -1,9 +1,11 @@
 """Training instances: fixed-length windows over token files.
 
 Each file's documents are read as one stream of tokens, as they lie in the .bin file. A split owns a range of that
-stream, and within it instance j is tokens [first + j*L, first + j*L + L + 1): L inputs and, one further, L labels. So
-neighbouring instances share one token (the last label of one is the first input of the next), every token but the first
-of a range is predicted exactly once, and up to L tokens at the end of a range are left over.
+stream, and within it instance j is the L tokens [first + j*L, first + (j + 1)*L). They predict each other: the last
+position has no label, one in L is lost, and a training instance whose length is a multiple of a page is read from a
+disk without a byte too many. With the extra token (Megatron's way) the token after them is read too, as the last label.
+Which instances there are does not depend on that: each is followed by a token of its range, up to L tokens at the end
+of a range are left over, and a run may switch at any step without moving a sample.
 
 The ranges of training, validation and test are shares of the *tokens* of each file and do not touch, hence
 
@@ -12,9 +14,6 @@ The ranges of training, validation and test are shares of the *tokens* of each f
 
 Instances span neither files nor splits, but they do span documents. With packing (packing.py) an instance is made of
 whole documents of a window instead; the windows lie in the same ranges.
-
-Without the extra token an instance is its L inputs alone and the last position has no label: one label in L is lost,
-and a training instance whose length is a multiple of a page is read from a disk without a byte too many.
 """
 
 from __future__ import annotations
@@ -30,19 +29,21 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.optimus.config.schema import ConfigError, parse_split
-from megatron.optimus.data.bounds import check_index, spread_pieces
+from megatron.optimus.data.bounds import check_indices, shares, spread_pieces
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles
 from megatron.optimus.data.indexed import DTYPES
 from megatron.optimus.data.packing import Range, num_packed, pack, window_of
 from megatron.optimus.data.samples import Piece
 from megatron.optimus.layers.labels import NO_LABEL
+from megatron.optimus.runtime.log import counted
 
 logger = logging.getLogger("optimus")
 
 _CHECK_CHUNK = 1 << 20  # tokens looked at together
 _CHECKED_TOKENS = 1 << 26  # tokens a rank looks at before the run: a fraction of a second
-_CHECKED_ENTRIES = 1 << 22  # entries of indices likewise, of 20 bytes each
+_CHECKED_ENTRIES = 1 << 23  # entries of indices likewise, of 20 bytes each: a share of 1/256 of 2 T tokens is whole
+_CHECKED_LENGTHS = 1 << 26  # of 4 bytes each, less than a tenth of a second
 
 _Window = tuple[list[list[Range]], set[int]]  # packed sequences, and the tokens at which documents begin
 
@@ -73,7 +74,7 @@ class InstanceSet:
 
     Args:
         prefixes: paths of the pairs, without suffix
-        seq_length: L, labels per instance
+        seq_length: L, tokens per instance
         split: shares of training, validation and test, as ``parse_split`` takes them
         part: which of the three this set holds
         files: where to read the pairs, if other sets share the open files
@@ -94,18 +95,22 @@ class InstanceSet:
         files: TokenFiles | None = None,
         vocab_size: int | None = None,
         packing: bool = False,
-        extra_token: bool = True,
+        extra_token: bool = False,
     ) -> None:
         if not prefixes:
             raise ConfigError("data_path is empty; give the prefix of at least one .bin/.idx pair")
         if seq_length < 1:
             raise ConfigError(f"seq_length={seq_length} must be at least 1")
+        if seq_length == 1 and not extra_token:
+            raise ConfigError(
+                "seq_length=1 leaves nothing to predict; use at least 2, or --add-extra-token-to-sequence true"
+            )
         before, after = _bounds(split, part)
         if before == after:
             raise ConfigError(f"split={split!r} gives the {part.name.lower()} split no share")
         self.seq_length = seq_length
         self.packing = packing
-        self.every_label_counts = extra_token and not packing
+        self.labels_per_sample = None if packing else seq_length - (not extra_token)  # None: samples differ
         self._extra = int(extra_token)
         self._vocab_size = vocab_size
         self._files = TokenFiles(prefixes) if files is None else files
@@ -114,7 +119,7 @@ class InstanceSet:
         self.num_tokens = sum(tokens)  # of all splits
         self._starts = [_share(total, before) for total in tokens]  # first token of the split in each file
         self._windows = [  # plain instances of each file
-            max(0, _share(total, after) - start - self._extra) // seq_length
+            max(0, _share(total, after) - start - 1) // seq_length
             for total, start in zip(tokens, self._starts, strict=True)
         ]
         counts = [num_packed(n) for n in self._windows] if packing else self._windows
@@ -123,9 +128,9 @@ class InstanceSet:
         if not self._ends[-1]:
             raise DataError(
                 f"{', '.join(prefixes[:4])}{' ...' if len(prefixes) > 4 else ''}: too little data: the "
-                f"{part.name.lower()} split ({split}) of {self.num_tokens} tokens in {len(prefixes)} files (the "
-                f"largest has {max(tokens)}) holds no instance of seq_length{'+1' * extra_token}="
-                f"{seq_length + self._extra} tokens; add data, shorten seq_length, or give that split a larger share"
+                f"{part.name.lower()} split ({split}) of {self.num_tokens} tokens in {counted(len(prefixes), 'file')} "
+                f"(the largest has {max(tokens)}) holds no instance of seq_length+1="
+                f"{seq_length + 1} tokens; add data, shorten seq_length, or give that split a larger share"
             )
 
     def __len__(self) -> int:
@@ -177,7 +182,7 @@ class InstanceSet:
     def _pack(self, file: int, first: int, instances: int, sequences: int) -> _Window:
         start = self._starts[file] + first * self.seq_length
         stop = start + instances * self.seq_length
-        found = self._files.document_starts(int(self._numbers[file]), start, stop + self._extra).tolist()
+        found = self._files.document_starts(int(self._numbers[file]), start, stop + 1).tolist()
         return pack(sorted({start, stop, *found}), sequences, self.seq_length), set(found)
 
 
@@ -200,12 +205,14 @@ def check_contents(
     eod_id: int | None = None,
     max_tokens: int = _CHECKED_TOKENS,
     max_entries: int = _CHECKED_ENTRIES,
+    max_lengths: int = _CHECKED_LENGTHS,
 ) -> None:
-    """Looks into the pairs: at up to about ``max_tokens`` tokens, and ``max_entries`` sequences and documents.
+    """Looks into the pairs: at up to about ``max_tokens`` tokens, ``max_entries`` sequences and documents, and
+    ``max_lengths`` lengths of sequences, of more at none but those.
 
     Meant to be called by each rank with its share of the files before training. An id outside [0, vocab_size) is a
     crash on some devices and silent noise on others; plain samples need no entry of an index, packed ones do, and a
-    damaged index tells of a damaged corpus. Small corpora are read whole. Of larger ones only pieces are, spread over
+    damaged index tells of a damaged corpus. What fits the budgets is read whole. Of more only pieces are, spread over
     every file, so that a run over trillions of tokens starts at once; a file made with another tokenizer shows in any
     piece of it, and ``InstanceSet.read`` looks at every token that is trained on.
 
@@ -215,9 +222,11 @@ def check_contents(
     if not prefixes:
         return
     files = TokenFiles(prefixes)
+    itemsizes = [DTYPES[code].itemsize for code in files.codes]
+    check_indices([f"{prefix}.idx" for prefix in files.prefixes], itemsizes, max_entries, max_lengths)
+    budgets = shares(files.tokens.tolist(), max_tokens, 4096)
     for file, prefix in enumerate(files.prefixes):
         dtype = DTYPES[files.codes[file]]
-        check_index(f"{prefix}.idx", dtype.itemsize, max(512, max_entries // len(files)))
         if (
             eod_id is not None
             and files.tokens[file]
@@ -229,6 +238,6 @@ def check_contents(
             )
         if dtype.kind == "u" and vocab_size > np.iinfo(dtype).max:
             continue
-        for start, count in spread_pieces(int(files.tokens[file]), max(4096, max_tokens // len(files)), _CHECK_CHUNK):
+        for start, count in spread_pieces(int(files.tokens[file]), budgets[file], _CHECK_CHUNK):
             _check_ids(prefix, start, files.read(file, start, count), vocab_size)
     files.close()

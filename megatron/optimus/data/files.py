@@ -63,7 +63,7 @@ def summarize_pair(prefix: str) -> PairSummary:
             "tools/preprocess_data.py has written"
         ) from error
     except OSError as error:
-        raise DataError(f"{prefix}: cannot read the .bin/.idx pair: {error}") from error
+        raise DataError(f"{error.filename or idx}: cannot be read: {error.strerror}") from error
     itemsize = DTYPES[header.code].itemsize
     if ends.first_bound != 0:
         raise DataError(f"{idx}: first document bound is {ends.first_bound}, expected 0")
@@ -190,6 +190,8 @@ class TokenFiles:
             data = os.pread(descriptor, count, offset)
             while len(data) < count and (more := os.pread(descriptor, count - len(data), offset + len(data))):
                 data += more
+        except PermissionError as error:
+            raise DataError(f"{path}: {error.strerror}; give this user the right to read it") from error
         except OSError as error:
             raise DataError(
                 f"{path}: cannot be read any more ({error.strerror}); it was there when the run started: restore it "

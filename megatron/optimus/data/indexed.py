@@ -254,6 +254,8 @@ class IndexedDatasetWriter:
         try:
             self._bin.parent.mkdir(parents=True, exist_ok=True)
             self._stream: BinaryIO = open(self._bin_temporary, "xb", buffering=1 << 20)  # noqa: SIM115
+        except (FileExistsError, NotADirectoryError) as error:
+            raise DataError(f"{self._bin}: cannot write: {error.filename} is a file, not a folder") from error
         except OSError as error:
             raise DataError(f"{self._bin}: cannot write: {error.strerror}") from error
 

@@ -14,6 +14,7 @@ instances without regard to what was read of the old ones; whole epochs after it
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -36,6 +37,8 @@ from megatron.optimus.layers.documents import Documents
 from megatron.optimus.layers.labels import NO_LABEL
 from megatron.optimus.runtime import device as devices
 
+_AHEAD = 2  # batches that are read while a step runs
+
 
 class Batch(NamedTuple):
     """One micro-batch; label [b, s] is the token that follows token [b, s], or NO_LABEL."""
@@ -44,19 +47,21 @@ class Batch(NamedTuple):
     labels_BS: Tensor  # int64
     documents: Documents | None = None  # what attention must not cross; None: each row is one document
     positions_BS: Tensor | None = None  # int64; None: 0 to S - 1 in each row
-    num_labels: int | None = None  # labels that count; None: all
+    num_labels: float | None = None  # labels that count; None: all
+    is_same: bool = False  # all micro-batches of the run have ``num_labels``; context-parallel parts on average
 
     def to(self, device: torch.device) -> Batch:
         """On the device, without waiting for the copies; a pinned batch is copied while the device computes."""
         tokens, labels = (x.to(device, non_blocking=True) for x in (self.tokens_BS, self.labels_BS))
         documents = None if self.documents is None else self.documents.to(device)
         places = None if self.positions_BS is None else self.positions_BS.to(device, non_blocking=True)
-        return Batch(tokens, labels, documents, places, self.num_labels)
+        return self._replace(tokens_BS=tokens, labels_BS=labels, documents=documents, positions_BS=places)
 
     def pin_memory(self) -> Batch:
         documents = None if self.documents is None else self.documents.pin_memory()
         places = None if self.positions_BS is None else self.positions_BS.pin_memory()
-        return Batch(self.tokens_BS.pin_memory(), self.labels_BS.pin_memory(), documents, places, self.num_labels)
+        tokens, labels = self.tokens_BS.pin_memory(), self.labels_BS.pin_memory()
+        return self._replace(tokens_BS=tokens, labels_BS=labels, documents=documents, positions_BS=places)
 
 
 class BatchLoader:
@@ -71,8 +76,9 @@ class BatchLoader:
     ``keep`` is applied to each batch, before ``pin_for``, which names an accelerator: batches then lie in page-locked
     memory, from which it copies while it computes.
 
-    A thread reads the batch after the one just given; what it reads depends on positions only, so this changes no
-    result, and an error in it is raised by the call that asks for that batch.
+    A thread reads the two batches after the one just given; what it reads depends on positions only, so this changes no
+    result, and an error in it is raised by the call that asks for that batch. ``failure`` tells of it before: two steps
+    ahead, as ranks on accelerators learn what one of them met when they have queued the step after.
 
     Raises ConfigError if the batch sizes do not divide; DataError if there is not even one batch without ``shuffle``.
     """
@@ -128,7 +134,8 @@ class BatchLoader:
             initializer=devices.set_device,
             initargs=(pin_for or torch.device("cpu"),),
         )
-        self._next: tuple[int, Future[list[Batch]]] | None = None
+        self._ahead: deque[tuple[int, Future[list[Batch]]]] = deque()
+        self._end: int | None = None  # position at which the run ends, where that is known
 
     def sample_ids(self, consumed: int) -> npt.NDArray[np.int64]:
         """Instances of the whole global batch that starts at position ``consumed``: int64 [global_batch_size].
@@ -153,15 +160,38 @@ class BatchLoader:
 
         ``num_micro_batches`` batches of int64 [micro_batch_size, seq_length], contiguous. Errors as ``sample_ids``.
         """
-        read_ahead, self._next = self._next, None
-        if read_ahead is not None and read_ahead[0] == consumed:
-            batches = read_ahead[1].result()
-        else:
-            batches = self._read(consumed)
-        following = consumed + self._global_batch_size
-        if self._has(following):
-            self._next = following, self._executor.submit(self._read, following)
-        return batches
+        self._read_ahead(consumed, 1 + _AHEAD)
+        _, batches = self._ahead.popleft()
+        return batches.result()
+
+    def start(self, consumed: int, steps: int) -> None:
+        """Says that ``steps`` batches will be asked for, from position ``consumed`` on, and reads the first of them.
+
+        Raises DataError if that cannot be done. Nothing beyond them is read.
+        """
+        self._end = consumed + steps * self._global_batch_size
+        if self._has(consumed):
+            self._read_ahead(consumed, _AHEAD)
+        self.check()
+
+    def failure(self) -> BaseException | None:
+        """The first error in what is being read ahead; waits for the reading."""
+        return next(filter(None, (batches.exception() for _, batches in self._ahead)), None)
+
+    def check(self) -> None:
+        """Raises ``failure``."""
+        if (error := self.failure()) is not None:
+            raise error
+
+    def _read_ahead(self, consumed: int, count: int) -> None:
+        """Up to ``count`` batches from position ``consumed`` on are being read; the first of them in any case."""
+        if not self._ahead or self._ahead[0][0] != consumed:
+            self._ahead.clear()
+            self._ahead.append((consumed, self._executor.submit(self._read, consumed)))
+        position = self._ahead[-1][0] + self._global_batch_size
+        while len(self._ahead) < count and self._has(position):
+            self._ahead.append((position, self._executor.submit(self._read, position)))
+            position += self._global_batch_size
 
     def close(self) -> None:
         """Ends the reading thread. The loader cannot be used afterwards."""
@@ -169,7 +199,7 @@ class BatchLoader:
 
     def _has(self, consumed: int) -> bool:
         if self.num_batches is None:
-            return True
+            return self._end is None or consumed < self._end
         return consumed + self._global_batch_size <= self.num_batches * self._global_batch_size
 
     def _read(self, consumed: int) -> list[Batch]:
@@ -192,9 +222,10 @@ class BatchLoader:
         places = None
         if options.reset_position_ids:
             places = torch.from_numpy(np.stack([positions(own, length) for own in starts]))
-        masked = options.eod_mask_loss or not self._instances.every_label_counts
-        num_labels = int((labels_BS != NO_LABEL).sum()) if masked else None
-        return Batch(tokens_BS, labels_BS, documents, places, num_labels)
+        each = self._instances.labels_per_sample
+        if each is None or options.eod_mask_loss or self._fim is not None:
+            return Batch(tokens_BS, labels_BS, documents, places, int((labels_BS != NO_LABEL).sum()))
+        return Batch(tokens_BS, labels_BS, documents, places, each * len(samples), is_same=True)
 
     def _own(self, consumed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Positions and instances of this rank's samples: int64 [num_micro_batches, micro_batch_size] each."""

@@ -32,6 +32,7 @@ from megatron.optimus.data.order import permute_many, sample_at, samples_at
 from megatron.optimus.data.packing import Range
 from megatron.optimus.data.samples import Piece
 from megatron.optimus.data.sources import Sources, Stage
+from megatron.optimus.runtime.log import counted
 
 logger = logging.getLogger("optimus")
 
@@ -86,10 +87,9 @@ class Mixture:
         files: TokenFiles | None = None,
         vocab_size: int | None = None,
         packing: bool = False,
-        extra_token: bool = True,
+        extra_token: bool = False,
     ) -> None:
         self.seq_length = seq_length
-        self.every_label_counts = extra_token and not packing
         self._files = TokenFiles(sources.prefixes) if files is None else files
         self.names: list[str] = []
         self.corpora: list[InstanceSet] = []
@@ -116,6 +116,7 @@ class Mixture:
             kept.append(number)
         if not kept:
             raise DataError(f"no corpus has an instance in the {part.name.lower()} split ({split})")
+        self.labels_per_sample = self.corpora[0].labels_per_sample
         self._lengths = [len(corpus) for corpus in self.corpora]
         self._ends = list(accumulate(self._lengths))
         # of a corpus named by its path the last part counts, so that moving the data changes no order
@@ -230,9 +231,9 @@ def log_plan(plan: Sequence[CorpusPlan], total_samples: int, max_epochs: float |
     """Says what the run reads of each corpus. Raises DataError if that is more than ``max_epochs`` of one."""
     for corpus in plan:
         logger.info(
-            "corpus %s: %d files, %.3f G tokens, %.4f %% of the samples, %.3f epochs%s",
+            "corpus %s: %s, %.3f G tokens, %.4f %% of the samples, %.3f epochs%s",
             corpus.name,
-            corpus.files,
+            counted(corpus.files, "file"),
             corpus.tokens / 1e9,
             100 * corpus.samples / max(1, total_samples),
             corpus.epochs,

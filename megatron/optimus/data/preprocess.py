@@ -126,8 +126,7 @@ def _encode_batch(batch: LineBatch) -> _EncodedBatch:
                 if ids:  # Megatron's convention: an empty document stays empty
                     ids.append(tokenizer.eod_id)
         lengths.append([len(ids) for ids in documents])
-        flat = np.fromiter(chain.from_iterable(documents), dtype=np.int64, count=sum(lengths[-1]))
-        tokens.append(flat.astype(recipe.dtype))
+        tokens.append(np.fromiter(chain.from_iterable(documents), dtype=recipe.dtype, count=sum(lengths[-1])))
     return _EncodedBatch(tokens, lengths, parsed.malformed, batch.num_bytes)
 
 

@@ -131,8 +131,10 @@ def _exists(prefix: str) -> bool:
 def _from_lines(path: str) -> Sources:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"data_file_list={path} cannot be read: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"data_file_list={path} is no UTF-8 text, at byte {error.start}") from error
+    except OSError as error:
+        raise ConfigError(f"data_file_list={path} cannot be read: {error.strerror}") from error
     prefixes: dict[str, list[str]] = {}
     weights: dict[str, Fraction] = {}
     for number, line in enumerate(lines, start=1):

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from megatron.optimus.config.schema import TokenizerType
 from megatron.optimus.data.errors import DataError
-from megatron.optimus.data.words import SPLIT_PATTERNS, STRETCHES, WORDS, WordTable
+from megatron.optimus.data.words import WordTable
 
 logger = logging.getLogger("optimus")
 
@@ -112,7 +112,8 @@ class SentencePieceTokenizer:
             ) from error
         file = Path(path)
         if not file.is_file():
-            raise DataError(f"{file}: no such file; --tokenizer-model must be a SentencePiece .model file")
+            what = "is a folder" if file.is_dir() else "no such file"
+            raise DataError(f"{file}: {what}; --tokenizer-model must be a SentencePiece .model file")
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_file=str(file))
         except (RuntimeError, OSError) as error:
@@ -153,23 +154,22 @@ class TikTokenizer:
         file = Path(path)
         try:
             pairs = [line.split() for line in file.read_bytes().splitlines() if line]
+            if bad := next((number for number, pair in enumerate(pairs, 1) if len(pair) != 2), None):
+                raise ValueError(f"line {bad} is no token in base64 and its rank")
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
             extra = Path(f"{file}.json")
             options = json.loads(extra.read_text(encoding="utf-8")) if extra.exists() else {}
             self.eod_id = int(options.get("end_of_text", max(ranks.values()) + 1))
             names = options.get("special_tokens", {})
             self._special = {END_OF_TEXT: self.eod_id} | {str(name): int(i) for name, i in names.items()}
-            pattern = options.get("pattern", r50k_pat_str)
             self._encoding = tiktoken.Encoding(
                 file.stem,
-                pat_str=pattern,
+                pat_str=options.get("pattern", r50k_pat_str),
                 mergeable_ranks=ranks,
                 special_tokens=self._special,
             )
         except (OSError, ValueError, AttributeError, TypeError) as error:
             raise DataError(f"{file}: not a .tiktoken file that can be read: {error}") from error
-        cut = WORDS if pattern == r50k_pat_str else STRETCHES if pattern in SPLIT_PATTERNS else None
-        self._table = None if cut is None else WordTable(cut, self._encode_with_library)
         self._tokens = {rank: token for token, rank in ranks.items()}
         self.vocab_size: int = max(*self._special.values(), *ranks.values()) + 1
 
@@ -177,9 +177,7 @@ class TikTokenizer:
         return self._encoding.encode_ordinary(text)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return self._encode_with_library(texts) if self._table is None else self._table.encode_batch(texts)
-
-    def _encode_with_library(self, texts: list[str]) -> list[list[int]]:
+        # Not through a WordTable: this library is faster than looking words up in Python.
         return [self._encoding.encode_ordinary(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:

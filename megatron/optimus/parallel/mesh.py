@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron.optimus.config.layout import AXES, Layout
 from megatron.optimus.config.schema import ParallelConfig
+from megatron.optimus.runtime.log import counted
 
 
 class Mesh:
@@ -83,6 +84,7 @@ class Mesh:
     def describe(self) -> str:
         layout = self.layout
         return (
-            f"{layout.world_size} ranks: dense view pp={layout.pp} dp={layout.dp} cp={layout.cp} tp={layout.tp}, "
+            f"{counted(layout.world_size, 'rank')}: "
+            f"dense view pp={layout.pp} dp={layout.dp} cp={layout.cp} tp={layout.tp}, "
             f"expert view pp={layout.pp} edp={layout.edp} ep={layout.ep}" + f" etp={layout.etp}" * (layout.etp > 1)
         )

@@ -291,7 +291,7 @@ class Pipeline:
         weight = AuxWeight(config.moe_aux_loss_coeff / parts, config.moe_z_loss_coeff / parts)
         self._chunks = {stage: Chunk(model, stage, plan, positions, self.record, weight) for stage in plan.mine}
         self._v_shape = schedule is PipelineSchedule.ZBV
-        self._labels_each: Tensor | int = 1
+        self._labels_each: Tensor | float = 1
         tokens_BS = torch.empty(tokens_shape, dtype=torch.int64, device="meta")
         # requires_grad: from these shapes alone torch decides whether a gradient comes back.
         self._hidden = torch.empty(hidden_shape, dtype=dtype, device="meta", requires_grad=True)
@@ -328,7 +328,7 @@ class Pipeline:
         self.record.loss_sums.append(loss_sum.detach())
         return loss_sum / self._labels_each / self.num_micro_batches
 
-    def forward_backward(self, batches: Sequence[StageInput], labels_each: Tensor | int) -> StepRecord:
+    def forward_backward(self, batches: Sequence[StageInput], labels_each: Tensor | float) -> StepRecord:
         """Accumulates the gradients of the mean loss over the micro-batches; what was seen on the way.
 
         ``labels_each``: labels that count in a micro-batch, on average over all of them.

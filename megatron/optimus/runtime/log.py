@@ -7,6 +7,11 @@ import sys
 from typing import Any, TextIO
 
 
+def counted(number: int, noun: str) -> str:
+    """ "1 rank", "2 ranks" """
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 class _StdoutHandler(logging.StreamHandler):
     """Writes to whatever sys.stdout is at that moment, so that a live progress line can redirect it."""
 

@@ -34,7 +34,7 @@ class Schedule(Protocol):
 
     routers: dict[int, Router]  # of this rank's MoE layers, by their number in the model
 
-    def forward_backward(self, batches: Sequence[Batch], labels_each: int | Tensor) -> list[MicroBatchRecord]:
+    def forward_backward(self, batches: Sequence[Batch], labels_each: float | Tensor) -> list[MicroBatchRecord]:
         """Accumulates the gradients of the mean over micro-batches; ``engine.step()`` comes next.
 
         ``labels_each``: labels that count in a micro-batch, on average over those of all ranks.
@@ -134,7 +134,7 @@ class WholeModel:
         self.engine, self.config = engine, config
         self.routers = routers_of(engine.module)
 
-    def forward_backward(self, batches: Sequence[Batch], labels_each: int | Tensor) -> list[MicroBatchRecord]:
+    def forward_backward(self, batches: Sequence[Batch], labels_each: float | Tensor) -> list[MicroBatchRecord]:
         seen = []
         for index, batch in enumerate(batches):
             if index > 0:
@@ -171,7 +171,7 @@ class Stages:
         self.engine, self.pipeline = engine, pipeline
         self.routers = routers_of(engine.module)
 
-    def forward_backward(self, batches: Sequence[Batch], labels_each: int | Tensor) -> list[MicroBatchRecord]:
+    def forward_backward(self, batches: Sequence[Batch], labels_each: float | Tensor) -> list[MicroBatchRecord]:
         self.pipeline.forward_backward(batches, labels_each)
         return self._records(len(batches))
 

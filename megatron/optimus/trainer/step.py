@@ -2,7 +2,7 @@
 
 Gradients are those of the mean over all labels of the global batch: each micro-batch's sum is divided by the labels a
 micro-batch has on average over all ranks, the engine divides by the number of micro-batches, the optimizer averages
-over data-parallel ranks. Only where labels are masked does that average need a collective: else all have the same.
+over data-parallel ranks. Only where samples differ in their labels does that average need a collective.
 """
 
 from __future__ import annotations
@@ -133,8 +133,12 @@ def own_part(batch: Batch, positions_S: Tensor | None) -> Batch:
         places_BS = positions_S.expand_as(tokens_BS).contiguous()
     else:
         places_BS = batch.positions_BS[:, positions_S]
-    num_labels = None if batch.num_labels is None else int((labels_BS != NO_LABEL).sum())
-    return Batch(tokens_BS, labels_BS, batch.documents, places_BS, num_labels)
+    num_labels = batch.num_labels
+    if batch.is_same and num_labels is not None:  # the parts' mean: over all of them the sum is that of the labels
+        num_labels *= positions_S.numel() / batch.labels_BS.shape[1]
+    elif num_labels is not None:
+        num_labels = int((labels_BS != NO_LABEL).sum())
+    return Batch(tokens_BS, labels_BS, batch.documents, places_BS, num_labels, batch.is_same)
 
 
 def train_step(
@@ -166,10 +170,12 @@ def train_step(
     return PendingReport(totals, outcome)
 
 
-def _labels_each(batches: Sequence[Batch], mesh: Mesh) -> int | Tensor:
-    """Labels that count in a micro-batch, averaged over those of all ranks. Collective if labels are masked."""
+def _labels_each(batches: Sequence[Batch], mesh: Mesh) -> float | Tensor:
+    """Labels that count in a micro-batch, averaged over those of all ranks. Collective if these have to be asked."""
     if batches[0].num_labels is None:
         return batches[0].labels_BS.numel()
+    if batches[0].is_same:
+        return batches[0].num_labels
     own = sum(batch.num_labels or 0 for batch in batches)
     mean = torch.full((), own / len(batches), dtype=torch.float64, device=batches[0].labels_BS.device)
     group = mesh.group("dense")

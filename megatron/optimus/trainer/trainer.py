@@ -6,12 +6,14 @@ import logging
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from megatron.optimus.config.checks import gradient_accumulation_steps
 from megatron.optimus.config.schema import RunConfig
+from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.loader import Batch
 from megatron.optimus.observe.flops import flops_per_token, mfu
 from megatron.optimus.observe.metrics import StepMetrics
@@ -37,6 +39,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device) -> None:
         self.config, self.mesh, self.device = config, mesh, device
+        self.ranks = Ranks(None, device)
         self.runs_behind = devices.runs_behind(device)
         self.data = build_data(config, mesh, device)
         self.model = build_model(config, mesh, device)
@@ -56,11 +59,14 @@ class Trainer:
         """
         training = self.config.training
         reporter = self._open_reporter()
+        train = self.data.train
+        first = partial(train.start, self.consumed_samples, training.train_iters - self.step)
         with reporter, Teller(reporter, runs_behind=self.runs_behind) as teller, StopRequest() as stop:
+            self.ranks.together(first, "reading the first batches", DataError)
             while self.step < training.train_iters:
                 started = time.perf_counter()
                 lr = self._set_learning_rate()
-                batches = self._to_device(self.data.train.batch(self.consumed_samples))
+                batches = self._to_device(train.batch(self.consumed_samples))
                 report = self._train_step(batches, stop)
                 self.step += 1
                 self.consumed_samples += training.global_batch_size
@@ -68,22 +74,26 @@ class Trainer:
                 try:
                     teller.add(QueuedStep(self.step, report, self._line(lr), started, validate))
                     if teller.stop_requested:
-                        logger.info("asked to stop: saving step %d; a second signal ends the run at once", self.step)
+                        reason = "data cannot be read" if train.failure() is not None else "asked to stop"
+                        second = "; a second signal ends the run at once" if stop.signal is not None else ""
+                        logger.info("%s: saving step %d%s", reason, self.step, second)
                     leaving = teller.stop_requested or self._is_due("exit") or self.step == training.train_iters
                     if leaving or self.checkpoints.is_due(self.step):
                         teller.settle()
-                except TrainingError:
+                except (DataError, TrainingError):
                     self.checkpoints.finish()  # what was good before is not lost
                     raise
                 self.checkpoints.after_step(self.step, self.consumed_samples, leaving=leaving)
                 if leaving:
-                    # A signal to one rank is the same end for all.
+                    # A signal to one rank, or data that one cannot read, is the same end for all.
                     unfinished = teller.stop_requested and self.step < training.train_iters
+                    if unfinished:
+                        self.ranks.together(train.check, f"reading beyond step {self.step}", DataError)
                     return 128 + (stop.signal or signal.SIGTERM) if unfinished else 0
         return 0
 
     def _open_reporter(self) -> Reporter:
-        return Ranks(None, self.device).together(
+        return self.ranks.together(
             lambda: Reporter(self.config, self.mesh, first_step=self.step), "opening the outputs", TrainingError
         )
 
@@ -95,7 +105,8 @@ class Trainer:
             self.config.model,
             self.mesh,
             before_update=self.checkpoints.before_update,
-            stop_requested=lambda: stop.signal is not None,
+            # waits for what is read ahead, while the device works; a rank that cannot go on must not leave alone
+            stop_requested=lambda: self.data.train.failure() is not None or stop.signal is not None,
         )
 
     def close(self) -> None:
@@ -128,7 +139,11 @@ class Trainer:
         valid = self.data.valid
         assert valid is not None and valid.num_batches is not None
         size = self.config.training.global_batch_size
-        batches = (self._to_device(valid.batch(number * size)) for number in range(valid.num_batches))
+
+        def read(number: int) -> list[Batch]:
+            return self.ranks.together(partial(valid.batch, number * size), "reading validation data", DataError)
+
+        batches = (self._to_device(read(number)) for number in range(valid.num_batches))
         return validation_loss(self.schedule, batches, self.config.model, self.mesh)
 
     def _line(self, lr: float) -> Callable[[StepReport, float], StepMetrics]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -13,6 +15,8 @@ from hypothesis import strategies as st
 from megatron.optimus.data import corpus
 from megatron.optimus.data.corpus import expand_inputs, parse_batch, read_batches, read_documents
 from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.files import TokenFiles
+from megatron.optimus.data.indexed import IndexedDatasetWriter
 
 
 def lines(*texts: str) -> bytes:
@@ -74,6 +78,8 @@ def test_truncated_or_damaged_archive(tmp_path: Path, name: str) -> None:
         (b'{"text": 5}', "key 'text' holds a int, expected a string"),
         (b'{"text": null}', "key 'text' holds a NoneType"),
         (b'{"text": "\xff"}', "not UTF-8 at byte 10"),
+        ('{"text": "a"}'.encode("utf-16"), "not UTF-8 at byte 0 of the line but UTF-16, by its first bytes: .*iconv"),
+        (b"[", r"not JSON .*: '\['; a file is expected to hold an object a line, not one array"),
         (b'{"text": "\\ud83d"}', "key 'text' holds half of a surrogate pair at character 0"),
         (b'{"text": ' + b"[" * 100_000, "not JSON"),
         (b'{"text": "a", "n": ' + b"9" * 10_000 + b"}", None),
@@ -95,6 +101,30 @@ def test_malformed_line(tmp_path: Path, line: bytes, reason: str | None) -> None
     assert list(read_documents([path], skip_malformed=True)) == ["first", "second", "last"]
     (batch,) = read_batches([path])
     assert len(parse_batch(batch, ["text"], skip_malformed=True).malformed) == 1
+
+
+def test_a_file_that_this_user_may_not_read(tmp_path: Path) -> None:
+    prefix = tmp_path / "pair"
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        writer.add_document([1, 2, 3])
+    files = TokenFiles([str(prefix)])
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines("first"))
+    for file in (path, prefix.with_suffix(".bin"), prefix.with_suffix(".idx")):
+        file.chmod(0)
+    user = os.geteuid()
+    if user == 0:  # who may read everything
+        os.seteuid(65534)
+    try:
+        for task, message in (
+            (lambda: list(read_documents([path])), r"a\.jsonl: Permission denied; give this user the right to read it"),
+            (lambda: files.read(0, 0, 3), r"pair\.bin: Permission denied; give this user the right to read it"),
+            (lambda: TokenFiles([str(prefix)]), r"pair\.idx: cannot be read: Permission denied"),
+        ):
+            with pytest.raises(DataError, match=message):
+                task()
+    finally:
+        os.seteuid(user)
 
 
 def test_line_numbers_continue_over_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

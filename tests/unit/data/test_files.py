@@ -179,6 +179,7 @@ def test_what_is_wrong_inside_an_index_is_named(tmp_path: Path) -> None:
         path.write_bytes(raw[:place] + value.to_bytes(width, "little", signed=True) + raw[place + width :])
         with pytest.raises(DataError, match=message):
             check_contents([prefix], 10)
+    few = {"max_entries": 512, "max_lengths": 512}
     for first, found in ((1300, True), (1400, False)):  # of a large index 8 pieces: here of 64 entries of 3,000
         place = at["length"] + 4 * first
         path.write_bytes(raw[:place] + b"\xff" * (4 * 100) + raw[place + 4 * 100 :])
@@ -186,9 +187,32 @@ def test_what_is_wrong_inside_an_index_is_named(tmp_path: Path) -> None:
             check_contents([prefix], 10)
         if found:
             with pytest.raises(DataError, match=f"sequence {first} has the negative length -1"):
-                check_contents([prefix], 10, max_entries=512)
+                check_contents([prefix], 10, **few)
         else:
+            check_contents([prefix], 10, **few)
+        # all lengths, where offsets and bounds are too many
+        with pytest.raises(DataError, match=f"sequence {first} has the negative length -1"):
             check_contents([prefix], 10, max_entries=512)
+    path.write_bytes(raw[: 34 + 4 * 1400] + (7).to_bytes(4, "little") + raw[34 + 4 * 1401 :])
+    check_contents([prefix], 10, **few)
+    with pytest.raises(DataError, match=r"f\.idx: the lengths of its 3000 sequences add up to 30004 bytes, .* 30000;"):
+        check_contents([prefix], 10, max_entries=512)
+
+
+def test_what_is_looked_at_is_shared_out_by_size(tmp_path: Path) -> None:
+    """A large file beside small ones is read whole if all of them together are few entries."""
+    prefixes = [str(tmp_path / name) for name in ("small", "large")]
+    for prefix, documents in zip(prefixes, (10, 900), strict=True):
+        with IndexedDatasetWriter(prefix, np.uint16) as writer:
+            for _ in range(documents):
+                writer.add_document(np.arange(5))
+    path = Path(f"{prefixes[1]}.idx")
+    raw = path.read_bytes()
+    place = 34 + 12 * 900 + 8 * 200  # a bound between the pieces of 64 that 8 x 64 entries would be
+    path.write_bytes(raw[:place] + (2).to_bytes(8, "little") + raw[place + 8 :])
+    with pytest.raises(DataError, match=r"large\.idx: document bound 200 is 2, after 199"):
+        check_contents(prefixes, 10, max_entries=912)
+    check_contents(prefixes, 10, max_entries=512)
 
 
 def test_large_files_are_looked_at_in_pieces(tmp_path: Path) -> None:

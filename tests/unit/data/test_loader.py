@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -44,7 +45,8 @@ def prefixes(tmp_path: Path) -> list[str]:
 
 def make_loader(prefixes: list[str], dp: int = 1, rank: int = 0, mbs: int = 2, gbs: int = 8, **options) -> BatchLoader:
     options = {"seed": 1234, "data_parallel_rank": rank, "data_parallel_size": dp, "seq_length": L} | options
-    return BatchLoader(InstanceSet(prefixes, L), global_batch_size=gbs, micro_batch_size=mbs, **options)
+    instances = options.pop("instances", None) or InstanceSet(prefixes, L)
+    return BatchLoader(instances, global_batch_size=gbs, micro_batch_size=mbs, **options)
 
 
 def window_of(instances: InstanceSet | Mixture, i: int) -> np.ndarray:
@@ -54,7 +56,7 @@ def window_of(instances: InstanceSet | Mixture, i: int) -> np.ndarray:
 
 
 def test_instances_are_windows_of_each_file(prefixes: list[str]) -> None:
-    instances = InstanceSet(prefixes, L)
+    instances = InstanceSet(prefixes, L, extra_token=True)
     assert len(instances) == 10 + 0 + 24 + 17  # 25*L tokens lack the last label of a 25th
     for i in range(len(instances)):
         window = window_of(instances, i)
@@ -69,21 +71,40 @@ def test_instances_are_windows_of_each_file(prefixes: list[str]) -> None:
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_without_the_extra_token_the_last_label_is_missing(prefixes: list[str], packing: bool) -> None:
-    plain, short = (InstanceSet(prefixes, L, packing=packing, extra_token=extra) for extra in (True, False))
-    if not packing:
-        assert len(short) == 10 + 0 + 25 + 17  # the 25th of 25*L tokens needs no token after it
-        assert [window_of(short, i)[-1] for i in range(len(short))] == [NO_LABEL] * len(short)
-        assert [p.tokens.tolist() for p in short.read(3)] == [p.tokens.tolist() for p in plain.read(3)]
-    assert all(piece.following == NO_LABEL for i in range(len(short)) for piece in short.read(i))
-    assert not short.every_label_counts and plain.every_label_counts is not packing
-    loader = BatchLoader(
-        short, seq_length=L, global_batch_size=4, micro_batch_size=2, data_parallel_rank=0, data_parallel_size=1, seed=1
-    )
-    for batch in loader.batch(0):
-        assert (batch.labels_BS[:, -1] == NO_LABEL).all()
-        assert batch.num_labels == (batch.labels_BS != NO_LABEL).sum()
-    loader.close()
+def test_the_extra_token_moves_no_sample(prefixes: list[str], packing: bool) -> None:
+    """Also of a file whose last instance would be whole without it: a run may switch at any step."""
+    plain, longer = (InstanceSet(prefixes, L, packing=packing, extra_token=extra) for extra in (False, True))
+    assert len(plain) == len(longer)
+    for i in range(len(plain)):
+        assert plain.locate(i) == longer.locate(i)
+        pieces = plain.read(i)
+        assert [p.tokens.tolist() for p in pieces] == [p.tokens.tolist() for p in longer.read(i)]
+        assert all(piece.following == NO_LABEL for piece in pieces)
+    loaders = [make_loader(prefixes, instances=instances) for instances in (plain, longer)]
+    for a, b in zip(*(loader.batch(40) for loader in loaders), strict=True):
+        assert torch.equal(a.tokens_BS, b.tokens_BS)
+        differ = a.labels_BS != b.labels_BS
+        assert (a.labels_BS[differ] == NO_LABEL).all() and differ.any()
+        assert packing or torch.equal(differ, torch.arange(L).expand(2, L) == L - 1)
+        for batch, each in ((a, L - 1), (b, L)):
+            assert batch.num_labels == (batch.labels_BS != NO_LABEL).sum()
+            assert batch.is_same is not packing and (packing or batch.num_labels == 2 * each)
+    for loader in loaders:
+        loader.close()
+
+
+def test_a_plain_sample_is_read_without_a_byte_beyond_it(prefixes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, count, at: (read.append(count), pread(fd, count, at))[1])
+    for extra, size in ((False, 4 * L), (True, 4 * (L + 1))):
+        instances = InstanceSet(prefixes, L, extra_token=extra)
+        read.clear()
+        instances.read(3)
+        assert read == [size]
+    with pytest.raises(ConfigError, match=r"seq_length=1 leaves nothing to predict; .*--add-extra-token"):
+        InstanceSet(prefixes, 1)
+    assert InstanceSet(prefixes, 1, extra_token=True).labels_per_sample == 1
 
 
 @settings(max_examples=100, deadline=None)
@@ -103,7 +124,7 @@ def test_splits_share_out_every_token_once(tokens: int, split: tuple) -> None:
 def test_splits_have_no_token_in_common(prefixes: list[str]) -> None:
     seen: dict[Split, set[int]] = {}
     for part in Split:
-        instances = InstanceSet(prefixes, L, split="60,30,10", part=part)
+        instances = InstanceSet(prefixes, L, split="60,30,10", part=part, extra_token=True)
         seen[part] = {int(token) for i in range(len(instances)) for token in window_of(instances, i)}
         assert len(seen[part]) > L
     assert not seen[Split.TRAIN] & seen[Split.VALID]
@@ -116,7 +137,7 @@ def test_splits_that_fit_exactly_touch_but_do_not_overlap(tmp_path: Path) -> Non
     prefix = write_tokens(tmp_path / "exact", 0, sum(sizes))
     tokens = []
     for part, size in zip(Split, sizes, strict=True):
-        instances = InstanceSet([prefix], L, split=",".join(map(str, sizes)), part=part)
+        instances = InstanceSet([prefix], L, split=",".join(map(str, sizes)), part=part, extra_token=True)
         windows = [window_of(instances, i) for i in range(len(instances))]
         assert len(windows) == size // L
         tokens += [windows[0][0], *np.concatenate([window[1:] for window in windows])]
@@ -162,7 +183,13 @@ def test_labels_are_the_next_tokens(prefixes: list[str]) -> None:
         assert batch.tokens_BS.shape == batch.labels_BS.shape == (2, L)
         assert batch.tokens_BS.dtype == batch.labels_BS.dtype == torch.int64
         assert batch.tokens_BS.is_contiguous() and batch.labels_BS.is_contiguous()
-        assert torch.equal(batch.labels_BS, batch.tokens_BS + 1)
+        assert torch.equal(batch.labels_BS[:, :-1], batch.tokens_BS[:, 1:])
+        assert torch.equal(batch.tokens_BS[:, 1:], batch.tokens_BS[:, :-1] + 1)
+        assert (batch.labels_BS[:, -1] == NO_LABEL).all()
+    loader.close()
+    loader = make_loader(prefixes, instances=InstanceSet(prefixes, L, extra_token=True))
+    assert all(torch.equal(batch.labels_BS, batch.tokens_BS + 1) for batch in loader.batch(0))
+    loader.close()
 
 
 def firsts(prefixes: list[str], step: int, dp: int, mbs: int, gbs: int = 8) -> list[int]:
@@ -237,12 +264,48 @@ def test_next_batch_is_read_while_the_step_runs(prefixes: list[str], monkeypatch
     loader = make_loader(prefixes)
     loader.batch(0)
     deadline = time.monotonic() + 10
-    while len(calls) < 16 and time.monotonic() < deadline:
+    while len(calls) < 24 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert len(calls) == 16
+    assert len(calls) == 24
     loader.batch(8)
     loader.close()
-    assert calls[:16] == [*loader.sample_ids(0), *loader.sample_ids(8)]
+    assert calls[:24] == [i for consumed in (0, 8, 16) for i in loader.sample_ids(consumed)]
+
+
+def test_a_failure_is_known_two_steps_ahead_and_nothing_is_read_beyond_the_end(
+    prefixes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = make_loader(prefixes).sample_ids(40)[2]
+    read = InstanceSet.read
+    calls: list[int] = []
+
+    def fail(self: InstanceSet, i: int) -> list[Piece]:
+        calls.append(i)
+        if i == bad:
+            raise DataError("the disk is gone")
+        return read(self, i)
+
+    monkeypatch.setattr(InstanceSet, "read", fail)
+    for steps, known in ((5, None), (6, 24)):  # the sixth batch is the bad one
+        loader = make_loader(prefixes)
+        loader.start(0, steps)
+        seen = []
+        for consumed in range(0, 40, 8):
+            assert len(loader.batch(consumed)) == 4
+            if loader.failure() is not None:
+                seen.append(consumed)
+        assert seen == ([] if known is None else [known, known + 8])
+        if known is not None:
+            with pytest.raises(DataError, match="the disk is gone"):
+                loader.check()
+        calls.clear()
+        loader.close()
+    loader = make_loader(prefixes)
+    loader.start(16, 0)
+    assert calls == [] and loader.failure() is None
+    with pytest.raises(DataError, match="the disk is gone"):
+        loader.start(32, 2)
+    loader.close()
 
 
 def test_validation_is_sequential_and_ends(prefixes: list[str]) -> None:
@@ -354,10 +417,11 @@ def test_documents_within_samples(tmp_path: Path) -> None:
     )
     ids = iter(marked.sample_ids(16).tolist())
     for a, b in zip(plain.batch(16), marked.batch(16), strict=True):
-        assert torch.equal(a.tokens_BS, b.tokens_BS) and (a.documents, a.positions_BS, a.num_labels) == (None,) * 3
+        assert torch.equal(a.tokens_BS, b.tokens_BS) and (a.documents, a.positions_BS) == (None, None)
+        assert (a.num_labels, a.is_same, b.is_same) == (4 * (L - 1), True, False)
         ends = b.tokens_BS == 0
         assert torch.equal(b.labels_BS, torch.where(ends, NO_LABEL, a.labels_BS))
-        assert b.num_labels == int((~ends).sum())
+        assert b.num_labels == int((~ends[:, :-1]).sum())
         ranges = [instances.locate(next(ids))[1][0] for _ in range(4)]
         starts = [(document_starts(f"{prefix}.idx", 2, *own) - own[0]).tolist() for own in ranges]
         assert b.documents.bounds == Documents.from_starts(starts, L).bounds

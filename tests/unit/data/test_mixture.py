@@ -69,8 +69,10 @@ LINES = (
 )
 
 
-def mixture(sources: Sources, part: Split = Split.TRAIN, split: str = "1,0,0", seed: int = 3) -> Mixture:
-    return Mixture(sources, L, split=split, part=part, seed=seed)
+def mixture(
+    sources: Sources, part: Split = Split.TRAIN, split: str = "1,0,0", seed: int = 3, extra_token: bool = True
+) -> Mixture:
+    return Mixture(sources, L, split=split, part=part, seed=seed, extra_token=extra_token)
 
 
 def test_ways_of_naming_data(folder: Path) -> None:
@@ -181,6 +183,10 @@ def test_reading_and_describing_a_sample(folder: Path) -> None:
         assert (np.diff(window) == 1).all() and mixed.locate(i) == (sample.prefix, sample.ranges)
         base = {"web": 0, "code": 10_000, "wiki": 20_000}[sample.corpus] + 1000 * int(sample.prefix[-1])
         assert window[0] == base + sample.ranges[0][0]
+    shorter = mixture(blend(folder, YAML), extra_token=False)
+    assert shorter.ids_at(0, 500).tolist() == mixed.ids_at(0, 500).tolist()  # a run may switch at any step
+    assert shorter.read(5)[0].tokens.tolist() == mixed.read(5)[0].tokens.tolist()
+    assert (shorter.labels_per_sample, mixed.labels_per_sample) == (L - 1, L)
     assert [mixed.sample(p).epoch for p in range(0, 500) if mixed.sample(p).corpus == "wiki"] == sorted(
         [0, 1, 2, 3, 4] * 10
     )
@@ -240,7 +246,7 @@ def test_plan_and_dry_corpora(folder: Path, caplog: pytest.LogCaptureFixture) ->
     ]
     with caplog.at_level(logging.INFO, logger="optimus"):
         log_plan(plan, 200, None)
-    assert "corpus wiki: 1 files, 0.000 G tokens, 10.0000 % of the samples, 2.000 epochs (repeats)" in caplog.text
+    assert "corpus wiki: 1 file, 0.000 G tokens, 10.0000 % of the samples, 2.000 epochs (repeats)" in caplog.text
     log_plan(plan, 200, 2)
     with pytest.raises(DataError, match="corpus code runs dry: the run draws 60 samples of its 30 instances"):
         log_plan(plan, 200, 1.5)

@@ -145,7 +145,7 @@ def prefixes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def test_packed_instances(prefixes: list[str]) -> None:
-    plain, packed = InstanceSet(prefixes, L), InstanceSet(prefixes, L, packing=True)
+    plain, packed = (InstanceSet(prefixes, L, packing=is_packed, extra_token=True) for is_packed in (False, True))
     assert len(plain) < len(packed) <= len(plain) * 1.02 + 1
     tokens: Counter[tuple[str, int]] = Counter()
     cut = whole = labels = 0

@@ -75,6 +75,13 @@ def test_a_sample_and_a_blend(folder: Path, tmp_path: Path) -> None:
     assert "text" in inspect("sample", 5, "--data-path", folder / "a", "--seq-length", 30, "--split", "1", *BYTES)[1]
     pytest.importorskip("matplotlib")
     code, out = inspect("blend", *data, "--samples", 400, "--picture", tmp_path / "b.png")
-    assert "a: 1 files, 563 tokens, 300 samples (75.0000 %), 5.3571 epochs" in out
+    assert "a: 1 file, 563 tokens, 300 samples (75.0000 %), 5.3571 epochs" in out
     assert (tmp_path / "b.png").stat().st_size > 10_000
     assert inspect("blend", "--data-file-list", folder / "none", "--seq-length", 10, "--samples", 4)[0] == 2
+    code, out = inspect("blend", *data, "--samples", 400, "--picture", tmp_path / "no" / "b.png")
+    assert code == 2 and "no/b.png: cannot be written: No such file or directory" in out
+    code, out = inspect("sample", -5, *data)
+    assert code == 2 and "position: -5 must not be negative" in out
+    (tmp_path / "list").write_text("1 a a", encoding="utf-16")
+    code, out = inspect("blend", "--data-file-list", tmp_path / "list", "--seq-length", 10, "--samples", 4)
+    assert code == 2 and "list is no UTF-8 text, at byte 0" in out

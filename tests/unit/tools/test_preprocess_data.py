@@ -143,6 +143,8 @@ def test_unusable_arguments(corpus: Path, tmp_path: Path) -> None:
         (("--input", corpus, *BYTES, "--json-keys", "text", "text"), "different keys"),
     ):
         assert message in failed(preprocess(*arguments, *output))
+    inside = ("--output-prefix", hollow / "out", "--workers", 1)
+    assert f"cannot write: {hollow} is a file, not a folder" in failed(preprocess("--input", corpus, *BYTES, *inside))
     assert preprocess("--input", corpus, *BYTES, "--output-prefix", "x", "--workers", 0).returncode == 2
     assert {file.name for file in tmp_path.iterdir()} == {"empty.jsonl", "hollow.jsonl"}
 
