@@ -72,6 +72,8 @@ PAIR = {
     "7b-2l-zero2": f"{B7} --num-layers 2 --seq-length 4096 --micro-batch-size 4 --zero-stage 2",
     "7b-2l-reduce-bf16": f"{B7} --num-layers 2 --seq-length 4096 --micro-batch-size 4 --grad-reduce-in-bf16",
 }
+# Layers of the first stage in results of before splits weighed the head: every split was equal that could be.
+EQUAL_SPLITS = {"1b-pp2-interleaved": 4, "7b-4l-pp2": 2}
 TINY = {
     "tiny": "--preset mula-tiny --micro-batch-size 2",
     "tiny-all": "--preset mula-tiny --recompute-modules moe norm",
@@ -99,6 +101,14 @@ def words_of(case: str, ranks: int, device: str, folder: str) -> list[str]:
     for flag, value in defaults.items():
         if flag not in words:
             words += [flag, *value.split()]
+    return words
+
+
+def words_measured(result: dict[str, Any], device: str) -> list[str]:
+    """The command line that gives the run of a result today."""
+    words = words_of(result["command"], result["ranks"], device, "x")
+    if result["case"] in EQUAL_SPLITS:
+        words += ["--decoder-first-pipeline-num-layers", str(EQUAL_SPLITS[result["case"]])]
     return words
 
 
@@ -305,7 +315,7 @@ def compare(path: Path) -> bool:
         if "error" in result:
             print(f"| {result['case']} | {result['rank']} | {result['error'].strip().splitlines()[-1][:80]} |")
             continue
-        config = load(words_of(result["command"], result["ranks"], "auto", "x")).config
+        config = load(words_measured(result, "auto")).config
         members = shares(config, result["ranks"])
         memory = memory_of(members[result["rank"] // (result["ranks"] // len(members))])
         error = memory.peak / result["peak_bytes"] - 1

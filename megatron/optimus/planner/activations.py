@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 from megatron.optimus.config.schema import ContextCommunication, Normalization, QKNormScope, Recompute, TokenDispatcher
 from megatron.optimus.planner.parameters import adds_expert_gradients
+from megatron.optimus.planner.ring import FP32, RingSizes, backward_bytes, forward_bytes
 from megatron.optimus.planner.share import Share
 
-FP32, INT32, INT64 = 4, 4, 8
+INT32, INT64 = 4, 8
 LOSS_CHUNK = 2**27  # logits held at once, layers/loss.py
 MIN_OFFLOADED = 2**16  # bytes, parallel/recompute.py
 
@@ -31,10 +32,19 @@ class Kernels:
     keeps_order: bool  # the expert kernels keep the order of rows; else the experts' numbers
     counts_workspace: bool = True  # the expert kernels' temporary rows come from torch's allocator
     adds_gradients: bool = True  # the expert kernels can add weight gradients to the optimizer's buffers
+    # Of the ring's kernels (layers/partial_attention.py), see RingSizes.
+    ring_scratch: int = 0
+    ring_workspace: int = 0
+    ring_repeats: bool = True
+    multiprocessors: int = 0  # deterministic FlashAttention-2 has gradients of queries for every so many blocks
 
 
-CUDA = Kernels(fused_norm=True, row_tile=128, keeps_order=True)  # csrc/cuda; ops/triton keeps the padding, too
-XPU = Kernels(fused_norm=True, row_tile=1, keeps_order=True, adds_gradients=False)  # ops/sycl
+# csrc/cuda; ops/triton keeps the padding, too. cuDNN's attention has the gradients of its queries in fp32.
+CUDA = Kernels(
+    fused_norm=True, row_tile=128, keeps_order=True, ring_scratch=FP32, ring_repeats=False, multiprocessors=132
+)
+# ops/sycl. Attention over parts: four times fp32 scores, as many as MAX_SCORES.
+XPU = Kernels(fused_norm=True, row_tile=1, keeps_order=True, adds_gradients=False, ring_workspace=4 * 2**26 * FP32)
 CPU = Kernels(fused_norm=False, row_tile=1, keeps_order=False, counts_workspace=False)  # csrc/cpu
 
 
@@ -112,8 +122,16 @@ def _attention(share: Share, kernels: Kernels, recompute: frozenset[Recompute]) 
     rope = 4 * max(queries, keys) * FP32
     weights = (2 * queries + 2 * keys) // tokens * model.hidden_size * element
     gradients = (3 * queries + 2 * keys) * element + outside
-    forward = gathered + max(rope + queries * element, outside)
-    part = Part("attention", norm + core, forward, gathered + gradients + max(rope, weights))
+    forward = max(gathered + rope + queries * element, _leaving(share))
+    backward = gathered + gradients + max(rope, weights)
+    if layout.cp > 1 and share.config.parallel.cp_comm_type is ContextCommunication.P2P:
+        ring = ring_sizes(share, kernels)
+        # What RoPE has read lives to the end of the forward, by name; with norms it is kept for the backward anyway.
+        read = 0 if model.qk_layernorm else (queries + keys) * element
+        forward = max(forward, read + forward_bytes(ring))
+        output_weight = queries // tokens * model.hidden_size * element  # its gradient has just been computed
+        backward = max(backward, outside + output_weight + backward_bytes(ring))
+    part = Part("attention", norm + core, forward, backward)
     if Recompute.ATTENTION in recompute:
         # What came from other ranks is not asked for again.
         kept = gathered if share.config.parallel.sequence_parallel else 0
@@ -125,6 +143,30 @@ def _attention(share: Share, kernels: Kernels, recompute: frozenset[Recompute]) 
     return part
 
 
+def ring_sizes(share: Share, kernels: Kernels) -> RingSizes:
+    """Of ring attention on this rank."""
+    model, layout, tokens = share.model, share.layout, share.tokens
+    heads, groups = model.num_attention_heads // layout.tp, model.num_kv_heads // layout.tp
+    scratch, repeats = kernels.ring_scratch, kernels.ring_repeats
+    if share.config.training.deterministic and kernels.multiprocessors:
+        # Contiguous copies of gradient and output; a sum for each group of blocks that work on the same head; gradients
+        # of keys and values for every query head.
+        scratch = 2 * share.element + FP32 * -(-kernels.multiprocessors // (share.sequences * heads))
+        repeats = True
+    queries, keys = (tokens * number * model.head_dim for number in (heads, groups))
+    return RingSizes(queries, keys, share.element, layout.cp, scratch, kernels.ring_workspace, repeats)
+
+
+def _leaving(share: Share) -> int:
+    """What it takes to sum a split layer's results over the tensor-parallel ranks: partial sums and result. In blocks
+    (--tp-comm-overlap) also those of the other ranks' tokens, which are all on their way when the last one is made."""
+    tp, stream = share.layout.tp, share.tokens * share.model.hidden_size * share.element
+    outside = share.tokens_outside * share.model.hidden_size * share.element
+    partial = stream if tp > 1 else 0
+    in_blocks = share.config.parallel.tp_comm_overlap
+    return partial + outside + (partial * (tp - 1) // tp if in_blocks else 0)
+
+
 def _mlp(share: Share, recompute: frozenset[Recompute]) -> list[Part]:
     """gate, up, silu(gate) and their product."""
     layout, element, tokens = share.layout, share.element, share.tokens
@@ -132,7 +174,7 @@ def _mlp(share: Share, recompute: frozenset[Recompute]) -> list[Part]:
     gathered = tokens * share.model.hidden_size * element if layout.tp > 1 else 0
     outside = share.tokens_outside * share.model.hidden_size * element
     weights = 2 * (inner // tokens) * share.model.hidden_size
-    part = Part("mlp", 4 * inner, gathered + outside, gathered + outside + 2 * inner + max(inner, weights))
+    part = Part("mlp", 4 * inner, _leaving(share), gathered + outside + 2 * inner + max(inner, weights))
     if Recompute.MOE in recompute:
         part = part.recomputed(gathered if share.config.parallel.sequence_parallel else 0)
     return [part]
@@ -160,7 +202,7 @@ def _experts(share: Share, kernels: Kernels, recomputes: bool) -> list[Part]:
     if exchanges and share.config.parallel.moe_token_dispatcher_type is TokenDispatcher.ALLTOALL:
         sent = tokens * share.expert_ranks * INT32  # where the copies of each token are among the rows sent
     if exchanges and share.config.parallel.moe_token_dispatcher_type is TokenDispatcher.SYMMETRIC:
-        sent = rows * (1 + topk * INT32)  # whether a row is needed, and which of its experts are here
+        sent = rows * (1 + (0 if recomputes else topk * INT32))  # whether it is needed, and its experts here
     exchange = Part("exchange", sent, gathered, gathered + stream)
     experts = _expert_products(share, kernels, rows)
     kept = gathered + rows * topk * FP32  # the rows and their weights

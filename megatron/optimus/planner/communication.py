@@ -18,8 +18,9 @@ from megatron.optimus.config.schema import (
     QKNormScope,
     TokenDispatcher,
 )
-from megatron.optimus.planner.activations import FP32, INT32, INT64
+from megatron.optimus.planner.activations import INT32, INT64
 from megatron.optimus.planner.parameters import families, gradient_bytes, parameters
+from megatron.optimus.planner.ring import FP32
 from megatron.optimus.planner.share import Share
 
 

@@ -34,7 +34,9 @@ class Machine:
     slack: Figure  # what torch's allocator holds over what is in use, as a share
     peak: Figure  # dense bf16, for MFU
     products: Figure  # FLOP/s of dense matrix products in a step
-    attention: Figure  # FLOP/s, causal counted at half
+    attention: Figure  # FLOP/s, causal counted at half, in sequences of 4,096 tokens and less
+    attention_long: Figure  # in sequences of 131,072 tokens
+    attention_deterministic: Figure  # share of these rates that is left with --deterministic
     experts: Figure  # FLOP/s of the grouped products with all that belongs to them
     traffic: Figure  # bytes/s of operations between products
     layer_time: Figure  # seconds a pass through a layer takes at least: launching its kernels
@@ -60,6 +62,7 @@ class Machine:
 _FIT = "fitted to benchmarks/results/planner_memory_h200.json"
 _MEASURED = "benchmarks/results/planner_memory_h200.json"
 _OVERLAP = "optimizer phase of benchmarks/results/overlap_7b_ep1_h200x8.json and overlap_7b_2layers_h200x2_ep1.json"
+_RING = "benchmarks/results/ring_kernels_h200.txt, forward and backward"
 _ALCF = "public: docs.alcf.anl.gov, Aurora, node performance overview"
 
 H200 = Machine(
@@ -72,6 +75,8 @@ H200 = Machine(
     peak=Figure(989e12, "public: data sheet, dense bf16"),
     products=Figure(790e12, _FIT, True),
     attention=Figure(353e12, f"{_FIT}, at two thirds of the rate of experts", True),
+    attention_long=Figure(462e12, f"{_RING}: whole sequence, 8 heads, torch's choice (cuDNN)", True),
+    attention_deterministic=Figure(0.594, f"{_RING}: FlashAttention-2 instead of cuDNN, whole sequence", True),
     experts=Figure(526e12, f"{_FIT}; alone 592e12 (benchmarks/results/moe_layer_h200_peers.json)", True),
     traffic=Figure(3.4e12, _FIT, True),
     layer_time=Figure(0.5e-3, _FIT, True),
@@ -95,6 +100,8 @@ AURORA = Machine(
     peak=Figure(367e12, "public: 56 active cores x 4,096 operations a cycle x 1.6 GHz"),
     products=Figure(180e12, "assumed: half of the peak"),
     attention=Figure(60e12, "assumed: a third of the rate of products"),
+    attention_long=Figure(60e12, "assumed: the same"),
+    attention_deterministic=Figure(1.0, "assumed: the same kernel"),
     experts=Figure(120e12, "assumed: two thirds of the rate of products, as on H200"),
     traffic=Figure(0.8e12, f"{_ALCF}: triad 1 TB/s a tile; of that 80%, as fitted on H200"),
     layer_time=Figure(1e-3, "assumed: twice an H200's host time"),

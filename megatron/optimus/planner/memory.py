@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from megatron.optimus.config.schema import Recompute, TokenDispatcher
 from megatron.optimus.planner.activations import (
     CUDA,
-    FP32,
     INT32,
     INT64,
     Kernels,
@@ -17,6 +16,7 @@ from megatron.optimus.planner.activations import (
     layer_parts,
 )
 from megatron.optimus.planner.parameters import Family, StateBytes, families, lent_bytes, sent_copies, state_bytes
+from megatron.optimus.planner.ring import FP32
 from megatron.optimus.planner.share import Share
 
 # Not counted by hand: cuBLAS takes 32 MiB for each stream it works on, two here (an H200's default).
@@ -44,7 +44,7 @@ class Memory:
     pipeline_rank: int
     states: StateBytes
     lent: int  # stage 2: gradients that wait for their reduction
-    buffers: int  # batch, tables, stages' inputs and outputs, libraries
+    buffers: int  # batch, tables, stages' inputs and outputs, memory shared with other ranks, libraries
     saved_per_layer: tuple[int, ...]  # activations of one micro-batch in each layer
     parts: tuple[Part, ...]  # of the last layer, then of the ends of the model that are here
     in_flight: int  # micro-batches x chunks

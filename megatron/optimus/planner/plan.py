@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.optimus.config.checks import check
-from megatron.optimus.config.schema import ConfigError, RunConfig, one_of
+from megatron.optimus.config.schema import ConfigError, RunConfig, TokenDispatcher, one_of
+from megatron.optimus.planner.activations import CUDA
 from megatron.optimus.planner.communication import Collective, collectives
 from megatron.optimus.planner.hardware import Machine
 from megatron.optimus.planner.memory import Memory, memory_of
@@ -45,7 +46,7 @@ class Plan:
 
     @cached_property
     def time(self) -> StepTime:
-        return step_time(different(self.shares), self.machine)
+        return step_time(self.shares, self.machine)
 
     def collectives(self, pipeline_rank: int) -> list[Collective]:
         return collectives(self.shares[pipeline_rank])
@@ -57,4 +58,18 @@ def plan(config: RunConfig, world_size: int, machine: Machine) -> Plan:
     stage = config.optimizer.zero_stage
     if stage not in MODELLED_STAGES:
         raise ConfigError(f"zero_stage={stage} is not planned here, only our optimizer's {one_of(MODELLED_STAGES)}")
-    return Plan(config, world_size, machine)
+    made = Plan(config, world_size, machine)
+    if config.model.is_moe and config.parallel.moe_token_dispatcher_type is TokenDispatcher.SYMMETRIC:
+        _check_symmetric(made.shares[0].expert_ranks, machine)
+    return made
+
+
+def _check_symmetric(expert_ranks: int, machine: Machine) -> None:
+    """What the program finds out when the ranks have met."""
+    where = ""
+    if machine.kernels is not CUDA:
+        where = f"needs GPUs of CUDA, which {machine.name} has not"
+    elif expert_ranks > machine.devices_per_node:
+        where = f"needs the {expert_ranks} ranks that share the experts on one node of {machine.devices_per_node}"
+    if where:
+        raise ConfigError(f"moe_token_dispatcher_type=symmetric {where}; use allgather or alltoall")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 from megatron.optimus.config.schema import RunConfig
@@ -55,6 +56,17 @@ def layout_options(config: RunConfig) -> str:
     return " ".join(f"--{name} {value}".rstrip() for name, value in values.items())
 
 
+def split_words(plan: Plan) -> str:
+    """How the layers are cut: those of each pipeline rank, chunk by chunk, and who decided it."""
+    each = ["+".join(str(len(chunk)) for chunk in share.chunks) for share in plan.shares]
+    runs = [(words, len(list(alike))) for words, alike in groupby(each)]
+    ranks = ", ".join(words if number == 1 else f"{number} x {words}" for words, number in runs)
+    parallel = plan.config.parallel
+    fixed = parallel.decoder_first_pipeline_num_layers or parallel.decoder_last_pipeline_num_layers
+    why = "as fixed by the options" if fixed else "split for the slowest rank, the head included"
+    return f"layers of the pipeline ranks: {ranks} ({why})"
+
+
 # ---- text
 
 
@@ -64,6 +76,8 @@ def plan_text(plan: Plan, *, explain: bool) -> str:
     lines = [f"{plan.world_size} x {machine.device}: {layout_words(plan.config, plan.world_size)}"]
     if not machine.is_measured:
         lines.append(f"{machine.name}: speeds are public or assumed figures, not measured by us (--explain names each)")
+    if len(plan.shares) > 1:
+        lines.append(split_words(plan))
     lines += ["", *_memory_lines(plan), "", *_communication_lines(plan), "", *_time_lines(plan)]
     if explain:
         lines += ["", *_part_lines(plan.worst), "", *_collective_lines(plan), "", *machine_lines(machine)]
@@ -199,6 +213,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "measured_system": plan.machine.is_measured,
         "ranks": plan.world_size,
         "layout": layout_words(plan.config, plan.world_size),
+        "layers": [[len(chunk) for chunk in share.chunks] for share in plan.shares],  # of pipeline ranks, by chunk
         "fits": plan.fits,
         "usable_bytes": round(plan.machine.usable),
         "memory": [memory_json(plan, memory) for memory in plan.memories],

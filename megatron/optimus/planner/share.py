@@ -137,7 +137,13 @@ def shares(config: RunConfig, world_size: int) -> list[Share]:
 
 def different(members: list[Share]) -> list[Share]:
     """Of pipeline ranks that hold alike the first, which has most micro-batches in flight: enough for any extreme."""
-    found: dict[tuple[object, ...], Share] = {}
+    return [alike[0] for alike in groups_alike(members)]
+
+
+def groups_alike(members: list[Share]) -> list[list[Share]]:
+    """Pipeline ranks that hold alike together."""
+    found: dict[tuple[object, ...], list[Share]] = {}
     for share in members:
-        found.setdefault((tuple(map(len, share.chunks)), share.has_embedding, share.has_head), share)
+        key = (tuple(map(len, share.chunks)), share.has_embedding, share.has_head)
+        found.setdefault(key, []).append(share)
     return list(found.values())

@@ -17,9 +17,11 @@ from megatron.optimus.config.schema import PipelineSchedule
 from megatron.optimus.observe.flops import flops_per_token
 from megatron.optimus.planner.communication import Collective, Hiding, Kind, collectives
 from megatron.optimus.planner.hardware import Machine
-from megatron.optimus.planner.share import Share
-from megatron.optimus.planner.work import Work, micro_batch_work, update_work
+from megatron.optimus.planner.pipeline import bubble_seconds
+from megatron.optimus.planner.share import Share, groups_alike
+from megatron.optimus.planner.work import Work, head_work, micro_batch_work, update_work
 
+SHORT, LONG = 4096, 131072  # tokens of a sequence to which the rates of attention belong
 PER_STEP = ("dense", "edp")  # axes along which a rank communicates once a step, not in every micro-batch
 
 
@@ -88,10 +90,19 @@ def _leaves_node(one: Collective, share: Share, machine: Machine) -> bool:
     return one.size * stride > machine.devices_per_node
 
 
-def compute_seconds(work: Work, machine: Machine) -> float:
+def attention_rate(share: Share, machine: Machine) -> float:
+    """FLOP/s of attention, causal counted at half: the time of an operation is linear in 1 / length between the two
+    lengths for which there are figures."""
+    short, long = 1 / machine.attention.value, 1 / machine.attention_long.value
+    length = min(max(share.config.training.seq_length, SHORT), LONG)
+    rate = 1 / (long + (short - long) * (1 / length - 1 / LONG) / (1 / SHORT - 1 / LONG))
+    return rate * (machine.attention_deterministic.value if share.config.training.deterministic else 1.0)
+
+
+def compute_seconds(work: Work, share: Share, machine: Machine) -> float:
     return (
         work.products / machine.products.value
-        + work.attention / machine.attention.value
+        + work.attention / attention_rate(share, machine)
         + work.experts / machine.experts.value
         + work.traffic / machine.traffic.value
         + work.layers * machine.layer_time.value
@@ -99,9 +110,9 @@ def compute_seconds(work: Work, machine: Machine) -> float:
     )
 
 
-def _of_stage(share: Share, machine: Machine) -> tuple[float, float, float]:
+def busy(share: Share, machine: Machine) -> tuple[float, float, float]:
     """(computing, exposed communication, communication) of all micro-batches of a stage, without its bubble."""
-    compute = compute_seconds(micro_batch_work(share, machine.kernels), machine) * share.micro_batches
+    compute = compute_seconds(micro_batch_work(share, machine.kernels), share, machine) * share.micro_batches
     exposed = total = 0.0
     for one in collectives(share):
         if one.axis in PER_STEP:
@@ -134,27 +145,46 @@ def _of_data(share: Share, machine: Machine, window: float) -> tuple[float, floa
     return slowed, exposed, total
 
 
-def _bubble(share: Share, slowest: float) -> float:
-    """Seconds in which the slowest stage waits; ``slowest``: its time for all micro-batches."""
-    pp, chunks = share.layout.pp, share.config.parallel.virtual_pipeline_model_parallel_size
-    schedule = share.config.parallel.pipeline_schedule
-    turns = (pp - 1) / chunks * slowest / share.micro_batches
-    splits = schedule in (PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV)
-    return turns / 3 if splits else turns  # weight gradients, a third of the work, fill two thirds of it
+def stage_seconds(share: Share, whole: float, machine: Machine) -> list[float]:
+    """``whole``, a rank's seconds for one micro-batch, shared out over its chunks by their layers and the head."""
+    head = compute_seconds(head_work(share), share, machine) if share.has_head else 0.0
+    layer = (whole - head) / share.num_layers
+    last = share.num_stages - 1
+    return [
+        layer * len(chunk) + head * (stage == last) for stage, chunk in zip(share.stages, share.chunks, strict=True)
+    ]
+
+
+def _bubble(share: Share, times: list[float]) -> float:
+    """Seconds in which the slowest rank waits; ``times`` of every stage for one micro-batch."""
+    pp, schedule = share.layout.pp, share.config.parallel.pipeline_schedule
+    if pp == 1:
+        return 0.0
+    if schedule not in (PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV):
+        return bubble_seconds(times, pp, share.micro_batches)
+    # The others work on the first and the last micro-batch; weight gradients, a third of it, fill two thirds.
+    others = sum(times) - sum(times[stage] for stage in share.stages)
+    return others / share.config.parallel.virtual_pipeline_model_parallel_size / 3
 
 
 def step_time(shares: list[Share], machine: Machine) -> StepTime:
-    """Of a run whose ranks have these shares, one at least for each kind of pipeline rank."""
-    stages = [_of_stage(share, machine) for share in shares]
-    slowest = max(range(len(shares)), key=lambda rank: stages[rank][0] + stages[rank][1])
-    share, (compute, exposed, communication) = shares[slowest], stages[slowest]
+    """Of a run whose pipeline ranks have these shares, each of them once and in order."""
+    groups = groups_alike(shares)
+    stages = [busy(group[0], machine) for group in groups]
+    slowest = max(range(len(groups)), key=lambda kind: stages[kind][0] + stages[kind][1])
+    times = [0.0] * shares[0].num_stages
+    for (compute, exposed, _), group in zip(stages, groups, strict=True):
+        chunks = stage_seconds(group[0], (compute + exposed) / group[0].micro_batches, machine)
+        for stage, seconds_each in ((s, t) for one in group for s, t in zip(one.stages, chunks, strict=True)):
+            times[stage] = seconds_each
+    share, (compute, exposed, communication) = groups[slowest][0], stages[slowest]
     slowed, bare, data = _of_data(share, machine, compute + exposed)
     training = share.config.training
     return StepTime(
         compute=compute + slowed,
         exposed=exposed + bare,
-        bubble=_bubble(share, compute + exposed),
-        update=compute_seconds(update_work(share), machine) + machine.step_time.value,
+        bubble=_bubble(share, times),
+        update=compute_seconds(update_work(share), share, machine) + machine.step_time.value,
         communication=communication + data,
         data=data,
         tokens=training.global_batch_size * training.seq_length,

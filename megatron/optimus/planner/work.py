@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.optimus.config.schema import ContextCommunication, Normalization, OptimizerName, Recompute
-from megatron.optimus.planner.activations import CUDA, FP32, Kernels, layer_parts
+from megatron.optimus.planner.activations import CUDA, Kernels, layer_parts
 from megatron.optimus.planner.parameters import adds_expert_gradients, families, gradient_bytes, parameters
+from megatron.optimus.planner.ring import FP32
 from megatron.optimus.planner.share import Share
 
 # Bytes an element in bf16, forward and backward, counted from layers/: passes of 2 bytes, or of 4 where fp32 is.
@@ -20,6 +21,12 @@ ROPE = 104  # to fp32, halves turned, two products, a sum, back; the same in the
 LOSS = 54  # of a logit: to fp32, log-sum-exp, exponential, label, mask, back
 NONPARAMETRIC = 44  # LayerNorm in fp32
 FUSED_NORM, RESIDUAL, GATED = 10, 12, 28  # RMSNorm; a sum both ways; silu(gate) * up
+
+# Ring attention, bytes of an element of the queries and of the keys (of which there are as many values), both passes.
+# A step: results to fp32 and merged (18), gradients added (10); halves made contiguous (8), gradients added (10). Once:
+# results and gradients copied into the sums and brought to bf16 (24), output and gradient made contiguous (8); keys and
+# values stacked (8), their gradients copied and brought to bf16 (24).
+RING_STEP, RING_ONCE = (28, 18), (32, 32)
 
 
 @dataclass(frozen=True)
@@ -67,9 +74,17 @@ def layer_work(share: Share, recompute: frozenset[Recompute]) -> Work:
         if chosen in recompute:
             again += part * (1 / 3)
     is_ring = share.layout.cp > 1 and share.config.parallel.cp_comm_type is ContextCommunication.P2P
-    if Recompute.ATTENTION in recompute and is_ring:  # the ring's result is kept
-        again += Work(attention=-attention.attention / 3)
+    if is_ring:
+        total += Work(traffic=ring_traffic(tokens * queries, tokens * keys, share.layout.cp) * scale)
+        if Recompute.ATTENTION in recompute:  # the ring's result is kept
+            again += Work(attention=-attention.attention / 3)
     return total + again + (Work(layers=0.5) if recompute else Work())
+
+
+def ring_traffic(queries: float, keys: float, ranks: int) -> float:
+    """Bytes through memory beside the kernels of ring attention, in bf16: ``queries`` and ``keys`` are elements."""
+    each = [once + (ranks - 1) * step for once, step in zip(RING_ONCE, RING_STEP, strict=True)]
+    return each[0] * queries + each[1] * keys
 
 
 def head_work(share: Share) -> Work:

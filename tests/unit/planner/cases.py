@@ -145,3 +145,70 @@ def states_in_fake_worlds(rank: int, world: int, cases: list[tuple[str, int, int
         found.append((built.parameters, built.optimizer_bytes))
         shutdown_engine()
     return found
+
+
+class _End(torch.autograd.Function):
+    """What follows a part: it does not keep the part's output, and its gradient waits, as for the residual."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.like = x.shape, x.dtype
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        ctx.waiting = torch.ones(ctx.like[0], dtype=ctx.like[1])
+        return ctx.waiting
+
+
+class PeakWatch(Watch):
+    """The most bytes of such storages that were alive at one time."""
+
+    def __init__(self, besides: set[int]) -> None:
+        super().__init__()
+        self.besides, self.peak = besides, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            time.sleep(0.01)  # see _bytes_kept
+        known = set(self.storages)
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        is_new = function.name() != "aten::split.Tensor"  # a split that finds something new looks at a copy of gloo's
+        self.storages = {
+            at: kept for at, kept in self.storages.items() if not kept[0].expired() and (is_new or at in known)
+        }
+        self.peak = max(self.peak, self.alive(self.besides))
+        return result
+
+
+def peaks_of_parts(rank: int, world: int, cases: list[str]) -> list[dict[str, tuple[int, int]]]:
+    """For each case and for attention and mlp of a layer: most bytes alive in the forward, and in the backward."""
+    return [_peaks_of_parts(rank, world, words) for words in cases]
+
+
+def _peaks_of_parts(rank: int, world: int, words: str) -> dict[str, tuple[int, int]]:
+    from megatron.optimus.layers.rope import rope_at, rope_table
+    from megatron.optimus.parallel.mesh import Mesh
+    from megatron.optimus.planner.share import shares
+    from megatron.optimus.trainer.build import build_model
+
+    config = run(words)
+    mesh = Mesh(config.parallel, rank=rank, world_size=world)
+    model = build_model(config, mesh, torch.device("cpu"))
+    positions_BS = batch_of(config, mesh).positions_BS
+    rope = rope_table(config.training.seq_length, config.model, torch.device("cpu"))
+    rope = rope if positions_BS is None else rope_at(rope, positions_BS)
+    share = shares(config, world)[0]
+    rows = (1, share.tokens_outside) if mesh.size("tp") > 1 else (share.sequences, share.tokens // share.sequences)
+    found, dtype = {}, next(model.parameters()).dtype
+    for name, part in (("attention", lambda x: model.layers[0].attention(x, rope)), ("mlp", model.layers[0].mlp)):
+        x = torch.randn(*rows, config.model.hidden_size, dtype=dtype, requires_grad=True)
+        model.zero_grad()
+        fixed = {one.untyped_storage().data_ptr() for one in (x, *rope, *model.parameters(), *model.buffers())}
+        watch = PeakWatch(fixed)
+        with watch:
+            end = _End.apply(part(x))
+            forward, watch.peak = watch.peak, 0
+            end.backward()
+        found[name] = forward, watch.peak
+    return found

@@ -6,13 +6,21 @@ import pytest
 
 from megatron.optimus.config.checks import check
 from megatron.optimus.config.load import load
-from megatron.optimus.planner.activations import CPU, FP32
+from megatron.optimus.planner.activations import CPU, layer_parts
 from megatron.optimus.planner.communication import collectives
 from megatron.optimus.planner.memory import memory_of
 from megatron.optimus.planner.parameters import num_parameters
+from megatron.optimus.planner.ring import FP32
 from megatron.optimus.planner.share import Share, shares
 from tests.helpers import run_distributed
-from tests.unit.planner.cases import MOE, bytes_kept, collectives_of_a_step, run, states_in_fake_worlds
+from tests.unit.planner.cases import (
+    MOE,
+    bytes_kept,
+    collectives_of_a_step,
+    peaks_of_parts,
+    run,
+    states_in_fake_worlds,
+)
 
 # (options, rank, ranks). The last one is the paper's model and layout on 1,024 nodes of Aurora.
 WORLDS = [
@@ -78,6 +86,42 @@ def test_activations_of_a_layer_are_what_a_forward_leaves(world: int) -> None:
         check(config, world)
         planned = memory_of(shares(config, world)[0], CPU).saved_per_layer[0]
         assert planned == pytest.approx((more - fewer) / 2, rel=0.01), words
+
+
+RING = "--cp-comm-type p2p --seq-length 512 --max-position-embeddings 512 "
+BLOCKS = "--tp-comm-overlap --seq-length 512 --max-position-embeddings 512 "
+# On four ranks: (options, what of which part is planned to the byte; the rest may be planned higher, never lower).
+PEAKS = [
+    (RING + "--context-parallel-size 4", ["attention forward", "attention backward"]),
+    (RING + "--context-parallel-size 4 --num-query-groups 2", ["attention forward", "attention backward"]),
+    (
+        RING + "--context-parallel-size 4 --params-dtype bf16 --no-qk-layernorm",
+        ["attention forward", "attention backward"],
+    ),
+    (RING + "--context-parallel-size 2", ["attention forward", "attention backward"]),
+    (RING + "--context-parallel-size 2 --tensor-model-parallel-size 2 --num-query-groups 2", ["attention backward"]),
+    (BLOCKS + "--tensor-model-parallel-size 4", ["mlp forward"]),
+    (BLOCKS + "--tensor-model-parallel-size 2", ["mlp forward"]),
+    (BLOCKS.replace("--tp-comm-overlap", "") + "--tensor-model-parallel-size 4", ["mlp forward"]),
+]
+
+
+def test_peaks_of_rings_and_of_blocks_on_their_way_are_those_of_a_real_layer() -> None:
+    ranks = run_distributed(peaks_of_parts, 4, [words for words, _ in PEAKS])
+    for case, (words, exact) in enumerate(PEAKS):
+        config = run(words)
+        check(config, 4)
+        within = 0.02 if "bf16" in words else 0.01  # log-sum-exps, left out, weigh more
+        parts = {part.name: part for part in layer_parts(shares(config, 4)[0], CPU, frozenset(), offload=False)}
+        for name in ranks[0][case]:
+            part, (forward, backward) = parts[name], (max(each[case][name][i] for each in ranks) for i in range(2))
+            for moment, planned, counted in (
+                ("forward", part.saved + part.forward, forward),
+                ("backward", part.saved + part.backward, backward),
+            ):
+                assert planned >= (1 - within) * counted, (words, name, moment)
+                if f"{name} {moment}" in exact:
+                    assert planned == pytest.approx(counted, rel=within), (words, name, moment)
 
 
 SENT = {

@@ -30,8 +30,10 @@ from megatron.optimus.planner.weak_scaling import PAPER, weak_scaling
 from megatron.optimus.runtime.device import peak_flops
 
 ROOT = Path(__file__).resolve().parents[3]
-# Layers of the first stage in measurements made when every split was equal that could be.
-EQUAL_SPLITS = {"1b-pp2-interleaved": 4, "7b-4l-pp2": 2}
+SYMMETRIC = (
+    "--preset mula-7b-a1b --global-batch-size 16 --top 0 --moe-token-dispatcher-type symmetric "
+    "--expert-model-parallel-size"
+)
 
 
 def script(path: str) -> ModuleType:
@@ -51,10 +53,7 @@ def measured() -> list[tuple[Any, int, dict[str, Any]]]:
     results = json.loads((ROOT / "benchmarks/results/planner_memory_h200.json").read_text())["results"]
     found = []
     for result in results:
-        words = benchmark.words_of(result["command"], result["ranks"], "cpu", "x")
-        if result["case"] in EQUAL_SPLITS:
-            words += ["--decoder-first-pipeline-num-layers", str(EQUAL_SPLITS[result["case"]])]
-        found.append((load(words).config, result["ranks"], result))
+        found.append((load(benchmark.words_measured(result, "cpu")).config, result["ranks"], result))
     return found
 
 
@@ -138,12 +137,6 @@ def test_times_add_up_and_mfu_follows_from_tokens() -> None:
     assert time.mfu == pytest.approx(rate * flops_per_token(config.model, 2048) / AURORA.peak.value)
 
 
-def test_a_pipeline_of_p_stages_and_m_micro_batches_waits_p_minus_one_of_m() -> None:
-    words = "--preset mula-1b --global-batch-size 32 --pipeline-model-parallel-size 4"
-    time = plan(load(words.split()).config, 4, H200).time
-    assert time.bubble == pytest.approx((time.compute + time.exposed) * 3 / 32, rel=0.01)
-
-
 def test_weak_scaling_falls_and_levels_off() -> None:
     points = weak_scaling(load("--preset mula-220b-a10b".split()).config, AURORA)
     efficiencies = [point.efficiency for point in points]
@@ -165,6 +158,11 @@ def test_every_constant_has_a_source_and_peaks_agree_with_the_trainers() -> None
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (
+            f"{SYMMETRIC} 16 --world-size 16",
+            "symmetric needs the 16 ranks that share the experts on one node of 8; use allgather or alltoall",
+        ),
+        (f"{SYMMETRIC} 4 --world-size 4 --system aurora", "symmetric needs GPUs of CUDA, which aurora has not; use"),
         ("--preset mula-1b --system summit", "--system='summit' is unknown; use h200 or aurora"),
         ("--preset mula-1b --nodes none", "--nodes='none' must be a whole number of 1 or more"),
         ("--preset mula-1b --nodes \N{SUPERSCRIPT TWO}", "must be a whole number"),

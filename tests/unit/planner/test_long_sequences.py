@@ -1,0 +1,68 @@
+"""Attention of long sequences: predictions against what was measured on H200."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.optimus.config.load import load
+from megatron.optimus.planner.activations import ring_sizes
+from megatron.optimus.planner.hardware import H200
+from megatron.optimus.planner.ring import half_the_keys, half_the_queries, sums_bytes
+from megatron.optimus.planner.share import shares
+from megatron.optimus.planner.step_time import attention_rate, step_time
+from megatron.optimus.planner.work import layer_work
+
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks/results"
+LONG = "--preset mula-1b --num-layers 4 --seq-length 131072 --max-position-embeddings 131072 --micro-batch-size 1 "
+
+
+def long_sequence(ranks: int, words: str) -> Any:
+    """The share of a rank that has a part of one sequence of 131,072 tokens; the model's attention is that measured."""
+    config = load(f"{LONG} --global-batch-size 1 --context-parallel-size {ranks} {words}".split()).config
+    [share] = shares(config, ranks)
+    return share
+
+
+@pytest.mark.parametrize(("kernel", "within"), [("CUDNN", 0.02), ("FLASH", 0.06)])
+def test_kernels_of_the_ring_measured_on_h200_are_predicted(kernel: str, within: float) -> None:
+    """Time of the slower rank, and the peak of each rank's backward, without the wire."""
+    lines = (RESULTS / "ring_kernels_h200.txt").read_text().splitlines()
+    rows = [json.loads(line) for line in lines if line.startswith("{")]
+    for ranks in (2, 8):
+        words = "--deterministic" if kernel == "FLASH" else ""
+        share, whole = long_sequence(ranks, f"--cp-comm-type p2p {words}"), long_sequence(ranks, words)
+        work, other = layer_work(share, frozenset()), layer_work(whole, frozenset())
+        beside = (work.traffic - other.traffic) / H200.traffic.value
+        seconds = work.attention / attention_rate(share, H200) + beside
+        measured = [row for row in rows if re.match(f"ring of {ranks}, rank ., {kernel}", row["what"])]
+        assert len(measured) == 2
+        assert seconds * 1e3 == pytest.approx(max(row["together_ms"] for row in measured), rel=within)
+        sizes = ring_sizes(long_sequence(ranks, "--cp-comm-type p2p"), H200.kernels)
+        if kernel == "FLASH":  # one sum; --deterministic, which has more, was not measured
+            sizes = replace(sizes, scratch=2 * 2 + 4)
+        queries = sizes.queries * sizes.element
+        for row in measured:
+            cuts_queries = "rank 0" in row["what"]
+            step = half_the_queries(sizes) if cuts_queries else half_the_keys(sizes) + queries  # output, copied here
+            peak = sums_bytes(sizes) + sizes.travelling + step
+            assert peak / 2**30 == pytest.approx(row["backward_peak_gib"], rel=0.005), row["what"]
+
+
+def test_a_step_with_a_long_sequence_measured_on_two_h200_is_predicted() -> None:
+    sections = json.loads((RESULTS / "layout_speed_h200x2.json").read_text())["sections"]
+    [ulysses] = [row["step_ms"] for row in sections["cp"]["results"] if row["variant"] == "ulysses"]
+    assert step_time([long_sequence(2, "")], H200).total * 1e3 == pytest.approx(ulysses, rel=0.10)
+
+
+def test_a_deterministic_ring_takes_longer_and_holds_more() -> None:
+    """FlashAttention-2 then keeps gradients of queries for each of 132 / 16 groups of blocks, 9."""
+    usual, strict = (long_sequence(8, f"--cp-comm-type p2p {words}") for words in ("", "--deterministic"))
+    assert step_time([strict], H200).total > 1.4 * step_time([usual], H200).total
+    more = ring_sizes(strict, H200.kernels).scratch - ring_sizes(usual, H200.kernels).scratch
+    assert more == 2 * 2 + 9 * 4 - 4
