@@ -62,6 +62,7 @@ def test_with_room_to_spare_only_long_documents_are_cut() -> None:
     assert sum(map(len, pack(np.cumsum([0, *lengths]).tolist(), 63, 4096))) > needed  # without it others are
 
 
+@settings(deadline=None)
 @given(instances=st.integers(0, 1000))
 def test_windows_cover_the_instances(instances: int) -> None:
     windows = {window_of(i, instances)[:3] for i in range(num_packed(instances))}
