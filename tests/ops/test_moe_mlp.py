@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron.optimus import ops
 from megatron.optimus.ops import backend as backend_module
 from megatron.optimus.ops import reference
+from megatron.optimus.ops.triton import tiles
 from tests.ops.cases import CASES, NAMES, TOLERANCE, Case, expected, make_inputs, mismatches, values_and_gradients
 from tests.ops.targets import HAS_CUDA, ON_GPU, needs_hopper, skip_what_cannot_run
 from tests.ops.targets import TARGETS as ALL_TARGETS
@@ -263,6 +264,7 @@ def test_auto_prefers_cuda_on_hopper_and_says_why_not_elsewhere(
     monkeypatch.setattr(backend_module, "_KERNELS", {})
     monkeypatch.setattr(backend_module, "_triton_error", lambda device_type: None)
     monkeypatch.setattr(backend_module, "_cuda_error", lambda device_type: "those here have 8.0")
+    monkeypatch.setattr(tiles, "summary", lambda device: "3 tuned tiles")
     backend_module._resolve.cache_clear()
     with caplog.at_level("INFO", logger="optimus"):
         assert backend_module.resolve(torch.device("cuda"), torch.bfloat16) is ops.Backend.TRITON
@@ -272,7 +274,7 @@ def test_auto_prefers_cuda_on_hopper_and_says_why_not_elsewhere(
         assert backend_module._resolve_routing.__wrapped__(ops.Backend.AUTO, "cuda") is ops.Backend.TRITON
     backend_module._resolve.cache_clear()
     assert [r.getMessage() for r in caplog.records] == [
-        "expert kernels on cuda bfloat16: triton (not cuda: those here have 8.0); router: triton",
+        "expert kernels on cuda bfloat16: triton with 3 tuned tiles (not cuda: those here have 8.0); router: triton",
         "expert kernels on cuda bfloat16: cuda; router: triton",
     ]
 
