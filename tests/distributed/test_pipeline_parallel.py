@@ -76,7 +76,7 @@ def serial(case: Case) -> tuple[float, dict[str, torch.Tensor], torch.Tensor]:
     config = model_config(case.layers, **(case.model or {}))
     model = materialise(build(config))
     total, counts = 0.0, torch.zeros(config.num_layers, config.num_experts, dtype=torch.int64)
-    for tokens_BS, labels_BS, documents, places, _ in batches_of(case.count, case):
+    for tokens_BS, labels_BS, documents, places, *_ in batches_of(case.count, case):
         output = model(tokens_BS, labels_BS, documents, places)
         loss = output.loss_sum / labels_BS.numel()
         total += loss.item() / case.count
