@@ -1,9 +1,9 @@
 // All SwiGLU experts of a layer on the CPU, forward and backward.
 //
 // Work is cut into blocks of rows of one expert. A block packs its rows as they are gathered and runs both products and
-// SwiGLU while its values are in cache; a last pass sums a token's rows in slot order. In the backward a block also packs
-// its operands of the weights' gradients, which follow after every few blocks. Every block computes the same numbers
-// whichever thread runs it: results do not depend on the thread count.
+// SwiGLU while its values are in cache; a last pass sums a token's rows in slot order. In the backward a block also adds
+// its products to the weights' gradients, after the expert's blocks before it (schedule.h). Every block computes the same
+// numbers whichever thread runs it: results do not depend on the thread count.
 #include <torch/library.h>
 
 #if defined(__SSE2__)

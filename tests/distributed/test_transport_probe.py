@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from megatron.optimus.config.schema import (
     ConfigError,
@@ -19,10 +22,13 @@ from megatron.optimus.config.schema import (
 )
 from megatron.optimus.moe.dispatch import ExpertRows
 from megatron.optimus.ops import Routing
+from megatron.optimus.parallel import symmetric
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.placement import Ownership
 from megatron.optimus.parallel.probe import Messages, measure, messages_of, settle_transport
+from megatron.optimus.parallel.symmetric import Shape
 from megatron.optimus.parallel.transport import AllToAllDispatcher
+from megatron.optimus.runtime.agreement import Ranks
 from tests.helpers import run_distributed
 
 CPU = torch.device("cpu")
@@ -46,6 +52,42 @@ class Slow(AllToAllDispatcher):
     def dispatch(self, x_TD: torch.Tensor, routing: Routing) -> ExpertRows:
         time.sleep(self.seconds)
         return super().dispatch(x_TD, routing)
+
+
+def shared_memory(rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
+    """What ranks agree on before they use each other's memory, on CPUs that stand for GPUs."""
+    found: dict[str, Any] = {}
+
+    def rendezvous(memory: torch.Tensor, group: dist.ProcessGroup) -> SimpleNamespace:
+        return SimpleNamespace(buffer_ptrs=[memory.data_ptr()] * dist.get_world_size(group))
+
+    def empty(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    shape = Shape(4, 8, 2, torch.float32)
+    with (
+        mock.patch("torch.distributed._symmetric_memory.empty", empty),
+        mock.patch("torch.distributed._symmetric_memory.rendezvous", rendezvous),
+    ):
+        kept = first = symmetric._staging_of(group, shape, CPU)
+        found["layers share it"] = symmetric._staging_of(group, shape, CPU) is first
+        del first
+        if rank == 1:
+            kept = None  # type: ignore[assignment]
+        again = symmetric._staging_of(group, shape, CPU)
+        found["made anew where one rank has lost it"] = again is not kept
+        try:
+            symmetric._staging_of(group, shape if rank == 0 else shape._replace(num_tokens=5), CPU)
+        except ConfigError as error:
+            found["other shape"] = str(error)
+    with (
+        mock.patch.object(symmetric, "_own_problem", lambda *args: None),
+        mock.patch.object(symmetric, "Ranks", lambda group, device: Ranks(group, CPU)),
+        mock.patch.object(symmetric.devices, "out_of_reach", lambda device, others: [n for n in others if n > 3]),
+    ):
+        for what, number in (("own", rank), ("shared", rank // 2), ("far", rank + 1)):
+            found[f"{what} GPUs"] = symmetric.symmetric_problem(group, 1, torch.device("cuda", number))
+    return found
 
 
 def one_rank(rank: int, world: int) -> dict[str, Any]:
@@ -80,6 +122,7 @@ def one_rank(rank: int, world: int) -> dict[str, Any]:
     mesh = Mesh(auto.parallel, rank=rank, world_size=world)
     group = mesh.group("experts")
     assert group is not None
+    found["shared memory"] = shared_memory(rank, group)
     ownership = Ownership.regular(8, 4, ExpertPlacement.CONTIGUOUS)
     slow = Slow(group, ownership)
     slow.seconds = 0.05 if rank == 1 else 0.0
@@ -113,10 +156,16 @@ def test_auto_takes_what_is_fastest_on_the_slowest_rank() -> None:
     )
     assert first["ep 1"] == ("allgather", [])
     assert first["hierarchical, fits"] == "hierarchical"
-    symmetric = "moe_token_dispatcher_type=symmetric failed on rank"
+    refused = "moe_token_dispatcher_type=symmetric failed on rank"
     reason = "it needs GPUs of CUDA, and this run is on cpu; use allgather or alltoall"
     for rank, result in enumerate(results):
-        assert result["symmetric"] == f"error: {symmetric} {rank}: {reason}"
+        assert result["symmetric"] == f"error: {refused} {rank}: {reason}"
+        memory = result["shared memory"]
+        assert memory["layers share it"] and memory["made anew where one rank has lost it"]
+        assert "(4, 8, 2, torch.float32), (5, 8, 2, torch.float32)" in memory["other shape"]
+        assert memory["own GPUs"] is None
+        assert "needs a GPU of its own" in memory["shared GPUs"] and "[0, 0, 1, 1]" in memory["shared GPUs"]
+        assert f"cuda:{rank + 1} cannot map the memory of devices 4 of its node" in memory["far GPUs"]
     assert "4 ranks of a node must be 2 or more" in first["hierarchical, one node"]
     assert "nodes have from 1 to 3 ranks" in first["hierarchical, unequal nodes"]
 

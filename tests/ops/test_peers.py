@@ -276,3 +276,14 @@ def test_no_rank_writes_what_another_has_yet_to_read(ways: str) -> None:
         for number, (way, rows) in enumerate(zip(ways.split(), found, strict=True)):
             peer = (rank - 1) % RANKS if way == "out" else (rank + 1) % RANKS
             assert torch.equal(rows, torch.full((num_tokens, 16), 10.0 * number + peer)), (rank, number, way)
+
+
+def test_rows_that_do_not_fit_are_not_sent() -> None:
+    """A peer would be written to beyond its memory."""
+    from megatron.optimus.parallel.symmetric import Shape, _Trip
+
+    staging = stagings(Turns(2), 2, Shape(4, 16, 1, torch.float16))[0]
+    trip = _Trip(staging, torch.zeros(4, 1), torch.arange(2), torch.zeros(8, 1).int(), torch.ones(8).to(torch.int8))
+    for rows in (torch.zeros(8, 16), torch.zeros(8, 12).half(), torch.zeros(9, 16).half()):
+        with pytest.raises(ValueError, match=r"expected torch.float16 \(8, 16\)"):
+            trip.back(rows)

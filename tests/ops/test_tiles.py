@@ -205,6 +205,7 @@ ILLEGAL = {
     "rows_times_weight 8": 5,
     "rows_times_weight 9": {k: v for k, v in _changed().items() if k != "default_microseconds"},
     "no_such_kernel 10": _changed(),
+    "rows_times_weight 12": _changed(microseconds=10**400),
     "spread_rows 11": _changed(),  # tiles of another kernel
 }
 

@@ -140,27 +140,30 @@ _stagings: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[Shape, Stagi
 
 
 def _staging_of(group: dist.ProcessGroup, shape: Shape, device: torch.device) -> Staging:
-    """The group's memory for exchanges of this shape; made at the first call, which is collective.
+    """The group's memory for exchanges of this shape. Collective: every rank calls it when its dispatcher meets a shape
+    for the first time.
 
     Raises ConfigError on every rank where ranks differ in shape, or one has not the memory.
     """
-    made = _stagings.setdefault(group, WeakValueDictionary())
+    ranks, made = Ranks(group, device), _stagings.setdefault(group, WeakValueDictionary())
     staging = made.get(shape)
-    if staging is None:
-        staging = made[shape] = _make(group, shape, device)
+    mine = [repr(tuple(shape)), staging is not None]
+    everyone = [json.loads(part) for part in ranks.all_gather_bytes(json.dumps(mine).encode())]
+    if len({told for told, _ in everyone}) > 1:
+        raise ConfigError(
+            "moe_token_dispatcher_type=symmetric: the ranks of an expert group have different (tokens, width, experts "
+            f"per token, dtype): {', '.join(told for told, _ in everyone)}; give every rank as many tokens, or use "
+            "alltoall"
+        )
+    # Of memory that nobody uses any more, what is still there depends on each rank's garbage collector.
+    if staging is None or not all(has for _, has in everyone):
+        staging = made[shape] = _make(group, ranks, shape, device)
     return staging
 
 
-def _make(group: dist.ProcessGroup, shape: Shape, device: torch.device) -> Staging:
+def _make(group: dist.ProcessGroup, ranks: Ranks, shape: Shape, device: torch.device) -> Staging:
     from torch.distributed import _symmetric_memory as symmetric
 
-    ranks = Ranks(group, device)
-    everyone = [part.decode() for part in ranks.all_gather_bytes(repr(tuple(shape)).encode())]
-    if len(set(everyone)) > 1:
-        raise ConfigError(
-            "moe_token_dispatcher_type=symmetric: the ranks of an expert group have different (tokens, width, experts "
-            f"per token, dtype): {', '.join(everyone)}; give every rank as many tokens, or use alltoall"
-        )
     num_bytes = _parts(shape, ranks.size)[1]
     memory = ranks.together(
         lambda: symmetric.empty(num_bytes, dtype=torch.uint8, device=device),
@@ -205,6 +208,9 @@ class _Trip:
         from megatron.optimus.ops.triton import peers
 
         staging, y_RD = self.staging, y_RD.contiguous()
+        shape, dtype = (self.needed_R.shape[0], staging.shape.width), staging.shape.dtype
+        if y_RD.shape != shape or y_RD.dtype != dtype:  # would be written to other places of the peers' memory
+            raise ValueError(f"experts gave {y_RD.dtype} {tuple(y_RD.shape)}; expected {dtype} {shape}")
         staging.begin(Way.BACK)
         peers.push_rows(y_RD, self.needed_R, staging.at_P("answers"), staging.rank)
         if dweights_RK is not None:
@@ -308,8 +314,11 @@ def symmetric_problem(group: dist.ProcessGroup, num_shards: int, device: torch.d
     if problem is None and len({host for host, _, _ in everyone}) > 1:
         hosts = ", ".join(sorted({host for host, _, _ in everyone}))
         problem = f"the {len(everyone)} ranks that share the experts are on several nodes ({hosts})"
+    indices = [index for _, index, _ in everyone]
+    if problem is None and len(set(indices)) < len(indices):  # nodes of the same name, or one GPU for two ranks
+        problem = f"each rank needs a GPU of its own on {everyone[0][0]}, and their numbers are {indices}"
     if problem is None:
-        unreached = devices.out_of_reach(device, sorted({index for _, index, _ in everyone}))
+        unreached = devices.out_of_reach(device, sorted(indices))
         if unreached:
             problem = f"{device} cannot map the memory of devices {', '.join(map(str, unreached))} of its node"
     return None if problem is None else f"{problem}; {REMEDY}"

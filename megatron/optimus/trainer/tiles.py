@@ -74,7 +74,8 @@ def problems_of(config: RunConfig, dtype: torch.dtype, num_tokens: int | None = 
     ep, etp, topk = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size, model.moe_router_topk
     tokens = (messages_of(config, dtype).num_tokens if num_tokens is None else num_tokens) * ep * etp
     share = 1 / ep
-    if ep * etp > 1 and parallel.moe_token_dispatcher_type is not TokenDispatcher.ALLGATHER:
+    every_row = (TokenDispatcher.ALLGATHER, TokenDispatcher.SYMMETRIC)  # has a place, whether needed here or not
+    if ep * etp > 1 and parallel.moe_token_dispatcher_type not in every_row:
         reached = 1 - (1 - share) ** topk
         tokens, share = round(tokens * reached / parallel.moe_dispatch_chunks), share / reached
     add_to = None

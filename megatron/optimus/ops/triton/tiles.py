@@ -281,7 +281,7 @@ def of_record(record: Any) -> Entry:
         values = [tiles[name] for name in Tiles._fields]
         whole = all(type(value) is int for value in values)
         numbers = all(type(value) in (int, float) and math.isfinite(value) for value in times)
-    except (TypeError, KeyError) as error:
+    except (TypeError, KeyError, OverflowError) as error:  # the last: an integer beyond all floats
         raise ValueError(f"not an entry of tuned tiles: {record!r}") from error
     if not (whole and numbers and type(record.get("is_exact")) is bool):
         raise ValueError(f"not an entry of tuned tiles: {record!r}")
