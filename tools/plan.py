@@ -5,9 +5,8 @@
     python tools/plan.py --preset mula-220b-a10b --weak-scaling weak_scaling       OUT.png and OUT.md
     python tools/plan.py --preset mula-220b-a10b --nodes 1024 --system aurora --check-build     builds a real rank
 
-Every option of the training program can follow; the search keeps the ones that are named. Of a pipeline the split of
-the layers is the program's own, and printed. Needs no GPU, and torch
-only for --check-build.
+Every option of the training program can follow; the search keeps the ones that are named. A pipeline's layers are split
+as the program splits them, which is printed. Needs no GPU, and torch only for --check-build.
 
   --system NAME        h200 (measured) or aurora (public and assumed figures) [h200]
   --nodes N            nodes of the system; or --world-size N ranks
