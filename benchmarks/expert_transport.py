@@ -32,6 +32,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
+from provenance import commit
+
 from megatron.optimus.config.layout import Layout
 from megatron.optimus.config.schema import LoadBalancing, ModelConfig, ParallelConfig, TokenDispatcher
 from megatron.optimus.moe.layer import MoE
@@ -189,6 +191,7 @@ def one_rank(rank: int, args: argparse.Namespace, store: str) -> None:
     record = {
         "device": devices.device_name(device),
         "torch": torch.__version__,
+        "commit": commit(),
         "dtype": str(dtype_of(device)).removeprefix("torch."),
         **{name: getattr(args, name) for name in ("ranks", "node_size", "width", "inner", "experts", "topk")},
         "sizes": [],

@@ -304,6 +304,19 @@ def test_a_second_start_takes_them_from_disk(_file: Path) -> None:
 
 
 @pytest.mark.usefixtures("three_candidates")
+def test_what_keeps_every_bit_takes_no_faster_entrys_place(_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faster = Entry(MIDDLE, 20.0, 50.0, is_exact=False)
+    key = tiles_module.hardware(DEVICE).key
+    tile_cache.save(key, {str(SMALL): faster})
+    tiles_module.use(None)
+    entries, _ = tune.tune_missing([SMALL], DEVICE, {}, exact_only=True, clock=FakeClock(50.0, 60.0, 30.0))
+    assert entries[str(SMALL)].tiles == LITTLE
+    assert tile_cache.load(_file)[key][str(SMALL)] == faster
+    tune.tune_missing([SMALL], DEVICE, {}, clock=FakeClock(50.0, 60.0, 30.0))
+    assert tile_cache.load(_file)[key][str(SMALL)].tiles == LITTLE
+
+
+@pytest.mark.usefixtures("three_candidates")
 def test_entries_that_cannot_be_kept_are_used_all_the_same(
     _file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

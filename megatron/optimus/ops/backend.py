@@ -195,6 +195,8 @@ def _triton_error(device_type: str) -> str | None:
         triton = importlib.import_module("triton")
     except ImportError:
         return "triton is not installed; 'pip install triton' (it comes with torch's CUDA builds)"
+    if torch.version.hip is not None:
+        return "its kernels are for NVIDIA GPUs; this torch is built for ROCm"
     if device_type != "cuda" and not triton.knobs.runtime.interpret:
         return f"it runs on cuda tensors, not {device_type}"
     return None

@@ -172,7 +172,8 @@ def _make(group: dist.ProcessGroup, ranks: Ranks, shape: Shape, device: torch.de
     )
     handle = symmetric.rendezvous(memory, group)
     offset = memory.data_ptr() - handle.buffer_ptrs[ranks.rank]  # the tensor may lie inside a larger allocation
-    addresses = [int(start) + offset for start in handle.buffer_ptrs]
+    offsets = [int(text) for text in ranks.all_gather_bytes(str(offset).encode())]
+    addresses = [int(start) + offset for start, offset in zip(handle.buffer_ptrs, offsets, strict=True)]
     timeout_ms = _timeout_ms(group, device)
     return Staging(
         memory, addresses, ranks.rank, shape, lambda: handle.barrier(channel=0, timeout_ms=timeout_ms), (memory, handle)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron.optimus.ops.triton import gemm, index, rows, tile_cache
-from megatron.optimus.ops.triton.tiles import Entry, Problem, Table, Tiles, bucket, fitting, hardware
+from megatron.optimus.ops.triton.tiles import Entry, Problem, Table, Tiles, bucket, fitting, hardware, table
 
 logger = logging.getLogger("optimus")
 _GAIN = 0.02  # by how much a candidate must beat the default: medians of one kernel scatter by about a percent
@@ -298,14 +298,15 @@ def tune_missing(
 ) -> tuple[dict[str, Entry], list[Outcome]]:
     """``entries`` and those of problems that have none, tuned now (see ``tune``) and added to the file on disk.
 
-    A file that cannot be written is one warning: the entries are there all the same.
+    What ``exact_only`` found takes no faster entry's place there: runs that may change bits go on as they were. A file that cannot be written is one warning: the entries are there all the same.
     """
     missing = [problem for problem in dict.fromkeys(problems) if str(problem) not in entries]
     outcomes = tune(missing, device, local_share=local_share, exact_only=exact_only, seconds=seconds, clock=clock)
     found = {str(outcome.problem): outcome.entry for outcome in outcomes if outcome.entry is not None}
-    if found:
+    faster = {name for name, entry in table(device).items() if exact_only and not entry.is_exact}
+    if found.keys() - faster:
         try:
-            tile_cache.save(hardware(device).key, found)
+            tile_cache.save(hardware(device).key, {name: found[name] for name in found.keys() - faster})
         except OSError as error:
             logger.warning(
                 "tuned tiles cannot be kept (%s), the next start tunes again; name a file in OPTIMUS_TILES", error
