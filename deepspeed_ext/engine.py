@@ -12,7 +12,8 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_ext import universal
-from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of
+from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of, world_group
+from deepspeed_ext.zero.agreement import same_everywhere, together
 from deepspeed_ext.zero.optimizer import EPZeroOptimizer
 from deepspeed_ext.zero.options import ZeroOptions
 
@@ -133,7 +134,8 @@ class EPEngineMixin:
                 load_module_only,
                 custom_load_fn,
             )
-        folder = universal.locate(load_dir, tag)
+        folder = together(lambda: universal.locate(load_dir, tag), world_group())
+        same_everywhere("the universal checkpoint to load", folder.name, world_group())
         universal.load_optimizer(self.optimizer, folder, load_optimizer_states and not load_module_only)
         client_state = universal.load_engine(
             self, folder, load_counters=not load_module_only, load_scheduler=load_lr_scheduler_states

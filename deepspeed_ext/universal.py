@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of, world_group
 from deepspeed_ext.torch_files import Shell, check_bytes, read_torch
-from deepspeed_ext.zero.agreement import gather, raise_together
+from deepspeed_ext.zero.agreement import gather, together
 from deepspeed_ext.zero.optimizer import EPZeroOptimizer
 
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
@@ -108,14 +108,11 @@ def load_optimizer(optimizer: EPZeroOptimizer, folder: Path, load_states: bool) 
     names = {param: name for family in optimizer.families for name, param in family.params.items()}
     places = _Places(optimizer.groups, names)
     copies: list[tuple[Tensor, Tensor]] = []
-    general: Any = {}
     steps: set[int] = set()
-    error = None
-    try:
+
+    def read() -> Any:
         for path in sorted(folder.rglob("*.pt"))[dist.get_rank() :: dist.get_world_size()]:
             check_bytes(path)  # each by one rank: whoever needs a part of a file reads no more than that
-        if load_states and (folder / "zero/optimizer_state.pt").exists():
-            general = read_torch(folder / "zero/optimizer_state.pt")
         for shard in optimizer.state_shards():
             for kind in shard.tensors if load_states else ["master"]:
                 flat = _local(folder / "zero", shard.param, shard.name, kind, places)
@@ -125,9 +122,10 @@ def load_optimizer(optimizer: EPZeroOptimizer, folder: Path, load_states: bool) 
                 steps.add(int(read_torch(count)))
         if len(steps) > 1:
             raise ValueError(f"{folder}: parameters are of different steps, {sorted(steps)[:4]}")
-    except (ValueError, TypeError, IndexError, OSError, RuntimeError) as failure:
-        error = str(failure)
-    raise_together(error, world_group())
+        general = folder / "zero/optimizer_state.pt"
+        return read_torch(general) if load_states and general.exists() else {}
+
+    general = together(read, world_group())
     for target, value in copies:
         target.copy_(value)
     optimizer.sync_params_from_master()
@@ -172,15 +170,8 @@ def loss_scale_state(scaler: Any) -> dict[str, float] | None:
 def load_engine(engine: Any, folder: Path, *, load_counters: bool, load_scheduler: bool) -> dict[str, Any]:
     """Buffers and frozen parameters, counters and scheduler from the model states; returns what else is in them."""
     path = folder / "mp_rank_00_model_states.pt"
-    header: Any = {}
-    error = None
-    try:
-        if path.exists():
-            header = read_torch(path)
-            header = header if isinstance(header, dict) else {}
-    except ValueError as failure:
-        error = str(failure)
-    raise_together(error, world_group())
+    header = together(lambda: read_torch(path) if path.exists() else {}, world_group())
+    header = header if isinstance(header, dict) else {}
     _load_module(engine.module, header.get("module"))
     if not load_counters:
         return {}

@@ -198,8 +198,9 @@ def main(argv: list[str] | None = None) -> int:
     actions = {"stats": stats, "show": show, "check": check, "duplicates": duplicates, "sample": sample, "blend": blend}
     try:
         return actions[args.action](args) or 0
-    except OSError as error:  # of a picture; those of data files are DataErrors
-        print(f"inspect_data: error: {error.filename}: cannot be written: {error.strerror}", file=sys.stderr)
+    except OSError as error:  # of a picture or a closed pipe; those of data files are DataErrors
+        what = error.filename or "the output"
+        print(f"inspect_data: error: {what}: cannot be written: {error.strerror}", file=sys.stderr)
         return 2
     except (DataError, ConfigError, IndexError) as error:
         print(f"inspect_data: error: {error}", file=sys.stderr)

@@ -95,14 +95,6 @@ def gather(item: T, group: dist.ProcessGroup) -> dict[int, T]:
     return dict(zip(ranks, items, strict=True))
 
 
-def raise_together(error: str | None, group: dist.ProcessGroup) -> None:
-    """Raises ValueError on every rank of ``group`` if any rank passes an error. Collective over ``group``."""
-    errors = {rank: text for rank, text in gather(error, group).items() if text is not None}
-    if errors:
-        first = min(errors)
-        raise ValueError(f"{errors[first]} (on {len(errors)} rank(s), first rank {first})")
-
-
 def together(action: Callable[[], T], group: dist.ProcessGroup) -> T:
     """What ``action``, which must not communicate, returns here. Raises ValueError on every rank of ``group``, with the
     words of the first that failed, if it fails on any: no rank waits for one that has left. Collective."""
@@ -112,10 +104,10 @@ def together(action: Callable[[], T], group: dist.ProcessGroup) -> T:
         result.append(action())
     except Exception as failure:
         error, cause = in_one_line(failure), failure
-    try:
-        raise_together(error, group)
-    except ValueError as failed:
-        raise failed from cause
+    errors = {rank: text for rank, text in gather(error, group).items() if text is not None}
+    if errors:
+        first = min(errors)
+        raise ValueError(f"{errors[first]} (on {len(errors)} rank(s), first rank {first})") from cause
     return result[0]
 
 

@@ -323,6 +323,10 @@ class EPZeroOptimizer(ZeROOptimizer):
         self._copies = checkpoint.state_shards(self)
         return self._copies
 
+    def forget_copies(self) -> None:
+        """For who has only read ``state_shards``: decoded copies go with the shards, not as late as the next step."""
+        self._copies = []
+
     def memory_bytes(self) -> dict[str, int]:
         """Bytes on this rank: "parameters", "gradients" (stage 2: without what the ring lends during backward),
         "masters" and "states" of the rule; "padding" is contained in these."""

@@ -61,6 +61,9 @@ class Stage3States:
             shards.append(Stage3Shard(name, whole, start, stop, tensors))
         return shards
 
+    def forget_copies(self) -> None:
+        """Nothing: all shards are live, none is a copy."""
+
     @property
     def step_count(self) -> int:
         """Optimizer steps applied."""

@@ -8,6 +8,7 @@ import logging
 import math
 import re
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +263,10 @@ def _shards_are_live(rank: int, world: int) -> None:
         shard.tensors["exp_avg_sq"].fill_(4.0)
     optimizer.sync_params_from_master()
     assert all((p == 2.0).all() for p in engine.module.parameters() if p.requires_grad)
+    kept = weakref.ref(optimizer.state_shards()[0])
+    assert kept() is not None, "what is written into copies must be there when it is synchronised"
+    optimizer.forget_copies()
+    assert kept() is None
     optimizer.step_count = 9
     optimizer.param_groups[0]["lr"] = 0.0
     decayed = [n for n, p in engine.module.named_parameters() if p.dim() > 1]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import deepspeed_ext
@@ -136,6 +137,12 @@ def _errors(folder: Path) -> list[str]:
         assert all(torch.equal(a[2]["master"], b[2]["master"]) for a, b in zip(before, after, strict=True))
     with pytest.raises(ValueError, match="latest_universal does not exist"):
         engine.load_checkpoint(str(folder / "stock"))
+    # what one rank alone sees otherwise
+    with pytest.raises(ValueError, match=r"latest_universal does not exist.* \(on 1 rank\(s\), first rank 2\)"):
+        engine.load_checkpoint(str(folder / ("stock" if dist.get_rank() == 2 else "dense")))
+    (folder / "dense/another/zero").mkdir(parents=True, exist_ok=True)
+    with pytest.raises(ValueError, match=r"to load: rank 0 has global_step\d+_universal, rank 3 has another"):
+        engine.load_checkpoint(str(folder / "dense"), tag="another" if dist.get_rank() == 3 else None)
     return messages
 
 

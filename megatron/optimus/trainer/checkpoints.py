@@ -114,6 +114,7 @@ class Checkpoints:
             retain: int | None = self._config.checkpoint.save_retain
         else:
             slices, retain = state.weight_slices(self._model, optimizer, buffers=is_first), None
+        optimizer.forget_copies()  # fp32 of states in 8 or 16 bits: else they would lie there until a step has ended
         if mesh.index("tp") > 0:  # what tensor-parallel ranks hold alike is stored by the first of them
             parts = {name for name, p in self._model.named_parameters() if hasattr(p, "tensor_model_parallel")}
             slices = [piece for piece in slices if piece.name in parts or piece.kind == "rng"]

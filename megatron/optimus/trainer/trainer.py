@@ -74,9 +74,9 @@ class Trainer:
                 try:
                     teller.add(QueuedStep(self.step, report, self._line(lr), started, validate))
                     if teller.stop_requested:
-                        reason = "data cannot be read" if train.failure() is not None else "asked to stop"
                         second = "; a second signal ends the run at once" if stop.signal is not None else ""
-                        logger.info("%s: saving step %d%s", reason, self.step, second)
+                        why = "data cannot be read" if train.failure() else "a rank lacks data or was asked to stop"
+                        logger.info("%s: saving step %d%s", "asked to stop" if second else why, self.step, second)
                     leaving = teller.stop_requested or self._is_due("exit") or self.step == training.train_iters
                     if leaving or self.checkpoints.is_due(self.step):
                         teller.settle()

@@ -76,14 +76,13 @@ DOES = {
 }
 
 
-@pytest.mark.parametrize("what", DOES)
-@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize(
+    ("what", "is_first"), [(what, False) for what in DOES] + [(what, True) for what in DOES if "lost" not in what]
+)
 def test_steps_are_counted_where_they_are_written(what: str, is_first: bool, tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     if not is_first:
         metrics.write_text("{}\n" * 3)
-    elif "lost" in what:
-        return
     program = [sys.executable, "-c", DOES[what], str(metrics), "a"]
     outcome = run_watched(program, dict(os.environ), None, metrics)
     assert outcome.code == 0, outcome.last_lines
