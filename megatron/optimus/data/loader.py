@@ -14,6 +14,7 @@ instances without regard to what was read of the old ones; whole epochs after it
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,7 +38,8 @@ from megatron.optimus.layers.documents import Documents
 from megatron.optimus.layers.labels import NO_LABEL
 from megatron.optimus.runtime import device as devices
 
-_AHEAD = 2  # batches that are read while a step runs
+_KNOWN = 2  # batches that must have been read before the next step
+_AHEAD = _KNOWN + 2  # batches that are being read while a step runs
 
 
 class Batch(NamedTuple):
@@ -76,9 +78,10 @@ class BatchLoader:
     ``keep`` is applied to each batch, before ``pin_for``, which names an accelerator: batches then lie in page-locked
     memory, from which it copies while it computes.
 
-    A thread reads the two batches after the one just given; what it reads depends on positions only, so this changes no
-    result, and an error in it is raised by the call that asks for that batch. ``failure`` tells of it before: two steps
-    ahead, as ranks on accelerators learn what one of them met when they have queued the step after.
+    A thread reads the ``_AHEAD`` batches after the one just given; what it reads depends on positions only, so this
+    changes no result, and an error in it is raised by the call that asks for that batch. ``failure`` tells of it
+    before: ``_KNOWN`` steps ahead, as ranks on accelerators learn what one of them met when they have queued the step
+    after. What is read beyond those may be late without a step waiting for it.
 
     Raises ConfigError if the batch sizes do not divide; DataError if there is not even one batch without ``shuffle``.
     """
@@ -175,8 +178,9 @@ class BatchLoader:
         self.check()
 
     def failure(self) -> BaseException | None:
-        """The first error in what is being read ahead; waits for the reading."""
-        return next(filter(None, (batches.exception() for _, batches in self._ahead)), None)
+        """The first error in the next ``_KNOWN`` batches; waits until they are read."""
+        near = itertools.islice(self._ahead, _KNOWN)
+        return next(filter(None, (batches.exception() for _, batches in near)), None)
 
     def check(self) -> None:
         """Raises ``failure``."""

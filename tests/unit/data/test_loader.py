@@ -257,19 +257,31 @@ def test_read_ahead_changes_nothing_and_forwards_errors(prefixes: list[str], mon
     loader.close()
 
 
-def test_next_batch_is_read_while_the_step_runs(prefixes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_batches_are_read_while_the_step_runs(prefixes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     read = InstanceSet.read
     calls: list[int] = []
     monkeypatch.setattr(InstanceSet, "read", lambda self, i: (calls.append(i), read(self, i))[1])
     loader = make_loader(prefixes)
     loader.batch(0)
     deadline = time.monotonic() + 10
-    while len(calls) < 24 and time.monotonic() < deadline:
+    while len(calls) < 40 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert len(calls) == 24
+    assert len(calls) == 40
     loader.batch(8)
     loader.close()
-    assert calls[:24] == [i for consumed in (0, 8, 16) for i in loader.sample_ids(consumed)]
+    assert calls[:40] == [i for consumed in (0, 8, 16, 24, 32) for i in loader.sample_ids(consumed)]
+
+
+def test_a_late_read_is_waited_for_when_its_batch_is_near(prefixes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    late, arrives, read = make_loader(prefixes).sample_ids(24)[0], threading.Event(), InstanceSet.read
+    monkeypatch.setattr(InstanceSet, "read", lambda self, i: (i != late or arrives.wait(10), read(self, i))[1])
+    loader = make_loader(prefixes)
+    loader.batch(0)
+    assert loader.failure() is None and not arrives.is_set()  # the batches at 8 and 16 are here
+    loader.batch(8)
+    threading.Timer(0.2, arrives.set).start()
+    assert loader.failure() is None and arrives.is_set()  # that at 24 was waited for
+    loader.close()
 
 
 def test_a_failure_is_known_two_steps_ahead_and_nothing_is_read_beyond_the_end(

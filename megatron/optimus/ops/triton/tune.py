@@ -298,7 +298,8 @@ def tune_missing(
 ) -> tuple[dict[str, Entry], list[Outcome]]:
     """``entries`` and those of problems that have none, tuned now (see ``tune``) and added to the file on disk.
 
-    What ``exact_only`` found takes no faster entry's place there: runs that may change bits go on as they were. A file that cannot be written is one warning: the entries are there all the same.
+    What ``exact_only`` found takes no faster entry's place there: runs that may change bits go on as they were. A file
+    that cannot be written is one warning: the entries are there all the same.
     """
     missing = [problem for problem in dict.fromkeys(problems) if str(problem) not in entries]
     outcomes = tune(missing, device, local_share=local_share, exact_only=exact_only, seconds=seconds, clock=clock)
