@@ -290,7 +290,8 @@ def _parse_line(line: bytes, keys: Sequence[str]) -> list[str]:
         if key not in record:
             raise ValueError(f"no key {key!r}; the object has {sorted(record)[:8]} (choose with --json-keys)")
         texts.append(_checked_text(key, record[key]))
-        if b"\\ud" in line or b"\\uD" in line:  # only an escape can bring half of a surrogate pair
+        # only an escape can bring half of a surrogate pair; ASCII, a flag of the string, spares the search
+        if not texts[-1].isascii() and (b"\\ud" in line or b"\\uD" in line):
             try:
                 texts[-1].encode("utf-8")
             except UnicodeEncodeError as error:

@@ -58,7 +58,7 @@ class FillInTheMiddle:
         """Three parts of a document's tokens; ``first`` <= ``second`` are shares of its length."""
         text = self.tokenizer.decode(ids)
         a, b = (int(share * (len(text) + 1)) for share in (first, second))
-        parts = self.tokenizer.encode_batch([text[:a], text[a:b], text[b:]])
+        parts = [part.tolist() for part in self.tokenizer.encode_batch([text[:a], text[a:b], text[b:]])]
         if "\ufffd" not in text and self.tokenizer.decode([i for part in parts for i in part]) == text:
             return parts
         a, b = (int(share * (len(ids) + 1)) for share in (first, second))

@@ -283,23 +283,34 @@ class IndexedDatasetWriter:
             raise ValueError(f"lengths {list(lengths)[:8]} must not be negative and add up to the {values.size} tokens")
         if any(length > _MAX_SEQUENCE for length in lengths):
             raise DataError(f"{self._bin}: a sequence of {max(lengths)} tokens; the format holds up to {_MAX_SEQUENCE}")
-        try:
-            self._stream.write(values.astype(self.dtype, copy=False).tobytes())
-        except OSError as error:
-            raise DataError(f"{self._bin}: cannot write: {error.strerror}") from error
+        self._write(values.astype(self.dtype, copy=False))
         self._sizes.extend(lengths)
         self._document_index.append(len(self._sizes))
+
+    def add_documents(self, tokens: npt.NDArray[Any], lengths: Sequence[int]) -> None:
+        """``add_document`` of many at once: ``tokens`` [T] of the file's element type, back to back; each document is
+        one sequence, or none if its length is 0.
+        """
+        sizes = np.asarray(lengths, dtype=np.int64)
+        if tokens.dtype != self.dtype or sizes.sum() != tokens.size or (sizes < 0).any():
+            raise ValueError(
+                f"lengths {list(lengths)[:8]} must not be negative and add up to the {tokens.size} tokens, which are "
+                f"{tokens.dtype.name} and must be {self.dtype.name}"
+            )
+        if (sizes > _MAX_SEQUENCE).any():
+            raise DataError(f"{self._bin}: a sequence of {sizes.max()} tokens; the format holds up to {_MAX_SEQUENCE}")
+        self._write(tokens)
+        bounds = len(self._sizes) + np.cumsum(sizes > 0, dtype=np.int64)
+        self._sizes.frombytes(sizes[sizes > 0].astype(np.intc).tobytes())
+        self._document_index.frombytes(bounds.tobytes())
 
     def add_pair(self, prefix: str | os.PathLike[str]) -> None:
         """Appends all documents of another pair of the same element type. Raises DataError."""
         other = IndexedDataset(prefix)
         if other.dtype != self.dtype:
             raise DataError(f"{prefix}: holds {other.dtype.name}, {self._bin} is to hold {self.dtype.name}")
-        try:
-            for start in range(0, other.tokens_total, _CHUNK):
-                self._stream.write(other.tokens[start : start + _CHUNK].tobytes())
-        except OSError as error:
-            raise DataError(f"{self._bin}: cannot write: {error.strerror}") from error
+        for start in range(0, other.tokens_total, _CHUNK):
+            self._write(other.tokens[start : start + _CHUNK])
         bounds = other.document_index[1:].astype(np.int64) + len(self._sizes)
         self._sizes.frombytes(other.sizes.astype(np.intc).tobytes())
         self._document_index.frombytes(bounds.tobytes())
@@ -332,6 +343,12 @@ class IndexedDatasetWriter:
             self._stream.close()
         self._bin_temporary.unlink(missing_ok=True)
         self._idx_temporary.unlink(missing_ok=True)
+
+    def _write(self, values: npt.NDArray[Any]) -> None:
+        try:
+            self._stream.write(np.ascontiguousarray(values).data)
+        except OSError as error:
+            raise DataError(f"{self._bin}: cannot write: {error.strerror}") from error
 
     def _check_range(self, values: npt.NDArray[Any]) -> None:
         if self.dtype.kind == "f":

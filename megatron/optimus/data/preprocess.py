@@ -35,7 +35,7 @@ from megatron.optimus.data.corpus import LineBatch, expand_inputs, parse_batch, 
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron.optimus.data.parts import Part, PartPlan, fingerprint
-from megatron.optimus.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.optimus.data.tokenizer import Ids, Tokenizer, build_tokenizer
 from megatron.optimus.runtime import launch_env
 
 logger = logging.getLogger("optimus")
@@ -121,13 +121,24 @@ def _encode_batch(batch: LineBatch) -> _EncodedBatch:
     tokens, lengths = [], []
     for i in range(len(recipe.keys)):
         documents = tokenizer.encode_batch([texts[i] for texts in parsed.documents])
-        if recipe.append_eod:
-            for ids in documents:
-                if ids:  # Megatron's convention: an empty document stays empty
-                    ids.append(tokenizer.eod_id)
-        lengths.append([len(ids) for ids in documents])
-        tokens.append(np.fromiter(chain.from_iterable(documents), dtype=recipe.dtype, count=sum(lengths[-1])))
+        packed = _pack(documents, tokenizer.eod_id if recipe.append_eod else None, recipe.dtype)
+        tokens.append(packed[0])
+        lengths.append(packed[1])
     return _EncodedBatch(tokens, lengths, parsed.malformed, batch.num_bytes)
+
+
+def _pack(documents: list[Ids], eod_id: int | None, dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], list[int]]:
+    """Ids of all documents back to back as ``dtype``, each ended by ``eod_id`` if that is given, and their lengths.
+
+    Megatron's convention: an empty document stays empty.
+    """
+    lengths = [ids.size for ids in documents]
+    if eod_id is not None:
+        end = np.array([eod_id], dtype=np.uint32)
+        documents = list(chain.from_iterable((ids, end) for ids in documents if ids.size))
+        lengths = [length + (length > 0) for length in lengths]
+    # ids lie below vocab_size, from which dtype was chosen
+    return np.concatenate(documents or [np.empty(0, dtype)], dtype=dtype, casting="unsafe"), lengths
 
 
 def _encode_all(
@@ -300,11 +311,8 @@ class _PartOutput(ExitStack):
         for prefix, writer, tokens, lengths in zip(
             report.tokens, self._writers.values(), encoded.tokens, encoded.lengths, strict=True
         ):
-            start = 0
-            for length in lengths:
-                writer.add_document(tokens[start : start + length])
-                start += length
-            report.tokens[prefix] += start
+            writer.add_documents(tokens, lengths)
+            report.tokens[prefix] += tokens.size
             report.empty_documents += lengths.count(0)
         for message in encoded.malformed[: max(0, _SHOWN_MALFORMED - report.malformed - malformed_before)]:
             logger.warning("left out: %s", message)

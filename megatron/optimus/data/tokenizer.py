@@ -14,6 +14,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from megatron.optimus.config.schema import TokenizerType
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.words import WordTable
@@ -22,6 +25,8 @@ logger = logging.getLogger("optimus")
 
 END_OF_TEXT = "<|endoftext|>"
 _NUM_BYTES = 256
+
+Ids = npt.NDArray[np.integer[Any]]
 
 
 class Tokenizer(Protocol):
@@ -38,8 +43,8 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``; nothing is added at either end."""
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """``encode`` of each text, faster."""
+    def encode_batch(self, texts: list[str]) -> list[Ids]:
+        """``encode`` of each text as an array [T] of the library's integer type, faster; may be read-only."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``. Special tokens and ids outside the vocabulary have no text."""
@@ -81,8 +86,9 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return self._encode_with_library(texts) if self._table is None else self._table.encode_batch(texts)
+    def encode_batch(self, texts: list[str]) -> list[Ids]:
+        batch = self._encode_with_library(texts) if self._table is None else self._table.encode_batch(texts)
+        return [np.fromiter(ids, dtype=np.uint32, count=len(ids)) for ids in batch]
 
     def _encode_with_library(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
@@ -110,6 +116,8 @@ class SentencePieceTokenizer:
             raise DataError(
                 "SentencePieceTokenizer needs the package sentencepiece: pip install sentencepiece"
             ) from error
+        if not hasattr(sentencepiece.SentencePieceProcessor, "EncodeAsNumpy"):
+            raise DataError("sentencepiece gives no arrays of ids before 0.2.3: pip install --upgrade sentencepiece")
         file = Path(path)
         if not file.is_file():
             what = "is a folder" if file.is_dir() else "no such file"
@@ -126,8 +134,8 @@ class SentencePieceTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return self._processor.encode(texts, num_threads=1)
+    def encode_batch(self, texts: list[str]) -> list[Ids]:
+        return self._processor.encode(texts, num_threads=1, out_type="numpy")
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._processor.decode([int(i) for i in ids if 0 <= i < self.vocab_size])
@@ -151,6 +159,8 @@ class TikTokenizer:
             from tiktoken_ext.openai_public import r50k_pat_str
         except ImportError as error:
             raise DataError("TikTokenizer needs the package tiktoken: pip install tiktoken") from error
+        if not hasattr(tiktoken.Encoding, "encode_to_numpy"):
+            raise DataError("tiktoken gives no arrays of ids before 0.11: pip install --upgrade tiktoken")
         file = Path(path)
         try:
             pairs = [line.split() for line in file.read_bytes().splitlines() if line]
@@ -176,9 +186,10 @@ class TikTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(text)
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        # Not through a WordTable: this library is faster than looking words up in Python.
-        return [self._encoding.encode_ordinary(text) for text in texts]
+    def encode_batch(self, texts: list[str]) -> list[Ids]:
+        # Not through a WordTable: this library is faster than looking words up in Python. With nothing disallowed and
+        # nothing allowed, the names of special tokens are text, as they are to ``encode_ordinary``.
+        return [self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(self._tokens.get(i, b"") for i in ids).decode("utf-8", errors="replace")
@@ -196,8 +207,8 @@ class ByteLevelTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
+    def encode_batch(self, texts: list[str]) -> list[Ids]:
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if 0 <= i < _NUM_BYTES).decode("utf-8", errors="replace")

@@ -40,6 +40,32 @@ def prefix(tmp_path: Path) -> Path:
     return write(tmp_path / "pair", [[[1, 2, 3]], [], [[4, 5], [6]]])
 
 
+@pytest.mark.parametrize("batches", [[[3, 0, 1, 0], [], [0, 0], [2]], [[0], [0, 5]], [[70000, 1]]])
+def test_many_documents_at_once_are_those_one_after_the_other(tmp_path: Path, batches: list[list[int]]) -> None:
+    tokens = np.arange(sum(flatten(batches)), dtype=np.uint16)
+    with IndexedDatasetWriter(tmp_path / "one", np.uint16) as one, IndexedDatasetWriter(tmp_path / "m", "<u2") as many:
+        start = 0
+        for lengths in batches:
+            many.add_documents(tokens[start : start + sum(lengths)], lengths)
+            for length in lengths:
+                one.add_document(tokens[start : start + length])
+                start += length
+    assert pair_bytes(tmp_path / "m") == pair_bytes(tmp_path / "one")
+    assert len(pair_bytes(tmp_path / "m")[0]) == 2 * tokens.size
+
+
+def test_many_documents_at_once_must_fit_their_lengths_and_the_file(tmp_path: Path) -> None:
+    tokens = np.arange(5, dtype=np.uint16)
+    with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
+        for lengths in ([5, 1], [4], [6, -1]):
+            with pytest.raises(ValueError, match="not be negative and add up to the 5 tokens"):
+                writer.add_documents(tokens, lengths)
+        with pytest.raises(ValueError, match="which are int64 and must be uint16"):
+            writer.add_documents(tokens.astype(np.int64), [5])
+        writer.add_documents(tokens, [5])
+    assert IndexedDataset(tmp_path / "x").get(0).tolist() == [0, 1, 2, 3, 4]
+
+
 def damage(prefix: Path, offset: int, data: bytes) -> None:
     path = Path(f"{prefix}.idx")
     raw = bytearray(path.read_bytes())

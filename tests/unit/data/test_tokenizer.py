@@ -20,6 +20,10 @@ from megatron.optimus.data.words import SPLIT_PATTERNS
 TEXTS = ["def f(x):\n    return x + 1\n", "class A:\n\tpass  # größer, 日本語 🙂\n", "", "a\r\n\r\n  b", "x" * 300]
 
 
+def lists(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    return [ids.tolist() for ids in tokenizer.encode_batch(texts)]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer") / "bpe"
@@ -30,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_trained_bpe_round_trip(folder: Path) -> None:
     tokenizer = build_tokenizer(TokenizerType.HF, folder)
     assert (tokenizer.vocab_size, tokenizer.eod_id) == (300, 0)
-    batch = tokenizer.encode_batch(TEXTS)
+    batch = lists(tokenizer, TEXTS)
     for text, ids in zip(TEXTS, batch, strict=True):
         assert ids == tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
@@ -81,7 +85,7 @@ def test_saved_truncation_and_padding_are_not_applied(folder: Path, tmp_path: Pa
     tokenizer.enable_padding(length=64)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     ours = build_tokenizer(TokenizerType.HF, tmp_path)
-    assert ours.encode_batch(TEXTS) == build_tokenizer(TokenizerType.HF, folder).encode_batch(TEXTS)
+    assert lists(ours, TEXTS) == lists(build_tokenizer(TokenizerType.HF, folder), TEXTS)
 
 
 @pytest.mark.parametrize("eos", ["!", {"content": "!"}])
@@ -118,7 +122,7 @@ def test_bytes() -> None:
     tokenizer = build_tokenizer(TokenizerType.BYTE, None)
     assert isinstance(tokenizer, ByteLevelTokenizer)
     assert (tokenizer.vocab_size, tokenizer.eod_id) == (257, 256)
-    assert [tokenizer.decode([*ids, 256, 999]) for ids in tokenizer.encode_batch(TEXTS)] == TEXTS
+    assert [tokenizer.decode([*ids, 256, 999]) for ids in lists(tokenizer, TEXTS)] == TEXTS
     assert tokenizer.encode("ä") == [0xC3, 0xA4]
 
 
@@ -128,7 +132,7 @@ def test_sentencepiece(tmp_path: Path) -> None:
     options = {"sentence_iterator": iter([text] * 50), "vocab_size": 60, "hard_vocab_limit": False, "minloglevel": 2}
     spm.SentencePieceTrainer.train(model_prefix=str(tmp_path / "sp"), **options)
     tokenizer = build_tokenizer(TokenizerType.SENTENCEPIECE, tmp_path / "sp.model")
-    (ids, empty) = tokenizer.encode_batch([text, ""])
+    (ids, empty) = lists(tokenizer, [text, ""])
     assert ids == tokenizer.encode(text) and empty == []
     assert max(ids) < tokenizer.vocab_size and tokenizer.eod_id == 2 and 2 not in ids
     assert tokenizer.decode([*ids, 2, 10_000]) == text
@@ -145,7 +149,9 @@ def test_tiktoken_file(tmp_path: Path) -> None:
     tokenizer = build_tokenizer(TokenizerType.TIKTOKEN, tmp_path / "v.tiktoken")
     assert (tokenizer.vocab_size, tokenizer.eod_id) == (259, 258)
     assert tokenizer.encode("the") == [257] and tokenizer.encode("<|endoftext|>") == list(b"<|endoftext|>")
-    assert tokenizer.encode_batch(["the", "", "t\u00e9"]) == [[257], [], [116, 0xC3, 0xA9]]
+    assert lists(tokenizer, ["the", "", "t\u00e9"]) == [[257], [], [116, 0xC3, 0xA9]]
+    forged = f"the {END_OF_TEXT}the"  # names of special tokens are text to both
+    assert lists(tokenizer, [forged]) == [tokenizer.encode(forged)] == [[257, 32, *END_OF_TEXT.encode(), 257]]
     assert tokenizer.decode([257, 258, 32, 999]) == "the "
     (tmp_path / "words").write_text('{"text": "no tokens"}')
     with pytest.raises(DataError, match=r"words: not a \.tiktoken file .*: line 1 is no token in base64 and its rank"):
@@ -156,6 +162,16 @@ def test_tiktoken_file(tmp_path: Path) -> None:
         (tmp_path / "bad").write_bytes(content)
         with pytest.raises(DataError, match=r"bad: not a \.tiktoken file"):
             build_tokenizer(TokenizerType.TIKTOKEN, tmp_path / "bad")
+
+
+def test_libraries_too_old_for_arrays_of_ids_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spm, tiktoken = pytest.importorskip("sentencepiece"), pytest.importorskip("tiktoken")
+    monkeypatch.delattr(spm.SentencePieceProcessor, "EncodeAsNumpy")
+    with pytest.raises(DataError, match=r"before 0\.2\.3: pip install --upgrade sentencepiece"):
+        build_tokenizer(TokenizerType.SENTENCEPIECE, tmp_path)
+    monkeypatch.delattr(tiktoken.Encoding, "encode_to_numpy")
+    with pytest.raises(DataError, match=r"before 0\.11: pip install --upgrade tiktoken"):
+        build_tokenizer(TokenizerType.TIKTOKEN, tmp_path)
 
 
 _PIECES = st.sampled_from(
@@ -226,7 +242,7 @@ def test_table_of_words_gives_the_ids_of_the_library(
     tokenizer = variant(joining, split, normalizer)
     assert has_table(tokenizer)
     for _ in range(2):  # words not seen before, then from the table
-        assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+        assert lists(tokenizer, texts) == [tokenizer.encode(text) for text in texts]
 
 
 @pytest.mark.parametrize("split", _PRE_TOKENIZERS, ids=["GPT-2", "Llama 3", "Qwen"])
@@ -234,21 +250,21 @@ def test_every_character_between_words_gives_the_ids_of_the_library(joining: dic
     tokenizer = variant(joining, split)
     characters = [chr(i) for i in range(0x3100) if not 0xD800 <= i < 0xE000] + ["\ufeff", "\U0001f600"]
     texts = [f"a{c}b !{c}! 1{c}{c}2 {c} x{c} '{c}'s {c}' \n{c} (x{c}\n  {c}y{c}\n\n{c}" for c in characters]
-    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+    assert lists(tokenizer, texts) == [tokenizer.encode(text) for text in texts]
 
 
 @pytest.mark.parametrize("split", _PRE_TOKENIZERS, ids=["GPT-2", "Llama 3", "Qwen"])
 def test_all_short_texts_of_all_kinds_of_characters(joining: dict[str, Any], split: str) -> None:
     tokenizer = variant(joining, split)
     texts = ["".join(text) for text in itertools.product(_KINDS, repeat=5)]
-    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+    assert lists(tokenizer, texts) == [tokenizer.encode(text) for text in texts]
 
 
 def test_table_is_emptied_when_full(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.optimus.data.words._CACHED_WORDS", 3)
     tokenizer = build_tokenizer(TokenizerType.HF, trained)
     for text in ("one two three four five", "one six", "two one seven"):
-        assert tokenizer.encode_batch([text]) == [tokenizer.encode(text)]
+        assert lists(tokenizer, [text]) == [tokenizer.encode(text)]
 
 
 @pytest.mark.parametrize("normalized", [False, True])
@@ -261,7 +277,7 @@ def test_texts_with_added_tokens_come_from_the_library(
     tokenizer = variant(joining, split, {"type": "NFC"}, _ADDED | {"content": content, "normalized": normalized})
     assert has_table(tokenizer) is not (normalized and content in ("K", "\u00e9"))
     texts = ["b a! c", "ba! !\n c", "a  b c", "c \u212a e\u0301", "cat's", "", "K"]
-    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+    assert lists(tokenizer, texts) == [tokenizer.encode(text) for text in texts]
 
 
 @settings(max_examples=300, deadline=None)

@@ -1,0 +1,24 @@
+"""From the ids of documents to what is written."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron.optimus.data.preprocess import _pack
+
+
+@pytest.mark.parametrize("source", [np.uint8, np.int32, np.uint32])
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_documents_are_packed_and_ended(source: type[np.integer], dtype: type[np.integer]) -> None:
+    """In the library's type and the file's; an empty document stays empty; the end may need more bits than the ids."""
+    documents = [np.array(ids, dtype=source) for ids in ([7, 255], [], [9], [])]
+    ids, lengths = _pack(documents, 40000, np.dtype(dtype))
+    assert ids.dtype == dtype and ids.tolist() == [7, 255, 40000, 9, 40000]
+    assert lengths == [3, 0, 2, 0]
+    ids, lengths = _pack(documents, None, np.dtype(dtype))
+    assert ids.dtype == dtype and ids.tolist() == [7, 255, 9]
+    assert lengths == [2, 0, 1, 0]
+    for nothing in ([], documents[1:2]):
+        ids, lengths = _pack(nothing, 40000, np.dtype(dtype))
+        assert ids.dtype == dtype and ids.size == 0 and lengths == [0] * len(nothing)
