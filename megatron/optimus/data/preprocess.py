@@ -130,15 +130,20 @@ def _encode_batch(batch: LineBatch) -> _EncodedBatch:
 def _pack(documents: list[Ids], eod_id: int | None, dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], list[int]]:
     """Ids of all documents back to back as ``dtype``, each ended by ``eod_id`` if that is given, and their lengths.
 
-    Megatron's convention: an empty document stays empty.
+    Megatron's convention: an empty document stays empty. Raises DataError for an id that ``dtype`` cannot hold.
     """
     lengths = [ids.size for ids in documents]
-    if eod_id is not None:
-        end = np.array([eod_id], dtype=np.uint32)
+    if eod_id is not None and documents:
+        end = np.array([eod_id], dtype=np.min_scalar_type(eod_id))
         documents = list(chain.from_iterable((ids, end) for ids in documents if ids.size))
         lengths = [length + (length > 0) for length in lengths]
-    # ids lie below vocab_size, from which dtype was chosen
-    return np.concatenate(documents or [np.empty(0, dtype)], dtype=dtype, casting="unsafe"), lengths
+    ids = np.concatenate(documents) if documents else np.empty(0, dtype)
+    if ids.size and ids.max() > np.iinfo(dtype).max:  # the cast would wrap it
+        raise DataError(
+            f"token id {ids.max()} does not fit {dtype.name}, chosen for the tokenizer's vocabulary size; its ids must "
+            "lie below that"
+        )
+    return ids.astype(dtype, copy=False), lengths
 
 
 def _encode_all(

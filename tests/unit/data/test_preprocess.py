@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.preprocess import _pack
 
 
@@ -22,3 +23,10 @@ def test_documents_are_packed_and_ended(source: type[np.integer], dtype: type[np
     for nothing in ([], documents[1:2]):
         ids, lengths = _pack(nothing, 40000, np.dtype(dtype))
         assert ids.dtype == dtype and ids.size == 0 and lengths == [0] * len(nothing)
+
+
+def test_an_id_that_the_files_type_cannot_hold_is_an_error() -> None:
+    documents = [np.array([7], dtype=np.int32), np.array([65536], dtype=np.int32)]
+    with pytest.raises(DataError, match="token id 65536 does not fit uint16"):
+        _pack(documents, 9, np.dtype(np.uint16))
+    assert _pack(documents, 9, np.dtype(np.int32))[0].tolist() == [7, 9, 65536, 9]
