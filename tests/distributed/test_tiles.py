@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.optimus import ops
 from megatron.optimus.config.schema import (
     ModelConfig,
     OptimizerConfig,
@@ -115,6 +117,14 @@ def test_the_problems_of_a_run() -> None:
     assert settling.problems_of(one_rank_alone, BF16) == (layer_problems(8, 16, 32, 2, 16, BF16, torch.float32), 1.0)
 
 
+@pytest.fixture
+def auto_backend() -> Iterator[None]:
+    """The tool chooses Triton for its process."""
+    yield
+    ops.set_backend("auto")
+
+
+@pytest.mark.usefixtures("auto_backend")
 def test_the_tool_refuses_what_it_cannot_tune(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from tools.tune_kernels import main
 

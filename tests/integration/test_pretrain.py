@@ -239,12 +239,12 @@ def test_bf16_follows_fp32(tmp_path: Path, pretrain: Program) -> None:
 
 def test_expert_bias_and_tensorboard(tmp_path: Path, pretrain: Program) -> None:
     """Aux-loss-free balancing on two ranks; its bias is part of the checkpoint."""
-    options = ["--moe-router-enable-expert-bias", "--moe-router-load-balancing-type", "none", "--train-iters", 4]
+    options = ["--moe-router-enable-expert-bias", "--moe-router-load-balancing-type", "none", "--train-iters", 3]
     options += ["--expert-model-parallel-size", 2, "--tensorboard-dir", tmp_path / "tb"]
     succeed(pretrain(tmp_path, *options, ranks=2))
-    stored = tensors(tmp_path / "checkpoints/step-00000004")
+    stored = tensors(tmp_path / "checkpoints/step-00000003")
     biases = [tensor for (name, kind), tensor in stored.items() if kind == "buffer"]
     assert len(biases) == 2
     for bias in biases:
-        assert (bias != 0).any() and bias.abs().max() <= 4 * 1e-3 * 1.01
+        assert (bias != 0).any() and bias.abs().max() <= 3 * 1e-3 * 1.01  # an odd number of steps of 1e-3 up or down
     assert list((tmp_path / "tb").glob("events.*"))
