@@ -27,6 +27,7 @@ from deepspeed_ext.torch_files import Shell, check_bytes, read_torch
 from deepspeed_ext.zero.agreement import gather, together
 from deepspeed_ext.zero.optimizer import EPZeroOptimizer
 
+_MODEL_STATES = "mp_rank_00_model_states.pt"
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 _NUMBERED = re.compile(r"(.*experts\.)(\d+)(\..*)")
 _FILE_OF = {"master": "fp32"}  # states are in files of their own names
@@ -111,7 +112,8 @@ def load_optimizer(optimizer: EPZeroOptimizer, folder: Path, load_states: bool) 
     steps: set[int] = set()
 
     def read() -> Any:
-        for path in sorted(folder.rglob("*.pt"))[dist.get_rank() :: dist.get_world_size()]:
+        files = sorted([*(folder / "zero").rglob("*.pt"), *folder.glob(_MODEL_STATES)])  # others may lie beside them
+        for path in files[dist.get_rank() :: dist.get_world_size()]:
             check_bytes(path)  # each by one rank: whoever needs a part of a file reads no more than that
         for shard in optimizer.state_shards():
             for kind in shard.tensors if load_states else ["master"]:
@@ -169,7 +171,7 @@ def loss_scale_state(scaler: Any) -> dict[str, float] | None:
 
 def load_engine(engine: Any, folder: Path, *, load_counters: bool, load_scheduler: bool) -> dict[str, Any]:
     """Buffers and frozen parameters, counters and scheduler from the model states; returns what else is in them."""
-    path = folder / "mp_rank_00_model_states.pt"
+    path = folder / _MODEL_STATES
     header = together(lambda: read_torch(path) if path.exists() else {}, world_group())
     header = header if isinstance(header, dict) else {}
     _load_module(engine.module, header.get("module"))
