@@ -17,7 +17,7 @@ from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.loader import Batch
 from megatron.optimus.observe.flops import flops_per_token, mfu
 from megatron.optimus.observe.metrics import StepMetrics
-from megatron.optimus.optim.schedule import learning_rate
+from megatron.optimus.optim.schedule import largest_grad_norm, learning_rate
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.runtime import device as devices
 from megatron.optimus.runtime.agreement import Ranks
@@ -65,7 +65,7 @@ class Trainer:
             self.ranks.together(first, "reading the first batches", DataError)
             while self.step < training.train_iters:
                 started = time.perf_counter()
-                lr = self._set_learning_rate()
+                lr = self._set_rates()
                 batches = self._to_device(train.batch(self.consumed_samples))
                 report = self._train_step(batches, stop)
                 self.step += 1
@@ -126,10 +126,14 @@ class Trainer:
         last = self.step == training.train_iters and what == "eval" and interval > 0
         return last or (interval > 0 and self.step % interval == 0)
 
-    def _set_learning_rate(self) -> float:
-        lr = learning_rate(self.step, self.config.optimizer, self.config.training.train_iters)
+    def _set_rates(self) -> float:
+        """Learning rate (returned) and largest gradient norm of the next step, functions of its number alone."""
+        config = self.config.optimizer
+        lr = learning_rate(self.step, config, self.config.training.train_iters)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
+        # Not the optimizer's own count of steps: after a restart from weights alone that is younger than the run.
+        self.engine.optimizer.clip_grad = largest_grad_norm(self.step, config)
         return lr
 
     def _to_device(self, batches: list[Batch]) -> list[Batch]:
