@@ -330,6 +330,14 @@ def backend_serves_device(config: RunConfig, world_size: int) -> str | None:
     return f"distributed_backend={backend.value} does not move tensors of device={device.value}; use auto"
 
 
+def profiled_ranks_exist(config: RunConfig, world_size: int) -> str | None:
+    ranks = config.logging.profile_ranks
+    wrong = [rank for rank in ranks if not 0 <= rank < world_size]
+    if not config.logging.profile or (ranks and not wrong):
+        return None
+    return f"profile_ranks={ranks} with {world_size} ranks: use numbers from 0 to {world_size - 1}"
+
+
 RULES: list[Rule] = [
     sizes_fit_ranks,
     layers_fit_stages,
@@ -352,4 +360,5 @@ RULES: list[Rule] = [
     validation_has_data,
     vocabulary_holds_bytes,
     backend_serves_device,
+    profiled_ranks_exist,
 ]

@@ -380,9 +380,24 @@ class LoggingConfig:
     run_dir: str = option("runs/optimus", "metrics.jsonl, checkpoints and pictures of this run")
     log_interval: int = option(1, "steps between progress lines; metrics.jsonl gets every step")
     tensorboard_dir: str | None = option(None, "also write TensorBoard events here")
+    wandb_project: str | None = option(None, "also log to this project of Weights & Biases")
+    wandb_exp_name: str | None = option(None, "name of the run there; default: that of run_dir")
+    profile: bool = option(False, "record a few steps with torch.profiler into <run_dir>/profile")
+    profile_step_start: int = option(10, "first of them, counted from the start or resumption of the run")
+    profile_step_end: int = option(12, "last of them")
+    profile_ranks: list[int] = option([0], "ranks that record")
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "log_interval")
+        _at_least(self, 1, "log_interval", "profile_step_start", "profile_step_end")
+        _require(
+            self.profile_step_end >= self.profile_step_start,
+            f"profile_step_end={self.profile_step_end} comes before profile_step_start={self.profile_step_start}; "
+            f"use {self.profile_step_start} or more",
+        )
+        _require(
+            self.wandb_exp_name is None or self.wandb_project is not None,
+            f"wandb_exp_name={self.wandb_exp_name!r} names a run of no project; give wandb_project too",
+        )
         _require(self.run_dir != "", "run_dir is empty; name a folder, for example runs/first")
 
 

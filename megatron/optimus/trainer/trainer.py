@@ -27,6 +27,7 @@ from megatron.optimus.trainer.checkpoints import Checkpoints
 from megatron.optimus.trainer.engine import DTYPES, build_engine
 from megatron.optimus.trainer.health import TrainingError
 from megatron.optimus.trainer.pending import QueuedStep, Teller
+from megatron.optimus.trainer.profiling import StepProfiler
 from megatron.optimus.trainer.reporting import Reporter
 from megatron.optimus.trainer.schedule import build_schedule
 from megatron.optimus.trainer.step import PendingReport, StepReport, train_step, validation_loss
@@ -61,14 +62,19 @@ class Trainer:
         reporter = self._open_reporter()
         train = self.data.train
         first = partial(train.start, self.consumed_samples, training.train_iters - self.step)
-        with reporter, Teller(reporter, runs_behind=self.runs_behind) as teller, StopRequest() as stop:
+        profiler = StepProfiler(
+            self.config.logging, self.engine.module, self.device, rank=self.mesh.rank, first_step=self.step
+        )
+        with reporter, Teller(reporter, runs_behind=self.runs_behind) as teller, StopRequest() as stop, profiler:
             self.ranks.together(first, "reading the first batches", DataError)
             while self.step < training.train_iters:
+                profiler.before(self.step + 1)
                 started = time.perf_counter()
                 lr = self._set_rates()
                 batches = self._to_device(train.batch(self.consumed_samples))
                 report = self._train_step(batches, stop)
                 self.step += 1
+                profiler.after(self.step)
                 self.consumed_samples += training.global_batch_size
                 validate = self._validate if self._is_due("eval") else None
                 try:
