@@ -306,7 +306,13 @@ def warmup_fits_run(config: RunConfig, world_size: int) -> str | None:
 
 
 def validation_has_data(config: RunConfig, world_size: int) -> str | None:
-    if config.training.eval_interval == 0 or parse_split(config.data.split)[1] > 0:
+    _, valid, test = parse_split(config.data.split)
+    if config.training.skip_train:
+        remedy = "give the second or third share a value, for example '0,1,0' for all of it"
+        return (
+            None if valid + test > 0 else f"skip_train=True but split={config.data.split!r} is training alone; {remedy}"
+        )
+    if config.training.eval_interval == 0 or valid > 0:
         return None
     return (
         f"eval_interval={config.training.eval_interval} but split={config.data.split!r} leaves nothing to validate on; "

@@ -298,6 +298,7 @@ class TrainingConfig:
     seed: int = option(1234, "initial weights and data order")
     eval_interval: int = option(100, "steps between validations; 0 switches them off")
     eval_iters: int = option(10, "global batches per validation")
+    skip_train: bool = option(False, "only evaluate: loss over eval_iters batches of the validation and test shares")
     exit_interval: int = option(0, "stop (after saving) when the step is a multiple of this; 0: never")
     deterministic: bool = option(False, "refuse kernels whose result can change from run to run")
     tune_kernels: bool = option(

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from megatron.optimus.config.schema import RunConfig
-from megatron.optimus.config.serialize import to_dict
+from megatron.optimus.config.serialize import to_dict, to_yaml
 from megatron.optimus.observe.expert_load import ExpertLoad
 from megatron.optimus.observe.metrics import MetricsWriter, StepMetrics
 from megatron.optimus.observe.progress import Progress
@@ -37,6 +37,7 @@ class Reporter:
         if logging.wandb_project:
             self._trackers.append(WandbTracker(logging.wandb_project, logging.wandb_exp_name, run_dir, to_dict(config)))
         self._metrics = MetricsWriter(run_dir, resume_step=first_step)
+        (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
         self._expert_load = ExpertLoad(run_dir, config.parallel)
         self._progress = Progress(config.training.train_iters, first_step, logging.log_interval, mesh.layout.world_size)
 
