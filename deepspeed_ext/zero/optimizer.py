@@ -97,10 +97,10 @@ class EPZeroOptimizer(ZeROOptimizer):
         self._init_engine_attributes()
 
     def _init_engine_attributes(self) -> None:
-        """What DeepSpeed's engine reads from every ZeRO optimizer."""
+        """What DeepSpeed's engine reads from every ZeRO optimizer. ``clip_grad`` may change from step to step."""
+        self.clip_grad = self.options.max_norm
         self.custom_loss_scaler = False
-        self.external_loss_scale = None
-        self.torch_autocast_gradscaler = None
+        self.external_loss_scale = self.torch_autocast_gradscaler = None
         self.loss_scaler = self._state.loss_scale
         self.dynamic_loss_scale = self.loss_scaler is not None and self.loss_scaler.is_dynamic
         self.dp_process_group = self.groups.dense
@@ -228,7 +228,7 @@ class EPZeroOptimizer(ZeROOptimizer):
         self._publisher.wait()  # what no forward has waited for: a gather must not cross the update that follows
         self.finish_reduction()
         counted = [b.shard.grad for f in self.families if f.in_norm for b in f.buckets]
-        scalars = self._state.scalars(global_norm(counted, self.device, self._norm_groups))
+        scalars = self._state.scalars(global_norm(counted, self.device, self._norm_groups), self.clip_grad)
         updated: set[Family] = set()
         for bucket in self._publisher.buckets:
             family = self._family_of[bucket]

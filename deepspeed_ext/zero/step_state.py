@@ -35,8 +35,10 @@ class StepState:
         self._report = _Report(device)
         self.settled_skips = 0  # skipped steps the host has been told of
 
-    def scalars(self, summed_norm: Tensor) -> StepScalars:
-        """From the norm of the summed gradients (0-dim, any float dtype) to clip factor, skip flag and step number."""
+    def scalars(self, summed_norm: Tensor, max_norm: float | None = None) -> StepScalars:
+        """From the norm of the summed gradients (0-dim, any float dtype) to clip factor, skip flag and step number.
+
+        ``max_norm``: of this step, 0 for no clipping; None: the options'."""
         options = self._options
         divisor: float | Tensor = self._divisor
         if self.loss_scale is not None:
@@ -44,8 +46,9 @@ class StepState:
         norm = (summed_norm / divisor).to(torch.float32)
         overflowed = (norm - norm) != 0.0  # of inf and NaN the difference is NaN; isfinite() is four kernels
         factor: float | Tensor = 1.0
-        if options.max_norm > 0:
-            factor = (options.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        max_norm = options.max_norm if max_norm is None else max_norm
+        if max_norm > 0:
+            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             if options.clip_after_steps:
                 factor = torch.where(self._applied >= options.clip_after_steps, factor, 1.0)
         scale = torch.where(overflowed, self._zero, factor / divisor)

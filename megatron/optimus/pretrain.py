@@ -66,6 +66,7 @@ def pretrain(config: RunConfig, launch: LaunchEnv) -> int:
     launch_env.export(launch, device.type)
     # DeepSpeed chooses its accelerator when it is imported, so the device must be known before.
     from megatron.optimus.trainer.engine import init_engine, shutdown_engine
+    from megatron.optimus.trainer.evaluate import evaluate
     from megatron.optimus.trainer.trainer import Trainer
 
     devices.set_device(device)
@@ -87,6 +88,9 @@ def pretrain(config: RunConfig, launch: LaunchEnv) -> int:
             local_world_size=launch.local_world_size,
         )
         logger.info("%s on %s", mesh.describe(), devices.device_name(device))
+        if config.training.skip_train:
+            evaluate(config, mesh, device)
+            return 0
         trainer = Trainer(config, mesh, device)
         code = trainer.fit()
         trainer.close()

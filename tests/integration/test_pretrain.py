@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from megatron.optimus.checkpoint import store
+from megatron.optimus.config.load import load as load_run
 from megatron.optimus.config.placement import to_json
 from megatron.optimus.observe.expert_load import report
 from megatron.optimus.observe.metrics import read_metrics
@@ -58,6 +60,8 @@ def test_every_step_is_reported_and_the_loss_falls(unbroken: Path) -> None:
     assert lines[-1]["valid_loss"] < lines[3]["valid_loss"] < lines[0]["loss"] + 0.05
     assert any(line["save_stall_s"] > 0 for line in lines if "save_stall_s" in line)
     assert any(line["save_drain_s"] > 0 for line in lines if "save_drain_s" in line)
+    again = load_run(["--config", str(unbroken / "config.yaml")]).config
+    assert (again.training.train_iters, again.parallel.expert_model_parallel_size) == (8, 2)
     load = json.loads((unbroken / "expert_load.json").read_text())
     assert [sum(layer) for layer in load["slots_per_layer_and_expert"]] == [8 * 32 * 2] * 2
 
@@ -227,6 +231,24 @@ def test_finetune_takes_only_the_weights(tmp_path: Path, pretrain: Program, unbr
     [line] = numbers(tmp_path)
     assert line["step"] == 1
     assert line["loss"] < numbers(unbroken)[0]["loss"] - 0.1
+
+
+def test_a_checkpoint_is_evaluated_at_another_layout_as_its_run_did(
+    tmp_path: Path, pretrain: Program, unbroken: Path
+) -> None:
+    """The same loss as the run's own validation; a share without a batch is left out by name."""
+    said = succeed(pretrain(tmp_path, "--skip-train", "--load", unbroken / "checkpoints"))
+    found = json.loads((tmp_path / "evaluation.json").read_text())
+    expected = numbers(unbroken)[-1]["valid_loss"]
+    assert found["step"] == 8 and found["validation"]["loss"] == pytest.approx(expected, rel=1e-5)
+    assert found["validation"]["perplexity"] == pytest.approx(math.exp(expected), rel=1e-4)
+    assert found["validation"]["tokens"] == 8 * 32 and "test" not in found and "not evaluated: test" in said
+    assert not list((tmp_path / "checkpoints").glob("step-*")) and not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_evaluation_without_a_checkpoint_is_an_error(tmp_path: Path, pretrain: Program) -> None:
+    result = pretrain(tmp_path, "--skip-train", "--split", "0,1,1")
+    assert result.returncode == 2 and "there is no checkpoint to evaluate" in result.stderr
 
 
 def test_bf16_follows_fp32(tmp_path: Path, pretrain: Program) -> None:

@@ -306,7 +306,13 @@ def warmup_fits_run(config: RunConfig, world_size: int) -> str | None:
 
 
 def validation_has_data(config: RunConfig, world_size: int) -> str | None:
-    if config.training.eval_interval == 0 or parse_split(config.data.split)[1] > 0:
+    _, valid, test = parse_split(config.data.split)
+    if config.training.skip_train:
+        remedy = "give the second or third share a value, for example '0,1,0' for all of it"
+        return (
+            None if valid + test > 0 else f"skip_train=True but split={config.data.split!r} is training alone; {remedy}"
+        )
+    if config.training.eval_interval == 0 or valid > 0:
         return None
     return (
         f"eval_interval={config.training.eval_interval} but split={config.data.split!r} leaves nothing to validate on; "
@@ -328,6 +334,14 @@ def backend_serves_device(config: RunConfig, world_size: int) -> str | None:
     if served is None or device in (served, Device.AUTO):
         return None
     return f"distributed_backend={backend.value} does not move tensors of device={device.value}; use auto"
+
+
+def profiled_ranks_exist(config: RunConfig, world_size: int) -> str | None:
+    ranks = config.logging.profile_ranks
+    wrong = [rank for rank in ranks if not 0 <= rank < world_size]
+    if not config.logging.profile or (ranks and not wrong):
+        return None
+    return f"profile_ranks={ranks} with {world_size} ranks: use numbers from 0 to {world_size - 1}"
 
 
 RULES: list[Rule] = [
@@ -352,4 +366,5 @@ RULES: list[Rule] = [
     validation_has_data,
     vocabulary_holds_bytes,
     backend_serves_device,
+    profiled_ranks_exist,
 ]

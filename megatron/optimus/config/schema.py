@@ -3,16 +3,38 @@
 A field is a flag: ``num_layers`` is ``--num-layers`` on the command line and ``model: {num_layers: ...}`` in a file.
 Field names are unique over all sections, so a flag needs no prefix. ``metadata["help"]`` is the flag's help text.
 Rules that involve one section live in its ``__post_init__`` (a section cannot exist with impossible values); rules
-across sections live in checks.py. Comparisons are written so that NaN fails them.
+across sections live in checks.py, the choices (enums) in choices.py. Comparisons are written so that NaN fails them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum
 from fractions import Fraction
 from typing import Any
+
+from megatron.optimus.config.choices import (
+    Backend,
+    ContextCommunication,
+    Device,
+    ExpertPlacement,
+    LoadBalancing,
+    LRDecayStyle,
+    MuonLRAdjustment,
+    Normalization,
+    OptimizerName,
+    Packing,
+    PipelineSchedule,
+    Precision,
+    QKNormScope,
+    Recompute,
+    RotaryScaling,
+    ScoreFunction,
+    StateDtype,
+    TokenDispatcher,
+    TokenizerType,
+    WSDDecayStyle,
+)
 
 
 class ConfigError(ValueError):
@@ -27,121 +49,6 @@ def one_of(values: Iterable[object]) -> str:
 
 def divisors(number: int) -> list[int]:
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
-
-
-class Normalization(str, Enum):
-    RMSNORM = "rmsnorm"
-    LAYERNORM_NONPARAMETRIC = "layernorm-nonparametric"  # OLMo-1B: no scale, no shift
-
-
-class QKNormScope(str, Enum):
-    FULL = "full"  # one statistic and one scale over all heads together: OLMoE, Mula
-    HEAD = "head"  # a statistic per head, one scale of its width shared by all heads: Qwen3
-
-
-class RotaryScaling(str, Enum):
-    NONE = "none"
-    LINEAR = "linear"  # every frequency divided by the factor (arXiv 2306.15595)
-    LLAMA3 = "llama3"  # low frequencies divided, high ones kept, a ramp between (arXiv 2407.21783)
-
-
-class ScoreFunction(str, Enum):
-    SOFTMAX = "softmax"
-    SIGMOID = "sigmoid"
-
-
-class LoadBalancing(str, Enum):
-    NONE = "none"
-    AUX_LOSS = "aux_loss"  # statistics of one micro-batch of one rank
-    GLOBAL_AUX_LOSS = "global_aux_loss"  # statistics of the global batch
-
-
-class TokenDispatcher(str, Enum):
-    ALLGATHER = "allgather"  # all-gather in, reduce-scatter out: the paper's
-    ALLTOALL = "alltoall"  # each token once to every rank that has one of its experts
-    HIERARCHICAL = "hierarchical"  # each token once to every such node, there once to every such rank
-    SYMMETRIC = "symmetric"  # as alltoall, by GPUs of one node that read and write each other's memory
-    AUTO = "auto"  # the fastest of these as measured at the start; with --deterministic allgather
-
-
-class ExpertPlacement(str, Enum):
-    CONTIGUOUS = "contiguous"  # rank r owns experts [r*E/EP, (r+1)*E/EP)
-    INTERLEAVED = "interleaved"  # rank r owns experts r, r+EP, r+2*EP, ...
-
-
-class PipelineSchedule(str, Enum):
-    ONE_F_ONE_B = "1f1b"
-    INTERLEAVED_1F1B = "interleaved-1f1b"  # several chunks of layers per rank: a smaller bubble, more messages
-    INTERLEAVED_ZERO_BUBBLE = "interleaved-zero-bubble"  # weight gradients fill the bubble (arXiv 2401.10241)
-    ZBV = "zbv"  # zero bubble in V shape, two chunks per rank
-
-
-class ContextCommunication(str, Enum):
-    A2A = "a2a"  # Ulysses: all-to-all, each rank then has all positions of some heads
-    P2P = "p2p"  # ring attention: keys and values go round, each rank keeps its positions
-
-
-class Recompute(str, Enum):
-    """Parts of a layer whose activations are recomputed in the backward; bits 1, 2 and 4 of arXiv 2604.00785."""
-
-    MOE = "moe"  # the experts; the dense MLP in a layer without experts
-    ATTENTION = "attention"
-    NORM = "norm"
-
-
-class Precision(str, Enum):
-    BF16 = "bf16"
-    FP32 = "fp32"
-
-
-class OptimizerName(str, Enum):
-    ADAM = "adam"  # AdamW: weight decay on the weights
-    SGD = "sgd"
-    MUON = "muon"  # for hidden matrices; AdamW for embeddings, output projection and norms
-    LION = "lion"
-
-
-class StateDtype(str, Enum):
-    FP32 = "fp32"
-    BF16 = "bf16"
-    INT8 = "int8"  # a scale for every 256 elements
-
-
-class MuonLRAdjustment(str, Enum):
-    ORIGINAL = "original"  # lr * sqrt(max(1, rows / columns))
-    MATCH_RMS_ADAMW = "match_rms_adamw"  # lr * 0.2 * sqrt(max(rows, columns)): AdamW's lr and weight decay carry over
-
-
-class LRDecayStyle(str, Enum):
-    COSINE = "cosine"
-    LINEAR = "linear"
-    CONSTANT = "constant"
-
-
-class TokenizerType(str, Enum):
-    HF = "HuggingFaceTokenizer"  # a tokenizer.json or a folder that holds one
-    SENTENCEPIECE = "SentencePieceTokenizer"
-    TIKTOKEN = "TikTokenizer"  # a .tiktoken file of ranks
-    BYTE = "ByteLevelTokenizer"  # 256 bytes + end of document, no file
-
-
-class Packing(str, Enum):
-    NONE = "none"  # instances are windows of the stream of documents
-    BEST_FIT = "best-fit"  # of whole documents, few of them cut
-
-
-class Backend(str, Enum):
-    AUTO = "auto"
-    NCCL = "nccl"
-    XCCL = "xccl"
-    GLOO = "gloo"
-
-
-class Device(str, Enum):
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-    XPU = "xpu"
 
 
 def option(default: Any, help: str) -> Any:
@@ -337,6 +244,8 @@ class OptimizerConfig:
     min_lr: float = option(4e-5, "learning rate at the start of warm-up and at the end")
     lr_decay_style: LRDecayStyle = option(LRDecayStyle.COSINE, "shape of the decay after warm-up")
     lr_decay_iters: int | None = option(None, "steps until min_lr; default: train_iters")
+    lr_wsd_decay_iters: int | None = option(None, "WSD: the last steps of lr_decay_iters, in which the rate goes down")
+    lr_wsd_decay_style: WSDDecayStyle = option(WSDDecayStyle.LINEAR, "WSD: shape of that decay")
     lr_warmup_iters: int = option(0, "linear warm-up steps")
     weight_decay: float = option(0.1, "decoupled weight decay, on every parameter as in the paper unless excluded")
     weight_decay_norms: bool = option(True, "decay the weights of norms")
@@ -352,11 +261,12 @@ class OptimizerConfig:
     muon_num_ns_steps: int = option(5, "Newton-Schulz iterations that orthogonalise an update")
     muon_adjust_lr_fn: MuonLRAdjustment = option(MuonLRAdjustment.MATCH_RMS_ADAMW, "lr of a matrix by its shape")
     clip_grad: float = option(1.0, "largest global gradient norm; 0 switches clipping off")
+    clip_grad_after_warmup: bool = option(False, "clip from the end of warm-up on only, as the Optimus paper does")
 
     def __post_init__(self) -> None:
         _positive(self, "lr", "adam_eps")
         _at_least(self, 0, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad")
-        _at_least(self, 1, "lr_decay_iters", "ddp_bucket_size")
+        _at_least(self, 1, "lr_decay_iters", "lr_wsd_decay_iters", "ddp_bucket_size")
         _require(self.zero_stage in range(4), f"zero_stage={self.zero_stage} does not exist; use 0, 1, 2 or 3")
         _require(self.min_lr <= self.lr, f"min_lr={self.min_lr} exceeds lr={self.lr}; use at most {self.lr}")
         _at_least(self, 1, "muon_num_ns_steps")
@@ -367,6 +277,14 @@ class OptimizerConfig:
             self.lr_decay_iters is None or self.lr_warmup_iters <= self.lr_decay_iters,
             f"lr_warmup_iters={self.lr_warmup_iters} exceeds lr_decay_iters={self.lr_decay_iters}; "
             f"use at most {self.lr_decay_iters}",
+        )
+        is_wsd = self.lr_decay_style is LRDecayStyle.WSD
+        _require(
+            is_wsd == (self.lr_wsd_decay_iters is not None),
+            "lr_decay_style=WSD needs lr_wsd_decay_iters, the steps in which the rate goes down; use a tenth of all"
+            if is_wsd
+            else f"lr_wsd_decay_iters={self.lr_wsd_decay_iters} is for lr_decay_style=WSD, and this is "
+            f"{self.lr_decay_style.value}; leave it out, or change the style",
         )
 
 
@@ -380,6 +298,7 @@ class TrainingConfig:
     seed: int = option(1234, "initial weights and data order")
     eval_interval: int = option(100, "steps between validations; 0 switches them off")
     eval_iters: int = option(10, "global batches per validation")
+    skip_train: bool = option(False, "only evaluate: loss over eval_iters batches of the validation and test shares")
     exit_interval: int = option(0, "stop (after saving) when the step is a multiple of this; 0: never")
     deterministic: bool = option(False, "refuse kernels whose result can change from run to run")
     tune_kernels: bool = option(
@@ -462,9 +381,24 @@ class LoggingConfig:
     run_dir: str = option("runs/optimus", "metrics.jsonl, checkpoints and pictures of this run")
     log_interval: int = option(1, "steps between progress lines; metrics.jsonl gets every step")
     tensorboard_dir: str | None = option(None, "also write TensorBoard events here")
+    wandb_project: str | None = option(None, "also log to this project of Weights & Biases")
+    wandb_exp_name: str | None = option(None, "name of the run there; default: that of run_dir")
+    profile: bool = option(False, "record a few steps with torch.profiler into <run_dir>/profile")
+    profile_step_start: int = option(10, "first of them, counted from the start or resumption of the run")
+    profile_step_end: int = option(12, "last of them")
+    profile_ranks: list[int] = option([0], "ranks that record")
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "log_interval")
+        _at_least(self, 1, "log_interval", "profile_step_start", "profile_step_end")
+        _require(
+            self.profile_step_end >= self.profile_step_start,
+            f"profile_step_end={self.profile_step_end} comes before profile_step_start={self.profile_step_start}; "
+            f"use {self.profile_step_start} or more",
+        )
+        _require(
+            self.wandb_exp_name is None or self.wandb_project is not None,
+            f"wandb_exp_name={self.wandb_exp_name!r} names a run of no project; give wandb_project too",
+        )
         _require(self.run_dir != "", "run_dir is empty; name a folder, for example runs/first")
 
 

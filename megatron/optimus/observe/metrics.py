@@ -27,6 +27,7 @@ class StepMetrics:
     grad_norm: float  # global, before clipping
     lr: float
     step_time_s: float
+    data_wait_s: float  # of that, the first rank waited this long for its batch to be read
     tokens_per_second_per_device: float
     tflops_per_device: float
     mfu: float | None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from megatron.optimus.config.schema import Packing, RunConfig
+from megatron.optimus.config.schema import Packing, RunConfig, parse_split
 from megatron.optimus.data.dataset import InstanceSet, Split
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles, open_together
@@ -29,6 +30,8 @@ from megatron.optimus.runtime.agreement import Ranks
 from megatron.optimus.trainer.engine import DTYPES
 from megatron.optimus.trainer.step import own_part
 from megatron.optimus.trainer.tiles import settle_tiles
+
+logger = logging.getLogger("optimus")
 
 
 def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> Decoder:
@@ -60,6 +63,35 @@ def build_data(config: RunConfig, mesh: Mesh, device: torch.device) -> RunData:
     sources = ranks.together(lambda: read_sources(config.data), "reading what the data is", DataError)
     files = open_together(sources.prefixes, ranks)
     return ranks.together(lambda: _loaders(config, mesh, device, sources, files), "opening the data", DataError)
+
+
+def build_evaluation_data(config: RunConfig, mesh: Mesh, device: torch.device) -> dict[str, BatchLoader]:
+    """Loaders of "validation" and "test", those of the two whose share holds a global batch. Collective.
+
+    Raises DataError on every rank if neither does, or if the data cannot be used.
+    """
+    ranks = Ranks(None, device)
+    sources = ranks.together(lambda: read_sources(config.data), "reading what the data is", DataError)
+    files = open_together(sources.prefixes, ranks)
+
+    def loaders() -> dict[str, BatchLoader]:
+        options, _ = _documents(config)
+        shares = parse_split(config.data.split)
+        parts = {name: part for name, part in (("validation", Split.VALID), ("test", Split.TEST)) if shares[part] > 0}
+        found, problems = {}, []
+        for name, part in parts.items():
+            try:
+                instances = _instances(config, sources, files, part)
+                found[name] = _loader(config, mesh, device, options, None, instances, part)
+            except DataError as error:
+                problems.append(f"{name}: {error}")
+        if not found:
+            raise DataError("; ".join(problems))
+        for problem in problems:
+            logger.warning("not evaluated: %s", problem)
+        return found
+
+    return ranks.together(loaders, "opening the data", DataError)
 
 
 def _loaders(config: RunConfig, mesh: Mesh, device: torch.device, sources: Sources, files: TokenFiles) -> RunData:
@@ -136,7 +168,7 @@ def _loader(
         data_parallel_size=mesh.size("dp"),
         seed=training.seed,
         shuffle=part is Split.TRAIN,
-        max_batches=training.eval_iters if part is Split.VALID else None,
+        max_batches=None if part is Split.TRAIN else training.eval_iters,
         options=options,
         fim=fim,
         keep=partial(own_part, positions_S=own_positions(training.seq_length, config.parallel, mesh)),

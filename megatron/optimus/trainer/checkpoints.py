@@ -39,6 +39,7 @@ class Checkpoints:
         self._root = Path(config.checkpoint.save or Path(config.logging.run_dir) / "checkpoints")
         self._drain_s: float | None = None
         self._tried: Manifest | None = None  # the last checkpoint that resume looked at
+        self.found_none = False  # resume kept the initial weights
         self._claim = self._ranks.together(
             lambda: Claim(self._root) if mesh.rank == 0 else None, f"claiming {self._root}", CheckpointError
         )
@@ -176,6 +177,7 @@ class Checkpoints:
             requests = self._all_requests if has_moments else self._weight_requests
             found = path, store.load_together(path, requests, cast=True, device=device)
         if found is None:
+            self.found_none = True
             logger.info("starting from initial weights (seed %d)", self._config.training.seed)
             return 0, 0
         path, manifest = found

@@ -1,18 +1,20 @@
-"""Everything a run tells: metrics.jsonl, expert loads, the progress line and TensorBoard. Rank 0 alone writes."""
+"""Everything a run tells: metrics.jsonl, expert loads, the progress line and trackers. Rank 0 alone writes."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 from megatron.optimus.config.schema import RunConfig
+from megatron.optimus.config.serialize import to_dict, to_yaml
 from megatron.optimus.observe.expert_load import ExpertLoad
 from megatron.optimus.observe.metrics import MetricsWriter, StepMetrics
 from megatron.optimus.observe.progress import Progress
-from megatron.optimus.observe.trackers import TensorBoardTracker
+from megatron.optimus.observe.trackers import TensorBoardTracker, Tracker, WandbTracker
 from megatron.optimus.parallel.mesh import Mesh
 
 logger = logging.getLogger("optimus")
@@ -22,14 +24,20 @@ class Reporter:
     """On rank 0 a writer of every output that the configuration asks for; on other ranks nothing."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, first_step: int) -> None:
-        """Raises OSError where nothing can be written, ConfigError for a missing package; both on rank 0 alone."""
+        """Raises OSError where nothing can be written, ConfigError for a missing package, a tracker's own errors; all
+        on rank 0 alone."""
         self._silent = mesh.rank != 0
         self._has_failed = False
         if self._silent:
             return
         run_dir, logging = Path(config.logging.run_dir), config.logging
-        self._tracker = TensorBoardTracker(logging.tensorboard_dir, first_step) if logging.tensorboard_dir else None
+        self._trackers: list[Tracker] = []
+        if logging.tensorboard_dir:
+            self._trackers.append(TensorBoardTracker(logging.tensorboard_dir, first_step))
+        if logging.wandb_project:
+            self._trackers.append(WandbTracker(logging.wandb_project, logging.wandb_exp_name, run_dir, to_dict(config)))
         self._metrics = MetricsWriter(run_dir, resume_step=first_step)
+        (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
         self._expert_load = ExpertLoad(run_dir, config.parallel)
         self._progress = Progress(config.training.train_iters, first_step, logging.log_interval, mesh.layout.world_size)
 
@@ -40,9 +48,8 @@ class Reporter:
         metrics = dataclasses.replace(metrics, valid_loss=valid_loss)
         self._progress.update(metrics)
         self._try(lambda: self._metrics.write(metrics))
-        if self._tracker is not None:
-            tracker = self._tracker
-            self._try(lambda: tracker.write(metrics))
+        for tracker in self._trackers:
+            self._try(partial(tracker.write, metrics))
         self._expert_load.add(metrics.step, expert_load_LE)
         if valid_loss is not None:
             self._try(self._expert_load.write)
@@ -67,5 +74,5 @@ class Reporter:
         self._progress.close()
         self._try(self._expert_load.write)
         self._try(self._metrics.close)
-        if self._tracker is not None:
-            self._try(self._tracker.close)
+        for tracker in self._trackers:
+            self._try(tracker.close)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.data.loader import Batch
@@ -21,6 +22,9 @@ from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.runtime import device as devices
 from megatron.optimus.trainer.engine import Engine, step_outcome
 from megatron.optimus.trainer.schedule import MicroBatchRecord, Schedule
+
+# Phases of a step in profiles (profiling.py lists what begins with "part: ").
+FORWARD_BACKWARD, OPTIMIZER_STEP = "part: forward and backward", "part: optimizer step"
 
 
 @dataclass(frozen=True)
@@ -156,9 +160,11 @@ def train_step(
     asked to end the run; the report says whether any was. Nothing here waits for the device.
     """
     totals = _Totals(config)
-    seen = schedule.forward_backward(batches, _labels_each(batches, mesh))
+    with record_function(FORWARD_BACKWARD):
+        seen = schedule.forward_backward(batches, _labels_each(batches, mesh))
     before_update()
-    engine.step()
+    with record_function(OPTIMIZER_STEP):
+        engine.step()
     for record, batch in zip(seen, batches, strict=True):
         totals.add(record, batch)
     totals.reduce(mesh.group("world"), stop_requested=stop_requested())

@@ -17,7 +17,7 @@ from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.loader import Batch
 from megatron.optimus.observe.flops import flops_per_token, mfu
 from megatron.optimus.observe.metrics import StepMetrics
-from megatron.optimus.optim.schedule import learning_rate
+from megatron.optimus.optim.schedule import largest_grad_norm, learning_rate
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.runtime import device as devices
 from megatron.optimus.runtime.agreement import Ranks
@@ -25,11 +25,13 @@ from megatron.optimus.runtime.stopping import StopRequest
 from megatron.optimus.trainer.build import build_data, build_model
 from megatron.optimus.trainer.checkpoints import Checkpoints
 from megatron.optimus.trainer.engine import DTYPES, build_engine
+from megatron.optimus.trainer.evaluate import loss_over
 from megatron.optimus.trainer.health import TrainingError
 from megatron.optimus.trainer.pending import QueuedStep, Teller
+from megatron.optimus.trainer.profiling import StepProfiler
 from megatron.optimus.trainer.reporting import Reporter
 from megatron.optimus.trainer.schedule import build_schedule
-from megatron.optimus.trainer.step import PendingReport, StepReport, train_step, validation_loss
+from megatron.optimus.trainer.step import PendingReport, StepReport, train_step
 
 logger = logging.getLogger("optimus")
 
@@ -61,18 +63,25 @@ class Trainer:
         reporter = self._open_reporter()
         train = self.data.train
         first = partial(train.start, self.consumed_samples, training.train_iters - self.step)
-        with reporter, Teller(reporter, runs_behind=self.runs_behind) as teller, StopRequest() as stop:
+        profiler = StepProfiler(
+            self.config.logging, self.engine.module, self.device, rank=self.mesh.rank, first_step=self.step
+        )
+        with reporter, Teller(reporter, runs_behind=self.runs_behind) as teller, StopRequest() as stop, profiler:
             self.ranks.together(first, "reading the first batches", DataError)
             while self.step < training.train_iters:
+                profiler.before(self.step + 1)
                 started = time.perf_counter()
-                lr = self._set_learning_rate()
-                batches = self._to_device(train.batch(self.consumed_samples))
+                lr = self._set_rates()
+                read = train.batch(self.consumed_samples)
+                waited = time.perf_counter() - started
+                batches = [batch.to(self.device) for batch in read]
                 report = self._train_step(batches, stop)
                 self.step += 1
+                profiler.after(self.step)
                 self.consumed_samples += training.global_batch_size
                 validate = self._validate if self._is_due("eval") else None
                 try:
-                    teller.add(QueuedStep(self.step, report, self._line(lr), started, validate))
+                    teller.add(QueuedStep(self.step, report, self._line(lr, waited), started, validate))
                     if teller.stop_requested:
                         second = "; a second signal ends the run at once" if stop.signal is not None else ""
                         why = "data cannot be read" if train.failure() else "a rank lacks data or was asked to stop"
@@ -126,27 +135,21 @@ class Trainer:
         last = self.step == training.train_iters and what == "eval" and interval > 0
         return last or (interval > 0 and self.step % interval == 0)
 
-    def _set_learning_rate(self) -> float:
-        lr = learning_rate(self.step, self.config.optimizer, self.config.training.train_iters)
+    def _set_rates(self) -> float:
+        """Learning rate (returned) and largest gradient norm of the next step, functions of its number alone."""
+        config = self.config.optimizer
+        lr = learning_rate(self.step, config, self.config.training.train_iters)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
+        # Not the optimizer's own count of steps: after a restart from weights alone that is younger than the run.
+        self.engine.optimizer.clip_grad = largest_grad_norm(self.step, config)
         return lr
 
-    def _to_device(self, batches: list[Batch]) -> list[Batch]:
-        return [batch.to(self.device) for batch in batches]
-
     def _validate(self) -> float:
-        valid = self.data.valid
-        assert valid is not None and valid.num_batches is not None
-        size = self.config.training.global_batch_size
+        assert self.data.valid is not None
+        return loss_over(self.data.valid, self.schedule, self.config, self.mesh, self.device, self.ranks)
 
-        def read(number: int) -> list[Batch]:
-            return self.ranks.together(partial(valid.batch, number * size), "reading validation data", DataError)
-
-        batches = (self._to_device(read(number)) for number in range(valid.num_batches))
-        return validation_loss(self.schedule, batches, self.config.model, self.mesh)
-
-    def _line(self, lr: float) -> Callable[[StepReport, float], StepMetrics]:
+    def _line(self, lr: float, data_wait_s: float) -> Callable[[StepReport, float], StepMetrics]:
         """The metrics of the step just queued, from what it did and the seconds it took."""
         training, model = self.config.training, self.config.model
         tokens = training.global_batch_size * training.seq_length / self.mesh.layout.world_size
@@ -156,6 +159,7 @@ class Trainer:
             "step": self.step,
             "consumed_tokens": self.consumed_samples * training.seq_length,
             "lr": lr,
+            "data_wait_s": data_wait_s,
             "peak_memory_gib": devices.peak_memory(self.device) / 2**30 or None,
             **self.checkpoints.take_times(),
         }

@@ -59,6 +59,7 @@ def test_mula_recipe_and_layout(preset: str, ep: int, pp: int, steps: int) -> No
     assert (parallel.expert_model_parallel_size, parallel.pipeline_model_parallel_size) == (ep, pp)
     assert (optimizer.lr, optimizer.min_lr, optimizer.lr_warmup_iters) == (4e-4, 4e-5, 2500)
     assert (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.weight_decay) == (0.9, 0.99, 0.1)
+    assert (optimizer.clip_grad, optimizer.clip_grad_after_warmup) == (1.0, True)
     assert (training.global_batch_size, training.seq_length, training.train_iters) == (3072, 2048, steps)
     check(config, 3072)  # the paper's 3,072 tiles
     assert gradient_accumulation_steps(config, 3072) == pp

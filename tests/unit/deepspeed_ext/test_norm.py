@@ -54,3 +54,5 @@ def test_scalars_of_a_step_clip_count_and_skip() -> None:
     small = state.scalars(norm / 1000)
     assert (small.scale.item(), small.step.item()) == (0.25, 3.0)
     assert state.settle() and state.settled_skips == 1 and not state.was_skipped
+    unclipped, clipped = state.scalars(norm, 0.0), state.scalars(norm, 5.0)
+    assert unclipped.scale.item() == 0.25 and clipped.scale.item() == pytest.approx(0.125, rel=1e-6)

@@ -5,6 +5,8 @@ import math
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,7 @@ from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.observe.metrics import MetricsWriter
 from megatron.optimus.observe.progress import Progress, duration
 from megatron.optimus.observe.report import plot_losses
-from megatron.optimus.observe.trackers import TensorBoardTracker
+from megatron.optimus.observe.trackers import TensorBoardTracker, WandbTracker
 from tests.unit.observe.test_metrics import metrics
 
 
@@ -115,3 +117,38 @@ def test_a_run_without_a_finite_loss_has_no_curve(tmp_path: Path) -> None:
         writer.write(metrics(1, loss=math.nan))
     with pytest.raises(ValueError, match="no finite loss"):
         plot_losses(tmp_path / "metrics.jsonl", tmp_path / "loss.png", "run", 8.3)
+
+
+class FakeWandb:
+    """The three calls of wandb that are used; a run's id is made where none is given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def init(self, **arguments: Any) -> Any:
+        self.calls.append(("init", arguments))
+        return SimpleNamespace(
+            id=arguments["id"] or "made", log=lambda *a, **k: self.calls.append((*a, k)), finish=lambda: None
+        )
+
+
+def test_wandb_gets_every_number_and_a_resumed_run_goes_on_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for _ in range(2):
+        tracker = WandbTracker("moe", None, tmp_path / "first", {"model": {"num_layers": 2}})
+        tracker.write(metrics(7, valid_loss=3.5))
+        tracker.close()
+    (_, first), (numbers, keywords), (_, second), _ = fake.calls
+    assert (first["project"], first["name"], first["config"]) == ("moe", "first", {"model": {"num_layers": 2}})
+    assert (first["id"], second["id"], second["resume"]) == (None, "made", "allow")
+    assert keywords == {"step": 7} and numbers["valid_loss"] == 3.5
+    assert not {"step", "mfu"} & numbers.keys(), "what is not applicable is left out"
+
+
+def test_wandb_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"wandb_project='moe' needs a package .*pip install wandb"):
+        WandbTracker("moe", None, tmp_path, {})

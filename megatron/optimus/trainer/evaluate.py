@@ -1,0 +1,78 @@
+"""The loss of a checkpoint on data that no step has seen, at any layout; and of a run between its steps."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.optimus.checkpoint.errors import CheckpointError
+from megatron.optimus.config.checks import gradient_accumulation_steps
+from megatron.optimus.config.schema import RunConfig
+from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.loader import Batch, BatchLoader
+from megatron.optimus.parallel.mesh import Mesh
+from megatron.optimus.runtime.agreement import Ranks
+from megatron.optimus.trainer.build import build_evaluation_data, build_model
+from megatron.optimus.trainer.checkpoints import Checkpoints
+from megatron.optimus.trainer.engine import build_engine
+from megatron.optimus.trainer.health import TrainingError
+from megatron.optimus.trainer.schedule import Schedule, build_schedule
+from megatron.optimus.trainer.step import validation_loss
+
+FILE_NAME = "evaluation.json"
+
+logger = logging.getLogger("optimus")
+
+
+def loss_over(
+    loader: BatchLoader, schedule: Schedule, config: RunConfig, mesh: Mesh, device: torch.device, ranks: Ranks
+) -> float:
+    """Mean cross-entropy in nats per label over all batches of ``loader``. Collective."""
+    assert loader.num_batches is not None
+    size = config.training.global_batch_size
+
+    def read(number: int) -> list[Batch]:
+        batches = ranks.together(partial(loader.batch, number * size), "reading validation data", DataError)
+        return [batch.to(device) for batch in batches]
+
+    return validation_loss(schedule, map(read, range(loader.num_batches)), config.model, mesh)
+
+
+def evaluate(config: RunConfig, mesh: Mesh, device: torch.device) -> None:
+    """What ``skip_train`` asks for: writes ``<run_dir>/evaluation.json``. Collective.
+
+    The checkpoint is the one a training run would take up; nothing is trained and no checkpoint written. Raises
+    CheckpointError where there is none, DataError without data, on every rank.
+    """
+    ranks = Ranks(None, device)
+    loaders = build_evaluation_data(config, mesh, device)
+    model = build_model(config, mesh, device)
+    engine = build_engine(model, config, mesh, gradient_accumulation_steps(config, mesh.layout.world_size))
+    schedule = build_schedule(config, engine, mesh, device)
+    checkpoints = Checkpoints(config, mesh, device, model, engine)
+    step, _ = checkpoints.resume()
+    if checkpoints.found_none:
+        raise CheckpointError("skip_train=True, but there is no checkpoint to evaluate; name one in load, or a run_dir")
+    found: dict[str, Any] = {"step": step}
+    tokens = config.training.global_batch_size * config.training.seq_length
+    for name, loader in loaders.items():
+        loss = loss_over(loader, schedule, config, mesh, device, ranks)
+        perplexity = math.exp(min(loss, 700.0))  # beyond that no float holds it
+        found[name] = {"loss": loss, "perplexity": perplexity, "tokens": (loader.num_batches or 0) * tokens}
+        logger.info("%s: loss %.4f nats, perplexity %.2f, %d tokens", name, loss, perplexity, found[name]["tokens"])
+        loader.close()
+    checkpoints.close()
+
+    def write() -> None:
+        if mesh.rank == 0:
+            folder = Path(config.logging.run_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / FILE_NAME).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+    ranks.together(write, f"writing {FILE_NAME}", TrainingError)

@@ -1,0 +1,55 @@
+"""What a recipe asks for, found again in the weights that a run leaves, and the profile of such a run."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.optimus.observe.metrics import read_metrics
+from tests.integration.conftest import Program
+from tests.integration.test_pretrain import succeed, tensors
+
+STEPS, CLIP = 5, 0.01
+RECIPE = (
+    f"--optimizer sgd --sgd-momentum 0 --weight-decay 0 --clip-grad {CLIP} --clip-grad-after-warmup "
+    f"--lr 0.1 --min-lr 0.01 --lr-warmup-iters 2 --lr-decay-style WSD --lr-wsd-decay-iters 2 --train-iters {STEPS} "
+    f"--save-interval 1 --save-retain {STEPS} --eval-interval 0 --expert-model-parallel-size 2 "
+    "--profile --profile-step-start 2 --profile-step-end 3 --profile-ranks 0 1"
+)
+TRACE = "steps-2-3-rank-{}.trace.json.gz"
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory, pretrain: Program) -> Path:
+    """Two ranks of plain SGD: the length of an update is the learning rate times the norm of what was applied."""
+    folder = tmp_path_factory.mktemp("recipe")
+    succeed(pretrain(folder, *RECIPE.split(), ranks=2))
+    return folder
+
+
+def test_updates_have_the_length_that_schedule_and_clipping_give_them(run_dir: Path) -> None:
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    assert [line["lr"] for line in lines] == pytest.approx([0.055, 0.1, 0.1, 0.1, 0.055])
+    masters = [
+        {name: x for (name, kind), x in tensors(run_dir / f"checkpoints/step-{step:08d}").items() if kind == "master"}
+        for step in range(1, STEPS + 1)
+    ]
+    for line, before, after in zip(lines[1:], masters, masters[1:], strict=False):
+        moved = sum(float((after[name] - before[name]).double().square().sum()) for name in before) ** 0.5
+        applied = line["grad_norm"] if line["step"] <= 2 else CLIP
+        assert line["grad_norm"] > 10 * CLIP and moved / line["lr"] == pytest.approx(applied, rel=1e-3)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_profile_has_the_steps_asked_for_and_their_parts(run_dir: Path, rank: int) -> None:
+    with gzip.open(run_dir / "profile" / TRACE.format(rank)) as file:
+        names = [event.get("name") for event in json.load(file)["traceEvents"]]
+    assert names.count("part: optimizer step") == names.count("part: forward and backward") == 2
+    assert names.count("part: layers.moe.router") == 2 * 2 * 2  # layers, micro-batches, steps
+    table = (run_dir / "profile" / TRACE.format(rank).replace(".trace.json.gz", ".txt")).read_text().splitlines()
+    parts = {line.split()[3]: line.split() for line in table if "layers." in line}
+    assert {"layers.attention", "layers.attention_norm", "layers.moe", "layers.moe.router"} <= parts.keys()
+    assert float(parts["layers.moe"][2]) == 4.0 and float(parts["layers.moe"][0]) > float(parts["layers.moe.router"][0])
