@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,13 @@ class _Holder(torch.nn.Module):
         return x
 
 
+class _Arrived:
+    """Stands in for a gather of several ranks that is over when somebody waits for it."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
 def thread_ms(action: Callable[[], Any]) -> float:
     """Processor time of this thread."""
     began = time.thread_time()
@@ -168,15 +176,17 @@ def thread_ms(action: Callable[[], Any]) -> float:
     return (time.thread_time() - began) * 1e3
 
 
-def host_cost(count: int, device: torch.device) -> dict[str, float]:
+def host_cost(count: int, device: torch.device, per_bucket: int) -> dict[str, float]:
     """Milliseconds of host time a step that hooks, step() and waiting forwards take, without waiting for the device,
-    for ``count`` parameters in bf16, each in a module of its own, and default buckets; one rank, so no collectives.
-    Parameters have 4,096 elements, on a CPU 16: its arithmetic is host time too. Medians of the thread's processor
-    time, which other work on the machine does not enter. ``backward_ms``: what a real backward and the reduction after
-    it take more than a backward of parameters that no optimizer has; of the process, as autograd may run in a thread of
-    its own. ``forward_ms``: what forward takes more for waiting module by module.
+    for ``count`` parameters in bf16, each in a module of its own, ``per_bucket`` of them in a bucket. One rank: no
+    collectives run, but every bucket is waited for as if one did. Parameters have 4,096 elements, on a CPU 16: its
+    arithmetic is host time too. Medians of the thread's processor time, which other work on the machine does not enter.
+    ``backward_ms``: what a real backward and the reduction after it take more than a backward of parameters that no
+    optimizer has; of the process, as autograd may run in a thread of its own. ``forward_ms``: what forward takes more
+    for waiting module by module; what step() does for it is in ``step_ms``.
     """
     import deepspeed_ext
+    from deepspeed_ext.zero.partition import ALIGNMENT
     from megatron.optimus.runtime.device import synchronize
 
     numel = 16 if device.type == "cpu" else 4096
@@ -191,9 +201,11 @@ def host_cost(count: int, device: torch.device) -> dict[str, float]:
         torch.optim.AdamW(params, lr=LR),
         {p: str(i) for i, p in enumerate(params)},
         groups=groups,
-        options=deepspeed_ext.ZeroOptions(overlap_param_gather=True),
+        options=deepspeed_ext.ZeroOptions(overlap_param_gather=True, bucket_numel=per_bucket * max(numel, ALIGNMENT)),
         module=model,
     )
+    for bucket in optimizer._publisher.buckets:
+        bucket.start_gather = partial(setattr, bucket, "_gathering", _Arrived())  # type: ignore[method-assign]
     gradient = torch.ones_like(params[0])
 
     def arrive() -> None:
@@ -215,6 +227,7 @@ def host_cost(count: int, device: torch.device) -> dict[str, float]:
     optimizer.destroy()
     return {
         "parameters": count,
+        "buckets": len(optimizer._publisher.buckets),
         "forward_ms": statistics.median(forward_ms[5:]) - bare_forward_ms,
         "hooks_ms": statistics.median(hook_ms[5:]),
         "step_ms": statistics.median(step_ms[5:]),
@@ -255,7 +268,7 @@ def worker(rank: int, args: argparse.Namespace, store: str) -> None:
         draw({name: events for name, events in traces.items() if events}, by_system, args)
 
     if rank == 0:
-        costs += [host_cost(count, device) for count in args.host_parameters]
+        costs += [host_cost(count, device, args.host_parameters_per_bucket) for count in args.host_parameters]
         sys.stdout.write(json.dumps(costs) + "\n")
         write()
     for system in args.systems:
@@ -297,6 +310,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--systems", nargs="*", default=["ours", "plain"], choices=SYSTEMS)
     parser.add_argument("--only-phase", action="store_true", help="no training steps, the optimizer phase only")
     parser.add_argument("--host-parameters", type=int, nargs="*", default=[], help="host time of these many parameters")
+    parser.add_argument("--host-parameters-per-bucket", type=int, default=1 << 16, help="default: one bucket")
     parser.add_argument("--warm-up", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3, help="steps between two waits for the device")
     parser.add_argument("--repetitions", type=int, default=3)

@@ -55,6 +55,11 @@ class EPEngineMixin:
 
     # ---- what happens in a step
 
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's: the module's forward."""
+        self.optimizer.wait_before_forward()
+        return super().forward(*inputs, **kwargs)  # type: ignore[misc]
+
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's. Raises ValueError for a loss that is no scalar tensor, or has no gradient to give."""
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:

@@ -114,6 +114,11 @@ class Bucket:
         if self.has_peers:
             self._gathering = all_gather(self.param, self.shard.param, group=self.group, async_op=True)
 
+    @property
+    def is_gathering(self) -> bool:
+        """Whether nobody has waited yet for the parameters."""
+        return self._gathering is not None
+
     def finish_gather(self) -> None:
         """Waits (on a GPU: makes the stream wait) until the bucket's parameters are here."""
         if self._gathering is not None:

@@ -125,3 +125,20 @@ class Family:
         """Casts the masters into this rank's part of the parameter buffer; the other parts are not touched."""
         for bucket in self.buckets:
             bucket.shard.param.copy_(bucket.shard.master)
+
+    def memory_bytes(self) -> dict[str, int]:
+        """As ``EPZeroOptimizer.memory_bytes``."""
+        full = 0 if self.grad_buffer is None else self.grad_buffer.nbytes
+        states = sum(tensor.nbytes for bucket in self.buckets for tensor in bucket.shard.state.values())
+        unowned = sum(
+            bucket.shard_numel - sum(piece.stop - piece.start for piece in bucket.shard_pieces(self.rank))
+            for bucket in self.layout.buckets
+        )
+        each = self.param_buffer.element_size() + (0 if self.grad_buffer is None else self.grad_buffer.element_size())
+        return {
+            "parameters": self.param_buffer.nbytes,
+            "gradients": full + sum(bucket.gradient_bytes() for bucket in self.buckets),
+            "masters": self.masters.nbytes,
+            "states": states,
+            "padding": self.layout.padding * each + unowned * (4 + states // self.layout.shard_numel),
+        }

@@ -17,6 +17,7 @@ the micro-batches. They agree bitwise with one micro-batch a step, or with ``red
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -37,7 +38,6 @@ from deepspeed_ext.zero.family import Family
 from deepspeed_ext.zero.gradients import GradientSync
 from deepspeed_ext.zero.norm import global_norm
 from deepspeed_ext.zero.options import ZeroOptions
-from deepspeed_ext.zero.partition import BucketLayout
 from deepspeed_ext.zero.publish import ParamPublisher
 from deepspeed_ext.zero.step_state import StepState
 
@@ -297,6 +297,10 @@ class EPZeroOptimizer(ZeROOptimizer):
         """With overlap_param_gather: makes all new parameters present, before reading them outside of forward."""
         self._publisher.wait()
 
+    def wait_before_forward(self) -> None:
+        """With overlap_param_gather: makes those present that forward uses without calling the modules they are in."""
+        self._publisher.wait_for_uncalled()
+
     # ---- state
 
     @property
@@ -330,19 +334,10 @@ class EPZeroOptimizer(ZeROOptimizer):
     def memory_bytes(self) -> dict[str, int]:
         """Bytes on this rank: "parameters", "gradients" (stage 2: without what the ring lends during backward),
         "masters" and "states" of the rule; "padding" is contained in these."""
-        sizes = dict.fromkeys(("parameters", "gradients", "masters", "states", "padding"), 0)
+        sizes: Counter[str] = Counter()
         for family in self.families:
-            sizes["parameters"] += family.param_buffer.nbytes
-            sizes["gradients"] += 0 if family.grad_buffer is None else family.grad_buffer.nbytes
-            sizes["gradients"] += sum(bucket.gradient_bytes() for bucket in family.buckets)
-            sizes["masters"] += family.masters.nbytes
-            states = sum(t.nbytes for bucket in family.buckets for t in bucket.shard.state.values())
-            sizes["states"] += states
-            per_rank = sum(b.shard_numel - _owned(b, family.rank) for b in family.layout.buckets)
-            full = family.param_buffer.element_size()
-            full += 0 if family.grad_buffer is None else family.grad_buffer.element_size()
-            sizes["padding"] += family.layout.padding * full + per_rank * (4 + states // family.layout.shard_numel)
-        return sizes
+            sizes.update(family.memory_bytes())
+        return dict(sizes)
 
     def destroy(self) -> None:
         """Removes all hooks; the model keeps its parameters."""
@@ -388,13 +383,10 @@ class EPZeroOptimizer(ZeROOptimizer):
                     f"DeepSpeed's module file holds only one rank's experts of group {name!r}; load the optimizer "
                     "states too (load_optimizer_states=True), or use an expert-parallel checkpoint format"
                 )
+        self.wait_for_params()
         for family in self.families:
             family.read_masters_from_params()
 
     def update_lp_params(self) -> None:
         """DeepSpeed's name for ``sync_params_from_master``."""
         self.sync_params_from_master()
-
-
-def _owned(bucket: BucketLayout, rank: int) -> int:
-    return sum(piece.stop - piece.start for piece in bucket.shard_pieces(rank))

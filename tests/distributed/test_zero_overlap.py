@@ -12,6 +12,7 @@ from torch import nn
 
 import deepspeed_ext
 from tests.distributed.test_zero_exact import build_engine, train_step
+from tests.distributed.waits import compiled, waits
 from tests.helpers import run_distributed
 from tests.unit.deepspeed_ext import toy
 
@@ -290,6 +291,8 @@ def _scenarios(rank: int, world: int) -> dict[str, Any]:
         "early": _launched_early(rank),
         "different": [_different_use(rank, stage) for stage in (1, 2)],
         "awaited": _awaited(rank),
+        "waits": waits(rank, _sharded),
+        "compiled": compiled(rank),
         "main_grad": _main_grad(rank),
         "late": _late_gradient(rank),
         "muon": _muon(rank),
@@ -298,6 +301,14 @@ def _scenarios(rank: int, world: int) -> dict[str, Any]:
     }
     deepspeed_ext.shutdown()
     return results
+
+
+def _check_compiled(found: dict[str, Any]) -> None:
+    assert "deepspeed_ext" not in (cut_by := found.pop("cut by")) and "Work" not in cut_by, cut_by
+    serial = found["not"][2]
+    for style, (after_steps, after_forwards, output) in found.items():
+        assert after_steps[0] == 0 < min(after_steps[1:]), f"{style}: the first step waits, later ones do not"
+        assert after_forwards == [0, 0, 0, 0] and torch.equal(output, serial), style
 
 
 def test_schedule() -> None:
@@ -309,6 +320,15 @@ def test_schedule() -> None:
         after_step, seen, state_dict_waits = result["awaited"]
         assert after_step > 10 and seen == sorted(seen, reverse=True) and seen[0] > seen[-1] > 0
         assert state_dict_waits
+        found = result["waits"]
+        assert found.pop("in order") == (6, []), "step() gives every layer its hook"
+        between, hooked, late = found.pop("after forward")
+        assert 0 < between[0] < 6 and between[1] > 0, "only what lies in the buckets at hand has lost it"
+        assert hooked == 0 and not late
+        ends = {"copied": True, "state dict of a part": 0, "loaded": (0.5, 0.5), "destroyed": 0}
+        assert {name: found.pop(name) for name in ends} == ends
+        assert len(found) == 6 and all(seen == (True, []) for seen in found.values()), found
+        _check_compiled(result["compiled"])
         assert result["main_grad"] == (True, True, True)
         assert "after its bucket had been reduced" in result["late"], result["late"]
         distance, norm_error, norm = result["muon"]
