@@ -143,12 +143,12 @@ def test_ranks_share_the_verification_and_agree_on_the_fallback(tmp_path):
     assert all("none of its 2 checkpoints" in text for text, _ in answers)
 
 
-# -- asynchronous, one file per node, every byte read once -------------------------------------------------------------
+# -- asynchronous, a few files per node, every byte read once ----------------------------------------------------------
 
 
 def _save_async(rank, world, root, failing):
     """Three saves beside "training"; the third fails on one rank. What each rank saw."""
-    saver = Saver(root, node=f"node {rank // 2}")
+    saver = Saver(root, node=f"node {rank // 3}", files_per_node=2)
     seen = []
     for step in (1, 2, 3):
         if step == 3 and rank == failing:
@@ -182,7 +182,7 @@ def test_saving_beside_training(tmp_path, failing):
         assert "No space left on device" in seen[2]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
     files = sorted(path.name for path in (tmp_path / "step-00000002").iterdir())
-    assert files == ["manifest.json", "node-00000.safetensors", "node-00001.safetensors"]
+    assert files == ["manifest.json", *(f"node-0000{where}.safetensors" for where in ("0-0", "0-1", "1-0"))]
     requests = whole_requests(whole_state(2))
     load(find_loadable(tmp_path), requests)
     assert_holds(requests, whole_state(2))
@@ -261,7 +261,7 @@ def _load_damaged(rank, world, root):
 
 def test_a_wrong_hash_sends_all_ranks_to_the_checkpoint_before(tmp_path):
     run_distributed(_save_all, 4, tmp_path, 2, False)
-    shard = tmp_path / "step-00000003" / "node-00000.safetensors"
+    shard = tmp_path / "step-00000003" / "node-00000-0.safetensors"
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)

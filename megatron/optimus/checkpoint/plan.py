@@ -1,8 +1,11 @@
-"""Where every rank's pieces go: one safetensors file per node, and a rank's places in it.
+"""Where every rank's pieces go: a few safetensors files per node, and a rank's places in one of them.
+
+A node writes ``FILES_PER_NODE`` files, however many ranks it has: writers of one file wait for each other in the
+kernel, and more than a few files gain nothing and cost a shared file system's metadata server.
 
 The ranks tell each other once what they will write; the answer serves every later save of the same slices, so a save
-needs no more communication than "are you done". The hashes, which only the writing gives, reach rank 0 through one
-small file per node, each rank's at its own place.
+needs no more communication than "are you done". The hashes, which only the writing gives, reach rank 0 through a small
+file beside each, every rank's at its own place.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from megatron.optimus.checkpoint.slices import Box, Place, TensorSlice
 from megatron.optimus.runtime.agreement import Ranks
 
 HASH_BYTES = 16
+FILES_PER_NODE = 4  # a node of fewer ranks writes one each
 
 
 @dataclass(frozen=True)
@@ -49,52 +53,54 @@ class OwnPiece:
 
 
 @dataclass(frozen=True)
-class NodePlan:
-    """One node's file: the pieces of its ranks, ``pieces[i]`` at byte ``offsets[i]``, in the order of their hashes."""
+class FilePlan:
+    """A file: the pieces of its ranks, ``pieces[i]`` at byte ``offsets[i]``, in the order of their hashes."""
 
-    number: int
+    node: int
+    number: int  # among the node's
     pieces: list[OwnPiece]
     offsets: list[int]
     header: bytes
     num_bytes: int
 
     @property
-    def file(self) -> str:
-        return f"node-{self.number:05d}.safetensors"
+    def name(self) -> str:
+        return f"node-{self.node:05d}-{self.number}.safetensors"
 
     @property
     def hashes(self) -> str:
-        return f"node-{self.number:05d}.hashes"
+        return f"node-{self.node:05d}-{self.number}.hashes"
 
 
 @dataclass(frozen=True)
 class SavePlan:
     """What one rank does in a save, and on rank 0 what all do."""
 
-    node: NodePlan
-    first: int  # of this rank's pieces among the node's
+    file: FilePlan
+    first: int  # of this rank's pieces among the file's
     count: int
     writes_header: bool
-    nodes: list[NodePlan]  # of everyone; on ranks above 0 empty
+    tidies_node: bool  # removes what the node's ranks leave on its own disk
+    files: list[FilePlan]  # of everyone; on ranks above 0 empty
 
     def own(self) -> list[tuple[OwnPiece, int]]:
-        """This rank's pieces and where each begins in the node's file."""
+        """This rank's pieces and where each begins in the file."""
         last = self.first + self.count
-        return list(zip(self.node.pieces[self.first : last], self.node.offsets[self.first : last], strict=True))
+        return list(zip(self.file.pieces[self.first : last], self.file.offsets[self.first : last], strict=True))
 
     def entries(self, directory: Path) -> tuple[dict[str, int], dict[tuple[str, str], TensorEntry]]:
         """The manifest's ``files`` and ``tensors``, with the hashes that the ranks left in ``directory``."""
         pieces: dict[tuple[str, str], list[Piece]] = {}
         kinds: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
-        for node in self.nodes:
-            raw = _hashes(directory / node.hashes, len(node.pieces))
-            for index, own in enumerate(node.pieces):
+        for file in self.files:
+            raw = _hashes(directory / file.hashes, len(file.pieces))
+            for index, own in enumerate(file.pieces):
                 digest = raw[index * HASH_BYTES : (index + 1) * HASH_BYTES].hex()
                 start, stop, box = own.place.start, own.place.stop, own.place.box
-                pieces.setdefault((own.name, own.kind), []).append(Piece(node.file, own.key, start, stop, digest, box))
+                pieces.setdefault((own.name, own.kind), []).append(Piece(file.name, own.key, start, stop, digest, box))
                 kinds[own.name, own.kind] = own.dtype, own.place.shape
         tensors = {key: TensorEntry(*key, *kinds[key], tuple(pieces[key])) for key in pieces}
-        return {node.file: node.num_bytes for node in self.nodes}, tensors
+        return {file.name: file.num_bytes for file in self.files}, tensors
 
 
 def node_name() -> str:
@@ -107,29 +113,39 @@ def own_pieces(slices: Iterable[TensorSlice]) -> list[OwnPiece]:
     return [OwnPiece(s.name, s.kind, dtype_name(s.dtype), s.place) for s in slices if s.start < s.stop]
 
 
-def make_plan(own: Sequence[OwnPiece], ranks: Ranks, node: str, task: str) -> SavePlan:
+def make_plan(
+    own: Sequence[OwnPiece], ranks: Ranks, node: str, task: str, files_per_node: int = FILES_PER_NODE
+) -> SavePlan:
     """Exchanges what every rank will write. Collective. Raises CheckpointError on every rank when the pieces of some
     tensor do not cover it exactly once; ``task`` opens the message."""
     text = json.dumps({"node": node, "pieces": [_to_json(piece) for piece in own]})
     everyone = [json.loads(data) for data in ranks.all_gather_bytes(text.encode())]
-    members: dict[str, list[int]] = {}
+    nodes: dict[str, list[int]] = {}
     for rank, said in enumerate(everyone):
-        members.setdefault(said["node"], []).append(rank)
+        nodes.setdefault(said["node"], []).append(rank)
+    members: dict[tuple[int, int], list[int]] = {}  # (node, file of it) -> ranks
+    for number, on_node in enumerate(nodes.values()):
+        count = min(files_per_node, len(on_node))
+        for index, rank in enumerate(on_node):
+            members.setdefault((number, index * count // len(on_node)), []).append(rank)
 
     def plan() -> SavePlan:
-        names = list(members) if ranks.rank == 0 else [node]
-        nodes = [_plan_node(list(members).index(n), [everyone[rank] for rank in members[n]]) for n in names]
+        [(mine, sharing)] = [(key, found) for key, found in members.items() if ranks.rank in found]
+        keys = list(members) if ranks.rank == 0 else [mine]
+        files = [_plan_file(*key, [everyone[rank] for rank in members[key]]) for key in keys]
         if ranks.rank == 0:
             _check_all(everyone)
-        mine = nodes[names.index(node)]
-        before = [rank for rank in members[node] if rank < ranks.rank]
+        before = [rank for rank in sharing if rank < ranks.rank]
         first = sum(len(everyone[rank]["pieces"]) for rank in before)
-        return SavePlan(mine, first, len(own), not before, nodes if ranks.rank == 0 else [])
+        is_first_of_node = nodes[node][0] == ranks.rank
+        return SavePlan(
+            files[keys.index(mine)], first, len(own), not before, is_first_of_node, files if ranks.rank == 0 else []
+        )
 
     return ranks.together(plan, task, CheckpointError)
 
 
-def _plan_node(number: int, said: list[dict[str, Any]]) -> NodePlan:
+def _plan_file(node: int, number: int, said: list[dict[str, Any]]) -> FilePlan:
     pieces = [_from_json(item) for one in said for item in one["pieces"]]
     # Widest first (the sort is stable), so that every tensor is aligned to its dtype, as safetensors' readers like it.
     order = sorted(range(len(pieces)), key=lambda index: -DTYPE_BYTES[pieces[index].dtype])
@@ -138,7 +154,7 @@ def _plan_node(number: int, said: list[dict[str, Any]]) -> NodePlan:
     for index in order:
         offsets[index] = position
         position += pieces[index].num_bytes
-    return NodePlan(number, pieces, offsets, header, position)
+    return FilePlan(node, number, pieces, offsets, header, position)
 
 
 def _check_all(everyone: list[dict[str, Any]]) -> None:
@@ -184,8 +200,8 @@ def _hashes(path: Path, count: int) -> bytes:
     return raw
 
 
-def remove_hashes(directory: Path, nodes: Sequence[NodePlan]) -> None:
+def remove_hashes(directory: Path, files: Sequence[FilePlan]) -> None:
     """Removes the small files through which the hashes came."""
-    for node in nodes:
-        if node.pieces:
-            os.unlink(directory / node.hashes)
+    for file in files:
+        if file.pieces:
+            os.unlink(directory / file.hashes)

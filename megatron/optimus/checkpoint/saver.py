@@ -32,9 +32,9 @@ import xxhash
 
 from megatron.optimus.checkpoint import commit
 from megatron.optimus.checkpoint.errors import CheckpointError
-from megatron.optimus.checkpoint.hashing import HashBeside
 from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, Manifest
 from megatron.optimus.checkpoint.plan import (
+    FILES_PER_NODE,
     HASH_BYTES,
     OwnPiece,
     SavePlan,
@@ -46,6 +46,7 @@ from megatron.optimus.checkpoint.plan import (
 from megatron.optimus.checkpoint.shards import check_regular, tensor_bytes, torch_dtype
 from megatron.optimus.checkpoint.slices import TensorSlice
 from megatron.optimus.checkpoint.snapshot import Snapshot
+from megatron.optimus.checkpoint.writer import PieceWriter
 from megatron.optimus.runtime import device as devices
 from megatron.optimus.runtime.agreement import NO_FAILURE, Ranks
 
@@ -62,10 +63,10 @@ class Saved:
     path: Path
     kind: str
     step: int
-    num_bytes: int  # this node's share
+    num_bytes: int  # of the file that this rank wrote to
     stall_s: float  # training stood still on this rank while it began: the snapshot, waiting for the save before
     drain_s: float  # from the start of the save until all ranks knew that it was committed
-    hash_wait_s: float  # in which this rank's writing thread waited for a hash and did not write
+    hash_wait_s: float  # in which this rank wrote nothing because it was hashing
 
 
 class _Task:
@@ -119,9 +120,9 @@ class Saver:
 
     ``root``: the folder of checkpoints, seen by all ranks. ``device``: where the slices live and where the group wants
     its small tensors. ``asynchronous``: False saves in ``start``, from the live tensors, without a copy in memory.
-    ``node``: the ranks that give the same name share a file; default: those of one host. ``local``: a folder on a disk
-    of each node that is written first; it holds nothing when a save is over. ``check_claim``: called by
-    rank 0 before every commit; raises when the folder is no longer ours.
+    ``node``: the ranks that give the same name share ``files_per_node`` files; default: those of one host. ``local``: a
+    folder on a disk of each node that is written first; it holds nothing when a save is over. ``check_claim``: called
+    by rank 0 before every commit; raises when the folder is no longer ours.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class Saver:
         device: torch.device | str = "cpu",
         asynchronous: bool = True,
         node: str | None = None,
+        files_per_node: int = FILES_PER_NODE,
         local: Path | str | None = None,
         check_claim: Callable[[], None] = lambda: None,
     ) -> None:
@@ -139,7 +141,7 @@ class Saver:
         self._ranks = Ranks(group, device)
         self._device = device
         self._asynchronous = asynchronous
-        self._node = node or node_name()
+        self._node, self._files_per_node = node or node_name(), files_per_node
         self._local = None
         if local is not None:  # two runs may share the disk, not the folder
             self._local = Path(local) / f"{xxhash.xxh3_64_hexdigest(str(self._root.absolute()).encode())}-{self._node}"
@@ -279,7 +281,7 @@ class Saver:
             path=self._root / name,
             kind=job.header.kind,
             step=job.header.step,
-            num_bytes=job.plan.node.num_bytes,
+            num_bytes=job.plan.file.num_bytes,
             stall_s=job.stall_s,
             drain_s=drain_s,
             hash_wait_s=job.hash_wait_s,
@@ -295,7 +297,7 @@ class Saver:
             job.task.join()
         self._ranks.first_failure(None)  # all threads have ended
         unfinished = [job.temporary] if self._ranks.rank == 0 else []
-        unfinished += [job.local] if job.local is not None and job.plan.writes_header else []
+        unfinished += [job.local] if job.local is not None and job.plan.tidies_node else []
         for directory in unfinished:
             try:
                 if directory.is_dir():
@@ -330,7 +332,7 @@ class Saver:
         is_same = known is not None and known[0] == own
         if known is not None and self._ranks.start_lowest(int(is_same))():
             return known[1]
-        plan = make_plan(own, self._ranks, self._node, task)
+        plan = make_plan(own, self._ranks, self._node, task, self._files_per_node)
         self._plans[header.kind] = own, plan
         return plan
 
@@ -349,7 +351,7 @@ class Saver:
         def end() -> None:
             if is_first:
                 self._commit(job)
-            if job.plan.writes_header:
+            if job.plan.tidies_node:
                 for leftover in list(local.parent.iterdir()):  # of killed saves too
                     commit.delete_tree(leftover)
 
@@ -362,7 +364,7 @@ class Saver:
         for file, size in files.items():
             check_regular(job.temporary / file, size)
         data = replace(job.header, files=files, tensors=tensors).to_bytes()
-        remove_hashes(job.temporary, plan.nodes)
+        remove_hashes(job.temporary, plan.files)
         commit.write_synced(job.temporary / MANIFEST_NAME, data)
         self._check_claim()
         saved = commit.commit(self._root, job.temporary, job.header.step, job.header.kind)
@@ -383,7 +385,7 @@ def _with_values(slices: Sequence[TensorSlice]) -> list[TensorSlice]:
 
 
 def _write(job: _Job, directory: Path) -> None:
-    """This rank's pieces into its node's file, and in the end their hashes beside it."""
+    """This rank's pieces into its file, and in the end their hashes beside it."""
     if job.snapshot is not None:
         job.snapshot.wait()
     tensors = iter(job.tensors)
@@ -397,7 +399,7 @@ def _write(job: _Job, directory: Path) -> None:
 def _copy(job: _Job, local: Path) -> None:
     """This rank's pieces from the node's own disk to the folder of all, checked on the way."""
     expected = job.digests
-    descriptor = os.open(local / job.plan.node.file, os.O_RDONLY)
+    descriptor = os.open(local / job.plan.file.name, os.O_RDONLY)
 
     def data(piece: OwnPiece, offset: int) -> Iterator[memoryview]:
         for start in range(0, piece.num_bytes, _COPY_BYTES):
@@ -408,34 +410,31 @@ def _copy(job: _Job, local: Path) -> None:
     finally:
         os.close(descriptor)
     if job.digests != expected:
-        raise CheckpointError(f"{local / job.plan.node.file} does not give back what was written to it")
+        raise CheckpointError(f"{local / job.plan.file.name} does not give back what was written to it")
 
 
 def _write_own(job: _Job, directory: Path, data: Callable[[OwnPiece, int], Iterator[memoryview]]) -> None:
     plan = job.plan
     commit.make_directory(directory)  # every rank: on a network disk rank 0's may not be visible yet
     job.digests = []
-    hashes = HashBeside()
-    descriptor = os.open(directory / plan.node.file, os.O_WRONLY | os.O_CREAT, 0o666)
+    writer = PieceWriter(directory / plan.file.name)
     try:
         if plan.writes_header:
-            commit.write_at(descriptor, memoryview(plan.node.header), 0)
+            writer.write(memoryview(plan.file.header), 0)
+            writer.end_piece()  # nobody asks for the header's hash
         for piece, offset in plan.own():
             position = offset
             for block in data(piece, offset):
-                hashes.start(block)
-                commit.write_at(descriptor, block, position)
-                hashes.wait()
+                writer.write(block, position)
                 position += len(block)
-            job.digests.append(hashes.finish())
-        os.fsync(descriptor)
+            job.digests.append(writer.end_piece())
+        writer.finish()
     finally:
-        hashes.close()
-        os.close(descriptor)
-    job.hash_wait_s += hashes.waited_s
+        writer.close()
+    job.hash_wait_s += writer.hash_wait_s
     if not job.digests or directory != job.temporary:
         return
-    descriptor = os.open(directory / plan.node.hashes, os.O_WRONLY | os.O_CREAT, 0o666)
+    descriptor = os.open(directory / plan.file.hashes, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         commit.write_at(descriptor, memoryview(b"".join(job.digests)), plan.first * HASH_BYTES)
     finally:

@@ -13,7 +13,7 @@ import torch
 
 from megatron.optimus.checkpoint.slices import TensorSlice
 
-_BLOCK_BYTES = 1 << 30
+_BLOCK_BYTES = 4 << 30
 _ALIGNED = 16  # of every view, so that it may have any dtype
 
 
@@ -21,21 +21,42 @@ def place_in_blocks(lengths: Sequence[int], block_bytes: int = _BLOCK_BYTES) -> 
     """Where each of ``lengths`` bytes goes: (block, first byte in it), and every block's size.
 
     Pinned memory is given out in powers of two: 21 GB at once would be 32 GiB. So blocks hold ``block_bytes``, a power
-    of two, or less; only what is longer has one of its own.
+    of two, or less; what is longer has one of its own. Where more than an eighth of the memory would be waste, as in
+    the last one, what it holds goes to blocks of half the size.
     """
-    places: list[tuple[int, int]] = []
+    places = [(0, 0)] * len(lengths)
+    sizes: list[int] = []
+    for group in _blocks(
+        [(-(-length // _ALIGNED) * _ALIGNED, index) for index, length in enumerate(lengths)], block_bytes
+    ):
+        position = 0
+        for length, index in group:
+            places[index] = len(sizes), position
+            position += length
+        sizes.append(position)
+    return places, sizes
+
+
+def _blocks(items: list[tuple[int, int]], block_bytes: int) -> list[list[tuple[int, int]]]:
+    """(aligned length, index) of what shares a block, block by block."""
+    groups: list[list[tuple[int, int]]] = []
     sizes: list[int] = []
     fitting = 0  # blocks before this one are full enough
-    for length in lengths:
-        aligned = -(-length // _ALIGNED) * _ALIGNED
-        block = next((b for b in range(fitting, len(sizes)) if sizes[b] + aligned <= block_bytes), len(sizes))
+    for length, index in items:
+        block = next((b for b in range(fitting, len(sizes)) if sizes[b] + length <= block_bytes), len(sizes))
         if block == len(sizes):
+            groups.append([])
             sizes.append(0)
-        places.append((block, sizes[block]))
-        sizes[block] += aligned
+        groups[block].append((length, index))
+        sizes[block] += length
         while fitting < len(sizes) and sizes[fitting] >= block_bytes - block_bytes // 64:
             fitting += 1
-    return places, sizes
+    result = []
+    for group, size in zip(groups, sizes, strict=True):
+        taken = 1 << (size - 1).bit_length() if size else 0
+        is_wasteful = taken - size > taken // 8 and len(group) > 1
+        result += _blocks(group, taken // 2) if is_wasteful else [group]
+    return result
 
 
 class Snapshot:

@@ -1,4 +1,4 @@
-"""Hashing beside writing, and chunks that are read where they belong."""
+"""Chunks that are read where they belong."""
 
 from __future__ import annotations
 
@@ -6,25 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import xxhash
 
 from megatron.optimus.checkpoint import DamagedError, Manifest, Saver, TensorSlice, load, load_manifest
 from megatron.optimus.checkpoint import chunks as module
-from megatron.optimus.checkpoint.hashing import HashBeside
-
-
-def test_hashes_are_those_of_the_whole_piece() -> None:
-    """Blocks below and above the size that a thread is worth, several pieces one after the other."""
-    data = torch.randint(0, 256, (3 << 19,), dtype=torch.uint8).numpy().data
-    pieces = [[data[:10], data[10 : 1 << 19], data[1 << 19 :]], [data], [data[:1], data[1:2]], []]
-    hashes = HashBeside()
-    for blocks in pieces:
-        for block in blocks:
-            hashes.start(block)
-            hashes.wait()
-        assert hashes.finish() == xxhash.xxh3_128_digest(b"".join(blocks))
-    hashes.close()
-    assert hashes.waited_s > 0
 
 
 @pytest.fixture

@@ -375,7 +375,7 @@ def test_a_failing_write_leaves_the_destination(tmp_path, monkeypatch):
 
 def test_damaged_checkpoints_are_not_converted(tmp_path):
     our_run(tmp_path / "run", our_config(), "full")
-    shard = tmp_path / "run" / "step-00000004" / "node-00000.safetensors"
+    shard = tmp_path / "run" / "step-00000004" / "node-00000-0.safetensors"
     data = bytearray(shard.read_bytes())
     data[8 + int.from_bytes(data[:8], "little") + 5] ^= 16  # the first tensor: master weights, which an export reads
     shard.write_bytes(data)

@@ -81,7 +81,7 @@ def test_pickles_everywhere_are_never_opened(good, tmp_path):
             refused(good)
         assert len(seen) > 20
         (good / "manifest.json").write_bytes(sealed(original))
-        for name in ("manifest.json", "node-00000.safetensors"):
+        for name in ("manifest.json", "node-00000-0.safetensors"):
             data = (good / name).read_bytes()
             (good / name).write_bytes(bomb.ljust(len(data), b"."))
             assert name in refused(good)
@@ -93,7 +93,7 @@ def test_pickles_everywhere_are_never_opened(good, tmp_path):
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", "x\0.safetensors"])
 def test_no_path_leads_out(good, name):
     wrong = body_of(good)
-    size = wrong["files"].pop("node-00000.safetensors")
+    size = wrong["files"].pop("node-00000-0.safetensors")
     wrong["files"][name] = size
     for tensor in wrong["tensors"]:
         for piece in tensor["pieces"]:
@@ -103,7 +103,7 @@ def test_no_path_leads_out(good, name):
 
 
 def test_links_pipes_and_directories_are_not_files(good, tmp_path):
-    shard = good / "node-00000.safetensors"
+    shard = good / "node-00000-0.safetensors"
     data = shard.read_bytes()
     (tmp_path / "elsewhere").write_bytes(data)
 
@@ -134,7 +134,7 @@ _HUGE = [
 
 @pytest.mark.parametrize("make", [make for _, make in _HUGE], ids=[name for name, _ in _HUGE])
 def test_headers_that_lie(good, make):
-    shard = good / "node-00000.safetensors"
+    shard = good / "node-00000-0.safetensors"
     data = shard.read_bytes()
     changed = make(data)
     assert changed != data
@@ -151,7 +151,7 @@ def test_headers_that_lie(good, make):
         (("tensors", 0, "pieces", 0, "stop"), 2**63 - 1, "beyond|files"),
         (("consumed_samples",), 2**63, "outside"),
         (("consumed_samples",), 1e308, "must be an integer"),
-        (("files", "node-00000.safetensors"), 2**62, "the manifest says"),
+        (("files", "node-00000-0.safetensors"), 2**62, "the manifest says"),
         (("tensors", 0, "pieces", 0, "box"), [[0, 2**62], [0, 5]], "not inside shape"),
         (("tensors", 0, "pieces", 0, "box"), [[0, 7]] * 100_000, "not inside shape"),
         (("tensors", 0, "pieces", 0, "box"), [[0, 7], [5, 0]], "not inside shape"),
@@ -198,7 +198,7 @@ for action in (lambda: verify(path), lambda: load_newest(path.parent, store.ever
 @pytest.mark.parametrize("what", ["manifest", "header", "sparse"])
 def test_memory_is_bounded(good, what):
     """Files of a terabyte that claim to be manifests, headers or shards, with 256 MiB of memory."""
-    manifest, shard = good / "manifest.json", good / "node-00000.safetensors"
+    manifest, shard = good / "manifest.json", good / "node-00000-0.safetensors"
     if what == "manifest":
         os.truncate(manifest, 1 << 40)
     elif what == "header":

@@ -316,7 +316,7 @@ def test_loading_needs_little_memory_beside_what_it_fills(tmp_path, cut):
     whole = torch.full((4096, 8192), 3.0)
     slices = [TensorSlice(f"w{i}", "master", (4096, 8192), 0, whole.numel(), whole.view(-1)) for i in range(2)]
     path = save_slices(tmp_path, slices)
-    shard = (path / "node-00000.safetensors").stat().st_size
+    shard = (path / "node-00000-0.safetensors").stat().st_size
     command = [sys.executable, "-c", _PEAK, str(path), cut]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3])
     extra = json.loads(done.stdout)

@@ -47,13 +47,13 @@ def names(root):
 def test_round_trip_and_manifest(tmp_path):
     path = save_step(tmp_path / "new" / "root", 3)
     assert path == tmp_path / "new" / "root" / "step-00000003" == latest(tmp_path / "new" / "root")
-    assert names(path) == ["manifest.json", "node-00000.safetensors"]
+    assert names(path) == ["manifest.json", "node-00000-0.safetensors"]
     assert_step(path, 3)
     manifest = load_manifest(path)
     assert (manifest.step, manifest.consumed_samples, manifest.kind, manifest.config) == (3, 24, "full", CONFIG)
     verify(path)
     # any safetensors reader reads the shard; the manifest is plain JSON
-    shard = load_file(path / "node-00000.safetensors")
+    shard = load_file(path / "node-00000-0.safetensors")
     assert torch.equal(shard["dense.weight/master/0"], whole_state(3)["dense.weight", "master"].flatten())
     assert json.loads((path / "manifest.json").read_text())["step"] == 3
 
@@ -209,7 +209,7 @@ def test_bit_flips_are_detected_and_the_tensor_named(good, tmp_path):
     generator = random.Random(1)
     copy = tmp_path / "copy"
     shutil.copytree(good, copy)
-    shard = copy / "node-00000.safetensors"
+    shard = copy / "node-00000-0.safetensors"
     data = shard.read_bytes()
     header = 8 + int.from_bytes(data[:8], "little")
     positions = [*range(8), *generator.sample(range(8, header), 60), *generator.sample(range(header, len(data)), 100)]
@@ -229,7 +229,7 @@ def test_bit_flips_are_detected_and_the_tensor_named(good, tmp_path):
 
 
 def test_truncated_deleted_swapped_and_linked_shards(good, tmp_path):
-    shard = "node-00000.safetensors"
+    shard = "node-00000-0.safetensors"
     data = (good / shard).read_bytes()
 
     def spoiled(name, spoil):
@@ -263,11 +263,11 @@ def test_truncated_deleted_swapped_and_linked_shards(good, tmp_path):
 def test_fallback_to_the_previous_good_one(tmp_path, caplog):
     for step in (1, 2, 3, 4):
         save_step(tmp_path, step, retain=4)
-    shard = tmp_path / "step-00000004" / "node-00000.safetensors"
+    shard = tmp_path / "step-00000004" / "node-00000-0.safetensors"
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    (tmp_path / "step-00000003" / "node-00000.safetensors").unlink()
+    (tmp_path / "step-00000003" / "node-00000-0.safetensors").unlink()
     assert latest(tmp_path).name == "step-00000004"  # complete by its looks: hashes are find_loadable's
     with caplog.at_level(logging.WARNING, "optimus"):
         found = find_loadable(tmp_path)

@@ -34,13 +34,13 @@ def two(tmp_path):
 
 
 def damage(path, *names):
-    data = bytearray((path / "node-00000.safetensors").read_bytes())
+    data = bytearray((path / "node-00000-0.safetensors").read_bytes())
     for name in names:
         state = whole_state(1)[name]
         position = data.find(bytes(state.flatten().view(torch.uint8).numpy()))
         assert position > 0
         data[position + 1] ^= 8
-    (path / "node-00000.safetensors").write_bytes(data)
+    (path / "node-00000-0.safetensors").write_bytes(data)
 
 
 @pytest.mark.parametrize("jobs", [1, 4])
