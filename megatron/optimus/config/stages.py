@@ -109,3 +109,8 @@ def check_micro_batches(num_micro_batches: int, pp: int) -> None:
             f"{num_micro_batches} micro-batches per step do not fit an interleaved schedule over {pp} stages: use "
             f"fewer than {2 * pp} or a multiple of {pp}, such as {one_of(sorted(set(good)))}"
         )
+
+
+def num_lanes(pp: int, *, v_shape: bool) -> int:
+    """Communicators for each direction between the stages of a pipeline with several chunks (parallel/lanes.py)."""
+    return 4 if v_shape else 2 + pp % 2

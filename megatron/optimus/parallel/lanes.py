@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.optimus.config.schema import ParallelConfig, PipelineSchedule
+from megatron.optimus.config.stages import num_lanes
 from megatron.optimus.parallel.mesh import Mesh
 
 
@@ -27,10 +28,6 @@ def lane_of(boundary: int, pp: int, *, v_shape: bool) -> int:
         return boundary % 2 + 2 * (boundary >= pp)
     hop = boundary % pp  # from rank hop to the next one in the loop
     return 2 if pp % 2 and hop == pp - 1 else hop % 2  # a loop of odd length has no two colours
-
-
-def num_lanes(pp: int, *, v_shape: bool) -> int:
-    return 4 if v_shape else 2 + pp % 2
 
 
 class Lanes:

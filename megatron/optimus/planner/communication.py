@@ -18,6 +18,7 @@ from megatron.optimus.config.schema import (
     QKNormScope,
     TokenDispatcher,
 )
+from megatron.optimus.config.stages import num_lanes
 from megatron.optimus.planner.activations import INT32, INT64
 from megatron.optimus.planner.parameters import families, gradient_bytes, parameters
 from megatron.optimus.planner.ring import FP32
@@ -64,6 +65,29 @@ def collectives(share: Share) -> list[Collective]:
     """Everything that moves activations, gradients or weights, largest groups last; scalars are left out."""
     found = [*_tensor(share), *_context(share), *_experts(share), *_pipeline(share), *_data(share)]
     return [one for one in found if one.size > 1 and one.count > 0]
+
+
+def num_communicators(share: Share) -> int:
+    """Those that a rank is in: of the axes along which the program communicates, those with the same ranks counted once
+    (parallel/mesh.py), and of a pipeline's lanes (parallel/lanes.py). A communicator starts when it is first used."""
+    layout, parallel, model = share.layout, share.config.parallel, share.model
+    axes = ["world", "pp", "dense", "cp", "tp", "model"]
+    if model.is_moe:
+        axes += ["edp", "experts"]
+        if model.moe_router_load_balancing_type is not LoadBalancing.NONE:
+            is_global = model.moe_router_load_balancing_type is LoadBalancing.GLOBAL_AUX_LOSS
+            axes.append("stage" if is_global else "sequence")
+    found = {tuple(layout.group_of(axis, 0)) for axis in axes}
+    if layout.pp > 1 and not model.untie_embeddings_and_output_weights:
+        found.add(tuple(layout.group_of("pp", 0)[:: layout.pp - 1]))  # both ends
+    return sum(len(ranks) > 1 for ranks in found) + _num_lanes(share)
+
+
+def _num_lanes(share: Share) -> int:
+    parallel, pp = share.config.parallel, share.layout.pp
+    if pp == 1 or parallel.virtual_pipeline_model_parallel_size == 1:
+        return 0
+    return 2 * num_lanes(pp, v_shape=parallel.pipeline_schedule is PipelineSchedule.ZBV)
 
 
 def sent_by_axis(found: list[Collective]) -> dict[str, float]:

@@ -30,7 +30,8 @@ class Machine:
     device: str
     devices_per_node: int
     memory: Figure  # bytes of a device
-    outside: Figure  # of it, what is not torch's: context, communication buffers
+    outside: Figure  # of it, what is not torch's on a rank that communicates with nobody
+    communicator: Figure  # and with each communicator that the rank is in
     slack: Figure  # what torch's allocator holds over what is in use, as a share
     peak: Figure  # dense bf16, for MFU
     products: Figure  # FLOP/s of dense matrix products in a step
@@ -49,10 +50,10 @@ class Machine:
     overlap_cost: Figure  # what communication beside computation costs, as a share of its time
     kernels: Kernels
 
-    @property
-    def usable(self) -> float:
-        """Bytes for live tensors."""
-        return (self.memory.value - self.outside.value) / (1 + self.slack.value)
+    def usable(self, communicators: int) -> float:
+        """Bytes for live tensors on a rank that is in so many communicators."""
+        outside = self.outside.value + communicators * self.communicator.value
+        return (self.memory.value - outside) / (1 + self.slack.value)
 
     @property
     def is_measured(self) -> bool:
@@ -70,7 +71,13 @@ H200 = Machine(
     device="NVIDIA H200",
     devices_per_node=8,
     memory=Figure(139.8 * 2**30, "torch.cuda.mem_get_info", True),
-    outside=Figure(2.1 * 2**30, f"most in {_MEASURED}, two ranks", True),
+    outside=Figure(1333 * 2**20, f"most in {_MEASURED}, one rank", True),
+    communicator=Figure(
+        730 * 2**20,
+        f"most in {_MEASURED}: one communicator of two ranks (2059 MiB less 1329 of one rank; 284 at commit 9487643); "
+        "that larger ones and those of messages alone (a pipeline's lanes) take as much is assumed",
+        True,
+    ),
     slack=Figure(0.05, f"median of {_MEASURED} 0.03, most without all-to-all 0.11", True),
     peak=Figure(989e12, "public: data sheet, dense bf16"),
     products=Figure(790e12, _FIT, True),
@@ -95,7 +102,8 @@ AURORA = Machine(
     device="tile of Intel Data Center GPU Max 1550",
     devices_per_node=12,
     memory=Figure(64e9, "public: 64 GB of HBM2e a tile"),
-    outside=Figure(4e9, "assumed: context and oneCCL's buffers (CCL_SYCL_SCALEOUT_HOST_BUF_SIZE lies on the host)"),
+    outside=Figure(3e9, "assumed: context and libraries"),
+    communicator=Figure(0.2e9, "assumed: oneCCL's buffers (CCL_SYCL_SCALEOUT_HOST_BUF_SIZE lies on the host)"),
     slack=Figure(0.08, "assumed"),
     peak=Figure(367e12, "public: 56 active cores x 4,096 operations a cycle x 1.6 GHz"),
     products=Figure(180e12, "assumed: half of the peak"),

@@ -8,7 +8,7 @@ from functools import cached_property
 from megatron.optimus.config.checks import check
 from megatron.optimus.config.schema import ConfigError, RunConfig, TokenDispatcher, one_of
 from megatron.optimus.planner.activations import CUDA
-from megatron.optimus.planner.communication import Collective, collectives
+from megatron.optimus.planner.communication import Collective, collectives, num_communicators
 from megatron.optimus.planner.hardware import Machine
 from megatron.optimus.planner.memory import Memory, memory_of
 from megatron.optimus.planner.share import Share, different, shares
@@ -40,9 +40,19 @@ class Plan:
         kernels = self.machine.kernels
         return max((memory_of(share, kernels) for share in different(self.shares)), key=lambda memory: memory.peak)
 
+    @cached_property
+    def communicators(self) -> int:
+        """That a rank is in; a rank in the middle of a pipeline in one less where the embedding is tied."""
+        return num_communicators(self.shares[0])
+
+    @property
+    def usable(self) -> float:
+        """Bytes for live tensors."""
+        return self.machine.usable(self.communicators)
+
     @property
     def fits(self) -> bool:
-        return self.worst.peak <= self.machine.usable
+        return self.worst.peak <= self.usable
 
     @cached_property
     def time(self) -> StepTime:

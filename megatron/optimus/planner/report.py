@@ -112,8 +112,9 @@ def _memory_lines(plan: Plan) -> list[str]:
     machine = plan.machine
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     lines.append(
-        f"{verdict}: {gib(plan.worst.peak)} of {gib(machine.usable)} usable ({gib(machine.memory.value)} less "
-        f"{gib(machine.outside.value)} outside of torch and {100 * machine.slack.value:.0f}% allocator slack); "
+        f"{verdict}: {gib(plan.worst.peak)} of {gib(plan.usable)} usable ({gib(machine.memory.value)} less "
+        f"{gib(machine.outside.value)} outside of torch, {gib(plan.communicators * machine.communicator.value)} of "
+        f"{plan.communicators} communicators and {100 * machine.slack.value:.0f}% allocator slack); "
         f"peak at: {plan.worst.worst.name}"
     )
     return lines
@@ -196,7 +197,7 @@ def findings_text(found: Findings, world_size: int) -> str:
         lines.append(f"refused by {reason}: {count}; one of them: {found.examples[reason]}")
     for made in found.too_large:
         lines.append(
-            f"would be faster but needs {gib(made.worst.peak)} of {gib(made.machine.usable)} GiB: "
+            f"would be faster but needs {gib(made.worst.peak)} of {gib(made.usable)} GiB: "
             f"{layout_words(made.config, world_size)}"
         )
     return "\n".join(lines) + "\n"
@@ -215,7 +216,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "layout": layout_words(plan.config, plan.world_size),
         "layers": [[len(chunk) for chunk in share.chunks] for share in plan.shares],  # of pipeline ranks, by chunk
         "fits": plan.fits,
-        "usable_bytes": round(plan.machine.usable),
+        "usable_bytes": round(plan.usable),
+        "communicators": plan.communicators,
         "memory": [memory_json(plan, memory) for memory in plan.memories],
         "communication": [collective_json(one) for one in plan.collectives(plan.worst.pipeline_rank)],
         "time": {

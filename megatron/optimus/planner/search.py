@@ -76,14 +76,14 @@ def _try_layout(
                 found.refuse("the trainer's checks", str(error))
                 return  # a larger micro-batch divides no better
             states = _largest_states(different(made.shares))
-            if states > machine.usable:
+            if states > made.usable:
                 found.refuse("memory", f"weights, gradients and states alone take {states / 2**30:.1f} GiB")
                 return
             if made.fits:
                 fitting.append(made)
                 break
             large.append(made)
-            found.refuse("memory", f"{made.worst.peak / 2**30:.1f} GiB of {machine.usable / 2**30:.1f} usable")
+            found.refuse("memory", f"{made.worst.peak / 2**30:.1f} GiB of {made.usable / 2**30:.1f} usable")
         else:
             return
 

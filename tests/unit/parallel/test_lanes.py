@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules
 
-from megatron.optimus.config.stages import stages_of_rank
-from megatron.optimus.parallel.lanes import lane_of, num_lanes
+from megatron.optimus.config.stages import num_lanes, stages_of_rank
+from megatron.optimus.parallel.lanes import lane_of
 
 TRAVEL = 0.01  # in forward times of a chunk; a backward takes two
 KIND = schedules._ComputationType

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import time
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.optimus.config.load import load
@@ -29,15 +32,20 @@ def run(words: str) -> RunConfig:
 class Watch(TorchDispatchMode):
     """Storages that operations make, and collectives of more than a few numbers: (kind, bytes of the whole)."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_alone: bool = False) -> None:
+        """``is_alone``: the ranks are those of ``world_of_one_thread``."""
         super().__init__()
+        self.is_alone = is_alone
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self.collectives: list[tuple[str, int]] = []
+        self.groups: set[str] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if function.namespace == "c10d":
             self._note(function.name(), args)
+            if self.is_alone:
+                mirror(function.name(), args)
         for x in result if isinstance(result, (tuple, list)) else [result]:
             for tensor in x if isinstance(x, (tuple, list)) else [x]:
                 if isinstance(tensor, Tensor):
@@ -46,6 +54,10 @@ class Watch(TorchDispatchMode):
         return result
 
     def _note(self, name: str, args: Any) -> None:
+        objects = [x for x in args if isinstance(x, torch.ScriptObject)]
+        [group] = [dist.ProcessGroup.unbox(x) for x in objects if x._type().name() == "ProcessGroup"]
+        if group.size() > 1:
+            self.groups.add(group.group_name)
         kinds = {
             "_allgather_base_": ("all-gather", 0),
             "_reduce_scatter_base_": ("reduce-scatter", 1),
@@ -66,6 +78,27 @@ class Watch(TorchDispatchMode):
         return sum(kept)
 
 
+def mirror(name: str, args: Any) -> None:
+    """The result of a collective whose other ranks hold what this one holds."""
+    match name.partition("::")[2].partition(".")[0]:
+        case "_allgather_base_":
+            out, source = args[:2]
+            out.view(-1, source.numel()).copy_(source.view(1, -1))
+        case "_reduce_scatter_base_":
+            out, source = args[:2]
+            out.copy_(source.view(-1, *out.shape)[0])
+        case "alltoall_base_":
+            out, source = args[:2]
+            out.view(-1).copy_(source.reshape(-1))  # here as much comes as goes
+        case "recv_":
+            for out in args[0]:
+                out.zero_()
+        case "allreduce_" | "send":
+            pass
+        case other:
+            raise NotImplementedError(other)
+
+
 def batch_of(config: RunConfig, mesh: Any) -> Any:
     """This rank's part of a micro-batch of random tokens."""
     from megatron.optimus.data.loader import Batch
@@ -77,12 +110,40 @@ def batch_of(config: RunConfig, mesh: Any) -> Any:
     return own_part(Batch(tokens[:, :-1], tokens[:, 1:]), own_positions(training.seq_length, config.parallel, mesh))
 
 
-def bytes_kept(rank: int, world: int, cases: list[str]) -> list[int]:
-    """For each case what one forward leaves alive for its backward on this rank."""
-    return [_bytes_kept(rank, world, words) for words in cases]
+@contextmanager
+def world_of_one_thread(rank: int, world: int) -> Iterator[None]:
+    """This process alone as one rank of many, without their threads.
+
+    gloo's threads let go of what they have sent a moment after the wait for it has ended, so that what a rank holds
+    would depend on when they run. In torch's fake process group nothing communicates, and nobody but the program holds
+    a tensor; ``Watch`` fills in results. Python's collector, too, would free tensors at times of its own.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
-def _bytes_kept(rank: int, world: int, words: str) -> int:
+def alone_in_worlds(
+    rank: int, world: int, measure: Callable[[str, int, int], Any], whose: list[int], size: int, cases: list[str]
+) -> list[list[Any]]:
+    """``measure(words, rank, size)`` for each case and each rank of ``whose``, one by one in this process."""
+    found: list[list[Any]] = []
+    for words in cases:
+        found.append([])
+        for one in whose:
+            with world_of_one_thread(one, size):
+                found[-1].append(measure(words, one, size))
+    return found
+
+
+def bytes_kept(words: str, rank: int, world: int) -> int:
+    """What one forward leaves alive for its backward."""
     from megatron.optimus.parallel.mesh import Mesh
     from megatron.optimus.trainer.build import build_model
 
@@ -90,25 +151,22 @@ def _bytes_kept(rank: int, world: int, words: str) -> int:
     mesh = Mesh(config.parallel, rank=rank, world_size=world)
     model = build_model(config, mesh, torch.device("cpu"))
     batch = batch_of(config, mesh)
-    watch = Watch()
+    watch = Watch(is_alone=True)
     with watch:
         output = model(batch.tokens_BS, batch.labels_BS, None, batch.positions_BS)
         loss = output.loss_sum + output.aux_loss + output.z_loss
     weights = {weight.untyped_storage().data_ptr() for weight in (*model.parameters(), *model.buffers())}
-    kept = watch.alive(weights)
-    for _ in range(10):  # gloo's threads let go of what they sent a moment after the wait for it has ended
-        time.sleep(0.01)
-        kept = min(kept, watch.alive(weights))
     assert loss.requires_grad
-    return kept
+    return watch.alive(weights)
 
 
-def collectives_of_a_step(rank: int, world: int, cases: list[str]) -> list[dict[str, int]]:
-    """For each case the bytes of one step's collectives on this rank by kind; single numbers are left out."""
+def collectives_of_a_step(rank: int, world: int, cases: list[str]) -> list[tuple[dict[str, int], int]]:
+    """For each case the bytes of one step's collectives on this rank by kind, single numbers left out, and the number
+    of groups that the start of the schedule and the step use."""
     return [_collectives_of_a_step(rank, world, words) for words in cases]
 
 
-def _collectives_of_a_step(rank: int, world: int, words: str) -> dict[str, int]:
+def _collectives_of_a_step(rank: int, world: int, words: str) -> tuple[dict[str, int], int]:
     from megatron.optimus.parallel.mesh import Mesh
     from megatron.optimus.trainer.build import build_model
     from megatron.optimus.trainer.engine import build_engine
@@ -118,9 +176,10 @@ def _collectives_of_a_step(rank: int, world: int, words: str) -> dict[str, int]:
     mesh = Mesh(config.parallel, rank=rank, world_size=world)
     steps = config.training.global_batch_size // config.training.micro_batch_size // mesh.size("dp")
     engine = build_engine(build_model(config, mesh, torch.device("cpu")), config, mesh, steps)
-    schedule = build_schedule(config, engine, mesh, torch.device("cpu"))
+    starting, watch = Watch(), Watch()
+    with starting:
+        schedule = build_schedule(config, engine, mesh, torch.device("cpu"))
     batches = [batch_of(config, mesh) for _ in range(steps)]
-    watch = Watch()
     with watch:
         schedule.forward_backward(batches, 1)
         engine.step()
@@ -130,7 +189,7 @@ def _collectives_of_a_step(rank: int, world: int, words: str) -> dict[str, int]:
     for kind, size in watch.collectives:
         if size > 8:  # the norm is one number
             totals[kind] = totals.get(kind, 0) + size
-    return totals
+    return totals, len(starting.groups | watch.groups | {dist.group.WORLD.group_name})
 
 
 def states_in_fake_worlds(rank: int, world: int, cases: list[tuple[str, int, int]]) -> list[tuple[int, dict[str, int]]]:
@@ -165,28 +224,18 @@ class PeakWatch(Watch):
     """The most bytes of such storages that were alive at one time."""
 
     def __init__(self, besides: set[int]) -> None:
-        super().__init__()
+        super().__init__(is_alone=True)
         self.besides, self.peak = besides, 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace == "c10d":
-            time.sleep(0.01)  # see _bytes_kept
-        known = set(self.storages)
         result = super().__torch_dispatch__(function, types, args, kwargs)
-        is_new = function.name() != "aten::split.Tensor"  # a split that finds something new looks at a copy of gloo's
-        self.storages = {
-            at: kept for at, kept in self.storages.items() if not kept[0].expired() and (is_new or at in known)
-        }
+        self.storages = {at: kept for at, kept in self.storages.items() if not kept[0].expired()}
         self.peak = max(self.peak, self.alive(self.besides))
         return result
 
 
-def peaks_of_parts(rank: int, world: int, cases: list[str]) -> list[dict[str, tuple[int, int]]]:
-    """For each case and for attention and mlp of a layer: most bytes alive in the forward, and in the backward."""
-    return [_peaks_of_parts(rank, world, words) for words in cases]
-
-
-def _peaks_of_parts(rank: int, world: int, words: str) -> dict[str, tuple[int, int]]:
+def peaks_of_parts(words: str, rank: int, world: int) -> dict[str, tuple[int, int]]:
+    """Of attention and mlp of a layer: most bytes alive in the forward, and in the backward."""
     from megatron.optimus.layers.rope import rope_at, rope_table
     from megatron.optimus.parallel.mesh import Mesh
     from megatron.optimus.planner.share import shares

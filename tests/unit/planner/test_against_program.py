@@ -7,7 +7,7 @@ import pytest
 from megatron.optimus.config.checks import check
 from megatron.optimus.config.load import load
 from megatron.optimus.planner.activations import CPU, layer_parts
-from megatron.optimus.planner.communication import collectives
+from megatron.optimus.planner.communication import collectives, num_communicators
 from megatron.optimus.planner.memory import memory_of
 from megatron.optimus.planner.parameters import num_parameters
 from megatron.optimus.planner.ring import FP32
@@ -15,6 +15,7 @@ from megatron.optimus.planner.share import Share, shares
 from tests.helpers import run_distributed
 from tests.unit.planner.cases import (
     MOE,
+    alone_in_worlds,
     bytes_kept,
     collectives_of_a_step,
     peaks_of_parts,
@@ -80,7 +81,9 @@ def test_activations_of_a_layer_are_what_a_forward_leaves(world: int) -> None:
     """Of two more layers, so that what all layers share drops out."""
     cases = KEPT[world]
     deep = [words + " --num-layers 3" for words in cases]
-    kept = run_distributed(bytes_kept, world, deep + [words + " --num-layers 1" for words in cases])[0]
+    deep_and_shallow = deep + [words + " --num-layers 1" for words in cases]
+    [found] = run_distributed(alone_in_worlds, 1, bytes_kept, [0], world, deep_and_shallow)
+    kept = [rank_0 for [rank_0] in found]
     for words, more, fewer in zip(deep, kept, kept[len(deep) :], strict=False):
         config = run(words)
         check(config, world)
@@ -107,14 +110,14 @@ PEAKS = [
 
 
 def test_peaks_of_rings_and_of_blocks_on_their_way_are_those_of_a_real_layer() -> None:
-    ranks = run_distributed(peaks_of_parts, 4, [words for words, _ in PEAKS])
-    for case, (words, exact) in enumerate(PEAKS):
+    [found] = run_distributed(alone_in_worlds, 1, peaks_of_parts, [0, 1, 2, 3], 4, [words for words, _ in PEAKS])
+    for ranks, (words, exact) in zip(found, PEAKS, strict=True):
         config = run(words)
         check(config, 4)
         within = 0.02 if "bf16" in words else 0.01  # log-sum-exps, left out, weigh more
         parts = {part.name: part for part in layer_parts(shares(config, 4)[0], CPU, frozenset(), offload=False)}
-        for name in ranks[0][case]:
-            part, (forward, backward) = parts[name], (max(each[case][name][i] for each in ranks) for i in range(2))
+        for name in ranks[0]:
+            part, (forward, backward) = parts[name], (max(each[name][i] for each in ranks) for i in range(2))
             for moment, planned, counted in (
                 ("forward", part.saved + part.forward, forward),
                 ("backward", part.saved + part.backward, backward),
@@ -134,12 +137,15 @@ SENT = {
         "--context-parallel-size 2 --cp-comm-type p2p",
         "--context-parallel-size 2 --cp-comm-type p2p --num-query-groups 2 --recompute-modules attention",
         MOE + "--pipeline-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2 --pipeline-schedule interleaved-1f1b "
+        "--virtual-pipeline-model-parallel-size 2 --no-untie-embeddings-and-output-weights",
     ],
     4: [
         MOE + "--expert-model-parallel-size 2",
         MOE + "--expert-model-parallel-size 2 --zero-stage 2 --moe-router-load-balancing-type global_aux_loss",
         MOE + "--tensor-model-parallel-size 2 --expert-model-parallel-size 4",
         "--tensor-model-parallel-size 4 --tp-comm-overlap",
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zbv --virtual-pipeline-model-parallel-size 2",
     ],
 }
 
@@ -148,9 +154,10 @@ SENT = {
 def test_collectives_are_those_of_a_real_step(world: int) -> None:
     found = run_distributed(collectives_of_a_step, world, SENT[world])
     for rank, of_cases in enumerate(found):
-        for words, measured in zip(SENT[world], of_cases, strict=True):
+        for words, (measured, groups) in zip(SENT[world], of_cases, strict=True):
             members = shares(run(words), world)
             assert measured == _sent_by_kind(members[rank // (world // len(members))]), (words, rank)
+            assert groups == num_communicators(members[0]), (words, rank)
 
 
 def _sent_by_kind(share: Share) -> dict[str, int]:
