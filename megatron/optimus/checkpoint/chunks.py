@@ -7,19 +7,22 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import xxhash
 
+from megatron.optimus.checkpoint.direct import ALIGNED
 from megatron.optimus.checkpoint.errors import CheckpointError, DamagedError
 from megatron.optimus.checkpoint.manifest import Manifest, Piece, TensorEntry
 from megatron.optimus.checkpoint.shards import DTYPE_BYTES, ShardFile, torch_dtype
 from megatron.optimus.checkpoint.slices import Place
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = (16 << 20) - 4 * ALIGNED  # with the pages around it, a power of two: pinned memory comes in such
 AHEAD = min(8, max(3, (os.cpu_count() or 1) // 2))  # chunks that threads read while one is worked on
+MAX_OPEN = 256  # files of one checkpoint at a time, of two descriptors each: 1,024 is a usual limit of a process
 _HEADER_BYTES_PER_PIECE = 8192  # more than the longest key, in JSON's escapes, and its numbers can need
 
 
@@ -61,25 +64,30 @@ class ShardFiles:
         for entry in manifest.tensors.values():
             for piece in entry.pieces:
                 self._num_pieces[piece.file] += 1
-        self._readers: dict[str, ShardFile] = {}
+        self._files: dict[str, tuple[ShardFile, int]] = {}  # and how many threads read it; latest last
         self._lock = threading.Lock()
 
-    def read(self, chunk: Chunk, buffer: torch.Tensor) -> torch.Tensor:
-        """The chunk's bytes, not verified, at the beginning of ``buffer``. Raises DamagedError naming the tensor."""
+    def read(self, chunk: Chunk, buffer: torch.Tensor, *, is_paged: bool = False) -> torch.Tensor:
+        """The chunk's bytes, not verified, at the beginning of ``buffer``, or ``is_paged`` somewhere in one of
+        ``pages``, which the disk may fill without the kernel's copy. Raises DamagedError naming the tensor.
+        """
         where = self.where(chunk)
-        reader = self._reader(chunk.piece.file)
-        stored = reader.tensors.get(chunk.piece.key)
-        if stored is None:
-            raise DamagedError(f"{where}: key {chunk.piece.key!r} is missing: header is damaged")
-        if (stored.dtype, stored.shape) != (chunk.entry.dtype, (chunk.piece.stop - chunk.piece.start,)):
-            raise DamagedError(f"{where}: header is damaged: it says {stored.dtype} {stored.shape}")
-        width = DTYPE_BYTES[chunk.entry.dtype]
-        data = buffer[: (chunk.stop - chunk.start) * width]
-        try:
-            reader.read_into(data.numpy().data, stored.offset + chunk.start * width)
-        except CheckpointError as error:
-            raise DamagedError(f"{where}: {error}") from error
-        return data
+        with self._open(chunk.piece.file) as file:
+            stored = file.tensors.get(chunk.piece.key)
+            if stored is None:
+                raise DamagedError(f"{where}: key {chunk.piece.key!r} is missing: header is damaged")
+            if (stored.dtype, stored.shape) != (chunk.entry.dtype, (chunk.piece.stop - chunk.piece.start,)):
+                raise DamagedError(f"{where}: header is damaged: it says {stored.dtype} {stored.shape}")
+            offset = stored.offset + chunk.start * DTYPE_BYTES[chunk.entry.dtype]
+            begin, data = 0, buffer[: chunk.num_bytes]
+            try:
+                if is_paged:
+                    begin = file.read_pages(buffer.numpy().data, offset, chunk.num_bytes)
+                else:
+                    file.read_into(data.numpy().data, offset)
+            except CheckpointError as error:
+                raise DamagedError(f"{where}: {error}") from error
+        return buffer[begin : begin + chunk.num_bytes]
 
     def check(self, chunk: Chunk, found: str) -> None:
         """Raises DamagedError naming the tensor unless ``found`` is the hash of the chunk's piece."""
@@ -94,19 +102,32 @@ class ShardFiles:
         place = f"elements [{piece.start}, {piece.stop}){box} in {self._path / piece.file}"
         return f"tensor {entry.name} ({entry.kind}) {place}"
 
-    def _reader(self, file: str) -> ShardFile:
+    @contextmanager
+    def _open(self, name: str) -> Iterator[ShardFile]:
+        """The open file; it is not closed meanwhile. Of thousands, only the latest stay open."""
         with self._lock:
-            if file not in self._readers:
-                limit = _HEADER_BYTES_PER_PIECE * (1 + self._num_pieces[file])
+            file, users = self._files.pop(name, (None, 0))
+            if file is None:
+                unused = [key for key, (_, others) in self._files.items() if others == 0]
+                for key in unused[: max(0, len(self._files) + 1 - MAX_OPEN)]:
+                    self._files.pop(key)[0].close()
+                limit = _HEADER_BYTES_PER_PIECE * (1 + self._num_pieces[name])
                 try:
-                    self._readers[file] = ShardFile(self._path / file, self._manifest.files[file], limit)
+                    file = ShardFile(self._path / name, self._manifest.files[name], limit)
                 except CheckpointError as error:
-                    raise DamagedError(f"{error}; it holds {contents(self._manifest, file)}") from error
-            return self._readers[file]
+                    raise DamagedError(f"{error}; it holds {contents(self._manifest, name)}") from error
+            self._files[name] = file, users + 1
+        try:
+            yield file
+        finally:
+            with self._lock:
+                file, users = self._files[name]
+                self._files[name] = file, users - 1
 
     def close(self) -> None:
-        for reader in self._readers.values():
-            reader.close()
+        for file, _ in self._files.values():
+            file.close()
+        self._files.clear()
 
 
 class ReadAhead:
@@ -131,7 +152,7 @@ class ReadAhead:
         buffered = [chunk.num_bytes for chunk, place in zip(chunks, self._places, strict=True) if place is None]
         pin, size = self._device.type != "cpu", max(buffered, default=0)
         count = min(AHEAD, len(buffered)) + 1 if buffered else 0
-        self._free = deque(torch.empty(size, dtype=torch.uint8, pin_memory=pin) for _ in range(count))
+        self._free = deque(pages(size, pin) for _ in range(count))
         self._given_out: torch.Tensor | None = None
         self._copied: dict[int, torch.Event] = {}  # by buffer: what must have happened before it is filled again
         self._started = self._given = 0
@@ -162,7 +183,9 @@ class ReadAhead:
                 copied.synchronize()
         target = place if buffer is None else buffer
         assert target is not None
-        self._pending.append((self._threads.submit(self._files.read, chunk, target), buffer))
+        self._pending.append(
+            (self._threads.submit(self._files.read, chunk, target, is_paged=buffer is not None), buffer)
+        )
         self._started += 1
 
     def _take_back(self) -> None:
@@ -181,6 +204,13 @@ class ReadAhead:
             copied.synchronize()
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._files.close()
+
+
+def pages(size: int, pin: bool = False) -> torch.Tensor:
+    """Host memory that begins on a page and has two more than ``size`` bytes need: those around them in a file."""
+    memory = torch.empty(size + 3 * ALIGNED, dtype=torch.uint8, pin_memory=pin)
+    first = -memory.data_ptr() % ALIGNED
+    return memory[first : first + size + 2 * ALIGNED]
 
 
 def contents(manifest: Manifest, file: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from megatron.optimus.checkpoint.chunks import ShardFiles, chunks_of
+from megatron.optimus.checkpoint.chunks import ShardFiles, chunks_of, pages
 from megatron.optimus.checkpoint.errors import DamagedError
 from megatron.optimus.checkpoint.manifest import Manifest, Piece, TensorEntry
 from megatron.optimus.checkpoint.shards import torch_dtype
@@ -35,8 +35,8 @@ def find_damage(path: Path, manifest: Manifest, *, jobs: int = 1) -> list[str]:
         try:
             buffer = torch.empty(0, dtype=torch.uint8)
             for chunk in chunks_of(*pair):
-                buffer = buffer if len(buffer) else torch.empty(chunk.num_bytes, dtype=torch.uint8)
-                digest.update(files.read(chunk, buffer).numpy().data)
+                buffer = buffer if len(buffer) else pages(chunk.num_bytes)
+                digest.update(files.read(chunk, buffer, is_paged=True).numpy().data)
             files.check(chunk, digest.hexdigest())
         except DamagedError as error:
             return str(error)

@@ -11,7 +11,6 @@ goes through the cache. A file system that refuses direct writes gets everything
 
 from __future__ import annotations
 
-import errno
 import logging
 import mmap
 import os
@@ -22,12 +21,11 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from megatron.optimus.checkpoint import commit
+from megatron.optimus.checkpoint import commit, direct
+from megatron.optimus.checkpoint.direct import ALIGNED, REFUSALS
 
 BLOCK_BYTES = 16 << 20
-ALIGNED = max(4096, mmap.PAGESIZE)  # addresses, offsets and lengths of direct writes; no disk here asks for more
 _CACHED_BYTES = 1 << 20  # copied and hashed before the next: memory is read once
-_REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 log = logging.getLogger("optimus")
 
@@ -40,7 +38,7 @@ class SharedFile:
         self._buffered = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._direct: int | None = None
         try:
-            self._direct = os.open(path, os.O_WRONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
+            self._direct = os.open(path, os.O_WRONLY | os.O_CLOEXEC | direct.FLAG)
         except OSError as error:
             try:
                 self._without_direct(error)
@@ -69,7 +67,7 @@ class SharedFile:
 
     def _without_direct(self, error: OSError) -> None:
         """Goes on through the cache if that is what the file system wants; raises ``error`` if it is another."""
-        if error.errno not in _REFUSALS:
+        if error.errno not in REFUSALS:
             raise error
         log.info("%s: direct writes are refused (%s), so it goes through the page cache", self._path, error.strerror)
         if self._direct is not None:
