@@ -11,11 +11,15 @@ part of the corpus. Three ways over the same file with the same tokenizer and th
   each with its share of the texts, in the library's fastest call; the time is that of the slowest, without its start;
 - ours: ``preprocess``, from JSON lines to .bin/.idx on disk, timed from a fifth of the file on, when all workers run
   (with ``--with-start`` all of it);
-- loop: one document at a time through ``multiprocessing.Pool.imap`` (chunks of 32), ids back as lists, written by the
-  parent document after document: the way of Megatron's script.
+- loop: what Megatron's tools/preprocess_data.py does, by megatron-core's own classes: its tokenizers, one document at a
+  time through ``multiprocessing.Pool.imap`` in chunks of 32 lines, ids back as lists, and its
+  ``IndexedDatasetBuilder``, which the parent hands document after document. Of its two ways to call a Hugging Face
+  tokenizer it is the faster one (``include_special_tokens``). The files must be the same, byte for byte; so that they
+  can be, the corpus has no text that its tokenizers take for a special token.
 
 They take turns, ``--repeat`` times; the medians count. ``mb_per_processor_s`` is by the processor time of all processes
-of a way, which other programs on the machine change less than they change the clock.
+of a way, which other programs on the machine change less than they change the clock. ``library_over_loop`` is the
+ceiling of a program that gives every text to the library; ours can be above it where pieces come from a table.
 """
 
 from __future__ import annotations
@@ -25,12 +29,14 @@ import base64
 import json
 import multiprocessing
 import os
+import re
 import resource
 import site
 import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sized
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +47,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.optimus.config.schema import TokenizerType
 from megatron.optimus.data.corpus import read_documents
-from megatron.optimus.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron.optimus.data.preprocess import PreprocessReport, preprocess
 from megatron.optimus.data.tokenizer import build_tokenizer, train_bpe
 from megatron.optimus.data.words import SPLIT_PATTERNS
@@ -50,6 +55,8 @@ from megatron.optimus.runtime import launch_env
 CONTEXT = multiprocessing.get_context("spawn")
 TICKS = os.sysconf("SC_CLK_TCK")
 TRAINED_ON = 1500  # documents
+SPECIAL = 1000  # tokens that Megatron's tiktoken class puts before the others
+SPECIAL_NAMES = re.compile(r"<(unk|s|/s|mask|pad|cls|sep|SPECIAL_\d+|\|endoftext\|)>")
 _tokenizer: Any = None
 
 
@@ -82,12 +89,22 @@ def split_like_llama3(model: Path) -> None:
 
 
 def tiktoken_file(folder: Path, texts: list[str], vocab_size: int) -> Model:
-    """The byte-level BPE again: its ids are the ranks of its merges."""
+    """The byte-level BPE again: its ids are the ranks of its merges. As Megatron has them: the bytes in their order,
+    after 1,000 special tokens, of which the third ends documents; and its file, a JSON list.
+    """
+    from megatron.core.tokenizers.text.libraries import tiktoken_tokenizer as megatron
+
     train_bpe(texts, vocab_size, folder)
     tokenizer: Any = build_tokenizer(TokenizerType.HF, folder)
-    tokens = sorted((i, token) for i, token in tokenizer._bytes.items() if token)
-    lines = [b"%s %d" % (base64.b64encode(token), rank) for rank, (_, token) in enumerate(tokens)]
+    tokens = [token for _, token in sorted(tokenizer._bytes.items()) if token]
+    tokens = sorted(tokens[:256]) + tokens[256:]
+    lines = [b"%s %d" % (base64.b64encode(token), SPECIAL + i) for i, token in enumerate(tokens)]
     (folder / "v.tiktoken").write_bytes(b"\n".join(lines))
+    names = megatron.SPECIAL_TOKENS + [f"<SPECIAL_{i}>" for i in range(len(megatron.SPECIAL_TOKENS), SPECIAL)]
+    options = {"pattern": megatron._PATTERN_TIKTOKEN_V2, "special_tokens": {name: i for i, name in enumerate(names)}}
+    (folder / "v.tiktoken.json").write_text(json.dumps(options | {"end_of_text": names.index("</s>")}))
+    entries = [{"rank": i, "token_bytes": base64.b64encode(t).decode(), "token_str": ""} for i, t in enumerate(tokens)]
+    (folder / "megatron.json").write_text(json.dumps(entries))
     return Model(TokenizerType.TIKTOKEN, str(folder / "v.tiktoken"))
 
 
@@ -171,22 +188,51 @@ def processor_seconds() -> float:
     return total
 
 
-def loop_encode(line: str) -> tuple[dict[str, list[int]], int]:
-    ids = _tokenizer.encode(json.loads(line)["text"])
+def megatron_tokenizer(model: Model) -> Any:
+    """megatron-core's object for the same tokenizer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about libraries for GPUs
+        from megatron.core.tokenizers import MegatronTokenizer
+
+    path, folder = model.path, Path(model.path).parent
+    if model.kind is TokenizerType.TIKTOKEN:
+        path, library = str(folder / "megatron.json"), "tiktoken"
+        options: dict[str, Any] = {"num_special_tokens": SPECIAL}
+        options["vocab_size"] = SPECIAL + len(Path(model.path).read_text().splitlines())
+    elif model.kind is TokenizerType.SENTENCEPIECE:
+        library, options = "sentencepiece", {"legacy": False}
+    else:
+        library, options = "huggingface", {"use_fast": True, "include_special_tokens": True}
+    return MegatronTokenizer.from_pretrained(tokenizer_path=path, metadata_path={"library": library}, **options)
+
+
+def start_loop(model: Model) -> None:
+    global _tokenizer  # noqa: PLW0603  one per worker process
+    launch_env.set_default("TOKENIZERS_PARALLELISM", "false")
+    _tokenizer = megatron_tokenizer(model)
+
+
+def loop_encode(line: str) -> tuple[dict[str, list[int]], dict[str, list[int]], int]:
+    ids: list[int] = []
+    ids.extend(_tokenizer.tokenize(json.loads(line)["text"]))
     if ids:
-        ids.append(_tokenizer.eod_id)
-    return {"text": ids}, len(line)
+        ids.append(_tokenizer.eod)
+    return {"text": ids}, {"text": [len(ids)] if ids else []}, len(line)
 
 
 def loop(model: Model, path: Path, workers: int, prefix: Path) -> Run:
-    tokens, dtype = 0, token_dtype(build_tokenizer(model.kind, model.path).vocab_size)
-    with CONTEXT.Pool(workers, start, (model,)) as pool, IndexedDatasetWriter(prefix, dtype) as writer:
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    tokens, vocab_size = 0, megatron_tokenizer(model).vocab_size
+    with CONTEXT.Pool(workers, start_loop, (model,)) as pool:
         list(pool.imap(loop_encode, ['{"text": "x"}'] * workers * 32, 32))  # all have started
+        builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(vocab_size))
         started, processor = time.perf_counter(), processor_seconds()
         with open(path, encoding="utf-8") as lines:
-            for documents, _ in pool.imap(loop_encode, lines, 32):
-                writer.add_document(np.array(documents["text"], dtype=dtype))
+            for documents, lengths, _ in pool.imap(loop_encode, lines, 32):
+                builder.add_document(documents["text"], lengths["text"])
                 tokens += len(documents["text"])
+        builder.finalize(f"{prefix}.idx")
         return Run(time.perf_counter() - started, processor_seconds() - processor, tokens)
 
 
@@ -240,6 +286,7 @@ def measure(name: str, model: Model, path: Path, folder: Path, args: argparse.Na
         median = {way: statistics.median(values) for way, values in rates.items()}
         result[f"ours_over_library{kind}"] = round(median["ours"] / median["library"], 3)
         result[f"ours_over_loop{kind}"] = round(median["ours"] / median["loop"], 3)
+        result[f"library_over_loop{kind}"] = round(median["library"] / median["loop"], 3)
     return result
 
 
@@ -285,7 +332,9 @@ def make_corpus(path: Path, megabytes: float) -> Path:
             text, start = file.read_text(encoding="utf-8", errors="ignore"), 0
             while start < len(text) and size < megabytes * 1e6:
                 length = int(np.exp(generator.uniform(np.log(200), np.log(8000))))
-                size += stream.write(json.dumps({"text": text[start : start + length]}) + "\n")
+                document = text[start : start + length]
+                if not SPECIAL_NAMES.search(document):
+                    size += stream.write(json.dumps({"text": document}) + "\n")
                 start += length
     return path
 

@@ -12,6 +12,7 @@ would have written in one go.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import multiprocessing
 import os
@@ -101,6 +102,8 @@ class _Worker:
 def _start_worker(recipe: _Recipe) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     threading.Thread(target=_leave_with_parent, daemon=True).start()
+    # when all is done: taking interpreter and vocabulary apart, object by object, is as long as tokenizing a megabyte
+    atexit.register(os._exit, 0)
     # the library's own threads, times the number of workers, would fight for the cores; it reads this from C
     launch_env.set_default("TOKENIZERS_PARALLELISM", "false")
     _Worker.recipe = recipe
@@ -124,7 +127,7 @@ def _encode_batch(batch: LineBatch) -> _EncodedBatch:
         packed = _pack(documents, tokenizer.eod_id if recipe.append_eod else None, recipe.dtype)
         tokens.append(packed[0])
         lengths.append(packed[1])
-    return _EncodedBatch(tokens, lengths, parsed.malformed, batch.num_bytes)
+    return _EncodedBatch(tokens, lengths, parsed.malformed, parsed.num_bytes)
 
 
 def _pack(documents: list[Ids], eod_id: int | None, dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], list[int]]:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.optimus.data import corpus
-from megatron.optimus.data.corpus import expand_inputs, parse_batch, read_batches, read_documents
+from megatron.optimus.data.corpus import expand_inputs, parse_batch, read_batches, read_documents, split_file
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles
 from megatron.optimus.data.indexed import IndexedDatasetWriter
@@ -50,9 +50,9 @@ def test_formats_and_batches(tmp_path: Path, name: str, monkeypatch: pytest.Monk
     assert list(read_documents([path])) == texts
     batches = list(read_batches([path]))
     assert len(batches) > 10
-    assert [batch.first_line for batch in batches][:2] == [1, 1 + len(batches[0].lines)]
-    assert sum(len(batch.lines) for batch in batches) == 500
-    assert sum(batch.num_bytes for batch in batches) == len(lines(*texts))
+    parsed = [parse_batch(batch, ["text"]) for batch in batches]
+    assert sum(len(batch.documents) for batch in parsed) == 500
+    assert sum(batch.num_bytes for batch in parsed) == len(lines(*texts))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
@@ -127,12 +127,50 @@ def test_a_file_that_this_user_may_not_read(tmp_path: Path) -> None:
         os.seteuid(user)
 
 
-def test_line_numbers_continue_over_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "BATCH_LINES", 4)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_line_numbers_continue_over_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(pack(path, lines(*"abcdefghi") + b"oops\n" + lines("last")))
+    for size in (1, 7, 15, 30, 31, 1000):
+        monkeypatch.setattr(corpus, "BATCH_BYTES", size)
+        with pytest.raises(DataError, match=rf"{name}:10: not JSON"):
+            list(read_documents([path]))
+        assert list(read_documents([path], skip_malformed=True)) == [*"abcdefghi", "last"]
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    content=st.lists(st.sampled_from([b"\n", b"\r\n", b"x", b'{"text": "\xc3\xa4"}', b'{"text": "bc"}'])).map(b"".join),
+    size=st.integers(1, 40),
+    cuts=st.integers(1, 60),
+)
+def test_every_line_is_in_one_range(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, size: int, cuts: int
+) -> None:
+    """Wherever parts and batches are cut: the lines of the whole file, at their numbers."""
     path = tmp_path / "a.jsonl"
-    path.write_bytes(lines(*"abcdefghi") + b"oops\n")
-    with pytest.raises(DataError, match=r"a\.jsonl:10: not JSON"):
-        list(read_documents([path]))
+    path.write_bytes(content)
+    monkeypatch.setattr(corpus, "BATCH_BYTES", size)
+    documents, malformed = [], []
+    for batch in read_batches(split_file(path, cuts)) if content else ():
+        parsed = parse_batch(batch, ["text"], skip_malformed=True)
+        documents += [text for (text,) in parsed.documents]
+        malformed += [message.split(":")[1] for message in parsed.malformed]
+    whole = content.decode().replace("\r\n", "\n").removesuffix("\n").split("\n") if content else []
+    good = ['{"text": "bc"}', '{"text": "\u00e4"}']
+    assert documents == [json.loads(line)["text"] for line in whole if line in good]
+    assert malformed == [str(number) for number, line in enumerate(whole, 1) if line not in good]
+
+
+def test_a_file_that_shrinks_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines("first", "second"))
+    [batch] = read_batches([path])
+    os.truncate(path, 20)
+    with pytest.raises(DataError, match=r"a\.jsonl:1: cannot read on: it has shrunk to 20 bytes since"):
+        parse_batch(batch, ["text"])
+    path.write_bytes(lines("first", "second", "third"))  # what is added belongs to another run
+    assert parse_batch(batch, ["text"]).documents == [["first"], ["second"]]
 
 
 def test_surrogate_pairs_and_byte_order_mark_are_fine(tmp_path: Path) -> None:

@@ -1,0 +1,57 @@
+"""The uncompressed bytes of .gz and .zst files."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megatron.optimus.data.errors import DataError
+
+COMPRESSED = (".gz", ".zst")
+
+
+class _ZstReader(io.RawIOBase):
+    """Decompressed bytes of a .zst stream. zstandard's own reader takes a truncated file for a complete one."""
+
+    def __init__(self, stream: BinaryIO, zstandard: Any) -> None:
+        self._stream = stream
+        self._decompressor = zstandard.ZstdDecompressor()
+        self._frame = self._decompressor.decompressobj()
+        self._inside_frame = False
+        self._input = b""
+        self._output = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._output:
+            self._input = self._input or self._stream.read(1 << 17)
+            if not self._input:
+                if self._inside_frame:
+                    raise EOFError("compressed data end before the end-of-frame mark")
+                return 0
+            self._output = self._frame.decompress(self._input)
+            self._inside_frame = not self._frame.eof
+            self._input = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame = self._decompressor.decompressobj()
+        count = min(len(buffer), len(self._output))
+        buffer[:count] = self._output[:count]
+        self._output = self._output[count:]
+        return count
+
+
+def open_stream(path: Path, raw: BinaryIO) -> BinaryIO:
+    """The uncompressed bytes of an open file."""
+    if path.suffix == ".gz":
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)  # type: ignore[arg-type]
+    if path.suffix == ".zst":
+        try:
+            import zstandard
+        except ImportError as error:
+            raise DataError(f"{path}: reading .zst needs the package zstandard: pip install zstandard") from error
+        return io.BufferedReader(_ZstReader(raw, zstandard), 1 << 20)
+    return raw
