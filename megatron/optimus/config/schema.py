@@ -262,10 +262,13 @@ class OptimizerConfig:
     muon_adjust_lr_fn: MuonLRAdjustment = option(MuonLRAdjustment.MATCH_RMS_ADAMW, "lr of a matrix by its shape")
     clip_grad: float = option(1.0, "largest global gradient norm; 0 switches clipping off")
     clip_grad_after_warmup: bool = option(False, "clip from the end of warm-up on only, as the Optimus paper does")
+    grad_norm_spike_sigma: float = option(
+        0.0, "skip updates whose gradient norm is so many standard deviations above the last 128 steps' mean; 0: never"
+    )
 
     def __post_init__(self) -> None:
         _positive(self, "lr", "adam_eps")
-        _at_least(self, 0, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad")
+        _at_least(self, 0, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "grad_norm_spike_sigma")
         _at_least(self, 1, "lr_decay_iters", "lr_wsd_decay_iters", "ddp_bucket_size")
         _require(self.zero_stage in range(4), f"zero_stage={self.zero_stage} does not exist; use 0, 1, 2 or 3")
         _require(self.min_lr <= self.lr, f"min_lr={self.min_lr} exceeds lr={self.lr}; use at most {self.lr}")
