@@ -19,7 +19,7 @@ RECIPE = (
     f"--optimizer sgd --sgd-momentum 0 --weight-decay 0 --clip-grad {CLIP} --clip-grad-after-warmup "
     f"--lr 0.1 --min-lr 0.01 --lr-warmup-iters 2 --lr-decay-style WSD --lr-wsd-decay-iters 2 --train-iters {STEPS} "
     f"--save-interval 1 --save-retain {STEPS} --eval-interval 0 --expert-model-parallel-size 2 "
-    "--profile --profile-step-start 2 --profile-step-end 3 --profile-ranks 0 1"
+    "--straggler-check-interval 3 --profile --profile-step-start 2 --profile-step-end 3 --profile-ranks 0 1"
 )
 TRACE = "steps-2-3-rank-{}.trace.json.gz"
 
@@ -28,7 +28,8 @@ TRACE = "steps-2-3-rank-{}.trace.json.gz"
 def run_dir(tmp_path_factory: pytest.TempPathFactory, pretrain: Program) -> Path:
     """Two ranks of plain SGD: the length of an update is the learning rate times the norm of what was applied."""
     folder = tmp_path_factory.mktemp("recipe")
-    succeed(pretrain(folder, *RECIPE.split(), ranks=2))
+    said = succeed(pretrain(folder, *RECIPE.split(), ranks=2))
+    assert said.count("devices: 2 ranks took") == 2, said  # before steps 1 and 4
     return folder
 
 
@@ -61,8 +62,8 @@ def test_spikes_change_nothing_and_a_resumed_run_skips_the_same(tmp_path: Path, 
     """With so small a sigma ordinary steps count as spikes; the limit is the one computed from the norms reported."""
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     options = (
-        "--train-iters 48 --save-interval 40 --eval-interval 0 --num-layers 1 --global-batch-size 2 --micro-batch-size 1 "
-        f"--lr 1e-4 --min-lr 1e-4 --grad-norm-spike-sigma {SIGMA}"
+        "--train-iters 48 --save-interval 40 --eval-interval 0 --num-layers 1 --global-batch-size 2 "
+        f"--micro-batch-size 1 --lr 1e-4 --min-lr 1e-4 --grad-norm-spike-sigma {SIGMA}"
     ).split()
     succeed(pretrain(unbroken, *options))
     lines, recent = read_metrics(unbroken / "metrics.jsonl"), Recent()

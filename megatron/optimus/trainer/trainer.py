@@ -32,6 +32,7 @@ from megatron.optimus.trainer.profiling import StepProfiler
 from megatron.optimus.trainer.reporting import Reporter
 from megatron.optimus.trainer.schedule import build_schedule
 from megatron.optimus.trainer.step import PendingReport, StepReport, train_step
+from megatron.optimus.trainer.stragglers import check_devices
 
 logger = logging.getLogger("optimus")
 
@@ -54,6 +55,7 @@ class Trainer:
         self.checkpoints = Checkpoints(config, mesh, device, self.model, self.engine)
         # Optimizer steps done; position in the order of samples, which is the whole state of the data.
         self.step, self.consumed_samples = self.checkpoints.resume()
+        self.first_step = self.step
         self.health = Health(config.optimizer.grad_norm_spike_sigma)
         self.health.grad_norms.restore(self.checkpoints.kept.get(_NORMS))
         self.checkpoints.prepare()
@@ -68,7 +70,7 @@ class Trainer:
         train = self.data.train
         first = partial(train.start, self.consumed_samples, training.train_iters - self.step)
         profiler = StepProfiler(
-            self.config.logging, self.engine.module, self.device, rank=self.mesh.rank, first_step=self.step
+            self.config.logging, self.engine.module, self.device, rank=self.mesh.rank, first_step=self.first_step
         )
         with (
             reporter,
@@ -78,6 +80,7 @@ class Trainer:
         ):
             self.ranks.together(first, "reading the first batches", DataError)
             while self.step < training.train_iters:
+                self._check_devices()
                 profiler.before(self.step + 1)
                 started = time.perf_counter()
                 lr = self._set_rates()
@@ -127,6 +130,11 @@ class Trainer:
             # waits for what is read ahead, while the device works; a rank that cannot go on must not leave alone
             stop_requested=lambda: self.data.train.failure() is not None or stop.signal is not None,
         )
+
+    def _check_devices(self) -> None:
+        interval = self.config.logging.straggler_check_interval
+        if interval > 0 and (self.step - self.first_step) % interval == 0:
+            check_devices(self.ranks, self.device, DTYPES[self.config.training.params_dtype])
 
     def close(self) -> None:
         """Ends the data threads and frees the folder of checkpoints."""
