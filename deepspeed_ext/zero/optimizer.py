@@ -17,6 +17,7 @@ the micro-batches. They agree bitwise with one micro-batch a step, or with ``red
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -97,8 +98,8 @@ class EPZeroOptimizer(ZeROOptimizer):
         self._init_engine_attributes()
 
     def _init_engine_attributes(self) -> None:
-        """What DeepSpeed's engine reads from every ZeRO optimizer. ``clip_grad`` may change from step to step."""
-        self.clip_grad = self.options.max_norm
+        """What DeepSpeed's engine reads, and largest norms, clipped to and accepted, which may change every step."""
+        self.clip_grad, self.skip_above = self.options.max_norm, math.inf
         self.custom_loss_scaler = False
         self.external_loss_scale = self.torch_autocast_gradscaler = None
         self.loss_scaler = self._state.loss_scale
@@ -228,7 +229,8 @@ class EPZeroOptimizer(ZeROOptimizer):
         self._publisher.wait()  # what no forward has waited for: a gather must not cross the update that follows
         self.finish_reduction()
         counted = [b.shard.grad for f in self.families if f.in_norm for b in f.buckets]
-        scalars = self._state.scalars(global_norm(counted, self.device, self._norm_groups), self.clip_grad)
+        norm = global_norm(counted, self.device, self._norm_groups)
+        scalars = self._state.scalars(norm, self.clip_grad, self.skip_above)
         updated: set[Family] = set()
         for bucket in self._publisher.buckets:
             family = self._family_of[bucket]

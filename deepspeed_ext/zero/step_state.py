@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -35,10 +36,11 @@ class StepState:
         self._report = _Report(device)
         self.settled_skips = 0  # skipped steps the host has been told of
 
-    def scalars(self, summed_norm: Tensor, max_norm: float | None = None) -> StepScalars:
+    def scalars(self, summed_norm: Tensor, max_norm: float | None = None, skip_above: float = math.inf) -> StepScalars:
         """From the norm of the summed gradients (0-dim, any float dtype) to clip factor, skip flag and step number.
 
-        ``max_norm``: of this step, 0 for no clipping; None: the options'."""
+        ``max_norm``: of this step, 0 for no clipping; None: the options'. ``skip_above``: a larger norm skips the step.
+        """
         options = self._options
         divisor: float | Tensor = self._divisor
         if self.loss_scale is not None:
@@ -51,14 +53,15 @@ class StepState:
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             if options.clip_after_steps:
                 factor = torch.where(self._applied >= options.clip_after_steps, factor, 1.0)
-        scale = torch.where(overflowed, self._zero, factor / divisor)
-        skip = overflowed.to(torch.float32)
+        refused = overflowed if math.isinf(skip_above) else overflowed | (norm > skip_above)
+        scale = torch.where(refused, self._zero, factor / divisor)
+        skip = refused.to(torch.float32)
         step = self._applied + 1.0
         self._norm, self._skip = norm, skip
         self._applied = step - skip
         self._skips = self._skips + skip
         if self.loss_scale is not None:
-            self.loss_scale.update(skip)
+            self.loss_scale.update(overflowed.to(torch.float32))
         return StepScalars(scale=scale.to(torch.float32), skip=skip, step=step)
 
     # ---- one step late, without waiting for the device's queue
@@ -75,6 +78,8 @@ class StepState:
         if told is None or not told[0]:
             return False
         self.settled_skips += 1
+        if scaling is None and math.isfinite(told[1]):
+            return True  # ``skip_above``: who set it tells of it
         if scaling is None:
             logger.warning("gradient norm was %s: the step was skipped on all ranks", told[1])
         elif told[3]:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from megatron.optimus.observe.metrics import read_metrics
+from megatron.optimus.trainer.health import Recent
 from tests.integration.conftest import Program
-from tests.integration.test_pretrain import succeed, tensors
+from tests.integration.test_pretrain import numbers, succeed, tensors
 
-STEPS, CLIP = 5, 0.01
+STEPS, CLIP, SIGMA = 5, 0.01, 0.4
 RECIPE = (
     f"--optimizer sgd --sgd-momentum 0 --weight-decay 0 --clip-grad {CLIP} --clip-grad-after-warmup "
     f"--lr 0.1 --min-lr 0.01 --lr-warmup-iters 2 --lr-decay-style WSD --lr-wsd-decay-iters 2 --train-iters {STEPS} "
     f"--save-interval 1 --save-retain {STEPS} --eval-interval 0 --expert-model-parallel-size 2 "
-    "--profile --profile-step-start 2 --profile-step-end 3 --profile-ranks 0 1"
+    "--straggler-check-interval 3 --profile --profile-step-start 2 --profile-step-end 3 --profile-ranks 0 1"
 )
 TRACE = "steps-2-3-rank-{}.trace.json.gz"
 
@@ -26,7 +28,8 @@ TRACE = "steps-2-3-rank-{}.trace.json.gz"
 def run_dir(tmp_path_factory: pytest.TempPathFactory, pretrain: Program) -> Path:
     """Two ranks of plain SGD: the length of an update is the learning rate times the norm of what was applied."""
     folder = tmp_path_factory.mktemp("recipe")
-    succeed(pretrain(folder, *RECIPE.split(), ranks=2))
+    said = succeed(pretrain(folder, *RECIPE.split(), ranks=2))
+    assert said.count("devices: 2 ranks took") == 2, said  # before steps 1 and 4
     return folder
 
 
@@ -53,3 +56,27 @@ def test_the_profile_has_the_steps_asked_for_and_their_parts(run_dir: Path, rank
     parts = {line.split()[3]: line.split() for line in table if "layers." in line}
     assert {"layers.attention", "layers.attention_norm", "layers.moe", "layers.moe.router"} <= parts.keys()
     assert float(parts["layers.moe"][2]) == 4.0 and float(parts["layers.moe"][0]) > float(parts["layers.moe.router"][0])
+
+
+def test_spikes_change_nothing_and_a_resumed_run_skips_the_same(tmp_path: Path, pretrain: Program) -> None:
+    """With so small a sigma ordinary steps count as spikes; the limit is the one computed from the norms reported."""
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    options = (
+        "--train-iters 48 --save-interval 40 --eval-interval 0 --num-layers 1 --global-batch-size 2 "
+        f"--micro-batch-size 1 --lr 1e-4 --min-lr 1e-4 --grad-norm-spike-sigma {SIGMA}"
+    ).split()
+    succeed(pretrain(unbroken, *options))
+    lines, recent = read_metrics(unbroken / "metrics.jsonl"), Recent()
+    for line in lines:
+        is_spike = line["grad_norm"] > recent.limit(line["step"], SIGMA)
+        assert line.get("skipped", False) == is_spike, line
+        recent.add(line["step"], line["grad_norm"])
+    skipped = [line["step"] for line in lines if line.get("skipped")]
+    assert any(step <= 40 for step in skipped) and any(step > 40 for step in skipped), skipped
+    manifest = json.loads((unbroken / "checkpoints/step-00000048/manifest.json").read_text())
+    assert manifest["metadata"]["optimizer_step_count"] == 48 - len(skipped)
+    shutil.copytree(unbroken, broken)
+    shutil.rmtree(broken / "checkpoints/step-00000048")
+    assert "step 40," in succeed(pretrain(broken, *options))
+    assert numbers(broken) == numbers(unbroken)
+    assert [line["step"] for line in read_metrics(broken / "metrics.jsonl") if line.get("skipped")] == skipped

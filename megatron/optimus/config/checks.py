@@ -344,6 +344,13 @@ def profiled_ranks_exist(config: RunConfig, world_size: int) -> str | None:
     return f"profile_ranks={ranks} with {world_size} ranks: use numbers from 0 to {world_size - 1}"
 
 
+def only_own_optimizer_skips_spikes(config: RunConfig, world_size: int) -> str | None:
+    sigma, stage = config.optimizer.grad_norm_spike_sigma, config.optimizer.zero_stage
+    if sigma == 0 or stage < 3:
+        return None
+    return f"grad_norm_spike_sigma={sigma} with zero_stage={stage}: use 0, or zero_stage=1 or 2"
+
+
 RULES: list[Rule] = [
     sizes_fit_ranks,
     layers_fit_stages,
@@ -367,4 +374,5 @@ RULES: list[Rule] = [
     vocabulary_holds_bytes,
     backend_serves_device,
     profiled_ranks_exist,
+    only_own_optimizer_skips_spikes,
 ]

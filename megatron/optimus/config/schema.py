@@ -8,10 +8,7 @@ across sections live in checks.py, the choices (enums) in choices.py. Comparison
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from fractions import Fraction
-from typing import Any
 
 from megatron.optimus.config.choices import (
     Backend,
@@ -35,64 +32,16 @@ from megatron.optimus.config.choices import (
     TokenizerType,
     WSDDecayStyle,
 )
-
-
-class ConfigError(ValueError):
-    """A value the user gave cannot be used. The message names the key, the value, and the remedy."""
-
-
-def one_of(values: Iterable[object]) -> str:
-    """ "1, 2, 4 or 8": the way messages list the values that would work."""
-    words = [str(value) for value in values]
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-def divisors(number: int) -> list[int]:
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
-
-
-def option(default: Any, help: str) -> Any:
-    """A field with help text; a list default is copied for each instance."""
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": help})
-    return field(default=default, metadata={"help": help})
-
-
-def parse_split(text: str) -> tuple[Fraction, Fraction, Fraction]:
-    """Shares of training, validation and test, adding up to one, from "969,30,1" (missing numbers are 0).
-
-    Exact, so that every rank cuts at the same token. Raises ConfigError.
-    """
-    try:
-        numbers = [Fraction(part.strip()) for part in text.split(",")]
-    except (ValueError, ZeroDivisionError):
-        numbers = []
-    _require(
-        1 <= len(numbers) <= 3 and min(numbers) >= 0 and sum(numbers) > 0,
-        f"split={text!r} is not one to three shares of 0 or more, training first; use for example '969,30,1'",
-    )
-    numbers += [Fraction(0)] * (3 - len(numbers))
-    total = sum(numbers)
-    return numbers[0] / total, numbers[1] / total, numbers[2] / total
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
-
-
-def _at_least(section: object, limit: float, *names: str) -> None:
-    """Each named field is >= limit, or None."""
-    for name in names:
-        value = getattr(section, name)
-        _require(value is None or value >= limit, f"{name}={value} is too small; use {limit} or more")
-
-
-def _positive(section: object, *names: str) -> None:
-    """Each named real-valued field is > 0, or None."""
-    for name in names:
-        value = getattr(section, name)
-        _require(value is None or value > 0, f"{name}={value} must be above 0")
+from megatron.optimus.config.values import (
+    ConfigError,  # noqa: F401  # everyone imports it from here
+    at_least,
+    divisors,
+    one_of,
+    option,
+    parse_split,
+    positive,
+    require,
+)
 
 
 @dataclass(kw_only=True)
@@ -133,33 +82,33 @@ class ModelConfig:
     moe_router_force_load_balancing: bool = option(False, "benchmarks only: ignore the router, spread tokens evenly")
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
-        _at_least(self, 1, "ffn_hidden_size", "vocab_size", "max_position_embeddings")
-        _at_least(self, 1, "moe_ffn_hidden_size", "moe_router_topk")
-        _at_least(self, 0, "num_experts", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
-        _at_least(self, 1, "rotary_scaling_factor", "rotary_original_positions")
-        _positive(self, "norm_epsilon", "clip_qkv", "rotary_base", "init_method_std", "rotary_low_freq_factor")
-        _require(
+        at_least(self, 1, "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
+        at_least(self, 1, "ffn_hidden_size", "vocab_size", "max_position_embeddings")
+        at_least(self, 1, "moe_ffn_hidden_size", "moe_router_topk")
+        at_least(self, 0, "num_experts", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
+        at_least(self, 1, "rotary_scaling_factor", "rotary_original_positions")
+        positive(self, "norm_epsilon", "clip_qkv", "rotary_base", "init_method_std", "rotary_low_freq_factor")
+        require(
             self.rotary_high_freq_factor > self.rotary_low_freq_factor,
             f"rotary_high_freq_factor={self.rotary_high_freq_factor} must be above "
             f"rotary_low_freq_factor={self.rotary_low_freq_factor}",
         )
         heads, groups = self.num_attention_heads, self.num_kv_heads
-        _require(
+        require(
             self.kv_channels is not None or self.hidden_size % heads == 0,
             f"num_attention_heads={heads} must divide hidden_size={self.hidden_size}; "
             f"use {one_of(divisors(self.hidden_size))}, or set kv_channels",
         )
-        _require(
+        require(
             heads % groups == 0,
             f"num_query_groups={groups} must divide num_attention_heads={heads}; use {one_of(divisors(heads))}",
         )
-        _require(
+        require(
             self.head_dim % 2 == 0,
             f"head width {self.head_dim} (kv_channels, or hidden_size={self.hidden_size} / num_attention_heads={heads})"
             f" must be even for RoPE; set kv_channels={self.head_dim + 1} or change num_attention_heads",
         )
-        _require(
+        require(
             not self.is_moe or self.moe_router_topk <= self.num_experts,
             f"moe_router_topk={self.moe_router_topk} exceeds num_experts={self.num_experts}; "
             f"use at most {self.num_experts}",
@@ -215,13 +164,13 @@ class ParallelConfig:
     distributed_timeout_minutes: float = option(10.0, "a collective that takes longer ends the run")
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-        _at_least(self, 1, "expert_model_parallel_size", "expert_tensor_parallel_size")
-        _at_least(self, 1, "virtual_pipeline_model_parallel_size", "moe_hierarchical_node_size")
-        _at_least(self, 1, "moe_dispatch_chunks")
-        _at_least(self, 1, "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-        _at_least(self, 0, "recompute_num_layers", "cpu_offloading_num_layers")
-        _positive(self, "distributed_timeout_minutes")
+        at_least(self, 1, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        at_least(self, 1, "expert_model_parallel_size", "expert_tensor_parallel_size")
+        at_least(self, 1, "virtual_pipeline_model_parallel_size", "moe_hierarchical_node_size")
+        at_least(self, 1, "moe_dispatch_chunks")
+        at_least(self, 1, "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+        at_least(self, 0, "recompute_num_layers", "cpu_offloading_num_layers")
+        positive(self, "distributed_timeout_minutes")
 
 
 @dataclass(kw_only=True)
@@ -262,24 +211,27 @@ class OptimizerConfig:
     muon_adjust_lr_fn: MuonLRAdjustment = option(MuonLRAdjustment.MATCH_RMS_ADAMW, "lr of a matrix by its shape")
     clip_grad: float = option(1.0, "largest global gradient norm; 0 switches clipping off")
     clip_grad_after_warmup: bool = option(False, "clip from the end of warm-up on only, as the Optimus paper does")
+    grad_norm_spike_sigma: float = option(
+        0.0, "skip updates whose gradient norm is so many standard deviations above the last 128 steps' mean; 0: never"
+    )
 
     def __post_init__(self) -> None:
-        _positive(self, "lr", "adam_eps")
-        _at_least(self, 0, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad")
-        _at_least(self, 1, "lr_decay_iters", "lr_wsd_decay_iters", "ddp_bucket_size")
-        _require(self.zero_stage in range(4), f"zero_stage={self.zero_stage} does not exist; use 0, 1, 2 or 3")
-        _require(self.min_lr <= self.lr, f"min_lr={self.min_lr} exceeds lr={self.lr}; use at most {self.lr}")
-        _at_least(self, 1, "muon_num_ns_steps")
+        positive(self, "lr", "adam_eps")
+        at_least(self, 0, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "grad_norm_spike_sigma")
+        at_least(self, 1, "lr_decay_iters", "lr_wsd_decay_iters", "ddp_bucket_size")
+        require(self.zero_stage in range(4), f"zero_stage={self.zero_stage} does not exist; use 0, 1, 2 or 3")
+        require(self.min_lr <= self.lr, f"min_lr={self.min_lr} exceeds lr={self.lr}; use at most {self.lr}")
+        at_least(self, 1, "muon_num_ns_steps")
         for name in ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2", "sgd_momentum", "muon_momentum"):
             beta = getattr(self, name)
-            _require(0 <= beta < 1, f"{name}={beta} is out of range; use 0 <= {name} < 1")
-        _require(
+            require(0 <= beta < 1, f"{name}={beta} is out of range; use 0 <= {name} < 1")
+        require(
             self.lr_decay_iters is None or self.lr_warmup_iters <= self.lr_decay_iters,
             f"lr_warmup_iters={self.lr_warmup_iters} exceeds lr_decay_iters={self.lr_decay_iters}; "
             f"use at most {self.lr_decay_iters}",
         )
         is_wsd = self.lr_decay_style is LRDecayStyle.WSD
-        _require(
+        require(
             is_wsd == (self.lr_wsd_decay_iters is not None),
             "lr_decay_style=WSD needs lr_wsd_decay_iters, the steps in which the rate goes down; use a tenth of all"
             if is_wsd
@@ -306,9 +258,9 @@ class TrainingConfig:
     )
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "train_iters", "micro_batch_size", "global_batch_size", "seq_length", "eval_iters")
-        _at_least(self, 0, "seed", "eval_interval", "exit_interval")
-        _require(self.seed < 2**63, f"seed={self.seed} is too large; use at most {2**63 - 1}")
+        at_least(self, 1, "train_iters", "micro_batch_size", "global_batch_size", "seq_length", "eval_iters")
+        at_least(self, 0, "seed", "eval_interval", "exit_interval")
+        require(self.seed < 2**63, f"seed={self.seed} is too large; use at most {2**63 - 1}")
 
 
 @dataclass(kw_only=True)
@@ -341,15 +293,15 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         parse_split(self.split)
-        _require("" not in self.data_path, f"data_path={self.data_path} names an empty prefix; remove it")
-        _require(
+        require("" not in self.data_path, f"data_path={self.data_path} names an empty prefix; remove it")
+        require(
             not self.data_path or self.data_file_list is None,
             f"data_path and data_file_list={self.data_file_list!r} are both given; keep one of them",
         )
-        _positive(self, "max_data_epochs")
+        positive(self, "max_data_epochs")
         for name in ("fim_rate", "fim_spm_rate"):
             rate = getattr(self, name)
-            _require(0 <= rate <= 1, f"{name}={rate} is a share; use 0 to 1")
+            require(0 <= rate <= 1, f"{name}={rate} is a share; use 0 to 1")
 
 
 @dataclass(kw_only=True)
@@ -367,10 +319,10 @@ class CheckpointConfig:
     finetune: bool = option(False, "take only the weights from load: step, data position and moments start anew")
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "save_interval", "model_only_save_interval")
-        _at_least(self, 1, "save_retain")
-        _require(not self.finetune or self.load is not None, "finetune=True starts from a checkpoint; name it in load")
-        _require(
+        at_least(self, 0, "save_interval", "model_only_save_interval")
+        at_least(self, 1, "save_retain")
+        require(not self.finetune or self.load is not None, "finetune=True starts from a checkpoint; name it in load")
+        require(
             self.load_optim or self.load is not None,
             "load_optim=False leaves out what load would bring; name a checkpoint in load",
         )
@@ -383,23 +335,27 @@ class LoggingConfig:
     tensorboard_dir: str | None = option(None, "also write TensorBoard events here")
     wandb_project: str | None = option(None, "also log to this project of Weights & Biases")
     wandb_exp_name: str | None = option(None, "name of the run there; default: that of run_dir")
+    straggler_check_interval: int = option(
+        0, "at the start and every so many steps, time the same products on every device, name slow ones; 0: never"
+    )
     profile: bool = option(False, "record a few steps with torch.profiler into <run_dir>/profile")
     profile_step_start: int = option(10, "first of them, counted from the start or resumption of the run")
     profile_step_end: int = option(12, "last of them")
     profile_ranks: list[int] = option([0], "ranks that record")
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "log_interval", "profile_step_start", "profile_step_end")
-        _require(
+        at_least(self, 1, "log_interval", "profile_step_start", "profile_step_end")
+        at_least(self, 0, "straggler_check_interval")
+        require(
             self.profile_step_end >= self.profile_step_start,
             f"profile_step_end={self.profile_step_end} comes before profile_step_start={self.profile_step_start}; "
             f"use {self.profile_step_start} or more",
         )
-        _require(
+        require(
             self.wandb_exp_name is None or self.wandb_project is not None,
             f"wandb_exp_name={self.wandb_exp_name!r} names a run of no project; give wandb_project too",
         )
-        _require(self.run_dir != "", "run_dir is empty; name a folder, for example runs/first")
+        require(self.run_dir != "", "run_dir is empty; name a folder, for example runs/first")
 
 
 @dataclass(kw_only=True)

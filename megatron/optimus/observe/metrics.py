@@ -17,7 +17,7 @@ FILE_NAME = "metrics.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One line. None means not applicable (no peak known, a dense model); the last four are absent where None."""
+    """One line. None means not applicable (no peak known, a dense model); the last five are absent where None."""
 
     step: int  # optimizer steps done, from 1
     consumed_tokens: int  # since the start of training
@@ -35,6 +35,7 @@ class StepMetrics:
     router_entropy: float | None  # nats, mean over layers
     dropped_tokens: int | None
     peak_memory_gib: float | None = None  # most that tensors of rank 0's accelerator have taken since the start
+    skipped: bool | None = None  # true where the update was left out: a gradient norm not finite, or far too large
     valid_loss: float | None = None
     save_stall_s: float | None = None  # since the line before, training waited this long for checkpoints
     save_drain_s: float | None = None  # a checkpoint was committed since the line before, this long after it was begun
@@ -43,7 +44,7 @@ class StepMetrics:
 def to_json(metrics: StepMetrics) -> str:
     """One line without its end. JSON knows no NaN or infinity: null, and ``"nonfinite": true`` says so."""
     record: dict[str, Any] = dataclasses.asdict(metrics)
-    for key in ("peak_memory_gib", "valid_loss", "save_stall_s", "save_drain_s"):
+    for key in ("peak_memory_gib", "skipped", "valid_loss", "save_stall_s", "save_drain_s"):
         if record[key] is None:
             del record[key]
     bad = [key for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)]

@@ -39,6 +39,7 @@ class Checkpoints:
         self._root = Path(config.checkpoint.save or Path(config.logging.run_dir) / "checkpoints")
         self._drain_s: float | None = None
         self._tried: Manifest | None = None  # the last checkpoint that resume looked at
+        self.kept: dict[str, Any] = {}  # plain values that full checkpoints carry; after resume, those of its own
         self.found_none = False  # resume kept the initial weights
         self._claim = self._ranks.together(
             lambda: Claim(self._root) if mesh.rank == 0 else None, f"claiming {self._root}", CheckpointError
@@ -129,7 +130,7 @@ class Checkpoints:
             step,
             consumed_samples,
             to_dict(self._config),
-            {"optimizer_step_count": self._state.step_count},
+            {**self.kept, "optimizer_step_count": self._state.step_count},
             {},
             {},
             layout=asdict(self._mesh.layout) | {"zero_stage": self._config.optimizer.zero_stage},
@@ -185,6 +186,7 @@ class Checkpoints:
         if has_moments and manifest.kind == "full":
             optimizer.step_count = int(manifest.metadata.get("optimizer_step_count", manifest.step))
             self._restore_rng()
+            self.kept = manifest.metadata
         optimizer.sync_params_from_master()
         step = consumed_samples = 0
         if position_counts:

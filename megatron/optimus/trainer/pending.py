@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from megatron.optimus.observe.metrics import StepMetrics
-from megatron.optimus.trainer.health import SkippedSteps, TrainingError
+from megatron.optimus.trainer.health import Health, TrainingError
 from megatron.optimus.trainer.reporting import Reporter
 from megatron.optimus.trainer.step import PendingReport, StepReport
 
@@ -35,9 +35,8 @@ class Teller:
     """Reads steps in their order, writes their lines and judges them. Every rank must call the same in the same order:
     TrainingError is raised on all of them alike. A context: what is left is told of at its end."""
 
-    def __init__(self, reporter: Reporter, *, runs_behind: bool) -> None:
-        self._reporter, self._runs_behind = reporter, runs_behind
-        self._health = SkippedSteps()
+    def __init__(self, reporter: Reporter, health: Health, *, runs_behind: bool) -> None:
+        self._reporter, self._health, self._runs_behind = reporter, health, runs_behind
         self._pending: QueuedStep | None = None
         self._last_read = 0.0
         self.stop_requested = False  # in a step told of so far; changes at the same step on every rank
@@ -58,7 +57,7 @@ class Teller:
 
     def _tell(self, step: QueuedStep) -> None:
         report = self._write(step)
-        self._health.observe(step.number, report.skipped)
+        self._health.observe(step.number, loss=report.loss, grad_norm=report.grad_norm, skipped=report.skipped)
 
     def _write(self, step: QueuedStep) -> StepReport:
         report = step.report.read()

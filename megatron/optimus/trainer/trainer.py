@@ -26,14 +26,17 @@ from megatron.optimus.trainer.build import build_data, build_model
 from megatron.optimus.trainer.checkpoints import Checkpoints
 from megatron.optimus.trainer.engine import DTYPES, build_engine
 from megatron.optimus.trainer.evaluate import loss_over
-from megatron.optimus.trainer.health import TrainingError
+from megatron.optimus.trainer.health import Health, TrainingError
 from megatron.optimus.trainer.pending import QueuedStep, Teller
 from megatron.optimus.trainer.profiling import StepProfiler
 from megatron.optimus.trainer.reporting import Reporter
 from megatron.optimus.trainer.schedule import build_schedule
 from megatron.optimus.trainer.step import PendingReport, StepReport, train_step
+from megatron.optimus.trainer.stragglers import check_devices
 
 logger = logging.getLogger("optimus")
+
+_NORMS = "recent_grad_norms"  # in a checkpoint
 
 
 class Trainer:
@@ -52,6 +55,9 @@ class Trainer:
         self.checkpoints = Checkpoints(config, mesh, device, self.model, self.engine)
         # Optimizer steps done; position in the order of samples, which is the whole state of the data.
         self.step, self.consumed_samples = self.checkpoints.resume()
+        self.first_step = self.step
+        self.health = Health(config.optimizer.grad_norm_spike_sigma)
+        self.health.grad_norms.restore(self.checkpoints.kept.get(_NORMS))
         self.checkpoints.prepare()
 
     def fit(self) -> int:
@@ -64,11 +70,17 @@ class Trainer:
         train = self.data.train
         first = partial(train.start, self.consumed_samples, training.train_iters - self.step)
         profiler = StepProfiler(
-            self.config.logging, self.engine.module, self.device, rank=self.mesh.rank, first_step=self.step
+            self.config.logging, self.engine.module, self.device, rank=self.mesh.rank, first_step=self.first_step
         )
-        with reporter, Teller(reporter, runs_behind=self.runs_behind) as teller, StopRequest() as stop, profiler:
+        with (
+            reporter,
+            Teller(reporter, self.health, runs_behind=self.runs_behind) as teller,
+            StopRequest() as stop,
+            profiler,
+        ):
             self.ranks.together(first, "reading the first batches", DataError)
             while self.step < training.train_iters:
+                self._check_devices()
                 profiler.before(self.step + 1)
                 started = time.perf_counter()
                 lr = self._set_rates()
@@ -89,6 +101,7 @@ class Trainer:
                     leaving = teller.stop_requested or self._is_due("exit") or self.step == training.train_iters
                     if leaving or self.checkpoints.is_due(self.step):
                         teller.settle()
+                        self.checkpoints.kept = {_NORMS: self.health.grad_norms.plain()}
                 except (DataError, TrainingError):
                     self.checkpoints.finish()  # what was good before is not lost
                     raise
@@ -118,6 +131,11 @@ class Trainer:
             stop_requested=lambda: self.data.train.failure() is not None or stop.signal is not None,
         )
 
+    def _check_devices(self) -> None:
+        interval = self.config.logging.straggler_check_interval
+        if interval > 0 and (self.step - self.first_step) % interval == 0:
+            check_devices(self.ranks, self.device, DTYPES[self.config.training.params_dtype])
+
     def close(self) -> None:
         """Ends the data threads and frees the folder of checkpoints."""
         self.checkpoints.close()
@@ -136,13 +154,14 @@ class Trainer:
         return last or (interval > 0 and self.step % interval == 0)
 
     def _set_rates(self) -> float:
-        """Learning rate (returned) and largest gradient norm of the next step, functions of its number alone."""
+        """Learning rate (returned) and largest gradient norms of the next step."""
         config = self.config.optimizer
         lr = learning_rate(self.step, config, self.config.training.train_iters)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         # Not the optimizer's own count of steps: after a restart from weights alone that is younger than the run.
         self.engine.optimizer.clip_grad = largest_grad_norm(self.step, config)
+        self.engine.optimizer.skip_above = self.health.largest_norm(self.step + 1)
         return lr
 
     def _validate(self) -> float:
@@ -170,6 +189,7 @@ class Trainer:
                 aux_loss=report.aux_loss if model.is_moe else None,
                 z_loss=report.z_loss if model.is_moe else None,
                 grad_norm=report.grad_norm,
+                skipped=report.skipped or None,
                 step_time_s=seconds,
                 tokens_per_second_per_device=tokens / seconds,
                 tflops_per_device=tokens / seconds * flops / 1e12,

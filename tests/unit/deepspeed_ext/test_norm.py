@@ -56,3 +56,6 @@ def test_scalars_of_a_step_clip_count_and_skip() -> None:
     assert state.settle() and state.settled_skips == 1 and not state.was_skipped
     unclipped, clipped = state.scalars(norm, 0.0), state.scalars(norm, 5.0)
     assert unclipped.scale.item() == 0.25 and clipped.scale.item() == pytest.approx(0.125, rel=1e-6)
+    spike, usual = state.scalars(norm, skip_above=9.99), state.scalars(norm, skip_above=10.0)  # the norm is 10
+    assert (spike.scale.item(), spike.skip.item()) == (0.0, 1.0) and usual.skip.item() == 0.0
+    assert spike.step.item() == usual.step.item() == 6.0, "a step that is skipped does not count"

@@ -1,0 +1,66 @@
+"""What the sections of a run are made of: a field with its help, the rules on one value, the error of a wrong one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import field
+from fractions import Fraction
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A value the user gave cannot be used. The message names the key, the value, and the remedy."""
+
+
+def one_of(values: Iterable[object]) -> str:
+    """ "1, 2, 4 or 8": the way messages list the values that would work."""
+    words = [str(value) for value in values]
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def divisors(number: int) -> list[int]:
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def option(default: Any, help: str) -> Any:
+    """A field with help text; a list default is copied for each instance."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+def parse_split(text: str) -> tuple[Fraction, Fraction, Fraction]:
+    """Shares of training, validation and test, adding up to one, from "969,30,1" (missing numbers are 0).
+
+    Exact, so that every rank cuts at the same token. Raises ConfigError.
+    """
+    try:
+        numbers = [Fraction(part.strip()) for part in text.split(",")]
+    except (ValueError, ZeroDivisionError):
+        numbers = []
+    require(
+        1 <= len(numbers) <= 3 and min(numbers) >= 0 and sum(numbers) > 0,
+        f"split={text!r} is not one to three shares of 0 or more, training first; use for example '969,30,1'",
+    )
+    numbers += [Fraction(0)] * (3 - len(numbers))
+    total = sum(numbers)
+    return numbers[0] / total, numbers[1] / total, numbers[2] / total
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def at_least(section: object, limit: float, *names: str) -> None:
+    """Each named field is >= limit, or None."""
+    for name in names:
+        value = getattr(section, name)
+        require(value is None or value >= limit, f"{name}={value} is too small; use {limit} or more")
+
+
+def positive(section: object, *names: str) -> None:
+    """Each named real-valued field is > 0, or None."""
+    for name in names:
+        value = getattr(section, name)
+        require(value is None or value > 0, f"{name}={value} must be above 0")
