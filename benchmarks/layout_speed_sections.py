@@ -33,8 +33,16 @@ class Section:
 # ---- the sections
 
 
-def ours(words: str, **options: Any) -> Build:
-    return lambda device: programs.ours(words.split(), device, **options)
+@dataclass
+class Ours:
+    """Builds the training program of a command line."""
+
+    words: str
+    change: Callable[[Any], None] | None = None  # of the model
+
+    def __call__(self, device: torch.device) -> programs.Program:
+        options = {} if self.change is None else {"change": self.change}
+        return programs.ours(self.words.split(), device, **options)
 
 
 def tp_section(args: argparse.Namespace, ranks: int) -> Section:
@@ -43,9 +51,9 @@ def tp_section(args: argparse.Namespace, ranks: int) -> Section:
     batch = f"--global-batch-size {args.micro_batch_size * ranks}"
     split = f"{base} {batch} --micro-batch-size {args.micro_batch_size * tp} --tensor-model-parallel-size {tp}"
     variants = {
-        "tp=1": ours(f"{base} {batch} --micro-batch-size {args.micro_batch_size}"),
-        f"tp={tp}": ours(split),
-        f"tp={tp}, overlap": ours(f"{split} --tp-comm-overlap"),
+        "tp=1": Ours(f"{base} {batch} --micro-batch-size {args.micro_batch_size}"),
+        f"tp={tp}": Ours(split),
+        f"tp={tp}, overlap": Ours(f"{split} --tp-comm-overlap"),
     }
 
     def further(_: Any, times: Times, device: torch.device) -> Figures:
@@ -89,13 +97,13 @@ def pp_section(args: argparse.Namespace, ranks: int) -> Section:
             figures[name] = reached | {"ideal_ms": ideal * 1e3, "bubble_ms": bubble * each * 1e3}
         return figures
 
-    variants = {whole: ours(base), **{name: ours(words) for name, (words, _) in found.items()}}
+    variants = {whole: Ours(base), **{name: Ours(words) for name, (words, _) in found.items()}}
     return Section(variants, further, turns=3, warm_up=3)
 
 
 def pp_deepspeed_section(args: argparse.Namespace, ranks: int) -> Section:
     base, _ = pp_words(args, ranks)
-    variants = {name: ours(words) for name, (words, _) in schedules(args, ranks).items() if "1f1b" in name}
+    variants = {name: Ours(words) for name, (words, _) in schedules(args, ranks).items() if "1f1b" in name}
     peers: dict[str, Build] = {
         f"DeepSpeed, gradients added in {dtype}": lambda device, dtype=dtype: peer("pipeline", base, device, dtype)
         for dtype in (("fp32", "bf16") if args.dtype == "bf16" else ("fp32",))
@@ -114,9 +122,9 @@ def cp_section(args: argparse.Namespace, ranks: int) -> Section:
     )
     rest = "rest: attention does nothing"
     variants = {
-        "ulysses": ours(f"{base} --cp-comm-type a2a"),
-        "ring": ours(f"{base} --cp-comm-type p2p"),
-        rest: ours(base, change=programs.without_attention),
+        "ulysses": Ours(f"{base} --cp-comm-type a2a"),
+        "ring": Ours(f"{base} --cp-comm-type p2p"),
+        rest: Ours(base, change=programs.without_attention),
     }
 
     def further(built: Any, times: Times, device: torch.device) -> Figures:
@@ -153,8 +161,8 @@ def moe_words(args: argparse.Namespace, ranks: int, micro_batch_size: int | None
 def moe_section(args: argparse.Namespace, ranks: int) -> Section:
     words = moe_words(args, ranks)
     rest = "rest: no exchange"
-    variants = {name: ours(line) for name, line in words.items()}
-    variants[rest] = ours(words["allgather"], change=programs.without_exchange)
+    variants = {name: Ours(line) for name, line in words.items()}
+    variants[rest] = Ours(words["allgather"], change=programs.without_exchange)
 
     def further(_: Any, times: Times, device: torch.device) -> Figures:
         return {name: percent("of the step is exposed exchange", 1 - times[rest] / times[name]) for name in words}
@@ -169,7 +177,7 @@ def moe_peer_section(
 
     def build(args: argparse.Namespace, ranks: int) -> Section:
         words = moe_words(args, ranks, micro_batch_size)
-        own = {transport: ours(words[transport]) for transport in ("allgather", "alltoall")}
+        own = {transport: Ours(words[transport]) for transport in ("allgather", "alltoall")}
         theirs: Build = lambda device: peer("moe", words["alltoall"], device, kind)  # noqa: E731
         return Section(own | {name: theirs}, lambda _, times, __: over_fastest(times, list(own)), needs_all=False)
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 LR = 1e-4
+OURS = ("ours", "ours16", "plain", "stage2")  # the training program's engine
 
 
 def run_config(args: argparse.Namespace) -> Any:
@@ -42,12 +43,16 @@ def build(system: str, config: Any, mesh: Any, device: torch.device) -> Any:
         return build_stock(int(system[-1]), model, config, mesh)
     if system == "so":
         return build_so(model, config, mesh)
-    overlap = system != "plain"
-    stage = 2 if system == "stage2" else 1
+    return build_engine(model, config_of(system, config), mesh, 1)
+
+
+def config_of(system: str, config: Any) -> Any:
+    """The configuration of one of OURS."""
+    overlap, stage = system != "plain", 2 if system == "stage2" else 1
     if system == "ours16":
         config = replace(config, optimizer=replace(config.optimizer, grad_reduce_in_bf16=True))
     options = replace(config.optimizer, zero_stage=stage, overlap_grad_reduce=overlap, overlap_param_gather=overlap)
-    return build_engine(model, replace(config, optimizer=options), mesh, 1)
+    return replace(config, optimizer=options)
 
 
 def build_model(config: Any, mesh: Any, device: torch.device) -> Any:

@@ -76,6 +76,8 @@ def split_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
         flag, equals, value = words[position].partition("=")
         position += 1
         if flag in SWITCHES:
+            if equals:
+                raise ConfigError(f"{flag} takes no value, not {value!r}")
             own[flag] = ""
         elif flag in WITH_VALUE:
             if not equals:

@@ -34,6 +34,8 @@ def layout_words(config: RunConfig, world_size: int) -> str:
     }
     dense = sizes["tp"] * sizes["pp"] * sizes["cp"]
     words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    if parallel.context_parallel_size > 1:
+        words.append({"a2a": "Ulysses", "p2p": "ring"}[parallel.cp_comm_type.value])
     words += [f"dp {world_size // dense}", f"micro-batch {config.training.micro_batch_size}"]
     if parallel.recompute_modules:
         words.append("recompute " + "+".join(part.value for part in parallel.recompute_modules))
@@ -49,6 +51,7 @@ def layout_options(config: RunConfig) -> str:
         "pipeline-schedule": parallel.pipeline_schedule.value,
         "virtual-pipeline-model-parallel-size": parallel.virtual_pipeline_model_parallel_size,
         "context-parallel-size": parallel.context_parallel_size,
+        "cp-comm-type": parallel.cp_comm_type.value,
         "expert-model-parallel-size": parallel.expert_model_parallel_size,
         "micro-batch-size": config.training.micro_batch_size,
         "recompute-modules": " ".join(part.value for part in parallel.recompute_modules),
@@ -195,11 +198,9 @@ def findings_text(found: Findings, world_size: int) -> str:
         lines.append(f"  none: the sizes named on the command line do not divide {world_size} ranks, or the model")
     for reason, count in found.refused.items():
         lines.append(f"refused by {reason}: {count}; one of them: {found.examples[reason]}")
+    why = "would be faster but needs" if found.best else "needs least of those that do not fit:"
     for made in found.too_large:
-        lines.append(
-            f"would be faster but needs {gib(made.worst.peak)} of {gib(made.usable)} GiB: "
-            f"{layout_words(made.config, world_size)}"
-        )
+        lines.append(f"{why} {gib(made.worst.peak)} of {gib(made.usable)} GiB: {layout_words(made.config, world_size)}")
     return "\n".join(lines) + "\n"
 
 

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from megatron.optimus.config.schema import ConfigError, PipelineSchedule, Recompute, RunConfig, divisors
+from megatron.optimus.config.schema import (
+    ConfigError,
+    ContextCommunication,
+    PipelineSchedule,
+    Recompute,
+    RunConfig,
+    divisors,
+)
 from megatron.optimus.planner.hardware import Machine
 from megatron.optimus.planner.parameters import families, state_bytes
 from megatron.optimus.planner.plan import Plan, plan
@@ -17,6 +24,7 @@ _ALL = [Recompute.MOE, Recompute.ATTENTION, Recompute.NORM]
 RECOMPUTATION: list[list[Recompute]] = [[], _ALL[:1], _ALL[:2], _ALL]
 MICRO_BATCHES = [1, 2, 4, 8]
 LONG_SEQUENCE = 16384  # from here on context parallelism is tried
+CONTEXT = [1, 2, 4, 8, 16, 32]
 _MISSES = 40  # layouts just too large that are looked at
 MAX_EXPERT_NODES = 2  # an expert-parallel group is not spread further
 
@@ -29,7 +37,7 @@ class Findings:
     tried: int = 0
     refused: dict[str, int] = field(default_factory=dict)  # reason -> how many
     examples: dict[str, str] = field(default_factory=dict)  # reason -> one message
-    too_large: list[Plan] = field(default_factory=list)  # would be faster than the best, but do not fit; least first
+    too_large: list[Plan] = field(default_factory=list)  # faster than the best, if any, but do not fit; least first
 
     def refuse(self, reason: str, example: str) -> None:
         self.refused[reason] = self.refused.get(reason, 0) + 1
@@ -74,7 +82,7 @@ def _try_layout(
                 made = plan(replace(config, parallel=parallel, training=training), world_size, machine)
             except ConfigError as error:
                 found.refuse("the trainer's checks", str(error))
-                return  # a larger micro-batch divides no better
+                break  # whatever is recomputed; a larger micro-batch may give each rank of a region a token
             states = _largest_states(different(made.shares))
             if states > made.usable:
                 found.refuse("memory", f"weights, gradients and states alone take {states / 2**30:.1f} GiB")
@@ -100,18 +108,21 @@ def _layouts(config: RunConfig, world_size: int, machine: Machine, named: Set[st
         "tensor_model_parallel_size": [size for size in divisors(node) if model.num_attention_heads % size == 0],
         "pipeline_model_parallel_size": [size for size in divisors(world_size) if size <= model.num_layers],
         "virtual_pipeline_model_parallel_size": [1, 2],
-        "context_parallel_size": [1, 2, 4, 8] if config.training.seq_length >= LONG_SEQUENCE else [1],
+        "context_parallel_size": CONTEXT if config.training.seq_length >= LONG_SEQUENCE else [1],
+        "cp_comm_type": list(ContextCommunication),
         "expert_model_parallel_size": experts if model.is_moe else [1],
     }
     for name in options:
         if name in named:
             options[name] = [getattr(parallel, name)]
     for values in product(*options.values()):
-        tp, pp, chunks, cp, ep = values
+        tp, pp, chunks, cp, around, ep = values
         stage = world_size // pp
         if world_size % (tp * pp * cp) or stage % (ep * parallel.expert_tensor_parallel_size):
             continue
         if chunks > 1 and (pp == 1 or model.num_layers < pp * chunks):
+            continue
+        if cp == 1 and around is not options["cp_comm_type"][0]:  # nothing to choose
             continue
         changes = dict(zip(options, values, strict=True))
         schedule = parallel.pipeline_schedule
@@ -119,6 +130,6 @@ def _layouts(config: RunConfig, world_size: int, machine: Machine, named: Set[st
             changes["pipeline_schedule"] = (
                 PipelineSchedule.INTERLEAVED_1F1B if chunks > 1 else PipelineSchedule.ONE_F_ONE_B
             )
-        elif (schedule is PipelineSchedule.ONE_F_ONE_B) != (chunks == 1):
+        elif pp > 1 and (schedule is PipelineSchedule.ONE_F_ONE_B) != (chunks == 1):
             continue
         yield changes

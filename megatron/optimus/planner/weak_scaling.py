@@ -53,21 +53,21 @@ def as_the_paper(config: RunConfig) -> RunConfig:
 
 
 def table(curves: dict[str, list[Point]]) -> str:
-    """Markdown: efficiency of each curve at each size beside the paper's."""
+    """Markdown: efficiency, step and what it takes of gradients and weights for each curve, beside the paper's."""
     names = list(curves)
-    lines = [
-        "| ranks | dp | step, s | in it gradients and weights, s | " + " | ".join(names) + " | paper |",
-        "|" + "---|" * (5 + len(names)),
-    ]
+    lines = ["| ranks | dp | " + " | ".join(names) + " | paper |", "|" + "---|" * (3 + len(names))]
     for points in zip(*curves.values(), strict=True):
         made, paper = points[0].plan, points[0].paper
-        cells = [f"{100 * point.efficiency:.1f}%" for point in points]
-        layout = made.shares[0].layout
+        cells = [
+            f"{100 * point.efficiency:.1f}%, {point.plan.time.total:.2f} s ({point.plan.time.data:.2f})"
+            for point in points
+        ]
         lines.append(
-            f"| {made.world_size:,} | {layout.dp} | {made.time.total:.2f} | {made.time.data:.3f} | "
+            f"| {made.world_size:,} | {made.shares[0].layout.dp} | "
             + " | ".join(cells)
             + f" | {'' if paper is None else f'{100 * paper:.0f}%'} |"
         )
+    lines += ["", "Each: efficiency, step, in it gradients and weights between replicas, hidden or not."]
     return "\n".join(lines) + "\n"
 
 

@@ -43,6 +43,7 @@ def script(path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str((ROOT / path).parent))
+        patch.setitem(sys.modules, spec.name, module)  # where dataclasses look names up
         spec.loader.exec_module(module)
     return module
 

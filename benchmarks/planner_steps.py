@@ -1,0 +1,150 @@
+"""The planner's step times against every measured step of the raw results, as a table of docs/planner.md.
+
+    python benchmarks/planner_steps.py                 prints the table; on any machine, nothing is run
+    python benchmarks/planner_steps.py --write         puts it into docs/planner.md, between its two marks
+
+The layouts are those of the raw files themselves: the options that layout_speed.py and overlap.py wrote down, turned
+into command lines by these programs' own code. Planned is the program as it is now; what was measured with one that
+has changed since, in a way that the planner knows, is left out (SUPERSEDED).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
+
+import layout_speed_sections as sections
+import overlap_systems
+import torch
+from layout_speed_programs import run_config
+
+from megatron.optimus.planner.hardware import H200
+from megatron.optimus.planner.report import layout_words
+from megatron.optimus.planner.share import shares
+from megatron.optimus.planner.step_time import step_time
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PAGE = ROOT / "benchmarks/results", ROOT / "docs/planner.md"
+BEGIN, END = "<!-- begin: benchmarks/planner_steps.py --write -->", "<!-- end -->"
+SUPERSEDED = {  # (file, variant): every variant where it is empty
+    ("layout_speed_pp_one_communicator_h200x4.json", ""),  # lanes came after it
+    ("layout_speed_moe20b_before_h200x4.json", ""),  # all-to-all that sorted and waited twice
+    ("layout_speed_h200x2.json", "interleaved-1f1b, 2 chunks"),  # before the lanes, too
+    ("layout_speed_h200x2.json", "ring"),  # with FlashAttention-2, before the ring took torch's preference
+    ("layout_speed_h200x2.json", "alltoall"),  # as of the 20B file before
+    ("layout_speed_h200x2.json", "alltoall, 2 chunks"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    file: str
+    what: str
+    ranks: int
+    measured: float  # ms
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def rows() -> list[Row]:
+    """Of all results that have steps of our program on H200, file by file."""
+    found = []
+    for path in sorted(RESULTS.glob("*_h200x*.json")):
+        kinds = {"layout_speed_": _layout_speed, "overlap_": _overlap}
+        for kind in [kinds[start] for start in kinds if path.name.startswith(start)]:
+            if (path.name, "") not in SUPERSEDED:
+                found += list(kind(path.name, json.loads(path.read_text())))
+    return found
+
+
+def _layout_speed(file: str, raw: dict[str, Any]) -> Iterator[Row]:
+    args = argparse.Namespace(**raw["options"])
+    for name, section in raw["sections"].items():
+        variants = sections.SECTIONS[name](args, raw["ranks"]).variants
+        for result in section["results"]:
+            build = variants[result["variant"]]
+            is_planned = isinstance(build, sections.Ours) and build.change is None  # not a peer's, nothing taken out
+            if is_planned and (file, result["variant"]) not in SUPERSEDED:
+                config = run_config(build.words.split(), torch.device("cuda"))
+                preset = args.moe_preset if name.startswith("moe") else args.preset
+                yield _row(file, preset, config, raw["ranks"], result["step_ms"])
+
+
+def _overlap(file: str, raw: dict[str, Any]) -> Iterator[Row]:
+    about = raw["about"]
+    args = argparse.Namespace(**{"num_experts": None, "lr": None} | about)
+    for result in raw["results"]:
+        system = result["system"]
+        if system in overlap_systems.OURS and (file, system) not in SUPERSEDED:
+            config = overlap_systems.config_of(system, overlap_systems.run_config(args))
+            yield _row(file, args.preset, config, about["ranks"], result["step_ms"])
+
+
+def _variant(config: Any) -> str:
+    """What tells a layout from others beside its sizes."""
+    parallel, optimizer, layers = config.parallel, config.optimizer, config.model.num_layers
+    words = [f"{layers} layer{'s' * (layers > 1)}"]
+    if parallel.tp_comm_overlap:
+        words.append("overlapped")
+    if parallel.pipeline_model_parallel_size > 1:
+        words.append(parallel.pipeline_schedule.value)
+    if parallel.expert_model_parallel_size > 1:
+        chunks = parallel.moe_dispatch_chunks
+        words.append(parallel.moe_token_dispatcher_type.value + (f" in {chunks} parts" if chunks > 1 else ""))
+    if not optimizer.overlap_grad_reduce:
+        words.append("optimizer not overlapped")
+    if optimizer.zero_stage == 2:
+        words.append("ZeRO stage 2")
+    if optimizer.grad_reduce_in_bf16:
+        words.append("gradients sent in bf16")
+    return ", ".join(words)
+
+
+def _row(file: str, preset: str, config: Any, ranks: int, measured: float) -> Row:
+    predicted = step_time(shares(config, ranks), H200).total * 1e3
+    model = preset.split("-")[1].upper()  # mula-7b-a1b
+    layout, length = layout_words(config, ranks), config.training.seq_length
+    return Row(file, f"{model}, {_variant(config)}; {layout}, sequence {length:,}", ranks, measured, predicted)
+
+
+def table(found: list[Row]) -> str:
+    """Markdown."""
+    lines = ["| GPUs | run | measured, ms | predicted | error | raw |", "|" + "---|" * 6]
+    for row in found:
+        link = f"[{Path(row.file).stem}](../benchmarks/results/{row.file})"
+        numbers = f"{row.measured:.1f} | {row.predicted:.1f} | {100 * row.error:+.1f}%"
+        lines.append(f"| {row.ranks} | {row.what} | {numbers} | {link} |")
+    errors = sorted(abs(row.error) for row in found)
+    middle, most = errors[len(errors) // 2], errors[-1]
+    lines += ["", f"{len(found)} steps: half of them within {100 * middle:.1f}%, all within {100 * most:.1f}%."]
+    return "\n".join(lines) + "\n"
+
+
+def page_with(text: str, page: str) -> str:
+    """The page with the table in its place."""
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n{text}{END}{rest.split(END, 1)[1]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    text = table(rows())
+    if parser.parse_args().write:
+        PAGE.write_text(page_with(text, PAGE.read_text()))
+    else:
+        sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()
