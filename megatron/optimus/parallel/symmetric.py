@@ -341,7 +341,8 @@ class SymmetricDispatcher:
         self.rank = dist.get_rank(group)
         self._used: dict[Shape, Staging] = {}
 
-    def _staging(self, shape: Shape, device: torch.device) -> Staging:
+    def reserve(self, shape: Shape, device: torch.device) -> Staging:
+        """The memory for exchanges of this shape. Collective where the shape is new; raises as ``_staging_of``."""
         if shape not in self._used:
             self._used[shape] = _staging_of(self.group, shape, device)
         return self._used[shape]
@@ -353,7 +354,7 @@ class SymmetricDispatcher:
         tables = self.ownership.tables(x_TD.device)
         num_tokens, width = x_TD.shape
         shape = Shape(num_tokens, width, routing.indices_TK.shape[1], x_TD.dtype)
-        staging = self._staging(shape, x_TD.device)
+        staging = self.reserve(shape, x_TD.device)
         own = x_TD.detach(), routing.weights_TK.detach(), routing.indices_TK
         x_RD, weights_RK, exchange = _send(staging, *own, *tables)
         trip = _SymmetricTrip(exchange)
