@@ -132,6 +132,9 @@ class KeepHere:
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
 
+    def start(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return x_TD
+
     def dispatch(self, x_TD: torch.Tensor, routing: Any) -> Any:
         from megatron.optimus.moe.dispatch import ExpertRows
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.optimus import ops
 from megatron.optimus.config.schema import ExpertPlacement, LoadBalancing, ModelConfig, ParallelConfig, TokenDispatcher
 from megatron.optimus.moe.layer import MoE
 from megatron.optimus.parallel.expert import apply_expert_parallelism
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.placement import Ownership
+from megatron.optimus.parallel.recompute import _recomputed
 from megatron.optimus.parallel.transport import AllGatherDispatcher
 from tests.helpers import run_distributed
 
@@ -64,6 +66,9 @@ class Case(NamedTuple):
     skew: float = 0.0
     node: int | None = None  # ranks of a node
     chunks: int = 1
+    halves: bool = False  # experts whose backward has two halves, so that gradients go home beside the second
+    main_grads: bool = False
+    recompute: bool = False
 
 
 def one_rank(rank: int, world: int, cases: list[Case]) -> list[dict[str, Any]]:
@@ -83,13 +88,19 @@ def run_case(rank: int, world: int, case: Case) -> dict[str, Any]:
     apply_expert_parallelism(layer, config, mesh)
     if isinstance(layer.dispatcher, AllGatherDispatcher):
         layer.dispatcher.equal_tokens = len(set(case.counts)) == 1
+    if case.recompute:
+        layer.experts.forward = _recomputed(layer.experts.forward)  # type: ignore[method-assign]
+    for weight in layer.experts.parameters() if case.main_grads else ():
+        weight.main_grad, weight.main_grad_ready = torch.zeros_like(weight), lambda: None  # type: ignore[attr-defined]
     x = tokens_of(rank, case.counts).requires_grad_()
+    ops.set_backend("reference" if case.halves else "auto")
     y, stats = backward(layer, x)
     router_grad = layer.router.weight.grad.clone()
     dist.all_reduce(router_grad)
     expert_grads = {}
     for name, weight in layer.experts.named_parameters():
-        grad = weight.grad.clone()
+        assert (weight.grad is None) is case.main_grads
+        grad = (weight.main_grad if case.main_grads else weight.grad).clone()
         if mesh.group("edp") is not None:
             dist.all_reduce(grad, group=mesh.group("edp"))
         expert_grads[name] = dict(zip(weight.expert_ids, grad, strict=True))
@@ -107,12 +118,31 @@ COUNTS = {
 }
 PLAIN = (TokenDispatcher.ALLGATHER, TokenDispatcher.ALLTOALL)
 HIERARCHICAL = TokenDispatcher.HIERARCHICAL
+IN_PARTS = ((PLAIN[0], None, 1), (PLAIN[1], None, 1), (PLAIN[1], None, 2))
+HOW = {
+    "halves": dict(halves=True),
+    "main gradients": dict(main_grads=True),
+    "halves, main gradients, recomputed": dict(halves=True, main_grads=True, recompute=True),
+    "halves, recomputed": dict(halves=True, recompute=True),
+}
 CASES = {
     4: {
         f"{transport.value}, {placement.value}, ep {ep}, {what}": Case(transport, placement, ep, counts, skew, node)
         for what, (counts, skew) in COUNTS.items()
         for placement in ExpertPlacement
         for transport, ep, node in [*((plain, ep, None) for plain in PLAIN for ep in (2, 4)), (HIERARCHICAL, 4, 2)]
+    }
+    | {
+        f"{transport.value}, {chunks} parts, {what}, {how}": Case(
+            transport, ExpertPlacement.INTERLEAVED, 4, *COUNTS[what], node=node, chunks=chunks, **changes
+        )
+        for how, changes in HOW.items()
+        for what in ("even", "uneven and skewed")
+        for transport, node, chunks in [
+            *((plain, None, 1) for plain in PLAIN),
+            (PLAIN[1], None, 2),
+            (HIERARCHICAL, 2, 1),
+        ]
     },
     3: {
         f"all-to-all in {chunks} parts, {what}": Case(

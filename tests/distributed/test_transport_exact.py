@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.optimus.config.schema import ExpertPlacement
 from megatron.optimus.moe.dispatch import Dispatcher, ThroughExperts, through_experts
-from megatron.optimus.ops import Routing
+from megatron.optimus.ops import InputGradients, Routing
 from megatron.optimus.parallel import collectives, transport
 from megatron.optimus.parallel.placement import Ownership
 from megatron.optimus.parallel.transport import AllToAllDispatcher, HierarchicalDispatcher, InChunks
@@ -98,7 +98,7 @@ def run_case(rank: int, case: Case, nodes: list[Any], exchanges: list[None], wai
         x.grad = routing.weights_TK.grad = None
         arrived, terms = [], []
 
-        def experts(x_RD: Tensor, weights_RK: Tensor, indices_RK: Tensor) -> Tensor:
+        def experts(x_RD: Tensor, weights_RK: Tensor, indices_RK: Tensor, go_home: InputGradients) -> Tensor:
             is_here = indices_RK >= 0
             assert is_here.any(dim=1).all(), "a row that no expert here was chosen for"
             arrived.append(x_RD.shape[0])  # noqa: B023

@@ -59,7 +59,9 @@ def shared_memory(rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def rendezvous(memory: torch.Tensor, group: dist.ProcessGroup) -> SimpleNamespace:
-        return SimpleNamespace(buffer_ptrs=[memory.data_ptr()] * dist.get_world_size(group))
+        return SimpleNamespace(
+            buffer_ptrs=[memory.data_ptr()] * dist.get_world_size(group), get_buffer=lambda *args, **kwargs: memory
+        )
 
     def empty(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
@@ -119,6 +121,18 @@ def one_rank(rank: int, world: int) -> dict[str, Any]:
     for what, local in (("fits", 2), ("one node", 4), ("unequal nodes", 3 if rank < 3 else 1)):
         found[f"hierarchical, {what}"] = settle(config_of(HIERARCHICAL), local)
     found["symmetric"] = settle(config_of(TokenDispatcher.SYMMETRIC), 4)
+
+    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if rank == 1:
+            raise RuntimeError("out of memory")
+        return torch.empty(*args, **kwargs)
+
+    with (
+        mock.patch("megatron.optimus.parallel.probe.symmetric_problem", lambda *args: None),
+        mock.patch("torch.distributed._symmetric_memory.empty", empty),
+    ):
+        found["no memory on rank 1"] = settle(auto, 4), list(lines)
+        found["no memory in one group of two"] = settle(config_of(TokenDispatcher.AUTO, ep=2), 4), list(lines)
     mesh = Mesh(auto.parallel, rank=rank, world_size=world)
     group = mesh.group("experts")
     assert group is not None
@@ -149,6 +163,10 @@ def test_auto_takes_what_is_fastest_on_the_slowest_rank() -> None:
         assert "symmetric    not measured: it needs GPUs of CUDA, and this run is on cpu" in table["symmetric"]
         assert sum(" ms" in line for line in table.values()) == measured
         assert [name for name, line in table.items() if "<- used" in line] == [chosen]
+    for what in ("no memory on rank 1", "no memory in one group of two"):
+        assert {result[what][0] for result in results} == {first[what][0]} <= {"allgather", "alltoall"}
+        [told] = [line for line in first[what][1] if "symmetric" in line]
+        assert "not measured: allocating 0 MiB of shared memory failed on rank 1: " in told
     assert "16 tokens x 16 (float32) a rank over 4 ranks" in first["nodes of 2"][1][0]
     assert first["deterministic"] == (
         "allgather",

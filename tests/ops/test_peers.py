@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.optimus import ops
 from megatron.optimus.config.schema import ExpertPlacement, LoadBalancing, ModelConfig
 from megatron.optimus.moe.layer import MoE
 from megatron.optimus.parallel.placement import Ownership
@@ -151,7 +152,7 @@ def stagings(turns: Turns, num_ranks: int, shape: Any) -> list[Any]:
     memories = [torch.full((_parts(shape, num_ranks)[1],), 0xFF, dtype=torch.uint8) for _ in range(num_ranks)]  # NaN
     places = [memory.data_ptr() for memory in memories]
     return [
-        Staging(memory, places, rank, shape, lambda rank=rank: turns.barrier(rank), keep=memories)
+        Staging(memory, places, rank, shape, lambda rank=rank: turns.barrier(rank), memories=memories)
         for rank, memory in enumerate(memories)
     ]
 
@@ -181,7 +182,7 @@ def own_layer(seed: int, rank: int, ownership: Ownership, staging: Any) -> MoE:
         def __init__(self) -> None:
             self.ownership = ownership
 
-        def _staging(self, shape: Any, device: torch.device) -> Any:
+        def reserve(self, shape: Any, device: torch.device) -> Any:
             assert shape == staging.shape
             return staging
 
@@ -193,10 +194,22 @@ def own_layer(seed: int, rank: int, ownership: Ownership, staging: Any) -> MoE:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="one thread of autograd serves all ranks on a GPU")
-def test_layers_over_ranks_equal_one_process() -> None:
-    """Two layers, three micro-batches in flight, one of them never finished, backwards in the order of the forwards."""
+@pytest.mark.parametrize("by_copies", [False, True])
+def test_layers_over_ranks_equal_one_process(by_copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers, three micro-batches in flight, one of them never finished, backwards in the order of the forwards.
+    Gradients are on their way home when the last product of the experts begins."""
+    from megatron.optimus.parallel import symmetric
     from megatron.optimus.parallel.symmetric import Shape
 
+    monkeypatch.setattr(symmetric, "HOME_BY_COPIES", by_copies)
+    ops.set_backend("reference")  # whose backward has two halves
+    last_product, under_way, here = ops.reference.moe_mlp_backward_up_weights, [], threading.local()
+
+    def watched(*args: Any) -> Any:
+        under_way.append(memory[here.rank].under_way is not None)
+        return last_product(*args)
+
+    monkeypatch.setattr(ops.reference, "moe_mlp_backward_up_weights", watched)
     turns, num_tokens = Turns(RANKS), 5
     ownership = Ownership.regular(EXPERTS, RANKS, ExpertPlacement.INTERLEAVED)
     memory = stagings(turns, RANKS, Shape(num_tokens, 16, 2, torch.float32))
@@ -214,6 +227,7 @@ def test_layers_over_ranks_equal_one_process() -> None:
         return (y * torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view_as(y)).sum()
 
     def work(rank: int) -> dict[str, Any]:
+        here.rank = rank
         layers = [own_layer(seed, rank, ownership, memory[rank]) for seed in (1, 2)]
         with torch.no_grad():
             through(layers, tokens_of(rank, 0))
@@ -224,6 +238,7 @@ def test_layers_over_ranks_equal_one_process() -> None:
         return dict(y=outputs, x=inputs, layers=layers)
 
     results = filled_with_nan(lambda: turns.run(work))
+    assert under_way == [True] * (RANKS * 2 * 2)
     layers = [serial_layer(seed) for seed in (1, 2)]
     for rank, result in enumerate(results):
         for batch in range(3):
@@ -246,7 +261,7 @@ def test_layers_over_ranks_equal_one_process() -> None:
 @pytest.mark.parametrize("ways", ["out out out", "back back back", "out back back out out back"])
 def test_no_rank_writes_what_another_has_yet_to_read(ways: str) -> None:
     """Whatever the order of exchanges, with the first rank ahead of the others as far as it can get."""
-    from megatron.optimus.parallel.symmetric import Shape, _Trip
+    from megatron.optimus.parallel.symmetric import Shape, _Exchange
 
     turns, num_tokens = Turns(RANKS), 4
     memory = stagings(turns, RANKS, Shape(num_tokens, 16, 1, torch.float32))
@@ -257,7 +272,7 @@ def test_no_rank_writes_what_another_has_yet_to_read(ways: str) -> None:
         there = torch.full((num_tokens, 1), (rank + 1) % RANKS)
         row_owner = (torch.arange(RANKS).repeat_interleave(num_tokens) + 1) % RANKS
         indices_RK = torch.where(row_owner == rank, 0, -1)[:, None].int()
-        trip = _Trip(memory[rank], there, owner_E, indices_RK, (indices_RK >= 0).any(1).to(torch.int8))
+        trip = _Exchange(memory[rank], there, owner_E, indices_RK, (indices_RK >= 0).any(1).to(torch.int8))
         found = []
         for number, way in enumerate(ways.split()):
             value = 10.0 * number + rank
@@ -265,10 +280,12 @@ def test_no_rank_writes_what_another_has_yet_to_read(ways: str) -> None:
                 rows = trip.out(torch.full((num_tokens, 16), value))
                 found.append(rows[row_owner == rank])
             else:
-                rows, dweights = trip.back(
-                    torch.full((RANKS * num_tokens, 16), value), torch.full((RANKS * num_tokens, 1), value)
-                )
-                assert dweights is not None and torch.equal(dweights, rows[:, :1])
+                sent = torch.full((RANKS * num_tokens, 16), value)
+                if number % 2 == 0:
+                    found.append(trip.back(sent))
+                    continue
+                rows, dweights = trip.back_beside(sent, sent[:, :1])()
+                assert torch.equal(dweights, rows[:, :1])
                 found.append(rows)
         return found
 
@@ -280,10 +297,10 @@ def test_no_rank_writes_what_another_has_yet_to_read(ways: str) -> None:
 
 def test_rows_that_do_not_fit_are_not_sent() -> None:
     """A peer would be written to beyond its memory."""
-    from megatron.optimus.parallel.symmetric import Shape, _Trip
+    from megatron.optimus.parallel.symmetric import Shape, _Exchange
 
     staging = stagings(Turns(2), 2, Shape(4, 16, 1, torch.float16))[0]
-    trip = _Trip(staging, torch.zeros(4, 1), torch.arange(2), torch.zeros(8, 1).int(), torch.ones(8).to(torch.int8))
+    trip = _Exchange(staging, torch.zeros(4, 1), torch.arange(2), torch.zeros(8, 1).int(), torch.ones(8).to(torch.int8))
     for rows in (torch.zeros(8, 16), torch.zeros(8, 12).half(), torch.zeros(9, 16).half()):
         with pytest.raises(ValueError, match=r"expected torch.float16 \(8, 16\)"):
             trip.back(rows)

@@ -1,8 +1,9 @@
 """How tokens reach the ranks that hold their experts, and how results come back.
 
-One interface for every transport: ``dispatch`` turns this rank's tokens into the rows that this rank's experts must
-see, with expert numbers local to this rank (-1 for choices that another rank serves); ``combine`` turns the experts'
-answers for those rows into the outputs of this rank's own tokens. The expert computation between the two is the same
+One interface for every transport: ``start`` sends what can leave before the router has chosen; ``dispatch`` turns this
+rank's tokens into the rows that this rank's experts must see, with expert numbers local to this rank (-1 for choices
+that another rank serves); ``combine`` turns the experts' answers for those rows into the outputs of this rank's own
+tokens. The expert computation between the two is the same
 operation for all. Transports that communicate are in parallel/transport.py; here is the one that needs no other rank.
 
 Shapes: T own tokens, R rows to compute here, D model width, K experts per token.
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from megatron.optimus.ops import Routing
+from megatron.optimus.ops import InputGradients, Routing
 
 
 class ExpertRows(NamedTuple):
@@ -24,33 +25,43 @@ class ExpertRows(NamedTuple):
     weights_RK: Tensor  # fp32; those of other ranks' choices may be anything finite and must get a gradient of zero
     indices_RK: Tensor  # int32 or int64: expert number on this rank, or -1
     handle: Any  # what combine needs to find the way back
+    # Sends the gradients of x_RD and weights_RK on their way home, for a backward to call as soon as it has them; one
+    # that does not is as right, and hides nothing.
+    go_home: InputGradients | None = None
 
 
 class Dispatcher(Protocol):
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertRows: ...
+    def start(self, x_TD: Tensor) -> Any:
+        """What ``dispatch`` takes instead of the tokens."""
+
+    def dispatch(self, started: Any, routing: Routing) -> ExpertRows: ...
 
     def combine(self, y_RD: Tensor, handle: Any) -> Tensor: ...
 
 
 class ThroughExperts(Protocol):
-    """From routed tokens to what their experts make of them: [T, D], and the slots that were worked on here."""
+    """From tokens that ``Dispatcher.start`` was given, and their routes, to what their experts make of them: [T, D],
+    and the slots that were worked on here."""
 
     def __call__(
-        self, dispatcher: Dispatcher, experts: nn.Module, x_TD: Tensor, routing: Routing
+        self, dispatcher: Dispatcher, experts: nn.Module, started: Any, routing: Routing
     ) -> tuple[Tensor, Tensor]: ...
 
 
 def through_experts(
-    dispatcher: Dispatcher, experts: nn.Module, x_TD: Tensor, routing: Routing
+    dispatcher: Dispatcher, experts: nn.Module, started: Any, routing: Routing
 ) -> tuple[Tensor, Tensor]:
     """All tokens there, all of their experts' work, all answers back."""
-    rows = dispatcher.dispatch(x_TD, routing)
-    y_RD = experts(rows.x_RD, rows.weights_RK, rows.indices_RK)
+    rows = dispatcher.dispatch(started, routing)
+    y_RD = experts(rows.x_RD, rows.weights_RK, rows.indices_RK, rows.go_home)
     return dispatcher.combine(y_RD, rows.handle), (rows.indices_RK >= 0).sum()
 
 
 class LocalDispatcher:
     """Every expert is on this rank: rows are tokens."""
+
+    def start(self, x_TD: Tensor) -> Tensor:
+        return x_TD
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertRows:
         return ExpertRows(x_TD, routing.weights_TK, routing.indices_TK, None)

@@ -22,6 +22,7 @@ class MoE(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, RouterStats]:
         x_TD = x_BSD.flatten(0, 1)
+        started = self.dispatcher.start(x_TD)  # beside the router, where a transport needs no choices to send tokens
         routing, stats = self.router(x_TD)
-        y_TD, processed = self.through_experts(self.dispatcher, self.experts, x_TD, routing)
+        y_TD, processed = self.through_experts(self.dispatcher, self.experts, started, routing)
         return y_TD.view_as(x_BSD), stats._replace(processed=processed)

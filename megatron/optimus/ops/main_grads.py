@@ -1,12 +1,16 @@
-"""Expert weight gradients added by the backward where the optimizer keeps them, rather than handed to autograd.
+"""The backward of the expert layer, where it is more than a formula: weight gradients that are added where the
+optimizer keeps them, and input gradients that are told before the last product.
 
-The optimizer's side is two attributes of a parameter: ``main_grad``, a buffer of its shape in fp32 or its own dtype,
-and ``main_grad_ready()``, called after every gradient that was added to it. A gradient that takes this way is neither
-written in the weight's dtype, read again, nor rounded before the sum.
+Main gradients. The optimizer's side is two attributes of a parameter: ``main_grad``, a buffer of its shape in fp32 or
+its own dtype, and ``main_grad_ready()``, called after every gradient that was added to it. A gradient that takes this
+way is neither written in the weight's dtype, read again, nor rounded before the sum.
 
 A backward adds only where autograd would have accumulated into ``param.grad``. ``torch.autograd.grad`` and
 ``backward(inputs=...)`` without the weight change no buffer, and neither does a schedule that takes a stage's input
 gradients first and its weights' later (zero-bubble pipelines): those get their gradients the ordinary way.
+
+Two halves. The gradient of gate_up needs a product, a quarter to a third of the backward, that gives nothing else. It
+comes last, so that whoever has to send the other gradients over the network can do so beside it.
 """
 
 from __future__ import annotations
@@ -28,20 +32,31 @@ class MainGrad(NamedTuple):
     ready: Callable[[], None]  # called after each addition
 
 
-class FusedMoE(Protocol):
-    """What a backend offers so that its expert layer can add to main gradients.
+InputGradients = Callable[[Tensor, Tensor], None]  # is told dx [T, D] and dweights [T, K]
 
-    ``moe_mlp_backward`` returns the gradients of x, gate_up, down and weights. That of a weight with a buffer is added
-    to the buffer, in at least fp32 and rounded at most once, and None is returned in its place.
+
+class FusedMoE(Protocol):
+    """What a backend offers so that its expert layer can add to main gradients: a forward and the two halves of its
+    backward, or, in their place, a whole one ``moe_mlp_backward(dy, arguments, saved, buffers)`` that returns the
+    gradients of x, gate_up, down and weights.
+
+    ``arguments`` are those of the forward, ``saved`` what it has kept besides. The gradient of a weight with a buffer
+    is added to the buffer, in at least fp32 and rounded at most once, and None is returned in its place.
     """
 
     def moe_mlp_forward(
         self, x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Tensor, indices_TK: Tensor
     ) -> tuple[Tensor, list[Tensor]]: ...
 
-    def moe_mlp_backward(
-        self, dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], buffers: tuple[Tensor | None, Tensor | None]
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]: ...
+    def moe_mlp_backward_inputs(
+        self, dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], down_buffer: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor, Any]:
+        """dx, ddown, dweights, all of them complete in the current stream, and what the other half needs."""
+
+    def moe_mlp_backward_up_weights(
+        self, arguments: list[Tensor], saved: list[Tensor], pending: Any, gate_up_buffer: Tensor | None
+    ) -> Tensor | None:
+        """dgate_up, by one product."""
 
 
 def main_grad_of(weight: Tensor) -> MainGrad | None:
@@ -62,17 +77,21 @@ def main_grad_of(weight: Tensor) -> MainGrad | None:
 
 
 def moe_mlp(
-    backend: FusedMoE, arguments: tuple[Tensor, ...], main_grads: tuple[MainGrad | None, MainGrad | None]
+    backend: FusedMoE,
+    arguments: tuple[Tensor, ...],
+    main_grads: tuple[MainGrad | None, MainGrad | None],
+    on_input_gradients: InputGradients | None,
 ) -> Tensor:
-    """The backend's ``moe_mlp`` whose backward adds the gradients of gate_up and down to ``main_grads``."""
-    y: Tensor = _IntoMainGrads.apply(*arguments, backend, main_grads)
+    """The backend's ``moe_mlp`` whose backward adds the gradients of gate_up and down to ``main_grads``, and tells
+    ``on_input_gradients`` those of x and weights before its last product."""
+    y: Tensor = _MoeMlp.apply(*arguments, backend, main_grads, on_input_gradients)
     return y
 
 
-class _IntoMainGrads(torch.autograd.Function):
+class _MoeMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        *arguments, ctx.backend, ctx.main_grads = inputs
+        *arguments, ctx.backend, ctx.main_grads, ctx.on_input_gradients = inputs
         y, saved = ctx.backend.moe_mlp_forward(*arguments)
         ctx.save_for_backward(*arguments, *saved)
         return y
@@ -81,21 +100,44 @@ class _IntoMainGrads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors  # once: a checkpoint gives them out a single time
-        arguments, saved = list(tensors[:5]), list(tensors[5:])
         gate_up, down = (
-            main_grad if main_grad is not None and _is_accumulated(ctx, position) else None
+            main_grad if main_grad is not None and _is_used(ctx, position) else None
             for position, main_grad in zip((1, 2), ctx.main_grads, strict=True)
         )
         buffers = (None if gate_up is None else gate_up.buffer, None if down is None else down.buffer)
-        gradients = ctx.backend.moe_mlp_backward(grads[0], arguments, saved, buffers)
+        # A backward that is asked for the weights alone sends nothing: nobody would wait for it.
+        tell = ctx.on_input_gradients if ctx.on_input_gradients is not None and _is_used(ctx, 0) else _nobody
+        gradients = _gradients(ctx.backend, grads[0], list(tensors[:5]), list(tensors[5:]), buffers, tell)
         for main_grad in (gate_up, down):
             if main_grad is not None:
                 main_grad.ready()
-        return *gradients, None, None, None
+        return *gradients, None, None, None, None
 
 
-def _is_accumulated(ctx: Any, position: int) -> bool:
-    """Whether the running backward ends in ``.grad`` of the argument at ``position``, a leaf."""
+def _nobody(dx_TD: Tensor, dweights_TK: Tensor) -> None: ...
+
+
+def _gradients(
+    backend: Any,
+    dy: Tensor,
+    arguments: list[Tensor],
+    saved: list[Tensor],
+    buffers: tuple[Tensor | None, Tensor | None],
+    tell: InputGradients,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Of x, gate_up, down and weights. Here alone is known which backends have the two halves."""
+    if not hasattr(backend, "moe_mlp_backward_inputs"):
+        dx, dgate_up, ddown, dweights = backend.moe_mlp_backward(dy, arguments, saved, buffers)
+        tell(dx, dweights)
+        return dx, dgate_up, ddown, dweights
+    dx, ddown, dweights, pending = backend.moe_mlp_backward_inputs(dy, arguments, saved, buffers[1])
+    tell(dx, dweights)
+    return dx, backend.moe_mlp_backward_up_weights(arguments, saved, pending, buffers[0]), ddown, dweights
+
+
+def _is_used(ctx: Any, position: int) -> bool:
+    """Whether the running backward does something with the gradient of the argument at ``position``: accumulates it
+    where that is a leaf, else hands it on."""
     node = ctx.next_functions[position][0]
     try:
         return node is not None and torch._C._will_engine_execute_node(node)

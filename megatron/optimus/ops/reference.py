@@ -168,7 +168,9 @@ def moe_mlp(x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Te
     x_TD and the two expert weights share one floating dtype; weights_TK is fp32; indices_TK is an integer tensor with
     values in [-1, E). No token is dropped; an expert without tokens gets a zero gradient. Returns [T, D] in x's dtype.
     """
-    return _moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK, (None, None))
+    order = sort_slots(indices_TK, gate_up_E2FD.shape[0])
+    activation_PF = grouped_linear_swiglu(gather_rows(x_TD, order), gate_up_E2FD, order)
+    return combine(grouped_linear(activation_PF, down_EDF, order), order, weights_TK)
 
 
 def moe_mlp_forward(
@@ -178,24 +180,31 @@ def moe_mlp_forward(
     return moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK), []
 
 
-def moe_mlp_backward(
-    dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], buffers: tuple[Tensor | None, Tensor | None]
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+def moe_mlp_backward_inputs(
+    dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], down_buffer: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor, tuple[Tensor, Tensor, RowOrder]]:
     """See ``main_grads.FusedMoE``. Computes the forward again."""
-    leaves = [tensor.detach().requires_grad_() for tensor in arguments[:4]]
-    x_TD, gate_up_E2FD, down_EDF, weights_TK = leaves
+    x_TD, down_EDF, weights_TK = (arguments[place].detach().requires_grad_() for place in (0, 2, 3))
+    gate_up_E2FD, order = arguments[1].detach(), sort_slots(arguments[4], arguments[1].shape[0])
     with torch.enable_grad():
-        y_TD = _moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, arguments[4], buffers)
-    dx, dgate_up, ddown, dweights = torch.autograd.grad(y_TD, leaves, dy_TD, allow_unused=True)
-    return dx, dgate_up, ddown, dweights
+        x_PD = gather_rows(x_TD, order)
+        hidden_P2F = grouped_linear(x_PD, gate_up_E2FD, order)
+        y_PD = grouped_linear(swiglu(hidden_P2F), down_EDF, order, down_buffer)
+        y_TD = combine(y_PD, order, weights_TK)
+    leaves = (x_TD, down_EDF, weights_TK, hidden_P2F)
+    dx, ddown, dweights, dhidden_P2F = torch.autograd.grad(y_TD, leaves, dy_TD, allow_unused=True)
+    return dx, ddown, dweights, (dhidden_P2F, x_PD.detach(), order)
 
 
-def _moe_mlp(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor, buffers: tuple[Tensor | None, ...]
-) -> Tensor:
-    order = sort_slots(indices, gate_up.shape[0])
-    activation_PF = grouped_linear_swiglu(gather_rows(x, order), gate_up, order, buffers[0])
-    return combine(grouped_linear(activation_PF, down, order, buffers[1]), order, weights)
+def moe_mlp_backward_up_weights(
+    arguments: list[Tensor],
+    saved: list[Tensor],
+    pending: tuple[Tensor, Tensor, RowOrder],
+    gate_up_buffer: Tensor | None,
+) -> Tensor | None:
+    """See ``main_grads.FusedMoE``."""
+    dgate_up_E2FD = grouped_weight_gradient(*pending, gate_up_buffer)
+    return dgate_up_E2FD if gate_up_buffer is None else None
 
 
 def _at_least_fp32(x: Tensor) -> Tensor:

@@ -167,10 +167,8 @@ class _Trip:
 
     def start(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
         """Begins to exchange x; what is returned fills up until ``end``."""
-        x, out = x.contiguous(), x.new_empty(sum(receive), *x.shape[1:])
-        work = dist.all_to_all_single(out, x, receive, send, group=self.group, async_op=True)
-        self.started = Started(work, out, x)
-        return out
+        self.started = start_all_to_all(x, send, receive, self.group)
+        return self.started.result
 
     def end(self) -> Tensor:
         assert self.started is not None
@@ -244,28 +242,45 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 class Started:
     """Communication under way. Work that does not need its result is queued before ``wait``."""
 
-    def __init__(self, works: dist.Work | list[dist.Work], result: Tensor, source: Tensor) -> None:
+    def __init__(
+        self,
+        works: dist.Work | list[dist.Work],
+        result: Tensor,
+        source: Tensor,
+        finish: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self._works = works if isinstance(works, list) else [works]
-        self._result, self._source = result, source  # the source must live until it has been read
+        self.result = result  # not there before ``wait``
+        self._source = source  # must live until it has been read
+        self._finish = finish  # what is left to be done with the result
 
     def wait(self) -> Tensor:
         for work in self._works:
             work.wait()
-        return self._result
+        return self.result if self._finish is None else self._finish(self.result)
 
 
-def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Started:
-    """[T, ...] of each rank -> [size * T, ...]; outside autograd."""
-    x = x.contiguous()
+def start_all_gather(x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | None = None) -> Started:
+    """[T_r, ...] on rank r -> [sum T_r, ...]; outside autograd."""
+    x = _padded(x.contiguous(), rows_per_rank)
     out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-    return Started(all_gather_single(out, x, group=group, async_op=True), out, x)
+    work = all_gather_single(out, x, group=group, async_op=True)
+    return Started(work, out, x, None if rows_per_rank is None else lambda out: _without_padding(out, rows_per_rank))
 
 
-def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Started:
-    """[size * T, ...] of each rank -> this rank's T rows of their sum; outside autograd."""
-    x = x.contiguous()
+def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | None = None) -> Started:
+    """[sum T_r, ...] of each rank -> this rank's T_r rows of their sum; outside autograd."""
+    x = _with_padding(x.contiguous(), rows_per_rank)
     out = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
-    return Started(reduce_scatter_single(out, x, group=group, async_op=True), out, x)
+    work = reduce_scatter_single(out, x, group=group, async_op=True)
+    rows = None if rows_per_rank is None else rows_per_rank[dist.get_rank(group)]
+    return Started(work, out, x, None if rows is None else lambda out: out[:rows])
+
+
+def start_all_to_all(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Started:
+    """As ``all_to_all_rows``; outside autograd."""
+    x, out = x.contiguous(), x.new_empty(sum(receive), *x.shape[1:])
+    return Started(dist.all_to_all_single(out, x, receive, send, group=group, async_op=True), out, x)
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Started:
@@ -309,17 +324,12 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | 
     x = _padded(x.contiguous(), rows_per_rank)
     out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
     all_gather_single(out, x, group=group)
-    if rows_per_rank is None:
-        return out
-    blocks = out.view(len(rows_per_rank), -1, *x.shape[1:])
-    return torch.cat([block[:rows] for block, rows in zip(blocks, rows_per_rank, strict=True)])
+    return out if rows_per_rank is None else _without_padding(out, rows_per_rank)
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | None) -> Tensor:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    x = x.contiguous()
-    if rows_per_rank is not None:
-        x = torch.cat([_padded(block, rows_per_rank) for block in x.split(rows_per_rank)])
+    x = _with_padding(x.contiguous(), rows_per_rank)
     out = x.new_empty(x.shape[0] // size, *x.shape[1:])
     reduce_scatter_single(out, x, group=group)
     return out if rows_per_rank is None else out[: rows_per_rank[rank]]
@@ -336,3 +346,15 @@ def _padded(x: Tensor, rows_per_rank: list[int] | None) -> Tensor:
     if rows_per_rank is None or x.shape[0] == max(rows_per_rank):
         return x
     return torch.cat([x, x.new_zeros(max(rows_per_rank) - x.shape[0], *x.shape[1:])])
+
+
+def _with_padding(x: Tensor, rows_per_rank: list[int] | None) -> Tensor:
+    """All ranks' rows, each rank's padded."""
+    if rows_per_rank is None:
+        return x
+    return torch.cat([_padded(block, rows_per_rank) for block in x.split(rows_per_rank)])
+
+
+def _without_padding(x: Tensor, rows_per_rank: list[int]) -> Tensor:
+    blocks = x.view(len(rows_per_rank), -1, *x.shape[1:])
+    return torch.cat([block[:rows] for block, rows in zip(blocks, rows_per_rank, strict=True)])

@@ -23,10 +23,10 @@ from megatron.optimus.moe.dispatch import Dispatcher
 from megatron.optimus.ops import Routing
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.placement import Ownership
-from megatron.optimus.parallel.symmetric import symmetric_problem
+from megatron.optimus.parallel.symmetric import Shape, SymmetricDispatcher, symmetric_problem
 from megatron.optimus.parallel.transport import build_dispatcher
 from megatron.optimus.runtime import device as devices
-from megatron.optimus.runtime.agreement import RELAYED, Ranks
+from megatron.optimus.runtime.agreement import RELAYED, Ranks, attempt
 
 logger = logging.getLogger("optimus")
 
@@ -78,14 +78,24 @@ def settle_transport(config: RunConfig, mesh: Mesh, device: torch.device, dtype:
     if config.training.deterministic:
         logger.info("token transport: %s, without a probe because of deterministic=True", WITHOUT_PROBE.value)
         return replace(parallel, moe_token_dispatcher_type=WITHOUT_PROBE)
-    problems = {TokenDispatcher.HIERARCHICAL: problem, TokenDispatcher.SYMMETRIC: _symmetric_problem(mesh, device)}
-    candidates = [TokenDispatcher.ALLGATHER, TokenDispatcher.ALLTOALL]
-    candidates += [name for name, problem in problems.items() if problem is None]
+    problems = {
+        TokenDispatcher.HIERARCHICAL: problem,
+        TokenDispatcher.SYMMETRIC: _on_all_ranks(_own_symmetric_problem(mesh, device), device),
+    }
     ownership = Ownership.regular(
         config.model.num_experts, mesh.size("ep"), parallel.moe_expert_placement, parallel.expert_tensor_parallel_size
     )
+    candidates = [TokenDispatcher.ALLGATHER, TokenDispatcher.ALLTOALL]
+    candidates += [name for name, problem in problems.items() if problem is None]
+    dispatchers = {name: build_dispatcher(name, mesh, ownership) for name in candidates}
     messages = messages_of(config, dtype)
-    times = measure({name: build_dispatcher(name, mesh, ownership) for name in candidates}, messages, mesh, device)
+    symmetric = dispatchers.get(TokenDispatcher.SYMMETRIC)
+    if isinstance(symmetric, SymmetricDispatcher):
+        problem = _on_all_ranks(_memory_problem(symmetric, messages, device), device)
+        problems[TokenDispatcher.SYMMETRIC] = problem
+        if problem is not None:
+            del dispatchers[TokenDispatcher.SYMMETRIC]
+    times = measure(dispatchers, messages, mesh, device)
     fastest = min(times, key=lambda name: times[name])
     _log(times, fastest, messages, mesh, problems)
     return replace(parallel, moe_token_dispatcher_type=fastest)
@@ -125,7 +135,7 @@ def _inputs(messages: Messages, rank: int, device: torch.device) -> tuple[Tensor
 
 def _there_and_back(dispatcher: Dispatcher, x_TD: Tensor, routing: Routing, dy_TD: Tensor) -> None:
     x_TD.grad = routing.weights_TK.grad = None
-    rows = dispatcher.dispatch(x_TD, routing)
+    rows = dispatcher.dispatch(dispatcher.start(x_TD), routing)
     y_RD = rows.x_RD * rows.weights_RK.sum(dim=1, keepdim=True).to(x_TD.dtype)
     dispatcher.combine(y_RD, rows.handle).backward(dy_TD)
 
@@ -153,11 +163,17 @@ def _demand_shared_memory(mesh: Mesh, device: torch.device) -> None:
     Ranks(None, device).together(check, "moe_token_dispatcher_type=symmetric", ConfigError)
 
 
-def _symmetric_problem(mesh: Mesh, device: torch.device) -> str | None:
-    """Why tokens cannot go through shared memory on some rank; None on every rank where they can on all."""
-    problem = _own_symmetric_problem(mesh, device)
+def _on_all_ranks(problem: str | None, device: torch.device) -> str | None:
+    """What this rank or another one cannot; None on every rank where no rank has a problem. Collective over all."""
     failure = Ranks(None, device).first_failure(None if problem is None else ConfigError(problem))
     return problem if failure is None or problem is not None else f"rank {failure[0]} cannot"
+
+
+def _memory_problem(dispatcher: SymmetricDispatcher, messages: Messages, device: torch.device) -> str | None:
+    """Why the ranks of this rank's group have not the memory; those of others may have it."""
+    shape = Shape(messages.num_tokens, messages.width, messages.topk, messages.dtype)
+    _, error = attempt(lambda: dispatcher.reserve(shape, device))
+    return None if error is None else str(error)
 
 
 def _own_symmetric_problem(mesh: Mesh, device: torch.device) -> str | None:

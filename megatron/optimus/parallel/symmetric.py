@@ -43,11 +43,17 @@ from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.moe.dispatch import ExpertRows
 from megatron.optimus.ops import Routing
 from megatron.optimus.parallel.placement import Ownership
+from megatron.optimus.parallel.trips import WEIGHTS, End, Trip, X, arrive, leave
 from megatron.optimus.runtime import device as devices
 from megatron.optimus.runtime.agreement import Ranks
 
 REMEDY = "use allgather or alltoall"
 _ALIGNMENT = 256  # bytes, of each part of the memory
+
+
+# Whether gradients go home by plain copies of whole blocks, which the copy engines make, rather than by a kernel that
+# sends the rows needed and takes multiprocessors from the product beside it.
+HOME_BY_COPIES = False
 
 
 class Way(enum.Enum):
@@ -100,13 +106,16 @@ class Staging:
         shape: Shape,
         barrier: Callable[[], None],
         keep: object = None,
+        memories: Sequence[Tensor] = (),
     ) -> None:
         """``memory``: uint8, as many bytes as ``_parts`` says. ``addresses``: where each rank's begins, in rank order.
-        ``barrier``: queues a wait for all ranks in the current stream. ``keep``: what must live as long."""
+        ``barrier``: queues a wait for all ranks in the current stream. ``keep``: what must live as long.
+        ``memories``: every rank's, as this one sees them."""
         self.rank, self.num_ranks, self.shape = rank, len(addresses), shape
         self.keep = keep
         self._barrier = barrier
         self._last: Way | None = None
+        self.under_way: Callable[[], Any] | None = None  # makes the current stream wait for an exchange in another one
         parts, _ = _parts(shape, len(addresses))
         self._own: dict[str, Tensor] = {}
         self._at_P: dict[str, Tensor] = {}
@@ -115,6 +124,9 @@ class Staging:
             self._own[name] = memory[part.offset : end].view(part.dtype).view(part.shape)
             places = [address + part.offset for address in addresses]
             self._at_P[name] = torch.tensor(places, dtype=torch.int64, device=memory.device)
+        answers = parts["answers"]
+        end = answers.offset + math.prod(answers.shape) * answers.dtype.itemsize
+        self.answers_of = [there[answers.offset : end].view(answers.dtype).view(answers.shape) for there in memories]
 
     def own(self, name: str) -> Tensor:
         """A part of this rank's memory."""
@@ -126,6 +138,8 @@ class Staging:
 
     def begin(self, way: Way) -> None:
         """Before the writes of an exchange."""
+        if self.under_way is not None:
+            self.under_way()
         if self._last is way:
             self._barrier()
         self._last = way
@@ -175,9 +189,14 @@ def _make(group: dist.ProcessGroup, ranks: Ranks, shape: Shape, device: torch.de
     offsets = [int(text) for text in ranks.all_gather_bytes(str(offset).encode())]
     addresses = [int(start) + offset for start, offset in zip(handle.buffer_ptrs, offsets, strict=True)]
     timeout_ms = _timeout_ms(group, device)
-    return Staging(
-        memory, addresses, ranks.rank, shape, lambda: handle.barrier(channel=0, timeout_ms=timeout_ms), (memory, handle)
-    )
+
+    def barrier() -> None:
+        handle.barrier(channel=0, timeout_ms=timeout_ms)
+
+    memories = [
+        handle.get_buffer(rank, (num_bytes,), torch.uint8, storage_offset=offset) for rank, offset in enumerate(offsets)
+    ]
+    return Staging(memory, addresses, ranks.rank, shape, barrier, (memory, handle), memories)
 
 
 def _timeout_ms(group: dist.ProcessGroup, device: torch.device) -> int:
@@ -187,7 +206,7 @@ def _timeout_ms(group: dist.ProcessGroup, device: torch.device) -> int:
 
 
 @dataclass
-class _Trip:
+class _Exchange:
     """What the way back of some rows, and their gradients' ways, have to know."""
 
     staging: Staging
@@ -203,25 +222,75 @@ class _Trip:
         self.staging.turn()
         return _pull(self.staging, self.needed_R)
 
-    def back(self, y_RD: Tensor, dweights_RK: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """[R, D] of each rank, of which the needed rows are read -> for each own token their sum [T, D]; and the
-        gradients of the own weights [T, K], where those of the rows' weights [R, K] are given."""
+    def back(self, y_RD: Tensor) -> Tensor:
+        """[R, D] of each rank, of which the needed rows are read -> for each own token their sum [T, D]."""
+        y_RD = self._fitting(y_RD)
+        self.staging.begin(Way.BACK)
+        self._push(y_RD)
+        self.staging.turn()
+        return self._sum(y_RD)
+
+    def back_beside(self, dx_RD: Tensor, dweights_RK: Tensor) -> Callable[[], Sequence[Tensor]]:
+        """``back`` beside what is queued later, and the gradients of the own weights [T, K] from those of the rows'
+        [R, K]."""
         from megatron.optimus.ops.triton import peers
 
-        staging, y_RD = self.staging, y_RD.contiguous()
-        shape, dtype = (self.needed_R.shape[0], staging.shape.width), staging.shape.dtype
+        staging, dx_RD, dweights_RK = self.staging, self._fitting(dx_RD), dweights_RK.contiguous()
+        staging.begin(Way.BACK)
+        peers.push_weight_gradients(dweights_RK, self.indices_RK, staging.at_P("dweights"), staging.rank)
+
+        def rest() -> list[Tensor]:
+            if HOME_BY_COPIES:
+                self._copy(dx_RD)
+            else:
+                self._push(dx_RD)
+            staging.turn()
+            return [self._sum(dx_RD), staging.own("dweights").clone()]
+
+        end = devices.beside(dx_RD.device, rest)
+
+        def finish() -> Sequence[Tensor]:
+            staging.under_way = None
+            return end()
+
+        staging.under_way = finish
+        return finish
+
+    def _fitting(self, y_RD: Tensor) -> Tensor:
+        shape, dtype = (self.needed_R.shape[0], self.staging.shape.width), self.staging.shape.dtype
         if y_RD.shape != shape or y_RD.dtype != dtype:  # would be written to other places of the peers' memory
             raise ValueError(f"experts gave {y_RD.dtype} {tuple(y_RD.shape)}; expected {dtype} {shape}")
-        staging.begin(Way.BACK)
-        peers.push_rows(y_RD, self.needed_R, staging.at_P("answers"), staging.rank)
-        if dweights_RK is not None:
-            gradients = dweights_RK.contiguous()
-            peers.push_weight_gradients(gradients, self.indices_RK, staging.at_P("dweights"), staging.rank)
-        staging.turn()
-        y_TD = peers.sum_answers(
-            y_RD, staging.own("answers"), self.indices_TK, self.owner_E, staging.rank, staging.num_ranks
-        )
-        return y_TD, None if dweights_RK is None else staging.own("dweights").clone()
+        return y_RD.contiguous()
+
+    def _push(self, y_RD: Tensor) -> None:
+        from megatron.optimus.ops.triton import peers
+
+        peers.push_rows(y_RD, self.needed_R, self.staging.at_P("answers"), self.staging.rank)
+
+    def _copy(self, y_RD: Tensor) -> None:
+        """Every rank's rows to where ``_push`` would send those needed, the next rank's first."""
+        staging = self.staging
+        blocks = y_RD.chunk(staging.num_ranks)
+        for step in range(1, staging.num_ranks):
+            peer = (staging.rank + step) % staging.num_ranks
+            place = staging.rank - (peer < staging.rank)  # among the ranks without the peer
+            staging.answers_of[peer][place].copy_(blocks[peer])
+
+    def _sum(self, y_RD: Tensor) -> Tensor:
+        from megatron.optimus.ops.triton import peers
+
+        answers, rank, num_ranks = self.staging.own("answers"), self.staging.rank, self.staging.num_ranks
+        return peers.sum_answers(y_RD, answers, self.indices_TK, self.owner_E, rank, num_ranks)
+
+
+class _SymmetricTrip(Trip):
+    def __init__(self, exchange: _Exchange) -> None:
+        super().__init__()
+        self.exchange = exchange
+
+    def start_home(self, dx_RD: Tensor, dweights_RK: Tensor) -> tuple[End, End]:
+        end = self.exchange.back_beside(dx_RD, dweights_RK)
+        return lambda: end()[X], lambda: end()[WEIGHTS]
 
 
 def _pull(staging: Staging, needed_R: Tensor) -> Tensor:
@@ -232,8 +301,8 @@ def _pull(staging: Staging, needed_R: Tensor) -> Tensor:
 
 def _send(
     staging: Staging, x_TD: Tensor, weights_TK: Tensor, indices_TK: Tensor, owner_E: Tensor, local_E: Tensor
-) -> tuple[Tensor, Tensor, _Trip]:
-    """``_Trip.out`` of tokens whose choices the other ranks do not know yet."""
+) -> tuple[Tensor, Tensor, _Exchange]:
+    """``_Exchange.out`` of tokens whose choices the other ranks do not know yet."""
     from megatron.optimus.ops.triton import peers
 
     staging.begin(Way.OUT)
@@ -243,34 +312,20 @@ def _send(
     indices_RK, weights_RK, needed_R = peers.read_choices(
         staging.at_P("indices"), staging.at_P("weights"), owner_E, local_E, staging.rank, *indices_TK.shape
     )
-    trip = _Trip(staging, indices_TK.contiguous(), owner_E, indices_RK, needed_R)
-    return _pull(staging, needed_R), weights_RK, trip
-
-
-class _Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x_TD: Tensor, weights_TK: Tensor, indices_TK: Tensor, staging: Staging, *tables: Tensor
-    ) -> tuple[Tensor, Tensor, _Trip]:
-        x_RD, weights_RK, ctx.trip = _send(staging, x_TD, weights_TK, indices_TK, *tables)
-        return x_RD, weights_RK, ctx.trip
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        return *ctx.trip.back(grads[0], grads[1]), None, None, None, None
+    exchange = _Exchange(staging, indices_TK.contiguous(), owner_E, indices_RK, needed_R)
+    return _pull(staging, needed_R), weights_RK, exchange
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, trip: _Trip) -> Tensor:
-        ctx.trip = trip
-        return trip.back(y_RD)[0]
+    def forward(ctx: Any, y_RD: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.back(y_RD)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        return ctx.trip.out(grads[0]), None
+        return ctx.exchange.out(grads[0]), None
 
 
 class SymmetricDispatcher:
@@ -286,20 +341,27 @@ class SymmetricDispatcher:
         self.rank = dist.get_rank(group)
         self._used: dict[Shape, Staging] = {}
 
-    def _staging(self, shape: Shape, device: torch.device) -> Staging:
+    def reserve(self, shape: Shape, device: torch.device) -> Staging:
+        """The memory for exchanges of this shape. Collective where the shape is new; raises as ``_staging_of``."""
         if shape not in self._used:
             self._used[shape] = _staging_of(self.group, shape, device)
         return self._used[shape]
+
+    def start(self, x_TD: Tensor) -> Tensor:
+        return x_TD
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertRows:
         tables = self.ownership.tables(x_TD.device)
         num_tokens, width = x_TD.shape
         shape = Shape(num_tokens, width, routing.indices_TK.shape[1], x_TD.dtype)
-        staging = self._staging(shape, x_TD.device)
-        x_RD, weights_RK, trip = _Dispatch.apply(x_TD, routing.weights_TK, routing.indices_TK, staging, *tables)
-        return ExpertRows(x_RD, weights_RK, trip.indices_RK, trip)
+        staging = self.reserve(shape, x_TD.device)
+        own = x_TD.detach(), routing.weights_TK.detach(), routing.indices_TK
+        x_RD, weights_RK, exchange = _send(staging, *own, *tables)
+        trip = _SymmetricTrip(exchange)
+        ties = leave(x_TD, trip, X), leave(routing.weights_TK, trip, WEIGHTS)
+        return arrive(ties, trip, ExpertRows(x_RD, weights_RK, exchange.indices_RK, exchange))
 
-    def combine(self, y_RD: Tensor, handle: _Trip) -> Tensor:
+    def combine(self, y_RD: Tensor, handle: _Exchange) -> Tensor:
         y_TD: Tensor = _Combine.apply(y_RD, handle)
         return y_TD
 

@@ -10,9 +10,9 @@ an expert without tokens, and one expert with all of them are ordinary cases.
 
 A token takes its choices along as they are, weights and global expert numbers in one message; whoever receives it picks
 those that it serves. The gradients of a token and of its weights, zero for choices served elsewhere, are then both the
-sum over its copies.
+sum over its copies. They go home beside the last product of the experts' backward (trips.py).
 
-An all-to-all can travel in parts (``in_chunks``): while the experts work on one, the next one is on its way, and so are
+An all-to-all can travel in parts (``InChunks``): while the experts work on one, the next one is on its way, and so are
 the answers to the one before; in the backward their gradients. Each part is a smaller product for every expert.
 
 Shapes: T own tokens, P places in a group, K experts per token, D model width, S rows sent, R rows received.
@@ -33,30 +33,33 @@ from megatron.optimus.config.schema import ConfigError, TokenDispatcher
 from megatron.optimus.moe.dispatch import Dispatcher, ExpertRows, LocalDispatcher
 from megatron.optimus.ops import Routing
 from megatron.optimus.parallel.collectives import (
-    Travelling,
-    all_gather_rows,
+    Started,
     all_to_all_rows,
     exchange_row_counts,
     reduce_scatter_rows,
+    start_all_gather,
+    start_all_to_all,
     start_all_to_all_rows,
+    start_reduce_scatter,
 )
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.placement import Ownership
 from megatron.optimus.parallel.symmetric import SymmetricDispatcher
-from megatron.optimus.runtime.device import HostCopy
+from megatron.optimus.parallel.trips import WEIGHTS, End, Trip, X, arrive, leave
+from megatron.optimus.runtime.device import HostCopy, beside
 
 
 def pack_choices(routing: Routing) -> Tensor:
-    """Weights, differentiable, and expert numbers of each token side by side: fp32 [T, 2K].
+    """Weights and expert numbers of each token side by side: fp32 [T, 2K].
 
     The numbers are int32 in the bits of fp32, so the result is for moving and copying only.
     """
-    return torch.cat((routing.weights_TK, routing.indices_TK.to(torch.int32).view(torch.float32)), dim=1)
+    return torch.cat((routing.weights_TK.detach(), routing.indices_TK.to(torch.int32).view(torch.float32)), dim=1)
 
 
 def expert_numbers(choices_R2K: Tensor) -> Tensor:
     """The global expert numbers of what ``pack_choices`` made: int32 [R, K]."""
-    return choices_R2K.detach()[:, choices_R2K.shape[1] // 2 :].view(torch.int32)
+    return choices_R2K[:, choices_R2K.shape[1] // 2 :].view(torch.int32)
 
 
 def rows_for(ownership: Ownership, rank: int, x_RD: Tensor, choices_R2K: Tensor, handle: object) -> ExpertRows:
@@ -66,10 +69,23 @@ def rows_for(ownership: Ownership, rank: int, x_RD: Tensor, choices_R2K: Tensor,
     return ExpertRows(x_RD, choices_R2K[:, :topk].contiguous(), indices_RK, handle)
 
 
+class _GatherTrip(Trip):
+    def __init__(self, x_TD: Tensor, group: dist.ProcessGroup, counts: list[int] | None) -> None:
+        super().__init__()
+        self.group, self.counts = group, counts
+        self.x_tie = leave(x_TD, self, X)
+        self.x = start_all_gather(x_TD.detach(), group, counts)
+
+    def start_home(self, dx_RD: Tensor, dweights_RK: Tensor) -> tuple[End, End]:
+        dweights, dx = (start_reduce_scatter(rows, self.group, self.counts) for rows in (dweights_RK, dx_RD))
+        return dx.wait, dweights.wait
+
+
 class AllGatherDispatcher:
     """All tokens to all ranks; each rank serves what its experts are asked for; reduce-scatter of partial sums.
 
-    Regular traffic that needs no counts on the host: the transport of arXiv 2604.00785, Algorithm 1.
+    Regular traffic that needs no counts on the host: the transport of arXiv 2604.00785, Algorithm 1. Nor does it need
+    choices, so tokens leave before the router.
     """
 
     def __init__(self, group: dist.ProcessGroup, ownership: Ownership, *, equal_tokens: bool = True) -> None:
@@ -79,11 +95,15 @@ class AllGatherDispatcher:
         self.ownership = ownership
         self.equal_tokens = equal_tokens
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertRows:
+    def start(self, x_TD: Tensor) -> _GatherTrip:
         counts = None if self.equal_tokens else exchange_row_counts(x_TD.shape[0], self.group, x_TD.device)
-        x_RD = all_gather_rows(x_TD, self.group, counts)
-        choices_R2K = all_gather_rows(pack_choices(routing), self.group, counts)
-        return rows_for(self.ownership, self.rank, x_RD, choices_R2K, counts)
+        return _GatherTrip(x_TD, self.group, counts)
+
+    def dispatch(self, started: _GatherTrip, routing: Routing) -> ExpertRows:
+        ties = started.x_tie, leave(routing.weights_TK, started, WEIGHTS)
+        choices = start_all_gather(pack_choices(routing), self.group, started.counts)
+        rows = rows_for(self.ownership, self.rank, started.x.wait(), choices.wait(), started.counts)
+        return arrive(ties, started, rows)
 
     def combine(self, y_RD: Tensor, handle: list[int] | None) -> Tensor:
         return reduce_scatter_rows(y_RD, self.group, handle)
@@ -129,22 +149,25 @@ class _Hop:
         needed_PT = (place_TK.t() == places_P[:, None, None]).any(dim=1)
         return needed_PT if self.num_shards == 1 else needed_PT.repeat_interleave(self.num_shards, dim=0)
 
-    def start(self, x_TD: Tensor, choices_T2K: Tensor, way: _Way) -> tuple[Travelling, Travelling]:
-        """Sends rows and their choices on their way. The rows, which take longest, start before the choices are packed;
-        in the backward the gradients of choices, which are needed first, travel first."""
+    def start(self, x_TD: Tensor, choices_T2K: Tensor, way: _Way) -> tuple[Started, Started]:
+        """Sends rows and their choices on their way, outside autograd. The rows, which take longest, start before the
+        choices are packed."""
         x, choices = (
-            start_all_to_all_rows(
-                ops.copy_rows(part, way.positions_TP, sum(way.send)), way.send, way.receive, self.group
-            )
-            for part in (x_TD, choices_T2K)
+            start_all_to_all(ops.copy_rows(part, way.positions_TP, sum(way.send)), way.send, way.receive, self.group)
+            for part in (x_TD.detach(), choices_T2K)
         )
         return x, choices
 
     def send(self, x_TD: Tensor, choices_T2K: Tensor, place_TK: Tensor) -> tuple[Tensor, Tensor, _Way]:
-        """Rows that arrive from all ranks, their choices, and the way they came."""
+        """Rows that arrive from all ranks, their choices, and the way they came. Outside autograd."""
         [way] = self.agree([place_TK])
         x, choices = self.start(x_TD, choices_T2K, way)
-        return x.arrived(), choices.arrived(), way
+        return x.wait(), choices.wait(), way
+
+    def start_back(self, y_RD: Tensor, way: _Way) -> End:
+        """``bring_back`` under way, outside autograd."""
+        y = start_all_to_all(y_RD, way.receive, way.send, self.group)
+        return lambda: ops.sum_copies(y.wait(), way.positions_TP)
 
     def bring_back(self, y_RD: Tensor, way: _Way) -> Tensor:
         """For each row that ``send`` got, the sum of what its copies have become, rounded once."""
@@ -157,6 +180,20 @@ def _positions(needed_PT: Tensor) -> Tensor:
     return torch.where(needed_PT, end_PT - 1, -1).t().contiguous()
 
 
+class _HopTrip(Trip):
+    """Tokens, or a part of them, by all-to-all."""
+
+    def __init__(self, hop: _Hop, way: _Way, x_TD: Tensor, weights_TK: Tensor, choices_T2K: Tensor) -> None:
+        super().__init__()
+        self.hop, self.way = hop, way
+        self.ties = leave(x_TD, self, X), leave(weights_TK, self, WEIGHTS)
+        self.rows = hop.start(x_TD, choices_T2K, way)
+
+    def start_home(self, dx_RD: Tensor, dweights_RK: Tensor) -> tuple[End, End]:
+        dweights, dx = (self.hop.start_back(rows, self.way) for rows in (dweights_RK, dx_RD))
+        return dx, dweights
+
+
 class AllToAllDispatcher:
     """Each token goes once to every rank that owns one of its experts, whatever the number of experts it uses there."""
 
@@ -164,14 +201,20 @@ class AllToAllDispatcher:
         self.ownership = ownership
         self.hop = _Hop(group, ownership.num_shards)
 
+    def start(self, x_TD: Tensor) -> Tensor:
+        return x_TD
+
     def places(self, indices_TK: Tensor) -> Tensor:
         return self.ownership.tables(indices_TK.device)[0][indices_TK]
 
-    def rows(self, x_RD: Tensor, choices_R2K: Tensor, way: _Way) -> ExpertRows:
-        return rows_for(self.ownership, self.hop.place, x_RD, choices_R2K, way)
+    def arrived(self, trip: _HopTrip) -> ExpertRows:
+        x, choices = trip.rows
+        rows = rows_for(self.ownership, self.hop.place, x.wait(), choices.wait(), trip.way)
+        return arrive(trip.ties, trip, rows)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertRows:
-        return self.rows(*self.hop.send(x_TD, pack_choices(routing), self.places(routing.indices_TK)))
+        [way] = self.hop.agree([self.places(routing.indices_TK)])
+        return self.arrived(_HopTrip(self.hop, way, x_TD, routing.weights_TK, pack_choices(routing)))
 
     def combine(self, y_RD: Tensor, handle: _Way) -> Tensor:
         return self.hop.bring_back(y_RD, handle)
@@ -184,22 +227,35 @@ class InChunks:
     num_chunks: int
 
     def __call__(
-        self, dispatcher: Dispatcher, experts: nn.Module, x_TD: Tensor, routing: Routing
+        self, dispatcher: Dispatcher, experts: nn.Module, started: Tensor, routing: Routing
     ) -> tuple[Tensor, Tensor]:
         assert isinstance(dispatcher, AllToAllDispatcher)
-        hop = dispatcher.hop
-        columns = (x_TD, pack_choices(routing), dispatcher.places(routing.indices_TK))
-        x_C, choices_C, places_C = (column.tensor_split(self.num_chunks) for column in columns)
+        hop, x_TD = dispatcher.hop, started
+        columns = (x_TD, routing.weights_TK, pack_choices(routing), dispatcher.places(routing.indices_TK))
+        *parts_C, places_C = (column.tensor_split(self.num_chunks) for column in columns)
         ways = hop.agree(places_C)
-        there = [hop.start(*chunk) for chunk in zip(x_C, choices_C, ways, strict=True)]
+        there = [_HopTrip(hop, way, *part) for way, *part in zip(ways, *parts_C, strict=True)]
         back, processed = [], torch.zeros((), dtype=torch.int64, device=x_TD.device)
-        for (x, choices), way in zip(there, ways, strict=True):
-            rows = dispatcher.rows(x.arrived(), choices.arrived(), way)
-            y_RD = experts(rows.x_RD, rows.weights_RK, rows.indices_RK)
-            back.append(start_all_to_all_rows(y_RD, way.receive, way.send, hop.group))
+        for trip in there:
+            rows = dispatcher.arrived(trip)
+            y_RD = experts(rows.x_RD, rows.weights_RK, rows.indices_RK, rows.go_home)
+            back.append(start_all_to_all_rows(y_RD, trip.way.receive, trip.way.send, hop.group))
             processed += (rows.indices_RK >= 0).sum()
         parts = [ops.sum_copies(y.arrived(), way.positions_TP) for y, way in zip(back, ways, strict=True)]
         return torch.cat(parts), processed
+
+
+class _TwoHopTrip(Trip):
+    def __init__(self, dispatcher: HierarchicalDispatcher, handle: tuple[_Way, _Way]) -> None:
+        super().__init__()
+        self.dispatcher, self.handle = dispatcher, handle
+
+    def start_home(self, dx_RD: Tensor, dweights_RK: Tensor) -> tuple[End, End]:
+        def both() -> list[Tensor]:
+            return [self.dispatcher.combine(rows, self.handle) for rows in (dx_RD, dweights_RK)]
+
+        end = beside(dx_RD.device, both)  # the second hop sends what the first has brought: it must wait there
+        return lambda: end()[X], lambda: end()[WEIGHTS]
 
 
 class HierarchicalDispatcher:
@@ -214,6 +270,9 @@ class HierarchicalDispatcher:
         self.to_nodes, self.to_ranks = _Hop(across), _Hop(within, ownership.num_shards)
         self.rank = self.to_nodes.place * self.to_ranks.num_places + self.to_ranks.place
 
+    def start(self, x_TD: Tensor) -> Tensor:
+        return x_TD
+
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertRows:
         owner_E = self.ownership.tables(x_TD.device)[0]
         places = self.to_ranks.num_places
@@ -222,7 +281,10 @@ class HierarchicalDispatcher:
         is_here_E = owner_E // places == self.to_nodes.place
         place_RK = torch.where(is_here_E, owner_E % places, -1)[expert_numbers(choices_R2K)]
         x_RD, choices_R2K, from_ranks = self.to_ranks.send(x_RD, choices_R2K, place_RK)
-        return rows_for(self.ownership, self.rank, x_RD, choices_R2K, (from_nodes, from_ranks))
+        handle = from_nodes, from_ranks
+        trip = _TwoHopTrip(self, handle)
+        ties = leave(x_TD, trip, X), leave(routing.weights_TK, trip, WEIGHTS)
+        return arrive(ties, trip, rows_for(self.ownership, self.rank, x_RD, choices_R2K, handle))
 
     def combine(self, y_RD: Tensor, handle: tuple[_Way, _Way]) -> Tensor:
         from_nodes, from_ranks = handle

@@ -32,6 +32,7 @@ class Kernels:
     keeps_order: bool  # the expert kernels keep the order of rows; else the experts' numbers
     counts_workspace: bool = True  # the expert kernels' temporary rows come from torch's allocator
     adds_gradients: bool = True  # the expert kernels can add weight gradients to the optimizer's buffers
+    splits_backward: bool = True  # into two halves, of which the second gives the gradient of gate_up alone
     # Of the ring's kernels (layers/partial_attention.py), see RingSizes.
     ring_scratch: int = 0
     ring_workspace: int = 0
@@ -45,7 +46,9 @@ CUDA = Kernels(
 )
 # ops/sycl. Attention over parts: four times fp32 scores, as many as MAX_SCORES.
 XPU = Kernels(fused_norm=True, row_tile=1, keeps_order=True, adds_gradients=False, ring_workspace=4 * 2**26 * FP32)
-CPU = Kernels(fused_norm=False, row_tile=1, keeps_order=False, counts_workspace=False)  # csrc/cpu
+CPU = Kernels(
+    fused_norm=False, row_tile=1, keeps_order=False, counts_workspace=False, splits_backward=False
+)  # csrc/cpu
 
 
 @dataclass(frozen=True)

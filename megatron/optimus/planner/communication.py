@@ -40,6 +40,8 @@ class Hiding(str, Enum):
     BACKWARD = "the last backward"
     FORWARD = "the next forward"
     PRODUCTS = "matrix products beside it"
+    ROUTER = "the router"
+    LAST_PRODUCT = "the last product of the experts' backward"
 
 
 @dataclass(frozen=True)
@@ -164,29 +166,33 @@ def _experts(share: Share) -> Iterator[Collective]:
     size, topk = share.expert_ranks, model.moe_router_topk
     if parallel.moe_token_dispatcher_type is TokenDispatcher.ALLGATHER:
         rows = share.tokens_outside * size
-        wide, choices = rows * model.hidden_size * share.element, rows * 2 * topk * FP32
-        yield Collective("experts", Kind.ALL_GATHER, "tokens to experts", size, wide, layers)
-        yield Collective("experts", Kind.ALL_GATHER, "router weights, expert numbers", size, choices, layers)
+        wide, weights = rows * model.hidden_size * share.element, rows * topk * FP32
+        home = Hiding.LAST_PRODUCT
+        yield Collective("experts", Kind.ALL_GATHER, "tokens to experts", size, wide, layers, Hiding.ROUTER)
+        yield Collective("experts", Kind.ALL_GATHER, "router weights, expert numbers", size, 2 * weights, layers)
         yield Collective("experts", Kind.REDUCE_SCATTER, "sums from experts", size, wide, layers)
         yield Collective("experts", Kind.ALL_GATHER, "gradients to experts", size, wide, layers)
-        yield Collective("experts", Kind.REDUCE_SCATTER, "gradients from experts", size, wide, layers)
-        yield Collective("experts", Kind.REDUCE_SCATTER, "gradients of router weights", size, choices, layers)
+        yield Collective("experts", Kind.REDUCE_SCATTER, "gradients from experts", size, wide, layers, home)
+        yield Collective("experts", Kind.REDUCE_SCATTER, "gradients of router weights", size, weights, layers, home)
         return
     rows = share.rows_needed
     if parallel.moe_token_dispatcher_type is TokenDispatcher.SYMMETRIC:
         wide, choices = rows * model.hidden_size * share.element, share.rows * topk
-        yield Collective("experts", Kind.ALL_TO_ALL, "tokens and results, both ways", size, wide, 4 * layers)
+        yield Collective("experts", Kind.ALL_TO_ALL, "tokens, results, their gradients", size, wide, 3 * layers)
+        yield Collective("experts", Kind.ALL_TO_ALL, "gradients from experts", size, wide, layers, Hiding.LAST_PRODUCT)
         yield Collective("experts", Kind.ALL_GATHER, "router weights", size, choices * FP32, layers)
         yield Collective("experts", Kind.ALL_GATHER, "expert numbers", size, choices * INT32, layers)
         gradients = choices // size * FP32  # each choice is served by one rank
         yield Collective("experts", Kind.ALL_TO_ALL, "gradients of router weights", size, gradients, layers)
         return
-    hiding = Hiding.PRODUCTS if parallel.moe_dispatch_chunks > 1 else Hiding.NOTHING
-    wide = rows * model.hidden_size * share.element
+    in_parts = parallel.moe_dispatch_chunks > 1
+    hiding, home = (Hiding.PRODUCTS,) * 2 if in_parts else (Hiding.NOTHING, Hiding.LAST_PRODUCT)
+    wide, weights = rows * model.hidden_size * share.element, rows * topk * FP32
     yield Collective("experts", Kind.ALL_TO_ALL, "numbers of rows", size, size * INT64, layers)
-    yield Collective("experts", Kind.ALL_TO_ALL, "tokens and results, both ways", size, wide, 4 * layers, hiding)
-    choices = rows * 2 * topk * FP32
-    yield Collective("experts", Kind.ALL_TO_ALL, "router weights, expert numbers; gradients", size, choices, 2 * layers)
+    yield Collective("experts", Kind.ALL_TO_ALL, "tokens, results, their gradients", size, wide, 3 * layers, hiding)
+    yield Collective("experts", Kind.ALL_TO_ALL, "gradients from experts", size, wide, layers, home)
+    yield Collective("experts", Kind.ALL_TO_ALL, "router weights, expert numbers", size, 2 * weights, layers)
+    yield Collective("experts", Kind.ALL_TO_ALL, "gradients of router weights", size, weights, layers, home)
 
 
 def _pipeline(share: Share) -> Iterator[Collective]:

@@ -77,6 +77,8 @@ def plan(config: RunConfig, world_size: int, machine: Machine) -> Plan:
 def _check_symmetric(expert_ranks: int, machine: Machine) -> None:
     """What the program finds out when the ranks have met."""
     where = ""
+    if expert_ranks == 1:
+        return  # nothing travels
     if machine.kernels is not CUDA:
         where = f"needs GPUs of CUDA, which {machine.name} has not"
     elif expert_ranks > machine.devices_per_node:

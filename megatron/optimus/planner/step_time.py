@@ -19,7 +19,14 @@ from megatron.optimus.planner.communication import Collective, Hiding, Kind, col
 from megatron.optimus.planner.hardware import Machine
 from megatron.optimus.planner.pipeline import bubble_seconds
 from megatron.optimus.planner.share import Share, groups_alike
-from megatron.optimus.planner.work import Work, head_work, micro_batch_work, update_work
+from megatron.optimus.planner.work import (
+    Work,
+    head_work,
+    last_product_work,
+    micro_batch_work,
+    router_work,
+    update_work,
+)
 
 SHORT, LONG = 4096, 131072  # tokens of a sequence to which the rates of attention belong
 PER_STEP = ("dense", "edp")  # axes along which a rank communicates once a step, not in every micro-batch
@@ -110,19 +117,30 @@ def compute_seconds(work: Work, share: Share, machine: Machine) -> float:
     )
 
 
+def _windows(share: Share, machine: Machine) -> dict[Hiding, float]:
+    """Seconds in a step that communication inside of layers can hide behind; what has no entry hides whole."""
+    layers = share.num_layers * share.micro_batches
+    is_split = share.model.is_moe and machine.kernels.splits_backward
+    last = compute_seconds(last_product_work(share), share, machine) if is_split else 0.0
+    router = compute_seconds(router_work(share), share, machine) if share.model.is_moe else 0.0
+    return {Hiding.NOTHING: 0.0, Hiding.LAST_PRODUCT: layers * last, Hiding.ROUTER: layers * router}
+
+
 def busy(share: Share, machine: Machine) -> tuple[float, float, float]:
     """(computing, exposed communication, communication) of all micro-batches of a stage, without its bubble."""
     compute = compute_seconds(micro_batch_work(share, machine.kernels), share, machine) * share.micro_batches
     exposed = total = 0.0
+    free = _windows(share, machine)
     for one in collectives(share):
         if one.axis in PER_STEP:
             continue
         needed = seconds(one, share, machine)
+        hidden = min(needed, free.get(one.hiding, needed))
+        if one.hiding in free:
+            free[one.hiding] -= hidden
         total += needed
-        if one.hiding is Hiding.NOTHING:
-            exposed += needed
-        else:
-            compute += needed * machine.overlap_cost.value
+        exposed += needed - hidden
+        compute += hidden * machine.overlap_cost.value
     return compute, exposed, total
 
 

@@ -81,6 +81,21 @@ def layer_work(share: Share, recompute: frozenset[Recompute]) -> Work:
     return total + again + (Work(layers=0.5) if recompute else Work())
 
 
+def last_product_work(share: Share) -> Work:
+    """Of one layer and micro-batch: the last product of the experts' backward, beside which their gradients travel."""
+    model = share.model
+    return Work(
+        experts=4.0 * share.tokens_outside * model.moe_router_topk * model.hidden_size * model.moe_ffn_hidden_size
+    )
+
+
+def router_work(share: Share) -> Work:
+    """Of one layer and micro-batch: the router's forward, beside which all-gather brings tokens. x to fp32, read by the
+    product; logits read and written about ten times for scores, choices and losses."""
+    model, tokens = share.model, share.tokens_outside
+    return Work(traffic=tokens * (model.hidden_size * (share.element + 2 * FP32) + 10 * model.num_experts * FP32))
+
+
 def ring_traffic(queries: float, keys: float, ranks: int) -> float:
     """Bytes through memory beside the kernels of ring attention, in bf16: ``queries`` and ``keys`` are elements."""
     each = [once + (ranks - 1) * step for once, step in zip(RING_ONCE, RING_STEP, strict=True)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -100,6 +102,36 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._copies
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> Any:
+    return _accelerator(device.type).Stream(device)
+
+
+def beside(device: torch.device, work: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:
+    """Queues ``work``, after all that is queued so far and beside what will be; later work waits for it from where the
+    function that is returned is called, which gives its results. On cpu it is done at once.
+
+    What it reads must live until then.
+    """
+    if device.type == "cpu":
+        results = work()
+        return lambda: results
+    module, stream = _accelerator(device.type), _side_stream(device)
+    stream.wait_stream(module.current_stream(device))
+    with module.stream(stream):
+        results = work()
+        done = stream.record_event()
+
+    def join() -> Sequence[Tensor]:
+        here = module.current_stream(device)
+        here.wait_event(done)
+        for result in results:  # they belong to the other stream's memory, which must not be used again too early
+            result.record_stream(here)
+        return results
+
+    return join
 
 
 def out_of_reach(device: torch.device, others: list[int]) -> list[int]:

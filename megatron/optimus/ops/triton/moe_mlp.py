@@ -37,25 +37,44 @@ def moe_mlp_forward(
     return y_TD[:, : x_TD.shape[1]], [hidden, *row_order]
 
 
-def moe_mlp_backward(
-    dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], buffers: tuple[Tensor | None, Tensor | None]
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """See ``main_grads.FusedMoE``. With padded widths the gradients are formed in fp32 beside the buffers."""
+def moe_mlp_backward_inputs(
+    dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], down_buffer: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor, list[Tensor]]:
+    """See ``main_grads.FusedMoE``. With padded widths the gradient is formed in fp32 beside the buffer."""
     width, inner = arguments[2].shape[1:]
     x, gate_up, down = aligned(*arguments[:3])
-    is_padded, sums = x is not arguments[0], buffers
+    is_padded = x is not arguments[0]
     if is_padded:
         dy_TD = pad(dy_TD, (0, x.shape[1] - width))
-        pairs = zip(buffers, (gate_up, down), strict=True)
-        sums = tuple(None if b is None else torch.zeros_like(w, dtype=torch.float32) for b, w in pairs)  # type: ignore
-    dx, dgate_up, ddown, dweights = _gradients(dy_TD, x, gate_up, down, arguments[3], saved[0], saved[1:], sums)
+    out = _sums(down_buffer, down) if is_padded else down_buffer
+    dx, ddown, dweights, *pending = _input_gradients(dy_TD, x, gate_up, down, arguments[3], saved[0], saved[1:], out)
     if is_padded:
         dx, ddown = dx[:, :width], ddown[:, :width, :inner]
+        if down_buffer is not None:
+            down_buffer.add_(ddown)
+    return dx, ddown if down_buffer is None else None, dweights, pending
+
+
+def moe_mlp_backward_up_weights(
+    arguments: list[Tensor], saved: list[Tensor], pending: list[Tensor], gate_up_buffer: Tensor | None
+) -> Tensor | None:
+    """See ``main_grads.FusedMoE``. With padded widths the gradient is formed in fp32 beside the buffer."""
+    width, inner = arguments[2].shape[1:]
+    dhidden, x_rows = pending
+    out, is_padded = gate_up_buffer, (x_rows.shape[1], dhidden.shape[1]) != (width, 2 * inner)
+    if is_padded and out is not None:
+        shape = (arguments[1].shape[0], dhidden.shape[1], x_rows.shape[1])
+        out = torch.zeros(shape, dtype=torch.float32, device=x_rows.device)
+    dgate_up = gemm.weight_gradient(dhidden, x_rows, index.RowOrder(*saved[1:]), out=out)
+    if is_padded:
         dgate_up = dgate_up.unflatten(1, (2, -1))[:, :, :inner, :width].flatten(1, 2)
-        for buffer, gradient in zip(buffers, (dgate_up, ddown), strict=True):
-            if buffer is not None:
-                buffer.add_(gradient)
-    return dx, dgate_up if buffers[0] is None else None, ddown if buffers[1] is None else None, dweights
+        if gate_up_buffer is not None:
+            gate_up_buffer.add_(dgate_up)
+    return dgate_up if gate_up_buffer is None else None
+
+
+def _sums(buffer: Tensor | None, padded: Tensor) -> Tensor | None:
+    return None if buffer is None else torch.zeros_like(padded, dtype=torch.float32)
 
 
 def aligned(x: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,14 +138,16 @@ def _join(device: torch.device) -> None:
 def _moe_mlp_backward(
     dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, hidden: Tensor, row_order: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _gradients(dy, x, gate_up, down, weights, hidden, row_order, (None, None))
+    dx, ddown, dweights, dhidden, x_rows = _input_gradients(dy, x, gate_up, down, weights, hidden, row_order, None)
+    return dx, gemm.weight_gradient(dhidden, x_rows, index.RowOrder(*row_order)), ddown, dweights
 
 
-def _gradients(
+def _input_gradients(
     dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, hidden: Tensor, row_order: list[Tensor],
-    buffers: tuple[Tensor | None, Tensor | None],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of x, gate_up, down and weights; those of the two weights are added to ``buffers`` where there are any."""
+    down_buffer: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, down (added to ``down_buffer`` if there is one) and weights; those of hidden, and the rows of x,
+    whose product is the gradient of gate_up."""
     dy, x, gate_up, down, weights = (t.contiguous() for t in (dy, x, gate_up, down, weights))
     topk = weights.shape[1]
     order = index.RowOrder(*row_order)
@@ -140,10 +161,9 @@ def _gradients(
     _join(x.device)
     with _beside(x.device):
         rows.sum_rows(dx_rows, order, None, topk, out=dx)
-    ddown = gemm.weight_gradient(dy_rows, activation, order, out=buffers[1])
-    dgate_up = gemm.weight_gradient(dhidden, x_rows, order, out=buffers[0])
+    ddown = gemm.weight_gradient(dy_rows, activation, order, out=down_buffer)
     _join(x.device)
-    return dx, dgate_up, ddown, dweights
+    return dx, ddown, dweights, dhidden, x_rows
 
 
 @_moe_mlp_backward.register_fake

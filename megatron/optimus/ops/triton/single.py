@@ -16,10 +16,22 @@ from torch.nn.functional import pad
 
 from megatron.optimus.ops.reference import RowOrder
 from megatron.optimus.ops.triton import gemm, index, router, rows
-from megatron.optimus.ops.triton.moe_mlp import moe_mlp, moe_mlp_backward, moe_mlp_forward
+from megatron.optimus.ops.triton.moe_mlp import (
+    moe_mlp,
+    moe_mlp_backward_inputs,
+    moe_mlp_backward_up_weights,
+    moe_mlp_forward,
+)
 from megatron.optimus.ops.triton.rows import copy_rows, sum_copies
 
-__all__ = ["copy_rows", "moe_mlp", "moe_mlp_backward", "moe_mlp_forward", "sum_copies"]  # and the functions below
+__all__ = [  # and the functions below
+    "copy_rows",
+    "moe_mlp",
+    "moe_mlp_backward_inputs",
+    "moe_mlp_backward_up_weights",
+    "moe_mlp_forward",
+    "sum_copies",
+]
 
 MAX_EXPERTS = router.MAX_EXPERTS  # of router_topk
 _ALIGN = 8  # the tensor memory engine wants rows of a multiple of 16 bytes

@@ -1,0 +1,135 @@
+"""What is under way while what is computed: the order in which a MoE layer's exchanges and products are queued."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.optimus import ops
+from megatron.optimus.config.schema import ParallelConfig, TokenDispatcher
+from megatron.optimus.moe.layer import MoE
+from megatron.optimus.moe.router import Router
+from megatron.optimus.ops import reference
+from megatron.optimus.parallel import collectives
+from megatron.optimus.parallel.expert import apply_expert_parallelism
+from megatron.optimus.parallel.mesh import Mesh
+from megatron.optimus.parallel.recompute import _recomputed
+from tests.distributed.test_expert_parallel import WIDTH, model_config, tokens_of
+from tests.helpers import run_distributed
+
+WORLD = 4
+TRANSPORTS = {
+    "all-gather": dict(moe_token_dispatcher_type=TokenDispatcher.ALLGATHER),
+    "all-to-all": dict(moe_token_dispatcher_type=TokenDispatcher.ALLTOALL),
+    "in 2 parts": dict(moe_token_dispatcher_type=TokenDispatcher.ALLTOALL, moe_dispatch_chunks=2),
+    "hierarchical": dict(moe_token_dispatcher_type=TokenDispatcher.HIERARCHICAL, moe_hierarchical_node_size=2),
+}
+
+
+class Events(list[str]):
+    """Names of calls in their order; exchanges of rows as wide as tokens alone."""
+
+    def watch(self, owner: Any, name: str, event: str, rows: int | None = None) -> None:
+        """``rows``: which argument has the rows that travel."""
+        original = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if rows is None or args[rows].shape[1:] == (WIDTH,):
+                self.append(event)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, watched)
+
+
+def layer_of(mesh: Mesh, config: ParallelConfig) -> MoE:
+    torch.manual_seed(0)
+    layer = MoE(model_config())
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    apply_expert_parallelism(layer, config, mesh)
+    return layer
+
+
+def order_rank(rank: int, world: int) -> dict[str, Any]:
+    ops.set_backend("reference")
+    events, found = Events(), {}
+    events.watch(collectives, "all_gather_single", "gather", rows=1)
+    events.watch(collectives, "reduce_scatter_single", "scatter", rows=1)
+    events.watch(collectives.dist, "all_to_all_single", "exchange", rows=1)
+    events.watch(Router, "forward", "router")
+    events.watch(reference, "moe_mlp_forward", "forward")
+    events.watch(reference, "moe_mlp_backward_inputs", "inputs")
+    events.watch(reference, "moe_mlp_backward_up_weights", "last product")
+    wait = collectives.Started.wait
+
+    def waited(self: collectives.Started) -> torch.Tensor:
+        if self.result.shape[1:] == (WIDTH,):
+            events.append("wait")
+        return wait(self)
+
+    collectives.Started.wait = waited  # type: ignore[method-assign]
+    for name, options in TRANSPORTS.items():
+        config = ParallelConfig(expert_model_parallel_size=world, **options)  # type: ignore[arg-type]
+        layer = layer_of(Mesh(config, rank=rank, world_size=world), config)
+        for recompute in (False, True):
+            if recompute:
+                layer.experts.forward = _recomputed(layer.experts.forward)  # type: ignore[method-assign]
+            events.clear()
+            y = layer(tokens_of(rank, [6] * world).requires_grad_())[0]
+            events.append("backward")
+            y.sum().backward()
+            found[name + recompute * ", recomputed"] = list(events)
+        if name == "all-gather":
+            # As a zero-bubble pipeline asks for them: nothing goes home with the weights' gradients.
+            events.clear()
+            y = layer(tokens_of(rank, [6] * world).requires_grad_())[0]
+            events.append("backward")
+            torch.autograd.grad(y.sum(), list(layer.experts.parameters()))
+            found["weights alone"] = list(events)
+            found["errors"] = errors(layer, tokens_of(rank, [6] * world))
+    return found
+
+
+def errors(layer: MoE, x: torch.Tensor) -> list[str]:
+    """Of rows whose gradient has left before it was whole."""
+    found = []
+    x_TD = x.flatten(0, 1).requires_grad_()
+    started = layer.dispatcher.start(x_TD)
+    rows = layer.dispatcher.dispatch(started, layer.router(x_TD)[0])
+    y_RD = layer.experts(rows.x_RD, rows.weights_RK, rows.indices_RK, rows.go_home)
+    try:
+        (y_RD + rows.x_RD).sum().backward()
+    except RuntimeError as error:
+        found.append(str(error))
+    dist.barrier()
+    return found
+
+
+def test_exchanges_are_under_way_beside_the_router_and_the_last_product() -> None:
+    """The gradient of x leaves before the last product and is waited for after it; with all-gather tokens leave before
+    the router. Recomputation repeats no exchange."""
+    there = {
+        "all-gather": ["gather", "router", "wait"],
+        "all-to-all": ["router", "exchange", "wait"],
+        "hierarchical": ["router", *["exchange", "wait"] * 2],
+    }
+    last_half = {
+        "all-gather": ["scatter", "last product", "wait"],
+        "all-to-all": ["exchange", "last product", "wait"],
+        "hierarchical": ["exchange", "exchange", "last product"],  # on cpu nothing is beside: all is done at once
+    }
+    back = {"all-gather": (["scatter"], ["gather"]), "all-to-all": (["exchange"], ["exchange"])}
+    back["hierarchical"] = (["exchange"] * 2, ["exchange"] * 2)
+    for found in run_distributed(order_rank, WORLD):
+        for name, (answers, gradients) in back.items():
+            forward = [*there[name], "forward", *answers, "backward", *gradients]
+            assert found[name] == [*forward, "inputs", *last_half[name]]
+            assert found[f"{name}, recomputed"] == [*forward, "forward", "inputs", *last_half[name]]
+        parts = found["in 2 parts"]
+        backward = parts[parts.index("backward") + 1 :]
+        half = ["inputs", "exchange", "last product"]
+        assert backward == ["exchange", "exchange", "wait", *half, "wait", *half, "wait", "wait"]
+        assert found["weights alone"][-4:] == ["gather", "forward", "inputs", "last product"]
+        assert len(found["errors"]) == 1 and "had left already" in found["errors"][0]
