@@ -21,11 +21,14 @@ TORCH_LIBRARY(optimus, m) {
   m.def(
       "cuda_moe_mlp_backward(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor hidden, "
       "Tensor order) -> (Tensor dx, Tensor dgate_up, Tensor ddown, Tensor dweights)");
-  // A weight's gradient is written in the weight's dtype or, with add, added in fp32.
+  // Its two halves; the second may wait, as dx is complete after the first. A weight's gradient is written in the
+  // weight's dtype or, with add, added in fp32. dhidden: [P, 2F]; x_rows: [P, D].
   m.def(
-      "cuda_moe_mlp_backward_into(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor hidden, "
-      "Tensor order, Tensor(a!) dgate_up, Tensor(b!) ddown, bool add_gate_up, bool add_down) -> "
-      "(Tensor dx, Tensor dweights)");
+      "cuda_moe_mlp_backward_inputs(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor hidden, "
+      "Tensor order, Tensor(a!) ddown, bool add_down) -> (Tensor dx, Tensor dweights, Tensor dhidden, Tensor x_rows)");
+  m.def(
+      "cuda_moe_mlp_backward_up_weights(Tensor dhidden, Tensor x_rows, Tensor order, int tokens, int topk, "
+      "Tensor(a!) dgate_up, bool add) -> ()");
   // The kernels behind megatron/optimus/ops/grouped.py and routing.py on cpu tensors, all contiguous. offsets: [E+3].
   m.def("cpu_sort_slots(Tensor indices, int num_experts) -> (Tensor slots, Tensor rows, Tensor counts, Tensor offsets)");
   m.def("cpu_gather_rows(Tensor x, Tensor slots, Tensor offsets) -> Tensor");

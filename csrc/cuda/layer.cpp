@@ -96,13 +96,14 @@ cudaError_t forward(Type type, const Sizes& sizes, const Plan& plan, const Forwa
   return step.error;
 }
 
-cudaError_t backward(Type type, const Sizes& sizes, const Plan& plan, const Backward& to, cudaStream_t stream) {
+cudaError_t backward_inputs(Type type, const Sizes& sizes, const Plan& plan, const BackwardInputs& to,
+                            cudaStream_t stream) {
   const Order order = order_of(sizes, plan);
   const int D = sizes.width, F = sizes.inner, E = sizes.experts;
   int* progress = to.progress;
   const auto swiglu = [&](const Part& experts) {  // to.activation is its gradient until then
     Errand errand{Task::kSwigluBackward, F, experts.first, experts.end};
-    errand.from = to.hidden, errand.to = to.activation, errand.to_too = to.dhidden;
+    errand.from = to.hidden, errand.to = to.activation, errand.to_too = to.pending.dhidden;
     errand.weights = to.weights, errand.dweights = to.dweights;
     return errand;
   };
@@ -123,21 +124,25 @@ cudaError_t backward(Type type, const Sizes& sizes, const Plan& plan, const Back
                              stream);
   });
   list = add_ahead(swiglus.list, swiglu(part(E, kFirst, kSecond)), progress);
-  add_ahead(list, swiglu(part(E, kSecond, kWhole)), progress);
+  list = add_ahead(list, swiglu(part(E, kSecond, kWhole)), progress);
+  *list = spread({0, E}, to.x, to.pending.x_rows, D, plan);
+  list->warps = 2;
   step([&] {
-    return rows_times_weight(type, to.dhidden, to.gate_up, to.dx_rows, order, 2 * F, D, false, {0, E}, swiglus, stream);
-  });
-  Errand spread_x = spread({0, E}, to.x, to.x_rows, D, plan);
-  spread_x.warps = 1;
-  step([&] {
-    return weight_gradient(type, to.dy_rows, to.activation, to.ddown, to.add_down, order, D, F, {{spread_x}}, stream);
+    return rows_times_weight(type, to.pending.dhidden, to.gate_up, to.dx_rows, order, 2 * F, D, false, {0, E}, swiglus,
+                             stream);
   });
   Errand sum{Task::kSum, D};
   sum.from = to.dx_rows, sum.to = to.dx, sum.row_of_slot = plan.row;
   step([&] {
-    return weight_gradient(type, to.dhidden, to.x_rows, to.dgate_up, to.add_gate_up, order, 2 * F, D, {{sum}}, stream);
+    return weight_gradient(type, to.dy_rows, to.activation, to.ddown, to.add_down, order, D, F, {{sum}}, stream);
   });
   return step.error;
+}
+
+cudaError_t backward_up_weights(Type type, const Sizes& sizes, const Plan& plan, const UpWeights& from, void* dgate_up,
+                                bool add, cudaStream_t stream) {
+  return weight_gradient(type, from.dhidden, from.x_rows, dgate_up, add, order_of(sizes, plan), 2 * sizes.inner,
+                         sizes.width, {}, stream);
 }
 
 }  // namespace optimus::cuda

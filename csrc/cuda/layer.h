@@ -23,18 +23,27 @@ struct Forward {
   void *hidden, *y;           // results [T K, 2F] and [T, D]
 };
 
-struct Backward {
+// What the gradient of gate_up is made of: the only product that may wait, for dx does not need it.
+struct UpWeights {
+  void *dhidden, *x_rows;  // [P, 2F] and [P, D]
+};
+
+struct BackwardInputs {
   const void *dy, *x, *gate_up, *down, *hidden;
   const float* weights;
-  void *dy_rows, *x_rows, *dx_rows;  // scratch [P, D]
-  void *activation, *dhidden;        // scratch [P, F] and [P, 2F]
-  void *dx, *dgate_up, *ddown;       // results
-  bool add_gate_up, add_down;        // to what is there in fp32
+  void *dy_rows, *dx_rows, *activation;  // scratch [P, D], [P, D] and [P, F]
+  void *dx, *ddown;                      // results
+  bool add_down;                         // to what is there in fp32
   float* dweights;
   int* progress;  // scratch, kProgressBytes
+  UpWeights pending;
 };
 
 cudaError_t forward(Type, const Sizes&, const Plan&, const Forward&, cudaStream_t);
-cudaError_t backward(Type, const Sizes&, const Plan&, const Backward&, cudaStream_t);
+
+// The backward in two halves: everything but the gradient of gate_up, then that.
+cudaError_t backward_inputs(Type, const Sizes&, const Plan&, const BackwardInputs&, cudaStream_t);
+cudaError_t backward_up_weights(Type, const Sizes&, const Plan&, const UpWeights&, void* dgate_up, bool add,
+                                cudaStream_t);
 
 }  // namespace optimus::cuda

@@ -209,9 +209,12 @@ def test_cuda_operations_pass_opcheck() -> None:
     assert hidden.shape == (90 * 3, 2 * 16)  # no row of padding waits for the backward
     saved = (inputs[5], *plain, hidden, order)
     torch.library.opcheck(torch.ops.optimus.cuda_moe_mlp_backward.default, saved, test_utils=checks)
-    buffers = [torch.zeros(t.shape, device="cuda") for t in plain[1:3]]
-    into = torch.ops.optimus.cuda_moe_mlp_backward_into.default
-    torch.library.opcheck(into, (*saved, *buffers, True, True), test_utils=checks)
+    dgate_up, ddown = (torch.zeros(t.shape, device="cuda") for t in plain[1:3])
+    first_half = torch.ops.optimus.cuda_moe_mlp_backward_inputs.default
+    torch.library.opcheck(first_half, (*saved, ddown, True), test_utils=checks)
+    *_, dhidden, x_rows = first_half(*saved, ddown, True)
+    second_half = torch.ops.optimus.cuda_moe_mlp_backward_up_weights.default
+    torch.library.opcheck(second_half, (dhidden, x_rows, order, 90, 3, dgate_up, True), test_utils=checks)
 
 
 @pytest.mark.gpu
@@ -226,6 +229,28 @@ def test_cuda_agrees_with_triton_on_many_tiles(case: Case, dtype: torch.dtype) -
         ops.set_backend(backend)
         results.append(values_and_gradients(ops.moe_mlp, inputs))
     assert not mismatches(results[1], {n: t.cpu() for n, t in results[0].items()}, TOLERANCE[dtype] / 3)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("case", [Case(300, 64, 48, 8, 2), Case(90, 20, 12, 4, 3, "some_foreign")], ids=str)
+def test_cuda_backward_in_halves(case: Case) -> None:
+    """dx, ddown and dweights are complete without the second half; both halves give autograd's bits."""
+    from megatron.optimus.ops import cuda
+
+    ops.set_backend("cuda")
+    inputs = make_inputs(case, torch.bfloat16, "cuda")
+    want = values_and_gradients(ops.moe_mlp, inputs)
+    arguments = inputs[:5]
+    _, saved = cuda.moe_mlp_forward(*arguments)
+    dx, ddown, dweights, pending = cuda.moe_mlp_backward_inputs(inputs[5], arguments, saved, None)
+    got = [t.clone() for t in (dx, ddown, dweights)]
+    buffer = torch.ones(arguments[1].shape, device="cuda")
+    assert cuda.moe_mlp_backward_up_weights(arguments, saved, pending, buffer) is None
+    dgate_up = cuda.moe_mlp_backward_up_weights(arguments, saved, pending, None)
+    names = dict(zip(NAMES[1:], (got[0], dgate_up, got[1], got[2]), strict=True))
+    assert all(torch.equal(t, want[n].to(t)) for n, t in names.items())
+    assert not mismatches({"buffer": buffer - 1}, {"buffer": want[NAMES[2]].cpu()}, TOLERANCE[torch.bfloat16])
 
 
 def test_runs_on_meta_tensors() -> None:

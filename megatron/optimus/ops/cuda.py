@@ -47,6 +47,8 @@ __all__ = [
     "grouped_weight_gradient",
     "moe_mlp",
     "moe_mlp_backward",
+    "moe_mlp_backward_inputs",
+    "moe_mlp_backward_up_weights",
     "moe_mlp_forward",
     "order_sizes",
     "router_topk",
@@ -83,30 +85,62 @@ def moe_mlp_backward(
     dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], buffers: tuple[Tensor | None, Tensor | None]
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """See ``main_grads.FusedMoE``. A buffer in 16 bits, or of a padded weight, is added to from an fp32 gradient."""
-    width, inner = arguments[2].shape[1:]
+    dx, ddown, dweights, pending = moe_mlp_backward_inputs(dy_TD, arguments, saved, buffers[1])
+    return dx, moe_mlp_backward_up_weights(arguments, saved, pending, buffers[0]), ddown, dweights
+
+
+def moe_mlp_backward_inputs(
+    dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], down_buffer: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor, list[Tensor]]:
+    """The first half of ``moe_mlp_backward``, which completes dx: so communication of it may run beside the second.
+
+    Returns dx [T, D], ddown (None where it was added to ``down_buffer``), dweights, and what the second half needs.
+    """
     x, gate_up, down = aligned(*arguments[:3])
     is_padded = x is not arguments[0]
     if is_padded:
-        dy_TD = pad(dy_TD, (0, x.shape[1] - width))
-    outs = []
-    for weight, buffer in zip((gate_up, down), buffers, strict=True):
-        if buffer is not None and buffer.dtype == torch.float32 and not is_padded:
-            outs.append(buffer)
-        else:
-            dtype = weight.dtype if buffer is None else torch.float32
-            outs.append(torch.zeros(weight.shape, dtype=dtype, device=weight.device))
-    adds = [buffer is not None for buffer in buffers]
-    dx, dweights = _C.cuda_moe_mlp_backward_into(dy_TD, x, gate_up, down, arguments[3], *saved, *outs, *adds)
-    dgate_up, ddown = outs
-    if is_padded:
-        dx, ddown = dx[:, :width], ddown[:, :width, :inner]
-        dgate_up = dgate_up.unflatten(1, (2, -1))[:, :, :inner, :width].flatten(1, 2)
-    results: list[Tensor | None] = []
-    for buffer, gradient in zip(buffers, (dgate_up, ddown), strict=True):
-        if buffer is not None and gradient is not buffer:
-            buffer.add_(gradient)
-        results.append(gradient if buffer is None else None)
-    return dx, results[0], results[1], dweights
+        dy_TD = pad(dy_TD, (0, x.shape[1] - arguments[0].shape[1]))
+    ddown = _place_for(down, down_buffer, is_padded)
+    dx, dweights, *pending = _C.cuda_moe_mlp_backward_inputs(
+        dy_TD, x, gate_up, down, arguments[3], *saved, ddown, down_buffer is not None
+    )
+    width, inner = arguments[2].shape[1:]
+    return dx[:, :width], _handed_over(ddown[:, :width, :inner], ddown, down_buffer), dweights, pending
+
+
+def moe_mlp_backward_up_weights(
+    arguments: list[Tensor], saved: list[Tensor], pending: list[Tensor], gate_up_buffer: Tensor | None
+) -> Tensor | None:
+    """The second half of ``moe_mlp_backward``: the gradient of gate_up, None where it was added to its buffer.
+
+    To be run once, on the stream of the first half or one that has waited for it.
+    """
+    gate_up = aligned(*arguments[:3])[1]
+    dgate_up = _place_for(gate_up, gate_up_buffer, gate_up is not arguments[1])
+    tokens, topk = arguments[3].shape
+    _C.cuda_moe_mlp_backward_up_weights(*pending, saved[1], tokens, topk, dgate_up, gate_up_buffer is not None)
+    width, inner = arguments[2].shape[1:]
+    unpadded = dgate_up
+    if gate_up is not arguments[1]:
+        unpadded = dgate_up.unflatten(1, (2, -1))[:, :, :inner, :width].flatten(1, 2)
+    return _handed_over(unpadded, dgate_up, gate_up_buffer)
+
+
+def _place_for(weight: Tensor, buffer: Tensor | None, is_padded: bool) -> Tensor:
+    """Where the kernels put a weight's gradient: its fp32 buffer itself, or a tensor of their own."""
+    if buffer is not None and buffer.dtype == torch.float32 and not is_padded:
+        return buffer
+    if buffer is None:
+        return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+
+
+def _handed_over(gradient: Tensor, place: Tensor, buffer: Tensor | None) -> Tensor | None:
+    if buffer is None:
+        return gradient
+    if place is not buffer:
+        buffer.add_(gradient)
+    return None
 
 
 @torch.library.register_fake("optimus::cuda_moe_mlp")
@@ -123,12 +157,21 @@ def _(
     return tuple(t.new_empty(t.shape) for t in (x, gate_up, down, weights))  # type: ignore[return-value]
 
 
-@torch.library.register_fake("optimus::cuda_moe_mlp_backward_into")
+@torch.library.register_fake("optimus::cuda_moe_mlp_backward_inputs")
 def _(
     dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, hidden: Tensor, order: Tensor,
-    dgate_up: Tensor, ddown: Tensor, add_gate_up: bool, add_down: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return x.new_empty(x.shape), weights.new_empty(weights.shape)
+    ddown: Tensor, add_down: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    rows = row_order_sizes(weights.numel(), down.shape[0])[0] if weights.numel() else 0
+    pending = x.new_empty(rows, gate_up.shape[1]), x.new_empty(rows, x.shape[1])
+    return x.new_empty(x.shape), weights.new_empty(weights.shape), *pending
+
+
+@torch.library.register_fake("optimus::cuda_moe_mlp_backward_up_weights")
+def _(
+    dhidden: Tensor, x_rows: Tensor, order: Tensor, tokens: int, topk: int, dgate_up: Tensor, add: bool
+) -> None:  # fmt: skip
+    return None
 
 
 def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
