@@ -2,20 +2,22 @@
 
     python benchmarks/checkpoint_io.py --gib 2 --folder /fast/disk --output benchmarks/results/checkpoint_io.json
     torchrun --nproc-per-node 8 benchmarks/checkpoint_io.py --gib 80 --folder ... (the total of all ranks)
-    torchrun ... --gib 77.3 --rounds 0 --seconds 220 --plain-gib 12 --parts async load write read async   # bounded
+    torchrun ... --gib 24 --rounds 0 --seconds 200 --parts async write async write load read hash   # bounded
 
 A round measures ``--parts`` in their order: ``write`` and ``read`` the disk (plain 16 MiB writes or reads of as many
-bytes, or of ``--plain-gib``; one file per rank, new and synced, and then the file before deleted, as a save does),
+bytes, or of ``--plain-gib``; one file per rank, new and synced, and then the file before deleted, as a save does;
+through the page cache and past it, ``disk_*_buffered_*`` and ``disk_*_direct_*``, of which the faster one counts),
 ``save`` the synchronous save, ``async`` the asynchronous one, ``load`` the load of the newest save, compared with what
 was saved; ``hash`` one thread hashing the rank's state, ``memory`` reads into as much memory as the state has, as a
-load must. The page cache is dropped before reads. Plain reads go with one thread and with as many as the loader has,
-of which the faster one counts, into a few blocks used again and again, which stay in the processor's cache. The
-figures are medians of the rounds' ratios, so that other work on the machine weighs on both sides alike;
-``load_average`` tells how much of it there was; ``*_of_fastest`` divide the fastest plain access by the fastest save
-or load of all rounds, which other work disturbs least. On an accelerator the state lies there, and matrix products
-stand for the next forward and backward: ``step_ratio`` is their time beside the copy over their time alone,
-``copied_s`` when both were done. ``hash_wait_over_save``: the share of a save in which the writing thread did not
-write because it waited for a hash; ``hash_work_over_save``: what the hashes would cost one after the other.
+load must. The page cache is dropped before reads. Plain reads go with as many threads as the loader has, into a few
+blocks used again and again, which stay in the processor's cache. The figures are medians of the rounds' ratios, so that
+other work on the machine weighs on both sides alike; ``load_average`` tells how much of it there was;
+``*_of_fastest`` divide the fastest plain access by the fastest save or load of all rounds, which other work disturbs
+least. On an accelerator the state lies there, and matrix products stand for the next forward and backward:
+``step_ratio`` is their time beside the copy over their time alone,
+``copied_s`` when both were done. ``hash_wait_over_save``, ``hash_wait_over_drain``: the share of a save in which
+nothing was written because a block was being hashed; ``hash_work_over_save``: what the hashes would cost one after the
+other. ``stall_s``: how long ``async`` stood still; the first of the first round follows ``prepare_s``.
 
 ``prepare_s``: what the asynchronous save does before the first step, taking host memory above all. Plans of the others,
 page cache and kernels come with a first round, which counts only where no other was measured (``--rounds
@@ -28,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import platform
 import shutil
@@ -49,8 +52,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from provenance import commit
 
-from megatron.optimus.checkpoint import Manifest, Saved, Saver, TensorSlice, load_together
+from megatron.optimus.checkpoint import Manifest, Saved, Saver, TensorSlice, direct, load_together
 from megatron.optimus.checkpoint.chunks import AHEAD
+from megatron.optimus.checkpoint.plan import FILES_PER_NODE
 from megatron.optimus.config.schema import Backend, Device
 from megatron.optimus.runtime import device as devices
 
@@ -93,10 +97,35 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def write_plain(path: Path, data: memoryview, size: int) -> None:
+def pages(size: int) -> memoryview:
+    """Memory that begins on a page, touched."""
+    memory = mmap.mmap(-1, size)
+    block = os.urandom(1 << 20)
+    for _ in range(0, size, len(block)):
+        memory.write(block[: size - memory.tell()])
+    return memoryview(memory)
+
+
+def accepts_direct(folder: Path) -> bool:
+    """Whether files there can be written past the page cache."""
+    path = folder / f"direct-{os.getpid()}"
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | direct.FLAG, 0o666)
+        try:
+            os.pwrite(descriptor, pages(direct.ALIGNED), 0)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return False
+    finally:
+        path.unlink(missing_ok=True)
+    return bool(direct.FLAG)
+
+
+def write_plain(path: Path, data: memoryview, size: int, flags: int) -> None:
     """``size`` bytes, of ``data`` again and again."""
     fresh = path.with_suffix(".new")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags, 0o666)
     for offset in range(0, size, BLOCK):
         place = offset % len(data)
         os.pwrite(descriptor, data[place : place + min(BLOCK, size - offset)], offset)
@@ -105,9 +134,9 @@ def write_plain(path: Path, data: memoryview, size: int) -> None:
     os.replace(fresh, path)  # deletes the one before
 
 
-def read_plain(path: Path, threads: int, memory: memoryview) -> None:
+def read_plain(path: Path, threads: int, memory: memoryview, flags: int = 0) -> None:
     """Every block of the file once: each thread into a block of its own, again and again, if ``memory`` has no more."""
-    descriptor, size = os.open(path, os.O_RDONLY), path.stat().st_size
+    descriptor, size = os.open(path, os.O_RDONLY | flags), path.stat().st_size
 
     def read(thread: int) -> None:
         for offset in range(thread * BLOCK, size, threads * BLOCK):
@@ -136,13 +165,15 @@ class Bench:
         self.slices = build_state(int(options.gib * (1 << 30)), self.rank, self.world, device)
         self.own_bytes = sum(len(s.tensor) * s.tensor.element_size() for s in self.slices)
         self.plain_bytes = int(min(self.own_bytes, options.plain_gib * (1 << 30) / self.world))
+        self.plain_bytes -= self.plain_bytes % direct.ALIGNED
         self.all_bytes, self.all_plain_bytes = self._over_ranks([self.own_bytes, self.plain_bytes])
-        self.buffers = memoryview(bytearray(os.urandom(1) * (AHEAD * BLOCK)))  # touched
-        self.source = memoryview(bytearray(os.urandom(1 << 20)) * (min(self.plain_bytes >> 24, 63) * 16 + 16))
+        self.buffers = pages(AHEAD * BLOCK)
+        self.source = pages((min(self.plain_bytes >> 24, 63) + 1) * BLOCK)
+        self.ways = {"buffered": 0} | ({"direct": direct.FLAG} if accepts_direct(folder) else {})
         self.plain = folder / f"plain-{self.rank}"
-        node = f"{platform.node()}-{self.rank % options.files_per_node}"  # the ranks of one name share a file
-        self.foreground = Saver(folder / "saved", device=device, asynchronous=False, node=node)
-        self.background = Saver(folder / "saved", device=device, node=node)
+        files = options.files_per_node
+        self.foreground = Saver(folder / "saved", device=device, asynchronous=False, files_per_node=files)
+        self.background = Saver(folder / "saved", device=device, files_per_node=files)
         self.step = 0
         self.prepare_s = timed(lambda: self.background.prepare(self.slices, self._header()))
         self.stopped: str | None = None
@@ -191,7 +222,11 @@ class Bench:
         return Manifest("full", self.step, self.step, {}, {}, {}, {})
 
     def _write(self) -> dict[str, float]:
-        return {"disk_write_s": timed(lambda: write_plain(self.plain, self.source, self.plain_bytes))}
+        result = {}
+        for way, flags in self.ways.items():
+            action = partial(write_plain, self.plain, self.source, self.plain_bytes, flags)
+            result[f"disk_write_{way}_s"] = timed(action)
+        return result | {"disk_write_s": min(result.values())}
 
     def _save(self) -> dict[str, float]:
         saved: list[Saved] = []
@@ -235,11 +270,11 @@ class Bench:
         return {"hash_s": time.perf_counter() - started}
 
     def _read(self) -> dict[str, float]:
-        seconds = []
-        for threads in (1, AHEAD):
+        result = {}
+        for way, flags in self.ways.items():
             forget(self.folder)
-            seconds.append(timed(partial(read_plain, self.plain, threads, self.buffers)))
-        return {"disk_read_s": min(seconds)}
+            result[f"disk_read_{way}_s"] = timed(partial(read_plain, self.plain, AHEAD, self.buffers, flags))
+        return result | {"disk_read_s": min(result.values())}
 
     def _load(self) -> dict[str, float]:
         path = self.folder / "saved" / sorted(os.listdir(self.folder / "saved"))[-1]
@@ -256,7 +291,7 @@ class Bench:
         return torch.stack([one.tensor.view(torch.int32).sum(dtype=torch.int64) for one in self.slices]).tolist()
 
     def _memory(self) -> dict[str, float]:
-        memory = memoryview(bytearray(b"1") * self.plain_bytes)  # touched
+        memory = pages(self.plain_bytes)
         forget(self.folder)
         return {"memory_read_s": timed(lambda: read_plain(self.plain, AHEAD, memory))}
 
@@ -282,7 +317,7 @@ def summary(rounds: list[dict[str, list[float]]], num_bytes: int, plain_bytes: i
     put_fastest("write_over_disk_of_fastest", "disk_write_s", "save_s")
     put_fastest("load_over_disk_of_fastest", "disk_read_s", "load_s")
     put("load_over_memory_read", lambda memory, load: whole * memory / load, "memory_read_s", "load_s")
-    for name in ("disk_write", "disk_read"):
+    for name in (f"disk_{what}{way}" for what in ("write", "read") for way in ("", "_buffered", "_direct")):
         put(f"{name}_gb_s", lambda seconds: plain_bytes / seconds / 1e9, f"{name}_s")
     for name in ("save", "drain", "load"):
         put(f"{name}_gb_s", lambda seconds: num_bytes / seconds / 1e9, f"{name}_s")
@@ -301,7 +336,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="at most, after the first")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(ROUND), metavar="PART", help="of a round")
     parser.add_argument("--plain-gib", type=float, default=float("inf"), help="of plain files; default: as the state")
-    parser.add_argument("--files-per-node", type=int, default=1, help="that saves write to; a run has one")
+    parser.add_argument("--files-per-node", type=int, default=FILES_PER_NODE, help="that saves write to")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for everything, see above")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the temporary folder")
     parser.add_argument("--device", default="auto", choices=[device.value for device in Device])

@@ -74,7 +74,7 @@ def check_bytes(path: Path) -> None:
 def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
     """The file, opened; whatever its bytes provoke inside becomes a ValueError."""
     try:
-        mode = path.lstat().st_mode
+        mode = (path.stat() if _is_of_hub(path) else path.lstat()).st_mode
     except OSError as error:
         raise ValueError(f"{path} does not exist or cannot be reached ({error.strerror}); copy it again") from error
     if not stat.S_ISREG(mode):
@@ -85,6 +85,15 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
     except Exception as error:  # zipfile's own and the unpickler's are of any class
         reason = str(error).strip().split("\n")[0][:160] or "it ends too early"
         raise ValueError(f"{path} cannot be read: {type(error).__name__}: {reason}; {_REMEDY}") from error
+
+
+def _is_of_hub(path: Path) -> bool:
+    """Whether it is a link as huggingface_hub's cache has them: REPOSITORY/snapshots/REVISION/... to REPOSITORY/blobs.
+
+    Such a link leads nowhere but into the same download. Any other might lead to anything on the machine.
+    """
+    folders, target = path.parent.resolve().parents, path.resolve()
+    return any(one.name == "snapshots" and target.parent == one.parent / "blobs" for one in folders)
 
 
 def _check_entry(entry: zipfile.ZipInfo, size: int) -> None:

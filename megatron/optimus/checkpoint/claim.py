@@ -41,7 +41,7 @@ class Claim:
     """
 
     def __init__(self, root: Path, *, pulse_s: float = PULSE_S, timeout_s: float = TIMEOUT_S) -> None:
-        self._path = Path(root) / CLAIM_NAME
+        self._path = Path(root).absolute() / CLAIM_NAME
         self._own = _this_process() | {"nonce": secrets.token_hex(8)}
         self._timeout_s = timeout_s
         self._stop = threading.Event()
@@ -75,7 +75,7 @@ class Claim:
         try:
             os.link(fresh, self._path)
         except FileExistsError:
-            return False
+            return _read(self._path) == self._own  # a network disk's answer was lost and it asked twice
         finally:
             os.unlink(fresh)
         return True

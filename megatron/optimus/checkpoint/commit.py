@@ -109,7 +109,11 @@ def commit(root: Path, temporary: Path, step: int, kind: str = "full") -> Commit
     sync_directory(temporary)
     revisions = [item.revision for item in list_committed(root, kind) if item.step == step]
     item = Committed(step, max(revisions) + 1 if revisions else 0, kind)
-    os.rename(temporary, root / item.name)
+    try:
+        os.rename(temporary, root / item.name)
+    except FileNotFoundError:  # a network disk whose answer was lost asks again, and finds it done
+        if not (root / item.name).is_dir():
+            raise
     sync_directory(root)
     return item
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,10 @@ _SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of at most 256 MB. Links are followed: the Hugging Face cache is made of them."""
     try:
-        size = path.stat().st_size
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would keep us waiting
+            raise CheckpointError(f"{path}: not a regular file")
+        size = status.st_size
         if size > _MAX_JSON_BYTES:
             raise CheckpointError(f"{path}: {size} bytes, limit {_MAX_JSON_BYTES}")
         data = path.read_bytes()

@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from megatron.optimus.checkpoint.coverage import check_coverage
-from megatron.optimus.checkpoint.errors import CheckpointError
+from megatron.optimus.checkpoint.errors import CheckpointError, UnknownVersionError
 from megatron.optimus.checkpoint.shards import DTYPE_BYTES, parse_json, read_small_file
 from megatron.optimus.checkpoint.slices import Box, Place, box_fits, box_numel
 
@@ -144,9 +144,10 @@ def parse_manifest(data: bytes, source: str) -> Manifest:
     body = parse_json(data, source)
     found = body.get("format"), body.get("version")
     if found != (FORMAT_NAME, FORMAT_VERSION):
-        raise CheckpointError(
+        raise UnknownVersionError(
             f"{source}: format {str(found[0])[:100]!r} version {str(found[1])[:100]}; this program reads "
-            f"{FORMAT_NAME!r} version {FORMAT_VERSION}. Load an older checkpoint with the release that wrote it"
+            f"{FORMAT_NAME!r} version {FORMAT_VERSION}. Load it with the release that wrote it, or move it away to go "
+            "on from the one before"
         )
     _exact_fields(
         body, Manifest.__dataclass_fields__.keys() | {"xxh3_128", "format", "version", "config_xxh3_128"}, source

@@ -137,14 +137,15 @@ class Saver:
         local: Path | str | None = None,
         check_claim: Callable[[], None] = lambda: None,
     ) -> None:
-        self._root = Path(root)
+        self._named = Path(root)
+        self._root = self._named.absolute()  # the threads go on, whatever folder the program moves to
         self._ranks = Ranks(group, device)
         self._device = device
         self._asynchronous = asynchronous
         self._node, self._files_per_node = node or node_name(), files_per_node
         self._local = None
         if local is not None:  # two runs may share the disk, not the folder
-            self._local = Path(local) / f"{xxhash.xxh3_64_hexdigest(str(self._root.absolute()).encode())}-{self._node}"
+            self._local = Path(local).absolute() / f"{xxhash.xxh3_64_hexdigest(str(self._root).encode())}-{self._node}"
         self._check_claim = check_claim
         self._plans: dict[str, tuple[list[OwnPiece], SavePlan]] = {}
         self._snapshots: dict[str, Snapshot] = {}
@@ -286,7 +287,7 @@ class Saver:
             drain_s=drain_s,
             hash_wait_s=job.hash_wait_s,
         )
-        log.info("saved %s in %.1f s, of which training waited %.2f s", saved.path, drain_s, job.stall_s)
+        log.info("saved %s in %.1f s, of which training waited %.2f s", self._named / name, drain_s, job.stall_s)
         return [saved]
 
     def _abandon(self, code: int) -> None:
@@ -310,7 +311,7 @@ class Saver:
         raise self._ranks.relayed(failure, error, self._task(job.header), CheckpointError) from error
 
     def _task(self, header: Manifest) -> str:
-        return f"saving step {header.step} to {self._root}"
+        return f"saving step {header.step} to {self._named}"
 
     # ---- planning
 

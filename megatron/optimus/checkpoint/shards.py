@@ -245,6 +245,8 @@ class ShardReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if path.exists() and not path.is_file():  # a pipe would keep us waiting
+            raise CheckpointError(f"{path}: not a regular file")
         try:
             self._file = safe_open(str(path), framework="pt", device="cpu")
         except (SafetensorError, OSError) as error:

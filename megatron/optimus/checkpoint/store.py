@@ -8,6 +8,7 @@ is special.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.optimus.checkpoint import chunks, commit, reader
-from megatron.optimus.checkpoint.errors import CheckpointError, DamagedError
+from megatron.optimus.checkpoint.errors import CheckpointError, DamagedError, UnknownVersionError
 from megatron.optimus.checkpoint.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
@@ -83,12 +84,15 @@ def _check_directory(path: Path, manifest: Manifest) -> None:
 def latest(root: Path, kind: str = "full") -> Path | None:
     """The newest committed checkpoint that is complete (manifest valid, files there); None when there is none.
 
-    Hashes are not checked here: loading does. Incomplete ones are logged and passed over.
+    Hashes are not checked here: loading does. Incomplete ones are logged and passed over; one of another version of the
+    format raises CheckpointError.
     """
     for item in reversed(commit.list_committed(Path(root), kind)):
         path = Path(root) / item.name
         try:
             load_manifest(path)
+        except UnknownVersionError:
+            raise
         except CheckpointError as error:
             log.warning("checkpoint %s is not usable: %s", path, error)
         else:
@@ -155,8 +159,8 @@ def load_newest(
     """Loads the newest full checkpoint of which every wanted byte is good; None when ``root`` never had one.
 
     Collective, as ``load_together``. A damaged checkpoint is logged with the tensor's name and the one before it is
-    tried. Raises CheckpointError when there are checkpoints and none is good (starting anew would hide that), or when
-    what is asked for does not fit the checkpoint.
+    tried. Raises CheckpointError when there are checkpoints and none is good (starting anew would hide that), when the
+    newest good one is of another version of the format, or when what is asked for does not fit the checkpoint.
     """
     root = Path(root)
     ranks = Ranks(group, device)
@@ -182,7 +186,8 @@ def _manifest_together(path: Path, ranks: Ranks) -> Manifest:
         if ranks.rank > 0:
             return b""
         data = read_small_file(path / MANIFEST_NAME, MAX_MANIFEST_BYTES)
-        _check_directory(path, parse_manifest(data, str(path / MANIFEST_NAME)))
+        with contextlib.suppress(UnknownVersionError):  # which is no damage; all ranks meet it below
+            _check_directory(path, parse_manifest(data, str(path / MANIFEST_NAME)))
         return data
 
     data = ranks.together(read, f"loading {path}", DamagedError)

@@ -52,6 +52,20 @@ def test_a_live_process_is_refused_and_a_killed_one_replaced(tmp_path):
     claim.release()
 
 
+def test_a_claim_whose_acknowledgement_was_lost_is_ones_own(tmp_path, monkeypatch):
+    link = os.link
+
+    def twice(*paths):
+        link(*paths)
+        link(*paths)
+
+    monkeypatch.setattr(os, "link", twice)
+    claim = Claim(tmp_path, **_QUICK)
+    claim.check()
+    claim.release()
+    assert list(tmp_path.iterdir()) == []
+
+
 def foreign(root, **changes):
     owner = {"host": "elsewhere", "boot": "b", "space": "s", "pid": 1, "process": "9", "nonce": "n"} | changes
     (root / CLAIM_NAME).write_text(json.dumps(owner))

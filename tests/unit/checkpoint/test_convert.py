@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron.optimus.checkpoint import CheckpointError, load, load_manifest, model_slices, save, verify
-from megatron.optimus.checkpoint.convert import Options, convert
+from megatron.optimus.checkpoint.convert import Options, convert, open_source
 from megatron.optimus.checkpoint.shards import write_shard
 from megatron.optimus.config.schema import ConfigError, ModelConfig, Normalization, Precision, RunConfig
 from megatron.optimus.config.serialize import from_dict, to_dict
@@ -442,6 +442,33 @@ def test_wrong_hf_folders(tmp_path):
     refused("weight_map is missing", weights=content, index={})
     with pytest.raises(CheckpointError, match="no such folder"):
         convert(tmp_path / "nothing", tmp_path / "out", to="hf")
+
+
+def test_a_folder_of_the_hubs_cache_is_links_and_its_generation_settings_travel(tmp_path):
+    model = hf_model("llama")
+    model.generation_config.update(eos_token_id=[0, 5], temperature=0.6, do_sample=True)
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0a1b"
+    blobs.mkdir(parents=True)
+    model.save_pretrained(snapshot, max_shard_size=9000)
+    for number, file in enumerate(sorted(snapshot.iterdir())):
+        file.rename(blobs / str(number))
+        file.symlink_to(f"../../blobs/{number}")
+    settings = json.loads((snapshot / "generation_config.json").read_text())
+    assert settings["eos_token_id"] == [0, 5] and settings["temperature"] == 0.6
+    for via in ("optimus", "megatron", "universal"):
+        convert(snapshot, tmp_path / via, to=via, verify=True)
+        convert(tmp_path / via, tmp_path / f"{via} back", to="hf", options=Options(dtype="fp32"), verify=True)
+        assert_same(tensors(snapshot), tensors(tmp_path / f"{via} back"))
+        assert json.loads((tmp_path / f"{via} back" / "generation_config.json").read_text()) == settings
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_a_pipe_in_a_hugging_face_folder_is_an_error_and_no_wait(tmp_path, name):
+    hf_model("olmo").save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "hf" / name)
+    with pytest.raises(CheckpointError, match=r"not a regular file|has no|holds no"):
+        open_source(tmp_path / "hf")
 
 
 def test_command_line(tmp_path):

@@ -268,7 +268,8 @@ def test_damaged_and_disguised_archives(tmp_path, stock_runs):
     file.write_bytes(good)
     convert(run, tmp_path / "whole", to="optimus", model_config=config)
     states = first_state(folder)
-    for number, data in enumerate(damaged(states.read_bytes(), 0, states.stat().st_size, seed=9)):
+    good_states = states.read_bytes()
+    for number, data in enumerate(damaged(good_states, 0, states.stat().st_size, seed=9)):
         states.write_bytes(data)
         try:
             convert(run, tmp_path / str(number), to="optimus", model_config=config)
@@ -276,7 +277,21 @@ def test_damaged_and_disguised_archives(tmp_path, stock_runs):
             assert states.name in str(error) and "\n" not in str(error)
         else:
             assert tensors_of(tmp_path / str(number)) == tensors_of(tmp_path / "whole")
-    file.unlink()
-    file.symlink_to("/etc/passwd")
-    with pytest.raises(CheckpointError, match=r"not a regular file .*put a copy there"):
-        open_source(run, config)
+    states.write_bytes(good_states)
+    blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "0a1b"
+    blobs.mkdir(parents=True)
+    shutil.copytree(run, snapshot)
+    for number, found in enumerate(sorted(path for path in snapshot.rglob("*") if path.is_file())):
+        found.rename(blobs / str(number))
+        found.symlink_to(os.path.relpath(blobs / str(number), found.parent))
+    convert(snapshot, tmp_path / "from the hub", to="optimus", model_config=config)
+    assert tensors_of(tmp_path / "from the hub") == tensors_of(tmp_path / "whole")
+    linked = snapshot / file.relative_to(run)
+    outside = tmp_path / "outside" / "blobs" / "0"
+    outside.parent.mkdir(parents=True)
+    outside.write_bytes(good)
+    for link, target in ((file, "/etc/passwd"), (linked, "/etc/passwd"), (linked, outside), (linked, blobs)):
+        link.unlink()
+        link.symlink_to(target)
+        with pytest.raises(CheckpointError, match=r"not a regular file .*put a copy there"):
+            open_source(snapshot if link == linked else run, config)

@@ -1,9 +1,11 @@
 """Saving beside training: the copy, the background writing, errors, and what a second save does."""
 
 import itertools
+import os
 import random
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -214,6 +216,43 @@ def test_a_lost_claim_stops_the_commit(tmp_path):
     with pytest.raises(CheckpointError, match="failed on rank 0: no longer ours"):
         it.start(owned(whole_state(1)), header(1), retain=2)
     assert names(tmp_path) == []
+
+
+def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch, gate):
+    """A long name with spaces and letters of other alphabets; the program moves to another folder meanwhile."""
+    name = "lauf 1 ü 模型 " + 200 * "x"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    it = Saver(Path(name), local="local")
+    it.start(owned(whole_state(1)), header(1), retain=2)
+    monkeypatch.chdir("elsewhere")
+    gate.set()
+    [saved] = it.drain()
+    assert saved.path == tmp_path / name / "step-00000001"
+    assert find_loadable(tmp_path / name) == saved.path
+    assert not names(tmp_path / "elsewhere")
+
+
+def test_a_rename_that_was_done_and_not_acknowledged(tmp_path, monkeypatch):
+    """A network disk asks again when an answer is lost, and is told that there is nothing to rename."""
+    rename = os.rename
+
+    def twice(*paths):
+        rename(*paths)
+        rename(*paths)
+
+    monkeypatch.setattr(os, "rename", twice)
+    it = Saver(tmp_path, asynchronous=False)
+    it.start(owned(whole_state(1)), header(1), retain=2)
+    assert names(tmp_path) == ["step-00000001"]
+
+    def lost(*paths):
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(os, "rename", lost)
+    with pytest.raises(CheckpointError, match="No such file"):
+        it.start(owned(whole_state(2)), header(2), retain=2)
+    assert find_loadable(tmp_path).name == "step-00000001"
 
 
 def test_host_memory_of_a_snapshot_is_hardly_larger_than_the_state():

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file
 
 from megatron.optimus.checkpoint import (
@@ -23,6 +24,7 @@ from megatron.optimus.checkpoint import (
     load_manifest,
     resolve,
     save,
+    store,
     verify,
 )
 from tests.helpers import _CONTEXT
@@ -343,3 +345,17 @@ def test_the_reader_printed_in_the_documentation_works(tmp_path):
     path = save_step(tmp_path, 1)
     done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == whole_state(1)["experts.weight", "master"].double().flatten().tolist()
+
+
+def test_a_checkpoint_of_a_later_version_is_not_passed_over(tmp_path):
+    """It is no damage: going on from the one before would silently give up what was trained since."""
+    for step in (1, 2):
+        save_step(tmp_path, step)
+    path = tmp_path / "step-00000002" / "manifest.json"
+    body = path.read_bytes()[46:].replace(b'"version": 2', b'"version": 3')
+    path.write_bytes(b'{"xxh3_128": "' + xxhash.xxh3_128_hexdigest(body).encode() + body)
+    for find in (find_loadable, latest, store.resolve):
+        with pytest.raises(CheckpointError, match=r"version 3; .* reads .* version 2.*move it away"):
+            find(tmp_path)
+    path.write_bytes(path.read_bytes()[:-1])  # damaged, it is
+    assert find_loadable(tmp_path).name == "step-00000001"

@@ -16,6 +16,8 @@ from megatron.optimus.config.schema import ConfigError, ModelConfig, RunConfig, 
 from megatron.optimus.models.hf_config import hf_config, model_config_from_hf
 from megatron.optimus.models.hf_map import parameter_shapes, to_hf
 
+_GENERATION = "generation_config.json"
+
 log = logging.getLogger("optimus")
 
 
@@ -44,7 +46,9 @@ class HFSource(ForeignSource):
         tokenizer = path if Tokenizer.find(path) else None
         if tokenizer is not None:
             run.data.tokenizer_type, run.data.tokenizer_model = TokenizerType.HF, str(path.resolve())
-        super().__init__(path, "hf", run, token_ids=token_ids_of(config), tokenizer=tokenizer)
+        generation = read_json(path / _GENERATION) if (path / _GENERATION).exists() else {}
+        ids = token_ids_of(config)
+        super().__init__(path, "hf", run, token_ids=ids, generation=generation, tokenizer=tokenizer)
         self._folder = HFFolder(path)
         found = {name: Foreign(*self._folder.describe(name)) for name in self._folder.names}
         if not run.model.untie_embeddings_and_output_weights and "lm_head.weight" in found:
@@ -69,7 +73,7 @@ def plan(source: Source, options: Options) -> Plan:
 
     def write(directory: Path) -> None:
         write_json(directory / "config.json", config | ids)
-        write_json(directory / "generation_config.json", {"_from_model_config": True, **ids})
+        write_json(directory / _GENERATION, source.generation or {"_from_model_config": True, **ids})
         if tokenizer is not None:
             tokenizer.copy_to(directory)
         write_weights(directory, items, options.max_shard_bytes)

@@ -46,7 +46,7 @@ _NORMS = re.compile(r".*(layernorm\.|layer_norm_)(weight|bias)")
 def _iteration_folder(path: Path) -> Path:
     if not (path / _POINTER).is_file():
         return path
-    text = read_small_file(path / _POINTER, 64).decode("utf-8", "replace").strip()
+    text = read_small_file((path / _POINTER).resolve(), 64).decode("utf-8", "replace").strip()
     if text != "release" and not re.fullmatch(r"\d{1,12}", text):
         raise CheckpointError(
             f"{path / _POINTER}: {text[:50]!r} is neither an iteration nor 'release'; {_WITHOUT_POINTER}"
@@ -75,7 +75,13 @@ class MegatronSource(ForeignSource):
         iteration = first.get("iteration", about.step)
         step = iteration if type(iteration) is int and iteration >= 0 else about.step
         super().__init__(
-            folder, "megatron", about.run, step=step, consumed_samples=about.consumed_samples, token_ids=about.token_ids
+            folder,
+            "megatron",
+            about.run,
+            step=step,
+            consumed_samples=about.consumed_samples,
+            token_ids=about.token_ids,
+            generation=about.generation,
         )
         found = {rank: flat_names(content["model"]) for rank, content in contents.items()}
         self._nonparametric_norms(found)

@@ -26,6 +26,7 @@ from megatron.optimus.config.serialize import from_dict, to_dict
 from megatron.optimus.models.hf_map import parameter_shapes
 
 TOKEN_IDS_FIELD = "hf_token_ids"  # in a manifest's metadata: what an imported model's config.json named
+GENERATION_FIELD = "hf_generation_config"  # and its generation_config.json
 OPTIMIZER_STEPS_FIELD = "optimizer_step_count"  # the trainer's: bias correction of the moments goes on from it
 BUFFER = "buffer"
 
@@ -53,6 +54,7 @@ class OptimusSource(Source):
         if "model" not in manifest.config:
             raise CheckpointError(f"{where}: config has no section 'model'; the shape is unknown")
         ids = manifest.metadata.get(TOKEN_IDS_FIELD)
+        generation = manifest.metadata.get(GENERATION_FIELD)
         steps = manifest.metadata.get(OPTIMIZER_STEPS_FIELD)
         super().__init__(
             path,
@@ -62,6 +64,7 @@ class OptimusSource(Source):
             consumed_samples=manifest.consumed_samples,
             optimizer_steps=steps if isinstance(steps, int) else None,
             token_ids=token_ids_of(ids) if isinstance(ids, dict) else {},
+            generation=generation if isinstance(generation, dict) else {},
         )
         self._manifest = manifest
         self._files = ShardFiles(path, manifest)
@@ -181,7 +184,7 @@ def plan(source: Source, options: Options) -> Plan:
         add(name, BUFFER, 0, buffer.numel(), buffer.dtype, lambda buffer=buffer: buffer.reshape(-1))
     run = to_dict(source.run)
     config = run if full else {section: run[section] for section in ("model", "data")}
-    metadata: dict[str, Any] = {TOKEN_IDS_FIELD: source.token_ids}
+    metadata: dict[str, Any] = {TOKEN_IDS_FIELD: source.token_ids, GENERATION_FIELD: source.generation}
     if full:
         metadata[OPTIMIZER_STEPS_FIELD] = source.step if source.optimizer_steps is None else source.optimizer_steps
 

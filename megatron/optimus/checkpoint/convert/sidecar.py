@@ -30,6 +30,7 @@ class Description:
     step: int = 0
     consumed_samples: int = 0
     token_ids: dict[str, Any] = dataclasses.field(default_factory=dict)
+    generation: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def write_sidecar(directory: Path, source: Source) -> None:
@@ -40,6 +41,7 @@ def write_sidecar(directory: Path, source: Source) -> None:
             "step": source.step,
             "consumed_samples": source.consumed_samples,
             "token_ids": source.token_ids,
+            "generation": source.generation,
         },
     )
 
@@ -53,8 +55,14 @@ def read_sidecar(directory: Path) -> Description | None:
     config, step, samples = content.get("config"), content.get("step"), content.get("consumed_samples")
     if not isinstance(config, dict) or type(step) is not int or type(samples) is not int or min(step, samples) < 0:
         raise CheckpointError(f"{path}: config, step or consumed_samples are missing or of the wrong type")
-    ids = content.get("token_ids")
-    return Description(from_dict(config, str(path)), step, samples, token_ids_of(ids) if isinstance(ids, dict) else {})
+    ids, generation = content.get("token_ids"), content.get("generation")
+    return Description(
+        from_dict(config, str(path)),
+        step,
+        samples,
+        token_ids_of(ids) if isinstance(ids, dict) else {},
+        generation if isinstance(generation, dict) else {},
+    )
 
 
 def read_model_config(path: Path) -> Description:

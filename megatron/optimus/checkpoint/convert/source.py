@@ -31,6 +31,7 @@ class Source(ABC):
     consumed_samples: int = 0
     optimizer_steps: int | None = None  # updates the moments have seen; None when unknown
     token_ids: dict[str, Any] = field(default_factory=dict)
+    generation: dict[str, Any] = field(default_factory=dict)  # a Hugging Face generation_config.json; empty: none
     tokenizer: Path | None = None
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # small: biases that steer the choice of experts
     dtypes: dict[Key, torch.dtype] = field(default_factory=dict)

@@ -54,6 +54,7 @@ class UniversalSource(ForeignSource):
             step=about.step or counts.get("global_steps") or counts.get("iteration", 0),
             consumed_samples=about.consumed_samples or counts.get("consumed_samples", 0),
             token_ids=about.token_ids,
+            generation=about.generation,
         )
         module = header.get("module") if isinstance(header.get("module"), dict) else {}
         for name, value in module.items():

@@ -52,7 +52,8 @@ def tagged(path: Path, pointer: str) -> Path:
     """
     if not (path / pointer).is_file():
         return path
-    tag = read_small_file(path / pointer, 4096).decode("utf-8", "replace").strip()
+    # A link, as in a hub's cache, does no harm: what it leads to must be a plain name.
+    tag = read_small_file((path / pointer).resolve(), 4096).decode("utf-8", "replace").strip()
     if not _TAG.fullmatch(tag) or ".." in tag:
         raise CheckpointError(f"{path / pointer}: {tag[:100]!r} is not the plain name of a folder; {_WITHOUT_POINTER}")
     if not (path / tag).is_dir():
@@ -91,6 +92,7 @@ class ZeroSource(ForeignSource):
             step=_count(header.get("global_steps")),
             consumed_samples=_count(header.get("consumed_samples", header.get("global_samples"))),
             token_ids=about.token_ids,
+            generation=about.generation,
         )
         weights = flat_names(header["module"])
         for file in files:
