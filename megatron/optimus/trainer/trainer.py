@@ -80,7 +80,11 @@ class Trainer:
                     leaving = teller.stop_requested or self._is_due("exit") or self.step == training.train_iters
                     if leaving or self.checkpoints.is_due(self.step):
                         teller.settle()
-                except (DataError, TrainingError):
+                except DataError:  # in validation, which no step hangs on
+                    logger.info("validation data cannot be read: saving step %d", self.step)
+                    self.checkpoints.after_step(self.step, self.consumed_samples, leaving=True)
+                    raise
+                except TrainingError:
                     self.checkpoints.finish()  # what was good before is not lost
                     raise
                 self.checkpoints.after_step(self.step, self.consumed_samples, leaving=leaving)
