@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.optimus.data.dataset import InstanceSet, check_contents
+from megatron.optimus.data.dataset import InstanceSet, Split, check_contents
 from megatron.optimus.data.indexed import IndexedDatasetWriter
 from megatron.optimus.data.order import samples_at
 from megatron.optimus.runtime import launch_env
@@ -77,8 +78,8 @@ def test_truncated_tokens(tmp_path: Path, tokens: Path, pretrain: Program) -> No
     fail(pretrain(tmp_path, "--data-path", tmp_path / "cut"), "cut.bin")
 
 
-def test_an_id_that_no_check_before_the_run_could_see(tmp_path: Path, pretrain: Program) -> None:
-    """One token of 134 million, in a sample of one rank's sixth step: both ranks save and end before it is needed."""
+def large_corpus(tmp_path: Path) -> Path:
+    """The prefix of a corpus of zeros in one document, too large to be looked at whole; takes no room."""
     tokens, prefix = 1 << 27, tmp_path / "large"
     with open(f"{prefix}.bin", "wb") as stream:
         stream.truncate(2 * tokens)
@@ -87,16 +88,49 @@ def test_an_id_that_no_check_before_the_run_could_see(tmp_path: Path, pretrain: 
     index = bytearray((tmp_path / "one.idx").read_bytes())
     index[34:38] = tokens.to_bytes(4, "little")  # its only sequence is as long as the file
     prefix.with_suffix(".idx").write_bytes(index)
-    instances = InstanceSet([str(prefix)], 32, split="969,30,1")
-    sixth = samples_at(5 * 8, 8, len(instances), 1234)
-    place = instances.locate(int(sixth[2]))[1][0][0] + 7  # samples 2 and 3 of a step are rank 1's
+    return prefix
+
+
+def damage(prefix: Path, place: int) -> str:
+    """Writes an id beyond the vocabulary where no check before the run looks; what is said about it."""
     with open(f"{prefix}.bin", "r+b") as stream:
         stream.seek(2 * place)
         stream.write((60_000).to_bytes(2, "little"))
     check_contents([str(prefix)], 64)
+    return f"{prefix}.bin: token {place} has id 60000, outside the vocabulary of 64"
+
+
+def test_validation_data_that_cannot_be_read(tmp_path: Path, pretrain: Program) -> None:
+    """Of one rank, after the third step: both save that step, which has its line, and end; both go on from there."""
+    prefix = large_corpus(tmp_path)
+    valid = InstanceSet([str(prefix)], 32, split="969,30,1", part=Split.VALID)
+    place = valid.locate(2)[1][0][0] + 7  # samples 2 and 3 of a step are rank 1's
+    reason = damage(prefix, place)
+    options = ["--data-path", prefix, "--eval-interval", 3, "--save-interval", 100]
+    result = pretrain(tmp_path / "run", *options, ranks=2)
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr[-2000:]
+    errors = sorted(line for line in result.stderr.splitlines() if line.startswith("error"))
+    assert len(errors) == 2 and f"error on rank 1: reading validation data failed on rank 1: {reason}" in errors[0]
+    assert "validation data cannot be read: saving step 3" in result.stdout
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3] and lines[-1].get("valid_loss") is None
+    with open(f"{prefix}.bin", "r+b") as stream:
+        stream.seek(2 * place)
+        stream.write(bytes(2))
+    result = pretrain(tmp_path / "run", *options, "--train-iters", 6)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "step 3, 24 samples consumed" in result.stdout
+
+
+def test_an_id_that_no_check_before_the_run_could_see(tmp_path: Path, pretrain: Program) -> None:
+    """One token of 134 million, in a sample of one rank's sixth step: both ranks save and end before it is needed."""
+    prefix = large_corpus(tmp_path)
+    instances = InstanceSet([str(prefix)], 32, split="969,30,1")
+    sixth = samples_at(5 * 8, 8, len(instances), 1234)
+    place = instances.locate(int(sixth[2]))[1][0][0] + 7  # samples 2 and 3 of a step are rank 1's
+    reason = damage(prefix, place)
 
     result = pretrain(tmp_path / "run", "--data-path", prefix, ranks=2)
-    reason = f"{prefix}.bin: token {place} has id 60000, outside the vocabulary of 64"
     assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr[-2000:]
     errors = sorted(line for line in result.stderr.splitlines() if line.startswith("error"))
     assert len(errors) == 2 and errors[0].startswith(

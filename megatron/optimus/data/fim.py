@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
+from megatron.optimus.data.local_cuts import LocalCuts
 from megatron.optimus.data.samples import Ids
 from megatron.optimus.data.tokenizer import Tokenizer
 
@@ -44,22 +46,29 @@ class FillInTheMiddle:
         size = tokens.size - (tokens[-1] == self.tokenizer.eod_id)
         if is_changed >= self.rate or not size:
             return tokens
-        prefix, middle, suffix = self._cut(tokens[:size].tolist(), *sorted(cuts))
-        pre, mid, suf = self.sentinels
+        prefix, middle, suffix = self._cut(tokens[:size], *sorted(cuts))
+        pre, mid, suf = ([i] for i in self.sentinels)
         if is_spm < self.spm_rate:
-            changed = [pre, suf, *suffix, mid, *prefix, *middle]
+            changed = np.concatenate((pre, suf, suffix, mid, prefix, middle))
         else:
-            changed = [pre, *prefix, suf, *suffix, mid, *middle]
-        if len(changed) <= size:  # tokens that no encoding gives: three parts of them could come out shorter
+            changed = np.concatenate((pre, prefix, suf, suffix, mid, middle))
+        if changed.size <= size:  # tokens that no encoding gives: three parts of them could come out shorter
             return tokens
-        return np.concatenate((np.array(changed, dtype=np.int64), tokens[size:]))
+        return np.concatenate((changed, tokens[size:]))
 
-    def _cut(self, ids: list[int], first: float, second: float) -> list[list[int]]:
+    @cached_property
+    def _local_cuts(self) -> LocalCuts | None:
+        piece_bytes = self.tokenizer.piece_bytes
+        return None if piece_bytes is None else LocalCuts(piece_bytes, self.tokenizer.encode_batch)
+
+    def _cut(self, ids: Ids, first: float, second: float) -> list[Ids]:
         """Three parts of a document's tokens; ``first`` <= ``second`` are shares of its length."""
-        text = self.tokenizer.decode(ids)
+        if self._local_cuts is not None and (cut := self._local_cuts.cut(ids, first, second)) is not None:
+            return cut
+        text = self.tokenizer.decode(ids.tolist())
         a, b = (int(share * (len(text) + 1)) for share in (first, second))
-        parts = [part.tolist() for part in self.tokenizer.encode_batch([text[:a], text[a:b], text[b:]])]
-        if "\ufffd" not in text and self.tokenizer.decode([i for part in parts for i in part]) == text:
+        parts = [part.astype(np.int64) for part in self.tokenizer.encode_batch([text[:a], text[a:b], text[b:]])]
+        if "\ufffd" not in text and self.tokenizer.decode(np.concatenate(parts).tolist()) == text:
             return parts
-        a, b = (int(share * (len(ids) + 1)) for share in (first, second))
+        a, b = (int(share * (ids.size + 1)) for share in (first, second))
         return [ids[:a], ids[a:b], ids[b:]]

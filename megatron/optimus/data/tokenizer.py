@@ -40,6 +40,10 @@ class Tokenizer(Protocol):
     def eod_id(self) -> int:
         """Id that ends a document."""
 
+    @property
+    def piece_bytes(self) -> dict[int, bytes] | None:
+        """What each id stands for, if texts are encoded in the pieces of words.py, each by itself; else None."""
+
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``; nothing is added at either end."""
 
@@ -82,6 +86,7 @@ class HuggingFaceTokenizer:
         self.eod_id: int = eod_id
         self._table = WordTable.of_state(json.loads(self._tokenizer.to_str()), self._encode_with_library)
         self._bytes = _bytes_of_tokens(self._tokenizer)
+        self.piece_bytes = self._bytes if self._table is not None and self._table.is_for_all_texts else None
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -108,6 +113,8 @@ class HuggingFaceTokenizer:
 
 class SentencePieceTokenizer:
     """A SentencePiece ``.model`` file; the end of a document is its end-of-sentence piece."""
+
+    piece_bytes = None
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         try:
@@ -152,6 +159,8 @@ class TikTokenizer:
     "end_of_text": id, "special_tokens": {name: id}}; else words are those of GPT-2, and the end of a document is the
     first id after the ranks.
     """
+
+    piece_bytes = None
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         try:
@@ -203,6 +212,7 @@ class ByteLevelTokenizer:
 
     vocab_size = _NUM_BYTES + 1
     eod_id = _NUM_BYTES
+    piece_bytes = None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))

@@ -90,6 +90,10 @@ class WordTable:
                 return None
         return cls(cut, encode, tuple(token["content"] for token in added))
 
+    @property
+    def is_for_all_texts(self) -> bool:
+        return not self._apart
+
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """``encode`` of the texts, faster."""
         if not self._apart:

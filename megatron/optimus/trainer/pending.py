@@ -65,8 +65,11 @@ class Teller:
         now = time.perf_counter()
         metrics = step.line(report, now - max(step.started, self._last_read))
         self._last_read = now
-        valid_loss = None if step.validate is None else step.validate()
-        self._reporter.write(metrics, report.expert_load_LE, valid_loss)
+        valid_loss = None
+        try:
+            valid_loss = None if step.validate is None else step.validate()
+        finally:  # without data for the validation there is the step still
+            self._reporter.write(metrics, report.expert_load_LE, valid_loss)
         self.stop_requested = self.stop_requested or report.stop_requested
         return report
 

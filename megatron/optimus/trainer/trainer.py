@@ -101,8 +101,13 @@ class Trainer:
                     leaving = teller.stop_requested or self._is_due("exit") or self.step == training.train_iters
                     if leaving or self.checkpoints.is_due(self.step):
                         teller.settle()
-                        self.checkpoints.kept = {_NORMS: self.health.grad_norms.plain()}
-                except (DataError, TrainingError):
+                        self._keep_norms()
+                except DataError:  # in validation, which no step hangs on
+                    logger.info("validation data cannot be read: saving step %d", self.step)
+                    self._keep_norms()
+                    self.checkpoints.after_step(self.step, self.consumed_samples, leaving=True)
+                    raise
+                except TrainingError:
                     self.checkpoints.finish()  # what was good before is not lost
                     raise
                 self.checkpoints.after_step(self.step, self.consumed_samples, leaving=leaving)
@@ -113,6 +118,9 @@ class Trainer:
                         self.ranks.together(train.check, f"reading beyond step {self.step}", DataError)
                     return 128 + (stop.signal or signal.SIGTERM) if unfinished else 0
         return 0
+
+    def _keep_norms(self) -> None:
+        self.checkpoints.kept = {_NORMS: self.health.grad_norms.plain()}
 
     def _open_reporter(self) -> Reporter:
         return self.ranks.together(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +21,7 @@ from megatron.optimus.data.loader import Batch, BatchLoader
 from megatron.optimus.data.order import chances
 from megatron.optimus.data.samples import SampleOptions
 from megatron.optimus.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, train_bpe
+from megatron.optimus.data.words import SPLIT_PATTERNS
 
 TEXT = "def add(first, second):\n    return first + second  # the sum, naïve but exact\n" * 3
 NAMES = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>")
@@ -151,3 +154,43 @@ def test_batches_do_not_depend_on_the_layout(code: str, tokenizer: HuggingFaceTo
     assert torch.equal(labels[labels >= 0], shifted[labels >= 0])
     starts = [start for start in whole.documents.bounds[:-1] if start % L]
     assert all(whole.tokens_BS.flatten()[start - 1] == 0 for start in starts)
+
+
+def long_texts() -> list[str]:
+    texts = [path.read_text(encoding="utf-8") for path in sorted(Path(tokenizers.__file__).parent.rglob("*.pyi"))]
+    odd = ["l'été n'est pas là  , dit-il…\n\t\tit's 12345 o'clock ï ", "\N{GRINNING FACE} \ufffd a b c" * 9]
+    return [*(text[:6000] for text in texts if len(text) > 3000), TEXT, *odd]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("trained")
+    train_bpe(long_texts(), 1500, folder, NAMES)
+    return (folder / "tokenizer.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("pattern", [None, *sorted(SPLIT_PATTERNS)])
+def test_cuts_near_words_are_those_of_the_whole_text(trained: str, tmp_path: Path, pattern: str | None) -> None:
+    """Windows of texts, cut anywhere between tokens: what is tokenized around the cuts is what all of it would give."""
+    texts, state = long_texts(), json.loads(trained)
+    if pattern is not None:
+        rule = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        own = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        state["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [rule, own]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state), encoding="utf-8")
+    fast, slow = HuggingFaceTokenizer(tmp_path), HuggingFaceTokenizer(tmp_path)
+    assert fast.piece_bytes is not None
+    slow.piece_bytes = None
+    rng = np.random.default_rng(5)
+    calls = 0
+    for position in range(400):
+        text = texts[position % len(texts)]
+        first = int(rng.integers(0, max(1, len(text) - 2000)))
+        ids = np.array(fast.encode(text[first : first + 2000]))
+        start, stop = np.sort(rng.integers(0, ids.size + 1, 2))
+        if start == stop:
+            continue
+        wanted, got = (fim(t).apply(ids[start:stop], chances(3, position)) for t in (slow, fast))
+        assert got.tolist() == wanted.tolist(), (text[first : first + 2000], start, stop)
+        calls += 1
+    assert calls > 300
