@@ -66,8 +66,9 @@ class EPZeroOptimizer(ZeROOptimizer):
         module: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        if optimizer.state:
+        if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
             raise ValueError("the optimizer has taken steps already; wrap a fresh one, then load its state")
+        optimizer.state.clear()  # Adagrad's are made with it, of the whole parameters
         self.options = options or ZeroOptions()
         self.optimizer = optimizer
         self.groups = groups

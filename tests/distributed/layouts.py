@@ -51,6 +51,7 @@ def model_config(options: Mapping[str, Any]) -> ModelConfig:
         ffn_hidden_size=24,
         vocab_size=VOCAB,
         init_method_std=0.2,
+        output_z_loss_coeff=0.02,  # enters gradients only
         moe_ffn_hidden_size=12,
         moe_router_topk=2,
     )

@@ -31,7 +31,9 @@ def model_config(num_layers: int, **changes: Any) -> ModelConfig:
     moe = dict(num_experts=4, moe_ffn_hidden_size=10, moe_router_topk=2, moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.2)
     moe["moe_router_load_balancing_type"] = LoadBalancing.GLOBAL_AUX_LOSS
     sizes = dict(hidden_size=16, num_attention_heads=2, vocab_size=32, ffn_hidden_size=24, max_position_embeddings=8)
-    return ModelConfig(num_layers=num_layers, init_method_std=0.2, **{**sizes, **moe, **changes})
+    return ModelConfig(
+        num_layers=num_layers, init_method_std=0.2, output_z_loss_coeff=0.02, **{**sizes, **moe, **changes}
+    )
 
 
 def build(config: ModelConfig) -> Decoder:

@@ -384,6 +384,25 @@ METHODS = """
 """
 
 
+def _adagrad_equals_torch() -> None:
+    """It makes its states when it is built, which is not to have taken a step; one that has is refused."""
+    torch.manual_seed(3)
+    model, reference = nn.Linear(5, 3), nn.Linear(5, 3)
+    reference.load_state_dict(model.state_dict())
+    expected = torch.optim.Adagrad(reference.parameters(), lr=0.1, initial_accumulator_value=0.5)
+    own = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
+    engine, *_ = deepspeed_ext.initialize(model=model, optimizer=own, config=CONFIG)
+    for step in range(3):
+        x = torch.full((2, 5), 1.0 + step)
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        expected.zero_grad()
+        reference(x).square().mean().backward()
+        expected.step()
+        torch.testing.assert_close(model.weight, reference.weight)
+    assert "the optimizer has taken steps already" in _error_of(model=reference, optimizer=expected, config=CONFIG)
+
+
 def _contract(rank: int, world: int) -> list[str]:
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
 
@@ -393,6 +412,7 @@ def _contract(rank: int, world: int) -> list[str]:
     assert type(optimizer).backward is ZeROOptimizer.backward
     missing = [name for name in ATTRIBUTES.split() if not hasattr(optimizer, name)]
     missing += [name for name in METHODS.split() if not callable(getattr(optimizer, name, None))]
+    _adagrad_equals_torch()
     deepspeed_ext.shutdown()
     return missing
 

@@ -58,12 +58,13 @@ def test_the_profile_has_the_steps_asked_for_and_their_parts(run_dir: Path, rank
     assert float(parts["layers.moe"][2]) == 4.0 and float(parts["layers.moe"][0]) > float(parts["layers.moe.router"][0])
 
 
-def test_spikes_change_nothing_and_a_resumed_run_skips_the_same(tmp_path: Path, pretrain: Program) -> None:
-    """With so small a sigma ordinary steps count as spikes; the limit is the one computed from the norms reported."""
+def test_steps_left_out_change_nothing_and_a_resumed_run_leaves_out_the_same(tmp_path: Path, pretrain: Program) -> None:
+    """With so small a sigma ordinary steps count as spikes; the limit is the one computed from the norms reported.
+    Steps 10 and 45 are left out by name, with their samples."""
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     options = (
         "--train-iters 48 --save-interval 40 --eval-interval 0 --num-layers 1 --global-batch-size 2 "
-        f"--micro-batch-size 1 --lr 1e-4 --min-lr 1e-4 --grad-norm-spike-sigma {SIGMA}"
+        f"--micro-batch-size 1 --iterations-to-skip 10 45 --lr 1e-4 --min-lr 1e-4 --grad-norm-spike-sigma {SIGMA}"
     ).split()
     succeed(pretrain(unbroken, *options))
     lines, recent = read_metrics(unbroken / "metrics.jsonl"), Recent()
@@ -74,7 +75,9 @@ def test_spikes_change_nothing_and_a_resumed_run_skips_the_same(tmp_path: Path, 
     skipped = [line["step"] for line in lines if line.get("skipped")]
     assert any(step <= 40 for step in skipped) and any(step > 40 for step in skipped), skipped
     manifest = json.loads((unbroken / "checkpoints/step-00000048/manifest.json").read_text())
-    assert manifest["metadata"]["optimizer_step_count"] == 48 - len(skipped)
+    assert manifest["metadata"]["optimizer_step_count"] == 48 - 2 - len(skipped)
+    assert [line["step"] for line in lines] == [step for step in range(1, 49) if step not in (10, 45)]
+    assert all(line["consumed_tokens"] == line["step"] * 2 * 32 for line in lines)
     shutil.copytree(unbroken, broken)
     shutil.rmtree(broken / "checkpoints/step-00000048")
     assert "step 40," in succeed(pretrain(broken, *options))

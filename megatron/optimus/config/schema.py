@@ -68,6 +68,9 @@ class ModelConfig:
     rotary_high_freq_factor: float = option(4.0, "llama3: frequencies with more turns than this are kept")
     rotary_original_positions: int = option(8192, "llama3: positions before stretching")
     untie_embeddings_and_output_weights: bool = option(True, "the output projection has weights of its own")
+    output_z_loss_coeff: float = option(
+        0.0, "weight of the z-loss of the output's logits (PaLM: 1e-4), in gradients only"
+    )
     init_method_std: float = option(0.02, "standard deviation of the normal initialisation")
     num_experts: int = option(0, "routed experts per layer; 0 makes every layer dense")
     moe_ffn_hidden_size: int = option(1024, "inner width F of one expert")
@@ -86,6 +89,7 @@ class ModelConfig:
         at_least(self, 1, "ffn_hidden_size", "vocab_size", "max_position_embeddings")
         at_least(self, 1, "moe_ffn_hidden_size", "moe_router_topk")
         at_least(self, 0, "num_experts", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
+        at_least(self, 0, "output_z_loss_coeff")
         at_least(self, 1, "rotary_scaling_factor", "rotary_original_positions")
         positive(self, "norm_epsilon", "clip_qkv", "rotary_base", "init_method_std", "rotary_low_freq_factor")
         require(
@@ -251,6 +255,9 @@ class TrainingConfig:
     eval_interval: int = option(100, "steps between validations; 0 switches them off")
     eval_iters: int = option(10, "global batches per validation")
     skip_train: bool = option(False, "only evaluate: loss over eval_iters batches of the validation and test shares")
+    iterations_to_skip: list[int] = option(
+        [], "steps that are left out: their samples are passed over, nothing is trained"
+    )
     exit_interval: int = option(0, "stop (after saving) when the step is a multiple of this; 0: never")
     deterministic: bool = option(False, "refuse kernels whose result can change from run to run")
     tune_kernels: bool = option(
@@ -260,6 +267,10 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         at_least(self, 1, "train_iters", "micro_batch_size", "global_batch_size", "seq_length", "eval_iters")
         at_least(self, 0, "seed", "eval_interval", "exit_interval")
+        require(
+            min(self.iterations_to_skip, default=1) >= 1,
+            f"iterations_to_skip={self.iterations_to_skip}: steps count from 1",
+        )
         require(self.seed < 2**63, f"seed={self.seed} is too large; use at most {2**63 - 1}")
 
 

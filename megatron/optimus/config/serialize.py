@@ -1,9 +1,8 @@
-"""A run as plain data and back, exactly; reading of configuration files; the hash that identifies a configuration."""
+"""A run as plain data and back, exactly; reading of configuration files."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Mapping
 from enum import Enum
@@ -48,7 +47,7 @@ def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
 
     Only what bears on the training itself: when something is logged, validated or saved may change freely.
     """
-    free = {"exit_interval", "eval_interval", "eval_iters", "skip_train"}
+    free = {"exit_interval", "eval_interval", "eval_iters", "skip_train", "iterations_to_skip"}
     changes = []
     for section in ("model", "parallel", "optimizer", "training", "data"):
         old, new = before.get(section, {}), after.get(section, {})
@@ -56,12 +55,6 @@ def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
             if name not in free and old.get(name) != new.get(name):
                 changes.append(f"{section}.{name} {old.get(name)} -> {new.get(name)}")
     return changes
-
-
-def config_hash(config: RunConfig) -> str:
-    """sha256 (hex) of the canonical JSON of the run: equal exactly when every option is equal."""
-    text = json.dumps(to_dict(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class _StrictLoader(yaml.SafeLoader):

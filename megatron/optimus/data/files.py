@@ -20,6 +20,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ import xxhash
 
 from megatron.optimus.data.bounds import document_starts
 from megatron.optimus.data.errors import DataError
-from megatron.optimus.data.indexed import DTYPES, HEADER_SIZE, bin_path, idx_path, parse_header
+from megatron.optimus.data.indexed import DTYPES, HEADER_SIZE, bin_path, idx_path, no_such_file, parse_header
 
 if TYPE_CHECKING:
     from megatron.optimus.runtime.agreement import Ranks  # torch, which tools over files do without
@@ -58,10 +59,7 @@ def summarize_pair(prefix: str) -> PairSummary:
         finally:
             os.close(descriptor)
     except FileNotFoundError as error:
-        raise DataError(
-            f"{error.filename}: no such file; give the prefix without .bin or .idx, of a pair that "
-            "tools/preprocess_data.py has written"
-        ) from error
+        raise no_such_file(Path(error.filename)) from error
     except OSError as error:
         raise DataError(f"{error.filename or idx}: cannot be read: {error.strerror}") from error
     itemsize = DTYPES[header.code].itemsize

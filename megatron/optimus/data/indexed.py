@@ -22,6 +22,7 @@ corpora fails that.
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import secrets
 import struct
@@ -65,6 +66,15 @@ def bin_path(prefix: str | os.PathLike[str]) -> Path:
 
 def idx_path(prefix: str | os.PathLike[str]) -> Path:
     return Path(f"{os.fspath(prefix)}.idx")
+
+
+def no_such_file(path: Path) -> DataError:
+    """The error for a file of a pair that is missing. Names pairs beside it whose names only go on from there."""
+    near = sorted(str(other.with_suffix("")) for other in path.parent.glob(glob.escape(path.stem) + "_*.idx"))
+    hint = (
+        f"; did you mean {' or '.join(near[:3])}?" if near else ", of a pair that tools/preprocess_data.py has written"
+    )
+    return DataError(f"{path}: no such file; give the prefix without .bin or .idx{hint}")
 
 
 def _map_file(path: Path) -> npt.NDArray[np.uint8]:
@@ -127,10 +137,7 @@ class IndexedDataset:
         self._idx, self._bin = idx_path(prefix), bin_path(prefix)
         for path in (self._idx, self._bin):
             if not path.is_file():
-                raise DataError(
-                    f"{path}: no such file; give the prefix without .bin or .idx, of a pair that "
-                    "tools/preprocess_data.py has written"
-                )
+                raise no_such_file(path)
         try:
             raw = _map_file(self._idx)
             self._parse(raw)

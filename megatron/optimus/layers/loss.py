@@ -4,6 +4,9 @@ The loss needs of each token's logits two numbers only, their log-sum-exp and th
 chunk of tokens at a time, in fp32, and since softmax minus one-hot is at hand then, the gradients too: the backward
 multiplies them by the gradient of the sum. One chunk's logits are all that is ever held, whatever T x V is.
 
+A z-loss (arXiv 2204.02311), coefficient times the squared log-sum-exp, keeps that number near 0. It enters gradients
+only: the value stays the cross-entropy, which is what runs are compared by.
+
 The vocabulary may be split over ranks. Then each rank knows the log-sum-exp over its own rows, and two numbers per
 token and rank are exchanged.
 
@@ -29,11 +32,15 @@ CHUNK_ELEMENTS = 2**27  # logits held at once: 512 MiB in fp32, large enough for
 class LMHead(nn.Linear):
     """Projection on the vocabulary; with labels, the loss instead of the logits."""
 
+    z_loss_coeff = 0.0
+
     def forward(self, x_BSD: Tensor, labels_BS: Tensor | None = None) -> Tensor:
         """Logits [B, S, V] in x's dtype; with labels the sum of cross-entropies, an fp32 scalar in nats."""
         if labels_BS is None:
             return F.linear(x_BSD, self.weight)
-        return linear_cross_entropy_sum(x_BSD.flatten(0, -2), self.weight, labels_BS.flatten())
+        return linear_cross_entropy_sum(
+            x_BSD.flatten(0, -2), self.weight, labels_BS.flatten(), z_loss_coeff=self.z_loss_coeff
+        )
 
 
 def linear_cross_entropy_sum(
@@ -43,14 +50,17 @@ def linear_cross_entropy_sum(
     *,
     group: dist.ProcessGroup | None = None,
     first_row: int = 0,
+    z_loss_coeff: float = 0.0,
 ) -> Tensor:
     """Sum over tokens of -log softmax(x @ weight.T)[label], in nats and fp32 whatever the dtype of x.
 
     The sum, not the mean: only the caller knows how many tokens the global batch has. Labels are int64 numbers of rows,
     or NO_LABEL. With ``group``, each rank holds the vocabulary's rows from ``first_row`` on, all ranks the same x and
     labels; the loss is the same on all of them, the gradient of x is this rank's part of the sum over ranks.
+    ``z_loss_coeff``: gradients are those of the sum plus so many times the sum of squared log-sum-exps of the tokens
+    that have a label.
     """
-    return _LinearCrossEntropy.apply(x_TD, weight_VD, labels_T, group, first_row, torch.is_grad_enabled())
+    return _LinearCrossEntropy.apply(x_TD, weight_VD, labels_T, group, first_row, torch.is_grad_enabled(), z_loss_coeff)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -63,6 +73,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         first_row: int,
         with_grad: bool,
+        z_loss_coeff: float,
     ) -> Tensor:
         dx_TD = torch.empty_like(x_TD) if with_grad and ctx.needs_input_grad[0] else None
         # fp32: the chunks' contributions are added up.
@@ -79,6 +90,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dx_TD is None and dw_VD is None:
                 continue
             grad_CV = logits_CV.sub_(lse_C[:, None]).exp_()
+            if z_loss_coeff:
+                grad_CV.mul_((1.0 + 2.0 * z_loss_coeff * lse_C)[:, None])
             # One element a row: no two writes meet, so the result does not depend on their order.
             grad_CV.scatter_(1, columns_C[:, None], (grad_CV.gather(1, columns_C[:, None]) - rows_C[:, None].float()))
             grad_CV = grad_CV.mul_(valid_C[:, None]).to(x_TD.dtype)
@@ -92,10 +105,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx_TD, dw_VD = ctx.saved_tensors
         dx_TD = None if dx_TD is None else dx_TD * grad
-        return dx_TD, None if dw_VD is None else (dw_VD * grad).to(ctx.dtype), None, None, None, None
+        return dx_TD, None if dw_VD is None else (dw_VD * grad).to(ctx.dtype), None, None, None, None, None
 
 
 def _label_places(labels_C: Tensor, first_row: int, num_rows: int, is_split: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -82,6 +82,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.final_norm = build_norm(config)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head.z_loss_coeff = config.output_z_loss_coeff
         if not config.untie_embeddings_and_output_weights:
             self.lm_head.weight = self.embedding.weight
 

@@ -51,6 +51,7 @@ def _options(config: OptimizerConfig) -> ParamGroup:
         return {"betas": (config.lion_beta1, config.lion_beta2)}
     if config.optimizer is OptimizerName.SGD:
         return {"momentum": config.sgd_momentum, "decoupled_weight_decay": True}
+    assert config.optimizer is OptimizerName.MUON, f"say which options {config.optimizer.value} has"
     return {
         **adam,
         "adam_eps": config.adam_eps,

@@ -231,10 +231,11 @@ class SplitEmbedding(nn.Module):
 class SplitLMHead(nn.Module):
     """Output projection and loss whose vocabulary is split over ranks; see layers/loss.py."""
 
-    def __init__(self, weight_VD: Tensor, ranks: TensorGroup) -> None:
+    def __init__(self, weight_VD: Tensor, ranks: TensorGroup, z_loss_coeff: float) -> None:
         super().__init__()
         self.weight = weight_VD
         self.ranks = ranks
+        self.z_loss_coeff = z_loss_coeff
 
     def forward(self, x_BSD: Tensor, labels_BS: Tensor | None = None) -> Tensor:
         """With labels the loss; without, the logits [T, V] of all tokens and the whole vocabulary on every rank."""
@@ -242,8 +243,9 @@ class SplitLMHead(nn.Module):
         if labels_BS is None:
             return gather_columns(F.linear(x_TD, self.weight), self.ranks.group)
         first_row = self.ranks.index * self.weight.shape[0]
+        labels_T, group = labels_BS.flatten(), self.ranks.group
         return linear_cross_entropy_sum(
-            x_TD, self.weight, labels_BS.flatten(), group=self.ranks.group, first_row=first_row
+            x_TD, self.weight, labels_T, group=group, first_row=first_row, z_loss_coeff=self.z_loss_coeff
         )
 
 
@@ -259,7 +261,7 @@ def apply_tensor_parallelism(model: Decoder, config: ParallelConfig, mesh: Mesh)
         ranks.split(model.lm_head, 0)
     head_weight = model.embedding.weight if is_tied else model.lm_head.weight
     model.embedding = SplitEmbedding(model.embedding.weight, ranks)  # type: ignore[assignment]
-    model.lm_head = SplitLMHead(head_weight, ranks)  # type: ignore[assignment]
+    model.lm_head = SplitLMHead(head_weight, ranks, model.lm_head.z_loss_coeff)  # type: ignore[assignment]
     for block in model.layers:
         assert isinstance(block, Block)
         _split_attention(block.attention, ranks)

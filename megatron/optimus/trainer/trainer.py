@@ -79,7 +79,7 @@ class Trainer:
             profiler,
         ):
             self.ranks.together(first, "reading the first batches", DataError)
-            while self.step < training.train_iters:
+            while self._pass_over() < training.train_iters:
                 self._check_devices()
                 profiler.before(self.step + 1)
                 started = time.perf_counter()
@@ -138,6 +138,15 @@ class Trainer:
             # waits for what is read ahead, while the device works; a rank that cannot go on must not leave alone
             stop_requested=lambda: self.data.train.failure() is not None or stop.signal is not None,
         )
+
+    def _pass_over(self) -> int:
+        """Steps done, after those have been counted that are to be left out; the last one of a run never is."""
+        training = self.config.training
+        while self.step + 1 in training.iterations_to_skip and self.step + 1 < training.train_iters:
+            self.step += 1
+            self.consumed_samples += training.global_batch_size
+            logger.info("step %d is left out, as iterations_to_skip says", self.step)
+        return self.step
 
     def _check_devices(self) -> None:
         interval = self.config.logging.straggler_check_interval

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.files import summarize_pair
 from megatron.optimus.data.indexed import DTYPES, IndexedDataset, IndexedDatasetWriter, token_dtype
 
 FIXTURES = {"suppress_health_check": [HealthCheck.function_scoped_fixture], "deadline": None}
@@ -184,6 +185,10 @@ def test_index_of_another_file_and_missing_files(prefix: Path, tmp_path: Path) -
         IndexedDataset(other)
     with pytest.raises(DataError, match="give the prefix without"):
         IndexedDataset(f"{prefix}.bin")
+    write(tmp_path / "mine_text_document", [[[1, 2]]])
+    for read in (IndexedDataset, summarize_pair):
+        with pytest.raises(DataError, match=r"mine\.idx: no such file; .*did you mean .*/mine_text_document\?$"):
+            read(str(tmp_path / "mine"))
 
 
 @settings(max_examples=150, **FIXTURES)

@@ -22,15 +22,21 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tens
 
 @pytest.mark.parametrize("tokens_per_chunk", [1, 5, TOKENS, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equals_the_plain_loss(monkeypatch: pytest.MonkeyPatch, tokens_per_chunk: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("z", [0.0, 0.03])
+def test_equals_the_plain_loss(
+    monkeypatch: pytest.MonkeyPatch, tokens_per_chunk: int, dtype: torch.dtype, z: float
+) -> None:
+    """With a z-loss the gradients are those of both, the value is the cross-entropy's."""
     monkeypatch.setattr(loss, "CHUNK_ELEMENTS", tokens_per_chunk * VOCAB)
     x, weight, labels = inputs(dtype)
     plain, fused = [(x.clone().requires_grad_(), weight.clone().requires_grad_()) for _ in range(2)]
-    expected = F.cross_entropy(F.linear(*plain).float(), labels, reduction="sum")
-    actual = linear_cross_entropy_sum(*fused, labels)
+    logits = F.linear(*plain).float()
+    expected = F.cross_entropy(logits, labels, reduction="sum")
+    squares = logits.logsumexp(-1)[labels != NO_LABEL].square().sum()
+    actual = linear_cross_entropy_sum(*fused, labels, z_loss_coeff=z)
     assert actual.dtype == torch.float32
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
-    (expected / TOKENS).backward()
+    ((expected + z * squares) / TOKENS).backward()
     (actual / TOKENS).backward()
     tolerance = 1e-6 if dtype is torch.float32 else 2e-2
     for ours, theirs in zip(fused, plain, strict=True):
