@@ -6,12 +6,15 @@
 
 Systems, one after the other on the same model and batches: ``ours`` (overlapping, gradients travel in fp32),
 ``ours16`` (they travel in bf16, as stock ZeRO's do), ``plain`` (ours without overlap),
-``stage2``, ``so`` (the paper's sharded optimizer: all states over the expert replicas only, dense gradients summed
+``stage2``, ``nudged`` (ours, one weight of one rank changed by a rounding of bf16: how far results part by themselves),
+``so`` (the paper's sharded optimizer: all states over the expert replicas only, dense gradients summed
 over expert-parallel peers, here per bucket where the paper does it per parameter), ``deepspeed1`` and ``deepspeed2``
 (stock ZeRO). Times are wall-clock means over consecutive steps between two waits for the device. "exposed" is the time
 in which a communication kernel runs and no other kernel does, on rank 0: what four steps in a row have more than one
 alone, divided by three, because a step's gather is meant to hide in the next step. The optimizer phase starts with
 gradients in ``param.grad`` and ends when new parameters are everywhere, with nothing else to hide behind.
+All systems start from the same weights and batches, so loss and norm of the first step are the same but for rounding:
+a line says if not. ``losses`` and ``grad_norms`` are those of the warm-up steps; later ones part, see ``nudged``.
 Writes OUT.json and a picture of the traced steps, OUT.png.
 """
 
@@ -34,18 +37,27 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
-from overlap_systems import LR, build, run_config
+from overlap_systems import LR, build, first_step_differs, run_config
 from overlap_timeline import Event, draw, exposure, steady, trace
 
-SYSTEMS = ("ours", "ours16", "plain", "stage2", "so", "deepspeed1", "deepspeed2")
+SYSTEMS = ("ours", "ours16", "plain", "stage2", "nudged", "so", "deepspeed1", "deepspeed2")
 TRACED = 4  # steps in the picture
 
 
-def train_step(engine: Any, tokens_BS: torch.Tensor, labels_BS: torch.Tensor, config: Any) -> None:
+def train_step(engine: Any, tokens_BS: torch.Tensor, labels_BS: torch.Tensor, config: Any) -> torch.Tensor:
+    """One step; this rank's loss."""
     output = engine(tokens_BS, labels_BS)
     loss = output.loss_sum / labels_BS.numel() + config.model.moe_aux_loss_coeff * output.aux_loss
     engine.backward(loss)
     engine.step()
+    return loss.detach()
+
+
+def watched_step(engine: Any, tokens_BS: torch.Tensor, labels_BS: torch.Tensor, config: Any) -> tuple[float, float]:
+    """One step; mean loss of all ranks and gradient norm, for which it waits."""
+    loss = train_step(engine, tokens_BS, labels_BS, config).float()
+    dist.all_reduce(loss)
+    return float(loss) / dist.get_world_size(), float(engine.get_global_grad_norm())
 
 
 def optimizer_phase(engine: Any, gradients: dict[torch.nn.Parameter, torch.Tensor]) -> None:
@@ -95,8 +107,9 @@ def measure(system: str, args: argparse.Namespace, config: Any, mesh: Any, devic
         def step() -> None:
             train_step(engine, tokens[:, :-1], tokens[:, 1:], config)
 
-        for _ in range(args.warm_up):
-            step()
+        seen = [watched_step(engine, tokens[:, :-1], tokens[:, 1:], config) for _ in range(max(1, args.warm_up))]
+        result["losses"], result["grad_norms"] = (list(values) for values in zip(*seen, strict=True))
+        result["first_loss"], result["first_grad_norm"] = seen[0]
         devices.reset_peak_memory(device)
         times = mean_ms(step, args.steps, args.repetitions, device)
         result["step_ms"], result["step_ms_each"] = statistics.median(times), times
@@ -280,6 +293,8 @@ def worker(rank: int, args: argparse.Namespace, store: str) -> None:
             results.append(result)
             shown = {key: value for key, value in result.items() if not key.endswith("_each")}
             sys.stdout.write(json.dumps(shown) + "\n")
+            for line in first_step_differs(results, args.dtype):
+                sys.stdout.write(f"warning: {line}\n")
             sys.stdout.flush()
             write()
         free(device)

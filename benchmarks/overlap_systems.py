@@ -39,6 +39,9 @@ def build(system: str, config: Any, mesh: Any, device: torch.device) -> Any:
     from megatron.optimus.trainer.engine import build_engine
 
     model = build_model(config, mesh, device)
+    if system == "nudged" and dist.get_rank() == 0:
+        with torch.no_grad():
+            next(p for p in model.parameters() if p.dim() > 1).view(-1)[0].mul_(1 + 2**-7)
     if system.startswith("deepspeed"):
         return build_stock(int(system[-1]), model, config, mesh)
     if system == "so":
@@ -167,3 +170,17 @@ def build_stock(stage: int, model: torch.nn.Module, config: Any, mesh: Any) -> A
     return Engine(
         args=None, model=model, optimizer=optimizer, config=ds_config, config_class=DeepSpeedConfig(ds_config)
     )
+
+
+def first_step_differs(results: list[dict[str, Any]], dtype: str) -> list[str]:
+    """A line if loss or gradient norm of the last result's first step differ from the first result's by more than one
+    rounding of ``dtype`` ("bf16" or "fp32"), or 1e-5, by which sums in another order may differ."""
+    if len(results) < 2 or results[-1]["system"] == "nudged":
+        return []
+    first, last, lines = results[0], results[-1], []
+    tolerance = max(torch.finfo({"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]).eps, 1e-5)
+    for key in ("first_loss", "first_grad_norm"):
+        a, b = first.get(key), last.get(key)
+        if a is not None and b is not None and not abs(a - b) <= tolerance * abs(a):
+            lines.append(f"{key} of {last['system']} is {b}, of {first['system']} {a}: more apart than {tolerance:.1g}")
+    return lines

@@ -16,7 +16,7 @@ lose ``main_grad`` at its end, and their place need not be cleared every step.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -46,19 +46,18 @@ class GradientSync:
         members = [[positions[part.slot.param] for part in entry.parts] for entry in queued]
         self._queue = [queued[index] for index in launch_order(members)]
         self.buckets = [entry.bucket for entry in self._queue]  # in launch order
+        self._entries = {entry.bucket: entry for entry in self._queue}
         self._now = self._queue  # what this backward may launch
         self._next = 0  # place in it
         self._is_armed = False  # launch complete buckets at once
-        self._has_learned = False
         self._has_counted = False  # gradients of single parameters, see Queued, have come since the last backward
         self._has_ended = False  # and no other has begun
         self._has_surplus = False  # among them more for a parameter than in any backward before
         self._is_unusual = False  # among them some that had to be counted one by one
         self._has_settled = False  # the first step is over: it is known who adds into main_grad
-        self._has_fused = False
+        self._has_fused = self._has_learned = self._was_dirty = False
         self._fused_places: list[Tensor] = []
         self._single: list[Slot] = []  # those that are not moved together with others
-        self._was_dirty = False
         self._ring = Ring(self.buckets, options.travel_dtype)
         self._sort()
         self._begin()
@@ -111,13 +110,13 @@ class GradientSync:
 
     # ---- during backward
 
-    def arm(self, will_reduce: bool, only: Collection[Bucket] | None = None) -> None:
-        """Before a backward: may complete buckets be reduced at once? ``only``: no others are reduced by it."""
+    def arm(self, will_reduce: bool, only: Sequence[Bucket] | None = None) -> None:
+        """Before a backward: may complete buckets be reduced at once? ``only``: it reduces these, in this order."""
         self._has_ended = False
-        self._now = self._queue if only is None else [entry for entry in self._queue if entry.bucket in only]
-        self._is_armed = will_reduce and self._has_learned and self._options.overlap_comm
+        self._now = self._queue if only is None else [self._entries[bucket] for bucket in only]
+        self._is_armed = will_reduce and self._options.overlap_comm and all(entry.is_known for entry in self._now)
         if self._has_fused or not self._has_settled:  # producers write without asking: the place must be free
-            for entry in self._queue:
+            for entry in self._now:
                 if entry.bucket.is_reduced and entry.lent is None:
                     self._open(entry)
 
@@ -274,14 +273,13 @@ class GradientSync:
             self._ring.sent(entry)
 
     def end_backward(self, reduce: bool) -> None:
-        """After a backward: takes what is left in ``param.grad``; with ``reduce`` launches what is left. Collective
-        with ``reduce``."""
+        """After a backward: takes what is left in ``param.grad``; with ``reduce`` (collective) launches the rest."""
         if self._has_ended and not (reduce or self.has_events):
             return
         for entry in self._queue:
             self._review(entry)
         # Not only after hooks: a schedule that computes weight gradients apart sets param.grad without running them.
-        for entry in self._queue:
+        for entry in dict.fromkeys((*self._now, *self._queue)):
             if self._has_surplus or not entry.is_complete:
                 self._take_left(entry)
             # one by one: stage 2 lends no more buffers than it has in flight
@@ -329,8 +327,7 @@ class GradientSync:
         entry.has_tail = True
 
     def _learn(self) -> None:
-        if not self._has_learned:
-            self._learn_first()
+        self._learn_first()
         for slot in self._slots if self._is_unusual else self._single:
             if slot.events > slot.expected:
                 slot.expected = slot.events
@@ -340,15 +337,17 @@ class GradientSync:
             slot.events = 0
 
     def _learn_first(self) -> None:
-        self._has_learned = True
-        unused = [slot.name for slot in self._slots if not slot.events]
+        new = [entry for entry in self._now if not entry.is_known]
+        unused = list(dict.fromkeys(p.slot.name for entry in new for p in entry.parts if not p.slot.events))
         if unused and self._options.overlap_comm:
             logger.info(
-                "%d parameters got no gradient in the first backward (%r first); the reduction of their buckets and of "
-                "all later ones waits for the end of backward; freeze parameters that are never used",
-                len(unused),
-                unused[0],
+                "%d parameters got no gradient in the first backward (%r first); their buckets and all later ones are "
+                "reduced when backward has ended; freeze parameters that are never used",
+                *(len(unused), unused[0]),
             )
+        self._has_learned = True
+        for entry in new:
+            entry.is_known = True
 
     def _settle(self) -> None:
         """After the first step. Not after the first backward: of a pipeline with several chunks that reaches one."""

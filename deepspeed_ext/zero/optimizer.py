@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -136,25 +136,27 @@ class EPZeroOptimizer(ZeROOptimizer):
 
     # ---- gradients
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool, only: Collection[Bucket] | None = None) -> None:
+    def set_gradient_accumulation_boundary(self, is_boundary: bool, only: Sequence[Bucket] | None = None) -> None:
         """Called by the engine before each backward: is it the last one before a step?
 
-        ``only``: what it reaches, on every rank alike; its reduction leaves other buckets out (see ``buckets_of``).
+        ``only``: its reduction takes these buckets (see ``buckets_of``) and leaves others out; on every rank alike, in
+        the order in which they are to be launched.
         """
         super().set_gradient_accumulation_boundary(is_boundary)
         self.has_begun = True
         self._sync.arm((is_boundary or self.options.reduces_each_backward) and not self._holds_back, only)
 
-    def buckets_of(self, params: Iterable[nn.Parameter]) -> set[Bucket]:
-        """The buckets in which any of these parameters lies."""
+    def buckets_of(self, params: Iterable[nn.Parameter]) -> list[Bucket]:
+        """The buckets in which any of these parameters lies, in launch order."""
         wanted = set(params)
-        return {
+        found = {
             family.buckets[index]
             for family in self.families
             for name, param in family.params.items()
             if param in wanted
             for index, _ in family.pieces[name]
         }
+        return [bucket for bucket in self._sync.buckets if bucket in found]
 
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
         """Launches what backward has not launched yet. Called by the engine at the boundary. Collective.

@@ -63,10 +63,14 @@ class _Need:
         for bucket in self.buckets:
             bucket.finish_gather()
         if self.is_armed:
-            key = self.key
-            for table in self.tables:
-                table.pop(key, None)
             self.is_armed = False
+            key = self.key
+            try:
+                for table in self.tables:
+                    del table[key]
+            except KeyError:  # somebody has cleared a table
+                for table in self.tables:
+                    table.pop(key, None)
 
 
 class ParamPublisher:

@@ -104,8 +104,8 @@ class Queued:
     """A bucket, what lies in it, and how far it is in this backward."""
 
     __slots__ = (
-        *("arrivals", "bucket", "has_tail", "is_complete", "is_erratic", "is_filled", "is_here", "is_launched"),
-        *("is_sorted", "lent", "marked", "others", "params", "parts", "together", "views", "waiting"),
+        *("arrivals", "bucket", "has_tail", "is_complete", "is_erratic", "is_filled", "is_here", "is_known"),
+        *("is_launched", "is_sorted", "lent", "marked", "others", "params", "parts", "together", "views", "waiting"),
     )
 
     def __init__(self, bucket: Bucket) -> None:
@@ -118,6 +118,7 @@ class Queued:
         self.arrivals: list[nn.Parameter] = []  # whose gradient came in this backward, of ``together``
         self.is_here = False  # the gradients of all of ``together`` have come in this backward
         self.is_sorted = False  # False: ``together`` has one that does not belong there, as has come out since
+        self.is_known = False  # a backward has shown how often its gradients arrive
         self.has_tail = False  # only the parameter that came last looks whether all are here, see GradientSync
         self.is_erratic = False  # it was once not the last
         self.is_filled = False  # storage holds the gradients of all parts in ``together``

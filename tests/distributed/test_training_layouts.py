@@ -122,6 +122,12 @@ CASES = {
             recompute_modules=list(Recompute),
         ),
         "moe, four layers",
+        SMALL_BUCKETS,
+    ),
+    "pp 2 interleaved x dp 2, ep 2": Case(
+        CHUNKS | dict(pipeline_schedule=PipelineSchedule.INTERLEAVED_1F1B, expert_model_parallel_size=2),
+        "moe, four layers",
+        SMALL_BUCKETS,
     ),
     "pp 2 interleaved x dp 2, ep 2, zero 2": Case(
         CHUNKS | dict(pipeline_schedule=PipelineSchedule.INTERLEAVED_1F1B, expert_model_parallel_size=2),
@@ -216,6 +222,8 @@ def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Ten
     buckets, sent = engine.optimizer._sync.buckets, [0]
     for bucket in buckets:
         bucket.start_reduce = _counted(bucket.start_reduce, sent, 0)  # type: ignore[method-assign]
+    listens = config.parallel.virtual_pipeline_model_parallel_size > 1 and case.optimizer == SMALL_BUCKETS
+    told = _listen(schedule, buckets) if listens else []
     for step in range(STEPS):
         report = train_step(engine, schedule, own_batches(step), config.model, mesh).read()
         assert report.dropped_tokens == 0 and not report.skipped
@@ -232,6 +240,8 @@ def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Ten
         once = accumulation * sum(len(engine.optimizer.buckets_of(chunk.parameters())) for chunk in _chunks(schedule))
         assert len(_chunks(schedule)) == 1 or once < accumulation * len(buckets) * len(_chunks(schedule))
     assert sent == [once * STEPS]
+    if listens:
+        _check_launches(told, schedule, engine, mesh)
     lines.append(validation_loss(schedule, [own_batches(STEPS)], config.model, mesh))
     engine.optimizer.sync_params_from_master()
     for parameter in model.parameters():
@@ -244,6 +254,62 @@ def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Ten
 
 def _chunks(schedule: Any) -> list[torch.nn.Module]:
     return list(schedule.pipeline._chunks.values())
+
+
+Told = tuple[str, int]  # ("before" or "after", number of a chunk) of its last backward, ("launch", number of a bucket)
+
+
+def _listen(schedule: Any, buckets: list[Any]) -> list[Told]:
+    """What happens from now on, in its order."""
+    told: list[Told] = []
+    chunks, backwards = _chunks(schedule), schedule.pipeline.backwards
+    before, after = backwards.before, backwards.after
+
+    def tell_before(micro_batch: int, chunk: torch.nn.Module, *, is_whole: bool) -> None:
+        before(micro_batch, chunk, is_whole=is_whole)
+        told.append((f"before {micro_batch}" if is_whole else "inputs", chunks.index(chunk)))
+
+    def tell_after(micro_batch: int, chunk: torch.nn.Module, *, is_whole: bool) -> None:
+        told.append((f"after {micro_batch}" if is_whole else "inputs", chunks.index(chunk)))
+        after(micro_batch, chunk, is_whole=is_whole)
+
+    def tell_launch(start: Callable[[], None], index: int) -> Callable[[], None]:
+        return lambda: (told.append(("launch", index)), start())[1]
+
+    backwards.before, backwards.after = tell_before, tell_after
+    for index, bucket in enumerate(buckets):
+        bucket.start_reduce = tell_launch(bucket.start_reduce, index)
+    return told
+
+
+def _check_launches(told: list[Told], schedule: Any, engine: Any, mesh: Mesh) -> None:
+    """Each chunk's buckets leave in its last backward, while it runs and not when the pipeline is empty; ranks that
+    reduce together launch in the same order."""
+    orders: list[Any] = [None] * mesh.size("dp")
+    dist.all_gather_object(orders, told, group=mesh.group("dp"))
+    assert all(order == told for order in orders)
+    steps = _in_parts(told, STEPS)
+    last = schedule.pipeline.num_micro_batches - 1
+    alone = [set(engine.optimizer.buckets_of(chunk.parameters())) for chunk in _chunks(schedule)]
+    numbers = {bucket: index for index, bucket in enumerate(engine.optimizer._sync.buckets)}
+    hooked = schedule.pipeline._schedule.__class__.__name__ == "ScheduleInterleaved1F1B"
+    for step, events in enumerate(steps):
+        for chunk, reached in enumerate(alone):
+            others = set().union(*(buckets for other, buckets in enumerate(alone) if other != chunk))
+            own = {numbers[bucket] for bucket in reached - others}
+            began, ended = events.index((f"before {last}", chunk)), events.index((f"after {last}", chunk))
+            following = next((i for i in range(ended, len(events)) if events[i][0].startswith("before")), len(events))
+            launched = [number for name, number in events[began:following] if name == "launch"]
+            assert len(own) > 3 and own <= set(launched), (step, chunk, own, launched)
+            early = [number for name, number in events[began:ended] if name == "launch"]
+            if step and hooked:  # the zero-bubble schedules compute weights' gradients without hooks
+                assert len(early) > len(own) // 2, (step, chunk, own, early)
+
+
+def _in_parts(told: list[Told], parts: int) -> list[list[Told]]:
+    assert len(told) % parts == 0, "every step is the same"
+    length = len(told) // parts
+    return [told[start : start + length] for start in range(0, len(told), length)]
 
 
 def _counted(ready: Callable[[], None], counts: list[int], index: int) -> Callable[[], None]:

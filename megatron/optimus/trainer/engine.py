@@ -60,10 +60,7 @@ def deepspeed_config(config: RunConfig, accumulation_steps: int) -> dict[str, An
     optimizer = config.optimizer
     # A pipeline runs the backwards of all micro-batches between two calls of the engine, which sees them as one.
     in_stages = config.parallel.pipeline_model_parallel_size > 1
-    # With several chunks of layers a backward brings the gradients of one of them: buckets fill at the end only.
-    in_chunks = config.parallel.virtual_pipeline_model_parallel_size > 1
-    overlap = optimizer.overlap_grad_reduce and not in_chunks
-    zero: dict[str, Any] = {"stage": optimizer.zero_stage, "overlap_comm": overlap}
+    zero: dict[str, Any] = {"stage": optimizer.zero_stage, "overlap_comm": optimizer.overlap_grad_reduce}
     if optimizer.ddp_bucket_size is not None:
         zero["reduce_bucket_size"] = optimizer.ddp_bucket_size
     elif optimizer.zero_stage == 3:

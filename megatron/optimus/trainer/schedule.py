@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -80,40 +81,72 @@ def build_schedule(config: RunConfig, engine: Engine, mesh: Mesh, device: torch.
 class Reduce(Enum):
     """When a pipeline's gradients are summed over data-parallel ranks."""
 
-    AFTERWARDS = "when the pipeline is empty"
-    IN_LAST_BACKWARD = "while the last micro-batch's backward runs, the others being added up before"
-    IN_EACH_BACKWARD = "as above, for every micro-batch and chunk: ZeRO stage 2 keeps no whole gradients"
+    IN_LAST_BACKWARD = "while the last backward of a chunk runs, the micro-batches before being added up"
+    IN_EACH_BACKWARD = "as above, for every micro-batch: ZeRO stage 2 keeps no whole gradients"
 
 
 class Reductions:
-    """Tells the optimizer about the backwards of a pipeline, which takes gradients over after each."""
+    """Tells the optimizer about the backwards of a pipeline, which takes gradients over after each.
+
+    A bucket may lie in several chunks. Stage 1 reduces it in the last backward of the one that finishes last, behind
+    those that lie in that chunk alone and are complete while the backward runs. Which buckets a backward reduces, in
+    which order, follows from the schedule and the layers of the rank, which are the same on all ranks of each group.
+    """
 
     def __init__(self, engine: Engine, config: RunConfig, num_micro_batches: int) -> None:
-        self._optimizer, self._last = engine.optimizer, num_micro_batches - 1
-        self._in_chunks = config.parallel.virtual_pipeline_model_parallel_size > 1
-        self._buckets: dict[Chunk, set[Any]] = {}  # of several chunks: what a backward brings gradients for
-        self._when = Reduce.IN_LAST_BACKWARD
-        if config.optimizer.zero_stage == 2:
-            self._when = Reduce.IN_EACH_BACKWARD
-        elif self._in_chunks:  # a bucket may lie in several chunks
-            self._when = Reduce.AFTERWARDS
-
-    def _is_reduced(self, micro_batch: int, is_whole: bool) -> bool:
-        if self._when is Reduce.IN_LAST_BACKWARD:
-            return is_whole and micro_batch == self._last
-        return is_whole and self._when is Reduce.IN_EACH_BACKWARD
+        self._engine, self._optimizer = engine, engine.optimizer
+        self._num_micro_batches = num_micro_batches
+        self._num_chunks = config.parallel.virtual_pipeline_model_parallel_size
+        self._buckets: dict[tuple[Chunk, ...], list[Any]] = {}
+        self._done: Counter[Chunk] = Counter()  # backwards of this step, those of inputs alone not counted
+        self._finished: tuple[Chunk, ...] = ()  # that have no further backward in this step, in their order
+        self._is_reduced = False  # by the present backward
+        each = config.optimizer.zero_stage == 2
+        self._when = Reduce.IN_EACH_BACKWARD if each else Reduce.IN_LAST_BACKWARD
 
     def before(self, micro_batch: int, chunk: Chunk, *, is_whole: bool) -> None:
-        if self._in_chunks and chunk not in self._buckets:
-            self._buckets[chunk] = self._optimizer.buckets_of(chunk.parameters())
-        is_reduced = self._is_reduced(micro_batch, is_whole)
-        self._optimizer.set_gradient_accumulation_boundary(is_reduced, only=self._buckets.get(chunk))
+        is_last = is_whole and self._done[chunk] + 1 == self._num_micro_batches
+        self._is_reduced = is_last or (is_whole and self._when is Reduce.IN_EACH_BACKWARD)
+        only = None
+        if self._num_chunks > 1:
+            completes = is_last and self._when is Reduce.IN_LAST_BACKWARD
+            only = self._completed_by((*self._finished, chunk)) if completes else self._reached_by(chunk)
+        self._optimizer.set_gradient_accumulation_boundary(self._is_reduced, only=only)
 
     def after(self, micro_batch: int, chunk: Chunk, *, is_whole: bool) -> None:
-        if self._is_reduced(micro_batch, is_whole):
+        if self._is_reduced:
             self._optimizer.reduce_gradients()
         else:
             self._optimizer.backward_epilogue()
+        self._done[chunk] += is_whole
+        if self._done[chunk] == self._num_micro_batches and is_whole:
+            self._finished += (chunk,)
+        if len(self._finished) == self._num_chunks:
+            self._done.clear()
+            self._finished = ()
+
+    def _reached_by(self, chunk: Chunk) -> list[Any]:
+        """The buckets that a backward through the chunk brings gradients for."""
+        if (chunk,) not in self._buckets:
+            self._buckets[(chunk,)] = self._optimizer.buckets_of(chunk.parameters())
+        return self._buckets[(chunk,)]
+
+    def _completed_by(self, chunks: tuple[Chunk, ...]) -> list[Any]:
+        """The buckets that are complete after the last of the chunks and were not before; after all, what is left."""
+        key = (*chunks, chunks[-1])  # no other key repeats a chunk
+        if key not in self._buckets:
+            before = self._complete_after(chunks[:-1])
+            shared = self._optimizer.buckets_of(p for chunk in chunks[:-1] for p in chunk.parameters())
+            new = [bucket for bucket in self._complete_after(chunks) if bucket not in before]
+            self._buckets[key] = sorted(new, key=lambda bucket: bucket in shared)  # stable: else in launch order
+        return self._buckets[key]
+
+    def _complete_after(self, chunks: tuple[Chunk, ...]) -> list[Any]:
+        parameters = list(self._engine.module.parameters())
+        present = {parameter for chunk in chunks for parameter in chunk.parameters()}
+        missing = [p for p in parameters if p not in present] if len(chunks) < self._num_chunks else []
+        open_buckets = self._optimizer.buckets_of(missing)
+        return [bucket for bucket in self._optimizer.buckets_of(parameters) if bucket not in open_buckets]
 
 
 def _tied_weight(model: Decoder) -> nn.Parameter | None:
