@@ -124,12 +124,10 @@ def _describe(launch: Launch, config: RunConfig) -> str:
     ]
     if launch.spares:
         lines.append(f"# {len(launch.spares)} spare node{'s' * (len(launch.spares) > 1)}: {', '.join(launch.spares)}")
-    reasons = {**launch.settings, **launch.kept}
     kept = {name: setting.value for name, setting in launch.kept.items()}
     if launch.starter is not Starter.LOCAL:
         for name, value in {**kept, **launch.environment(launch.hosts)}.items():
-            reason = f"  # {reasons[name].reason}" if name in reasons else ""
-            lines.append(f"export {name}={shlex.quote(value)}{reason}")
+            lines.append(f"export {name}={shlex.quote(value)}  # {launch.reason(name)}")
         lines.append(" ".join(map(_quote, launch.command(launch.hosts, "HOSTFILE"))))
     else:
         lines.append("# each with torchrun's RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT:")

@@ -1,15 +1,17 @@
 """Our decoder on DeepSpeed's own engine, through deepspeed_ext: ZeRO-3, offload and AutoTP against one torch process.
 
-Dense and MoE presets, every expert on every rank; experts that are spread over ranks are refused.
+Dense and MoE presets, every expert on every rank; spread experts are refused. On gloo ranks in fp32; on GPUs with NCCL
+in fp32 and bf16, against one process on the CPU.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import deepspeed_ext
@@ -17,9 +19,9 @@ from megatron.optimus.config.schema import ConfigError, ModelConfig, QKNormScope
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
 from megatron.optimus.parallel.autotp import autotp_section
-from tests.helpers import run_distributed
+from tests.helpers import run_distributed, run_on_gpus
 
-STEPS, MAX_NORM, BATCH, LENGTH, VOCABULARY = 3, 0.5, 2, 16, 64
+STEPS, MAX_NORM, BATCH, LENGTH, VOCABULARY, LR = 3, 0.5, 2, 16, 64, 1e-3
 ON_CPU = {"device": "cpu"}
 SHAPES: dict[str, dict[str, Any]] = {  # of mula-1b, of the Mula MoE models, and with a norm for each head (Qwen3-MoE)
     "dense": {"ffn_hidden_size": 64, "qk_layernorm": False, "normalization": "layernorm-nonparametric"},
@@ -48,20 +50,26 @@ def _config(shape: str) -> ModelConfig:
     return ModelConfig(**sizes, vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **options)
 
 
+def _device() -> torch.device:
+    """This rank's: a GPU where the ranks speak NCCL."""
+    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
 def _model(shape: str) -> Decoder:
     with torch.device("meta"):
         model = Decoder(_config(shape))
     initialize_weights(model, seed=1, device=torch.device("cpu"), dtype=torch.float32)
-    return model
+    return model.to(_device())
 
 
 def _adamw(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
+    return torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
 
 
 def _loss(model: nn.Module, config: ModelConfig, step: int, replica: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + replica)
-    tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+    tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator).to(_device())
     output = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     loss = output.loss_sum / (BATCH * LENGTH)
     return loss + config.moe_aux_loss_coeff * output.aux_loss + config.moe_z_loss_coeff * output.z_loss
@@ -110,7 +118,7 @@ def _train(shape: str, additions: dict[str, Any], replica: int) -> dict[str, Any
         held += param.numel()
         over_data = deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id"))
         with over_data, GatherReplacedLayerParams([param], engine.module, enabled=True):
-            weights[name] = param.detach().clone()
+            weights[name] = param.detach().float().cpu()
     return {"losses": losses, "norms": norms, "weights": weights, "held": held}
 
 
@@ -121,17 +129,34 @@ def _train_each(rank: int, world: int, runs: list[Run], ranks_per_replica: int) 
     return results
 
 
-def _check(shape: str, what: str, results: list[dict[str, Any]], ranks_per_replica: int) -> None:
+class Limits(NamedTuple):
+    """Largest errors: of losses and norms relative; of weights relative to the largest of a tensor, plus ``steps``."""
+
+    losses: float
+    norms: float
+    weights: float
+    steps: float = 0.0  # absolute
+
+
+EXACT = Limits(1e-6, 1e-6, 2e-5)
+ON_GPU = Limits(1e-5, 1e-4, 2e-4)  # other kernels than the CPU's, other orders of sums
+# Weights are rounded to 8 bits, and a gradient that is nothing but rounding moves a weight by lr in either direction.
+IN_BF16 = Limits(2e-2, 5e-2, 2**-8, steps=2 * STEPS * LR)
+
+
+def _check(
+    shape: str, what: str, results: list[dict[str, Any]], ranks_per_replica: int, limits: Limits = EXACT
+) -> None:
     losses, norms, weights = _expected(shape, len(results) // ranks_per_replica)
     for rank, result in enumerate(results):
         where = f"{shape}, {what}, rank {rank}"
         own = [each[rank // ranks_per_replica] for each in losses]
-        assert result["losses"] == pytest.approx(own, rel=1e-6), where
-        assert result["norms"] == pytest.approx(norms, rel=1e-6), where
+        assert result["losses"] == pytest.approx(own, rel=limits.losses), where
+        assert result["norms"] == pytest.approx(norms, rel=limits.norms), where
         assert result["weights"].keys() == weights.keys()
         for name, weight in weights.items():
-            error = ((result["weights"][name] - weight).abs().max() / weight.abs().max()).item()
-            assert error <= 2e-5, f"{where}: {name} differs by {error:.1e} of its largest value"
+            error, largest = (result["weights"][name] - weight).abs().max().item(), weight.abs().max().item()
+            assert error <= limits.weights * largest + limits.steps, f"{where}: {name} differs by {error / largest:.1e}"
 
 
 def test_zero_3_and_offload_equal_one_process() -> None:
@@ -156,6 +181,61 @@ def test_autotp_equals_one_process() -> None:
         _check(shape, f"AutoTP 2, stage {stage}", [results[index] for results in by_rank], 2)
     whole = sum(param.numel() for param in _expected("dense", 2)[2].values())
     assert by_rank[0][0]["held"] < 0.75 * whole, "nothing was cut"
+
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+def _on_gpus(ranks_per_replica: int, cases: list[tuple[str, str, dict[str, Any]]], device: str, world: int) -> None:
+    """Each case in fp32 and bf16, one group of ranks for all."""
+    runs = [(shape, additions | dtype) for dtype in ({}, BF16) for shape, _, additions in cases]
+    by_rank = run_on_gpus(_train_each, world, runs, ranks_per_replica, timeout=180, device=device)
+    for index, (limits, (shape, what, _)) in enumerate(
+        (limits, case) for limits in (ON_GPU, IN_BF16) for case in cases
+    ):
+        name = f"{what}, {'fp32' if limits is ON_GPU else 'bf16'}"
+        _check(shape, name, [results[index] for results in by_rank], ranks_per_replica, limits)
+
+
+def zero_3_on_gpus(device: str = "cuda") -> None:
+    cases = [
+        (shape, what, {"zero_optimization": ZERO[what]})
+        for shape, what in (
+            ("dense", "stage 3"),
+            ("moe", "stage 3"),
+            ("moe", "stage 3, states and parameters in host memory"),
+            ("moe", "stage 1, states in host memory"),
+        )
+    ]
+    _on_gpus(1, cases, device, 2)
+
+
+def autotp_on_gpus(device: str = "cuda", world: int = 2) -> None:
+    cases = [
+        (
+            shape,
+            f"AutoTP 2, stage {stage}",
+            {"zero_optimization": {"stage": stage}, "tensor_parallel": autotp_section(_config(shape), 2)},
+        )
+        for shape, stage in (("dense", 1), ("moe", 1), ("head norm", 1))
+    ]
+    _on_gpus(2, cases, device, world)
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_zero_3_and_offload_on_gpus_equal_one_process() -> None:
+    zero_3_on_gpus()
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_autotp_on_gpus_equals_one_process() -> None:
+    """Two replicas where there are four GPUs."""
+    autotp_on_gpus(world=4 if torch.cuda.device_count() >= 4 else 2)
 
 
 def test_autotp_size_must_divide() -> None:

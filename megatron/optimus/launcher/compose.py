@@ -12,6 +12,11 @@ from megatron.optimus.launcher.allocation import Allocation, Scheduler
 from megatron.optimus.launcher.systems import GENERIC, Setting, System
 
 PROGRAM = "megatron.optimus.pretrain"
+MEETING = {  # why variables are set that every run needs
+    "WORLD_SIZE": "not every starter tells a rank how many there are",
+    "MASTER_ADDR": "the first node, where rank 0 listens, by its name on the fast network",
+    "MASTER_PORT": "of its own for every run, so that two on one node do not meet",
+}
 
 
 class Starter(str, Enum):
@@ -75,25 +80,33 @@ class Launch:
         return [*self._across_nodes(hosts, hostfile, self.ranks_per_node), *self.program]
 
     def environment(self, hosts: Sequence[str]) -> dict[str, str]:
-        """Variables to add for these nodes."""
+        """Variables to add for these nodes, or for nodes that nobody has named yet."""
         added = {name: setting.value for name, setting in self.settings.items()}
         if self.starter is not Starter.TORCHRUN:
             added["WORLD_SIZE"] = str(self.world_size)  # PALS tells a rank its number but not how many there are
-        if hosts and "MASTER_ADDR" not in self.kept:
-            added["MASTER_ADDR"] = self._network_name(hosts[0])
+        if "MASTER_ADDR" not in self.kept:
+            added["MASTER_ADDR"] = self._head(hosts)
         if "MASTER_PORT" not in self.kept:
             added["MASTER_PORT"] = str(self.port)
         return added
 
-    def _network_name(self, host: str) -> str:
+    def reason(self, name: str) -> str:
+        """Why ``environment`` has a variable, or why it leaves the user's."""
+        known = self.settings.get(name) or self.kept.get(name)
+        return MEETING[name] if known is None else known.reason
+
+    def _head(self, hosts: Sequence[str]) -> str:
+        """Rank 0's node."""
+        if "MASTER_ADDR" in self.kept:
+            return self.kept["MASTER_ADDR"].value
+        host = hosts[0] if hosts else "FIRST_NODE"
         return f"{host.split('.', maxsplit=1)[0]}.{self.host_suffix}" if self.host_suffix else host
 
     def _torchrun(self, hosts: Sequence[str]) -> list[str]:
         meeting = ["--standalone"]
         if self.num_nodes > 1:
-            head = self._network_name(hosts[0]) if hosts else "FIRST_NODE"
             meeting = ["--nnodes", str(self.num_nodes), "--rdzv-backend", "c10d"]
-            meeting += ["--rdzv-endpoint", f"{head}:{self.port}", "--rdzv-id", f"optimus-{self.port}"]
+            meeting += ["--rdzv-endpoint", f"{self._head(hosts)}:{self.port}", "--rdzv-id", f"optimus-{self.port}"]
         runner = [sys.executable, "-m", "torch.distributed.run", *meeting]
         return [*runner, "--nproc-per-node", str(self.ranks_per_node), *self.program[1:]]
 
@@ -108,8 +121,8 @@ class Launch:
             return words + ([f"--cpu-bind={bind}"] if bind else [])
         if self.mpi is Mpi.OPENMPI:
             words = ["mpiexec", "-n", total, "--map-by", f"ppr:{each}:node", "--hostfile", hostfile]
-            for name in sorted(self.environment(hosts)):
-                words += ["-x", name]  # Open MPI passes on what it is told to
+            for name in sorted({*self.environment(hosts), *self.kept}):
+                words += ["-x", name]  # Open MPI passes on what it is told to, the user's own values too
             return words + (["--bind-to", bind] if bind else [])
         if self.mpi is Mpi.MPICH:
             words = ["mpiexec", "-genvall", "-n", total, "-ppn", each, "-f", hostfile]
@@ -135,7 +148,11 @@ def compose(allocation: Allocation, wishes: Wishes, options: Sequence[str], env:
     binding = wishes.cpu_bind
     if binding is None and per_node == wishes.system.ranks_per_node:
         binding = wishes.system.cpu_bind  # a list of cores for each rank fits this number of ranks only
-    wanted = wishes.system.environment
+    system = wishes.system
+    wanted = dict(system.environment)
+    if per_node != system.ranks_per_node or any(name in env for name in system.for_its_values):
+        for name in system.for_its_ranks:
+            del wanted[name]
     port = env.get("MASTER_PORT", str(wishes.port))
     if not (port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigError(f"MASTER_PORT={port!r} is not a port; use 1024 to 65535")
@@ -155,7 +172,7 @@ def compose(allocation: Allocation, wishes: Wishes, options: Sequence[str], env:
         settings={name: setting for name, setting in wanted.items() if name not in env},
         kept={
             name: Setting(env[name], "kept: set in your environment")
-            for name in (*wanted, "MASTER_ADDR", "MASTER_PORT")
+            for name in (*system.environment, "MASTER_ADDR", "MASTER_PORT")
             if name in env
         },
     )

@@ -25,6 +25,9 @@ class System:
     cpu_bind: str | None = None
     host_suffix: str | None = None  # of the fast network's names, put in place of the node file's domain
     environment: dict[str, Setting] = field(default_factory=dict)
+    for_its_ranks: tuple[str, ...] = ()  # variables that list a core for each rank: of ranks_per_node ranks only
+    # And of these variables' values; where the user has set one, the lists are left to them as well.
+    for_its_values: tuple[str, ...] = ()
 
 
 GENERIC = System("generic")
@@ -62,6 +65,8 @@ AURORA = System(
         "NUMEXPR_MAX_THREADS": Setting("1", "no thread pool per rank on cores of other ranks"),
         "HF_HUB_OFFLINE": Setting("1", "nothing is downloaded at launch"),
     },
+    for_its_ranks=("CCL_WORKER_AFFINITY",),
+    for_its_values=("CCL_WORKER_COUNT",),
 )
 
 SYSTEMS = {system.name: system for system in (GENERIC, AURORA)}

@@ -7,7 +7,7 @@ import pytest
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.launcher.allocation import Allocation, Scheduler
 from megatron.optimus.launcher.compose import Mpi, Starter, Wishes, compose
-from megatron.optimus.launcher.systems import AURORA
+from megatron.optimus.launcher.systems import AURORA, GENERIC
 
 PBS = Allocation(Scheduler.PBS, tuple(f"x{n}.hostmgmt.site" for n in range(5)))
 SLURM = Allocation(Scheduler.SLURM, ("g1", "g2", "g3"), devices_per_node=8)
@@ -52,6 +52,19 @@ def test_the_binding_list_is_for_its_number_of_ranks_only() -> None:
     assert compose(PBS, Wishes(system=AURORA, nproc_per_node=6, cpu_bind="depth"), [], {}).cpu_bind == "depth"
 
 
+def test_workers_cores_are_for_their_number_of_ranks_and_workers_only() -> None:
+    """oneCCL takes a core for each worker of each rank, no more and no fewer."""
+    for wishes, env in (
+        (Wishes(system=AURORA, nproc_per_node=6), {}),
+        (Wishes(system=AURORA), {"CCL_WORKER_COUNT": "4"}),
+    ):
+        launch = compose(PBS, wishes, [], env)
+        assert "CCL_WORKER_AFFINITY" not in launch.environment(launch.hosts)
+        mine = compose(PBS, wishes, [], {**env, "CCL_WORKER_AFFINITY": "1,2"})
+        assert "CCL_WORKER_AFFINITY" not in mine.environment(mine.hosts)
+    assert "CCL_WORKER_AFFINITY" in compose(PBS, Wishes(system=AURORA), [], {}).settings
+
+
 def test_the_users_environment_wins() -> None:
     launch = compose(PBS, Wishes(system=AURORA), [], {"CCL_ATL_TRANSPORT": "ofi", "MASTER_ADDR": "head"})
     added = launch.environment(launch.hosts)
@@ -61,7 +74,9 @@ def test_the_users_environment_wins() -> None:
 
 
 def test_every_setting_has_a_reason() -> None:
-    assert all(len(setting.reason) > 10 for setting in AURORA.environment.values())
+    for system, env in ((AURORA, {}), (AURORA, {"MASTER_PORT": "1234"}), (GENERIC, {})):
+        launch = compose(PBS, Wishes(nproc_per_node=12, system=system), [], env)
+        assert all(len(launch.reason(name)) > 10 for name in {**launch.environment(PBS.hosts), **launch.kept})
 
 
 def test_slurm() -> None:
@@ -81,6 +96,9 @@ def test_other_mpis() -> None:
     assert value_after(words, "--map-by") == "ppr:2:node"
     exported = [words[i + 1] for i, word in enumerate(words) if word == "-x"]
     assert exported == ["MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"]
+    own = {"MASTER_ADDR": "head", "FI_MR_CACHE_MONITOR": "memhooks"}
+    words = compose(PBS, Wishes(system=AURORA, mpi=Mpi.OPENMPI), [], own).command(PBS.hosts, "FILE")
+    assert {words[i + 1] for i, word in enumerate(words) if word == "-x"} >= own.keys()
     words = compose(PBS, Wishes(nproc_per_node=2), [], {}).command(PBS.hosts, "FILE")
     assert (value_after(words, "-n"), value_after(words, "-ppn"), value_after(words, "-f")) == ("10", "2", "FILE")
 
@@ -92,6 +110,8 @@ def test_torchrun_on_several_nodes_is_started_once_a_node() -> None:
     assert [value_after(words, f"--{name}") for name in ("nnodes", "nproc-per-node")] == ["3", "8"]
     assert value_after(words, "--rdzv-endpoint") == "g1:29500"
     assert "WORLD_SIZE" not in launch.environment(launch.hosts)  # torchrun sets its own
+    own = compose(SLURM, Wishes(starter=Starter.TORCHRUN), [], {"MASTER_ADDR": "head"})
+    assert value_after(own.command(own.hosts, "FILE"), "--rdzv-endpoint") == "head:29500"
     alone = compose(NOWHERE, Wishes(starter=Starter.TORCHRUN, nproc_per_node=2), [], {}).command((), "FILE")
     assert "--standalone" in alone
     assert "mpiexec" not in alone
