@@ -45,7 +45,7 @@ CUDA = Kernels(
     fused_norm=True, row_tile=128, keeps_order=True, ring_scratch=FP32, ring_repeats=False, multiprocessors=132
 )
 # ops/sycl. Attention over parts: four times fp32 scores, as many as MAX_SCORES.
-XPU = Kernels(fused_norm=True, row_tile=1, keeps_order=True, adds_gradients=False, ring_workspace=4 * 2**26 * FP32)
+XPU = Kernels(fused_norm=True, row_tile=1, keeps_order=True, ring_workspace=4 * 2**26 * FP32)
 CPU = Kernels(
     fused_norm=False, row_tile=1, keeps_order=False, counts_workspace=False, splits_backward=False
 )  # csrc/cpu

@@ -72,7 +72,7 @@ def collectives(share: Share) -> list[Collective]:
 def num_communicators(share: Share) -> int:
     """Those that a rank is in: of the axes along which the program communicates, those with the same ranks counted once
     (parallel/mesh.py), and of a pipeline's lanes (parallel/lanes.py). A communicator starts when it is first used."""
-    layout, parallel, model = share.layout, share.config.parallel, share.model
+    layout, model = share.layout, share.model
     axes = ["world", "pp", "dense", "cp", "tp", "model"]
     if model.is_moe:
         axes += ["edp", "experts"]
