@@ -27,7 +27,9 @@ cp             Mula-1B, one sequence over all ranks, against the attention-bound
                GPU (ring attention does as much, balanced; kernels_alone_ms_each_layer: that work with the ring's
                kernels, alone); rest: the same step with an attention that does nothing.
 moe            experts over all ranks: how tokens travel. Exposed: what a step takes longer than one in which every
-               token finds its experts on its own rank.
+               token finds its experts on its own rank. --moe-variants: some of allgather, alltoall, "alltoall, 2
+               chunks", symmetric; of each also "..., home last", which hides nothing beside the router and the last
+               product of the experts' backward; and "symmetric, home by copies", by the GPUs' copy engines.
 moe-autoep     the same with DeepSpeed's AutoEP (layout_speed_peers.py).
 moe-deepspeed  one sequence a GPU, with DeepSpeed's older MoE layer.
 
@@ -258,6 +260,7 @@ def main() -> int:
     parser.add_argument("--cp-seq-length", type=int, default=131072)
     parser.add_argument("--cp-layers", type=int, default=4)
     parser.add_argument("--moe-preset", default="mula-7b-a1b")
+    parser.add_argument("--moe-variants", nargs="+", help="of moe, instead of the four transports; see above")
     parser.add_argument("--moe-layers", type=int, default=4)
     parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of an earlier measurement")
     args = parser.parse_args()

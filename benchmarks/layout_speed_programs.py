@@ -149,6 +149,35 @@ def without_exchange(model: Any) -> None:
         layer.dispatcher = KeepHere(len(layer.experts.gate_up_weight))
 
 
+def home_last(model: Any) -> None:
+    """Gradients leave the experts when all of their backward is queued, and tokens when the router has chosen."""
+    for layer in model.moe_layers():
+        layer.experts.forward = _untold(layer.experts.forward)
+        layer.router.register_forward_pre_hook(_finish_started(layer.dispatcher))
+
+
+def _untold(forward: Any) -> Any:
+    return lambda x, weights, indices, go_home=None: forward(x, weights, indices)
+
+
+def _finish_started(dispatcher: Any) -> Any:
+    """Waits before the router for what ``dispatcher.start`` has sent."""
+    start, started = dispatcher.start, []
+    dispatcher.start = lambda x: started.append(start(x)) or started[-1]
+
+    def wait(module: Any, arguments: Any) -> None:
+        trip = started.pop()
+        if hasattr(trip, "x"):
+            trip.x.wait()
+
+    return wait
+
+
+def home_by_copies(model: Any) -> None:
+    for layer in model.moe_layers():
+        layer.dispatcher.home_by_copies = True
+
+
 def attention_alone(words: Sequence[str], device: torch.device, ranks: int, repeats: int, by_ring: bool) -> float:
     """Seconds of one layer's attention, forward and backward, over whole sequences of a rank's share of the heads.
 

@@ -162,10 +162,17 @@ def moe_section(args: argparse.Namespace, ranks: int) -> Section:
     words = moe_words(args, ranks)
     rest = "rest: no exchange"
     variants = {name: Ours(line) for name, line in words.items()}
+    # What is gained by what travels beside products, and by what carries it: to be asked for by name.
+    asked = {f"{name}, home last": Ours(line, change=programs.home_last) for name, line in words.items()}
+    if "symmetric" in words:
+        asked["symmetric, home by copies"] = Ours(words["symmetric"], change=programs.home_by_copies)
+    if args.moe_variants:
+        variants = {name: (variants | asked)[name] for name in args.moe_variants}
+    names = list(variants)
     variants[rest] = Ours(words["allgather"], change=programs.without_exchange)
 
     def further(_: Any, times: Times, device: torch.device) -> Figures:
-        return {name: percent("of the step is exposed exchange", 1 - times[rest] / times[name]) for name in words}
+        return {name: percent("of the step is exposed exchange", 1 - times[rest] / times[name]) for name in names}
 
     return Section(variants, further)
 

@@ -12,11 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.optimus import ops
 from megatron.optimus.config.schema import PipelineSchedule
+from megatron.optimus.ops.backend import kernels, resolve
 from tests.distributed.layouts import refusal
 from tests.ops.cases import CASES, TOLERANCE, Case, expected, make_inputs
 from tests.ops.targets import ON_GPU, TARGETS, skip_what_cannot_run
 
-ADDING = [target for target in TARGETS if target.id != "sycl"]
+ADDING = [target for target in TARGETS if target.id != "sycl"]  # whose tests are in test_sycl.py: a start takes long
 NAMED = ("one_token", "odd_tokens", "odd_widths", "empty_experts", "some_foreign", "none_local", "no_token")
 
 
@@ -146,6 +147,51 @@ def test_a_frozen_weight_gets_nothing(backend: str, device: str) -> None:
     layer.forward().backward(layer.dy)
     assert layer.calls == [1, 1] and layer.params[1].grad is not None
     assert error(layer.params[1].grad, want["ddown"]) < TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize(("backend", "device"), ADDING)
+def test_input_gradients_are_told_once_and_before_the_last_product(
+    backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = make_inputs(CASES["some_foreign"], torch.float16)
+    ops.set_backend(backend)
+    layer, want = Layer(inputs, device), expected(inputs)
+    events: list[str] = []
+    told: list[tuple[Tensor, Tensor]] = []
+
+    def tell(dx: Tensor, dweights: Tensor) -> None:
+        events.append("told")
+        told.append((dx.clone(), dweights.clone()))
+
+    chosen = resolve(layer.x.device, layer.x.dtype)
+    run: Any = ops.reference if backend == "reference" else kernels(chosen)
+    halves = ["told", "last product"] if hasattr(run, "moe_mlp_backward_up_weights") else ["told"]
+    assert len(halves) == 1 + (backend != "cpu")
+    if len(halves) == 2:
+        last_product = run.moe_mlp_backward_up_weights
+        monkeypatch.setattr(
+            run, "moe_mlp_backward_up_weights", lambda *args: events.append("last product") or last_product(*args)
+        )
+    for main_grads in ((None, None), tuple(map(ops.main_grad_of, layer.params))):
+        events.clear()
+        x = layer.x * 1  # as rows that were dispatched: no leaf
+        arguments = (x, *layer.params, layer.weights, layer.indices)
+        layer.x.grad = layer.weights.grad = None
+        ops.moe_mlp(*arguments, main_grads, tell).backward(layer.dy)
+        assert events == halves
+        dx, dweights = told[-1]
+        assert torch.equal(dx, layer.x.grad) and torch.equal(dweights, layer.weights.grad)
+        assert error(dx, want["dx"]) < TOLERANCE[torch.float16]
+        grads = layer.added() if main_grads[0] else [param.grad for param in layer.params]
+        for gradient, name in zip(grads, ("dgate_up", "ddown"), strict=True):
+            assert error(gradient, want[name]) < 2 * TOLERANCE[torch.float16]
+        for param in layer.params:
+            param.grad = None
+        # Asked for the weights' gradients alone: nobody would wait for what goes home.
+        torch.autograd.grad(ops.moe_mlp(*arguments, main_grads, tell), layer.params, layer.dy)
+        assert events == [*halves, *halves[1:]]
+    with torch.no_grad():
+        assert ops.moe_mlp(*arguments, (None, None), tell).grad_fn is None
 
 
 def test_split_backwards_of_zero_bubble_pipelines_go_the_ordinary_way() -> None:

@@ -198,10 +198,9 @@ def own_layer(seed: int, rank: int, ownership: Ownership, staging: Any) -> MoE:
 def test_layers_over_ranks_equal_one_process(by_copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers, three micro-batches in flight, one of them never finished, backwards in the order of the forwards.
     Gradients are on their way home when the last product of the experts begins."""
-    from megatron.optimus.parallel import symmetric
-    from megatron.optimus.parallel.symmetric import Shape
+    from megatron.optimus.parallel.symmetric import Shape, SymmetricDispatcher
 
-    monkeypatch.setattr(symmetric, "HOME_BY_COPIES", by_copies)
+    monkeypatch.setattr(SymmetricDispatcher, "home_by_copies", by_copies)
     ops.set_backend("reference")  # whose backward has two halves
     last_product, under_way, here = ops.reference.moe_mlp_backward_up_weights, [], threading.local()
 
@@ -284,7 +283,7 @@ def test_no_rank_writes_what_another_has_yet_to_read(ways: str) -> None:
                 if number % 2 == 0:
                     found.append(trip.back(sent))
                     continue
-                rows, dweights = trip.back_beside(sent, sent[:, :1])()
+                rows, dweights = trip.back_beside(sent, sent[:, :1], number % 4 == 1)()
                 assert torch.equal(dweights, rows[:, :1])
                 found.append(rows)
         return found

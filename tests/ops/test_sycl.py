@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron.optimus import ops
 from megatron.optimus.ops import backend as backend_module
 from megatron.optimus.ops import sycl
+from tests.ops import test_main_grads as main_grads
 from tests.ops.cases import CASES, NAMES, TOLERANCE, Case, expected, make_inputs, mismatches, values_and_gradients
 from tests.ops.sycl_device import WORK_SIZES, needs_sycl
 
@@ -49,6 +50,23 @@ def test_no_tokens_give_empty_values_and_zero_weight_gradients() -> None:
     got = values_and_gradients(ops.moe_mlp, make_inputs(Case(0, 16, 8, 4, 2), torch.bfloat16))
     assert got["y"].shape == got["dx"].shape == (0, 16) and got["dweights"].shape == (0, 2)
     assert not got["dgate_up"].any() and not got["ddown"].any()
+
+
+@marked
+@pytest.mark.parametrize("wide", [True, False], ids=["fp32_buffer", "own_dtype"])
+@pytest.mark.parametrize("name", ["odd_tokens", "empty_experts", "some_foreign", "no_token"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_main_gradients(dtype: torch.dtype, name: str, wide: bool) -> None:
+    main_grads.test_two_backwards_add_twice("sycl", "cpu", dtype, name, wide)
+
+
+@marked
+def test_main_gradients_are_added_where_autograd_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    main_grads.test_sums_in_fp32_are_not_rounded_to_the_weights_dtype("sycl", "cpu")
+    main_grads.test_a_gradient_asked_for_is_returned_and_not_added("sycl", "cpu")
+    main_grads.test_recomputation_adds_once("sycl", "cpu", False)
+    main_grads.test_a_frozen_weight_gets_nothing("sycl", "cpu")
+    main_grads.test_input_gradients_are_told_once_and_before_the_last_product("sycl", "cpu", monkeypatch)
 
 
 @marked

@@ -69,13 +69,13 @@ def moe_mlp(
     """All SwiGLU experts of a layer on all their tokens; see ``reference.moe_mlp`` for the meaning of each argument.
 
     With ``main_grads``, ``main_grad_of`` each of the two weights, the backward adds a weight's gradient to its buffer,
-    calls ``ready`` and leaves the weight's ``.grad`` alone; a weight without one gets its gradient as usual. A backend
-    that cannot add (sycl), and a compiled graph, give all gradients as usual.
+    calls ``ready`` and leaves the weight's ``.grad`` alone; a weight without one gets its gradient as usual. A compiled
+    graph gives all gradients as usual.
 
     ``on_input_gradients`` is called in the backward with the gradients of x and weights, complete in the current
     stream, before the product that gives the gradient of gate_up is queued (by a backend without such halves, cpu:
-    after it). They are not to be changed. It is not called where the running backward makes no use of x's gradient, by
-    sycl, and in a compiled graph: what it starts has then to be started where the gradients arrive.
+    after it). They are not to be changed. It is not called where the running backward makes no use of x's gradient, nor
+    in a compiled graph: what it starts has then to be started where the gradients arrive.
 
     Runs on the backend that ``set_backend`` chose, by default the fastest one present for the device and dtype.
     Raises ValueError for shapes, dtypes or devices that do not fit together, before anything runs, and
@@ -88,7 +88,7 @@ def moe_mlp(
     if torch.compiler.is_compiling():
         on_input_gradients = None
     wanted = (main_grads != (None, None) or on_input_gradients is not None) and torch.is_grad_enabled()
-    if wanted and hasattr(run, "moe_mlp_forward"):
+    if wanted:
         return _main_grads.moe_mlp(run, arguments, main_grads, on_input_gradients)
     return run.moe_mlp(*arguments)
 

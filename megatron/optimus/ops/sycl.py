@@ -216,6 +216,42 @@ def moe_mlp(x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Te
     return _MoeMlp.apply(*(t.contiguous() for t in arguments))
 
 
+def moe_mlp_forward(
+    x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Tensor, indices_TK: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """``moe_mlp`` and what its backward needs beside the arguments."""
+    x, gate_up, down, weights, indices = (
+        t.detach().contiguous() for t in (x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
+    )
+    y, hidden = torch.empty_like(x), x.new_empty(indices.numel(), gate_up.shape[1])
+    _run("moe_mlp", x, gate_up, down, weights, indices, y, hidden)
+    return y, [hidden]
+
+
+def moe_mlp_backward_inputs(
+    dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], down_buffer: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor, tuple[Tensor, RowOrder]]:
+    """See ``main_grads.FusedMoE``; the kernels of csrc/sycl/moe_mlp.hpp, in the order that the halves ask for."""
+    dy, gate_up, down, weights, indices = (t.contiguous() for t in (dy_TD, *arguments[1:]))
+    order = sort_slots(indices, down.shape[0])
+    dactivation = grouped_input_gradient(dy, down, order, gathered=True)  # before the router's weights
+    dhidden, weighted, dweights = swiglu_backward(saved[0], dactivation, order, weights)
+    assert dweights is not None
+    dx = combine(grouped_input_gradient(dhidden, gate_up, order), order, None, dy.shape[0])
+    ddown = grouped_weight_gradient(dy, weighted, order, down_buffer, gathered="dout")
+    return dx, ddown if down_buffer is None else None, dweights, (dhidden, order)
+
+
+def moe_mlp_backward_up_weights(
+    arguments: list[Tensor], saved: list[Tensor], pending: tuple[Tensor, RowOrder], gate_up_buffer: Tensor | None
+) -> Tensor | None:
+    """See ``main_grads.FusedMoE``."""
+    dhidden, order = pending
+    x = arguments[0].contiguous()
+    dgate_up = grouped_weight_gradient(dhidden, x, order, gate_up_buffer, gathered="x")
+    return dgate_up if gate_up_buffer is None else None
+
+
 class _MoeMlp(torch.autograd.Function):
     """The composed operation on cpu tensors; the composition itself is csrc/sycl/moe_mlp.hpp on both devices."""
 

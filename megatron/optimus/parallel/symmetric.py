@@ -51,11 +51,6 @@ REMEDY = "use allgather or alltoall"
 _ALIGNMENT = 256  # bytes, of each part of the memory
 
 
-# Whether gradients go home by plain copies of whole blocks, which the copy engines make, rather than by a kernel that
-# sends the rows needed and takes multiprocessors from the product beside it.
-HOME_BY_COPIES = False
-
-
 class Way(enum.Enum):
     OUT = "out"
     BACK = "back"
@@ -230,7 +225,7 @@ class _Exchange:
         self.staging.turn()
         return self._sum(y_RD)
 
-    def back_beside(self, dx_RD: Tensor, dweights_RK: Tensor) -> Callable[[], Sequence[Tensor]]:
+    def back_beside(self, dx_RD: Tensor, dweights_RK: Tensor, by_copies: bool) -> Callable[[], Sequence[Tensor]]:
         """``back`` beside what is queued later, and the gradients of the own weights [T, K] from those of the rows'
         [R, K]."""
         from megatron.optimus.ops.triton import peers
@@ -240,7 +235,7 @@ class _Exchange:
         peers.push_weight_gradients(dweights_RK, self.indices_RK, staging.at_P("dweights"), staging.rank)
 
         def rest() -> list[Tensor]:
-            if HOME_BY_COPIES:
+            if by_copies:
                 self._copy(dx_RD)
             else:
                 self._push(dx_RD)
@@ -284,12 +279,12 @@ class _Exchange:
 
 
 class _SymmetricTrip(Trip):
-    def __init__(self, exchange: _Exchange) -> None:
+    def __init__(self, exchange: _Exchange, by_copies: bool) -> None:
         super().__init__()
-        self.exchange = exchange
+        self.exchange, self.by_copies = exchange, by_copies
 
     def start_home(self, dx_RD: Tensor, dweights_RK: Tensor) -> tuple[End, End]:
-        end = self.exchange.back_beside(dx_RD, dweights_RK)
+        end = self.exchange.back_beside(dx_RD, dweights_RK, self.by_copies)
         return lambda: end()[X], lambda: end()[WEIGHTS]
 
 
@@ -335,6 +330,10 @@ class SymmetricDispatcher:
     x, its gradient, and the gradient of y; they are never read. All ranks have as many tokens.
     """
 
+    # Whether gradients go home by plain copies of whole blocks, which the copy engines make, rather than by a kernel
+    # that sends the rows needed and takes multiprocessors from the product beside it.
+    home_by_copies = False
+
     def __init__(self, group: dist.ProcessGroup, ownership: Ownership) -> None:
         self.group = group
         self.ownership = ownership
@@ -357,7 +356,7 @@ class SymmetricDispatcher:
         staging = self.reserve(shape, x_TD.device)
         own = x_TD.detach(), routing.weights_TK.detach(), routing.indices_TK
         x_RD, weights_RK, exchange = _send(staging, *own, *tables)
-        trip = _SymmetricTrip(exchange)
+        trip = _SymmetricTrip(exchange, self.home_by_copies)
         ties = leave(x_TD, trip, X), leave(routing.weights_TK, trip, WEIGHTS)
         return arrive(ties, trip, ExpertRows(x_RD, weights_RK, exchange.indices_RK, exchange))
 

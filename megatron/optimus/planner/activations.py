@@ -45,7 +45,7 @@ CUDA = Kernels(
     fused_norm=True, row_tile=128, keeps_order=True, ring_scratch=FP32, ring_repeats=False, multiprocessors=132
 )
 # ops/sycl. Attention over parts: four times fp32 scores, as many as MAX_SCORES.
-XPU = Kernels(fused_norm=True, row_tile=1, keeps_order=True, adds_gradients=False, ring_workspace=4 * 2**26 * FP32)
+XPU = Kernels(fused_norm=True, row_tile=1, keeps_order=True, ring_workspace=4 * 2**26 * FP32)
 CPU = Kernels(
     fused_norm=False, row_tile=1, keeps_order=False, counts_workspace=False, splits_backward=False
 )  # csrc/cpu
@@ -199,8 +199,10 @@ def _experts(share: Share, kernels: Kernels, recomputes: bool) -> list[Part]:
     exchanges = share.expert_ranks > 1
     scores = tokens * model.num_experts * FP32
     numbers = tokens * topk * INT64
-    router = Part("router", 2 * scores + numbers + 4 * tokens * FP32, stream * FP32 // element, 3 * stream)
     gathered = rows * model.hidden_size * element if exchanges else 0
+    # With all-gather the tokens' arrival is under way while the router works.
+    early = gathered if share.config.parallel.moe_token_dispatcher_type is TokenDispatcher.ALLGATHER else 0
+    router = Part("router", 2 * scores + numbers + 4 * tokens * FP32, stream * FP32 // element + early, 3 * stream)
     sent = 0
     if exchanges and share.config.parallel.moe_token_dispatcher_type is TokenDispatcher.ALLTOALL:
         sent = tokens * share.expert_ranks * INT32  # where the copies of each token are among the rows sent

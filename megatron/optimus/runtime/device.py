@@ -106,7 +106,7 @@ class HostCopy:
 
 @functools.cache
 def _side_stream(device: torch.device) -> Any:
-    return _accelerator(device.type).Stream(device)
+    return _accelerator(device.type).Stream(device, priority=-1)  # else it would wait for what it is to run beside
 
 
 def beside(device: torch.device, work: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:

@@ -7,6 +7,7 @@ import json
 import re
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +26,7 @@ from megatron.optimus.planner.plan import plan
 from megatron.optimus.planner.report import figures
 from megatron.optimus.planner.search import search
 from megatron.optimus.planner.share import shares
-from megatron.optimus.planner.step_time import step_time
+from megatron.optimus.planner.step_time import busy, step_time
 from megatron.optimus.planner.weak_scaling import PAPER, weak_scaling
 from megatron.optimus.runtime.device import peak_flops
 
@@ -129,6 +130,32 @@ def test_symmetric_memory_moves_what_all_to_all_moves_and_holds_what_all_gather_
     assert saved - most == 4 * tokens * (1 + 4 * topk)
 
 
+@pytest.mark.parametrize("transport", ["allgather", "alltoall", "symmetric"])
+def test_exchange_hides_behind_the_router_and_the_last_product(transport: str) -> None:
+    words = (
+        "--preset mula-20b-a2b --num-layers 2 --seq-length 4096 --micro-batch-size 4 --global-batch-size 16 "
+        f"--expert-model-parallel-size 4 --device cuda --moe-token-dispatcher-type {transport}"
+    )
+    [share] = shares(load(words.split()).config, 4)
+    wide = share.rows if transport == "allgather" else share.rows_needed
+    home = 2 * 0.75 * wide * 2048 * 2 / H200.inside.value  # two layers, three of four ranks
+    narrow = 2 * 0.75 * wide * 8 * 4 / H200.inside.value if transport != "symmetric" else 0.0
+    calls = (1 if transport == "symmetric" else 2) * 2 * 2 * H200.latency.value
+    whole_backward = replace(H200, kernels=replace(H200.kernels, splits_backward=False))
+    (compute, exposed, total), (less, more, same) = busy(share, H200), busy(share, whole_backward)
+    assert same == total and more - exposed == pytest.approx(home + narrow + calls)
+    assert compute - less == pytest.approx((home + narrow + calls) * H200.overlap_cost.value)
+    behind_router = total - more  # what all-gather still hides, in no more than the router's time
+    router = 2 * 4 * 4096 * (2048 * 10 + 96 * 40) / H200.traffic.value
+    assert behind_router == pytest.approx(router if transport == "allgather" else 0.0, abs=1e-12)
+    # Experts whose products are shorter than the transfer hide no more than they take.
+    small = load(f"{words} --moe-ffn-hidden-size 32".split()).config
+    [share] = shares(small, 4)
+    window = 2 * 4 * 4 * 4096 * 8 * 2048 * 32 / H200.experts.value
+    gained = busy(share, whole_backward)[1] - busy(share, H200)[1]
+    assert gained == pytest.approx(window) and window < home
+
+
 def test_times_add_up_and_mfu_follows_from_tokens() -> None:
     config = load("--preset mula-20b-a2b --global-batch-size 384".split()).config
     time = plan(config, 48, AURORA).time
@@ -154,6 +181,11 @@ def test_every_constant_has_a_source_and_peaks_agree_with_the_trainers() -> None
         device = {"aurora": "Intel(R) Data Center GPU Max 1550"}.get(machine.name, machine.device)
         assert machine.peak.value == peak_flops(device, torch.bfloat16)
     assert not any(figure.is_measured for figure in figures(AURORA).values())
+
+
+def test_symmetric_memory_is_nobody_s_concern_where_nothing_travels() -> None:
+    config = load(f"{SYMMETRIC.replace('--top 0', '')} 1".split()).config
+    assert plan(config, 4, AURORA).time.total > 0
 
 
 @pytest.mark.parametrize(
