@@ -138,7 +138,10 @@ def check_regular(path: Path, size: int | None = None) -> None:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path}: not a regular file (links are not followed inside a checkpoint)")
+        raise CheckpointError(
+            f"{path}: not a regular file (links are not followed inside a checkpoint); put a copy there, or let "
+            "huggingface_hub download it with local_dir"
+        )
     if size is not None and status.st_size != size:
         raise CheckpointError(f"{path}: has {status.st_size} bytes, the manifest says {size}")
 

@@ -25,7 +25,6 @@ from megatron.optimus.checkpoint import commit, direct
 from megatron.optimus.checkpoint.direct import ALIGNED, REFUSALS
 
 BLOCK_BYTES = 16 << 20
-_CACHED_BYTES = 1 << 20  # copied and hashed before the next: memory is read once
 
 log = logging.getLogger("optimus")
 
@@ -109,7 +108,8 @@ class PieceWriter:
                 self._flush()
                 self._start = self._stop = offset + done
             place = self._stop % BLOCK_BYTES  # so the end of a block is one of the file's blocks too
-            part = source[done : done + min(BLOCK_BYTES - place, _CACHED_BYTES)]
+            # As much as there is: to go on after every call takes the interpreter's lock from the training thread.
+            part = source[done : done + BLOCK_BYTES - place]
             np.copyto(self._blocks[0][place : place + len(part)], part)
             began = time.perf_counter()
             self._digest.update(part.data)

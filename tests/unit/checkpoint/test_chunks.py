@@ -12,6 +12,7 @@ import torch
 
 from megatron.optimus.checkpoint import DamagedError, Manifest, Saver, TensorSlice, load, load_manifest
 from megatron.optimus.checkpoint import chunks as module
+from megatron.optimus.checkpoint.verify import find_damage
 
 
 @pytest.fixture
@@ -107,6 +108,13 @@ def test_large_reads_go_past_the_page_cache(
         assert sum(length for _, length in seen) < 4 * ((1 << 20) + 24 + 2 * 4096)
     else:
         assert 1 <= len(seen) <= 4
+    shard = path / "node-00000-0.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    assert [line.split(" elements")[0] for line in find_damage(path, load_manifest(path))] == ["tensor a (master)"]
+    with pytest.raises(DamagedError, match=r"tensor a \(master\) .* damaged"):
+        load(path, [TensorSlice("a", "master", (numel,), 0, numel, target)], cast=True)
 
 
 def test_of_many_files_only_some_are_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -301,6 +301,13 @@ def test_tokenizer_travels_and_generates(tmp_path, named_in_config, as_file):
     model.generate(**found("def", return_tensors="pt"), max_new_tokens=4, do_sample=False)
 
 
+def test_a_tokenizer_without_tokenizer_json_is_not_left_behind_in_silence(tmp_path, caplog):
+    hf_model("olmo").save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.model").write_bytes(b"sentencepiece")
+    convert(tmp_path / "hf", tmp_path / "ours", to="optimus")
+    assert "its tokenizer stays behind" in caplog.text
+
+
 def test_missing_tokenizers(tmp_path, caplog):
     run = our_config()
     run.data.tokenizer_model = str(tmp_path / "gone")

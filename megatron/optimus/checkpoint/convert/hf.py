@@ -11,7 +11,15 @@ from megatron.optimus.checkpoint.convert.parts import Part, rows_of
 from megatron.optimus.checkpoint.convert.plan import Options, Plan, Written, part_items
 from megatron.optimus.checkpoint.convert.source import WEIGHT, Foreign, ForeignSource, Source
 from megatron.optimus.checkpoint.errors import CheckpointError
-from megatron.optimus.checkpoint.hf_files import HFFolder, Tokenizer, read_json, token_ids_of, write_json, write_weights
+from megatron.optimus.checkpoint.hf_files import (
+    TOKENIZER_FILES,
+    HFFolder,
+    Tokenizer,
+    read_json,
+    token_ids_of,
+    write_json,
+    write_weights,
+)
 from megatron.optimus.config.schema import ConfigError, ModelConfig, RunConfig, TokenizerType
 from megatron.optimus.models.hf_config import hf_config, model_config_from_hf
 from megatron.optimus.models.hf_map import parameter_shapes, to_hf
@@ -44,6 +52,8 @@ class HFSource(ForeignSource):
         except ConfigError as error:
             raise ConfigError(f"{path / 'config.json'}: {str(error).removeprefix('config.json: ')}") from error
         tokenizer = path if Tokenizer.find(path) else None
+        if tokenizer is None and any((path / name).exists() for name in TOKENIZER_FILES):
+            log.warning("%s: its tokenizer stays behind: there is no tokenizer.json; transformers can make one", path)
         if tokenizer is not None:
             run.data.tokenizer_type, run.data.tokenizer_model = TokenizerType.HF, str(path.resolve())
         generation = read_json(path / _GENERATION) if (path / _GENERATION).exists() else {}
