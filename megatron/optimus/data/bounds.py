@@ -24,7 +24,7 @@ from megatron.optimus.data.indexed import HEADER_SIZE, Header, parse_header
 
 _PAGE = 512  # entries of 8 bytes
 _STRETCH = 1 << 16  # entries read together once the place is known
-_LENGTHS = 1 << 18  # read together
+_LENGTHS = 1 << 16  # read together: what stays in a cache
 _PIECES = 8  # of a file that is too large to be looked at whole
 
 Entries = npt.NDArray[np.int64]

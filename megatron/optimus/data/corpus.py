@@ -12,7 +12,6 @@ import contextlib
 import glob
 import json
 import logging
-import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +19,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from megatron.optimus.data.archives import COMPRESSED, open_stream
 from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.raw_bytes import COMPRESSED, open_stream, read_lines
 
 logger = logging.getLogger("optimus")
 
@@ -138,8 +137,8 @@ def split_file(path: Path, max_bytes: int) -> list[FileRange]:
 
 
 @contextlib.contextmanager
-def _readable(path: Path, reached: Callable[[], int]) -> Iterator[None]:
-    """Errors of files and archives become DataErrors that name the line reached."""
+def _readable(path: Path, reached: Callable[[], int] | None = None) -> Iterator[None]:
+    """Errors of files and archives become DataErrors that name the line reached, where that is known."""
     try:
         yield
     except DataError:
@@ -152,7 +151,8 @@ def _readable(path: Path, reached: Callable[[], int]) -> Iterator[None]:
         if isinstance(error, PermissionError):
             raise DataError(f"{path}: {error.strerror}; give this user the right to read it") from error
         reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise DataError(f"{path}:{reached()}: cannot read on: {reason}; the file is damaged or incomplete") from error
+        place = str(path) if reached is None else f"{path}:{reached()}"
+        raise DataError(f"{place}: cannot read on: {reason}; the file is damaged or incomplete") from error
 
 
 def read_batches(files: Iterable[Path | FileRange], keys: Sequence[str] = ("text",)) -> Iterator[LineBatch]:
@@ -178,7 +178,7 @@ def read_batches(files: Iterable[Path | FileRange], keys: Sequence[str] = ("text
 
 
 def _whole(path: Path) -> FileRange:
-    with _readable(path, lambda: 1):
+    with _readable(path):
         return FileRange(str(path), 0, path.stat().st_size)
 
 
@@ -282,33 +282,6 @@ def _parse_text(content: bytes, keys: Sequence[str]) -> list[str]:
     return [text] * len(keys)
 
 
-def _read_range(source: FileRange, limit: int) -> tuple[int, bytes]:
-    """(where the first line begins, all lines) of those that begin in a range. Raises DataError."""
-    with _readable(Path(source.path), lambda: 1), open(source.path, "rb", buffering=0) as stream:
-        begin = max(0, source.start - 1)  # with the byte before: a line begins at the start if that ends one
-        content = _pread(stream.fileno(), begin, source.stop)
-        if source.start:
-            newline = content.find(b"\n") + 1
-            if newline in (0, len(content)):
-                return source.stop, b""
-            begin, content = begin + newline, content[newline:]
-        pieces = [content]
-        while (end := begin + sum(map(len, pieces))) < limit and not pieces[-1].endswith(b"\n"):
-            chunk = _pread(stream.fileno(), end, min(limit, end + BATCH_BYTES))
-            pieces.append(chunk[: chunk.find(b"\n") + 1] or chunk)
-        return begin, b"".join(pieces)
-
-
-def _pread(descriptor: int, start: int, stop: int) -> bytes:
-    content = os.pread(descriptor, stop - start, start)
-    while len(content) < stop - start:
-        more = os.pread(descriptor, stop - start - len(content), start + len(content))
-        if not more:
-            raise EOFError(f"it has shrunk to {start + len(content)} bytes since its size was looked up")
-        content += more
-    return content
-
-
 def _place(batch: LineBatch, number: int, begin: int) -> str:
     """file:line. The lines before byte ``begin`` of a file that is read from there are counted now, as they matter."""
     if begin:
@@ -348,7 +321,10 @@ def parse_batch(batch: LineBatch, keys: Sequence[str], skip_malformed: bool = Fa
 
     Raises DataError for a file that has shrunk, or cannot be read any more.
     """
-    begin, content = (0, batch.content) if batch.source is None else _read_range(batch.source, batch.limit)
+    begin, content = 0, batch.content
+    if batch.source is not None:
+        with _readable(Path(batch.path)):
+            begin, content = read_lines(batch.path, batch.source.start, batch.source.stop, batch.limit, BATCH_BYTES)
     if content is None:
         entries: Sequence[Any] = batch.rows or []
         size = sum(len(value) for row in entries for value in row if isinstance(value, str))

@@ -1,8 +1,9 @@
 """Documents in, token files out: the work of tools/preprocess_data.py.
 
-One process reads lines and writes tokens; worker processes do the rest (JSON, tokenizer, narrowing to the file's
-element type) on batches of about a megabyte. Results are written in reading order, so the bytes do not depend on the
-number of workers. At most a few batches per worker are under way: memory does not grow with the corpus.
+Worker processes read ranges of about half a megabyte, and do the rest (JSON, tokenizer, narrowing to the file's
+element type); one process, which also reads what cannot be read in ranges, hands them out and writes tokens. Results
+are written in reading order, so the bytes do not depend on the number of workers. At most a few batches per worker are
+under way: memory does not grow with the corpus.
 
 The input is cut into parts (parts.py): a file, or a range of a large one. Each is written as a pair of its own, and a
 part that is there is not done again: a killed run goes on with the part it was at. Several processes on several nodes

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from megatron.optimus.config.schema import TokenizerType
 from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.sentence_words import SentenceTable
 from megatron.optimus.data.words import WordTable
 
 logger = logging.getLogger("optimus")
@@ -137,11 +138,14 @@ class SentencePieceTokenizer:
         self.eod_id: int = self._processor.eos_id()
         if self.eod_id < 0:
             raise DataError(f"{file}: has no end-of-sentence piece to end documents with; train it with eos_id >= 0")
+        self._table = SentenceTable.of_model(self._processor)
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
+        if self._table is not None:
+            return self._table.encode_batch(texts)
         return self._processor.encode(texts, num_threads=1, out_type="numpy")
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -167,7 +167,10 @@ def test_a_file_that_shrinks_meanwhile(tmp_path: Path) -> None:
     path.write_bytes(lines("first", "second"))
     [batch] = read_batches([path])
     os.truncate(path, 20)
-    with pytest.raises(DataError, match=r"a\.jsonl:1: cannot read on: it has shrunk to 20 bytes since"):
+    with pytest.raises(DataError, match=r"a\.jsonl: cannot read on: it has shrunk to 20 bytes since"):
+        parse_batch(batch, ["text"])
+    path.unlink()
+    with pytest.raises(DataError, match=r"a\.jsonl: cannot read on: No such file or directory"):
         parse_batch(batch, ["text"])
     path.write_bytes(lines("first", "second", "third"))  # what is added belongs to another run
     assert parse_batch(batch, ["text"]).documents == [["first"], ["second"]]

@@ -1,9 +1,10 @@
-"""The uncompressed bytes of .gz and .zst files."""
+"""Bytes of input files: those of .gz and .zst files uncompressed, of others the lines of a range."""
 
 from __future__ import annotations
 
 import gzip
 import io
+import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -55,3 +56,34 @@ def open_stream(path: Path, raw: BinaryIO) -> BinaryIO:
             raise DataError(f"{path}: reading .zst needs the package zstandard: pip install zstandard") from error
         return io.BufferedReader(_ZstReader(raw, zstandard), 1 << 20)
     return raw
+
+
+def read_lines(path: str, start: int, stop: int, limit: int, step: int) -> tuple[int, bytes]:
+    """(where the first line begins, all lines) of those that begin in bytes [``start``, ``stop``) of a file.
+
+    The last of them ends by ``limit``; what of it lies beyond ``stop`` is read ``step`` bytes at a time. Raises
+    EOFError for a file that is shorter, OSError for one that cannot be read.
+    """
+    with open(path, "rb", buffering=0) as stream:
+        begin = max(0, start - 1)  # with the byte before: a line begins at the start if that ends one
+        content = _pread(stream.fileno(), begin, stop)
+        if start:
+            newline = content.find(b"\n") + 1
+            if newline in (0, len(content)):
+                return stop, b""
+            begin, content = begin + newline, content[newline:]
+        pieces = [content]
+        while (end := begin + sum(map(len, pieces))) < limit and not pieces[-1].endswith(b"\n"):
+            chunk = _pread(stream.fileno(), end, min(limit, end + step))
+            pieces.append(chunk[: chunk.find(b"\n") + 1] or chunk)
+        return begin, b"".join(pieces)
+
+
+def _pread(descriptor: int, start: int, stop: int) -> bytes:
+    content = os.pread(descriptor, stop - start, start)
+    while len(content) < stop - start:
+        more = os.pread(descriptor, stop - start - len(content), start + len(content))
+        if not more:
+            raise EOFError(f"it has shrunk to {start + len(content)} bytes since its size was looked up")
+        content += more
+    return content
