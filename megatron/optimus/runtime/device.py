@@ -190,11 +190,15 @@ def set_deterministic(enabled: bool) -> None:
 
 
 def set_cpu_threads(launch: LaunchEnv) -> int:
-    """Gives this rank its share of the node's cores, and returns it.
+    """Gives this rank OMP_NUM_THREADS, or else its share of the node's cores, and returns it.
 
     torchrun would leave one thread to each rank, no launcher all cores to each. mpiexec and srun may have bound the
     process to cores of its own; those are not divided again.
     """
+    asked = launch_env.threads_asked_for()
+    if asked is not None:
+        torch.set_num_threads(asked)
+        return asked
     count = os.cpu_count() or 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else count  # macOS cannot bind
     is_bound = launch.launcher in (Launcher.MPI, Launcher.SLURM) and cores < count

@@ -150,6 +150,19 @@ def set_default(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 
 
+def threads_asked_for() -> int | None:
+    """OMP_NUM_THREADS (of nested levels, the first), if the user has set it. torchrun's own 1, which it gives to every
+    process where nothing was said, is no such wish. Raises ConfigError for what is no positive number."""
+    text = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if not text or (text == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(
+            f"environment variable OMP_NUM_THREADS={text!r} is not a number of threads; correct or unset it"
+        )
+    return int(text)
+
+
 def tiles_file() -> Path:
     """Where tuned tiles of the Triton kernels are kept: OPTIMUS_TILES, or a file in the user's cache."""
     named = os.environ.get("OPTIMUS_TILES", "")

@@ -49,12 +49,9 @@ class StepProfiler:
         """Call before step number ``step`` (from 1) is queued."""
         if not self._is_on or step != self._begin:
             return
-        activities = [ProfilerActivity.CPU]
-        if self._device.type != "cpu":
-            activities.append(ProfilerActivity[self._device.type.upper()])
         self._handles = _mark_modules(self._model)
         self._profile = profile(
-            activities=activities,
+            activities=activities(self._device),
             schedule=schedule(wait=0, warmup=self._first - step, active=self._last - self._first + 1, repeat=1),
             on_trace_ready=self._write,
         )
@@ -97,6 +94,11 @@ class StepProfiler:
             self._profile.on_trace_ready = None
             self._stop()
             logger.warning("the run ended before step %d: no profile was written", self._last)
+
+
+def activities(device: torch.device) -> list[ProfilerActivity]:
+    """What is recorded where a run is on ``device``: the host, and the device's kernels."""
+    return [ProfilerActivity.CPU] + ([] if device.type == "cpu" else [getattr(ProfilerActivity, device.type.upper())])
 
 
 def _mark_modules(model: nn.Module) -> list[Any]:

@@ -128,6 +128,8 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
     node = types.SimpleNamespace(mine=16)
     monkeypatch.setattr(device_module.os, "cpu_count", lambda: 16)
     monkeypatch.setattr(device_module.os, "sched_getaffinity", lambda pid: set(range(node.mine)), raising=False)
+    for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
     before = torch.get_num_threads()
     yield node
     torch.set_num_threads(before)
@@ -153,3 +155,24 @@ def test_cpu_threads(
     launch = LaunchEnv(0, local_size, 0, local_size, "127.0.0.1", 29500, launcher)
     assert set_cpu_threads(launch) == threads
     assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize(
+    ("asked", "by_torchrun", "threads"),
+    [("3", False, 3), ("1", False, 1), ("2,4", False, 2), ("3", True, 3), ("1", True, 8), ("", False, 8)],
+)
+def test_threads_that_the_user_asked_for(
+    asked: str, by_torchrun: bool, threads: int, cores: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun says 1 where nobody asked."""
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    if by_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert set_cpu_threads(LaunchEnv(0, 2, 0, 2, "127.0.0.1", 29500, Launcher.TORCHRUN)) == threads
+    assert torch.get_num_threads() == threads
+
+
+def test_a_number_of_threads_that_is_none(cores: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "0")
+    with pytest.raises(ConfigError, match="OMP_NUM_THREADS='0' is not a number of threads"):
+        set_cpu_threads(LaunchEnv(0, 1, 0, 1, "127.0.0.1", 29500, Launcher.ALONE))

@@ -12,7 +12,7 @@ from torch import nn
 from megatron.optimus.config.checks import check
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError, LoggingConfig
-from megatron.optimus.trainer.profiling import StepProfiler
+from megatron.optimus.trainer.profiling import StepProfiler, activities
 
 
 def watch(options: LoggingConfig, *, steps: int, first_step: int = 0, rank: int = 0) -> nn.Module:
@@ -63,6 +63,11 @@ def test_a_folder_that_cannot_be_made_does_not_end_the_run(tmp_path: Path, caplo
     (tmp_path / "profile").write_text("in the way")
     watch(options(tmp_path, 1, 2), steps=3)
     assert "the profile cannot be written" in caplog.text
+
+
+def test_the_kernels_of_every_kind_of_device_are_recorded() -> None:
+    kinds = {kind: [a.name for a in activities(torch.device(kind))] for kind in ("cpu", "cuda", "xpu")}
+    assert kinds == {"cpu": ["CPU"], "cuda": ["CPU", "CUDA"], "xpu": ["CPU", "XPU"]}
 
 
 def test_wrong_windows_and_ranks() -> None:
