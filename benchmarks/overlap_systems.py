@@ -39,9 +39,9 @@ def build(system: str, config: Any, mesh: Any, device: torch.device) -> Any:
     from megatron.optimus.trainer.engine import build_engine
 
     model = build_model(config, mesh, device)
-    if system == "nudged" and dist.get_rank() == 0:
+    if system == "nudged" and dist.get_rank() == 0:  # the engine gives others the first rank's dense weights
         with torch.no_grad():
-            next(p for p in model.parameters() if p.dim() > 1).view(-1)[0].mul_(1 + 2**-7)
+            next(p for n, p in model.named_parameters() if "layers.0" in n and p.dim() > 1).view(-1)[0].mul_(1 + 2**-7)
     if system.startswith("deepspeed"):
         return build_stock(int(system[-1]), model, config, mesh)
     if system == "so":
@@ -127,6 +127,8 @@ def build_stock(stage: int, model: torch.nn.Module, config: Any, mesh: Any) -> A
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.utils import groups
 
+    from megatron.optimus.optim.groups import param_groups
+
     experts = [p for p in model.parameters() if hasattr(p, "group_name")]
     spread = mesh.size("ep") > 1
 
@@ -144,17 +146,16 @@ def build_stock(stage: int, model: torch.nn.Module, config: Any, mesh: Any) -> A
     else:
         for param in experts:
             del param.allreduce, param.group_name
-    ids = {id(p) for p in experts} if spread else set()
-    param_groups: list[dict[str, Any]] = [
-        {"params": [p for p in model.parameters() if id(p) not in ids], "name": "dense"}
-    ]
-    if spread:
-        param_groups.append({"params": experts, "moe": True, "name": f"ep_size_{mesh.size('ep')}"})
-    chosen = config.optimizer
-    betas = (chosen.adam_beta1, chosen.adam_beta2)
-    optimizer = torch.optim.AdamW(
-        param_groups, lr=LR, betas=betas, eps=chosen.adam_eps, weight_decay=chosen.weight_decay, fused=True
-    )
+    spread_ids = {id(p) for p in experts} if spread else set()
+    groups_of: list[dict[str, Any]] = []  # those of ours, experts apart
+    for index, group in enumerate(param_groups(model, config.optimizer)):
+        dense = [p for p in group["params"] if id(p) not in spread_ids]
+        if dense:
+            groups_of.append(group | {"params": dense, "name": f"dense {index}"})
+        if len(dense) < len(group["params"]):  # one such group: DeepSpeed finds its process group by this name
+            params = [p for p in group["params"] if id(p) in spread_ids]
+            groups_of.append(group | {"params": params, "moe": True, "name": f"ep_size_{mesh.size('ep')}"})
+    optimizer = torch.optim.AdamW(groups_of, fused=True)
     ds_config = {
         "train_micro_batch_size_per_gpu": config.training.micro_batch_size,
         "gradient_accumulation_steps": 1,

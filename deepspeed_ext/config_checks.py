@@ -51,6 +51,20 @@ def check_kinds(config: Mapping[str, Any]) -> None:
         raise ValueError(f"zero_optimization.stage={stage!r} must be 0, 1, 2 or 3")
 
 
+def refuse_auto(config: Mapping[str, Any]) -> None:
+    """Raises ValueError for values "auto", which the Trainer of transformers replaces and nobody here does; some of
+    them DeepSpeed would take for "off" without a word."""
+    found = sorted(_autos({key: value for key, value in config.items() if key not in ("autotuning", "pipeline")}))
+    if found:
+        raise ValueError(f'{", ".join(found)}: "auto" is filled in by the Trainer of transformers only; give a value')
+
+
+def _autos(config: Mapping[str, Any], prefix: str = "") -> list[str]:
+    keys = [f"{prefix}{key}" for key, value in config.items() if value == "auto"]
+    inner = [(key, value) for key, value in config.items() if isinstance(value, Mapping)]
+    return keys + [found for key, value in inner for found in _autos(value, f"{prefix}{key}.")]
+
+
 def _example(section: str) -> str:
     examples = {"zero_optimization": 'stage": 1', "optimizer": 'type": "AdamW"', "scheduler": 'type": "WarmupLR"'}
     examples |= {"data_types": 'grad_accum_dtype": "fp32"', "deepspeed_ext": 'overlap_param_gather": true'}

@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.precision_config import get_float16_config
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
-from deepspeed_ext.config_checks import number, optimizer_params, own_section
+from deepspeed_ext.config_checks import number, optimizer_params, own_section, refuse_auto
 from deepspeed_ext.rules import Lion
 from deepspeed_ext.zero.loss_scale import LossScaleOptions
 from deepspeed_ext.zero.options import DEFAULT_BUCKET_NUMEL, ZeroOptions
@@ -79,8 +79,11 @@ def zero_options(config: Mapping[str, Any]) -> ZeroOptions:
     DeepSpeed's: zero_optimization.{stage, reduce_bucket_size, overlap_comm}, gradient_clipping,
     data_types.grad_accum_dtype, communication_data_type. Where they are absent: 2^26 elements, overlap, fp32. Section
     "deepspeed_ext": overlap_param_gather, clip_after_steps, reduce_each_micro_batch. Section "fp16": the loss scale.
-    Raises ValueError for an unknown key of the section "deepspeed_ext", or a value of a wrong kind or out of range.
+    Raises ValueError for an unknown key of the section "deepspeed_ext", a value of a wrong kind or out of range,
+    "auto", or masters in 16 bits.
     """
+    refuse_auto(config)
+    _refuse_narrow_masters(config)
     zero = config.get("zero_optimization") or {}
     communicate = config.get("communication_data_type")
     return ZeroOptions(
@@ -108,8 +111,6 @@ def _loss_scale(config: Mapping[str, Any]) -> LossScaleOptions | None:
     fp16 = get_float16_config({"fp16": section})  # refuses what is out of range
     if section.get("enabled") and (config.get("bf16") or {}).get("enabled"):
         raise ValueError("fp16 and bf16 are both enabled; enable one")
-    if fp16.fp16_master_weights_and_grads:
-        raise ValueError("fp16.fp16_master_weights_and_grads is not supported: masters are fp32; remove it")
     return LossScaleOptions(
         initial=fp16.loss_scale or float(fp16.initial_dynamic_scale()),
         is_dynamic=fp16.loss_scale == 0,
@@ -118,6 +119,19 @@ def _loss_scale(config: Mapping[str, Any]) -> LossScaleOptions | None:
         refills_hysteresis=fp16.consecutive_hysteresis,
         minimum=float(fp16.min_loss_scale),
     )
+
+
+def _refuse_narrow_masters(config: Mapping[str, Any]) -> None:
+    for section, key in (
+        ("fp16", "fp16_master_weights_and_grads"),
+        ("bf16", "bf16_master_weights_and_grads"),
+        ("bf16", "bf16_optimizer_states"),
+    ):
+        if (config.get(section) or {}).get(key):
+            raise ValueError(
+                f"{section}.{key} is not supported: masters are fp32; remove it. Moments take less with "
+                'state_dtype="bf16" or "int8" in the optimizer\'s parameter groups'
+            )
 
 
 def _dtype(key: str, value: str | None) -> torch.dtype:

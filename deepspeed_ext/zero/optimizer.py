@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from deepspeed_ext.groups import ZeroGroups
 from deepspeed_ext.rules import rule_for
 from deepspeed_ext.rules.base import MatrixRule
-from deepspeed_ext.zero import checkpoint
+from deepspeed_ext.zero import checkpoint, full_access
 from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.build import build_families, norm_groups
 from deepspeed_ext.zero.checkpoint import StateShard
@@ -97,6 +97,7 @@ class EPZeroOptimizer(ZeROOptimizer):
         self._holds_back = False
         self._tells_previous = self._was_previous_skipped = False
         self._init_engine_attributes()
+        full_access.attach(self.families, divisor, lambda: self._reduced)
 
     def _init_engine_attributes(self) -> None:
         """What DeepSpeed's engine reads, and largest norms, clipped to and accepted, which may change every step."""
@@ -348,6 +349,7 @@ class EPZeroOptimizer(ZeROOptimizer):
         """Removes all hooks; the model keeps its parameters."""
         self._publisher.close()
         self._sync.close()
+        full_access.detach([param for family in self.families for param in family.params.values()])
 
     # ---- DeepSpeed's own checkpoint files (same layout only)
 

@@ -236,7 +236,15 @@ def test_options_of_a_full_configuration() -> None:
         ({"deepspeed_ext": {"overlap_param_gather": "true"}}, "overlap_param_gather='true' must be true or false"),
         ({"deepspeed_ext": {"clip_after_steps": 1.5}}, "clip_after_steps=1.5 must be a whole number"),
         ({"zero_optimization": {"reduce_bucket_size": "big"}}, "reduce_bucket_size='big' must be a number"),
-        ({"gradient_clipping": "auto"}, "gradient_clipping='auto' must be a number"),
+        (
+            {"gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "autotuning": {"start_profile_step": "auto"}},
+            '^bf16.enabled, gradient_clipping: "auto" is filled in by the Trainer of transformers only; give a value$',
+        ),
+        (
+            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+            "bf16_master_weights_and_grads is not sup",
+        ),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16_optimizer_states.*state_dtype=.bf16."),
         ({"gradient_clipping": float("nan")}, "gradient_clipping=nan must be a number"),
         ({"data_types": {"grad_accum_dtype": "fp8"}}, "grad_accum_dtype='fp8'"),
         ({"communication_data_type": "int8"}, "communication_data_type='int8'"),
