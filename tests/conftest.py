@@ -1,3 +1,26 @@
 """Set-up of the whole test suite."""
 
 import setuptools  # noqa: F401  # before anything imports distutils: setuptools refuses to replace it later
+
+# isort: split
+import os
+
+import pytest
+import torch
+
+# Tests for GPUs that take longest, most of all those that start processes or compile dozens of kernels. Begun last they
+# would run alone at the end.
+LONGEST = ("tests/distributed/", "tests/ops/test_tune.py", "tests/integration/")
+
+
+def pytest_configure() -> None:
+    """Each worker of pytest-xdist has a GPU of its own first, and sees the others for tests of several."""
+    worker, count = os.environ.get("PYTEST_XDIST_WORKER", ""), torch.cuda.device_count()
+    if worker and count > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        first = int(worker.removeprefix("gw"))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((first + step) % count) for step in range(count))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.markexpr == "gpu":
+        items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))

@@ -33,11 +33,11 @@ def layouts() -> list[str]:
     return found
 
 
-def check_lanes(device: str) -> None:
+def check_lanes(device: str, timeout: float = 180) -> None:
     words = [f"{line} --params-dtype fp32" for line in layouts()]
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     runs = [(line, STEPS) for line in words]
-    ranks = run_on_gpus(curves, 4, runs, timeout=180, device=device, environment=environment)
+    ranks = run_on_gpus(curves, 4, runs, timeout=timeout, device=device, environment=environment)
     for losses in ranks:
         expected, *others = losses
         assert len(set(expected)) == len(expected), "nothing was trained"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -75,6 +76,13 @@ def expected(inputs: list[Tensor]) -> dict[str, Tensor]:
     return values_and_gradients(_reference_fp64, wide)
 
 
+@functools.cache
+def case_with_answer(name: str, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Inputs of CASES[name], which nobody may change, and ``expected`` of them: token by token it takes seconds."""
+    inputs = make_inputs(CASES[name], dtype)
+    return inputs, expected(inputs)
+
+
 def _reference_fp64(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
     """Written out token by token: shares no code with what it checks, and stays in fp64."""
     y = torch.zeros_like(x)
@@ -101,4 +109,14 @@ def mismatches(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float
     return bad
 
 
-__all__ = ["CASES", "NAMES", "TOLERANCE", "Case", "expected", "make_inputs", "mismatches", "values_and_gradients"]
+__all__ = [
+    "CASES",
+    "NAMES",
+    "TOLERANCE",
+    "Case",
+    "case_with_answer",
+    "expected",
+    "make_inputs",
+    "mismatches",
+    "values_and_gradients",
+]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -30,9 +32,19 @@ TARGETS = [
 ]
 
 
-def skip_what_cannot_run(backend: str, dtype: torch.dtype) -> None:
-    """The one dtype that a backend refuses on purpose; that it refuses is a test of its own."""
-    if backend in ON_GPU and dtype == torch.float32:
-        pytest.skip("16-bit only")
-    if backend == "triton" and INTERPRETED and dtype == torch.bfloat16:
-        pytest.skip("the interpreter has no bf16 product")
+# Router, copies and single operations of "cuda" are Triton's very functions, which test_single_contract.py holds: a
+# second run of the same kernels would show nothing more.
+SINGLE_TARGETS = [target for target in TARGETS if target.id != "cuda"]
+
+
+def each_target_and_dtype(targets: Sequence[Any], dtypes: Iterable[torch.dtype]) -> pytest.MarkDecorator:
+    """Values for backend, device and dtype, without the one that a backend refuses on purpose (that it refuses is a
+    test of its own) and without bf16 under Triton's interpreter, which has no product in it."""
+    found = []
+    for target in targets:
+        backend, device = target.values
+        for dtype in dtypes:
+            is_refused = backend in ON_GPU and dtype == torch.float32
+            if not is_refused and not (backend == "triton" and INTERPRETED and dtype == torch.bfloat16):
+                found.append(pytest.param(backend, device, dtype, id=f"{target.id}-{dtype}", marks=target.marks))
+    return pytest.mark.parametrize(("backend", "device", "dtype"), found)

@@ -14,8 +14,8 @@ from megatron.optimus import ops
 from megatron.optimus.config.schema import PipelineSchedule
 from megatron.optimus.ops.backend import kernels, resolve
 from tests.distributed.layouts import refusal
-from tests.ops.cases import CASES, TOLERANCE, Case, expected, make_inputs
-from tests.ops.targets import ON_GPU, TARGETS, skip_what_cannot_run
+from tests.ops.cases import CASES, TOLERANCE, Case, case_with_answer, expected, make_inputs
+from tests.ops.targets import ON_GPU, TARGETS, each_target_and_dtype
 
 ADDING = [target for target in TARGETS if target.id != "sycl"]  # whose tests are in test_sycl.py: a start takes long
 NAMED = ("one_token", "odd_tokens", "odd_widths", "empty_experts", "some_foreign", "none_local", "no_token")
@@ -61,12 +61,10 @@ def error(actual: Tensor, wanted: Tensor) -> float:
 
 @pytest.mark.parametrize("wide", [True, False], ids=["fp32_buffer", "own_dtype"])
 @pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("backend", "device"), ADDING)
+@each_target_and_dtype(ADDING, TOLERANCE)
 def test_two_backwards_add_twice(backend: str, device: str, dtype: torch.dtype, name: str, wide: bool) -> None:
-    skip_what_cannot_run(backend, dtype)
     ops.set_backend(backend)
-    inputs = make_inputs(CASES[name], dtype)
+    inputs, want = case_with_answer(name, dtype)
     layer = Layer(inputs, device, wide)
     y = layer.forward()
     y.backward(layer.dy)
@@ -82,7 +80,6 @@ def test_two_backwards_add_twice(backend: str, device: str, dtype: torch.dtype, 
     assert torch.equal(y, want_y) and torch.equal(first[0], dx) and torch.equal(first[1], dweights)
     assert torch.equal(layer.x.grad, dx)
 
-    want = expected(inputs)
     rounding = 0.0 if wide else torch.finfo(dtype).eps * 2 * layer.starts[0].double().norm().item()
     for added, gradient in zip(layer.added(), (want["dgate_up"], want["ddown"]), strict=True):
         scale = gradient.norm().item()

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron.optimus import ops
 from megatron.optimus.ops import backend as backend_module
 from megatron.optimus.ops import reference
 from megatron.optimus.ops.triton import tiles
-from tests.ops.cases import CASES, NAMES, TOLERANCE, Case, expected, make_inputs, mismatches, values_and_gradients
-from tests.ops.targets import HAS_CUDA, ON_GPU, needs_hopper, skip_what_cannot_run
+from tests.ops.cases import (
+    CASES,
+    NAMES,
+    TOLERANCE,
+    Case,
+    case_with_answer,
+    make_inputs,
+    mismatches,
+    values_and_gradients,
+)
+from tests.ops.targets import HAS_CUDA, ON_GPU, each_target_and_dtype, needs_hopper
 from tests.ops.targets import TARGETS as ALL_TARGETS
 
 # test_sycl.py runs the same cases at several work-group sizes
@@ -24,17 +31,9 @@ TARGETS = [target for target in ALL_TARGETS if target.id != "sycl"]
 _GPU_BACKENDS = ["triton", pytest.param("cuda", marks=needs_hopper)]
 
 
-@functools.cache
-def case_with_answer(name: str, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Tensor]]:
-    inputs = make_inputs(CASES[name], dtype)
-    return inputs, expected(inputs)
-
-
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("backend", "device"), TARGETS)
+@each_target_and_dtype(TARGETS, TOLERANCE)
 def test_values_and_gradients(backend: str, device: str, dtype: torch.dtype, name: str) -> None:
-    skip_what_cannot_run(backend, dtype)
     inputs, want = case_with_answer(name, dtype)
     ops.set_backend(backend)
     got = values_and_gradients(ops.moe_mlp, [t.to(device) for t in inputs])

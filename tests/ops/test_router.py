@@ -10,11 +10,11 @@ import torch
 from megatron.optimus import ops
 from megatron.optimus.ops import reference
 from tests.ops.sycl_device import WORK_SIZES, needs_sycl
-from tests.ops.targets import TARGETS
+from tests.ops.targets import SINGLE_TARGETS
 
 SHAPES = [(0, 4, 2), (1, 4, 1), (37, 64, 8), (130, 72, 3), (5, 1, 1), (9, 6, 6), (300, 384, 8)]
 OPTIONS = list(itertools.product([False, True], repeat=3))
-each_target = pytest.mark.parametrize(("backend", "device"), TARGETS)
+each_target = pytest.mark.parametrize(("backend", "device"), SINGLE_TARGETS)
 
 
 def routed(fn, leaf: torch.Tensor, topk: int, options: tuple[bool, bool, bool], device: str) -> list[torch.Tensor]:

@@ -11,12 +11,23 @@ from torch import Tensor
 
 from megatron.optimus import ops
 from megatron.optimus.ops import reference
-from tests.ops.cases import CASES, NAMES, TOLERANCE, Case, expected, make_inputs, mismatches, values_and_gradients
+from tests.ops import targets
+from tests.ops.cases import (
+    CASES,
+    NAMES,
+    TOLERANCE,
+    Case,
+    case_with_answer,
+    expected,
+    make_inputs,
+    mismatches,
+    values_and_gradients,
+)
 from tests.ops.sycl_device import needs_sycl
-from tests.ops.targets import ON_GPU, TARGETS, skip_what_cannot_run
+from tests.ops.targets import ON_GPU, SINGLE_TARGETS
 
-each_target = pytest.mark.parametrize(("backend", "device"), TARGETS)
-each_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+each_target = pytest.mark.parametrize(("backend", "device"), SINGLE_TARGETS)
+each_target_and_dtype = targets.each_target_and_dtype(SINGLE_TARGETS, TOLERANCE)
 each_case = pytest.mark.parametrize("name", CASES)
 
 
@@ -103,11 +114,9 @@ def arguments_of(operation: str, case: Case, dtype: torch.dtype) -> tuple[list[t
 
 
 @each_case
-@each_dtype
-@each_target
+@each_target_and_dtype
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_values_and_gradients(operation: str, backend: str, device: str, dtype: torch.dtype, name: str) -> None:
-    skip_what_cannot_run(backend, dtype)
     arguments, inputs = arguments_of(operation, CASES[name], dtype)
     experts = CASES[name].experts
     want = run(operation, reference, reference.sort_slots(inputs[4], experts), arguments, "cpu", wide=True)
@@ -129,14 +138,12 @@ def composed(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices:
 
 
 @each_case
-@each_dtype
-@each_target
+@each_target_and_dtype
 def test_a_layer_composed_of_them_is_moe_mlp(backend: str, device: str, dtype: torch.dtype, name: str) -> None:
-    skip_what_cannot_run(backend, dtype)
-    inputs = make_inputs(CASES[name], dtype)
+    inputs, want = case_with_answer(name, dtype)
     ops.set_backend(backend)
     got = values_and_gradients(composed, [t.to(device) for t in inputs])
-    assert not mismatches(got, expected(inputs), 1.5 * TOLERANCE[dtype])  # expert outputs are rounded once more
+    assert not mismatches(got, want, 1.5 * TOLERANCE[dtype])  # expert outputs are rounded once more
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32], ids=str)
@@ -163,15 +170,13 @@ def test_order_and_counts(backend: str, device: str, name: str, index_dtype: tor
         assert mine.numel() == 0 or int(mine.max() - mine.min()) == mine.numel() - 1
 
 
-@each_dtype
-@each_target
+@each_target_and_dtype
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("name", ["odd_widths", "some_foreign", "empty_experts"])
 def test_weight_gradients_add_to_a_main_gradient(
     name: str, wide: bool, backend: str, device: str, dtype: torch.dtype
 ) -> None:
     """Two micro-batches into one buffer, of the wide sum: rounding each contribution to 16 bits first would show."""
-    skip_what_cannot_run(backend, dtype)
     case = CASES[name]
     _, gate_up, *_, indices, _ = make_inputs(case, dtype)
     ops.set_backend(backend)
@@ -197,10 +202,8 @@ def test_weight_gradients_add_to_a_main_gradient(
     assert not differences([main_grad, raw], [want, want], tolerance)
 
 
-@each_dtype
-@each_target
+@each_target_and_dtype
 def test_gradients_by_name(backend: str, device: str, dtype: torch.dtype) -> None:
-    skip_what_cannot_run(backend, dtype)
     case = CASES["some_foreign"]
     _, gate_up, *_, indices, _ = make_inputs(case, dtype)
     ops.set_backend(backend)

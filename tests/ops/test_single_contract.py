@@ -9,14 +9,26 @@ from torch import Tensor
 from megatron.optimus import ops
 from tests.ops.cases import Case, make_inputs, values_and_gradients
 from tests.ops.sycl_device import needs_sycl
-from tests.ops.targets import HAS_CUDA, ON_GPU, TARGETS
+from tests.ops.targets import HAS_CUDA, ON_GPU, SINGLE_TARGETS
 from tests.ops.test_single import composed
 
-each_target = pytest.mark.parametrize(("backend", "device"), TARGETS)
-fast_targets = pytest.mark.parametrize(("backend", "device"), [p for p in TARGETS if p.id != "reference"])
+each_target = pytest.mark.parametrize(("backend", "device"), SINGLE_TARGETS)
+fast_targets = pytest.mark.parametrize(("backend", "device"), [p for p in SINGLE_TARGETS if p.id != "reference"])
 CASE = Case(12, 16, 8, 3, 2)
 # All of opcheck but its comparison of compiled with eager results, which rows that hold nothing would fail.
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+def test_all_but_the_layer_of_the_cuda_backend_is_tritons() -> None:
+    """So these operations are tested once on a GPU, as Triton's (SINGLE_TARGETS)."""
+    pytest.importorskip("triton")
+    from megatron.optimus.ops import cuda
+    from megatron.optimus.ops.triton import single
+
+    own = {"moe_mlp", "moe_mlp_forward", "moe_mlp_backward"}
+    assert own < set(cuda.__all__)
+    for name in set(cuda.__all__) - own:
+        assert getattr(cuda, name) is getattr(single, name), name
 
 
 def typed_inputs(backend: str, device: str) -> list[Tensor]:
