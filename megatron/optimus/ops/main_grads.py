@@ -37,8 +37,8 @@ InputGradients = Callable[[Tensor, Tensor], None]  # is told dx [T, D] and dweig
 
 class FusedMoE(Protocol):
     """What a backend offers so that its expert layer can add to main gradients: a forward and the two halves of its
-    backward, or, in their place, a whole one ``moe_mlp_backward(dy, arguments, saved, buffers)`` that returns the
-    gradients of x, gate_up, down and weights.
+    backward, or a whole one ``moe_mlp_backward(dy, arguments, saved, buffers)`` that returns the gradients of x,
+    gate_up, down and weights, or both, where the whole one is faster: it is used where nobody is to be told.
 
     ``arguments`` are those of the forward, ``saved`` what it has kept besides. The gradient of a weight with a buffer
     is added to the buffer, in at least fp32 and rounded at most once, and None is returned in its place.
@@ -106,15 +106,12 @@ class _MoeMlp(torch.autograd.Function):
         )
         buffers = (None if gate_up is None else gate_up.buffer, None if down is None else down.buffer)
         # A backward that is asked for the weights alone sends nothing: nobody would wait for it.
-        tell = ctx.on_input_gradients if ctx.on_input_gradients is not None and _is_used(ctx, 0) else _nobody
+        tell = ctx.on_input_gradients if _is_used(ctx, 0) else None
         gradients = _gradients(ctx.backend, grads[0], list(tensors[:5]), list(tensors[5:]), buffers, tell)
         for main_grad in (gate_up, down):
             if main_grad is not None:
                 main_grad.ready()
         return *gradients, None, None, None, None
-
-
-def _nobody(dx_TD: Tensor, dweights_TK: Tensor) -> None: ...
 
 
 def _gradients(
@@ -123,15 +120,18 @@ def _gradients(
     arguments: list[Tensor],
     saved: list[Tensor],
     buffers: tuple[Tensor | None, Tensor | None],
-    tell: InputGradients,
+    tell: InputGradients | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Of x, gate_up, down and weights. Here alone is known which backends have the two halves."""
-    if not hasattr(backend, "moe_mlp_backward_inputs"):
+    """Of x, gate_up, down and weights. Here alone is known which backends have two halves, a whole, or both."""
+    has_whole, has_halves = (hasattr(backend, f"moe_mlp_backward{half}") for half in ("", "_inputs"))
+    if has_whole and (tell is None or not has_halves):
         dx, dgate_up, ddown, dweights = backend.moe_mlp_backward(dy, arguments, saved, buffers)
-        tell(dx, dweights)
+        if tell is not None:
+            tell(dx, dweights)
         return dx, dgate_up, ddown, dweights
     dx, ddown, dweights, pending = backend.moe_mlp_backward_inputs(dy, arguments, saved, buffers[1])
-    tell(dx, dweights)
+    if tell is not None:
+        tell(dx, dweights)
     return dx, backend.moe_mlp_backward_up_weights(arguments, saved, pending, buffers[0]), ddown, dweights
 
 

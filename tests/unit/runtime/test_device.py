@@ -176,3 +176,42 @@ def test_a_number_of_threads_that_is_none(cores: types.SimpleNamespace, monkeypa
     monkeypatch.setenv("OMP_NUM_THREADS", "0")
     with pytest.raises(ConfigError, match="OMP_NUM_THREADS='0' is not a number of threads"):
         set_cpu_threads(LaunchEnv(0, 1, 0, 1, "127.0.0.1", 29500, Launcher.ALONE))
+
+
+def test_work_beside_is_done_at_once_on_cpu() -> None:
+    done: list[int] = []
+    end = device_module.beside(torch.device("cpu"), lambda: [done.append(1), torch.ones(2)][1:])
+    assert done == [1]
+    [result] = end()
+    assert torch.equal(result, torch.ones(2)) and end()[0] is result
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+def test_work_beside_sees_what_was_queued_before_and_is_seen_by_what_is_queued_after() -> None:
+    """Also when memory that either side frees is given out again meanwhile."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(0)
+    a = torch.randn(2048, 2048, device=device) / 2048**0.5
+    expected = a
+    for _ in range(20):
+        expected = expected @ a
+    for _ in range(3):
+        x = torch.full_like(a, torch.nan)
+        torch.cuda._sleep(10_000_000)
+        x.copy_(a)  # late: work beside that did not wait would read NaN
+
+        def chain(x: torch.Tensor = x) -> list[torch.Tensor]:
+            y = x
+            for _ in range(20):
+                y = y @ x
+            return [y]
+
+        end = device_module.beside(device, chain)
+        for _ in range(5):
+            torch.full((2048, 2048), torch.nan, device=device)  # beside, in memory that is freed at once
+        [result] = end()
+        copy = result.clone()
+        del result
+        torch.full((2048, 2048), torch.nan, device=device)
+        torch.testing.assert_close(copy, expected)
