@@ -22,6 +22,6 @@ class MoE(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, RouterStats]:
         x_TD = x_BSD.flatten(0, 1)
-        routing, stats = self.router(x_TD)
+        routing, stats, x_TD = self.router(x_TD)
         y_TD, processed = self.through_experts(self.dispatcher, self.experts, x_TD, routing)
         return y_TD.view_as(x_BSD), stats._replace(processed=processed)
