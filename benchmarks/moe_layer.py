@@ -3,7 +3,7 @@
 On a GPU:  python benchmarks/moe_layer.py --tokens 8192 16384 32768 --out benchmarks/results/moe_layer_h200
 On a CPU:  python benchmarks/moe_layer.py --device cpu --out benchmarks/results/moe_layer_cpu
 Several runs in one table and chart:  python benchmarks/moe_layer.py --merge A.json B.json --out ALL
-Every repetition times each implementation once, in an order that rotates, after overwriting the GPU's level-2 cache.
+Every repetition times each implementation once, in a random order (seeded), after overwriting the GPU's level-2 cache.
 "optimus" is the backend that is chosen by default, optimus-NAME the backend NAME. optimus+add and optimus+main_grad
 also sum the expert weights' gradients in fp32 buffers: with an addition after the backward, and inside it. An
 implementation that is not installed, cannot run here or fails is named and left out. FLOPs are those of the experts'
@@ -17,6 +17,7 @@ import gc
 import importlib
 import json
 import math
+import random
 import statistics
 import sys
 import time
@@ -26,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
@@ -72,16 +72,19 @@ def make_inputs(shape: tuple[int, int, int, int], tokens: int, zipf: float, devi
     )
 
 
-def route(data: Inputs) -> tuple[Tensor, Tensor]:
-    routing = ops.router_topk(F.linear(data.x, data.router).float(), data.topk, normalize=True)
-    return routing.weights_TK, routing.indices_TK
+def route(data: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens, for the experts, and each one's weights and choice of experts: as in the model, logits in fp32."""
+    logits, x = ops.router_logits(data.x, data.router)
+    routing = ops.router_topk(logits, data.topk, normalize=True)
+    return x, routing.weights_TK, routing.indices_TK
 
 
 def optimus(backend: str) -> Callable[[Inputs], Callable[[], Tensor]]:
     def build(data: Inputs) -> Callable[[], Tensor]:
         def run() -> Tensor:
             ops.set_backend(backend)  # every time: implementations take turns
-            return ops.moe_mlp(data.x, data.gate_up, data.down, *route(data))
+            x, weights, indices = route(data)
+            return ops.moe_mlp(x, data.gate_up, data.down, weights, indices)
 
         return run
 
@@ -130,7 +133,8 @@ class AddingBackward(Accumulating):
     def _forward(self) -> Tensor:
         ops.set_backend("auto")
         data = self.data
-        return ops.moe_mlp(data.x, data.gate_up, data.down, *route(data), self.main_grads)
+        x, weights, indices = route(data)
+        return ops.moe_mlp(x, data.gate_up, data.down, weights, indices, self.main_grads)
 
     def both(self) -> None:
         self.forward().backward(self.data.dy)
@@ -216,9 +220,9 @@ def measure(shape_name: str, tokens: int, args: argparse.Namespace) -> list[dict
     times: dict[tuple[str, float], dict[str, list[float]]] = {
         key: {"forward": [], "both": [], "back_to_back": []} for key in layers
     }
-    keys = list(layers)
+    keys, order = list(layers), random.Random(tokens)
     for repetition in range(args.repetitions + 2):
-        for key in keys[repetition % len(keys) :] + keys[: repetition % len(keys)]:
+        for key in order.sample(keys, len(keys)):  # a call's time depends on what ran before it
             layer, mine = layers[key], times[key]
             if len(mine["both"]) >= 5 and mine["both"][-1] > 100:
                 continue  # a slow loop gets its median from fewer runs
@@ -235,7 +239,7 @@ def measure(shape_name: str, tokens: int, args: argparse.Namespace) -> list[dict
         forward, both, wall = (statistics.median(measured[key]) for key in ("forward", "both", "back_to_back"))
         layer = layers[name, zipf]
         with torch.no_grad():
-            counts = ops.expert_counts(route(layer.data)[1], experts)
+            counts = ops.expert_counts(route(layer.data)[2], experts)
         busiest = counts.max().item() / counts.float().mean().item()
         peak = peak_memory(layer) if args.device == "cuda" else None
         rows.append(

@@ -21,8 +21,13 @@ TORCH_LIBRARY(optimus, m) {
   m.def(
       "cuda_moe_mlp_backward(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor hidden, "
       "Tensor order) -> (Tensor dx, Tensor dgate_up, Tensor ddown, Tensor dweights)");
-  // Its two halves; the second may wait, as dx is complete after the first. A weight's gradient is written in the
-  // weight's dtype or, with add, added in fp32. dhidden: [P, 2F]; x_rows: [P, D].
+  // A weight's gradient is written in the weight's dtype or, with add, added in fp32.
+  m.def(
+      "cuda_moe_mlp_backward_into(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor hidden, "
+      "Tensor order, Tensor(a!) dgate_up, Tensor(b!) ddown, bool add_gate_up, bool add_down) -> "
+      "(Tensor dx, Tensor dweights)");
+  // The same in two halves, of which the second may wait: dx is complete after the first. dhidden: [P, 2F]; x_rows:
+  // [P, D].
   m.def(
       "cuda_moe_mlp_backward_inputs(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor hidden, "
       "Tensor order, Tensor(a!) ddown, bool add_down) -> (Tensor dx, Tensor dweights, Tensor dhidden, Tensor x_rows)");

@@ -30,6 +30,12 @@ Errand spread(const Part& experts, const void* from, void* to, int width, const 
   return errand;
 }
 
+Errand sum_of_dx(const Sizes& sizes, const Plan& plan, const void* dx_rows, void* dx) {
+  Errand errand{Task::kSum, sizes.width};
+  errand.from = dx_rows, errand.to = dx, errand.row_of_slot = plan.row;
+  return errand;
+}
+
 // Adds an errand that the product waits for, with a place to count its chunks.
 Errand* add_ahead(Errand* list, Errand errand, int*& progress) {
   if (errand.first_expert < errand.end_expert) {
@@ -125,24 +131,29 @@ cudaError_t backward_inputs(Type type, const Sizes& sizes, const Plan& plan, con
   });
   list = add_ahead(swiglus.list, swiglu(part(E, kFirst, kSecond)), progress);
   list = add_ahead(list, swiglu(part(E, kSecond, kWhole)), progress);
-  *list = spread({0, E}, to.x, to.pending.x_rows, D, plan);
-  list->warps = 2;
+  const bool sums_later = to.pending.dx_rows != nullptr;
+  Errand spread_x = spread({0, E}, to.x, to.pending.x_rows, D, plan), last = sum_of_dx(sizes, plan, to.dx_rows, to.dx);
+  if (sums_later) {
+    spread_x.warps = 1, last = spread_x;
+  } else {
+    spread_x.warps = 2, *list = spread_x;
+  }
   step([&] {
     return rows_times_weight(type, to.pending.dhidden, to.gate_up, to.dx_rows, order, 2 * F, D, false, {0, E}, swiglus,
                              stream);
   });
-  Errand sum{Task::kSum, D};
-  sum.from = to.dx_rows, sum.to = to.dx, sum.row_of_slot = plan.row;
   step([&] {
-    return weight_gradient(type, to.dy_rows, to.activation, to.ddown, to.add_down, order, D, F, {{sum}}, stream);
+    return weight_gradient(type, to.dy_rows, to.activation, to.ddown, to.add_down, order, D, F, {{last}}, stream);
   });
   return step.error;
 }
 
 cudaError_t backward_up_weights(Type type, const Sizes& sizes, const Plan& plan, const UpWeights& from, void* dgate_up,
                                 bool add, cudaStream_t stream) {
+  Errands errands;
+  if (from.dx_rows != nullptr) errands.list[0] = sum_of_dx(sizes, plan, from.dx_rows, from.dx);
   return weight_gradient(type, from.dhidden, from.x_rows, dgate_up, add, order_of(sizes, plan), 2 * sizes.inner,
-                         sizes.width, {}, stream);
+                         sizes.width, errands, stream);
 }
 
 }  // namespace optimus::cuda

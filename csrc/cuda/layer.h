@@ -26,6 +26,9 @@ struct Forward {
 // What the gradient of gate_up is made of: the only product that may wait, for dx does not need it.
 struct UpWeights {
   void *dhidden, *x_rows;  // [P, 2F] and [P, D]
+  // Rows [P, D] that are yet to be summed to dx [T, D], if the first half left that to the second.
+  const void* dx_rows;
+  void* dx;
 };
 
 struct BackwardInputs {
@@ -36,12 +39,13 @@ struct BackwardInputs {
   bool add_down;                         // to what is there in fp32
   float* dweights;
   int* progress;  // scratch, kProgressBytes
-  UpWeights pending;
+  UpWeights pending;  // with dx_rows, dx is complete only after the second half
 };
 
 cudaError_t forward(Type, const Sizes&, const Plan&, const Forward&, cudaStream_t);
 
-// The backward in two halves: everything but the gradient of gate_up, then that.
+// The backward in two halves: everything but the gradient of gate_up, then that. Where nothing happens in between the
+// sum of dx is cheapest in the second.
 cudaError_t backward_inputs(Type, const Sizes&, const Plan&, const BackwardInputs&, cudaStream_t);
 cudaError_t backward_up_weights(Type, const Sizes&, const Plan&, const UpWeights&, void* dgate_up, bool add,
                                 cudaStream_t);

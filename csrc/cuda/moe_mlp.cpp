@@ -85,12 +85,15 @@ void check_gradient(const char* name, const Tensor& gradient, at::IntArrayRef sh
                     dtype, " ", shape, ": expected a contiguous one of its shape, fp32 to add");
 }
 
-// Gradients of x and weights; that of down goes to ddown. Then what backward_up_weights needs: dhidden [P, 2F], x_rows
-// [P, D].
-std::tuple<Tensor, Tensor, Tensor, Tensor> moe_mlp_backward_inputs(const Tensor& dy_in, const Tensor& x_in,
-                                                           const Tensor& gate_up_in, const Tensor& down_in,
-                                                           const Tensor& weights_in, const Tensor& hidden,
-                                                           const Tensor& order, const Tensor& ddown, bool add_down) {
+// What the halves of a backward return and hand over. dx is complete after the first half, or after the second if that
+// is to sum the rows of dx.
+struct Gradients {
+  Tensor dx, dweights, dhidden, x_rows, dx_rows;
+};
+
+Gradients first_half(const Tensor& dy_in, const Tensor& x_in, const Tensor& gate_up_in, const Tensor& down_in,
+                     const Tensor& weights_in, const Tensor& hidden, const Tensor& order, const Tensor& ddown,
+                     bool add_down, bool sums_later) {
   const c10::cuda::CUDAGuard guard(x_in.device());
   const Tensor dy = dy_in.contiguous(), x = x_in.contiguous(), gate_up = gate_up_in.contiguous();
   const Tensor down = down_in.contiguous(), weights = weights_in.contiguous();
@@ -100,47 +103,76 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> moe_mlp_backward_inputs(const Tensor&
                     "moe_mlp_backward: dy ", dy.sizes(), ", order ", order.sizes(), " and hidden ", hidden.sizes(),
                     " do not fit x ", x.sizes(), " and weights ", weights.sizes());
   check_gradient("ddown", ddown, down.sizes(), down.scalar_type(), add_down);
-  Tensor dx = at::empty_like(x), dweights = at::empty_like(weights);
-  const int64_t rows = dweights.numel() == 0 ? 0 : sizes.rows();
-  Tensor dhidden = at::empty({rows, gate_up.size(1)}, x.options()), x_rows = at::empty({rows, sizes.width}, x.options());
+  Gradients out{at::empty_like(x), at::empty_like(weights), {}, {}, {}};
+  const int64_t rows = weights.numel() == 0 ? 0 : sizes.rows();
+  out.dhidden = at::empty({rows, gate_up.size(1)}, x.options());
+  out.x_rows = at::empty({rows, sizes.width}, x.options());
   if (rows == 0) {
     if (!add_down) ddown.zero_();
-    return {dx.zero_(), dweights, dhidden, x_rows};
+    out.dx.zero_();
+    return out;
   }
   const Tensor progress = at::empty({kProgressBytes / 4}, order.options());
-  const Tensor wide = at::empty({2, rows, sizes.width}, x.options());
+  const Tensor dy_rows = at::empty({rows, sizes.width}, x.options());
   const Tensor activation = at::empty({rows, sizes.inner}, x.options());
+  out.dx_rows = at::empty({rows, sizes.width}, x.options());
   BackwardInputs to{};
   to.dy = dy.data_ptr(), to.x = x.data_ptr(), to.gate_up = gate_up.data_ptr(), to.down = down.data_ptr();
   to.hidden = hidden.data_ptr(), to.weights = weights.data_ptr<float>();
-  to.dy_rows = wide[0].data_ptr(), to.dx_rows = wide[1].data_ptr(), to.activation = activation.data_ptr();
-  to.dx = dx.data_ptr(), to.ddown = ddown.data_ptr(), to.add_down = add_down;
-  to.dweights = dweights.data_ptr<float>(), to.progress = progress.data_ptr<int>();
-  to.pending = {dhidden.data_ptr(), x_rows.data_ptr()};
+  to.dy_rows = dy_rows.data_ptr(), to.dx_rows = out.dx_rows.data_ptr(), to.activation = activation.data_ptr();
+  to.dx = out.dx.data_ptr(), to.ddown = ddown.data_ptr(), to.add_down = add_down;
+  to.dweights = out.dweights.data_ptr<float>(), to.progress = progress.data_ptr<int>();
+  to.pending = {out.dhidden.data_ptr(), out.x_rows.data_ptr(), sums_later ? to.dx_rows : nullptr, to.dx};
   C10_CUDA_CHECK(backward_inputs(type_of(x), sizes, plan_of(order, sizes), to, c10::cuda::getCurrentCUDAStream()));
-  return {dx, dweights, dhidden, x_rows};
+  if (!sums_later) out.dx_rows = Tensor();
+  return out;
 }
 
 // The gradient of gate_up, from what the first half left, to dgate_up.
-void moe_mlp_backward_up_weights(const Tensor& dhidden, const Tensor& x_rows, const Tensor& order, int64_t tokens, int64_t topk,
-                         const Tensor& dgate_up, bool add) {
-  const c10::cuda::CUDAGuard guard(x_rows.device());
-  const int64_t experts = dgate_up.size(0), width = x_rows.size(1), inner = dhidden.size(1) / 2;
-  check_gradient("dgate_up", dgate_up, {experts, 2 * inner, width}, x_rows.scalar_type(), add);
-  if (x_rows.size(0) == 0) {
+void second_half(const Gradients& of, const Tensor& order, int64_t tokens, int64_t topk, const Tensor& dgate_up,
+                 bool add) {
+  const c10::cuda::CUDAGuard guard(of.x_rows.device());
+  const int64_t experts = dgate_up.size(0), width = of.x_rows.size(1), inner = of.dhidden.size(1) / 2;
+  check_gradient("dgate_up", dgate_up, {experts, 2 * inner, width}, of.x_rows.scalar_type(), add);
+  if (of.x_rows.size(0) == 0) {
     if (!add) dgate_up.zero_();
     return;
   }
   const Sizes sizes{static_cast<int>(tokens), static_cast<int>(topk), static_cast<int>(width), static_cast<int>(inner),
                     static_cast<int>(experts)};
-  TORCH_CHECK_VALUE(order.numel() == order_size(sizes) && x_rows.size(0) == sizes.rows() &&
-                        dhidden.size(0) == sizes.rows() && x_rows.is_contiguous() && dhidden.is_contiguous(),
-                    "moe_mlp_backward: order ", order.sizes(), ", dhidden ", dhidden.sizes(), " and x_rows ",
-                    x_rows.sizes(), " are not what the first half returned for ", tokens, " tokens of ", topk,
+  TORCH_CHECK_VALUE(order.numel() == order_size(sizes) && of.x_rows.size(0) == sizes.rows() &&
+                        of.dhidden.size(0) == sizes.rows() && of.x_rows.is_contiguous() && of.dhidden.is_contiguous(),
+                    "moe_mlp_backward: order ", order.sizes(), ", dhidden ", of.dhidden.sizes(), " and x_rows ",
+                    of.x_rows.sizes(), " are not what the first half returned for ", tokens, " tokens of ", topk,
                     " experts each");
-  const UpWeights from{dhidden.data_ptr(), x_rows.data_ptr()};
-  C10_CUDA_CHECK(backward_up_weights(type_of(x_rows), sizes, plan_of(order, sizes), from, dgate_up.data_ptr(), add,
+  UpWeights from{of.dhidden.data_ptr(), of.x_rows.data_ptr(), nullptr, nullptr};
+  if (of.dx_rows.defined()) from.dx_rows = of.dx_rows.data_ptr(), from.dx = of.dx.data_ptr();
+  C10_CUDA_CHECK(backward_up_weights(type_of(of.x_rows), sizes, plan_of(order, sizes), from, dgate_up.data_ptr(), add,
                                      c10::cuda::getCurrentCUDAStream()));
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> moe_mlp_backward_inputs(const Tensor& dy, const Tensor& x,
+                                                                   const Tensor& gate_up, const Tensor& down,
+                                                                   const Tensor& weights, const Tensor& hidden,
+                                                                   const Tensor& order, const Tensor& ddown,
+                                                                   bool add_down) {
+  const Gradients out = first_half(dy, x, gate_up, down, weights, hidden, order, ddown, add_down, false);
+  return {out.dx, out.dweights, out.dhidden, out.x_rows};
+}
+
+void moe_mlp_backward_up_weights(const Tensor& dhidden, const Tensor& x_rows, const Tensor& order, int64_t tokens,
+                                 int64_t topk, const Tensor& dgate_up, bool add) {
+  second_half({{}, {}, dhidden, x_rows, {}}, order, tokens, topk, dgate_up, add);
+}
+
+// Gradients of x and weights; those of gate_up and down go to dgate_up and ddown.
+std::tuple<Tensor, Tensor> moe_mlp_backward_into(const Tensor& dy, const Tensor& x, const Tensor& gate_up,
+                                                 const Tensor& down, const Tensor& weights, const Tensor& hidden,
+                                                 const Tensor& order, const Tensor& dgate_up, const Tensor& ddown,
+                                                 bool add_gate_up, bool add_down) {
+  const Gradients out = first_half(dy, x, gate_up, down, weights, hidden, order, ddown, add_down, true);
+  second_half(out, order, x.size(0), weights.size(1), dgate_up, add_gate_up);
+  return {out.dx, out.dweights};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> moe_mlp_backward(const Tensor& dy, const Tensor& x, const Tensor& gate_up,
@@ -148,9 +180,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> moe_mlp_backward(const Tensor& dy, co
                                                             const Tensor& hidden, const Tensor& order) {
   const Tensor dgate_up = at::empty(gate_up.sizes(), gate_up.options());
   const Tensor ddown = at::empty(down.sizes(), down.options());
-  const auto [dx, dweights, dhidden, x_rows] =
-      moe_mlp_backward_inputs(dy, x, gate_up, down, weights, hidden, order, ddown, false);
-  moe_mlp_backward_up_weights(dhidden, x_rows, order, x.size(0), weights.size(1), dgate_up, false);
+  const auto [dx, dweights] =
+      moe_mlp_backward_into(dy, x, gate_up, down, weights, hidden, order, dgate_up, ddown, false, false);
   return {dx, dgate_up, ddown, dweights};
 }
 
@@ -160,6 +191,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> moe_mlp_backward(const Tensor& dy, co
 TORCH_LIBRARY_IMPL(optimus, CUDA, m) {
   m.impl("cuda_moe_mlp", optimus::cuda::moe_mlp);
   m.impl("cuda_moe_mlp_backward", optimus::cuda::moe_mlp_backward);
+  m.impl("cuda_moe_mlp_backward_into", optimus::cuda::moe_mlp_backward_into);
   m.impl("cuda_moe_mlp_backward_inputs", optimus::cuda::moe_mlp_backward_inputs);
   m.impl("cuda_moe_mlp_backward_up_weights", optimus::cuda::moe_mlp_backward_up_weights);
 }

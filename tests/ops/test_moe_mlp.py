@@ -209,6 +209,8 @@ def test_cuda_operations_pass_opcheck() -> None:
     saved = (inputs[5], *plain, hidden, order)
     torch.library.opcheck(torch.ops.optimus.cuda_moe_mlp_backward.default, saved, test_utils=checks)
     dgate_up, ddown = (torch.zeros(t.shape, device="cuda") for t in plain[1:3])
+    into = torch.ops.optimus.cuda_moe_mlp_backward_into.default
+    torch.library.opcheck(into, (*saved, dgate_up, ddown, True, True), test_utils=checks)
     first_half = torch.ops.optimus.cuda_moe_mlp_backward_inputs.default
     torch.library.opcheck(first_half, (*saved, ddown, True), test_utils=checks)
     *_, dhidden, x_rows = first_half(*saved, ddown, True)

@@ -10,7 +10,7 @@ import torch
 from megatron.optimus import ops
 from megatron.optimus.ops import reference
 from tests.ops.sycl_device import WORK_SIZES, needs_sycl
-from tests.ops.targets import SINGLE_TARGETS
+from tests.ops.targets import HAS_CUDA, SINGLE_TARGETS
 
 SHAPES = [(0, 4, 2), (1, 4, 1), (37, 64, 8), (130, 72, 3), (5, 1, 1), (9, 6, 6), (300, 384, 8)]
 OPTIONS = list(itertools.product([False, True], repeat=3))
@@ -74,6 +74,54 @@ def test_equal_and_missing_numbers_still_choose_different_experts(backend: str) 
     routing = ops.router_topk(logits, 4)
     assert routing.indices_TK.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 4, 0]]
     assert routing.weights_TK[1].isnan().all() and not routing.weights_TK[[0, 2]].isnan().any()
+
+
+LOGIT_DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="no GPU")]),
+]
+
+
+@pytest.mark.parametrize("device", LOGIT_DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(0, 16, 4), (1, 8, 1), (130, 72, 20), (300, 200, 64), (70, 136, 130)], ids=str)
+def test_logits_and_one_gradient_of_both_uses_of_x(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: str
+) -> None:
+    """Logits and the weight's gradient as in fp32, whatever the inputs; x's gradient is a sum rounded once."""
+    tokens, width, experts = shape
+    generator = torch.Generator().manual_seed(3)
+    x, weight, dx = (
+        torch.randn(size, generator=generator).to(dtype)
+        for size in ((tokens, width), (experts, width), (tokens, width))
+    )
+    dlogits = torch.randn(tokens, experts, generator=generator)
+    leaves = [t.to(device).requires_grad_() for t in (x, weight)]
+    logits, x_too = ops.router_logits(*leaves)
+    got_dx, got_dweight = torch.autograd.grad((logits, x_too), leaves, (dlogits.to(device), dx.to(device)))
+    assert logits.dtype == torch.float32 and torch.equal(x_too, leaves[0])
+    assert got_dx.dtype == got_dweight.dtype == dtype
+
+    def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> bool:
+        return bool((got.detach().double().cpu() - want).norm() <= tolerance * want.norm())
+
+    assert close(logits, x.double() @ weight.double().T, 1e-5)
+    want_dx = dx.double() + dlogits.double() @ weight.double()
+    want_dweight = dlogits.double().T @ x.double()
+    if dtype == torch.float32:
+        assert close(got_dx, want_dx, 1e-5) and close(got_dweight, want_dweight, 1e-5)
+        return
+    for got, want in ((got_dx, want_dx), (got_dweight, want_dweight)):  # all but ties of the last rounding
+        assert (got.cpu() != want.to(dtype)).sum() <= want.numel() / 200
+    (alone,) = torch.autograd.grad(ops.router_logits(*leaves)[0], leaves[0], dlogits.to(device))
+    assert (alone.cpu() != (dlogits.double() @ weight.double()).to(dtype)).sum() <= alone.numel() / 200
+    (through,) = torch.autograd.grad(ops.router_logits(*leaves)[1], leaves[0], dx.to(device))
+    assert torch.equal(through.cpu(), dx)
+
+
+def test_logits_of_wrong_shapes_raise() -> None:
+    with pytest.raises(ValueError, match=r"router_logits: x torch.float32 \(3, 4\) and weight torch.float32 \(2, 5\)"):
+        ops.router_logits(torch.zeros(3, 4), torch.zeros(2, 5))
 
 
 def test_wrong_arguments_raise() -> None:

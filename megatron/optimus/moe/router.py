@@ -6,34 +6,15 @@ Shapes: T tokens, D model width, E experts, K experts per token.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.optimus import ops
 from megatron.optimus.config.schema import LoadBalancing, ModelConfig, ScoreFunction
 from megatron.optimus.moe.balance import load_balancing_loss, mean_entropy, router_z_loss, updated_expert_bias
-
-
-class _Fp32Linear(torch.autograd.Function):
-    """F.linear(x.float(), weight.float()) that keeps x for the backward as it is: the experts keep the same tensor, so
-    an fp32 copy beside it would be 4 bytes per element more.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-        ctx.save_for_backward(x_TD, weight_ED)
-        return F.linear(x_TD.float(), weight_ED.float())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        x_TD, weight_ED = ctx.saved_tensors
-        dlogits_TE = grads[0]
-        dx_TD = (dlogits_TE @ weight_ED.float()).to(x_TD.dtype)
-        return dx_TD, (dlogits_TE.t() @ x_TD.float()).to(weight_ED.dtype)
 
 
 class RouterStats(NamedTuple):
@@ -67,8 +48,9 @@ class Router(nn.Module):
         # this process has all of them.
         self.balance_group: dist.ProcessGroup | None = None
 
-    def forward(self, x_TD: Tensor) -> tuple[ops.Routing, RouterStats]:
-        logits_TE = _Fp32Linear.apply(x_TD, self.weight)
+    def forward(self, x_TD: Tensor) -> tuple[ops.Routing, RouterStats, Tensor]:
+        """The third result is x, for the experts: see ``ops.router_logits``."""
+        logits_TE, x_TD = ops.router_logits(x_TD, self.weight)
         routing = ops.router_topk(
             logits_TE, self.topk, sigmoid=self.sigmoid, normalize=self.normalize, selection_bias_E=self.expert_bias
         )
@@ -82,7 +64,7 @@ class Router(nn.Module):
             entropy=mean_entropy(routing.scores_TE.detach()),
             processed=counts_E.sum(),
         )
-        return routing, stats
+        return routing, stats, x_TD
 
     def _balancing_loss(self, scores_TE: Tensor, counts_E: Tensor) -> Tensor:
         if self.balancing is LoadBalancing.NONE:

@@ -29,7 +29,7 @@ from megatron.optimus.ops.grouped import (
 )
 from megatron.optimus.ops.main_grads import InputGradients, MainGrad, main_grad_of
 from megatron.optimus.ops.reference import Routing, RowOrder
-from megatron.optimus.ops.routing import expert_counts, router_topk, sort_slots
+from megatron.optimus.ops.routing import expert_counts, router_logits, router_topk, sort_slots
 
 __all__ = [
     "Backend",
@@ -49,6 +49,7 @@ __all__ = [
     "grouped_weight_gradient",
     "main_grad_of",
     "moe_mlp",
+    "router_logits",
     "router_topk",
     "set_backend",
     "sort_slots",

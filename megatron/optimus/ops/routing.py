@@ -8,11 +8,30 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.optimus.ops import reference
 from megatron.optimus.ops.backend import Backend, kernels, resolve, resolve_routing
 from megatron.optimus.ops.reference import Routing, RowOrder
+
+
+def router_logits(x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 logits [T, E] of a linear router, and x for the experts; see ``reference.router_logits``.
+
+    Give the experts the x returned: the gradient of both is then one tensor, rounded once, and needs no addition. It is
+    saved for the backward as it is, without an fp32 copy. In bf16 on NVIDIA GPUs the tensor cores multiply: exact
+    products, sums in fp32 in another order; the logits' gradient keeps all 24 bits. Raises ValueError if x is not
+    [T, D], weight not [E, D], or one of them not floating.
+    """
+    fits = x_TD.dim() == 2 and weight_ED.dim() == 2 and x_TD.shape[1] == weight_ED.shape[1]
+    if not fits or not x_TD.is_floating_point() or not weight_ED.is_floating_point():
+        raise ValueError(
+            f"router_logits: x {x_TD.dtype} {tuple(x_TD.shape)} and weight {weight_ED.dtype} {tuple(weight_ED.shape)}; "
+            "expected floating [T, D] and [E, D]"
+        )
+    logits_TE, x_too_TD = _RouterLogits.apply(x_TD, weight_ED)
+    return logits_TE, x_too_TD
 
 
 def router_topk(
@@ -80,6 +99,63 @@ def _check_indices(name: str, indices: Tensor, num_experts: int) -> None:
         raise ValueError(f"{name}: num_experts={num_experts}; expected at least 1")
     if indices.shape[1] < 1 or indices.numel() >= 2**31:
         raise ValueError(f"{name}: indices {tuple(indices.shape)}; expected K >= 1 and T*K < 2**31")
+
+
+class _RouterLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x_TD, weight_ED)
+        ctx.set_materialize_grads(False)
+        return _router_product(x_TD, weight_ED), x_TD.view_as(x_TD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        dlogits_TE, dx_TD = grads
+        x_TD, weight_ED = ctx.saved_tensors
+        if dlogits_TE is None:
+            return dx_TD, None
+        return _router_gradients(dlogits_TE, x_TD, weight_ED, dx_TD)
+
+
+def _on_tensor_cores(x: Tensor, weight: Tensor) -> bool:
+    is_wide = x.dtype == weight.dtype == torch.bfloat16 and x.is_cuda and x.shape[0] > 0
+    return is_wide and resolve_routing(x.device) is Backend.TRITON
+
+
+@torch.library.custom_op("optimus::router_product", mutates_args=())
+def _router_product(x: Tensor, weight: Tensor) -> Tensor:
+    if _on_tensor_cores(x, weight):
+        return _linear().logits(x, weight)
+    return F.linear(x.float(), weight.float())
+
+
+@_router_product.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("optimus::router_gradients", mutates_args=())
+def _router_gradients(dlogits: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None) -> tuple[Tensor, Tensor]:
+    if _on_tensor_cores(x, weight):
+        parts = _linear().in_three(dlogits.contiguous())
+        dx = None if dx is None else dx.contiguous()
+        dweight = _linear().weight_gradient(parts, x, weight.shape[0])
+        return _linear().input_gradient(parts, weight.contiguous(), dx), dweight.to(weight.dtype)
+    sum_TD = (dlogits @ weight.float()).to(torch.promote_types(x.dtype, torch.float32))
+    if dx is not None:
+        sum_TD += dx
+    return sum_TD.to(x.dtype), (dlogits.t() @ x.float()).to(weight.dtype)
+
+
+@_router_gradients.register_fake
+def _(dlogits: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _linear() -> Any:
+    from megatron.optimus.ops.triton import router_linear
+
+    return router_linear
 
 
 @torch.library.custom_op("optimus::expert_counts", mutates_args=())

@@ -29,14 +29,14 @@ def router(**changes: object) -> Router:
 
 
 def test_weights_are_not_renormalised_by_default() -> None:
-    routing, _ = router()(torch.randn(20, 12))
+    routing, *_ = router()(torch.randn(20, 12))
     scores_TE = routing.scores_TE
     assert torch.equal(routing.weights_TK, scores_TE.topk(2, dim=-1).values)
     assert (routing.weights_TK.sum(-1) < 1).all()
 
 
 def test_renormalised_and_sigmoid_scores() -> None:
-    routing, _ = router(moe_router_norm_topk_prob=True, moe_router_score_function=ScoreFunction.SIGMOID)(
+    routing, *_ = router(moe_router_norm_topk_prob=True, moe_router_score_function=ScoreFunction.SIGMOID)(
         torch.randn(20, 12)
     )
     torch.testing.assert_close(routing.weights_TK.sum(-1), torch.ones(20))
@@ -45,13 +45,13 @@ def test_renormalised_and_sigmoid_scores() -> None:
 
 def test_router_computes_in_fp32_whatever_the_weights() -> None:
     low = router().to(torch.bfloat16)
-    routing, stats = low(torch.randn(5, 12, dtype=torch.bfloat16))
+    routing, stats, _ = low(torch.randn(5, 12, dtype=torch.bfloat16))
     assert routing.weights_TK.dtype == stats.aux_loss.dtype == stats.z_loss.dtype == torch.float32
 
 
 def test_forced_uniform_routing_is_perfectly_even_but_trains_the_router() -> None:
     forced = router(moe_router_force_load_balancing=True)
-    routing, stats = forced(torch.randn(16, 12))
+    routing, stats, _ = forced(torch.randn(16, 12))
     assert stats.counts_E.tolist() == [4] * 8
     assert all(len(set(row)) == 2 for row in routing.indices_TK.tolist())
     routing.weights_TK.sum().backward()
@@ -70,9 +70,9 @@ def test_global_loss_uses_the_whole_step() -> None:
     """Two micro-batches seen one after the other: the second one's loss knows both loads."""
     both = router(moe_router_load_balancing_type=LoadBalancing.GLOBAL_AUX_LOSS)
     first_TD, second_TD = torch.randn(10, 12), torch.randn(30, 12)
-    _, first = both(first_TD)
+    _, first, _ = both(first_TD)
     both.record_micro_batch(first.counts_E)
-    routing, second = both(second_TD)
+    routing, second, _ = both(second_TD)
     expected = load_balancing_loss(routing.scores_TE, first.counts_E + second.counts_E, 40)
     torch.testing.assert_close(second.aux_loss, expected)
     both.finish_step(first.counts_E + second.counts_E, 0.1)
@@ -89,7 +89,7 @@ def test_expert_bias_steers_choice_but_not_weights() -> None:
     biased = router(moe_router_enable_expert_bias=True)
     x_TD = torch.randn(50, 12)
     biased.expert_bias[3] = 10.0
-    routing, _ = biased(x_TD)
+    routing, *_ = biased(x_TD)
     assert (routing.indices_TK == 3).any(dim=-1).all()
     torch.testing.assert_close(routing.weights_TK, routing.scores_TE.gather(-1, routing.indices_TK))
     moved = updated_expert_bias(torch.zeros(4), torch.tensor([10, 2, 6, 6]), 0.5)
@@ -150,7 +150,7 @@ def test_the_fp32_product_keeps_the_tokens_in_their_own_dtype(dtype: torch.dtype
     x_TD = torch.randn(5, 12).to(dtype).requires_grad_()
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        routing, _ = layer(x_TD)
+        routing, *_ = layer(x_TD)
     routing.weights_TK.square().sum().backward()
     assert not any(t.shape == x_TD.shape and t.dtype != dtype for t in kept)
     twin, weight = x_TD.detach().requires_grad_(), layer.weight.detach().requires_grad_()

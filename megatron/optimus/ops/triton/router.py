@@ -20,6 +20,7 @@ MAX_EXPERTS = 1024  # a program holds whole rows of scores
 def _router_topk(
     logits_ptr, bias_ptr, weights_ptr, indices_ptr, scores_ptr, num_tokens, num_experts, TOPK: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     expert = tl.arange(0, EXPERTS)[None, :]
@@ -37,18 +38,24 @@ def _router_topk(
         choice += tl.load(bias_ptr + expert, mask=expert < num_experts, other=0.0)
     choice = tl.where(expert < num_experts, choice, -float("inf"))
     total = tl.zeros([TOKENS], dtype=tl.float32)
+    slot = tl.arange(0, SLOTS)[None, :]
+    weights = tl.zeros([TOKENS, SLOTS], dtype=tl.float32)
+    indices = tl.zeros([TOKENS, SLOTS], dtype=tl.int32)
     for k in tl.static_range(TOPK):
-        best = tl.argmax(choice, 1)
+        weight, best = tl.max(choice, 1, return_indices=True)
         chosen = expert == best[:, None]
-        weight = tl.sum(tl.where(chosen, scores, 0.0), 1)
+        if BIASED:
+            weight = tl.sum(tl.where(chosen, scores, 0.0), 1)
         choice = tl.where(chosen, -float("inf"), choice)
         total += weight
-        tl.store(weights_ptr + token * TOPK + k, weight, mask=token < num_tokens)
-        tl.store(indices_ptr + token * TOPK + k, best.to(tl.int64), mask=token < num_tokens)
+        weights = tl.where(slot == k, weight[:, None], weights)
+        indices = tl.where(slot == k, best[:, None], indices)
     if NORMALIZE:
-        for k in tl.static_range(TOPK):
-            weight = tl.load(weights_ptr + token * TOPK + k, mask=token < num_tokens, other=0.0)
-            tl.store(weights_ptr + token * TOPK + k, weight / total, mask=token < num_tokens)
+        weights /= total[:, None]
+    place = token[:, None] * TOPK + slot
+    inside = (token < num_tokens)[:, None] & (slot < TOPK)
+    tl.store(weights_ptr + place, weights, mask=inside)
+    tl.store(indices_ptr + place, indices.to(tl.int64), mask=inside)
 
 
 @triton.jit
@@ -84,9 +91,9 @@ def _router_topk_backward(
 
 
 def _launch_shape(num_experts: int) -> tuple[int, int]:
-    """Experts rounded up to a power of two, and the tokens of a program: about 4096 scores."""
+    """Experts rounded up to a power of two, and the tokens of a program: about 512 scores, for many programs."""
     experts = max(triton.next_power_of_2(num_experts), 2)
-    return experts, max(4096 // experts, 1)
+    return experts, max(512 // experts, 1)
 
 
 @torch.library.custom_op("optimus_triton::router_topk", mutates_args=())
@@ -104,6 +111,7 @@ def router_topk(
     _router_topk[(triton.cdiv(num_tokens, tokens),)](
         logits, bias, weights, indices, scores, num_tokens, num_experts, TOPK=topk, SIGMOID=sigmoid,
         NORMALIZE=normalize, BIASED=selection_bias_E is not None, TOKENS=tokens, EXPERTS=experts,
+        SLOTS=triton.next_power_of_2(topk),
     )  # fmt: skip
     return weights, indices, scores
 
