@@ -23,6 +23,7 @@ from typing import Any
 
 from megatron.optimus.checkpoint import commit
 from megatron.optimus.checkpoint.errors import CheckpointError
+from megatron.optimus.checkpoint.plan import boot_id
 from megatron.optimus.checkpoint.shards import parse_json, read_small_file
 
 CLAIM_NAME = ".claim"
@@ -126,8 +127,8 @@ class Claim:
 
 
 def _this_process() -> dict[str, Any]:
+    boot = boot_id()
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         space = os.readlink("/proc/self/ns/pid")  # process numbers mean something in here only
     except OSError:
         boot = space = ""

@@ -104,8 +104,16 @@ class SavePlan:
 
 
 def node_name() -> str:
-    """What the ranks of one machine share and no other machine has."""
-    return socket.gethostname()
+    """What the ranks of one machine share and no other machine has: some clusters call every node ``localhost``."""
+    return f"{socket.gethostname()} {boot_id()}"
+
+
+def boot_id() -> str:
+    """Of the running kernel; empty where it tells none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def own_pieces(slices: Iterable[TensorSlice]) -> list[OwnPiece]:

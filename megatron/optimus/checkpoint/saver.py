@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 import threading
 import time
 from collections import deque
@@ -145,7 +146,8 @@ class Saver:
         self._node, self._files_per_node = node or node_name(), files_per_node
         self._local = None
         if local is not None:  # two runs may share the disk, not the folder
-            self._local = Path(local).absolute() / f"{xxhash.xxh3_64_hexdigest(str(self._root).encode())}-{self._node}"
+            folder = f"{xxhash.xxh3_64_hexdigest(str(self._root).encode())}-{node or socket.gethostname()}"
+            self._local = Path(local).absolute() / folder
         self._check_claim = check_claim
         self._plans: dict[str, tuple[list[OwnPiece], SavePlan]] = {}
         self._snapshots: dict[str, Snapshot] = {}

@@ -19,6 +19,7 @@ from megatron.optimus.checkpoint import (
     load,
     load_manifest,
     load_newest,
+    plan,
     saver,
 )
 from megatron.optimus.checkpoint.snapshot import Snapshot, place_in_blocks
@@ -231,6 +232,15 @@ def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch, gate):
     assert saved.path == tmp_path / name / "step-00000001"
     assert find_loadable(tmp_path / name) == saved.path
     assert not names(tmp_path / "elsewhere")
+
+
+def test_machines_of_one_name_do_not_share_a_file(monkeypatch):
+    """Parts of one page written by two machines would get lost on a network disk."""
+    monkeypatch.setattr(plan.socket, "gethostname", lambda: "localhost")
+    here = plan.node_name()
+    assert here == plan.node_name()
+    monkeypatch.setattr(plan, "boot_id", lambda: "another")
+    assert plan.node_name() != here
 
 
 def test_a_rename_that_was_done_and_not_acknowledged(tmp_path, monkeypatch):
