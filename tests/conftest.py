@@ -3,10 +3,18 @@
 import setuptools  # noqa: F401  # before anything imports distutils: setuptools refuses to replace it later
 
 # isort: split
+import contextlib
 import os
 
 import pytest
 import torch
+
+with contextlib.suppress(ImportError):  # whoever runs tests without it misses those that need it, not all
+    from hypothesis import HealthCheck, settings
+
+    # No test is timed: on a busy machine an example may take longer than hypothesis allows by itself.
+    settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("untimed")
 
 # Tests for GPUs that take longest, most of all those that start processes or compile dozens of kernels. Begun last they
 # would run alone at the end.

@@ -19,7 +19,8 @@ RECIPE = (
     f"--optimizer sgd --sgd-momentum 0 --weight-decay 0 --clip-grad {CLIP} --clip-grad-after-warmup "
     f"--lr 0.1 --min-lr 0.01 --lr-warmup-iters 2 --lr-decay-style WSD --lr-wsd-decay-iters 2 --train-iters {STEPS} "
     f"--save-interval 1 --save-retain {STEPS} --eval-interval 0 --expert-model-parallel-size 2 "
-    "--straggler-check-interval 3 --profile --profile-step-start 2 --profile-step-end 3 --profile-ranks 0 1"
+    "--device-peak-tflops 0.5 --straggler-check-interval 3 "
+    "--profile --profile-step-start 2 --profile-step-end 3 --profile-ranks 0 1"
 )
 TRACE = "steps-2-3-rank-{}.trace.json.gz"
 
@@ -35,6 +36,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, pretrain: Program) -> Path
 
 def test_updates_have_the_length_that_schedule_and_clipping_give_them(run_dir: Path) -> None:
     lines = read_metrics(run_dir / "metrics.jsonl")
+    assert [line["mfu"] for line in lines] == pytest.approx([line["tflops_per_device"] / 0.5 for line in lines])
     assert [line["lr"] for line in lines] == pytest.approx([0.055, 0.1, 0.1, 0.1, 0.055])
     masters = [
         {name: x for (name, kind), x in tensors(run_dir / f"checkpoints/step-{step:08d}").items() if kind == "master"}

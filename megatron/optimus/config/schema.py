@@ -346,6 +346,9 @@ class LoggingConfig:
     tensorboard_dir: str | None = option(None, "also write TensorBoard events here")
     wandb_project: str | None = option(None, "also log to this project of Weights & Biases")
     wandb_exp_name: str | None = option(None, "name of the run there; default: that of run_dir")
+    device_peak_tflops: float | None = option(
+        None, "dense peak of a device in params_dtype, which MFU is a share of; default: of the devices known"
+    )
     straggler_check_interval: int = option(
         0, "at the start and every so many steps, time the same products on every device, name slow ones; 0: never"
     )
@@ -357,6 +360,7 @@ class LoggingConfig:
     def __post_init__(self) -> None:
         at_least(self, 1, "log_interval", "profile_step_start", "profile_step_end")
         at_least(self, 0, "straggler_check_interval")
+        positive(self, "device_peak_tflops")
         require(
             self.profile_step_end >= self.profile_step_start,
             f"profile_step_end={self.profile_step_end} comes before profile_step_start={self.profile_step_start}; "

@@ -190,7 +190,9 @@ class Trainer:
         training, model = self.config.training, self.config.model
         tokens = training.global_batch_size * training.seq_length / self.mesh.layout.world_size
         flops = flops_per_token(model, training.seq_length)
-        peak = devices.peak_flops(devices.device_name(self.device), DTYPES[training.params_dtype])
+        told = self.config.logging.device_peak_tflops
+        known = devices.peak_flops(devices.device_name(self.device), DTYPES[training.params_dtype])
+        peak = known if told is None else told * 1e12
         now: dict[str, Any] = {  # what the host knows when the step has been queued
             "step": self.step,
             "consumed_tokens": self.consumed_samples * training.seq_length,
