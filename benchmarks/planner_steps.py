@@ -67,8 +67,15 @@ def rows() -> list[Row]:
     return found
 
 
+class Options(argparse.Namespace):
+    """Those of a raw file; what the program has learned since was not asked for."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 def _layout_speed(file: str, raw: dict[str, Any]) -> Iterator[Row]:
-    args = argparse.Namespace(**raw["options"])
+    args = Options(**raw["options"])
     for name, section in raw["sections"].items():
         variants = sections.SECTIONS[name](args, raw["ranks"]).variants
         for result in section["results"]:
@@ -82,7 +89,7 @@ def _layout_speed(file: str, raw: dict[str, Any]) -> Iterator[Row]:
 
 def _overlap(file: str, raw: dict[str, Any]) -> Iterator[Row]:
     about = raw["about"]
-    args = argparse.Namespace(**{"num_experts": None, "lr": None} | about)
+    args = Options(**about)
     for result in raw["results"]:
         system = result["system"]
         if system in overlap_systems.OURS and (file, system) not in SUPERSEDED:
