@@ -54,14 +54,15 @@ class Slow(AllToAllDispatcher):
         return super().dispatch(x_TD, routing)
 
 
+def rendezvous(memory: torch.Tensor, group: dist.ProcessGroup) -> SimpleNamespace:
+    return SimpleNamespace(
+        buffer_ptrs=[memory.data_ptr()] * dist.get_world_size(group), get_buffer=lambda *args, **kwargs: memory
+    )
+
+
 def shared_memory(rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
     """What ranks agree on before they use each other's memory, on CPUs that stand for GPUs."""
     found: dict[str, Any] = {}
-
-    def rendezvous(memory: torch.Tensor, group: dist.ProcessGroup) -> SimpleNamespace:
-        return SimpleNamespace(
-            buffer_ptrs=[memory.data_ptr()] * dist.get_world_size(group), get_buffer=lambda *args, **kwargs: memory
-        )
 
     def empty(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
@@ -130,6 +131,7 @@ def one_rank(rank: int, world: int) -> dict[str, Any]:
     with (
         mock.patch("megatron.optimus.parallel.probe.symmetric_problem", lambda *args: None),
         mock.patch("torch.distributed._symmetric_memory.empty", empty),
+        mock.patch("torch.distributed._symmetric_memory.rendezvous", rendezvous),
     ):
         found["no memory on rank 1"] = settle(auto, 4), list(lines)
         found["no memory in one group of two"] = settle(config_of(TokenDispatcher.AUTO, ep=2), 4), list(lines)
