@@ -166,9 +166,9 @@ def _finish_started(dispatcher: Any) -> Any:
     dispatcher.start = lambda x: started.append(start(x)) or started[-1]
 
     def wait(module: Any, arguments: Any) -> None:
-        trip = started.pop()
-        if hasattr(trip, "x"):
-            trip.x.wait()
+        under_way = started.pop()
+        if hasattr(under_way, "x"):
+            under_way.x.wait()
 
     return wait
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron.optimus.parallel import collectives
 from megatron.optimus.parallel.expert import apply_expert_parallelism
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.recompute import _recomputed
+from megatron.optimus.parallel.trips import Trip
 from tests.distributed.test_expert_parallel import WIDTH, model_config, tokens_of
 from tests.helpers import run_distributed
 
@@ -80,7 +82,9 @@ def order_rank(rank: int, world: int) -> dict[str, Any]:
             y = layer(tokens_of(rank, [6] * world).requires_grad_())[0]
             events.append("backward")
             y.sum().backward()
+            del y
             found[name + recompute * ", recomputed"] = list(events)
+            found[f"{name}, left alive"] = [*found.get(f"{name}, left alive", []), left_alive(layer, rank)]
         if name == "all-gather":
             # As a zero-bubble pipeline asks for them: nothing goes home with the weights' gradients.
             events.clear()
@@ -90,6 +94,14 @@ def order_rank(rank: int, world: int) -> dict[str, Any]:
             found["weights alone"] = list(events)
             found["errors"] = errors(layer, tokens_of(rank, [6] * world))
     return found
+
+
+def left_alive(layer: MoE, rank: int) -> int:
+    """Trips, and with them the rows that came, after a backward and after a forward without one."""
+    layer(tokens_of(rank, [6] * WORLD).requires_grad_())[0].sum().backward()
+    layer(tokens_of(rank, [6] * WORLD).requires_grad_())
+    gc.collect()
+    return sum(issubclass(type(thing), Trip) for thing in gc.get_objects())
 
 
 def errors(layer: MoE, x: torch.Tensor) -> list[str]:
@@ -127,6 +139,7 @@ def test_exchanges_are_under_way_beside_the_router_and_the_last_product() -> Non
             forward = [*there[name], "forward", *answers, "backward", *gradients]
             assert found[name] == [*forward, "inputs", *last_half[name]]
             assert found[f"{name}, recomputed"] == [*forward, "forward", "inputs", *last_half[name]]
+        assert all(found[f"{name}, left alive"] == [0, 0] for name in TRANSPORTS)
         parts = found["in 2 parts"]
         backward = parts[parts.index("backward") + 1 :]
         half = ["inputs", "exchange", "last product"]

@@ -70,15 +70,21 @@ def rows_for(ownership: Ownership, rank: int, x_RD: Tensor, choices_R2K: Tensor,
 
 
 class _GatherTrip(Trip):
-    def __init__(self, x_TD: Tensor, group: dist.ProcessGroup, counts: list[int] | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, counts: list[int] | None) -> None:
         super().__init__()
         self.group, self.counts = group, counts
-        self.x_tie = leave(x_TD, self, X)
-        self.x = start_all_gather(x_TD.detach(), group, counts)
 
     def start_home(self, dx_RD: Tensor, dweights_RK: Tensor) -> tuple[End, End]:
         dweights, dx = (start_reduce_scatter(rows, self.group, self.counts) for rows in (dweights_RK, dx_RD))
         return dx.wait, dweights.wait
+
+
+class _Gathering(NamedTuple):
+    """Tokens that have left. Not kept by the trip, which would keep them, and through the tie itself, alive."""
+
+    trip: _GatherTrip
+    tie: Tensor
+    x: Started
 
 
 class AllGatherDispatcher:
@@ -95,15 +101,16 @@ class AllGatherDispatcher:
         self.ownership = ownership
         self.equal_tokens = equal_tokens
 
-    def start(self, x_TD: Tensor) -> _GatherTrip:
+    def start(self, x_TD: Tensor) -> _Gathering:
         counts = None if self.equal_tokens else exchange_row_counts(x_TD.shape[0], self.group, x_TD.device)
-        return _GatherTrip(x_TD, self.group, counts)
+        trip = _GatherTrip(self.group, counts)
+        return _Gathering(trip, leave(x_TD, trip, X), start_all_gather(x_TD.detach(), self.group, counts))
 
-    def dispatch(self, started: _GatherTrip, routing: Routing) -> ExpertRows:
-        ties = started.x_tie, leave(routing.weights_TK, started, WEIGHTS)
-        choices = start_all_gather(pack_choices(routing), self.group, started.counts)
-        rows = rows_for(self.ownership, self.rank, started.x.wait(), choices.wait(), started.counts)
-        return arrive(ties, started, rows)
+    def dispatch(self, started: _Gathering, routing: Routing) -> ExpertRows:
+        trip, tie, x = started
+        ties = tie, leave(routing.weights_TK, trip, WEIGHTS)
+        choices = start_all_gather(pack_choices(routing), self.group, trip.counts)
+        return arrive(ties, trip, rows_for(self.ownership, self.rank, x.wait(), choices.wait(), trip.counts))
 
     def combine(self, y_RD: Tensor, handle: list[int] | None) -> Tensor:
         return reduce_scatter_rows(y_RD, self.group, handle)
@@ -183,15 +190,28 @@ def _positions(needed_PT: Tensor) -> Tensor:
 class _HopTrip(Trip):
     """Tokens, or a part of them, by all-to-all."""
 
-    def __init__(self, hop: _Hop, way: _Way, x_TD: Tensor, weights_TK: Tensor, choices_T2K: Tensor) -> None:
+    def __init__(self, hop: _Hop, way: _Way) -> None:
         super().__init__()
         self.hop, self.way = hop, way
-        self.ties = leave(x_TD, self, X), leave(weights_TK, self, WEIGHTS)
-        self.rows = hop.start(x_TD, choices_T2K, way)
 
     def start_home(self, dx_RD: Tensor, dweights_RK: Tensor) -> tuple[End, End]:
         dweights, dx = (self.hop.start_back(rows, self.way) for rows in (dweights_RK, dx_RD))
         return dx, dweights
+
+
+class _Exchanging(NamedTuple):
+    """As ``_Gathering``."""
+
+    trip: _HopTrip
+    ties: tuple[Tensor, Tensor]
+    x: Started
+    choices: Started
+
+    @classmethod
+    def begin(cls, hop: _Hop, way: _Way, x_TD: Tensor, weights_TK: Tensor, choices_T2K: Tensor) -> _Exchanging:
+        trip = _HopTrip(hop, way)
+        ties = leave(x_TD, trip, X), leave(weights_TK, trip, WEIGHTS)
+        return cls(trip, ties, *hop.start(x_TD, choices_T2K, way))
 
 
 class AllToAllDispatcher:
@@ -207,14 +227,13 @@ class AllToAllDispatcher:
     def places(self, indices_TK: Tensor) -> Tensor:
         return self.ownership.tables(indices_TK.device)[0][indices_TK]
 
-    def arrived(self, trip: _HopTrip) -> ExpertRows:
-        x, choices = trip.rows
-        rows = rows_for(self.ownership, self.hop.place, x.wait(), choices.wait(), trip.way)
-        return arrive(trip.ties, trip, rows)
+    def arrived(self, under_way: _Exchanging) -> ExpertRows:
+        trip, ties, x, choices = under_way
+        return arrive(ties, trip, rows_for(self.ownership, self.hop.place, x.wait(), choices.wait(), trip.way))
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertRows:
         [way] = self.hop.agree([self.places(routing.indices_TK)])
-        return self.arrived(_HopTrip(self.hop, way, x_TD, routing.weights_TK, pack_choices(routing)))
+        return self.arrived(_Exchanging.begin(self.hop, way, x_TD, routing.weights_TK, pack_choices(routing)))
 
     def combine(self, y_RD: Tensor, handle: _Way) -> Tensor:
         return self.hop.bring_back(y_RD, handle)
@@ -234,12 +253,12 @@ class InChunks:
         columns = (x_TD, routing.weights_TK, pack_choices(routing), dispatcher.places(routing.indices_TK))
         *parts_C, places_C = (column.tensor_split(self.num_chunks) for column in columns)
         ways = hop.agree(places_C)
-        there = [_HopTrip(hop, way, *part) for way, *part in zip(ways, *parts_C, strict=True)]
+        there = [_Exchanging.begin(hop, way, *part) for way, *part in zip(ways, *parts_C, strict=True)]
         back, processed = [], torch.zeros((), dtype=torch.int64, device=x_TD.device)
-        for trip in there:
-            rows = dispatcher.arrived(trip)
+        for under_way, way in zip(there, ways, strict=True):
+            rows = dispatcher.arrived(under_way)
             y_RD = experts(rows.x_RD, rows.weights_RK, rows.indices_RK, rows.go_home)
-            back.append(start_all_to_all_rows(y_RD, trip.way.receive, trip.way.send, hop.group))
+            back.append(start_all_to_all_rows(y_RD, way.receive, way.send, hop.group))
             processed += (rows.indices_RK >= 0).sum()
         parts = [ops.sum_copies(y.arrived(), way.positions_TP) for y, way in zip(back, ways, strict=True)]
         return torch.cat(parts), processed

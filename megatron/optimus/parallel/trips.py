@@ -28,7 +28,10 @@ X, WEIGHTS = 0, 1  # what travels
 
 
 class Trip:
-    """One dispatch. A transport says how gradients go home."""
+    """One dispatch. A transport says how gradients go home.
+
+    Nodes of autograd hold it, so it must hold none of their tensors: nothing would ever free them.
+    """
 
     def __init__(self) -> None:
         self._gone: tuple[Tensor, Tensor] | None = None  # what the running backward has sent before autograd brings it
