@@ -89,12 +89,12 @@ def _access(rank: int, world: int, stage: int, dtype: str) -> None:
     with pytest.raises(RuntimeError, match=r".first\.bias. has no reduced gradient to set"):
         safe_set_full_grad(named["first.bias"], torch.zeros(WIDTH))
 
-    # What is set is what the next step works with: no update of exp_avg but for the gradients that are set, too.
+    # What is set is what the next step works with.
     target = {name: torch.randn(p.shape, generator=torch.Generator().manual_seed(3)) for name, p in named.items()}
     backward()
     for name, param in named.items():
         safe_set_full_fp32_param(param, target[name])
-        safe_set_full_optimizer_state(param, torch.zeros_like(target[name]), "exp_avg")
+        safe_set_full_optimizer_state(param, torch.ones_like(target[name]), "exp_avg")
         safe_set_full_grad(param, torch.full_like(param, 0.5))
         check(safe_get_full_fp32_param(param), target[name])
         check(safe_get_full_grad(param), torch.full_like(target[name], 0.5))
@@ -103,7 +103,7 @@ def _access(rank: int, world: int, stage: int, dtype: str) -> None:
     for name, param in named.items():
         assert torch.equal(param.detach(), target[name]), "the weights follow with the step"
         coarse = 1e-5 if dtype == "fp32" else 0.13  # codes are 1/8 apart
-        check(safe_get_full_optimizer_state(param, "exp_avg"), torch.full_like(target[name], 0.05), coarse)
+        check(safe_get_full_optimizer_state(param, "exp_avg"), torch.full_like(target[name], 0.9 + 0.1 * 0.5), coarse)
     assert copy.deepcopy(engine.module)(_input(rank)).ndim == 0, "copies have nothing to do with the optimizer"
     engine.destroy()
     assert safe_get_full_fp32_param(named["first.weight"]) is None
