@@ -346,7 +346,8 @@ def by_hand(case: Case) -> Tensor:
     exists_T = labels_T != NO_LABEL
     assert int(exists_T.sum()) == SEQUENCES * (LENGTH - 1)
     loss = F.cross_entropy(logits_TV[exists_T].double(), labels_T[exists_T])
-    loss.backward()
+    z_loss = logits_TV[exists_T].double().logsumexp(-1).square().mean()  # in gradients only
+    (loss + config.model.output_z_loss_coeff * z_loss).backward()
     norms = [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
     return torch.stack([loss.detach(), torch.stack(norms).norm().double()])
 
