@@ -68,6 +68,8 @@ class Snapshot:
         self._stream = None if self._on_host else torch.Stream(self._device)
         self._copied: torch.Event | None = None
         self._blocks: list[torch.Tensor] = []
+        self._lengths: list[tuple[int, torch.dtype]] = []  # of the views: made anew only where a save differs
+        self._places: list[torch.Tensor] = []
         self._sources: Sequence[TensorSlice] = ()  # decoded states are ours alone: they must outlive the copy
 
     def reserve(self, slices: Sequence[TensorSlice]) -> None:
@@ -79,27 +81,28 @@ class Snapshot:
         """Starts the copy; returns one 1-D host tensor per slice, in its stored dtype, filled after ``wait``."""
         views = self._views(slices)
         if self._stream is None:
-            for view, piece in zip(views, slices, strict=True):
-                view.copy_(piece.tensor)
+            _copy(slices, views)
             return views
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         self._sources = slices
         with self._stream:
-            for view, piece in zip(views, slices, strict=True):
-                view.copy_(piece.tensor, non_blocking=True)
+            _copy(slices, views)
             self._copied = self._stream.record_event()
         return views
 
     def _views(self, slices: Sequence[TensorSlice]) -> list[torch.Tensor]:
-        lengths = [len(piece.tensor) * piece.dtype.itemsize for piece in slices]
-        places, sizes = place_in_blocks(lengths)
-        if [len(block) for block in self._blocks] != sizes:
-            self._blocks = []  # gone before the next ones are made
-            self._blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=not self._on_host) for size in sizes]
-        return [
-            self._blocks[block][start : start + length].view(piece.dtype)
-            for (block, start), length, piece in zip(places, lengths, slices, strict=True)
-        ]
+        lengths = [(len(piece.tensor), piece.dtype) for piece in slices]
+        if lengths != self._lengths or not self._places:
+            places, sizes = place_in_blocks([length * dtype.itemsize for length, dtype in lengths])
+            if [len(block) for block in self._blocks] != sizes:
+                self._blocks = self._places = []  # gone before the next ones are made
+                self._blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=not self._on_host) for size in sizes]
+            self._places = [
+                self._blocks[block][start : start + length * dtype.itemsize].view(dtype)
+                for (block, start), (length, dtype) in zip(places, lengths, strict=True)
+            ]
+            self._lengths = lengths
+        return list(self._places)
 
     def before_update(self) -> None:
         """Queues what follows on the current stream behind the copy. Call before the state changes."""
@@ -111,3 +114,9 @@ class Snapshot:
         if self._copied is not None:
             self._copied.synchronize()
             self._sources = ()
+
+
+def _copy(slices: Sequence[TensorSlice], views: list[torch.Tensor]) -> None:
+    """One call for all: there may be thousands, and training stands still meanwhile."""
+    if views:
+        torch._foreach_copy_(views, [piece.tensor for piece in slices], non_blocking=True)

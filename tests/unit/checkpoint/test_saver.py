@@ -294,6 +294,23 @@ def test_slices_a_little_larger_than_half_a_power_of_two_waste_little(share, lim
     assert pinned_bytes(sizes) <= limit * sum(lengths)
 
 
+def test_a_snapshot_holds_what_it_was_given_last():
+    """Views are made once; slices of other lengths or types get others."""
+    snapshot = Snapshot("cpu")
+
+    def check(length, dtype):
+        pieces = [torch.randn(length + i) for i in range(3)]
+        slices = [TensorSlice(f"{i}", "m", (len(p),), 0, len(p), p, stored_dtype=dtype) for i, p in enumerate(pieces)]
+        views = snapshot.take(slices)
+        assert all(torch.equal(view, piece.to(dtype)) for view, piece in zip(views, pieces, strict=True))
+        return views[0].data_ptr()
+
+    first = check(100, torch.float32)
+    assert check(100, torch.float32) == first
+    for length, dtype in [(200, torch.float32), (200, torch.bfloat16), (100, torch.float32)]:
+        check(length, dtype)
+
+
 def pinned_bytes(sizes):
     return sum(1 << (size - 1).bit_length() for size in sizes)
 
