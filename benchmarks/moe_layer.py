@@ -184,6 +184,22 @@ class Clock:
             torch.cuda.synchronize()
 
 
+def share_of_differing_tokens(y_TD: Tensor, expected_TD: Tensor, expected_name: str) -> float:
+    """Share of the tokens whose outputs are further than 3% of their norm from what is expected.
+
+    A peer's router that rounds logits to bf16 chooses another last expert for 1 to 2% of the tokens, those whose logits
+    nearly tie, so not every token has to agree. One expert of 96 left out would show in 8% of them (8 experts each):
+    more than 5% are a ValueError, and so is any token that is further off than 90% of its norm, such as a lost one.
+    """
+    distance_T, norm_T = (y_TD.float() - expected_TD).norm(dim=1), expected_TD.norm(dim=1)
+    differing = 1 - (distance_T <= 0.03 * norm_T).float().mean().item()
+    if differing > 0.05:
+        raise ValueError(f"{differing:.1%} of its tokens differ from those of {expected_name}; at most 5% may")
+    if lost := (~(distance_T <= 0.9 * norm_T)).sum().item():
+        raise ValueError(f"{lost} of its tokens have nothing in common with those of {expected_name}")
+    return differing
+
+
 def build_layers(args: argparse.Namespace, shape_name: str, tokens: int) -> dict[tuple[str, float], Layer]:
     """Every implementation with its own copy of the inputs, called once; those that fail are named and left out."""
     gc.collect()  # the cell before is in cycles of closures
@@ -199,9 +215,8 @@ def build_layers(args: argparse.Namespace, shape_name: str, tokens: int) -> dict
                 y = layer.forward()
                 layer.both()
                 expected = y.detach().float() if expected is None else expected
-                error = ((y.detach().float() - expected).norm() / expected.norm()).item()
-                if not error < 0.03:
-                    raise ValueError(f"its output differs from that of {args.peers[0]} by {error:.3g}")
+                if differing := share_of_differing_tokens(y.detach(), expected, args.peers[0]):
+                    print(f"{name}: {differing:.2%} of the tokens differ from {args.peers[0]}'s", flush=True)
                 layers[name, zipf] = layer
                 if args.verbose:
                     print(f"{name}: first call {time.monotonic() - start:.1f} s", flush=True)
