@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron.optimus import ops
 from tests.ops.cases import Case, make_inputs, values_and_gradients
 from tests.ops.sycl_device import needs_sycl
-from tests.ops.targets import HAS_CUDA, ON_GPU, SINGLE_TARGETS
+from tests.ops.targets import HAS_CUDA, ON_GPU, SINGLE_TARGETS, needs_hopper
 from tests.ops.test_single import composed
 
 each_target = pytest.mark.parametrize(("backend", "device"), SINGLE_TARGETS)
@@ -19,13 +19,15 @@ CASE = Case(12, 16, 8, 3, 2)
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
+@needs_hopper
+@pytest.mark.gpu
 def test_all_but_the_layer_of_the_cuda_backend_is_tritons() -> None:
     """So these operations are tested once on a GPU, as Triton's (SINGLE_TARGETS)."""
-    pytest.importorskip("triton")
     from megatron.optimus.ops import cuda
     from megatron.optimus.ops.triton import single
 
-    own = {"moe_mlp", "moe_mlp_forward", "moe_mlp_backward"}
+    halves = {"moe_mlp_backward_inputs", "moe_mlp_backward_up_weights"}
+    own = {"moe_mlp", "moe_mlp_forward", "moe_mlp_backward"} | halves
     assert own < set(cuda.__all__)
     for name in set(cuda.__all__) - own:
         assert getattr(cuda, name) is getattr(single, name), name
