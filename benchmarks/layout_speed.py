@@ -28,8 +28,8 @@ cp             Mula-1B, one sequence over all ranks, against the attention-bound
                kernels, alone); rest: the same step with an attention that does nothing.
 moe            experts over all ranks: how tokens travel. Exposed: what a step takes longer than one in which every
                token finds its experts on its own rank. --moe-variants: some of allgather, alltoall, "alltoall, 2
-               chunks", symmetric; of each also "..., home last", which hides nothing beside the router and the last
-               product of the experts' backward; and "symmetric, home by copies", by the GPUs' copy engines.
+               chunks", symmetric; of those that hide something beside the router or the last product of the experts'
+               backward (on CUDA symmetric alone, elsewhere all) also "..., home last", which does not.
 moe-autoep     the same with DeepSpeed's AutoEP (layout_speed_peers.py).
 moe-deepspeed  one sequence a GPU, with DeepSpeed's older MoE layer.
 

@@ -173,11 +173,6 @@ def _finish_started(dispatcher: Any) -> Any:
     return wait
 
 
-def home_by_copies(model: Any) -> None:
-    for layer in model.moe_layers():
-        layer.dispatcher.home_by_copies = True
-
-
 def attention_alone(words: Sequence[str], device: torch.device, ranks: int, repeats: int, by_ring: bool) -> float:
     """Seconds of one layer's attention, forward and backward, over whole sequences of a rank's share of the heads.
 

@@ -12,6 +12,8 @@ import torch
 from layout_speed_programs import slowest
 from torch.torch_version import TorchVersion
 
+from megatron.optimus.runtime import device as devices
+
 TINY = "--hidden-size 64 --num-attention-heads 4 --vocab-size 512 --ddp-bucket-size 65536 --max-position-embeddings 512"
 Build = Callable[[torch.device], programs.Program]
 BuildSection = Callable[[argparse.Namespace, int], "Section"]
@@ -162,10 +164,9 @@ def moe_section(args: argparse.Namespace, ranks: int) -> Section:
     words = moe_words(args, ranks)
     rest = "rest: no exchange"
     variants = {name: Ours(line) for name, line in words.items()}
-    # What is gained by what travels beside products, and by what carries it: to be asked for by name.
-    asked = {f"{name}, home last": Ours(line, change=programs.home_last) for name, line in words.items()}
-    if "symmetric" in words:
-        asked["symmetric, home by copies"] = Ours(words["symmetric"], change=programs.home_by_copies)
+    # What is gained by what travels beside products: to be asked for by name.
+    hiding = [name for name in words if name == "symmetric" or devices.hides_collectives(torch.device(args.device))]
+    asked = {f"{name}, home last": Ours(words[name], change=programs.home_last) for name in hiding}
     if args.moe_variants:
         variants = {name: (variants | asked)[name] for name in args.moe_variants}
     names = list(variants)

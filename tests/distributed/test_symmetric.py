@@ -43,9 +43,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 NUM_LAYERS = {torch.float32: LAYERS, torch.bfloat16: 1}
 
 
-def layers_of(
-    transport: TokenDispatcher, mesh: Mesh, ep: int, dtype: torch.dtype, recompute: bool, by_copies: bool = False
-) -> list[MoE]:
+def layers_of(transport: TokenDispatcher, mesh: Mesh, ep: int, dtype: torch.dtype, recompute: bool) -> list[MoE]:
     parallel = ParallelConfig(
         expert_model_parallel_size=ep,
         moe_token_dispatcher_type=transport,
@@ -68,8 +66,6 @@ def layers_of(
         layer.router.weight.data[0] += 1.0  # some experts get many tokens
         apply_expert_parallelism(layer, parallel, mesh)
         layer.cuda()
-        if by_copies:
-            layer.dispatcher.home_by_copies = True  # type: ignore[attr-defined]
         if recompute:
             layer.experts.forward = _recomputed(layer.experts.forward)  # type: ignore[method-assign]
         layers.append(layer)
@@ -102,15 +98,15 @@ def compare(rank: int, world: int, ep: int) -> list[str]:
     wrong = []
     for dtype, tolerance in TOLERANCE.items():
         for num_tokens in (1, 37, 256):
-            for recompute, by_copies in ((False, False), (True, False), (False, True)):
+            for recompute in (False, True):
                 args = mesh, ep, dtype, recompute
                 expected = trained(layers_of(TokenDispatcher.ALLGATHER, *args), num_tokens, dtype)
-                got = trained(layers_of(TokenDispatcher.SYMMETRIC, *args, by_copies), num_tokens, dtype)
-                again = trained(layers_of(TokenDispatcher.SYMMETRIC, *args, by_copies), num_tokens, dtype)
+                got = trained(layers_of(TokenDispatcher.SYMMETRIC, *args), num_tokens, dtype)
+                again = trained(layers_of(TokenDispatcher.SYMMETRIC, *args), num_tokens, dtype)
                 for name, value in expected.items():
                     error = (got[name].double() - value.double()).norm() / value.double().norm().clamp(min=1e-30)
                     if not error <= tolerance:
-                        wrong.append(f"{name} {dtype} T={num_tokens} {recompute=} {by_copies=}: {error:.1e}")
+                        wrong.append(f"{name} {dtype} T={num_tokens} {recompute=}: {error:.1e}")
                     if dtype is torch.bfloat16 and not torch.equal(got[name], again[name]):
                         wrong.append(f"{name} {dtype} T={num_tokens}: other bits in the second run")
     return wrong

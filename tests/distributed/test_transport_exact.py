@@ -72,7 +72,10 @@ def build(case: Case, rank: int, nodes: list[Any]) -> tuple[Dispatcher, ThroughE
 
 def one_rank(rank: int, world: int) -> list[dict[str, Any]]:
     nodes = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
-    exchanges, waits = count_calls(collectives.dist, "all_to_all_single"), count_calls(transport.HostCopy, "read")
+    exchanges, waits = (
+        count_calls(collectives.dist, "all_to_all_single"),
+        count_calls(transport.devices.HostCopy, "read"),
+    )
     return [run_case(rank, case, nodes, exchanges, waits) for case in CASES]
 
 

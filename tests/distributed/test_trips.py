@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -18,6 +20,7 @@ from megatron.optimus.parallel.expert import apply_expert_parallelism
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.recompute import _recomputed
 from megatron.optimus.parallel.trips import Trip
+from megatron.optimus.runtime import device as devices
 from tests.distributed.test_expert_parallel import WIDTH, model_config, tokens_of
 from tests.helpers import run_distributed
 
@@ -62,6 +65,15 @@ def order_rank(rank: int, world: int) -> dict[str, Any]:
     events.watch(collectives.dist, "all_to_all_single", "exchange", rows=1)
     events.watch(Router, "forward", "router")
     events.watch(reference, "moe_mlp_forward", "forward")
+    halves = reference.moe_mlp_backward_inputs, reference.moe_mlp_backward_up_weights
+
+    def whole(dy: torch.Tensor, arguments: Any, saved: Any, buffers: Any) -> tuple[torch.Tensor, ...]:
+        """As backends of GPUs have one beside the halves."""
+        dx, ddown, dweights, pending = halves[0](dy, arguments, saved, buffers[1])
+        return dx, halves[1](arguments, saved, pending, buffers[0]), ddown, dweights
+
+    reference.moe_mlp_backward = whole  # type: ignore[attr-defined]
+    events.watch(reference, "moe_mlp_backward", "whole")
     events.watch(reference, "moe_mlp_backward_inputs", "inputs")
     events.watch(reference, "moe_mlp_backward_up_weights", "last product")
     wait = collectives.Started.wait
@@ -93,7 +105,26 @@ def order_rank(rank: int, world: int) -> dict[str, Any]:
             torch.autograd.grad(y.sum(), list(layer.experts.parameters()))
             found["weights alone"] = list(events)
             found["errors"] = errors(layer, tokens_of(rank, [6] * world))
+        gradients = [gradients_of(layer, rank, events)]
+        with patch.object(devices, "hides_collectives", lambda device: False):  # as on CUDA
+            events.clear()
+            gradients.append(gradients_of(layer, rank, events))
+        found[f"{name}, nothing beside"] = list(events)
+        found[f"{name}, equal"] = all(map(torch.equal, *gradients))
     return found
+
+
+def gradients_of(layer: MoE, rank: int, events: Events) -> list[torch.Tensor]:
+    """Of x, the router, and the experts in the optimizer's buffers."""
+    layer.zero_grad()
+    for weight in layer.experts.parameters():
+        weight.main_grad, weight.main_grad_ready = torch.zeros_like(weight), lambda: None  # type: ignore[attr-defined]
+    x = tokens_of(rank, [6] * WORLD).requires_grad_()
+    y = layer(x)[0]
+    events.append("backward")
+    (y * torch.arange(WIDTH)).sum().backward()
+    assert x.grad is not None and layer.router.weight.grad is not None
+    return [x.grad, layer.router.weight.grad, *(weight.main_grad for weight in layer.experts.parameters())]
 
 
 def left_alive(layer: MoE, rank: int) -> int:
@@ -144,5 +175,23 @@ def test_exchanges_are_under_way_beside_the_router_and_the_last_product() -> Non
         backward = parts[parts.index("backward") + 1 :]
         half = ["inputs", "exchange", "last product"]
         assert backward == ["exchange", "exchange", "wait", *half, "wait", *half, "wait", "wait"]
-        assert found["weights alone"][-4:] == ["gather", "forward", "inputs", "last product"]
+        assert found["weights alone"][-3:] == ["gather", "forward", "whole"]
         assert len(found["errors"]) == 1 and "had left already" in found["errors"][0]
+        # Where collectives hide nothing: experts' whole backward at once, then everything goes home; recomputed, as
+        # the layer is by now.
+        home = {"all-gather": ["scatter", "wait"], "all-to-all": ["exchange", "wait"]}
+        home["hierarchical"] = ["exchange"] * 2
+        for name, (answers, gradients) in back.items():
+            first = ["gather", "wait", "router", "wait"] if name == "all-gather" else there[name]
+            forward = [*first, "forward", *answers, "backward", *gradients]
+            assert found[f"{name}, nothing beside"] == [*forward, "forward", "whole", *home[name]]
+        parts = found["in 2 parts, nothing beside"]
+        rest = ["exchange", "exchange", "wait", "forward", "whole", "exchange", "wait", "forward", "whole", "exchange"]
+        assert parts[parts.index("backward") + 1 :] == [*rest, "wait", "wait"]
+        assert all(found[f"{name}, equal"] for name in TRANSPORTS)
+
+
+@pytest.mark.parametrize(("kind", "hides"), [("cpu", True), ("xpu", True), ("cuda", False)])
+def test_on_cuda_collectives_hide_nothing(kind: str, hides: bool) -> None:
+    """What copy engines carry does, as ops/test_peers.py shows."""
+    assert devices.hides_collectives(torch.device(kind)) == hides

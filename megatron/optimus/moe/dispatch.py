@@ -26,7 +26,7 @@ class ExpertRows(NamedTuple):
     indices_RK: Tensor  # int32 or int64: expert number on this rank, or -1
     handle: Any  # what combine needs to find the way back
     # Sends the gradients of x_RD and weights_RK on their way home, for a backward to call as soon as it has them; one
-    # that does not is as right, and hides nothing.
+    # that does not is as right, and hides nothing. None where they had better leave after the whole backward.
     go_home: InputGradients | None = None
 
 

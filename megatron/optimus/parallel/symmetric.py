@@ -9,6 +9,8 @@ An exchange is: write, one barrier of the group on the device, read. It goes one
   after the barrier reads those that it needs from all others'.
 - "back" (the combine's forward, and the dispatch's backward): each rank writes its answers into the memory of the rank
   that owns the token, at a place of its own there, and after the barrier reads what the others wrote into its own.
+  Answers are written by a kernel, those needed alone. Gradients travel beside the last product of the experts'
+  backward, as plain copies of whole blocks of rows: the copy engines make them, and no multiprocessor.
 
 Why one barrier is enough. What an exchange reads may be written again when all ranks have read it. A rank enters the
 barrier of the next exchange after the reads of this one, in the order of its stream, so whoever has passed that
@@ -219,13 +221,15 @@ class _Exchange:
 
     def back(self, y_RD: Tensor) -> Tensor:
         """[R, D] of each rank, of which the needed rows are read -> for each own token their sum [T, D]."""
+        from megatron.optimus.ops.triton import peers
+
         y_RD = self._fitting(y_RD)
         self.staging.begin(Way.BACK)
-        self._push(y_RD)
+        peers.push_rows(y_RD, self.needed_R, self.staging.at_P("answers"), self.staging.rank)
         self.staging.turn()
         return self._sum(y_RD)
 
-    def back_beside(self, dx_RD: Tensor, dweights_RK: Tensor, by_copies: bool) -> Callable[[], Sequence[Tensor]]:
+    def back_beside(self, dx_RD: Tensor, dweights_RK: Tensor) -> Callable[[], Sequence[Tensor]]:
         """``back`` beside what is queued later, and the gradients of the own weights [T, K] from those of the rows'
         [R, K]."""
         from megatron.optimus.ops.triton import peers
@@ -235,10 +239,7 @@ class _Exchange:
         peers.push_weight_gradients(dweights_RK, self.indices_RK, staging.at_P("dweights"), staging.rank)
 
         def rest() -> list[Tensor]:
-            if by_copies:
-                self._copy(dx_RD)
-            else:
-                self._push(dx_RD)
+            self._copy(dx_RD)
             staging.turn()
             return [self._sum(dx_RD), staging.own("dweights").clone()]
 
@@ -257,13 +258,8 @@ class _Exchange:
             raise ValueError(f"experts gave {y_RD.dtype} {tuple(y_RD.shape)}; expected {dtype} {shape}")
         return y_RD.contiguous()
 
-    def _push(self, y_RD: Tensor) -> None:
-        from megatron.optimus.ops.triton import peers
-
-        peers.push_rows(y_RD, self.needed_R, self.staging.at_P("answers"), self.staging.rank)
-
     def _copy(self, y_RD: Tensor) -> None:
-        """Every rank's rows to where ``_push`` would send those needed, the next rank's first."""
+        """Every rank's rows to where ``back`` sends those needed, the next rank's first."""
         staging = self.staging
         blocks = y_RD.chunk(staging.num_ranks)
         for step in range(1, staging.num_ranks):
@@ -279,12 +275,14 @@ class _Exchange:
 
 
 class _SymmetricTrip(Trip):
-    def __init__(self, exchange: _Exchange, by_copies: bool) -> None:
+    by_copies = True
+
+    def __init__(self, exchange: _Exchange) -> None:
         super().__init__()
-        self.exchange, self.by_copies = exchange, by_copies
+        self.exchange = exchange
 
     def start_home(self, dx_RD: Tensor, dweights_RK: Tensor) -> tuple[End, End]:
-        end = self.exchange.back_beside(dx_RD, dweights_RK, self.by_copies)
+        end = self.exchange.back_beside(dx_RD, dweights_RK)
         return lambda: end()[X], lambda: end()[WEIGHTS]
 
 
@@ -330,10 +328,6 @@ class SymmetricDispatcher:
     x, its gradient, and the gradient of y; they are never read. All ranks have as many tokens.
     """
 
-    # Whether gradients go home by plain copies of whole blocks, which the copy engines make, rather than by a kernel
-    # that sends the rows needed and takes multiprocessors from the product beside it.
-    home_by_copies = False
-
     def __init__(self, group: dist.ProcessGroup, ownership: Ownership) -> None:
         self.group = group
         self.ownership = ownership
@@ -356,7 +350,7 @@ class SymmetricDispatcher:
         staging = self.reserve(shape, x_TD.device)
         own = x_TD.detach(), routing.weights_TK.detach(), routing.indices_TK
         x_RD, weights_RK, exchange = _send(staging, *own, *tables)
-        trip = _SymmetricTrip(exchange, self.home_by_copies)
+        trip = _SymmetricTrip(exchange)
         ties = leave(x_TD, trip, X), leave(routing.weights_TK, trip, WEIGHTS)
         return arrive(ties, trip, ExpertRows(x_RD, weights_RK, exchange.indices_RK, exchange))
 

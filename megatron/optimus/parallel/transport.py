@@ -10,7 +10,7 @@ an expert without tokens, and one expert with all of them are ordinary cases.
 
 A token takes its choices along as they are, weights and global expert numbers in one message; whoever receives it picks
 those that it serves. The gradients of a token and of its weights, zero for choices served elsewhere, are then both the
-sum over its copies. They go home beside the last product of the experts' backward (trips.py).
+sum over its copies. They go home beside the last product of the experts' backward, on CUDA after it (trips.py).
 
 An all-to-all can travel in parts (``InChunks``): while the experts work on one, the next one is on its way, and so are
 the answers to the one before; in the backward their gradients. Each part is a smaller product for every expert.
@@ -46,7 +46,7 @@ from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.placement import Ownership
 from megatron.optimus.parallel.symmetric import SymmetricDispatcher
 from megatron.optimus.parallel.trips import WEIGHTS, End, Trip, X, arrive, leave
-from megatron.optimus.runtime.device import HostCopy, beside
+from megatron.optimus.runtime import device as devices
 
 
 def pack_choices(routing: Routing) -> Tensor:
@@ -91,7 +91,7 @@ class AllGatherDispatcher:
     """All tokens to all ranks; each rank serves what its experts are asked for; reduce-scatter of partial sums.
 
     Regular traffic that needs no counts on the host: the transport of arXiv 2604.00785, Algorithm 1. Nor does it need
-    choices, so tokens leave before the router.
+    choices, so tokens leave before the router, which on CUDA waits for them.
     """
 
     def __init__(self, group: dist.ProcessGroup, ownership: Ownership, *, equal_tokens: bool = True) -> None:
@@ -104,7 +104,10 @@ class AllGatherDispatcher:
     def start(self, x_TD: Tensor) -> _Gathering:
         counts = None if self.equal_tokens else exchange_row_counts(x_TD.shape[0], self.group, x_TD.device)
         trip = _GatherTrip(self.group, counts)
-        return _Gathering(trip, leave(x_TD, trip, X), start_all_gather(x_TD.detach(), self.group, counts))
+        x = start_all_gather(x_TD.detach(), self.group, counts)
+        if not devices.hides_collectives(x_TD.device):
+            x.wait()
+        return _Gathering(trip, leave(x_TD, trip, X), x)
 
     def dispatch(self, started: _Gathering, routing: Routing) -> ExpertRows:
         trip, tie, x = started
@@ -147,7 +150,7 @@ class _Hop:
         exchange = dist.all_to_all_single(receive_PC, send_PC, group=self.group, async_op=True)
         positions = [_positions(needed_PT) for needed_PT in needed]  # while the counts travel
         exchange.wait()
-        send_CP, receive_CP = (counts_PC.T.tolist() for counts_PC in HostCopy(send_PC, receive_PC).read())
+        send_CP, receive_CP = (counts_PC.T.tolist() for counts_PC in devices.HostCopy(send_PC, receive_PC).read())
         return [_Way(*way) for way in zip(positions, send_CP, receive_CP, strict=True)]
 
     def _needed(self, place_TK: Tensor) -> Tensor:
@@ -273,7 +276,7 @@ class _TwoHopTrip(Trip):
         def both() -> list[Tensor]:
             return [self.dispatcher.combine(rows, self.handle) for rows in (dx_RD, dweights_RK)]
 
-        end = beside(dx_RD.device, both)  # the second hop sends what the first has brought: it must wait there
+        end = devices.beside(dx_RD.device, both)  # the second hop sends what the first has brought: it must wait there
         return lambda: end()[X], lambda: end()[WEIGHTS]
 
 

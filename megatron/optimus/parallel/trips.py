@@ -5,8 +5,9 @@ weights of its choices, then ``arrive``. Each is a node of autograd, and between
 tensor is handed on: rows that have not come must not be seen by autograd.
 
 Home: the backward of the experts tells ``Trip.go_home`` the gradients of the rows and weights before its last product,
-so they travel beside it; what ``leave`` was applied to waits for them. Where nobody told (a backend without halves, a
-computation other than experts) they leave when autograd brings them to where the rows have arrived, as they are.
+so they travel beside it; what ``leave`` was applied to waits for them. Where nobody told (a device on which it does not
+pay, a backend without halves, a computation other than experts) they leave when autograd brings them to where the rows
+have arrived, as they are.
 
 Every rank's backward makes the same trips in the same order: what starts one is the backward itself, not its timing.
 """
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.optimus.moe.dispatch import ExpertRows
+from megatron.optimus.runtime import device as devices
 
 End = Callable[[], Tensor]  # waits for a transfer, and gives what came
 
@@ -32,6 +34,8 @@ class Trip:
 
     Nodes of autograd hold it, so it must hold none of their tensors: nothing would ever free them.
     """
+
+    by_copies = False  # whether gradients go home by the device's copy engines, not in kernels of a collective library
 
     def __init__(self) -> None:
         self._gone: tuple[Tensor, Tensor] | None = None  # what the running backward has sent before autograd brings it
@@ -77,7 +81,8 @@ def leave(tensor: Tensor, trip: Trip, what: int) -> Tensor:
 def arrive(ties: tuple[Tensor, Tensor], trip: Trip, rows: ExpertRows) -> ExpertRows:
     """What has come, as autograd is to see it. ``ties``: of x and of weights."""
     x_RD, weights_RK = _Arrive.apply(*ties, trip, rows)
-    return rows._replace(x_RD=x_RD, weights_RK=weights_RK, go_home=trip.go_home)
+    is_beside = trip.by_copies or devices.hides_collectives(x_RD.device)
+    return rows._replace(x_RD=x_RD, weights_RK=weights_RK, go_home=trip.go_home if is_beside else None)
 
 
 class _Leave(torch.autograd.Function):

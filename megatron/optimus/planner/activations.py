@@ -33,6 +33,7 @@ class Kernels:
     counts_workspace: bool = True  # the expert kernels' temporary rows come from torch's allocator
     adds_gradients: bool = True  # the expert kernels can add weight gradients to the optimizer's buffers
     splits_backward: bool = True  # into two halves, of which the second gives the gradient of gate_up alone
+    hides_collectives: bool = True  # as runtime/device.py
     # Of the ring's kernels (layers/partial_attention.py), see RingSizes.
     ring_scratch: int = 0
     ring_workspace: int = 0
@@ -42,7 +43,13 @@ class Kernels:
 
 # csrc/cuda; ops/triton keeps the padding, too. cuDNN's attention has the gradients of its queries in fp32.
 CUDA = Kernels(
-    fused_norm=True, row_tile=128, keeps_order=True, ring_scratch=FP32, ring_repeats=False, multiprocessors=132
+    fused_norm=True,
+    row_tile=128,
+    keeps_order=True,
+    hides_collectives=False,
+    ring_scratch=FP32,
+    ring_repeats=False,
+    multiprocessors=132,
 )
 # ops/sycl. Attention over parts: four times fp32 scores, as many as MAX_SCORES.
 XPU = Kernels(fused_norm=True, row_tile=1, keeps_order=True, ring_workspace=4 * 2**26 * FP32)

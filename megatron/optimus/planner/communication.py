@@ -19,7 +19,7 @@ from megatron.optimus.config.schema import (
     TokenDispatcher,
 )
 from megatron.optimus.config.stages import num_lanes
-from megatron.optimus.planner.activations import INT32, INT64
+from megatron.optimus.planner.activations import INT32, INT64, Kernels
 from megatron.optimus.planner.parameters import families, gradient_bytes, parameters
 from megatron.optimus.planner.ring import FP32
 from megatron.optimus.planner.share import Share
@@ -63,9 +63,9 @@ class Collective:
         return self.count * self.payload * share.get(self.kind, (self.size - 1) / self.size)
 
 
-def collectives(share: Share) -> list[Collective]:
+def collectives(share: Share, kernels: Kernels) -> list[Collective]:
     """Everything that moves activations, gradients or weights, largest groups last; scalars are left out."""
-    found = [*_tensor(share), *_context(share), *_experts(share), *_pipeline(share), *_data(share)]
+    found = [*_tensor(share), *_context(share), *_experts(share, kernels), *_pipeline(share), *_data(share)]
     return [one for one in found if one.size > 1 and one.count > 0]
 
 
@@ -152,7 +152,7 @@ def _context(share: Share) -> Iterator[Collective]:
     yield Collective("cp", Kind.SEND, "their gradients, home", size, both * share.element, count)
 
 
-def _experts(share: Share) -> Iterator[Collective]:
+def _experts(share: Share, kernels: Kernels) -> Iterator[Collective]:
     model, parallel = share.model, share.config.parallel
     if not model.is_moe:
         return
@@ -164,29 +164,30 @@ def _experts(share: Share) -> Iterator[Collective]:
         axis = "stage" if is_global else "sequence"
         yield Collective(axis, Kind.ALL_REDUCE, "counts of experts", size, model.num_experts * INT64, layers)
     size, topk = share.expert_ranks, model.moe_router_topk
+    router, last = (Hiding.ROUTER, Hiding.LAST_PRODUCT) if kernels.hides_collectives else (Hiding.NOTHING,) * 2
     if parallel.moe_token_dispatcher_type is TokenDispatcher.ALLGATHER:
         rows = share.tokens_outside * size
         wide, weights = rows * model.hidden_size * share.element, rows * topk * FP32
-        home = Hiding.LAST_PRODUCT
-        yield Collective("experts", Kind.ALL_GATHER, "tokens to experts", size, wide, layers, Hiding.ROUTER)
+        yield Collective("experts", Kind.ALL_GATHER, "tokens to experts", size, wide, layers, router)
         yield Collective("experts", Kind.ALL_GATHER, "router weights, expert numbers", size, 2 * weights, layers)
         yield Collective("experts", Kind.REDUCE_SCATTER, "sums from experts", size, wide, layers)
         yield Collective("experts", Kind.ALL_GATHER, "gradients to experts", size, wide, layers)
-        yield Collective("experts", Kind.REDUCE_SCATTER, "gradients from experts", size, wide, layers, home)
-        yield Collective("experts", Kind.REDUCE_SCATTER, "gradients of router weights", size, weights, layers, home)
+        yield Collective("experts", Kind.REDUCE_SCATTER, "gradients from experts", size, wide, layers, last)
+        yield Collective("experts", Kind.REDUCE_SCATTER, "gradients of router weights", size, weights, layers, last)
         return
     rows = share.rows_needed
     if parallel.moe_token_dispatcher_type is TokenDispatcher.SYMMETRIC:
-        wide, choices = rows * model.hidden_size * share.element, share.rows * topk
+        row, choices = model.hidden_size * share.element, share.rows * topk
+        wide, whole, copies = rows * row, share.rows * row, Hiding.LAST_PRODUCT  # whole blocks, by the copy engines
         yield Collective("experts", Kind.ALL_TO_ALL, "tokens, results, their gradients", size, wide, 3 * layers)
-        yield Collective("experts", Kind.ALL_TO_ALL, "gradients from experts", size, wide, layers, Hiding.LAST_PRODUCT)
+        yield Collective("experts", Kind.ALL_TO_ALL, "gradients from experts", size, whole, layers, copies)
         yield Collective("experts", Kind.ALL_GATHER, "router weights", size, choices * FP32, layers)
         yield Collective("experts", Kind.ALL_GATHER, "expert numbers", size, choices * INT32, layers)
         gradients = choices // size * FP32  # each choice is served by one rank
         yield Collective("experts", Kind.ALL_TO_ALL, "gradients of router weights", size, gradients, layers)
         return
     in_parts = parallel.moe_dispatch_chunks > 1
-    hiding, home = (Hiding.PRODUCTS,) * 2 if in_parts else (Hiding.NOTHING, Hiding.LAST_PRODUCT)
+    hiding, home = (Hiding.PRODUCTS,) * 2 if in_parts else (Hiding.NOTHING, last)
     wide, weights = rows * model.hidden_size * share.element, rows * topk * FP32
     yield Collective("experts", Kind.ALL_TO_ALL, "numbers of rows", size, size * INT64, layers)
     yield Collective("experts", Kind.ALL_TO_ALL, "tokens, results, their gradients", size, wide, 3 * layers, hiding)

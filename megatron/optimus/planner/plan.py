@@ -59,7 +59,7 @@ class Plan:
         return step_time(self.shares, self.machine)
 
     def collectives(self, pipeline_rank: int) -> list[Collective]:
-        return collectives(self.shares[pipeline_rank])
+        return collectives(self.shares[pipeline_rank], self.machine.kernels)
 
 
 def plan(config: RunConfig, world_size: int, machine: Machine) -> Plan:

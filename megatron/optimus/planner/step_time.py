@@ -131,7 +131,7 @@ def busy(share: Share, machine: Machine) -> tuple[float, float, float]:
     compute = compute_seconds(micro_batch_work(share, machine.kernels), share, machine) * share.micro_batches
     exposed = total = 0.0
     free = _windows(share, machine)
-    for one in collectives(share):
+    for one in collectives(share, machine.kernels):
         if one.axis in PER_STEP:
             continue
         needed = seconds(one, share, machine)
@@ -149,7 +149,7 @@ def _of_data(share: Share, machine: Machine, window: float) -> tuple[float, floa
     slowed = exposed = total = 0.0
     forward, backward = window / 3, window * 2 / 3 / share.micro_batches  # the last micro-batch's backward
     free = {Hiding.BACKWARD: backward, Hiding.FORWARD: forward / share.micro_batches, Hiding.NOTHING: 0.0}
-    for one in collectives(share):
+    for one in collectives(share, machine.kernels):
         if one.axis not in PER_STEP:
             continue
         needed = seconds(one, share, machine)

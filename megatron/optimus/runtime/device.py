@@ -134,6 +134,19 @@ def beside(device: torch.device, work: Callable[[], Sequence[Tensor]]) -> Callab
     return join
 
 
+def hides_collectives(device: torch.device) -> bool:
+    """Whether exchanges by the collective library are started beside computation that fills the device.
+
+    Not on CUDA, where they are kernels: the blocks of a persistent product hold the registers of every multiprocessor,
+    so an exchange waits for them or delays those whose place it takes, each of which has a fixed share of the tiles.
+    Four H200, Mula-20B with four layers, experts over all, all-gather: a step of 128.5 ms with nothing beside the
+    router and the last product of the experts' backward, 129.8 with both (a backward in halves takes 1% longer than a
+    whole one, too; benchmarks/results/layout_speed_moe20b_h200x4.json). Copy engines take no multiprocessors: what they
+    move is started beside (parallel/symmetric.py). On XPU it is not measured.
+    """
+    return device.type != "cuda"
+
+
 def out_of_reach(device: torch.device, others: list[int]) -> list[int]:
     """Which of the CUDA devices with these numbers, as far as this process sees them, cannot share memory with it."""
     seen = [other for other in others if other != device.index and other < torch.cuda.device_count()]

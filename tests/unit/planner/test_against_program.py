@@ -162,7 +162,7 @@ def test_collectives_are_those_of_a_real_step(world: int) -> None:
 
 def _sent_by_kind(share: Share) -> dict[str, int]:
     planned: dict[str, int] = {}
-    for one in collectives(share):
+    for one in collectives(share, CPU):
         planned[one.kind.value] = planned.get(one.kind.value, 0) + one.payload * one.count
     if share.layout.tp > 1 and share.has_head:  # two numbers a token and rank between the parts of the vocabulary
         extra = 2 * FP32 * share.tokens * share.layout.tp * share.micro_batches
