@@ -152,10 +152,10 @@ def run_case(rank: int, world: int, case: Case) -> dict[str, float]:
     return deviations
 
 
-def refusal(schedule: PipelineSchedule) -> str | None:
+def refusal(schedule: PipelineSchedule, num_micro_batches: int = 8, num_stages: int = 1) -> str | None:
     """Why this version of torch cannot run a schedule, as the program says it; None if it can."""
     try:
-        check_torch(schedule)
+        check_torch(schedule, num_micro_batches, num_stages)
     except ConfigError as error:
         return str(error)
     return None

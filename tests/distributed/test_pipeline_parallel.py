@@ -146,6 +146,10 @@ def run_case(rank: int, world: int, case: Case) -> dict[str, Any]:
     return {"layers": [list(plan.layers[stage]) for stage in plan.mine], "deviations": deviations}
 
 
+def refused(case: Case) -> str | None:
+    return refusal(case.schedule, case.count, case.parallel["pipeline_model_parallel_size"])
+
+
 def stages(pp: int, chunks: int = 1, **more: Any) -> dict[str, Any]:
     return dict(pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=chunks, **more)
 
@@ -197,7 +201,7 @@ def results() -> Callable[[int], list[dict[str, dict[str, Any]]]]:
     @functools.cache
     def run(ranks: int) -> list[dict[str, dict[str, Any]]]:
         return run_distributed(
-            one_stage, ranks, {name: case for name, case in CASES[ranks].items() if refusal(case.schedule) is None}
+            one_stage, ranks, {name: case for name, case in CASES[ranks].items() if refused(case) is None}
         )
 
     return run
@@ -209,7 +213,7 @@ def test_pipeline_equals_one_process(
 ) -> None:
     """Loss, router statistics (both checked on the ranks) and every gradient, for each schedule."""
     case = CASES[ranks][name]
-    if reason := refusal(case.schedule):
+    if reason := refused(case):
         pytest.skip(reason)
     found = [result[name] for result in results(ranks)]
     layers = [index for result in found for part in result["layers"] for index in part]
@@ -231,3 +235,14 @@ def test_zero_bubble_is_refused_where_torch_cannot_run_it(
         reason = refusal(schedule)
         assert (reason is not None) is (refused and schedule in SPLIT_BACKWARDS)
         assert reason is None or f"pipeline_schedule={schedule.value} needs torch 2.13, this is {version}" in reason
+
+
+@pytest.mark.parametrize(("version", "told"), [("2.10.0", True), ("2.11.0+cu130", False), ("2.13.0", False)])
+def test_fewer_micro_batches_than_stages_are_refused_where_torch_cannot_run_them(
+    monkeypatch: pytest.MonkeyPatch, version: str, told: bool
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    reason = refusal(ONE, 2, 4)
+    assert (reason is not None) is told
+    assert reason is None or "2 micro-batches for 4 pipeline stages: fewer than stages need torch 2.11" in reason
+    assert refusal(ONE, 4, 4) is None

@@ -183,8 +183,14 @@ class AuxWeight:
     z: float
 
 
-def check_torch(schedule: PipelineSchedule) -> None:
+def check_torch(schedule: PipelineSchedule, num_micro_batches: int, num_stages: int) -> None:
     """Raises ConfigError for a schedule that this version of torch cannot run."""
+    is_short = schedule is PipelineSchedule.ONE_F_ONE_B and num_micro_batches < num_stages
+    if is_short and TorchVersion(torch.__version__) < "2.11":
+        raise ConfigError(
+            f"{num_micro_batches} micro-batches for {num_stages} pipeline stages: fewer than stages need torch 2.11, "
+            f"this is {torch.__version__}; lower micro_batch_size, raise global_batch_size or use fewer stages"
+        )
     if schedule in SPLIT_BACKWARDS and TorchVersion(torch.__version__) < "2.13":
         raise ConfigError(
             f"pipeline_schedule={schedule.value} needs torch 2.13, this is {torch.__version__}: earlier ones cannot "
@@ -279,7 +285,7 @@ class Pipeline:
         backwards: Backwards | None = None,
         lanes: Lanes | None = None,
     ) -> None:
-        check_torch(schedule)
+        check_torch(schedule, num_micro_batches, plan.num_stages)
         self.lanes = lanes
         self.model, self.plan, self.group, self.device = model, plan, group, device
         self.num_micro_batches = num_micro_batches
