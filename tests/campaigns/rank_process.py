@@ -127,7 +127,7 @@ def leave_marks(marks: Marks, rank: int) -> None:
 
     wrap(checkpoints.Checkpoints, "resume", Phase.LOAD, writing=False, after=Phase.STEP)
     wrap(snapshot.Snapshot, "take", Phase.SNAPSHOT, writing=False)
-    wrap(saver, "_write", Phase.WRITE, writing=True)
+    wrap(saver, "write", Phase.WRITE, writing=True)
     wrap(saver.Saver, "_commit", Phase.COMMIT, writing=True)
     wrap(commit, "prune", Phase.PRUNE, writing=True)
 

@@ -17,14 +17,12 @@ and are then copied, verified, to the folder that all ranks see.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import socket
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -33,10 +31,10 @@ import xxhash
 
 from megatron.optimus.checkpoint import commit
 from megatron.optimus.checkpoint.errors import CheckpointError
+from megatron.optimus.checkpoint.job import Job, Task, copy, write
 from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, Manifest
 from megatron.optimus.checkpoint.plan import (
     FILES_PER_NODE,
-    HASH_BYTES,
     OwnPiece,
     SavePlan,
     make_plan,
@@ -44,14 +42,12 @@ from megatron.optimus.checkpoint.plan import (
     own_pieces,
     remove_hashes,
 )
-from megatron.optimus.checkpoint.shards import check_regular, tensor_bytes, torch_dtype
+from megatron.optimus.checkpoint.shards import check_regular
 from megatron.optimus.checkpoint.slices import TensorSlice
 from megatron.optimus.checkpoint.snapshot import Snapshot
-from megatron.optimus.checkpoint.writer import PieceWriter
 from megatron.optimus.runtime import device as devices
 from megatron.optimus.runtime.agreement import NO_FAILURE, Ranks
 
-_COPY_BYTES = 16 << 20
 _WORKING, _DONE = NO_FAILURE, NO_FAILURE + 1  # above every failure, so the lowest of all ranks' numbers decides
 
 log = logging.getLogger("optimus")
@@ -68,52 +64,6 @@ class Saved:
     stall_s: float  # training stood still on this rank while it began: the snapshot, waiting for the save before
     drain_s: float  # from the start of the save until all ranks knew that it was committed
     hash_wait_s: float  # in which this rank wrote nothing because it was hashing
-
-
-class _Task:
-    """A function in a thread; its result or its error."""
-
-    def __init__(self, action: Callable[[], object]) -> None:
-        self._action = action
-        self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._action()
-        except Exception as error:
-            self.error = error
-        except BaseException as error:  # else a thread that was torn down would look like one that is done
-            self.error = CheckpointError(f"the writing thread ended: {error!r}")
-
-    @property
-    def is_done(self) -> bool:
-        return not self._thread.is_alive()
-
-    def join(self) -> None:
-        self._thread.join()
-
-
-@dataclass
-class _Job:
-    """One save in flight."""
-
-    header: Manifest
-    plan: SavePlan
-    tensors: list[torch.Tensor]
-    snapshot: Snapshot | None  # None: ``tensors`` are the live ones
-    temporary: Path
-    retain: int | None
-    started: float
-    stall_s: float = 0.0
-    local: Path | None = None  # this node's own directory, where it is written first
-    digests: list[bytes] = field(default_factory=list)  # of this rank's pieces, once written
-    hash_wait_s: float = 0.0
-    phases: list[Callable[[], None] | None] = field(default_factory=list)  # one after the other, agreed on between
-    phase: int = 0
-    task: _Task | None = None
-    revision: int = 0
 
 
 class Saver:
@@ -151,7 +101,7 @@ class Saver:
         self._check_claim = check_claim
         self._plans: dict[str, tuple[list[OwnPiece], SavePlan]] = {}
         self._snapshots: dict[str, Snapshot] = {}
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[Job] = deque()
         self._stall_s: float | None = None
         self._lowest: Callable[[], int] | None = None  # the all-reduce begun at the boundary before
 
@@ -204,7 +154,7 @@ class Saver:
             snapshot = self._snapshots.setdefault(header.kind, Snapshot(self._device))
             task = f"copying step {header.step} to host memory"
             tensors = self._ranks.together(lambda: snapshot.take(full), task, CheckpointError)
-        job = _Job(header, plan, tensors, snapshot, temporary, retain, began)
+        job = Job(header, plan, tensors, snapshot, temporary, retain, began)
         job.local = self._local / temporary.name if self._local is not None else None
         job.phases = self._phases(job)
         self._jobs.append(job)
@@ -246,7 +196,7 @@ class Saver:
         finally:
             self._stall_s = (self._stall_s or 0.0) + time.perf_counter() - began
 
-    def _advance_first(self, job: _Job, *, wait: bool) -> list[Saved]:
+    def _advance_first(self, job: Job, *, wait: bool) -> list[Saved]:
         code = _WORKING if self._lowest is None else self._lowest()
         if code == _WORKING:
             if wait and job.task is not None:
@@ -262,13 +212,13 @@ class Saver:
             return []
         return self._next_phase(job)
 
-    def _state(self, job: _Job) -> int:
+    def _state(self, job: Job) -> int:
         if job.task is not None and not job.task.is_done:
             return _WORKING
         error = job.task.error if job.task is not None else None
         return _DONE if error is None else self._ranks.failure_code(error)
 
-    def _next_phase(self, job: _Job) -> list[Saved]:
+    def _next_phase(self, job: Job) -> list[Saved]:
         """All ranks have finished the phase: written -> (copied ->) committed."""
         job.phase += 1
         if job.phase < len(job.phases):
@@ -341,15 +291,15 @@ class Saver:
 
     # ---- background threads
 
-    def _begin(self, job: _Job) -> None:
+    def _begin(self, job: Job) -> None:
         action = job.phases[job.phase]
-        job.task = _Task(action) if action is not None else None
+        job.task = Task(action) if action is not None else None
 
-    def _phases(self, job: _Job) -> list[Callable[[], None] | None]:
+    def _phases(self, job: Job) -> list[Callable[[], None] | None]:
         is_first = self._ranks.rank == 0
         local = job.local
         if local is None:
-            return [lambda: _write(job, job.temporary), (lambda: self._commit(job)) if is_first else None]
+            return [lambda: write(job, job.temporary), (lambda: self._commit(job)) if is_first else None]
 
         def end() -> None:
             if is_first:
@@ -358,9 +308,9 @@ class Saver:
                 for leftover in list(local.parent.iterdir()):  # of killed saves too
                     commit.delete_tree(leftover)
 
-        return [lambda: _write(job, local), lambda: _copy(job, local), end]
+        return [lambda: write(job, local), lambda: copy(job, local), end]
 
-    def _commit(self, job: _Job) -> None:
+    def _commit(self, job: Job) -> None:
         """Rank 0, when all pieces are written: the manifest, the name, and what is superfluous now."""
         plan = job.plan
         files, tensors = plan.entries(job.temporary)
@@ -385,60 +335,3 @@ class Saver:
 
 def _with_values(slices: Sequence[TensorSlice]) -> list[TensorSlice]:
     return [piece for piece in slices if piece.start < piece.stop]
-
-
-def _write(job: _Job, directory: Path) -> None:
-    """This rank's pieces into its file, and in the end their hashes beside it."""
-    if job.snapshot is not None:
-        job.snapshot.wait()
-    tensors = iter(job.tensors)
-
-    def data(piece: OwnPiece, offset: int) -> Iterator[memoryview]:
-        yield tensor_bytes(next(tensors).to(torch_dtype(piece.dtype)))
-
-    _write_own(job, directory, data)
-
-
-def _copy(job: _Job, local: Path) -> None:
-    """This rank's pieces from the node's own disk to the folder of all, checked on the way."""
-    expected = job.digests
-    descriptor = os.open(local / job.plan.file.name, os.O_RDONLY)
-
-    def data(piece: OwnPiece, offset: int) -> Iterator[memoryview]:
-        for start in range(0, piece.num_bytes, _COPY_BYTES):
-            yield memoryview(os.pread(descriptor, min(_COPY_BYTES, piece.num_bytes - start), offset + start))
-
-    try:
-        _write_own(job, job.temporary, data)
-    finally:
-        os.close(descriptor)
-    if job.digests != expected:
-        raise CheckpointError(f"{local / job.plan.file.name} does not give back what was written to it")
-
-
-def _write_own(job: _Job, directory: Path, data: Callable[[OwnPiece, int], Iterator[memoryview]]) -> None:
-    plan = job.plan
-    commit.make_directory(directory)  # every rank: on a network disk rank 0's may not be visible yet
-    job.digests = []
-    writer = PieceWriter(directory / plan.file.name)
-    try:
-        if plan.writes_header:
-            writer.write(memoryview(plan.file.header), 0)
-            writer.end_piece()  # nobody asks for the header's hash
-        for piece, offset in plan.own():
-            position = offset
-            for block in data(piece, offset):
-                writer.write(block, position)
-                position += len(block)
-            job.digests.append(writer.end_piece())
-        writer.finish()
-    finally:
-        writer.close()
-    job.hash_wait_s += writer.hash_wait_s
-    if not job.digests or directory != job.temporary:
-        return
-    descriptor = os.open(directory / plan.file.hashes, os.O_WRONLY | os.O_CREAT, 0o666)
-    try:
-        commit.write_at(descriptor, memoryview(b"".join(job.digests)), plan.first * HASH_BYTES)
-    finally:
-        os.close(descriptor)

@@ -105,13 +105,13 @@ def test_a_disk_of_the_node_is_written_first_and_left_empty(tmp_path, monkeypatc
     """The copy is slow: the next save need not wait for it, and what it brings is verified."""
     root, local = tmp_path / "root", tmp_path / "local"
     event = threading.Event()
-    copy = saver._copy
+    copy = saver.copy
 
     def slow(*args):
         assert event.wait(30)
         copy(*args)
 
-    monkeypatch.setattr(saver, "_copy", slow)
+    monkeypatch.setattr(saver, "copy", slow)
     it = Saver(root, local=local)
     it.start(owned(whole_state(1)), header(1), retain=9)
     deadline = time.monotonic() + 30
@@ -134,7 +134,7 @@ def test_a_disk_of_the_node_is_written_first_and_left_empty(tmp_path, monkeypatc
         path.write_bytes(data)
         copy(job, folder)
 
-    monkeypatch.setattr(saver, "_copy", damage)
+    monkeypatch.setattr(saver, "copy", damage)
     it.start(owned(whole_state(3)), header(3), retain=9)
     with pytest.raises(CheckpointError, match="does not give back what was written"):
         it.drain()
@@ -173,7 +173,7 @@ def test_a_torn_down_thread_is_an_error_not_a_success(tmp_path, monkeypatch):
     def end(*args):
         raise SystemExit
 
-    monkeypatch.setattr(saver, "_write", end)
+    monkeypatch.setattr(saver, "write", end)
     it = Saver(tmp_path)
     it.start(owned(whole_state(1)), header(1), retain=2)
     with pytest.raises(CheckpointError, match="thread ended"):
