@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -84,3 +85,14 @@ def find_loadable(root: Path) -> Path | None:
     """The newest checkpoint of which every byte is good, as a resuming run finds it."""
     found = load_newest(root, store.everything)
     return None if found is None else found[0]
+
+
+def lose_acknowledgements(monkeypatch, name):
+    """``os.NAME(...)`` is done, and asked for once more: what a network disk does when the answer is lost."""
+    call = getattr(os, name)
+
+    def twice(*arguments):
+        call(*arguments)
+        call(*arguments)
+
+    monkeypatch.setattr(os, name, twice)

@@ -10,6 +10,7 @@ import pytest
 from megatron.optimus.checkpoint.claim import CLAIM_NAME, Claim
 from megatron.optimus.checkpoint.errors import CheckpointError
 from tests.helpers import _CONTEXT
+from tests.unit.checkpoint.helpers import lose_acknowledgements
 
 _QUICK = {"pulse_s": 0.05, "timeout_s": 0.6}
 
@@ -53,13 +54,7 @@ def test_a_live_process_is_refused_and_a_killed_one_replaced(tmp_path):
 
 
 def test_a_claim_whose_acknowledgement_was_lost_is_ones_own(tmp_path, monkeypatch):
-    link = os.link
-
-    def twice(*paths):
-        link(*paths)
-        link(*paths)
-
-    monkeypatch.setattr(os, "link", twice)
+    lose_acknowledgements(monkeypatch, "link")
     claim = Claim(tmp_path, **_QUICK)
     claim.check()
     claim.release()

@@ -23,7 +23,15 @@ from megatron.optimus.checkpoint import (
     saver,
 )
 from megatron.optimus.checkpoint.snapshot import Snapshot, place_in_blocks
-from tests.unit.checkpoint.helpers import CONFIG, assert_holds, find_loadable, owned, whole_requests, whole_state
+from tests.unit.checkpoint.helpers import (
+    CONFIG,
+    assert_holds,
+    find_loadable,
+    lose_acknowledgements,
+    owned,
+    whole_requests,
+    whole_state,
+)
 
 
 def header(step, kind="full"):
@@ -244,14 +252,8 @@ def test_machines_of_one_name_do_not_share_a_file(monkeypatch):
 
 
 def test_a_rename_that_was_done_and_not_acknowledged(tmp_path, monkeypatch):
-    """A network disk asks again when an answer is lost, and is told that there is nothing to rename."""
-    rename = os.rename
-
-    def twice(*paths):
-        rename(*paths)
-        rename(*paths)
-
-    monkeypatch.setattr(os, "rename", twice)
+    """The second time there is nothing to rename."""
+    lose_acknowledgements(monkeypatch, "rename")
     it = Saver(tmp_path, asynchronous=False)
     it.start(owned(whole_state(1)), header(1), retain=2)
     assert names(tmp_path) == ["step-00000001"]
