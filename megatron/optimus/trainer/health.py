@@ -10,7 +10,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Iterable
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import Any
 
 logger = logging.getLogger("optimus")
@@ -38,7 +38,10 @@ class Recent:
     def limit(self, step: int, sigma: float) -> float:
         """``sigma`` standard deviations above the mean of the WINDOW values up to ``step`` - 2; infinity if too few."""
         values = [value for number, value in self._values if number <= step - 2][-WINDOW:]
-        return fmean(values) + sigma * pstdev(values) if len(values) >= _FEWEST else math.inf
+        if len(values) < _FEWEST:
+            return math.inf
+        mean = fmean(values)  # statistics' own deviation calculates in fractions: ten times as long, in every step
+        return mean + sigma * math.sqrt(fmean((value - mean) ** 2 for value in values))
 
     def plain(self) -> list[list[float]]:
         """For a checkpoint: [[step, value], ...]."""
