@@ -132,10 +132,10 @@ class KeepHere:
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
 
-    def start(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return x_TD
+    def start(self, x_TD: torch.Tensor) -> None:
+        return None
 
-    def dispatch(self, x_TD: torch.Tensor, routing: Any) -> Any:
+    def dispatch(self, x_TD: torch.Tensor, routing: Any, started: None) -> Any:
         from megatron.optimus.moe.dispatch import ExpertRows
 
         return ExpertRows(x_TD, routing.weights_TK, routing.indices_TK % self.num_experts, None)

@@ -49,9 +49,9 @@ class Slow(AllToAllDispatcher):
 
     seconds = 0.0
 
-    def dispatch(self, x_TD: torch.Tensor, routing: Routing) -> ExpertRows:
+    def dispatch(self, x_TD: torch.Tensor, routing: Routing, started: None) -> ExpertRows:
         time.sleep(self.seconds)
-        return super().dispatch(x_TD, routing)
+        return super().dispatch(x_TD, routing, started)
 
 
 def rendezvous(memory: torch.Tensor, group: dist.ProcessGroup) -> SimpleNamespace:

@@ -140,7 +140,7 @@ def errors(layer: MoE, x: torch.Tensor) -> list[str]:
     found = []
     x_TD = x.flatten(0, 1).requires_grad_()
     started = layer.dispatcher.start(x_TD)
-    rows = layer.dispatcher.dispatch(started, layer.router(x_TD)[0])
+    rows = layer.dispatcher.dispatch(x_TD, layer.router(x_TD)[0], started)
     y_RD = layer.experts(rows.x_RD, rows.weights_RK, rows.indices_RK, rows.go_home)
     try:
         (y_RD + rows.x_RD).sum().backward()

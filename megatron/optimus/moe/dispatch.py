@@ -3,8 +3,8 @@
 One interface for every transport: ``start`` sends what can leave before the router has chosen; ``dispatch`` turns this
 rank's tokens into the rows that this rank's experts must see, with expert numbers local to this rank (-1 for choices
 that another rank serves); ``combine`` turns the experts' answers for those rows into the outputs of this rank's own
-tokens. The expert computation between the two is the same
-operation for all. Transports that communicate are in parallel/transport.py; here is the one that needs no other rank.
+tokens. The expert computation between the two is the same operation for all. Transports that communicate are in
+parallel/transport.py; here is the one that needs no other rank.
 
 Shapes: T own tokens, R rows to compute here, D model width, K experts per token.
 """
@@ -32,27 +32,28 @@ class ExpertRows(NamedTuple):
 
 class Dispatcher(Protocol):
     def start(self, x_TD: Tensor) -> Any:
-        """What ``dispatch`` takes instead of the tokens."""
+        """Sends tokens before the router sees them; what it returns goes to ``dispatch``. None: nothing has left."""
 
-    def dispatch(self, started: Any, routing: Routing) -> ExpertRows: ...
+    def dispatch(self, x_TD: Tensor, routing: Routing, started: Any) -> ExpertRows:
+        """``x_TD``: the tokens as the router hands them on, so that both have one gradient (``ops.router_logits``)."""
 
     def combine(self, y_RD: Tensor, handle: Any) -> Tensor: ...
 
 
 class ThroughExperts(Protocol):
-    """From tokens that ``Dispatcher.start`` was given, and their routes, to what their experts make of them: [T, D],
-    and the slots that were worked on here."""
+    """From tokens, their routes and what ``Dispatcher.start`` gave, to what their experts make of them: [T, D], and the
+    slots that were worked on here."""
 
     def __call__(
-        self, dispatcher: Dispatcher, experts: nn.Module, started: Any, routing: Routing
+        self, dispatcher: Dispatcher, experts: nn.Module, x_TD: Tensor, routing: Routing, started: Any
     ) -> tuple[Tensor, Tensor]: ...
 
 
 def through_experts(
-    dispatcher: Dispatcher, experts: nn.Module, started: Any, routing: Routing
+    dispatcher: Dispatcher, experts: nn.Module, x_TD: Tensor, routing: Routing, started: Any
 ) -> tuple[Tensor, Tensor]:
     """All tokens there, all of their experts' work, all answers back."""
-    rows = dispatcher.dispatch(started, routing)
+    rows = dispatcher.dispatch(x_TD, routing, started)
     y_RD = experts(rows.x_RD, rows.weights_RK, rows.indices_RK, rows.go_home)
     return dispatcher.combine(y_RD, rows.handle), (rows.indices_RK >= 0).sum()
 
@@ -60,10 +61,10 @@ def through_experts(
 class LocalDispatcher:
     """Every expert is on this rank: rows are tokens."""
 
-    def start(self, x_TD: Tensor) -> Tensor:
-        return x_TD
+    def start(self, x_TD: Tensor) -> None:
+        return None
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertRows:
+    def dispatch(self, x_TD: Tensor, routing: Routing, started: None) -> ExpertRows:
         return ExpertRows(x_TD, routing.weights_TK, routing.indices_TK, None)
 
     def combine(self, y_RD: Tensor, handle: Any) -> Tensor:

@@ -23,8 +23,6 @@ class MoE(nn.Module):
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, RouterStats]:
         x_TD = x_BSD.flatten(0, 1)
         started = self.dispatcher.start(x_TD)  # beside the router, where a transport needs no choices to send tokens
-        routing, stats, routed_TD = self.router(x_TD)
-        if started is x_TD:  # nothing has left: router and experts share one gradient of x
-            started = routed_TD
-        y_TD, processed = self.through_experts(self.dispatcher, self.experts, started, routing)
+        routing, stats, x_TD = self.router(x_TD)
+        y_TD, processed = self.through_experts(self.dispatcher, self.experts, x_TD, routing, started)
         return y_TD.view_as(x_BSD), stats._replace(processed=processed)

@@ -340,10 +340,10 @@ class SymmetricDispatcher:
             self._used[shape] = _staging_of(self.group, shape, device)
         return self._used[shape]
 
-    def start(self, x_TD: Tensor) -> Tensor:
-        return x_TD
+    def start(self, x_TD: Tensor) -> None:
+        return None
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertRows:
+    def dispatch(self, x_TD: Tensor, routing: Routing, started: None) -> ExpertRows:
         tables = self.ownership.tables(x_TD.device)
         num_tokens, width = x_TD.shape
         shape = Shape(num_tokens, width, routing.indices_TK.shape[1], x_TD.dtype)

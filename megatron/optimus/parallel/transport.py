@@ -109,7 +109,7 @@ class AllGatherDispatcher:
             x.wait()
         return _Gathering(trip, leave(x_TD, trip, X), x)
 
-    def dispatch(self, started: _Gathering, routing: Routing) -> ExpertRows:
+    def dispatch(self, x_TD: Tensor, routing: Routing, started: _Gathering) -> ExpertRows:
         trip, tie, x = started
         ties = tie, leave(routing.weights_TK, trip, WEIGHTS)
         choices = start_all_gather(pack_choices(routing), self.group, trip.counts)
@@ -224,8 +224,8 @@ class AllToAllDispatcher:
         self.ownership = ownership
         self.hop = _Hop(group, ownership.num_shards)
 
-    def start(self, x_TD: Tensor) -> Tensor:
-        return x_TD
+    def start(self, x_TD: Tensor) -> None:
+        return None
 
     def places(self, indices_TK: Tensor) -> Tensor:
         return self.ownership.tables(indices_TK.device)[0][indices_TK]
@@ -234,7 +234,7 @@ class AllToAllDispatcher:
         trip, ties, x, choices = under_way
         return arrive(ties, trip, rows_for(self.ownership, self.hop.place, x.wait(), choices.wait(), trip.way))
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertRows:
+    def dispatch(self, x_TD: Tensor, routing: Routing, started: None) -> ExpertRows:
         [way] = self.hop.agree([self.places(routing.indices_TK)])
         return self.arrived(_Exchanging.begin(self.hop, way, x_TD, routing.weights_TK, pack_choices(routing)))
 
@@ -249,10 +249,10 @@ class InChunks:
     num_chunks: int
 
     def __call__(
-        self, dispatcher: Dispatcher, experts: nn.Module, started: Tensor, routing: Routing
+        self, dispatcher: Dispatcher, experts: nn.Module, x_TD: Tensor, routing: Routing, started: None
     ) -> tuple[Tensor, Tensor]:
         assert isinstance(dispatcher, AllToAllDispatcher)
-        hop, x_TD = dispatcher.hop, started
+        hop = dispatcher.hop
         columns = (x_TD, routing.weights_TK, pack_choices(routing), dispatcher.places(routing.indices_TK))
         *parts_C, places_C = (column.tensor_split(self.num_chunks) for column in columns)
         ways = hop.agree(places_C)
@@ -292,10 +292,10 @@ class HierarchicalDispatcher:
         self.to_nodes, self.to_ranks = _Hop(across), _Hop(within, ownership.num_shards)
         self.rank = self.to_nodes.place * self.to_ranks.num_places + self.to_ranks.place
 
-    def start(self, x_TD: Tensor) -> Tensor:
-        return x_TD
+    def start(self, x_TD: Tensor) -> None:
+        return None
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> ExpertRows:
+    def dispatch(self, x_TD: Tensor, routing: Routing, started: None) -> ExpertRows:
         owner_E = self.ownership.tables(x_TD.device)[0]
         places = self.to_ranks.num_places
         node_TK = (owner_E // places)[routing.indices_TK]
