@@ -23,8 +23,8 @@ from typing import Any
 
 from megatron.optimus.checkpoint import commit
 from megatron.optimus.checkpoint.errors import CheckpointError
-from megatron.optimus.checkpoint.plan import boot_id
 from megatron.optimus.checkpoint.shards import parse_json, read_small_file
+from megatron.optimus.runtime.host import boot_id
 
 CLAIM_NAME = ".claim"
 PULSE_S = 10.0

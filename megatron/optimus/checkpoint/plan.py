@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,19 +100,6 @@ class SavePlan:
                 kinds[own.name, own.kind] = own.dtype, own.place.shape
         tensors = {key: TensorEntry(*key, *kinds[key], tuple(pieces[key])) for key in pieces}
         return {file.name: file.num_bytes for file in self.files}, tensors
-
-
-def node_name() -> str:
-    """What the ranks of one machine share and no other machine has: some clusters call every node ``localhost``."""
-    return f"{socket.gethostname()} {boot_id()}"
-
-
-def boot_id() -> str:
-    """Of the running kernel; empty where it tells none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def own_pieces(slices: Iterable[TensorSlice]) -> list[OwnPiece]:

@@ -38,7 +38,6 @@ from megatron.optimus.checkpoint.plan import (
     OwnPiece,
     SavePlan,
     make_plan,
-    node_name,
     own_pieces,
     remove_hashes,
 )
@@ -47,6 +46,7 @@ from megatron.optimus.checkpoint.slices import TensorSlice
 from megatron.optimus.checkpoint.snapshot import Snapshot
 from megatron.optimus.runtime import device as devices
 from megatron.optimus.runtime.agreement import NO_FAILURE, Ranks
+from megatron.optimus.runtime.host import node_name
 
 _WORKING, _DONE = NO_FAILURE, NO_FAILURE + 1  # above every failure, so the lowest of all ranks' numbers decides
 

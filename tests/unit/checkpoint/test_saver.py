@@ -19,10 +19,10 @@ from megatron.optimus.checkpoint import (
     load,
     load_manifest,
     load_newest,
-    plan,
     saver,
 )
 from megatron.optimus.checkpoint.snapshot import Snapshot, place_in_blocks
+from megatron.optimus.runtime import host
 from tests.unit.checkpoint.helpers import (
     CONFIG,
     assert_holds,
@@ -244,11 +244,11 @@ def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch, gate):
 
 def test_machines_of_one_name_do_not_share_a_file(monkeypatch):
     """Parts of one page written by two machines would get lost on a network disk."""
-    monkeypatch.setattr(plan.socket, "gethostname", lambda: "localhost")
-    here = plan.node_name()
-    assert here == plan.node_name()
-    monkeypatch.setattr(plan, "boot_id", lambda: "another")
-    assert plan.node_name() != here
+    monkeypatch.setattr(host.socket, "gethostname", lambda: "localhost")
+    here = host.node_name()
+    assert here == host.node_name()
+    monkeypatch.setattr(host, "boot_id", lambda: "another")
+    assert host.node_name() != here
 
 
 def test_a_rename_that_was_done_and_not_acknowledged(tmp_path, monkeypatch):
