@@ -128,6 +128,15 @@ __device__ __forceinline__ void tma_add(const CUtensorMap* map, uint32_t from, i
 
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
+// Copies 16 bytes by this thread, or zeros without `there`; `arrive_with_copies` arrives at the barrier when the thread's
+// copies until then are done.
+__device__ __forceinline__ void copy_16(uint32_t to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void arrive_with_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Waits until all but the last kPending groups of this thread have read shared memory.
 template <int kPending>
 __device__ __forceinline__ void tma_store_wait_read() {

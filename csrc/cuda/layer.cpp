@@ -103,10 +103,8 @@ cudaError_t forward(Type type, const Sizes& sizes, const Plan& plan, const Forwa
     return order_rows(to.indices, to.wide_indices, to.block_counts, plan, sizes.tokens * sizes.topk, E, sizes.rows(),
                       stream);
   });
-  Errands spreads;
-  spread_ahead(spreads.list, kForward, sizes, to.x, to.x_rows, plan, progress);
   step([&] {
-    return up_swiglu(type, to.x_rows, to.gate_up, to.hidden, to.activation, order, D, F, all, spreads, stream);
+    return up_swiglu(type, to.x, to.gate_up, to.hidden, to.activation, order, D, F, all, {}, stream);
   });
   void* y_rows = to.x_rows;
   step([&] {

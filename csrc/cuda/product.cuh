@@ -34,7 +34,8 @@ struct Arguments {
   int depth;                     // likewise
   int row_tiles;                 // of a gradient: 128 columns of a each
   int column_tiles;
-  void* hidden;  // of the up projection, and its width
+  const void* x;  // of the up projection: [T, depth]
+  void* hidden;   // likewise, and its width
   int inner;
   Errands errands;
   bool early;  // Start::kEarly
@@ -58,6 +59,7 @@ struct alignas(16) Note {  // what the consumers need to know of a tile
 template <Kind kKind>
 struct Traits {
   static constexpr bool kGradient = kKind == Kind::kGradient || kKind == Kind::kGradientAdd;
+  static constexpr bool kGathers = kKind == Kind::kUpSwiglu;
   static constexpr bool kAcrossA = kGradient;
   static constexpr bool kAcrossB = kGradient || kKind == Kind::kRows;
 };
@@ -129,12 +131,12 @@ __device__ __forceinline__ void load_stage(const Arguments& args, Layout& memory
   using Is = Traits<kKind>;
   const uint32_t full = shared_address(&memory.full[stage]), a = shared_address(memory.a[stage]);
   const bool whole = work.rows > kRows / 2;  // else the second multiplying warpgroup has nothing to do
-  barrier_expect(full, (whole ? kBytesA : kBytesA / 2) + kBytesB);
+  barrier_expect(full, (Is::kGathers ? 0 : whole ? kBytesA : kBytesA / 2) + kBytesB);
   const int depth = step * kDepth;
   if (Is::kGradient) {
     tma_load(a, &args.a, full, work.row, work.first + depth, 0, 0);
     tma_load(a + kBox, &args.a, full, work.row + 64, work.first + depth, 0, 0);
-  } else {
+  } else if (!Is::kGathers) {
     tma_load(a, &args.a, full, depth, work.row, 0, 0);
     if (whole) tma_load(a + kBox, &args.a, full, depth, work.row + 64, 0, 0);
   }
@@ -189,6 +191,56 @@ __device__ __forceinline__ void fill(const Arguments& args, Layout& memory) {
       } else {
         barrier_arrive(shared_address(&memory.full[stage]));
       }
+      if (++stage == kStages) stage = 0, phase ^= 1;
+    }
+  }
+}
+
+// The same by the whole warpgroup, where a's rows are tokens wherever they lie: each thread copies 16 bytes of 8 rows.
+template <Kind kKind>
+__device__ __forceinline__ void fill_gathered(const Arguments& args, Layout& memory) {
+  constexpr int kCopies = 8, kApart = kRows / kCopies;
+  const int thread = threadIdx.x, piece = thread % 8, first = thread / 8, rank = cluster_rank();
+  const int place = first * 128 + ((piece ^ first % 8) << 4);
+  const Items items = items_of<false>(args);
+  const Order& order = args.order;
+  int slots[kCopies];
+  const auto read_slots = [&](const Work& work) {
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      slots[i] = first + i * kApart < work.rows ? order.slot[work.row + first + i * kApart] : -1;
+    }
+  };
+  int stage = 0, phase = 0, item = item_of<false>(items, 0);
+  Work next{};
+  if (item < items.end) read_slots(next = work_of<false>(args, item, rank));
+  for (int turn = 0; item < items.end; ++turn) {
+    const Work work = next;
+    const char* from[kCopies];
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int token = max(slots[i], 0) / order.topk;
+      from[i] = static_cast<const char*>(args.x) + (static_cast<size_t>(token) * args.depth + piece * 8) * 2;
+    }
+    unsigned valid = 0;
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) valid |= (slots[i] >= 0) << i;
+    item = item_of<false>(items, turn + 1);
+    if (item < items.end) read_slots(next = work_of<false>(args, item, rank));
+    for (int step = 0; step < work.steps; ++step) {
+      barrier_wait(shared_address(&memory.empty[stage]), phase ^ 1);
+      if (thread == 0) {
+        if (step == 0) memory.note[stage] = note_of<kKind>(order, work);
+        load_stage<kKind>(args, memory, stage, work, step, rank);
+      }
+      const bool inside = step * kDepth + piece * 8 < args.depth;
+      const uint32_t to = shared_address(memory.a[stage]) + place;
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        if (i >= kCopies / 2 && work.rows <= kRows / 2) break;
+        copy_16(to + i * kApart * 128, inside ? from[i] + step * kDepth * 2 : static_cast<const char*>(args.x), inside && (valid >> i & 1));
+      }
+      arrive_with_copies(shared_address(&memory.full[stage]));
       if (++stage == kStages) stage = 0, phase ^= 1;
     }
   }
@@ -317,6 +369,7 @@ __device__ __forceinline__ void multiply(const Arguments& args, Layout& memory) 
     for (int step = 0; step < steps; ++step) {
       if (step > 0) barrier_wait(shared_address(&memory.full[stage]), phase);
       if (tile.steps > 0 && !idle) {
+        if (Is::kGathers) fence_async();
         const uint64_t a = first_a + stage * (kBytesA / 16), b = first_b + stage * (kBytesB / 16);
         wgmma_fence();
 #pragma unroll
@@ -350,7 +403,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   auto& memory = *reinterpret_cast<Layout*>((reinterpret_cast<uintptr_t>(bytes) + 1023) / 1024 * 1024);
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
-      barrier_init(shared_address(&memory.full[stage]), 1);
+      barrier_init(shared_address(&memory.full[stage]), Traits<kKind>::kGathers ? 1 + 128 : 1);
       barrier_init(shared_address(&memory.empty[stage]), 2 * kConsumerWarps);
     }
     fence_barrier_init();
@@ -364,7 +417,11 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     fewer_registers<104>();
     if (warp > 0 || !args.early) await_launch_before();
     if (threadIdx.x == 32) let_next_launch();  // so that no more than two launches overlap
-    if (threadIdx.x == 0) fill<kKind>(args, memory);
+    if constexpr (Traits<kKind>::kGathers) {
+      fill_gathered<kKind>(args, memory);
+    } else if (threadIdx.x == 0) {
+      fill<kKind>(args, memory);
+    }
     for (int i = 0; warp > 0 && i < kMaxErrands; ++i) {
       const Errand& errand = args.errands.list[i];
       if (warp > errand.warps) continue;

@@ -118,10 +118,9 @@ cudaError_t run(Type type, const Errand& errand, const Order& order, cudaStream_
 cudaError_t up_swiglu(Type type, const void* x, const void* gate_up, void* hidden, void* activation, const Order& order,
                       int width, int inner, Part part, const Errands& errands, cudaStream_t stream) {
   Arguments args = arguments(order, errands, Start::kAfter);
-  args.hidden = hidden, args.inner = inner;
+  args.x = x, args.hidden = hidden, args.inner = inner;
   args.depth = width, args.column_tiles = tiles(inner, 128), args.first_expert = part.first, args.end_expert = part.end;
   const bool encoded =
-      encode_rows(&args.a, type, x, order, width) &&
       encode_weight(&args.b, type, gate_up, order, 2, inner, width) &&
       encode(&args.out, type, hidden, {{wide(inner), 2, wide(order.num_tokens * order.topk), 1}, {64, 1, 64, 1}}) &&
       encode(&args.activation, type, activation, {{wide(inner), 1, wide(order.num_rows), 1}, {64, 1, 64, 1}});
