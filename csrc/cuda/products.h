@@ -37,6 +37,12 @@ enum class Task : int { kNone, kSpread, kSwigluBackward, kSum };
 
 constexpr int kIdleWarps = 3;
 
+// Tokens in the memory of several GPUs of a node, as many in each: where those of every rank begin, in rank order.
+struct Peers {
+  const int64_t* at = nullptr;  // [ranks], on the device; null: all tokens are here
+  int ranks = 1, rank = 0;      // rank: this GPU's
+};
+
 // A piece of work on rows (errands.cuh) and what it reads and writes.
 struct Errand {
   Task task = Task::kNone;
@@ -51,6 +57,8 @@ struct Errand {
   int* progress = nullptr;  // two zeros, if a product may read an expert's rows only once they are there: chunks handed
                             // out, chunks done
   bool awaited = false;     // by the product in whose list it is; with no warps it is done elsewhere
+  Peers peers;              // of a spread: where it reads tokens; of a sum: where it writes those of other ranks
+  void* keep = nullptr;     // a spread also leaves the tokens that it has read from peers here
 };
 
 // What a product takes along, in this order; errands that it awaits come first, by expert.
