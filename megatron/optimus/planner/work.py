@@ -83,8 +83,8 @@ def layer_work(share: Share, recompute: frozenset[Recompute]) -> Work:
 
 
 def part_work(share: Share) -> Work:
-    """What each further part of the tokens costs a layer (--moe-dispatch-chunks): its experts' kernels are launched once
-    more, read the weights once more in either direction, and add to their gradients once more."""
+    """What each further part of the tokens (--moe-dispatch-chunks) costs a layer: kernels of the experts are launched
+    once more, read the weights once more in either direction, and add to their gradients once more."""
     weights = sum(one.numel for one, _ in parameters(share).items() if one.is_expert)
     return Work(traffic=weights * (2 * share.element + 2 * gradient_bytes(share)[0]), layers=1.0)
 
