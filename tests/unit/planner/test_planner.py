@@ -250,8 +250,10 @@ def test_bad_input_is_one_clear_error(words: str, message: str, capsys: pytest.C
 def test_the_command_line_shows_a_plan_and_its_json(capsys: pytest.CaptureFixture[str]) -> None:
     main = script("tools/plan.py").main
     words = "--preset mula-220b-a10b --nodes 1024 --system aurora --global-batch-size 12288 --top 0".split()
+    words += "--recompute-modules moe attention norm".split()
     assert main([*words, "--explain"]) == 0
     text = capsys.readouterr().out
+    assert text.splitlines()[0].endswith("recompute moe+attention+norm")
     for part in ("pp 8, ep 12, dp 1536", "not measured by us", "optimizer states", "tokens to experts", "MFU"):
         assert part in text
     assert main([*words, "--json"]) == 0
