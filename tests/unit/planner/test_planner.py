@@ -224,6 +224,10 @@ def test_symmetric_memory_is_nobody_s_concern_where_nothing_travels() -> None:
             "symmetric needs the 16 ranks that share the experts on one node of 8; use allgather or alltoall",
         ),
         (f"{SYMMETRIC} 4 --world-size 4 --system aurora", "symmetric needs GPUs of CUDA, which aurora has not; use"),
+        (
+            f"{SYMMETRIC.replace('symmetric', 'hierarchical')} 8 --world-size 8",
+            "hierarchical needs experts over several nodes: the 8 ranks of a node must be 2 or more",
+        ),
         ("--preset mula-1b --system summit", "--system='summit' is unknown; use h200 or aurora"),
         ("--preset mula-1b --nodes none", "--nodes='none' must be a whole number of 1 or more"),
         ("--preset mula-1b --nodes \N{SUPERSCRIPT TWO}", "must be a whole number"),
