@@ -128,8 +128,8 @@ __device__ __forceinline__ void tma_add(const CUtensorMap* map, uint32_t from, i
 
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Copies 16 bytes by this thread, or zeros without `there`; `arrive_with_copies` arrives at the barrier when the thread's
-// copies until then are done.
+// Copies 16 bytes by this thread, or zeros without `there`; `arrive_with_copies` arrives at the barrier when the
+// thread's copies until then are done.
 __device__ __forceinline__ void copy_16(uint32_t to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }

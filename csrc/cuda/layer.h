@@ -19,8 +19,12 @@ struct Forward {
   bool wide_indices;
   int* block_counts;          // scratch, experts * order_blocks(tokens * topk)
   int* progress;              // scratch, kProgressBytes
-  void *x_rows, *activation;  // scratch [P, D] and [P, F]; the experts' outputs replace x_rows
+  void *rows, *activation;    // scratch [P, D] and [P, F]; rows are the experts' outputs, before that tokens of peers
   void *hidden, *y;           // results [T K, 2F] and [T, D]
+  // With peers x is yet to be filled: tokens that have an expert here are read where they are. Sums of other ranks'
+  // tokens go to y_peers, and are left out of y.
+  Peers x_peers, y_peers;
+  void* x_kept;  // x, if it is to be filled
 };
 
 // What the gradient of gate_up is made of: the only product that may wait, for dx does not need it.
@@ -34,6 +38,7 @@ struct UpWeights {
 
 struct BackwardInputs {
   const void *dy, *x, *gate_up, *down, *hidden;
+  Peers dy_peers;  // where dy is instead
   const float* weights;
   void *dy_rows, *dx_rows, *activation;  // scratch [P, D], [P, D] and [P, F]
   void *dx, *ddown;                      // results

@@ -10,11 +10,13 @@
 #include "errands.cuh"
 #include "hopper.cuh"
 #include "products.h"
+#include "results.cuh"
 
 namespace optimus::cuda {
 
 enum class Kind {
-  kUpSwiglu,        // rows times [N, K], gate beside up
+  kUpSwiglu,        // tokens of rows times [N, K], gate beside up
+  kUpSwigluOfRows,  // likewise, the rows themselves being there
   kRowsTransposed,  // rows times [N, K]
   kRows,            // rows times [K, N]
   kGradient,        // rows, transposed, times rows; the depth runs over an expert's rows
@@ -23,8 +25,6 @@ enum class Kind {
 
 constexpr int kRows = kRowTile, kColumns = 256, kDepth = 64, kStages = 4;
 constexpr int kBytesA = kRows * kDepth * 2, kBytesB = kColumns * kDepth * 2;
-constexpr int kBox = 64 * 64 * 2;  // a box of the tensor memory engine: 64 rows of 128 bytes, swizzled
-constexpr int kBuffers = 2;        // boxes for the results of each multiplying warpgroup
 constexpr int kThreads = 384, kConsumerWarps = 8;
 
 struct Arguments {
@@ -34,7 +34,7 @@ struct Arguments {
   int depth;                     // likewise
   int row_tiles;                 // of a gradient: 128 columns of a each
   int column_tiles;
-  const void* x;  // of the up projection: [T, depth]
+  const void* x;  // of the up projection: tokens [T, depth]
   void* hidden;   // likewise, and its width
   int inner;
   Errands errands;
@@ -59,7 +59,8 @@ struct alignas(16) Note {  // what the consumers need to know of a tile
 template <Kind kKind>
 struct Traits {
   static constexpr bool kGradient = kKind == Kind::kGradient || kKind == Kind::kGradientAdd;
-  static constexpr bool kGathers = kKind == Kind::kUpSwiglu;
+  static constexpr bool kUp = kKind == Kind::kUpSwiglu || kKind == Kind::kUpSwigluOfRows;
+  static constexpr bool kGathers = kKind == Kind::kUpSwiglu;  // reads a's rows by the whole warpgroup
   static constexpr bool kAcrossA = kGradient;
   static constexpr bool kAcrossB = kGradient || kKind == Kind::kRows;
 };
@@ -145,7 +146,7 @@ __device__ __forceinline__ void load_stage(const Arguments& args, Layout& memory
     const uint32_t to = shared_address(memory.b[stage]) + box * (Is::kAcrossB ? kBox : kBytesB / 2);
     const bool mine = Is::kAcrossB ? box / 2 == rank : box == rank;
     int c0 = depth, c1 = work.column + box * 128, c2 = 0, c3 = work.expert;
-    if (kKind == Kind::kUpSwiglu) c1 = work.column / 2, c2 = box;
+    if (Is::kUp) c1 = work.column / 2, c2 = box;
     if (Is::kAcrossB) c0 = work.column + box * 64, c1 = depth;
     if (Is::kGradient) c1 = work.first + depth, c3 = 0;
     if (!work.shared) {
@@ -159,7 +160,7 @@ __device__ __forceinline__ void load_stage(const Arguments& args, Layout& memory
 template <Kind kKind>
 __device__ __forceinline__ Note note_of(const Order& order, const Work& work) {
   Note note{work.row, work.column, work.expert, work.steps, 0, work.rows};
-  if (kKind == Kind::kUpSwiglu) note.unpadded_row = work.row - order.tile_shift[work.row / kRowTile];
+  if (Traits<kKind>::kUp) note.unpadded_row = work.row - order.tile_shift[work.row / kRowTile];
   return note;
 }
 
@@ -196,7 +197,8 @@ __device__ __forceinline__ void fill(const Arguments& args, Layout& memory) {
   }
 }
 
-// The same by the whole warpgroup, where a's rows are tokens wherever they lie: each thread copies 16 bytes of 8 rows.
+// The same by the whole warpgroup, where a's rows are tokens: a thread copies 16 bytes of 8 rows a stage, and has the
+// places of the next tile's tokens read while this one is loaded.
 template <Kind kKind>
 __device__ __forceinline__ void fill_gathered(const Arguments& args, Layout& memory) {
   constexpr int kCopies = 8, kApart = kRows / kCopies;
@@ -238,7 +240,8 @@ __device__ __forceinline__ void fill_gathered(const Arguments& args, Layout& mem
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
         if (i >= kCopies / 2 && work.rows <= kRows / 2) break;
-        copy_16(to + i * kApart * 128, inside ? from[i] + step * kDepth * 2 : static_cast<const char*>(args.x), inside && (valid >> i & 1));
+        copy_16(to + i * kApart * 128, inside ? from[i] + step * kDepth * 2 : static_cast<const char*>(args.x),
+                inside && (valid >> i & 1));
       }
       arrive_with_copies(shared_address(&memory.full[stage]));
       if (++stage == kStages) stage = 0, phase ^= 1;
@@ -246,85 +249,16 @@ __device__ __forceinline__ void fill_gathered(const Arguments& args, Layout& mem
   }
 }
 
-// Boxes of 64 x 64 results on their way out, of one multiplying warpgroup.
-template <typename T>
-struct Results {
-  uint32_t memory;
-  int group, thread, next = 0;
-
-  __device__ void sync() const { named_sync(1 + group, 128); }
-
-  // A box that an earlier store has been read from.
-  __device__ uint32_t free_box() {
-    const uint32_t box = memory + next * kBox;
-    next = next + 1 == kBuffers ? 0 : next + 1;
-    if (thread == 0) tma_store_wait_read<kBuffers - 1>();
-    sync();
-    return box;
-  }
-
-  // value(i): the thread's i-th value of the box.
-  template <typename Value>
-  __device__ void put(const CUtensorMap* map, int c0, int c1, int c2, int c3, Value value) {
-    const uint32_t box = free_box();
-    const int lane = thread % 32, row = lane % 8, line = thread / 32 * 16 + lane / 8 % 2 * 8 + row;
-#pragma unroll
-    for (int block = 0; block < 4; ++block) {  // of 16 columns
-      uint32_t r[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) r[i] = pack<T>(value(block * 8 + 2 * i), value(block * 8 + 2 * i + 1));
-      store_matrices(box + line * 128 + (((2 * block + lane / 16) ^ row) << 4), r[0], r[1], r[2], r[3]);
-    }
-    fence_async();
-    sync();
-    if (thread == 0) {
-      tma_store(map, box, c0, c1, c2, c3);
-      tma_store_commit();
-    }
-  }
-
-  // Of 64 x 64 results the first `rows`, past the tensor memory engine, whose boxes are whole.
-  template <typename Value>
-  __device__ void put_rows(T* out, int stride, int rows, int columns, Value value) {
-    const int lane = thread % 32;
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {  // pairs of values, placed as in add
-      const int row = thread / 32 * 16 + i % 2 * 8 + lane / 4, column = i / 2 * 8 + lane % 4 * 2;
-      if (row < rows && column < columns) {
-        *reinterpret_cast<uint32_t*>(out + static_cast<size_t>(row) * stride + column) =
-            pack<T>(value(2 * i), value(2 * i + 1));
-      }
-    }
-  }
-
-  // Adds 64 x 32 fp32 values: the copy engine does, and each element is added to once, in whatever order tiles end.
-  __device__ void add(const CUtensorMap* map, int c0, int c1, int c2, int c3, const float* values) {
-    const uint32_t box = free_box();
-    const int lane = thread % 32, quarter = lane % 4;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {  // pairs of values: 8 columns further every second one, between them 8 rows further
-      const int line = thread / 32 * 16 + i % 2 * 8 + lane / 4, piece = i / 2 * 2 + quarter / 2;
-      store_pair(box + line * 128 + ((piece ^ line % 8) << 4) + quarter % 2 * 8, values[2 * i], values[2 * i + 1]);
-    }
-    fence_async();
-    sync();
-    if (thread == 0) {
-      tma_add(map, box, c0, c1, c2, c3);
-      tma_store_commit();
-    }
-  }
-};
-
 template <typename T, Kind kKind>
 __device__ __forceinline__ void store_tile(const Arguments& args, Results<T>& results, const Note& tile,
                                            const float (&d)[128]) {
   const int row = tile.row + 64 * results.group;
   const int unpadded_row = tile.unpadded_row + 64 * results.group, rows = tile.rows - 64 * results.group;
 #pragma unroll
-  for (int box = 0; box < (kKind == Kind::kUpSwiglu ? 2 : 4); ++box) {
+  for (int box = 0; box < (Traits<kKind>::kUp ? 2 : 4); ++box) {
     const float* mine = d + 32 * box;
     const int column = tile.column + 64 * box;
-    if constexpr (kKind == Kind::kUpSwiglu) {
+    if constexpr (Traits<kKind>::kUp) {
       const int inner = tile.column / 2 + 64 * box;
       const float* up = mine + 64;
       const auto gate_of = [&](int i) { return mine[i]; };
@@ -407,7 +341,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
       barrier_init(shared_address(&memory.empty[stage]), 2 * kConsumerWarps);
     }
     fence_barrier_init();
-    tma_prefetch(&args.a);
+    if (!Traits<kKind>::kGathers) tma_prefetch(&args.a);
     tma_prefetch(&args.b);
     tma_prefetch(&args.out);
   }

@@ -6,5 +6,8 @@ if [ -f .venv/bin/activate ]; then
     source .venv/bin/activate # made once on a login node: python -m venv --system-site-packages .venv; pip install -e .
 fi
 # The job's knobs. Everything else is an option: OPTIONS="--lr 2e-4" qsub -v OPTIONS ..., or after the script's name.
-eval "options=(${OPTIONS:-})" # quotes in it count: OPTIONS="--run-dir 'my runs/first'"
+if ! eval "options=(${OPTIONS:-})" 2>/dev/null; then # quotes in it count: OPTIONS="--run-dir 'my runs/first'"
+    echo "error: OPTIONS=$OPTIONS is not a list of words for the shell; close its quotes" >&2
+    exit 2
+fi
 knobs=(${DATA_FILE_LIST:+--data-file-list "$DATA_FILE_LIST"} ${TOKENIZER_MODEL:+--tokenizer-model "$TOKENIZER_MODEL"} "${options[@]}")

@@ -188,6 +188,31 @@ def test_job_scripts(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert f"runs/{script.stem.replace('_', '-')}" in shown
 
 
+def test_a_job_script_ends_where_its_options_would_be_lost(tmp_path: Path) -> None:
+    """Quotes that are not closed, and a job that was not submitted from the source tree: nothing may start without the
+    options that were asked for."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/bash\necho started\n")
+    python.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    for script in SCRIPTS:
+        elsewhere = {"PBS_O_WORKDIR": str(tmp_path), "SLURM_SUBMIT_DIR": str(tmp_path)}
+        if script.parent.name == "local":  # finds its tree by itself, and has no file of settings
+            continue
+        done = subprocess.run(
+            ["bash", str(script)], env=env | elsewhere, capture_output=True, text=True, cwd="/", check=False
+        )
+        assert done.returncode != 0 and not done.stdout, script
+        assert "environment.sh: No such file" in done.stderr, script
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    script = tmp_path / "examples/aurora/mula_1b.pbs"
+    done = subprocess.run(
+        ["bash", str(script)], env=env | {"OPTIONS": "--lr '2e-4"}, capture_output=True, text=True, cwd="/", check=False
+    )
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr == "error: OPTIONS=--lr '2e-4 is not a list of words for the shell; close its quotes\n"
+
+
 def test_the_dry_run_of_the_largest_model_is_the_papers_layout(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--system", "aurora", "--launcher", "mpiexec", "--nodes", "256", "--preset", "mula-220b-a10b"]
     assert main([*words, "--dry-run"]) == 0

@@ -132,7 +132,7 @@ def parse(option: Option, text: str, where: str) -> Any:
             raise ConfigError(f"{where}={text!r}: expected {option.expected}") from None
     elif option.type is bool:
         value = {"true": True, "false": False}.get(text.lower(), text)
-    return value if option.is_list else convert(option, value, where)
+    return _convert_one(option, value, where) if option.is_list else convert(option, value, where)
 
 
 def overrides(data: Any, source: str) -> dict[str, Any]:

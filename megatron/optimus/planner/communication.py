@@ -186,14 +186,25 @@ def _experts(share: Share, kernels: Kernels) -> Iterator[Collective]:
         gradients = choices // size * FP32  # each choice is served by one rank
         yield Collective("experts", Kind.ALL_TO_ALL, "gradients of router weights", size, gradients, layers)
         return
-    in_parts = parallel.moe_dispatch_chunks > 1
-    hiding, home = (Hiding.PRODUCTS,) * 2 if in_parts else (Hiding.NOTHING, last)
     wide, weights = rows * model.hidden_size * share.element, rows * topk * FP32
     yield Collective("experts", Kind.ALL_TO_ALL, "numbers of rows", size, size * INT64, layers)
-    yield Collective("experts", Kind.ALL_TO_ALL, "tokens, results, their gradients", size, wide, 3 * layers, hiding)
-    yield Collective("experts", Kind.ALL_TO_ALL, "gradients from experts", size, wide, layers, home)
+    yield from _in_parts(share, kernels, "tokens, results, their gradients", wide, 3 * layers, Hiding.NOTHING)
+    yield from _in_parts(share, kernels, "gradients from experts", wide, layers, last)
     yield Collective("experts", Kind.ALL_TO_ALL, "router weights, expert numbers", size, 2 * weights, layers)
-    yield Collective("experts", Kind.ALL_TO_ALL, "gradients of router weights", size, weights, layers, home)
+    yield Collective("experts", Kind.ALL_TO_ALL, "gradients of router weights", size, weights, layers, last)
+
+
+def _in_parts(
+    share: Share, kernels: Kernels, purpose: str, payload: int, count: int, whole: Hiding
+) -> Iterator[Collective]:
+    """All-to-alls that travel in parts, each beside another's products: one of them is always alone. ``whole``: what
+    they hide behind in one part. Where collectives take multiprocessors from products, parts gained nothing."""
+    parts, size = share.config.parallel.moe_dispatch_chunks, share.expert_ranks
+    if parts > 1:
+        beside = Hiding.PRODUCTS if kernels.hides_collectives else Hiding.NOTHING
+        yield Collective("experts", Kind.ALL_TO_ALL, purpose, size, payload // parts, count * (parts - 1), beside)
+        payload, whole = payload - payload // parts * (parts - 1), Hiding.NOTHING
+    yield Collective("experts", Kind.ALL_TO_ALL, purpose, size, payload, count, whole)
 
 
 def _pipeline(share: Share) -> Iterator[Collective]:

@@ -69,16 +69,21 @@ def plan(config: RunConfig, world_size: int, machine: Machine) -> Plan:
     if stage not in MODELLED_STAGES:
         raise ConfigError(f"zero_stage={stage} is not planned here, only our optimizer's {one_of(MODELLED_STAGES)}")
     made = Plan(config, world_size, machine)
-    if config.model.is_moe and config.parallel.moe_token_dispatcher_type is TokenDispatcher.SYMMETRIC:
-        _check_symmetric(made.shares[0].expert_ranks, machine)
+    if config.model.is_moe and made.shares[0].expert_ranks > 1:
+        _check_transport(made.shares[0], machine)
     return made
 
 
-def _check_symmetric(expert_ranks: int, machine: Machine) -> None:
-    """What the program finds out when the ranks have met."""
-    where = ""
-    if expert_ranks == 1:
-        return  # nothing travels
+def _check_transport(share: Share, machine: Machine) -> None:
+    """What the program finds out when the ranks have met. Only where tokens travel."""
+    parallel, expert_ranks, where = share.config.parallel, share.expert_ranks, ""
+    if parallel.moe_token_dispatcher_type is TokenDispatcher.HIERARCHICAL:
+        started = min(machine.devices_per_node, share.layout.world_size)
+        problem = share.layout.hierarchy_problem(parallel.moe_hierarchical_node_size or started)
+        if problem is not None:
+            raise ConfigError(problem)
+    if parallel.moe_token_dispatcher_type is not TokenDispatcher.SYMMETRIC:
+        return
     if machine.kernels is not CUDA:
         where = f"needs GPUs of CUDA, which {machine.name} has not"
     elif expert_ranks > machine.devices_per_node:

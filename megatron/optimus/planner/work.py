@@ -65,6 +65,7 @@ def layer_work(share: Share, recompute: frozenset[Recompute]) -> Work:
     )
     if model.is_moe:
         mlp = Work(experts=18.0 * outside * model.moe_router_topk * width * model.moe_ffn_hidden_size)
+        mlp += part_work(share) * (share.config.parallel.moe_dispatch_chunks - 1)
     else:
         hidden = tokens * model.ffn_hidden_size / tp
         mlp = Work(products=18.0 * width * hidden, traffic=GATED * scale * hidden)
@@ -79,6 +80,13 @@ def layer_work(share: Share, recompute: frozenset[Recompute]) -> Work:
         if Recompute.ATTENTION in recompute:  # the ring's result is kept
             again += Work(attention=-attention.attention / 3)
     return total + again + (Work(layers=0.5) if recompute else Work())
+
+
+def part_work(share: Share) -> Work:
+    """What each further part of the tokens (--moe-dispatch-chunks) costs a layer: kernels of the experts are launched
+    once more, read the weights once more in either direction, and add to their gradients once more."""
+    weights = sum(one.numel for one, _ in parameters(share).items() if one.is_expert)
+    return Work(traffic=weights * (2 * share.element + 2 * gradient_bytes(share)[0]), layers=1.0)
 
 
 def last_product_work(share: Share) -> Work:

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.optimus.config.load import load
 from megatron.optimus.config.options import OPTIONS
-from megatron.optimus.config.schema import ConfigError, LoadBalancing, Normalization, Precision
+from megatron.optimus.config.schema import ConfigError, LoadBalancing, Normalization, Precision, Recompute
 
 
 def write(folder: Path, text: str, name: str = "run.yaml") -> str:
@@ -67,6 +67,13 @@ def test_a_boolean_flag_does_not_swallow_the_next_option() -> None:
     assert config.training.deterministic and config.model.num_layers == 2 and config.model.qk_layernorm
 
 
+def test_words_of_a_list_have_its_type() -> None:
+    config = load("--recompute-modules moe norm --iterations-to-skip 3 5".split()).config
+    assert [type(part) for part in config.parallel.recompute_modules] == [Recompute, Recompute]
+    assert config.training.iterations_to_skip == [3, 5]
+    assert load(["--recompute-modules"]).config.parallel.recompute_modules == []
+
+
 def test_the_last_of_two_equal_flags_counts() -> None:
     assert load(["--num-layers", "2", "--num-layers", "4"]).config.model.num_layers == 4
 
@@ -93,6 +100,8 @@ def test_the_last_of_two_equal_flags_counts() -> None:
         (["--lr", "nan"], ["--lr", "'nan'", "a number"]),
         (["--lr", "inf"], ["--lr", "'inf'", "a number"]),
         (["--qk-layernorm", "maybe"], ["--qk-layernorm", "'maybe'", "true or false"]),
+        (["--recompute-modules", "moe", "atention"], ["--recompute-modules='atention'", "did you mean attention?"]),
+        (["--iterations-to-skip", "3", "none"], ["--iterations-to-skip", "'none'", "a list of an integer"]),
         (["--no-qk-layernorm=true"], ["--no-qk-layernorm", "'true'"]),
         (["--dry-run=yes"], ["--dry-run", "'yes'"]),
         (["--normalization", "rmsnrm"], ["'rmsnrm'", "layernorm-nonparametric", "did you mean rmsnorm"]),

@@ -17,7 +17,6 @@ WITHIN = 0.10
 STATED = {  # docs/planner.md names each: (file, in the row's words) -> limit
     ("overlap_20b_h200x4_ep4.json", ""): 0.22,
     ("overlap_20b_16layers_h200x2_ep2.json", ""): 0.19,
-    ("layout_speed_moe20b_0_5_h200x4.json", "in 2 parts"): 0.13,
 }
 
 

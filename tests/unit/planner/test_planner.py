@@ -164,6 +164,26 @@ def test_exchange_hides_behind_the_router_and_the_last_product(transport: str) -
     assert gained == pytest.approx(window) and window < home
 
 
+def test_parts_of_an_all_to_all_cost_kernels_and_hide_all_but_one_where_collectives_can() -> None:
+    words = (
+        "--preset mula-20b-a2b --num-layers 2 --seq-length 4096 --micro-batch-size 4 --global-batch-size 16 "
+        "--expert-model-parallel-size 4 --device cuda --moe-token-dispatcher-type alltoall --moe-dispatch-chunks"
+    )
+    [whole], [parts] = (shares(load([*words.split(), n]).config, 4) for n in ("1", "3"))
+    (compute, exposed, total), (more, still, same) = busy(whole, H200), busy(parts, H200)
+    latency = 2 * 2 * 2 * 4 * H200.latency.value  # two further parts, two layers, four exchanges, two hops
+    assert same == pytest.approx(total + latency) and still == pytest.approx(exposed + latency)
+    weights = 24 * 3 * 2048 * 1024  # read twice in bf16, their gradients read and written in fp32; once more for each
+    again = 2 * 2 * (weights * (2 * 2 + 2 * 4) / H200.traffic.value + H200.layer_time.value)
+    assert more - compute == pytest.approx(again)
+    beside = replace(H200, kernels=replace(H200.kernels, hides_collectives=True))
+    wide = 2 * 4 * 0.75 * parts.rows_needed * 2048 * 2 / H200.inside.value
+    hidden = busy(parts, beside)[2] - busy(parts, beside)[1]
+    narrow = 2 * 0.75 * parts.rows_needed * 8 * 4 / H200.inside.value  # of router weights, beside the last product
+    calls = 2 * (4 * 2 + 1) * 2 * H200.latency.value
+    assert hidden == pytest.approx(wide * 2 / 3 + narrow + calls, rel=1e-6)
+
+
 def test_times_add_up_and_mfu_follows_from_tokens() -> None:
     config = load("--preset mula-20b-a2b --global-batch-size 384".split()).config
     time = plan(config, 48, AURORA).time
@@ -204,6 +224,10 @@ def test_symmetric_memory_is_nobody_s_concern_where_nothing_travels() -> None:
             "symmetric needs the 16 ranks that share the experts on one node of 8; use allgather or alltoall",
         ),
         (f"{SYMMETRIC} 4 --world-size 4 --system aurora", "symmetric needs GPUs of CUDA, which aurora has not; use"),
+        (
+            f"{SYMMETRIC.replace('symmetric', 'hierarchical')} 8 --world-size 8",
+            "hierarchical needs experts over several nodes: the 8 ranks of a node must be 2 or more",
+        ),
         ("--preset mula-1b --system summit", "--system='summit' is unknown; use h200 or aurora"),
         ("--preset mula-1b --nodes none", "--nodes='none' must be a whole number of 1 or more"),
         ("--preset mula-1b --nodes \N{SUPERSCRIPT TWO}", "must be a whole number"),
@@ -230,8 +254,10 @@ def test_bad_input_is_one_clear_error(words: str, message: str, capsys: pytest.C
 def test_the_command_line_shows_a_plan_and_its_json(capsys: pytest.CaptureFixture[str]) -> None:
     main = script("tools/plan.py").main
     words = "--preset mula-220b-a10b --nodes 1024 --system aurora --global-batch-size 12288 --top 0".split()
+    words += "--recompute-modules moe attention norm".split()
     assert main([*words, "--explain"]) == 0
     text = capsys.readouterr().out
+    assert text.splitlines()[0].endswith("recompute moe+attention+norm")
     for part in ("pp 8, ep 12, dp 1536", "not measured by us", "optimizer states", "tokens to experts", "MFU"):
         assert part in text
     assert main([*words, "--json"]) == 0
