@@ -1,6 +1,7 @@
 """The verifier and its command line."""
 
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,15 @@ def test_every_bad_tensor_is_listed(two, jobs):
     assert len(lines) == 2 and "dense.weight (exp_avg)" in lines[0] and "seen (buffer)" in lines[1]
     with pytest.raises(CheckpointError, match="exp_avg"):
         verify(two[0])
+
+
+@pytest.mark.parametrize("tool, words", [("verify", ["--list"]), ("convert", ["x", "--to", "hf", "--help"])])
+def test_a_reader_that_has_enough_is_no_error(two, tool, words):
+    """As ``| head`` does."""
+    command = [sys.executable, str(_ROOT / f"tools/{tool}_checkpoint.py"), str(two[0]), *words]
+    done = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    done.stdout.close()
+    assert done.stderr.read() == "" and done.wait() == -signal.SIGPIPE
 
 
 def test_compare(two, tmp_path):
