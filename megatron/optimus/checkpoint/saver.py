@@ -112,9 +112,12 @@ class Saver:
 
     def prepare(self, slices: Sequence[TensorSlice], header: Manifest) -> None:
         """Does before the first step what the first ``start`` with such arguments would stand still for: agreeing on
-        who writes what, and host memory for the copy. Raises as ``start`` does.
+        who writes what, host memory for the copy, the folder on the node's disk. Raises as ``start`` does.
         """
         self._plan(slices, header)
+        local = self._local
+        if local is not None:
+            self._ranks.together(lambda: commit.make_directory(local), f"making {local}", CheckpointError)
         if self._asynchronous:
             snapshot = self._snapshots.setdefault(header.kind, Snapshot(self._device))
             task = "taking host memory for copies of checkpoints"

@@ -149,6 +149,24 @@ def test_a_disk_of_the_node_is_written_first_and_left_empty(tmp_path, monkeypatc
     assert names(root) == ["step-00000001", "step-00000002"]
 
 
+def test_a_disk_of_the_node_that_cannot_be_used_is_named(tmp_path, monkeypatch):
+    """Before the first step where that can be known; later it is told which disk is full."""
+    (tmp_path / "file").touch()
+    it = Saver(tmp_path / "root", local=tmp_path / "file")
+    with pytest.raises(CheckpointError, match=r"making .*/file/.* failed on rank 0: .*Not a directory"):
+        it.prepare(owned(whole_state(1)), header(0))
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    it = Saver(tmp_path / "root", local=tmp_path / "local")
+    it.prepare(owned(whole_state(1)), header(0))
+    monkeypatch.setattr(commit, "write_at", full)
+    it.start(owned(whole_state(1)), header(1), retain=2)
+    with pytest.raises(CheckpointError, match=r"saving step 1 to .*/root .*No space left on device: '.*/local/"):
+        it.drain()
+
+
 def test_full_ones_roll_and_model_only_ones_stay(tmp_path):
     saver = Saver(tmp_path, asynchronous=False)
     for step in range(1, 6):

@@ -91,4 +91,8 @@ def test_command_line(two, tmp_path):
     assert code == 1 and "dense.weight (exp_avg)" in out and out.count("DAMAGED") == 2
     assert "step-00000003/manifest.json: is of a 'full' checkpoint of step 2" in out
     code, out = tool(tmp_path / "nothing")
-    assert code == 1 and "holds no complete checkpoint" in out
+    assert code == 1 and "holds no complete checkpoint" in out and "convert" not in out
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").touch()
+    code, out = tool(tmp_path / "hf")
+    assert code == 1 and "config.json is of another format: convert it first" in out
