@@ -76,6 +76,11 @@ __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.
 // Orders ordinary accesses to global memory before those of the tensor memory engine, and after a wait the other way.
 __device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
+// Programmatic dependent launch: waits until the launch before is complete and what it wrote is there; lets the next
+// one's blocks start where these leave. Neither does anything for a launch without it.
+__device__ __forceinline__ void await_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_next_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 __device__ __forceinline__ int load_acquire(const int* from) {
   int value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");

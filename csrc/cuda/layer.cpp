@@ -1,8 +1,11 @@
 // Work bound by memory is done beside products, as their errands: the spread of tokens to rows and SwiGLU's backward
 // ahead of the product that needs the rows, part by part of the experts, what a later product needs at any time. Only
-// the sum of the forward has the device for itself.
+// the sum of the forward has the device for itself. Where no launch but these is in between, a product's blocks start
+// where those of the one before leave: between two products of the backward there is always an errand, and the second
+// waits for that, not for the first.
 #include "layer.h"
 
+#include <algorithm>
 #include <array>
 
 namespace optimus::cuda {
@@ -36,13 +39,24 @@ Errand sum_of_dx(const Sizes& sizes, const Plan& plan, const void* dx_rows, void
   return errand;
 }
 
-// Adds an errand that the product waits for, with a place to count its chunks.
-Errand* add_ahead(Errand* list, Errand errand, int*& progress) {
-  if (errand.first_expert < errand.end_expert) {
-    errand.progress = progress, progress += 2;
-    *list++ = errand;
-  }
-  return list;
+// With a place to count its chunks.
+Errand counted(Errand errand, int*& progress) {
+  errand.progress = progress, progress += 2;
+  return errand;
+}
+
+// As a product awaits it that another one takes along.
+Errand done_elsewhere(Errand errand) {
+  errand.warps = 0, errand.awaited = true;
+  return errand;
+}
+
+// Adds an errand that the product awaits.
+Errand* add_ahead(Errand* list, const Errand& errand, int*& progress) {
+  if (errand.first_expert == errand.end_expert) return list;
+  *list = counted(errand, progress);
+  list->awaited = true;
+  return list + 1;
 }
 
 template <size_t kParts>
@@ -95,7 +109,9 @@ cudaError_t forward(Type type, const Sizes& sizes, const Plan& plan, const Forwa
     return up_swiglu(type, to.x_rows, to.gate_up, to.hidden, to.activation, order, D, F, all, spreads, stream);
   });
   void* y_rows = to.x_rows;
-  step([&] { return rows_times_weight(type, to.activation, to.down, y_rows, order, F, D, true, all, {}, stream); });
+  step([&] {
+    return rows_times_weight(type, to.activation, to.down, y_rows, order, F, D, true, all, {}, Start::kLate, stream);
+  });
   Errand sum{Task::kSum, D};
   sum.from = y_rows, sum.to = to.y, sum.row_of_slot = plan.row, sum.weights = to.weights;
   step([&] { return run(type, sum, order, stream); });
@@ -118,42 +134,55 @@ cudaError_t backward_inputs(Type type, const Sizes& sizes, const Plan& plan, con
   const size_t weights = static_cast<size_t>(sizes.tokens) * sizes.topk * sizeof(float);
   step([&] { return cudaMemsetAsync(to.dweights, 0, weights, stream); });  // slots of no local expert keep it
   step([&] { return cudaMemsetAsync(to.progress, 0, kProgressBytes, stream); });
-  Errands spreads, swiglus;
-  Errand* list = spread_ahead(spreads.list, kBackward, sizes, to.dy, to.dy_rows, plan, progress);
-  *list = spread(rest, to.dy, to.dy_rows, D, plan);
-  list->warps = 2;
-  step([&] {
-    return rows_times_weight(type, to.dy_rows, to.down, to.activation, order, D, F, false, first, spreads, stream);
-  });
-  step([&] {
-    return rows_times_weight(type, to.dy_rows, to.down, to.activation, order, D, F, false, rest, {{swiglu(first)}},
-                             stream);
-  });
-  list = add_ahead(swiglus.list, swiglu(part(E, kFirst, kSecond)), progress);
-  list = add_ahead(list, swiglu(part(E, kSecond, kWhole)), progress);
   const bool sums_later = to.pending.dx_rows != nullptr;
-  Errand spread_x = spread({0, E}, to.x, to.pending.x_rows, D, plan), last = sum_of_dx(sizes, plan, to.dx_rows, to.dx);
+  Errand spread_x = counted(spread({0, E}, to.x, to.pending.x_rows, D, plan), progress);  // the first pair of counters
+  Errands spreads, swiglu_of_first, swiglu_of_rest, last;
+  Errand* list = spread_ahead(spreads.list, kBackward, sizes, to.dy, to.dy_rows, plan, progress);
+  *list = counted(spread(rest, to.dy, to.dy_rows, D, plan), progress);
+  list->warps = 2;
+  swiglu_of_first.list[0] = done_elsewhere(*list);
+  swiglu_of_first.list[1] = counted(swiglu(first), progress);
+  step([&] {
+    return rows_times_weight(type, to.dy_rows, to.down, to.activation, order, D, F, false, first, spreads,
+                             Start::kAfter, stream);
+  });
+  step([&] {
+    return rows_times_weight(type, to.dy_rows, to.down, to.activation, order, D, F, false, rest, swiglu_of_first,
+                             Start::kEarly, stream);
+  });
+  swiglu_of_rest.list[0] = done_elsewhere(swiglu_of_first.list[1]);
+  list = add_ahead(swiglu_of_rest.list + 1, swiglu(part(E, kFirst, kSecond)), progress);
+  list = add_ahead(list, swiglu(part(E, kSecond, kWhole)), progress);
+  Errand* next = std::transform(swiglu_of_rest.list + 1, list, last.list, done_elsewhere);
   if (sums_later) {
-    spread_x.warps = 1, last = spread_x;
+    *next = spread_x, next->warps = 1;
   } else {
-    spread_x.warps = 2, *list = spread_x;
+    *list = spread_x, list->warps = 2;
+    *next = sum_of_dx(sizes, plan, to.dx_rows, to.dx);
   }
   step([&] {
-    return rows_times_weight(type, to.pending.dhidden, to.gate_up, to.dx_rows, order, 2 * F, D, false, {0, E}, swiglus,
-                             stream);
+    return rows_times_weight(type, to.pending.dhidden, to.gate_up, to.dx_rows, order, 2 * F, D, false, {0, E},
+                             swiglu_of_rest, Start::kEarly, stream);
   });
   step([&] {
-    return weight_gradient(type, to.dy_rows, to.activation, to.ddown, to.add_down, order, D, F, {{last}}, stream);
+    return weight_gradient(type, to.dy_rows, to.activation, to.ddown, to.add_down, order, D, F, last, Start::kEarly,
+                           stream);
   });
   return step.error;
 }
 
 cudaError_t backward_up_weights(Type type, const Sizes& sizes, const Plan& plan, const UpWeights& from, void* dgate_up,
                                 bool add, cudaStream_t stream) {
+  const Part all{0, sizes.experts};
   Errands errands;
-  if (from.dx_rows != nullptr) errands.list[0] = sum_of_dx(sizes, plan, from.dx_rows, from.dx);
+  const bool continues = from.dx_rows != nullptr;
+  if (continues) {
+    int* progress = from.progress;
+    errands.list[0] = done_elsewhere(counted(spread(all, nullptr, from.x_rows, sizes.width, plan), progress));
+    errands.list[1] = sum_of_dx(sizes, plan, from.dx_rows, from.dx);
+  }
   return weight_gradient(type, from.dhidden, from.x_rows, dgate_up, add, order_of(sizes, plan), 2 * sizes.inner,
-                         sizes.width, errands, stream);
+                         sizes.width, errands, continues ? Start::kEarly : Start::kAfter, stream);
 }
 
 }  // namespace optimus::cuda

@@ -10,7 +10,7 @@ struct Sizes {
   int rows() const;  // P that suffice for any routing, as index.py's max_rows says
 };
 
-constexpr int kProgressBytes = 2 * kMaxErrands * sizeof(int);  // for all errands of a direction that are waited for
+constexpr int kProgressBytes = 2 * 8 * sizeof(int);  // for all errands of a direction that are waited for
 
 struct Forward {
   const void *x, *gate_up, *down;
@@ -29,6 +29,7 @@ struct UpWeights {
   // Rows [P, D] that are yet to be summed to dx [T, D], if the first half left that to the second.
   const void* dx_rows;
   void* dx;
+  int* progress;  // with dx_rows: the first half's, which came right before, in the stream and in memory
 };
 
 struct BackwardInputs {

@@ -88,7 +88,7 @@ void check_gradient(const char* name, const Tensor& gradient, at::IntArrayRef sh
 // What the halves of a backward return and hand over. dx is complete after the first half, or after the second if that
 // is to sum the rows of dx.
 struct Gradients {
-  Tensor dx, dweights, dhidden, x_rows, dx_rows;
+  Tensor dx, dweights, dhidden, x_rows, dx_rows, progress;
 };
 
 Gradients first_half(const Tensor& dy_in, const Tensor& x_in, const Tensor& gate_up_in, const Tensor& down_in,
@@ -103,7 +103,7 @@ Gradients first_half(const Tensor& dy_in, const Tensor& x_in, const Tensor& gate
                     "moe_mlp_backward: dy ", dy.sizes(), ", order ", order.sizes(), " and hidden ", hidden.sizes(),
                     " do not fit x ", x.sizes(), " and weights ", weights.sizes());
   check_gradient("ddown", ddown, down.sizes(), down.scalar_type(), add_down);
-  Gradients out{at::empty_like(x), at::empty_like(weights), {}, {}, {}};
+  Gradients out{at::empty_like(x), at::empty_like(weights), {}, {}, {}, {}};
   const int64_t rows = weights.numel() == 0 ? 0 : sizes.rows();
   out.dhidden = at::empty({rows, gate_up.size(1)}, x.options());
   out.x_rows = at::empty({rows, sizes.width}, x.options());
@@ -112,7 +112,7 @@ Gradients first_half(const Tensor& dy_in, const Tensor& x_in, const Tensor& gate
     out.dx.zero_();
     return out;
   }
-  const Tensor progress = at::empty({kProgressBytes / 4}, order.options());
+  out.progress = at::empty({kProgressBytes / 4}, order.options());
   const Tensor dy_rows = at::empty({rows, sizes.width}, x.options());
   const Tensor activation = at::empty({rows, sizes.inner}, x.options());
   out.dx_rows = at::empty({rows, sizes.width}, x.options());
@@ -121,8 +121,8 @@ Gradients first_half(const Tensor& dy_in, const Tensor& x_in, const Tensor& gate
   to.hidden = hidden.data_ptr(), to.weights = weights.data_ptr<float>();
   to.dy_rows = dy_rows.data_ptr(), to.dx_rows = out.dx_rows.data_ptr(), to.activation = activation.data_ptr();
   to.dx = out.dx.data_ptr(), to.ddown = ddown.data_ptr(), to.add_down = add_down;
-  to.dweights = out.dweights.data_ptr<float>(), to.progress = progress.data_ptr<int>();
-  to.pending = {out.dhidden.data_ptr(), out.x_rows.data_ptr(), sums_later ? to.dx_rows : nullptr, to.dx};
+  to.dweights = out.dweights.data_ptr<float>(), to.progress = out.progress.data_ptr<int>();
+  to.pending = {out.dhidden.data_ptr(), out.x_rows.data_ptr(), sums_later ? to.dx_rows : nullptr, to.dx, to.progress};
   C10_CUDA_CHECK(backward_inputs(type_of(x), sizes, plan_of(order, sizes), to, c10::cuda::getCurrentCUDAStream()));
   if (!sums_later) out.dx_rows = Tensor();
   return out;
@@ -145,8 +145,10 @@ void second_half(const Gradients& of, const Tensor& order, int64_t tokens, int64
                     "moe_mlp_backward: order ", order.sizes(), ", dhidden ", of.dhidden.sizes(), " and x_rows ",
                     of.x_rows.sizes(), " are not what the first half returned for ", tokens, " tokens of ", topk,
                     " experts each");
-  UpWeights from{of.dhidden.data_ptr(), of.x_rows.data_ptr(), nullptr, nullptr};
-  if (of.dx_rows.defined()) from.dx_rows = of.dx_rows.data_ptr(), from.dx = of.dx.data_ptr();
+  UpWeights from{of.dhidden.data_ptr(), of.x_rows.data_ptr(), nullptr, nullptr, nullptr};
+  if (of.dx_rows.defined()) {
+    from.dx_rows = of.dx_rows.data_ptr(), from.dx = of.dx.data_ptr(), from.progress = of.progress.data_ptr<int>();
+  }
   C10_CUDA_CHECK(backward_up_weights(type_of(of.x_rows), sizes, plan_of(order, sizes), from, dgate_up.data_ptr(), add,
                                      c10::cuda::getCurrentCUDAStream()));
 }
@@ -162,7 +164,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> moe_mlp_backward_inputs(const Tensor&
 
 void moe_mlp_backward_up_weights(const Tensor& dhidden, const Tensor& x_rows, const Tensor& order, int64_t tokens,
                                  int64_t topk, const Tensor& dgate_up, bool add) {
-  second_half({{}, {}, dhidden, x_rows, {}}, order, tokens, topk, dgate_up, add);
+  second_half({{}, {}, dhidden, x_rows, {}, {}}, order, tokens, topk, dgate_up, add);
 }
 
 // Gradients of x and weights; those of gate_up and down go to dgate_up and ddown.

@@ -37,6 +37,7 @@ struct Arguments {
   void* hidden;  // of the up projection, and its width
   int inner;
   Errands errands;
+  bool early;  // Start::kEarly
 };
 
 struct Work {
@@ -44,12 +45,14 @@ struct Work {
   int expert;
   int steps;  // of depth
   int first;  // row of the expert's first slot
+  int rows;   // of a product by rows: how many rows from the tile's first on are slots, at least 1
   bool shared;
 };
 
 struct alignas(16) Note {  // what the consumers need to know of a tile
   int row, column, expert, steps;
-  int unpadded_row, rows;  // of the up projection: the tile's place among rows without padding, and how many are none
+  int unpadded_row;  // of the up projection: the tile's place among rows without padding
+  int rows;          // as in Work
 };
 
 template <Kind kKind>
@@ -80,7 +83,8 @@ __device__ __forceinline__ Items items_of(const Arguments& args) {
           first_row_of(args.order, args.end_expert) / kRowTile * half};
 }
 
-// Two tiles of rows of one expert and one tile of columns; an expert's odd last tile of rows takes two of columns.
+// Two tiles of rows of one expert and one tile of columns. An expert's odd last tile of rows takes two of columns, and
+// so do its last two where the last one holds at most 64 slots: it is done sooner than its partner would be.
 template <bool kGradient>
 __device__ __forceinline__ Work work_of(const Arguments& args, int item, int rank) {
   Work work;
@@ -92,17 +96,21 @@ __device__ __forceinline__ Work work_of(const Arguments& args, int item, int ran
     work.column = place % args.column_tiles * kColumns;
     work.steps = (order.count[work.expert] + kDepth - 1) / kDepth;
     work.first = order.first_row[work.expert];
+    work.rows = kRows;
     work.shared = true;
   } else {
     const int half = (args.column_tiles + 1) / 2;
     work.expert = order.tile_expert[item / half];
     work.first = order.first_row[work.expert];
-    const int tiles = (order.count[work.expert] + kRowTile - 1) / kRowTile;
-    const int place = item - work.first / kRowTile * half, paired = tiles / 2 * 2 * half;
+    const int count = order.count[work.expert], tiles = (count + kRowTile - 1) / kRowTile;
+    const bool short_last = (count - 1) % kRowTile < kRowTile / 2;
+    const int alone = tiles % 2 ? 1 : short_last ? 2 : 0, paired = (tiles - alone) * half;
+    const int place = item - work.first / kRowTile * half;
     work.shared = place < paired;
-    const int tile = work.shared ? place / (2 * half) * 2 + rank : tiles - 1;
+    const int tile = work.shared ? place / (2 * half) * 2 + rank : tiles - alone + (place - paired) / half;
     work.row = work.first + tile * kRowTile;
-    work.column = (work.shared ? place % (2 * half) : 2 * (place - paired) + rank) * kColumns;
+    work.rows = count - tile * kRowTile;
+    work.column = (work.shared ? place % (2 * half) : 2 * ((place - paired) % half) + rank) * kColumns;
     work.steps = (args.depth + kDepth - 1) / kDepth;
   }
   return work;
@@ -120,13 +128,15 @@ __device__ __forceinline__ void load_stage(const Arguments& args, Layout& memory
                                            int rank) {
   using Is = Traits<kKind>;
   const uint32_t full = shared_address(&memory.full[stage]), a = shared_address(memory.a[stage]);
-  barrier_expect(full, kBytesA + kBytesB);
+  const bool whole = work.rows > kRows / 2;  // else the second multiplying warpgroup has nothing to do
+  barrier_expect(full, (whole ? kBytesA : kBytesA / 2) + kBytesB);
   const int depth = step * kDepth;
   if (Is::kGradient) {
     tma_load(a, &args.a, full, work.row, work.first + depth, 0, 0);
     tma_load(a + kBox, &args.a, full, work.row + 64, work.first + depth, 0, 0);
   } else {
     tma_load(a, &args.a, full, depth, work.row, 0, 0);
+    if (whole) tma_load(a + kBox, &args.a, full, depth, work.row + 64, 0, 0);
   }
 #pragma unroll
   for (int box = 0; box < (Is::kAcrossB ? 4 : 2); ++box) {
@@ -146,18 +156,16 @@ __device__ __forceinline__ void load_stage(const Arguments& args, Layout& memory
 
 template <Kind kKind>
 __device__ __forceinline__ Note note_of(const Order& order, const Work& work) {
-  Note note{work.row, work.column, work.expert, work.steps};
-  if (kKind == Kind::kUpSwiglu) {
-    note.unpadded_row = work.row - order.tile_shift[work.row / kRowTile];
-    note.rows = order.count[work.expert] - (work.row - work.first);
-  }
+  Note note{work.row, work.column, work.expert, work.steps, 0, work.rows};
+  if (kKind == Kind::kUpSwiglu) note.unpadded_row = work.row - order.tile_shift[work.row / kRowTile];
   return note;
 }
 
-// Waits for the errands that write rows of experts up to this one; the first `done` are known to be past.
+// Waits for the errands that write rows of experts up to this one; the first `done` are known to be past. Gradients
+// take the experts in another order, and wait for all at once.
 __device__ __forceinline__ int await_rows(const Arguments& args, int done, int expert) {
   const Errand* list = args.errands.list;
-  while (done < kMaxErrands && list[done].progress && list[done].first_expert <= expert) {
+  while (done < kMaxErrands && list[done].awaited && list[done].first_expert <= expert) {
     await(list[done++], args.order);
   }
   return done;
@@ -172,7 +180,7 @@ __device__ __forceinline__ void fill(const Arguments& args, Layout& memory) {
   int stage = 0, phase = 0, done = 0;
   for (int turn = 0, item; (item = item_of<Is::kGradient>(items, turn)) < items.end; ++turn) {
     const Work work = work_of<Is::kGradient>(args, item, rank);
-    if (!Is::kGradient) done = await_rows(args, done, work.expert);
+    done = await_rows(args, done, Is::kGradient ? args.order.num_experts : work.expert);
     for (int step = 0; step < max(work.steps, 1); ++step) {
       barrier_wait(shared_address(&memory.empty[stage]), phase ^ 1);
       if (step == 0) memory.note[stage] = note_of<kKind>(args.order, work);
@@ -305,9 +313,10 @@ __device__ __forceinline__ void multiply(const Arguments& args, Layout& memory) 
     const Note tile = memory.note[stage];
     int previous = -1;
     const int steps = max(tile.steps, 1);
+    const bool idle = !Is::kGradient && tile.rows <= 64 * group;  // this warpgroup's rows hold no slot
     for (int step = 0; step < steps; ++step) {
       if (step > 0) barrier_wait(shared_address(&memory.full[stage]), phase);
-      if (tile.steps > 0) {
+      if (tile.steps > 0 && !idle) {
         const uint64_t a = first_a + stage * (kBytesA / 16), b = first_b + stage * (kBytesB / 16);
         wgmma_fence();
 #pragma unroll
@@ -329,7 +338,7 @@ __device__ __forceinline__ void multiply(const Arguments& args, Layout& memory) 
 #pragma unroll
       for (int i = 0; i < 128; ++i) d[i] = 0.0f;
     }
-    store_tile<T, kKind>(args, results, tile, d);
+    if (!idle) store_tile<T, kKind>(args, results, tile, d);
   }
   if (thread == 0) tma_store_wait_read<0>();
 }
@@ -353,6 +362,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   const int warp = threadIdx.x / 32;
   if (warp < 4) {
     fewer_registers<104>();
+    if (warp > 0 || !args.early) await_launch_before();
+    if (threadIdx.x == 32) let_next_launch();  // so that no more than two launches overlap
     if (threadIdx.x == 0) fill<kKind>(args, memory);
     for (int i = 0; warp > 0 && i < kMaxErrands; ++i) {
       const Errand& errand = args.errands.list[i];

@@ -42,17 +42,18 @@ bool encode(CUtensorMap* map, Type type, const void* data, const Map& shape) {
 
 uint64_t wide(int size) { return static_cast<uint64_t>(std::max(size, 1)); }
 
-Arguments arguments(const Order& order, const Errands& errands) {
+Arguments arguments(const Order& order, const Errands& errands, Start start) {
   Arguments args{};
   args.order = order;
   args.errands = errands;
+  args.early = start == Start::kEarly;
   return args;
 }
 
 int tiles(int size, int tile) { return (size + tile - 1) / tile; }
 
 template <typename T, Kind kKind>
-cudaError_t launch(const Arguments& args, cudaStream_t stream) {
+cudaError_t launch(const Arguments& args, Start start, cudaStream_t stream) {
   constexpr int kBytes = sizeof(Layout) + 1024;
   static_assert(kBytes <= 232448);
   static const cudaError_t prepared =
@@ -63,19 +64,25 @@ cudaError_t launch(const Arguments& args, cudaStream_t stream) {
   if (auto error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device); error != cudaSuccess) {
     return error;
   }
-  product<T, kKind><<<processors / 2 * 2, kThreads, kBytes, stream>>>(args);
-  return cudaGetLastError();
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = processors / 2 * 2, config.blockDim = kThreads, config.dynamicSmemBytes = kBytes;
+  config.stream = stream, config.attrs = &overlap, config.numAttrs = start == Start::kAfter ? 0 : 1;
+  return cudaLaunchKernelEx(&config, product<T, kKind>, args);
 }
 
 template <Kind kKind>
-cudaError_t launch(Type type, const Arguments& args, bool encoded, cudaStream_t stream) {
+cudaError_t launch(Type type, const Arguments& args, bool encoded, Start start, cudaStream_t stream) {
   if (!encoded) return cudaErrorInvalidValue;
-  return type == Type::bf16 ? launch<__nv_bfloat16, kKind>(args, stream) : launch<__half, kKind>(args, stream);
+  return type == Type::bf16 ? launch<__nv_bfloat16, kKind>(args, start, stream)
+                            : launch<__half, kKind>(args, start, stream);
 }
 
-// [P, width] in boxes of so many rows.
-bool encode_rows(CUtensorMap* map, Type type, const void* rows, const Order& order, int width, uint32_t box_rows) {
-  return encode(map, type, rows, {{wide(width), wide(order.num_rows), 1, 1}, {64, box_rows, 1, 1}});
+// [P, width].
+bool encode_rows(CUtensorMap* map, Type type, const void* rows, const Order& order, int width) {
+  return encode(map, type, rows, {{wide(width), wide(order.num_rows), 1, 1}, {64, 64, 1, 1}});
 }
 
 // [E, N, K], depth contiguous.
@@ -110,46 +117,46 @@ cudaError_t run(Type type, const Errand& errand, const Order& order, cudaStream_
 
 cudaError_t up_swiglu(Type type, const void* x, const void* gate_up, void* hidden, void* activation, const Order& order,
                       int width, int inner, Part part, const Errands& errands, cudaStream_t stream) {
-  Arguments args = arguments(order, errands);
+  Arguments args = arguments(order, errands, Start::kAfter);
   args.hidden = hidden, args.inner = inner;
   args.depth = width, args.column_tiles = tiles(inner, 128), args.first_expert = part.first, args.end_expert = part.end;
   const bool encoded =
-      encode_rows(&args.a, type, x, order, width, 128) &&
+      encode_rows(&args.a, type, x, order, width) &&
       encode_weight(&args.b, type, gate_up, order, 2, inner, width) &&
       encode(&args.out, type, hidden, {{wide(inner), 2, wide(order.num_tokens * order.topk), 1}, {64, 1, 64, 1}}) &&
       encode(&args.activation, type, activation, {{wide(inner), 1, wide(order.num_rows), 1}, {64, 1, 64, 1}});
-  return launch<Kind::kUpSwiglu>(type, args, encoded, stream);
+  return launch<Kind::kUpSwiglu>(type, args, encoded, Start::kAfter, stream);
 }
 
 cudaError_t rows_times_weight(Type type, const void* a, const void* weight, void* out, const Order& order, int depth,
-                              int width, bool transposed, Part part, const Errands& errands, cudaStream_t stream) {
-  Arguments args = arguments(order, errands);
+                              int width, bool transposed, Part part, const Errands& errands, Start start,
+                              cudaStream_t stream) {
+  Arguments args = arguments(order, errands, start);
   args.depth = depth, args.column_tiles = tiles(width, kColumns);
   args.first_expert = part.first, args.end_expert = part.end;
-  const bool encoded = encode_rows(&args.a, type, a, order, depth, 128) &&
+  const bool encoded = encode_rows(&args.a, type, a, order, depth) &&
                        encode(&args.out, type, out, {{wide(width), 1, wide(order.num_rows), 1}, {64, 1, 64, 1}});
   if (transposed) {
     return launch<Kind::kRowsTransposed>(
-        type, args, encoded && encode_weight(&args.b, type, weight, order, 1, width, depth), stream);
+        type, args, encoded && encode_weight(&args.b, type, weight, order, 1, width, depth), start, stream);
   }
-  return launch<Kind::kRows>(type, args,
-                             encoded && encode_across(&args.b, type, weight, order.num_experts, depth, width), stream);
+  return launch<Kind::kRows>(
+      type, args, encoded && encode_across(&args.b, type, weight, order.num_experts, depth, width), start, stream);
 }
 
 cudaError_t weight_gradient(Type type, const void* a, const void* b, void* out, bool add, const Order& order,
-                            int height, int width, const Errands& errands, cudaStream_t stream) {
-  Arguments args = arguments(order, errands);
+                            int height, int width, const Errands& errands, Start start, cudaStream_t stream) {
+  Arguments args = arguments(order, errands, start);
   args.row_tiles = tiles(height, kRows), args.column_tiles = tiles(width, kColumns);
-  const bool encoded =
-      encode_rows(&args.a, type, a, order, height, 64) && encode_rows(&args.b, type, b, order, width, 64);
+  const bool encoded = encode_rows(&args.a, type, a, order, height) && encode_rows(&args.b, type, b, order, width);
   const uint64_t columns = wide(width), rows = wide(height), experts = wide(order.num_experts);
   if (add) {
     const Map map{{columns, 1, rows, experts}, {32, 1, 64, 1}};
-    return launch<Kind::kGradientAdd>(type, args,
-                                      encoded && encode(&args.out, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, out, map), stream);
+    return launch<Kind::kGradientAdd>(
+        type, args, encoded && encode(&args.out, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, out, map), start, stream);
   }
   const Map map{{columns, 1, rows, experts}, {64, 1, 64, 1}};
-  return launch<Kind::kGradient>(type, args, encoded && encode(&args.out, type, out, map), stream);
+  return launch<Kind::kGradient>(type, args, encoded && encode(&args.out, type, out, map), start, stream);
 }
 
 }  // namespace optimus::cuda

@@ -48,15 +48,23 @@ struct Errand {
   const int* row_of_slot = nullptr;
   const float* weights = nullptr;
   float* dweights = nullptr;
-  // Two zeros, if the product that takes the errand along may read an expert's rows only once they are there: chunks
-  // handed out, chunks done.
-  int* progress = nullptr;
+  int* progress = nullptr;  // two zeros, if a product may read an expert's rows only once they are there: chunks handed
+                            // out, chunks done
+  bool awaited = false;     // by the product in whose list it is; with no warps it is done elsewhere
 };
 
-// What a product takes along, in this order; errands that it waits for come first, by expert.
+// What a product takes along, in this order; errands that it awaits come first, by expert.
 constexpr int kMaxErrands = 6;
 struct Errands {
   Errand list[kMaxErrands];
+};
+
+// How a product follows the launch before it in the stream. With kLate and kEarly its blocks start where that one's
+// leave, not when the last of them has left; nothing in between may have been freed for others to write to.
+enum class Start : int {
+  kAfter,  // when that is complete
+  kLate,   // sooner, but it reads nothing before that is complete
+  kEarly,  // the product begins once the errands that it awaits are done; only its own errands wait for that launch
 };
 
 cudaError_t run(Type, const Errand&, const Order&, cudaStream_t);
@@ -67,10 +75,10 @@ cudaError_t up_swiglu(Type, const void* x, const void* gate_up, void* hidden, vo
 
 // out [P, N] = a [P, K] times weight[e]: [E, N, K] if transposed, else [E, K, N].
 cudaError_t rows_times_weight(Type, const void* a, const void* weight, void* out, const Order&, int depth, int width,
-                              bool transposed, Part, const Errands&, cudaStream_t);
+                              bool transposed, Part, const Errands&, Start, cudaStream_t);
 
 // out[e] = a.T @ b over the rows of e: [E, M, N] from [P, M] and [P, N]; or added to out, which is then fp32.
 cudaError_t weight_gradient(Type, const void* a, const void* b, void* out, bool add, const Order&, int height,
-                            int width, const Errands&, cudaStream_t);
+                            int width, const Errands&, Start, cudaStream_t);
 
 }  // namespace optimus::cuda
