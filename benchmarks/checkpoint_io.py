@@ -15,9 +15,12 @@ other work on the machine weighs on both sides alike; ``load_average`` tells how
 ``*_of_fastest`` divide the fastest plain access by the fastest save or load of all rounds, which other work disturbs
 least. On an accelerator the state lies there, and matrix products stand for the next forward and backward:
 ``step_ratio`` is their time beside the copy over their time alone,
-``copied_s`` when both were done. ``hash_wait_over_save``, ``hash_wait_over_drain``: the share of a save in which
+``read_beside_s`` how long reading one number takes that is ready when they begin (``read_alone_s`` without the copy),
+``copied_s`` when all were done. ``hash_wait_over_save``, ``hash_wait_over_drain``: the share of a save in which
 nothing was written because a block was being hashed; ``hash_work_over_save``: what the hashes would cost one after the
-other. ``stall_s``: how long ``async`` stood still; the first of the first round follows ``prepare_s``.
+other. ``stall_s``: how long ``async`` stood still; the first of the first round follows ``prepare_s``. ``tensors``,
+``copies``: rank 0's slices, and the copies that they are. They lie in buffers as long as a rank's share of the
+optimizer's, or with ``--scattered`` each in memory of its own.
 
 ``prepare_s``: what the asynchronous save does before the first step, taking host memory above all. Plans of the others,
 page cache and kernels come with a first round, which counts only where no other was measured (``--rounds
@@ -55,31 +58,35 @@ from provenance import commit
 from megatron.optimus.checkpoint import Manifest, Saved, Saver, TensorSlice, direct, load_together
 from megatron.optimus.checkpoint.chunks import AHEAD
 from megatron.optimus.checkpoint.plan import FILES_PER_NODE
+from megatron.optimus.checkpoint.snapshot import adjacent_runs
 from megatron.optimus.config.schema import Backend, Device
 from megatron.optimus.runtime import device as devices
 
 BLOCK = 16 << 20
 KINDS = ("master", "exp_avg", "exp_avg_sq")
+BUCKET_NUMEL = 67_108_864  # of the optimizer, by default
 PARTS = ("write", "save", "async", "hash", "read", "load", "memory")
 ROUND = ("write", "save", "async", "hash", "write", "read", "load", "read", "memory")
 
 
-def build_state(num_bytes: int, rank: int, world: int, device: torch.device) -> list[TensorSlice]:
+def build_state(num_bytes: int, rank: int, world: int, device: torch.device, scattered: bool) -> list[TensorSlice]:
     """fp32 master and moments in matrices of 16 MiB and vectors of 8 KiB; each rank holds its rows of every matrix."""
     rows, columns = 2048, 2048
     count = max(1, num_bytes // (len(KINDS) * rows * columns * 4))
     low, high = rows * rank // world * columns, rows * (rank + 1) // world * columns
+    per_bucket = 1 if scattered else BUCKET_NUMEL // (rows * columns)
     slices = []
-    for number in range(count):
-        for kind in KINDS:
-            values = torch.randn(high - low, device=device)
-            slices.append(TensorSlice(f"layers.{number}.weight", kind, (rows, columns), low, high, values))
+    for first in range(0, count, per_bucket):
+        places = []  # name, global shape, start, stop
+        for number in range(first, min(first + per_bucket, count)):
+            places.append((f"layers.{number}.weight", (rows, columns), low, high))
             if rank == number % world:
-                slices.append(
-                    TensorSlice(
-                        f"layers.{number}.norm", kind, (columns,), 0, columns, torch.randn(columns, device=device)
-                    )
-                )
+                places.append((f"layers.{number}.norm", (columns,), 0, columns))
+        lengths = [stop - start for _, _, start, stop in places]
+        for kind in KINDS:
+            parts = torch.randn(sum(lengths), device=device).split(lengths)
+            for (name, shape, start, stop), part in zip(places, parts, strict=True):
+                slices.append(TensorSlice(name, kind, shape, start, stop, part.clone() if scattered else part))
     return slices
 
 
@@ -162,7 +169,7 @@ class Bench:
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.folder, self.device = folder, device
         self.deadline, self.longest_s = began + options.seconds, 0.0
-        self.slices = build_state(int(options.gib * (1 << 30)), self.rank, self.world, device)
+        self.slices = build_state(int(options.gib * (1 << 30)), self.rank, self.world, device, options.scattered)
         self.own_bytes = sum(len(s.tensor) * s.tensor.element_size() for s in self.slices)
         self.plain_bytes = int(min(self.own_bytes, options.plain_gib * (1 << 30) / self.world))
         self.plain_bytes -= self.plain_bytes % direct.ALIGNED
@@ -175,6 +182,7 @@ class Bench:
         self.foreground = Saver(folder / "saved", device=device, asynchronous=False, files_per_node=files)
         self.background = Saver(folder / "saved", device=device, files_per_node=files)
         self.step = 0
+        self.number = torch.ones((), device=device)
         self.prepare_s = timed(lambda: self.background.prepare(self.slices, self._header()))
         self.stopped: str | None = None
         self.parts: dict[str, Callable[[], dict[str, float]]] = {
@@ -241,6 +249,7 @@ class Bench:
         self.background.start(self.slices, header, retain=1)
         result = {"stall_s": time.perf_counter() - started}
         if self.device.type != "cpu":
+            result["read_beside_s"] = self._read_number()
             result["step_beside_s"] = self._compute()
         self.background.before_update()
         if self.device.type != "cpu":
@@ -249,8 +258,15 @@ class Bench:
         [saved] = self.background.drain()
         result |= {"drain_s": time.perf_counter() - started, "async_hash_wait_s": saved.hash_wait_s}
         if self.device.type != "cpu":
+            result["read_alone_s"] = self._read_number()
             result["step_alone_s"] = self._compute()
         return result
+
+    def _read_number(self) -> float:
+        """What a training loop does with a loss."""
+        started = time.perf_counter()
+        self.number.item()
+        return time.perf_counter() - started
 
     def _compute(self) -> float:
         """A stand-in for the next step, longer with more state."""
@@ -321,7 +337,7 @@ def summary(rounds: list[dict[str, list[float]]], num_bytes: int, plain_bytes: i
         put(f"{name}_gb_s", lambda seconds: plain_bytes / seconds / 1e9, f"{name}_s")
     for name in ("save", "drain", "load"):
         put(f"{name}_gb_s", lambda seconds: num_bytes / seconds / 1e9, f"{name}_s")
-    for key in ("stall_s", "copied_s", "drain_s"):
+    for key in ("stall_s", "copied_s", "drain_s", "read_beside_s", "read_alone_s"):
         put(key, lambda seconds: seconds, key)
     put("hash_wait_over_save", lambda wait, save: wait / save, "hash_wait_s", "save_s")
     put("hash_wait_over_drain", lambda wait, drain: wait / drain, "async_hash_wait_s", "drain_s")
@@ -337,6 +353,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(ROUND), metavar="PART", help="of a round")
     parser.add_argument("--plain-gib", type=float, default=float("inf"), help="of plain files; default: as the state")
     parser.add_argument("--files-per-node", type=int, default=FILES_PER_NODE, help="that saves write to")
+    parser.add_argument("--scattered", action="store_true", help="no two tensors side by side")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for everything, see above")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the temporary folder")
     parser.add_argument("--device", default="auto", choices=[device.value for device in Device])
@@ -372,6 +389,8 @@ def main() -> None:
                 "torch": torch.__version__,
                 "stopped": bench.stopped,
                 "prepare_s": round(bench.prepare_s, 4),
+                "tensors": len(bench.slices),
+                "copies": len(adjacent_runs(bench.slices)),
                 **summary(counted, bench.all_bytes, bench.all_plain_bytes),
                 "first_round": rounds[0],
                 "rounds": rounds[1:],

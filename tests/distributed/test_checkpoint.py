@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,11 @@ from megatron.optimus.checkpoint import (
     save,
     store,
 )
+from megatron.optimus.checkpoint.snapshot import Snapshot, adjacent_runs
+from megatron.optimus.config.load import load as config_of
+from megatron.optimus.parallel.mesh import Mesh
 from tests.helpers import run_distributed
+from tests.integration.conftest import TINY, write_corpus
 from tests.unit.checkpoint.helpers import (
     CONFIG,
     assert_holds,
@@ -146,8 +151,8 @@ def test_ranks_share_the_verification_and_agree_on_the_fallback(tmp_path):
 # -- asynchronous, a few files per node, every byte read once ----------------------------------------------------------
 
 
-def _save_async(rank, world, root, failing):
-    """Three saves beside "training"; the third fails on one rank. What each rank saw."""
+def _save_async(rank, world, root, failing, name):
+    """Three saves beside "training"; the third fails on one rank, in ``name``. What each rank saw."""
     saver = Saver(root, node=f"node {rank // 3}", files_per_node=2)
     seen = []
     for step in (1, 2, 3):
@@ -156,7 +161,7 @@ def _save_async(rank, world, root, failing):
             def full(*args):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-            commit.write_at = full
+            pytest.MonkeyPatch().setattr(f"megatron.optimus.checkpoint.{name}", full)
         state = whole_state(step)
         slices = layout_slices(state, rank, world, 2, interleaved=False, loading=False)
         try:
@@ -173,9 +178,10 @@ def _save_async(rank, world, root, failing):
     return seen
 
 
-@pytest.mark.parametrize("failing", [0, 3])
-def test_saving_beside_training(tmp_path, failing):
-    answers = run_distributed(_save_async, 4, tmp_path, failing)
+@pytest.mark.parametrize("failing, name", [(0, "commit.write_at"), (3, "snapshot.Snapshot.take")])
+def test_saving_beside_training(tmp_path, failing, name):
+    """A disk that is full while it is written, or host memory that fails while it is filled."""
+    answers = run_distributed(_save_async, 4, tmp_path, failing, name)
     for seen in answers:
         assert seen[:2] == answers[0][:2] and [name for name, _ in seen[:2]] == ["step-00000001", "step-00000002"]
         assert f"saving step 3 to {tmp_path} failed on rank {failing}" in seen[2]
@@ -186,6 +192,44 @@ def test_saving_beside_training(tmp_path, failing):
     requests = whole_requests(whole_state(2))
     load(find_loadable(tmp_path), requests)
     assert_holds(requests, whole_state(2))
+
+
+def _count_copies(rank, world, folder):
+    """Of a run's full and model-only state after two steps: slices, copies, flat buffers, whether they are equal."""
+    from megatron.optimus.trainer.engine import init_engine, shutdown_engine
+    from megatron.optimus.trainer.trainer import Trainer
+
+    init_engine(timedelta(seconds=60))
+    words = [*TINY, "--expert-model-parallel-size", "2", "--moe-router-enable-expert-bias", "--params-dtype", "bf16"]
+    words += ["--train-iters", "2", "--run-dir", f"{folder}/run", "--data-path", f"{folder}/counting"]
+    config = config_of(words).config
+    trainer = Trainer(config, Mesh(config.parallel, rank=rank, world_size=world), torch.device("cpu"))
+    trainer.fit()
+    optimizer = trainer.engine.optimizer
+    buffers = sum(1 + len(f.rule.state_kinds) for f in optimizer.families for _ in f.buckets)
+    found = []
+    for kind in ("full", "model"):
+        slices = [piece for piece in trainer.checkpoints._slices(kind)[0] if piece.start < piece.stop]
+        expected = [piece.tensor.to(piece.dtype, copy=True) for piece in slices]
+        snapshot = Snapshot("cpu")
+        views = snapshot.take(slices)
+        equal = all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(views, expected, strict=True))
+        others = sum(piece.kind in ("buffer", "rng") for piece in slices)
+        found.append((len(slices), len(adjacent_runs(slices)) - others, buffers, equal))
+    trainer.close()
+    trainer.engine.destroy()
+    shutdown_engine()
+    return found
+
+
+def test_a_runs_state_is_as_many_copies_as_it_has_buffers(tmp_path):
+    """Thousands of tensors would fill a stream's queue, and the host would wait: training stands still meanwhile."""
+    write_corpus(tmp_path / "counting")
+    for full, model in run_distributed(_count_copies, 2, str(tmp_path)):
+        num_slices, num_copies, buffers, equal = full
+        assert equal and num_copies == buffers < num_slices / 4
+        num_slices, num_copies, _, equal = model
+        assert equal and num_copies == buffers / 3 < num_slices / 4
 
 
 _NUMEL = 3_000_000

@@ -112,6 +112,10 @@ def _write_own(job: Job, directory: Path, data: Callable[[OwnPiece, int], Iterat
                 position += len(block)
             job.digests.append(writer.end_piece())
         writer.finish()
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(directory)) from error  # which of the disks is full
     finally:
         writer.close()
     job.hash_wait_s += writer.hash_wait_s

@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -45,10 +46,11 @@ from megatron.optimus.checkpoint.shards import check_regular
 from megatron.optimus.checkpoint.slices import TensorSlice
 from megatron.optimus.checkpoint.snapshot import Snapshot
 from megatron.optimus.runtime import device as devices
-from megatron.optimus.runtime.agreement import NO_FAILURE, Ranks
+from megatron.optimus.runtime.agreement import NO_FAILURE, Ranks, attempt
 from megatron.optimus.runtime.host import node_name
 
 _WORKING, _DONE = NO_FAILURE, NO_FAILURE + 1  # above every failure, so the lowest of all ranks' numbers decides
+_OTHER, _SAME = NO_FAILURE, NO_FAILURE + 1  # the slices of this save, compared with those of the one before
 
 log = logging.getLogger("optimus")
 
@@ -102,6 +104,7 @@ class Saver:
         self._plans: dict[str, tuple[list[OwnPiece], SavePlan]] = {}
         self._snapshots: dict[str, Snapshot] = {}
         self._jobs: deque[Job] = deque()
+        self._first_nonce, self._num_saves = 0, 0  # of temporary directories; drawn with the first plan
         self._stall_s: float | None = None
         self._lowest: Callable[[], int] | None = None  # the all-reduce begun at the boundary before
 
@@ -109,28 +112,35 @@ class Saver:
 
     def prepare(self, slices: Sequence[TensorSlice], header: Manifest) -> None:
         """Does before the first step what the first ``start`` with such arguments would stand still for: agreeing on
-        who writes what, and host memory for the copy. Raises as ``start`` does.
+        who writes what, host memory for the copy, the folder on the node's disk. Raises as ``start`` does.
         """
         self._plan(slices, header)
+        local = self._local
+        if local is not None:
+            self._ranks.together(lambda: commit.make_directory(local), f"making {local}", CheckpointError)
         if self._asynchronous:
             snapshot = self._snapshots.setdefault(header.kind, Snapshot(self._device))
             task = "taking host memory for copies of checkpoints"
             self._ranks.together(lambda: snapshot.reserve(_with_values(slices)), task, CheckpointError)
 
-    def start(self, slices: Sequence[TensorSlice], header: Manifest, *, retain: int | None) -> list[Saved]:
+    def start(
+        self, slices: Sequence[TensorSlice], header: Manifest, *, retain: int | None, began: float | None = None
+    ) -> list[Saved]:
         """Begins to save; returns what had to be finished first, and this one too unless saving is asynchronous.
 
         ``slices``: what this rank writes; over all ranks they must cover every element of every tensor exactly once.
         ``header``: a manifest without files and tensors; rank 0's counts. ``retain``: newest checkpoints of this kind
-        to keep, this one included; None keeps all.
+        to keep, this one included; None keeps all. ``began``: since when training stands still for this save, in
+        ``time.perf_counter``'s seconds; None: since now.
 
         Raises CheckpointError on every rank when any rank fails, naming the rank; the unfinished directory is removed
         and the earlier checkpoints stay as they were.
         """
-        began = time.perf_counter()
+        began = time.perf_counter() if began is None else began
         if retain is not None and retain < 1:
             raise CheckpointError(f"save_retain={retain}: must be at least 1")
-        finished, drained_s = [], 0.0
+        finished: list[Saved] = []
+        called, drained_s = time.perf_counter(), 0.0
         while any(
             job.phase == 0 and (job.header.step != header.step or job.header.kind == header.kind) for job in self._jobs
         ):
@@ -141,28 +151,32 @@ class Saver:
                     self._jobs[0].header.step,
                 )
             finished += self._advance(wait=True)
-            drained_s = time.perf_counter() - began
+            drained_s = time.perf_counter() - called
         plan = self._plan(slices, header)
-        [nonce] = self._ranks.broadcast([secrets.randbits(62)])
+        self._num_saves += 1
+        nonce = (self._first_nonce + self._num_saves) % (1 << 62)
         temporary = commit.temporary_path(self._root, header.step, nonce, header.kind)
-        full = _with_values(slices)
-        snapshot = None
-        tensors = [piece.tensor for piece in full]
-        if not self._asynchronous:
-            devices.synchronize(torch.device(self._device))  # the writing thread has another stream
-        else:
-            snapshot = self._snapshots.setdefault(header.kind, Snapshot(self._device))
-            task = f"copying step {header.step} to host memory"
-            tensors = self._ranks.together(lambda: snapshot.take(full), task, CheckpointError)
-        job = Job(header, plan, tensors, snapshot, temporary, retain, began)
+        job = Job(header, plan, [], None, temporary, retain, began)
         job.local = self._local / temporary.name if self._local is not None else None
         job.phases = self._phases(job)
+        _, error = attempt(lambda: self._take(job, _with_values(slices)))
+        if error is not None:  # told with this rank's writing: an answer now would come after what is being copied
+            job.phases[0] = partial(_fail, error)
         self._jobs.append(job)
         if len(self._jobs) == 1:
             self._begin(job)
         job.stall_s = time.perf_counter() - began
         self._stall_s = (self._stall_s or 0.0) + time.perf_counter() - began - drained_s
         return finished if self._asynchronous else finished + self.drain()
+
+    def _take(self, job: Job, slices: list[TensorSlice]) -> None:
+        """What the job will write: a copy under way to host memory, or the live tensors."""
+        if self._asynchronous:
+            job.snapshot = self._snapshots.setdefault(job.header.kind, Snapshot(self._device))
+            job.tensors = job.snapshot.take(slices)
+        else:
+            job.tensors = [piece.tensor for piece in slices]
+            devices.synchronize(torch.device(self._device))  # the writing thread has another stream
 
     def before_update(self) -> None:
         """Call before the state changes after ``start``. Local."""
@@ -268,26 +282,38 @@ class Saver:
     # ---- planning
 
     def _plan(self, slices: Sequence[TensorSlice], header: Manifest) -> SavePlan:
-        """The plan of the save before if the slices are the same on every rank, else a new one."""
+        """The plan of the save before if the slices are the same on every rank, else a new one.
+
+        That and whether any rank refuses its arguments is one number's exchange.
+        """
         task = self._task(header)
-
-        def check() -> list[OwnPiece]:
-            if header.kind not in ("full", "model"):
-                raise CheckpointError(f"kind={header.kind!r}: must be 'full' or 'model'")
-            if not 0 <= header.step < 10**12:
-                raise CheckpointError(f"step={header.step}: must be in 0 ... 10^12-1")
-            if self._ranks.rank == 0:
-                header.to_bytes()  # config and metadata are plain JSON
-            return own_pieces(slices)
-
-        own = self._ranks.together(check, task, CheckpointError)
+        own, error = attempt(lambda: self._check(slices, header))
         known = self._plans.get(header.kind)
-        is_same = known is not None and known[0] == own
-        if known is not None and self._ranks.start_lowest(int(is_same))():
+        answer = _SAME if known is not None and known[0] == own else _OTHER
+        if error is not None:
+            answer = self._ranks.failure_code(error)
+        answer = self._ranks.start_lowest(answer)()
+        failure = self._ranks.failure_of(answer)
+        if failure is not None:
+            raise self._ranks.relayed(failure, error, task, CheckpointError) from error
+        if answer == _SAME:
+            assert known is not None
             return known[1]
+        assert own is not None
         plan = make_plan(own, self._ranks, self._node, task, self._files_per_node)
         self._plans[header.kind] = own, plan
+        if not self._first_nonce:
+            [self._first_nonce] = self._ranks.broadcast([secrets.randbits(62)])
         return plan
+
+    def _check(self, slices: Sequence[TensorSlice], header: Manifest) -> list[OwnPiece]:
+        if header.kind not in ("full", "model"):
+            raise CheckpointError(f"kind={header.kind!r}: must be 'full' or 'model'")
+        if not 0 <= header.step < 10**12:
+            raise CheckpointError(f"step={header.step}: must be in 0 ... 10^12-1")
+        if self._ranks.rank == 0:
+            header.to_bytes()  # config and metadata are plain JSON
+        return own_pieces(slices)
 
     # ---- background threads
 
@@ -331,6 +357,10 @@ class Saver:
                 self._root,
                 newest.name,
             )
+
+
+def _fail(error: Exception) -> None:
+    raise error
 
 
 def _with_values(slices: Sequence[TensorSlice]) -> list[TensorSlice]:

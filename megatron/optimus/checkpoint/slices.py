@@ -75,7 +75,7 @@ class TensorSlice:
                 f"{where}: [{self.start}, {self.stop}) is no range of its {numel} elements (shape {self.global_shape}"
                 + (")" if self.box is None else f", box {self.box})")
             )
-        if self.tensor.dim() != 1 or not self.tensor.is_contiguous() or len(self.tensor) != self.stop - self.start:
+        if self.tensor.shape != (self.stop - self.start,) or not self.tensor.is_contiguous():
             raise CheckpointError(
                 f"{where}: range [{self.start}, {self.stop}) needs a contiguous 1-D tensor of "
                 f"{self.stop - self.start} elements, got shape {tuple(self.tensor.shape)}"

@@ -63,8 +63,7 @@ def training_slices(model: nn.Module, optimizer: ShardedOptimizer, *, buffers: b
     """
     slices = []
     for shard in optimizer.state_shards():
-        for kind, tensor in shard.tensors.items():
-            slices += _shard_slices(shard, kind, tensor)
+        slices += _slices(shard.name, shard.param, shard.start, shard.stop, shard.tensors)
     return slices + (buffer_slices(model) if buffers else [])
 
 
@@ -76,7 +75,7 @@ def weight_slices(model: nn.Module, optimizer: ShardedOptimizer, *, buffers: boo
     """
     slices = []
     for shard in optimizer.state_shards():
-        parts = _shard_slices(shard, "weight", shard.tensors["master"])
+        parts = _master_slices(shard, "weight")
         slices += [replace(part, stored_dtype=shard.param.dtype) for part in parts]
     return slices + (buffer_slices(model) if buffers else [])
 
@@ -90,7 +89,7 @@ def model_slices(model: nn.Module, *, dense: bool, experts: bool) -> list[Tensor
     slices = []
     for name, param in model.named_parameters():
         if experts if hasattr(param, "expert_ids") else dense:
-            slices += _slices(name, param, 0, param.numel(), "weight", param.detach().view(-1))
+            slices += _slices(name, param, 0, param.numel(), {"weight": param.detach().view(-1)})
     return slices + (buffer_slices(model) if dense else [])
 
 
@@ -101,9 +100,7 @@ def weight_requests(model: nn.Module, optimizer: ShardedOptimizer, manifest: Man
     (``optimizer.sync_params_from_master()``).
     """
     kind = "master" if manifest.kind == "full" else "weight"
-    slices = [
-        part for shard in optimizer.state_shards() for part in _shard_slices(shard, kind, shard.tensors["master"])
-    ]
+    slices = [part for shard in optimizer.state_shards() for part in _master_slices(shard, kind)]
     return slices + [part for part in buffer_slices(model) if (part.name, "buffer") in manifest.tensors]
 
 
@@ -115,14 +112,14 @@ def rng_slices(states: Mapping[str, torch.Tensor], rank: int, world_size: int) -
     ]
 
 
-def _shard_slices(shard: StateShard, kind: str, tensor: torch.Tensor) -> list[TensorSlice]:
-    return _slices(shard.name, shard.param, shard.start, shard.stop, kind, tensor)
+def _master_slices(shard: StateShard, kind: str) -> list[TensorSlice]:
+    return _slices(shard.name, shard.param, shard.start, shard.stop, {kind: shard.tensors["master"]})
 
 
 def _slices(
-    name: str, param: torch.Tensor, start: int, stop: int, kind: str, tensor: torch.Tensor
+    name: str, param: torch.Tensor, start: int, stop: int, tensors: Mapping[str, torch.Tensor]
 ) -> list[TensorSlice]:
-    """``tensor``: elements [start, stop) of the flattened local parameter."""
+    """``tensors``: of each kind, elements [start, stop) of the flattened local parameter."""
     name, shape = global_name_shape(name, param)
     boxes = getattr(param, "global_boxes", None)
     if boxes is not None:
@@ -131,10 +128,11 @@ def _slices(
         ranges = global_ranges(shape, getattr(param, "expert_ids", None), start, stop)
         placed = [(Place(shape, low, high), local) for low, high, local in ranges]
     slices = []
-    for place, local in placed:
-        begin = local - start
-        part = tensor[begin : begin + place.stop - place.start]
-        slices.append(TensorSlice(name, kind, shape, place.start, place.stop, part, place.box))
+    for kind, tensor in tensors.items():
+        for place, local in placed:
+            begin = local - start
+            part = tensor[begin : begin + place.stop - place.start]
+            slices.append(TensorSlice(name, kind, shape, place.start, place.stop, part, place.box))
     return slices
 
 

@@ -33,6 +33,8 @@ from megatron.optimus.runtime.agreement import Ranks
 
 log = logging.getLogger("optimus")
 
+_FOREIGN = ("config.json", "latest_checkpointed_iteration.txt", "latest_universal", "latest")
+
 Requests = Callable[[Manifest], Sequence[TensorSlice]]
 
 
@@ -113,7 +115,11 @@ def resolve(path: Path) -> Path:
             found = latest(root, kind)
             if found is not None:
                 return found
-    raise CheckpointError(f"{path}: holds no complete checkpoint (neither {MANIFEST_NAME} nor step-* folders with one)")
+    foreign = [name for name in _FOREIGN if (path / name).exists()]
+    remedy = f"; {foreign[0]} is of another format: convert it first, tools/convert_checkpoint.py" if foreign else ""
+    raise CheckpointError(
+        f"{path}: holds no complete checkpoint (neither {MANIFEST_NAME} nor step-* folders with one){remedy}"
+    )
 
 
 def load(path: Path, requests: Iterable[TensorSlice], *, cast: bool = False, manifest: Manifest | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import field
 from fractions import Fraction
@@ -19,7 +20,11 @@ def one_of(values: Iterable[object]) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    """For messages: in ascending order; of a number beyond 10^12 only those up to 10^6, and what they leave."""
+    if number < 1:
+        return []
+    small = [candidate for candidate in range(1, math.isqrt(min(number, 10**12)) + 1) if number % candidate == 0]
+    return sorted({*small, *(number // candidate for candidate in small)})
 
 
 def option(default: Any, help: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import platform
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ class Checkpoints:
         self._model, self._state = model, training_state(engine)
         self._ranks = Ranks(None, device)
         self._root = Path(config.checkpoint.save or Path(config.logging.run_dir) / "checkpoints")
+        # Both as of the start: while a run saves, training stands still, and a folder's files may be exchanged.
+        self._packages = _packages()
+        self._tokenizer = _tokenizer_hash(config.data.tokenizer_model) if mesh.rank == 0 else None
         self._drain_s: float | None = None
         self._tried: Manifest | None = None  # the last checkpoint that resume looked at
         self.kept: dict[str, Any] = {}  # plain values that full checkpoints carry; after resume, those of its own
@@ -104,8 +108,10 @@ class Checkpoints:
             self._drain_s = max(self._drain_s or 0.0, one.drain_s)
 
     def _save(self, kind: str, step: int, consumed_samples: int) -> None:
+        began = time.perf_counter()
         slices, retain = self._slices(kind)
-        self._note(self._saver.start(slices, self._header(kind, step, consumed_samples), retain=retain))
+        header = self._header(kind, step, consumed_samples)
+        self._note(self._saver.start(slices, header, retain=retain, began=began))
 
     def _slices(self, kind: str) -> tuple[list[TensorSlice], int | None]:
         """What this rank writes of such a checkpoint, and how many of them are kept."""
@@ -134,8 +140,8 @@ class Checkpoints:
             {},
             {},
             layout=asdict(self._mesh.layout) | {"zero_stage": self._config.optimizer.zero_stage},
-            packages=_packages(),
-            tokenizer_xxh3_128=_tokenizer_hash(self._config.data.tokenizer_model) if self._mesh.rank == 0 else None,
+            packages=self._packages,
+            tokenizer_xxh3_128=self._tokenizer,
         )
 
     def _rng_slices(self) -> list[TensorSlice]:
@@ -235,7 +241,7 @@ class Checkpoints:
             logger.info("changed since that checkpoint: %s", change)
         if self._mesh.rank > 0:
             return
-        now = _tokenizer_hash(self._config.data.tokenizer_model)
+        now = self._tokenizer
         if manifest.tokenizer_xxh3_128 is not None and now is not None and now != manifest.tokenizer_xxh3_128:
             logger.warning("the tokenizer's file has changed since that checkpoint; token ids may mean other words")
 

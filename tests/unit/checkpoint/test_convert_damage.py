@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import random
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 
 from megatron.optimus.checkpoint import CheckpointError, save
 from megatron.optimus.checkpoint.convert import Options, convert
@@ -24,6 +26,7 @@ from megatron.optimus.checkpoint.slices import TensorSlice
 from megatron.optimus.config.schema import ConfigError, ModelConfig, RunConfig
 from megatron.optimus.config.serialize import to_dict
 from megatron.optimus.models.hf_map import parameter_shapes
+from tests.unit.checkpoint.test_manifest import sealed
 
 _FILES = {  # format -> the files to damage, of each pattern one
     "hf": ("config.json", "model.safetensors.index.json", "model-00002-*.safetensors"),
@@ -105,6 +108,27 @@ def test_a_damaged_file_is_named_or_changes_nothing(to, ours, tmp_path):
                 assert file.suffix == ".json" or tensors_of(out) == expected, (file, data)
         file.write_bytes(good)
     assert refused > 6 * len(_FILES[to])
+
+
+@pytest.mark.parametrize("numbers", [{"layers": 10**9}, {"layers": 10**9, "width": 10**12 + 39}, {"experts": 10**15}])
+def test_a_model_larger_than_any_is_refused_before_it_is_described(ours, tmp_path, numbers):
+    """Listing the names of a billion layers would take all memory there is; 10^12 + 39 is a prime."""
+    convert(ours, tmp_path / "hf", to="hf")
+    file = tmp_path / "hf" / "config.json"
+    names = {"layers": "num_hidden_layers", "width": "hidden_size", "experts": "num_experts"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {names[key]: n for key, n in numbers.items()}))
+    [path] = shutil.copytree(ours, tmp_path / "ours").glob("step-*")
+    body = json.loads((path / MANIFEST_NAME).read_text())
+    names = {"layers": "num_layers", "width": "hidden_size", "experts": "num_experts"}
+    body["config"]["model"] |= {names[key]: n for key, n in numbers.items()}
+    text = json.dumps(body["config"], sort_keys=True, separators=(",", ":"))
+    body["config_xxh3_128"] = xxhash.xxh3_128_hexdigest(text.encode())
+    (path / MANIFEST_NAME).write_bytes(sealed(body))
+    for source in (tmp_path / "hf", path):
+        to = "optimus" if source.name == "hf" else "hf"
+        with pytest.raises((CheckpointError, ConfigError), match=r"num_layers=|hidden_size=") as caught:
+            convert(source, tmp_path / "out", to=to)
+        assert str(source) in str(caught.value) or "hidden_size=" in str(caught.value)
 
 
 _PROGRAM = """

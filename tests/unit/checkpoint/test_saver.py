@@ -1,8 +1,6 @@
 """Saving beside training: the copy, the background writing, errors, and what a second save does."""
 
-import itertools
 import os
-import random
 import threading
 import time
 from pathlib import Path
@@ -20,9 +18,10 @@ from megatron.optimus.checkpoint import (
     load_manifest,
     load_newest,
     saver,
+    snapshot,
 )
-from megatron.optimus.checkpoint.snapshot import Snapshot, place_in_blocks
 from megatron.optimus.runtime import host
+from megatron.optimus.runtime.agreement import Ranks
 from tests.unit.checkpoint.helpers import (
     CONFIG,
     assert_holds,
@@ -150,6 +149,24 @@ def test_a_disk_of_the_node_is_written_first_and_left_empty(tmp_path, monkeypatc
     assert names(root) == ["step-00000001", "step-00000002"]
 
 
+def test_a_disk_of_the_node_that_cannot_be_used_is_named(tmp_path, monkeypatch):
+    """Before the first step where that can be known; later it is told which disk is full."""
+    (tmp_path / "file").touch()
+    it = Saver(tmp_path / "root", local=tmp_path / "file")
+    with pytest.raises(CheckpointError, match=r"making .*/file/.* failed on rank 0: .*Not a directory"):
+        it.prepare(owned(whole_state(1)), header(0))
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    it = Saver(tmp_path / "root", local=tmp_path / "local")
+    it.prepare(owned(whole_state(1)), header(0))
+    monkeypatch.setattr(commit, "write_at", full)
+    it.start(owned(whole_state(1)), header(1), retain=2)
+    with pytest.raises(CheckpointError, match=r"saving step 1 to .*/root .*No space left on device: '.*/local/"):
+        it.drain()
+
+
 def test_full_ones_roll_and_model_only_ones_stay(tmp_path):
     saver = Saver(tmp_path, asynchronous=False)
     for step in range(1, 6):
@@ -217,6 +234,54 @@ def test_what_is_prepared_is_not_made_again_by_the_first_save(tmp_path, monkeypa
     assert_holds(requests, whole_state(1))
 
 
+def test_a_save_like_the_one_before_exchanges_one_number_before_the_copy(tmp_path, monkeypatch):
+    """Each exchange waits for the device, and one begun after the copies would wait for those."""
+    it, slices = Saver(tmp_path), owned(whole_state(1))
+    it.prepare(slices, header(0))
+    said = []
+    for name in ("broadcast", "start_lowest", "all_gather_bytes"):
+        call = getattr(Ranks, name)
+        monkeypatch.setattr(
+            Ranks, name, lambda self, given, name=name, call=call: said.append(name) or call(self, given)
+        )
+    monkeypatch.setattr(snapshot, "_copy", lambda *_: said.append("copy"))
+    it.start(slices, header(1), retain=1)
+    assert said == ["start_lowest", "copy"]
+    monkeypatch.undo()
+    it.drain()
+
+
+def test_every_save_writes_into_a_directory_of_its_own(tmp_path, gate):
+    it, other = Saver(tmp_path / "a"), Saver(tmp_path / "b")
+    for saver_, kind in ((it, "full"), (it, "model"), (other, "full")):
+        saver_.start(owned(whole_state(1)), header(1, kind), retain=2)
+    temporary = {job.temporary for saver_ in (it, other) for job in saver_._jobs}
+    assert len({path.name.rpartition("-")[2] for path in temporary}) == 3
+    gate.set()
+    it.drain()
+    other.drain()
+
+
+def test_a_copy_that_fails_is_an_error_at_the_next_boundary(tmp_path, monkeypatch):
+    it = Saver(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot.Snapshot, "take", lambda *_: 1 // 0)
+        it.start(owned(whole_state(1)), header(1), retain=2)
+        with pytest.raises(CheckpointError, match=r"saving step 1 to .* failed on rank 0: .*division"):
+            poll_until(it, 1)
+    assert not names(tmp_path)
+    it.start(owned(whole_state(2)), header(2), retain=2)
+    assert [saved.step for saved in it.drain()] == [2]
+
+
+def test_the_stall_counts_from_when_training_stood_still(tmp_path):
+    it = Saver(tmp_path)
+    it.start(owned(whole_state(1)), header(1), retain=2, began=time.perf_counter() - 100)
+    assert it.take_stall() > 100
+    [saved] = it.drain()
+    assert saved.stall_s > 100 and saved.drain_s > saved.stall_s
+
+
 def test_a_lost_claim_stops_the_commit(tmp_path):
     def check():
         raise CheckpointError("no longer ours")
@@ -265,85 +330,6 @@ def test_a_rename_that_was_done_and_not_acknowledged(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="No such file"):
         it.start(owned(whole_state(2)), header(2), retain=2)
     assert find_loadable(tmp_path).name == "step-00000001"
-
-
-def test_host_memory_of_a_snapshot_is_hardly_larger_than_the_state():
-    """Pinned memory comes in powers of two, so blocks are filled up to one; views are aligned and do not overlap."""
-    draw = random.Random(3)
-    lengths = [draw.choice([4, 12, draw.randrange(1, 3000), draw.randrange(1, 90_000)]) for _ in range(1000)]
-    lengths += [300_000, 7]  # longer than a block: has one of its own
-    places, sizes = place_in_blocks(lengths, block_bytes=1 << 17)
-    taken: dict[int, list[tuple[int, int]]] = {}
-    for (block, start), length in zip(places, lengths, strict=True):
-        assert start % 16 == 0
-        assert start + length <= sizes[block]
-        taken.setdefault(block, []).append((start, start + length))
-    for ranges in map(sorted, taken.values()):
-        assert all(before[1] <= after[0] for before, after in itertools.pairwise(ranges))
-    small = [size for size in sizes if size < 300_000]
-    assert sorted(taken) == list(range(len(sizes)))
-    assert len(small) == len(sizes) - 1
-    assert max(small) <= 1 << 17
-    assert pinned_bytes(small) <= 1.05 * sum(lengths[:-2]) + (1 << 15)
-
-
-@pytest.mark.parametrize("share, limit", [(0.51, 1.25), (0.6, 1.15), (0.9, 1.15), (None, 1.15)])
-def test_slices_a_little_larger_than_half_a_power_of_two_waste_little(share, limit):
-    """Alone in a block, one of 0.51 would waste as much as it holds."""
-    draw = random.Random(4)
-    lengths = [int((share or draw.uniform(0.5, 1)) * (1 << 15)) for _ in range(40)]
-    _, sizes = place_in_blocks(lengths, block_bytes=1 << 17)
-    assert pinned_bytes(sizes) <= limit * sum(lengths)
-
-
-def test_a_snapshot_holds_what_it_was_given_last():
-    """Views are made once; slices of other lengths or types get others."""
-    snapshot = Snapshot("cpu")
-
-    def check(length, dtype):
-        pieces = [torch.randn(length + i) for i in range(3)]
-        slices = [TensorSlice(f"{i}", "m", (len(p),), 0, len(p), p, stored_dtype=dtype) for i, p in enumerate(pieces)]
-        views = snapshot.take(slices)
-        assert all(torch.equal(view, piece.to(dtype)) for view, piece in zip(views, pieces, strict=True))
-        return views[0].data_ptr()
-
-    first = check(100, torch.float32)
-    assert check(100, torch.float32) == first
-    for length, dtype in [(200, torch.float32), (200, torch.bfloat16), (100, torch.float32)]:
-        check(length, dtype)
-
-
-def pinned_bytes(sizes):
-    return sum(1 << (size - 1).bit_length() for size in sizes)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")
-def test_snapshot_on_an_accelerator_is_ordered_before_the_update():
-    """The copy runs on its own stream: what is queued after before_update must not be seen by it."""
-    device = torch.accelerator.current_accelerator()
-    assert device is not None
-    pieces = [piece for piece in owned(whole_state(1)) if piece.kind == "master"]
-    large = torch.randn(64 << 20, device=device)
-
-    expected = large.cpu()
-    slices = [TensorSlice("large", "master", (len(large),), 0, len(large), large)]
-    slices += [TensorSlice(p.name, p.kind, p.global_shape, p.start, p.stop, p.tensor.to(device)) for p in pieces]
-    cast = TensorSlice("cast", "weight", (len(large),), 0, len(large), large, stored_dtype=torch.bfloat16)
-    snapshot = Snapshot(device)
-    for _ in range(3):
-        large.copy_(expected)
-        views = snapshot.take([*slices, cast])
-        started = time.perf_counter()
-        snapshot.before_update()
-        large.zero_()
-        assert time.perf_counter() - started < 0.1, "queuing the update must not wait for the copy"
-        snapshot.wait()
-        assert views[0].is_pinned()
-        assert torch.equal(views[0], expected)
-        assert torch.equal(views[-1], expected.bfloat16())
-        for view, piece in zip(views[1:-1], pieces, strict=True):
-            assert torch.equal(view, piece.tensor)
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """The verifier and its command line."""
 
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,15 @@ def test_every_bad_tensor_is_listed(two, jobs):
         verify(two[0])
 
 
+@pytest.mark.parametrize("tool, words", [("verify", ["--list"]), ("convert", ["x", "--to", "hf", "--help"])])
+def test_a_reader_that_has_enough_is_no_error(two, tool, words):
+    """As ``| head`` does."""
+    command = [sys.executable, str(_ROOT / f"tools/{tool}_checkpoint.py"), str(two[0]), *words]
+    done = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    done.stdout.close()
+    assert done.stderr.read() == "" and done.wait() == -signal.SIGPIPE
+
+
 def test_compare(two, tmp_path):
     differences = {(d.name, d.kind): d for d in compare(*two, jobs=2)}
     assert differences.keys() == whole_state(1).keys()
@@ -81,4 +91,8 @@ def test_command_line(two, tmp_path):
     assert code == 1 and "dense.weight (exp_avg)" in out and out.count("DAMAGED") == 2
     assert "step-00000003/manifest.json: is of a 'full' checkpoint of step 2" in out
     code, out = tool(tmp_path / "nothing")
-    assert code == 1 and "holds no complete checkpoint" in out
+    assert code == 1 and "holds no complete checkpoint" in out and "convert" not in out
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").touch()
+    code, out = tool(tmp_path / "hf")
+    assert code == 1 and "config.json is of another format: convert it first" in out

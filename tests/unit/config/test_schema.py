@@ -14,6 +14,7 @@ from megatron.optimus.config.schema import (
     OptimizerConfig,
     ParallelConfig,
     TrainingConfig,
+    divisors,
     one_of,
     parse_split,
 )
@@ -83,3 +84,10 @@ def test_split_shares() -> None:
 
 def test_one_of() -> None:
     assert [one_of([1]), one_of([1, 2]), one_of([1, 2, 4])] == ["1", "1 or 2", "1, 2 or 4"]
+
+
+def test_divisors_of_any_number_are_found_at_once():
+    for number in (-1, *range(300)):
+        assert divisors(number) == [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    assert divisors(10**12 + 39) == [1, 10**12 + 39]
+    assert divisors(2**62)[-1] == 2**62

@@ -18,6 +18,7 @@ from megatron.optimus.models.hf_map import parameter_shapes
 
 WEIGHT, MASTER, MOMENTS = "weight", "master", ("exp_avg", "exp_avg_sq")
 Key = tuple[str, str]  # our parameter name, kind
+_MOST_MATRICES = 1 << 20  # of a model's layers and experts, 20 times Mula-220B's: what a file says is not believed
 
 
 @dataclass
@@ -36,6 +37,14 @@ class Source(ABC):
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # small: biases that steer the choice of experts
     dtypes: dict[Key, torch.dtype] = field(default_factory=dict)
     resources: list[Any] = field(default_factory=list)  # open files, closed with the source
+
+    def __post_init__(self) -> None:
+        layers, experts = self.model.num_layers, self.model.num_experts or 0
+        if layers * (1 + experts) > _MOST_MATRICES:
+            raise CheckpointError(
+                f"{self.path}: its configuration says num_layers={layers}, num_experts={experts}; "
+                f"layers x (1 + experts) may be {_MOST_MATRICES} at most"
+            )
 
     @abstractmethod
     def read(self, name: str, kind: str, start: int, stop: int) -> torch.Tensor:
