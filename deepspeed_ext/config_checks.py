@@ -1,4 +1,4 @@
-"""What is wrong with a DeepSpeed configuration before anything is built: keys nobody reads, values of a wrong kind."""
+"""What is wrong with a DeepSpeed configuration before anything is built: values of a wrong kind."""
 
 from __future__ import annotations
 
@@ -7,37 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# What DeepSpeed 0.19.8 looks for at the top of a configuration (a test compares), with what it only refuses, and the
-# section that is ours. It ignores anything else without a word.
-TOP_LEVEL_KEYS = {
-    *("activation_checkpointing", "aio", "amp", "autotuning", "bf16", "bfloat16", "checkpoint", "comet"),
-    *("comms_logger", "communication_data_type", "compile", "compression_training", "csv_monitor"),
-    *("curriculum_learning", "data_efficiency", "data_types", "dataloader_drop_last", "datastates_ckpt"),
-    *("deepspeed_ext", "disable_allgather", "disable_python_gc", "dump_state", "eigenvalue", "elasticity"),
-    *("expert_parallel", "flops_profiler", "fp16", "gradient_accumulation_steps", "gradient_allreduce_op"),
-    *("gradient_clipping", "gradient_predivide_factor", "graph_harvesting", "hybrid_engine", "log_level"),
-    *("managed_gradient_accumulation", "memory_breakdown", "nebula", "optimizer", "pipeline", "prescale_gradients"),
-    *("progressive_layer_drop", "quantize_training", "scheduler", "seq_parallel_communication_data_type"),
-    *("sequence_parallel_size", "sparse_attention", "sparse_gradients", "steps_per_print", "tensor_parallel"),
-    *("tensorboard", "timers", "torch_autocast", "train_batch_size", "train_micro_batch_size_per_gpu"),
-    *("use_data_before_expert_parallelism", "vocabulary_size", "wall_clock_breakdown", "wandb", "weight_quantization"),
-    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization"),
-}
 _SECTIONS = (
     *("zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "bfloat16", "deepspeed_ext", "data_types"),
-    *("torch_autocast", "checkpoint", "timers", "tensor_parallel", "expert_parallel", "hybrid_engine"),
+    *("torch_autocast", "checkpoint", "timers", "tensor_parallel", "expert_parallel", "hybrid_engine", "compile"),
 )
-
-
-def unknown_keys(config: Mapping[str, Any]) -> str | None:
-    """One line on the keys at the top of a configuration that nothing reads, with the nearest known ones, or None."""
-    unknown = []
-    for key in map(str, config.keys() - TOP_LEVEL_KEYS):
-        near = difflib.get_close_matches(key, TOP_LEVEL_KEYS, n=1)
-        unknown.append(f"{key!r} (did you mean {near[0]!r}?)" if near else repr(key))
-    if not unknown:
-        return None
-    return f"the DeepSpeed configuration has keys that nothing reads: {', '.join(sorted(unknown))}"
 
 
 def check_kinds(config: Mapping[str, Any]) -> None:

@@ -60,20 +60,46 @@ class EPEngineMixin:
         self.optimizer.wait_before_forward()
         return super().forward(*inputs, **kwargs)  # type: ignore[misc]
 
-    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         """DeepSpeed's. Raises ValueError for a loss that is no scalar tensor, or has no gradient to give."""
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = f"{tuple(loss.shape)}, requires_grad={loss.requires_grad}" if torch.is_tensor(loss) else repr(loss)
             raise ValueError(f"engine.backward needs a scalar loss that forward computed with gradients, got {what}")
         # DeepSpeed tells the optimizer through a hook on the engine's outputs, which a loss need not come through.
         self.optimizer.set_gradient_accumulation_boundary(self.is_gradient_accumulation_boundary())  # type: ignore[attr-defined]
-        return super().backward(loss, *args, **kwargs)  # type: ignore[misc]
+        if not scale_wrt_gas:  # a tensor of its own: forward's hook on its outputs would divide by the steps after all
+            loss = loss.clone()
+        return super().backward(loss, retain_graph, scale_wrt_gas)  # type: ignore[misc]
+
+    def zero_grad(self) -> None:
+        """DeepSpeed's: drops all gradients since the last step, accumulated ones too."""
+        super().zero_grad()  # type: ignore[misc]
+        self.optimizer.zero_grad()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """DeepSpeed's: backwards inside accumulate and reduce nothing."""
         with super().no_sync(), self.optimizer.hold_reductions():  # type: ignore[misc]
             yield
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """DeepSpeed's: backwards inside accumulate, one reduction follows; a step comes after it. Memory of stage 2:
+        full-size gradients inside. Raises RuntimeError inside another, in ``no_sync`` or without managed accumulation.
+        """
+        if self.inside_no_sync_ctxt or not self.managed_gradient_accumulation():  # type: ignore[attr-defined, has-type]
+            raise RuntimeError(
+                "coalesce_grad_reduction() stands alone: not inside no_sync() or another, and not with "
+                "managed_gradient_accumulation=false, where step() alone reduces"
+            )
+        self.inside_no_sync_ctxt = True
+        try:
+            with self.optimizer.hold_reductions():
+                yield
+        finally:
+            self.inside_no_sync_ctxt = False
+        self.optimizer.set_gradient_accumulation_boundary(True)
+        self.optimizer.reduce_gradients()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed's: updates the weights at the accumulation boundary. Raises RuntimeError if no backward has run."""

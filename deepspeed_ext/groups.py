@@ -81,20 +81,26 @@ def expert_group_name(param: torch.nn.Parameter) -> str | None:
 def mark_experts(model: torch.nn.Module, is_expert: Callable[[str], str | None]) -> int:
     """Sets DeepSpeed's marks on every parameter for which ``is_expert(name)`` returns a group name; how many it did.
 
-    Raises ValueError if it is no function, or returns anything but a name or None.
+    Raises ValueError if it is no function, returns anything but a name or None, or answers otherwise for another name
+    of one parameter (tied weights).
     """
     if not callable(is_expert):
         raise ValueError(f"is_expert={is_expert!r} must be a function of a parameter's name")
-    count = 0
-    for name, param in model.named_parameters():
+    said: dict[torch.nn.Parameter, tuple[str, str | None]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
         group_name = is_expert(name)
         if not isinstance(group_name, str | None):
             raise ValueError(f"is_expert({name!r}) returned {group_name!r}; return a name such as 'ep_size_1', or None")
+        other, first = said.setdefault(param, (name, group_name))
+        if first != group_name:
+            raise ValueError(
+                f"is_expert returned {first!r} for {other!r} and {group_name!r} for {name!r}, which are one parameter; "
+                "a tied weight belongs to one family"
+            )
         if group_name is not None:
             param.allreduce = False  # type: ignore[attr-defined]
             param.group_name = group_name  # type: ignore[attr-defined]
-            count += 1
-    return count
+    return sum(group_name is not None for _, group_name in said.values())
 
 
 def build_groups(expert_groups: Iterable[str]) -> ZeroGroups:

@@ -14,7 +14,8 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero import partition_parameters
 from torch import nn
 
-from deepspeed_ext.config_checks import check_kinds, unknown_keys
+from deepspeed_ext.config_checks import check_kinds
+from deepspeed_ext.config_keys import keys_without_effect, refuse_unsupported, unknown_keys
 from deepspeed_ext.ds_config import build_torch_optimizer, reason_for_deepspeed, resolve_config, zero_options
 from deepspeed_ext.engine import EPEngine
 from deepspeed_ext.groups import (
@@ -90,7 +91,7 @@ def initialize(
     model, config, reason, marked = together(read, world_group())
     same_everywhere("who runs the optimizer", reason or "deepspeed_ext", world_group())
     _log_choice(reason)
-    _warn(unknown_keys(config), gather(marked, world_group()).values())
+    _warn(config, reason, gather(marked, world_group()).values())
     if reason is not None:
         _refuse_spread_experts(model, reason)
         return deepspeed.initialize(
@@ -161,6 +162,7 @@ def _prepare(
     def build() -> tuple[torch.optim.Optimizer, ZeroOptions, DeepSpeedConfig, Signatures]:
         if groups is not None:
             groups.check()
+        refuse_unsupported(config)
         options = zero_options(config)
         optimizer = _torch_optimizer(model, given, model_parameters, config)
         parsed = DeepSpeedConfig(config, mpu)
@@ -210,10 +212,18 @@ def _log_choice(reason: str | None) -> None:
             logger.info("optimizer: DeepSpeed's own (%s)", reason)
 
 
-def _warn(unknown: str | None, marked: Collection[int | None]) -> None:
+def _warn(config: dict[str, Any], reason: str | None, marked: Collection[int | None]) -> None:
     """``marked``: how many parameters is_expert named on each rank; a rank of a pipeline may have none."""
+    lines = [unknown_keys(config)]
+    if reason is None:
+        lines.append(keys_without_effect(config))
+        if "gradient_clipping" not in config:
+            lines.append(
+                "gradients are not clipped: the configuration has no gradient_clipping. torch.nn.utils.clip_grad_norm_ "
+                "clips nothing here: param.grad is None after backward; set gradient_clipping, or 0 for none"
+            )
+    if 0 in marked and not any(marked):
+        lines.append("is_expert named no parameter of the model: all are trained as dense ones")
     if dist.get_rank() == 0:
-        if unknown is not None:
-            logger.warning("%s", unknown)
-        if 0 in marked and not any(marked):
-            logger.warning("is_expert named no parameter of the model: all are trained as dense ones")
+        for line in filter(None, lines):
+            logger.warning("%s", line)

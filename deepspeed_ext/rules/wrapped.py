@@ -34,7 +34,7 @@ class WrappedRule(UpdateRule):
             raise ValueError(f"{name} needs whole tensors; shards serve element-wise optimizers such as AdamW or SGD")
         if group.get("state_dtype", "fp32") != "fp32":
             raise ValueError(f"{name} keeps its states in fp32; state_dtype={group['state_dtype']!r} is not for it")
-        self._runners: dict[int, torch.optim.Optimizer] = {}  # by address of the master they update
+        self._runners: dict[Tensor, torch.optim.Optimizer] = {}  # by the master they update
         self.state_kinds = tuple(self._start(torch.zeros(2), group))
 
     @torch.no_grad()
@@ -52,7 +52,7 @@ class WrappedRule(UpdateRule):
         others = [key for key, value in kept.items() if getattr(value, "shape", None) != master.shape]
         if others:
             raise ValueError(f"{self._class.__name__} keeps {others} for each tensor, which shards cannot carry")
-        self._runners[master.data_ptr()] = runner
+        self._runners[master] = runner
         return kept
 
     def new_state(self, shard: Shard, options: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -65,7 +65,7 @@ class WrappedRule(UpdateRule):
         if scalars.skip.item():
             return
         master = shard.master
-        runner = self._runners[master.data_ptr()]
+        runner = self._runners[master]
         runner.param_groups[0].update(_own_options(self._class, options))
         state = runner.state[master]
         state.update(shard.state)

@@ -125,6 +125,10 @@ class Bucket:
             self._gathering.wait()
             self._gathering = None
 
+    def gradient_tensors(self) -> list[Tensor]:
+        """What holds gradients of the bucket: its storage, and sums beside it."""
+        return [held for held in (self.storage, self._sum) if held is not None]
+
     def gradient_bytes(self) -> int:
         """Bytes that the bucket holds for gradients beside ``storage``."""
         return 0 if self._sum is None else self._sum.nbytes

@@ -19,11 +19,19 @@ _METHODS = ("get_full_hp_param", "set_full_hp_param", "get_full_hp_grad", "set_f
 
 
 class _WholeParam:
-    """``divisor``: of summed gradients; ``has_gradients``: whether they have been reduced since the last step."""
+    """``divisor``: of summed gradients; ``has_gradients``: whether they have been reduced since the last step;
+    ``require(what)`` raises while states are on the host."""
 
-    def __init__(self, family: Family, name: str, divisor: float, has_gradients: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        family: Family,
+        name: str,
+        divisor: float,
+        has_gradients: Callable[[], bool],
+        require: Callable[[str], None],
+    ) -> None:
         self._family, self._name = family, name
-        self._divisor, self._has_gradients = divisor, has_gradients
+        self._divisor, self._has_gradients, self._require = divisor, has_gradients, require
 
     def get_full_hp_param(self, optim_state_key: str | None = None) -> Tensor:
         """The fp32 master, or the state of that name, of the parameter's shape. Collective over the family's group."""
@@ -58,6 +66,7 @@ class _WholeParam:
 
     def _own(self) -> Iterator[tuple[Bucket, Piece, slice]]:
         """This rank's pieces, and where they are in the bucket's shard."""
+        self._require("access to sharded values")
         for index, _ in self._family.pieces[self._name]:
             bucket = self._family.buckets[index]
             for piece in bucket.layout.shard_pieces(self._family.rank):
@@ -83,11 +92,13 @@ class _WholeParam:
         return self._family.rule.read_state(bucket.shard, kind)
 
 
-def attach(families: Sequence[Family], divisor: float, has_gradients: Callable[[], bool]) -> None:
+def attach(
+    families: Sequence[Family], divisor: float, has_gradients: Callable[[], bool], require: Callable[[str], None]
+) -> None:
     """Gives every parameter what DeepSpeed's functions look for."""
     for family in families:
         for name, param in family.params.items():
-            whole = _WholeParam(family, name, divisor, has_gradients)
+            whole = _WholeParam(family, name, divisor, has_gradients, require)
             param._hp_mapping = None  # type: ignore[attr-defined]
             for method in _METHODS:
                 setattr(param, method, getattr(whole, method))

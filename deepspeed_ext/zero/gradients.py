@@ -388,9 +388,10 @@ class GradientSync:
         if self._fused_places:
             torch._foreach_zero_(self._fused_places)
 
-    def storages(self) -> list[Tensor]:
-        """The ring's free buffers (stage 2)."""
-        return self._ring.free()
+    def settle_buffers(self) -> list[Tensor]:
+        """Between backwards: waits for what is on its way; all memory that holds gradients, or may."""
+        self._ring.drain()
+        return self._ring.free() + [held for entry in self._queue for held in entry.settle()]
 
     def close(self) -> None:
         """Removes the hooks."""

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from torch import Tensor, nn
 
 from deepspeed_ext.groups import ZeroGroups
@@ -35,15 +36,17 @@ from deepspeed_ext.zero import checkpoint, full_access
 from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.build import build_families, norm_groups
 from deepspeed_ext.zero.checkpoint import StateShard
+from deepspeed_ext.zero.deepspeed_files import DeepSpeedFiles
 from deepspeed_ext.zero.family import Family
 from deepspeed_ext.zero.gradients import GradientSync
 from deepspeed_ext.zero.norm import global_norm
+from deepspeed_ext.zero.offload import HostStates
 from deepspeed_ext.zero.options import ZeroOptions
 from deepspeed_ext.zero.publish import ParamPublisher
 from deepspeed_ext.zero.step_state import StepState
 
 
-class EPZeroOptimizer(ZeROOptimizer):
+class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
     """Wraps a torch optimizer into sharded fp32 masters and states, updated by the optimizer's rule.
 
     ``optimizer`` must be fresh; its param_groups keep their options (lr, weight_decay, ...) and get master shards in
@@ -97,7 +100,9 @@ class EPZeroOptimizer(ZeROOptimizer):
         self._holds_back = False
         self._tells_previous = self._was_previous_skipped = False
         self._init_engine_attributes()
-        full_access.attach(self.families, divisor, lambda: self._reduced)
+        self._host = HostStates(self.families, self._sync.settle_buffers)
+        self.require_on_device = self._host.require
+        full_access.attach(self.families, divisor, lambda: self._reduced, self._host.require)
 
     def _init_engine_attributes(self) -> None:
         """What DeepSpeed's engine reads, and largest norms, clipped to and accepted, which may change every step."""
@@ -143,6 +148,7 @@ class EPZeroOptimizer(ZeROOptimizer):
         ``only``: its reduction takes these buckets (see ``buckets_of``) and leaves others out; on every rank alike, in
         the order in which they are to be launched.
         """
+        self.require_on_device("backward", "lp_params", "lp_grads")
         super().set_gradient_accumulation_boundary(is_boundary)
         self.has_begun = True
         self._sync.arm((is_boundary or self.options.reduces_each_backward) and not self._holds_back, only)
@@ -209,8 +215,10 @@ class EPZeroOptimizer(ZeROOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients of the present step, reduced or not."""
+        self.has_begun = False
         if not (self._reduced or self._sync.is_dirty):
             return
+        self.require_on_device("zero_grad", "lp_grads")
         for family in self.families:
             for param in family.params.values():
                 param.grad = None
@@ -227,6 +235,7 @@ class EPZeroOptimizer(ZeROOptimizer):
         Collective."""
         if closure is not None:
             raise ValueError("EPZeroOptimizer.step takes no closure; run forward and backward through the engine")
+        self.require_on_device("step")
         if not self._reduced or self._sync.has_events:
             self.reduce_gradients()
         self._sync.check_all_sent()
@@ -289,6 +298,7 @@ class EPZeroOptimizer(ZeROOptimizer):
     @torch.no_grad()
     def sync_params_from_master(self) -> None:
         """Writes the masters into the parameters of every rank; needed after state shards were changed. Collective."""
+        self.require_on_device("sync_params_from_master")
         self._publisher.wait()
         checkpoint.write_back(self, self._copies)
         self._copies.clear()
@@ -305,6 +315,7 @@ class EPZeroOptimizer(ZeROOptimizer):
 
     def wait_before_forward(self) -> None:
         """With overlap_param_gather: makes those present that forward uses without calling the modules they are in."""
+        self.require_on_device("forward", "lp_params")
         self._publisher.wait_for_uncalled()
 
     # ---- state
@@ -330,12 +341,30 @@ class EPZeroOptimizer(ZeROOptimizer):
 
     def state_shards(self) -> list[StateShard]:
         """What this rank owns, parameter by parameter; over a family's group every element has exactly one owner."""
+        self.require_on_device("state_shards", "hp_params", "optim_states")
         self._copies = checkpoint.state_shards(self)
         return self._copies
 
     def forget_copies(self) -> None:
         """For who has only read ``state_shards``: decoded copies go with the shards, not as late as the next step."""
         self._copies = []
+
+    def offload_states(
+        self,
+        include: Container[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """``engine.offload_states``: frees the device's memory of the kinds in ``include`` (None: all) until
+        ``reload_states``. Waits for the device in any case. What needs them meanwhile raises RuntimeError."""
+        self._publisher.wait()
+        self._copies.clear()
+        self._host.offload(include, pin_memory)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """``engine.reload_states``: everything is where it was, bit by bit. Waits for the device in any case."""
+        self._host.reload()
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes on this rank: "parameters", "gradients" (stage 2: without what the ring lends during backward),
@@ -350,50 +379,3 @@ class EPZeroOptimizer(ZeROOptimizer):
         self._publisher.close()
         self._sync.close()
         full_access.detach([param for family in self.families for param in family.params.values()])
-
-    # ---- DeepSpeed's own checkpoint files (same layout only)
-
-    @property
-    def round_robin_bit16_groups(self) -> list[list[nn.Parameter]]:
-        """The engine records parameter shapes from here."""
-        return self.bit16_groups
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's shards and their layout, for DeepSpeed's checkpoint files."""
-        self.wait_for_params()
-        return checkpoint.state_dict(self)
-
-    @torch.no_grad()
-    def load_state_dict(
-        self, state_dict_list: Sequence[Any], load_optimizer_states: bool = True, **engine_options: Any
-    ) -> None:
-        """Restores what ``state_dict`` of the same rank and layout returned, and publishes the parameters. Collective.
-
-        ``state_dict_list`` has one entry per dense rank; only this rank's is read. Raises ValueError if it was written
-        at another layout or by DeepSpeed's own optimizer.
-        """
-        checkpoint.load_state_dict(self, state_dict_list[dist.get_rank(self.groups.dense)], load_optimizer_states)
-        self.sync_params_from_master()
-
-    def _restore_from_bit16_weights(self) -> None:
-        self.refresh_fp32_params()
-
-    def refresh_fp32_params(self) -> None:
-        """Sets the masters from the parameters, after the module's weights were loaded without optimizer state.
-
-        Raises ValueError if ranks hold different experts: DeepSpeed's module file holds those of one rank only.
-        """
-        for family in self.families:
-            name = family.key.expert_group
-            if name is not None and family.group_size < dist.get_world_size(self.groups.dense):
-                raise ValueError(
-                    f"DeepSpeed's module file holds only one rank's experts of group {name!r}; load the optimizer "
-                    "states too (load_optimizer_states=True), or use an expert-parallel checkpoint format"
-                )
-        self.wait_for_params()
-        for family in self.families:
-            family.read_masters_from_params()
-
-    def update_lp_params(self) -> None:
-        """DeepSpeed's name for ``sync_params_from_master``."""
-        self.sync_params_from_master()

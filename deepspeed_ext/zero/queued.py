@@ -158,6 +158,12 @@ class Queued:
             self.views[address] = [part.place() for part in self.together]
         return self.views[address]
 
+    def settle(self) -> list[Tensor]:
+        """Waits for the reduction; the memory behind the gradients, whose address may become another's."""
+        self.bucket.collect()
+        self.views.clear()
+        return self.bucket.gradient_tensors()
+
     @property
     def can_move_together(self) -> bool:
         """Whether ``together`` is in one state: all filled or none."""

@@ -153,6 +153,11 @@ def _bad_input(rank: int, world: int) -> dict[str, str]:
     errors["is_expert('weight') returned True; return a name such as"] = _error_of(
         model=nn.Linear(3, 3), is_expert=lambda _: True
     )
+    tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    tied[1].weight = tied[0].weight
+    errors["returned None for '0.weight' and 'ep_size_2' for '1.weight', which are one parameter"] = _error_of(
+        model=tied, is_expert=lambda name: "ep_size_2" if name == "1.weight" else None
+    )
     own = {"train_batch_size": 12 if rank == 3 else 8}
     errors["train_batch_size is not equal to"] = _error_of(model=nn.Linear(3, 3), config={**CONFIG, **SGD, **own})
     own = {"gradient_accumulation_steps": 1 + rank // 2}

@@ -362,7 +362,7 @@ def _memory(rank: int, world: int) -> list[tuple[int, int, int]]:
         for step in range(2):
             train_step(engine, step, rank)
         optimizer = engine.optimizer
-        ring = sum(buffer.nbytes for buffer in optimizer._sync.storages())
+        ring = sum(buffer.nbytes for buffer in optimizer._sync._ring.free())
         frozen = sum(p.nbytes for p in engine.module.parameters() if not p.requires_grad)
         found = _live_bytes() - before - ring - frozen
         # 2P + gradients + 12 bytes for each element of this rank's shards, padding included in P and shards
@@ -408,7 +408,7 @@ def _buffers_of_stage_2(rank: int, world: int) -> tuple[int, int]:
     )
     engine.backward(engine(torch.ones(1, 16)).sum())
     engine.step()
-    result = len(engine.optimizer._sync.storages()), sum(len(family.buckets) for family in engine.optimizer.families)
+    result = len(engine.optimizer._sync._ring.free()), sum(len(family.buckets) for family in engine.optimizer.families)
     engine.destroy()
     deepspeed_ext.shutdown()
     return result

@@ -12,7 +12,8 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from torch import nn
 
-from deepspeed_ext.config_checks import TOP_LEVEL_KEYS, check_kinds, in_one_line, unknown_keys
+from deepspeed_ext.config_checks import check_kinds, in_one_line
+from deepspeed_ext.config_keys import TOP_LEVEL_KEYS, unknown_keys
 from deepspeed_ext.ds_config import build_torch_optimizer, reason_for_deepspeed, resolve_config, zero_options
 from deepspeed_ext.initialize import _torch_optimizer
 from deepspeed_ext.zero.loss_scale import LossScaleOptions
