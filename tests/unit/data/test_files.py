@@ -87,6 +87,14 @@ def test_files_that_change_under_the_run(prefixes: list[str], tmp_path: Path) ->
     os.unlink(tmp_path / "f2.bin")
     with pytest.raises(DataError, match=r"f2\.bin: cannot be read any more \(No such file"):
         instances.read(8)
+    instances.read(12)  # of the file that stays open
+    (tmp_path / "other").write_bytes((tmp_path / "f3.bin").read_bytes())
+    os.replace(tmp_path / "other", tmp_path / "f3.bin")
+    with pytest.raises(DataError, match=r"f3\.bin: has been replaced since the run started"):
+        instances.read(12)
+    os.unlink(tmp_path / "f3.bin")
+    with pytest.raises(DataError, match=r"f3\.bin: cannot be read any more \(No such file"):
+        instances.read(12)
 
 
 @settings(max_examples=150, **FIXTURES)
@@ -125,6 +133,18 @@ def test_swapped_and_missing_halves(tmp_path: Path, prefixes: list[str]) -> None
         with pytest.raises(DataError, match=rf"f5\{suffix}: no such file"):
             TokenFiles(prefixes[1:])
         write(tmp_path / "f5", np.arange(500, 540))
+
+
+@pytest.mark.parametrize("suffix", [".idx", ".bin"])
+@pytest.mark.timeout(20)
+def test_pipes_and_folders_are_no_token_files(tmp_path: Path, suffix: str) -> None:
+    """Opening a pipe that nobody writes to would wait for ever."""
+    prefix = write(tmp_path / "f", np.arange(20))
+    for make in (os.mkfifo, os.mkdir):
+        Path(prefix + suffix).unlink(missing_ok=True)
+        make(prefix + suffix)
+        with pytest.raises(DataError, match=rf"f\{suffix}: is no regular file"):
+            summarize_pair(prefix)
 
 
 def test_ids_over_the_vocabulary_are_found_when_read(prefixes: list[str]) -> None:
