@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import tracemalloc
@@ -9,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from megatron.optimus.data.bounds import document_starts
 from megatron.optimus.data.dataset import InstanceSet, check_contents
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles, summarize_pair
@@ -154,12 +156,25 @@ def test_ids_over_the_vocabulary_are_found_when_read(prefixes: list[str]) -> Non
         instances.read(len(instances) - 4)
 
 
-@settings(max_examples=150, deadline=None)
-@given(changes=st.lists(st.tuples(st.integers(34, 34 + 20 * 40 + 7), st.integers(0, 255)), min_size=1, max_size=4))
+DAMAGE = st.one_of(
+    st.binary(min_size=1, max_size=1),
+    st.binary(min_size=8, max_size=8),
+    st.sampled_from([(-(2**63)).to_bytes(8, "little", signed=True), (2**62).to_bytes(8, "little"), b"\xff" * 8]),
+)
+
+
+@settings(max_examples=250, deadline=None)
+@example(  # bounds 38 and 39 of 41, whose difference overflows
+    changes=[
+        (34 + 12 * 26 + 8 * 38, (3 << 61).to_bytes(8, "little")),
+        (34 + 12 * 26 + 8 * 39, (5 << 61).to_bytes(8, "little")),
+    ]
+)
+@given(changes=st.lists(st.tuples(st.integers(34, 34 + 20 * 40 + 7), DAMAGE), min_size=1, max_size=4))
 def test_small_indices_are_checked_whole_before_the_run(
-    tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, int]]
+    tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, bytes]]
 ) -> None:
-    """Whatever the full check of tools/inspect_data.py refuses, and nothing else."""
+    """Whatever the full check of tools/inspect_data.py refuses, and nothing else; the same after the start."""
     prefix = str(tmp_path_factory.mktemp("changed") / "f")
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         for i in range(40):
@@ -167,8 +182,13 @@ def test_small_indices_are_checked_whole_before_the_run(
     size, path = os.path.getsize(f"{prefix}.idx"), Path(f"{prefix}.idx")
     raw = bytearray(path.read_bytes())
     for place, value in changes:
-        raw[min(place, size - 1)] = value
+        at = min(place, size - len(value))
+        raw[at : at + len(value)] = value
     path.write_bytes(raw)
+    for start, stop in ((0, 39), (7, 30)):
+        with contextlib.suppress(DataError):
+            starts = document_starts(str(path), 2, start, stop)
+            assert ((starts >= start) & (starts < stop)).all()
     try:
         IndexedDataset(prefix)
     except DataError:
