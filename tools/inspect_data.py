@@ -60,7 +60,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     sample.add_argument("position", type=_not_negative)
     sample.add_argument("--packing", choices=[p.value for p in Packing], default=Packing.NONE.value)
     blend = actions.add_parser("blend", parents=[data], help="shares and epochs of each corpus in a run")
-    blend.add_argument("--samples", type=_not_negative, required=True, help="length of the run")
+    blend.add_argument("--samples", type=_positive, required=True, help="length of the run")
     blend.add_argument("--picture", help="PNG of the realised shares")
     return parser.parse_args(argv)
 
@@ -73,13 +73,29 @@ def _not_negative(word: str) -> int:
     return number
 
 
+def _positive(word: str) -> int:
+    if not _not_negative(word):
+        raise argparse.ArgumentTypeError("0 must be at least 1")
+    return int(word)
+
+
 def tokenizer_of(args: argparse.Namespace) -> Tokenizer | None:
     kind = TokenizerType(args.tokenizer_type)
     return build_tokenizer(kind, args.tokenizer_model) if args.tokenizer_model or kind is TokenizerType.BYTE else None
 
 
 def as_text(tokenizer: Tokenizer | None, ids: np.ndarray) -> str:
-    return tokenizer.decode(ids.tolist()) if tokenizer is not None else " ".join(map(str, ids.tolist()))
+    """Ids that the tokenizer does not have give no text, so it is said that they are there."""
+    if tokenizer is None:
+        return " ".join(map(str, ids.tolist()))
+    foreign = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
+    text = tokenizer.decode(ids.tolist())
+    if foreign.size:
+        text += (
+            f"\n[{foreign.size} of {ids.size} ids, like {foreign[0]}, are not among the tokenizer's "
+            f"{tokenizer.vocab_size}: the tokens are another one's]"
+        )
+    return text
 
 
 def stats(args: argparse.Namespace) -> None:

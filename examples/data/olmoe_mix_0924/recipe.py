@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # run from a check
 from megatron.optimus.data.corpus import parse_batch, read_batches
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles
+from megatron.optimus.runtime.log import counted
 
 HERE = Path(__file__).resolve().parent
 BASE_URL = "https://huggingface.co/datasets/{dataset}/resolve/main/data/{path}"
@@ -71,7 +72,12 @@ def compare(where: str, found: Iterable[str], manifest: dict[str, Any], form: Ca
         wrong += [f"{path}: not one of the data set" for path in sorted(own - expected)]
     if wrong:
         print("\n".join(wrong[:50]))
-        raise DataError(f"{where}: {len(wrong)} names differ from manifest.yaml")
+        raise DataError(f"{where}: {counted(len(wrong), 'name')} unlike manifest.yaml: {shown(wrong)}")
+
+
+def shown(wrong: list[str]) -> str:
+    """The first few."""
+    return "; ".join(wrong[:3]) + "; ..." * (len(wrong) > 3)
 
 
 def read_listing(path: str, manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -87,6 +93,8 @@ def read_listing(path: str, manifest: dict[str, Any]) -> dict[str, dict[str, Any
 
 def in_folder(folder: str, suffixes: tuple[str, ...]) -> list[str]:
     """corpus/name of the files below a folder."""
+    if not Path(folder).is_dir():
+        raise DataError(f"{folder}: no such folder")
     files = (path for path in Path(folder).rglob("*") if path.is_file() and path.name.endswith(suffixes))
     return sorted(path.relative_to(folder).as_posix() for path in files)
 
@@ -115,7 +123,10 @@ def urls(args: argparse.Namespace, manifest: dict[str, Any]) -> None:
     if args.listing:
         size = sum(int(entry["size"]) for entry in read_listing(args.listing, manifest).values())
         print(f"{size / 1e12:.3f} TB")
-    lines = [args.base_url.format(dataset=manifest["dataset"], path=name) for name in names]
+    try:
+        lines = [args.base_url.format(dataset=manifest["dataset"], path=name) for name in names]
+    except (LookupError, ValueError) as error:
+        raise DataError(f"--base-url {args.base_url}: takes {{dataset}} and {{path}} alone: {error!r}") from error
     Path(args.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"{args.output}: {len(lines)} addresses")
 
@@ -139,21 +150,30 @@ def verify(args: argparse.Namespace, manifest: dict[str, Any]) -> None:
         return
     compare(args.folder, in_folder(args.folder, SUFFIXES), manifest)
     files = [f"{args.folder}/{name}" for name in paths(manifest)]
-    wrong = [f"{file}: empty" for file in files if not Path(file).stat().st_size]
     listing = read_listing(args.listing, manifest) if args.listing else {}
-    for name, entry in listing.items():
-        size = Path(args.folder, name).stat().st_size
-        if size != int(entry["size"]):
-            wrong.append(f"{args.folder}/{name}: {size} bytes, the listing says {entry['size']}")
-    if args.deep and not wrong:
+    entries = {f"{args.folder}/{name}": entry for name, entry in listing.items()}
+    wrong = {}  # file: a line that says what is wrong with it
+    for file in files:
+        size = Path(file).stat().st_size
+        if size != int(entries.get(file, {}).get("size", size)):
+            wrong[file] = f"{file}: {size} bytes, the listing says {entries[file]['size']}"
+        elif not size:
+            wrong[file] = f"{file}: empty"
+    if args.deep:
+        left = [file for file in files if file not in wrong]
         with ProcessPoolExecutor(args.workers) as pool:
-            wrong += filter(None, pool.map(read_through, files, [manifest["json_key"]] * len(files)))
-            for file, name, value in zip(files, paths(manifest), pool.map(digest, files), strict=True):
-                if value != listing.get(name, {}).get("xxh3", value):
-                    wrong.append(f"{file}: its hash is {value}, the listing says {listing[name]['xxh3']}")
-    print("\n".join(wrong) or f"all {len(files)} files are there{', of the right size' if listing else ''}")
-    if wrong:
-        raise DataError(f"{len(wrong)} files are damaged or of another size; download them again")
+            reasons = pool.map(read_through, left, [manifest["json_key"]] * len(left))
+            for file, reason, value in zip(left, reasons, pool.map(digest, left), strict=True):
+                if reason:
+                    wrong[file] = reason
+                elif value != entries.get(file, {}).get("xxh3", value):
+                    wrong[file] = f"{file}: its hash is {value}, the listing says {entries[file]['xxh3']}"
+    lines = list(wrong.values())
+    compared = ", of the right size" if listing else "; their sizes were not compared, which --listing does"
+    print("\n".join(lines) or f"all {len(files)} files are there{compared}")
+    if lines:
+        what = f"{counted(len(lines), 'file')} damaged or of another size, to be downloaded again"
+        raise DataError(f"{args.folder}: {what}: {shown(lines)}")
 
 
 def verify_tokens(folder: str, manifest: dict[str, Any]) -> None:
@@ -186,14 +206,23 @@ def main(argv: list[str] | None = None) -> int:
     checking.add_argument("--deep", action="store_true", help="read every archive to its end; compare hashes if known")
     checking.add_argument("--tokens", action="store_true", help="the folder holds token files")
     for action in (recording, checking):
-        action.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes; default: one a core")
+        action.add_argument(
+            "--workers", type=positive, default=os.cpu_count() or 1, help="processes; default: one a core"
+        )
     args = parser.parse_args(argv)
     try:
         {"urls": urls, "record": record, "verify": verify}[args.action](args, load_manifest())
-    except DataError as error:
-        print(f"recipe: error: {error}", file=sys.stderr)
+    except (DataError, OSError) as error:
+        what = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+        print(f"recipe: error: {what}", file=sys.stderr)
         return 1
     return 0
+
+
+def positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} must be at least 1")
+    return number
 
 
 if __name__ == "__main__":

@@ -110,5 +110,7 @@ def read_plain(path: str) -> Any:
         raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: {error.msg}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: lists or mappings lie too deep in each other") from error
     except ValueError as error:  # a ConfigError from above, or a scalar that only looks like a YAML number
         raise ConfigError(f"{path}: {error}") from error

@@ -67,12 +67,12 @@ class BlendSchedule:
 
     def __init__(self, weights: Sequence[float | Fraction]) -> None:
         self.numerators = _to_units(weights)
-        smallest = min(a for a in self.numerators if a)
-        self.block_length = max(_MIN_BLOCK, 1 << (2 * UNIT // smallest + 2).bit_length())
+        smallest, corpus = min((a, i) for i, a in enumerate(self.numerators) if weights[i])
+        self.block_length = max(_MIN_BLOCK, 1 << (2 * UNIT // max(1, smallest) + 2).bit_length())
         if self.block_length > _MAX_BLOCK:
-            corpus = self.numerators.index(smallest)
+            share = Fraction(weights[corpus]) / sum(Fraction(weight) for weight in weights)
             raise ConfigError(
-                f"weight number {corpus + 1} is {smallest / UNIT:.2e} of all weights, fewer than one sample in "
+                f"weight number {corpus + 1} is {float(share):.2e} of all weights, fewer than one sample in "
                 f"{_MAX_BLOCK // 2 - 2}; raise it, or put its files into a larger corpus"
             )
         self._fixed: dict[int, list[int]] = {0: [0] * len(self.numerators)}  # state at the start of blocks

@@ -42,7 +42,8 @@ def document_starts(path: str, itemsize: int, start: int, stop: int) -> Entries:
         inside = _read_below(offsets, first, header.sequences, stop * itemsize)  # of the stretch's sequences
         bound = _first_at_least(bounds, header.documents, first)
         numbers = _read_below(bounds, bound, header.documents, first + inside.size) - first
-    if (np.diff(inside) < 0).any() or (np.diff(numbers) < 0).any() or (numbers.size and numbers[0] < 0):
+    falls = (inside[1:] < inside[:-1]).any() or (numbers[1:] < numbers[:-1]).any()  # differences could overflow
+    if falls or (numbers.size and (numbers[0] < 0 or numbers[-1] >= inside.size)):
         raise DataError(f"{path}: offsets or document bounds do not ascend: the index is damaged, write it again")
     return np.unique(inside[numbers] // itemsize)  # a document without tokens begins where the next one does
 
@@ -112,7 +113,8 @@ def _check_entries(path: str, itemsize: int, max_entries: int) -> None:
                 )
         for first, count in spread_pieces(header.documents, max_entries, _STRETCH):
             numbers = bounds(first, min(count + 1, header.documents - first))
-            wrong = (np.diff(numbers, prepend=0) < 0) | (numbers > header.sequences)
+            wrong = (numbers < 0) | (numbers > header.sequences)
+            wrong[1:] |= numbers[1:] < numbers[:-1]
             if wrong.any():
                 bad = int(np.argmax(wrong))
                 before = f", after {numbers[bad - 1]}" if bad else ""

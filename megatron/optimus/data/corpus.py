@@ -24,10 +24,14 @@ from megatron.optimus.data.raw_bytes import COMPRESSED, open_stream, read_lines
 
 logger = logging.getLogger("optimus")
 
-BATCH_BYTES = 1 << 19
+BATCH_BYTES = 1 << 20
+_BATCHES_LEFT = 16  # the last batches of a range are smaller, so that workers end together,
+_SMALLEST = 4  # down to a quarter
+_LINE_BYTES = 1 << 14  # read beyond a batch for the end of its last line
 _TEXT = (".txt", ".md")
 _IN_FOLDERS = (".jsonl", ".json", ".ndjson", ".parquet", *_TEXT)
 _DECODER = json.JSONDecoder()
+_UNUSUAL_LINES = 16  # of a batch that are tried the fast way
 _SKIP_HINT = "repair the line, or pass --skip-malformed to leave such lines out"
 
 
@@ -156,7 +160,7 @@ def _readable(path: Path, reached: Callable[[], int] | None = None) -> Iterator[
 
 
 def read_batches(files: Iterable[Path | FileRange], keys: Sequence[str] = ("text",)) -> Iterator[LineBatch]:
-    """Batches of about ``BATCH_BYTES`` uncompressed bytes, in file order. Raises DataError for a file without lines."""
+    """Batches of up to ``BATCH_BYTES`` uncompressed bytes or a line, in order. Raises DataError for an empty file."""
     for file in files:
         part = _whole(file) if isinstance(file, Path) else file
         path = Path(part.path)
@@ -183,10 +187,13 @@ def _whole(path: Path) -> FileRange:
 
 
 def _range_batches(part: FileRange) -> Iterator[LineBatch]:
-    for start in range(part.start, part.stop, BATCH_BYTES):
-        stop = min(start + BATCH_BYTES, part.stop)
+    start = part.start
+    while start < part.stop:
+        size = min(BATCH_BYTES, max(-(-BATCH_BYTES // _SMALLEST), (part.stop - start) // _BATCHES_LEFT))
+        stop = min(start + size, part.stop)
         source = FileRange(part.path, start, stop)
         yield LineBatch(part.path, source=source, limit=part.stop, position=stop - part.start)
+        start = stop
 
 
 def _archive_batches(path: Path) -> Iterator[LineBatch]:
@@ -292,28 +299,39 @@ def _place(batch: LineBatch, number: int, begin: int) -> str:
     return f"{batch.path}:{number}"
 
 
-def _texts_of(line: str, keys: Sequence[str]) -> list[str] | None:
-    """What ``_parse_line`` gives, faster, for a line with nothing unusual about it; else None."""
+def _texts_at(text: str, at: int, bound: int, keys: Sequence[str]) -> list[str] | None:
+    """What ``_parse_line`` gives, faster, for a line text[at:bound] with nothing unusual about it; else None."""
     try:
-        record, end = _DECODER.raw_decode(line)
+        record, end = _DECODER.raw_decode(text, at)  # in place: cutting lines out first would copy everything once more
         texts = [record[key] for key in keys]
+        if type(record) is not dict or end != bound or not all(type(value) is str for value in texts):
+            return None
+        for value in texts:
+            if not value.isascii():  # a flag of the string, and free
+                value.encode("utf-8")  # an escape may have brought half of a surrogate pair
     except (ValueError, RecursionError, KeyError, TypeError):
         return None
-    plain = type(record) is dict and end == len(line) and all(type(text) is str for text in texts)
-    # half of a surrogate pair can only come from an escape, and makes a text that is not ASCII, a flag of the string
-    plain = plain and (all(text.isascii() for text in texts) or not ("\\ud" in line or "\\uD" in line))
-    return texts if plain else None
+    return texts
 
 
-def _lines_of(content: bytes) -> Sequence[bytes] | Sequence[str]:
-    """Without line ends; as text where all of it is ASCII."""
+def _lines_of(content: bytes, keys: Sequence[str]) -> Iterator[list[str] | bytes]:
+    """The texts of each line, or the line itself, without its end, where ``_parse_line`` is needed."""
     if b"\r" in content:
         content = content.replace(b"\r\n", b"\n")
-    lines: list[bytes] | list[str]
-    lines = content.decode("ascii").split("\n") if content.isascii() else content.split(b"\n")
-    if not lines[-1]:
-        lines.pop()
-    return lines
+    at, unusual = 0, 0
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError:  # to be found by its line
+        yield from content.removesuffix(b"\n").split(b"\n")
+        return
+    while at < len(text):
+        bound = text.find("\n", at)
+        bound = bound if bound >= 0 else len(text)
+        # each failure costs a look at the whole batch: the decoder's error counts the lines before it
+        texts = _texts_at(text, at, bound, keys) if unusual < _UNUSUAL_LINES else None
+        unusual += texts is None
+        yield text[at:bound].encode("utf-8") if texts is None else texts
+        at = bound + 1
 
 
 def parse_batch(batch: LineBatch, keys: Sequence[str], skip_malformed: bool = False) -> ParsedBatch:
@@ -324,24 +342,19 @@ def parse_batch(batch: LineBatch, keys: Sequence[str], skip_malformed: bool = Fa
     begin, content = 0, batch.content
     if batch.source is not None:
         with _readable(Path(batch.path)):
-            begin, content = read_lines(batch.path, batch.source.start, batch.source.stop, batch.limit, BATCH_BYTES)
+            begin, content = read_lines(batch.path, batch.source.start, batch.source.stop, batch.limit, _LINE_BYTES)
     if content is None:
-        entries: Sequence[Any] = batch.rows or []
+        entries: Iterable[Any] = batch.rows or []
         size = sum(len(value) for row in entries for value in row if isinstance(value, str))
     else:
-        entries = [content] if batch.format is Format.TEXT else _lines_of(content)
+        entries = [content] if batch.format is Format.TEXT else _lines_of(content, keys)
         size = len(content)
     parsed = ParsedBatch(num_bytes=size)
     documents, is_json = parsed.documents, batch.format is Format.JSON_LINES
     for number, entry in enumerate(entries, start=batch.first_line):
-        if is_json:
-            try:
-                texts = _texts_of(entry if type(entry) is str else entry.decode("utf-8"), keys)
-            except UnicodeDecodeError:
-                texts = None
-            if texts is not None:
-                documents.append(texts)
-                continue
+        if is_json and type(entry) is list:
+            documents.append(entry)
+            continue
         try:
             documents.append(_parse_entry(entry, keys, batch.format, is_first=number == 1 and not begin))
         except ValueError as error:
@@ -356,10 +369,9 @@ def _parse_entry(entry: Any, keys: Sequence[str], kind: Format, *, is_first: boo
     """Texts of a line, a row or a file. Raises ValueError with the reason."""
     if kind is Format.PARQUET:
         return [_checked_text(key, value) for key, value in zip(keys, entry, strict=True)]
-    line = entry.encode("ascii") if isinstance(entry, str) else entry
     if is_first:
-        line = line.removeprefix(b"\xef\xbb\xbf")  # byte-order mark of some editors
-    return (_parse_text if kind is Format.TEXT else _parse_line)(line, keys)
+        entry = entry.removeprefix(b"\xef\xbb\xbf")  # byte-order mark of some editors
+    return (_parse_text if kind is Format.TEXT else _parse_line)(entry, keys)
 
 
 def read_documents(paths: Iterable[Path], key: str = "text", skip_malformed: bool = False) -> Iterator[str]:

@@ -16,6 +16,7 @@ POSIX_FADV_RANDOM a read fetches its own pages only. And a map of a 100 TB corpu
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -50,10 +51,13 @@ def summarize_pair(prefix: str) -> PairSummary:
     """Reads the header and the ends of the index of one pair. Raises DataError, naming file and field."""
     idx, bin_ = str(idx_path(prefix)), str(bin_path(prefix))
     try:
-        descriptor = os.open(idx, os.O_RDONLY)
+        descriptor = os.open(idx, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe of that name must not block
         try:
-            bin_size = os.stat(bin_).st_size
-            size = os.fstat(descriptor).st_size
+            found, own = os.stat(bin_), os.fstat(descriptor)
+            for path, mode in ((idx, own.st_mode), (bin_, found.st_mode)):
+                if not stat.S_ISREG(mode):
+                    raise DataError(f"{path}: is no regular file; give the prefix of a .bin/.idx pair")
+            bin_size, size = found.st_size, own.st_size
             header = parse_header(idx, os.pread(descriptor, HEADER_SIZE, 0), size)
             ends = _IndexEnds(descriptor, header.sequences, header.documents)
         finally:
@@ -184,7 +188,13 @@ class TokenFiles:
         path = f"{self.prefixes[file]}.bin"
         try:
             descriptor = self._descriptor(file, path)
-            size = os.fstat(descriptor).st_size
+            found = os.fstat(descriptor)
+            if not found.st_nlink and os.stat(path).st_ino != found.st_ino:  # raises if nothing took its place
+                raise DataError(
+                    f"{path}: has been replaced since the run started; token files must not change under a run: "
+                    "restore it and resume"
+                )
+            size = found.st_size
             data = os.pread(descriptor, count, offset)
             while len(data) < count and (more := os.pread(descriptor, count - len(data), offset + len(data))):
                 data += more

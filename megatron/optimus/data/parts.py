@@ -58,7 +58,7 @@ class PartPlan:
     ) -> None:
         if partitions is not None and (partitions < 1 or per_file):
             raise ConfigError(f"partitions={partitions} must be at least 1, and does not go with a pair per file")
-        self.output_prefix, self.per_file, self._keys = output_prefix, per_file, list(keys)
+        self.output_prefix, self.per_file, self.keys = output_prefix, per_file, list(keys)
         self._folder = Path(output_prefix) if per_file else Path(f"{output_prefix}.parts")
         self.parts: list[Part] = []
         if per_file:
@@ -124,7 +124,7 @@ class PartPlan:
             if not self.per_file or json.loads(self._mark(part).read_text())["plan"] == self._own_plan(part):
                 return True
             self._mark(part).unlink()
-        for key in self._keys:
+        for key in self.keys:
             for left in self._mark(part).parent.glob(f"{Path(part.name).name}_{key}_document.*.tmp"):
                 left.unlink(missing_ok=True)
         return False
@@ -152,7 +152,7 @@ class PartPlan:
     def merge(self, dtype: np.dtype[Any]) -> None:
         """Joins the parts into the final pairs and removes them."""
         try:
-            for key in self._keys:
+            for key in self.keys:
                 with IndexedDatasetWriter(f"{self.output_prefix}_{key}_document", dtype) as writer:
                     for part in self.parts:
                         writer.add_pair(self.prefix(part, key))

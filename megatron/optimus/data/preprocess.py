@@ -1,6 +1,6 @@
 """Documents in, token files out: the work of tools/preprocess_data.py.
 
-Worker processes read ranges of about half a megabyte, and do the rest (JSON, tokenizer, narrowing to the file's
+Worker processes read ranges of about a megabyte, and do the rest (JSON, tokenizer, narrowing to the file's
 element type); one process, which also reads what cannot be read in ranges, hands them out and writes tokens. Results
 are written in reading order, so the bytes do not depend on the number of workers. At most a few batches per worker are
 under way: memory does not grow with the corpus.
@@ -234,17 +234,17 @@ def preprocess(
         for part in mine if per_file else plan.parts:
             total.add(_load_report(plan, part))
         report = total
-        _check_tokens(report)
+        _check_tokens(report, plan, mine if per_file else plan.parts)
         if plan.in_parts and not per_file:
             plan.merge(dtype)
     report.seconds = time.monotonic() - started
     return report
 
 
-def _check_tokens(report: PreprocessReport) -> None:
+def _check_tokens(report: PreprocessReport, plan: PartPlan, parts: Sequence[Part]) -> None:
     """Some tokens for every key; a single file of many may have none."""
-    for key in {prefix.rsplit("_", 2)[1] for prefix in report.tokens}:
-        prefixes = [prefix for prefix in report.tokens if prefix.rsplit("_", 2)[1] == key]
+    for key in plan.keys:
+        prefixes = [plan.final_prefix(part, key) for part in parts]
         if not any(report.tokens[prefix] for prefix in prefixes):
             raise DataError(
                 f"{prefixes[0]}: the input gives no tokens ({report.documents} documents, {report.empty_documents} of "
@@ -332,7 +332,7 @@ class _PartOutput(ExitStack):
     def commit(self, total: PreprocessReport) -> None:
         """Makes the pairs final and adds their counts to ``total``."""
         if not self._plan.in_parts:
-            _check_tokens(self.report)  # a single part is the whole output
+            _check_tokens(self.report, self._plan, [self._part])  # a single part is the whole output
         for writer in self._writers.values():
             writer.commit()
         counts = {name: getattr(self.report, name) for name in ("documents", "empty_documents", "malformed")}

@@ -61,22 +61,25 @@ def open_stream(path: Path, raw: BinaryIO) -> BinaryIO:
 def read_lines(path: str, start: int, stop: int, limit: int, step: int) -> tuple[int, bytes]:
     """(where the first line begins, all lines) of those that begin in bytes [``start``, ``stop``) of a file.
 
-    The last of them ends by ``limit``; what of it lies beyond ``stop`` is read ``step`` bytes at a time. Raises
-    EOFError for a file that is shorter, OSError for one that cannot be read.
+    The last of them ends by ``limit``; for its end ``step`` bytes beyond ``stop`` are read at once, then twice as many,
+    and so on. Raises EOFError for a file that is shorter, OSError for one that cannot be read.
     """
     with open(path, "rb", buffering=0) as stream:
         begin = max(0, start - 1)  # with the byte before: a line begins at the start if that ends one
-        content = _pread(stream.fileno(), begin, stop)
-        if start:
-            newline = content.find(b"\n") + 1
-            if newline in (0, len(content)):
-                return stop, b""
-            begin, content = begin + newline, content[newline:]
-        pieces = [content]
-        while (end := begin + sum(map(len, pieces))) < limit and not pieces[-1].endswith(b"\n"):
-            chunk = _pread(stream.fileno(), end, min(limit, end + step))
+        content, size = _pread(stream.fileno(), begin, min(limit, stop + step)), stop - begin
+        first = content.find(b"\n", 0, size) + 1 if start else 0
+        if start and first in (0, size):
+            return stop, b""
+        end = content.find(b"\n", size - 1) + 1
+        if end or begin + len(content) == limit:
+            return begin + first, content[first : end or len(content)]
+        pieces, at = [content[first:]], begin + len(content)
+        while at < limit and not pieces[-1].endswith(b"\n"):
+            step *= 2
+            chunk = _pread(stream.fileno(), at, min(limit, at + step))
             pieces.append(chunk[: chunk.find(b"\n") + 1] or chunk)
-        return begin, b"".join(pieces)
+            at += len(chunk)
+        return begin + first, b"".join(pieces)
 
 
 def _pread(descriptor: int, start: int, stop: int) -> bytes:

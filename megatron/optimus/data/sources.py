@@ -22,6 +22,7 @@ Prefixes in a file are relative to the file's folder; an ending .bin or .idx is 
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -33,6 +34,7 @@ from megatron.optimus.config.schema import ConfigError, DataConfig
 from megatron.optimus.config.serialize import read_plain
 
 Weights = tuple[Fraction, ...]
+_MAX_EXPONENT = 100
 
 
 @dataclass(frozen=True)
@@ -82,16 +84,20 @@ def read_sources(config: DataConfig) -> Sources:
     seen: dict[str, str] = {}
     for corpus in sources.corpora:
         for prefix in corpus.prefixes:
-            if prefix in seen:
-                where = f"in corpora {seen[prefix]} and {corpus.name}" if seen[prefix] != corpus.name else "twice"
+            path = os.path.abspath(prefix)  # however it is spelled
+            if path in seen:
+                where = f"in corpora {seen[path]} and {corpus.name}" if seen[path] != corpus.name else "twice"
                 raise ConfigError(f"{prefix} is named {where}; name each file once and raise its weight instead")
-            seen[prefix] = corpus.name
+            seen[path] = corpus.name
     return sources
 
 
 def _number(text: object) -> Fraction | None:
     try:
-        return Fraction(Decimal(str(text))) if not isinstance(text, bool) else None
+        value = Decimal(str(text))
+        # of 1e5000000 the integers would fill the memory
+        is_number = not isinstance(text, bool) and abs(value.adjusted()) <= _MAX_EXPONENT
+        return Fraction(value) if is_number else None
     except (InvalidOperation, ValueError, OverflowError):  # no number, NaN, infinity
         return None
 
@@ -130,7 +136,7 @@ def _exists(prefix: str) -> bool:
 
 def _from_lines(path: str) -> Sources:
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()  # some editors write a byte-order mark
     except UnicodeDecodeError as error:
         raise ConfigError(f"data_file_list={path} is no UTF-8 text, at byte {error.start}") from error
     except OSError as error:

@@ -85,7 +85,9 @@ def test_a_jump_costs_no_more_than_the_start() -> None:
     assert time.perf_counter() - started < 0.5
 
 
-@pytest.mark.parametrize("weights", [[], [0], [0, 0], [1, -1], [1, float("nan")], [1, float("inf")], [1, 1e-9]])
+@pytest.mark.parametrize(
+    "weights", [[], [0], [0, 0], [1, -1], [1, float("nan")], [1, float("inf")], [1, 1e-9], [1e-13, 1]]
+)
 def test_impossible_weights(weights: list[float]) -> None:
     with pytest.raises(ConfigError, match="weight"):
         BlendSchedule(weights)

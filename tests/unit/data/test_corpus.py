@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 from pathlib import Path
@@ -13,7 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.optimus.data import corpus
-from megatron.optimus.data.corpus import expand_inputs, parse_batch, read_batches, read_documents, split_file
+from megatron.optimus.data.corpus import (
+    LineBatch,
+    expand_inputs,
+    parse_batch,
+    read_batches,
+    read_documents,
+    split_file,
+)
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles
 from megatron.optimus.data.indexed import IndexedDatasetWriter
@@ -141,13 +149,15 @@ def test_line_numbers_continue_over_batches(tmp_path: Path, monkeypatch: pytest.
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     content=st.lists(st.sampled_from([b"\n", b"\r\n", b"x", b'{"text": "\xc3\xa4"}', b'{"text": "bc"}'])).map(b"".join),
-    size=st.integers(1, 40),
+    size=st.integers(1, 80),
+    beyond=st.integers(1, 30),
     cuts=st.integers(1, 60),
 )
 def test_every_line_is_in_one_range(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, size: int, cuts: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, size: int, beyond: int, cuts: int
 ) -> None:
     """Wherever parts and batches are cut: the lines of the whole file, at their numbers."""
+    monkeypatch.setattr(corpus, "_LINE_BYTES", beyond)
     path = tmp_path / "a.jsonl"
     path.write_bytes(content)
     monkeypatch.setattr(corpus, "BATCH_BYTES", size)
@@ -160,6 +170,57 @@ def test_every_line_is_in_one_range(
     good = ['{"text": "bc"}', '{"text": "\u00e4"}']
     assert documents == [json.loads(line)["text"] for line in whole if line in good]
     assert malformed == [str(number) for number, line in enumerate(whole, 1) if line not in good]
+
+
+def test_the_last_batches_of_a_range_are_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "BATCH_BYTES", 800)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"x" * 50_000)
+    sources = [batch.source for batch in read_batches([path])]
+    assert all(a.stop == b.start for a, b in itertools.pairwise(sources))
+    sizes = [source.stop - source.start for source in sources]
+    assert sum(sizes) == 50_000 and sizes == sorted(sizes, reverse=True)
+    assert sizes[:2] == [800, 800] and sizes[-2] == 200
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lines=st.lists(
+        st.sampled_from(
+            [
+                *('{"text": "a"}', '{"text": "\\u00e9\\n\\"", "n": [1]}', '{"text": "\u3042\U0001f600"}'),
+                *('{"text": "\\ud83d\\ude00"}', '{"text": "\\ud83d"}', '{"text": "\\uDE00x"}', '{"text": "a"} '),
+                *(
+                    ' {"text": "b"}',
+                    '{"text": "a"}{"text": "b"}',
+                    '{"text":',
+                    '"b"}',
+                    '{"text": 1}',
+                    '["text"]',
+                    "",
+                    "7",
+                ),
+                *('{"text": "a", "text": "c"}', '{"text": "a\tb"}', '{"TEXT": "a"}', '{"text": "a"}\r', "\x0c", "{"),
+            ]
+        ),
+        max_size=60,
+    ),
+    byte=st.booleans(),
+)
+def test_lines_together_are_those_one_by_one(lines: list[str], byte: bool) -> None:
+    """Lines are decoded where they lie in a batch: as if each were alone, also beside one that is not UTF-8."""
+    content = [line.encode() for line in lines] + [b'{"text": "\xff"}'] * byte
+    content.append(b'{"text": "end"}')
+    found = parse_batch(LineBatch("f", content=b"\n".join(content)), ["text"], skip_malformed=True)
+    documents, malformed = [], []
+    for number, line in enumerate(content, 1):
+        try:
+            documents.append(corpus._parse_line(line, ["text"]))
+        except ValueError as error:
+            malformed.append(f"f:{number}: {error}")
+    strip = [message.split(":")[:2] for message in malformed]  # a carriage return before the end is not part of a line
+    assert found.documents == documents
+    assert [message.split(":")[:2] for message in found.malformed] == strip
 
 
 def test_a_file_that_shrinks_meanwhile(tmp_path: Path) -> None:

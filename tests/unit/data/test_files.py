@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import tracemalloc
@@ -9,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from megatron.optimus.data.bounds import document_starts
 from megatron.optimus.data.dataset import InstanceSet, check_contents
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles, summarize_pair
@@ -87,6 +89,14 @@ def test_files_that_change_under_the_run(prefixes: list[str], tmp_path: Path) ->
     os.unlink(tmp_path / "f2.bin")
     with pytest.raises(DataError, match=r"f2\.bin: cannot be read any more \(No such file"):
         instances.read(8)
+    instances.read(12)  # of the file that stays open
+    (tmp_path / "other").write_bytes((tmp_path / "f3.bin").read_bytes())
+    os.replace(tmp_path / "other", tmp_path / "f3.bin")
+    with pytest.raises(DataError, match=r"f3\.bin: has been replaced since the run started"):
+        instances.read(12)
+    os.unlink(tmp_path / "f3.bin")
+    with pytest.raises(DataError, match=r"f3\.bin: cannot be read any more \(No such file"):
+        instances.read(12)
 
 
 @settings(max_examples=150, **FIXTURES)
@@ -127,6 +137,18 @@ def test_swapped_and_missing_halves(tmp_path: Path, prefixes: list[str]) -> None
         write(tmp_path / "f5", np.arange(500, 540))
 
 
+@pytest.mark.parametrize("suffix", [".idx", ".bin"])
+@pytest.mark.timeout(20)
+def test_pipes_and_folders_are_no_token_files(tmp_path: Path, suffix: str) -> None:
+    """Opening a pipe that nobody writes to would wait for ever."""
+    prefix = write(tmp_path / "f", np.arange(20))
+    for make in (os.mkfifo, os.mkdir):
+        Path(prefix + suffix).unlink(missing_ok=True)
+        make(prefix + suffix)
+        with pytest.raises(DataError, match=rf"f\{suffix}: is no regular file"):
+            summarize_pair(prefix)
+
+
 def test_ids_over_the_vocabulary_are_found_when_read(prefixes: list[str]) -> None:
     instances = InstanceSet(prefixes, 8, vocab_size=505)
     assert instances.read(0)[0].tokens[0] == 0
@@ -134,12 +156,25 @@ def test_ids_over_the_vocabulary_are_found_when_read(prefixes: list[str]) -> Non
         instances.read(len(instances) - 4)
 
 
-@settings(max_examples=150, deadline=None)
-@given(changes=st.lists(st.tuples(st.integers(34, 34 + 20 * 40 + 7), st.integers(0, 255)), min_size=1, max_size=4))
+DAMAGE = st.one_of(
+    st.binary(min_size=1, max_size=1),
+    st.binary(min_size=8, max_size=8),
+    st.sampled_from([(-(2**63)).to_bytes(8, "little", signed=True), (2**62).to_bytes(8, "little"), b"\xff" * 8]),
+)
+
+
+@settings(max_examples=250, deadline=None)
+@example(  # bounds 38 and 39 of 41, whose difference overflows
+    changes=[
+        (34 + 12 * 26 + 8 * 38, (3 << 61).to_bytes(8, "little")),
+        (34 + 12 * 26 + 8 * 39, (5 << 61).to_bytes(8, "little")),
+    ]
+)
+@given(changes=st.lists(st.tuples(st.integers(34, 34 + 20 * 40 + 7), DAMAGE), min_size=1, max_size=4))
 def test_small_indices_are_checked_whole_before_the_run(
-    tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, int]]
+    tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, bytes]]
 ) -> None:
-    """Whatever the full check of tools/inspect_data.py refuses, and nothing else."""
+    """Whatever the full check of tools/inspect_data.py refuses, and nothing else; the same after the start."""
     prefix = str(tmp_path_factory.mktemp("changed") / "f")
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         for i in range(40):
@@ -147,8 +182,13 @@ def test_small_indices_are_checked_whole_before_the_run(
     size, path = os.path.getsize(f"{prefix}.idx"), Path(f"{prefix}.idx")
     raw = bytearray(path.read_bytes())
     for place, value in changes:
-        raw[min(place, size - 1)] = value
+        at = min(place, size - len(value))
+        raw[at : at + len(value)] = value
     path.write_bytes(raw)
+    for start, stop in ((0, 39), (7, 30)):
+        with contextlib.suppress(DataError):
+            starts = document_starts(str(path), 2, start, stop)
+            assert ((starts >= start) & (starts < stop)).all()
     try:
         IndexedDataset(prefix)
     except DataError:

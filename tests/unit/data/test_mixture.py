@@ -101,6 +101,7 @@ def test_ways_of_naming_data(folder: Path) -> None:
         (["1", "a", "-2", "b"], "data_path, b: weight -2"),
         (["1", "a", "2", "a"], "a is named"),
         (["a", "b", "a"], "a is named twice"),
+        (["a", "./x/../a"], r"\./x/\.\./a is named twice"),
     ],
 )
 def test_impossible_words(words: list[str], message: str) -> None:
@@ -118,6 +119,7 @@ def test_impossible_words(words: list[str], message: str) -> None:
         ("inf a b\n", "list.txt:1: weight inf"),
         ("nan a b\n", "weight nan"),
         ("0 a b\n", "weight 0"),
+        ("1e999999999 a b\n", "list.txt:1: weight 1e999999999 must be a finite number"),  # would fill the memory
         ("1 a b\n1 a c\n", "named in corpora b and c"),
     ],
 )
@@ -130,6 +132,7 @@ def test_impossible_lists(tmp_path: Path, text: str, message: str) -> None:
     ("text", "message"),
     [
         ("[]", "expected names with values"),
+        ("[" * 5000, "too deep"),
         ("corpora: {}", "no corpora"),
         ("corpora: {a: {paths: [x], weight: 1}, a: {paths: [y]}}", "given twice"),
         ("corpora: {a: {path: [x]}}", "unknown path; it takes paths, weight"),
@@ -151,6 +154,12 @@ def test_impossible_yaml(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         blend(tmp_path, text)
     assert "blend.yaml" in str(caught.value)
+
+
+def test_a_list_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "list.txt").write_text("1 a b\n", encoding="utf-8-sig")
+    [corpus] = read_sources(DataConfig(data_file_list=str(tmp_path / "list.txt"))).corpora
+    assert corpus.name == "b"
 
 
 def test_both_ways_at_once() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from megatron.optimus.data.errors import DataError
-from megatron.optimus.data.preprocess import _pack
+from megatron.optimus.data.preprocess import PreprocessReport, _check_tokens, _pack
 
 
 @pytest.mark.parametrize("source", [np.uint8, np.int32, np.uint32])
@@ -30,3 +33,12 @@ def test_an_id_that_the_files_type_cannot_hold_is_an_error() -> None:
     with pytest.raises(DataError, match="token id 65536 does not fit uint16"):
         _pack(documents, 9, np.dtype(np.uint16))
     assert _pack(documents, 9, np.dtype(np.int32))[0].tolist() == [7, 9, 65536, 9]
+
+
+def test_every_key_must_give_tokens() -> None:
+    """Also one whose name ends in another's."""
+    plan: Any = SimpleNamespace(keys=["raw_text", "text"], final_prefix=lambda part, key: f"o{part}_{key}_document")
+    tokens = {"o0_raw_text_document": 0, "o1_raw_text_document": 0, "o0_text_document": 5, "o1_text_document": 0}
+    with pytest.raises(DataError, match="o0_raw_text_document: the input gives no tokens"):
+        _check_tokens(PreprocessReport(tokens=tokens), plan, [0, 1])
+    _check_tokens(PreprocessReport(tokens=tokens | {"o1_raw_text_document": 1}), plan, [0, 1])

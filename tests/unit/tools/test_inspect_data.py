@@ -46,6 +46,10 @@ def test_documents_as_text(folder: Path) -> None:
     ]
     assert "116 101 120 116" in inspect("show", folder / "a")[1]
     assert inspect("show", folder / "a", "--documents", 42)[0] == 2
+    with IndexedDatasetWriter(folder / "foreign", np.int32) as writer:
+        writer.add_document([104, 105, 257, 70000])
+    out = inspect("show", folder / "foreign", *BYTES)[1]
+    assert "hi\n[2 of 4 ids, like 257, are not among the tokenizer's 257: the tokens are another one's]" in out
 
 
 def test_full_check(folder: Path, tmp_path: Path) -> None:
@@ -80,6 +84,8 @@ def test_a_sample_and_a_blend(folder: Path, tmp_path: Path) -> None:
     assert inspect("blend", "--data-file-list", folder / "none", "--seq-length", 10, "--samples", 4)[0] == 2
     code, out = inspect("blend", *data, "--samples", 400, "--picture", tmp_path / "no" / "b.png")
     assert code == 2 and "no/b.png: cannot be written: No such file or directory" in out
+    code, out = inspect("blend", *data, "--samples", 0)
+    assert code == 2 and "--samples: 0 must be at least 1" in out
     code, out = inspect("sample", -5, *data)
     assert code == 2 and "position: -5 must not be negative" in out
     (tmp_path / "list").write_text("1 a a", encoding="utf-16")

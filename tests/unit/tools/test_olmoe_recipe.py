@@ -73,6 +73,8 @@ def test_download_list_and_verification(listing: Path, tmp_path: Path) -> None:
     for name in module.paths(MANIFEST):
         (raw / name).parent.mkdir(parents=True, exist_ok=True)
         (raw / name).write_bytes(b"0123456789")
+    code, out = recipe("verify", raw)
+    assert code == 0 and "all 2903 files are there; their sizes were not compared" in out
     assert recipe("verify", raw, "--listing", listing)[0] == 0
     (raw / "wiki" / "wiki-0001.json.gz").write_bytes(b"0123")
     code, out = recipe("verify", raw, "--listing", listing)
@@ -80,9 +82,24 @@ def test_download_list_and_verification(listing: Path, tmp_path: Path) -> None:
     (raw / "pes2o" / "pes2o-0003.json.gz").rename(raw / "pes2o" / "other.json.gz")
     code, out = recipe("verify", raw)
     assert code == 1 and "pes2o: 25 of 26 files" in out
+    assert f"error: {raw}: 2 names unlike manifest.yaml: pes2o/pes2o-0003.json.gz: missing; pes2o/other" in out
     assert "pes2o-0003.json.gz: missing" in out and "pes2o/other.json.gz: not one of the data set" in out
     listing.write_text(json.dumps(json.loads(listing.read_text())[1:]))
     assert "algebraic-stack-train-0000.json.gz: missing" in recipe("urls", "--listing", listing)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("verify", "nowhere"), "recipe: error: nowhere: no such folder"),
+        (("urls", "--output", "/nowhere/urls.txt"), "recipe: error: /nowhere/urls.txt: No such file or directory"),
+        (("urls", "--base-url", "http://mirror/{file}"), "takes {dataset} and {path} alone: KeyError('file')"),
+        (("verify", "nowhere", "--workers", "0"), "--workers: 0 must be at least 1"),
+    ],
+)
+def test_arguments_that_cannot_be_meant(arguments: tuple[str, ...], message: str) -> None:
+    code, out = recipe(*arguments)
+    assert code != 0 and message in out
 
 
 def test_archives_are_read_to_their_end_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,19 +127,31 @@ def test_archives_are_read_to_their_end_and_compared(tmp_path: Path, capsys: pyt
     assert "all 3 files are there, of the right size" in capsys.readouterr().out
     cases = [(name, contents[i][:-20], "cannot read on") for i, name in enumerate(module.paths(manifest))]
     cases += [("a/x.json.gz", gzip.compress(b'{"body": "none"}\n'), "text"), ("a/x.json.gz", b"", "empty")]
+    both = dict(zip(module.paths(manifest), [b"", contents[1][:-20]], strict=False))
     for name, content, message in cases:
         before = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(DataError, match="1 files are damaged"):
+        with pytest.raises(DataError, match=rf"1 file damaged or .*: {tmp_path / name}.*{message}"):
             run("verify", deep=True)
         out = capsys.readouterr().out
         assert name in out and message in out
         (tmp_path / name).write_bytes(before)
+    for name, content in both.items():  # all of it in one pass, each file once
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(
+        DataError, match=r"2 files damaged .*x\.json\.gz: 0 bytes, the listing.*; .*y\.json\.zst: \d+ bytes"
+    ):
+        run("verify", listing=sizes, deep=True)
+    with pytest.raises(DataError, match=r"2 files damaged .*x\.json\.gz: empty; .*y\.json\.zst:\d+: cannot read on"):
+        run("verify", deep=True)
+    for name, content in zip(both, contents, strict=False):
+        (tmp_path / name).write_bytes(content)
+    capsys.readouterr()
     flipped = bytearray(contents[0])
     flipped[4] ^= 1  # the time in the header: the same size and the same text
     (tmp_path / "a" / "x.json.gz").write_bytes(flipped)
     run("verify", listing=sizes)
-    with pytest.raises(DataError, match="1 files are damaged"):
+    with pytest.raises(DataError, match="1 file damaged"):
         run("verify", listing=sizes, deep=True)
     assert "its hash is" in capsys.readouterr().out
 
