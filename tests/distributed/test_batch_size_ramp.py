@@ -52,6 +52,8 @@ def _train(rank: int, world: int, folder: str, run: str, options: str) -> None:
 
     config = _config(folder, run, options)
     trainer = Trainer(config, Mesh(config.parallel, rank=rank, world_size=world), torch.device("cpu"))
+    if config.parallel.pipeline_model_parallel_size > 1:  # what torch refuses for few micro-batches, it refuses at once
+        assert trainer.schedule.pipeline.num_micro_batches == 4 // config.training.micro_batch_size
     assert trainer.fit() == 0
     trainer.close()
     trainer.engine.destroy()

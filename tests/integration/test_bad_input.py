@@ -40,6 +40,7 @@ def fail(result: subprocess.CompletedProcess[str], *expected: str) -> None:
         (["--vocab-size", "50"], ["vocab_size", "50"]),
         (["--seq-length", "64"], ["seq_length=64", "32"]),
         (["--data-path", "nowhere"], ["nowhere.idx"]),
+        (["--valid-data-path", "web=elsewhere"], ["elsewhere.idx"]),
         (["--tokenizer-model", "nowhere"], ["tokenizer_model='nowhere' does not exist"]),
         (["--load", "nowhere"], ["nowhere"]),
         (["--split", "100,0,0"], ["split"]),

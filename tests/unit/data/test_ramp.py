@@ -28,8 +28,10 @@ def batches(instances: InstanceSet | Mixture, dp: int, rank: int, size: int, sta
     layout = {"data_parallel_size": dp, "data_parallel_rank": rank, "micro_batch_size": size}
     loader = BatchLoader(instances, seq_length=L, global_batch_size=FULL, ramp=RAMP, seed=3, **layout)
     loader.start(starts[0], len(starts) - 1)
-    found = [[int(t) for batch in loader.batch(at) for t in batch.tokens_BS[:, 0]] for at in starts[:-1]]
-    assert len(loader._ahead) == 0, "nothing beyond the end is read"
+    found = []
+    for number, at in enumerate(starts[:-1], start=1):
+        found.append([int(t) for batch in loader.batch(at) for t in batch.tokens_BS[:, 0]])
+        assert [ahead for ahead, _ in loader._ahead] == starts[number:-1][:4], "what comes next, and nothing beyond"
     loader.close()
     return found
 
