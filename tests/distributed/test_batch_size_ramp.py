@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,15 @@ def _train(rank: int, world: int, folder: str, run: str, options: str) -> None:
 
     config = _config(folder, run, options)
     trainer = Trainer(config, Mesh(config.parallel, rank=rank, world_size=world), torch.device("cpu"))
-    if config.parallel.pipeline_model_parallel_size > 1:  # what torch refuses for few micro-batches, it refuses at once
+    staged = config.parallel.pipeline_model_parallel_size > 1
+    if staged:  # what torch refuses for few micro-batches, it refuses at once
         assert trainer.schedule.pipeline.num_micro_batches == 4 // config.training.micro_batch_size
+        reduce, reductions = trainer.engine.optimizer.reduce_gradients, Counter[int]()
+        trainer.engine.optimizer.reduce_gradients = lambda: (reductions.update([trainer.step]), reduce())
     assert trainer.fit() == 0
+    if staged:
+        chunks = config.parallel.virtual_pipeline_model_parallel_size
+        assert reductions == dict.fromkeys(range(10), chunks), "each chunk's gradients once a step"
     trainer.close()
     trainer.engine.destroy()
 
