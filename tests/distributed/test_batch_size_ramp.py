@@ -76,7 +76,9 @@ def _runs(rank: int, world: int, folder: str) -> None:
     if world > 1:
         for stop in ("--exit-interval 5", "--exit-interval 7", ""):  # within the stage of 8, and within that of 12
             _train(rank, world, folder, "resumed", f"{CASES['experts']} {stop}")
-        config = _config(folder, "evaluated", f"{STAGES} --skip-train --load {folder}/one/checkpoints")
+        held_out = f"--data-path {folder}/ends --split 0,1"  # so the share of the split is the whole file too
+        options = f"{STAGES} --skip-train --load {folder}/one/checkpoints {held_out}"
+        config = _config(folder, "evaluated", options)
         evaluate(config, Mesh(config.parallel, rank=rank, world_size=world), torch.device("cpu"))
     shutdown_engine()
 
@@ -144,6 +146,7 @@ def test_every_validation_set_has_its_loss_and_an_evaluation_gives_the_same(runs
     assert len({last["valid_loss"], last["valid_loss/all"], last["valid_loss/ends"]}) == 3
     evaluated = json.loads((runs / "evaluated" / "evaluation.json").read_text())
     assert evaluated["step"] == 10 and set(evaluated) == {"step", "validation", "all", "ends"}
-    for name, key in (("validation", "valid_loss"), ("all", "valid_loss/all"), ("ends", "valid_loss/ends")):
+    assert evaluated["validation"] == evaluated["ends"]
+    for name, key in (("all", "valid_loss/all"), ("ends", "valid_loss/ends")):
         assert evaluated[name]["loss"] == pytest.approx(last[key], rel=1e-5)
         assert evaluated[name]["tokens"] == 16 * 32
