@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from megatron.optimus.config.checks import check
+from megatron.optimus.config.duration import batch_sizes, last_step, total_samples
 from megatron.optimus.config.layout import Layout
-from megatron.optimus.config.schema import Precision, RunConfig
+from megatron.optimus.config.schema import Precision, RunConfig, TrainingConfig
 from megatron.optimus.config.serialize import to_yaml
 from megatron.optimus.models.counting import count_parameters
 from megatron.optimus.runtime.log import counted
@@ -61,12 +62,28 @@ def _layout_lines(config: RunConfig, world_size: int) -> list[str]:
         f"{training.global_batch_size * training.seq_length:,} tokens; per rank "
         f"{training.global_batch_size // (layout.dp * training.micro_batch_size)} micro-batches of "
         f"{training.micro_batch_size} sequences",
+        *_duration_lines(training),
         "rank 0's groups: "
         + ", ".join(f"{axis} {_ranks(layout.groups(axis)[0])}" for axis in ("pp", "dp", "cp", "tp", "ep", "edp")),
     ]
     if config.model.is_moe:
         lines.append(
             f"experts per rank: {config.model.num_experts // layout.ep} of {config.model.num_experts} in each layer"
+        )
+    return lines
+
+
+def _duration_lines(training: TrainingConfig) -> list[str]:
+    steps, samples = last_step(training), total_samples(training)
+    lines = [f"in all: {steps:,} steps, {samples:,} sequences, {samples * training.seq_length:,} tokens"]
+    if training.rampup_batch_size:
+        sizes = batch_sizes(training)
+        first, increment, position = training.rampup_batch_size
+        before = sizes.steps(0, position)
+        before += sizes.after(0, before) < position
+        lines.append(
+            f"batch-size ramp: {first} sequences a step, {increment} more in each further stage of "
+            f"{position // (len(sizes.stages()) - 1):,} sequences; {sizes.full} after {before:,} steps"
         )
     return lines
 

@@ -122,7 +122,8 @@ def _check_same(config: RunConfig, ranks: Ranks) -> None:
 
 def _check_tokens(config: RunConfig, launch: LaunchEnv) -> None:
     data = config.data
-    prefixes = read_sources(data).prefixes[launch.rank :: launch.world_size]
+    further = (prefix for prefixes in data.valid_sets.values() for prefix in prefixes)
+    prefixes = list(dict.fromkeys([*read_sources(data).prefixes, *further]))[launch.rank :: launch.world_size]
     eod_id = build_tokenizer(data.tokenizer_type, data.tokenizer_model).eod_id if data.needs_eod else None
     check_contents(prefixes, config.model.vocab_size, eod_id=eod_id)
 

@@ -41,9 +41,9 @@ def environment() -> dict[str, str]:
 Program = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def write_corpus(prefix: Path) -> Path:
+def write_corpus(prefix: Path, seed: int = 0) -> Path:
     """A corpus with some structure to learn: noisy counting modulo 61."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     with IndexedDatasetWriter(str(prefix), np.dtype(np.uint16)) as writer:
         for _ in range(200):
             start, length = int(rng.integers(61)), int(rng.integers(20, 90))

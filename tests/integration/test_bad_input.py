@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.optimus.checkpoint import store
 from megatron.optimus.data.dataset import InstanceSet, Split, check_contents
 from megatron.optimus.data.indexed import IndexedDatasetWriter
 from megatron.optimus.data.order import samples_at
@@ -39,6 +40,7 @@ def fail(result: subprocess.CompletedProcess[str], *expected: str) -> None:
         (["--vocab-size", "50"], ["vocab_size", "50"]),
         (["--seq-length", "64"], ["seq_length=64", "32"]),
         (["--data-path", "nowhere"], ["nowhere.idx"]),
+        (["--valid-data-path", "web=elsewhere"], ["elsewhere.idx"]),
         (["--tokenizer-model", "nowhere"], ["tokenizer_model='nowhere' does not exist"]),
         (["--load", "nowhere"], ["nowhere"]),
         (["--split", "100,0,0"], ["split"]),
@@ -114,6 +116,8 @@ def test_validation_data_that_cannot_be_read(tmp_path: Path, pretrain: Program) 
     assert "validation data cannot be read: saving step 3" in result.stdout
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3] and lines[-1].get("valid_loss") is None
+    kept = store.load_manifest(tmp_path / "run/checkpoints/step-00000003").metadata["recent_grad_norms"]
+    assert kept == [[line["step"], line["grad_norm"]] for line in lines], "those that later steps are compared with"
     with open(f"{prefix}.bin", "r+b") as stream:
         stream.seek(2 * place)
         stream.write(bytes(2))

@@ -234,14 +234,16 @@ def test_finetune_takes_only_the_weights(tmp_path: Path, pretrain: Program, unbr
 
 
 def test_a_checkpoint_is_evaluated_at_another_layout_as_its_run_did(
-    tmp_path: Path, pretrain: Program, unbroken: Path
+    tmp_path: Path, pretrain: Program, unbroken: Path, tokens: Path
 ) -> None:
-    """The same loss as the run's own validation; a share without a batch is left out by name."""
-    said = succeed(pretrain(tmp_path, "--skip-train", "--load", unbroken / "checkpoints"))
+    """The same loss as the run's own validation; a share without a batch is left out by name, a named set is not."""
+    options = ["--skip-train", "--load", unbroken / "checkpoints", "--valid-data-path", f"whole={tokens}"]
+    said = succeed(pretrain(tmp_path, *options))
     found = json.loads((tmp_path / "evaluation.json").read_text())
     expected = numbers(unbroken)[-1]["valid_loss"]
     assert found["step"] == 8 and found["validation"]["loss"] == pytest.approx(expected, rel=1e-5)
     assert found["validation"]["perplexity"] == pytest.approx(math.exp(expected), rel=1e-4)
+    assert abs(found["whole"]["loss"] - expected) < 0.5 and found["whole"]["loss"] != found["validation"]["loss"]
     assert found["validation"]["tokens"] == 8 * 32 and "test" not in found and "not evaluated: test" in said
     assert not list((tmp_path / "checkpoints").glob("step-*")) and not (tmp_path / "metrics.jsonl").exists()
 

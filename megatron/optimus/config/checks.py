@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron.optimus.config.duration import batch_sizes, check_batch_sizes, schedule_lengths
 from megatron.optimus.config.layout import Layout
 from megatron.optimus.config.schema import (
     ConfigError,
@@ -29,11 +30,20 @@ from megatron.optimus.config.stages import check_micro_batches, stage_layers
 Rule = Callable[[RunConfig, int], "str | None"]
 
 
-def gradient_accumulation_steps(config: RunConfig, world_size: int) -> int:
-    """Micro-batches per rank and optimizer step. Raises ConfigError where that is not whole."""
+def micro_batches(config: RunConfig, world_size: int) -> list[int]:
+    """Micro-batches per rank and optimizer step, ascending: of every stage of a batch-size ramp, full batches last.
+
+    Raises ConfigError where one is not whole.
+    """
     dp = Layout.from_config(config.parallel, world_size).dp
-    check_batch_sizes(config.training.global_batch_size, config.training.micro_batch_size, dp)
-    return config.training.global_batch_size // (config.training.micro_batch_size * dp)
+    sizes, size = batch_sizes(config.training), config.training.micro_batch_size
+    check_batch_sizes(sizes, size, dp)
+    return [samples // (size * dp) for _, samples in sizes.stages()]
+
+
+def gradient_accumulation_steps(config: RunConfig, world_size: int) -> int:
+    """Micro-batches per rank and optimizer step of a full batch. Raises ConfigError where that is not whole."""
+    return micro_batches(config, world_size)[-1]
 
 
 def check(config: RunConfig, world_size: int) -> None:
@@ -51,7 +61,8 @@ def check_trainable(config: RunConfig) -> None:
             "use tensor_model_parallel_size=1 or another optimizer"
         )
     _raise_if(_stock_zero(config))
-    if not config.data.data_path and config.data.data_file_list is None:
+    only_sets = config.training.skip_train and bool(config.data.valid_data_path)
+    if not config.data.data_path and config.data.data_file_list is None and not only_sets:
         raise ConfigError(
             "data_path is empty: name the prefixes of the .bin/.idx pairs that tools/preprocess_data.py wrote, "
             "for example --data-path data/corpus (for data/corpus.bin and data/corpus.idx), "
@@ -103,21 +114,6 @@ def _message_of(check: Callable[..., object], *arguments: object) -> str | None:
     except ConfigError as error:
         return str(error)
     return None
-
-
-def check_batch_sizes(global_batch_size: int, micro_batch_size: int, data_parallel_size: int) -> None:
-    """Raises ConfigError unless the global batch is a whole number of micro-batches on every rank."""
-    for name, value in (("global_batch_size", global_batch_size), ("micro_batch_size", micro_batch_size)):
-        if value < 1:
-            raise ConfigError(f"{name}={value} must be at least 1")
-    unit = micro_batch_size * data_parallel_size
-    if global_batch_size % unit == 0:
-        return
-    below, above = global_batch_size // unit * unit, (global_batch_size // unit + 1) * unit
-    raise ConfigError(
-        f"global_batch_size={global_batch_size} must be a multiple of micro_batch_size={micro_batch_size} x "
-        f"data-parallel size {data_parallel_size} = {unit}; use {one_of([below, above] if below else [above])}"
-    )
 
 
 def sizes_fit_ranks(config: RunConfig, world_size: int) -> str | None:
@@ -283,12 +279,12 @@ def micro_batches_fit_schedule(config: RunConfig, world_size: int) -> str | None
     stages = parallel.pipeline_model_parallel_size
     if stages == 1 or parallel.pipeline_schedule is PipelineSchedule.ONE_F_ONE_B:
         return None
-    return _message_of(check_micro_batches, gradient_accumulation_steps(config, world_size), stages)
+    counts = reversed(micro_batches(config, world_size))
+    return next(filter(None, (_message_of(check_micro_batches, count, stages) for count in counts)), None)
 
 
 def batch_divides(config: RunConfig, world_size: int) -> str | None:
-    dp = Layout.from_config(config.parallel, world_size).dp
-    return _message_of(check_batch_sizes, config.training.global_batch_size, config.training.micro_batch_size, dp)
+    return _message_of(micro_batches, config, world_size)
 
 
 def sequence_fits_positions(config: RunConfig, world_size: int) -> str | None:
@@ -298,15 +294,31 @@ def sequence_fits_positions(config: RunConfig, world_size: int) -> str | None:
     return f"seq_length={length} exceeds max_position_embeddings={limit}; use at most {limit}, or raise the latter"
 
 
-def warmup_fits_run(config: RunConfig, world_size: int) -> str | None:
-    warmup, steps = config.optimizer.lr_warmup_iters, config.training.train_iters
-    if config.optimizer.lr_decay_iters is not None or warmup <= steps:  # a longer schedule may be cut short on purpose
+def samples_count_in_samples(config: RunConfig, world_size: int) -> str | None:
+    names = ("lr_warmup_samples", "lr_decay_samples", "lr_wsd_decay_samples")
+    given = [name for name in names if getattr(config.optimizer, name) is not None]
+    if not given or config.training.train_samples is not None:
         return None
-    return f"lr_warmup_iters={warmup} exceeds train_iters={steps}; use at most {steps}, or set lr_decay_iters"
+    steps = given[0].replace("samples", "iters")
+    return (
+        f"{given[0]}={getattr(config.optimizer, given[0])} in a run counted in steps, train_iters="
+        f"{config.training.train_iters}; use {steps}, or train_samples"
+    )
+
+
+def warmup_fits_run(config: RunConfig, world_size: int) -> str | None:
+    warmup, end, _ = schedule_lengths(config.optimizer, config.training)
+    if warmup <= end:  # which lr_decay_* may put beyond the run's end: a longer schedule cut short on purpose
+        return None
+    if config.training.train_samples is None:
+        return f"lr_warmup_iters={warmup} exceeds train_iters={end}; use at most {end}, or set lr_decay_iters"
+    return f"a warm-up of {warmup} samples exceeds the decay's end at {end}; use lr_warmup_samples of at most {end}"
 
 
 def validation_has_data(config: RunConfig, world_size: int) -> str | None:
     _, valid, test = parse_split(config.data.split)
+    if config.data.valid_data_path:
+        return None
     if config.training.skip_train:
         remedy = "give the second or third share a value, for example '0,1,0' for all of it"
         return (
@@ -369,6 +381,7 @@ RULES: list[Rule] = [
     batch_divides,
     micro_batches_fit_schedule,
     sequence_fits_positions,
+    samples_count_in_samples,
     warmup_fits_run,
     validation_has_data,
     vocabulary_holds_bytes,

@@ -32,12 +32,14 @@ from megatron.optimus.config.choices import (
     TokenizerType,
     WSDDecayStyle,
 )
+from megatron.optimus.config.duration import check_duration, check_schedule
 from megatron.optimus.config.values import (
     ConfigError,  # noqa: F401  # everyone imports it from here
     at_least,
     divisors,
     one_of,
     option,
+    parse_named_prefixes,
     parse_split,
     positive,
     require,
@@ -197,9 +199,12 @@ class OptimizerConfig:
     min_lr: float = option(4e-5, "learning rate at the start of warm-up and at the end")
     lr_decay_style: LRDecayStyle = option(LRDecayStyle.COSINE, "shape of the decay after warm-up")
     lr_decay_iters: int | None = option(None, "steps until min_lr; default: train_iters")
+    lr_decay_samples: int | None = option(None, "the same in samples, with train_samples, its default")
     lr_wsd_decay_iters: int | None = option(None, "WSD: the last steps of lr_decay_iters, in which the rate goes down")
+    lr_wsd_decay_samples: int | None = option(None, "the same in samples, with train_samples")
     lr_wsd_decay_style: WSDDecayStyle = option(WSDDecayStyle.LINEAR, "WSD: shape of that decay")
-    lr_warmup_iters: int = option(0, "linear warm-up steps")
+    lr_warmup_iters: int = option(0, "linear warm-up steps; with train_samples, so many full batches")
+    lr_warmup_samples: int | None = option(None, "the same in samples, with train_samples")
     weight_decay: float = option(0.1, "decoupled weight decay, on every parameter as in the paper unless excluded")
     weight_decay_norms: bool = option(True, "decay the weights of norms")
     weight_decay_biases: bool = option(True, "decay biases")
@@ -221,34 +226,29 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         positive(self, "lr", "adam_eps")
-        at_least(self, 0, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "grad_norm_spike_sigma")
-        at_least(self, 1, "lr_decay_iters", "lr_wsd_decay_iters", "ddp_bucket_size")
+        at_least(self, 0, "min_lr", "lr_warmup_iters", "lr_warmup_samples", "weight_decay", "clip_grad")
+        at_least(self, 0, "grad_norm_spike_sigma")
+        at_least(self, 1, "lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
         require(self.zero_stage in range(4), f"zero_stage={self.zero_stage} does not exist; use 0, 1, 2 or 3")
         require(self.min_lr <= self.lr, f"min_lr={self.min_lr} exceeds lr={self.lr}; use at most {self.lr}")
-        at_least(self, 1, "muon_num_ns_steps")
+        at_least(self, 1, "muon_num_ns_steps", "ddp_bucket_size")
         for name in ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2", "sgd_momentum", "muon_momentum"):
             beta = getattr(self, name)
             require(0 <= beta < 1, f"{name}={beta} is out of range; use 0 <= {name} < 1")
-        require(
-            self.lr_decay_iters is None or self.lr_warmup_iters <= self.lr_decay_iters,
-            f"lr_warmup_iters={self.lr_warmup_iters} exceeds lr_decay_iters={self.lr_decay_iters}; "
-            f"use at most {self.lr_decay_iters}",
-        )
-        is_wsd = self.lr_decay_style is LRDecayStyle.WSD
-        require(
-            is_wsd == (self.lr_wsd_decay_iters is not None),
-            "lr_decay_style=WSD needs lr_wsd_decay_iters, the steps in which the rate goes down; use a tenth of all"
-            if is_wsd
-            else f"lr_wsd_decay_iters={self.lr_wsd_decay_iters} is for lr_decay_style=WSD, and this is "
-            f"{self.lr_decay_style.value}; leave it out, or change the style",
-        )
+        check_schedule(self)
 
 
 @dataclass(kw_only=True)
 class TrainingConfig:
     train_iters: int = option(1000, "optimizer steps in all")
+    train_samples: int | None = option(
+        None, "sequences in all, instead of train_iters; schedules then count in samples"
+    )
     micro_batch_size: int = option(1, "sequences per rank and forward pass")
     global_batch_size: int = option(8, "sequences per optimizer step over all ranks")
+    rampup_batch_size: list[int] = option(
+        [], "first batch size, what each stage adds, samples until global_batch_size; with train_samples"
+    )
     seq_length: int = option(2048, "tokens per sequence")
     params_dtype: Precision = option(Precision.BF16, "dtype of weights and activations; the master copy is fp32")
     seed: int = option(1234, "initial weights and data order")
@@ -271,6 +271,7 @@ class TrainingConfig:
             min(self.iterations_to_skip, default=1) >= 1,
             f"iterations_to_skip={self.iterations_to_skip}: steps count from 1",
         )
+        check_duration(self)
         require(self.seed < 2**63, f"seed={self.seed} is too large; use at most {2**63 - 1}")
 
 
@@ -280,6 +281,9 @@ class DataConfig:
     data_file_list: str | None = option(None, "blend instead of data_path: lines 'weight prefix corpus', or YAML/JSON")
     max_data_epochs: float | None = option(None, "refuse to read any corpus more often than this; default: repeat")
     split: str = option("969,30,1", "shares of training, validation and test")
+    valid_data_path: list[str] = option(
+        [], "further validation sets, NAME=PREFIX or PREFIX each: whole .bin/.idx pairs, a loss for each name"
+    )
     tokenizer_type: TokenizerType = option(TokenizerType.HF, "kind of tokenizer")
     tokenizer_model: str | None = option(None, "its file or folder; copied into exports")
     packing: Packing = option(Packing.NONE, "what a sample is made of: a stretch of documents, or whole ones")
@@ -297,6 +301,11 @@ class DataConfig:
     pin_memory: bool = option(True, "batches in page-locked memory, copied to an accelerator while it computes")
 
     @property
+    def valid_sets(self) -> dict[str, list[str]]:
+        """Prefixes of the further validation sets, by name."""
+        return parse_named_prefixes(self.valid_data_path)
+
+    @property
     def needs_eod(self) -> bool:
         """Whether the id of the end-of-document token must be known; packing finds documents in the index."""
         by_document = self.reset_attention_mask or self.reset_position_ids or self.eod_mask_loss
@@ -304,6 +313,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         parse_split(self.split)
+        parse_named_prefixes(self.valid_data_path)
         require("" not in self.data_path, f"data_path={self.data_path} names an empty prefix; remove it")
         require(
             not self.data_path or self.data_file_list is None,

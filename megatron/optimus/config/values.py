@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import field
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 
@@ -50,6 +51,43 @@ def parse_split(text: str) -> tuple[Fraction, Fraction, Fraction]:
     numbers += [Fraction(0)] * (3 - len(numbers))
     total = sum(numbers)
     return numbers[0] / total, numbers[1] / total, numbers[2] / total
+
+
+def parse_named_prefixes(words: Iterable[str]) -> dict[str, list[str]]:
+    """Names, each with its prefixes in order, from "web=data/web", or "data/web" whose name is "web".
+
+    Words with one name belong together. What is before the first = is a name unless it holds a /. Raises ConfigError.
+    """
+    found: dict[str, list[str]] = {}
+    for word in words:
+        name, equals, prefix = word.partition("=")
+        if not equals or "/" in name:
+            name, prefix = Path(word).name, word
+        for suffix in (".bin", ".idx"):
+            name, prefix = name.removesuffix(suffix), prefix.removesuffix(suffix)
+        require(
+            bool(name and prefix) and not _is_number(word),
+            f"valid_data_path: {word!r} is not NAME=PREFIX or a prefix of a .bin/.idx pair; each is a set of its own, "
+            "without weights",
+        )
+        require(
+            name not in ("step", "validation", "test"),
+            f"valid_data_path: a set cannot have the name {name!r}, which is that of something else; use another name",
+        )
+        require(
+            prefix not in found.get(name, []),
+            f"valid_data_path: set {name!r} names {prefix} twice; name each file once",
+        )
+        found.setdefault(name, []).append(prefix)
+    return found
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def require(condition: bool, message: str) -> None:

@@ -1,7 +1,8 @@
 """Batches of token ids for one rank.
 
 The state of the data is one integer, the number of samples consumed. The optimizer step that starts there uses
-positions [consumed, consumed + global_batch_size), whatever the layout; a rank's share of them is
+positions [consumed, consumed + global_batch_size), whatever the layout (of a batch-size ramp, the size that holds
+there); a rank's share of them is
 
     position = consumed + (micro_batch * data_parallel_size + data_parallel_rank) * micro_batch_size + row
 
@@ -26,7 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron.optimus.config.checks import check_batch_sizes
+from megatron.optimus.config.duration import BatchSizes, check_batch_sizes
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.data.dataset import InstanceSet
 from megatron.optimus.data.errors import DataError
@@ -74,6 +75,7 @@ class BatchLoader:
     ``max_batches`` if that is set. A ``Mixture`` brings its own order, also without ``shuffle``: each corpus has its
     share of every batch, and one that is too small for its share is repeated.
 
+    ``ramp``: as ``BatchSizes`` takes it; the batch at a position then has the size that holds there.
     ``options`` say what is made of documents within a sample; ``fim`` changes some of them, by seed and position alone.
     ``keep`` is applied to each batch, before ``pin_for``, which names an accelerator: batches then lie in page-locked
     memory, from which it copies while it computes.
@@ -98,6 +100,7 @@ class BatchLoader:
         seed: int,
         shuffle: bool = True,
         max_batches: int | None = None,
+        ramp: tuple[int, ...] = (),
         options: SampleOptions = SampleOptions(),  # noqa: B008  # frozen
         fim: FillInTheMiddle | None = None,
         keep: Callable[[Batch], Batch] = lambda batch: batch,
@@ -107,18 +110,14 @@ class BatchLoader:
             raise ConfigError(f"seq_length={seq_length} differs from the instances' {instances.seq_length}")
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ConfigError(f"data_parallel_rank={data_parallel_rank} must lie in [0, {data_parallel_size})")
-        check_batch_sizes(global_batch_size, micro_batch_size, data_parallel_size)
+        self._sizes = BatchSizes(global_batch_size, ramp)
+        check_batch_sizes(self._sizes, micro_batch_size, data_parallel_size)
         self._instances = instances
-        self._global_batch_size = global_batch_size
-        self._micro_batch_size = micro_batch_size
+        self._rank, self._layout = data_parallel_rank, (data_parallel_size, micro_batch_size)
         self._seed = seed
         self._shuffle = shuffle
         self._options, self._fim, self._keep = options, fim, keep
         self._pinned = pin_for is not None and pin_for.type != "cpu"
-        self.num_micro_batches = global_batch_size // (micro_batch_size * data_parallel_size)
-        # offsets of this rank's samples in the global batch: [num_micro_batches, micro_batch_size]
-        grid = np.arange(global_batch_size).reshape(self.num_micro_batches, data_parallel_size, micro_batch_size)
-        self._offsets = grid[:, data_parallel_rank]
         self.num_batches: int | None = None
         if not shuffle:
             available = len(instances) // global_batch_size
@@ -141,27 +140,27 @@ class BatchLoader:
         self._end: int | None = None  # position at which the run ends, where that is known
 
     def sample_ids(self, consumed: int) -> npt.NDArray[np.int64]:
-        """Instances of the whole global batch that starts at position ``consumed``: int64 [global_batch_size].
+        """Instances of the whole global batch that starts at position ``consumed``: int64 [size of that batch].
 
         Raises ValueError for a negative position, DataError past the last whole batch when not shuffled.
         """
+        size = self._sizes.at(consumed)
         if self._shuffle and isinstance(self._instances, InstanceSet):
-            return samples_at(consumed, self._global_batch_size, len(self._instances), self._seed)
+            return samples_at(consumed, size, len(self._instances), self._seed)
         if consumed < 0:
             raise ValueError(f"position={consumed} must not be negative")
         if not self._has(consumed):
             raise DataError(
-                f"no batch at sample {consumed}: this split gives {self.num_batches} batches of "
-                f"{self._global_batch_size} samples"
+                f"no batch at sample {consumed}: this split gives {self.num_batches} batches of {size} samples"
             )
         if isinstance(self._instances, Mixture):
-            return self._instances.ids_at(consumed, self._global_batch_size)
-        return np.arange(consumed, consumed + self._global_batch_size)
+            return self._instances.ids_at(consumed, size)
+        return np.arange(consumed, consumed + size)
 
     def batch(self, consumed: int) -> list[Batch]:
         """This rank's micro-batches of the optimizer step that starts at position ``consumed``.
 
-        ``num_micro_batches`` batches of int64 [micro_batch_size, seq_length], contiguous. Errors as ``sample_ids``.
+        Each int64 [micro_batch_size, seq_length], contiguous. Errors as ``sample_ids``.
         """
         self._read_ahead(consumed, 1 + _AHEAD)
         _, batches = self._ahead.popleft()
@@ -172,7 +171,7 @@ class BatchLoader:
 
         Raises DataError if that cannot be done. Nothing beyond them is read.
         """
-        self._end = consumed + steps * self._global_batch_size
+        self._end = self._sizes.after(consumed, steps)
         if self._has(consumed):
             self._read_ahead(consumed, _AHEAD)
         self.check()
@@ -192,10 +191,10 @@ class BatchLoader:
         if not self._ahead or self._ahead[0][0] != consumed:
             self._ahead.clear()
             self._ahead.append((consumed, self._executor.submit(self._read, consumed)))
-        position = self._ahead[-1][0] + self._global_batch_size
+        position = self._ahead[-1][0] + self._sizes.at(self._ahead[-1][0])
         while len(self._ahead) < count and self._has(position):
             self._ahead.append((position, self._executor.submit(self._read, position)))
-            position += self._global_batch_size
+            position += self._sizes.at(position)
 
     def close(self) -> None:
         """Ends the reading thread. The loader cannot be used afterwards."""
@@ -204,7 +203,7 @@ class BatchLoader:
     def _has(self, consumed: int) -> bool:
         if self.num_batches is None:
             return self._end is None or consumed < self._end
-        return consumed + self._global_batch_size <= self.num_batches * self._global_batch_size
+        return consumed + self._sizes.full <= self.num_batches * self._sizes.full
 
     def _read(self, consumed: int) -> list[Batch]:
         batches = []
@@ -232,11 +231,10 @@ class BatchLoader:
         return Batch(tokens_BS, labels_BS, documents, places, each * len(samples), is_same=True)
 
     def _own(self, consumed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Positions and instances of this rank's samples: int64 [num_micro_batches, micro_batch_size] each."""
-        ids, order = self.sample_ids(consumed), np.arange(self._global_batch_size)
-        if isinstance(self._instances, Mixture):
-            order = mixed_rows(self._global_batch_size, consumed)
-        own = order[self._offsets]
+        """Positions and instances of this rank's samples: int64 [micro-batches, micro_batch_size] each."""
+        ids, size = self.sample_ids(consumed), self._sizes.at(consumed)
+        order = mixed_rows(size, consumed) if isinstance(self._instances, Mixture) else np.arange(size)
+        own = order.reshape(-1, *self._layout)[:, self._rank]
         return consumed + own, ids[own]
 
 

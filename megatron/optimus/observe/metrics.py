@@ -17,10 +17,11 @@ FILE_NAME = "metrics.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One line. None means not applicable (no peak known, a dense model); the last five are absent where None."""
+    """One line. None means not applicable (no peak known, a dense model); the last six are absent where None."""
 
     step: int  # optimizer steps done, from 1
     consumed_tokens: int  # since the start of training
+    global_batch_size: int  # sequences of this step
     loss: float  # nats per token, mean over the global batch, without auxiliary losses
     aux_loss: float | None  # load-balancing loss before its weight
     z_loss: float | None  # router z-loss before its weight
@@ -37,13 +38,25 @@ class StepMetrics:
     peak_memory_gib: float | None = None  # most that tensors of rank 0's accelerator have taken since the start
     skipped: bool | None = None  # true where the update was left out: a gradient norm not finite, or far too large
     valid_loss: float | None = None
+    valid_losses: dict[str, float] | None = None  # of further validation sets, by name: keys valid_loss/NAME
     save_stall_s: float | None = None  # since the line before, training waited this long for checkpoints
     save_drain_s: float | None = None  # a checkpoint was committed since the line before, this long after it was begun
 
 
+def flat(metrics: StepMetrics) -> dict[str, Any]:
+    """Every number of a step by its key; a validation set's is ``valid_loss/NAME``."""
+    record: dict[str, Any] = {}
+    for key, value in dataclasses.asdict(metrics).items():
+        if key == "valid_losses":
+            record.update({f"valid_loss/{name}": loss for name, loss in (value or {}).items()})
+        else:
+            record[key] = value
+    return record
+
+
 def to_json(metrics: StepMetrics) -> str:
     """One line without its end. JSON knows no NaN or infinity: null, and ``"nonfinite": true`` says so."""
-    record: dict[str, Any] = dataclasses.asdict(metrics)
+    record = flat(metrics)
     for key in ("peak_memory_gib", "skipped", "valid_loss", "save_stall_s", "save_drain_s"):
         if record[key] is None:
             del record[key]

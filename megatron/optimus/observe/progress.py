@@ -6,23 +6,26 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING
 
-from megatron.optimus.observe.metrics import StepMetrics
+from megatron.optimus.observe.metrics import StepMetrics, flat
 
 if TYPE_CHECKING:
     from rich.progress import Progress as LiveBar
 
-_SMOOTHING = 0.1  # weight of the newest step in the mean step time behind the ETA
+_SMOOTHING = 0.1  # weight of the newest step in the mean time behind the ETA
 
 
 class Progress:
     """Shows steps as they end. Only rank 0 may create one; ``close`` it, also after an error, to free the terminal."""
 
-    def __init__(self, total_steps: int, first_step: int = 0, log_interval: int = 1, num_devices: int = 1) -> None:
-        """``first_step``: steps done before this process; ``num_devices`` turns tokens/s per device into tokens/s."""
-        self.total_steps = total_steps
+    def __init__(
+        self, total_steps: int, total_tokens: int, first_step: int = 0, log_interval: int = 1, num_devices: int = 1
+    ) -> None:
+        """``total_tokens``: those that the last step will have consumed. ``first_step``: steps done before this
+        process; ``num_devices`` turns tokens/s per device into tokens/s."""
+        self.total_steps, self.total_tokens = total_steps, total_tokens
         self.log_interval = log_interval
         self.num_devices = num_devices
-        self._mean_step_time: float | None = None
+        self._mean_token_time: float | None = None  # not a step's: while the batch grows, later steps take longer
         self._bar: LiveBar | None = None
         if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
             self._bar = _live_bar()
@@ -31,12 +34,11 @@ class Progress:
 
     def update(self, metrics: StepMetrics) -> None:
         """Takes the metrics of one step."""
-        mean = self._mean_step_time
-        newest = metrics.step_time_s
-        self._mean_step_time = newest if mean is None else (1 - _SMOOTHING) * mean + _SMOOTHING * newest
-        eta = duration((self.total_steps - metrics.step) * self._mean_step_time)
         tokens_per_second = metrics.tokens_per_second_per_device * self.num_devices
-        valid = "" if metrics.valid_loss is None else f" valid_loss={metrics.valid_loss:.4f}"
+        mean, newest = self._mean_token_time, 1 / tokens_per_second
+        self._mean_token_time = newest if mean is None else (1 - _SMOOTHING) * mean + _SMOOTHING * newest
+        eta = duration((self.total_tokens - metrics.consumed_tokens) * self._mean_token_time)
+        valid = "".join(f" {key}={value:.4f}" for key, value in flat(metrics).items() if _is_validation(key, value))
         if self._bar is not None:
             text = f"loss {metrics.loss:.4f}{valid}  {tokens_per_second:,.0f} tokens/s  ETA {eta}"
             self._bar.update(self._task, completed=metrics.step, text=text)
@@ -51,6 +53,10 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def _is_validation(key: str, value: object) -> bool:
+    return key.startswith("valid_loss") and value is not None
 
 
 def _live_bar() -> LiveBar:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.optimus.config.schema import ConfigError
-from megatron.optimus.observe.metrics import StepMetrics
+from megatron.optimus.observe.metrics import StepMetrics, flat
 
 
 class Tracker(Protocol):
@@ -66,5 +65,4 @@ class WandbTracker:
 
 
 def _numbers(metrics: StepMetrics) -> dict[str, float]:
-    values = dataclasses.asdict(metrics)
-    return {name: value for name, value in values.items() if value is not None and name != "step"}
+    return {name: value for name, value in flat(metrics).items() if value is not None and name != "step"}

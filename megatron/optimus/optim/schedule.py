@@ -1,37 +1,45 @@
-"""Learning rate and clipping as pure functions of the step, so that a resumed run needs no scheduler state."""
+"""Learning rate and clipping as pure functions of the progress, so that a resumed run needs no scheduler state."""
 
 from __future__ import annotations
 
 import math
 
-from megatron.optimus.config.schema import LRDecayStyle, OptimizerConfig, WSDDecayStyle
+from megatron.optimus.config.duration import batch_sizes, schedule_lengths
+from megatron.optimus.config.schema import LRDecayStyle, OptimizerConfig, TrainingConfig, WSDDecayStyle
 
 
-def learning_rate(step: int, config: OptimizerConfig, train_iters: int) -> float:
-    """Learning rate of optimizer step ``step`` (0-based).
+class RateSchedule:
+    """Learning rate and clipping of a run, counted in steps or, with ``train_samples``, in samples.
 
-    Linear warm-up from ``min_lr`` reaches ``lr`` in the last warm-up step, as in the Optimus paper; then the decay,
-    which ends at ``min_lr`` after ``lr_decay_iters`` steps and stays there.
+    Both methods take the number of an optimizer step (from 0) and the position at which its samples begin. With a
+    constant batch size a run of n steps and one of n times its samples have the same rates.
     """
-    warmup, end = config.lr_warmup_iters, config.lr_decay_iters or train_iters
-    span = config.lr - config.min_lr
-    if step < warmup:
-        return config.min_lr + span * (step + 1) / warmup
-    if config.lr_decay_style is LRDecayStyle.INVERSE_SQUARE_ROOT:
-        # Without warm-up it starts as if there had been one step. The rate is the peak's where warm-up ends.
-        return max(config.min_lr, config.lr * math.sqrt(max(1, warmup) / max(1, step)))
-    start = warmup
-    if config.lr_decay_style is LRDecayStyle.WSD:
-        assert config.lr_wsd_decay_iters is not None
-        start = max(warmup, end - config.lr_wsd_decay_iters)
-    progress = min(1.0, max(0, step - start) / max(1, end - start))
-    return config.min_lr + span * _left(progress, config)
 
+    def __init__(self, config: OptimizerConfig, training: TrainingConfig) -> None:
+        self._config, self._lengths = config, schedule_lengths(config, training)
+        self._in_samples, self._sizes = training.train_samples is not None, batch_sizes(training)
 
-def largest_grad_norm(step: int, config: OptimizerConfig) -> float:
-    """Global gradient norm to which optimizer step ``step`` (0-based) is clipped; 0: not at all."""
-    is_early = config.clip_grad_after_warmup and step < config.lr_warmup_iters
-    return 0.0 if is_early else config.clip_grad
+    def learning_rate(self, step: int, position: int) -> float:
+        """Linear warm-up from ``min_lr`` reaches ``lr`` in the last warm-up step, as in the Optimus paper; then the
+        decay, which ends at ``min_lr`` after ``lr_decay_iters`` steps and stays there."""
+        config, (warmup, end, wsd_decay) = self._config, self._lengths
+        done, coming, first = step, 1, 1
+        if self._in_samples:
+            done, coming, first = position, self._sizes.at(position), self._sizes.at(0)
+        span = config.lr - config.min_lr
+        if done < warmup:
+            return config.min_lr + span * min(1.0, (done + coming) / warmup)
+        if config.lr_decay_style is LRDecayStyle.INVERSE_SQUARE_ROOT:
+            # Without warm-up it starts as if there had been one step. The rate is the peak's where warm-up ends.
+            return max(config.min_lr, config.lr * math.sqrt(max(first, warmup) / max(first, done)))
+        start = max(warmup, end - wsd_decay) if config.lr_decay_style is LRDecayStyle.WSD else warmup
+        progress = min(1.0, max(0, done - start) / max(1, end - start))
+        return config.min_lr + span * _left(progress, config)
+
+    def largest_grad_norm(self, step: int, position: int) -> float:
+        """Global gradient norm to which the step is clipped; 0: not at all."""
+        is_early = (position if self._in_samples else step) < self._lengths.warmup
+        return 0.0 if self._config.clip_grad_after_warmup and is_early else self._config.clip_grad
 
 
 def _left(progress: float, config: OptimizerConfig) -> float:

@@ -135,9 +135,7 @@ class StepRecord:
 class Chunk(nn.Module):
     """One stage: consecutive layers, with the embedding before the first and the final norm after the last."""
 
-    def __init__(
-        self, model: Decoder, stage: int, plan: StagePlan, positions: int, record: StepRecord, aux_weight: AuxWeight
-    ) -> None:
+    def __init__(self, model: Decoder, stage: int, plan: StagePlan, positions: int, record: StepRecord) -> None:
         super().__init__()
         self.config = model.config
         self.positions = positions
@@ -147,7 +145,7 @@ class Chunk(nn.Module):
         self.final_norm = model.final_norm if is_last else None
         self.lm_head = model.lm_head if is_last else None  # used by the loss; listed here so that its gradient is taken
         self.record = record
-        self.aux_weight = aux_weight
+        self.aux_weight = AuxWeight(0.0, 0.0)  # of the step; the pipeline knows it
         self.batch: StageInput | None = None  # the micro-batch of the next forward, for what is not in its input
 
     def forward(self, x: Tensor) -> Tensor:
@@ -199,10 +197,12 @@ def check_torch(schedule: PipelineSchedule, num_micro_batches: int, num_stages: 
 
 
 class Backwards(Protocol):
-    """Whom to tell about the backwards of micro-batches through chunks; the gradients then are in ``grad``.
+    """Whom to tell about a step's micro-batches, and of their backwards through chunks; gradients then are in ``grad``.
 
     ``is_whole``: False if only the gradients of the chunk's input are computed, those of its weights in a later one.
     """
+
+    def begin(self, num_micro_batches: int) -> None: ...
 
     def before(self, micro_batch: int, chunk: Chunk, *, is_whole: bool) -> None: ...
 
@@ -255,6 +255,9 @@ class _Stage(PipelineStage):
 
 
 class _NobodyAsks:
+    def begin(self, num_micro_batches: int) -> None:
+        """Nothing depends on it."""
+
     def before(self, micro_batch: int, chunk: Chunk, *, is_whole: bool) -> None:
         """Gradients add up in ``grad``."""
 
@@ -264,6 +267,7 @@ class _NobodyAsks:
 class Pipeline:
     """Runs a step's micro-batches over the stages. Every method is collective over ``group``.
 
+    ``num_micro_batches``: of the first step; another number is planned anew when a step has it.
     ``hidden_shape``: of what travels between stages. ``positions``: of a whole sequence. ``backwards`` is told of every
     backward of a micro-batch through a chunk, so that gradients need not add up in the weights' dtype. ``lanes``: for
     what travels between stages; None: everything over ``group``.
@@ -285,43 +289,41 @@ class Pipeline:
         backwards: Backwards | None = None,
         lanes: Lanes | None = None,
     ) -> None:
-        check_torch(schedule, num_micro_batches, plan.num_stages)
         self.lanes = lanes
         self.model, self.plan, self.group, self.device = model, plan, group, device
-        self.num_micro_batches = num_micro_batches
         self.backwards = backwards or _NobodyAsks()
         self.batches: Sequence[StageInput] = ()
         self.record = StepRecord()
-        config = model.config
-        parts = config.num_layers * num_micro_batches
-        weight = AuxWeight(config.moe_aux_loss_coeff / parts, config.moe_z_loss_coeff / parts)
-        self._chunks = {stage: Chunk(model, stage, plan, positions, self.record, weight) for stage in plan.mine}
-        self._v_shape = schedule is PipelineSchedule.ZBV
+        self._chunks = {stage: Chunk(model, stage, plan, positions, self.record) for stage in plan.mine}
+        self._kind, self._v_shape = schedule, schedule is PipelineSchedule.ZBV
         self._labels_each: Tensor | float = 1
-        tokens_BS = torch.empty(tokens_shape, dtype=torch.int64, device="meta")
+        self._tokens = torch.empty(tokens_shape, dtype=torch.int64, device="meta")
         # requires_grad: from these shapes alone torch decides whether a gradient comes back.
         self._hidden = torch.empty(hidden_shape, dtype=dtype, device="meta", requires_grad=True)
-        stages: list[Any] = [
-            _Stage(
-                self,
-                chunk,
-                stage,
-                plan.num_stages,
-                device,
-                input_args=(tokens_BS if stage == 0 else self._hidden,),
-                output_args=(self._hidden,),
-                group=group,
-            )
-            for stage, chunk in self._chunks.items()
-        ]
+        self._plan_steps(num_micro_batches)
+
+    def _plan_steps(self, num_micro_batches: int) -> None:
+        """Makes the schedule of steps with so many micro-batches. Raises ConfigError where torch has none. Local."""
+        check_torch(self._kind, num_micro_batches, self.plan.num_stages)
+        self.num_micro_batches = num_micro_batches
+        config = self.model.config
+        parts = config.num_layers * num_micro_batches
+        stages: list[Any] = []
+        for stage, chunk in self._chunks.items():
+            chunk.aux_weight = AuxWeight(config.moe_aux_loss_coeff / parts, config.moe_z_loss_coeff / parts)
+            shapes = {
+                "input_args": (self._tokens if stage == 0 else self._hidden,),
+                "output_args": (self._hidden,),
+            }
+            stages.append(_Stage(self, chunk, stage, self.plan.num_stages, self.device, group=self.group, **shapes))
+        options: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
         self._schedule: Any
-        if schedule is PipelineSchedule.ONE_F_ONE_B:
+        if self._kind is PipelineSchedule.ONE_F_ONE_B:
             # With fewer micro-batches than stages 1F1B is GPipe: every forward comes before the first backward.
-            one = Schedule1F1B if num_micro_batches >= plan.num_stages else ScheduleGPipe
-            self._schedule = one(stages[0], num_micro_batches, loss_fn=self._loss, scale_grads=False)
+            one = Schedule1F1B if num_micro_batches >= self.plan.num_stages else ScheduleGPipe
+            self._schedule = one(stages[0], num_micro_batches, **options)
         else:
-            kind = _SCHEDULES[schedule]
-            self._schedule = kind(stages, num_micro_batches, loss_fn=self._loss, scale_grads=False)
+            self._schedule = _SCHEDULES[self._kind](stages, num_micro_batches, **options)
 
     @property
     def is_last(self) -> bool:
@@ -340,7 +342,8 @@ class Pipeline:
         ``labels_each``: labels that count in a micro-batch, on average over all of them.
         """
         if len(batches) != self.num_micro_batches:
-            raise ValueError(f"{len(batches)} micro-batches given to a pipeline built for {self.num_micro_batches}")
+            self._plan_steps(len(batches))
+        self.backwards.begin(len(batches))
         self.record.clear()
         self.batches, self._labels_each = batches, labels_each
         tokens = (torch.cat([batch.tokens_BS for batch in batches]),) if 0 in self._chunks else ()

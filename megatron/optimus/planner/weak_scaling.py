@@ -35,7 +35,7 @@ def weak_scaling(
     plans = []
     for size in sizes:
         batch = SEQUENCES_EACH * Layout.from_config(config.parallel, size).dp
-        training = replace(config.training, global_batch_size=batch)
+        training = replace(config.training, global_batch_size=batch, rampup_batch_size=[])
         plans.append(plan(replace(config, training=training), size, machine))
     first = plans[0].time.tokens_per_second_per_device
     return [Point(made, made.time.tokens_per_second_per_device / first, paper.get(made.world_size)) for made in plans]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron.optimus.config.duration import total_samples
 from megatron.optimus.config.schema import Packing, RunConfig, parse_split
 from megatron.optimus.data.dataset import InstanceSet, Split
 from megatron.optimus.data.errors import DataError
@@ -48,36 +49,46 @@ def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> Decoder:
     return model
 
 
+VALIDATION, TEST = "validation", "test"  # the shares of ``split`` beside the names of further validation sets
+
+
 @dataclass(frozen=True)
 class RunData:
     train: BatchLoader
-    valid: BatchLoader | None  # None when validation is off
+    valid: dict[str, BatchLoader]  # by name: VALIDATION, and further sets; none when validation is off
 
 
 def build_data(config: RunConfig, mesh: Mesh, device: torch.device) -> RunData:
-    """Loaders of this rank's training and validation batches; validation is one fixed set. Collective.
+    """Loaders of this rank's training and validation batches; each validation is one fixed set. Collective.
 
     Raises DataError on every rank if the data cannot be used on any.
     """
     ranks = Ranks(None, device)
-    sources = ranks.together(lambda: read_sources(config.data), "reading what the data is", DataError)
-    files = open_together(sources.prefixes, ranks)
+    sources, files = _open(config, ranks)
     return ranks.together(lambda: _loaders(config, mesh, device, sources, files), "opening the data", DataError)
 
 
-def build_evaluation_data(config: RunConfig, mesh: Mesh, device: torch.device) -> dict[str, BatchLoader]:
-    """Loaders of "validation" and "test", those of the two whose share holds a global batch. Collective.
+def _open(config: RunConfig, ranks: Ranks) -> tuple[Sources, TokenFiles]:
+    """What the training data are, and the files of these and of the validation sets, each once."""
+    sources = ranks.together(lambda: read_sources(config.data), "reading what the data is", DataError)
+    further = [prefix for prefixes in config.data.valid_sets.values() for prefix in prefixes]
+    return sources, open_together(list(dict.fromkeys([*sources.prefixes, *further])), ranks)
 
-    Raises DataError on every rank if neither does, or if the data cannot be used.
+
+def build_evaluation_data(config: RunConfig, mesh: Mesh, device: torch.device) -> dict[str, BatchLoader]:
+    """Loaders of VALIDATION and TEST, those of the two whose share holds a global batch, and of the further validation
+    sets. Collective.
+
+    Raises DataError on every rank if there are none, if a further set is too small, or if the data cannot be used.
     """
     ranks = Ranks(None, device)
-    sources = ranks.together(lambda: read_sources(config.data), "reading what the data is", DataError)
-    files = open_together(sources.prefixes, ranks)
+    sources, files = _open(config, ranks)
 
     def loaders() -> dict[str, BatchLoader]:
         options, _ = _documents(config)
         shares = parse_split(config.data.split)
-        parts = {name: part for name, part in (("validation", Split.VALID), ("test", Split.TEST)) if shares[part] > 0}
+        parts = {name: part for name, part in ((VALIDATION, Split.VALID), (TEST, Split.TEST)) if shares[part] > 0}
+        parts = parts if sources.prefixes else {}
         found, problems = {}, []
         for name, part in parts.items():
             try:
@@ -85,6 +96,7 @@ def build_evaluation_data(config: RunConfig, mesh: Mesh, device: torch.device) -
                 found[name] = _loader(config, mesh, device, options, None, instances, part)
             except DataError as error:
                 problems.append(f"{name}: {error}")
+        found.update(_further_sets(config, mesh, device, options, files))
         if not found:
             raise DataError("; ".join(problems))
         for problem in problems:
@@ -96,31 +108,54 @@ def build_evaluation_data(config: RunConfig, mesh: Mesh, device: torch.device) -
 
 def _loaders(config: RunConfig, mesh: Mesh, device: torch.device, sources: Sources, files: TokenFiles) -> RunData:
     train = _instances(config, sources, files, Split.TRAIN)
-    total = config.training.train_iters * config.training.global_batch_size
+    total = total_samples(config.training)
     if isinstance(train, Mixture):
         plan = train.plan(total)
     else:
-        plan = [CorpusPlan("all", len(files), train.num_tokens, len(train), total)]
+        plan = [CorpusPlan("all", len(sources.prefixes), train.num_tokens, len(train), total)]
     log_plan(plan, total, config.data.max_data_epochs)
-    valid = _instances(config, sources, files, Split.VALID) if config.training.eval_interval > 0 else None
     options, fim = _documents(config)
     loader = partial(_loader, config, mesh, device, options)
-    return RunData(loader(fim, train, Split.TRAIN), None if valid is None else loader(None, valid, Split.VALID))
+    valid = {}
+    if config.training.eval_interval > 0:
+        if parse_split(config.data.split)[Split.VALID] > 0:
+            valid[VALIDATION] = loader(None, _instances(config, sources, files, Split.VALID), Split.VALID)
+        valid.update(_further_sets(config, mesh, device, options, files))
+    return RunData(loader(fim, train, Split.TRAIN), valid)
+
+
+def _further_sets(
+    config: RunConfig, mesh: Mesh, device: torch.device, options: SampleOptions, files: TokenFiles
+) -> dict[str, BatchLoader]:
+    """Loaders of the sets in ``valid_data_path``, each of whole files in their order."""
+    loaders = {}
+    for name, prefixes in config.data.valid_sets.items():
+        try:
+            instances = InstanceSet(
+                prefixes, config.training.seq_length, split="0,1,0", **_reading(config, files, Split.VALID)
+            )
+            loaders[name] = _loader(config, mesh, device, options, None, instances, Split.VALID)
+        except DataError as error:
+            raise DataError(f"valid_data_path, set {name}: {error}") from error
+    return loaders
 
 
 def _instances(config: RunConfig, sources: Sources, files: TokenFiles, part: Split) -> InstanceSet | Mixture:
-    training, data = config.training, config.data
-    options: dict[str, Any] = {
-        "split": data.split,
+    training, options = config.training, _reading(config, files, part)
+    if sources.is_blend:
+        return Mixture(sources, training.seq_length, split=config.data.split, seed=training.seed, **options)
+    return InstanceSet(sources.prefixes, training.seq_length, split=config.data.split, **options)
+
+
+def _reading(config: RunConfig, files: TokenFiles, part: Split) -> dict[str, Any]:
+    """How instances are cut and read, whatever the files."""
+    return {
         "part": part,
         "files": files,
         "vocab_size": config.model.vocab_size,
-        "packing": data.packing is Packing.BEST_FIT,
-        "extra_token": data.add_extra_token_to_sequence,
+        "packing": config.data.packing is Packing.BEST_FIT,
+        "extra_token": config.data.add_extra_token_to_sequence,
     }
-    if sources.is_blend:
-        return Mixture(sources, training.seq_length, seed=training.seed, **options)
-    return InstanceSet(sources.prefixes, training.seq_length, **options)
 
 
 def _documents(config: RunConfig) -> tuple[SampleOptions, FillInTheMiddle | None]:
@@ -169,6 +204,7 @@ def _loader(
         seed=training.seed,
         shuffle=part is Split.TRAIN,
         max_batches=None if part is Split.TRAIN else training.eval_iters,
+        ramp=tuple(training.rampup_batch_size) if part is Split.TRAIN else (),
         options=options,
         fim=fim,
         keep=partial(own_part, positions_S=own_positions(training.seq_length, config.parallel, mesh)),

@@ -46,6 +46,15 @@ def training_state(engine: Engine) -> TrainingState:
     return deepspeed_ext.Stage3States(engine)
 
 
+def set_micro_batches(engine: Engine, count: int) -> None:
+    """Micro-batches of the next step and those after it. Between steps, on every rank alike."""
+    if count == engine.gradient_accumulation_steps():
+        return
+    engine.set_train_batch_size(count * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
+    # The engine takes a step when this is a multiple of the count; left as it is, the first step would be cut short.
+    engine.micro_steps = 0
+
+
 def step_outcome(engine: Engine) -> Tensor:
     """float64 [2]: gradient norm of the last step, 1.0 if it was skipped. On the device, without waiting for it; with
     zero_stage=3 on the host."""

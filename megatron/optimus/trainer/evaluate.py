@@ -35,7 +35,7 @@ def loss_over(
 ) -> float:
     """Mean cross-entropy in nats per label over all batches of ``loader``. Collective."""
     assert loader.num_batches is not None
-    size = config.training.global_batch_size
+    size = config.training.global_batch_size  # while the batch size is ramped up too: every validation is the same
 
     def read(number: int) -> list[Batch]:
         batches = ranks.together(partial(loader.batch, number * size), "reading validation data", DataError)

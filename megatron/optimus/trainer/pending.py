@@ -22,13 +22,13 @@ from megatron.optimus.trainer.step import PendingReport, StepReport
 @dataclass(frozen=True)
 class QueuedStep:
     """``line``: its metrics, from what it did and the seconds that it took. ``started``: of time.perf_counter.
-    ``validate``: gives the loss of the validation that is due after it."""
+    ``validate``: gives the losses of the validation that is due after it, by the name of the set."""
 
     number: int
     report: PendingReport
     line: Callable[[StepReport, float], StepMetrics]
     started: float
-    validate: Callable[[], float] | None = None
+    validate: Callable[[], dict[str, float]] | None = None
 
 
 class Teller:
@@ -56,22 +56,24 @@ class Teller:
             self._tell(last)
 
     def _tell(self, step: QueuedStep) -> None:
-        report = self._write(step)
-        self._health.observe(step.number, loss=report.loss, grad_norm=report.grad_norm, skipped=report.skipped)
-
-    def _write(self, step: QueuedStep) -> StepReport:
         report = step.report.read()
+        try:
+            self._write(step, report)
+        finally:  # without data for the validation the step counts still, for those that a resumed run compares with it
+            self._health.observe(step.number, loss=report.loss, grad_norm=report.grad_norm, skipped=report.skipped)
+
+    def _write(self, step: QueuedStep, report: StepReport) -> None:
         # The device began it when it was queued or, if that was later, when the one before was done.
         now = time.perf_counter()
         metrics = step.line(report, now - max(step.started, self._last_read))
         self._last_read = now
-        valid_loss = None
-        try:
-            valid_loss = None if step.validate is None else step.validate()
-        finally:  # without data for the validation there is the step still
-            self._reporter.write(metrics, report.expert_load_LE, valid_loss)
         self.stop_requested = self.stop_requested or report.stop_requested
-        return report
+        valid_losses: dict[str, float] = {}
+        try:
+            if step.validate is not None:
+                valid_losses = step.validate()
+        finally:  # without data for the validation there is the step still
+            self._reporter.write(metrics, report.expert_load_LE, valid_losses)
 
     def __enter__(self) -> Teller:
         return self
@@ -83,7 +85,7 @@ class Teller:
         if self._pending is None or isinstance(error, TrainingError):
             return
         try:
-            self._write(self._pending)
+            self._write(self._pending, self._pending.report.read())
         except RuntimeError:
             if error is None:  # else that one says what has happened
                 raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +16,7 @@ from megatron.optimus.observe.metrics import MetricsWriter, StepMetrics
 from megatron.optimus.observe.progress import Progress
 from megatron.optimus.observe.trackers import TensorBoardTracker, Tracker, WandbTracker
 from megatron.optimus.parallel.mesh import Mesh
+from megatron.optimus.trainer.build import VALIDATION
 
 logger = logging.getLogger("optimus")
 
@@ -23,9 +24,12 @@ logger = logging.getLogger("optimus")
 class Reporter:
     """On rank 0 a writer of every output that the configuration asks for; on other ranks nothing."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh, first_step: int) -> None:
-        """Raises OSError where nothing can be written, ConfigError for a missing package, a tracker's own errors; all
-        on rank 0 alone."""
+    def __init__(self, config: RunConfig, mesh: Mesh, *, first_step: int, last_step: int, total_samples: int) -> None:
+        """``first_step``: steps done before; ``total_samples``: those that the last step will have consumed.
+
+        Raises OSError where nothing can be written, ConfigError for a missing package, a tracker's own errors; all on
+        rank 0 alone.
+        """
         self._silent = mesh.rank != 0
         self._has_failed = False
         if self._silent:
@@ -39,19 +43,22 @@ class Reporter:
         self._metrics = MetricsWriter(run_dir, resume_step=first_step)
         (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
         self._expert_load = ExpertLoad(run_dir, config.parallel)
-        self._progress = Progress(config.training.train_iters, first_step, logging.log_interval, mesh.layout.world_size)
+        total_tokens = total_samples * config.training.seq_length
+        self._progress = Progress(last_step, total_tokens, first_step, logging.log_interval, mesh.layout.world_size)
 
-    def write(self, metrics: StepMetrics, expert_load_LE: list[list[int]], valid_loss: float | None) -> None:
-        """Takes one step. With a validation loss, and at the end, the load of every expert is written too."""
+    def write(self, metrics: StepMetrics, expert_load_LE: list[list[int]], valid_losses: Mapping[str, float]) -> None:
+        """Takes one step. With validation losses (by the set's name; VALIDATION is the share of ``split``), and at the
+        end, the load of every expert is written too."""
         if self._silent:
             return
-        metrics = dataclasses.replace(metrics, valid_loss=valid_loss)
+        named = {name: loss for name, loss in valid_losses.items() if name != VALIDATION}
+        metrics = dataclasses.replace(metrics, valid_loss=valid_losses.get(VALIDATION), valid_losses=named)
         self._progress.update(metrics)
         self._try(lambda: self._metrics.write(metrics))
         for tracker in self._trackers:
             self._try(partial(tracker.write, metrics))
         self._expert_load.add(metrics.step, expert_load_LE)
-        if valid_loss is not None:
+        if valid_losses:
             self._try(self._expert_load.write)
 
     def _try(self, write: Callable[[], None]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron.optimus.config.checks import gradient_accumulation_steps
+from megatron.optimus.config.checks import micro_batches
 from megatron.optimus.config.schema import ModelConfig, RunConfig
 from megatron.optimus.data.loader import Batch
 from megatron.optimus.models.decoder import Decoder, DecoderOutput
@@ -19,7 +19,7 @@ from megatron.optimus.moe.router import Router, RouterStats
 from megatron.optimus.parallel.lanes import make_lanes
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.pipeline import Chunk, Pipeline, stage_plan
-from megatron.optimus.trainer.engine import DTYPES, Engine
+from megatron.optimus.trainer.engine import DTYPES, Engine, set_micro_batches
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Schedule(Protocol):
     def forward_backward(self, batches: Sequence[Batch], labels_each: float | Tensor) -> list[MicroBatchRecord]:
         """Accumulates the gradients of the mean over micro-batches; ``engine.step()`` comes next.
 
+        Steps may differ in their number of micro-batches, on every rank alike.
         ``labels_each``: labels that count in a micro-batch, on average over those of all ranks.
         """
 
@@ -60,19 +61,18 @@ def build_schedule(config: RunConfig, engine: Engine, mesh: Mesh, device: torch.
         ends = mesh.ends_group("pp")
         assert ends is not None
         engine.optimizer.sum_over(tied, ends)
-    reductions = Reductions(engine, config, gradient_accumulation_steps(config, mesh.layout.world_size))
     pipeline = Pipeline(
         engine.module,
         stage_plan(config.model, parallel, mesh.index("pp")),
         parallel.pipeline_schedule,
         group,
-        num_micro_batches=gradient_accumulation_steps(config, mesh.layout.world_size),
+        num_micro_batches=micro_batches(config, mesh.layout.world_size)[0],  # fewest: what they cannot do, none can
         tokens_shape=(training.micro_batch_size, length),
         hidden_shape=hidden_shape,
         positions=training.seq_length,
         dtype=DTYPES[training.params_dtype],
         device=device,
-        backwards=reductions,
+        backwards=Reductions(engine, config),
         lanes=make_lanes(mesh, parallel, device),
     )
     return Stages(engine, pipeline)
@@ -93,9 +93,9 @@ class Reductions:
     which order, follows from the schedule and the layers of the rank, which are the same on all ranks of each group.
     """
 
-    def __init__(self, engine: Engine, config: RunConfig, num_micro_batches: int) -> None:
+    def __init__(self, engine: Engine, config: RunConfig) -> None:
         self._engine, self._optimizer = engine, engine.optimizer
-        self._num_micro_batches = num_micro_batches
+        self._num_micro_batches = 0  # of the present step
         self._num_chunks = config.parallel.virtual_pipeline_model_parallel_size
         self._buckets: dict[tuple[Chunk, ...], list[Any]] = {}
         self._done: Counter[Chunk] = Counter()  # backwards of this step, those of inputs alone not counted
@@ -103,6 +103,9 @@ class Reductions:
         self._is_reduced = False  # by the present backward
         each = config.optimizer.zero_stage == 2
         self._when = Reduce.IN_EACH_BACKWARD if each else Reduce.IN_LAST_BACKWARD
+
+    def begin(self, num_micro_batches: int) -> None:
+        self._num_micro_batches = num_micro_batches
 
     def before(self, micro_batch: int, chunk: Chunk, *, is_whole: bool) -> None:
         is_last = is_whole and self._done[chunk] + 1 == self._num_micro_batches
@@ -169,6 +172,7 @@ class WholeModel:
 
     def forward_backward(self, batches: Sequence[Batch], labels_each: float | Tensor) -> list[MicroBatchRecord]:
         seen = []
+        set_micro_batches(self.engine, len(batches))
         for index, batch in enumerate(batches):
             if index > 0:
                 self.engine.step()  # between micro-batches it only counts them

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from megatron.optimus.config.checks import gradient_accumulation_steps
+from megatron.optimus.config.duration import batch_sizes, last_step
 from megatron.optimus.config.schema import RunConfig
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.loader import Batch
 from megatron.optimus.observe.flops import flops_per_token, mfu
 from megatron.optimus.observe.metrics import StepMetrics
-from megatron.optimus.optim.schedule import largest_grad_norm, learning_rate
+from megatron.optimus.optim.schedule import RateSchedule
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.runtime import device as devices
 from megatron.optimus.runtime.agreement import Ranks
@@ -56,19 +57,22 @@ class Trainer:
         # Optimizer steps done; position in the order of samples, which is the whole state of the data.
         self.step, self.consumed_samples = self.checkpoints.resume()
         self.first_step = self.step
+        self.batch_sizes, self.rates = batch_sizes(config.training), RateSchedule(config.optimizer, config.training)
+        self._told_size = 0  # of a batch-size ramp
+        self.last_step = last_step(config.training, self.step, self.consumed_samples)
         self.health = Health(config.optimizer.grad_norm_spike_sigma)
         self.health.grad_norms.restore(self.checkpoints.kept.get(_NORMS))
         self.checkpoints.prepare()
 
     def fit(self) -> int:
-        """Trains up to ``train_iters`` steps, or up to a multiple of ``exit_interval``, or until a signal asks to stop.
+        """Trains up to ``train_iters`` steps or ``train_samples`` samples, up to a multiple of ``exit_interval``, or
+        until a signal asks to stop.
 
         Returns the exit code: 0, or that of the signal as shells report it. Everything up to the last step is saved.
         """
-        training = self.config.training
         reporter = self._open_reporter()
         train = self.data.train
-        first = partial(train.start, self.consumed_samples, training.train_iters - self.step)
+        first = partial(train.start, self.consumed_samples, self.last_step - self.step)
         profiler = StepProfiler(
             self.config.logging, self.engine.module, self.device, rank=self.mesh.rank, first_step=self.first_step
         )
@@ -79,8 +83,9 @@ class Trainer:
             profiler,
         ):
             self.ranks.together(first, "reading the first batches", DataError)
-            while self._pass_over() < training.train_iters:
+            while self._pass_over() < self.last_step:
                 self._check_devices()
+                self._tell_batch_size()
                 profiler.before(self.step + 1)
                 started = time.perf_counter()
                 lr = self._set_rates()
@@ -90,15 +95,16 @@ class Trainer:
                 report = self._train_step(batches, stop)
                 self.step += 1
                 profiler.after(self.step)
-                self.consumed_samples += training.global_batch_size
+                samples = self.batch_sizes.at(self.consumed_samples)
+                self.consumed_samples += samples
                 validate = self._validate if self._is_due("eval") else None
                 try:
-                    teller.add(QueuedStep(self.step, report, self._line(lr, waited), started, validate))
+                    teller.add(QueuedStep(self.step, report, self._line(lr, waited, samples), started, validate))
                     if teller.stop_requested:
                         second = "; a second signal ends the run at once" if stop.signal is not None else ""
                         why = "data cannot be read" if train.failure() else "a rank lacks data or was asked to stop"
                         logger.info("%s: saving step %d%s", "asked to stop" if second else why, self.step, second)
-                    leaving = teller.stop_requested or self._is_due("exit") or self.step == training.train_iters
+                    leaving = teller.stop_requested or self._is_due("exit") or self.step == self.last_step
                     if leaving or self.checkpoints.is_due(self.step):
                         teller.settle()
                         self._keep_norms()
@@ -113,7 +119,7 @@ class Trainer:
                 self.checkpoints.after_step(self.step, self.consumed_samples, leaving=leaving)
                 if leaving:
                     # A signal to one rank, or data that one cannot read, is the same end for all.
-                    unfinished = teller.stop_requested and self.step < training.train_iters
+                    unfinished = teller.stop_requested and self.step < self.last_step
                     if unfinished:
                         self.ranks.together(train.check, f"reading beyond step {self.step}", DataError)
                     return 128 + (stop.signal or signal.SIGTERM) if unfinished else 0
@@ -123,8 +129,10 @@ class Trainer:
         self.checkpoints.kept = {_NORMS: self.health.grad_norms.plain()}
 
     def _open_reporter(self) -> Reporter:
+        total = self.batch_sizes.after(self.consumed_samples, self.last_step - self.step)
+        ends = {"first_step": self.step, "last_step": self.last_step, "total_samples": total}
         return self.ranks.together(
-            lambda: Reporter(self.config, self.mesh, first_step=self.step), "opening the outputs", TrainingError
+            lambda: Reporter(self.config, self.mesh, **ends), "opening the outputs", TrainingError
         )
 
     def _train_step(self, batches: list[Batch], stop: StopRequest) -> PendingReport:
@@ -141,10 +149,9 @@ class Trainer:
 
     def _pass_over(self) -> int:
         """Steps done, after those have been counted that are to be left out; the last one of a run never is."""
-        training = self.config.training
-        while self.step + 1 in training.iterations_to_skip and self.step + 1 < training.train_iters:
+        while self.step + 1 in self.config.training.iterations_to_skip and self.step + 1 < self.last_step:
             self.step += 1
-            self.consumed_samples += training.global_batch_size
+            self.consumed_samples += self.batch_sizes.at(self.consumed_samples)
             logger.info("step %d is left out, as iterations_to_skip says", self.step)
         return self.step
 
@@ -153,12 +160,17 @@ class Trainer:
         if interval > 0 and (self.step - self.first_step) % interval == 0:
             check_devices(self.ranks, self.device, DTYPES[self.config.training.params_dtype])
 
+    def _tell_batch_size(self) -> None:
+        size = self.batch_sizes.at(self.consumed_samples)
+        if self.batch_sizes.ramp and size != self._told_size:
+            logger.info("global batches of %d samples from step %d on", size, self.step + 1)
+            self._told_size = size
+
     def close(self) -> None:
         """Ends the data threads and frees the folder of checkpoints."""
         self.checkpoints.close()
-        for loader in (self.data.train, self.data.valid):
-            if loader is not None:
-                loader.close()
+        for loader in (self.data.train, *self.data.valid.values()):
+            loader.close()
 
     def _is_due(self, what: str) -> bool:
         training = self.config.training
@@ -167,28 +179,28 @@ class Trainer:
             "exit": training.exit_interval,
         }
         interval = intervals[what]
-        last = self.step == training.train_iters and what == "eval" and interval > 0
+        last = self.step == self.last_step and what == "eval" and interval > 0
         return last or (interval > 0 and self.step % interval == 0)
 
     def _set_rates(self) -> float:
         """Learning rate (returned) and largest gradient norms of the next step."""
-        config = self.config.optimizer
-        lr = learning_rate(self.step, config, self.config.training.train_iters)
+        lr = self.rates.learning_rate(self.step, self.consumed_samples)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         # Not the optimizer's own count of steps: after a restart from weights alone that is younger than the run.
-        self.engine.optimizer.clip_grad = largest_grad_norm(self.step, config)
+        self.engine.optimizer.clip_grad = self.rates.largest_grad_norm(self.step, self.consumed_samples)
         self.engine.optimizer.skip_above = self.health.largest_norm(self.step + 1)
         return lr
 
-    def _validate(self) -> float:
-        assert self.data.valid is not None
-        return loss_over(self.data.valid, self.schedule, self.config, self.mesh, self.device, self.ranks)
+    def _validate(self) -> dict[str, float]:
+        """The loss over every validation set, by its name."""
+        how = (self.schedule, self.config, self.mesh, self.device, self.ranks)
+        return {name: loss_over(loader, *how) for name, loader in self.data.valid.items()}
 
-    def _line(self, lr: float, data_wait_s: float) -> Callable[[StepReport, float], StepMetrics]:
-        """The metrics of the step just queued, from what it did and the seconds it took."""
+    def _line(self, lr: float, data_wait_s: float, samples: int) -> Callable[[StepReport, float], StepMetrics]:
+        """The metrics of the step of ``samples`` just queued, from what it did and the seconds it took."""
         training, model = self.config.training, self.config.model
-        tokens = training.global_batch_size * training.seq_length / self.mesh.layout.world_size
+        tokens = samples * training.seq_length / self.mesh.layout.world_size
         flops = flops_per_token(model, training.seq_length)
         told = self.config.logging.device_peak_tflops
         known = devices.peak_flops(devices.device_name(self.device), DTYPES[training.params_dtype])
@@ -196,6 +208,7 @@ class Trainer:
         now: dict[str, Any] = {  # what the host knows when the step has been queued
             "step": self.step,
             "consumed_tokens": self.consumed_samples * training.seq_length,
+            "global_batch_size": samples,
             "lr": lr,
             "data_wait_s": data_wait_s,
             "peak_memory_gib": devices.peak_memory(self.device) / 2**30 or None,

@@ -99,6 +99,23 @@ CHUNKS = "--virtual-pipeline-model-parallel-size 2"
             ["5 micro-batches", "multiple of 2"],
         ),
         (
+            "--global-batch-size 64 --rampup-batch-size 16 12 999 --train-samples 9999 --micro-batch-size 2",
+            8,
+            ["=16 12 999 has a stage of 52 samples", "multiple of micro_batch_size=2 x data-parallel size 8 = 16"],
+        ),
+        (
+            f"{STAGES} {CHUNKS} --pipeline-schedule interleaved-1f1b --global-batch-size 64 --num-layers 8 "
+            "--rampup-batch-size 8 8 999 --train-samples 9999",
+            16,
+            ["7 micro-batches", "multiple of 2"],
+        ),
+        (
+            "--lr-warmup-samples 9",
+            1,
+            ["lr_warmup_samples=9", "train_iters=1000; use lr_warmup_iters"],
+        ),
+        ("--train-samples 80 --lr-warmup-iters 11", 1, ["warm-up of 88 samples", "80", "lr_warmup_samples"]),
+        (
             "--tensor-model-parallel-size 4 --num-attention-heads 2",
             8,
             ["=4 must divide num_attention_heads=2; use 1 or 2"],
@@ -150,6 +167,10 @@ def test_impossible_combinations(flags: str, world: int, parts: list[str]) -> No
         (f"{MOE} --expert-tensor-parallel-size 2 --expert-model-parallel-size 4", 8),
         ("--lr-warmup-iters 9 --train-iters 8 --lr-decay-iters 100", 1),  # the first part of a longer schedule
         ("--split 1,0,0 --eval-interval 0", 1),
+        ("--split 1,0,0 --valid-data-path web=x", 1),
+        ("--split 1,0,0 --valid-data-path web=x --skip-train", 1),
+        ("--train-samples 80 --lr-warmup-iters 11 --lr-decay-samples 88", 1),
+        ("--global-batch-size 64 --rampup-batch-size 16 16 999 --train-samples 9999 --micro-batch-size 2", 8),
         ("--seq-length 4096", 1),
         ("--device cuda --distributed-backend nccl", 1),
         ("--device cuda --distributed-backend gloo", 1),
@@ -199,3 +220,6 @@ def test_what_this_version_cannot_train(flags: str, part: str) -> None:
 
 def test_trainable() -> None:
     check_trainable(config("--data-path x --tensor-model-parallel-size 2 --context-parallel-size 2"))
+    check_trainable(config("--skip-train --valid-data-path web=x"))
+    with pytest.raises(ConfigError, match="data_path is empty"):
+        check_trainable(config("--valid-data-path web=x"))

@@ -47,6 +47,14 @@ from megatron.optimus.config.schema import (
         (OptimizerConfig, {"clip_grad": -1.0}, ["clip_grad=-1.0"]),
         (TrainingConfig, {"train_iters": 0}, ["train_iters=0"]),
         (TrainingConfig, {"micro_batch_size": 0}, ["micro_batch_size=0"]),
+        (TrainingConfig, {"rampup_batch_size": [4, 2]}, ["rampup_batch_size=4 2", "three whole numbers"]),
+        (TrainingConfig, {"rampup_batch_size": [4, 0, 9], "train_samples": 99}, ["=4 0 9", "above 0"]),
+        (TrainingConfig, {"rampup_batch_size": [4, 2, 9]}, ["=4 2 9 needs", "train_samples", "place of train_iters"]),
+        (TrainingConfig, {"rampup_batch_size": [8, 2, 9], "train_samples": 99}, ["begins with 8", "batch_size=8"]),
+        (TrainingConfig, {"rampup_batch_size": [2, 4, 9], "train_samples": 99}, ["increment 4", "8 - 2 = 6", "use 3"]),
+        (TrainingConfig, {"train_samples": 7}, ["train_samples=7", "batch of 8"]),
+        (OptimizerConfig, {"lr_warmup_samples": 9, "lr_decay_samples": 8}, ["=9 exceeds lr_decay_samples=8"]),
+        (OptimizerConfig, {"lr_wsd_decay_samples": 8}, ["lr_wsd_decay_samples=8 is for lr_decay_style=WSD"]),
         (TrainingConfig, {"seed": -1}, ["seed=-1"]),
         (DataConfig, {"split": "90;5;5"}, ["'90;5;5'", "969,30,1"]),
         (DataConfig, {"split": ""}, ["split=''"]),
@@ -55,6 +63,10 @@ from megatron.optimus.config.schema import (
         (DataConfig, {"split": "1,inf"}, ["'1,inf'"]),
         (DataConfig, {"split": "1,1,1,1"}, ["'1,1,1,1'"]),
         (DataConfig, {"data_path": ["a", ""]}, ["data_path", "empty"]),
+        (DataConfig, {"valid_data_path": ["web="]}, ["'web='", "NAME=PREFIX"]),
+        (DataConfig, {"valid_data_path": ["0.5", "a"]}, ["'0.5'", "without weights"]),
+        (DataConfig, {"valid_data_path": ["test=a"]}, ["'test'", "another name"]),
+        (DataConfig, {"valid_data_path": ["x/web", "web=x/web.bin"]}, ["'web'", "x/web twice"]),
         (CheckpointConfig, {"save_retain": 0}, ["save_retain=0", "1 or more"]),
         (CheckpointConfig, {"finetune": True}, ["finetune", "load"]),
         (LoggingConfig, {"log_interval": 0}, ["log_interval=0"]),
@@ -80,6 +92,12 @@ def test_split_shares() -> None:
     assert [float(share) for share in parse_split(DataConfig().split)] == [0.969, 0.03, 0.001]
     assert parse_split("3, 1") == (0.75, 0.25, 0.0)
     assert parse_split("100") == (1.0, 0.0, 0.0)
+
+
+def test_names_of_validation_sets() -> None:
+    words = ["data/web.bin", "code=a/1", "code=a/2.idx", "/x=y/books", "./c=d", "law=e=f"]
+    found = {"web": ["data/web"], "code": ["a/1", "a/2"], "books": ["/x=y/books"], "c=d": ["./c=d"], "law": ["e=f"]}
+    assert DataConfig(valid_data_path=words).valid_sets == found
 
 
 def test_one_of() -> None:

@@ -55,6 +55,7 @@ def test_to_dict_is_a_copy() -> None:
 
 
 def test_changed_options_name_what_bears_on_training() -> None:
-    before, after = to_dict(load([]).config), to_dict(load(["--lr", "1e-3", "--exit-interval", "5"]).config)
+    changed = ["--lr", "1e-3", "--exit-interval", "5", "--valid-data-path", "web=x"]
+    before, after = (to_dict(load(words).config) for words in ([], changed))
     assert changed_options(before, after) == ["optimizer.lr 0.0004 -> 0.001"]
     assert changed_options(before, before) == []

@@ -36,6 +36,15 @@ def test_dry_run_of_the_paper_layout() -> None:
     assert "num_layers: 64" in text
 
 
+def test_dry_run_counts_the_whole_run() -> None:
+    text = describe(load(["--preset", "mula-tiny"]).config, 1)
+    assert "in all: 300 steps, 4,800 sequences, 1,228,800 tokens" in text and "ramp:" not in text
+    words = "--preset mula-tiny --rampup-batch-size 4 4 48 --train-samples 1000".split()
+    text = describe(load(words).config, 1)
+    assert "in all: 67 steps, 1,000 sequences, 256,000 tokens" in text
+    assert "ramp: 4 sequences a step, 4 more in each further stage of 16 sequences; 16 after 8 steps" in text
+
+
 def test_dry_run_on_a_laptop_describes_the_smallest_world() -> None:
     assert "layout of 12 ranks" in describe(load(["--preset", "mula-20b-a2b"]).config, 1)
 

@@ -14,6 +14,7 @@ from megatron.optimus.observe.metrics import MetricsWriter, StepMetrics, read_me
 KEYS = [
     "step",
     "consumed_tokens",
+    "global_batch_size",
     "loss",
     "aux_loss",
     "z_loss",
@@ -34,6 +35,7 @@ def metrics(step: int, **changes: Any) -> StepMetrics:
     values: dict[str, Any] = {
         "step": step,
         "consumed_tokens": step * 100,
+        "global_batch_size": 10,
         "loss": 8.0 / step,
         "aux_loss": 1.0,
         "z_loss": None,
@@ -67,9 +69,12 @@ def test_keys_and_exact_values(tmp_path: Path) -> None:
         writer.write(metrics(1, loss=0.1 + 0.2))
         writer.write(metrics(2, valid_loss=3.5))
         writer.write(metrics(3, peak_memory_gib=1.5))
-    first, second, third = read_metrics(tmp_path / "new" / "run" / "metrics.jsonl")
+        writer.write(metrics(4, valid_losses={"web": 2.5, "code": math.nan}))
+    first, second, third, fourth = read_metrics(tmp_path / "new" / "run" / "metrics.jsonl")
     assert list(first) == KEYS and list(second) == [*KEYS, "valid_loss"]
     assert list(third) == [*KEYS, "peak_memory_gib"]
+    assert list(fourth) == [*KEYS, "valid_loss/web", "valid_loss/code", "nonfinite"]
+    assert fourth["valid_loss/web"] == 2.5 and fourth["valid_loss/code"] is None
     assert first["loss"] == 0.1 + 0.2 and first["mfu"] is None and second["valid_loss"] == 3.5
 
 

@@ -25,18 +25,19 @@ def run(progress: Progress, last: int) -> None:
 
 
 def test_plain_lines_where_output_is_not_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    run(Progress(total_steps=9, log_interval=4, num_devices=3), 9)
+    run(Progress(total_steps=9, total_tokens=900, log_interval=4, num_devices=3), 9)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["step=4", "step=5", "step=8", "step=9"]  # 5: validated, 9: the last
-    assert lines[0] == "step=4 loss=2.0000 lr=1.000e-03 grad_norm=0.100 tokens/s=600 eta=0:02"
+    assert lines[0] == "step=4 loss=2.0000 lr=1.000e-03 grad_norm=0.100 tokens/s=600 eta=0:01"
     assert "valid_loss=3.2500" in lines[1] and lines[-1].endswith("eta=0:00")
 
 
-def test_eta_follows_the_step_time(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(total_steps=101)
-    progress.update(metrics(1, step_time_s=10.0))  # the first step pays for warming up
+def test_eta_follows_the_time_of_a_token(capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps of 100 tokens so far; those to come may be larger, which the tokens still to come know."""
+    progress = Progress(total_steps=80, total_tokens=10_100)
+    progress.update(metrics(1, tokens_per_second_per_device=10.0))  # the first step pays for warming up
     for step in range(2, 60):
-        progress.update(metrics(step, step_time_s=1.0))
+        progress.update(metrics(step, tokens_per_second_per_device=100.0))
     eta = capsys.readouterr().out.splitlines()[-1].split("eta=")[1]
     assert eta in ("0:42", "0:43")
 
@@ -52,7 +53,7 @@ def test_a_live_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    run(Progress(total_steps=6, first_step=0), 6)
+    run(Progress(total_steps=6, total_tokens=600, first_step=0), 6)
     text = terminal.getvalue()
     assert sys.stdout is terminal  # given back
     assert re.search(r"6/6", text) and "loss 1.3333" in text and "200 tokens/s" in text and "ETA 0:00" in text
@@ -63,7 +64,7 @@ def test_a_terminal_without_rich_gets_plain_lines(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    run(Progress(total_steps=2), 2)
+    run(Progress(total_steps=2, total_tokens=200), 2)
     assert terminal.getvalue().startswith("step=1 loss=8.0000 ")
 
 
@@ -81,12 +82,13 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
 
     tracker = TensorBoardTracker(str(tmp_path))
     tracker.write(metrics(1))
-    tracker.write(metrics(2, valid_loss=3.5))
+    tracker.write(metrics(2, valid_loss=3.5, valid_losses={"web": 2.5}))
     tracker.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 8.0), (2, 4.0)]
     assert [event.step for event in events.Scalars("valid_loss")] == [2]
+    assert [event.value for event in events.Scalars("valid_loss/web")] == [2.5]
     assert "mfu" not in events.Tags()["scalars"]  # unknown
 
 
@@ -139,12 +141,12 @@ def test_wandb_gets_every_number_and_a_resumed_run_goes_on_there(
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for _ in range(2):
         tracker = WandbTracker("moe", None, tmp_path / "first", {"model": {"num_layers": 2}})
-        tracker.write(metrics(7, valid_loss=3.5))
+        tracker.write(metrics(7, valid_loss=3.5, valid_losses={"web": 2.5}))
         tracker.close()
     (_, first), (numbers, keywords), (_, second), _ = fake.calls
     assert (first["project"], first["name"], first["config"]) == ("moe", "first", {"model": {"num_layers": 2}})
     assert (first["id"], second["id"], second["resume"]) == (None, "made", "allow")
-    assert keywords == {"step": 7} and numbers["valid_loss"] == 3.5
+    assert keywords == {"step": 7} and numbers["valid_loss"] == 3.5 and numbers["valid_loss/web"] == 2.5
     assert not {"step", "mfu"} & numbers.keys(), "what is not applicable is left out"
 
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.optimus.config.schema import ConfigError, LRDecayStyle, OptimizerConfig, WSDDecayStyle
-from megatron.optimus.optim.schedule import largest_grad_norm, learning_rate
+from megatron.optimus.config.schema import ConfigError, LRDecayStyle, OptimizerConfig, TrainingConfig, WSDDecayStyle
+from megatron.optimus.optim.schedule import RateSchedule
 
 
 def config(style: LRDecayStyle, **changes: object) -> OptimizerConfig:
     return OptimizerConfig(**{"lr": 1.0, "min_lr": 0.1, "lr_warmup_iters": 10, "lr_decay_style": style, **changes})
+
+
+def learning_rate(step: int, config: OptimizerConfig, train_iters: int) -> float:
+    """Of a run counted in steps."""
+    return RateSchedule(config, TrainingConfig(train_iters=train_iters)).learning_rate(step, position=8 * step)
 
 
 @pytest.mark.parametrize("style", [LRDecayStyle.COSINE, LRDecayStyle.LINEAR, LRDecayStyle.CONSTANT])
@@ -79,6 +84,32 @@ def test_wsd_and_its_length_come_together() -> None:
 
 
 def test_clipping_may_wait_for_the_end_of_warmup() -> None:
-    assert largest_grad_norm(0, OptimizerConfig(clip_grad=0.5, lr_warmup_iters=3)) == 0.5
-    late = OptimizerConfig(clip_grad=0.5, lr_warmup_iters=3, clip_grad_after_warmup=True)
-    assert [largest_grad_norm(step, late) for step in range(5)] == [0.0, 0.0, 0.0, 0.5, 0.5]
+    def norms(training: TrainingConfig, **options: object) -> list[float]:
+        rates = RateSchedule(OptimizerConfig(clip_grad=0.5, **options), training)
+        return [rates.largest_grad_norm(step, position) for step, position in enumerate((0, 8, 16, 24, 32))]
+
+    assert norms(TrainingConfig(), lr_warmup_iters=3) == [0.5] * 5
+    late = {"clip_grad_after_warmup": True}
+    for training in (TrainingConfig(), TrainingConfig(train_samples=64)):
+        assert norms(training, lr_warmup_iters=3, **late) == [0.0, 0.0, 0.0, 0.5, 0.5]
+    assert norms(TrainingConfig(train_samples=64), lr_warmup_samples=9, **late) == [0.0, 0.0, 0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("style", list(LRDecayStyle))
+def test_a_run_counted_in_samples_has_the_rates_of_its_steps(style: LRDecayStyle) -> None:
+    """Bit for bit, with lengths in steps and in samples; while the batch grows they follow the samples."""
+    wsd = style is LRDecayStyle.WSD
+    steps = config(style, lr_decay_iters=40, lr_wsd_decay_iters=7 if wsd else None)
+    lengths = {"lr_warmup_samples": 240, "lr_decay_samples": 960, "lr_wsd_decay_samples": 168 if wsd else None}
+    samples = config(style, lr_wsd_decay_iters=1 if wsd else None, **lengths)
+    constant = TrainingConfig(train_samples=24 * 50, global_batch_size=24)
+    growing = TrainingConfig(train_samples=24 * 50, global_batch_size=24, rampup_batch_size=[8, 4, 480])
+    for step in range(60):
+        expected = learning_rate(step, steps, 50)
+        for one in (steps, samples):
+            assert RateSchedule(one, constant).learning_rate(step, 24 * step) == expected
+        if step >= 10 and style is not LRDecayStyle.INVERSE_SQUARE_ROOT:  # whatever its number, where it begins counts
+            assert RateSchedule(samples, growing).learning_rate(1000 + step, 24 * step) == expected
+    warm = RateSchedule(samples, growing)
+    assert [warm.learning_rate(0, 0), warm.learning_rate(1, 8)] == [0.1 + 0.9 * 8 / 240, 0.1 + 0.9 * 16 / 240]
+    assert warm.learning_rate(9, 239) == 1.0, "a batch that reaches beyond the warm-up stays at the peak"

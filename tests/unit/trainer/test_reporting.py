@@ -20,16 +20,16 @@ def test_a_full_disk_is_told_once_and_the_run_goes_on(
     config = load(["--preset", "mula-tiny", "--run-dir", str(tmp_path)]).config
     mesh = Mesh(config.parallel, rank=0, world_size=1)
     logging.getLogger("optimus").propagate = True
-    with Reporter(config, mesh, first_step=0) as reporter:
-        reporter.write(metrics(1), [[3, 1]], None)
+    with Reporter(config, mesh, first_step=0, last_step=9, total_samples=9) as reporter:
+        reporter.write(metrics(1), [[3, 1]], {})
         disk, reporter._metrics._file = reporter._metrics._file, open("/dev/full", "w", buffering=1)  # noqa: SIM115
         for step in (2, 3):
-            reporter.write(metrics(step), [[3, 1]], 3.0)
+            reporter.write(metrics(step), [[3, 1]], {"validation": 3.0, "web": 2.5})
         with pytest.raises(OSError):
             reporter._metrics._file.close()
         reporter._metrics._file = disk
-        reporter.write(metrics(4), [[3, 1]], None)
+        reporter.write(metrics(4), [[3, 1]], {})
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 4]
     assert json.loads((tmp_path / "expert_load.json").read_text())["total_slots_per_layer_and_expert"] == [[12, 4]]
     assert [record.message.count("No space left on device") for record in caplog.records] == [1]
-    assert capsys.readouterr().out.count("valid_loss=") == 2
+    assert capsys.readouterr().out.count(" valid_loss=3.0000 valid_loss/web=2.5000 ") == 2

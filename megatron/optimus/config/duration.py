@@ -1,0 +1,192 @@
+"""How many samples each optimizer step takes, where a run ends, and what its schedules count in: pure arithmetic.
+
+A run is counted in steps (``train_iters``) or in samples (``train_samples``). While its batch size is ramped up the two
+are no longer proportional, so a ramp needs samples, and so does everything that is a function of the run's progress:
+of where a step begins in the order of samples, which is the whole state of the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron.optimus.config.values import ConfigError, one_of, require
+
+if TYPE_CHECKING:
+    from megatron.optimus.config.schema import OptimizerConfig, TrainingConfig
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Samples of the optimizer step that begins at a position; the position alone decides, whatever came before.
+
+    ``full``: ``global_batch_size``. ``ramp``: nothing, or ``rampup_batch_size``: the first size, what each stage adds,
+    and the samples over which the stages have equal shares. A step that begins within a stage has its size, also where
+    it reaches into the next one.
+    """
+
+    full: int
+    ramp: tuple[int, ...] = ()
+
+    def at(self, position: int) -> int:
+        if not self.ramp:
+            return self.full
+        first, increment, samples = self.ramp
+        return min(self.full, first + increment * (position * self._num_increments // samples))
+
+    def stages(self) -> list[tuple[int, int]]:
+        """(first position, batch size) of every stage; with more stages than samples some are empty."""
+        if not self.ramp:
+            return [(0, self.full)]
+        first, increment, samples = self.ramp
+        count = self._num_increments
+        return [(-(-number * samples // count), first + number * increment) for number in range(count + 1)]
+
+    def after(self, position: int, steps: int) -> int:
+        """Where the step begins that comes ``steps`` steps after the one that begins at ``position``."""
+        for size, end in self._legs():
+            if end is None:
+                return position + max(0, steps) * size
+            taken = max(0, min(steps, -(-(end - position) // size)))
+            position, steps = position + taken * size, steps - taken
+        return position
+
+    def steps(self, position: int, end: int) -> int:
+        """Whole steps from ``position`` that do not reach beyond ``end``."""
+        count = 0
+        for size, leg_end in self._legs():
+            taken = max(0, (end - position) // size)
+            if leg_end is not None:
+                taken = max(0, min(taken, -(-(leg_end - position) // size)))
+            count, position = count + taken, position + taken * size
+        return count
+
+    @property
+    def _num_increments(self) -> int:
+        first, increment, _ = self.ramp
+        return (self.full - first) // increment
+
+    def _legs(self) -> Iterator[tuple[int, int | None]]:
+        """(batch size, position where it ends) of every stage; the last has no end."""
+        stages = self.stages()
+        ends = [first for first, _ in stages[1:]]
+        yield from zip((size for _, size in stages), [*ends, None], strict=True)
+
+
+def batch_sizes(training: TrainingConfig) -> BatchSizes:
+    return BatchSizes(training.global_batch_size, tuple(training.rampup_batch_size))
+
+
+def last_step(training: TrainingConfig, step: int = 0, position: int = 0) -> int:
+    """Number of the last optimizer step of a run that has done ``step`` steps and stands at ``position``.
+
+    With ``train_samples`` the whole steps that still fit count, so a run that goes on with other sizes ends there too.
+    """
+    if training.train_samples is None:
+        return training.train_iters
+    return step + batch_sizes(training).steps(position, training.train_samples)
+
+
+def total_samples(training: TrainingConfig) -> int:
+    """Samples that the whole run takes."""
+    return batch_sizes(training).after(0, last_step(training))
+
+
+class ScheduleLengths(NamedTuple):
+    """In samples where ``train_samples`` is given, else in steps."""
+
+    warmup: int
+    decay_end: int
+    wsd_decay: int
+
+
+def schedule_lengths(optimizer: OptimizerConfig, training: TrainingConfig) -> ScheduleLengths:
+    """The parts of the learning rate's schedule. In a run counted in samples an option in steps means full batches."""
+    if training.train_samples is None:
+        end = optimizer.lr_decay_iters or training.train_iters
+        return ScheduleLengths(optimizer.lr_warmup_iters, end, optimizer.lr_wsd_decay_iters or 0)
+    full = training.global_batch_size
+
+    def samples(name: str, otherwise: int) -> int:
+        told, steps = getattr(optimizer, f"lr_{name}_samples"), getattr(optimizer, f"lr_{name}_iters")
+        if told is not None:
+            return int(told)
+        return otherwise if steps is None else steps * full
+
+    return ScheduleLengths(samples("warmup", 0), samples("decay", training.train_samples), samples("wsd_decay", 0))
+
+
+def check_schedule(optimizer: OptimizerConfig) -> None:
+    """Raises ConfigError for a warm-up longer than the decay, and for WSD without its length or the other way round."""
+    for unit in ("iters", "samples"):
+        warmup, end = getattr(optimizer, f"lr_warmup_{unit}"), getattr(optimizer, f"lr_decay_{unit}")
+        require(
+            None in (warmup, end) or warmup <= end,
+            f"lr_warmup_{unit}={warmup} exceeds lr_decay_{unit}={end}; use at most {end}",
+        )
+    names = ("lr_wsd_decay_iters", "lr_wsd_decay_samples")
+    given = [f"{name}={getattr(optimizer, name)}" for name in names if getattr(optimizer, name) is not None]
+    style = optimizer.lr_decay_style.value
+    require(
+        style != "WSD" or bool(given),
+        "lr_decay_style=WSD needs lr_wsd_decay_iters, the steps in which the rate goes down; use a tenth of all",
+    )
+    require(
+        style == "WSD" or not given,
+        f"{' '.join(given)} is for lr_decay_style=WSD, and this is {style}; leave it out, or change the style",
+    )
+
+
+def check_duration(training: TrainingConfig) -> None:
+    """Raises ConfigError for a ramp that leads nowhere, and for a run without a step."""
+    ramp, full, samples = training.rampup_batch_size, training.global_batch_size, training.train_samples
+    if ramp:
+        example = "for example 32 32 1000000"
+        require(
+            len(ramp) == 3 and min(ramp) >= 1,
+            f"rampup_batch_size={_words(ramp)}: give three whole numbers above 0, the first batch size, what each "
+            f"stage adds and the samples of the ramp, {example}",
+        )
+        require(
+            samples is not None,
+            f"rampup_batch_size={_words(ramp)} needs a run counted in samples: give them as train_samples, which takes "
+            "the place of train_iters",
+        )
+        first, increment, _ = ramp
+        require(first < full, f"rampup_batch_size begins with {first}, which must be below global_batch_size={full}")
+        if (full - first) % increment:
+            good = [size for size in range(increment, 0, -1) if (full - first) % size == 0][:1]
+            raise ConfigError(
+                f"rampup_batch_size={_words(ramp)} does not end at global_batch_size={full}: the increment {increment} "
+                f"must divide {full} - {first} = {full - first}; use {one_of(good)}, or another size"
+            )
+    size = ramp[0] if ramp else full
+    require(
+        samples is None or samples >= size,
+        f"train_samples={samples} is less than the first global batch of {size}; use {size} or more",
+    )
+
+
+def check_batch_sizes(sizes: BatchSizes, micro_batch_size: int, data_parallel_size: int) -> None:
+    """Raises ConfigError unless every global batch is a whole number of micro-batches on every rank."""
+    for name, value in (("global_batch_size", sizes.full), ("micro_batch_size", micro_batch_size)):
+        require(value >= 1, f"{name}={value} must be at least 1")
+    unit = micro_batch_size * data_parallel_size
+    bad = next((size for _, size in reversed(sizes.stages()) if size % unit), None)
+    if bad is None:
+        return
+    factors = f"micro_batch_size={micro_batch_size} x data-parallel size {data_parallel_size} = {unit}"
+    if bad != sizes.full:
+        raise ConfigError(
+            f"rampup_batch_size={_words(sizes.ramp)} has a stage of {bad} samples, which must be a multiple of "
+            f"{factors}; let the ramp begin with and grow by multiples of {unit}"
+        )
+    below, above = bad // unit * unit, (bad // unit + 1) * unit
+    raise ConfigError(
+        f"global_batch_size={bad} must be a multiple of {factors}; use {one_of([below, above] if below else [above])}"
+    )
+
+
+def _words(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers))
