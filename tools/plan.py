@@ -31,6 +31,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.optimus.runtime import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_silently()
+
 from megatron.optimus.config.load import load
 from megatron.optimus.config.options import build, overrides
 from megatron.optimus.config.presets import PRESETS
@@ -162,7 +167,7 @@ def scale(config: RunConfig, machine: Machine, out: Path) -> int:
         Path(f"{out}.md").write_text(table(curves))
         draw(curves, f"weak scaling on {machine.name}: model, not measured by us", Path(f"{out}.png"))
     except OSError as error:
-        raise ConfigError(f"--weak-scaling={out}: cannot write {error.filename}: {error.strerror}") from error
+        raise ConfigError(f"--weak-scaling={out}: cannot write {error.filename or out}: {error.strerror}") from error
     except ImportError as error:
         raise ConfigError(f"{out}.md is written; {out}.png needs matplotlib: pip install matplotlib") from error
     sys.stdout.write(table(curves))

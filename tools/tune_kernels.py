@@ -21,6 +21,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
+from megatron.optimus.runtime import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_silently()
+
 import torch
 
 from megatron.optimus import ops

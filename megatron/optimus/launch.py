@@ -18,6 +18,11 @@ from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
+from megatron.optimus.runtime import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_silently()
+
 from megatron.optimus.config.checks import check, check_trainable
 from megatron.optimus.config.load import load
 from megatron.optimus.config.options import did_you_mean
@@ -64,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         request = _parse(words)
         env = launch_env.current()
+        config = load(request.options, own_flags=_FLAGS).config  # first: a misspelt flag of ours is named here
         launch = compose(detect(env), request.wishes, request.options, env)
-        config = load(request.options, own_flags=_FLAGS).config
         if request.dry_run:
             sys.stdout.write(_describe(launch, config))
             return 0
@@ -199,4 +204,5 @@ def _help() -> str:
 
 
 if __name__ == "__main__":
+    interrupts.raise_again()
     sys.exit(main())

@@ -98,6 +98,7 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path) -> None:
         (["--nproc-per-node=two"], "'two'"),
         (["--nproc-per-node"], "''"),
         (["--nproc-per-node", "2", "--system", "auror"], "did you mean aurora?"),
+        (["--nprocs-per-node", "2"], "did you mean --nproc-per-node?"),
         (["--nproc-per-node", "2", "--max-restart", "3"], "did you mean --max-restarts?"),
         (["--nproc-per-node", "2", "--preset", "mula-tiny", "--global-batch-size", "3"], "global_batch_size=3"),
         (["--nproc-per-node", "2", "--preset", "mula-tiny"], "data_path is empty"),

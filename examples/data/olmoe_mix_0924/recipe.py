@@ -86,7 +86,9 @@ def read_listing(path: str, manifest: dict[str, Any]) -> dict[str, dict[str, Any
 
 
 def in_folder(folder: str, suffixes: tuple[str, ...]) -> list[str]:
-    """corpus/name of the files below a folder."""
+    """corpus/name of the files below a folder. Raises DataError where there is none."""
+    if not Path(folder).is_dir():
+        raise DataError(f"{folder}: no such folder")
     files = (path for path in Path(folder).rglob("*") if path.is_file() and path.name.endswith(suffixes))
     return sorted(path.relative_to(folder).as_posix() for path in files)
 
@@ -190,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         {"urls": urls, "record": record, "verify": verify}[args.action](args, load_manifest())
-    except DataError as error:
+    except (DataError, OSError) as error:  # OSError: of an output, or of a file that disappears meanwhile
         print(f"recipe: error: {error}", file=sys.stderr)
         return 1
     return 0
