@@ -96,7 +96,7 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path) -> None:
         ([], "--nproc-per-node is missing"),
         (["--nproc-per-node", "0"], "'0'"),
         (["--nproc-per-node=two"], "'two'"),
-        (["--nproc-per-node"], "''"),
+        (["--nproc-per-node"], "--nproc-per-node needs a value"),
         (["--nproc-per-node", "2", "--system", "auror"], "did you mean aurora?"),
         (["--nprocs-per-node", "2"], "did you mean --nproc-per-node?"),
         (["--nproc-per-node", "2", "--max-restart", "3"], "did you mean --max-restarts?"),
