@@ -32,6 +32,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
+from device_check import require_device
 from provenance import commit
 
 from megatron.optimus.config.layout import Layout
@@ -65,7 +66,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--time-limit", type=float, default=40.0, help="seconds")
     parser.add_argument("--out", type=Path)
-    return parser.parse_args()
+    args = parser.parse_args()
+    require_device(parser, args.device, args.ranks)
+    return args
 
 
 def model_config(args: argparse.Namespace) -> ModelConfig:

@@ -59,6 +59,7 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
+from device_check import require_device
 from layout_speed_programs import HOST, Program, slowest
 from layout_speed_sections import SECTIONS, Section
 from provenance import commit
@@ -269,6 +270,7 @@ def main() -> int:
         for name, section in json.loads(args.table.read_text())["sections"].items():
             print("\n".join(table_of(name, section)))
         return 0
+    require_device(parser, args.device)
     if args.device == "cpu":
         args.seq_length, args.cp_seq_length, args.moe_layers = 64, 256, 2
     args.layers = args.layers or (16 if args.device != "cpu" else 2 * (args.ranks or 2))

@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from device_check import require_device  # noqa: E402
 from provenance import commit  # noqa: E402
 
 from tests.distributed.curves import alone, curve  # noqa: E402
@@ -127,6 +128,7 @@ def main() -> None:
     if args.compare is not None:
         sys.stdout.write(table(json.loads(args.compare.read_text())["results"]))
         return
+    require_device(parser, args.device, RANKS)
     rows = dict(list(ROWS.items())[: args.rows])
     words = (rows, args.steps, args.seconds - 15, args.dtype, args.out)  # the start takes about as long
     ranks = run_on_gpus(run, RANKS, *words, timeout=args.seconds + 120, device=args.device)

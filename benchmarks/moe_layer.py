@@ -31,6 +31,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
+from device_check import require_device
 from moe_layer_peers import PEERS, Inputs
 from moe_layer_report import merge, plot, print_table
 
@@ -330,6 +331,7 @@ def main() -> None:
         if args.out:
             args.out.with_suffix(".json").write_text(json.dumps(result))
     else:
+        require_device(parser, args.device)
         result = run(args)
     print_table(result["measurements"])
     if args.out and result["measurements"]:

@@ -28,6 +28,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
+from device_check import require_device
+
 from deepspeed_ext.rules import Lion, Muon, Shard, StepScalars, rule_for
 from deepspeed_ext.rules.base import LocalMatrices, MatrixRule
 
@@ -202,6 +204,7 @@ def main() -> None:
     parser.add_argument("--muon-experts", type=int, default=EXPERTS, help="0 leaves Muon out")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
+    require_device(parser, args.device)
     if args.threads:
         torch.set_num_threads(args.threads)
     device = torch.device(args.device)

@@ -37,6 +37,7 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
+from device_check import require_device
 from overlap_systems import LR, build, first_step_differs, run_config
 from overlap_timeline import Event, draw, exposure, steady, trace
 
@@ -330,7 +331,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="steps between two waits for the device")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--out", default="overlap", help="OUT.json and OUT.png")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    require_device(parser, args.device, args.ranks)
+    return args
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
+from device_check import require_device
 from weights_on_device import draw_on_device
 
 from megatron.optimus.config.load import load
@@ -340,6 +341,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.compare is not None:
         return 0 if compare(args.compare) else 1
+    require_device(parser, args.device)
     measure(args)
     return 0
 

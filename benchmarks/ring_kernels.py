@@ -32,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
+from device_check import require_device
 from provenance import commit
 
 from megatron.optimus.layers import partial_attention as parts
@@ -185,6 +186,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=131072, help="of the whole sequence, a multiple of 16")
     parser.add_argument("--out", help="OUT.json")
     args = parser.parse_args()
+    require_device(parser, args.device)
     device = torch.device(args.device)
     bench = Bench(device, args.tokens)
     about = {"device": devices.device_name(device), "torch": torch.__version__, "tokens": args.tokens}

@@ -21,6 +21,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout without installation
 
+from megatron.optimus.runtime import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_silently()
+
 from megatron.optimus.checkpoint.convert import DEFAULT_MAX_SHARD_BYTES, FORMATS, Options, convert
 from megatron.optimus.checkpoint.convert.names import NAMES
 from megatron.optimus.checkpoint.errors import CheckpointError
@@ -93,6 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CheckpointError, ConfigError) as error:
         print(f"convert_checkpoint: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"convert_checkpoint: interrupted; {args.destination} is as it was", file=sys.stderr)
+        return 130
     if args.dry_run:
         for tensor in done.tensors:
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -106,4 +114,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that has enough, such as head, is no error
+    interrupts.raise_again()
     sys.exit(main())

@@ -18,6 +18,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
+from megatron.optimus.runtime import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_silently()
+
 from megatron.optimus.config.placement import to_json
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.observe.expert_load import FILE_NAME, LOADS, BalanceReport, report
@@ -36,17 +41,21 @@ def main(argv: list[str] | None = None) -> int:
         path = args.run / FILE_NAME if args.run.is_dir() else args.run
         found = report(path, args.ranks, last_step_only=args.last_step)
         if args.out is not None:
-            args.out.write_text(json.dumps(as_record(found), indent=1) + "\n")
+            write(args.out, json.dumps(as_record(found), indent=1) + "\n")
         if args.write_placement is not None:
-            args.write_placement.write_text(to_json([layer.placement for layer in found.layers]))
+            write(args.write_placement, to_json([layer.placement for layer in found.layers]))
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    except OSError as error:
-        sys.stderr.write(f"error: {error.filename} cannot be written: {error.strerror}\n")
-        return 2
     sys.stdout.write("\n".join(table(found)) + "\n")
     return 0
+
+
+def write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:  # without a file name where the disk is full
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def as_record(found: BalanceReport) -> dict[str, object]:

@@ -20,6 +20,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
+from megatron.optimus.runtime import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_silently()
+
 from megatron.optimus.config.schema import ConfigError, DataConfig, Packing, TokenizerType
 from megatron.optimus.data.dataset import InstanceSet, Split
 from megatron.optimus.data.errors import DataError
@@ -52,7 +57,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     show = actions.add_parser("show", parents=[files, text], help="documents as text")
     show.add_argument("--documents", nargs="+", type=int, default=[0], help="numbers, from 0; negative: from the end")
     check = actions.add_parser("check", parents=[files], help="every entry of the indices, and every token id")
-    check.add_argument("--vocab-size", type=int)
+    check.add_argument("--vocab-size", type=_positive)
     same = actions.add_parser("duplicates", parents=[files], help="documents that two splits have in common")
     same.add_argument("--split", default="969,30,1")
     same.add_argument("--anywhere", action="store_true", help="also within a split")
@@ -61,22 +66,19 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     sample.add_argument("--packing", choices=[p.value for p in Packing], default=Packing.NONE.value)
     blend = actions.add_parser("blend", parents=[data], help="shares and epochs of each corpus in a run")
     blend.add_argument("--samples", type=_positive, required=True, help="length of the run")
-    blend.add_argument("--picture", help="PNG of the realised shares")
+    blend.add_argument("--picture", help="PNG of the realised shares, of two corpora or more")
     return parser.parse_args(argv)
 
 
-def _not_negative(word: str) -> int:
-    """Of a command line. argparse names the option and the word in its message."""
-    number = int(word)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{number} must not be negative")
-    return number
+def _not_negative(word: str, least: int = 0) -> int:
+    """Of a command line. argparse names the option in its message."""
+    if not word.isdecimal() or int(word) < least:
+        raise argparse.ArgumentTypeError(f"{word!r} must be a whole number of {least} or more")
+    return int(word)
 
 
 def _positive(word: str) -> int:
-    if not _not_negative(word):
-        raise argparse.ArgumentTypeError("0 must be at least 1")
-    return int(word)
+    return _not_negative(word, least=1)
 
 
 def tokenizer_of(args: argparse.Namespace) -> Tokenizer | None:
@@ -172,6 +174,8 @@ def sample(args: argparse.Namespace) -> None:
 def blend(args: argparse.Namespace) -> None:
     data = mixture_of(args)
     if not isinstance(data, Mixture):
+        if args.picture:
+            raise DataError("--picture draws shares of two corpora or more; this data is one corpus")
         print(f"all: {len(data)} instances, {args.samples / len(data):.4f} epochs")
         return
     for plan in data.plan(args.samples):

@@ -31,8 +31,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.optimus.runtime import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_silently()
+
 from megatron.optimus.config.load import load
 from megatron.optimus.config.options import build, overrides
+from megatron.optimus.config.own_flags import split_flags, whole_number
 from megatron.optimus.config.presets import PRESETS
 from megatron.optimus.config.schema import ConfigError, RunConfig
 from megatron.optimus.planner.fake_world import build_in_a_process, built_text
@@ -53,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(__doc__ or "")
         return 0
     try:
-        own, rest = split_words(words)
+        own, rest = split_flags(words, WITH_VALUE, SWITCHES)
         config = load(rest, own_flags=(*WITH_VALUE, *SWITCHES)).config
         machine = machine_named(own.get("--system", "h200"))
         if "--weak-scaling" in own:
@@ -67,29 +73,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def split_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """This tool's own flags, and the words of the training program."""
-    own: dict[str, str] = {}
-    rest: list[str] = []
-    position = 0
-    while position < len(words):
-        flag, equals, value = words[position].partition("=")
-        position += 1
-        if flag in SWITCHES:
-            if equals:
-                raise ConfigError(f"{flag} takes no value, not {value!r}")
-            own[flag] = ""
-        elif flag in WITH_VALUE:
-            if not equals:
-                if position == len(words):
-                    raise ConfigError(f"{flag} needs a value")
-                value, position = words[position], position + 1
-            own[flag] = value
-        else:
-            rest.append(words[position - 1])
-    return own, rest
-
-
 def named_options(words: Sequence[str]) -> set[str]:
     """Options that the user set by a flag. What a preset or a file says may be varied."""
     return {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
@@ -97,8 +80,8 @@ def named_options(words: Sequence[str]) -> set[str]:
 
 def ranks(own: dict[str, str], machine: Machine) -> int:
     """Raises ConfigError for a number that is none, too large, or given twice and not the same."""
-    of_nodes = (count(own, "--nodes") if "--nodes" in own else 1) * machine.devices_per_node
-    size = count(own, "--world-size") if "--world-size" in own else of_nodes
+    of_nodes = (whole_number(own, "--nodes") or 1) * machine.devices_per_node
+    size = whole_number(own, "--world-size") or of_nodes
     if "--nodes" in own and size != of_nodes:
         raise ConfigError(
             f"--nodes={own['--nodes']} of {machine.name} are {of_nodes} ranks, but --world-size={size}; leave one out"
@@ -108,15 +91,9 @@ def ranks(own: dict[str, str], machine: Machine) -> int:
     return size
 
 
-def count(own: dict[str, str], flag: str, least: int = 1) -> int:
-    text = own[flag]
-    if not text.isdecimal() or int(text) < least:
-        raise ConfigError(f"{flag}={text!r} must be a whole number of {least} or more")
-    return int(text)
-
-
 def report(config: RunConfig, world_size: int, machine: Machine, own: dict[str, str], named: set[str]) -> int:
-    top = count(own, "--top", least=0) if "--top" in own else 10
+    top = whole_number(own, "--top", least=0)
+    top = 10 if top is None else top
     given: Plan | None = None
     refusal = ""
     try:
@@ -162,7 +139,7 @@ def scale(config: RunConfig, machine: Machine, out: Path) -> int:
         Path(f"{out}.md").write_text(table(curves))
         draw(curves, f"weak scaling on {machine.name}: model, not measured by us", Path(f"{out}.png"))
     except OSError as error:
-        raise ConfigError(f"--weak-scaling={out}: cannot write {error.filename}: {error.strerror}") from error
+        raise ConfigError(f"--weak-scaling={out}: cannot write {error.filename or out}: {error.strerror}") from error
     except ImportError as error:
         raise ConfigError(f"{out}.md is written; {out}.png needs matplotlib: pip install matplotlib") from error
     sys.stdout.write(table(curves))

@@ -21,17 +21,24 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
+from megatron.optimus.runtime import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_silently()
+
 import torch
 
 from megatron.optimus import ops
 from megatron.optimus.config.load import load
+from megatron.optimus.config.own_flags import split_flags, whole_number
 from megatron.optimus.config.schema import ConfigError, Precision, RunConfig
 from megatron.optimus.ops.triton import tile_cache, tiles
 from megatron.optimus.ops.triton.tiles import Problem
 from megatron.optimus.runtime import device as devices
 from megatron.optimus.runtime import launch_env
 
-OWN = ("--tokens", "--again", "--explain")
+WITH_VALUE = ("--tokens",)
+SWITCHES = ("--again", "--explain")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(__doc__ or "")
         return 0
     try:
-        tokens = take_tokens(words)
-        config = load([word for word in words if word not in OWN], own_flags=OWN).config
-        tune(config, tokens, again="--again" in words, explain="--explain" in words)
+        own, rest = split_flags(words, WITH_VALUE, SWITCHES)
+        config = load(rest, own_flags=(*WITH_VALUE, *SWITCHES)).config
+        tune(config, whole_number(own, "--tokens"), again="--again" in own, explain="--explain" in own)
     except (ConfigError, ops.BackendUnavailableError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
@@ -50,20 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {launch_env.tiles_file()}: {error.strerror}; name another file in OPTIMUS_TILES\n")
         return 2
     return 0
-
-
-def take_tokens(words: list[str]) -> int | None:
-    """Takes --tokens and its value out of the words. Raises ConfigError unless it is a whole number above 0."""
-    for place, word in enumerate(words):
-        flag, equals, value = word.partition("=")
-        if flag == "--tokens":
-            if not equals:
-                value = words.pop(place + 1) if place + 1 < len(words) else ""
-            del words[place]
-            if not value.isdecimal() or int(value) == 0:
-                raise ConfigError(f"--tokens={value!r} must be a whole number of 1 or more")
-            return int(value)
-    return None
 
 
 def tune(config: RunConfig, tokens: int | None, *, again: bool, explain: bool) -> None:

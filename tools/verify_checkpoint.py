@@ -19,6 +19,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.optimus.runtime import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_silently()
+
 from megatron.optimus.checkpoint import CheckpointError, Manifest, commit, load_manifest, resolve
 from megatron.optimus.checkpoint.manifest import MANIFEST_NAME
 from megatron.optimus.checkpoint.verify import compare, find_damage
@@ -33,12 +38,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.jobs < 1:
         parser.error(f"--jobs {options.jobs}: must be at least 1")
+    for path in filter(None, (options.path, options.compare)):
+        if not path.exists():
+            parser.error(f"{path}: no such file or folder")
     try:
         if options.compare is not None:
             return _compare(resolve(options.path), resolve(options.compare), options.jobs)
         return max([_verify(path, options.jobs, options.list) for path in _checkpoints(options.path)])
     except CheckpointError as error:
-        print(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
         return 1
 
 

@@ -183,4 +183,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # the stage under way has got it too, and has said what it leaves
+        sys.exit(130)

@@ -18,9 +18,15 @@ from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
+from megatron.optimus.runtime import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_silently()
+
 from megatron.optimus.config.checks import check, check_trainable
 from megatron.optimus.config.load import load
 from megatron.optimus.config.options import did_you_mean
+from megatron.optimus.config.own_flags import split_flags, whole_number
 from megatron.optimus.config.schema import ConfigError, RunConfig, one_of
 from megatron.optimus.describe import describe
 from megatron.optimus.launcher.allocation import detect
@@ -64,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         request = _parse(words)
         env = launch_env.current()
+        config = load(request.options, own_flags=_FLAGS).config  # first: a misspelt flag of ours is named here
         launch = compose(detect(env), request.wishes, request.options, env)
-        config = load(request.options, own_flags=_FLAGS).config
         if request.dry_run:
             sys.stdout.write(_describe(launch, config))
             return 0
@@ -141,42 +147,24 @@ def _quote(word: str) -> str:
 
 def _parse(words: list[str]) -> Request:
     """Takes the launcher's options out of the command line; all other words are for pretrain."""
-    given: dict[str, str] = {}
-    options: list[str] = []
-    dry_run = False
-    position = 0
-    while position < len(words):
-        name, equals, value = words[position].partition("=")
-        position += 1
-        if name == "--dry-run" and not equals:
-            dry_run = True
-        elif name in _FLAGS:
-            if not equals:
-                value = words[position] if position < len(words) else ""
-                position += 1
-            given[name] = value  # given twice, the last one counts, so that "$@" overrides a script's
-        else:
-            options.append(words[position - 1])
+    given, options = split_flags(words, _FLAGS, ["--dry-run"])
     wishes = Wishes(
-        nproc_per_node=_count(given, "--nproc-per-node"),
-        nodes=_count(given, "--nodes"),
+        nproc_per_node=whole_number(given, "--nproc-per-node"),
+        nodes=whole_number(given, "--nodes"),
         starter=_choice(given, "--launcher", Starter) or Starter.AUTO,
         mpi=_choice(given, "--mpi", Mpi),
         system=SYSTEMS[_member(given, "--system", list(SYSTEMS)) or "generic"],
         cpu_bind=given.get("--cpu-bind"),
         port=launch_env.rendezvous_port(),
     )
-    stall = _count(given, "--stall-timeout")
-    return Request(wishes, _count(given, "--max-restarts", 0) or 0, float(stall) if stall else None, dry_run, options)
-
-
-def _count(given: dict[str, str], flag: str, least: int = 1) -> int | None:
-    text = given.get(flag)
-    if text is None:
-        return None
-    if not text.isdecimal() or int(text) < least:
-        raise ConfigError(f"{flag}={text!r} must be a whole number, {least} or more")
-    return int(text)
+    stall = whole_number(given, "--stall-timeout")
+    return Request(
+        wishes,
+        whole_number(given, "--max-restarts", 0) or 0,
+        float(stall) if stall else None,
+        "--dry-run" in given,
+        options,
+    )
 
 
 def _choice(given: dict[str, str], flag: str, kind: type[_E]) -> _E | None:
@@ -199,4 +187,5 @@ def _help() -> str:
 
 
 if __name__ == "__main__":
+    interrupts.raise_again()
     sys.exit(main())

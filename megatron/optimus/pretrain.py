@@ -5,12 +5,20 @@ Alone, under torchrun, or under mpiexec/srun; ``--help`` lists every option, ``-
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
+
+from megatron.optimus.runtime import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_silently()
 
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.config.checks import check, check_trainable
@@ -81,6 +89,7 @@ def pretrain(config: RunConfig, launch: LaunchEnv) -> int:
         ranks = Ranks(None, device)
         _check_same(config, ranks)
         ranks.together(lambda: _check_tokens(config, launch), "checking the tokens", DataError)
+        ranks.together(lambda: _make_folders(config, launch), "making the folders of the run", ConfigError)
         mesh = Mesh(
             config.parallel,
             rank=launch.rank,
@@ -128,5 +137,22 @@ def _check_tokens(config: RunConfig, launch: LaunchEnv) -> None:
     check_contents(prefixes, config.model.vocab_size, eod_id=eod_id)
 
 
+def _make_folders(config: RunConfig, launch: LaunchEnv) -> None:
+    """Raises ConfigError where this rank could not write: before the model is built, not at the first save."""
+    folders = {"save_local_dir": config.checkpoint.save_local_dir}
+    if launch.rank == 0:
+        folders |= {"run_dir": config.logging.run_dir, "tensorboard_dir": config.logging.tensorboard_dir}
+    for name, folder in folders.items():
+        if folder is None:
+            continue
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise ConfigError(f"{name}={folder!r}: {error.strerror}; name a folder that can be written") from error
+
+
 if __name__ == "__main__":
+    interrupts.raise_again()
     sys.exit(main())

@@ -45,7 +45,8 @@ def fail(result: subprocess.CompletedProcess[str], *expected: str) -> None:
         (["--load", "nowhere"], ["nowhere"]),
         (["--split", "100,0,0"], ["split"]),
         (["--seed", str(2**63)], ["seed=9223372036854775808", "9223372036854775807"]),
-        (["--tensorboard-dir", "/dev/null/x"], ["opening the outputs failed on rank 0", "Not a directory"]),
+        (["--save-local-dir", "/dev/null/x"], ["save_local_dir='/dev/null/x': Not a directory"]),
+        (["--tensorboard-dir", "/dev/null/x"], ["tensorboard_dir='/dev/null/x'", "Not a directory"]),
     ],
 )
 def test_one_line_says_what_is_wrong(

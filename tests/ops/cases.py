@@ -63,6 +63,21 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int =
     return [t.to(device) for t in tensors]
 
 
+MUTATIONS = ("drop_slot", "zero_weight", "swap_experts")
+
+
+def mutated(inputs: list[Tensor], mutation: str) -> list[Tensor]:
+    """A copy of ``make_inputs`` with one slot of token 17 changed, as a kernel with a mistake would see it."""
+    x, gate_up, down, weights, indices, dy = (t.clone() for t in inputs)
+    if mutation == "drop_slot":
+        indices[17, 1] = -1
+    elif mutation == "zero_weight":
+        weights[17, 1] = 0.0
+    else:
+        indices[17] = indices[17].flip(0)
+    return [x, gate_up, down, weights, indices, dy]
+
+
 def values_and_gradients(fn: Callable[..., Tensor], inputs: list[Tensor]) -> dict[str, Tensor]:
     *arguments, dy = inputs
     leaves = [t.detach().clone().requires_grad_() for t in arguments[:4]]
@@ -111,6 +126,7 @@ def mismatches(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float
 
 __all__ = [
     "CASES",
+    "MUTATIONS",
     "NAMES",
     "TOLERANCE",
     "Case",
@@ -118,5 +134,6 @@ __all__ = [
     "expected",
     "make_inputs",
     "mismatches",
+    "mutated",
     "values_and_gradients",
 ]

@@ -15,12 +15,14 @@ from megatron.optimus.ops import reference
 from megatron.optimus.ops.triton import tiles
 from tests.ops.cases import (
     CASES,
+    MUTATIONS,
     NAMES,
     TOLERANCE,
     Case,
     case_with_answer,
     make_inputs,
     mismatches,
+    mutated,
     values_and_gradients,
 )
 from tests.ops.targets import HAS_CUDA, ON_GPU, each_target_and_dtype, needs_hopper
@@ -79,17 +81,10 @@ def test_runs_are_bitwise_equal(backend: str, device: str) -> None:
         assert all(torch.equal(first[n], again[n]) for n in NAMES)
 
 
-@pytest.mark.parametrize("mutation", ["drop_slot", "zero_weight", "swap_experts"])
+@pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_comparison_sees_a_single_wrong_slot(mutation: str) -> None:
     inputs, want = case_with_answer("odd_tokens", torch.bfloat16)
-    x, gate_up, down, weights, indices, dy = (t.clone() for t in inputs)
-    if mutation == "drop_slot":
-        indices[17, 1] = -1
-    elif mutation == "zero_weight":
-        weights[17, 1] = 0.0
-    else:
-        indices[17] = indices[17].flip(0)
-    got = values_and_gradients(reference.moe_mlp, [x, gate_up, down, weights, indices, dy])
+    got = values_and_gradients(reference.moe_mlp, mutated(inputs, mutation))
     bad = mismatches(got, want, TOLERANCE[torch.bfloat16])
     assert any(line.startswith("y:") for line in bad) and any(line.startswith("dx:") for line in bad)
 

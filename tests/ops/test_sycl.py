@@ -18,7 +18,18 @@ from megatron.optimus import ops
 from megatron.optimus.ops import backend as backend_module
 from megatron.optimus.ops import sycl
 from tests.ops import test_main_grads as main_grads
-from tests.ops.cases import CASES, NAMES, TOLERANCE, Case, expected, make_inputs, mismatches, values_and_gradients
+from tests.ops.cases import (
+    CASES,
+    MUTATIONS,
+    NAMES,
+    TOLERANCE,
+    Case,
+    expected,
+    make_inputs,
+    mismatches,
+    mutated,
+    values_and_gradients,
+)
 from tests.ops.sycl_device import WORK_SIZES, needs_sycl
 
 on_device = [needs_sycl, pytest.mark.usefixtures("default_work_sizes")]
@@ -97,19 +108,12 @@ def test_runs_are_bitwise_equal_and_do_not_depend_on_work_sizes() -> None:
 
 
 @marked
-@pytest.mark.parametrize("mutation", ["drop_slot", "zero_weight", "swap_experts"])
+@pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_comparison_sees_a_single_wrong_slot(mutation: str) -> None:
     ops.set_backend("sycl")
     inputs = make_inputs(CASES["odd_tokens"], torch.bfloat16)
     want = expected(inputs)
-    x, gate_up, down, weights, indices, dy = (t.clone() for t in inputs)
-    if mutation == "drop_slot":
-        indices[17, 1] = -1
-    elif mutation == "zero_weight":
-        weights[17, 1] = 0.0
-    else:
-        indices[17] = indices[17].flip(0)
-    bad = mismatches(values_and_gradients(ops.moe_mlp, [x, gate_up, down, weights, indices, dy]), want, 1.5e-2)
+    bad = mismatches(values_and_gradients(ops.moe_mlp, mutated(inputs, mutation)), want, 1.5e-2)
     assert any(line.startswith("y:") for line in bad) and any(line.startswith("dx:") for line in bad)
 
 

@@ -92,7 +92,7 @@ def read_listing(path: str, manifest: dict[str, Any]) -> dict[str, dict[str, Any
 
 
 def in_folder(folder: str, suffixes: tuple[str, ...]) -> list[str]:
-    """corpus/name of the files below a folder."""
+    """corpus/name of the files below a folder. Raises DataError where there is none."""
     if not Path(folder).is_dir():
         raise DataError(f"{folder}: no such folder")
     files = (path for path in Path(folder).rglob("*") if path.is_file() and path.name.endswith(suffixes))

@@ -8,6 +8,8 @@ raw=${1:?folder of the download} tokens=${2:?folder to write} tokenizer=${3:?fol
 here=$(cd "$(dirname "$0")" && pwd)
 workers=${WORKERS:-$(nproc)}
 failed=0
+[[ -d $raw ]] || { echo "$raw: no such folder; name that of the download" >&2; exit 1; }
+mkdir -p "$tokens"
 for corpus in wiki pes2o open-web-math algebraic-stack starcoder dclm; do
     python "$here/../../../tools/preprocess_data.py" --input "$raw/$corpus" --output-prefix "$tokens/$corpus" --per-file \
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$tokenizer" --append-eod --workers "$workers" \

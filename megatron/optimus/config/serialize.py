@@ -96,7 +96,7 @@ def read_plain(path: str) -> Any:
     """What a .yaml, .yml or .json file holds, as lists, mappings, text and numbers. Raises ConfigError."""
     suffix = Path(path).suffix.lower()
     if suffix not in (".yaml", ".yml", ".json"):
-        raise ConfigError(f"{path}: a configuration file ends in .yaml, .yml or .json, not {suffix or 'nothing'!r}")
+        raise ConfigError(f"{path}: the name of a configuration file must end in .yaml, .yml or .json")
     try:
         text = Path(path).read_text(encoding="utf-8")
         if suffix == ".json":

@@ -26,6 +26,7 @@ logger = logging.getLogger("optimus")
 
 END_OF_TEXT = "<|endoftext|>"
 _NUM_BYTES = 256
+_MAX_BPE_SIZE = 1 << 24
 
 Ids = npt.NDArray[np.integer[Any]]
 
@@ -299,13 +300,22 @@ def train_bpe(
 
     Id 0 is "<|endoftext|>", then come ``special_tokens``, the 256 bytes, and merges; the same texts give the same
     files. A corpus too small for that many merges gives fewer, with a warning. Raises DataError if ``vocab_size`` does
-    not hold special tokens and bytes.
+    not hold special tokens and bytes or is beyond 2^24, and, before training, where the folder cannot be made.
     """
+    if "" in special_tokens:
+        raise DataError("a special token is empty; give each a name, for example <fim_prefix>")
     special = [END_OF_TEXT, *(name for name in dict.fromkeys(special_tokens) if name != END_OF_TEXT)]
     if vocab_size < _NUM_BYTES + len(special):
         raise DataError(
             f"vocab_size={vocab_size} is too small: 256 bytes and {', '.join(special)} need {_NUM_BYTES + len(special)}"
         )
+    if vocab_size > _MAX_BPE_SIZE:  # the trainer takes memory for all of them at once, and aborts without it
+        raise DataError(f"vocab_size={vocab_size} is too large; use at most {_MAX_BPE_SIZE}")
+    folder = Path(out_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot write the tokenizer: {error.strerror}; name a folder") from error
     from tokenizers import Tokenizer as BPETokenizer
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -329,9 +339,7 @@ def train_bpe(
     if special[1:]:
         names["additional_special_tokens"] = special[1:]
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}
-    folder = Path(out_dir)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         _write_json(folder / "special_tokens_map.json", names)
         _write_json(folder / "tokenizer_config.json", config)
         # last: a folder without tokenizer.json counts as none

@@ -108,7 +108,11 @@ def report(path: Path, num_ranks: int | None = None, *, last_step_only: bool = F
         num_experts = len(load_LE[0])
         if num_experts == 0 or {len(load_E) for load_E in load_LE} != {num_experts}:
             raise ValueError("layers of different numbers of experts")
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}; name an {FILE_NAME}, or its run's folder"
+        ) from error
+    except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ConfigError(
             f"{path} is no {FILE_NAME} of a run with experts ({type(error).__name__}: {error}); name one, or its folder"
         ) from error

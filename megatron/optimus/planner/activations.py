@@ -20,7 +20,6 @@ from megatron.optimus.planner.share import Share
 
 INT32, INT64 = 4, 8
 LOSS_CHUNK = 2**27  # logits held at once, layers/loss.py
-MIN_OFFLOADED = 2**16  # bytes, parallel/recompute.py
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ _ROOT = Path(__file__).parents[3]
 def tool(*words):
     command = [sys.executable, str(_ROOT / "tools/verify_checkpoint.py"), *map(str, words)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.stderr == ""
-    return done.returncode, done.stdout
+    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.fixture
@@ -90,8 +89,11 @@ def test_command_line(two, tmp_path):
     code, out = tool(tmp_path)
     assert code == 1 and "dense.weight (exp_avg)" in out and out.count("DAMAGED") == 2
     assert "step-00000003/manifest.json: is of a 'full' checkpoint of step 2" in out
-    code, out = tool(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    code, out = tool(tmp_path / "empty")
     assert code == 1 and "holds no complete checkpoint" in out and "convert" not in out
+    code, out = tool(tmp_path / "nothing")
+    assert code == 2 and "nothing: no such file or folder" in out
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").touch()
     code, out = tool(tmp_path / "hf")

@@ -23,7 +23,7 @@ from megatron.optimus.data.loader import BatchLoader
 from megatron.optimus.data.mixture import Mixture, log_plan
 from megatron.optimus.data.sources import Sources, read_sources
 
-from .test_loader import window_of
+from .cases import window_of
 
 L = 8
 

@@ -75,6 +75,13 @@ def test_small_corpus_gives_fewer_tokens_and_says_so(tmp_path: Path, caplog: pyt
     assert "of 400 tokens" in caplog.text
     with pytest.raises(DataError, match="vocab_size=256 is too small"):
         train_bpe(["ab"], 256, tmp_path)
+    never = (pytest.fail("texts are read before the folder is made") for _ in "x")
+    with pytest.raises(DataError, match="vocab_size=100000000000 is too large; use at most 16777216"):
+        train_bpe(never, 10**11, tmp_path)
+    with pytest.raises(DataError, match="a special token is empty"):
+        train_bpe(never, 300, tmp_path, ["<a>", ""])
+    with pytest.raises(DataError, match="cannot write the tokenizer: Not a directory"):
+        train_bpe(never, 300, "/dev/null/x")
 
 
 def test_saved_truncation_and_padding_are_not_applied(folder: Path, tmp_path: Path) -> None:

@@ -80,7 +80,8 @@ def test_bad_input_is_one_line(run: Path, tmp_path: Path) -> None:
         ([run, "--write-placement", "/dev/null/x"], "/dev/null/x cannot be written: Not a directory"),
         ([tmp_path / "ragged.json"], "layers of different numbers of experts"),
         ([tmp_path / "older.json"], "KeyError: 'moe_expert_placement_file'"),
-        ([tmp_path / "nowhere"], "is no expert_load.json"),
+        ([tmp_path / "nowhere"], "nowhere cannot be read: No such file or directory; name an"),
+        ([run, "--out", "/dev/full"], "/dev/full cannot be written: No space left on device"),
         ([tmp_path / "empty.json"], "KeyError"),
     ):
         result = call("tools/expert_balance.py", *arguments)

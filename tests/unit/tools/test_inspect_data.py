@@ -87,7 +87,14 @@ def test_a_sample_and_a_blend(folder: Path, tmp_path: Path) -> None:
     code, out = inspect("blend", *data, "--samples", 0)
     assert code == 2 and "--samples: 0 must be at least 1" in out
     code, out = inspect("sample", -5, *data)
-    assert code == 2 and "position: -5 must not be negative" in out
+    assert code == 2 and "position: '-5' must be a whole number of 0 or more" in out
+    for words, message in (
+        (("blend", *data, "--samples", 0), "--samples: '0' must be a whole number of 1 or more"),
+        (("check", folder / "a", "--vocab-size", "x"), "--vocab-size: 'x' must be a whole number of 1 or more"),
+        (("blend", "--data-path", folder / "a", *data[2:], "--samples", 4, "--picture", "x.png"), "one corpus"),
+    ):
+        code, out = inspect(*words)
+        assert code == 2 and message in out
     (tmp_path / "list").write_text("1 a a", encoding="utf-16")
     code, out = inspect("blend", "--data-file-list", tmp_path / "list", "--seq-length", 10, "--samples", 4)
     assert code == 2 and "list is no UTF-8 text, at byte 0" in out

@@ -64,6 +64,8 @@ def test_names_of_the_manifest() -> None:
 
 
 def test_download_list_and_verification(listing: Path, tmp_path: Path) -> None:
+    assert recipe("verify", tmp_path / "none") == (1, f"recipe: error: {tmp_path}/none: no such folder\n")
+    assert "Is a directory" in recipe("urls", "--output", tmp_path)[1]
     for options in ([], ["--listing", listing]):
         code, out = recipe("urls", *options, "--output", tmp_path / "urls.txt")
         assert code == 0 and "2903 addresses" in out
