@@ -57,11 +57,14 @@ MOE = dict(
     moe_router_load_balancing_type=LoadBalancing.AUX_LOSS,  # of each micro-batch: the same ones at any layout
     moe_aux_loss_coeff=0.3,
 )
+SHARED = MOE | dict(moe_shared_expert_intermediate_size=20, moe_shared_expert_gate=True, add_qkv_bias=True)
 TIED = dict(untie_embeddings_and_output_weights=False)
 MODELS = {
     "moe": MOE,
     "moe, documents": MOE,
     "moe, four layers": MOE | dict(num_layers=4),
+    "moe, shared experts": SHARED,
+    "moe, shared experts, four layers": SHARED | dict(num_layers=4),
     "moe, tied": MOE | TIED,
     "moe, four layers, tied": MOE | TIED | dict(num_layers=4),
     "dense, tied": TIED,
@@ -124,6 +127,28 @@ CASES = {
         "moe, four layers",
         SMALL_BUCKETS,
     ),
+    "tp 2 x dp 2, ep 4, all-to-all, shared experts": Case(
+        dict(
+            tensor_model_parallel_size=2,
+            expert_model_parallel_size=4,
+            moe_token_dispatcher_type=TokenDispatcher.ALLTOALL,
+        ),
+        "moe, shared experts",
+        SMALL_BUCKETS,
+    ),
+    "dp 4, ep 2, zero 2, shared experts": Case(
+        dict(expert_model_parallel_size=2), "moe, shared experts", SMALL_BUCKETS | dict(zero_stage=2)
+    ),
+    "pp 2 zero bubble x tp 2, ep 2, shared experts, recomputed": Case(
+        CHUNKS
+        | dict(
+            pipeline_schedule=PipelineSchedule.INTERLEAVED_ZERO_BUBBLE,
+            tensor_model_parallel_size=2,
+            expert_model_parallel_size=2,
+            recompute_modules=list(Recompute),
+        ),
+        "moe, shared experts, four layers",
+    ),
     "pp 2 interleaved x dp 2, ep 2": Case(
         CHUNKS | dict(pipeline_schedule=PipelineSchedule.INTERLEAVED_1F1B, expert_model_parallel_size=2),
         "moe, four layers",
@@ -152,6 +177,9 @@ CASES = {
 }
 
 EIGHT = {
+    "tp 2 x pp 2 x dp 2, ep 4, shared experts": Case(
+        PP2 | dict(tensor_model_parallel_size=2, expert_model_parallel_size=4), "moe, shared experts", SMALL_BUCKETS
+    ),
     "tp 2 x pp 2 x dp 2, ep 4": Case(
         PP2 | dict(tensor_model_parallel_size=2, expert_model_parallel_size=4), optimizer=SMALL_BUCKETS
     ),

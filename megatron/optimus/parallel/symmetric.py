@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.optimus.config.schema import ConfigError
-from megatron.optimus.moe.dispatch import ExpertRows
+from megatron.optimus.moe.dispatch import ExpertRows, Meanwhile, nothing
 from megatron.optimus.ops import Routing
 from megatron.optimus.parallel.placement import Ownership
 from megatron.optimus.parallel.trips import WEIGHTS, End, Trip, X, arrive, leave
@@ -343,7 +343,7 @@ class SymmetricDispatcher:
     def start(self, x_TD: Tensor) -> None:
         return None
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, started: None) -> ExpertRows:
+    def dispatch(self, x_TD: Tensor, routing: Routing, started: None, meanwhile: Meanwhile = nothing) -> ExpertRows:
         tables = self.ownership.tables(x_TD.device)
         num_tokens, width = x_TD.shape
         shape = Shape(num_tokens, width, routing.indices_TK.shape[1], x_TD.dtype)
@@ -352,6 +352,7 @@ class SymmetricDispatcher:
         x_RD, weights_RK, exchange = _send(staging, *own, *tables)
         trip = _SymmetricTrip(exchange)
         ties = leave(x_TD, trip, X), leave(routing.weights_TK, trip, WEIGHTS)
+        meanwhile()
         return arrive(ties, trip, ExpertRows(x_RD, weights_RK, exchange.indices_RK, exchange))
 
     def combine(self, y_RD: Tensor, handle: _Exchange) -> Tensor:

@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -57,6 +56,8 @@ _FAMILIES = {
     "llama": ("Llama", _DENSE | dict(head_dim=12)),
     "qwen3": ("Qwen3", _DENSE | dict(head_dim=12)),
     "mixtral": ("Mixtral", _MOE | dict(head_dim=12)),
+    "qwen2": ("Qwen2", _DENSE),
+    "qwen2_moe": ("Qwen2Moe", _MOE | dict(moe_intermediate_size=20, shared_expert_intermediate_size=12)),
     "qwen3_moe": ("Qwen3Moe", _MOE | dict(head_dim=12, moe_intermediate_size=20)),
 }
 
@@ -114,6 +115,9 @@ def loaded(folder):
         ("qwen3", torch.float32, {}, 9000),
         ("mixtral", torch.float32, {}, 10**9),
         ("mixtral", torch.bfloat16, {"head_dim": None, "num_experts_per_tok": 3}, 9000),
+        ("qwen2", torch.float32, {}, 9000),
+        ("qwen2_moe", torch.float32, {}, 9000),
+        ("qwen2_moe", torch.bfloat16, {"qkv_bias": False, "norm_topk_prob": True, "moe_intermediate_size": 24}, 10**9),
         ("qwen3_moe", torch.float32, {"norm_topk_prob": True}, 9000),
         ("qwen3_moe", torch.float32, {"tie_word_embeddings": True, "num_key_value_heads": 1}, 10**9),
     ],
@@ -150,58 +154,6 @@ def test_hf_to_optimus_to_hf(tmp_path, kind, dtype, changes, max_shard):
 
 def _model_config(config):
     return from_dict(config).model
-
-
-def random_shape(kind, seed):
-    """Keyword arguments of a transformers configuration; widths fit its grouped products (rows of 16 bytes)."""
-    draw = random.Random(f"{kind}{seed}")
-    groups, per_group = draw.choice([1, 2, 3]), draw.choice([1, 2, 4])
-    heads, head_dim = groups * per_group, 4 * draw.choice([1, 2, 3])
-    changes = dict(
-        hidden_size=heads * head_dim if kind in ("olmo", "olmoe") else draw.choice([24, 36, 40]),
-        intermediate_size=draw.choice([12, 20, 32]),
-        num_hidden_layers=draw.choice([1, 2, 3]),
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        tie_word_embeddings=draw.random() < 0.3,
-        rope_parameters=draw.choice([_LLAMA3, {"rope_type": "default", "rope_theta": draw.choice([100.0, 1e6])}]),
-    )
-    if kind not in ("olmo", "olmoe"):
-        changes["head_dim"] = head_dim
-    if kind not in ("olmo", "llama"):
-        experts = draw.choice([3, 5, 8])
-        changes |= dict(num_experts=experts, num_experts_per_tok=draw.randint(1, experts))
-        if kind != "mixtral":
-            changes["norm_topk_prob"] = draw.random() < 0.5
-    if kind == "qwen3_moe":
-        changes["moe_intermediate_size"] = draw.choice([8, 16])
-    return changes
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kind", ["olmo", "olmoe", "llama", "mixtral", "qwen3_moe"])
-def test_random_configurations_give_the_same_logits(tmp_path, kind, seed):
-    """Both ways: what transformers saved gives the same logits here, and what we export gives ours in transformers."""
-    hf_model(kind, seed=seed, **random_shape(kind, seed)).save_pretrained(tmp_path / "hf")
-    convert(tmp_path / "hf", tmp_path / "ours", to="optimus")
-    run = from_dict(load_manifest(tmp_path / "ours").config)
-    ours = Decoder(run.model)
-    load(tmp_path / "ours", model_slices(ours, dense=True, experts=True))
-    tokens = torch.randint(0, _VOCAB, (2, 40))
-    theirs = loaded(tmp_path / "hf")
-    with torch.no_grad():
-        expected = theirs(tokens).logits
-        assert (ours(tokens).logits_BSV - expected).abs().max() <= 1e-5 * expected.abs().max()
-        for parameter in ours.parameters():  # other weights, so that the export is really ours
-            parameter.copy_(torch.randn_like(parameter) * 0.1)
-        expected = ours(tokens).logits_BSV
-    slices = model_slices(ours, dense=True, experts=True)
-    save(tmp_path / "run", 1, slices, kind="model", consumed_samples=0, config=to_dict(run), metadata={})
-    convert(tmp_path / "run", tmp_path / "back", to="hf", verify=True)
-    with torch.no_grad():
-        found = loaded(tmp_path / "back")(tokens).logits
-    assert expected.abs().max() > 0.01
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def our_config(**changes):
