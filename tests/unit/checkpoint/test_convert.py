@@ -271,6 +271,23 @@ def test_missing_tokenizers(tmp_path, caplog):
     assert "gone is not there" in caplog.text
 
 
+def test_shared_experts_and_biases_come_back_from_every_format(tmp_path):
+    run = our_config(
+        qk_layernorm=False, moe_shared_expert_intermediate_size=20, moe_shared_expert_gate=True, add_qkv_bias=True
+    )
+    our_run(tmp_path / "run", run, "full")
+    for to, names in (("universal", "optimus"), ("universal", "hf"), ("zero", "hf-native-moe"), ("hf", "optimus")):
+        there, back = (tmp_path / f"{to}-{names}{way}" for way in ("", "-back"))
+        convert(tmp_path / "run", there, to=to, options=Options(dtype="fp32", names=names), verify=True)
+        convert(there, back, to="optimus", verify=True)
+        found, whole = open_source(back), open_source(tmp_path / "run")
+        for name, kind in found.dtypes:
+            size = math.prod(load_manifest(back).tensors[name, kind].shape)
+            original = whole.read(name, "master" if kind == "weight" else kind, 0, size)
+            assert torch.equal(found.read(name, kind, 0, size), original), (to, name, kind)
+        assert {name for name, _ in found.dtypes} == {name for name, _ in whole.dtypes}
+
+
 def test_expert_bias(tmp_path):
     run = our_config(moe_router_enable_expert_bias=True)
     our_run(tmp_path / "zero", run, "full")
