@@ -34,4 +34,7 @@ class MoE(nn.Module):
 
         y_TD, processed = self.through_experts(self.dispatcher, self.experts, x_TD, routing, started, meanwhile)
         y_BSD = y_TD.view_as(x_BSD)
-        return y_BSD + shared[0] if shared else y_BSD, stats._replace(processed=processed)
+        if self.shared_experts is not None:
+            [shared_BSD] = shared  # a transport that does not call ``meanwhile`` once must not pass for right
+            y_BSD = y_BSD + shared_BSD
+        return y_BSD, stats._replace(processed=processed)

@@ -34,7 +34,7 @@ WORLDS = [
     (MOE + "--pipeline-model-parallel-size 2 --context-parallel-size 2 --optimizer-state-dtype int8", 7, 8),
     (MOE + "--no-accumulate-allreduce-grads-in-fp32 --params-dtype bf16 --optimizer muon", 1, 2),
     (SHARED + "--tensor-model-parallel-size 2 --expert-model-parallel-size 4", 6, 8),
-    (SHARED + "--no-weight-decay-biases --optimizer muon", 1, 2),
+    (SHARED + "--no-weight-decay-biases --optimizer muon", 1, 8),
     ("--pipeline-model-parallel-size 2 --no-untie-embeddings-and-output-weights --optimizer lion", 3, 4),
     ("--num-query-groups 2 --qk-layernorm-scope head --tensor-model-parallel-size 2 --optimizer sgd", 1, 4),
     ("--no-weight-decay-norms --no-weight-decay-embeddings --grad-reduce-in-bf16 --zero-stage 2", 0, 2),
