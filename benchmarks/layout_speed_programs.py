@@ -135,9 +135,10 @@ class KeepHere:
     def start(self, x_TD: torch.Tensor) -> None:
         return None
 
-    def dispatch(self, x_TD: torch.Tensor, routing: Any, started: None) -> Any:
+    def dispatch(self, x_TD: torch.Tensor, routing: Any, started: None, meanwhile: Any) -> Any:
         from megatron.optimus.moe.dispatch import ExpertRows
 
+        meanwhile()
         return ExpertRows(x_TD, routing.weights_TK, routing.indices_TK % self.num_experts, None)
 
     def combine(self, y_RD: torch.Tensor, handle: Any) -> torch.Tensor:

@@ -66,7 +66,8 @@ def build(options: Mapping[str, Any], mesh: Mesh | None, parallel: ParallelConfi
     initialize_weights(model, seed=3, device=torch.device("cpu"), dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:  # ones would hide a norm that uses another's scale
-            whole = 1 + 0.3 * torch.randn(whole_shape(parameter), generator=generator_for(7, name))
+            middle = 0.0 if name.endswith("bias") else 1.0
+            whole = middle + 0.3 * torch.randn(whole_shape(parameter), generator=generator_for(7, name))
             parameter.data.copy_(own_part(whole, parameter))
     if mesh is not None:
         connect(model, mesh)

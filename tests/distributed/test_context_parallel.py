@@ -26,6 +26,7 @@ TP2 = dict(tensor_model_parallel_size=2)
 RING = dict(cp_comm_type=ContextCommunication.P2P)
 GQA = dict(num_query_groups=2)
 MOE = dict(num_experts=8, moe_z_loss_coeff=0.1)
+SHARED = dict(moe_shared_expert_intermediate_size=20, moe_shared_expert_gate=True, add_qkv_bias=True)
 GLOBAL = dict(moe_router_load_balancing_type=LoadBalancing.GLOBAL_AUX_LOSS)
 A2A = dict(moe_token_dispatcher_type=TokenDispatcher.ALLTOALL)
 RECOMPUTED = dict(recompute_modules=list(Recompute))
@@ -47,6 +48,9 @@ CASES = {
     "ulysses, cp 2 x dp 2, ep 4 over both": Case(MOE, CP2 | dict(expert_model_parallel_size=4)),
     "ring, cp 2 x dp 2, ep 2, global balance": Case(
         MOE | GLOBAL, CP2 | RING | A2A | dict(expert_model_parallel_size=2)
+    ),
+    "ulysses, tp 2 x cp 2, ep 2, shared experts, qkv biases": Case(
+        MOE | GQA | SHARED, TP2 | CP2 | dict(expert_model_parallel_size=2)
     ),
     "ulysses, tp 2 x cp 2, everything recomputed": Case(GQA, TP2 | CP2 | RECOMPUTED),
     "ring, tp 2 x cp 2, documents, everything recomputed": Case(GQA, TP2 | CP2 | RING | RECOMPUTED, documents=True),

@@ -28,6 +28,12 @@ SHAPES: dict[str, dict[str, Any]] = {  # of mula-1b, of the Mula MoE models, and
     "moe": {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "qk_layernorm": True},
     "head norm": {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "qk_layernorm_scope": "head"},
 }
+SHAPES["shared"] = SHAPES["moe"] | {  # Qwen2-MoE
+    "qk_layernorm": False,
+    "moe_shared_expert_intermediate_size": 20,
+    "moe_shared_expert_gate": True,
+    "add_qkv_bias": True,
+}
 # Below the threshold of parameters that stage 3 leaves whole there would be nothing to test.
 STAGE_3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
 ZERO = {
@@ -160,7 +166,7 @@ def _check(
 
 
 def test_zero_3_and_offload_equal_one_process() -> None:
-    cases = [(shape, what) for shape in ("dense", "moe") for what in ZERO]
+    cases = [(shape, what) for shape in ("dense", "moe") for what in ZERO] + [("shared", "stage 3")]
     runs = [(shape, {"zero_optimization": ZERO[what]}) for shape, what in cases]
     by_rank = run_distributed(_train_each, 2, runs, 1)
     for index, (shape, what) in enumerate(cases):
@@ -171,7 +177,7 @@ def test_zero_3_and_offload_equal_one_process() -> None:
 
 
 def test_autotp_equals_one_process() -> None:
-    cases = [("dense", 1), ("moe", 3), ("head norm", 1)]
+    cases = [("dense", 1), ("moe", 3), ("shared", 1), ("head norm", 1)]
     runs = [
         (shape, {"zero_optimization": {"stage": stage}, "tensor_parallel": autotp_section(_config(shape), 2)})
         for shape, stage in cases

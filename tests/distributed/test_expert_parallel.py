@@ -36,10 +36,13 @@ def model_config(**changes: Any) -> ModelConfig:
     )
 
 
-def serial_layer(skew: float) -> MoE:
+SHARED = dict(moe_shared_expert_intermediate_size=14, moe_shared_expert_gate=True)
+
+
+def serial_layer(skew: float, *, shared: bool = False) -> MoE:
     """Same weights on every caller. A large skew sends every token to expert 5 first and leaves others empty."""
     torch.manual_seed(3)
-    layer = MoE(model_config())
+    layer = MoE(model_config(**SHARED if shared else {}))
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
     layer.router.weight.data[5] += skew
@@ -68,6 +71,7 @@ class Case(NamedTuple):
     chunks: int = 1
     halves: bool = False  # experts whose backward has two halves, so that gradients go home beside the second
     main_grads: bool = False
+    shared: bool = False  # experts that every token passes, with a gate
     recompute: bool = False
 
 
@@ -84,7 +88,7 @@ def run_case(rank: int, world: int, case: Case) -> dict[str, Any]:
         moe_dispatch_chunks=case.chunks,
     )
     mesh = Mesh(config, rank=rank, world_size=world)
-    layer = serial_layer(case.skew)
+    layer = serial_layer(case.skew, shared=case.shared)
     apply_expert_parallelism(layer, config, mesh)
     if isinstance(layer.dispatcher, AllGatherDispatcher):
         layer.dispatcher.equal_tokens = len(set(case.counts)) == 1
@@ -95,8 +99,9 @@ def run_case(rank: int, world: int, case: Case) -> dict[str, Any]:
     x = tokens_of(rank, case.counts).requires_grad_()
     ops.set_backend("reference" if case.halves else "auto")
     y, stats = backward(layer, x)
-    router_grad = layer.router.weight.grad.clone()
-    dist.all_reduce(router_grad)
+    dense_grads = {name: p.grad.clone() for name, p in layer.named_parameters() if not name.startswith("experts.")}
+    for grad in dense_grads.values():
+        dist.all_reduce(grad)
     expert_grads = {}
     for name, weight in layer.experts.named_parameters():
         assert (weight.grad is None) is case.main_grads
@@ -107,7 +112,7 @@ def run_case(rank: int, world: int, case: Case) -> dict[str, Any]:
     processed, routed = stats.processed.clone(), stats.counts_E.sum()
     dist.all_reduce(processed)
     dist.all_reduce(routed)
-    return dict(y=y, x_grad=x.grad, router=router_grad, experts=expert_grads, dropped=int(routed - processed))
+    return dict(y=y, x_grad=x.grad, dense=dense_grads, experts=expert_grads, dropped=int(routed - processed))
 
 
 COUNTS = {
@@ -127,7 +132,9 @@ HOW = {
 }
 CASES = {
     4: {
-        f"{transport.value}, {placement.value}, ep {ep}, {what}": Case(transport, placement, ep, counts, skew, node)
+        f"{transport.value}, {placement.value}, ep {ep}, {what}": Case(
+            transport, placement, ep, counts, skew, node, shared=placement is ExpertPlacement.INTERLEAVED
+        )
         for what, (counts, skew) in COUNTS.items()
         for placement in ExpertPlacement
         for transport, ep, node in [*((plain, ep, None) for plain in PLAIN for ep in (2, 4)), (HIERARCHICAL, 4, 2)]
@@ -146,7 +153,7 @@ CASES = {
     },
     3: {
         f"all-to-all in {chunks} parts, {what}": Case(
-            TokenDispatcher.ALLTOALL, ExpertPlacement.INTERLEAVED, 3, counts, skew, chunks=chunks
+            TokenDispatcher.ALLTOALL, ExpertPlacement.INTERLEAVED, 3, counts, skew, chunks=chunks, shared=chunks == 2
         )
         for what, counts, skew in [("uneven", (5, 0, 3), 0.0), ("skewed", (2, 7, 1), 30.0)]
         for chunks in (2, 3)
@@ -172,7 +179,7 @@ def results(request: pytest.FixtureRequest) -> tuple[dict[str, Case], list[list[
 def test_equals_one_process(results: tuple[dict[str, Case], list[list[dict[str, Any]]]]) -> None:
     cases, of_ranks = results
     for number, (what, case) in enumerate(cases.items()):
-        layer = serial_layer(case.skew)
+        layer = serial_layer(case.skew, shared=case.shared)
         seen = set()
         inputs = [tokens_of(rank, case.counts).requires_grad_() for rank in range(len(case.counts))]
         outputs = [backward(layer, x)[0] for x in inputs]
@@ -183,7 +190,9 @@ def test_equals_one_process(results: tuple[dict[str, Case], list[list[dict[str, 
 
             equal(result["y"], outputs[rank])
             equal(result["x_grad"], inputs[rank].grad)
-            equal(result["router"], layer.router.weight.grad, 1e-4)
+            assert len(result["dense"]) == (5 if case.shared else 1)
+            for name, grad in result["dense"].items():
+                equal(grad, layer.get_parameter(name).grad, 1e-4)
             assert result["dropped"] == 0, what
             for name, grads in result["experts"].items():
                 whole = getattr(layer.experts, name).grad

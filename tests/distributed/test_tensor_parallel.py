@@ -30,6 +30,8 @@ TP4 = dict(tensor_model_parallel_size=4)
 PLAIN = dict(sequence_parallel=False)
 MOE = dict(num_experts=8, moe_z_loss_coeff=0.1)
 GLOBAL = dict(moe_router_load_balancing_type=LoadBalancing.GLOBAL_AUX_LOSS)
+SHARED = dict(moe_shared_expert_intermediate_size=20, moe_shared_expert_gate=True)
+BIAS = dict(add_qkv_bias=True)
 OVERLAP = dict(tp_comm_overlap=True)
 A2A = dict(moe_token_dispatcher_type=TokenDispatcher.ALLTOALL)
 
@@ -50,6 +52,18 @@ CASES = {
     ),
     "moe, tp 4, overlapped, everything recomputed, first layer offloaded": Case(
         MOE, TP4 | OVERLAP | dict(recompute_modules=list(Recompute), cpu_offloading_num_layers=1)
+    ),
+    "dense, qkv biases, gqa, tp 2 x dp 2": Case(BIAS | dict(num_query_groups=2), TP2),
+    "dense, qkv biases, tp 4, without sequence parallelism": Case(BIAS, TP4 | PLAIN),
+    "moe, shared experts with a gate, qkv biases, tp 4, overlapped, everything recomputed": Case(
+        MOE | SHARED | BIAS, TP4 | OVERLAP | dict(recompute_modules=list(Recompute))
+    ),
+    "moe, shared experts, tp 2 x dp 2, ep 4 over both": Case(
+        MOE | dict(moe_shared_expert_intermediate_size=20), TP2 | dict(expert_model_parallel_size=4)
+    ),
+    "moe, shared experts with a gate, etp 2 x ep 2, all-to-all, first layer offloaded": Case(
+        MOE | SHARED | GLOBAL,
+        TP2 | A2A | dict(expert_model_parallel_size=2, expert_tensor_parallel_size=2, cpu_offloading_num_layers=1),
     ),
     "moe, tp 4": Case(MOE, TP4),
     "moe, tp 2 x dp 2, ep 4, 64 experts for 64 tokens, many empty": Case(

@@ -5,6 +5,7 @@ The layouts add expert gradients to the optimizer's buffers in the backward (ZeR
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -57,11 +58,14 @@ MOE = dict(
     moe_router_load_balancing_type=LoadBalancing.AUX_LOSS,  # of each micro-batch: the same ones at any layout
     moe_aux_loss_coeff=0.3,
 )
+SHARED = MOE | dict(moe_shared_expert_intermediate_size=20, moe_shared_expert_gate=True, add_qkv_bias=True)
 TIED = dict(untie_embeddings_and_output_weights=False)
 MODELS = {
     "moe": MOE,
     "moe, documents": MOE,
     "moe, four layers": MOE | dict(num_layers=4),
+    "moe, shared experts": SHARED,
+    "moe, shared experts, four layers": SHARED | dict(num_layers=4),
     "moe, tied": MOE | TIED,
     "moe, four layers, tied": MOE | TIED | dict(num_layers=4),
     "dense, tied": TIED,
@@ -124,6 +128,28 @@ CASES = {
         "moe, four layers",
         SMALL_BUCKETS,
     ),
+    "tp 2 x dp 2, ep 4, all-to-all, shared experts": Case(
+        dict(
+            tensor_model_parallel_size=2,
+            expert_model_parallel_size=4,
+            moe_token_dispatcher_type=TokenDispatcher.ALLTOALL,
+        ),
+        "moe, shared experts",
+        SMALL_BUCKETS,
+    ),
+    "pp 2 x dp 2, ep 2, zero 2, shared experts": Case(
+        PP2 | dict(expert_model_parallel_size=2), "moe, shared experts", SMALL_BUCKETS | dict(zero_stage=2)
+    ),
+    "pp 2 zero bubble x tp 2, ep 2, shared experts, recomputed": Case(
+        CHUNKS
+        | dict(
+            pipeline_schedule=PipelineSchedule.INTERLEAVED_ZERO_BUBBLE,
+            tensor_model_parallel_size=2,
+            expert_model_parallel_size=2,
+            recompute_modules=list(Recompute),
+        ),
+        "moe, shared experts, four layers",
+    ),
     "pp 2 interleaved x dp 2, ep 2": Case(
         CHUNKS | dict(pipeline_schedule=PipelineSchedule.INTERLEAVED_1F1B, expert_model_parallel_size=2),
         "moe, four layers",
@@ -152,6 +178,9 @@ CASES = {
 }
 
 EIGHT = {
+    "tp 2 x pp 2 x dp 2, ep 4, shared experts": Case(
+        PP2 | dict(tensor_model_parallel_size=2, expert_model_parallel_size=4), "moe, shared experts", SMALL_BUCKETS
+    ),
     "tp 2 x pp 2 x dp 2, ep 4": Case(
         PP2 | dict(tensor_model_parallel_size=2, expert_model_parallel_size=4), optimizer=SMALL_BUCKETS
     ),
@@ -351,8 +380,10 @@ def by_hand(case: Case) -> Tensor:
     return torch.stack([loss.detach(), torch.stack(norms).norm().double()])
 
 
-def compared(rank: int, world: int, expected: dict[str, Trained], placement: str) -> dict[str, dict[str, float]]:
+def compared(rank: int, world: int, pickled: bytes, placement: str) -> dict[str, dict[str, float]]:
+    """``pickled``: what ``serial`` gave; as tensors it would cross to a process with an open file for each."""
     _init()
+    expected: dict[str, Trained] = pickle.loads(pickled)
     found = {}
     for name, case in LAYOUTS[world].items():
         if _refusal(case):
@@ -380,7 +411,7 @@ def measure(folder: Path) -> dict[int, list[dict[str, dict[str, float]]]]:
     placement = folder / "placement.json"
     placement.write_text(to_json([((5, 0), (1, 7), (6, 2), (3, 4)), ((7, 6), (0, 3), (5, 1), (4, 2))]))
     [expected] = run_distributed(serial, 1)
-    return {ranks: run_distributed(compared, ranks, expected, str(placement)) for ranks in LAYOUTS}
+    return {ranks: run_distributed(compared, ranks, pickle.dumps(expected), str(placement)) for ranks in LAYOUTS}
 
 
 @pytest.fixture(scope="module")

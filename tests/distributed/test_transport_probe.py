@@ -20,7 +20,7 @@ from megatron.optimus.config.schema import (
     TokenDispatcher,
     TrainingConfig,
 )
-from megatron.optimus.moe.dispatch import ExpertRows
+from megatron.optimus.moe.dispatch import ExpertRows, Meanwhile, nothing
 from megatron.optimus.ops import Routing
 from megatron.optimus.parallel import symmetric
 from megatron.optimus.parallel.mesh import Mesh
@@ -49,9 +49,11 @@ class Slow(AllToAllDispatcher):
 
     seconds = 0.0
 
-    def dispatch(self, x_TD: torch.Tensor, routing: Routing, started: None) -> ExpertRows:
+    def dispatch(
+        self, x_TD: torch.Tensor, routing: Routing, started: None, meanwhile: Meanwhile = nothing
+    ) -> ExpertRows:
         time.sleep(self.seconds)
-        return super().dispatch(x_TD, routing, started)
+        return super().dispatch(x_TD, routing, started, meanwhile)
 
 
 def rendezvous(memory: torch.Tensor, group: dist.ProcessGroup) -> SimpleNamespace:

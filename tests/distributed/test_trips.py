@@ -14,6 +14,7 @@ from megatron.optimus import ops
 from megatron.optimus.config.schema import ParallelConfig, TokenDispatcher
 from megatron.optimus.moe.layer import MoE
 from megatron.optimus.moe.router import Router
+from megatron.optimus.moe.shared import SharedExperts
 from megatron.optimus.ops import reference
 from megatron.optimus.parallel import collectives
 from megatron.optimus.parallel.expert import apply_expert_parallelism
@@ -21,7 +22,7 @@ from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.recompute import _recomputed
 from megatron.optimus.parallel.trips import Trip
 from megatron.optimus.runtime import device as devices
-from tests.distributed.test_expert_parallel import WIDTH, model_config, tokens_of
+from tests.distributed.test_expert_parallel import SHARED, WIDTH, model_config, tokens_of
 from tests.helpers import run_distributed
 
 WORLD = 4
@@ -48,9 +49,9 @@ class Events(list[str]):
         setattr(owner, name, watched)
 
 
-def layer_of(mesh: Mesh, config: ParallelConfig) -> MoE:
+def layer_of(mesh: Mesh, config: ParallelConfig, **changes: Any) -> MoE:
     torch.manual_seed(0)
-    layer = MoE(model_config())
+    layer = MoE(model_config(**changes))
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     apply_expert_parallelism(layer, config, mesh)
@@ -64,6 +65,7 @@ def order_rank(rank: int, world: int) -> dict[str, Any]:
     events.watch(collectives, "reduce_scatter_single", "scatter", rows=1)
     events.watch(collectives.dist, "all_to_all_single", "exchange", rows=1)
     events.watch(Router, "forward", "router")
+    events.watch(SharedExperts, "forward", "shared")
     events.watch(reference, "moe_mlp_forward", "forward")
     halves = reference.moe_mlp_backward_inputs, reference.moe_mlp_backward_up_weights
 
@@ -86,7 +88,9 @@ def order_rank(rank: int, world: int) -> dict[str, Any]:
     collectives.Started.wait = waited  # type: ignore[method-assign]
     for name, options in TRANSPORTS.items():
         config = ParallelConfig(expert_model_parallel_size=world, **options)  # type: ignore[arg-type]
-        layer = layer_of(Mesh(config, rank=rank, world_size=world), config)
+        mesh = Mesh(config, rank=rank, world_size=world)
+        found |= {f"{name}, shared{how}": order for how, order in orders_with_shared(mesh, config, events).items()}
+        layer = layer_of(mesh, config)
         for recompute in (False, True):
             if recompute:
                 layer.experts.forward = _recomputed(layer.experts.forward)  # type: ignore[method-assign]
@@ -111,6 +115,22 @@ def order_rank(rank: int, world: int) -> dict[str, Any]:
             gradients.append(gradients_of(layer, rank, events))
         found[f"{name}, nothing beside"] = list(events)
         found[f"{name}, equal"] = all(map(torch.equal, *gradients))
+    return found
+
+
+def orders_with_shared(mesh: Mesh, config: ParallelConfig, events: Events) -> dict[str, list[str]]:
+    """Of a layer with shared experts: as on devices where collectives hide something, and "alone" where they do not."""
+    layer = layer_of(mesh, config, **SHARED)
+    assert layer.shared_experts is not None
+    layer.shared_experts.mlp.down_proj.weight.register_hook(lambda grad: events.append("shared's backward"))
+    found = {}
+    for how, hides in (("", True), (" alone", False)):
+        with patch.object(devices, "hides_collectives", lambda device, answer=hides: answer):
+            events.clear()
+            y = layer(tokens_of(mesh.index("ep"), [6] * WORLD).requires_grad_())[0]
+            events.append("backward")
+            y.sum().backward()
+            found[how] = list(events)
     return found
 
 
@@ -189,6 +209,26 @@ def test_exchanges_are_under_way_beside_the_router_and_the_last_product() -> Non
         rest = ["exchange", "exchange", "wait", "forward", "whole", "exchange", "wait", "forward", "whole", "exchange"]
         assert parts[parts.index("backward") + 1 :] == [*rest, "wait", "wait"]
         assert all(found[f"{name}, equal"] for name in TRANSPORTS)
+
+        # Shared experts run when all that can leave has left, and in the backward when gradients are on their way home.
+        with_shared = {
+            "all-gather": ["gather", "router", "shared", "wait"],
+            "all-to-all": ["router", "exchange", "shared", "wait"],
+            "hierarchical": ["router", "exchange", "shared", "wait", "exchange", "wait"],
+            "in 2 parts": ["router", "exchange", "exchange", "shared", "wait"],
+        }
+        for name in TRANSPORTS:
+            order, alone = found[f"{name}, shared"], found[f"{name}, shared alone"]
+            assert order[: len(with_shared[name])] == with_shared[name]
+            first = ["gather", "wait", "router", "shared", "wait"] if name == "all-gather" else with_shared[name]
+            assert alone[: len(first)] == first
+            for events in (order, alone):
+                home = events[events.index("backward") :]
+                before, after = home[: home.index("shared's backward")], home[home.index("shared's backward") + 1 :]
+                send = "scatter" if name == "all-gather" else "exchange"
+                assert home.count(send) == before.count(send) > 0
+                # hierarchical: on cpu nothing is beside, all is done at once
+                assert after == ["wait"] * {"hierarchical": 0, "in 2 parts": 2}.get(name, 1)
 
 
 @pytest.mark.parametrize(("kind", "hides"), [("cpu", True), ("xpu", True), ("cuda", False)])

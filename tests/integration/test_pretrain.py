@@ -200,15 +200,20 @@ def test_checkpoint_of_one_layout_continues_on_another(tmp_path: Path, pretrain:
             assert (other[key] - tensor).abs().max() <= 1e-5 * tensor.abs().max(), key
 
 
-def test_tied_embedding_over_a_pipeline_is_one_tensor_of_a_checkpoint(tmp_path: Path, pretrain: Program) -> None:
-    """Two stages hold it; a checkpoint holds it once, from which one process goes on as the pipeline did."""
+def test_tied_embedding_and_shared_experts_of_another_layout(tmp_path: Path, pretrain: Program) -> None:
+    """Two stages hold the embedding, two ranks of each a part of the shared experts; a checkpoint holds them once and
+    whole, from which one process goes on as the four ranks did."""
     tied = ["--no-untie-embeddings-and-output-weights", "--train-iters", 3, "--save-interval", 2]
-    succeed(pretrain(tmp_path / "stages", *tied, "--pipeline-model-parallel-size", 2, ranks=2))
+    tied += ["--moe-shared-expert-intermediate-size", 20, "--moe-shared-expert-gate", "--add-qkv-bias"]
+    layout = ["--pipeline-model-parallel-size", 2, "--tensor-model-parallel-size", 2, "--expert-model-parallel-size", 2]
+    succeed(pretrain(tmp_path / "stages", *tied, *layout, ranks=4))
     checkpoints = tmp_path / "stages" / "checkpoints"
     succeed(pretrain(tmp_path / "one", *tied, "--load", checkpoints / "step-00000002"))
     one, stages = (tensors(folder / "step-00000003") for folder in (tmp_path / "one" / "checkpoints", checkpoints))
     assert {key for key in one if key[1] != "rng"} == {key for key in stages if key[1] != "rng"}
     assert ("embedding.weight", "master") in one and ("lm_head.weight", "master") not in one
+    assert one["layers.1.moe.shared_experts.mlp.down_proj.weight", "exp_avg"].numel() == 32 * 20
+    assert one["layers.1.attention.k_proj.bias", "master"].numel() == 32
     for key, tensor in one.items():
         if key[1] != "rng":
             assert (stages[key] - tensor).abs().max() <= 1e-5 * tensor.abs().max(), key

@@ -178,6 +178,8 @@ def tensor_parallel_divides_model(config: RunConfig, world_size: int) -> str | N
     }
     if not model.is_moe:
         sizes["ffn_hidden_size"] = model.ffn_hidden_size
+    if model.moe_shared_expert_intermediate_size:
+        sizes["moe_shared_expert_intermediate_size"] = model.moe_shared_expert_intermediate_size
     for name, value in sizes.items():
         if value % tp:
             remedy = f"use {one_of(divisors(value))}"

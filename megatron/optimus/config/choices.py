@@ -60,7 +60,7 @@ class ContextCommunication(str, Enum):
 class Recompute(str, Enum):
     """Parts of a layer whose activations are recomputed in the backward; bits 1, 2 and 4 of arXiv 2604.00785."""
 
-    MOE = "moe"  # the experts; the dense MLP in a layer without experts
+    MOE = "moe"  # the experts, shared ones too; the dense MLP in a layer without experts
     ATTENTION = "attention"
     NORM = "norm"
 

@@ -63,6 +63,7 @@ class ModelConfig:
     qk_layernorm: bool = option(True, "RMSNorm of queries and keys, before RoPE")
     qk_layernorm_scope: QKNormScope = option(QKNormScope.FULL, "over all heads together, or over each head")
     clip_qkv: float | None = option(None, "clamp queries, keys and values to [-x, x]")
+    add_qkv_bias: bool = option(False, "biases of queries, keys and values (Qwen2)")
     rotary_base: float = option(10000.0, "RoPE theta")
     rotary_scaling: RotaryScaling = option(RotaryScaling.NONE, "stretching of RoPE beyond the trained positions")
     rotary_scaling_factor: float = option(8.0, "how many times longer (unused without rotary_scaling)")
@@ -76,6 +77,10 @@ class ModelConfig:
     init_method_std: float = option(0.02, "standard deviation of the normal initialisation")
     num_experts: int = option(0, "routed experts per layer; 0 makes every layer dense")
     moe_ffn_hidden_size: int = option(1024, "inner width F of one expert")
+    moe_shared_expert_intermediate_size: int = option(
+        0, "inner width of the shared experts in all, which every token passes beside its own; 0: there are none"
+    )
+    moe_shared_expert_gate: bool = option(False, "weigh what shared experts give a token by the sigmoid of a product")
     moe_router_topk: int = option(8, "experts per token K")
     moe_router_score_function: ScoreFunction = option(ScoreFunction.SOFTMAX, "scores from router logits, in fp32")
     moe_router_norm_topk_prob: bool = option(False, "rescale the K chosen scores to sum to one (OLMoE, Mula: no)")
@@ -91,7 +96,7 @@ class ModelConfig:
         at_least(self, 1, "ffn_hidden_size", "vocab_size", "max_position_embeddings")
         at_least(self, 1, "moe_ffn_hidden_size", "moe_router_topk")
         at_least(self, 0, "num_experts", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
-        at_least(self, 0, "output_z_loss_coeff")
+        at_least(self, 0, "output_z_loss_coeff", "moe_shared_expert_intermediate_size")
         at_least(self, 1, "rotary_scaling_factor", "rotary_original_positions")
         positive(self, "norm_epsilon", "clip_qkv", "rotary_base", "init_method_std", "rotary_low_freq_factor")
         require(
@@ -119,6 +124,13 @@ class ModelConfig:
             f"moe_router_topk={self.moe_router_topk} exceeds num_experts={self.num_experts}; "
             f"use at most {self.num_experts}",
         )
+        shared = self.moe_shared_expert_intermediate_size
+        require(
+            self.is_moe or not shared,
+            f"moe_shared_expert_intermediate_size={shared} with num_experts=0: use 0, or set num_experts",
+        )
+        weighs_something = shared > 0 or not self.moe_shared_expert_gate
+        require(weighs_something, "moe_shared_expert_gate=True: set moe_shared_expert_intermediate_size, or use False")
 
     @property
     def is_moe(self) -> bool:

@@ -36,9 +36,9 @@ class Attention(nn.Module):
         self.clip_qkv = config.clip_qkv
         query_width = config.num_attention_heads * config.head_dim
         key_width = config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_width, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, key_width, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, key_width, bias=False)
+        self.q_proj = nn.Linear(config.hidden_size, query_width, bias=config.add_qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_width, bias=config.add_qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, key_width, bias=config.add_qkv_bias)
         self.o_proj = nn.Linear(query_width, config.hidden_size, bias=False)
         self.norm_heads = config.qk_layernorm_scope is QKNormScope.HEAD
         q_norm_width, k_norm_width = (config.head_dim, config.head_dim) if self.norm_heads else (query_width, key_width)

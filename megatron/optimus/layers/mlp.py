@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.layers.linear import Project, ProjectOut, project, project_out
 
 
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)): [..., D] -> [..., D]."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, width: int, inner: int) -> None:
+        """``width``: D, ``inner``: of gate and up."""
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.ffn_hidden_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.ffn_hidden_size, bias=False)
-        self.down_proj = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
         self.project: Project = project
         self.project_out: ProjectOut = project_out
 

@@ -32,7 +32,7 @@ class Block(nn.Module):
         if config.is_moe:
             self.moe = MoE(config)
         else:
-            self.mlp = MLP(config)
+            self.mlp = MLP(config.hidden_size, config.ffn_hidden_size)
         self.is_moe = config.is_moe
 
     def forward(

@@ -1,4 +1,4 @@
-"""Our tensors under Hugging Face's names, and back (configurations: hf_config.py).
+"""Our tensors under Hugging Face's names, and back (configurations: hf_config.py, hf_families.py).
 
 Hugging Face files hold one matrix per expert and projection; we hold all experts of a layer in one tensor. In memory
 order every such matrix is one contiguous range of our flattened tensor, so a mapping is a list of ranges and both
@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 
 from megatron.optimus.config.schema import ModelConfig, Normalization, QKNormScope
-from megatron.optimus.models.hf_config import family_of
+from megatron.optimus.models.hf_families import family_of
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,10 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         prefix = f"layers.{layer}."
         if has_norm_weights:
             shapes[prefix + "attention_norm.weight"] = (c.hidden_size,)
-        shapes[prefix + "attention.q_proj.weight"] = (width, c.hidden_size)
-        shapes[prefix + "attention.k_proj.weight"] = (kv_width, c.hidden_size)
-        shapes[prefix + "attention.v_proj.weight"] = (kv_width, c.hidden_size)
+        for projection, rows in (("q", width), ("k", kv_width), ("v", kv_width)):
+            shapes[f"{prefix}attention.{projection}_proj.weight"] = (rows, c.hidden_size)
+            if c.add_qkv_bias:
+                shapes[f"{prefix}attention.{projection}_proj.bias"] = (rows,)
         shapes[prefix + "attention.o_proj.weight"] = (c.hidden_size, width)
         if c.qk_layernorm:
             per_head = c.qk_layernorm_scope is QKNormScope.HEAD
@@ -54,15 +55,29 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[prefix + "moe.router.weight"] = (c.num_experts, c.hidden_size)
             shapes[prefix + "moe.experts.gate_up_weight"] = (c.num_experts, 2 * inner, c.hidden_size)
             shapes[prefix + "moe.experts.down_weight"] = (c.num_experts, c.hidden_size, inner)
+            shapes |= _shared_experts(c, prefix + "moe.shared_experts.")
         else:
-            shapes[prefix + "mlp.gate_proj.weight"] = (c.ffn_hidden_size, c.hidden_size)
-            shapes[prefix + "mlp.up_proj.weight"] = (c.ffn_hidden_size, c.hidden_size)
-            shapes[prefix + "mlp.down_proj.weight"] = (c.hidden_size, c.ffn_hidden_size)
+            shapes |= _mlp(prefix + "mlp.", c.hidden_size, c.ffn_hidden_size)
     if has_norm_weights:
         shapes["final_norm.weight"] = (c.hidden_size,)
     if c.untie_embeddings_and_output_weights:
         shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
     return shapes
+
+
+def _mlp(prefix: str, width: int, inner: int) -> dict[str, tuple[int, ...]]:
+    return {
+        prefix + "gate_proj.weight": (inner, width),
+        prefix + "up_proj.weight": (inner, width),
+        prefix + "down_proj.weight": (width, inner),
+    }
+
+
+def _shared_experts(c: ModelConfig, prefix: str) -> dict[str, tuple[int, ...]]:
+    if not c.moe_shared_expert_intermediate_size:
+        return {}
+    gate = {prefix + "gate.weight": (1, c.hidden_size)} if c.moe_shared_expert_gate else {}
+    return _mlp(prefix + "mlp.", c.hidden_size, c.moe_shared_expert_intermediate_size) | gate
 
 
 _TOP_LEVEL = {
@@ -76,12 +91,19 @@ _IN_LAYER = {
     "attention.q_proj.weight": "self_attn.q_proj.weight",
     "attention.k_proj.weight": "self_attn.k_proj.weight",
     "attention.v_proj.weight": "self_attn.v_proj.weight",
+    "attention.q_proj.bias": "self_attn.q_proj.bias",
+    "attention.k_proj.bias": "self_attn.k_proj.bias",
+    "attention.v_proj.bias": "self_attn.v_proj.bias",
     "attention.o_proj.weight": "self_attn.o_proj.weight",
     "attention.q_norm.weight": "self_attn.q_norm.weight",
     "attention.k_norm.weight": "self_attn.k_norm.weight",
     "mlp.gate_proj.weight": "mlp.gate_proj.weight",
     "mlp.up_proj.weight": "mlp.up_proj.weight",
     "mlp.down_proj.weight": "mlp.down_proj.weight",
+    "moe.shared_experts.mlp.gate_proj.weight": "mlp.shared_expert.gate_proj.weight",
+    "moe.shared_experts.mlp.up_proj.weight": "mlp.shared_expert.up_proj.weight",
+    "moe.shared_experts.mlp.down_proj.weight": "mlp.shared_expert.down_proj.weight",
+    "moe.shared_experts.gate.weight": "mlp.shared_expert_gate.weight",
 }
 _MOE_BLOCK = {"mixtral": "block_sparse_moe."}  # elsewhere "mlp."
 _PROJECTIONS = {"mixtral": ("w1", "w3", "w2")}  # gate, up, down

@@ -17,7 +17,8 @@ from megatron.optimus.runtime.seeding import generator_for
 
 @torch.no_grad()
 def initialize_weights(model: Decoder, *, seed: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Materialises a model built on the meta device: matrices N(0, init_method_std^2), norm scales 1, buffers 0.
+    """Materialises a model built on the meta device: matrices N(0, init_method_std^2), norm scales 1, biases 0,
+    buffers 0.
 
     Parameters get ``dtype`` (drawn in fp32, then rounded); buffers keep theirs. On the meta device nothing is drawn.
     """
@@ -26,7 +27,7 @@ def initialize_weights(model: Decoder, *, seed: int, device: torch.device, dtype
         return
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
-            parameter.fill_(1.0)
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
         shape = whole_shape(parameter)[1 if parameter.dim() == 3 else 0 :]
         for weight, key in _weights_and_keys(name, parameter):

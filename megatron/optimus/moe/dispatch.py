@@ -3,19 +3,29 @@
 One interface for every transport: ``start`` sends what can leave before the router has chosen; ``dispatch`` turns this
 rank's tokens into the rows that this rank's experts must see, with expert numbers local to this rank (-1 for choices
 that another rank serves); ``combine`` turns the experts' answers for those rows into the outputs of this rank's own
-tokens. The expert computation between the two is the same operation for all. Transports that communicate are in
-parallel/transport.py; here is the one that needs no other rank.
+tokens. The expert computation between the two is the same operation for all. What else the layer computes with its
+tokens (shared experts) is ``meanwhile``: ``dispatch`` calls it once, when it has sent what it can and before it waits.
+Its nodes of autograd then lie between those of leaving and of arriving, so the backward, too, runs it while gradients
+are on their way home. Transports that communicate are in parallel/transport.py; here is the one that needs no other
+rank.
 
 Shapes: T own tokens, R rows to compute here, D model width, K experts per token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from megatron.optimus.ops import InputGradients, Routing, RowsAtPeers
+
+Meanwhile = Callable[[], None]
+
+
+def nothing() -> None:
+    """The ``Meanwhile`` of a layer that has nothing else to compute."""
 
 
 class ExpertRows(NamedTuple):
@@ -35,7 +45,7 @@ class Dispatcher(Protocol):
     def start(self, x_TD: Tensor) -> Any:
         """Sends tokens before the router sees them; what it returns goes to ``dispatch``. None: nothing has left."""
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, started: Any) -> ExpertRows:
+    def dispatch(self, x_TD: Tensor, routing: Routing, started: Any, meanwhile: Meanwhile = nothing) -> ExpertRows:
         """``x_TD``: the tokens as the router hands them on, so that both have one gradient (``ops.router_logits``)."""
 
     def combine(self, y_RD: Tensor, handle: Any) -> Tensor: ...
@@ -43,18 +53,29 @@ class Dispatcher(Protocol):
 
 class ThroughExperts(Protocol):
     """From tokens, their routes and what ``Dispatcher.start`` gave, to what their experts make of them: [T, D], and the
-    slots that were worked on here."""
+    slots that were worked on here. ``meanwhile`` as in ``Dispatcher.dispatch``."""
 
     def __call__(
-        self, dispatcher: Dispatcher, experts: nn.Module, x_TD: Tensor, routing: Routing, started: Any
+        self,
+        dispatcher: Dispatcher,
+        experts: nn.Module,
+        x_TD: Tensor,
+        routing: Routing,
+        started: Any,
+        meanwhile: Meanwhile = nothing,
     ) -> tuple[Tensor, Tensor]: ...
 
 
 def through_experts(
-    dispatcher: Dispatcher, experts: nn.Module, x_TD: Tensor, routing: Routing, started: Any
+    dispatcher: Dispatcher,
+    experts: nn.Module,
+    x_TD: Tensor,
+    routing: Routing,
+    started: Any,
+    meanwhile: Meanwhile = nothing,
 ) -> tuple[Tensor, Tensor]:
     """All tokens there, all of their experts' work, all answers back."""
-    rows = dispatcher.dispatch(x_TD, routing, started)
+    rows = dispatcher.dispatch(x_TD, routing, started, meanwhile)
     y_RD = experts(rows.x_RD, rows.weights_RK, rows.indices_RK, rows.go_home, rows.at_peers)
     return dispatcher.combine(y_RD, rows.handle), (rows.indices_RK >= 0).sum()
 
@@ -65,7 +86,8 @@ class LocalDispatcher:
     def start(self, x_TD: Tensor) -> None:
         return None
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, started: None) -> ExpertRows:
+    def dispatch(self, x_TD: Tensor, routing: Routing, started: None, meanwhile: Meanwhile = nothing) -> ExpertRows:
+        meanwhile()
         return ExpertRows(x_TD, routing.weights_TK, routing.indices_TK, None)
 
     def combine(self, y_RD: Tensor, handle: Any) -> Tensor:

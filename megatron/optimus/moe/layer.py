@@ -1,4 +1,4 @@
-"""The Mixture-of-Experts block: route, dispatch, experts, combine."""
+"""The Mixture-of-Experts block: route, dispatch, experts, combine; shared experts while tokens are on their way."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.moe.dispatch import Dispatcher, LocalDispatcher, ThroughExperts, through_experts
 from megatron.optimus.moe.experts import Experts
 from megatron.optimus.moe.router import Router, RouterStats
+from megatron.optimus.moe.shared import SharedExperts
 
 
 class MoE(nn.Module):
@@ -17,6 +18,7 @@ class MoE(nn.Module):
         super().__init__()
         self.router = Router(config)
         self.experts = Experts(config)
+        self.shared_experts = SharedExperts(config) if config.moe_shared_expert_intermediate_size else None
         self.dispatcher: Dispatcher = LocalDispatcher()
         self.through_experts: ThroughExperts = through_experts
 
@@ -24,5 +26,15 @@ class MoE(nn.Module):
         x_TD = x_BSD.flatten(0, 1)
         started = self.dispatcher.start(x_TD)  # beside the router, where a transport needs no choices to send tokens
         routing, stats, x_TD = self.router(x_TD)
-        y_TD, processed = self.through_experts(self.dispatcher, self.experts, x_TD, routing, started)
-        return y_TD.view_as(x_BSD), stats._replace(processed=processed)
+        shared: list[Tensor] = []
+
+        def meanwhile() -> None:
+            if self.shared_experts is not None:
+                shared.append(self.shared_experts(x_BSD))
+
+        y_TD, processed = self.through_experts(self.dispatcher, self.experts, x_TD, routing, started, meanwhile)
+        y_BSD = y_TD.view_as(x_BSD)
+        if self.shared_experts is not None:
+            [shared_BSD] = shared  # a transport that does not call ``meanwhile`` once must not pass for right
+            y_BSD = y_BSD + shared_BSD
+        return y_BSD, stats._replace(processed=processed)

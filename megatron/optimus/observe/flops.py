@@ -12,7 +12,8 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> float:
 
         layer  = D·H·d (q) + 2·D·G·d (k, v) + H·d·D (o)       H query heads, G key/value heads of width d
                + 2 · S/2 · H·d                                 causal QK^T and PV: half of the S keys on average
-               + 3·D·F_dense  or  D·E + K·3·D·F                dense MLP, or router and K of E experts
+               + 3·D·F_dense  or  D·E + K·3·D·F + 3·D·F_shared    dense MLP, or router, K of E experts, shared
+                                                                  experts (+ D with a gate)
         total  = num_layers · layer + D·V                      V: output projection; the embedding is a look-up
         FLOPs  = 2 · total · 3                                 2 per multiply-add; backward costs twice the forward
 
@@ -23,6 +24,7 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> float:
     attention = seq_length * head_width
     if model.is_moe:
         mlp = width * model.num_experts + model.moe_router_topk * 3 * width * model.moe_ffn_hidden_size
+        mlp += width * (3 * model.moe_shared_expert_intermediate_size + model.moe_shared_expert_gate)
     else:
         mlp = 3 * width * model.ffn_hidden_size
     multiply_adds = model.num_layers * (projections + attention + mlp) + width * model.vocab_size

@@ -26,6 +26,8 @@ def autotp_section(config: ModelConfig, size: int) -> dict[str, Any]:
     cut = {"num_attention_heads": config.num_attention_heads, "num_query_groups": config.num_kv_heads}
     if not config.is_moe:
         cut["ffn_hidden_size"] = config.ffn_hidden_size
+    elif config.moe_shared_expert_intermediate_size:
+        cut["moe_shared_expert_intermediate_size"] = config.moe_shared_expert_intermediate_size
     for name, value in cut.items():
         if value % size:
             raise ConfigError(f"autotp_size={size} must divide {name}={value}")

@@ -37,8 +37,12 @@ def apply_recomputation(model: Decoder, config: ParallelConfig) -> None:
 
 def _parts(block: Block, chosen: set[Recompute]) -> list[nn.Module]:
     parts: list[nn.Module] = []
-    if Recompute.MOE in chosen:
-        parts.append(block.moe.experts if block.is_moe else block.mlp)
+    if Recompute.MOE in chosen and block.is_moe:
+        parts.append(block.moe.experts)
+        if block.moe.shared_experts is not None:
+            parts.append(block.moe.shared_experts.mlp)
+    elif Recompute.MOE in chosen:
+        parts.append(block.mlp)
     if Recompute.ATTENTION in chosen:
         parts.append(block.attention)
     if Recompute.NORM in chosen:

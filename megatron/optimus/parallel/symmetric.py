@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.optimus.config.schema import ConfigError
-from megatron.optimus.moe.dispatch import ExpertRows
+from megatron.optimus.moe.dispatch import ExpertRows, Meanwhile, nothing
 from megatron.optimus.ops import Routing
 from megatron.optimus.parallel.placement import Ownership
 from megatron.optimus.parallel.staging import Shape, Staging, Way, parts_of
@@ -307,7 +307,7 @@ class SymmetricDispatcher:
     def start(self, x_TD: Tensor) -> None:
         return None
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, started: None) -> ExpertRows:
+    def dispatch(self, x_TD: Tensor, routing: Routing, started: None, meanwhile: Meanwhile = nothing) -> ExpertRows:
         tables = self.ownership.tables(x_TD.device)
         num_tokens, width = x_TD.shape
         shape = Shape(num_tokens, width, routing.indices_TK.shape[1], x_TD.dtype)
@@ -319,6 +319,7 @@ class SymmetricDispatcher:
             exchange.fetch(x_RD)
         trip = _SymmetricTrip(exchange)
         ties = leave(x_TD, trip, X), leave(routing.weights_TK, trip, WEIGHTS)
+        meanwhile()
         rows = arrive(ties, trip, ExpertRows(x_RD, weights_RK, exchange.indices_RK, exchange))
         return rows._replace(at_peers=exchange) if self.experts_exchange else rows
 

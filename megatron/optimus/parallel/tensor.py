@@ -73,7 +73,8 @@ class TensorGroup:
 
     def project(self, x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
         """What these layers' parts make of all tokens; see ``_EnterAndProject``."""
-        return _EnterAndProject.apply(x, self, *(layer.weight for layer in layers))
+        products = _EnterAndProject.apply(x, self, *(layer.weight for layer in layers))
+        return tuple(y if layer.bias is None else y + layer.bias for y, layer in zip(products, layers, strict=True))
 
     def project_out(self, x: Tensor, layer: nn.Linear) -> Tensor:
         """What ``leave`` makes of this layer's part; see ``_ProjectAndLeave``."""
@@ -250,7 +251,7 @@ class SplitLMHead(nn.Module):
 
 
 def apply_tensor_parallelism(model: Decoder, config: ParallelConfig, mesh: Mesh) -> None:
-    """Splits all but the experts. Sizes that do not divide are refused by config/checks.py."""
+    """Splits all but the routed experts. Sizes that do not divide are refused by config/checks.py."""
     group = mesh.group("tp")
     if group is None:
         return
@@ -266,9 +267,9 @@ def apply_tensor_parallelism(model: Decoder, config: ParallelConfig, mesh: Mesh)
         assert isinstance(block, Block)
         _split_attention(block.attention, ranks)
         if not block.is_moe:
-            for projection, dim in ((block.mlp.gate_proj, 0), (block.mlp.up_proj, 0), (block.mlp.down_proj, 1)):
-                ranks.split(projection, dim)
-            _make_region(block.mlp, ranks)
+            _split_mlp(block.mlp, ranks)
+        elif block.moe.shared_experts is not None:
+            _split_mlp(block.moe.shared_experts.mlp, ranks)
     if config.sequence_parallel:
         for name, parameter in model.named_parameters():
             if not hasattr(parameter, "tensor_model_parallel") and ".experts." not in name:
@@ -296,6 +297,8 @@ def _split_attention(attention: Attention, ranks: TensorGroup) -> None:
         (attention.o_proj, 1),
     ):
         ranks.split(projection, dim)
+        if projection.bias is not None:
+            ranks.split(projection, 0, "bias")
     for name in ("q_norm", "k_norm"):
         norm = getattr(attention, name)
         if not isinstance(norm, RMSNorm):
@@ -305,6 +308,12 @@ def _split_attention(attention: Attention, ranks: TensorGroup) -> None:
         else:
             setattr(attention, name, SplitRMSNorm(norm, ranks))
     _make_region(attention, ranks)
+
+
+def _split_mlp(mlp: MLP, ranks: TensorGroup) -> None:
+    for projection, dim in ((mlp.gate_proj, 0), (mlp.up_proj, 0), (mlp.down_proj, 1)):
+        ranks.split(projection, dim)
+    _make_region(mlp, ranks)
 
 
 def _make_region(module: Attention | MLP, ranks: TensorGroup) -> None:

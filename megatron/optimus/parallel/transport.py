@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from megatron.optimus import ops
 from megatron.optimus.config.schema import ConfigError, TokenDispatcher
-from megatron.optimus.moe.dispatch import Dispatcher, ExpertRows, LocalDispatcher
+from megatron.optimus.moe.dispatch import Dispatcher, ExpertRows, LocalDispatcher, Meanwhile, nothing
 from megatron.optimus.ops import Routing
 from megatron.optimus.parallel.collectives import (
     Started,
@@ -109,10 +109,13 @@ class AllGatherDispatcher:
             x.wait()
         return _Gathering(trip, leave(x_TD, trip, X), x)
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, started: _Gathering) -> ExpertRows:
+    def dispatch(
+        self, x_TD: Tensor, routing: Routing, started: _Gathering, meanwhile: Meanwhile = nothing
+    ) -> ExpertRows:
         trip, tie, x = started
         ties = tie, leave(routing.weights_TK, trip, WEIGHTS)
         choices = start_all_gather(pack_choices(routing), self.group, trip.counts)
+        meanwhile()
         return arrive(ties, trip, rows_for(self.ownership, self.rank, x.wait(), choices.wait(), trip.counts))
 
     def combine(self, y_RD: Tensor, handle: list[int] | None) -> Tensor:
@@ -234,9 +237,11 @@ class AllToAllDispatcher:
         trip, ties, x, choices = under_way
         return arrive(ties, trip, rows_for(self.ownership, self.hop.place, x.wait(), choices.wait(), trip.way))
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, started: None) -> ExpertRows:
+    def dispatch(self, x_TD: Tensor, routing: Routing, started: None, meanwhile: Meanwhile = nothing) -> ExpertRows:
         [way] = self.hop.agree([self.places(routing.indices_TK)])
-        return self.arrived(_Exchanging.begin(self.hop, way, x_TD, routing.weights_TK, pack_choices(routing)))
+        under_way = _Exchanging.begin(self.hop, way, x_TD, routing.weights_TK, pack_choices(routing))
+        meanwhile()
+        return self.arrived(under_way)
 
     def combine(self, y_RD: Tensor, handle: _Way) -> Tensor:
         return self.hop.bring_back(y_RD, handle)
@@ -249,7 +254,13 @@ class InChunks:
     num_chunks: int
 
     def __call__(
-        self, dispatcher: Dispatcher, experts: nn.Module, x_TD: Tensor, routing: Routing, started: None
+        self,
+        dispatcher: Dispatcher,
+        experts: nn.Module,
+        x_TD: Tensor,
+        routing: Routing,
+        started: None,
+        meanwhile: Meanwhile = nothing,
     ) -> tuple[Tensor, Tensor]:
         assert isinstance(dispatcher, AllToAllDispatcher)
         hop = dispatcher.hop
@@ -257,6 +268,7 @@ class InChunks:
         *parts_C, places_C = (column.tensor_split(self.num_chunks) for column in columns)
         ways = hop.agree(places_C)
         there = [_Exchanging.begin(hop, way, *part) for way, *part in zip(ways, *parts_C, strict=True)]
+        meanwhile()
         back, processed = [], torch.zeros((), dtype=torch.int64, device=x_TD.device)
         for under_way, way in zip(there, ways, strict=True):
             rows = dispatcher.arrived(under_way)
@@ -268,13 +280,17 @@ class InChunks:
 
 
 class _TwoHopTrip(Trip):
-    def __init__(self, dispatcher: HierarchicalDispatcher, handle: tuple[_Way, _Way]) -> None:
+    def __init__(self, dispatcher: HierarchicalDispatcher) -> None:
         super().__init__()
-        self.dispatcher, self.handle = dispatcher, handle
+        self.dispatcher = dispatcher
+        self.ways: tuple[_Way, _Way] | None = None  # known when the second hop begins
 
     def start_home(self, dx_RD: Tensor, dweights_RK: Tensor) -> tuple[End, End]:
+        assert self.ways is not None
+        ways = self.ways
+
         def both() -> list[Tensor]:
-            return [self.dispatcher.combine(rows, self.handle) for rows in (dx_RD, dweights_RK)]
+            return [self.dispatcher.combine(rows, ways) for rows in (dx_RD, dweights_RK)]
 
         end = devices.beside(dx_RD.device, both)  # the second hop sends what the first has brought: it must wait there
         return lambda: end()[X], lambda: end()[WEIGHTS]
@@ -295,18 +311,21 @@ class HierarchicalDispatcher:
     def start(self, x_TD: Tensor) -> None:
         return None
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, started: None) -> ExpertRows:
+    def dispatch(self, x_TD: Tensor, routing: Routing, started: None, meanwhile: Meanwhile = nothing) -> ExpertRows:
         owner_E = self.ownership.tables(x_TD.device)[0]
         places = self.to_ranks.num_places
         node_TK = (owner_E // places)[routing.indices_TK]
-        x_RD, choices_R2K, from_nodes = self.to_nodes.send(x_TD, pack_choices(routing), node_TK)
+        [from_nodes] = self.to_nodes.agree([node_TK])
+        trip = _TwoHopTrip(self)
+        ties = leave(x_TD, trip, X), leave(routing.weights_TK, trip, WEIGHTS)
+        under_way = self.to_nodes.start(x_TD, pack_choices(routing), from_nodes)
+        meanwhile()  # beside the longer way
+        x_RD, choices_R2K = (end.wait() for end in under_way)
         is_here_E = owner_E // places == self.to_nodes.place
         place_RK = torch.where(is_here_E, owner_E % places, -1)[expert_numbers(choices_R2K)]
         x_RD, choices_R2K, from_ranks = self.to_ranks.send(x_RD, choices_R2K, place_RK)
-        handle = from_nodes, from_ranks
-        trip = _TwoHopTrip(self, handle)
-        ties = leave(x_TD, trip, X), leave(routing.weights_TK, trip, WEIGHTS)
-        return arrive(ties, trip, rows_for(self.ownership, self.rank, x_RD, choices_R2K, handle))
+        trip.ways = from_nodes, from_ranks
+        return arrive(ties, trip, rows_for(self.ownership, self.rank, x_RD, choices_R2K, trip.ways))
 
     def combine(self, y_RD: Tensor, handle: tuple[_Way, _Way]) -> Tensor:
         from_nodes, from_ranks = handle

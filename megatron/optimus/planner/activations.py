@@ -78,7 +78,9 @@ class Part:
 
 def layer_parts(share: Share, kernels: Kernels, recompute: frozenset[Recompute], *, offload: bool) -> list[Part]:
     """The parts of one layer, in the order of the forward."""
-    mlp = _experts(share, kernels, Recompute.MOE in recompute) if share.model.is_moe else _mlp(share, recompute)
+    again = Recompute.MOE in recompute
+    is_moe, inner = share.model.is_moe, share.model.ffn_hidden_size
+    mlp = _experts(share, kernels, again) if is_moe else [_mlp("mlp", share, inner, recomputes=again)]
     norms = Recompute.NORM in recompute
     parts = [
         _norm("attention norm", share, kernels, recomputes=norms),
@@ -176,17 +178,27 @@ def _leaving(share: Share) -> int:
     return partial + outside + (partial * (tp - 1) // tp if in_blocks else 0)
 
 
-def _mlp(share: Share, recompute: frozenset[Recompute]) -> list[Part]:
-    """gate, up, silu(gate) and their product."""
+def _mlp(name: str, share: Share, width: int, *, recomputes: bool) -> Part:
+    """gate, up, silu(gate) and their product. ``width``: the inner one."""
     layout, element, tokens = share.layout, share.element, share.tokens
-    inner = tokens * share.model.ffn_hidden_size // layout.tp * element
+    inner = tokens * width // layout.tp * element
     gathered = tokens * share.model.hidden_size * element if layout.tp > 1 else 0
     outside = share.tokens_outside * share.model.hidden_size * element
     weights = 2 * (inner // tokens) * share.model.hidden_size
-    part = Part("mlp", 4 * inner, _leaving(share), gathered + outside + 2 * inner + max(inner, weights))
-    if Recompute.MOE in recompute:
+    part = Part(name, 4 * inner, _leaving(share), gathered + outside + 2 * inner + max(inner, weights))
+    if recomputes:
         part = part.recomputed(gathered if share.config.parallel.sequence_parallel else 0)
-    return [part]
+    return part
+
+
+def _shared_experts(share: Share, gathered: int, *, recomputes: bool) -> Part:
+    """The MLP, and what the gate's product keeps; beside it lie the ``gathered`` rows of the routed experts, in the
+    backward their gradients, and the gradient of the layer's input."""
+    model, tokens, element = share.model, share.tokens_outside, share.element
+    stream = tokens * model.hidden_size * element
+    part = _mlp("shared experts", share, model.moe_shared_expert_intermediate_size, recomputes=recomputes)
+    gate = stream + tokens * element if model.moe_shared_expert_gate else 0
+    return Part(part.name, part.saved + gate, part.forward + gathered, part.backward + gathered + stream)
 
 
 def rows_in_expert_order(share: Share, kernels: Kernels) -> int:
@@ -198,7 +210,7 @@ def rows_in_expert_order(share: Share, kernels: Kernels) -> int:
 
 
 def _experts(share: Share, kernels: Kernels, recomputes: bool) -> list[Part]:
-    """Router, exchange of tokens, and experts."""
+    """Router, exchange of tokens, shared experts beside it, and experts."""
     model, element = share.model, share.element
     tokens, rows, topk = share.tokens_outside, share.rows, model.moe_router_topk
     stream = tokens * model.hidden_size * element
@@ -222,7 +234,12 @@ def _experts(share: Share, kernels: Kernels, recomputes: bool) -> list[Part]:
     if recomputes:
         arguments = kept + rows * topk * INT32 * int(exchanges)
         experts = experts.recomputed(arguments)
-    return [router, exchange, experts]
+    if not model.moe_shared_expert_intermediate_size:
+        return [router, exchange, experts]
+    shared = _shared_experts(share, gathered, recomputes=recomputes)
+    # The shared experts' result waits for that of the routed ones.
+    waiting = 0 if model.moe_shared_expert_gate else stream
+    return [router, exchange, shared, Part(experts.name, experts.saved, experts.forward + waiting, experts.backward)]
 
 
 def _expert_products(share: Share, kernels: Kernels, rows: int) -> Part:

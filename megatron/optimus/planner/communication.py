@@ -40,8 +40,9 @@ class Hiding(str, Enum):
     BACKWARD = "the last backward"
     FORWARD = "the next forward"
     PRODUCTS = "matrix products beside it"
-    ROUTER = "the router"
-    LAST_PRODUCT = "the last product of the experts' backward"
+    ROUTER = "the router and the shared experts"
+    SHARED = "the shared experts"
+    LAST_PRODUCT = "the last product of the experts' backward, and the shared experts'"
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ def _tensor(share: Share) -> Iterator[Collective]:
     if size == 1:
         return
     whole = share.tokens * model.hidden_size * share.element
-    regions = share.num_layers * (1 if model.is_moe else 2) * steps
+    mlp_is_split = not model.is_moe or model.moe_shared_expert_intermediate_size > 0
+    regions = share.num_layers * (1 + mlp_is_split) * steps
     split = share.config.parallel.sequence_parallel
     into, out = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) if split else (Kind.ALL_REDUCE, Kind.ALL_REDUCE)
     if split:
@@ -186,9 +188,11 @@ def _experts(share: Share, kernels: Kernels) -> Iterator[Collective]:
         gradients = choices // size * FP32  # each choice is served by one rank
         yield Collective("experts", Kind.ALL_TO_ALL, "gradients of router weights", size, gradients, layers)
         return
+    there = Hiding.SHARED if kernels.hides_collectives else Hiding.NOTHING
     wide, weights = rows * model.hidden_size * share.element, rows * topk * FP32
     yield Collective("experts", Kind.ALL_TO_ALL, "numbers of rows", size, size * INT64, layers)
-    yield from _in_parts(share, kernels, "tokens, results, their gradients", wide, 3 * layers, Hiding.NOTHING)
+    yield from _in_parts(share, kernels, "tokens", wide, layers, there)
+    yield from _in_parts(share, kernels, "results, their gradients", wide, 2 * layers, Hiding.NOTHING)
     yield from _in_parts(share, kernels, "gradients from experts", wide, layers, last)
     yield Collective("experts", Kind.ALL_TO_ALL, "router weights, expert numbers", size, 2 * weights, layers)
     yield Collective("experts", Kind.ALL_TO_ALL, "gradients of router weights", size, weights, layers, last)

@@ -26,7 +26,7 @@ class Parameter:
     numel: int
     is_expert: bool = False
     is_cut: bool = False  # tensor-parallel ranks hold different parts
-    kind: str = "matrix"  # or "norm", "embedding"
+    kind: str = "matrix"  # or "norm", "bias", "embedding"
     is_tied: bool = False  # another pipeline stage has a copy
 
 
@@ -109,6 +109,8 @@ def _layer(share: Share) -> Counter[Parameter]:
     found = _norms(share, 2)
     for inner in (queries, keys, keys, queries):
         found[Parameter(inner * width, is_cut=is_cut)] += 1
+    for inner in (queries, keys, keys) if model.add_qkv_bias else ():
+        found[Parameter(inner, is_cut=is_cut, kind="bias")] += 1
     if model.qk_layernorm:
         per_head = model.qk_layernorm_scope is QKNormScope.HEAD
         for inner in (queries, keys):
@@ -118,6 +120,9 @@ def _layer(share: Share) -> Counter[Parameter]:
         found[Parameter(model.ffn_hidden_size // layout.tp * width, is_cut=is_cut)] += 3
         return found
     found[Parameter(model.num_experts * width)] += 1  # the router
+    if model.moe_shared_expert_intermediate_size:
+        found[Parameter(model.moe_shared_expert_intermediate_size // layout.tp * width, is_cut=is_cut)] += 3
+        found[Parameter(width)] += int(model.moe_shared_expert_gate)
     matrix = model.num_experts // layout.ep * model.moe_ffn_hidden_size // layout.etp * width
     for stacked in (2, 1):
         found[Parameter(stacked * matrix, is_expert=True, is_cut=is_cut)] += 1
@@ -134,6 +139,7 @@ def families(share: Share) -> list[Family]:
     options, layout = share.config.optimizer, share.layout
     decayed = {
         "norm": options.weight_decay_norms,
+        "bias": options.weight_decay_biases,
         "embedding": options.weight_decay_embeddings,
         "matrix": True,
     }

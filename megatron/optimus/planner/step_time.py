@@ -25,6 +25,7 @@ from megatron.optimus.planner.work import (
     last_product_work,
     micro_batch_work,
     router_work,
+    shared_work,
     update_work,
 )
 
@@ -123,7 +124,13 @@ def _windows(share: Share, machine: Machine) -> dict[Hiding, float]:
     is_split = share.model.is_moe and machine.kernels.splits_backward
     last = compute_seconds(last_product_work(share), share, machine) if is_split else 0.0
     router = compute_seconds(router_work(share), share, machine) if share.model.is_moe else 0.0
-    return {Hiding.NOTHING: 0.0, Hiding.LAST_PRODUCT: layers * last, Hiding.ROUTER: layers * router}
+    shared = compute_seconds(shared_work(share), share, machine)  # a third of it in the forward
+    return {
+        Hiding.NOTHING: 0.0,
+        Hiding.LAST_PRODUCT: layers * (last + shared * 2 / 3),
+        Hiding.ROUTER: layers * (router + shared / 3),
+        Hiding.SHARED: layers * shared / 3,
+    }
 
 
 def busy(share: Share, machine: Machine) -> tuple[float, float, float]:

@@ -21,6 +21,7 @@ ROPE = 104  # to fp32, halves turned, two products, a sum, back; the same in the
 LOSS = 54  # of a logit: to fp32, log-sum-exp, exponential, label, mask, back
 NONPARAMETRIC = 44  # LayerNorm in fp32
 FUSED_NORM, RESIDUAL, GATED = 10, 12, 28  # RMSNorm; a sum both ways; silu(gate) * up
+GATE = 20  # of the shared experts' result: read by the gate, times the gate; times the gate and the gradient, twice
 
 # Ring attention, bytes of an element of the queries and of the keys (of which there are as many values), both passes.
 # A step: results to fp32 and merged (18), gradients added (10); halves made contiguous (8), gradients added (10). Once:
@@ -66,9 +67,9 @@ def layer_work(share: Share, recompute: frozenset[Recompute]) -> Work:
     if model.is_moe:
         mlp = Work(experts=18.0 * outside * model.moe_router_topk * width * model.moe_ffn_hidden_size)
         mlp += part_work(share) * (share.config.parallel.moe_dispatch_chunks - 1)
+        mlp += shared_work(share)
     else:
-        hidden = tokens * model.ffn_hidden_size / tp
-        mlp = Work(products=18.0 * width * hidden, traffic=GATED * scale * hidden)
+        mlp = _mlp_work(share, model.ffn_hidden_size)
     total = norms + residuals + qk_norm + attention + mlp + Work(layers=2.0)
     again = Work()
     for chosen, part in ((Recompute.MOE, mlp), (Recompute.ATTENTION, attention + qk_norm), (Recompute.NORM, norms)):
@@ -87,6 +88,20 @@ def part_work(share: Share) -> Work:
     once more, read the weights once more in either direction, and add to their gradients once more."""
     weights = sum(one.numel for one, _ in parameters(share).items() if one.is_expert)
     return Work(traffic=weights * (2 * share.element + 2 * gradient_bytes(share)[0]), layers=1.0)
+
+
+def _mlp_work(share: Share, inner: int) -> Work:
+    hidden = share.tokens * inner / share.layout.tp
+    return Work(products=18.0 * share.model.hidden_size * hidden, traffic=GATED * share.element / 2 * hidden)
+
+
+def shared_work(share: Share) -> Work:
+    """Forward and backward of one layer's shared experts for one micro-batch, and the sum with the routed ones."""
+    model, stream = share.model, share.element / 2 * share.tokens_outside * share.model.hidden_size
+    if not model.moe_shared_expert_intermediate_size:
+        return Work()
+    together = RESIDUAL + (GATE if model.moe_shared_expert_gate else 0)
+    return _mlp_work(share, model.moe_shared_expert_intermediate_size) + Work(traffic=together * stream)
 
 
 def last_product_work(share: Share) -> Work:

@@ -48,6 +48,8 @@ FAMILIES = {
     "llama": ("Llama", DENSE | dict(head_dim=12)),
     "qwen3": ("Qwen3", DENSE | dict(head_dim=12)),
     "mixtral": ("Mixtral", MOE | dict(head_dim=12)),
+    "qwen2": ("Qwen2", DENSE),
+    "qwen2_moe": ("Qwen2Moe", MOE | dict(moe_intermediate_size=20, shared_expert_intermediate_size=12)),
     "qwen3_moe": ("Qwen3Moe", MOE | dict(head_dim=12, moe_intermediate_size=20)),
 }
 

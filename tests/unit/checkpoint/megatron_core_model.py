@@ -17,8 +17,8 @@ from torch import Tensor
 VOCAB = 256  # a multiple of 128 * tp: megatron-core pads outside the model
 
 
-def shape(moe: bool, qk_norm: bool, tied: bool) -> dict[str, Any]:
-    """Our options of the model under test."""
+def shape(moe: bool, qk_norm: bool, tied: bool, shared: bool = False) -> dict[str, Any]:
+    """Our options of the model under test. ``shared``: experts for all tokens, with a gate, and QKV biases."""
     from megatron.optimus.config.schema import QKNormScope
 
     options: dict[str, Any] = dict(
@@ -35,10 +35,12 @@ def shape(moe: bool, qk_norm: bool, tied: bool) -> dict[str, Any]:
     )
     if moe:
         options |= dict(num_experts=4, moe_ffn_hidden_size=12, moe_router_topk=2, moe_router_norm_topk_prob=True)
+    if shared:
+        options |= dict(moe_shared_expert_intermediate_size=20, moe_shared_expert_gate=True, add_qkv_bias=True)
     return options
 
 
-def build(tp: int, pp: int, ep: int, moe: bool, qk_norm: bool, tied: bool) -> Any:
+def build(tp: int, pp: int, ep: int, moe: bool, qk_norm: bool, tied: bool, shared: bool = False) -> Any:
     """The stage of this rank, with random weights that are the same on all ranks where they must be."""
     torch.Tensor.cuda = lambda self: self  # type: ignore[assignment,method-assign,misc]
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
@@ -85,6 +87,8 @@ def build(tp: int, pp: int, ep: int, moe: bool, qk_norm: bool, tied: bool) -> An
             moe_router_load_balancing_type="none",
             moe_token_dispatcher_type="allgather",
         )
+    if shared:
+        options |= dict(moe_shared_expert_intermediate_size=20, moe_shared_expert_gate=True, add_qkv_bias=True)
     spec = get_gpt_layer_local_spec(num_experts=4 if moe else None, qk_layernorm=qk_norm, normalization="RMSNorm")
     model = GPTModel(
         config=TransformerConfig(**options),
@@ -145,9 +149,9 @@ def write_files(rank: int, world: int, cases: list[tuple[str, tuple[Any, ...]]])
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 # What training keeps alike is alike: replicated parameters, and both ends of a tied matrix.
-                replicated = "norm" in name or "router" in name
+                replicated = "norm" in name or "router" in name or name.endswith("gate_weight")
                 tp_rank = parallel_state.get_tensor_model_parallel_rank()
-                ep_rank = parallel_state.get_expert_model_parallel_rank() if "expert" in name else 0
+                ep_rank = parallel_state.get_expert_model_parallel_rank() if ".experts." in name else 0
                 stage = (
                     0 if name.startswith(("embedding", "output")) else parallel_state.get_pipeline_model_parallel_rank()
                 )

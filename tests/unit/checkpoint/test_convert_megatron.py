@@ -49,14 +49,21 @@ def assert_same_weights(left, right):
     assert all(torch.equal(left.buffers[name], right.buffers[name]) for name in left.buffers)
 
 
-# tensor-, pipeline-, expert-parallel size, MoE, QK-norm per head, tied embeddings
+# tensor-, pipeline-, expert-parallel size, MoE, QK-norm per head, tied embeddings, shared experts
 _LOADED = [
     (1, 1, 1, False, True, True),
     (2, 1, 1, False, False, False),
     (1, 1, 2, True, True, False),
     (2, 1, 1, True, False, False),
+    (2, 1, 1, True, False, False, True),
 ]
-_WRITTEN = [(2, 2, 1, False, True, True), (1, 2, 2, True, True, False), (2, 1, 1, True, False, False)]
+_WRITTEN = [
+    (2, 2, 1, False, True, True),
+    (1, 2, 2, True, True, False),
+    (2, 1, 1, True, False, False),
+    (2, 2, 1, True, False, False, True),
+    (1, 2, 2, True, True, False, True),
+]
 
 
 def test_megatron_core_loads_our_files_and_computes_the_same(tmp_path):
@@ -169,6 +176,14 @@ _MODELS = {
         moe_router_enable_expert_bias=True,
         moe_router_norm_topk_prob=True,
     ),
+    "shared": dict(
+        num_experts=4,
+        moe_ffn_hidden_size=8,
+        moe_router_topk=2,
+        moe_shared_expert_intermediate_size=12,
+        moe_shared_expert_gate=True,
+        add_qkv_bias=True,
+    ),
     "mula-dense": dict(normalization=Normalization.LAYERNORM_NONPARAMETRIC, qk_layernorm=False),
     "llama-tied": dict(qk_layernorm=False, untie_embeddings_and_output_weights=False),
     "qwen3": dict(qk_layernorm_scope=QKNormScope.HEAD),
@@ -202,6 +217,7 @@ def test_the_model_is_understood_from_the_arguments_alone(tmp_path):
         "moe": dict(
             num_experts=4, moe_ffn_hidden_size=8, moe_router_topk=2, qk_layernorm=False, moe_router_norm_topk_prob=True
         ),
+        "shared": _MODELS["shared"] | dict(qk_layernorm=False, moe_router_norm_topk_prob=True),
         "qwen3": dict(qk_layernorm_scope=QKNormScope.HEAD),
         "dense": _MODELS["mula-dense"],
     }

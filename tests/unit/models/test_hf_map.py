@@ -13,7 +13,8 @@ from megatron.optimus.config.schema import (
     ScoreFunction,
 )
 from megatron.optimus.models.decoder import Decoder
-from megatron.optimus.models.hf_config import family_of, hf_config, model_config_from_hf
+from megatron.optimus.models.hf_config import hf_config, model_config_from_hf
+from megatron.optimus.models.hf_families import family_of
 from megatron.optimus.models.hf_map import parameter_shapes, to_hf
 
 _MOE = ModelConfig(
@@ -41,12 +42,21 @@ _OLMO = ModelConfig(
 _DENSE_MULA = dataclasses.replace(_MOE, num_experts=0)
 _MIXTRAL = dataclasses.replace(_MOE, qk_layernorm=False, moe_router_norm_topk_prob=True, clip_qkv=None, kv_channels=6)
 _QWEN3_MOE = dataclasses.replace(_MOE, qk_layernorm_scope=QKNormScope.HEAD, clip_qkv=None, kv_channels=6)
+_QWEN2_MOE = dataclasses.replace(
+    _MOE,
+    qk_layernorm=False,
+    clip_qkv=None,
+    add_qkv_bias=True,
+    moe_shared_expert_intermediate_size=20,
+    moe_shared_expert_gate=True,
+)
 _LLAMA = dataclasses.replace(
     _DENSE_MULA, qk_layernorm=False, clip_qkv=None, kv_channels=6, rotary_scaling=RotaryScaling.LLAMA3
 )
 _QWEN3 = dataclasses.replace(
     _DENSE_MULA, qk_layernorm_scope=QKNormScope.HEAD, clip_qkv=None, rotary_scaling=RotaryScaling.LINEAR
 )
+_QWEN2 = dataclasses.replace(_DENSE_MULA, qk_layernorm=False, clip_qkv=None, add_qkv_bias=True)
 _EXPRESSIBLE = {
     "olmoe": _MOE,
     "olmo": _OLMO,
@@ -54,6 +64,8 @@ _EXPRESSIBLE = {
     "qwen3_moe": _QWEN3_MOE,
     "llama": _LLAMA,
     "qwen3": _QWEN3,
+    "qwen2": _QWEN2,
+    "qwen2_moe": _QWEN2_MOE,
 }
 
 
@@ -130,6 +142,10 @@ def test_configuration_round_trip(config):
         (_MOE, {"normalization": Normalization.LAYERNORM_NONPARAMETRIC}, "normalization=layernorm-nonparametric"),
         (_MOE, {"moe_router_score_function": ScoreFunction.SIGMOID}, "moe_router_score_function=sigmoid"),
         (_MOE, {"moe_router_force_load_balancing": True}, "moe_router_force_load_balancing=True"),
+        (_MIXTRAL, {"add_qkv_bias": True}, "add_qkv_bias=True has no equivalent in Hugging Face's Mixtral"),
+        (_QWEN3, {"add_qkv_bias": True}, "add_qkv_bias=True has no equivalent in Hugging Face's Qwen3"),
+        (_QWEN2_MOE, {"moe_shared_expert_gate": False}, "moe_shared_expert_gate=False has no equivalent .* Qwen2-MoE"),
+        (_QWEN2_MOE, {"qk_layernorm": True}, "qk_layernorm=True has no equivalent in Hugging Face's Qwen2-MoE"),
     ],
 )
 def test_what_hugging_face_cannot_express_is_named(config, changes, message):
@@ -146,9 +162,14 @@ def test_what_hugging_face_cannot_express_is_named(config, changes, message):
             {"model_type": "deepseek_v3", "kv_lora_rank": 512, "n_shared_experts": 1, "n_group": 8}
             | {"first_k_dense_replace": 3, "num_nextn_predict_layers": 1, "routed_scaling_factor": 2.5}
             | {"quantization_config": {"quant_method": "fp8"}, "rope_scaling": {"type": "yarn", "factor": 40}},
-            r"multi-head latent attention \(kv_lora_rank=512\), shared experts .*, group-limited routing .*, dense"
+            r"multi-head latent attention \(kv_lora_rank=512\), group-limited routing .*, dense"
             r" layers before .*, multi-token prediction .*, a factor on the experts' sum \(.*2.5\), quantized"
             r" weights .*, stretched rotation of this kind \(rope_scaling='yarn'\); supported: ",
+        ),
+        (
+            {"model_type": "deepseek_v2", "kv_lora_rank": 512, "n_shared_experts": 2, "first_k_dense_replace": 1},
+            r"model_type='deepseek_v2' is not supported; it needs .*: multi-head latent attention "
+            r"\(kv_lora_rank=512\), dense layers before the MoE layers \(first_k_dense_replace=1\); supported: ",
         ),
         ({"model_type": None}, "model_type=None"),
         ({"sliding_window": 128}, "sliding_window=128 is not supported"),
@@ -179,6 +200,11 @@ def test_unsupported_fields_are_named(changes, message):
         (_QWEN3_MOE, {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
         (_QWEN3_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
         (_QWEN3_MOE, {"moe_intermediate_size": None}, "moe_intermediate_size=None"),
+        (_QWEN3_MOE, {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size=8 is not supported"),
+        (_QWEN2_MOE, {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0 must be a positive"),
+        (_QWEN2_MOE, {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size=None must be a posit"),
+        (_QWEN2_MOE, {"qkv_bias": 1}, "qkv_bias=1 must be true or false"),
+        (_QWEN2_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
         (_QWEN3, {"use_sliding_window": True}, "use_sliding_window=True"),
         (_QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
         (_LLAMA, {"mlp_bias": True}, "mlp_bias=True"),

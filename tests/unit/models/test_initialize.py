@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -47,6 +49,17 @@ def test_statistics_and_seeds() -> None:
     assert not torch.equal(experts[0], experts[1])
     assert torch.equal(first.final_norm.weight, torch.ones(16))
     assert build(1, dtype=torch.bfloat16).lm_head.weight.dtype == torch.bfloat16
+
+
+def test_biases_are_zero_and_shared_experts_are_drawn() -> None:
+    changes = dict(add_qkv_bias=True, moe_shared_expert_intermediate_size=24, moe_shared_expert_gate=True)
+    with torch.device("meta"):
+        model = Decoder(dataclasses.replace(CONFIG, **changes))
+    initialize_weights(model, seed=1, device=torch.device("cpu"), dtype=torch.float32)
+    assert not any(model.layers[0].attention.q_proj.bias)
+    shared = model.layers[0].moe.shared_experts
+    assert shared.mlp.up_proj.weight.std().item() == pytest.approx(0.02, rel=0.2)
+    assert not torch.equal(shared.mlp.up_proj.weight, shared.mlp.gate_proj.weight) and shared.gate.weight.all()
 
 
 def test_tied_weights_stay_tied() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.describe import describe, smallest_world
 from megatron.optimus.models.counting import count_parameters
+from megatron.optimus.models.hf_config import model_config_from_hf
 
 TOTALS = {
     "mula-1b": (1_279_787_008, 1_279_787_008),
@@ -24,6 +26,19 @@ TOTALS = {
 def test_exact_totals(preset: str) -> None:
     counts = count_parameters(load(["--preset", preset]).config.model)
     assert (counts.total, counts.active) == TOTALS[preset]
+
+
+def test_exact_totals_with_shared_experts_are_those_of_transformers() -> None:
+    """Qwen1.5-MoE-A2.7B, the defaults of its configuration: 60 experts of which 4 are chosen."""
+    transformers = pytest.importorskip("transformers")
+    defaults = transformers.Qwen2MoeConfig()
+    model = model_config_from_hf(defaults.to_dict())
+    with torch.device("meta"):
+        whole = transformers.Qwen2MoeForCausalLM(defaults).num_parameters()
+    experts = 24 * 60 * 3 * 2048 * 1408
+    counts = count_parameters(model)
+    assert (counts.total, counts.active, counts.expert) == (whole, whole - experts * 56 // 60, experts)
+    assert (whole, counts.active) == (14_315_784_192, 2_689_173_504)
 
 
 def test_dry_run_of_the_paper_layout() -> None:

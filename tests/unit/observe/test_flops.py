@@ -53,6 +53,9 @@ def test_experts_count_by_top_k_and_the_router_by_experts() -> None:
     assert flops(moe_router_topk=3) - flops() == 6 * 3 * 2048 * 64
     assert flops(num_experts=9) - flops() == 6 * 2048
     assert flops(ffn_hidden_size=1) == flops()
+    assert flops(moe_shared_expert_intermediate_size=96) - flops() == 6 * 3 * 2048 * 96
+    gated = flops(moe_shared_expert_intermediate_size=96, moe_shared_expert_gate=True)
+    assert gated - flops(moe_shared_expert_intermediate_size=96) == 6 * 2048
 
 
 def test_mfu() -> None:

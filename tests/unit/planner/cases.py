@@ -23,6 +23,7 @@ BASE = (
     "--lr-warmup-iters 0 --train-iters 10 --eval-interval 0 "
 )
 MOE = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 48 "
+SHARED = MOE + "--moe-shared-expert-intermediate-size 80 --moe-shared-expert-gate --add-qkv-bias "
 
 
 def run(words: str) -> RunConfig:

@@ -27,8 +27,9 @@ from megatron.optimus.planner.plan import plan
 from megatron.optimus.planner.report import figures
 from megatron.optimus.planner.search import search
 from megatron.optimus.planner.share import shares
-from megatron.optimus.planner.step_time import busy, step_time
+from megatron.optimus.planner.step_time import busy, compute_seconds, seconds, step_time
 from megatron.optimus.planner.weak_scaling import PAPER, weak_scaling
+from megatron.optimus.planner.work import shared_work
 from megatron.optimus.runtime.device import peak_flops
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -130,6 +131,25 @@ def test_symmetric_memory_moves_what_all_to_all_moves_and_holds_what_all_gather_
     assert alltoall < allgather
     assert more - less == 4 * tokens * width * element + 3 * tokens * topk * 4
     assert saved - most == 4 * tokens * (1 + 4 * topk)
+
+
+@pytest.mark.parametrize("transport", ["allgather", "alltoall"])
+def test_exchange_hides_behind_shared_experts(transport: str) -> None:
+    words = (
+        "--preset mula-20b-a2b --num-layers 2 --seq-length 4096 --micro-batch-size 4 --global-batch-size 16 "
+        f"--expert-model-parallel-size 4 --device cuda --moe-token-dispatcher-type {transport} "
+        "--moe-shared-expert-intermediate-size "
+    )
+    beside = replace(H200, kernels=replace(H200.kernels, hides_collectives=True))
+    none, narrow, wide = (shares(load(f"{words}{inner}".split()).config, 4)[0] for inner in (0, 64, 65536))
+    (_, exposed, total), (_, less, same), (_, least, again) = (busy(share, beside) for share in (none, narrow, wide))
+    assert total == same == again
+    assert exposed - less == pytest.approx(2 * compute_seconds(shared_work(narrow), narrow, beside) / 3)  # two layers
+    there, home = {"tokens", "tokens to experts"}, {"gradients from experts", "gradients of router weights"}
+    sent = [one for one in collectives(wide, beside.kernels) if one.purpose in there | home]
+    assert again - least == pytest.approx(sum(seconds(one, wide, beside) for one in sent))
+    _, exposed, total = busy(wide, H200)
+    assert exposed == total  # on CUDA nothing is said to be hidden
 
 
 @pytest.mark.parametrize("transport", ["allgather", "alltoall", "symmetric"])

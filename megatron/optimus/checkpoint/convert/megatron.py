@@ -142,7 +142,7 @@ class MegatronSource(ForeignSource):
         """Norms and tied matrices that ranks should have alike: if they differ, taking one would hide a damaged run."""
         originals = {part.blocks: part.key for part in parts if not part.copy}
         for part in parts:
-            small_or_tied = part.rows == 1 or part.key.endswith("output_layer.weight")
+            small_or_tied = 1 in (part.rows, part.columns) or part.key.endswith("output_layer.weight")
             if part.copy and small_or_tied and part.blocks in originals:
                 original = originals[part.blocks]
                 if not torch.equal(self._tensors[part.key], self._tensors[original]):

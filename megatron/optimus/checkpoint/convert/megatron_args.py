@@ -21,14 +21,12 @@ from megatron.optimus.config.schema import (
 _CONSTANTS: dict[str, tuple[Any, ...]] = {
     "swiglu": (True,),
     "add_bias_linear": (False,),
-    "add_qkv_bias": (False,),
     "position_embedding_type": ("rope",),
     "rotary_percent": (1.0,),
     "rotary_interleaved": (False,),
     "rotary_seq_len_interpolation_factor": (None, 1),
     "apply_layernorm_1p": (False,),
     "multi_latent_attention": (False,),
-    "moe_shared_expert_intermediate_size": (None, 0),
     "moe_router_num_groups": (None, 0),
     "moe_router_topk_scaling_factor": (None, 1.0),
     "moe_layer_freq": (1, None),
@@ -51,6 +49,7 @@ _OPTIONAL_NUMBERS = {
     "rotary_base": float,
     "init_method_std": float,
     "moe_ffn_hidden_size": int,
+    "moe_shared_expert_intermediate_size": int,
     "moe_router_topk": int,
     "moe_aux_loss_coeff": float,
     "moe_z_loss_coeff": float,
@@ -91,6 +90,7 @@ def model_from_arguments(args: Mapping[str, Any]) -> ModelConfig:
     options["normalization"] = _NORMALIZATIONS[args["normalization"]]
     epsilon = "norm_epsilon" if args.get("norm_epsilon") is not None else "layernorm_epsilon"
     options["norm_epsilon"] = _number(args, epsilon, float)
+    options["add_qkv_bias"] = bool(args.get("add_qkv_bias", False))
     options["qk_layernorm"] = bool(args.get("qk_layernorm", False))
     options["qk_layernorm_scope"] = QKNormScope.HEAD
     options["untie_embeddings_and_output_weights"] = bool(args.get("untie_embeddings_and_output_weights", False))
@@ -115,6 +115,7 @@ def _moe_options(args: Mapping[str, Any]) -> dict[str, Any]:
     result["moe_router_norm_topk_prob"] = (
         topk > 1 if score == "sigmoid" else not args.get("moe_router_pre_softmax", False)
     )
+    result["moe_shared_expert_gate"] = bool(args.get("moe_shared_expert_gate", False))
     result["moe_router_enable_expert_bias"] = bool(args.get("moe_router_enable_expert_bias", False))
     balancing = args.get("moe_router_load_balancing_type", "aux_loss")
     known = {kind.value for kind in LoadBalancing}
@@ -141,6 +142,7 @@ def arguments_of(source: Source, options: Options, padded_vocab_size: int) -> di
         "encoder_seq_length": source.run.training.seq_length,
         "normalization": "RMSNorm" if dense_norm else "LayerNorm",
         "norm_epsilon": c.norm_epsilon,
+        "add_qkv_bias": c.add_qkv_bias,
         "qk_layernorm": c.qk_layernorm,
         "rotary_base": c.rotary_base,
         "use_rotary_position_embeddings": True,
@@ -162,6 +164,8 @@ def arguments_of(source: Source, options: Options, padded_vocab_size: int) -> di
     if c.is_moe:
         result |= {
             "moe_ffn_hidden_size": c.moe_ffn_hidden_size,
+            "moe_shared_expert_intermediate_size": c.moe_shared_expert_intermediate_size or None,
+            "moe_shared_expert_gate": c.moe_shared_expert_gate,
             "moe_router_topk": c.moe_router_topk,
             "moe_router_score_function": c.moe_router_score_function.value,
             "moe_router_pre_softmax": not c.moe_router_norm_topk_prob,

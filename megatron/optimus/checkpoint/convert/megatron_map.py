@@ -8,7 +8,7 @@ into the projection after them), and those of Megatron-LM before core, which Meg
 * Column-parallel matrices are cut into rows, row-parallel ones (attention output, second MLP matrix) into columns.
 * The vocabulary is padded with zeros to a multiple of ``make_vocab_size_divisible_by`` (128) times the ranks.
 * Layers are numbered from zero on every pipeline stage, experts from zero on every expert-parallel rank.
-* Norms and router are the same on all ranks.
+* Norms, router and the shared experts' gate are the same on all ranks.
 
 QK-norm over the full width, which megatron-core's own attention does not have, is stored under q_layernorm and
 k_layernorm, cut by heads.
@@ -31,6 +31,7 @@ _LAYERS = re.compile(r"(decoder|language_model\.encoder)\.layers\.(\d+)\.")
 # Per role the name with local modules, with Transformer Engine, and before megatron-core.
 _ATTENTION_NORM = ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
 _QKV = ("self_attention.linear_qkv.weight", "self_attention.query_key_value.weight")
+_QKV_BIAS = ("self_attention.linear_qkv.bias", "self_attention.query_key_value.bias")
 _PROJECTION = ("self_attention.linear_proj.weight", "self_attention.dense.weight")
 _MLP_NORM = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight")
 _FC1 = ("mlp.linear_fc1.weight", "mlp.dense_h_to_4h.weight")
@@ -46,6 +47,7 @@ _EXPERT_FC2 = (
     "mlp.experts.linear_fc2.weight{}",
     "mlp.experts.{}.dense_4h_to_h.weight",
 )
+_SHARED = "mlp.shared_experts."
 EXPERT_BIAS = "mlp.router.expert_bias"
 
 
@@ -121,6 +123,7 @@ def _check_layout(model: ModelConfig, tp: int, ep: int) -> None:
     for value, name, by in (
         (model.num_kv_heads, "num_query_groups", tp),
         (inner, "moe_ffn_hidden_size" if model.is_moe else "ffn_hidden_size", tp),
+        (model.moe_shared_expert_intermediate_size, "moe_shared_expert_intermediate_size", tp),
         (model.num_experts, "num_experts", ep),
     ):
         if value % by:
@@ -156,7 +159,7 @@ class _RankParts:
             self._vocabulary(self._names.choose(EMBEDDINGS), "embedding.weight", vocabulary, copy=False)
         if self._rank[1] == self._pp - 1:
             if self._has_norm_weights:
-                whole = [Block("final_norm.weight", 0, 1, 0, c.hidden_size)]
+                whole = [Block("final_norm.weight", 0, c.hidden_size, 0, 1)]
                 self._add(self._names.choose(_FINAL_NORMS), (c.hidden_size,), whole, same=True)
             if c.untie_embeddings_and_output_weights:
                 self._vocabulary(self._names.choose(_OUTPUTS), "lm_head.weight", vocabulary, copy=False)
@@ -189,32 +192,48 @@ class _RankParts:
                 (_ATTENTION_NORM, "attention_norm", True),
                 (_MLP_NORM, "mlp_norm", not c.is_moe),
             ):
-                block = Block(f"{ours}{part}.weight", 0, 1, 0, c.hidden_size)
+                block = Block(f"{ours}{part}.weight", 0, c.hidden_size, 0, 1)
                 self._add(names.norm(spellings, prefix, fusable=fusable), (c.hidden_size,), [block], same=True)
         self._attention(ours + "attention.", prefix)
         if c.is_moe:
             self._experts(ours + "moe.", prefix)
+            if c.moe_shared_expert_intermediate_size:
+                self._shared_experts(ours + "moe.shared_experts.", prefix + _SHARED)
             return
-        inner = c.ffn_hidden_size // self._tp
-        halves = [
-            Block(f"{ours}mlp.{half}_proj.weight", self._index * inner, inner, 0, c.hidden_size)
-            for half in ("gate", "up")
-        ]
-        self._add(names.choose(_FC1, prefix), (2 * inner, c.hidden_size), halves, same=False)
-        down = [Block(f"{ours}mlp.down_proj.weight", 0, c.hidden_size, self._index * inner, inner)]
-        self._add(names.choose(_FC2, prefix), (c.hidden_size, inner), down, same=False)
+        names_of_two = names.choose(_FC1, prefix), names.choose(_FC2, prefix)
+        self._mlp(ours + "mlp.", names_of_two, c.ffn_hidden_size)
+
+    def _mlp(self, ours: str, names: tuple[str, str], width: int) -> None:
+        """``names``: Megatron's, of gate and up together and of down. ``width``: the inner one, over all ranks."""
+        outer, inner = self._model.hidden_size, width // self._tp
+        halves = [Block(f"{ours}{half}_proj.weight", self._index * inner, inner, 0, outer) for half in ("gate", "up")]
+        self._add(names[0], (2 * inner, outer), halves, same=False)
+        down = [Block(f"{ours}down_proj.weight", 0, outer, self._index * inner, inner)]
+        self._add(names[1], (outer, inner), down, same=False)
+
+    def _shared_experts(self, ours: str, prefix: str) -> None:
+        c = self._model
+        two = f"{prefix}linear_fc1.weight", f"{prefix}linear_fc2.weight"
+        self._mlp(ours + "mlp.", two, c.moe_shared_expert_intermediate_size)
+        if c.moe_shared_expert_gate:
+            gate = Block(f"{ours}gate.weight", 0, 1, 0, c.hidden_size)
+            self._add(f"{prefix}gate_weight", (1, c.hidden_size), [gate], same=True)
 
     def _attention(self, ours: str, prefix: str) -> None:
         c, names = self._model, self._names
         groups = c.num_kv_heads // self._tp
         per_group = c.num_attention_heads // c.num_kv_heads * c.head_dim
-        blocks = []
-        for group in range(self._index * groups, (self._index + 1) * groups):
-            blocks.append(Block(f"{ours}q_proj.weight", group * per_group, per_group, 0, c.hidden_size))
-            for part in ("k", "v"):
-                blocks.append(Block(f"{ours}{part}_proj.weight", group * c.head_dim, c.head_dim, 0, c.hidden_size))
+        heads = [
+            (part, group * size, size)
+            for group in range(self._index * groups, (self._index + 1) * groups)
+            for part, size in (("q", per_group), ("k", c.head_dim), ("v", c.head_dim))
+        ]
         rows = groups * (per_group + 2 * c.head_dim)
+        blocks = [Block(f"{ours}{part}_proj.weight", row, size, 0, c.hidden_size) for part, row, size in heads]
         self._add(names.choose(_QKV, prefix), (rows, c.hidden_size), blocks, same=False)
+        if c.add_qkv_bias:
+            blocks = [Block(f"{ours}{part}_proj.bias", row, size, 0, 1) for part, row, size in heads]
+            self._add(names.choose(_QKV_BIAS, prefix), (rows,), blocks, same=False)
         width = groups * per_group
         block = Block(f"{ours}o_proj.weight", 0, c.hidden_size, self._index * width, width)
         self._add(names.choose(_PROJECTION, prefix), (c.hidden_size, width), [block], same=False)
@@ -223,7 +242,7 @@ class _RankParts:
             for part, own in (("q", width), ("k", groups * c.head_dim)):
                 size, start = (c.head_dim, 0) if per_head else (own, self._index * own)
                 name = f"{prefix}self_attention.{part}_layernorm.weight"
-                self._add(name, (size,), [Block(f"{ours}{part}_norm.weight", 0, 1, start, size)], same=per_head)
+                self._add(name, (size,), [Block(f"{ours}{part}_norm.weight", start, size, 0, 1)], same=per_head)
 
     def _experts(self, ours: str, prefix: str) -> None:
         c, names = self._model, self._names

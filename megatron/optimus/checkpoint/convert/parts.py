@@ -1,9 +1,9 @@
 """Where the elements of a foreign tensor lie in ours: the one description that every format shares.
 
 A foreign tensor, seen as a matrix, is a stack of blocks; a block is a rectangle of one of our tensors, seen as the
-matrix of its rows (a 3-D expert weight is its experts' rows one below the other; a 1-D tensor is one row). That covers
-one matrix per expert (Hugging Face), fused and interleaved projections (Megatron's QKV and SwiGLU), and slices along
-either dim (tensor parallelism). Reading and writing are copies of rectangles, so both are exact.
+matrix of its rows (a 3-D expert weight is its experts' rows one below the other; a 1-D tensor is a column). That covers
+one matrix per expert (Hugging Face), fused and interleaved projections (Megatron's QKV, its bias, and SwiGLU), and
+slices along either dim (tensor parallelism). Reading and writing are copies of rectangles, so both are exact.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ReadRange = Callable[[str, int, int], torch.Tensor]  # (our name, start, stop) -
 
 def row_width(shape: tuple[int, ...]) -> int:
     """Columns of one of our tensors seen as a matrix."""
-    return shape[-1] if len(shape) > 1 else math.prod(shape)
+    return shape[-1] if len(shape) > 1 else 1
 
 
 @dataclass(frozen=True)

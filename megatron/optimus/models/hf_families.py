@@ -1,0 +1,187 @@
+"""The architectures of Hugging Face's transformers that compute what a model of ours does.
+
+Supported: OLMo, Llama, Qwen2 and Qwen3 (dense), OLMoE, Mixtral, Qwen2-MoE and Qwen3-MoE. Which of them a model is
+follows from its norms, its biases and whether it has shared experts.
+
+Source: the configuration classes and modelling code of transformers 5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.optimus.config.schema import ConfigError, ModelConfig, Normalization, QKNormScope, ScoreFunction
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture of transformers."""
+
+    model_type: str
+    architecture: str
+    title: str  # for messages
+    needs: dict[str, Any]  # our options that have one possible value
+    extra_fields: frozenset[str]  # fields of config.json that not every family has, all of them optional
+    constants: dict[str, Any] = field(default_factory=dict)  # fields with one supported value
+    has_head_dim: bool = True  # head width may differ from hidden_size / num_attention_heads
+    inner_field: str = "intermediate_size"  # width of the MLP, of one expert in MoE models
+    experts_field: str = "num_experts"
+    defaults: dict[str, Any] = field(default_factory=dict)  # what transformers assumes for a missing field
+
+    @property
+    def is_moe(self) -> bool:
+        return "moe_router_score_function" in self.needs
+
+
+_NO_BIAS = {"add_qkv_bias": False}
+_RMS = {"normalization": Normalization.RMSNORM}
+_MOE_NEEDS = {"moe_router_score_function": ScoreFunction.SOFTMAX, "moe_router_force_load_balancing": False}
+_ROUTED_ALONE = {**_MOE_NEEDS, **_NO_BIAS, "moe_shared_expert_intermediate_size": 0}
+_NO_QK_NORM = {**_RMS, "qk_layernorm": False}
+_FULL_QK_NORM = {**_RMS, "qk_layernorm": True, "qk_layernorm_scope": QKNormScope.FULL}
+_HEAD_QK_NORM = {**_RMS, "qk_layernorm": True, "qk_layernorm_scope": QKNormScope.HEAD}
+_NO_CLIP = {"clip_qkv": None}
+_OLMO_DEFAULTS = {"rope_theta": 10000.0, "max_position_embeddings": 2048, "num_key_value_heads": "num_attention_heads"}
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family(
+            "olmo",
+            "OlmoForCausalLM",
+            "OLMo (dense)",
+            # OlmoLayerNorm has no weights and a fixed epsilon.
+            {"normalization": Normalization.LAYERNORM_NONPARAMETRIC, "qk_layernorm": False, "norm_epsilon": 1e-5}
+            | _NO_BIAS,
+            frozenset({"clip_qkv"}),
+            has_head_dim=False,
+            defaults=_OLMO_DEFAULTS,
+        ),
+        Family(
+            "llama",
+            "LlamaForCausalLM",
+            "Llama (dense)",
+            {**_NO_QK_NORM, **_NO_CLIP, **_NO_BIAS},
+            frozenset({"rms_norm_eps"}),
+            {"mlp_bias": False},
+            defaults={**_OLMO_DEFAULTS, "rms_norm_eps": 1e-6},
+        ),
+        Family(
+            "qwen2",
+            "Qwen2ForCausalLM",
+            "Qwen2 (dense)",
+            {**_NO_QK_NORM, **_NO_CLIP, "add_qkv_bias": True},
+            frozenset({"rms_norm_eps", "sliding_window", "max_window_layers", "layer_types"}),
+            {"use_sliding_window": False},
+            has_head_dim=False,
+            defaults={**_OLMO_DEFAULTS, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6},
+        ),
+        Family(
+            "qwen3",
+            "Qwen3ForCausalLM",
+            "Qwen3 (dense)",
+            {**_HEAD_QK_NORM, **_NO_CLIP, **_NO_BIAS},
+            frozenset({"rms_norm_eps", "sliding_window", "max_window_layers", "layer_types"}),
+            {"use_sliding_window": False},
+        ),
+        Family(
+            "olmoe",
+            "OlmoeForCausalLM",
+            "OLMoE",
+            {**_FULL_QK_NORM, **_ROUTED_ALONE},
+            frozenset({"clip_qkv", "rms_norm_eps", "norm_topk_prob"}),
+            has_head_dim=False,
+            defaults={
+                **_OLMO_DEFAULTS,
+                "max_position_embeddings": 4096,
+                "rms_norm_eps": 1e-5,
+                "num_experts": 64,
+                "num_experts_per_tok": 8,
+                "norm_topk_prob": False,
+                "router_aux_loss_coef": 0.01,
+            },
+        ),
+        Family(
+            "mixtral",
+            "MixtralForCausalLM",
+            "Mixtral",
+            {**_NO_QK_NORM, **_NO_CLIP, **_ROUTED_ALONE, "moe_router_norm_topk_prob": True},
+            frozenset({"rms_norm_eps"}),
+            {"sliding_window": None, "router_jitter_noise": 0.0},
+            experts_field="num_local_experts",
+            defaults={"router_aux_loss_coef": 0.001},
+        ),
+        Family(
+            "qwen2_moe",
+            "Qwen2MoeForCausalLM",
+            "Qwen2-MoE",
+            {**_NO_QK_NORM, **_NO_CLIP, **_MOE_NEEDS, "moe_shared_expert_gate": True},
+            frozenset({"rms_norm_eps", "norm_topk_prob", "moe_intermediate_size", "shared_expert_intermediate_size"})
+            | {"qkv_bias", "sliding_window", "max_window_layers", "layer_types"},
+            {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+            has_head_dim=False,
+            inner_field="moe_intermediate_size",
+            defaults={
+                **_OLMO_DEFAULTS,
+                "max_position_embeddings": 32768,
+                "rms_norm_eps": 1e-6,
+                "router_aux_loss_coef": 0.001,
+                "norm_topk_prob": False,
+                "qkv_bias": True,
+            },
+        ),
+        Family(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            "Qwen3-MoE",
+            {**_HEAD_QK_NORM, **_NO_CLIP, **_ROUTED_ALONE},
+            frozenset({"rms_norm_eps", "norm_topk_prob", "moe_intermediate_size", "sliding_window"})
+            | {"max_window_layers"},
+            {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+            inner_field="moe_intermediate_size",
+            defaults={"router_aux_loss_coef": 0.001, "norm_topk_prob": False},
+        ),
+    )
+}
+# What models of other families have and ours lacks, by the fields that switch it on.
+LACKING = {
+    "kv_lora_rank": "multi-head latent attention",
+    "n_group": "group-limited routing",
+    "first_k_dense_replace": "dense layers before the MoE layers",
+    "num_nextn_predict_layers": "multi-token prediction",
+    "partial_rotary_factor": "rotation of a part of each head",
+    "final_logit_softcapping": "capped logits",
+    "routed_scaling_factor": "a factor on the experts' sum",
+    "quantization_config": "quantized weights",
+}
+
+
+def family_of(config: ModelConfig) -> Family:
+    """The architecture that computes what ``config`` does. Raises ConfigError naming the option that none expresses."""
+    c = config
+    if c.moe_shared_expert_intermediate_size:
+        full = head = none = "qwen2_moe"
+    elif c.is_moe:
+        full, head, none = "olmoe", "qwen3_moe", "mixtral"
+    else:
+        full, head, none = "qwen3", "qwen3", "qwen2" if c.add_qkv_bias else "llama"
+    if c.normalization is Normalization.LAYERNORM_NONPARAMETRIC and not c.is_moe:
+        family = FAMILIES["olmo"]
+    elif not c.qk_layernorm:
+        family = FAMILIES[none]
+    else:
+        family = FAMILIES[head if c.qk_layernorm_scope is QKNormScope.HEAD else full]
+    for option, needed in family.needs.items():
+        value = getattr(c, option)
+        if value != needed:
+            raise ConfigError(
+                f"{option}={getattr(value, 'value', value)} has no equivalent in Hugging Face's {family.title}, "
+                f"which needs {getattr(needed, 'value', needed)}"
+            )
+    if not family.has_head_dim and c.head_dim * c.num_attention_heads != c.hidden_size:
+        raise ConfigError(
+            f"kv_channels={c.kv_channels} has no equivalent in Hugging Face's {family.title}, which needs "
+            f"hidden_size / num_attention_heads = {c.hidden_size}/{c.num_attention_heads}"
+        )
+    return family
