@@ -29,8 +29,7 @@ cp             Mula-1B, one sequence over all ranks, against the attention-bound
 moe            experts over all ranks: how tokens travel. Exposed: what a step takes longer than one in which every
                token finds its experts on its own rank. --moe-variants: some of allgather, alltoall, "alltoall, 2
                chunks", symmetric; of those that hide something beside the router or the last product of the experts'
-               backward (on CUDA symmetric alone, elsewhere all) also "..., home last", which does not; "symmetric, by
-               experts": the kernels of the experts read and write the other GPUs' memory themselves.
+               backward (on CUDA symmetric alone, elsewhere all) also "..., home last", which does not.
 moe-autoep     the same with DeepSpeed's AutoEP (layout_speed_peers.py).
 moe-deepspeed  one sequence a GPU, with DeepSpeed's older MoE layer.
 

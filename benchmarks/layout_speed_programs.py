@@ -150,12 +150,6 @@ def without_exchange(model: Any) -> None:
         layer.dispatcher = KeepHere(len(layer.experts.gate_up_weight))
 
 
-def experts_exchange(model: Any) -> None:
-    """Experts read tokens in the memory of other GPUs, and write answers there, beside their products."""
-    for layer in model.moe_layers():
-        layer.dispatcher.experts_exchange = True
-
-
 def home_last(model: Any) -> None:
     """Gradients leave the experts when all of their backward is queued, and tokens when the router has chosen."""
     for layer in model.moe_layers():
@@ -164,7 +158,7 @@ def home_last(model: Any) -> None:
 
 
 def _untold(forward: Any) -> Any:
-    return lambda x, weights, indices, *told: forward(x, weights, indices)
+    return lambda x, weights, indices, go_home=None: forward(x, weights, indices)
 
 
 def _finish_started(dispatcher: Any) -> Any:

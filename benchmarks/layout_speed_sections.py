@@ -167,8 +167,6 @@ def moe_section(args: argparse.Namespace, ranks: int) -> Section:
     # What is gained by what travels beside products: to be asked for by name.
     hiding = [name for name in words if name == "symmetric" or devices.hides_collectives(torch.device(args.device))]
     asked = {f"{name}, home last": Ours(words[name], change=programs.home_last) for name in hiding}
-    if "symmetric" in words:
-        asked["symmetric, by experts"] = Ours(words["symmetric"], change=programs.experts_exchange)
     if args.moe_variants:
         variants = {name: (variants | asked)[name] for name in args.moe_variants}
     names = list(variants)

@@ -18,11 +18,6 @@ TORCH_LIBRARY(optimus, m) {
   m.def(
       "cuda_moe_mlp(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor indices) -> "
       "(Tensor y, Tensor hidden, Tensor order)");
-  // With tokens in the memory of several GPUs. x_at, y_at: addresses where each rank's begin, int64 [ranks]; those of x
-  // that have an expert here are read there and also left in x; what other ranks' become is written there, not to y.
-  m.def(
-      "cuda_moe_mlp_among_peers(Tensor(a!) x, Tensor gate_up, Tensor down, Tensor weights, Tensor indices, Tensor x_at, "
-      "Tensor y_at, int rank) -> (Tensor y, Tensor hidden, Tensor order)");
   m.def(
       "cuda_moe_mlp_backward(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor hidden, "
       "Tensor order) -> (Tensor dx, Tensor dgate_up, Tensor ddown, Tensor dweights)");
@@ -32,11 +27,10 @@ TORCH_LIBRARY(optimus, m) {
       "Tensor order, Tensor(a!) dgate_up, Tensor(b!) ddown, bool add_gate_up, bool add_down) -> "
       "(Tensor dx, Tensor dweights)");
   // The same in two halves, of which the second may wait: dx is complete after the first. dhidden: [P, 2F]; x_rows:
-  // [P, D]. dy_at: where each rank's part of dy is instead, as above.
+  // [P, D].
   m.def(
       "cuda_moe_mlp_backward_inputs(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor hidden, "
-      "Tensor order, Tensor(a!) ddown, bool add_down, Tensor? dy_at=None, int rank=0) -> (Tensor dx, Tensor dweights, "
-      "Tensor dhidden, Tensor x_rows)");
+      "Tensor order, Tensor(a!) ddown, bool add_down) -> (Tensor dx, Tensor dweights, Tensor dhidden, Tensor x_rows)");
   m.def(
       "cuda_moe_mlp_backward_up_weights(Tensor dhidden, Tensor x_rows, Tensor order, int tokens, int topk, "
       "Tensor(a!) dgate_up, bool add) -> ()");

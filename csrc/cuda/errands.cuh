@@ -58,18 +58,6 @@ __device__ __forceinline__ int token_chunks(const Order& order) {
   return (order.num_tokens + tokens - 1) / tokens;
 }
 
-// Tokens on several GPUs are taken from all of them in turn, beginning with this one: none is asked by all at once.
-__device__ __forceinline__ int in_turn(const Peers& peers, int item, int items) {
-  if (peers.at == nullptr || item >= items || items % peers.ranks != 0) return item;
-  return (item + peers.rank) % peers.ranks * (items / peers.ranks) + item / peers.ranks;
-}
-
-// A token's place in the memory of the GPU that has it.
-__device__ __forceinline__ uint4* place_of(const Peers& peers, const Order& order, int token, int pieces) {
-  const int each = order.num_tokens / peers.ranks;
-  return reinterpret_cast<uint4*>(peers.at[token / each]) + static_cast<size_t>(token % each) * pieces;
-}
-
 __device__ __forceinline__ int chunks_of(const Errand& errand, const Order& order) {
   const int experts = errand.end_expert - errand.first_expert;
   if (experts == 0) return 0;
@@ -121,20 +109,14 @@ __device__ __forceinline__ void zero_row(uint4* row, int pieces, int lane) {
   for (int piece = lane; piece < pieces; piece += 32) __stcs(row + piece, uint4{});
 }
 
-// Rows of one token among the lanes' (from lane `first` on), each a copy of it; and one more, if it is to be kept.
-__device__ __forceinline__ void copy_token(const uint4* from, uint4* to, uint4* keep, int pieces, int row,
-                                           unsigned lanes, int lane) {
+// Rows of one token among the lanes' (from lane `first` on), each a copy of it.
+__device__ __forceinline__ void copy_token(const uint4* from, uint4* to, int pieces, int row, unsigned lanes,
+                                           int lane) {
   constexpr int kTogether = 8;  // pieces
   for (int start = lane; start < pieces + lane; start += 32 * kTogether) {  // as often in every lane
     uint4 value[kTogether];
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) value[i] = __ldg(from + min(start + 32 * i, pieces - 1));
-    if (keep != nullptr) {
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        if (start + 32 * i < pieces) keep[start + 32 * i] = value[i];
-      }
-    }
     for (unsigned left = lanes; left != 0; left &= left - 1) {
       uint4* mine = to + static_cast<size_t>(__shfl_sync(0xffffffff, row, __ffs(left) - 1)) * pieces;
 #pragma unroll
@@ -145,16 +127,16 @@ __device__ __forceinline__ void copy_token(const uint4* from, uint4* to, uint4* 
   }
 }
 
-// to [P, width] = each row's token of from [T, width], or of peers' memory; zeros in rows of no slot. A token is read
-// once, for all its rows.
+// to [P, width] = each row's token of from [T, width]; zeros in rows of no slot. A token is read once, for all its
+// rows.
 __device__ __forceinline__ void spread(const Errand& errand, const Order& order, int worker, int workers, int lane) {
   const int pieces = errand.width / 8, topk = order.topk, slots = tokens_of_chunk(topk) * topk;
   const int begin = first_row_of(order, errand.first_expert), end = first_row_of(order, errand.end_expert);
   const int for_tokens = token_chunks(order), chunks = chunks_of(errand, order);
   const uint4* from = static_cast<const uint4*>(errand.from);
-  uint4 *to = static_cast<uint4*>(errand.to), *keep = static_cast<uint4*>(errand.keep);
+  uint4* to = static_cast<uint4*>(errand.to);
   const auto row_of = [&](int chunk, int first) {  // of the lane's slot, -1 if the errand has none to write
-    const int slot = in_turn(errand.peers, chunk, for_tokens) * slots + first + lane;
+    const int slot = chunk * slots + first + lane;
     if (chunk >= for_tokens || first + lane >= slots || slot >= order.num_tokens * topk) return -1;
     const int row = errand.row_of_slot[slot];
     return begin <= row && row < end ? row : -1;
@@ -167,14 +149,11 @@ __device__ __forceinline__ void spread(const Errand& errand, const Order& order,
     next = row_of(turns.next, 0);
     for (int first = 0; turns.current < for_tokens && first < slots; first += 32) {
       if (first > 0) row = row_of(turns.current, first);
-      const int chunk = in_turn(errand.peers, turns.current, for_tokens);
-      const int token = chunk * tokens_of_chunk(topk) + (first + lane) / topk;
+      const int token = turns.current * tokens_of_chunk(topk) + (first + lane) / topk;
       for (unsigned left = __ballot_sync(0xffffffff, row >= 0); left != 0;) {
         const int wanted = __shfl_sync(0xffffffff, token, __ffs(left) - 1);
         const unsigned lanes = left & __ballot_sync(0xffffffff, token == wanted);
-        const size_t here = static_cast<size_t>(wanted) * pieces;
-        const uint4* source = errand.peers.at ? place_of(errand.peers, order, wanted, pieces) : from + here;
-        copy_token(source, to, keep ? keep + here : nullptr, pieces, row, lanes, lane);
+        copy_token(from + static_cast<size_t>(wanted) * pieces, to, pieces, row, lanes, lane);
         left &= ~lanes;
       }
     }
@@ -271,24 +250,15 @@ __device__ __forceinline__ void swiglu_backward(const Errand& errand, const Orde
   }
 }
 
-// to [T, width] = each token's sum over its local slots of (weight *) row of from [P, width]: fp32, in slot order. With
-// peers, a token of another rank that has such slots goes there instead.
+// to [T, width] = each token's sum over its local slots of (weight *) row of from [P, width]: fp32, in slot order.
 template <typename T>
 __device__ __forceinline__ void sum(const Errand& errand, const Order& order, int worker, int workers, int lane) {
   constexpr int kTogether = 8;  // rows
   const int pieces = errand.width / 8, topk = order.topk;
   const uint4* from = static_cast<const uint4*>(errand.from);
-  for (int item = worker; item < order.num_tokens; item += workers) {
-    const int token = in_turn(errand.peers, item, order.num_tokens);
+  for (int token = worker; token < order.num_tokens; token += workers) {
     const int* rows = errand.row_of_slot + static_cast<size_t>(token) * topk;
     const float* weights = errand.weights + static_cast<size_t>(token) * topk;
-    uint4* to = static_cast<uint4*>(errand.to) + static_cast<size_t>(token) * pieces;
-    if (errand.peers.at != nullptr && token / (order.num_tokens / errand.peers.ranks) != errand.peers.rank) {
-      bool is_served = false;
-      for (int k = 0; k < topk; ++k) is_served |= rows[k] >= 0;
-      if (!is_served) continue;
-      to = place_of(errand.peers, order, token, pieces);
-    }
     for (int piece = lane; piece < pieces; piece += 32) {
       float total[8] = {};
       for (int start = 0; start < topk; start += kTogether) {
@@ -310,8 +280,9 @@ __device__ __forceinline__ void sum(const Errand& errand, const Order& order, in
           }
         }
       }
-      to[piece] = {pack<T>(total[0], total[1]), pack<T>(total[2], total[3]), pack<T>(total[4], total[5]),
-                   pack<T>(total[6], total[7])};
+      static_cast<uint4*>(errand.to)[static_cast<size_t>(token) * pieces + piece] = {
+          pack<T>(total[0], total[1]), pack<T>(total[2], total[3]), pack<T>(total[4], total[5]),
+          pack<T>(total[6], total[7])};
     }
   }
 }

@@ -1,9 +1,8 @@
 // Work bound by memory is done beside products, as their errands: the spread of tokens to rows and SwiGLU's backward
 // ahead of the product that needs the rows, part by part of the experts, what a later product needs at any time. The up
-// projection reads tokens itself, as its rows are needed nowhere else. Only the sum of the forward has the device for
-// itself. Where no launch but these is in between, a product's blocks start
-// where those of the one before leave: between two products of the backward there is always an errand, and the second
-// waits for that, not for the first.
+// projection reads tokens itself, as their rows are needed nowhere else. Only the sum of the forward has the device
+// for itself. Where no launch but these is in between, a product's blocks start where those of the one before leave:
+// between two products of the backward there is always an errand, and the second waits for that, not for the first.
 #include "layer.h"
 
 #include <algorithm>
@@ -21,25 +20,15 @@ struct SpreadPart {
 };
 
 constexpr int kWhole = 32;
-// From other GPUs a row takes several times as long to come: more of them are on their way at once.
-constexpr std::array<SpreadPart, 6> kForwardFromPeers = {{{1, 3}, {4, 3}, {10, 3}, {18, 2}, {26, 2}, {kWhole, 2}}};
 // SwiGLU's backward of the experts before kFirst runs beside the product before it, in two parts after that.
 constexpr int kFirst = 12, kSecond = 20;
-constexpr std::array<SpreadPart, 3> kBackward = {{{1, 3}, {4, 3}, {kFirst, 3}}};
+constexpr std::array<SpreadPart, 3> kSpreads = {{{1, 3}, {4, 3}, {kFirst, 3}}};
 
 Part part(int experts, int from, int to) { return {experts * from / kWhole, experts * to / kWhole}; }
 
-// Tokens to be spread: here, or at peers and to be kept here too.
-struct Tokens {
-  const void* from;
-  Peers peers = {};
-  void* keep = nullptr;
-};
-
-Errand spread(const Part& experts, const Tokens& tokens, void* to, int width, const Plan& plan) {
+Errand spread(const Part& experts, const void* from, void* to, int width, const Plan& plan) {
   Errand errand{Task::kSpread, width, experts.first, experts.end};
-  errand.from = tokens.from, errand.to = to, errand.row_of_slot = plan.row;
-  errand.peers = tokens.peers, errand.keep = tokens.keep;
+  errand.from = from, errand.to = to, errand.row_of_slot = plan.row;
   return errand;
 }
 
@@ -69,12 +58,10 @@ Errand* add_ahead(Errand* list, const Errand& errand, int*& progress) {
   return list + 1;
 }
 
-template <size_t kParts>
-Errand* spread_ahead(Errand* list, const std::array<SpreadPart, kParts>& parts, const Sizes& sizes,
-                     const Tokens& tokens, void* to, const Plan& plan, int*& progress) {
+Errand* spread_ahead(Errand* list, const Sizes& sizes, const void* from, void* to, const Plan& plan, int*& progress) {
   int start = 0;
-  for (const auto& [end, warps] : parts) {
-    Errand errand = spread(part(sizes.experts, start, end), tokens, to, sizes.width, plan);
+  for (const auto& [end, warps] : kSpreads) {
+    Errand errand = spread(part(sizes.experts, start, end), from, to, sizes.width, plan);
     errand.warps = warps, start = end;
     list = add_ahead(list, errand, progress);
   }
@@ -105,28 +92,18 @@ int Sizes::rows() const {
 cudaError_t forward(Type type, const Sizes& sizes, const Plan& plan, const Forward& to, cudaStream_t stream) {
   const Order order = order_of(sizes, plan);
   const int D = sizes.width, F = sizes.inner, E = sizes.experts;
-  int* progress = to.progress;
   Steps step;
-  step([&] { return cudaMemsetAsync(to.progress, 0, kProgressBytes, stream); });
   step([&] {
     return order_rows(to.indices, to.wide_indices, to.block_counts, plan, sizes.tokens * sizes.topk, E, sizes.rows(),
                       stream);
   });
-  if (to.x_peers.at) {
-    Errands spreads;
-    spread_ahead(spreads.list, kForwardFromPeers, sizes, {nullptr, to.x_peers, to.x_kept}, to.rows, plan, progress);
-    step([&] {
-      return up_swiglu(type, to.rows, false, to.gate_up, to.hidden, to.activation, order, D, F, spreads, stream);
-    });
-  } else {
-    step([&] { return up_swiglu(type, to.x, true, to.gate_up, to.hidden, to.activation, order, D, F, {}, stream); });
-  }
+  step([&] { return up_swiglu(type, to.x, to.gate_up, to.hidden, to.activation, order, D, F, stream); });
   step([&] {
-    return rows_times_weight(type, to.activation, to.down, to.rows, order, F, D, true, {0, E}, {}, Start::kLate,
+    return rows_times_weight(type, to.activation, to.down, to.y_rows, order, F, D, true, {0, E}, {}, Start::kLate,
                              stream);
   });
   Errand sum{Task::kSum, D};
-  sum.from = to.rows, sum.to = to.y, sum.row_of_slot = plan.row, sum.weights = to.weights, sum.peers = to.y_peers;
+  sum.from = to.y_rows, sum.to = to.y, sum.row_of_slot = plan.row, sum.weights = to.weights;
   step([&] { return run(type, sum, order, stream); });
   return step.error;
 }
@@ -148,13 +125,11 @@ cudaError_t backward_inputs(Type type, const Sizes& sizes, const Plan& plan, con
   step([&] { return cudaMemsetAsync(to.dweights, 0, weights, stream); });  // slots of no local expert keep it
   step([&] { return cudaMemsetAsync(to.progress, 0, kProgressBytes, stream); });
   const bool sums_later = to.pending.dx_rows != nullptr;
-  const Tokens dy{to.dy, to.dy_peers};
-  // The first pair of counters.
-  Errand spread_x = counted(spread({0, E}, {to.x}, to.pending.x_rows, D, plan), progress);
+  Errand spread_x = counted(spread({0, E}, to.x, to.pending.x_rows, D, plan), progress);  // the first pair of counters
   Errands spreads, swiglu_of_first, swiglu_of_rest, last;
-  Errand* list = spread_ahead(spreads.list, kBackward, sizes, dy, to.dy_rows, plan, progress);
-  *list = counted(spread(rest, dy, to.dy_rows, D, plan), progress);
-  list->warps = to.dy_peers.at ? kIdleWarps : 2;
+  Errand* list = spread_ahead(spreads.list, sizes, to.dy, to.dy_rows, plan, progress);
+  *list = counted(spread(rest, to.dy, to.dy_rows, D, plan), progress);
+  list->warps = 2;
   swiglu_of_first.list[0] = done_elsewhere(*list);
   swiglu_of_first.list[1] = counted(swiglu(first), progress);
   step([&] {
@@ -193,7 +168,7 @@ cudaError_t backward_up_weights(Type type, const Sizes& sizes, const Plan& plan,
   const bool continues = from.dx_rows != nullptr;
   if (continues) {
     int* progress = from.progress;
-    errands.list[0] = done_elsewhere(counted(spread(all, {nullptr}, from.x_rows, sizes.width, plan), progress));
+    errands.list[0] = done_elsewhere(counted(spread(all, nullptr, from.x_rows, sizes.width, plan), progress));
     errands.list[1] = sum_of_dx(sizes, plan, from.dx_rows, from.dx);
   }
   return weight_gradient(type, from.dhidden, from.x_rows, dgate_up, add, order_of(sizes, plan), 2 * sizes.inner,

@@ -10,7 +10,7 @@ struct Sizes {
   int rows() const;  // P that suffice for any routing, as index.py's max_rows says
 };
 
-constexpr int kProgressBytes = 2 * 8 * sizeof(int);  // for all errands of a direction that are waited for
+constexpr int kProgressBytes = 2 * 8 * sizeof(int);  // for all errands of a backward that are waited for
 
 struct Forward {
   const void *x, *gate_up, *down;
@@ -18,13 +18,8 @@ struct Forward {
   const void* indices;
   bool wide_indices;
   int* block_counts;          // scratch, experts * order_blocks(tokens * topk)
-  int* progress;              // scratch, kProgressBytes
-  void *rows, *activation;    // scratch [P, D] and [P, F]; rows are the experts' outputs, before that tokens of peers
+  void *activation, *y_rows;  // scratch [P, F] and [P, D]
   void *hidden, *y;           // results [T K, 2F] and [T, D]
-  // With peers x is yet to be filled: tokens that have an expert here are read where they are. Sums of other ranks'
-  // tokens go to y_peers, and are left out of y.
-  Peers x_peers, y_peers;
-  void* x_kept;  // x, if it is to be filled
 };
 
 // What the gradient of gate_up is made of: the only product that may wait, for dx does not need it.
@@ -38,7 +33,6 @@ struct UpWeights {
 
 struct BackwardInputs {
   const void *dy, *x, *gate_up, *down, *hidden;
-  Peers dy_peers;  // where dy is instead
   const float* weights;
   void *dy_rows, *dx_rows, *activation;  // scratch [P, D], [P, D] and [P, F]
   void *dx, *ddown;                      // results

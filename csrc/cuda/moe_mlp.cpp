@@ -51,20 +51,8 @@ Sizes checked_sizes(const Tensor& x, const Tensor& down, const Tensor& weights) 
 
 Type type_of(const Tensor& x) { return x.scalar_type() == at::kBFloat16 ? Type::bf16 : Type::fp16; }
 
-// at: int64 [ranks] on the device, where each rank's tokens begin; none: all are here.
-Peers peers_of(const std::optional<Tensor>& at, int64_t rank, int64_t tokens) {
-  if (!at.has_value()) return {};
-  TORCH_CHECK_VALUE(at->scalar_type() == at::kLong && at->dim() == 1 && at->is_contiguous() && at->is_cuda() &&
-                        at->numel() > 0 && tokens % at->numel() == 0 && 0 <= rank && rank < at->numel(),
-                    "moe_mlp: addresses ", at->scalar_type(), " ", at->sizes(), " on ", at->device(), " and rank ",
-                    rank, " for ", tokens, " tokens; expected int64 [ranks] on the device, as many tokens on each");
-  return {at->data_ptr<int64_t>(), static_cast<int>(at->numel()), static_cast<int>(rank)};
-}
-
-std::tuple<Tensor, Tensor, Tensor> forward_of(const Tensor& x_in, const Tensor& gate_up_in, const Tensor& down_in,
-                                              const Tensor& weights_in, const Tensor& indices_in,
-                                              const std::optional<Tensor>& x_at, const std::optional<Tensor>& y_at,
-                                              int64_t rank) {
+std::tuple<Tensor, Tensor, Tensor> moe_mlp(const Tensor& x_in, const Tensor& gate_up_in, const Tensor& down_in,
+                                           const Tensor& weights_in, const Tensor& indices_in) {
   const c10::cuda::CUDAGuard guard(x_in.device());
   const Tensor x = x_in.contiguous(), gate_up = gate_up_in.contiguous(), down = down_in.contiguous();
   const Tensor weights = weights_in.contiguous(), indices = indices_in.contiguous();
@@ -75,32 +63,17 @@ std::tuple<Tensor, Tensor, Tensor> forward_of(const Tensor& x_in, const Tensor& 
   Tensor order = at::empty({order_size(sizes)}, ints);
   if (slots == 0) return {y.zero_(), hidden, order.zero_()};
   const Tensor counts = at::empty({int64_t{sizes.experts} * order_blocks(static_cast<int>(slots))}, ints);
-  const Tensor progress = at::empty({kProgressBytes / 4}, ints);
-  const Tensor scratch = at::empty({rows, sizes.width}, x.options());
   const Tensor activation = at::empty({rows, sizes.inner}, x.options());
+  const Tensor y_rows = at::empty({rows, sizes.width}, x.options());
   Forward to{};
   to.x = x.data_ptr(), to.gate_up = gate_up.data_ptr(), to.down = down.data_ptr();
   to.weights = weights.data_ptr<float>();
   to.indices = indices.data_ptr(), to.wide_indices = indices.scalar_type() == at::kLong;
-  to.block_counts = counts.data_ptr<int>(), to.progress = progress.data_ptr<int>();
-  to.rows = scratch.data_ptr(), to.activation = activation.data_ptr();
+  to.block_counts = counts.data_ptr<int>();
+  to.activation = activation.data_ptr(), to.y_rows = y_rows.data_ptr();
   to.hidden = hidden.data_ptr(), to.y = y.data_ptr();
-  to.x_peers = peers_of(x_at, rank, sizes.tokens), to.y_peers = peers_of(y_at, rank, sizes.tokens);
-  to.x_kept = x_at.has_value() ? x.data_ptr() : nullptr;
   C10_CUDA_CHECK(forward(type_of(x), sizes, plan_of(order, sizes), to, c10::cuda::getCurrentCUDAStream()));
   return {y, hidden, order};
-}
-
-std::tuple<Tensor, Tensor, Tensor> moe_mlp(const Tensor& x, const Tensor& gate_up, const Tensor& down,
-                                           const Tensor& weights, const Tensor& indices) {
-  return forward_of(x, gate_up, down, weights, indices, std::nullopt, std::nullopt, 0);
-}
-
-std::tuple<Tensor, Tensor, Tensor> moe_mlp_among_peers(const Tensor& x, const Tensor& gate_up, const Tensor& down,
-                                                       const Tensor& weights, const Tensor& indices, const Tensor& x_at,
-                                                       const Tensor& y_at, int64_t rank) {
-  TORCH_CHECK_VALUE(x.is_contiguous(), "moe_mlp: x, which is to be filled, has strides ", x.strides());
-  return forward_of(x, gate_up, down, weights, indices, x_at, y_at, rank);
 }
 
 // A weight's gradient is written in the weight's dtype or, with add, added in fp32.
@@ -119,8 +92,7 @@ struct Gradients {
 
 Gradients first_half(const Tensor& dy_in, const Tensor& x_in, const Tensor& gate_up_in, const Tensor& down_in,
                      const Tensor& weights_in, const Tensor& hidden, const Tensor& order, const Tensor& ddown,
-                     bool add_down, bool sums_later, const std::optional<Tensor>& dy_at = std::nullopt,
-                     int64_t rank = 0) {
+                     bool add_down, bool sums_later) {
   const c10::cuda::CUDAGuard guard(x_in.device());
   const Tensor dy = dy_in.contiguous(), x = x_in.contiguous(), gate_up = gate_up_in.contiguous();
   const Tensor down = down_in.contiguous(), weights = weights_in.contiguous();
@@ -144,7 +116,6 @@ Gradients first_half(const Tensor& dy_in, const Tensor& x_in, const Tensor& gate
   const Tensor activation = at::empty({rows, sizes.inner}, x.options());
   out.dx_rows = at::empty({rows, sizes.width}, x.options());
   BackwardInputs to{};
-  to.dy_peers = peers_of(dy_at, rank, sizes.tokens);
   to.dy = dy.data_ptr(), to.x = x.data_ptr(), to.gate_up = gate_up.data_ptr(), to.down = down.data_ptr();
   to.hidden = hidden.data_ptr(), to.weights = weights.data_ptr<float>();
   to.dy_rows = dy_rows.data_ptr(), to.dx_rows = out.dx_rows.data_ptr(), to.activation = activation.data_ptr();
@@ -185,9 +156,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> moe_mlp_backward_inputs(const Tensor&
                                                                    const Tensor& gate_up, const Tensor& down,
                                                                    const Tensor& weights, const Tensor& hidden,
                                                                    const Tensor& order, const Tensor& ddown,
-                                                                   bool add_down, const std::optional<Tensor>& dy_at,
-                                                                   int64_t rank) {
-  const Gradients out = first_half(dy, x, gate_up, down, weights, hidden, order, ddown, add_down, false, dy_at, rank);
+                                                                   bool add_down) {
+  const Gradients out = first_half(dy, x, gate_up, down, weights, hidden, order, ddown, add_down, false);
   return {out.dx, out.dweights, out.dhidden, out.x_rows};
 }
 
@@ -221,7 +191,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> moe_mlp_backward(const Tensor& dy, co
 
 TORCH_LIBRARY_IMPL(optimus, CUDA, m) {
   m.impl("cuda_moe_mlp", optimus::cuda::moe_mlp);
-  m.impl("cuda_moe_mlp_among_peers", optimus::cuda::moe_mlp_among_peers);
   m.impl("cuda_moe_mlp_backward", optimus::cuda::moe_mlp_backward);
   m.impl("cuda_moe_mlp_backward_into", optimus::cuda::moe_mlp_backward_into);
   m.impl("cuda_moe_mlp_backward_inputs", optimus::cuda::moe_mlp_backward_inputs);

@@ -16,7 +16,6 @@ namespace optimus::cuda {
 
 enum class Kind {
   kUpSwiglu,        // tokens of rows times [N, K], gate beside up
-  kUpSwigluOfRows,  // likewise, the rows themselves being there
   kRowsTransposed,  // rows times [N, K]
   kRows,            // rows times [K, N]
   kGradient,        // rows, transposed, times rows; the depth runs over an expert's rows
@@ -59,8 +58,7 @@ struct alignas(16) Note {  // what the consumers need to know of a tile
 template <Kind kKind>
 struct Traits {
   static constexpr bool kGradient = kKind == Kind::kGradient || kKind == Kind::kGradientAdd;
-  static constexpr bool kUp = kKind == Kind::kUpSwiglu || kKind == Kind::kUpSwigluOfRows;
-  static constexpr bool kGathers = kKind == Kind::kUpSwiglu;  // reads a's rows by the whole warpgroup
+  static constexpr bool kGathers = kKind == Kind::kUpSwiglu;  // a's rows are read by the whole warpgroup
   static constexpr bool kAcrossA = kGradient;
   static constexpr bool kAcrossB = kGradient || kKind == Kind::kRows;
 };
@@ -146,7 +144,7 @@ __device__ __forceinline__ void load_stage(const Arguments& args, Layout& memory
     const uint32_t to = shared_address(memory.b[stage]) + box * (Is::kAcrossB ? kBox : kBytesB / 2);
     const bool mine = Is::kAcrossB ? box / 2 == rank : box == rank;
     int c0 = depth, c1 = work.column + box * 128, c2 = 0, c3 = work.expert;
-    if (Is::kUp) c1 = work.column / 2, c2 = box;
+    if (kKind == Kind::kUpSwiglu) c1 = work.column / 2, c2 = box;
     if (Is::kAcrossB) c0 = work.column + box * 64, c1 = depth;
     if (Is::kGradient) c1 = work.first + depth, c3 = 0;
     if (!work.shared) {
@@ -160,7 +158,7 @@ __device__ __forceinline__ void load_stage(const Arguments& args, Layout& memory
 template <Kind kKind>
 __device__ __forceinline__ Note note_of(const Order& order, const Work& work) {
   Note note{work.row, work.column, work.expert, work.steps, 0, work.rows};
-  if (Traits<kKind>::kUp) note.unpadded_row = work.row - order.tile_shift[work.row / kRowTile];
+  if (kKind == Kind::kUpSwiglu) note.unpadded_row = work.row - order.tile_shift[work.row / kRowTile];
   return note;
 }
 
@@ -255,10 +253,10 @@ __device__ __forceinline__ void store_tile(const Arguments& args, Results<T>& re
   const int row = tile.row + 64 * results.group;
   const int unpadded_row = tile.unpadded_row + 64 * results.group, rows = tile.rows - 64 * results.group;
 #pragma unroll
-  for (int box = 0; box < (Traits<kKind>::kUp ? 2 : 4); ++box) {
+  for (int box = 0; box < (kKind == Kind::kUpSwiglu ? 2 : 4); ++box) {
     const float* mine = d + 32 * box;
     const int column = tile.column + 64 * box;
-    if constexpr (Traits<kKind>::kUp) {
+    if constexpr (kKind == Kind::kUpSwiglu) {
       const int inner = tile.column / 2 + 64 * box;
       const float* up = mine + 64;
       const auto gate_of = [&](int i) { return mine[i]; };

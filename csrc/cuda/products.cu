@@ -115,21 +115,16 @@ cudaError_t run(Type type, const Errand& errand, const Order& order, cudaStream_
   return cudaGetLastError();
 }
 
-cudaError_t up_swiglu(Type type, const void* x, bool gathered, const void* gate_up, void* hidden, void* activation,
-                      const Order& order, int width, int inner, const Errands& errands, cudaStream_t stream) {
-  Arguments args = arguments(order, errands, Start::kAfter);
-  args.hidden = hidden, args.inner = inner;
+cudaError_t up_swiglu(Type type, const void* x, const void* gate_up, void* hidden, void* activation, const Order& order,
+                      int width, int inner, cudaStream_t stream) {
+  Arguments args = arguments(order, {}, Start::kAfter);
+  args.x = x, args.hidden = hidden, args.inner = inner;
   args.depth = width, args.column_tiles = tiles(inner, 128), args.end_expert = order.num_experts;
   const bool encoded =
       encode_weight(&args.b, type, gate_up, order, 2, inner, width) &&
       encode(&args.out, type, hidden, {{wide(inner), 2, wide(order.num_tokens * order.topk), 1}, {64, 1, 64, 1}}) &&
       encode(&args.activation, type, activation, {{wide(inner), 1, wide(order.num_rows), 1}, {64, 1, 64, 1}});
-  if (gathered) {
-    args.x = x;
-    return launch<Kind::kUpSwiglu>(type, args, encoded, Start::kAfter, stream);
-  }
-  return launch<Kind::kUpSwigluOfRows>(type, args, encoded && encode_rows(&args.a, type, x, order, width),
-                                       Start::kAfter, stream);
+  return launch<Kind::kUpSwiglu>(type, args, encoded, Start::kAfter, stream);
 }
 
 cudaError_t rows_times_weight(Type type, const void* a, const void* weight, void* out, const Order& order, int depth,

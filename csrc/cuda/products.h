@@ -37,12 +37,6 @@ enum class Task : int { kNone, kSpread, kSwigluBackward, kSum };
 
 constexpr int kIdleWarps = 3;
 
-// Tokens in the memory of several GPUs of a node, as many in each: where those of every rank begin, in rank order.
-struct Peers {
-  const int64_t* at = nullptr;  // [ranks], on the device; null: all tokens are here
-  int ranks = 1, rank = 0;      // rank: this GPU's
-};
-
 // A piece of work on rows (errands.cuh) and what it reads and writes.
 struct Errand {
   Task task = Task::kNone;
@@ -57,8 +51,6 @@ struct Errand {
   int* progress = nullptr;  // two zeros, if a product may read an expert's rows only once they are there: chunks handed
                             // out, chunks done
   bool awaited = false;     // by the product in whose list it is; with no warps it is done elsewhere
-  Peers peers;              // of a spread: where it reads tokens; of a sum: where it writes those of other ranks
-  void* keep = nullptr;     // a spread also leaves the tokens that it has read from peers here
 };
 
 // What a product takes along, in this order; errands that it awaits come first, by expert.
@@ -77,10 +69,10 @@ enum class Start : int {
 
 cudaError_t run(Type, const Errand&, const Order&, cudaStream_t);
 
-// hidden [T K, 2F], rows without padding = x times gate_up [E, 2F, D]; activation [P, F] = silu(gate) * up. x: with
-// `gathered` tokens [T, D], and no errands then, as the warps for them copy rows; else rows [P, D].
-cudaError_t up_swiglu(Type, const void* x, bool gathered, const void* gate_up, void* hidden, void* activation,
-                      const Order&, int width, int inner, const Errands&, cudaStream_t);
+// hidden [T K, 2F], rows without padding = x [T, D] of their tokens times gate_up [E, 2F, D]; activation [P, F] =
+// silu(gate) * up. Takes no errands along: the warps for them copy tokens.
+cudaError_t up_swiglu(Type, const void* x, const void* gate_up, void* hidden, void* activation, const Order&, int width,
+                      int inner, cudaStream_t);
 
 // out [P, N] = a [P, K] times weight[e]: [E, N, K] if transposed, else [E, K, N].
 cudaError_t rows_times_weight(Type, const void* a, const void* weight, void* out, const Order&, int depth, int width,

@@ -9,7 +9,6 @@ import gc
 import tempfile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -31,7 +30,6 @@ from megatron.optimus.parallel.expert import apply_expert_parallelism
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.probe import settle_transport
 from megatron.optimus.parallel.recompute import _recomputed
-from megatron.optimus.parallel.symmetric import SymmetricDispatcher
 
 pytestmark = [
     pytest.mark.gpu,
@@ -105,16 +103,12 @@ def compare(rank: int, world: int, ep: int) -> list[str]:
                 expected = trained(layers_of(TokenDispatcher.ALLGATHER, *args), num_tokens, dtype)
                 got = trained(layers_of(TokenDispatcher.SYMMETRIC, *args), num_tokens, dtype)
                 again = trained(layers_of(TokenDispatcher.SYMMETRIC, *args), num_tokens, dtype)
-                with mock.patch.object(SymmetricDispatcher, "experts_exchange", True):
-                    by_experts = trained(layers_of(TokenDispatcher.SYMMETRIC, *args), num_tokens, dtype)
                 for name, value in expected.items():
                     error = (got[name].double() - value.double()).norm() / value.double().norm().clamp(min=1e-30)
                     if not error <= tolerance:
                         wrong.append(f"{name} {dtype} T={num_tokens} {recompute=}: {error:.1e}")
                     if dtype is torch.bfloat16 and not torch.equal(got[name], again[name]):
                         wrong.append(f"{name} {dtype} T={num_tokens}: other bits in the second run")
-                    if dtype is torch.bfloat16 and not torch.equal(got[name], by_experts[name]):
-                        wrong.append(f"{name} {dtype} T={num_tokens} {recompute=}: other bits by experts")
     return wrong
 
 

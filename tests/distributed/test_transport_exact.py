@@ -101,9 +101,7 @@ def run_case(rank: int, case: Case, nodes: list[Any], exchanges: list[None], wai
         x.grad = routing.weights_TK.grad = None
         arrived, terms = [], []
 
-        def experts(
-            x_RD: Tensor, weights_RK: Tensor, indices_RK: Tensor, go_home: InputGradients, at_peers: None = None
-        ) -> Tensor:
+        def experts(x_RD: Tensor, weights_RK: Tensor, indices_RK: Tensor, go_home: InputGradients) -> Tensor:
             is_here = indices_RK >= 0
             assert is_here.any(dim=1).all(), "a row that no expert here was chosen for"
             arrived.append(x_RD.shape[0])  # noqa: B023

@@ -5,7 +5,6 @@ Under Triton's interpreter, or the kernels alone on one GPU.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +17,6 @@ from megatron.optimus import ops
 from megatron.optimus.config.schema import ExpertPlacement, LoadBalancing, ModelConfig
 from megatron.optimus.moe.layer import MoE
 from megatron.optimus.parallel.placement import Ownership
-from megatron.optimus.parallel.recompute import _recomputed
 from megatron.optimus.runtime import device as devices
 from tests.ops.targets import HAS_CUDA, INTERPRETED
 
@@ -85,9 +83,8 @@ def test_rows_go_out_and_their_sums_come_back(name: str, dtype: torch.dtype) -> 
         assert torch.equal(all_weights, torch.cat(weights))
         assert torch.equal(all_indices, torch.where(owners == rank, local_E[torch.cat(indices)], -1).int())
         assert torch.equal(needed.bool(), (owners == rank).any(1))
-        rows = torch.full((RANKS * num_tokens, width), torch.nan, device=DEVICE, dtype=dtype)
-        peers.pull_rows(addresses(x), needed, rank, rows)
-        assert torch.equal(rows[needed.bool()], torch.cat(x)[needed.bool()])
+        rows = filled_with_nan(lambda: peers.pull_rows(addresses(x), needed, rank, width, dtype))  # noqa: B023
+        assert rows.dtype == dtype and torch.equal(rows[needed.bool()], torch.cat(x)[needed.bool()])
         assert rows[~needed.bool()].isnan().all()  # nothing else travels
         y = torch.randn(RANKS * num_tokens, width, device=DEVICE, dtype=dtype)
         products += (rows * y)[needed.bool()].double().sum()
@@ -151,9 +148,9 @@ class Turns:
 
 
 def stagings(turns: Turns, num_ranks: int, shape: Any) -> list[Any]:
-    from megatron.optimus.parallel.staging import Staging, parts_of
+    from megatron.optimus.parallel.symmetric import Staging, _parts
 
-    memories = [torch.full((parts_of(shape, num_ranks)[1],), 0xFF, dtype=torch.uint8) for _ in range(num_ranks)]  # NaN
+    memories = [torch.full((_parts(shape, num_ranks)[1],), 0xFF, dtype=torch.uint8) for _ in range(num_ranks)]  # NaN
     places = [memory.data_ptr() for memory in memories]
     return [
         Staging(memory, places, rank, shape, lambda rank=rank: turns.barrier(rank), memories=memories)
@@ -179,53 +176,10 @@ def serial_layer(seed: int) -> MoE:
     return layer
 
 
-def reading_at_peers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Lets the reference read rows from the peers' memory, and write answers there, as the CUDA backend does. What it
-    reads or writes by itself is added to the list."""
-    forward, inputs, done = ops.reference.moe_mlp_forward, ops.reference.moe_mlp_backward_inputs, []
-
-    def fill(rows: Tensor, source: Tensor, rank: int, indices: Tensor) -> None:
-        from megatron.optimus.ops.triton import peers
-
-        peers.pull_rows(source, (indices >= 0).any(1).to(torch.int8), rank, rows)
-
-    def among_peers(arguments: list[Tensor], at_peers: Any) -> Any:
-        x, indices, rank = arguments[0], arguments[4], at_peers.rank
-        if (source := at_peers.source(x)) is None:
-            done.append("again")
-            return forward(*arguments)
-        fill(x, source, rank, indices)
-        y, saved = forward(*arguments)
-        blocks, needed = y.chunk(RANKS), (indices >= 0).any(1).chunk(RANKS)
-        for peer, start in enumerate(at_peers.target().tolist()):
-            for token in range(len(blocks[peer])) if peer != rank else ():
-                row = blocks[peer][token]
-                if needed[peer][token]:
-                    num_bytes = row.numel() * row.element_size()
-                    ctypes.memmove(start + token * num_bytes, row.data_ptr(), num_bytes)
-                row.fill_(torch.nan)
-        at_peers.sent(y)
-        done.append("forward")
-        return y, saved
-
-    def backward_inputs(dy: Tensor, arguments: list[Tensor], saved: Any, buffer: Any, *there: Any) -> Any:
-        for source, rank in there:
-            dy = dy.clone()  # which nobody else reads
-            fill(dy, source, rank, arguments[4])
-            done.append("backward")
-        return inputs(dy, arguments, saved, buffer)
-
-    monkeypatch.setattr(ops.reference, "moe_mlp_among_peers", among_peers, raising=False)
-    monkeypatch.setattr(ops.reference, "moe_mlp_backward_inputs", backward_inputs)
-    return done
-
-
-def own_layer(seed: int, rank: int, ownership: Ownership, staging: Any, how: str) -> MoE:
+def own_layer(seed: int, rank: int, ownership: Ownership, staging: Any) -> MoE:
     from megatron.optimus.parallel.symmetric import SymmetricDispatcher
 
     class InOneProcess(SymmetricDispatcher):
-        experts_exchange = how != "exchanged by the transport"
-
         def __init__(self) -> None:
             self.ownership = ownership
 
@@ -237,22 +191,17 @@ def own_layer(seed: int, rank: int, ownership: Ownership, staging: Any, how: str
     for name, weight in list(layer.experts.named_parameters()):
         setattr(layer.experts, name, torch.nn.Parameter(weight.detach()[list(ownership.expert_ids(rank))].clone()))
     layer.dispatcher = InOneProcess()
-    if how == "by experts" and seed == 1:
-        layer.experts.forward = _recomputed(layer.experts.forward)  # type: ignore[method-assign]
     return layer
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="one thread of autograd serves all ranks on a GPU")
-@pytest.mark.parametrize("how", ["exchanged by the transport", "by experts that cannot", "by experts"])
-def test_layers_over_ranks_equal_one_process(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_layers_over_ranks_equal_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers, three micro-batches in flight, one of them never finished, backwards in the order of the forwards.
-    Gradients are on their way home when the last product of the experts begins. Where experts exchange rows themselves,
-    those of one layer are recomputed: they bring rows once and send answers once."""
+    Gradients are on their way home when the last product of the experts begins."""
     from megatron.optimus.parallel.symmetric import Shape
 
     monkeypatch.setattr(devices, "hides_collectives", lambda device: False)  # as on CUDA: it is no collective
     ops.set_backend("reference")  # whose backward has two halves
-    by_themselves = reading_at_peers(monkeypatch) if how == "by experts" else []
     last_product, under_way, here = ops.reference.moe_mlp_backward_up_weights, [], threading.local()
 
     def watched(*args: Any) -> Any:
@@ -278,7 +227,7 @@ def test_layers_over_ranks_equal_one_process(monkeypatch: pytest.MonkeyPatch, ho
 
     def work(rank: int) -> dict[str, Any]:
         here.rank = rank
-        layers = [own_layer(seed, rank, ownership, memory[rank], how) for seed in (1, 2)]
+        layers = [own_layer(seed, rank, ownership, memory[rank]) for seed in (1, 2)]
         with torch.no_grad():
             through(layers, tokens_of(rank, 0))
         inputs = [tokens_of(rank, batch) for batch in range(3)]
@@ -289,9 +238,6 @@ def test_layers_over_ranks_equal_one_process(monkeypatch: pytest.MonkeyPatch, ho
 
     results = filled_with_nan(lambda: turns.run(work))
     assert under_way == [True] * (RANKS * 2 * 2)
-    if how == "by experts":  # three micro-batches forward (none without gradients), two backward, through two layers
-        assert by_themselves.count("forward") == RANKS * 2 * 3 and by_themselves.count("backward") == RANKS * 2 * 2
-        assert by_themselves.count("again") == RANKS * 2
     layers = [serial_layer(seed) for seed in (1, 2)]
     for rank, result in enumerate(results):
         for batch in range(3):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from megatron.optimus.ops import InputGradients, Routing, RowsAtPeers
+from megatron.optimus.ops import InputGradients, Routing
 
 Meanwhile = Callable[[], None]
 
@@ -38,7 +38,6 @@ class ExpertRows(NamedTuple):
     # Sends the gradients of x_RD and weights_RK on their way home, for a backward to call as soon as it has them; one
     # that does not is as right, and hides nothing. None where they had better leave after the whole backward.
     go_home: InputGradients | None = None
-    at_peers: RowsAtPeers | None = None  # x_RD is yet to be brought, by the experts or ``at_peers.fetch``
 
 
 class Dispatcher(Protocol):
@@ -76,7 +75,7 @@ def through_experts(
 ) -> tuple[Tensor, Tensor]:
     """All tokens there, all of their experts' work, all answers back."""
     rows = dispatcher.dispatch(x_TD, routing, started, meanwhile)
-    y_RD = experts(rows.x_RD, rows.weights_RK, rows.indices_RK, rows.go_home, rows.at_peers)
+    y_RD = experts(rows.x_RD, rows.weights_RK, rows.indices_RK, rows.go_home)
     return dispatcher.combine(y_RD, rows.handle), (rows.indices_RK >= 0).sum()
 
 

@@ -25,15 +25,9 @@ class Experts(nn.Module):
         self.down_weight = nn.Parameter(torch.empty(experts, width, inner))
 
     def forward(
-        self,
-        x_RD: Tensor,
-        weights_RK: Tensor,
-        indices_RK: Tensor,
-        go_home: ops.InputGradients | None = None,
-        at_peers: ops.RowsAtPeers | None = None,
+        self, x_RD: Tensor, weights_RK: Tensor, indices_RK: Tensor, go_home: ops.InputGradients | None = None
     ) -> Tensor:
-        """``go_home``: what the backward tells the gradients of x and weights before its last product. ``at_peers``: x
-        is yet to be brought."""
+        """``go_home``: what the backward tells the gradients of x and weights before its last product."""
         gate_up, down = self.gate_up_weight, self.down_weight
         main_grads = (ops.main_grad_of(gate_up), ops.main_grad_of(down))
-        return ops.moe_mlp(x_RD, gate_up, down, weights_RK, indices_RK, main_grads, go_home, at_peers)
+        return ops.moe_mlp(x_RD, gate_up, down, weights_RK, indices_RK, main_grads, go_home)

@@ -27,7 +27,7 @@ from megatron.optimus.ops.grouped import (
     grouped_weight_gradient,
     swiglu,
 )
-from megatron.optimus.ops.main_grads import InputGradients, MainGrad, RowsAtPeers, main_grad_of
+from megatron.optimus.ops.main_grads import InputGradients, MainGrad, main_grad_of
 from megatron.optimus.ops.reference import Routing, RowOrder
 from megatron.optimus.ops.routing import expert_counts, router_logits, router_topk, sort_slots
 
@@ -38,7 +38,6 @@ __all__ = [
     "MainGrad",
     "Routing",
     "RowOrder",
-    "RowsAtPeers",
     "combine",
     "copy_rows",
     "expert_counts",
@@ -67,7 +66,6 @@ def moe_mlp(
     indices_TK: Tensor,
     main_grads: tuple[MainGrad | None, MainGrad | None] = (None, None),
     on_input_gradients: InputGradients | None = None,
-    at_peers: RowsAtPeers | None = None,
 ) -> Tensor:
     """All SwiGLU experts of a layer on all their tokens; see ``reference.moe_mlp`` for the meaning of each argument.
 
@@ -79,10 +77,6 @@ def moe_mlp(
     stream, before the product that gives the gradient of gate_up is queued (by a backend without such halves, cpu:
     after it). They are not to be changed. It is not called where the running backward makes no use of x's gradient, nor
     in a compiled graph: what it starts has then to be started where the gradients arrive.
-
-    ``at_peers``: x is yet to be filled, and the gradient of y may be, with rows that other GPUs have. A backend that
-    can reads them there and writes what it makes of other ranks' tokens into their memory; for others they are fetched
-    first.
 
     Runs on the backend that ``set_backend`` chose, by default the fastest one present for the device and dtype.
     Raises ValueError for shapes, dtypes or devices that do not fit together, before anything runs, and
@@ -96,9 +90,7 @@ def moe_mlp(
         on_input_gradients = None
     wanted = (main_grads != (None, None) or on_input_gradients is not None) and torch.is_grad_enabled()
     if wanted:
-        return _main_grads.moe_mlp(run, arguments, main_grads, on_input_gradients, at_peers)
-    if at_peers is not None:
-        at_peers.fetch(x_TD)
+        return _main_grads.moe_mlp(run, arguments, main_grads, on_input_gradients)
     return run.moe_mlp(*arguments)
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron.optimus.ops.main_grads import RowsAtPeers
 from megatron.optimus.ops.triton.index import ROW_TILE, row_order_sizes
 from megatron.optimus.ops.triton.moe_mlp import aligned
 from megatron.optimus.ops.triton.single import (
@@ -47,7 +46,6 @@ __all__ = [
     "grouped_linear_swiglu",
     "grouped_weight_gradient",
     "moe_mlp",
-    "moe_mlp_among_peers",
     "moe_mlp_backward",
     "moe_mlp_backward_inputs",
     "moe_mlp_backward_up_weights",
@@ -83,25 +81,6 @@ def moe_mlp_forward(
     return y_TD if x is x_TD else y_TD[:, : x_TD.shape[1]], [hidden, order]
 
 
-def moe_mlp_among_peers(arguments: list[Tensor], at_peers: RowsAtPeers) -> tuple[Tensor, list[Tensor]]:
-    """``moe_mlp_forward`` with x still in the memory of other GPUs.
-
-    Its rows are read from there by the warps that spread them to experts, beside the first product, more than once
-    where experts of a token lie in several parts; what becomes of other ranks' tokens is written to their memory by the
-    sum over experts. A recomputation finds x filled, and sends nothing.
-    """
-    x, gate_up, down = aligned(*arguments[:3])
-    x_at = at_peers.source(x) if x is arguments[0] and x.is_contiguous() else None
-    if x_at is None:
-        at_peers.fetch(arguments[0])
-        return moe_mlp_forward(*arguments)
-    weights, indices = arguments[3:]
-    target, rank = at_peers.target(), at_peers.rank
-    y_TD, hidden, order = _C.cuda_moe_mlp_among_peers(x, gate_up, down, weights, indices, x_at, target, rank)
-    at_peers.sent(y_TD)
-    return y_TD, [hidden, order]
-
-
 def moe_mlp_backward(
     dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], buffers: tuple[Tensor | None, Tensor | None]
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
@@ -118,16 +97,11 @@ def moe_mlp_backward(
 
 
 def moe_mlp_backward_inputs(
-    dy_TD: Tensor,
-    arguments: list[Tensor],
-    saved: list[Tensor],
-    down_buffer: Tensor | None,
-    dy_at: tuple[Tensor | None, int] = (None, 0),
+    dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], down_buffer: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor, list[Tensor]]:
     """The first half of ``moe_mlp_backward``, which completes dx: so communication of it may run beside the second.
 
     The halves give the bits of the whole and take 1% longer, as the sum of dx is cheapest beside the last product.
-    ``dy_at``: addresses of every rank's part of dy, and the rank; then ``dy_TD`` itself is not read.
     Returns dx [T, D], ddown (None where it was added to ``down_buffer``), dweights, and what the second half needs.
     """
     x, gate_up, down = aligned(*arguments[:3])
@@ -135,7 +109,7 @@ def moe_mlp_backward_inputs(
         dy_TD = pad(dy_TD, (0, x.shape[1] - dy_TD.shape[1]))
     ddown = _place_for(down, down_buffer, x is not arguments[0])
     dx, dweights, *pending = _C.cuda_moe_mlp_backward_inputs(
-        dy_TD, x, gate_up, down, arguments[3], *saved, ddown, down_buffer is not None, *dy_at
+        dy_TD, x, gate_up, down, arguments[3], *saved, ddown, down_buffer is not None
     )
     width, inner = arguments[2].shape[1:]
     return dx[:, :width], _handed_over(ddown[:, :width, :inner], ddown, down_buffer), dweights, pending
@@ -187,13 +161,6 @@ def _(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor
     return x.new_empty(x.shape), hidden, x.new_empty(sum(sizes) + sizes[0] // ROW_TILE, dtype=torch.int32)
 
 
-@torch.library.register_fake("optimus::cuda_moe_mlp_among_peers")
-def _(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor, x_at: Tensor, y_at: Tensor, rank: int
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _C.cuda_moe_mlp(x, gate_up, down, weights, indices)  # type: ignore[no-any-return]
-
-
 @torch.library.register_fake("optimus::cuda_moe_mlp_backward")
 def _(
     dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, hidden: Tensor, order: Tensor
@@ -212,7 +179,7 @@ def _(
 @torch.library.register_fake("optimus::cuda_moe_mlp_backward_inputs")
 def _(
     dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, hidden: Tensor, order: Tensor,
-    ddown: Tensor, add_down: bool, dy_at: Tensor | None = None, rank: int = 0,
+    ddown: Tensor, add_down: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     rows = row_order_sizes(weights.numel(), down.shape[0])[0] if weights.numel() else 0
     pending = x.new_empty(rows, gate_up.shape[1]), x.new_empty(rows, x.shape[1])

@@ -11,10 +11,6 @@ gradients first and its weights' later (zero-bubble pipelines): those get their 
 
 Two halves. The gradient of gate_up needs a product, a quarter to a third of the backward, that gives nothing else. It
 comes last, so that whoever has to send the other gradients over the network can do so beside it.
-
-Rows at peers. Where GPUs of a node can read each other's memory, rows of x and of the gradient of y may be promised
-instead of brought (``RowsAtPeers``): a backend that offers ``moe_mlp_among_peers`` reads them where they are, beside
-its products.
 """
 
 from __future__ import annotations
@@ -39,27 +35,6 @@ class MainGrad(NamedTuple):
 InputGradients = Callable[[Tensor, Tensor], None]  # is told dx [T, D] and dweights [T, K]
 
 
-class RowsAtPeers(Protocol):
-    """Rows of several ranks, as many of each in rank order, that lie in the memory of other GPUs of the node until they
-    are asked for: x, and in the backward the gradient of y. Only rows that have an expert here are ever brought."""
-
-    @property
-    def rank(self) -> int: ...
-
-    def fetch(self, rows: Tensor) -> None:
-        """Fills ``rows``, if that is still to be done."""
-
-    def source(self, rows: Tensor) -> Tensor | None:
-        """Where each rank's begin, int64 [P]: the caller is to read them there, and those of x to leave in ``rows``,
-        within what it queues next in the current stream. None: ``rows`` are filled."""
-
-    def target(self) -> Tensor:
-        """Where the rows of y that are another rank's may be written, int64 [P]; the own element stands for nothing."""
-
-    def sent(self, y: Tensor) -> None:
-        """Is told when writing them is queued. ``y`` holds this rank's own."""
-
-
 class FusedMoE(Protocol):
     """What a backend offers so that its expert layer can add to main gradients: a forward and the two halves of its
     backward, or a whole one ``moe_mlp_backward(dy, arguments, saved, buffers)`` that returns the gradients of x,
@@ -67,9 +42,6 @@ class FusedMoE(Protocol):
 
     ``arguments`` are those of the forward, ``saved`` what it has kept besides. The gradient of a weight with a buffer
     is added to the buffer, in at least fp32 and rounded at most once, and None is returned in its place.
-
-    One that can read rows where they are has ``moe_mlp_among_peers(arguments, at_peers)``, a forward, and takes their
-    addresses and the rank as a fifth argument of ``moe_mlp_backward_inputs``, in place of the values of dy.
     """
 
     def moe_mlp_forward(
@@ -109,24 +81,18 @@ def moe_mlp(
     arguments: tuple[Tensor, ...],
     main_grads: tuple[MainGrad | None, MainGrad | None],
     on_input_gradients: InputGradients | None,
-    at_peers: RowsAtPeers | None = None,
 ) -> Tensor:
     """The backend's ``moe_mlp`` whose backward adds the gradients of gate_up and down to ``main_grads``, and tells
     ``on_input_gradients`` those of x and weights before its last product."""
-    y: Tensor = _MoeMlp.apply(*arguments, backend, main_grads, on_input_gradients, at_peers)
+    y: Tensor = _MoeMlp.apply(*arguments, backend, main_grads, on_input_gradients)
     return y
 
 
 class _MoeMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        *arguments, ctx.backend, ctx.main_grads, ctx.on_input_gradients, ctx.at_peers = inputs
-        if ctx.at_peers is not None and hasattr(ctx.backend, "moe_mlp_among_peers"):
-            y, saved = ctx.backend.moe_mlp_among_peers(arguments, ctx.at_peers)
-        else:
-            if ctx.at_peers is not None:
-                ctx.at_peers.fetch(arguments[0])
-            y, saved = ctx.backend.moe_mlp_forward(*arguments)
+        *arguments, ctx.backend, ctx.main_grads, ctx.on_input_gradients = inputs
+        y, saved = ctx.backend.moe_mlp_forward(*arguments)
         ctx.save_for_backward(*arguments, *saved)
         return y
 
@@ -141,11 +107,11 @@ class _MoeMlp(torch.autograd.Function):
         buffers = (None if gate_up is None else gate_up.buffer, None if down is None else down.buffer)
         # A backward that is asked for the weights alone sends nothing: nobody would wait for it.
         tell = ctx.on_input_gradients if _is_used(ctx, 0) else None
-        gradients = _gradients(ctx.backend, grads[0], list(tensors[:5]), list(tensors[5:]), buffers, tell, ctx.at_peers)
+        gradients = _gradients(ctx.backend, grads[0], list(tensors[:5]), list(tensors[5:]), buffers, tell)
         for main_grad in (gate_up, down):
             if main_grad is not None:
                 main_grad.ready()
-        return *gradients, None, None, None, None, None
+        return *gradients, None, None, None, None
 
 
 def _gradients(
@@ -155,21 +121,15 @@ def _gradients(
     saved: list[Tensor],
     buffers: tuple[Tensor | None, Tensor | None],
     tell: InputGradients | None,
-    at_peers: RowsAtPeers | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """Of x, gate_up, down and weights. Here alone is known which backends have two halves, a whole, or both."""
     has_whole, has_halves = (hasattr(backend, f"moe_mlp_backward{half}") for half in ("", "_inputs"))
     if has_whole and (tell is None or not has_halves):
-        if at_peers is not None:
-            at_peers.fetch(dy)
         dx, dgate_up, ddown, dweights = backend.moe_mlp_backward(dy, arguments, saved, buffers)
         if tell is not None:
             tell(dx, dweights)
         return dx, dgate_up, ddown, dweights
-    # Only what has taken x from peers finds dy there.
-    source = None if at_peers is None else at_peers.source(dy)
-    there = () if at_peers is None or source is None else ((source, at_peers.rank),)
-    dx, ddown, dweights, pending = backend.moe_mlp_backward_inputs(dy, arguments, saved, buffers[1], *there)
+    dx, ddown, dweights, pending = backend.moe_mlp_backward_inputs(dy, arguments, saved, buffers[1])
     if tell is not None:
         tell(dx, dweights)
     return dx, backend.moe_mlp_backward_up_weights(arguments, saved, pending, buffers[0]), ddown, dweights

@@ -136,8 +136,6 @@ def _inputs(messages: Messages, rank: int, device: torch.device) -> tuple[Tensor
 def _there_and_back(dispatcher: Dispatcher, x_TD: Tensor, routing: Routing, dy_TD: Tensor) -> None:
     x_TD.grad = routing.weights_TK.grad = None
     rows = dispatcher.dispatch(x_TD, routing, dispatcher.start(x_TD))
-    if rows.at_peers is not None:
-        rows.at_peers.fetch(rows.x_RD)
     y_RD = rows.x_RD * rows.weights_RK.sum(dim=1, keepdim=True).to(x_TD.dtype)
     dispatcher.combine(y_RD, rows.handle).backward(dy_TD)
 

@@ -26,12 +26,14 @@ Shapes: T tokens of each rank, P ranks, R = P T rows, K experts per token, D mod
 
 from __future__ import annotations
 
+import enum
 import importlib.util
 import json
+import math
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -43,12 +45,107 @@ from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.moe.dispatch import ExpertRows, Meanwhile, nothing
 from megatron.optimus.ops import Routing
 from megatron.optimus.parallel.placement import Ownership
-from megatron.optimus.parallel.staging import Shape, Staging, Way, parts_of
 from megatron.optimus.parallel.trips import WEIGHTS, End, Trip, X, arrive, leave
 from megatron.optimus.runtime import device as devices
 from megatron.optimus.runtime.agreement import Ranks
 
 REMEDY = "use allgather or alltoall"
+_ALIGNMENT = 256  # bytes, of each part of the memory
+
+
+class Way(enum.Enum):
+    OUT = "out"
+    BACK = "back"
+
+
+class Shape(NamedTuple):
+    """Of one rank's tokens."""
+
+    num_tokens: int
+    width: int
+    topk: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor in the memory, at the same place on every rank."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _parts(shape: Shape, num_ranks: int) -> tuple[dict[str, _Part], int]:
+    """What the memory of a rank holds, and its bytes: little more than P T D elements."""
+    tokens, width, topk, dtype = shape
+    parts, end = {}, 0
+    for name, size, kind in (
+        ("rows", (tokens, width), dtype),
+        ("indices", (tokens, topk), torch.int32),
+        ("weights", (tokens, topk), torch.float32),
+        ("answers", (num_ranks - 1, tokens, width), dtype),  # of the other ranks, in order
+        ("dweights", (tokens, topk), torch.float32),
+    ):
+        parts[name] = _Part(end, size, kind)
+        end += -(-math.prod(size) * kind.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return parts, max(end, _ALIGNMENT)
+
+
+class Staging:
+    """A rank's memory that its peers read and write, and the way to theirs. All exchanges run in one stream."""
+
+    def __init__(
+        self,
+        memory: Tensor,
+        addresses: Sequence[int],
+        rank: int,
+        shape: Shape,
+        barrier: Callable[[], None],
+        keep: object = None,
+        memories: Sequence[Tensor] = (),
+    ) -> None:
+        """``memory``: uint8, as many bytes as ``_parts`` says. ``addresses``: where each rank's begins, in rank order.
+        ``barrier``: queues a wait for all ranks in the current stream. ``keep``: what must live as long.
+        ``memories``: every rank's, as this one sees them."""
+        self.rank, self.num_ranks, self.shape = rank, len(addresses), shape
+        self.keep = keep
+        self._barrier = barrier
+        self._last: Way | None = None
+        self.under_way: Callable[[], Any] | None = None  # makes the current stream wait for an exchange in another one
+        parts, _ = _parts(shape, len(addresses))
+        self._own: dict[str, Tensor] = {}
+        self._at_P: dict[str, Tensor] = {}
+        for name, part in parts.items():
+            end = part.offset + math.prod(part.shape) * part.dtype.itemsize
+            self._own[name] = memory[part.offset : end].view(part.dtype).view(part.shape)
+            places = [address + part.offset for address in addresses]
+            self._at_P[name] = torch.tensor(places, dtype=torch.int64, device=memory.device)
+        answers = parts["answers"]
+        end = answers.offset + math.prod(answers.shape) * answers.dtype.itemsize
+        self.answers_of = [there[answers.offset : end].view(answers.dtype).view(answers.shape) for there in memories]
+
+    def own(self, name: str) -> Tensor:
+        """A part of this rank's memory."""
+        return self._own[name]
+
+    def at_P(self, name: str) -> Tensor:
+        """Where the part begins on every rank: int64 [P]."""
+        return self._at_P[name]
+
+    def begin(self, way: Way) -> None:
+        """Before the writes of an exchange."""
+        if self.under_way is not None:
+            self.under_way()
+        if self._last is way:
+            self._barrier()
+        self._last = way
+
+    def turn(self) -> None:
+        """Between its writes and its reads."""
+        self._barrier()
+
+
 # One for each group and shape, for all layers; gone with the last dispatcher that has used it.
 _stagings: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[Shape, Staging]] = WeakKeyDictionary()
 
@@ -78,7 +175,7 @@ def _staging_of(group: dist.ProcessGroup, shape: Shape, device: torch.device) ->
 def _make(group: dist.ProcessGroup, ranks: Ranks, shape: Shape, device: torch.device) -> Staging:
     from torch.distributed import _symmetric_memory as symmetric
 
-    num_bytes = parts_of(shape, ranks.size)[1]
+    num_bytes = _parts(shape, ranks.size)[1]
     memory = ranks.together(
         lambda: symmetric.empty(num_bytes, dtype=torch.uint8, device=device),
         f"moe_token_dispatcher_type=symmetric ({REMEDY}): allocating {num_bytes / 2**20:.0f} MiB of shared memory",
@@ -105,85 +202,30 @@ def _timeout_ms(group: dist.ProcessGroup, device: torch.device) -> int:
     return 0 if timeout is None else int(1000 * timeout.total_seconds())
 
 
-def _place(rows: Tensor) -> tuple[int, torch.Size]:
-    return rows.data_ptr(), rows.shape
-
-
 @dataclass
 class _Exchange:
-    """What the way back of some rows, and their gradients' ways, have to know; of experts that read and write the
-    peers' memory themselves also ``ops.RowsAtPeers``."""
+    """What the way back of some rows, and their gradients' ways, have to know."""
 
     staging: Staging
     indices_TK: Tensor  # own choices, the experts' numbers of the model
     owner_E: Tensor
     indices_RK: Tensor  # all ranks' choices, numbers of this rank or -1
     needed_R: Tensor
-    _away: tuple[int, torch.Size] | None = None  # rows that are promised, and still with the peers
-    _x: tuple[int, torch.Size] | None = None  # the first that were: a recomputation asks for them again
-    _sent: tuple[int, torch.Size] | None = None  # answers that have left for the peers
-    _by_experts: bool = False  # experts have read rows and written answers, and will do so with gradients
-
-    @property
-    def rank(self) -> int:
-        return self.staging.rank
 
     def out(self, x_TD: Tensor) -> Tensor:
-        """[T, D] of each rank -> [R, D], of which the needed rows are written; by the experts, if they have done so
-        before."""
+        """[T, D] of each rank -> [R, D], of which the needed rows are written."""
         self.staging.begin(Way.OUT)
         self.staging.own("rows").copy_(x_TD)
         self.staging.turn()
-        rows_RD = self.promise()
-        if not self._by_experts:
-            self.fetch(rows_RD)
-        return rows_RD
-
-    def promise(self) -> Tensor:
-        """[R, D] that ``fetch`` or the experts will fill with the needed rows of what every rank has staged."""
-        shape, memory = self.staging.shape, self.staging.own("rows")
-        rows_RD = torch.empty(self.needed_R.shape[0], shape.width, dtype=shape.dtype, device=memory.device)
-        self._away = _place(rows_RD)
-        self._x = self._x or self._away
-        return rows_RD
-
-    def fetch(self, rows_RD: Tensor) -> None:
-        from megatron.optimus.ops.triton import peers
-
-        if (rows_at_P := self._leave_away(rows_RD)) is not None:
-            peers.pull_rows(rows_at_P, self.needed_R, self.rank, rows_RD)
-
-    def source(self, rows_RD: Tensor) -> Tensor | None:
-        rows_at_P = self._leave_away(rows_RD)
-        self._by_experts |= rows_at_P is not None
-        return rows_at_P
-
-    def _leave_away(self, rows_RD: Tensor) -> Tensor | None:
-        """Where each rank's rows are, if nobody has brought them yet; whoever asks does."""
-        if self._away is None or (self._away != self._x == _place(rows_RD)):
-            return None
-        _demand_same(self._away, rows_RD)
-        self._away = None
-        return self.staging.at_P("rows")
-
-    def target(self) -> Tensor:
-        self.staging.begin(Way.BACK)
-        return self.staging.own_answers_at_P
-
-    def sent(self, y_RD: Tensor) -> None:
-        self._sent = _place(y_RD)
+        return _pull(self.staging, self.needed_R)
 
     def back(self, y_RD: Tensor) -> Tensor:
         """[R, D] of each rank, of which the needed rows are read -> for each own token their sum [T, D]."""
         from megatron.optimus.ops.triton import peers
 
         y_RD = self._fitting(y_RD)
-        if self._sent is not None:
-            _demand_same(self._sent, y_RD)
-            self._sent = None
-        else:
-            self.staging.begin(Way.BACK)
-            peers.push_rows(y_RD, self.needed_R, self.staging.at_P("answers"), self.rank)
+        self.staging.begin(Way.BACK)
+        peers.push_rows(y_RD, self.needed_R, self.staging.at_P("answers"), self.staging.rank)
         self.staging.turn()
         return self._sum(y_RD)
 
@@ -244,19 +286,16 @@ class _SymmetricTrip(Trip):
         return lambda: end()[X], lambda: end()[WEIGHTS]
 
 
-def _demand_same(promised: tuple[int, torch.Size], rows: Tensor) -> None:
-    """Raises RuntimeError unless these are the rows that were promised or sent."""
-    if promised != _place(rows):
-        raise RuntimeError(
-            "a hook has put other rows in the place of those that experts exchange themselves with their peers; "
-            "use moe_token_dispatcher_type=allgather with it"
-        )
+def _pull(staging: Staging, needed_R: Tensor) -> Tensor:
+    from megatron.optimus.ops.triton import peers
+
+    return peers.pull_rows(staging.at_P("rows"), needed_R, staging.rank, staging.shape.width, staging.shape.dtype)
 
 
-def _stage(
+def _send(
     staging: Staging, x_TD: Tensor, weights_TK: Tensor, indices_TK: Tensor, owner_E: Tensor, local_E: Tensor
-) -> tuple[Tensor, _Exchange]:
-    """Shows the peers tokens whose choices they do not know yet; the weights of all rows, fp32 [R, K]."""
+) -> tuple[Tensor, Tensor, _Exchange]:
+    """``_Exchange.out`` of tokens whose choices the other ranks do not know yet."""
     from megatron.optimus.ops.triton import peers
 
     staging.begin(Way.OUT)
@@ -266,7 +305,8 @@ def _stage(
     indices_RK, weights_RK, needed_R = peers.read_choices(
         staging.at_P("indices"), staging.at_P("weights"), owner_E, local_E, staging.rank, *indices_TK.shape
     )
-    return weights_RK, _Exchange(staging, indices_TK.contiguous(), owner_E, indices_RK, needed_R)
+    exchange = _Exchange(staging, indices_TK.contiguous(), owner_E, indices_RK, needed_R)
+    return _pull(staging, needed_R), weights_RK, exchange
 
 
 class _Combine(torch.autograd.Function):
@@ -287,10 +327,6 @@ class SymmetricDispatcher:
     Rows that none of this rank's experts is chosen for (all their indices are -1) hold whatever lay in their memory, in
     x, its gradient, and the gradient of y; they are never read. All ranks have as many tokens.
     """
-
-    # Whether experts whose kernels can do so read tokens from the peers' memory and write answers there themselves,
-    # beside their products. Not measured on GPUs yet.
-    experts_exchange = False
 
     def __init__(self, group: dist.ProcessGroup, ownership: Ownership) -> None:
         self.group = group
@@ -313,15 +349,11 @@ class SymmetricDispatcher:
         shape = Shape(num_tokens, width, routing.indices_TK.shape[1], x_TD.dtype)
         staging = self.reserve(shape, x_TD.device)
         own = x_TD.detach(), routing.weights_TK.detach(), routing.indices_TK
-        weights_RK, exchange = _stage(staging, *own, *tables)
-        x_RD = exchange.promise()
-        if not self.experts_exchange:
-            exchange.fetch(x_RD)
+        x_RD, weights_RK, exchange = _send(staging, *own, *tables)
         trip = _SymmetricTrip(exchange)
         ties = leave(x_TD, trip, X), leave(routing.weights_TK, trip, WEIGHTS)
         meanwhile()
-        rows = arrive(ties, trip, ExpertRows(x_RD, weights_RK, exchange.indices_RK, exchange))
-        return rows._replace(at_peers=exchange) if self.experts_exchange else rows
+        return arrive(ties, trip, ExpertRows(x_RD, weights_RK, exchange.indices_RK, exchange))
 
     def combine(self, y_RD: Tensor, handle: _Exchange) -> Tensor:
         y_TD: Tensor = _Combine.apply(y_RD, handle)

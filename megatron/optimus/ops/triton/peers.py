@@ -86,15 +86,17 @@ def _pull(
         tl.store(out_ptr + row.to(tl.int64)[:, None] * WIDTH + col, values, mask=mask)
 
 
-def pull_rows(rows_at_P: Tensor, needed_R: Tensor, rank: int, out_RD: Tensor) -> None:
-    """The needed rows of all ranks' [T, D] into ``out_RD``; the others are left as they are."""
-    num_ranks, width = rows_at_P.shape[0], out_RD.shape[1]
+def pull_rows(rows_at_P: Tensor, needed_R: Tensor, rank: int, width: int, dtype: torch.dtype) -> Tensor:
+    """[R, D] with the needed rows of all ranks' [T, D]; the others stay unwritten, whatever they hold."""
+    num_ranks = rows_at_P.shape[0]
     num_tokens, block = needed_R.shape[0] // num_ranks, _block(width, 2048)
+    out_RD = torch.empty(needed_R.shape[0], width, dtype=dtype, device=needed_R.device)
     rows = _TILE // block
     _pull[(triton.cdiv(num_tokens, rows) * num_ranks,)](
         rows_at_P, needed_R, out_RD, rank, num_tokens, NUM_RANKS=num_ranks, WIDTH=width, ROWS=rows, BLOCK=block,
         num_warps=8,
     )  # fmt: skip
+    return out_RD
 
 
 @triton.jit
