@@ -135,20 +135,26 @@ def parse(option: Option, text: str, where: str) -> Any:
     return _convert_one(option, value, where) if option.is_list else convert(option, value, where)
 
 
+def _shown(value: Any) -> str:
+    """Of a value that may be a whole section, enough to recognise it."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
 def overrides(data: Any, source: str) -> dict[str, Any]:
     """``{section: {option: value}}`` as ``{option: converted value}``. ``source`` (a file, a preset) opens messages.
 
     Raises ConfigError for unknown sections and options, options in the wrong section, and wrong types.
     """
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{source}: expected sections ({', '.join(SECTIONS)}), got {data!r}")
+        raise ConfigError(f"{source}: expected sections ({', '.join(SECTIONS)}), got {_shown(data)}")
     result: dict[str, Any] = {}
     for section, values in data.items():
         if section not in SECTIONS:
             if section in OPTIONS:
                 raise ConfigError(f"{source}: {section}={values!r} belongs into section {OPTIONS[section].section}")
             hint = did_you_mean(str(section), SECTIONS, f"sections are {', '.join(SECTIONS)}")
-            raise ConfigError(f"{source}: unknown section {section!r} (value {values!r}); {hint}")
+            raise ConfigError(f"{source}: unknown section {section!r} (value {_shown(values)}); {hint}")
         if values is None:  # "model:" with nothing below it
             continue
         if not isinstance(values, Mapping):

@@ -312,6 +312,7 @@ def train_bpe(
     if vocab_size > _MAX_BPE_SIZE:  # the trainer takes memory for all of them at once, and aborts without it
         raise DataError(f"vocab_size={vocab_size} is too large; use at most {_MAX_BPE_SIZE}")
     folder = Path(out_dir)
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -328,7 +329,12 @@ def train_bpe(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(iter(texts), trainer)
+    try:
+        tokenizer.train_from_iterator(iter(texts), trainer)
+    except BaseException:  # of the texts, or Ctrl-C: nothing stays behind
+        if is_new:
+            folder.rmdir()
+        raise
     if tokenizer.get_vocab_size() < vocab_size:
         logger.warning(
             "the texts gave only %d of %d tokens; use more text or a smaller vocabulary",

@@ -85,7 +85,7 @@ def test_a_sample_and_a_blend(folder: Path, tmp_path: Path) -> None:
     code, out = inspect("blend", *data, "--samples", 400, "--picture", tmp_path / "no" / "b.png")
     assert code == 2 and "no/b.png: cannot be written: No such file or directory" in out
     code, out = inspect("blend", *data, "--samples", 0)
-    assert code == 2 and "--samples: 0 must be at least 1" in out
+    assert code == 2 and "--samples: '0' must be a whole number of 1 or more" in out
     code, out = inspect("sample", -5, *data)
     assert code == 2 and "position: '-5' must be a whole number of 0 or more" in out
     for words, message in (
