@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import logging
 import re
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -113,6 +112,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that has enough, such as head, is no error
+    interrupts.end_with_reader()
     interrupts.raise_again()
     sys.exit(main())

@@ -78,4 +78,5 @@ def table(found: BalanceReport) -> list[str]:
 
 
 if __name__ == "__main__":
+    interrupts.end_with_reader()
     sys.exit(main())

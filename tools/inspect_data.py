@@ -228,4 +228,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    interrupts.end_with_reader()
     sys.exit(main())

@@ -159,4 +159,5 @@ def check_build(words: list[str], world_size: int, *, as_json_object: bool) -> i
 
 
 if __name__ == "__main__":
+    interrupts.end_with_reader()
     sys.exit(main())

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -114,5 +113,5 @@ def _size(num_bytes: int) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that has enough, such as head, is no error
+    interrupts.end_with_reader()
     sys.exit(main())

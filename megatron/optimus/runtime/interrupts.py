@@ -19,3 +19,8 @@ def raise_again() -> None:
     """From here on SIGINT is a KeyboardInterrupt, as usual in Python."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def end_with_reader() -> None:
+    """From here on a reader of this program's output that has enough, such as ``head``, ends it silently."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
