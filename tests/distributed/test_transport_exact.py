@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.optimus.config.schema import ExpertPlacement
-from megatron.optimus.moe.dispatch import Dispatcher, ThroughExperts, through_experts
+from megatron.optimus.moe.dispatch import Dispatcher, ThroughExperts, nothing, through_experts
 from megatron.optimus.ops import InputGradients, Routing
 from megatron.optimus.parallel import collectives, transport
 from megatron.optimus.parallel.placement import Ownership
@@ -108,7 +108,7 @@ def run_case(rank: int, case: Case, nodes: list[Any], exchanges: list[None], wai
             terms.append((weights_RK * torch.where(is_here, per_expert[indices_RK], 0.0)).sum())  # noqa: B023
             return answer(x_RD, rank)
 
-        y, processed = through(dispatcher, experts, x, routing, dispatcher.start(x))  # type: ignore[arg-type]
+        y, processed = through(dispatcher, experts, x, routing, dispatcher.start(x), nothing)  # type: ignore[arg-type]
         forward = len(exchanges), len(waits)
         torch.autograd.backward([y, *terms], [dy, *(torch.ones(()) for _ in terms)])
         results.append((y.detach(), x.grad, routing.weights_TK.grad))

@@ -50,19 +50,9 @@ class Dispatcher(Protocol):
     def combine(self, y_RD: Tensor, handle: Any) -> Tensor: ...
 
 
-class ThroughExperts(Protocol):
-    """From tokens, their routes and what ``Dispatcher.start`` gave, to what their experts make of them: [T, D], and the
-    slots that were worked on here. ``meanwhile`` as in ``Dispatcher.dispatch``."""
-
-    def __call__(
-        self,
-        dispatcher: Dispatcher,
-        experts: nn.Module,
-        x_TD: Tensor,
-        routing: Routing,
-        started: Any,
-        meanwhile: Meanwhile = nothing,
-    ) -> tuple[Tensor, Tensor]: ...
+# From tokens, their routes and what ``Dispatcher.start`` gave, to what their experts make of them: [T, D], and the slots
+# that were worked on here.
+ThroughExperts = Callable[[Dispatcher, nn.Module, Tensor, Routing, Any, Meanwhile], tuple[Tensor, Tensor]]
 
 
 def through_experts(
@@ -71,7 +61,7 @@ def through_experts(
     x_TD: Tensor,
     routing: Routing,
     started: Any,
-    meanwhile: Meanwhile = nothing,
+    meanwhile: Meanwhile,
 ) -> tuple[Tensor, Tensor]:
     """All tokens there, all of their experts' work, all answers back."""
     rows = dispatcher.dispatch(x_TD, routing, started, meanwhile)

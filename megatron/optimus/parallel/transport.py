@@ -260,7 +260,7 @@ class InChunks:
         x_TD: Tensor,
         routing: Routing,
         started: None,
-        meanwhile: Meanwhile = nothing,
+        meanwhile: Meanwhile,
     ) -> tuple[Tensor, Tensor]:
         assert isinstance(dispatcher, AllToAllDispatcher)
         hop = dispatcher.hop
