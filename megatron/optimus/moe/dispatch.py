@@ -50,8 +50,8 @@ class Dispatcher(Protocol):
     def combine(self, y_RD: Tensor, handle: Any) -> Tensor: ...
 
 
-# From tokens, their routes and what ``Dispatcher.start`` gave, to what their experts make of them: [T, D], and the slots
-# that were worked on here.
+# From tokens, their routes and what ``Dispatcher.start`` gave, to what their experts make of them: [T, D], and the
+# slots that were worked on here.
 ThroughExperts = Callable[[Dispatcher, nn.Module, Tensor, Routing, Any, Meanwhile], tuple[Tensor, Tensor]]
 
 
