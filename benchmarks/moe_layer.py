@@ -4,6 +4,7 @@ On a GPU:  python benchmarks/moe_layer.py --tokens 8192 16384 32768 --out benchm
 On a CPU:  python benchmarks/moe_layer.py --device cpu --out benchmarks/results/moe_layer_cpu
 Several runs in one table and chart:  python benchmarks/moe_layer.py --merge A.json B.json --out ALL
 Every repetition times each implementation once, in a random order (seeded), after overwriting the GPU's level-2 cache.
+With --sustained S each also runs for S seconds without a pause, in three turns: the GPU's power limit then decides.
 "optimus" is the backend that is chosen by default, optimus-NAME the backend NAME. optimus+add and optimus+main_grad
 also sum the expert weights' gradients in fp32 buffers: with an addition after the backward, and inside it. An
 implementation that is not installed, cannot run here or fails is named and left out. FLOPs are those of the experts'
@@ -34,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 from device_check import require_device
 from moe_layer_peers import PEERS, Inputs
 from moe_layer_report import merge, plot, print_table
+from sustained import sustained
 
 from megatron.optimus import ops
 
@@ -146,12 +148,10 @@ LAYERS = {"optimus+add": Accumulating, "optimus+main_grad": AddingBackward}
 
 
 class Clock:
-    """Milliseconds of one call, in two ways.
+    """Milliseconds of one call: time on the device, the level-2 cache overwritten before.
 
-    Called: time on the device, the level-2 cache overwritten before. The device is first kept busy for about two
-    milliseconds, so that the time in which Python launches kernels is not counted: in training the device is behind,
-    too. A call that waits for the device itself still pays its launches.
-    ``back_to_back``: wall time of calls one after another, launches included, the cache and clocks as they then are.
+    The device is first kept busy for about two milliseconds, so that the time in which Python launches kernels is not
+    counted: in training the device is behind, too. A call that waits for the device itself still pays its launches.
     """
 
     def __init__(self, device: str) -> None:
@@ -171,18 +171,6 @@ class Clock:
         end.record()
         end.synchronize()
         return begin.elapsed_time(end)
-
-    def back_to_back(self, fn: Callable[[], object], calls: int) -> float:
-        self._wait()
-        start = time.perf_counter()
-        for _ in range(calls):
-            fn()
-        self._wait()
-        return (time.perf_counter() - start) * 1e3 / calls
-
-    def _wait(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
 
 
 def share_of_differing_tokens(y_TD: Tensor, expected_TD: Tensor, expected_name: str) -> float:
@@ -233,9 +221,7 @@ def measure(shape_name: str, tokens: int, args: argparse.Namespace) -> list[dict
     clock, layers = Clock(args.device), build_layers(args, shape_name, tokens)
     width, inner, experts, topk = SHAPES[shape_name]
     flops = 6 * tokens * topk * width * inner
-    times: dict[tuple[str, float], dict[str, list[float]]] = {
-        key: {"forward": [], "both": [], "back_to_back": []} for key in layers
-    }
+    times: dict[tuple[str, float], dict[str, list[float]]] = {key: {"forward": [], "both": []} for key in layers}
     keys, order = list(layers), random.Random(tokens)
     for repetition in range(args.repetitions + 2):
         for key in order.sample(keys, len(keys)):  # a call's time depends on what ran before it
@@ -246,13 +232,16 @@ def measure(shape_name: str, tokens: int, args: argparse.Namespace) -> list[dict
             if repetition >= 2:
                 mine["forward"].append(forward_ms)
                 mine["both"].append(both_ms)
-                if repetition % 4 == 2:
-                    calls = max(1, min(10, int(120 / both_ms)))
-                    mine["back_to_back"].append(clock.back_to_back(layer.both, calls))
+    at_length: dict[tuple[str, float], list[dict[str, float | None]]] = {key: [] for key in layers}
+    for _ in range(3 if args.sustained else 0):
+        for key in order.sample(keys, len(keys)):
+            at_length[key].append(sustained(layers[key].both, args.sustained, clock.cuda))
 
     rows = []
     for (name, zipf), measured in times.items():
-        forward, both, wall = (statistics.median(measured[key]) for key in ("forward", "both", "back_to_back"))
+        forward, both = (statistics.median(measured[key]) for key in ("forward", "both"))
+        turns = sorted(at_length[name, zipf], key=lambda turn: turn["ms"])
+        long = turns[len(turns) // 2] if turns else None
         layer = layers[name, zipf]
         with torch.no_grad():
             counts = ops.expert_counts(route(layer.data)[2], experts)
@@ -265,16 +254,16 @@ def measure(shape_name: str, tokens: int, args: argparse.Namespace) -> list[dict
                 "zipf": zipf, "busiest_expert_over_mean": round(busiest, 3), "implementation": name,
                 "repetitions": len(measured["both"]),
                 "forward_ms": forward, "backward_ms": both - forward, "forward_backward_ms": both,
-                "back_to_back_ms": wall,
+                "sustained": long, "sustained_turns": turns,
                 "forward_tflops": flops / forward / 1e9, "forward_backward_tflops": 3 * flops / both / 1e9,
-                "back_to_back_tflops": 3 * flops / wall / 1e9,
                 "peak_gib": peak, "times_ms": {k: [round(ms, 4) for ms in v] for k, v in measured.items()},
             }
         )  # fmt: skip
         print(
             f"{shape_name:15s} T {tokens:6d} zipf {zipf:3.1f} ({busiest:4.2f}x) {name:19s} forward {forward:8.3f} ms "
-            f"{flops / forward / 1e9:7.2f}   forward+backward {both:8.3f} ms {3 * flops / both / 1e9:7.2f} TFLOP/s   "
-            f"back to back {wall:8.3f} ms {3 * flops / wall / 1e9:7.2f}" + (f"   peak {peak:.2f} GiB" if peak else ""),
+            f"{flops / forward / 1e9:7.2f}   forward+backward {both:8.3f} ms {3 * flops / both / 1e9:7.2f} TFLOP/s"
+            + (f"   sustained {long['ms']:8.3f} ms {3 * flops / long['ms'] / 1e9:7.2f}" if long else "")
+            + (f"   peak {peak:.2f} GiB" if peak else ""),
             flush=True,
         )
     return rows
@@ -318,6 +307,7 @@ def main() -> None:
         help="run all but the first --zipf too",
     )
     parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--sustained", type=float, default=0.0, help="seconds a turn without a pause; 0: none")
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--instructions", help="instruction set of the cpu backend (default: the fastest)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no further measurement after this time")

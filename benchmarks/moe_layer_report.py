@@ -48,21 +48,27 @@ def print_table(rows: list[dict]) -> None:
             for n in names
         ]
         print(f"{label:29s}" + "".join(f"{text:>22s}" for text in texts))
+    even = [cell for key, cell in cells.items() if not key[2]]
     for ours in (name for name in names if name.startswith("optimus")):
         for peer in (name for name in names if not name.startswith("optimus")):
-            both = [cell for key, cell in cells.items() if ours in cell and peer in cell and not key[2]]
-            ratios = [cell[peer]["forward_backward_ms"] / cell[ours]["forward_backward_ms"] for cell in both]
-            if ratios:
-                mean = math.exp(sum(math.log(ratio) for ratio in ratios) / len(ratios))
-                print(
-                    f"{ours} against {peer}: {mean:.3f}x, {min(ratios):.3f} to {max(ratios):.3f}, {len(ratios)} cells"
-                )
+            both = [(cell[ours], cell[peer]) for cell in even if ours in cell and peer in cell]
+            _print_ratios(
+                f"{ours} against {peer}", [b["forward_backward_ms"] / a["forward_backward_ms"] for a, b in both]
+            )
+            long = [(a["sustained"], b["sustained"]) for a, b in both if a.get("sustained") and b.get("sustained")]
+            _print_ratios(f"{ours} against {peer}, sustained", [theirs["ms"] / mine["ms"] for mine, theirs in long])
     for key, cell in cells.items():
-        even = cells.get((*key[:2], 0.0), {})
+        unskewed = cells.get((*key[:2], 0.0), {})
         for name in cell:
-            if key[2] and name in even:
-                loss = 1 - even[name]["forward_backward_ms"] / cell[name]["forward_backward_ms"]
+            if key[2] and name in unskewed:
+                loss = 1 - unskewed[name]["forward_backward_ms"] / cell[name]["forward_backward_ms"]
                 print(f"{name}, {key[0]}, {key[1]} tokens: zipf {key[2]} loses {100 * loss:.1f}%")
+
+
+def _print_ratios(what: str, ratios: list[float]) -> None:
+    if ratios:
+        mean = math.exp(sum(math.log(ratio) for ratio in ratios) / len(ratios))
+        print(f"{what}: {mean:.3f}x, {min(ratios):.3f} to {max(ratios):.3f}, {len(ratios)} cells")
 
 
 def plot(rows: list[dict], path: Path) -> None:
