@@ -53,10 +53,11 @@ def test_every_step_is_reported_and_the_loss_falls(unbroken: Path) -> None:
     lines = read_metrics(unbroken / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 9))
     for line in lines:
-        assert set(line) - {"valid_loss", "save_stall_s", "save_drain_s"} == set(KEYS)
+        assert set(line) - {"valid_loss", "pause_s", "save_stall_s", "save_drain_s"} == set(KEYS)
         assert line["dropped_tokens"] == 0
         assert line["consumed_tokens"] == line["step"] * 8 * 32
     assert [line["step"] for line in lines if "valid_loss" in line] == [4, 8]
+    assert lines[4]["pause_s"] > 0, "the validation before it"
     assert lines[-1]["valid_loss"] < lines[3]["valid_loss"] < lines[0]["loss"] + 0.05
     assert any(line["save_stall_s"] > 0 for line in lines if "save_stall_s" in line)
     assert any(line["save_drain_s"] > 0 for line in lines if "save_drain_s" in line)

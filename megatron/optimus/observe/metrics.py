@@ -17,7 +17,7 @@ FILE_NAME = "metrics.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One line. None means not applicable (no peak known, a dense model); the last six are absent where None."""
+    """One line. None means not applicable (no peak known, a dense model); the last seven are absent where None."""
 
     step: int  # optimizer steps done, from 1
     consumed_tokens: int  # since the start of training
@@ -27,8 +27,8 @@ class StepMetrics:
     z_loss: float | None  # router z-loss before its weight
     grad_norm: float  # global, before clipping
     lr: float
-    step_time_s: float
-    data_wait_s: float  # of that, the first rank waited this long for its batch to be read
+    step_time_s: float  # from the end of the step before, without pauses
+    data_wait_s: float  # of that, the first rank's device had nothing to do, as its batch was not read yet
     tokens_per_second_per_device: float
     tflops_per_device: float
     mfu: float | None
@@ -39,6 +39,7 @@ class StepMetrics:
     skipped: bool | None = None  # true where the update was left out: a gradient norm not finite, or far too large
     valid_loss: float | None = None
     valid_losses: dict[str, float] | None = None  # of further validation sets, by name: keys valid_loss/NAME
+    pause_s: float | None = None  # before the step, for validation, a checkpoint or a check of devices
     save_stall_s: float | None = None  # since the line before, training waited this long for checkpoints
     save_drain_s: float | None = None  # a checkpoint was committed since the line before, this long after it was begun
 
@@ -57,7 +58,7 @@ def flat(metrics: StepMetrics) -> dict[str, Any]:
 def to_json(metrics: StepMetrics) -> str:
     """One line without its end. JSON knows no NaN or infinity: null, and ``"nonfinite": true`` says so."""
     record = flat(metrics)
-    for key in ("peak_memory_gib", "skipped", "valid_loss", "save_stall_s", "save_drain_s"):
+    for key in ("peak_memory_gib", "skipped", "valid_loss", "pause_s", "save_stall_s", "save_drain_s"):
         if record[key] is None:
             del record[key]
     bad = [key for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)]

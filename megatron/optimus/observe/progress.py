@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.optimus.observe.metrics import StepMetrics, flat
@@ -11,7 +12,19 @@ from megatron.optimus.observe.metrics import StepMetrics, flat
 if TYPE_CHECKING:
     from rich.progress import Progress as LiveBar
 
-_SMOOTHING = 0.1  # weight of the newest step in the mean time behind the ETA
+_KEPT = 0.9  # of a step's weight in the mean time of a token behind the ETA, with each step after it
+
+
+@dataclass
+class _Pace:
+    """Tokens of steps, and the seconds that they took."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, tokens: float, seconds: float) -> None:
+        self.tokens += tokens
+        self.seconds += seconds
 
 
 class Progress:
@@ -25,7 +38,10 @@ class Progress:
         self.total_steps, self.total_tokens = total_steps, total_tokens
         self.log_interval = log_interval
         self.num_devices = num_devices
-        self._mean_token_time: float | None = None  # not a step's: while the batch grows, later steps take longer
+        self._since_line = _Pace()
+        self._recent = _Pace()  # tokens count, not steps: while the batch grows, later steps take longer
+        self._steps_s = self._pauses_s = 0.0
+        self._num_steps = 0
         self._bar: LiveBar | None = None
         if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
             self._bar = _live_bar()
@@ -34,20 +50,34 @@ class Progress:
 
     def update(self, metrics: StepMetrics) -> None:
         """Takes the metrics of one step."""
-        tokens_per_second = metrics.tokens_per_second_per_device * self.num_devices
-        mean, newest = self._mean_token_time, 1 / tokens_per_second
-        self._mean_token_time = newest if mean is None else (1 - _SMOOTHING) * mean + _SMOOTHING * newest
-        eta = duration((self.total_tokens - metrics.consumed_tokens) * self._mean_token_time)
+        tokens = metrics.tokens_per_second_per_device * metrics.step_time_s * self.num_devices
+        self._since_line.add(tokens, metrics.step_time_s)
+        tokens_per_second = self._since_line.tokens / self._since_line.seconds
+        eta = duration(self._seconds_left(metrics, tokens))
         valid = "".join(f" {key}={value:.4f}" for key, value in flat(metrics).items() if _is_validation(key, value))
         if self._bar is not None:
             text = f"loss {metrics.loss:.4f}{valid}  {tokens_per_second:,.0f} tokens/s  ETA {eta}"
             self._bar.update(self._task, completed=metrics.step, text=text)
+            self._since_line = _Pace()
         elif valid or metrics.step % self.log_interval == 0 or metrics.step == self.total_steps:
             sys.stdout.write(
                 f"step={metrics.step} loss={metrics.loss:.4f}{valid} lr={metrics.lr:.3e} "
                 f"grad_norm={metrics.grad_norm:.3f} tokens/s={tokens_per_second:.0f} eta={eta}\n"
             )
             sys.stdout.flush()
+            self._since_line = _Pace()
+
+    def _seconds_left(self, metrics: StepMetrics, tokens: float) -> float:
+        """Of the run: steps at the pace of the last ones, and pauses in the proportion that they have had."""
+        self._num_steps += 1
+        if self._num_steps == 2:  # the first one pays for warming up, and counts only while it is the only one
+            self._recent, self._steps_s, self._pauses_s = _Pace(), 0.0, 0.0
+        self._recent = _Pace(_KEPT * self._recent.tokens, _KEPT * self._recent.seconds)
+        self._recent.add(tokens, metrics.step_time_s)
+        self._steps_s += metrics.step_time_s
+        self._pauses_s += metrics.pause_s or 0.0
+        left = self.total_tokens - metrics.consumed_tokens
+        return left * self._recent.seconds / self._recent.tokens * (1 + self._pauses_s / self._steps_s)
 
     def close(self) -> None:
         if self._bar is not None:

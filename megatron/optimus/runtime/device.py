@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -82,6 +83,25 @@ def synchronize(device: torch.device) -> None:
     """Waits for all queued work of ``device``."""
     if device.type != "cpu":
         _accelerator(device.type).synchronize(device)
+
+
+class Mark:
+    """A point in the work queued on a device: passed when all that was queued before is done. Nobody waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: Any = None
+        self._time = time.perf_counter()  # a cpu queues nothing
+        if device.type != "cpu":
+            module = _accelerator(device.type)
+            self._event = module.Event(enable_timing=True)
+            self._event.record(module.current_stream(device))
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """Between the passing of both, by the device's clock; waits until this one is passed."""
+        if self._event is None:
+            return self._time - earlier._time
+        self._event.synchronize()
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 class HostCopy:

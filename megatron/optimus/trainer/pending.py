@@ -8,7 +8,6 @@ checkpoint: what a checkpoint holds has been judged before.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -21,13 +20,12 @@ from megatron.optimus.trainer.step import PendingReport, StepReport
 
 @dataclass(frozen=True)
 class QueuedStep:
-    """``line``: its metrics, from what it did and the seconds that it took. ``started``: of time.perf_counter.
-    ``validate``: gives the losses of the validation that is due after it, by the name of the set."""
+    """``line``: its metrics, from what it did, once the device has taken it. ``validate``: gives the losses of the
+    validation that is due after it, by the name of the set."""
 
     number: int
     report: PendingReport
-    line: Callable[[StepReport, float], StepMetrics]
-    started: float
+    line: Callable[[StepReport], StepMetrics]
     validate: Callable[[], dict[str, float]] | None = None
 
 
@@ -38,7 +36,6 @@ class Teller:
     def __init__(self, reporter: Reporter, health: Health, *, runs_behind: bool) -> None:
         self._reporter, self._health, self._runs_behind = reporter, health, runs_behind
         self._pending: QueuedStep | None = None
-        self._last_read = 0.0
         self.stop_requested = False  # in a step told of so far; changes at the same step on every rank
 
     def add(self, step: QueuedStep) -> None:
@@ -63,10 +60,7 @@ class Teller:
             self._health.observe(step.number, loss=report.loss, grad_norm=report.grad_norm, skipped=report.skipped)
 
     def _write(self, step: QueuedStep, report: StepReport) -> None:
-        # The device began it when it was queued or, if that was later, when the one before was done.
-        now = time.perf_counter()
-        metrics = step.line(report, now - max(step.started, self._last_read))
-        self._last_read = now
+        metrics = step.line(report)
         self.stop_requested = self.stop_requested or report.stop_requested
         valid_losses: dict[str, float] = {}
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from megatron.optimus.config.schema import LoggingConfig
 from megatron.optimus.runtime import device as devices
+from megatron.optimus.trainer.timing import StepClock
 
 logger = logging.getLogger("optimus")
 
@@ -35,13 +37,21 @@ class StepProfiler:
     """
 
     def __init__(
-        self, options: LoggingConfig, model: nn.Module, device: torch.device, *, rank: int, first_step: int
+        self,
+        options: LoggingConfig,
+        model: nn.Module,
+        device: torch.device,
+        clock: StepClock,
+        *,
+        rank: int,
+        first_step: int,
     ) -> None:
-        """``first_step``: optimizer steps that were done before this process."""
+        """``clock``: pauses while the profiler starts and writes, which takes seconds. ``first_step``: optimizer steps
+        that were done before this process."""
         self._first, self._last = first_step + options.profile_step_start, first_step + options.profile_step_end
         self._is_on = options.profile and rank in options.profile_ranks
         self._folder, self._rank = Path(options.run_dir) / FOLDER, rank
-        self._model, self._device, self._handles = model, device, list[Any]()
+        self._model, self._device, self._clock, self._handles = model, device, clock, list[Any]()
         self._profile: Any = None
         self._begin = max(first_step + 1, self._first - 1)  # the step before is thrown away: the profiler starts in it
 
@@ -49,23 +59,27 @@ class StepProfiler:
         """Call before step number ``step`` (from 1) is queued."""
         if not self._is_on or step != self._begin:
             return
-        self._handles = _mark_modules(self._model)
-        self._profile = profile(
-            activities=activities(self._device),
-            schedule=schedule(wait=0, warmup=self._first - step, active=self._last - self._first + 1, repeat=1),
-            on_trace_ready=self._write,
-        )
-        self._profile.start()
+        with self._clock.pause(recurs=False):
+            self._handles = _mark_modules(self._model)
+            self._profile = profile(
+                activities=activities(self._device),
+                schedule=schedule(wait=0, warmup=self._first - step, active=self._last - self._first + 1, repeat=1),
+                on_trace_ready=self._write,
+                acc_events=True,  # of the one window there is; without it torch warns that others would be lost
+            )
+            self._profile.start()
 
     def after(self, step: int) -> None:
         """Call after step number ``step`` has been queued; at the window's ends this waits for the device."""
         if self._profile is None:
             return
-        if step + 1 in (self._first, self._last + 1):
-            devices.synchronize(self._device)
-        self._profile.step()
-        if step == self._last:
-            self._stop()
+        is_edge = step + 1 in (self._first, self._last + 1)
+        with self._clock.pause(recurs=False) if is_edge else nullcontext():
+            if is_edge:
+                devices.synchronize(self._device)
+            self._profile.step()
+            if step == self._last:
+                self._stop()
 
     def _stop(self) -> None:
         for handle in self._handles:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import signal
-import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from megatron.optimus.trainer.reporting import Reporter
 from megatron.optimus.trainer.schedule import build_schedule
 from megatron.optimus.trainer.step import PendingReport, StepReport, train_step
 from megatron.optimus.trainer.stragglers import check_devices
+from megatron.optimus.trainer.timing import StepClock, StepTime
 
 logger = logging.getLogger("optimus")
 
@@ -46,7 +47,7 @@ class Trainer:
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device) -> None:
         self.config, self.mesh, self.device = config, mesh, device
         self.ranks = Ranks(None, device)
-        self.runs_behind = devices.runs_behind(device)
+        self.runs_behind, self.clock = devices.runs_behind(device), StepClock(device)
         self.data = build_data(config, mesh, device)
         self.model = build_model(config, mesh, device)
         self.engine = build_engine(
@@ -73,9 +74,8 @@ class Trainer:
         reporter = self._open_reporter()
         train = self.data.train
         first = partial(train.start, self.consumed_samples, self.last_step - self.step)
-        profiler = StepProfiler(
-            self.config.logging, self.engine.module, self.device, rank=self.mesh.rank, first_step=self.first_step
-        )
+        watched = self.config.logging, self.engine.module, self.device
+        profiler = StepProfiler(*watched, self.clock, rank=self.mesh.rank, first_step=self.first_step)
         with (
             reporter,
             Teller(reporter, self.health, runs_behind=self.runs_behind) as teller,
@@ -83,23 +83,24 @@ class Trainer:
             profiler,
         ):
             self.ranks.together(first, "reading the first batches", DataError)
+            self.clock.restart()
             while self._pass_over() < self.last_step:
                 self._check_devices()
                 self._tell_batch_size()
                 profiler.before(self.step + 1)
-                started = time.perf_counter()
                 lr = self._set_rates()
-                read = train.batch(self.consumed_samples)
-                waited = time.perf_counter() - started
+                with self.clock.data():
+                    read = train.batch(self.consumed_samples)
                 batches = [batch.to(self.device) for batch in read]
                 report = self._train_step(batches, stop)
+                took = self.clock.end_step()
                 self.step += 1
                 profiler.after(self.step)
                 samples = self.batch_sizes.at(self.consumed_samples)
                 self.consumed_samples += samples
                 validate = self._validate if self._is_due("eval") else None
                 try:
-                    teller.add(QueuedStep(self.step, report, self._line(lr, waited, samples), started, validate))
+                    teller.add(QueuedStep(self.step, report, self._line(lr, took, samples), validate))
                     if teller.stop_requested:
                         second = "; a second signal ends the run at once" if stop.signal is not None else ""
                         why = "data cannot be read" if train.failure() else "a rank lacks data or was asked to stop"
@@ -116,7 +117,8 @@ class Trainer:
                 except TrainingError:
                     self.checkpoints.finish()  # what was good before is not lost
                     raise
-                self.checkpoints.after_step(self.step, self.consumed_samples, leaving=leaving)
+                with self.clock.pause() if self.checkpoints.is_due(self.step) else nullcontext():
+                    self.checkpoints.after_step(self.step, self.consumed_samples, leaving=leaving)
                 if leaving:
                     # A signal to one rank, or data that one cannot read, is the same end for all.
                     unfinished = teller.stop_requested and self.step < self.last_step
@@ -158,7 +160,8 @@ class Trainer:
     def _check_devices(self) -> None:
         interval = self.config.logging.straggler_check_interval
         if interval > 0 and (self.step - self.first_step) % interval == 0:
-            check_devices(self.ranks, self.device, DTYPES[self.config.training.params_dtype])
+            with self.clock.pause():
+                check_devices(self.ranks, self.device, DTYPES[self.config.training.params_dtype])
 
     def _tell_batch_size(self) -> None:
         size = self.batch_sizes.at(self.consumed_samples)
@@ -195,10 +198,11 @@ class Trainer:
     def _validate(self) -> dict[str, float]:
         """The loss over every validation set, by its name."""
         how = (self.schedule, self.config, self.mesh, self.device, self.ranks)
-        return {name: loss_over(loader, *how) for name, loader in self.data.valid.items()}
+        with self.clock.pause():
+            return {name: loss_over(loader, *how) for name, loader in self.data.valid.items()}
 
-    def _line(self, lr: float, data_wait_s: float, samples: int) -> Callable[[StepReport, float], StepMetrics]:
-        """The metrics of the step of ``samples`` just queued, from what it did and the seconds it took."""
+    def _line(self, lr: float, took: StepTime, samples: int) -> Callable[[StepReport], StepMetrics]:
+        """The metrics of the step of ``samples`` just queued, from what it did."""
         training, model = self.config.training, self.config.model
         tokens = samples * training.seq_length / self.mesh.layout.world_size
         flops = flops_per_token(model, training.seq_length)
@@ -210,12 +214,12 @@ class Trainer:
             "consumed_tokens": self.consumed_samples * training.seq_length,
             "global_batch_size": samples,
             "lr": lr,
-            "data_wait_s": data_wait_s,
             "peak_memory_gib": devices.peak_memory(self.device) / 2**30 or None,
             **self.checkpoints.take_times(),
         }
 
-        def line(report: StepReport, seconds: float) -> StepMetrics:
+        def line(report: StepReport) -> StepMetrics:
+            seconds = took.seconds
             return StepMetrics(
                 loss=report.loss,
                 aux_loss=report.aux_loss if model.is_moe else None,
@@ -223,6 +227,8 @@ class Trainer:
                 grad_norm=report.grad_norm,
                 skipped=report.skipped or None,
                 step_time_s=seconds,
+                data_wait_s=took.data_wait,
+                pause_s=took.pause or None,
                 tokens_per_second_per_device=tokens / seconds,
                 tflops_per_device=tokens / seconds * flops / 1e12,
                 mfu=mfu(tokens / seconds, flops, peak),

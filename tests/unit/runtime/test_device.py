@@ -1,7 +1,9 @@
 """The device switch on a machine with and without accelerators (those are imitated)."""
 
+import itertools
 import os
 import random
+import time
 import types
 from collections.abc import Iterator
 
@@ -12,6 +14,7 @@ import torch
 from megatron.optimus.config.schema import Backend, ConfigError, Device
 from megatron.optimus.runtime import device as device_module
 from megatron.optimus.runtime.device import (
+    Mark,
     backend_for,
     device_name,
     memory_allocated,
@@ -84,6 +87,49 @@ def test_accelerator_calls() -> None:
     del tensor
     assert peak_memory(device) - before >= 4 << 20
     assert device_name(device) not in ("", "cpu")
+
+
+def test_marks_are_passed_in_their_order_on_a_cpu() -> None:
+    first = Mark(CPU)
+    time.sleep(0.02)
+    second = Mark(CPU)
+    assert 0.02 <= second.seconds_since(first) < 5 and first.seconds_since(first) == 0.0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+def test_marks_measure_the_device_and_nobody_waits_for_them() -> None:
+    """Of an idle device a mark is passed at once, of a busy one when it has come there; the host is ahead of both."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+
+    def work(times: int) -> None:
+        for _ in range(times):
+            torch.mm(a, a)
+
+    work(10)
+    synchronize(device)
+    began = time.perf_counter()
+    work(400)
+    synchronize(device)
+    expected = time.perf_counter() - began
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        began = time.perf_counter()
+        marks = [Mark(device)]
+        for times in (400, 0, 400):
+            work(times)
+            marks.append(Mark(device))
+        queued = time.perf_counter() - began
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    first, none, second = (later.seconds_since(earlier) for earlier, later in itertools.pairwise(marks))
+    assert queued < 0.7 * (first + second), "the host did not wait"
+    assert first == pytest.approx(expected, rel=0.3) and second == pytest.approx(expected, rel=0.3)
+    assert 0 <= none < 0.1 * first
+    time.sleep(0.2)
+    idle = Mark(device).seconds_since(marks[-1])
+    assert 0.2 <= idle < 0.5, "a mark on an idle device is passed when it is taken"
 
 
 def test_peak_flops() -> None:

@@ -13,12 +13,14 @@ from megatron.optimus.config.checks import check
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError, LoggingConfig
 from megatron.optimus.trainer.profiling import StepProfiler, activities
+from megatron.optimus.trainer.timing import StepClock
 
 
 def watch(options: LoggingConfig, *, steps: int, first_step: int = 0, rank: int = 0) -> nn.Module:
     model = nn.Sequential()
     model.add_module("embedding", nn.Linear(2, 2))
-    with StepProfiler(options, model, torch.device("cpu"), rank=rank, first_step=first_step) as profiler:
+    device = torch.device("cpu")
+    with StepProfiler(options, model, device, StepClock(device), rank=rank, first_step=first_step) as profiler:
         for step in range(first_step + 1, first_step + steps + 1):
             profiler.before(step)
             model(torch.ones(1, 2))
