@@ -152,10 +152,10 @@ def test_ranks_share_the_verification_and_agree_on_the_fallback(tmp_path):
 
 
 def _save_async(rank, world, root, failing, name):
-    """Three saves beside "training"; the third fails on one rank, in ``name``. What each rank saw."""
+    """Four saves beside "training", one step twice; the last fails on one rank, in ``name``. What each rank saw."""
     saver = Saver(root, node=f"node {rank // 3}", files_per_node=2)
     seen = []
-    for step in (1, 2, 3):
+    for step in (1, 2, 2, 3):
         if step == 3 and rank == failing:
 
             def full(*args):
@@ -182,12 +182,13 @@ def _save_async(rank, world, root, failing, name):
 def test_saving_beside_training(tmp_path, failing, name):
     """A disk that is full while it is written, or host memory that fails while it is filled."""
     answers = run_distributed(_save_async, 4, tmp_path, failing, name)
+    names = ["step-00000001", "step-00000002", "step-00000002.r1"]
     for seen in answers:
-        assert seen[:2] == answers[0][:2] and [name for name, _ in seen[:2]] == ["step-00000001", "step-00000002"]
-        assert f"saving step 3 to {tmp_path} failed on rank {failing}" in seen[2]
-        assert "No space left on device" in seen[2]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
-    files = sorted(path.name for path in (tmp_path / "step-00000002").iterdir())
+        assert seen[:3] == answers[0][:3] and [name for name, _ in seen[:3]] == names
+        assert f"saving step 3 to {tmp_path} failed on rank {failing}" in seen[3]
+        assert "No space left on device" in seen[3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [names[0], names[2]]
+    files = sorted(path.name for path in (tmp_path / names[-1]).iterdir())
     assert files == ["manifest.json", *(f"node-0000{where}.safetensors" for where in ("0-0", "0-1", "1-0"))]
     requests = whole_requests(whole_state(2))
     load(find_loadable(tmp_path), requests)

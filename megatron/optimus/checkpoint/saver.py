@@ -49,7 +49,8 @@ from megatron.optimus.runtime import device as devices
 from megatron.optimus.runtime.agreement import NO_FAILURE, Ranks, attempt
 from megatron.optimus.runtime.host import node_name
 
-_WORKING, _DONE = NO_FAILURE, NO_FAILURE + 1  # above every failure, so the lowest of all ranks' numbers decides
+# Above every failure, so the lowest of all ranks' numbers decides. Done: rank 0 adds the revision, the others more.
+_WORKING, _DONE, _MORE = NO_FAILURE, NO_FAILURE + 1, 1 << 32
 _OTHER, _SAME = NO_FAILURE, NO_FAILURE + 1  # the slices of this save, compared with those of the one before
 
 log = logging.getLogger("optimus")
@@ -63,7 +64,7 @@ class Saved:
     kind: str
     step: int
     num_bytes: int  # of the file that this rank wrote to
-    stall_s: float  # training stood still on this rank while it began: the snapshot, waiting for the save before
+    stall_s: float  # training stood still on this rank: while it began, and the device where its update met the copy
     drain_s: float  # from the start of the save until all ranks knew that it was committed
     hash_wait_s: float  # in which this rank wrote nothing because it was hashing
 
@@ -224,36 +225,43 @@ class Saver:
             self._abandon(code)
         if code == _WORKING:
             return []
-        return self._next_phase(job)
+        return self._next_phase(job, code - _DONE)
 
     def _state(self, job: Job) -> int:
         if job.task is not None and not job.task.is_done:
             return _WORKING
         error = job.task.error if job.task is not None else None
-        return _DONE if error is None else self._ranks.failure_code(error)
+        if error is not None:
+            return self._ranks.failure_code(error)
+        return _DONE + (job.revision if self._ranks.rank == 0 else _MORE)
 
-    def _next_phase(self, job: Job) -> list[Saved]:
-        """All ranks have finished the phase: written -> (copied ->) committed."""
+    def _next_phase(self, job: Job, revision: int) -> list[Saved]:
+        """All ranks have finished the phase: written -> (copied ->) committed, as ``revision``. Exchanges nothing: it
+        would wait behind the step that has been queued."""
         job.phase += 1
+        if job.phase == 1 and job.snapshot is not None:
+            held_s = job.snapshot.held_s()
+            job.stall_s += held_s
+            self._stall_s = (self._stall_s or 0.0) + held_s
         if job.phase < len(job.phases):
             self._begin(job)
             return []
-        [job.revision] = self._ranks.broadcast([job.revision])
         self._jobs.popleft()
         if self._jobs:
             self._begin(self._jobs[0])
-        name = commit.Committed(job.header.step, job.revision, job.header.kind).name
+        name = commit.Committed(job.header.step, revision, job.header.kind).name
         drain_s = time.perf_counter() - job.started
+        stall_s = job.stall_s if self._asynchronous else drain_s
         saved = Saved(
             path=self._root / name,
             kind=job.header.kind,
             step=job.header.step,
             num_bytes=job.plan.file.num_bytes,
-            stall_s=job.stall_s,
+            stall_s=stall_s,
             drain_s=drain_s,
             hash_wait_s=job.hash_wait_s,
         )
-        log.info("saved %s in %.1f s, of which training waited %.2f s", self._named / name, drain_s, job.stall_s)
+        log.info("saved %s in %.1f s, of which training waited %.2f s", self._named / name, drain_s, stall_s)
         return [saved]
 
     def _abandon(self, code: int) -> None:

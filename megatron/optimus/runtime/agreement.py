@@ -6,6 +6,7 @@ One small all-reduce each: whatever fails on any rank, every rank learns it at t
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable
 from typing import TypeVar
@@ -26,6 +27,12 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return action(), None
     except Exception as error:
         return None, error
+
+
+@functools.cache
+def _stream_aside(device: torch.device) -> torch.Stream:
+    """One for all: they are given out of a small pool, so that a new one each time would come to be that of a copy."""
+    return torch.Stream(device)
 
 
 class Ranks:
@@ -96,7 +103,7 @@ class Ranks:
             return lambda: value
         # On a stream of its own: reading the result must not wait for the computation that was queued meanwhile.
         is_cpu = torch.device(self._device).type == "cpu"
-        stream = contextlib.nullcontext() if is_cpu else torch.Stream(torch.device(self._device))
+        stream = contextlib.nullcontext() if is_cpu else _stream_aside(torch.device(self._device))
         with stream:
             tensor = torch.tensor([value], dtype=torch.int64, device=self._device)
             work = dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group, async_op=True)

@@ -96,6 +96,10 @@ class Mark:
             self._event = module.Event(enable_timing=True)
             self._event.record(module.current_stream(device))
 
+    @property
+    def is_passed(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
     def seconds_since(self, earlier: Mark) -> float:
         """Between the passing of both, by the device's clock; waits until this one is passed."""
         if self._event is None:

@@ -282,6 +282,30 @@ def test_the_stall_counts_from_when_training_stood_still(tmp_path):
     assert saved.stall_s > 100 and saved.drain_s > saved.stall_s
 
 
+def test_training_waits_for_the_whole_of_a_save_without_a_copy(tmp_path):
+    [saved] = Saver(tmp_path, asynchronous=False).start(owned(whole_state(1)), header(1), retain=2)
+    assert saved.stall_s == saved.drain_s > 0
+
+
+def test_the_stall_counts_the_device_that_waits_for_the_copy(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot.Snapshot, "held_s", lambda _: 100.0)
+    it = Saver(tmp_path)
+    it.start(owned(whole_state(1)), header(1), retain=2)
+    [saved] = it.drain()
+    assert 100 < saved.stall_s < 130 and 100 < it.take_stall() < 130, "once"
+
+
+def test_a_commit_is_known_without_another_exchange(tmp_path, monkeypatch):
+    """The reduced number carries the name; a broadcast's result would come behind the step that has been queued."""
+    it = Saver(tmp_path)
+    it.start(owned(whole_state(1)), header(1), retain=2)
+    it.drain()
+    it.start(owned(whole_state(1)), header(1), retain=2)
+    monkeypatch.setattr(Ranks, "broadcast", lambda *_: 1 // 0)
+    [saved] = poll_until(it, 1)
+    assert saved.path.name == "step-00000001.r1"
+
+
 def test_a_lost_claim_stops_the_commit(tmp_path):
     def check():
         raise CheckpointError("no longer ours")
