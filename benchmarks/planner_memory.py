@@ -145,10 +145,10 @@ def run_case(words: list[str], rank: int, ranks: int, device: torch.device) -> d
     times: list[float] = []
     train_step = trainer._train_step
 
-    def timed(batches: Any) -> Any:
+    def timed(*args: Any) -> Any:
         devices.synchronize(device)
         start = time.perf_counter()
-        report = train_step(batches)
+        report = train_step(*args)
         devices.synchronize(device)
         times.append(time.perf_counter() - start)
         return report
@@ -170,6 +170,8 @@ def run_case(words: list[str], rank: int, ranks: int, device: torch.device) -> d
 
 def watch_parts(trainer: Any, device: torch.device) -> dict[str, list[float]]:
     """Of a step: for each part of the last layer, what its forward left behind, and its peak above where it began."""
+    from megatron.optimus.runtime.stopping import StopRequest
+
     found: dict[str, list[float]] = {}
     starts: dict[str, int] = {}
     hooks = []
@@ -196,7 +198,8 @@ def watch_parts(trainer: Any, device: torch.device) -> dict[str, list[float]]:
         watch("experts", block.moe.experts)
     if model.lm_head is not None:
         watch("lm_head", model.lm_head)
-    trainer._train_step(trainer._to_device(trainer.data.train.batch(trainer.consumed_samples)))
+    batches = [batch.to(device) for batch in trainer.data.train.batch(trainer.consumed_samples)]
+    trainer._train_step(batches, StopRequest())
     found["after_last_part"] = [0, devices.peak_memory(device)]
     for hook in hooks:
         hook.remove()
