@@ -59,7 +59,7 @@ class StepProfiler:
         """Call before step number ``step`` (from 1) is queued."""
         if not self._is_on or step != self._begin:
             return
-        with self._clock.pause(recurs=False):
+        with self._clock.pause(is_single=True):
             self._handles = _mark_modules(self._model)
             self._profile = profile(
                 activities=activities(self._device),
@@ -74,7 +74,7 @@ class StepProfiler:
         if self._profile is None:
             return
         is_edge = step + 1 in (self._first, self._last + 1)
-        with self._clock.pause(recurs=False) if is_edge else nullcontext():
+        with self._clock.pause(is_single=True) if is_edge else nullcontext():
             if is_edge:
                 devices.synchronize(self._device)
             self._profile.step()

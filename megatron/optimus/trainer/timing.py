@@ -7,47 +7,46 @@ cost the device nothing. Hence marks in the device's queue, for which the host n
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from megatron.optimus.runtime import device as devices
 
+_Spans = list[tuple[devices.Mark, devices.Mark]]
+
 
 @dataclass
 class StepTime:
-    """One step; its figures wait for the end of it."""
+    """One step; its figures, in seconds, wait for its end."""
 
     begin: devices.Mark
     end: devices.Mark | None = None  # None while it is queued
-    pauses: list[tuple[devices.Mark, devices.Mark, bool]] = field(default_factory=list)  # and whether they recur
-    data: tuple[float, devices.Mark] | None = None  # how long the host waited for them, and where they were there
+    pauses: _Spans = field(default_factory=list)
+    single: _Spans = field(default_factory=list)  # pauses that do not come again
+    data: _Spans = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
         """Without pauses."""
         assert self.end is not None
-        return self.end.seconds_since(self.begin) - self._paused()
+        return self.end.seconds_since(self.begin) - _total(self.pauses) - _total(self.single)
 
     @property
     def pause(self) -> float:
-        """Seconds of those pauses before the step that recur."""
-        return sum(end.seconds_since(begin) for begin, end, recurs in self.pauses if recurs)
+        """Of pauses before the step, but single ones."""
+        return _total(self.pauses)
 
     @property
     def data_wait(self) -> float:
-        """Seconds that the device had nothing to do because a batch was not there: while it was at the step before,
-        or at anything else, the host's waiting cost nothing."""
-        if self.data is None:
-            return 0.0
-        waited, mark = self.data
-        return max(0.0, min(waited, mark.seconds_since(self.begin) - self._paused()))
+        """In which the device had nothing to do because data were not there."""
+        return _total(self.data)
 
-    def _paused(self) -> float:
-        return sum(end.seconds_since(begin) for begin, end, _ in self.pauses)
+
+def _total(spans: _Spans) -> float:
+    return sum(end.seconds_since(begin) for begin, end in spans)
 
 
 class StepClock:
@@ -61,20 +60,20 @@ class StepClock:
         """A step begins here."""
         self._step = StepTime(devices.Mark(self._device))
 
-    @contextmanager
-    def pause(self, *, recurs: bool = True) -> Iterator[None]:
+    def pause(self, *, is_single: bool = False) -> AbstractContextManager[None]:
         """What is done inside is no part of a step: from where the device is done with what was queued before, until it
-        is done with this too. Between steps, before the next one's data."""
-        begin = devices.Mark(self._device)
-        yield
-        self._step.pauses.append((begin, devices.Mark(self._device), recurs))
+        is done with this too. Between steps."""
+        return self._span(self._step.single if is_single else self._step.pauses)
+
+    def data(self) -> AbstractContextManager[None]:
+        """Inside the host waits for data. While the device still works that costs nothing."""
+        return self._span(self._step.data)
 
     @contextmanager
-    def data(self) -> Iterator[None]:
-        """Inside the host waits for the data of the step."""
-        began = time.perf_counter()
+    def _span(self, spans: _Spans) -> Iterator[None]:
+        begin = devices.Mark(self._device)
         yield
-        self._step.data = time.perf_counter() - began, devices.Mark(self._device)
+        spans.append((begin, devices.Mark(self._device)))
 
     def end_step(self) -> StepTime:
         """Call when a step has been queued; what follows belongs to the next one."""

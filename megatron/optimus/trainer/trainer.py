@@ -138,6 +138,11 @@ class Trainer:
         )
 
     def _train_step(self, batches: list[Batch], stop: StopRequest) -> PendingReport:
+        def stop_requested() -> bool:
+            with self.clock.data():  # it waits for what is read ahead
+                failure = self.data.train.failure()
+            return failure is not None or stop.signal is not None
+
         return train_step(
             self.engine,
             self.schedule,
@@ -145,8 +150,7 @@ class Trainer:
             self.config.model,
             self.mesh,
             before_update=self.checkpoints.before_update,
-            # waits for what is read ahead, while the device works; a rank that cannot go on must not leave alone
-            stop_requested=lambda: self.data.train.failure() is not None or stop.signal is not None,
+            stop_requested=stop_requested,  # while the device works; a rank that cannot go on must not leave alone
         )
 
     def _pass_over(self) -> int:
