@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
@@ -138,6 +138,7 @@ class BatchLoader:
         )
         self._ahead: deque[tuple[int, Future[list[Batch]]]] = deque()
         self._end: int | None = None  # position at which the run ends, where that is known
+        self._left_out: Container[int] = ()  # positions of batches that nobody will ask for
 
     def sample_ids(self, consumed: int) -> npt.NDArray[np.int64]:
         """Instances of the whole global batch that starts at position ``consumed``: int64 [size of that batch].
@@ -166,12 +167,15 @@ class BatchLoader:
         _, batches = self._ahead.popleft()
         return batches.result()
 
-    def start(self, consumed: int, steps: int) -> None:
-        """Says that ``steps`` batches will be asked for, from position ``consumed`` on, and reads the first of them.
+    def start(self, consumed: int, steps: int, left_out: Container[int] = ()) -> None:
+        """Says that ``steps`` batches will be asked for, from position ``consumed`` on, but those at the positions
+        ``left_out``, and reads the first of them.
 
-        Raises DataError if that cannot be done. Nothing beyond them is read.
+        Raises DataError if that cannot be done. Nothing beyond them is read, nor what is left out.
         """
-        self._end = self._sizes.after(consumed, steps)
+        self._end, self._left_out = self._sizes.after(consumed, steps), left_out
+        while consumed in left_out:
+            consumed += self._sizes.at(consumed)
         if self._has(consumed):
             self._read_ahead(consumed, _AHEAD)
         self.check()
@@ -193,7 +197,8 @@ class BatchLoader:
             self._ahead.append((consumed, self._executor.submit(self._read, consumed)))
         position = self._ahead[-1][0] + self._sizes.at(self._ahead[-1][0])
         while len(self._ahead) < count and self._has(position):
-            self._ahead.append((position, self._executor.submit(self._read, position)))
+            if position not in self._left_out:
+                self._ahead.append((position, self._executor.submit(self._read, position)))
             position += self._sizes.at(position)
 
     def close(self) -> None:

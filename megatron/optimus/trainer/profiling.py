@@ -56,14 +56,15 @@ class StepProfiler:
         self._begin = max(first_step + 1, self._first - 1)  # the step before is thrown away: the profiler starts in it
 
     def before(self, step: int) -> None:
-        """Call before step number ``step`` (from 1) is queued."""
-        if not self._is_on or step != self._begin:
+        """Call before step number ``step`` (from 1) is queued; some numbers may be left out."""
+        if not self._is_on or self._profile is not None or not self._begin <= step <= self._last:
             return
+        warmup, active = max(0, self._first - step), self._last - max(self._first, step) + 1
         with self._clock.pause(is_single=True):
             self._handles = _mark_modules(self._model)
             self._profile = profile(
                 activities=activities(self._device),
-                schedule=schedule(wait=0, warmup=self._first - step, active=self._last - self._first + 1, repeat=1),
+                schedule=schedule(wait=0, warmup=warmup, active=active, repeat=1),
                 on_trace_ready=self._write,
                 acc_events=True,  # of the one window there is; without it torch warns that others would be lost
             )
@@ -73,12 +74,13 @@ class StepProfiler:
         """Call after step number ``step`` has been queued; at the window's ends this waits for the device."""
         if self._profile is None:
             return
-        is_edge = step + 1 in (self._first, self._last + 1)
+        is_last = step >= self._last
+        is_edge = step + 1 == self._first or is_last
         with self._clock.pause(is_single=True) if is_edge else nullcontext():
             if is_edge:
                 devices.synchronize(self._device)
             self._profile.step()
-            if step == self._last:
+            if is_last:
                 self._stop()
 
     def _stop(self) -> None:

@@ -73,7 +73,7 @@ class Trainer:
         """
         reporter = self._open_reporter()
         train = self.data.train
-        first = partial(train.start, self.consumed_samples, self.last_step - self.step)
+        first = partial(train.start, self.consumed_samples, self.last_step - self.step, self._left_out())
         watched = self.config.logging, self.engine.module, self.device
         profiler = StepProfiler(*watched, self.clock, rank=self.mesh.rank, first_step=self.first_step)
         with (
@@ -152,6 +152,11 @@ class Trainer:
             before_update=self.checkpoints.before_update,
             stop_requested=stop_requested,  # while the device works; a rank that cannot go on must not leave alone
         )
+
+    def _left_out(self) -> set[int]:
+        """Where the steps begin in the order of samples that are to be left out; their data need not be readable."""
+        numbers = [n for n in self.config.training.iterations_to_skip if self.step < n < self.last_step]
+        return {self.batch_sizes.after(self.consumed_samples, n - 1 - self.step) for n in numbers}
 
     def _pass_over(self) -> int:
         """Steps done, after those have been counted that are to be left out; the last one of a run never is."""

@@ -171,6 +171,21 @@ def test_a_failure_is_known_two_steps_ahead_and_nothing_is_read_beyond_the_end(
     loader.close()
 
 
+@pytest.mark.parametrize("bad", [0, 24, 32])
+def test_what_is_left_out_is_not_read(prefixes: list[str], monkeypatch: pytest.MonkeyPatch, bad: int) -> None:
+    broken, read = make_loader(prefixes).sample_ids(bad)[1], InstanceSet.read
+    monkeypatch.setattr(InstanceSet, "read", lambda self, i: 1 // 0 if i == broken else read(self, i))
+    loader = make_loader(prefixes)
+    left_out = {bad, 48}
+    loader.start(0, 8, left_out)
+    for consumed in range(0, 64, 8):
+        if consumed not in left_out:
+            before = [position for position, _ in loader._ahead]
+            assert len(loader.batch(consumed)) == 4 and loader.failure() is None, consumed
+            assert consumed == before[0], "it was being read already"
+    loader.close()
+
+
 def test_validation_is_sequential_and_ends(prefixes: list[str]) -> None:
     loader = make_loader(prefixes, shuffle=False)
     assert loader.num_batches == 51 // 8 == 6

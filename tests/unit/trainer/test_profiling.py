@@ -16,12 +16,16 @@ from megatron.optimus.trainer.profiling import StepProfiler, activities
 from megatron.optimus.trainer.timing import StepClock
 
 
-def watch(options: LoggingConfig, *, steps: int, first_step: int = 0, rank: int = 0) -> nn.Module:
+def watch(
+    options: LoggingConfig, *, steps: int, first_step: int = 0, rank: int = 0, left_out: int | None = None
+) -> nn.Module:
     model = nn.Sequential()
     model.add_module("embedding", nn.Linear(2, 2))
     device = torch.device("cpu")
     with StepProfiler(options, model, device, StepClock(device), rank=rank, first_step=first_step) as profiler:
         for step in range(first_step + 1, first_step + steps + 1):
+            if step == left_out:
+                continue
             profiler.before(step)
             model(torch.ones(1, 2))
             profiler.after(step)
@@ -45,6 +49,14 @@ def test_steps_count_from_where_the_process_began(tmp_path: Path, start: int, en
     assert float(embedding[2]) == 1.0, "one forward a step: the warm-up step is not counted"
     assert not model.embedding._forward_hooks and not model.embedding._forward_pre_hooks
     assert len(list((tmp_path / "profile").iterdir())) == 2
+
+
+@pytest.mark.parametrize("left_out", [2, 3, 4, 5])
+def test_a_step_that_is_left_out_does_not_cost_the_profile(tmp_path: Path, left_out: int) -> None:
+    """Of a window of steps 3 to 5, which begins with step 2."""
+    model = watch(options(tmp_path, 3, 5), steps=8, left_out=left_out)
+    assert any(line.endswith("embedding") for line in table(tmp_path, "steps-3-5"))
+    assert not model.embedding._forward_hooks
 
 
 def test_other_ranks_and_runs_without_it_record_nothing(tmp_path: Path) -> None:

@@ -179,11 +179,13 @@ class Run:
 
     # ---- the data
 
-    def start(self, *_: Any) -> None:
+    def start(self, consumed: int, steps: int, left_out: set[int]) -> None:
+        self.left_out, self.asked = left_out, list[int]()
         self.ready = [self.machine.host + self.costs.read * (1 + n) for n in range(1000)]
         self.machine.host = self.began = self.ready[1]
 
     def batch(self, consumed: int) -> list[Any]:
+        self.asked.append(consumed)
         self.machine.host = max(self.machine.host, self.ready[consumed // 4])
         return []
 
@@ -271,6 +273,13 @@ def test_data_waits_are_the_devices(run: Callable[..., Run], read: float) -> Non
     assert found.seconds[1:] == pytest.approx([max(read, 0.1)] * 29)
     wait = max(0.0, read - 0.1)
     assert [line["data_wait_s"] for line in found.lines[1:]] == pytest.approx([wait] * 29, abs=1e-9)
+
+
+def test_the_data_of_steps_left_out_are_not_asked_for(run: Callable[..., Run]) -> None:
+    """But the last step is never left out. Steps have four samples."""
+    found = run("--train-iters 9 --eval-interval 0 --iterations-to-skip 1 5 6 9", Costs())
+    assert found.left_out == {0, 16, 20}
+    assert found.asked == [4, 8, 12, 24, 28, 32]
 
 
 def test_the_time_left_counts_pauses_but_not_the_start(
