@@ -53,7 +53,7 @@ class Reporter:
             return
         named = {name: loss for name, loss in valid_losses.items() if name != VALIDATION}
         metrics = dataclasses.replace(metrics, valid_loss=valid_losses.get(VALIDATION), valid_losses=named)
-        self._progress.update(metrics)
+        self._try(partial(self._progress.update, metrics))
         self._try(lambda: self._metrics.write(metrics))
         for tracker in self._trackers:
             self._try(partial(tracker.write, metrics))
@@ -62,12 +62,14 @@ class Reporter:
             self._try(self._expert_load.write)
 
     def _try(self, write: Callable[[], None]) -> None:
-        """A full disk costs lines of a report, not the run: rank 0 alone knows of it, and all others would wait."""
+        """A full disk, a terminal that is gone or a tracker's service out of reach cost lines of a report, not the run:
+        rank 0 alone knows of it, and all others would wait."""
         try:
             write()
-        except OSError as error:
+        except Exception as error:  # of any kind: a tracker has its own
             if not self._has_failed:
-                logger.error("outputs of the run cannot be written (%s); training goes on without them", error)
+                reason = str(error) or type(error).__name__
+                logger.error("outputs of the run cannot be written (%s); training goes on without them", reason)
             self._has_failed = True
 
     def __enter__(self) -> Reporter:
@@ -78,7 +80,7 @@ class Reporter:
     ) -> None:
         if self._silent:
             return
-        self._progress.close()
+        self._try(self._progress.close)
         self._try(self._expert_load.write)
         self._try(self._metrics.close)
         for tracker in self._trackers:
