@@ -96,6 +96,35 @@ def test_marks_are_passed_in_their_order_on_a_cpu() -> None:
     assert 0.02 <= second.seconds_since(first) < 5 and first.seconds_since(first) == 0.0
 
 
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_marks_of_accelerators_are_timed_events_of_the_present_stream(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    calls: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool = False) -> None:
+            assert enable_timing
+
+        def record(self, stream: str) -> None:
+            calls.append(stream)
+
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            calls.append("waits")
+
+        def elapsed_time(self, later: object) -> float:
+            assert isinstance(later, Event) and later is not self
+            return 1500.0 if calls[-1] == "waits" else -1.0  # milliseconds
+
+    monkeypatch.setattr(torch, kind, types.SimpleNamespace(Event=Event, current_stream=str))
+    first, second = (Mark(torch.device(kind, 3)) for _ in range(2))
+    assert calls == [f"{kind}:3"] * 2 and not second.is_passed
+    assert second.seconds_since(first) == 1.5
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 def test_marks_measure_the_device_and_nobody_waits_for_them() -> None:
