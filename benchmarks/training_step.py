@@ -62,9 +62,10 @@ KINDS = {  # of kernels, by what their names contain; the first that fits
     "communication": ("nccl",),
     "copies": ("memcpy", "memset"),
     "attention": ("flash", "fmha", "sdpa", "attention"),
-    "experts": ("expert", "moe_", "route", "swiglu_up", "gate_up"),
-    "products": ("nvjet", "gemm", "cutlass", "cublas", "splitkreduce"),
     "compiled": ("triton_",),
+    "optimizer": ("adam", "multi_tensor"),
+    "experts": ("expert", "groupproblem", "product<", "_up_swiglu", "_rows_times_weight", "_weight_gradient"),
+    "products": ("nvjet", "gemm", "cutlass", "cublas", "splitk"),
 }
 
 
