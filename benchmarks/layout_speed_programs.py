@@ -36,9 +36,19 @@ class Program:
     step: Callable[[], float]
     tokens: int  # of the global batch
     close: Callable[[], None] = lambda: None
+    queue: Callable[[], Callable[[], float]] | None = None  # a step without waiting; what it returns reads the loss
     forward_backward: Callable[[], None] | None = None  # followed by ``update``; together they are a step
     update: Callable[[], None] | None = None
     about: dict[str, Any] = field(default_factory=dict)  # goes into the result
+
+    @classmethod
+    def queued(cls, queue: Callable[[], Callable[[], float]], tokens: int, **others: Any) -> Program:
+        """One whose step is what ``queue`` queues, and a wait for its loss."""
+
+        def step() -> float:
+            return queue()()
+
+        return cls(step, tokens, queue=queue, **others)
 
 
 def run_config(words: Sequence[str], device: torch.device) -> Any:
@@ -94,11 +104,12 @@ def ours(words: Sequence[str], device: torch.device, change: Callable[[Any], Non
     whole = [Batch(*parts) for parts in zip(tokens_BS.split(size), labels_BS.split(size), strict=True)]
     batches = [own_part(batch, None if positions is None else positions.to(device)) for batch in whole]
 
-    def step() -> float:
-        return train_step(engine, schedule, batches, config.model, mesh).read().loss
+    def queue() -> Callable[[], float]:
+        pending = train_step(engine, schedule, batches, config.model, mesh)
+        return lambda: pending.read().loss
 
-    return Program(
-        step,
+    return Program.queued(
+        queue,
         config.training.global_batch_size * config.training.seq_length,
         close=engine.destroy,
         forward_backward=lambda: schedule.forward_backward(batches, batches[0].labels_BS.numel()),
