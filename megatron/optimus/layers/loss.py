@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.optimus import ops
 from megatron.optimus.layers.labels import NO_LABEL
 from megatron.optimus.runtime.distributed import all_gather_single
 
@@ -82,19 +83,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         step = max(1, CHUNK_ELEMENTS // weight_VD.shape[0])
         for start in range(0, x_TD.shape[0], step):
             x_CD, labels_C = x_TD[start : start + step], labels_T[start : start + step]
-            logits_CV = F.linear(x_CD, weight_VD).float()
+            logits_CV = F.linear(x_CD, weight_VD)
             valid_C, rows_C, columns_C = _label_places(labels_C, first_row, weight_VD.shape[0], group is not None)
-            label_logits_C = torch.where(rows_C, logits_CV.gather(1, columns_C[:, None])[:, 0], 0.0)
-            lse_C, label_logits_C = _over_ranks(torch.logsumexp(logits_CV, dim=-1), label_logits_C, group)
+            label_logits_C = torch.where(rows_C, logits_CV.gather(1, columns_C[:, None])[:, 0].float(), 0.0)
+            lse_C, label_logits_C = _over_ranks(ops.log_sum_exp(logits_CV), label_logits_C, group)
             total += torch.where(valid_C, lse_C - label_logits_C, 0.0).sum()
             if dx_TD is None and dw_VD is None:
                 continue
-            grad_CV = logits_CV.sub_(lse_C[:, None]).exp_()
-            if z_loss_coeff:
-                grad_CV.mul_((1.0 + 2.0 * z_loss_coeff * lse_C)[:, None])
-            # One element a row: no two writes meet, so the result does not depend on their order.
-            grad_CV.scatter_(1, columns_C[:, None], (grad_CV.gather(1, columns_C[:, None]) - rows_C[:, None].float()))
-            grad_CV = grad_CV.mul_(valid_C[:, None]).to(x_TD.dtype)
+            grad_CV = ops.cross_entropy_gradient_(logits_CV, lse_C, columns_C, rows_C, valid_C, z_loss_coeff)
             if dx_TD is not None:
                 torch.mm(grad_CV, weight_VD, out=dx_TD[start : start + step])
             if dw_VD is not None:

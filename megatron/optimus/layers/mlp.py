@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.optimus import ops
 from megatron.optimus.layers.linear import Project, ProjectOut, project, project_out
 
 
@@ -22,4 +22,4 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.project(x, (self.gate_proj, self.up_proj))
-        return self.project_out(F.silu(gate) * up, self.down_proj)
+        return self.project_out(ops.silu_mul(gate, up), self.down_proj)

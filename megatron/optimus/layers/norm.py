@@ -22,7 +22,7 @@ class RMSNorm(nn.Module):
 
 
 class NonparametricLayerNorm(nn.Module):
-    """LayerNorm without scale and shift, as OLMo-1B has it; computed in fp32."""
+    """LayerNorm without scale and shift, as OLMo-1B has it; statistics in fp32."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -30,6 +30,8 @@ class NonparametricLayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda:  # whose kernel computes in fp32; that of the CPU rounds within the backward
+            return F.layer_norm(x, (self.width,), eps=self.eps)
         return F.layer_norm(x.float(), (self.width,), eps=self.eps).to(x.dtype)
 
 

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from megatron.optimus import ops
 from megatron.optimus.config.schema import ModelConfig, RotaryScaling
 
 RopeTable = tuple[Tensor, Tensor]  # cos, sin: fp32 [S, head_dim], or [B, 1, S, head_dim] where rows differ
@@ -41,8 +42,4 @@ def _stretched(frequency: Tensor, config: ModelConfig) -> Tensor:
 
 def apply_rope(x_BHSd: Tensor, table: RopeTable) -> Tensor:
     """Rotates each pair (i, i + head_dim/2) of every head by its position's angle, in fp32."""
-    cos, sin = table
-    x = x_BHSd.float()
-    first, second = x.chunk(2, dim=-1)
-    rotated = torch.cat((-second, first), dim=-1)
-    return (x * cos + rotated * sin).to(x_BHSd.dtype)
+    return ops.rotate(x_BHSd, *table)

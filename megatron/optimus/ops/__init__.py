@@ -18,6 +18,7 @@ from megatron.optimus.ops.backend import (
     set_backend,
 )
 from megatron.optimus.ops.copies import copy_rows, sum_copies
+from megatron.optimus.ops.elementwise import cross_entropy_gradient_, log_sum_exp, rotate, silu_mul
 from megatron.optimus.ops.grouped import (
     combine,
     gather_rows,
@@ -40,6 +41,7 @@ __all__ = [
     "RowOrder",
     "combine",
     "copy_rows",
+    "cross_entropy_gradient_",
     "expert_counts",
     "gather_rows",
     "get_backend",
@@ -47,11 +49,14 @@ __all__ = [
     "grouped_linear",
     "grouped_linear_swiglu",
     "grouped_weight_gradient",
+    "log_sum_exp",
     "main_grad_of",
     "moe_mlp",
+    "rotate",
     "router_logits",
     "router_topk",
     "set_backend",
+    "silu_mul",
     "sort_slots",
     "sum_copies",
     "swiglu",

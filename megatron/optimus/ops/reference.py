@@ -241,3 +241,35 @@ class _LinearIntoMainGradient(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grouped_weight_gradient(grads[0], x, ctx.order, ctx.main_grad)
         return grouped_input_gradient(grads[0], weight, ctx.order), None, None, None
+
+
+def rotate(x_BHSd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each pair (i, i + d/2) of every head turned by its position's angle, in fp32 and rounded once. cos and sin, fp32
+    [S, d] or [B, 1, S, d], have each angle twice, d/2 apart."""
+    x = x_BHSd.to(torch.promote_types(x_BHSd.dtype, torch.float32))
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (x * cos + turned * sin).to(x_BHSd.dtype)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    return F.silu(gate) * up
+
+
+def log_sum_exp(logits_CV: Tensor) -> Tensor:
+    """Of each row, in fp32."""
+    return torch.logsumexp(logits_CV.float(), dim=-1)
+
+
+def cross_entropy_gradient_(
+    logits_CV: Tensor, lse_C: Tensor, columns_C: Tensor, here_C: Tensor, valid_C: Tensor, z_loss_coeff: float
+) -> Tensor:
+    """exp(logits - lse) * (1 + 2 z_loss_coeff lse), less 1 in ``columns_C`` of the rows that are ``here_C``, zero in
+    rows that are not ``valid_C``: in fp32, rounded once to the logits' dtype. fp32 logits are overwritten."""
+    grad_CV = logits_CV.float().sub_(lse_C[:, None]).exp_()
+    if z_loss_coeff:
+        grad_CV.mul_((1.0 + 2.0 * z_loss_coeff * lse_C)[:, None])
+    # One element a row: no two writes meet, so the result does not depend on their order.
+    grad_CV.scatter_(1, columns_C[:, None], grad_CV.gather(1, columns_C[:, None]) - here_C[:, None].float())
+    return grad_CV.mul_(valid_C[:, None]).to(logits_CV.dtype)

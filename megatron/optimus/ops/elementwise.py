@@ -1,0 +1,109 @@
+"""What lies between the products of a dense layer: plain PyTorch (``reference``), or one Triton kernel each on NVIDIA
+GPUs, where passes over memory are what these operations cost. In a compiled graph the compiler fuses the former.
+
+Shapes: B sequences, H heads, S positions, d head width, C tokens of a chunk, V rows of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.optimus.ops import reference
+from megatron.optimus.ops.backend import Backend, resolve_routing
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def rotate(x_BHSd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns each pair (i, i + d/2) of every head by its position's angle, in fp32; see ``reference.rotate``.
+
+    ``cos``, ``sin``: fp32 [S, d] or [B, 1, S, d], both halves alike, without gradients. Raises ValueError for an odd d
+    or a table that does not fit.
+    """
+    length, width = x_BHSd.shape[-2:]
+    if x_BHSd.dim() != 4 or width % 2 or cos.shape != sin.shape or cos.shape[-2:] != (length, width):
+        raise ValueError(
+            f"rotate: x {tuple(x_BHSd.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}; expected "
+            "[B, H, S, d] with even d and [S, d] or [B, 1, S, d]"
+        )
+    if _kernels_for(x_BHSd) is None:
+        return reference.rotate(x_BHSd, cos, sin)
+    return _Rotate.apply(x_BHSd, cos, sin)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, two tensors of one shape and dtype. Raises ValueError if they are not."""
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(f"silu_mul: gate {gate.dtype} {tuple(gate.shape)} and up {up.dtype} {tuple(up.shape)} differ")
+    if _kernels_for(gate) is None:
+        return reference.silu_mul(gate, up)
+    return _SiluMul.apply(gate, up)
+
+
+def log_sum_exp(logits_CV: Tensor) -> Tensor:
+    """log(sum(exp(logits))) of each row, fp32 [C]; no gradient."""
+    kernels = _kernels_for(logits_CV)
+    return reference.log_sum_exp(logits_CV) if kernels is None else kernels.log_sum_exp(logits_CV.contiguous())
+
+
+def cross_entropy_gradient_(
+    logits_CV: Tensor, lse_C: Tensor, columns_C: Tensor, here_C: Tensor, valid_C: Tensor, z_loss_coeff: float
+) -> Tensor:
+    """The gradient of the summed cross-entropy with respect to the logits, which may be overwritten; see
+    ``reference.cross_entropy_gradient_``."""
+    kernels = _kernels_for(logits_CV)
+    arguments = (lse_C, columns_C, here_C, valid_C, z_loss_coeff)
+    if kernels is None:
+        return reference.cross_entropy_gradient_(logits_CV, *arguments)
+    return kernels.cross_entropy_gradient_(logits_CV.contiguous(), *arguments)
+
+
+def _kernels_for(x: Tensor) -> ModuleType | None:
+    if x.dtype not in _DTYPES or x.numel() == 0 or torch.compiler.is_compiling():
+        return None
+    if resolve_routing(x.device) is not Backend.TRITON:
+        return None
+    from megatron.optimus.ops.triton import elementwise
+
+    return elementwise
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BHSd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x_BHSd, cos, sin, inverse=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BHSd: Tensor) -> tuple[Tensor, None, None]:
+        return _turned(grad_BHSd, *ctx.saved_tensors, inverse=True), None, None
+
+
+def _turned(x_BHSd: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool) -> Tensor:
+    kernels = _kernels_for(x_BHSd)
+    assert kernels is not None, "chosen before"
+    x_BHSd = x_BHSd if x_BHSd.stride(-1) == 1 else x_BHSd.contiguous()
+    return kernels.rotate(x_BHSd, cos.contiguous(), sin.contiguous(), inverse)
+
+
+class _SiluMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        kernels = _kernels_for(gate)
+        assert kernels is not None, "chosen before"
+        return kernels.silu_mul(gate.contiguous(), up.contiguous())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        kernels = _kernels_for(grad)
+        assert kernels is not None, "chosen before"
+        gate, up = ctx.saved_tensors
+        return kernels.silu_mul_backward(gate.contiguous(), up.contiguous(), grad.contiguous())
