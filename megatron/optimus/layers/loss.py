@@ -27,7 +27,7 @@ from megatron.optimus import ops
 from megatron.optimus.layers.labels import NO_LABEL
 from megatron.optimus.runtime.distributed import all_gather_single
 
-CHUNK_ELEMENTS = 2**27  # logits held at once: 512 MiB in fp32, large enough for efficient matrix products
+CHUNK_ELEMENTS = 2**27  # logits held at once in fp32: 512 MiB, large enough for efficient matrix products
 
 
 class LMHead(nn.Linear):
@@ -80,7 +80,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # fp32: the chunks' contributions are added up.
         dw_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if with_grad and ctx.needs_input_grad[1] else None
         total = torch.zeros((), dtype=torch.float32, device=x_TD.device)
-        step = max(1, CHUNK_ELEMENTS // weight_VD.shape[0])
+        elements = CHUNK_ELEMENTS * (2 if ops.keeps_16_bits(x_TD) else 1)
+        step = max(1, elements // weight_VD.shape[0])
         for start in range(0, x_TD.shape[0], step):
             x_CD, labels_C = x_TD[start : start + step], labels_T[start : start + step]
             logits_CV = F.linear(x_CD, weight_VD)

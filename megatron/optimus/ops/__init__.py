@@ -18,7 +18,13 @@ from megatron.optimus.ops.backend import (
     set_backend,
 )
 from megatron.optimus.ops.copies import copy_rows, sum_copies
-from megatron.optimus.ops.elementwise import cross_entropy_gradient_, log_sum_exp, rotate, silu_mul
+from megatron.optimus.ops.elementwise import (
+    cross_entropy_gradient_,
+    keeps_16_bits,
+    log_sum_exp,
+    rotate,
+    silu_mul,
+)
 from megatron.optimus.ops.grouped import (
     combine,
     gather_rows,
@@ -49,6 +55,7 @@ __all__ = [
     "grouped_linear",
     "grouped_linear_swiglu",
     "grouped_weight_gradient",
+    "keeps_16_bits",
     "log_sum_exp",
     "main_grad_of",
     "moe_mlp",

@@ -51,6 +51,12 @@ def log_sum_exp(logits_CV: Tensor) -> Tensor:
     return reference.log_sum_exp(logits_CV) if kernels is None else kernels.log_sum_exp(logits_CV.contiguous())
 
 
+def keeps_16_bits(x: Tensor) -> bool:
+    """Whether ``log_sum_exp`` and ``cross_entropy_gradient_`` of logits of this dtype and device make no fp32 copy of
+    them."""
+    return x.element_size() == 2 and _kernels_for(x) is not None
+
+
 def cross_entropy_gradient_(
     logits_CV: Tensor, lse_C: Tensor, columns_C: Tensor, here_C: Tensor, valid_C: Tensor, z_loss_coeff: float
 ) -> Tensor:

@@ -19,7 +19,7 @@ from megatron.optimus.planner.ring import FP32, RingSizes, backward_bytes, forwa
 from megatron.optimus.planner.share import Share
 
 INT32, INT64 = 4, 8
-LOSS_CHUNK = 2**27  # logits held at once, layers/loss.py
+LOSS_CHUNK = 2**27  # logits held at once in fp32, layers/loss.py
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Kernels:
     """What a device's kernels keep and allocate."""
 
     fused_norm: bool  # RMSNorm keeps its input and one number a token, else also its normalised output
+    fused_elementwise: bool  # ops/elementwise.py has kernels, and LayerNorm needs no fp32 copy
     row_tile: int  # rows of an expert start at a multiple of it; what the backward needs is kept without padding
     keeps_order: bool  # the expert kernels keep the order of rows; else the experts' numbers
     counts_workspace: bool = True  # the expert kernels' temporary rows come from torch's allocator
@@ -43,6 +44,7 @@ class Kernels:
 # csrc/cuda; ops/triton keeps the padding, too. cuDNN's attention has the gradients of its queries in fp32.
 CUDA = Kernels(
     fused_norm=True,
+    fused_elementwise=True,
     row_tile=128,
     keeps_order=True,
     hides_collectives=False,
@@ -51,10 +53,15 @@ CUDA = Kernels(
     multiprocessors=132,
 )
 # ops/sycl. Attention over parts: four times fp32 scores, as many as MAX_SCORES.
-XPU = Kernels(fused_norm=True, row_tile=1, keeps_order=True, ring_workspace=4 * 2**26 * FP32)
-CPU = Kernels(
-    fused_norm=False, row_tile=1, keeps_order=False, counts_workspace=False, splits_backward=False
-)  # csrc/cpu
+XPU = Kernels(fused_norm=True, fused_elementwise=False, row_tile=1, keeps_order=True, ring_workspace=4 * 2**26 * FP32)
+CPU = Kernels(  # csrc/cpu
+    fused_norm=False,
+    fused_elementwise=False,
+    row_tile=1,
+    keeps_order=False,
+    counts_workspace=False,
+    splits_backward=False,
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ def layer_parts(share: Share, kernels: Kernels, recompute: frozenset[Recompute],
     """The parts of one layer, in the order of the forward."""
     again = Recompute.MOE in recompute
     is_moe, inner = share.model.is_moe, share.model.ffn_hidden_size
-    mlp = _experts(share, kernels, again) if is_moe else [_mlp("mlp", share, inner, recomputes=again)]
+    mlp = _experts(share, kernels, again) if is_moe else [_mlp("mlp", share, kernels, inner, recomputes=again)]
     norms = Recompute.NORM in recompute
     parts = [
         _norm("attention norm", share, kernels, recomputes=norms),
@@ -95,6 +102,9 @@ def _norm(name: str, share: Share, kernels: Kernels, *, recomputes: bool) -> Par
     """Its input, the residual; its output, which the part behind keeps; statistics."""
     tokens, width, element = share.tokens_outside, share.model.hidden_size, share.element
     stream = tokens * width * element
+    if share.model.normalization is Normalization.LAYERNORM_NONPARAMETRIC and kernels.fused_elementwise:
+        part = Part(name, 2 * stream + 2 * FP32 * tokens, stream, 2 * stream)
+        return part.recomputed(2 * stream) if recomputes else part
     if share.model.normalization is Normalization.LAYERNORM_NONPARAMETRIC:
         wide = tokens * width * FP32
         part = Part(name, wide + 2 * FP32 * tokens + stream, wide, 3 * wide)
@@ -130,10 +140,12 @@ def _attention(share: Share, kernels: Kernels, recompute: frozenset[Recompute]) 
         core += (2 * keys * (repeats - 1) + queries) * element  # the output a second time, in its own positions
     gathered = tokens * model.hidden_size * element if layout.tp > 1 else 0
     outside = share.tokens_outside * model.hidden_size * element
-    rope = 4 * max(queries, keys) * FP32
+    # Of RoPE: fp32 copies, or its result beside what it has read, which lives to the end of the forward by name.
+    rope = max(queries, keys) * element if kernels.fused_elementwise else 4 * max(queries, keys) * FP32
+    read = (queries + keys) * element if kernels.fused_elementwise else rope + queries * element
     weights = (2 * queries + 2 * keys) // tokens * model.hidden_size * element
     gradients = (3 * queries + 2 * keys) * element + outside
-    forward = max(gathered + rope + queries * element, _leaving(share))
+    forward = max(gathered + read, _leaving(share))
     backward = gathered + gradients + max(rope, weights)
     if layout.cp > 1 and share.config.parallel.cp_comm_type is ContextCommunication.P2P:
         ring = ring_sizes(share, kernels)
@@ -178,25 +190,26 @@ def _leaving(share: Share) -> int:
     return partial + outside + (partial * (tp - 1) // tp if in_blocks else 0)
 
 
-def _mlp(name: str, share: Share, width: int, *, recomputes: bool) -> Part:
-    """gate, up, silu(gate) and their product. ``width``: the inner one."""
+def _mlp(name: str, share: Share, kernels: Kernels, width: int, *, recomputes: bool) -> Part:
+    """gate, up, silu(gate) unless its product with up is one kernel, and that product. ``width``: the inner one."""
     layout, element, tokens = share.layout, share.element, share.tokens
     inner = tokens * width // layout.tp * element
     gathered = tokens * share.model.hidden_size * element if layout.tp > 1 else 0
     outside = share.tokens_outside * share.model.hidden_size * element
     weights = 2 * (inner // tokens) * share.model.hidden_size
-    part = Part(name, 4 * inner, _leaving(share), gathered + outside + 2 * inner + max(inner, weights))
+    saved = (3 if kernels.fused_elementwise else 4) * inner
+    part = Part(name, saved, _leaving(share), gathered + outside + 2 * inner + max(inner, weights))
     if recomputes:
         part = part.recomputed(gathered if share.config.parallel.sequence_parallel else 0)
     return part
 
 
-def _shared_experts(share: Share, gathered: int, *, recomputes: bool) -> Part:
+def _shared_experts(share: Share, kernels: Kernels, gathered: int, *, recomputes: bool) -> Part:
     """The MLP, and what the gate's product keeps; beside it lie the ``gathered`` rows of the routed experts, in the
     backward their gradients, and the gradient of the layer's input."""
     model, tokens, element = share.model, share.tokens_outside, share.element
     stream = tokens * model.hidden_size * element
-    part = _mlp("shared experts", share, model.moe_shared_expert_intermediate_size, recomputes=recomputes)
+    part = _mlp("shared experts", share, kernels, model.moe_shared_expert_intermediate_size, recomputes=recomputes)
     gate = stream + tokens * element if model.moe_shared_expert_gate else 0
     return Part(part.name, part.saved + gate, part.forward + gathered, part.backward + gathered + stream)
 
@@ -236,7 +249,7 @@ def _experts(share: Share, kernels: Kernels, recomputes: bool) -> list[Part]:
         experts = experts.recomputed(arguments)
     if not model.moe_shared_expert_intermediate_size:
         return [router, exchange, experts]
-    shared = _shared_experts(share, gathered, recomputes=recomputes)
+    shared = _shared_experts(share, kernels, gathered, recomputes=recomputes)
     # The shared experts' result waits for that of the routed ones.
     waiting = 0 if model.moe_shared_expert_gate else stream
     return [router, exchange, shared, Part(experts.name, experts.saved, experts.forward + waiting, experts.backward)]
@@ -270,13 +283,16 @@ def head_parts(share: Share, kernels: Kernels) -> list[Part]:
     stream = tokens * model.hidden_size * element
     vocabulary = model.vocab_size // share.layout.tp
     weight = vocabulary * model.hidden_size
-    rows = max(1, LOSS_CHUNK // vocabulary)
+    narrow = kernels.fused_elementwise and element == 2  # logits are never brought to fp32
+    rows = max(1, LOSS_CHUNK * (2 if narrow else 1) // vocabulary)
     first, second = (min(rows, max(0, tokens - start)) * vocabulary for start in (0, rows))
     # In fp32 twice at once (exponentials), or beside gradients and a part of the weight's. While the second chunk's
     # logits are made and brought to fp32, those of the first and their gradients are still there.
     logits = max(2 * first * FP32, first * (FP32 + element) + weight * element)
     if second:
         logits = max(logits, (first + second) * (FP32 + element))
+    if narrow:
+        logits = max(first + second, first + weight) * element
     entered = stream if share.layout.tp > 1 else 0
     saved = stream + weight * FP32
     loss = Part("loss", saved, outside + entered + logits, stream + weight * (FP32 + element))
