@@ -148,10 +148,10 @@ def table(found: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def page_with(text: str, page: str) -> str:
+def page_with(text: str, page: str, begin: str = BEGIN, end: str = END) -> str:
     """The page with the table in its place."""
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n{text}{END}{rest.split(END, 1)[1]}"
+    before, rest = page.split(begin)
+    return f"{before}{begin}\n{text}{end}{rest.split(end, 1)[1]}"
 
 
 def main() -> None:

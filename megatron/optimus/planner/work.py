@@ -28,6 +28,10 @@ GATE = 20  # of the shared experts' result: read by the gate, times the gate; ti
 # results and gradients copied into the sums and brought to bf16 (24), output and gradient made contiguous (8); keys and
 # values stacked (8), their gradients copied and brought to bf16 (24).
 RING_STEP, RING_ONCE = (28, 18), (32, 32)
+# Where the ring has no kernel (layers/partial_attention.py, _attend_plain): products in fp32, two forward and five
+# backward, whose scores go through memory: 56 bytes of each in the forward (product, scaled, log-sum-exp, exponential),
+# 72 in the backward.
+SCORE_PRODUCTS, SCORE_BYTES = 7, 128
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class Work:
     traffic: float = 0.0  # bytes
     layers: float = 0.0  # passes through a layer, forward or backward, that the host has to launch
     host: float = 0.0  # bytes to host memory and back
+    wide: float = 0.0  # FLOPs of products in fp32
 
     def __add__(self, other: Work) -> Work:
         return Work(*(getattr(self, name) + getattr(other, name) for name in Work.__dataclass_fields__))
@@ -48,7 +53,7 @@ class Work:
         return Work(*(getattr(self, name) * factor for name in Work.__dataclass_fields__))
 
 
-def layer_work(share: Share, recompute: frozenset[Recompute]) -> Work:
+def layer_work(share: Share, recompute: frozenset[Recompute], kernels: Kernels = CUDA) -> Work:
     """Forward and backward of one layer for one micro-batch."""
     model, tp, tokens, outside = share.model, share.layout.tp, share.tokens, share.tokens_outside
     width, scale = model.hidden_size, share.element / 2
@@ -59,9 +64,11 @@ def layer_work(share: Share, recompute: frozenset[Recompute]) -> Work:
     residuals = Work(traffic=2 * RESIDUAL * scale * outside * width)
     inner = (queries + keys) * tokens
     qk_norm = Work(traffic=FUSED_NORM * scale * inner if model.qk_layernorm else 0.0)
-    attention = Work(
+    is_ring = share.layout.cp > 1 and share.config.parallel.cp_comm_type is ContextCommunication.P2P
+    core = _plain_ring(share) if is_ring and kernels.ring_workspace else None
+    core = core or Work(attention=6.0 * tokens * share.config.training.seq_length * queries)
+    attention = core + Work(
         products=6.0 * tokens * width * (2 * queries + 2 * keys),
-        attention=6.0 * tokens * share.config.training.seq_length * queries,
         traffic=ROPE * inner,
     )
     if model.is_moe:
@@ -75,12 +82,19 @@ def layer_work(share: Share, recompute: frozenset[Recompute]) -> Work:
     for chosen, part in ((Recompute.MOE, mlp), (Recompute.ATTENTION, attention + qk_norm), (Recompute.NORM, norms)):
         if chosen in recompute:
             again += part * (1 / 3)
-    is_ring = share.layout.cp > 1 and share.config.parallel.cp_comm_type is ContextCommunication.P2P
     if is_ring:
         total += Work(traffic=ring_traffic(tokens * queries, tokens * keys, share.layout.cp) * scale)
         if Recompute.ATTENTION in recompute:  # the ring's result is kept
-            again += Work(attention=-attention.attention / 3)
+            again += core * (-1 / 3)
     return total + again + (Work(layers=0.5) if recompute else Work())
+
+
+def _plain_ring(share: Share) -> Work:
+    """One layer's attention without a kernel. A rank's own block is whole, what the causal mask hides included."""
+    model, ranks = share.model, share.layout.cp
+    scores = share.tokens * (share.config.training.seq_length / ranks) * (ranks + 1) / 2
+    scores *= model.num_attention_heads / share.layout.tp
+    return Work(traffic=SCORE_BYTES * scores, wide=SCORE_PRODUCTS * 2.0 * model.head_dim * scores)
 
 
 def part_work(share: Share) -> Work:
@@ -172,8 +186,8 @@ def micro_batch_work(share: Share, kernels: Kernels = CUDA) -> Work:
     chosen = frozenset(parallel.recompute_modules)
     limit = share.num_layers if parallel.recompute_num_layers is None else parallel.recompute_num_layers
     recomputing = sum(min(len(chunk), limit) for chunk in share.chunks)
-    total = layer_work(share, frozenset()) * (share.num_layers - recomputing)
-    total += layer_work(share, chosen) * recomputing
+    total = layer_work(share, frozenset(), kernels) * (share.num_layers - recomputing)
+    total += layer_work(share, chosen, kernels) * recomputing
     offloaded = sum(min(len(chunk), parallel.cpu_offloading_num_layers) for chunk in share.chunks)
     if offloaded:
         saved = sum(part.saved for part in layer_parts(share, kernels, chosen if limit else frozenset(), offload=False))
