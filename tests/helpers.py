@@ -37,7 +37,7 @@ def _worker(
     torch.set_num_threads(1)
     try:
         if device == "cuda":
-            torch.cuda.set_device(rank)
+            torch.cuda.set_device(rank % torch.cuda.device_count())
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
             init_method=f"file://{store}",
@@ -74,7 +74,8 @@ def run_on_gpus(
     device: str = "cuda",
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Any]:
-    """``run_distributed`` with NCCL, rank r on GPU r, and ``environment`` set before the ranks start.
+    """``run_distributed`` with NCCL, rank r on GPU r, and ``environment`` set before the ranks start. More ranks than
+    GPUs share them in turns, for functions that do not communicate: NCCL refuses two ranks on one GPU.
 
     ``device``: "cpu" takes the same way with gloo. Ranks that do not answer in ``timeout`` seconds are killed.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,8 +34,11 @@ def corpus(steps: int) -> Tensor:
     return torch.stack(tokens, dim=1).view(steps, SEQUENCES, LENGTH + 1)
 
 
-def curve(rank: int, world: int, words: str, steps: int) -> list[float]:
-    """The loss of every step, the same on all ranks: whatever the layout, a step sees the same sequences."""
+def curve(rank: int, world: int, words: str, steps: int, order: int = 0) -> list[float]:
+    """The loss of every step, the same on all ranks: whatever the layout, a step sees the same sequences.
+
+    ``order``: in which order, by the number of a permutation; 0 leaves them as they are.
+    """
     from megatron.optimus.config.checks import check
     from megatron.optimus.config.load import load
     from megatron.optimus.data.loader import Batch
@@ -61,16 +63,25 @@ def curve(rank: int, world: int, words: str, steps: int) -> list[float]:
     positions = own_positions(LENGTH, config.parallel, mesh)
     positions = None if positions is None else positions.to(device)
 
+    generator = torch.Generator().manual_seed(order)
+    places = torch.randperm(SEQUENCES, generator=generator) if order else torch.arange(SEQUENCES)
+
     def batches(tokens: Tensor) -> list[Batch]:
-        each = tokens.to(device).split(size)
+        each = tokens[places].to(device).split(size)
         own = [each[number * replicas + mesh.index("dp")] for number in range(accumulation)]
         return [own_part(Batch(t[:, :-1].contiguous(), t[:, 1:].contiguous()), positions) for t in own]
 
-    losses = []
+    losses: list[float] = []
+    before = None  # read when the next step has been queued, else the device would wait for the host
     for step, tokens in enumerate(corpus(steps)):
         for group in engine.optimizer.param_groups:
             group["lr"] = LR * min(1.0, (step + 1) / WARM_UP)
-        losses.append(train_step(engine, schedule, batches(tokens), config.model, mesh).read().loss)
+        report = train_step(engine, schedule, batches(tokens), config.model, mesh)
+        if before is not None:
+            losses.append(before.read().loss)
+        before = report
+    assert before is not None
+    losses.append(before.read().loss)
     engine.destroy()
     return losses
 
@@ -80,8 +91,8 @@ def curves(rank: int, world: int, runs: Sequence[tuple[str, int]]) -> list[list[
     return [curve(rank, world, words, steps) for words, steps in runs]
 
 
-def alone(rank: int, world: int, runs: Any) -> list[float]:
-    """``curve`` of this rank's own run, as a process alone."""
+def alone(rank: int, world: int, runs: Sequence[tuple[str, int, int]]) -> list[float]:
+    """``curve`` of this rank's own run (options, steps, order), as a process alone."""
     import os
 
     from megatron.optimus.trainer.engine import shutdown_engine
@@ -89,5 +100,7 @@ def alone(rank: int, world: int, runs: Any) -> list[float]:
     backend = dist.get_backend()
     shutdown_engine()
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    if backend == "nccl":  # several ranks may share a GPU
+        os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return curve(0, 1, *runs[rank])

@@ -5,6 +5,7 @@ A field that bears on the function and that we do not know is refused by name, i
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from megatron.optimus.config.schema import ConfigError, ModelConfig, RotaryScaling, one_of
@@ -96,6 +97,7 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         result |= {
             family.inner_field: c.moe_ffn_hidden_size,
             family.experts_field: c.num_experts,
+            **({family.shared_field: c.moe_shared_expert_intermediate_size} if family.shared_field else {}),
             "num_experts_per_tok": c.moe_router_topk,
             "router_aux_loss_coef": c.moe_aux_loss_coeff,
             "output_router_logits": False,
@@ -106,7 +108,7 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "norm_topk_prob": c.moe_router_norm_topk_prob,
         "sliding_window": None,
         "qkv_bias": c.add_qkv_bias,
-        "shared_expert_intermediate_size": c.moe_shared_expert_intermediate_size,
+        "attention_multiplier": c.head_dim**-0.5,
     }
     return result | {name: value for name, value in optional.items() if name in family.extra_fields}
 
@@ -150,9 +152,12 @@ def model_config_from_hf(hf: dict[str, Any]) -> ModelConfig:
         options["moe_router_norm_topk_prob"] = flag(hf, "norm_topk_prob")
     if "qkv_bias" in family.extra_fields:
         options["add_qkv_bias"] = flag(hf, "qkv_bias")
-    shared = "shared_expert_intermediate_size"
-    if shared in family.extra_fields:
-        options["moe_" + shared] = number(hf, shared, int)
+    if family.shared_field:
+        options["moe_shared_expert_intermediate_size"] = number(hf, family.shared_field, int)
+    if "attention_multiplier" in family.extra_fields:
+        usual, given = (options["hidden_size"] / heads) ** -0.5, number(hf, "attention_multiplier", float)
+        if not math.isclose(given, usual, rel_tol=1e-6):
+            raise ConfigError(f"config.json: attention_multiplier={given} is not supported; only {usual:.6g} is")
     # transformers >= 5 writes num_local_experts where earlier versions wrote num_experts.
     experts = "num_local_experts" if "num_local_experts" in hf else "num_experts"
     if hf.get(experts) != hf.get("num_experts", hf.get(experts)):
@@ -184,7 +189,8 @@ def _supported_family(hf: dict[str, Any]) -> Family:
 
 def _refuse_unknown_fields(hf: dict[str, Any], family: Family) -> None:
     only = _SAME_IN_EVERY_MODEL | family.constants
-    known = _READ_FIELDS | _BOOKKEEPING_FIELDS | family.extra_fields | (_READ_FIELDS_MOE if family.is_moe else set())
+    known = _READ_FIELDS | _BOOKKEEPING_FIELDS | family.extra_fields | {family.shared_field}
+    known |= _READ_FIELDS_MOE if family.is_moe else set()
     for name, value in hf.items():
         if name in only:
             if value is not None and value != only[name]:

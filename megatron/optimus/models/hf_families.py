@@ -1,7 +1,7 @@
 """The architectures of Hugging Face's transformers that compute what a model of ours does.
 
-Supported: OLMo, Llama, Qwen2 and Qwen3 (dense), OLMoE, Mixtral, Qwen2-MoE and Qwen3-MoE. Which of them a model is
-follows from its norms, its biases and whether it has shared experts.
+Supported: OLMo, Llama, Qwen2 and Qwen3 (dense), OLMoE, Mixtral, Qwen2-MoE, Qwen3-MoE and Granite's MoE with shared
+experts. Which of them a model is follows from its norms, its biases, and whether it has shared experts and their gate.
 
 Source: the configuration classes and modelling code of transformers 5.
 """
@@ -27,6 +27,7 @@ class Family:
     has_head_dim: bool = True  # head width may differ from hidden_size / num_attention_heads
     inner_field: str = "intermediate_size"  # width of the MLP, of one expert in MoE models
     experts_field: str = "num_experts"
+    shared_field: str = ""  # width of the shared experts, where there are any
     defaults: dict[str, Any] = field(default_factory=dict)  # what transformers assumes for a missing field
 
     @property
@@ -117,11 +118,12 @@ FAMILIES = {
             "Qwen2MoeForCausalLM",
             "Qwen2-MoE",
             {**_NO_QK_NORM, **_NO_CLIP, **_MOE_NEEDS, "moe_shared_expert_gate": True},
-            frozenset({"rms_norm_eps", "norm_topk_prob", "moe_intermediate_size", "shared_expert_intermediate_size"})
+            frozenset({"rms_norm_eps", "norm_topk_prob", "moe_intermediate_size"})
             | {"qkv_bias", "sliding_window", "max_window_layers", "layer_types"},
             {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
             has_head_dim=False,
             inner_field="moe_intermediate_size",
+            shared_field="shared_expert_intermediate_size",
             defaults={
                 **_OLMO_DEFAULTS,
                 "max_position_embeddings": 32768,
@@ -130,6 +132,21 @@ FAMILIES = {
                 "norm_topk_prob": False,
                 "qkv_bias": True,
             },
+        ),
+        Family(
+            "granitemoeshared",
+            "GraniteMoeSharedForCausalLM",
+            "GraniteMoeShared",
+            # Its softmax over the chosen logits is that over all of them, normalised over the chosen.
+            {**_NO_QK_NORM, **_NO_CLIP, **_MOE_NEEDS, **_NO_BIAS}
+            | {"moe_router_norm_topk_prob": True, "moe_shared_expert_gate": False},
+            frozenset({"rms_norm_eps", "attention_multiplier"}),
+            {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0},
+            has_head_dim=False,
+            experts_field="num_local_experts",
+            shared_field="shared_intermediate_size",
+            defaults={**_OLMO_DEFAULTS, "rms_norm_eps": 1e-6, "router_aux_loss_coef": 0.001}
+            | {"num_local_experts": 8, "num_experts_per_tok": 2, "attention_multiplier": 1.0},
         ),
         Family(
             "qwen3_moe",
@@ -161,7 +178,7 @@ def family_of(config: ModelConfig) -> Family:
     """The architecture that computes what ``config`` does. Raises ConfigError naming the option that none expresses."""
     c = config
     if c.moe_shared_expert_intermediate_size:
-        full = head = none = "qwen2_moe"
+        full = head = none = "qwen2_moe" if c.moe_shared_expert_gate else "granitemoeshared"
     elif c.is_moe:
         full, head, none = "olmoe", "qwen3_moe", "mixtral"
     else:

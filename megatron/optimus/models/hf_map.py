@@ -18,7 +18,8 @@ from megatron.optimus.models.hf_families import family_of
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A Hugging Face tensor: elements [start, start + product of shape) of one of our flattened tensors."""
+    """A Hugging Face tensor: elements [start, start + product of shape) of one of our flattened tensors. Where several
+    of our tensors have one of the same name, each is some rows of it, in the order of ours."""
 
     name: str
     shape: tuple[int, ...]
@@ -105,6 +106,14 @@ _IN_LAYER = {
     "moe.shared_experts.mlp.down_proj.weight": "mlp.shared_expert.down_proj.weight",
     "moe.shared_experts.gate.weight": "mlp.shared_expert_gate.weight",
 }
+_GRANITE = {  # both projections of the shared experts in one matrix, all experts in one tensor, as ours
+    "moe.shared_experts.mlp.gate_proj.weight": "shared_mlp.input_linear.weight",
+    "moe.shared_experts.mlp.up_proj.weight": "shared_mlp.input_linear.weight",
+    "moe.shared_experts.mlp.down_proj.weight": "shared_mlp.output_linear.weight",
+    "moe.router.weight": "block_sparse_moe.router.layer.weight",
+    "moe.experts.gate_up_weight": "block_sparse_moe.input_linear.weight",
+    "moe.experts.down_weight": "block_sparse_moe.output_linear.weight",
+}
 _MOE_BLOCK = {"mixtral": "block_sparse_moe."}  # elsewhere "mlp."
 _PROJECTIONS = {"mixtral": ("w1", "w3", "w2")}  # gate, up, down
 _USUAL_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -121,8 +130,9 @@ def to_hf(config: ModelConfig, name: str) -> list[HFTensor]:
         return [HFTensor(_TOP_LEVEL[name], shape)]
     _, layer, rest = name.split(".", 2)
     prefix = f"model.layers.{layer}."
-    if rest in _IN_LAYER:
-        return [HFTensor(prefix + _IN_LAYER[rest], shape)]
+    in_layer = _IN_LAYER | (_GRANITE if model_type == "granitemoeshared" else {})
+    if rest in in_layer:
+        return [HFTensor(prefix + in_layer[rest], shape)]
     prefix += _MOE_BLOCK.get(model_type, "mlp.")
     if rest == "moe.router.weight":
         return [HFTensor(prefix + "gate.weight", shape)]

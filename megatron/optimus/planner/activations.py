@@ -274,6 +274,16 @@ def _expert_products(share: Share, kernels: Kernels, rows: int) -> Part:
     return Part("experts", hidden + index, wide + narrow + rows_in, backward)
 
 
+def _keeps_16_bits(share: Share, kernels: Kernels) -> bool:
+    """Logits are never brought to fp32."""
+    return kernels.fused_elementwise and share.element == 2
+
+
+def loss_chunk(share: Share, kernels: Kernels) -> int:
+    """Logits held at once."""
+    return LOSS_CHUNK * (2 if _keeps_16_bits(share, kernels) else 1)
+
+
 def head_parts(share: Share, kernels: Kernels) -> list[Part]:
     """Final norm, and output projection with loss, which makes its gradients in the forward (layers/loss.py)."""
     model, element, tokens = share.model, share.element, share.tokens
@@ -283,15 +293,14 @@ def head_parts(share: Share, kernels: Kernels) -> list[Part]:
     stream = tokens * model.hidden_size * element
     vocabulary = model.vocab_size // share.layout.tp
     weight = vocabulary * model.hidden_size
-    narrow = kernels.fused_elementwise and element == 2  # logits are never brought to fp32
-    rows = max(1, LOSS_CHUNK * (2 if narrow else 1) // vocabulary)
+    rows = max(1, loss_chunk(share, kernels) // vocabulary)
     first, second = (min(rows, max(0, tokens - start)) * vocabulary for start in (0, rows))
     # In fp32 twice at once (exponentials), or beside gradients and a part of the weight's. While the second chunk's
     # logits are made and brought to fp32, those of the first and their gradients are still there.
     logits = max(2 * first * FP32, first * (FP32 + element) + weight * element)
     if second:
         logits = max(logits, (first + second) * (FP32 + element))
-    if narrow:
+    if _keeps_16_bits(share, kernels):
         logits = max(first + second, first + weight) * element
     entered = stream if share.layout.tp > 1 else 0
     saved = stream + weight * FP32

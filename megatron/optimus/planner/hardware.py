@@ -39,8 +39,10 @@ class Machine:
     attention_long: Figure  # in sequences of 131,072 tokens
     attention_deterministic: Figure  # share of these rates that is left with --deterministic
     experts: Figure  # FLOP/s of the grouped products with all that belongs to them
+    wide: Figure  # FLOP/s of products in fp32: ring attention where it has no kernel
     traffic: Figure  # bytes/s of operations between products
     layer_time: Figure  # seconds a pass through a layer takes at least: launching its kernels
+    host_time: Figure  # seconds the host takes for a pass through a layer
     step_time: Figure  # seconds a step takes besides
     inside: Figure  # bytes/s a rank sends inside a node, in a group of more than two
     pair: Figure  # in a group of two
@@ -64,6 +66,10 @@ _FIT = "fitted to benchmarks/results/planner_memory_h200.json"
 _MEASURED = "benchmarks/results/planner_memory_h200.json"
 _OVERLAP = "optimizer phase of benchmarks/results/overlap_7b_ep1_h200x8.json and overlap_7b_2layers_h200x2_ep1.json"
 _RING = "benchmarks/results/ring_kernels_h200.txt, forward and backward"
+_HOST = (
+    "benchmarks/results/loss_curves_h200x4.json, one GPU: two micro-batches a step instead of one take 37.0 ms longer, "
+    "17 passes; four processes at once, other work beside them"
+)
 _ALCF = "public: docs.alcf.anl.gov, Aurora, node performance overview"
 
 H200 = Machine(
@@ -85,8 +91,10 @@ H200 = Machine(
     attention_long=Figure(462e12, f"{_RING}: whole sequence, 8 heads, torch's choice (cuDNN)", True),
     attention_deterministic=Figure(0.594, f"{_RING}: FlashAttention-2 instead of cuDNN, whole sequence", True),
     experts=Figure(526e12, f"{_FIT}; alone 592e12 (benchmarks/results/moe_layer_h200_peers_0_5.json)", True),
+    wide=Figure(67e12, "public: data sheet, fp32; the ring has kernels here"),
     traffic=Figure(3.4e12, _FIT, True),
     layer_time=Figure(0.5e-3, _FIT, True),
+    host_time=Figure(2.18e-3, _HOST, True),
     step_time=Figure(6.9e-3, _FIT, True),
     inside=Figure(300e9, _OVERLAP, True),
     pair=Figure(210e9, _OVERLAP, True),
@@ -111,8 +119,10 @@ AURORA = Machine(
     attention_long=Figure(60e12, "assumed: the same"),
     attention_deterministic=Figure(1.0, "assumed: the same kernel"),
     experts=Figure(120e12, "assumed: two thirds of the rate of products, as on H200"),
+    wide=Figure(0.8 * 23e12, "public: 56 active cores x 256 operations a cycle x 1.6 GHz; of that 80% assumed"),
     traffic=Figure(0.8e12, f"{_ALCF}: triad 1 TB/s a tile; of that 80%, as fitted on H200"),
     layer_time=Figure(1e-3, "assumed: twice an H200's host time"),
+    host_time=Figure(4.4e-3, "assumed: twice an H200's"),
     step_time=Figure(20e-3, "assumed"),
     inside=Figure(0.8 * 5 * 15e9, f"{_ALCF}: 15 GB/s to each of five other GPUs; of that 80% assumed"),
     pair=Figure(196e9, f"{_ALCF}: 196 GB/s one way between the two tiles of a GPU"),

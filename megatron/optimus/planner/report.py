@@ -137,7 +137,8 @@ def _time_lines(plan: Plan) -> list[str]:
     return [
         f"predicted step {time.total:.3f} s: compute {time.compute:.3f}, exposed communication {time.exposed:.3f} "
         f"({100 * time.exposed / time.total:.0f}%), bubble {time.bubble:.3f} ({100 * time.bubble_share:.0f}%), "
-        f"optimizer and the rest {time.update:.3f}",
+        f"optimizer and the rest {time.update:.3f}"
+        + (f", device waiting for its host {time.launching:.3f}" if time.launching else ""),
         f"{time.tokens_per_second:,.0f} tokens/s, {time.tokens_per_second_per_device:,.0f} a device, "
         f"{time.tokens_per_second_per_device * time.flops_per_token / 1e12:.0f} TFLOP/s, MFU {100 * time.mfu:.1f}%",
     ]
@@ -227,6 +228,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "exposed_s": time.exposed,
             "bubble_s": time.bubble,
             "update_s": time.update,
+            "launching_s": time.launching,
             "communication_s": time.communication,
             "tokens_per_second": time.tokens_per_second,
             "tokens_per_second_per_device": time.tokens_per_second_per_device,

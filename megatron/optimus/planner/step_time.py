@@ -4,6 +4,7 @@
                   + communication inside layers (hidden parts at the cost of overlap)
     step        = micro-batches on the slowest stage + the pipeline's bubble + gradients and weights on the wire
                   + optimizer + a constant
+    and no less than the host needs for its passes through layers: it runs ahead of the device, but not for ever
 
 Left out: uneven routing, other jobs on the network, noise between ranks, input, logging and checkpoints.
 """
@@ -35,12 +36,14 @@ PER_STEP = ("dense", "edp")  # axes along which a rank communicates once a step,
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step, of the slowest rank. ``compute`` + ``exposed`` + ``bubble`` + ``update`` is the whole."""
+    """Seconds of one step, of the slowest rank; ``compute``, ``exposed``, ``bubble``, ``update`` and ``launching`` are
+    the whole."""
 
     compute: float  # of all micro-batches, slowed down by communication beside it
     exposed: float  # communication with nothing beside it
     bubble: float  # waiting for other stages
     update: float  # optimizer, and the constant part
+    launching: float  # the device waiting for its host
     communication: float  # all of it, hidden or not
     data: float  # of it, gradients and weights between replicas
     tokens: int  # of the global batch
@@ -50,7 +53,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        return self.compute + self.exposed + self.bubble + self.update
+        return self.compute + self.exposed + self.bubble + self.update + self.launching
 
     @property
     def tokens_per_second(self) -> float:
@@ -115,6 +118,7 @@ def compute_seconds(work: Work, share: Share, machine: Machine) -> float:
         + work.traffic / machine.traffic.value
         + work.layers * machine.layer_time.value
         + work.host / machine.host.value
+        + work.wide / machine.wide.value
     )
 
 
@@ -124,7 +128,7 @@ def _windows(share: Share, machine: Machine) -> dict[Hiding, float]:
     is_split = share.model.is_moe and machine.kernels.splits_backward
     last = compute_seconds(last_product_work(share), share, machine) if is_split else 0.0
     router = compute_seconds(router_work(share), share, machine) if share.model.is_moe else 0.0
-    shared = compute_seconds(shared_work(share), share, machine)  # a third of it in the forward
+    shared = compute_seconds(shared_work(share, machine.kernels), share, machine)  # a third of it in the forward
     return {
         Hiding.NOTHING: 0.0,
         Hiding.LAST_PRODUCT: layers * (last + shared * 2 / 3),
@@ -172,7 +176,7 @@ def _of_data(share: Share, machine: Machine, window: float) -> tuple[float, floa
 
 def stage_seconds(share: Share, whole: float, machine: Machine) -> list[float]:
     """``whole``, a rank's seconds for one micro-batch, shared out over its chunks by their layers and the head."""
-    head = compute_seconds(head_work(share), share, machine) if share.has_head else 0.0
+    head = compute_seconds(head_work(share, machine.kernels), share, machine) if share.has_head else 0.0
     layer = (whole - head) / share.num_layers
     last = share.num_stages - 1
     return [
@@ -204,12 +208,16 @@ def step_time(shares: list[Share], machine: Machine) -> StepTime:
             times[stage] = seconds_each
     share, (compute, exposed, communication) = groups[slowest][0], stages[slowest]
     slowed, bare, data = _of_data(share, machine, compute + exposed)
-    training = share.config.training
+    training, bubble = share.config.training, _bubble(share, times)
+    update = compute_seconds(update_work(share), share, machine) + machine.step_time.value
+    passes = max(micro_batch_work(group[0], machine.kernels).layers for group in groups) * share.micro_batches
+    without = compute + slowed + exposed + bare + bubble + update
     return StepTime(
         compute=compute + slowed,
         exposed=exposed + bare,
-        bubble=_bubble(share, times),
-        update=compute_seconds(update_work(share), share, machine) + machine.step_time.value,
+        bubble=bubble,
+        update=update,
+        launching=max(0.0, passes * machine.host_time.value - without),
         communication=communication + data,
         data=data,
         tokens=training.global_batch_size * training.seq_length,

@@ -9,18 +9,29 @@ measured for them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.optimus.config.schema import ContextCommunication, Normalization, OptimizerName, Recompute
-from megatron.optimus.planner.activations import CUDA, Kernels, layer_parts
+from megatron.optimus.planner.activations import CUDA, Kernels, layer_parts, loss_chunk
 from megatron.optimus.planner.parameters import adds_expert_gradients, families, gradient_bytes, parameters
 from megatron.optimus.planner.ring import FP32
 from megatron.optimus.planner.share import Share
 
-# Bytes an element in bf16, forward and backward, counted from layers/: passes of 2 bytes, or of 4 where fp32 is.
-ROPE = 104  # to fp32, halves turned, two products, a sum, back; the same in the backward
-LOSS = 54  # of a logit: to fp32, log-sum-exp, exponential, label, mask, back
-NONPARAMETRIC = 44  # LayerNorm in fp32
-FUSED_NORM, RESIDUAL, GATED = 10, 12, 28  # RMSNorm; a sum both ways; silu(gate) * up
+
+class Passes(NamedTuple):
+    """Bytes an element in bf16, forward and backward, counted from the code: passes of 2 bytes, or of 4 for fp32."""
+
+    rope: float
+    loss: float  # of a logit, beside the products
+    nonparametric: float  # LayerNorm
+    gated: float  # silu(gate) * up
+
+
+# To fp32, halves turned, two products, a sum, back, the same in the backward; to fp32, log-sum-exp, exponential, label,
+# mask, back; LayerNorm in fp32; each of the two operations by itself.
+PLAIN = Passes(rope=104, loss=54, nonparametric=44, gated=28)
+FUSED = Passes(rope=8, loss=6, nonparametric=10, gated=16)  # ops/triton/elementwise.py, and torch's LayerNorm
+FUSED_NORM, RESIDUAL = 10, 12  # RMSNorm; a sum both ways
 GATE = 20  # of the shared experts' result: read by the gate, times the gate; times the gate and the gradient, twice
 
 # Ring attention, bytes of an element of the queries and of the keys (of which there are as many values), both passes.
@@ -28,6 +39,14 @@ GATE = 20  # of the shared experts' result: read by the gate, times the gate; ti
 # results and gradients copied into the sums and brought to bf16 (24), output and gradient made contiguous (8); keys and
 # values stacked (8), their gradients copied and brought to bf16 (24).
 RING_STEP, RING_ONCE = (28, 18), (32, 32)
+# Where the ring has no kernel (layers/partial_attention.py, _attend_plain): products in fp32, two forward and five
+# backward, whose scores go through memory: 56 bytes of each in the forward (product, scaled, log-sum-exp, exponential),
+# 72 in the backward.
+SCORE_PRODUCTS, SCORE_BYTES = 7, 128
+
+
+def passes(kernels: Kernels) -> Passes:
+    return FUSED if kernels.fused_elementwise else PLAIN
 
 
 @dataclass(frozen=True)
@@ -40,6 +59,7 @@ class Work:
     traffic: float = 0.0  # bytes
     layers: float = 0.0  # passes through a layer, forward or backward, that the host has to launch
     host: float = 0.0  # bytes to host memory and back
+    wide: float = 0.0  # FLOPs of products in fp32
 
     def __add__(self, other: Work) -> Work:
         return Work(*(getattr(self, name) + getattr(other, name) for name in Work.__dataclass_fields__))
@@ -48,39 +68,48 @@ class Work:
         return Work(*(getattr(self, name) * factor for name in Work.__dataclass_fields__))
 
 
-def layer_work(share: Share, recompute: frozenset[Recompute]) -> Work:
+def layer_work(share: Share, recompute: frozenset[Recompute], kernels: Kernels = CUDA) -> Work:
     """Forward and backward of one layer for one micro-batch."""
     model, tp, tokens, outside = share.model, share.layout.tp, share.tokens, share.tokens_outside
     width, scale = model.hidden_size, share.element / 2
     queries = model.num_attention_heads * model.head_dim // tp
     keys = model.num_kv_heads * model.head_dim // tp
-    norm = NONPARAMETRIC if model.normalization is Normalization.LAYERNORM_NONPARAMETRIC else FUSED_NORM
+    norm = passes(kernels).nonparametric if model.normalization is Normalization.LAYERNORM_NONPARAMETRIC else FUSED_NORM
     norms = Work(traffic=2 * norm * scale * outside * width)
     residuals = Work(traffic=2 * RESIDUAL * scale * outside * width)
     inner = (queries + keys) * tokens
     qk_norm = Work(traffic=FUSED_NORM * scale * inner if model.qk_layernorm else 0.0)
-    attention = Work(
+    is_ring = share.layout.cp > 1 and share.config.parallel.cp_comm_type is ContextCommunication.P2P
+    core = _plain_ring(share) if is_ring and kernels.ring_workspace else None
+    core = core or Work(attention=6.0 * tokens * share.config.training.seq_length * queries)
+    attention = core + Work(
         products=6.0 * tokens * width * (2 * queries + 2 * keys),
-        attention=6.0 * tokens * share.config.training.seq_length * queries,
-        traffic=ROPE * inner,
+        traffic=passes(kernels).rope * inner,
     )
     if model.is_moe:
         mlp = Work(experts=18.0 * outside * model.moe_router_topk * width * model.moe_ffn_hidden_size)
         mlp += part_work(share) * (share.config.parallel.moe_dispatch_chunks - 1)
-        mlp += shared_work(share)
+        mlp += shared_work(share, kernels)
     else:
-        mlp = _mlp_work(share, model.ffn_hidden_size)
+        mlp = _mlp_work(share, kernels, model.ffn_hidden_size)
     total = norms + residuals + qk_norm + attention + mlp + Work(layers=2.0)
     again = Work()
     for chosen, part in ((Recompute.MOE, mlp), (Recompute.ATTENTION, attention + qk_norm), (Recompute.NORM, norms)):
         if chosen in recompute:
             again += part * (1 / 3)
-    is_ring = share.layout.cp > 1 and share.config.parallel.cp_comm_type is ContextCommunication.P2P
     if is_ring:
         total += Work(traffic=ring_traffic(tokens * queries, tokens * keys, share.layout.cp) * scale)
         if Recompute.ATTENTION in recompute:  # the ring's result is kept
-            again += Work(attention=-attention.attention / 3)
+            again += core * (-1 / 3)
     return total + again + (Work(layers=0.5) if recompute else Work())
+
+
+def _plain_ring(share: Share) -> Work:
+    """One layer's attention without a kernel. A rank's own block is whole, what the causal mask hides included."""
+    model, ranks = share.model, share.layout.cp
+    scores = share.tokens * (share.config.training.seq_length / ranks) * (ranks + 1) / 2
+    scores *= model.num_attention_heads / share.layout.tp
+    return Work(traffic=SCORE_BYTES * scores, wide=SCORE_PRODUCTS * 2.0 * model.head_dim * scores)
 
 
 def part_work(share: Share) -> Work:
@@ -90,18 +119,19 @@ def part_work(share: Share) -> Work:
     return Work(traffic=weights * (2 * share.element + 2 * gradient_bytes(share)[0]), layers=1.0)
 
 
-def _mlp_work(share: Share, inner: int) -> Work:
+def _mlp_work(share: Share, kernels: Kernels, inner: int) -> Work:
     hidden = share.tokens * inner / share.layout.tp
-    return Work(products=18.0 * share.model.hidden_size * hidden, traffic=GATED * share.element / 2 * hidden)
+    traffic = passes(kernels).gated * share.element / 2 * hidden
+    return Work(products=18.0 * share.model.hidden_size * hidden, traffic=traffic)
 
 
-def shared_work(share: Share) -> Work:
+def shared_work(share: Share, kernels: Kernels = CUDA) -> Work:
     """Forward and backward of one layer's shared experts for one micro-batch, and the sum with the routed ones."""
     model, stream = share.model, share.element / 2 * share.tokens_outside * share.model.hidden_size
     if not model.moe_shared_expert_intermediate_size:
         return Work()
     together = RESIDUAL + (GATE if model.moe_shared_expert_gate else 0)
-    return _mlp_work(share, model.moe_shared_expert_intermediate_size) + Work(traffic=together * stream)
+    return _mlp_work(share, kernels, model.moe_shared_expert_intermediate_size) + Work(traffic=together * stream)
 
 
 def last_product_work(share: Share) -> Work:
@@ -125,13 +155,13 @@ def ring_traffic(queries: float, keys: float, ranks: int) -> float:
     return each[0] * queries + each[1] * keys
 
 
-def head_work(share: Share) -> Work:
+def head_work(share: Share, kernels: Kernels = CUDA) -> Work:
     """Final norm, output projection and loss for one micro-batch."""
     model, tp, tokens = share.model, share.layout.tp, share.tokens
     vocabulary = model.vocab_size / tp
-    norm = NONPARAMETRIC if model.normalization is Normalization.LAYERNORM_NONPARAMETRIC else FUSED_NORM
-    chunks = max(1.0, tokens * vocabulary / 2**27)
-    traffic = LOSS * vocabulary * tokens + chunks * (2 * FP32 + 2) * vocabulary * model.hidden_size
+    norm = passes(kernels).nonparametric if model.normalization is Normalization.LAYERNORM_NONPARAMETRIC else FUSED_NORM
+    chunks = max(1.0, tokens * vocabulary / loss_chunk(share, kernels))
+    traffic = passes(kernels).loss * vocabulary * tokens + chunks * (2 * FP32 + 2) * vocabulary * model.hidden_size
     traffic += norm * tokens * model.hidden_size
     return Work(products=6.0 * tokens * model.hidden_size * vocabulary, traffic=traffic, layers=1.0)
 
@@ -172,12 +202,12 @@ def micro_batch_work(share: Share, kernels: Kernels = CUDA) -> Work:
     chosen = frozenset(parallel.recompute_modules)
     limit = share.num_layers if parallel.recompute_num_layers is None else parallel.recompute_num_layers
     recomputing = sum(min(len(chunk), limit) for chunk in share.chunks)
-    total = layer_work(share, frozenset()) * (share.num_layers - recomputing)
-    total += layer_work(share, chosen) * recomputing
+    total = layer_work(share, frozenset(), kernels) * (share.num_layers - recomputing)
+    total += layer_work(share, chosen, kernels) * recomputing
     offloaded = sum(min(len(chunk), parallel.cpu_offloading_num_layers) for chunk in share.chunks)
     if offloaded:
         saved = sum(part.saved for part in layer_parts(share, kernels, chosen if limit else frozenset(), offload=False))
         total += Work(host=2.0 * saved * offloaded)
     if share.has_head:
-        total += head_work(share)
+        total += head_work(share, kernels)
     return total + gradient_work(share, kernels)

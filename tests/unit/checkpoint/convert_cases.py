@@ -42,6 +42,8 @@ LLAMA3 = dict(
 )
 
 
+GRANITE = {k: v for k, v in MOE.items() if k != "num_experts"}
+GRANITE |= dict(num_local_experts=4, shared_intermediate_size=12, attention_multiplier=8**-0.5)
 FAMILIES = {
     "olmoe": ("Olmoe", MOE),
     "olmo": ("Olmo", DENSE),
@@ -50,6 +52,7 @@ FAMILIES = {
     "mixtral": ("Mixtral", MOE | dict(head_dim=12)),
     "qwen2": ("Qwen2", DENSE),
     "qwen2_moe": ("Qwen2Moe", MOE | dict(moe_intermediate_size=20, shared_expert_intermediate_size=12)),
+    "granitemoeshared": ("GraniteMoeShared", GRANITE),
     "qwen3_moe": ("Qwen3Moe", MOE | dict(head_dim=12, moe_intermediate_size=20)),
 }
 

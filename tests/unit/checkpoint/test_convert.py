@@ -48,6 +48,8 @@ from .convert_cases import LLAMA3, VOCAB, assert_same, hf_model, loaded, our_con
         ("qwen2", torch.float32, {}, 9000),
         ("qwen2_moe", torch.float32, {}, 9000),
         ("qwen2_moe", torch.bfloat16, {"qkv_bias": False, "norm_topk_prob": True, "moe_intermediate_size": 24}, 10**9),
+        ("granitemoeshared", torch.float32, {}, 9000),
+        ("granitemoeshared", torch.bfloat16, {"tie_word_embeddings": True, "num_experts_per_tok": 3}, 10**9),
         ("qwen3_moe", torch.float32, {"norm_topk_prob": True}, 9000),
         ("qwen3_moe", torch.float32, {"tie_word_embeddings": True, "num_key_value_heads": 1}, 10**9),
     ],

@@ -13,7 +13,7 @@ from megatron.optimus.models.decoder import Decoder
 pytest.importorskip("transformers")
 from .convert_cases import LLAMA3, VOCAB, hf_model, loaded
 
-_HEADS_FILL_WIDTH = ("olmo", "olmoe", "qwen2", "qwen2_moe")  # no head_dim in their configurations
+_HEADS_FILL_WIDTH = ("olmo", "olmoe", "qwen2", "qwen2_moe", "granitemoeshared")  # no head_dim in their configurations
 
 
 def random_shape(kind, seed):
@@ -37,6 +37,10 @@ def random_shape(kind, seed):
         changes |= dict(num_experts=experts, num_experts_per_tok=draw.randint(1, experts))
         if kind != "mixtral":
             changes["norm_topk_prob"] = draw.random() < 0.5
+    if kind == "granitemoeshared":
+        changes |= dict(num_local_experts=changes.pop("num_experts"), attention_multiplier=head_dim**-0.5)
+        changes |= dict(shared_intermediate_size=draw.choice([4, 20, 28]))
+        del changes["norm_topk_prob"]  # always, by another name
     if kind in ("qwen2_moe", "qwen3_moe"):
         changes["moe_intermediate_size"] = draw.choice([8, 16])
     if kind == "qwen2_moe":
@@ -45,7 +49,9 @@ def random_shape(kind, seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kind", ["olmo", "olmoe", "llama", "mixtral", "qwen2", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "kind", ["olmo", "olmoe", "llama", "mixtral", "qwen2", "qwen2_moe", "granitemoeshared", "qwen3_moe"]
+)
 def test_random_configurations_give_the_same_logits(tmp_path, kind, seed):
     """Both ways: what transformers saved gives the same logits here, and what we export gives ours in transformers."""
     hf_model(kind, seed=seed, **random_shape(kind, seed)).save_pretrained(tmp_path / "hf")

@@ -50,6 +50,9 @@ _QWEN2_MOE = dataclasses.replace(
     moe_shared_expert_intermediate_size=20,
     moe_shared_expert_gate=True,
 )
+_GRANITE = dataclasses.replace(
+    _MIXTRAL, kv_channels=None, moe_shared_expert_intermediate_size=20, rotary_scaling=RotaryScaling.LINEAR
+)
 _LLAMA = dataclasses.replace(
     _DENSE_MULA, qk_layernorm=False, clip_qkv=None, kv_channels=6, rotary_scaling=RotaryScaling.LLAMA3
 )
@@ -66,6 +69,7 @@ _EXPRESSIBLE = {
     "qwen3": _QWEN3,
     "qwen2": _QWEN2,
     "qwen2_moe": _QWEN2_MOE,
+    "granitemoeshared": _GRANITE,
 }
 
 
@@ -91,7 +95,9 @@ def test_parts_cover_each_tensor_once_in_order(config):
             position = part.stop
             names.append(part.name)
         assert position == math.prod(shape)
-    assert len(names) == len(set(names))
+    twice = {name for name in names if names.count(name) > 1}  # gate and up projection of Granite's shared experts
+    assert all(names.count(name) == 2 and name.endswith("shared_mlp.input_linear.weight") for name in twice)
+    assert len(twice) == (config.num_layers if config is _GRANITE else 0)
 
 
 def test_expert_parts_are_the_right_rows():
@@ -144,7 +150,13 @@ def test_configuration_round_trip(config):
         (_MOE, {"moe_router_force_load_balancing": True}, "moe_router_force_load_balancing=True"),
         (_MIXTRAL, {"add_qkv_bias": True}, "add_qkv_bias=True has no equivalent in Hugging Face's Mixtral"),
         (_QWEN3, {"add_qkv_bias": True}, "add_qkv_bias=True has no equivalent in Hugging Face's Qwen3"),
-        (_QWEN2_MOE, {"moe_shared_expert_gate": False}, "moe_shared_expert_gate=False has no equivalent .* Qwen2-MoE"),
+        (_QWEN2_MOE, {"moe_shared_expert_gate": False}, "add_qkv_bias=True has no equivalent .* GraniteMoeShared"),
+        (
+            _GRANITE,
+            {"moe_router_norm_topk_prob": False},
+            "moe_router_norm_topk_prob=False .* GraniteMoeShared.*needs T",
+        ),
+        (_GRANITE, {"qk_layernorm": True}, "qk_layernorm=True has no equivalent in Hugging Face's GraniteMoeShared"),
         (_QWEN2_MOE, {"qk_layernorm": True}, "qk_layernorm=True has no equivalent in Hugging Face's Qwen2-MoE"),
     ],
 )
@@ -156,7 +168,7 @@ def test_what_hugging_face_cannot_express_is_named(config, changes, message):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model_type": "gpt2"}, "model_type='gpt2' is not supported; supported: llama, mixtral, olmo"),
+        ({"model_type": "gpt2"}, "model_type='gpt2' is not supported; supported: granitemoeshared, llama, mixtral"),
         (
             # the fields of DeepSeek-V3's config.json that bear on the function, all of them
             {"model_type": "deepseek_v3", "kv_lora_rank": 512, "n_shared_experts": 1, "n_group": 8}
@@ -203,6 +215,10 @@ def test_unsupported_fields_are_named(changes, message):
         (_QWEN3_MOE, {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size=8 is not supported"),
         (_QWEN2_MOE, {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0 must be a positive"),
         (_QWEN2_MOE, {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size=None must be a posit"),
+        (_GRANITE, {"shared_intermediate_size": 0}, "shared_intermediate_size=0 must be a positive"),
+        (_GRANITE, {"attention_multiplier": 0.25}, "attention_multiplier=0.25 is not supported; only 0.5 is"),
+        (_GRANITE, {"attention_multiplier": None}, "attention_multiplier=1.0 is not supported; only 0.5 is"),
+        (_GRANITE, {"residual_multiplier": 0.22}, "residual_multiplier=0.22 is not supported; only 1.0 is"),
         (_QWEN2_MOE, {"qkv_bias": 1}, "qkv_bias=1 must be true or false"),
         (_QWEN2_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
         (_QWEN3, {"use_sliding_window": True}, "use_sliding_window=True"),

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from megatron.optimus.config.load import load
-from megatron.optimus.planner.activations import ring_sizes
-from megatron.optimus.planner.hardware import H200
+from megatron.optimus.config.schema import Recompute
+from megatron.optimus.planner.activations import XPU, ring_sizes
+from megatron.optimus.planner.hardware import AURORA, H200
 from megatron.optimus.planner.ring import half_the_keys, half_the_queries, sums_bytes
 from megatron.optimus.planner.share import shares
 from megatron.optimus.planner.step_time import attention_rate, step_time
 from megatron.optimus.planner.work import layer_work
 
+BEFORE = replace(H200, kernels=replace(H200.kernels, fused_elementwise=False))  # as what is compared with was measured
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks/results"
 LONG = "--preset mula-1b --num-layers 4 --seq-length 131072 --max-position-embeddings 131072 --micro-batch-size 1 "
 
@@ -67,7 +69,22 @@ def test_a_step_with_a_long_sequence_measured_on_h200_is_predicted(
 ) -> None:
     sections = json.loads((RESULTS / file).read_text())["sections"]
     [measured] = [row["step_ms"] for row in sections["cp"]["results"] if row["variant"] == variant]
-    assert step_time([long_sequence(ranks, words)], H200).total * 1e3 == pytest.approx(measured, rel=0.07)
+    assert step_time([long_sequence(ranks, words)], BEFORE).total * 1e3 == pytest.approx(measured, rel=0.07)
+
+
+def test_a_ring_without_a_kernel_is_planned_by_its_scores() -> None:
+    """Aurora: products in fp32 instead of attention, every score through memory; Ulysses has torch's kernel."""
+    ring, whole = long_sequence(8, "--cp-comm-type p2p"), long_sequence(1, "")
+    work, other = layer_work(ring, frozenset(), XPU), layer_work(whole, frozenset(), XPU)
+    scores = 16 * 131072**2 / 2 * (8 + 1) / 8 / 8  # a rank's own block is whole
+    assert (work.attention, work.wide) == (0.0, pytest.approx(14 * 128 * scores))
+    beside = layer_work(ring, frozenset(), BEFORE.kernels).traffic
+    assert work.traffic - beside == pytest.approx(128 * scores)
+    assert other.wide == 0.0 and other.attention == pytest.approx(12 * 128 * 16 * 131072**2 / 2)
+    again = layer_work(ring, frozenset({Recompute.ATTENTION}), XPU)  # the ring's result is kept
+    assert again.wide == work.wide
+    slow, fast = (step_time([long_sequence(8, f"--cp-comm-type {kind}")], AURORA).total for kind in ("p2p", "a2a"))
+    assert slow > 5 * fast
 
 
 def test_a_deterministic_ring_takes_longer_and_holds_more() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from megatron.optimus.config.load import load
-from megatron.optimus.planner.hardware import AURORA
+from megatron.optimus.planner.hardware import AURORA, H200
+from megatron.optimus.planner.share import shares
+from megatron.optimus.planner.step_time import step_time
 from megatron.optimus.planner.weak_scaling import as_the_paper, table, weak_scaling
+from tests.distributed.curves import MODEL
 from tests.unit.planner.test_planner import ROOT, script
 
 PAGE = ROOT / "docs/planner.md"
@@ -33,6 +37,31 @@ def test_every_measured_step_is_in_the_documents_table_and_predicted() -> None:
         assert abs(row.error) <= limits[row], row
     for (file, words), _ in STATED.items():  # an exception that is not needed any more goes
         assert any(abs(row.error) > WITHIN for row in rows if row.file == file and words in row.what), file
+
+
+def test_steps_of_a_small_model_take_as_long_as_their_host() -> None:
+    """Two micro-batches a step calibrate the host's time for a pass beside one; four are judged. What is not steps,
+    building and compiling, is in the runs' seconds alike."""
+    raw = json.loads((ROOT / "benchmarks/results/loss_curves_h200x4.json").read_text())["results"]
+    seconds = {size: raw[f"one GPU, micro-batches of {size}"]["seconds"] for size in (8, 4)}
+    steps = len(raw["one GPU, micro-batches of 4"]["losses"])
+    planned = {}
+    for size in seconds:
+        config = load(f"{MODEL} --device cuda --micro-batch-size {size}".split()).config
+        planned[size] = step_time(shares(config, 1), H200)
+        assert planned[size].launching > 0.6 * planned[size].total
+    more = steps * (planned[4].total - planned[8].total)
+    assert more == pytest.approx(seconds[4] - seconds[8], rel=0.03)
+
+
+def test_the_documents_long_sequences_are_what_is_planned_today() -> None:
+    long = script("benchmarks/planner_long.py")
+    cases = json.loads(long.RAW.read_text())["cases"]
+    page = PAGE.read_text()
+    assert long.page_with(long.table(cases), page, *long.MARKS) == page, "run benchmarks/planner_long.py --write"
+    made = [long.planned(case) for case in cases]
+    fits = {tuple(case.values())[:3]: one is not None and one.fits for case, one in zip(cases, made, strict=True)}
+    assert len(fits) == 12 and [case for case in fits if not fits[case]] == [("mula-100b-a7b", 2**20, "aurora")]
 
 
 def test_the_documents_curve_is_the_raw_files() -> None:

@@ -208,6 +208,7 @@ def test_times_add_up_and_mfu_follows_from_tokens() -> None:
     config = load("--preset mula-20b-a2b --global-batch-size 384".split()).config
     time = plan(config, 48, AURORA).time
     assert time.total == pytest.approx(time.compute + time.exposed + time.bubble + time.update)
+    assert time.launching == 0.0  # large products
     assert time.tokens == 384 * 2048
     rate = time.tokens / time.total / 48
     assert time.mfu == pytest.approx(rate * flops_per_token(config.model, 2048) / AURORA.peak.value)

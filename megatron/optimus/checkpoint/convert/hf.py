@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.optimus.checkpoint.convert.parts import Part, rows_of
+from megatron.optimus.checkpoint.convert.parts import Part, below, rows_of
 from megatron.optimus.checkpoint.convert.plan import Options, Plan, Written, part_items
 from megatron.optimus.checkpoint.convert.source import WEIGHT, Foreign, ForeignSource, Source
 from megatron.optimus.checkpoint.errors import CheckpointError
@@ -35,11 +35,12 @@ def recognise(path: Path) -> bool:
 
 def hf_parts(model: ModelConfig) -> list[Part]:
     """All tensors of the Hugging Face model. Raises ConfigError when there is none that computes the same."""
-    return [
-        rows_of(part.name, name, part.shape, part.start)
-        for name in parameter_shapes(model)
-        for part in to_hf(model, name)
-    ]
+    found: dict[str, Part] = {}
+    for name in parameter_shapes(model):
+        for part in to_hf(model, name):
+            one = rows_of(part.name, name, part.shape, part.start)
+            found[one.key] = below(found[one.key], one) if one.key in found else one
+    return list(found.values())
 
 
 class HFSource(ForeignSource):

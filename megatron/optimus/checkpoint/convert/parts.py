@@ -73,6 +73,14 @@ def rows_of(key: str, name: str, shape: tuple[int, ...], start: int) -> Part:
     return Part(key, shape, (Block(name, start // width, math.prod(shape) // width, 0, width),))
 
 
+def below(first: Part, second: Part) -> Part:
+    """One foreign tensor of the rows of both, those of ``first`` on top; ValueError where they are not as wide."""
+    if first.columns != second.columns:
+        raise ValueError(f"{first.key}: rows of {second.columns} columns below rows of {first.columns}")
+    shape = (first.rows + second.rows, first.columns)
+    return Part(first.key, shape, first.blocks + second.blocks)
+
+
 def gather(part: Part, shapes: Shapes, read: ReadRange, dtype: torch.dtype) -> torch.Tensor:
     """The foreign tensor, made of ranges of ours."""
     if len(part.blocks) == 1 and not part.padding and part.columns == row_width(shapes[part.blocks[0].name]):
