@@ -91,7 +91,8 @@ def state_dict(optimizer: EPZeroOptimizer) -> dict[str, Any]:
         "loss_scale": optimizer.loss_scale_state,
         "param_groups": options,
         "shards": [
-            {"master": bucket.shard.master, **bucket.shard.state}
+            # A master that is part of the parameters' buffer would be written with all of it.
+            {"master": bucket.shard.master if family.has_masters else bucket.shard.master.clone(), **bucket.shard.state}
             for family in optimizer.families
             for bucket in family.buckets
         ],

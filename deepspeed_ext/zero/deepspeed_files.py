@@ -30,7 +30,7 @@ class DeepSpeedFiles:
     def state_dict(self) -> dict[str, Any]:
         """This rank's shards and their layout. Raises RuntimeError while states are on the host."""
         optimizer = self._whole
-        optimizer.require_on_device("state_dict", "hp_params", "optim_states")
+        optimizer.require_on_device("state_dict", "hp_params", "lp_params", "optim_states")
         optimizer.wait_for_params()
         return checkpoint.state_dict(optimizer)
 

@@ -102,7 +102,7 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self._init_engine_attributes()
         self._host = HostStates(self.families, self._sync.settle_buffers)
         self.require_on_device = self._host.require
-        full_access.attach(self.families, divisor, lambda: self._reduced, self._host.require)
+        full_access.attach(self.families, divisor, lambda: self._reduced, self._require_at_rest)
 
     def _init_engine_attributes(self) -> None:
         """What DeepSpeed's engine reads, and largest norms, clipped to and accepted, which may change every step."""
@@ -320,6 +320,11 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
 
     # ---- state
 
+    def _require_at_rest(self, what: str, *kinds: str) -> None:
+        """As ``require_on_device``; and waits for parameters on their way: in fp32 they are the masters."""
+        self.require_on_device(what, *kinds)
+        self._publisher.wait()
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped optimizer's groups; a changed lr takes effect at the next step."""
@@ -341,7 +346,7 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
 
     def state_shards(self) -> list[StateShard]:
         """What this rank owns, parameter by parameter; over a family's group every element has exactly one owner."""
-        self.require_on_device("state_shards", "hp_params", "optim_states")
+        self._require_at_rest("state_shards", "hp_params", "lp_params", "optim_states")
         self._copies = checkpoint.state_shards(self)
         return self._copies
 
