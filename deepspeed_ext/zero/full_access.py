@@ -109,6 +109,11 @@ def attach(
                 setattr(param, method, getattr(whole, method))
 
 
+def is_attached(param: nn.Parameter) -> bool:
+    """Whether an optimizer of ours has it."""
+    return isinstance(getattr(getattr(param, _METHODS[0], None), "__self__", None), _WholeParam)
+
+
 def detach(params: Sequence[nn.Parameter]) -> None:
     """Takes it away again."""
     for param in params:

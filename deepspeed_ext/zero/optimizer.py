@@ -29,6 +29,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from torch import Tensor, nn
 
+from deepspeed_ext.config_checks import in_one_line
 from deepspeed_ext.groups import ZeroGroups
 from deepspeed_ext.rules import rule_for
 from deepspeed_ext.rules.base import MatrixRule
@@ -37,6 +38,7 @@ from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.build import build_families, norm_groups
 from deepspeed_ext.zero.checkpoint import StateShard
 from deepspeed_ext.zero.deepspeed_files import DeepSpeedFiles
+from deepspeed_ext.zero.failures import Failures
 from deepspeed_ext.zero.family import Family
 from deepspeed_ext.zero.gradients import GradientSync
 from deepspeed_ext.zero.norm import global_norm
@@ -44,6 +46,9 @@ from deepspeed_ext.zero.offload import HostStates
 from deepspeed_ext.zero.options import ZeroOptions
 from deepspeed_ext.zero.publish import ParamPublisher
 from deepspeed_ext.zero.step_state import StepState
+
+
+_graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)  # -1: no backward runs in this thread
 
 
 class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
@@ -86,18 +91,22 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
             for family in mine:
                 family.new_states(group)
         positions = {param: index for index, param in enumerate(param_names)}
-        self._sync = GradientSync(self.families, positions, self.options)
+        self._norm_groups = norm_groups(groups)
+        self.device = self.families[0].masters.device
+        self._failures = Failures(self._norm_groups, self.device)
+        self.fail = self._failures.note
+        self._sync = GradientSync(self.families, positions, self.options, self._failures)
         self._publisher = ParamPublisher(self.families, self._sync.buckets, module, self.options.overlap_param_gather)
         self._family_of = {bucket: family for family in self.families for bucket in family.buckets}
-        self.device = self.families[0].masters.device
         divisor = dist.get_world_size(groups.dense) if self.options.average else 1
         self._state = StepState(self.device, divisor, self.options)
-        self._norm_groups = norm_groups(groups)
         self._copies: list[StateShard] = []  # handed out by state_shards where states are not kept in fp32
         self._further_sums: list[tuple[Bucket, dist.ProcessGroup]] = []
         self._reduced = False
         self.has_begun = False  # a backward has, or is about to, since the last step
         self._holds_back = False
+        self._interruption: Exception | None = None  # what ended the last backward
+        self._task = -1  # autograd's number of the present backward, where it has told of itself
         self._tells_previous = self._was_previous_skipped = False
         self._init_engine_attributes()
         self._host = HostStates(self.families, self._sync.settle_buffers)
@@ -149,9 +158,38 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         the order in which they are to be launched.
         """
         self.require_on_device("backward", "lp_params", "lp_grads")
+        task = _graph_task()
+        if task not in (-1, self._task):
+            self.notice_interruption()
+        if task != -1 or self._sync.has_ended:
+            self._task = task
         super().set_gradient_accumulation_boundary(is_boundary)
         self.has_begun = True
         self._sync.arm((is_boundary or self.options.reduces_each_backward) and not self._holds_back, only)
+
+    def interrupt(self, error: Exception) -> None:
+        """Says that an exception has ended the backward that was under way. ``zero_grad`` drops its gradients; a step or
+        a backward before that counts as a failure of this rank, and its step is skipped on all ranks."""
+        self._interruption = error
+
+    def notice_interruption(self) -> None:
+        """Before a backward or a step: notes the one that an exception has ended, if there was one, as a failure."""
+        if not self._sync.has_ended and self._task != -1:  # it was begun by loss.backward(), which tells nobody
+            self._interruption = self._interruption or RuntimeError("see its own message")
+        if self._interruption is not None:
+            error, self._interruption = self._interruption, None
+            self._end_interrupted()
+            self._failures.note(
+                RuntimeError(
+                    f"a backward was ended by an exception ({in_one_line(error)}) and its gradients are incomplete: call "
+                    "engine.zero_grad() on every rank before the next backward or step"
+                )
+            )
+
+    def _end_interrupted(self) -> None:
+        self._reduced |= self._sync.end_interrupted()
+        self._backward_active_depth = 0  # DeepSpeed's
+        self._interruption, self._task = None, -1
 
     def buckets_of(self, params: Iterable[nn.Parameter]) -> list[Bucket]:
         """The buckets in which any of these parameters lies, in launch order."""
@@ -216,6 +254,8 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients of the present step, reduced or not."""
         self.has_begun = False
+        if not self._sync.has_ended:
+            self._end_interrupted()
         if not (self._reduced or self._sync.is_dirty):
             return
         self.require_on_device("zero_grad", "lp_grads")
@@ -236,13 +276,14 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         if closure is not None:
             raise ValueError("EPZeroOptimizer.step takes no closure; run forward and backward through the engine")
         self.require_on_device("step")
+        self.notice_interruption()
         if not self._reduced or self._sync.has_events:
             self.reduce_gradients()
         self._sync.check_all_sent()
         self._publisher.wait()  # what no forward has waited for: a gather must not cross the update that follows
         self.finish_reduction()
         counted = [b.shard.grad for f in self.families if f.in_norm for b in f.buckets]
-        norm = global_norm(counted, self.device, self._norm_groups)
+        norm = global_norm(counted + self._failures.counted(), self.device, self._norm_groups)
         scalars = self._state.scalars(norm, self.clip_grad, self.skip_above)
         updated: set[Family] = set()
         for bucket in self._publisher.buckets:
@@ -261,6 +302,8 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self._reduced = self.has_begun = False
         self._copies.clear()
         self._was_previous_skipped = self._state.settle()
+        if self._was_previous_skipped:
+            self._failures.tell()
 
     @property
     def overflow(self) -> bool:
