@@ -202,6 +202,13 @@ class EPEngineMixin:
         )
         return str(folder), client_state
 
+    def _get_all_zero_checkpoints(self, load_dir: str, tag: str) -> Any:
+        """DeepSpeed's; what one rank cannot read is an error on all, which would wait for it else."""
+        read = super()._get_all_zero_checkpoints  # type: ignore[misc]
+        found = together(lambda: read(load_dir, tag), world_group())
+        same_everywhere("whether the optimizer's file is there", found is not None, world_group())
+        return found
+
     @torch.no_grad()
     def _broadcast_model(self) -> None:
         """Gives every rank of a group the weights of the group's first rank."""

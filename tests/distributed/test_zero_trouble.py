@@ -7,10 +7,12 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -173,6 +175,23 @@ def _loaded(rank: int, stage: int, folder: str) -> None:
         _check_same(_train(engine, rank, range(2, 6)), rank, accumulation=2)
 
 
+def _unreadable(rank: int, stage: int, folder: str) -> None:
+    engine = _train(_build(stage), rank, range(2))
+    engine.save_checkpoint(folder, tag="two")
+    [mine] = Path(folder, "two").glob(f"zero_pp_rank_{rank}_*")
+    good = mine.read_bytes()
+    for damage, words in (
+        (lambda: mine.write_bytes(good[:1000]), r"\(on 1 rank\(s\), first rank 1\)"),
+        (mine.unlink, r"No such file .* \(on 1 rank\(s\), first rank 1\)"),
+    ):
+        dist.barrier()
+        if rank == 1:
+            damage()
+        with pytest.raises(ValueError, match=words):
+            engine.load_checkpoint(folder, tag="two")
+    engine.destroy()
+
+
 def _other_batch_size(rank: int, stage: int) -> None:
     engine = _train(_build(stage, accumulation=2), rank, range(3))
     with pytest.raises(RuntimeError, match=r"set_train_batch_size\(18\) inside a step: gradients of some"):
@@ -259,6 +278,7 @@ def _scripts(rank: int, world: int, folder: str) -> None:
         _given_up(rank, stage)
         _saved_and_evaluated(rank, stage, folder)
         _loaded(rank, stage, folder)
+        _unreadable(rank, stage, f"{folder}/{stage}/damaged")
         _other_batch_size(rank, stage)
         _two_models(rank, stage)
         _frozen(rank, stage)
