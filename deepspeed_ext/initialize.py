@@ -73,9 +73,9 @@ def initialize(
     (engine, optimizer, dataloader or None, lr scheduler or None). Collective over all ranks.
 
     Raises ValueError, the same on every rank, for: a configuration that is missing, no JSON or out of range, on any
-    rank; an expert size that does not divide the ranks; a parameter twice in the optimizer, or in an engine that was not
-    destroyed; sparse gradients; ranks
-    that disagree on names, shapes, dtypes or order of parameters, on the optimizer's options or the accumulation steps;
+    rank; an expert size that does not divide the ranks; a parameter twice in the optimizer, or in an engine that was
+    not destroyed; sparse embeddings; ranks that disagree on names, shapes, dtypes or order of parameters, on the
+    optimizer's options or the accumulation steps;
     experts that are spread over ranks where DeepSpeed's own path would run a model whose MoE
     layers are not DeepSpeed's.
     """

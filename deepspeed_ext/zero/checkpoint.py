@@ -112,7 +112,7 @@ def check_state_dict(optimizer: EPZeroOptimizer, saved: Any) -> None:
 
 @torch.no_grad()
 def load_state_dict(optimizer: EPZeroOptimizer, saved: Any, load_optimizer_states: bool) -> None:
-    """Restores masters, and with ``load_optimizer_states`` states, options and step count, from what has been checked."""
+    """Restores masters, and with ``load_optimizer_states`` states, options and step count; ``saved`` is checked."""
     buckets = [bucket for family in optimizer.families for bucket in family.buckets]
     for bucket, shard in zip(buckets, saved["shards"], strict=True):
         bucket.shard.master.copy_(shard["master"])

@@ -42,9 +42,9 @@ class DeepSpeedFiles:
     ) -> None:
         """Restores what ``state_dict`` of the same rank and layout returned, and publishes the parameters. Collective.
 
-        ``state_dict_list`` has one entry per dense rank; only this rank's is read. Raises ValueError, on every rank if on
-        any and before anything has changed, if it was written at another layout or by DeepSpeed's own optimizer,
-        RuntimeError while states are on the host.
+        ``state_dict_list`` has one entry per dense rank; only this rank's is read. Raises ValueError, on every rank and
+        before anything has changed, if any was written at another layout or by DeepSpeed's own optimizer, RuntimeError
+        while states are on the host.
         """
         optimizer = self._whole
         optimizer.require_on_device("load_state_dict")
@@ -59,8 +59,8 @@ class DeepSpeedFiles:
 
     def refresh_fp32_params(self) -> None:
         """Sets the masters from the parameters, after the module's weights were loaded without optimizer state.
-        Collective. Raises ValueError, on every rank, if ranks hold different experts: DeepSpeed's module file holds those
-        of one rank only.
+        Collective. Raises ValueError, on every rank, if ranks hold different experts: DeepSpeed's module file holds
+        those of one rank only.
         """
         optimizer = self._whole
         optimizer.require_on_device("refresh_fp32_params", "hp_params", "lp_params")

@@ -136,11 +136,12 @@ class Family:
             bucket.shard_numel - sum(piece.stop - piece.start for piece in bucket.shard_pieces(self.rank))
             for bucket in self.layout.buckets
         )
+        kept = self.masters.nbytes + states
         each = self.param_buffer.element_size() + (0 if self.grad_buffer is None else self.grad_buffer.element_size())
         return {
             "parameters": self.param_buffer.nbytes,
             "gradients": full + sum(bucket.gradient_bytes() for bucket in self.buckets),
             "masters": self.masters.nbytes,
             "states": states,
-            "padding": self.layout.padding * each + unowned * ((self.masters.nbytes + states) // self.layout.shard_numel),
+            "padding": self.layout.padding * each + unowned * (kept // self.layout.shard_numel),
         }

@@ -240,7 +240,7 @@ class GradientSync:
         for is_filled, move in ((False, torch._foreach_copy_), (True, torch._foreach_add_)):
             some = [part for part in parts if part.is_filled is is_filled]
             if some:
-                move([part.place() for part in some], [part.slot.param.grad for part in some])
+                move([part.place() for part in some], [g for part in some if (g := part.slot.param.grad) is not None])
         for part in parts:
             part.mark()
             part.slot.param.grad = None
@@ -249,8 +249,10 @@ class GradientSync:
     def _take_apart(self, slot: Slot) -> None:
         """Moves the gradient of a parameter that lies in several buckets."""
         gradient = slot.gradient(self._failures)
-        flat = None if gradient is None else gradient.reshape(-1)
-        for part in slot.parts if flat is not None else ():
+        if gradient is None:
+            return
+        flat = gradient.reshape(-1)
+        for part in slot.parts:
             self._open(part.entry)
             into, piece = part.place(), flat[part.start : part.stop]
             into.add_(piece) if part.is_filled else into.copy_(piece)

@@ -29,7 +29,6 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from torch import Tensor, nn
 
-from deepspeed_ext.config_checks import in_one_line
 from deepspeed_ext.groups import ZeroGroups
 from deepspeed_ext.rules import rule_for
 from deepspeed_ext.rules.base import MatrixRule
@@ -41,14 +40,12 @@ from deepspeed_ext.zero.deepspeed_files import DeepSpeedFiles
 from deepspeed_ext.zero.failures import Failures
 from deepspeed_ext.zero.family import Family
 from deepspeed_ext.zero.gradients import GradientSync
+from deepspeed_ext.zero.interruption import BackwardWatch
 from deepspeed_ext.zero.norm import global_norm
 from deepspeed_ext.zero.offload import HostStates
 from deepspeed_ext.zero.options import ZeroOptions
 from deepspeed_ext.zero.publish import ParamPublisher
 from deepspeed_ext.zero.step_state import StepState
-
-
-_graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)  # -1: no backward runs in this thread
 
 
 class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
@@ -96,6 +93,8 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self._failures = Failures(self._norm_groups, self.device)
         self.fail = self._failures.note
         self._sync = GradientSync(self.families, positions, self.options, self._failures)
+        self._watch = BackwardWatch(self._sync, self._failures, self._backward_hook_state)
+        self.interrupt = self._watch.interrupt
         self._publisher = ParamPublisher(self.families, self._sync.buckets, module, self.options.overlap_param_gather)
         self._family_of = {bucket: family for family in self.families for bucket in family.buckets}
         divisor = dist.get_world_size(groups.dense) if self.options.average else 1
@@ -105,8 +104,6 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self._reduced = False
         self.has_begun = False  # a backward has, or is about to, since the last step
         self._holds_back = False
-        self._interruption: Exception | None = None  # what ended the last backward
-        self._task = -1  # autograd's number of the present backward, where it has told of itself
         self._tells_previous = self._was_previous_skipped = False
         self._init_engine_attributes()
         self._host = HostStates(self.families, self._sync.settle_buffers)
@@ -158,38 +155,17 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         the order in which they are to be launched.
         """
         self.require_on_device("backward", "lp_params", "lp_grads")
-        task = _graph_task()
-        if task not in (-1, self._task):
+        if self._watch.is_another():
             self.notice_interruption()
-        if task != -1 or self._sync.has_ended:
-            self._task = task
+        self._watch.begin()
         super().set_gradient_accumulation_boundary(is_boundary)
         self.has_begun = True
         self._sync.arm((is_boundary or self.options.reduces_each_backward) and not self._holds_back, only)
 
-    def interrupt(self, error: Exception) -> None:
-        """Says that an exception has ended the backward that was under way. ``zero_grad`` drops its gradients; a step or
-        a backward before that counts as a failure of this rank, and its step is skipped on all ranks."""
-        self._interruption = error
-
     def notice_interruption(self) -> None:
-        """Before a backward or a step: notes the one that an exception has ended, if there was one, as a failure."""
-        if not self._sync.has_ended and self._task != -1:  # it was begun by loss.backward(), which tells nobody
-            self._interruption = self._interruption or RuntimeError("see its own message")
-        if self._interruption is not None:
-            error, self._interruption = self._interruption, None
-            self._end_interrupted()
-            self._failures.note(
-                RuntimeError(
-                    f"a backward was ended by an exception ({in_one_line(error)}) and its gradients are incomplete: call "
-                    "engine.zero_grad() on every rank before the next backward or step"
-                )
-            )
-
-    def _end_interrupted(self) -> None:
-        self._reduced |= self._sync.end_interrupted()
-        self._backward_active_depth = 0  # DeepSpeed's
-        self._interruption, self._task = None, -1
+        """Before a backward or a step: a backward that an exception has ended since counts as a failure of this rank,
+        and the step is skipped on all ranks. ``zero_grad`` drops what that backward has left."""
+        self._reduced |= self._watch.notice()
 
     def buckets_of(self, params: Iterable[nn.Parameter]) -> list[Bucket]:
         """The buckets in which any of these parameters lies, in launch order."""
@@ -254,8 +230,7 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients of the present step, reduced or not."""
         self.has_begun = False
-        if not self._sync.has_ended:
-            self._end_interrupted()
+        self._watch.give_up()
         if not (self._reduced or self._sync.is_dirty):
             return
         self.require_on_device("zero_grad", "lp_grads")
