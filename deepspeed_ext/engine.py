@@ -103,6 +103,10 @@ class EPEngineMixin:
         try:
             with self.optimizer.hold_reductions():
                 yield
+        except Exception as error:
+            self.optimizer.set_gradient_accumulation_boundary(True)  # other ranks may be about to reduce
+            self.optimizer.interrupt(error)
+            raise
         finally:
             self.inside_no_sync_ctxt = False
         self.optimizer.set_gradient_accumulation_boundary(True)

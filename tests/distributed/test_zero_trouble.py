@@ -7,6 +7,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +134,12 @@ def _errors_on_one_rank(rank: int, stage: int) -> None:
 
 def _given_up(rank: int, stage: int) -> None:
     """A backward that breaks on every rank, or on one while others have ended theirs; all drop it and go on."""
-    for in_torch_style in (False, True):
+    for coalesced, in_torch_style in ((False, False), (False, True), (True, False)):
         for broken_ranks in ((0, 1), (1,)):
             engine = _train(_build(stage), rank, range(3))
             try:
-                _micro(engine, rank, 9, breaks=rank in broken_ranks, in_torch_style=in_torch_style)
+                with engine.coalesce_grad_reduction() if coalesced else nullcontext():
+                    _micro(engine, rank, 9, breaks=rank in broken_ranks, in_torch_style=in_torch_style)
             except ArithmeticError:
                 assert rank in broken_ranks
             engine.zero_grad()
