@@ -200,6 +200,10 @@ def _other_batch_size(rank: int, stage: int) -> None:
     engine.set_train_batch_size(18)
     steps = [_train(engine, rank, [number]).global_steps for number in range(6)]
     assert steps == [2, 2, 3, 3, 3, 4], "each step is of three micro-batches"
+    _train(engine, rank, [7])
+    engine.zero_grad()
+    engine.set_train_batch_size(engine.train_batch_size())  # after a step that was given up
+    assert [_train(engine, rank, [number]).global_steps for number in range(3)] == [4, 4, 5]
     engine.destroy()
 
 
