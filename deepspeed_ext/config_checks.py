@@ -52,15 +52,17 @@ def number(key: str, value: Any) -> float:
     return float(value)
 
 
-def own_section(section: Mapping[str, Any], known: Sequence[str]) -> dict[str, bool]:
-    """The section "deepspeed_ext". Raises ValueError for a key that is not known, or a value that is no bool."""
+def own_section(section: Mapping[str, Any], defaults: Mapping[str, bool | int]) -> dict[str, Any]:
+    """The section "deepspeed_ext". Raises ValueError for a key without a default, or a value of another kind."""
     for key, value in section.items():
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
+        if key not in defaults:
+            near = difflib.get_close_matches(str(key), defaults, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(defaults))}"
             raise ValueError(f"deepspeed_ext.{key} is not an option; {hint}")
-        if not isinstance(value, bool):
-            raise ValueError(f"deepspeed_ext.{key}={value!r} must be true or false")
+        kind = type(defaults[key])
+        if type(value) is not kind:
+            expected = "true or false" if kind is bool else "a whole number"
+            raise ValueError(f"deepspeed_ext.{key}={value!r} must be {expected}")
     return dict(section)
 
 

@@ -16,7 +16,7 @@ from deepspeed_ext.rules import Lion
 from deepspeed_ext.zero.loss_scale import LossScaleOptions
 from deepspeed_ext.zero.options import DEFAULT_BUCKET_NUMEL, ZeroOptions
 
-_OWN_OPTIONS = ("overlap_param_gather", "reduce_each_micro_batch")
+_OWN_OPTIONS = {"overlap_param_gather": False, "clip_after_steps": 0, "reduce_each_micro_batch": False}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DTYPES |= {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -78,7 +78,7 @@ def zero_options(config: Mapping[str, Any]) -> ZeroOptions:
 
     DeepSpeed's: zero_optimization.{stage, reduce_bucket_size, overlap_comm}, gradient_clipping,
     data_types.grad_accum_dtype, communication_data_type. Where they are absent: 2^26 elements, overlap, fp32. Section
-    "deepspeed_ext": overlap_param_gather, reduce_each_micro_batch. Section "fp16": the loss scale.
+    "deepspeed_ext": overlap_param_gather, clip_after_steps, reduce_each_micro_batch. Section "fp16": the loss scale.
     Raises ValueError for an unknown key of the section "deepspeed_ext", a value of a wrong kind or out of range,
     "auto", or masters in 16 bits.
     """

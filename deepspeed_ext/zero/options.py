@@ -22,9 +22,10 @@ class ZeroOptions:
     holds full-size gradients of a few buckets only. ``bucket_numel``: elements per bucket. ``grad_dtype``: in which
     gradients are accumulated; ``comm_dtype``: in which they travel (None: grad_dtype). ``overlap_comm``: reduce while
     backward runs. ``overlap_param_gather``: step() returns before other ranks' new parameters are here; forward waits
-    for them module by module. ``max_norm``: clip to this gradient norm, 0 never. ``average``: divide gradients by the
-    number of data-parallel ranks. ``reduce_each_micro_batch``: stage 1 sums in stage 2's order (ranks first, then
-    micro-batches), which makes the two bitwise equal. ``loss_scale``: of fp16 training, None for no scaling.
+    for them module by module. ``max_norm``: clip to this gradient norm, 0 never, after ``clip_after_steps`` applied
+    steps. ``average``: divide gradients by the number of data-parallel ranks. ``reduce_each_micro_batch``: stage 1 sums
+    in stage 2's order (ranks first, then micro-batches), which makes the two bitwise equal. ``loss_scale``: of fp16
+    training, None for no scaling.
     """
 
     stage: int = 1
@@ -34,6 +35,7 @@ class ZeroOptions:
     overlap_comm: bool = True
     overlap_param_gather: bool = False
     max_norm: float = 0.0
+    clip_after_steps: int = 0
     average: bool = True
     reduce_each_micro_batch: bool = False
     loss_scale: LossScaleOptions | None = None
@@ -47,8 +49,10 @@ class ZeroOptions:
         for name, dtype in (("grad_accum_dtype", self.grad_dtype), ("communication_data_type", self.comm_dtype)):
             if dtype not in (None, *_GRAD_DTYPES):
                 raise ValueError(f"{name}={dtype} is not supported; use fp32, bf16 or fp16")
-        if self.max_norm < 0:
-            raise ValueError(f"gradient_clipping={self.max_norm} must not be negative")
+        if self.max_norm < 0 or self.clip_after_steps < 0:
+            raise ValueError(
+                f"gradient_clipping={self.max_norm} and clip_after_steps={self.clip_after_steps} must not be negative"
+            )
 
     @property
     def travel_dtype(self) -> torch.dtype:

@@ -51,6 +51,8 @@ class StepState:
         max_norm = options.max_norm if max_norm is None else max_norm
         if max_norm > 0:
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            if options.clip_after_steps:
+                factor = torch.where(self._applied >= options.clip_after_steps, factor, 1.0)
         refused = overflowed if math.isinf(skip_above) else overflowed | (norm > skip_above)
         scale = torch.where(refused, self._zero, factor / divisor)
         skip = refused.to(torch.float32)

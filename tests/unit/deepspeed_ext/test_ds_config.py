@@ -207,7 +207,7 @@ def test_options_of_a_full_configuration() -> None:
         "gradient_clipping": 1,
         "data_types": {"grad_accum_dtype": "bf16"},
         "communication_data_type": "fp32",
-        "deepspeed_ext": {"overlap_param_gather": True, "reduce_each_micro_batch": True},
+        "deepspeed_ext": {"overlap_param_gather": True, "clip_after_steps": 7},
     }
     assert zero_options(config) == ZeroOptions(
         stage=2,
@@ -217,7 +217,7 @@ def test_options_of_a_full_configuration() -> None:
         overlap_comm=False,
         overlap_param_gather=True,
         max_norm=1.0,
-        reduce_each_micro_batch=True,
+        clip_after_steps=7,
     )
 
 
@@ -233,8 +233,9 @@ def test_options_of_a_full_configuration() -> None:
             {"deepspeed_ext": {"overlap_gather": True}},
             "deepspeed_ext.overlap_gather is not an option; did you mean overlap_param_gather?",
         ),
-        ({"deepspeed_ext": {"colour": True}}, "deepspeed_ext.colour is not an option; known: overlap_param_gather, "),
+        ({"deepspeed_ext": {"colour": True}}, "deepspeed_ext.colour is not an option; known: clip_after_steps, over"),
         ({"deepspeed_ext": {"overlap_param_gather": "true"}}, "overlap_param_gather='true' must be true or false"),
+        ({"deepspeed_ext": {"clip_after_steps": 1.5}}, "clip_after_steps=1.5 must be a whole number"),
         ({"zero_optimization": {"reduce_bucket_size": "big"}}, "reduce_bucket_size='big' must be a number"),
         (
             {"gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "autotuning": {"start_profile_step": "auto"}},

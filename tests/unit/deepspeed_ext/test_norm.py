@@ -39,9 +39,9 @@ def test_total_over_tensors() -> None:
 
 
 def test_scalars_of_a_step_clip_count_and_skip() -> None:
-    state = StepState(torch.device("cpu"), 4, ZeroOptions(max_norm=1.0))
+    state = StepState(torch.device("cpu"), 4, ZeroOptions(max_norm=1.0, clip_after_steps=1))
     norm = torch.tensor(40.0, dtype=torch.float64)  # of the sum over 4 ranks: the mean's is 10
-    first = state.scalars(norm, max_norm=0.0)
+    first = state.scalars(norm)
     assert (first.scale.item(), first.skip.item(), first.step.item()) == (0.25, 0.0, 1.0)
     assert state.grad_norm == 10.0 and state.applied == 1 and not state.settle()
     second = state.scalars(norm)
