@@ -39,6 +39,8 @@ class EPEngineMixin:
         self.__dict__["zero_groups"] = zero_groups
         self.__dict__["zero_options"] = zero_options
         super().__init__(*args, **kwargs)
+        named = self.module.named_parameters()  # type: ignore[attr-defined]
+        self.__dict__["_frozen"] = [(name, param) for name, param in named if not param.requires_grad]
 
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
         # Stock code would send bf16 with fp32 accumulation to BF16_Optimizer and refuse optimizers it has not tested.
@@ -65,11 +67,16 @@ class EPEngineMixin:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = f"{tuple(loss.shape)}, requires_grad={loss.requires_grad}" if torch.is_tensor(loss) else repr(loss)
             raise ValueError(f"engine.backward needs a scalar loss that forward computed with gradients, got {what}")
+        self.optimizer.notice_interruption()
         # DeepSpeed tells the optimizer through a hook on the engine's outputs, which a loss need not come through.
         self.optimizer.set_gradient_accumulation_boundary(self.is_gradient_accumulation_boundary())  # type: ignore[attr-defined]
         if not scale_wrt_gas:  # a tensor of its own: forward's hook on its outputs would divide by the steps after all
             loss = loss.clone()
-        return super().backward(loss, retain_graph, scale_wrt_gas)  # type: ignore[misc]
+        try:
+            return super().backward(loss, retain_graph, scale_wrt_gas)  # type: ignore[misc]
+        except Exception as error:
+            self.optimizer.interrupt(error)
+            raise
 
     def zero_grad(self) -> None:
         """DeepSpeed's: drops all gradients since the last step, accumulated ones too."""
@@ -96,6 +103,10 @@ class EPEngineMixin:
         try:
             with self.optimizer.hold_reductions():
                 yield
+        except Exception as error:
+            self.optimizer.set_gradient_accumulation_boundary(True)  # other ranks may be about to reduce
+            self.optimizer.interrupt(error)
+            raise
         finally:
             self.inside_no_sync_ctxt = False
         self.optimizer.set_gradient_accumulation_boundary(True)
@@ -106,12 +117,32 @@ class EPEngineMixin:
         self.__dict__["_has_stepped"] = False
         super().step(*args, **kwargs)  # type: ignore[misc]
 
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """DeepSpeed's: another number of micro-batches from the next step on; that step is a whole one. Raises
+        RuntimeError inside a step, ValueError for a size that is no multiple of all ranks' micro-batches."""
+        if self.optimizer.has_begun:
+            raise RuntimeError(
+                f"set_train_batch_size({train_batch_size}) inside a step: gradients of some of its micro-batches are "
+                "there; call it after the step, or after zero_grad()"
+            )
+        super().set_train_batch_size(train_batch_size)  # type: ignore[misc]
+        self.micro_steps = 0  # DeepSpeed steps when this is a multiple of the micro-batches of a step
+
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
         if not self.optimizer.has_begun:  # its gradients would be zeros, and weight decay and momentum change weights
-            raise RuntimeError("engine.step() without a backward since the last step; call engine.backward(loss) first")
+            words = "engine.step() without a backward since the last step; call engine.backward(loss) first"
+            self.optimizer.fail(RuntimeError(words))
+        self._refuse_unfrozen()
         with self.optimizer.telling_previous_step():
             super()._take_model_step(*args, **kwargs)  # type: ignore[misc]
         self.__dict__["_has_stepped"] = True
+
+    def _refuse_unfrozen(self) -> None:
+        for name, param in self.__dict__["_frozen"]:
+            if param.requires_grad:
+                param.grad = None
+                words = f"parameter {name!r} was frozen when the engine was built and is not trained by it; build the "
+                self.optimizer.fail(RuntimeError(words + "engine with it trainable, and freeze it after that"))
 
     def was_step_applied(self) -> bool:
         """Whether the last ``step()`` updated the weights. Waits for the device."""
@@ -151,10 +182,12 @@ class EPEngineMixin:
         """DeepSpeed's; with ``checkpoint: {load_universal: true}`` a universal checkpoint, at any layout. Collective.
 
         Universal ones are read here and no file of theirs can run code (``deepspeed_ext.universal``); DeepSpeed's own
-        files are pickles that DeepSpeed trusts. Returns (path, what the user saved), the path None if there is nothing
-        to load. Raises ValueError, the same on every rank, for a universal checkpoint that is incomplete or of another
-        model.
+        files are pickles that DeepSpeed trusts. Gradients of a step that had begun are dropped. Returns (path, what the
+        user saved), the path None if there is nothing to load. Raises ValueError, the same on every rank, for a universal
+        checkpoint that is incomplete or of another model, and for optimizer files that a rank cannot read.
         """
+        self.zero_grad()  # of the weights that are replaced
+        self.micro_steps = 0
         if not self.load_universal_checkpoint():  # type: ignore[attr-defined]
             return super().load_checkpoint(  # type: ignore[misc]
                 load_dir,
@@ -172,6 +205,13 @@ class EPEngineMixin:
             self, folder, load_counters=not load_module_only, load_scheduler=load_lr_scheduler_states
         )
         return str(folder), client_state
+
+    def _get_all_zero_checkpoints(self, load_dir: str, tag: str) -> Any:
+        """DeepSpeed's; what one rank cannot read is an error on all, which would wait for it else."""
+        read = super()._get_all_zero_checkpoints  # type: ignore[misc]
+        found = together(lambda: read(load_dir, tag), world_group())
+        same_everywhere("whether the optimizer's file is there", found is not None, world_group())
+        return found
 
     @torch.no_grad()
     def _broadcast_model(self) -> None:

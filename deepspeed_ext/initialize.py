@@ -35,6 +35,7 @@ from deepspeed_ext.zero.agreement import (
     same_everywhere,
     together,
 )
+from deepspeed_ext.zero.full_access import is_attached
 from deepspeed_ext.zero.options import ZeroOptions
 
 logger = logging.getLogger("deepspeed_ext")
@@ -72,8 +73,9 @@ def initialize(
     (engine, optimizer, dataloader or None, lr scheduler or None). Collective over all ranks.
 
     Raises ValueError, the same on every rank, for: a configuration that is missing, no JSON or out of range, on any
-    rank; an expert size that does not divide the ranks; a parameter twice in the optimizer; sparse gradients; ranks
-    that disagree on names, shapes, dtypes or order of parameters, on the optimizer's options or the accumulation steps;
+    rank; an expert size that does not divide the ranks; a parameter twice in the optimizer, or in an engine that was
+    not destroyed; sparse embeddings; ranks that disagree on names, shapes, dtypes or order of parameters, on the
+    optimizer's options or the accumulation steps;
     experts that are spread over ranks where DeepSpeed's own path would run a model whose MoE
     layers are not DeepSpeed's.
     """
@@ -169,6 +171,12 @@ def _prepare(
         for group in optimizer.param_groups:
             rule_for(optimizer, group)
         signatures = parameter_signatures(model, optimizer.param_groups)
+        taken = [name for name, param in model.named_parameters() if is_attached(param)]
+        if taken:
+            raise ValueError(
+                f"parameter {taken[0]!r} belongs to another engine, which would take its gradients; call that engine's "
+                "destroy() first"
+            )
         if groups is not None and not signatures.keys() <= {None, *groups.expert}:
             unknown = sorted(str(name) for name in signatures.keys() - {None, *groups.expert})
             raise ValueError(f"expert groups {unknown} have no process group; given: {sorted(groups.expert)}")

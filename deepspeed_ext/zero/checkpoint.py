@@ -91,19 +91,16 @@ def state_dict(optimizer: EPZeroOptimizer) -> dict[str, Any]:
         "loss_scale": optimizer.loss_scale_state,
         "param_groups": options,
         "shards": [
-            {"master": bucket.shard.master, **bucket.shard.state}
+            # A master that is part of the parameters' buffer would be written with all of it.
+            {"master": bucket.shard.master if family.has_masters else bucket.shard.master.clone(), **bucket.shard.state}
             for family in optimizer.families
             for bucket in family.buckets
         ],
     }
 
 
-@torch.no_grad()
-def load_state_dict(optimizer: EPZeroOptimizer, saved: Any, load_optimizer_states: bool) -> None:
-    """Restores masters, and with ``load_optimizer_states`` states, options and step count.
-
-    Raises ValueError if ``saved`` was written at another layout or by another optimizer.
-    """
+def check_state_dict(optimizer: EPZeroOptimizer, saved: Any) -> None:
+    """Raises ValueError if ``saved`` was written at another layout or by another optimizer. Local."""
     if not isinstance(saved, Mapping) or saved.get("format") != _FORMAT:
         raise ValueError("the checkpoint was not written by this version of EPZeroOptimizer; it cannot be loaded here")
     if saved["layout"] != _layout(optimizer):
@@ -111,6 +108,11 @@ def load_state_dict(optimizer: EPZeroOptimizer, saved: Any, load_optimizer_state
             "the checkpoint was written at another parameter, bucket or rank layout; DeepSpeed's files load only at "
             "the layout that wrote them"
         )
+
+
+@torch.no_grad()
+def load_state_dict(optimizer: EPZeroOptimizer, saved: Any, load_optimizer_states: bool) -> None:
+    """Restores masters, and with ``load_optimizer_states`` states, options and step count; ``saved`` is checked."""
     buckets = [bucket for family in optimizer.families for bucket in family.buckets]
     for bucket, shard in zip(buckets, saved["shards"], strict=True):
         bucket.shard.master.copy_(shard["master"])

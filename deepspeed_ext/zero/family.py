@@ -1,8 +1,9 @@
 """One family's flat buffers on one rank: parameters, gradients and fp32 masters, cut into buckets.
 
 Sizes, with P parameters in the family over n ranks, padding aside: params P (the model's dtype; the module's parameters
-are views of it), masters P/n fp32, the rule's states. Gradients: stage 1 P in grad_dtype, in which the reduction leaves
-its result; stage 2 P/n (the buckets' sums) and what the ring lends.
+are views of it), masters P/n fp32, the rule's states. fp32 parameters are their own masters: each shard's master is its
+part of the parameter buffer. Gradients: stage 1 P in grad_dtype, in which the reduction leaves its result; stage 2 P/n
+(the buckets' sums) and what the ring lends.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class Family:
             self.exchange = MatrixExchange(layout, matrices, self.rank, group)
         device = next(iter(params.values())).device
         self.param_buffer = torch.zeros(layout.numel, dtype=key.dtype, device=device)
-        self.masters = torch.zeros(layout.shard_numel, dtype=torch.float32, device=device)
+        self.has_masters = key.dtype != torch.float32  # beside the parameters
+        self.masters = torch.zeros(layout.shard_numel if self.has_masters else 0, dtype=torch.float32, device=device)
         self.grad_buffer: Tensor | None = None
         if options.stage == 1 or self.group_size == 1:
             self.grad_buffer = torch.zeros(layout.numel, dtype=options.grad_dtype, device=device)
@@ -85,7 +87,7 @@ class Family:
             param = self.param_buffer[whole]
             own = slice(self.rank * layout.shard_numel, (self.rank + 1) * layout.shard_numel)
             shard = Shard(
-                master=self.masters[first : first + layout.shard_numel],
+                master=self.masters[first : first + layout.shard_numel] if self.has_masters else param[own],
                 grad=self.masters.new_empty(0),  # set when the bucket has been reduced
                 param=param[own],
             )
@@ -117,13 +119,13 @@ class Family:
     @torch.no_grad()
     def read_masters_from_params(self) -> None:
         """Sets the masters to the parameters' present values."""
-        for bucket in self.buckets:
+        for bucket in self.buckets if self.has_masters else ():
             bucket.shard.master.copy_(bucket.shard.param)
 
     @torch.no_grad()
     def write_params_from_masters(self) -> None:
         """Casts the masters into this rank's part of the parameter buffer; the other parts are not touched."""
-        for bucket in self.buckets:
+        for bucket in self.buckets if self.has_masters else ():
             bucket.shard.param.copy_(bucket.shard.master)
 
     def memory_bytes(self) -> dict[str, int]:
@@ -134,11 +136,12 @@ class Family:
             bucket.shard_numel - sum(piece.stop - piece.start for piece in bucket.shard_pieces(self.rank))
             for bucket in self.layout.buckets
         )
+        kept = self.masters.nbytes + states
         each = self.param_buffer.element_size() + (0 if self.grad_buffer is None else self.grad_buffer.element_size())
         return {
             "parameters": self.param_buffer.nbytes,
             "gradients": full + sum(bucket.gradient_bytes() for bucket in self.buckets),
             "masters": self.masters.nbytes,
             "states": states,
-            "padding": self.layout.padding * each + unowned * (4 + states // self.layout.shard_numel),
+            "padding": self.layout.padding * each + unowned * (kept // self.layout.shard_numel),
         }

@@ -20,7 +20,7 @@ _METHODS = ("get_full_hp_param", "set_full_hp_param", "get_full_hp_grad", "set_f
 
 class _WholeParam:
     """``divisor``: of summed gradients; ``has_gradients``: whether they have been reduced since the last step;
-    ``require(what)`` raises while states are on the host."""
+    ``require(what)`` raises while states are on the host, and waits for parameters that are on their way."""
 
     def __init__(
         self,
@@ -39,8 +39,13 @@ class _WholeParam:
 
     @torch.no_grad()
     def set_full_hp_param(self, value: Tensor, optim_state_key: str | None = None) -> None:
-        """Sets what this rank owns of it; weights follow with the next step, or ``sync_params_from_master``."""
+        """Sets what this rank owns of it; weights follow with the next step, or ``sync_params_from_master``, in fp32 at
+        once: they are the masters."""
         flat = value.reshape(-1)
+        if optim_state_key is None and not self._family.has_masters:
+            self._require("access to sharded values")
+            self._family.params[self._name].copy_(value.view_as(self._family.params[self._name]))
+            return
         for bucket, piece, place in self._own():
             state = self._state(bucket, optim_state_key)
             state[place] = flat[piece.start : piece.stop].to(state)
@@ -102,6 +107,11 @@ def attach(
             param._hp_mapping = None  # type: ignore[attr-defined]
             for method in _METHODS:
                 setattr(param, method, getattr(whole, method))
+
+
+def is_attached(param: nn.Parameter) -> bool:
+    """Whether an optimizer of ours has it."""
+    return isinstance(getattr(getattr(param, _METHODS[0], None), "__self__", None), _WholeParam)
 
 
 def detach(params: Sequence[nn.Parameter]) -> None:

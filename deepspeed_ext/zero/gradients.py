@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_ext.zero.bucket import Bucket
+from deepspeed_ext.zero.failures import Failures
 from deepspeed_ext.zero.family import Family
 from deepspeed_ext.zero.options import ZeroOptions
 from deepspeed_ext.zero.partition import launch_order
@@ -32,10 +33,18 @@ logger = logging.getLogger("deepspeed_ext")
 
 
 class GradientSync:
-    """The gradients of all families on one rank. ``positions``: each parameter's place in forward order."""
+    """The gradients of all families on one rank. ``positions``: each parameter's place in forward order. What is wrong
+    with a gradient is no error in backward, where other ranks would wait: it is noted in ``failures``."""
 
-    def __init__(self, families: Sequence[Family], positions: dict[nn.Parameter, int], options: ZeroOptions) -> None:
+    def __init__(
+        self,
+        families: Sequence[Family],
+        positions: dict[nn.Parameter, int],
+        options: ZeroOptions,
+        failures: Failures,
+    ) -> None:
         self._options = options
+        self._failures = failures
         self._slots: list[Slot] = []
         queued: list[Queued] = []
         for family in families:
@@ -51,7 +60,8 @@ class GradientSync:
         self._next = 0  # place in it
         self._is_armed = False  # launch complete buckets at once
         self._has_counted = False  # gradients of single parameters, see Queued, have come since the last backward
-        self._has_ended = False  # and no other has begun
+        self._will_reduce = False  # this backward
+        self.has_ended = True  # the last backward, and no other has begun
         self._has_surplus = False  # among them more for a parameter than in any backward before
         self._is_unusual = False  # among them some that had to be counted one by one
         self._has_settled = False  # the first step is over: it is known who adds into main_grad
@@ -112,7 +122,7 @@ class GradientSync:
 
     def arm(self, will_reduce: bool, only: Sequence[Bucket] | None = None) -> None:
         """Before a backward: may complete buckets be reduced at once? ``only``: it reduces these, in this order."""
-        self._has_ended = False
+        self.has_ended, self._will_reduce = False, will_reduce
         self._now = self._queue if only is None else [self._entries[bucket] for bucket in only]
         self._is_armed = will_reduce and self._options.overlap_comm and all(entry.is_known for entry in self._now)
         if self._has_fused or not self._has_settled:  # producers write without asking: the place must be free
@@ -198,7 +208,7 @@ class GradientSync:
             return
         self._has_surplus = True
         if any(part.entry.is_launched for part in slot.parts):
-            raise slot.too_late()
+            slot.drop_late(self._failures)
 
     @torch.no_grad()
     def _take(self, entry: Queued, gradients: list[Tensor] | None = None) -> None:
@@ -209,22 +219,28 @@ class GradientSync:
         if self._has_settled and entry.can_move_together and (gradients := gradients or entry.gradients()):
             self._open(entry)
             move, places = torch._foreach_add_ if entry.is_filled else torch._foreach_copy_, entry.places()
-            with torch.inference_mode():  # autograd's part of it is a quarter of the host's time for small gradients
-                move(places, gradients)
-            entry.is_filled = True
-            for param in entry.params:
-                param.grad = None
-            parts = entry.others
+            try:
+                with torch.inference_mode():  # autograd's part is a quarter of the host's time for small gradients
+                    move(places, gradients)
+            except RuntimeError:
+                if all(gradient.layout == torch.strided for gradient in gradients):
+                    raise
+            else:
+                entry.is_filled = True
+                for param in entry.params:
+                    param.grad = None
+                parts = entry.others
         self._take_some([p for p in parts if len(p.slot.parts) == 1 and p.slot.param.grad is not None])
 
     def _take_some(self, parts: list[Part]) -> None:
+        parts = [part for part in parts if part.slot.gradient(self._failures) is not None]
         if not parts:
             return
         self._open(parts[0].entry)
         for is_filled, move in ((False, torch._foreach_copy_), (True, torch._foreach_add_)):
             some = [part for part in parts if part.is_filled is is_filled]
             if some:
-                move([part.place() for part in some], [part.slot.gradient() for part in some])
+                move([part.place() for part in some], [g for part in some if (g := part.slot.param.grad) is not None])
         for part in parts:
             part.mark()
             part.slot.param.grad = None
@@ -232,11 +248,14 @@ class GradientSync:
     @torch.no_grad()
     def _take_apart(self, slot: Slot) -> None:
         """Moves the gradient of a parameter that lies in several buckets."""
-        flat = slot.gradient().reshape(-1)
+        gradient = slot.gradient(self._failures)
+        if gradient is None:
+            return
+        flat = gradient.reshape(-1)
         for part in slot.parts:
             self._open(part.entry)
-            into, gradient = part.place(), flat[part.start : part.stop]
-            into.add_(gradient) if part.is_filled else into.copy_(gradient)
+            into, piece = part.place(), flat[part.start : part.stop]
+            into.add_(piece) if part.is_filled else into.copy_(piece)
             part.mark()
         slot.param.grad = None
 
@@ -274,7 +293,7 @@ class GradientSync:
 
     def end_backward(self, reduce: bool) -> None:
         """After a backward: takes what is left in ``param.grad``; with ``reduce`` (collective) launches the rest."""
-        if self._has_ended and not (reduce or self.has_events):
+        if self.has_ended and not (reduce or self.has_events):
             return
         for entry in self._queue:
             self._review(entry)
@@ -289,8 +308,19 @@ class GradientSync:
             self._was_dirty = True
             self._learn()
         self._has_counted = self._has_surplus = self._is_unusual = False
-        self._has_ended = True
+        self.has_ended = True
         self._begin()
+
+    def end_interrupted(self) -> bool:
+        """Instead of ``end_backward`` where an exception has ended the backward: other ranks, which may have come
+        further, wait for what it was to reduce. Whether it was. The gradients are good for nothing but ``forget``."""
+        for entry in self._queue:
+            entry.arrivals.clear()  # nothing is to be learnt from them
+        for slot in self._slots:
+            slot.events = 0
+        self.end_backward(reduce=self._will_reduce)
+        self._was_dirty = True
+        return self._will_reduce
 
     def _take_left(self, entry: Queued) -> None:
         self._was_dirty |= any(part.slot.param.grad is not None for part in entry.parts)
@@ -317,7 +347,7 @@ class GradientSync:
             if slot.events > slot.expected:
                 self._has_surplus = True
                 if entry.is_launched and slot.param.grad is not None:
-                    raise slot.too_late()
+                    slot.drop_late(self._failures)
 
     def _appoint_tail(self, entry: Queued) -> None:
         tail = entry.arrivals[-1]
@@ -360,12 +390,14 @@ class GradientSync:
     # ---- around the step
 
     def check_all_sent(self) -> None:
-        """Before a step. Raises RuntimeError where stage 2 holds gradients that no reduction took."""
+        """Before a step: notes a failure where stage 2 holds gradients that no reduction took."""
         for entry in self._queue:
             if entry.lent is not None and not entry.bucket.is_reduced:
-                raise RuntimeError(
-                    f"parameter {entry.parts[0].slot.name!r} or one beside it got a gradient in a backward that was "
-                    "said not to reach it; give its bucket to set_gradient_accumulation_boundary(only=...)"
+                self._failures.note(
+                    RuntimeError(
+                        f"parameter {entry.parts[0].slot.name!r} or one beside it got a gradient in a backward that "
+                        "was said not to reach it; give its bucket to set_gradient_accumulation_boundary(only=...)"
+                    )
                 )
 
     def finish(self) -> None:

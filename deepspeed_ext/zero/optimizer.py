@@ -37,8 +37,10 @@ from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.build import build_families, norm_groups
 from deepspeed_ext.zero.checkpoint import StateShard
 from deepspeed_ext.zero.deepspeed_files import DeepSpeedFiles
+from deepspeed_ext.zero.failures import Failures
 from deepspeed_ext.zero.family import Family
 from deepspeed_ext.zero.gradients import GradientSync
+from deepspeed_ext.zero.interruption import BackwardWatch
 from deepspeed_ext.zero.norm import global_norm
 from deepspeed_ext.zero.offload import HostStates
 from deepspeed_ext.zero.options import ZeroOptions
@@ -86,13 +88,17 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
             for family in mine:
                 family.new_states(group)
         positions = {param: index for index, param in enumerate(param_names)}
-        self._sync = GradientSync(self.families, positions, self.options)
+        self._norm_groups = norm_groups(groups)
+        self.device = self.families[0].masters.device
+        self._failures = Failures(self._norm_groups, self.device)
+        self.fail = self._failures.note
+        self._sync = GradientSync(self.families, positions, self.options, self._failures)
+        self._watch = BackwardWatch(self._sync, self._failures, self._backward_hook_state)
+        self.interrupt = self._watch.interrupt
         self._publisher = ParamPublisher(self.families, self._sync.buckets, module, self.options.overlap_param_gather)
         self._family_of = {bucket: family for family in self.families for bucket in family.buckets}
-        self.device = self.families[0].masters.device
         divisor = dist.get_world_size(groups.dense) if self.options.average else 1
         self._state = StepState(self.device, divisor, self.options)
-        self._norm_groups = norm_groups(groups)
         self._copies: list[StateShard] = []  # handed out by state_shards where states are not kept in fp32
         self._further_sums: list[tuple[Bucket, dist.ProcessGroup]] = []
         self._reduced = False
@@ -102,7 +108,7 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self._init_engine_attributes()
         self._host = HostStates(self.families, self._sync.settle_buffers)
         self.require_on_device = self._host.require
-        full_access.attach(self.families, divisor, lambda: self._reduced, self._host.require)
+        full_access.attach(self.families, divisor, lambda: self._reduced, self._require_at_rest)
 
     def _init_engine_attributes(self) -> None:
         """What DeepSpeed's engine reads, and largest norms, clipped to and accepted, which may change every step."""
@@ -149,9 +155,17 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         the order in which they are to be launched.
         """
         self.require_on_device("backward", "lp_params", "lp_grads")
+        if self._watch.is_another():
+            self.notice_interruption()
+        self._watch.begin()
         super().set_gradient_accumulation_boundary(is_boundary)
         self.has_begun = True
         self._sync.arm((is_boundary or self.options.reduces_each_backward) and not self._holds_back, only)
+
+    def notice_interruption(self) -> None:
+        """Before a backward or a step: a backward that an exception has ended since counts as a failure of this rank,
+        and the step is skipped on all ranks. ``zero_grad`` drops what that backward has left."""
+        self._reduced |= self._watch.notice()
 
     def buckets_of(self, params: Iterable[nn.Parameter]) -> list[Bucket]:
         """The buckets in which any of these parameters lies, in launch order."""
@@ -216,6 +230,7 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients of the present step, reduced or not."""
         self.has_begun = False
+        self._watch.give_up()
         if not (self._reduced or self._sync.is_dirty):
             return
         self.require_on_device("zero_grad", "lp_grads")
@@ -236,13 +251,14 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         if closure is not None:
             raise ValueError("EPZeroOptimizer.step takes no closure; run forward and backward through the engine")
         self.require_on_device("step")
+        self.notice_interruption()
         if not self._reduced or self._sync.has_events:
             self.reduce_gradients()
         self._sync.check_all_sent()
         self._publisher.wait()  # what no forward has waited for: a gather must not cross the update that follows
         self.finish_reduction()
         counted = [b.shard.grad for f in self.families if f.in_norm for b in f.buckets]
-        norm = global_norm(counted, self.device, self._norm_groups)
+        norm = global_norm(counted + self._failures.counted(), self.device, self._norm_groups)
         scalars = self._state.scalars(norm, self.clip_grad, self.skip_above)
         updated: set[Family] = set()
         for bucket in self._publisher.buckets:
@@ -261,6 +277,8 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self._reduced = self.has_begun = False
         self._copies.clear()
         self._was_previous_skipped = self._state.settle()
+        if self._was_previous_skipped:
+            self._failures.tell()
 
     @property
     def overflow(self) -> bool:
@@ -320,6 +338,11 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
 
     # ---- state
 
+    def _require_at_rest(self, what: str, *kinds: str) -> None:
+        """As ``require_on_device``; and waits for parameters on their way: in fp32 they are the masters."""
+        self.require_on_device(what, *kinds)
+        self._publisher.wait()
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped optimizer's groups; a changed lr takes effect at the next step."""
@@ -341,7 +364,7 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
 
     def state_shards(self) -> list[StateShard]:
         """What this rank owns, parameter by parameter; over a family's group every element has exactly one owner."""
-        self.require_on_device("state_shards", "hp_params", "optim_states")
+        self._require_at_rest("state_shards", "hp_params", "lp_params", "optim_states")
         self._copies = checkpoint.state_shards(self)
         return self._copies
 

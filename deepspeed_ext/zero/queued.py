@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_ext.zero.bucket import Bucket
+from deepspeed_ext.zero.failures import Failures
 
 
 class Slot:
@@ -34,7 +35,10 @@ class Slot:
     def tell(self, hook: Callable[[nn.Parameter], None]) -> None:
         """Makes ``hook`` the one that is called after a gradient has been added to ``param.grad``."""
         self.ignore()
+        is_trained = self.param.requires_grad  # it may be frozen for a while, and torch refuses the hook then
+        self.param.requires_grad_()
         self.handle = self.param.register_post_accumulate_grad_hook(hook)
+        self.param.requires_grad_(is_trained)
 
     def ignore(self) -> None:
         """Nobody is told any more."""
@@ -47,24 +51,28 @@ class Slot:
         """Whether a producer may add into main_grad."""
         return getattr(self.param, "main_grad", None) is not None
 
-    def gradient(self) -> Tensor:
-        """Its ``param.grad``, which must be there. Raises ValueError for a sparse one."""
+    def gradient(self, failures: Failures) -> Tensor | None:
+        """Its ``param.grad``; a sparse one is dropped and noted among the failures."""
         gradient = self.param.grad
-        assert gradient is not None
-        if gradient.layout != torch.strided:
-            raise ValueError(
-                f"parameter {self.name!r} got a {gradient.layout} gradient; sparse gradients cannot be sharded, build "
-                "the module with sparse=False"
+        if gradient is not None and gradient.layout != torch.strided:
+            self.param.grad = None
+            failures.note(
+                ValueError(
+                    f"parameter {self.name!r} got a {gradient.layout} gradient; sparse gradients cannot be sharded, "
+                    "compute it with sparse=False"
+                )
             )
-        return gradient
+        return self.param.grad
 
-    def too_late(self) -> RuntimeError:
-        """What to raise when a gradient comes after the bucket has left."""
-        return RuntimeError(
+    def drop_late(self, failures: Failures) -> None:
+        """A gradient has come after the bucket has left."""
+        self.param.grad = None
+        error = RuntimeError(
             f"parameter {self.name!r} got gradient number {self.events} of one backward after its bucket had been "
             f"reduced, because it got {self.expected} in earlier ones; set overlap_comm=false for models whose "
             "parameters are used a varying number of times"
         )
+        failures.note(error)
 
 
 class Part:

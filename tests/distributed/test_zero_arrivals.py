@@ -118,7 +118,9 @@ def _late(rank: int) -> str:
             _backward(model, optimizer, rank, step, micro, FORTH)
         optimizer.step()
     try:
-        _backward(model, optimizer, rank, 3, 1, (0, *FORTH))  # the second comes when all are there
+        for step in (3, 4):  # errors are those of the step before, in which other ranks may have waited
+            _backward(model, optimizer, rank, step, 1, (0, *FORTH))  # the second comes when all are there
+            optimizer.step()
     except RuntimeError as error:
         return str(error)
     return "no error"
@@ -143,7 +145,7 @@ def _after_the_reduction(rank: int) -> bool:
 
 
 def _kept_back(rank: int) -> tuple[str, bool]:
-    """Stage 2: what a step says to gradients that no reduction was told of; that dropping them is no mistake."""
+    """Stage 2: what is said of gradients that no reduction was told of, whose step is skipped."""
     model = Chain()
     optimizer = _sharded(model, stage=2, bucket_numel=512)
     some = optimizer.buckets_of([model.scales[0]])
@@ -154,16 +156,14 @@ def _kept_back(rank: int) -> tuple[str, bool]:
         if only is None:
             optimizer.step()
     before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    skipped = all(torch.equal(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True))
     try:
         optimizer.step()
         error = "no error"
     except RuntimeError as raised:
         error = str(raised)
-    optimizer.zero_grad()
-    optimizer.step()  # with gradients of zero
-    return error, len(some) < len(optimizer._sync.buckets) and all(
-        float((a - b.detach()).abs().max()) < 1e-2 for a, b in zip(before, model.parameters(), strict=True)
-    )
+    return error, skipped and len(some) < len(optimizer._sync.buckets)
 
 
 def _scenarios(rank: int, world: int) -> dict[str, Any]:
@@ -190,5 +190,5 @@ def test_arrivals() -> None:
         assert result["early"] == [True, True, True, False, True, True]
         assert "'scales.0' got gradient number 2 of one backward after its bucket had been" in result["late"]
         assert result["after"]
-        error, dropped = result["kept back"]
-        assert "got a gradient in a backward that was said not to reach it" in error and dropped
+        error, skipped = result["kept back"]
+        assert "got a gradient in a backward that was said not to reach it" in error and skipped

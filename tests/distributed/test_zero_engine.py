@@ -297,18 +297,21 @@ def test_numbers_are_those_of_deepspeed_and_states_rest_on_the_host(tmp_path: Pa
 
 
 def _on_device(rank: int, world: int) -> None:
-    """Plain layers, whose sums have one order on a GPU too; its memory is really given back."""
+    """Plain layers, whose sums have one order on a GPU too; its memory is really given back, between micro-batches too,
+    while reductions and gathers are on their way."""
     deepspeed_ext.init_distributed()
-    for stage in (1, 2):
+    for stage, dtype in ((1, torch.bfloat16), (2, torch.bfloat16), (1, torch.float32), (2, torch.float32)):
         weights = []
         for moves in (False, True):
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
-            config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0, "bf16": {"enabled": True}}
-            config |= {"zero_optimization": {"stage": stage}}
+            config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
+            config |= {"bf16": {"enabled": dtype == torch.bfloat16}, "deepspeed_ext": {"overlap_param_gather": True}}
+            config |= {"zero_optimization": {"stage": stage, "reduce_bucket_size": 100_000}}
             engine, *_ = deepspeed_ext.initialize(model=model, optimizer=_adamw, config=config)
-            for _ in range(4):
-                x = torch.ones(4, 512, device=engine.device, dtype=torch.bfloat16)
+            for number in range(6):
+                generator = torch.Generator().manual_seed(10 * number + rank)
+                x = torch.randn(4, 512, generator=generator).to(engine.device, dtype)
                 engine.backward(engine(x).float().square().mean())
                 engine.step()
                 if moves:
@@ -319,9 +322,10 @@ def _on_device(rank: int, world: int) -> None:
                     assert all(param.device.type == "cpu" for param in model.parameters())
                     engine.reload_states()
                     assert all(param.device == engine.device for param in model.parameters())
+            engine.optimizer.wait_for_params()
             weights.append([p.detach().cpu() for p in model.parameters()])
             engine.destroy()
-        assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True)), (stage, dtype)
     deepspeed_ext.shutdown()
 
 
@@ -332,4 +336,4 @@ def _adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpus_memory_is_given_back_and_states_return() -> None:
-    run_on_gpus(_on_device, 1)
+    run_on_gpus(_on_device, min(2, torch.cuda.device_count()))

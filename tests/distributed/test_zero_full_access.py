@@ -94,6 +94,7 @@ def _access(rank: int, world: int, stage: int, dtype: str) -> None:
     backward()
     for name, param in named.items():
         safe_set_full_fp32_param(param, target[name])
+        assert torch.equal(param.detach(), target[name]), "no rank has old values beside new ones"
         safe_set_full_optimizer_state(param, torch.ones_like(target[name]), "exp_avg")
         safe_set_full_grad(param, torch.full_like(param, 0.5))
         check(safe_get_full_fp32_param(param), target[name])

@@ -192,10 +192,12 @@ def _late_gradient(rank: int) -> str:
     y = checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True)
     optimizer.set_gradient_accumulation_boundary(True)
     loss = model.bare(model.side(y)).square().mean()
+    for parameter in model.layers[:3].parameters():  # the others' gradients are here: buckets leave at once
+        parameter.grad = torch.zeros_like(parameter)
+    loss.backward()
+    optimizer.step()
     try:
-        for parameter in model.layers[:3].parameters():  # the others' gradients are here: buckets leave at once
-            parameter.grad = torch.zeros_like(parameter)
-        loss.backward()
+        _step(model, optimizer, 2, rank, use_side=True)
     except RuntimeError as error:
         return str(error)
     return "no error"
@@ -350,10 +352,11 @@ def _live_bytes() -> int:
 
 def _memory(rank: int, world: int) -> list[tuple[int, int, int]]:
     results = []
-    for stage, accumulate, each in ((1, "fp32", False), (1, "bf16", False), (2, "fp32", False), (1, "fp32", True)):
+    cases = [(1, "fp32", False), (1, "bf16", False), (2, "fp32", False), (1, "fp32", True)]
+    for width, (stage, accumulate, each) in [*((2, case) for case in cases), (4, cases[0]), (4, cases[2])]:
         before = _live_bytes()
         config = {
-            "bf16": {"enabled": True},
+            "bf16": {"enabled": width == 2},
             "zero_optimization": {"stage": stage, "reduce_bucket_size": 2000},
             "data_types": {"grad_accum_dtype": accumulate},
             "deepspeed_ext": {"reduce_each_micro_batch": each},
@@ -365,21 +368,27 @@ def _memory(rank: int, world: int) -> list[tuple[int, int, int]]:
         ring = sum(buffer.nbytes for buffer in optimizer._sync._ring.free())
         frozen = sum(p.nbytes for p in engine.module.parameters() if not p.requires_grad)
         found = _live_bytes() - before - ring - frozen
-        # 2P + gradients + 12 bytes for each element of this rank's shards, padding included in P and shards
+        # 2P + gradients + 12 bytes for each element of this rank's shards, padding included in P and shards; parameters
+        # in fp32 are the masters: 4P and 8
         experts = [f for f in optimizer.families if f.key.expert_group is not None]
         assert {f.group_size for f in experts} == {world // 2}
         expected = 0
         for family in optimizer.families:
             full, own = family.layout.numel, family.layout.numel // family.group_size
             gradient = 4 if accumulate == "fp32" else 2
-            expected += 2 * full + 12 * own
+            expected += width * full + (12 if width == 2 else 8) * own
             expected += gradient * (own if stage == 2 else full)
             expected += gradient * own if each and family.group_size > 1 else 0
         sizes = optimizer.memory_bytes()
         stated = sum(size for kind, size in sizes.items() if kind != "padding")
         assert stated == expected, (stated, expected)
-        padding = sum(f.layout.padding * 2 for f in optimizer.families)
+        padding = sum(f.layout.padding * width for f in optimizer.families)
         assert sizes["padding"] >= padding
+        kept = [shard["master"] for shard in optimizer.state_dict()["shards"]]
+        stored = {master.untyped_storage().data_ptr(): master.untyped_storage().nbytes() for master in kept}
+        owned = 4 * sum(family.layout.shard_numel for family in optimizer.families)
+        assert sum(stored.values()) == owned, "a file holds this rank's masters, not the buffer that they are in"
+        del kept
         results.append((found, expected, ring))
         engine.destroy()
         del engine, optimizer, experts, family
@@ -392,7 +401,7 @@ def test_memory_is_what_the_formula_says() -> None:
     for results in run_distributed(_memory, 4):
         for found, expected, _ in results:
             assert expected <= found <= expected + 3000, (found, expected)
-        assert [ring > 0 for _, _, ring in results] == [False, False, True, False]
+        assert [ring > 0 for _, _, ring in results] == [False, False, True, False, False, True]
 
 
 def _buffers_of_stage_2(rank: int, world: int) -> tuple[int, int]:

@@ -15,7 +15,8 @@ from megatron.optimus.config.schema import ModelConfig
 class Experts(nn.Module):
     """y[r] = sum_k weights[r,k] * down_e(silu(gate_e(x[r])) * up_e(x[r])) with e = indices[r,k], skipping -1.
 
-    Where an optimizer keeps gradients in ``main_grad`` of the weights, the backward adds to it (ops/main_grads.py).
+    Where an optimizer keeps gradients in ``main_grad`` of the weights, the backward adds to it (ops/main_grads.py), if
+    that gains anything.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -29,5 +30,6 @@ class Experts(nn.Module):
     ) -> Tensor:
         """``go_home``: what the backward tells the gradients of x and weights before its last product."""
         gate_up, down = self.gate_up_weight, self.down_weight
-        main_grads = (ops.main_grad_of(gate_up), ops.main_grad_of(down))
+        adds = go_home is not None or ops.gains_by_main_grads(x_RD)
+        main_grads = (ops.main_grad_of(gate_up), ops.main_grad_of(down)) if adds else (None, None)
         return ops.moe_mlp(x_RD, gate_up, down, weights_RK, indices_RK, main_grads, go_home)

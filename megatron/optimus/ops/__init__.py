@@ -49,6 +49,7 @@ __all__ = [
     "copy_rows",
     "cross_entropy_gradient_",
     "expert_counts",
+    "gains_by_main_grads",
     "gather_rows",
     "get_backend",
     "grouped_input_gradient",
@@ -68,6 +69,12 @@ __all__ = [
     "sum_copies",
     "swiglu",
 ]
+
+
+def gains_by_main_grads(x: Tensor) -> bool:
+    """Whether ``moe_mlp`` on x gains by main gradients, where nobody is to be told of input gradients. In fp32 the
+    reference only loses: it rounds nothing anyway, and computes its forward again to add in the backward."""
+    return x.dtype.itemsize < 4 or resolve(x.device, x.dtype) is not Backend.REFERENCE
 
 
 def moe_mlp(

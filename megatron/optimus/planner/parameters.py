@@ -181,7 +181,8 @@ def state_bytes(share: Share, family: Family) -> StateBytes:
     if family.group_size > 1 and (not is_whole or shard_width != kept):
         gradients += family.shard * shard_width
     moments = _moments(share, family) * _moment_bytes(share, family)
-    return StateBytes(family.numel * share.element, gradients, family.shard * 4, moments)
+    masters = 0 if share.element == 4 else family.shard * 4  # fp32 parameters are their own
+    return StateBytes(family.numel * share.element, gradients, masters, moments)
 
 
 def _moments(share: Share, family: Family) -> int:
