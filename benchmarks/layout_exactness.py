@@ -7,6 +7,7 @@ difference of a tensor over its largest absolute value, over all ranks; for loss
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import platform
@@ -72,6 +73,7 @@ def measure_training() -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     rows = measure(4, test_tensor_parallel.CASES) + measure(4, test_context_parallel.CASES)
     rows += measure(8, test_context_parallel.EIGHT)

@@ -1,5 +1,7 @@
 """A transformers OLMoE trained by deepspeed_ext alone: torchrun --standalone --nproc-per-node 2 train.py"""
 
+import argparse
+
 import torch
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
@@ -7,6 +9,7 @@ import deepspeed_ext
 
 STEPS, BATCH, LENGTH, VOCABULARY = 30, 4, 32, 64
 
+argparse.ArgumentParser(description=__doc__).parse_args()
 deepspeed_ext.init_distributed()
 torch.manual_seed(0)  # the same weights on every rank
 shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -205,3 +205,16 @@ def test_files_and_functions_stay_small() -> None:
                 if length > MAX_FUNCTION_LINES:
                     wrong.append(f"{place(path, node)}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}")
     assert wrong == []
+
+
+def test_every_program_answers_help() -> None:
+    """By argparse, or by the flags of the package, before it does any work."""
+    wrong = []
+    for path in sources("benchmarks", "tools", "examples", "tests/campaigns"):
+        nodes = list(ast.walk(tree_of(path)))
+        is_program = any(isinstance(node, ast.Constant) and node.value == "__main__" for node in nodes)
+        functions = [node.func for node in nodes if isinstance(node, ast.Call)]
+        called = {getattr(function, "attr", getattr(function, "id", None)) for function in functions}
+        if is_program and not called & {"parse_args", "parse_known_args", "split_flags"}:
+            wrong.append(str(path.relative_to(ROOT)))
+    assert wrong == []

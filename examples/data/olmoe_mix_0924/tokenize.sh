@@ -4,6 +4,7 @@
 #     mpiexec -n 32 --ppn 4 examples/data/olmoe_mix_0924/tokenize.sh RAW TOKENS TOKENIZER
 #     sbatch --array=0-31 ...   or   srun -n 32 ...
 set -euo pipefail
+if [[ ${1:-} == --help ]]; then sed -n '2,5s/^# \?//p' "$0"; exit; fi
 raw=${1:?folder of the download} tokens=${2:?folder to write} tokenizer=${3:?folder of the tokenizer}
 here=$(cd "$(dirname "$0")" && pwd)
 workers=${WORKERS:-$(nproc)}
