@@ -72,19 +72,6 @@ class MatrixPlan:
             loads[owner] += matrix.cost
         return loads
 
-    @property
-    def imbalance(self) -> float:
-        """Largest load / mean load; 1.0 without matrices."""
-        total = sum(self.loads)
-        return max(self.loads) * self.group_size / total if total else 1.0
-
-    @property
-    def best_imbalance(self) -> float:
-        """What no assignment of whole matrices can undercut (see ``smallest_load``)."""
-        total = sum(self.loads)
-        costs = [matrix.cost for matrix in self.matrices]
-        return smallest_load(costs, self.group_size) * self.group_size / total if total else 1.0
-
 
 def matrices_of(name: str, shape: Sequence[int], stacked: int = 1) -> list[WholeMatrix]:
     """The matrices of one parameter, see rules.base.count_matrices."""

@@ -105,9 +105,11 @@ def latest(root: Path, kind: str = "full") -> Path | None:
 def resolve(path: Path) -> Path:
     """The checkpoint meant by ``path``: itself, or the newest complete one of a checkpoints or run folder.
 
-    A model-only one is taken where no full one is.
+    A model-only one is taken where no full one is. Raises CheckpointError.
     """
     path = Path(path)
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such folder; name a checkpoint, or the folder of a run or its checkpoints")
     if (path / MANIFEST_NAME).exists():
         return path
     for kind in ("full", "model"):

@@ -289,6 +289,8 @@ def test_resolve(tmp_path):
     assert resolve(run) == resolve(run / "checkpoints") == resolve(newest) == newest
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         resolve(tmp_path)
+    with pytest.raises(CheckpointError, match="nope: no such folder; name a checkpoint"):
+        resolve(tmp_path / "nope")
 
 
 # -- kill -9 -----------------------------------------------------------------------------------------------------------

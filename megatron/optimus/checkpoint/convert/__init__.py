@@ -42,7 +42,6 @@ class Conversion:
     """What was, or would be, written."""
 
     source: Path
-    source_format: str
     destination: Path
     tensors: list[Written]
     compared: int = 0  # tensors that were read back and found equal
@@ -106,7 +105,7 @@ def _convert(
         for file in source.files_to_check():
             check_bytes(file)
         _write_atomically(destination, write)
-    return Conversion(source.path, source.format, destination, plan.tensors, compared)
+    return Conversion(source.path, destination, plan.tensors, compared)
 
 
 def open_source(path: Path, model_config: Path | None = None) -> Source:

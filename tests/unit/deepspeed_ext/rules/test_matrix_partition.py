@@ -105,6 +105,16 @@ def moe(layers: int, width: int, inner: int, experts: int, total_experts: int) -
     return dense, expert
 
 
+def imbalance(plan: MatrixPlan) -> float:
+    return max(plan.loads) * plan.group_size / sum(plan.loads)
+
+
+def best_imbalance(plan: MatrixPlan) -> float:
+    """What no assignment of whole matrices can undercut."""
+    smallest = smallest_load((matrix.cost for matrix in plan.matrices), plan.group_size)
+    return smallest * plan.group_size / sum(plan.loads)
+
+
 def moved_share(layout: FamilyLayout, plan: MatrixPlan) -> float:
     where = SegmentMap(layout)
     parts = [s for index, matrix in enumerate(plan.matrices) for s in where.segments(index, matrix)]
@@ -116,7 +126,7 @@ def test_mula_7b_is_balanced_and_its_experts_hardly_move(ranks: int) -> None:
     for shapes, limit in zip(moe(16, 2048, 1024, 64, 64), (0.7, 0.1), strict=True):
         layout = lay_out(shapes, ranks, 1 << 26)
         plan = plan_family(layout, shapes)
-        assert plan.imbalance <= 1.05
+        assert imbalance(plan) <= 1.05
         assert moved_share(layout, plan) <= limit
         assert layout.padding <= 1e-3 * layout.numel
 
@@ -125,8 +135,8 @@ def test_where_whole_matrices_allow_no_balance_the_plan_reaches_the_bound() -> N
     dense, expert = moe(8, 3072, 1536, 20, 240)
     for shapes, ranks in ((dense, 1536), (expert, 128)):
         plan = plan_family(lay_out(shapes, ranks, 1 << 26), shapes)
-        assert plan.imbalance > 1.05
-        assert plan.imbalance == pytest.approx(plan.best_imbalance)
+        assert imbalance(plan) > 1.05
+        assert imbalance(plan) == pytest.approx(best_imbalance(plan))
 
 
 def test_mula_220b_over_12288_ranks_is_planned_in_under_a_second() -> None:
@@ -136,7 +146,7 @@ def test_mula_220b_over_12288_ranks_is_planned_in_under_a_second() -> None:
         dense, expert = moe(8, 3072, 1536, 240 // 12, 240)
         for shapes, ranks in ((dense, 12_288 // 8), (expert, 12_288 // 8 // 12)):
             plan = plan_family(lay_out(shapes, ranks, 1 << 26), shapes)
-            assert plan.imbalance == pytest.approx(plan.best_imbalance)
+            assert imbalance(plan) == pytest.approx(best_imbalance(plan))
     assert time.process_time() - started < 1.0
 
 
