@@ -34,9 +34,9 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks/results", ROOT / "docs/planner.md"
 BEGIN, END = "<!-- begin: benchmarks/planner_steps.py --write -->", "<!-- end -->"
 SUPERSEDED = {  # (file, variant): every variant where it is empty
-    ("layout_speed_pp_one_communicator_h200x4.json", ""),  # lanes came after it
+    ("layout_speed_pp_one_communicator_h200x4.json", ""),  # one communicator for all stages
     ("layout_speed_moe20b_before_h200x4.json", ""),  # all-to-all that sorted and waited twice
-    ("layout_speed_h200x2.json", "interleaved-1f1b, 2 chunks"),  # before the lanes, too
+    ("layout_speed_h200x2.json", "interleaved-1f1b, 2 chunks"),  # as above
     ("layout_speed_h200x2.json", "ring"),  # with FlashAttention-2, before the ring took torch's preference
     ("layout_speed_h200x2.json", "alltoall"),  # as of the 20B file before
     ("layout_speed_h200x2.json", "alltoall, 2 chunks"),

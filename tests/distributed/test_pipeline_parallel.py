@@ -16,9 +16,9 @@ from megatron.optimus.layers.documents import Documents
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
 from megatron.optimus.parallel.apply import connect, parallelize
-from megatron.optimus.parallel.lanes import make_lanes
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.pipeline import SPLIT_BACKWARDS, Pipeline, stage_plan
+from megatron.optimus.parallel.pipeline_p2p import make_p2p_groups
 from tests.distributed.layouts import deviation, part_of, refusal
 from tests.helpers import run_distributed
 
@@ -117,7 +117,7 @@ def run_case(rank: int, world: int, case: Case) -> dict[str, Any]:
         positions=LENGTH,
         dtype=torch.float32,
         device=torch.device("cpu"),
-        lanes=make_lanes(mesh, parallel, torch.device("cpu")),
+        p2p_groups=make_p2p_groups(mesh, parallel, torch.device("cpu")),
     )
     batches = batches_of(case.count, case)
     before = [loss.item() for loss in pipeline.evaluate(batches).loss_sums]

@@ -113,6 +113,6 @@ def check_micro_batches(num_micro_batches: int, pp: int) -> None:
         )
 
 
-def num_lanes(pp: int, *, v_shape: bool) -> int:
-    """Communicators for each direction between the stages of a pipeline with several chunks (parallel/lanes.py)."""
+def num_p2p_groups(pp: int, *, v_shape: bool) -> int:
+    """Communicators for each direction between stages of a pipeline with several chunks (parallel/pipeline_p2p.py)."""
     return 4 if v_shape else 2 + pp % 2

@@ -35,7 +35,7 @@ from megatron.optimus.layers.documents import Documents
 from megatron.optimus.layers.rope import rope_at, rope_table
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.moe.router import RouterStats
-from megatron.optimus.parallel.lanes import Lanes
+from megatron.optimus.parallel.pipeline_p2p import P2PGroups
 
 _SCHEDULES = {
     PipelineSchedule.INTERLEAVED_1F1B: ScheduleInterleaved1F1B,
@@ -210,7 +210,7 @@ class Backwards(Protocol):
 
 
 class _Stage(PipelineStage):
-    """torch's stage that knows which micro-batch is at hand and sends and receives over lanes."""
+    """torch's stage that knows which micro-batch is at hand and sends and receives over its own groups."""
 
     def __init__(self, pipeline: Pipeline, chunk: Chunk, *args: Any, **kwargs: Any) -> None:
         super().__init__(chunk, *args, **kwargs)
@@ -222,22 +222,22 @@ class _Stage(PipelineStage):
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._in_lane(super().get_fwd_recv_ops(fwd_chunk_id), self.stage_index - 1, is_gradient=False)
+        return self._over_group(super().get_fwd_recv_ops(fwd_chunk_id), self.stage_index - 1, is_gradient=False)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._in_lane(super().get_fwd_send_ops(fwd_chunk_id), self.stage_index, is_gradient=False)
+        return self._over_group(super().get_fwd_send_ops(fwd_chunk_id), self.stage_index, is_gradient=False)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._in_lane(super().get_bwd_recv_ops(bwd_chunk_id), self.stage_index, is_gradient=True)
+        return self._over_group(super().get_bwd_recv_ops(bwd_chunk_id), self.stage_index, is_gradient=True)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._in_lane(super().get_bwd_send_ops(bwd_chunk_id), self.stage_index - 1, is_gradient=True)
+        return self._over_group(super().get_bwd_send_ops(bwd_chunk_id), self.stage_index - 1, is_gradient=True)
 
-    def _in_lane(self, ops: list[dist.P2POp], boundary: int, *, is_gradient: bool) -> list[dist.P2POp]:
-        lanes = self._pipeline.lanes
-        if lanes is None:
+    def _over_group(self, ops: list[dist.P2POp], boundary: int, *, is_gradient: bool) -> list[dist.P2POp]:
+        groups = self._pipeline.p2p_groups
+        if groups is None:
             return ops
-        group = lanes.group(boundary, is_gradient=is_gradient)
+        group = groups.group(boundary, is_gradient=is_gradient)
         return [dist.P2POp(op.op, op.tensor, op.peer, group) for op in ops]
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -269,8 +269,8 @@ class Pipeline:
 
     ``num_micro_batches``: of the first step; another number is planned anew when a step has it.
     ``hidden_shape``: of what travels between stages. ``positions``: of a whole sequence. ``backwards`` is told of every
-    backward of a micro-batch through a chunk, so that gradients need not add up in the weights' dtype. ``lanes``: for
-    what travels between stages; None: everything over ``group``.
+    backward of a micro-batch through a chunk, so that gradients need not add up in the weights' dtype. ``p2p_groups``:
+    for what travels between stages; None: everything over ``group``.
     """
 
     def __init__(
@@ -287,9 +287,9 @@ class Pipeline:
         dtype: torch.dtype,
         device: torch.device,
         backwards: Backwards | None = None,
-        lanes: Lanes | None = None,
+        p2p_groups: P2PGroups | None = None,
     ) -> None:
-        self.lanes = lanes
+        self.p2p_groups = p2p_groups
         self.model, self.plan, self.group, self.device = model, plan, group, device
         self.backwards = backwards or _NobodyAsks()
         self.batches: Sequence[StageInput] = ()

@@ -18,7 +18,7 @@ from megatron.optimus.config.schema import (
     QKNormScope,
     TokenDispatcher,
 )
-from megatron.optimus.config.stages import num_lanes
+from megatron.optimus.config.stages import num_p2p_groups
 from megatron.optimus.planner.activations import INT32, INT64, Kernels
 from megatron.optimus.planner.parameters import families, gradient_bytes, parameters
 from megatron.optimus.planner.ring import FP32
@@ -72,7 +72,8 @@ def collectives(share: Share, kernels: Kernels) -> list[Collective]:
 
 def num_communicators(share: Share) -> int:
     """Those that a rank is in: of the axes along which the program communicates, those with the same ranks counted once
-    (parallel/mesh.py), and of a pipeline's lanes (parallel/lanes.py). A communicator starts when it is first used."""
+    (parallel/mesh.py), and those between pipeline stages (parallel/pipeline_p2p.py). A communicator starts when it is
+    first used."""
     layout, model = share.layout, share.model
     axes = ["world", "pp", "dense", "cp", "tp", "model"]
     if model.is_moe:
@@ -83,14 +84,14 @@ def num_communicators(share: Share) -> int:
     found = {tuple(layout.group_of(axis, 0)) for axis in axes}
     if layout.pp > 1 and not model.untie_embeddings_and_output_weights:
         found.add(tuple(layout.group_of("pp", 0)[:: layout.pp - 1]))  # both ends
-    return sum(len(ranks) > 1 for ranks in found) + _num_lanes(share)
+    return sum(len(ranks) > 1 for ranks in found) + _num_p2p_groups(share)
 
 
-def _num_lanes(share: Share) -> int:
+def _num_p2p_groups(share: Share) -> int:
     parallel, pp = share.config.parallel, share.layout.pp
     if pp == 1 or parallel.virtual_pipeline_model_parallel_size == 1:
         return 0
-    return 2 * num_lanes(pp, v_shape=parallel.pipeline_schedule is PipelineSchedule.ZBV)
+    return 2 * num_p2p_groups(pp, v_shape=parallel.pipeline_schedule is PipelineSchedule.ZBV)
 
 
 def sent_by_axis(found: list[Collective]) -> dict[str, float]:

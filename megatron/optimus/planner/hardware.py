@@ -81,7 +81,7 @@ H200 = Machine(
     communicator=Figure(
         730 * 2**20,
         f"most in {_MEASURED}: one communicator of two ranks (2059 MiB less 1329 of one rank; 284 at commit 9487643); "
-        "that larger ones and those of messages alone (a pipeline's lanes) take as much is assumed",
+        "that larger ones and those of messages alone (between pipeline stages) take as much is assumed",
         True,
     ),
     slack=Figure(0.05, f"median of {_MEASURED} 0.03, most without all-to-all 0.11", True),

@@ -16,9 +16,9 @@ from megatron.optimus.config.schema import ModelConfig, RunConfig
 from megatron.optimus.data.loader import Batch
 from megatron.optimus.models.decoder import Decoder, DecoderOutput
 from megatron.optimus.moe.router import Router, RouterStats
-from megatron.optimus.parallel.lanes import make_lanes
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.pipeline import Chunk, Pipeline, stage_plan
+from megatron.optimus.parallel.pipeline_p2p import make_p2p_groups
 from megatron.optimus.trainer.engine import DTYPES, Engine, set_micro_batches
 
 
@@ -73,7 +73,7 @@ def build_schedule(config: RunConfig, engine: Engine, mesh: Mesh, device: torch.
         dtype=DTYPES[training.params_dtype],
         device=device,
         backwards=Reductions(engine, config),
-        lanes=make_lanes(mesh, parallel, device),
+        p2p_groups=make_p2p_groups(mesh, parallel, device),
     )
     return Stages(engine, pipeline)
 

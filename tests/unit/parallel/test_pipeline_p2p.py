@@ -1,4 +1,4 @@
-"""Lanes of a pipeline: who shares one, and what that costs torch's interleaved schedule, by simulation."""
+"""Point-to-point groups of a pipeline: who shares one, and what it costs torch's interleaved order, by simulation."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules
 
-from megatron.optimus.config.stages import num_lanes, stages_of_rank
-from megatron.optimus.parallel.lanes import lane_of
+from megatron.optimus.config.stages import num_p2p_groups, stages_of_rank
+from megatron.optimus.parallel.pipeline_p2p import p2p_group_index
 
 TRAVEL = 0.01  # in forward times of a chunk; a backward takes two
 KIND = schedules._ComputationType
@@ -22,17 +22,17 @@ def ranks_of(pp: int, chunks: int, *, v_shape: bool) -> dict[int, int]:
 
 
 @given(st.integers(2, 13), st.integers(2, 4), st.booleans())
-def test_no_rank_sends_and_receives_on_one_lane(pp: int, chunks: int, v_shape: bool) -> None:
+def test_no_rank_sends_and_receives_over_one_group(pp: int, chunks: int, v_shape: bool) -> None:
     rank_of = ranks_of(pp, 2 if v_shape else chunks, v_shape=v_shape)
     senders: dict[int, set[int]] = {}
     receivers: dict[int, set[int]] = {}
     for boundary in range(len(rank_of) - 1):
         if rank_of[boundary] != rank_of[boundary + 1]:
-            lane = lane_of(boundary, pp, v_shape=v_shape)
-            assert 0 <= lane < num_lanes(pp, v_shape=v_shape)
-            senders.setdefault(lane, set()).add(rank_of[boundary])
-            receivers.setdefault(lane, set()).add(rank_of[boundary + 1])
-    assert not any(senders[lane] & receivers[lane] for lane in senders)
+            index = p2p_group_index(boundary, pp, v_shape=v_shape)
+            assert 0 <= index < num_p2p_groups(pp, v_shape=v_shape)
+            senders.setdefault(index, set()).add(rank_of[boundary])
+            receivers.setdefault(index, set()).add(rank_of[boundary + 1])
+    assert not any(senders[index] & receivers[index] for index in senders)
 
 
 class Message:
@@ -118,13 +118,13 @@ def time_of(actions: dict[int, list[Any]], num_stages: int, queue_of: Callable[[
 
 
 @pytest.mark.parametrize("pp, chunks, micro_batches", [(2, 2, 8), (3, 2, 12), (4, 2, 16), (4, 4, 16), (8, 2, 32)])
-def test_interleaved_schedule_reaches_its_ideal_on_lanes(pp: int, chunks: int, micro_batches: int) -> None:
+def test_interleaved_schedule_reaches_its_ideal_over_its_groups(pp: int, chunks: int, micro_batches: int) -> None:
     actions = actions_of(pp, chunks, micro_batches)
     ideal = 3.0 * (chunks * micro_batches + pp - 1)
 
-    def in_lane(message: Message) -> Any:
-        return message.is_gradient, lane_of(message.boundary, pp, v_shape=False)
+    def group_of(message: Message) -> Any:
+        return message.is_gradient, p2p_group_index(message.boundary, pp, v_shape=False)
 
-    assert ideal / time_of(actions, pp * chunks, in_lane) > 0.99
-    if pp >= 4:  # why lanes are there; if torch's order no longer needs them, they can go
+    assert ideal / time_of(actions, pp * chunks, group_of) > 0.99
+    if pp >= 4:  # why there are several; if torch's order no longer needs them, one will do
         assert ideal / time_of(actions, pp * chunks, lambda _: None) < 0.92

@@ -25,7 +25,7 @@ PIPELINE = "--pipeline-model-parallel-size 4 --micro-batch-size 2 --virtual-pipe
 
 
 def layouts() -> list[str]:
-    """The reference, and the pipelines with lanes that this torch can run."""
+    """The reference, and the pipelines with several point-to-point groups that this torch can run."""
     found = [WHOLE, f"{PIPELINE} 1", f"{PIPELINE} 2 --pipeline-schedule interleaved-1f1b"]
     for schedule in (PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV):
         if refusal(schedule) is None:
@@ -33,7 +33,7 @@ def layouts() -> list[str]:
     return found
 
 
-def check_lanes(device: str, timeout: float = 180) -> None:
+def check_groups(device: str, timeout: float = 180) -> None:
     words = [f"{line} --params-dtype fp32" for line in layouts()]
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     runs = [(line, STEPS) for line in words]
@@ -46,4 +46,4 @@ def check_lanes(device: str, timeout: float = 180) -> None:
 
 
 def test_lanes_with_one_connection() -> None:
-    check_lanes("cuda")
+    check_groups("cuda")
