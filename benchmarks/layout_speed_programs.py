@@ -146,10 +146,10 @@ class KeepHere:
     def start(self, x_TD: torch.Tensor) -> None:
         return None
 
-    def dispatch(self, x_TD: torch.Tensor, routing: Any, started: None, meanwhile: Any) -> Any:
+    def dispatch(self, x_TD: torch.Tensor, routing: Any, started: None, overlapped: Any) -> Any:
         from megatron.optimus.moe.dispatch import ExpertRows
 
-        meanwhile()
+        overlapped()
         return ExpertRows(x_TD, routing.weights_TK, routing.indices_TK % self.num_experts, None)
 
     def combine(self, y_RD: torch.Tensor, handle: Any) -> torch.Tensor:
@@ -169,7 +169,7 @@ def home_last(model: Any) -> None:
 
 
 def _untold(forward: Any) -> Any:
-    return lambda x, weights, indices, go_home=None: forward(x, weights, indices)
+    return lambda x, weights, indices, on_input_gradients=None: forward(x, weights, indices)
 
 
 def _finish_started(dispatcher: Any) -> Any:

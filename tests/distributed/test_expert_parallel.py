@@ -69,7 +69,7 @@ class Case(NamedTuple):
     skew: float = 0.0
     node: int | None = None  # ranks of a node
     chunks: int = 1
-    halves: bool = False  # experts whose backward has two halves, so that gradients go home beside the second
+    halves: bool = False  # experts whose backward has two halves, so that gradients are combined beside the second
     main_grads: bool = False
     shared: bool = False  # experts that every token passes, with a gate
     recompute: bool = False

@@ -1,4 +1,4 @@
-"""All-to-all transports move bits and add in fp32: bf16 answers and gradients are those expected, bit by bit."""
+"""All-to-all transports move bits and add in fp32: bf16 outputs and gradients are those expected, bit by bit."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.optimus.config.schema import ExpertPlacement
-from megatron.optimus.moe.dispatch import Dispatcher, ThroughExperts, nothing, through_experts
+from megatron.optimus.moe.dispatch import Dispatcher, ExpertPass, expert_pass, no_work
 from megatron.optimus.ops import InputGradients, Routing
 from megatron.optimus.parallel import collectives, transport
 from megatron.optimus.parallel.placement import Ownership
-from megatron.optimus.parallel.transport import AllToAllDispatcher, HierarchicalDispatcher, InChunks
+from megatron.optimus.parallel.transport import AllToAllDispatcher, ChunkedExpertPass, HierarchicalDispatcher
 from tests.helpers import run_distributed
 
 WORLD, NODE, WIDTH, EXPERTS, TOPK = 4, 2, 40, 12, 3
@@ -42,7 +42,7 @@ CASES = [
 
 
 def inputs(case: Case, rank: int) -> tuple[Tensor, Tensor, Routing]:
-    """Own tokens, the gradients of their answers, and choices: of any experts, or of the first, which one rank has."""
+    """Own tokens, the gradients of their outputs, and choices: of any experts, or of the first, which one rank has."""
     generator = torch.Generator().manual_seed(10 + rank)
     num_tokens = case.counts[rank]
     x, dy = (torch.randn(num_tokens, WIDTH, generator=generator).bfloat16() for _ in range(2))
@@ -58,16 +58,16 @@ def answer(x: Tensor, rank: int) -> Tensor:
     return x * (1 + (rank + 1) / 64)
 
 
-def build(case: Case, rank: int, nodes: list[Any]) -> tuple[Dispatcher, ThroughExperts, Ownership]:
+def build(case: Case, rank: int, nodes: list[Any]) -> tuple[Dispatcher, ExpertPass, Ownership]:
     ownership = Ownership.regular(EXPERTS, WORLD // case.shards, ExpertPlacement.CONTIGUOUS, case.shards)
     if case.transport == "hierarchical":
         return (
             HierarchicalDispatcher(nodes[rank // NODE], nodes[2 + rank % NODE], ownership),
-            through_experts,
+            expert_pass,
             ownership,
         )
     dispatcher = AllToAllDispatcher(dist.group.WORLD, ownership)
-    return dispatcher, InChunks(3) if case.transport == "in 3 parts" else through_experts, ownership
+    return dispatcher, ChunkedExpertPass(3) if case.transport == "in 3 parts" else expert_pass, ownership
 
 
 def one_rank(rank: int, world: int) -> list[dict[str, Any]]:
@@ -101,14 +101,14 @@ def run_case(rank: int, case: Case, nodes: list[Any], exchanges: list[None], wai
         x.grad = routing.weights_TK.grad = None
         arrived, terms = [], []
 
-        def experts(x_RD: Tensor, weights_RK: Tensor, indices_RK: Tensor, go_home: InputGradients) -> Tensor:
+        def experts(x_RD: Tensor, weights_RK: Tensor, indices_RK: Tensor, on_input_gradients: InputGradients) -> Tensor:
             is_here = indices_RK >= 0
             assert is_here.any(dim=1).all(), "a row that no expert here was chosen for"
             arrived.append(x_RD.shape[0])  # noqa: B023
             terms.append((weights_RK * torch.where(is_here, per_expert[indices_RK], 0.0)).sum())  # noqa: B023
             return answer(x_RD, rank)
 
-        y, processed = through(dispatcher, experts, x, routing, dispatcher.start(x), nothing)  # type: ignore[arg-type]
+        y, processed = through(dispatcher, experts, x, routing, dispatcher.start(x), no_work)  # type: ignore[arg-type]
         forward = len(exchanges), len(waits)
         torch.autograd.backward([y, *terms], [dy, *(torch.ones(()) for _ in terms)])
         results.append((y.detach(), x.grad, routing.weights_TK.grad))
@@ -128,7 +128,7 @@ def summed(parts: list[Tensor]) -> Tensor:
 
 
 def expected(case: Case, rows: Tensor, indices_TK: Tensor) -> Tensor:
-    """Of tokens, or of the gradients of their answers: what comes back."""
+    """Of tokens, or of the gradients of their outputs: what comes back."""
     size = EXPERTS * case.shards // WORLD
     out = []
     for row, choices in zip(rows, indices_TK, strict=True):
@@ -156,7 +156,7 @@ def test_bits_sums_messages_and_waits() -> None:
             size = EXPERTS * case.shards // WORLD
             copies += case.shards * sum(len(set(own)) for own in (routing.indices_TK // size).tolist())
             hops, parts = (2, 1) if case.transport == "hierarchical" else (1, 3 if "parts" in case.transport else 1)
-            # Counts once a hop; tokens, their choices and the answers once a part and hop, and their gradients.
+            # Counts once a hop; tokens, their choices and the outputs once a part and hop, and their gradients.
             assert found["forward"] == (hops * (1 + 3 * parts), hops), case
             assert (found["backward"], found["waits"]) == (3 * parts * hops, hops), case
         assert sum(of_rank[number]["arrived"] for of_rank in results) == copies, case

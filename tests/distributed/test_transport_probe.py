@@ -20,7 +20,7 @@ from megatron.optimus.config.schema import (
     TokenDispatcher,
     TrainingConfig,
 )
-from megatron.optimus.moe.dispatch import ExpertRows, Meanwhile, nothing
+from megatron.optimus.moe.dispatch import ExpertRows, OverlappedWork, no_work
 from megatron.optimus.ops import Routing
 from megatron.optimus.parallel import symmetric
 from megatron.optimus.parallel.mesh import Mesh
@@ -50,10 +50,10 @@ class Slow(AllToAllDispatcher):
     seconds = 0.0
 
     def dispatch(
-        self, x_TD: torch.Tensor, routing: Routing, started: None, meanwhile: Meanwhile = nothing
+        self, x_TD: torch.Tensor, routing: Routing, started: None, overlapped: OverlappedWork = no_work
     ) -> ExpertRows:
         time.sleep(self.seconds)
-        return super().dispatch(x_TD, routing, started, meanwhile)
+        return super().dispatch(x_TD, routing, started, overlapped)
 
 
 def rendezvous(memory: torch.Tensor, group: dist.ProcessGroup) -> SimpleNamespace:

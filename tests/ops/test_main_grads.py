@@ -184,7 +184,7 @@ def test_input_gradients_are_told_once_and_before_the_last_product(
             assert error(gradient, want[name]) < 2 * TOLERANCE[torch.float16]
         for param in layer.params:
             param.grad = None
-        # Asked for the weights' gradients alone: nobody would wait for what goes home, so a whole backward may run.
+        # Asked for the weights' gradients alone: nobody would wait for a combine, so a whole backward may run.
         torch.autograd.grad(ops.moe_mlp(*arguments, main_grads, tell), layer.params, layer.dy)
         assert events == [*halves, *([] if hasattr(run, "moe_mlp_backward") else halves[1:])]
     with torch.no_grad():

@@ -72,9 +72,9 @@ def test_rows_go_out_and_their_sums_come_back(name: str, dtype: torch.dtype) -> 
     indices = [choices(num_tokens, how, rank) for rank in range(RANKS)]
     weights = [torch.rand(index.shape, device=DEVICE) for index in indices]
     numbers = [index.int() for index in indices]
-    answers = [torch.full((RANKS - 1, num_tokens, width), torch.nan, device=DEVICE, dtype=dtype) for _ in x]
+    outputs = [torch.full((RANKS - 1, num_tokens, width), torch.nan, device=DEVICE, dtype=dtype) for _ in x]
     dweights = [torch.full_like(weight, torch.nan) for weight in weights]
-    own_answers, products = [], torch.zeros((), dtype=torch.float64, device=DEVICE)
+    own_outputs, products = [], torch.zeros((), dtype=torch.float64, device=DEVICE)
     owners = owner_E[torch.cat(indices)]
     for rank in range(RANKS):
         all_indices, all_weights, needed = peers.read_choices(
@@ -89,21 +89,21 @@ def test_rows_go_out_and_their_sums_come_back(name: str, dtype: torch.dtype) -> 
         y = torch.randn(RANKS * num_tokens, width, device=DEVICE, dtype=dtype)
         products += (rows * y)[needed.bool()].double().sum()
         y[~needed.bool()] = torch.nan  # never read
-        peers.push_rows(y.nan_to_num(7.0), needed, addresses(answers), rank)  # 7 arrives nowhere
+        peers.push_rows(y.nan_to_num(7.0), needed, addresses(outputs), rank)  # 7 arrives nowhere
         gradient = torch.where(all_indices >= 0, all_weights * (rank + 1), torch.nan)
         peers.push_weight_gradients(gradient, all_indices, addresses(dweights), rank)
-        own_answers.append(y)
+        own_outputs.append(y)
     back = torch.zeros((), dtype=torch.float64, device=DEVICE)
     for rank in range(RANKS):
-        total = peers.sum_answers(own_answers[rank], answers[rank], indices[rank], owner_E, rank, RANKS)
+        total = peers.sum_outputs(own_outputs[rank], outputs[rank], indices[rank], owner_E, rank, RANKS)
         mine = slice(rank * num_tokens, (rank + 1) * num_tokens)
         others = torch.tensor([place for place in range(RANKS) if place != rank], device=DEVICE)
         came = (owner_E[indices[rank]][None] == others[:, None, None]).any(2)
-        assert answers[rank][~came].isnan().all() and not answers[rank][came].isnan().any()
+        assert outputs[rank][~came].isnan().all() and not outputs[rank][came].isnan().any()
         expected = torch.zeros(num_tokens, width, device=DEVICE)
         for place in range(RANKS):
             is_needed = (owner_E[indices[rank]] == place).any(1, keepdim=True)
-            expected += torch.where(is_needed, own_answers[place][mine].float(), 0.0)
+            expected += torch.where(is_needed, own_outputs[place][mine].float(), 0.0)
         assert torch.equal(total, expected.to(dtype))
         assert torch.equal(dweights[rank], weights[rank] * (owner_E[indices[rank]] + 1))
         back += (total.double() * x[rank].double()).sum()
@@ -197,7 +197,7 @@ def own_layer(seed: int, rank: int, ownership: Ownership, staging: Any) -> MoE:
 @pytest.mark.skipif(not INTERPRETED, reason="one thread of autograd serves all ranks on a GPU")
 def test_layers_over_ranks_equal_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers, three micro-batches in flight, one of them never finished, backwards in the order of the forwards.
-    Gradients are on their way home when the last product of the experts begins."""
+    Gradients are being combined when the last product of the experts begins."""
     from megatron.optimus.parallel.symmetric import Shape
 
     monkeypatch.setattr(devices, "hides_collectives", lambda device: False)  # as on CUDA: it is no collective
@@ -257,8 +257,11 @@ def test_layers_over_ranks_equal_one_process(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="one stream serves all ranks on a GPU")
-@pytest.mark.parametrize("ways", ["out out out", "back back back", "out back back out out back"])
-def test_no_rank_writes_what_another_has_yet_to_read(ways: str) -> None:
+@pytest.mark.parametrize(
+    "exchanges",
+    [("dispatch",) * 3, ("combine",) * 3, ("dispatch", "combine", "combine", "dispatch", "dispatch", "combine")],
+)
+def test_no_rank_writes_what_another_has_yet_to_read(exchanges: tuple[str, ...]) -> None:
     """Whatever the order of exchanges, with the first rank ahead of the others as far as it can get."""
     from megatron.optimus.parallel.symmetric import Shape, _Exchange
 
@@ -271,27 +274,27 @@ def test_no_rank_writes_what_another_has_yet_to_read(ways: str) -> None:
         there = torch.full((num_tokens, 1), (rank + 1) % RANKS)
         row_owner = (torch.arange(RANKS).repeat_interleave(num_tokens) + 1) % RANKS
         indices_RK = torch.where(row_owner == rank, 0, -1)[:, None].int()
-        trip = _Exchange(memory[rank], there, owner_E, indices_RK, (indices_RK >= 0).any(1).to(torch.int8))
+        exchange = _Exchange(memory[rank], there, owner_E, indices_RK, (indices_RK >= 0).any(1).to(torch.int8))
         found = []
-        for number, way in enumerate(ways.split()):
+        for number, kind in enumerate(exchanges):
             value = 10.0 * number + rank
-            if way == "out":
-                rows = trip.out(torch.full((num_tokens, 16), value))
+            if kind == "dispatch":
+                rows = exchange.dispatch(torch.full((num_tokens, 16), value))
                 found.append(rows[row_owner == rank])
             else:
                 sent = torch.full((RANKS * num_tokens, 16), value)
                 if number % 2 == 0:
-                    found.append(trip.back(sent))
+                    found.append(exchange.combine(sent))
                     continue
-                rows, dweights = trip.back_beside(sent, sent[:, :1])()
+                rows, dweights = exchange.start_combine(sent, sent[:, :1])()
                 assert torch.equal(dweights, rows[:, :1])
                 found.append(rows)
         return found
 
     for rank, found in enumerate(turns.run(work)):
-        for number, (way, rows) in enumerate(zip(ways.split(), found, strict=True)):
-            peer = (rank - 1) % RANKS if way == "out" else (rank + 1) % RANKS
-            assert torch.equal(rows, torch.full((num_tokens, 16), 10.0 * number + peer)), (rank, number, way)
+        for number, (kind, rows) in enumerate(zip(exchanges, found, strict=True)):
+            peer = (rank - 1) % RANKS if kind == "dispatch" else (rank + 1) % RANKS
+            assert torch.equal(rows, torch.full((num_tokens, 16), 10.0 * number + peer)), (rank, number, kind)
 
 
 def test_rows_that_do_not_fit_are_not_sent() -> None:
@@ -299,7 +302,9 @@ def test_rows_that_do_not_fit_are_not_sent() -> None:
     from megatron.optimus.parallel.symmetric import Shape, _Exchange
 
     staging = stagings(Turns(2), 2, Shape(4, 16, 1, torch.float16))[0]
-    trip = _Exchange(staging, torch.zeros(4, 1), torch.arange(2), torch.zeros(8, 1).int(), torch.ones(8).to(torch.int8))
+    exchange = _Exchange(
+        staging, torch.zeros(4, 1), torch.arange(2), torch.zeros(8, 1).int(), torch.ones(8).to(torch.int8)
+    )
     for rows in (torch.zeros(8, 16), torch.zeros(8, 12).half(), torch.zeros(9, 16).half()):
         with pytest.raises(ValueError, match=r"expected torch.float16 \(8, 16\)"):
-            trip.back(rows)
+            exchange.combine(rows)

@@ -26,10 +26,11 @@ class Experts(nn.Module):
         self.down_weight = nn.Parameter(torch.empty(experts, width, inner))
 
     def forward(
-        self, x_RD: Tensor, weights_RK: Tensor, indices_RK: Tensor, go_home: ops.InputGradients | None = None
+        self, x_RD: Tensor, weights_RK: Tensor, indices_RK: Tensor, on_input_gradients: ops.InputGradients | None = None
     ) -> Tensor:
-        """``go_home``: what the backward tells the gradients of x and weights before its last product."""
+        """``on_input_gradients``: called by the backward with the gradients of x and weights before its last
+        product."""
         gate_up, down = self.gate_up_weight, self.down_weight
-        adds = go_home is not None or ops.gains_by_main_grads(x_RD)
+        adds = on_input_gradients is not None or ops.gains_by_main_grads(x_RD)
         main_grads = (ops.main_grad_of(gate_up), ops.main_grad_of(down)) if adds else (None, None)
-        return ops.moe_mlp(x_RD, gate_up, down, weights_RK, indices_RK, main_grads, go_home)
+        return ops.moe_mlp(x_RD, gate_up, down, weights_RK, indices_RK, main_grads, on_input_gradients)

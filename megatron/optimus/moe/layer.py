@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron.optimus.config.schema import ModelConfig
-from megatron.optimus.moe.dispatch import Dispatcher, LocalDispatcher, ThroughExperts, through_experts
+from megatron.optimus.moe.dispatch import Dispatcher, ExpertPass, LocalDispatcher, expert_pass
 from megatron.optimus.moe.experts import Experts
 from megatron.optimus.moe.router import Router, RouterStats
 from megatron.optimus.moe.shared import SharedExperts
@@ -20,7 +20,7 @@ class MoE(nn.Module):
         self.experts = Experts(config)
         self.shared_experts = SharedExperts(config) if config.moe_shared_expert_intermediate_size else None
         self.dispatcher: Dispatcher = LocalDispatcher()
-        self.through_experts: ThroughExperts = through_experts
+        self.expert_pass: ExpertPass = expert_pass
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, RouterStats]:
         x_TD = x_BSD.flatten(0, 1)
@@ -28,13 +28,13 @@ class MoE(nn.Module):
         routing, stats, x_TD = self.router(x_TD)
         shared: list[Tensor] = []
 
-        def meanwhile() -> None:
+        def overlapped() -> None:
             if self.shared_experts is not None:
                 shared.append(self.shared_experts(x_BSD))
 
-        y_TD, processed = self.through_experts(self.dispatcher, self.experts, x_TD, routing, started, meanwhile)
+        y_TD, processed = self.expert_pass(self.dispatcher, self.experts, x_TD, routing, started, overlapped)
         y_BSD = y_TD.view_as(x_BSD)
         if self.shared_experts is not None:
-            [shared_BSD] = shared  # a transport that does not call ``meanwhile`` once must not pass for right
+            [shared_BSD] = shared  # a transport that does not call ``overlapped`` once must not pass for right
             y_BSD = y_BSD + shared_BSD
         return y_BSD, stats._replace(processed=processed)

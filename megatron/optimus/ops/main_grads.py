@@ -1,5 +1,5 @@
 """The backward of the expert layer, where it is more than a formula: weight gradients that are added where the
-optimizer keeps them, and input gradients that are told before the last product.
+optimizer keeps them, and input gradients that are handed out before the last product.
 
 Main gradients. The optimizer's side is two attributes of a parameter: ``main_grad``, a buffer of its shape in fp32 or
 its own dtype, and ``main_grad_ready()``, called after every gradient that was added to it. A gradient that takes this
@@ -32,13 +32,14 @@ class MainGrad(NamedTuple):
     ready: Callable[[], None]  # called after each addition
 
 
-InputGradients = Callable[[Tensor, Tensor], None]  # is told dx [T, D] and dweights [T, K]
+InputGradients = Callable[[Tensor, Tensor], None]  # is called with dx [T, D] and dweights [T, K]
 
 
 class FusedMoE(Protocol):
     """What a backend offers so that its expert layer can add to main gradients: a forward and the two halves of its
     backward, or a whole one ``moe_mlp_backward(dy, arguments, saved, buffers)`` that returns the gradients of x,
-    gate_up, down and weights, or both, where the whole one is faster: it is used where nobody is to be told.
+    gate_up, down and weights, or both, where the whole one is faster: it is used where nobody asks for input gradients
+    early.
 
     ``arguments`` are those of the forward, ``saved`` what it has kept besides. The gradient of a weight with a buffer
     is added to the buffer, in at least fp32 and rounded at most once, and None is returned in its place.
@@ -82,8 +83,8 @@ def moe_mlp(
     main_grads: tuple[MainGrad | None, MainGrad | None],
     on_input_gradients: InputGradients | None,
 ) -> Tensor:
-    """The backend's ``moe_mlp`` whose backward adds the gradients of gate_up and down to ``main_grads``, and tells
-    ``on_input_gradients`` those of x and weights before its last product."""
+    """The backend's ``moe_mlp`` whose backward adds the gradients of gate_up and down to ``main_grads``, and calls
+    ``on_input_gradients`` with those of x and weights before its last product."""
     y: Tensor = _MoeMlp.apply(*arguments, backend, main_grads, on_input_gradients)
     return y
 
@@ -106,8 +107,8 @@ class _MoeMlp(torch.autograd.Function):
         )
         buffers = (None if gate_up is None else gate_up.buffer, None if down is None else down.buffer)
         # A backward that is asked for the weights alone sends nothing: nobody would wait for it.
-        tell = ctx.on_input_gradients if _is_used(ctx, 0) else None
-        gradients = _gradients(ctx.backend, grads[0], list(tensors[:5]), list(tensors[5:]), buffers, tell)
+        on_input_gradients = ctx.on_input_gradients if _is_used(ctx, 0) else None
+        gradients = _gradients(ctx.backend, grads[0], list(tensors[:5]), list(tensors[5:]), buffers, on_input_gradients)
         for main_grad in (gate_up, down):
             if main_grad is not None:
                 main_grad.ready()
@@ -120,18 +121,18 @@ def _gradients(
     arguments: list[Tensor],
     saved: list[Tensor],
     buffers: tuple[Tensor | None, Tensor | None],
-    tell: InputGradients | None,
+    on_input_gradients: InputGradients | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """Of x, gate_up, down and weights. Here alone is known which backends have two halves, a whole, or both."""
     has_whole, has_halves = (hasattr(backend, f"moe_mlp_backward{half}") for half in ("", "_inputs"))
-    if has_whole and (tell is None or not has_halves):
+    if has_whole and (on_input_gradients is None or not has_halves):
         dx, dgate_up, ddown, dweights = backend.moe_mlp_backward(dy, arguments, saved, buffers)
-        if tell is not None:
-            tell(dx, dweights)
+        if on_input_gradients is not None:
+            on_input_gradients(dx, dweights)
         return dx, dgate_up, ddown, dweights
     dx, ddown, dweights, pending = backend.moe_mlp_backward_inputs(dy, arguments, saved, buffers[1])
-    if tell is not None:
-        tell(dx, dweights)
+    if on_input_gradients is not None:
+        on_input_gradients(dx, dweights)
     return dx, backend.moe_mlp_backward_up_weights(arguments, saved, pending, buffers[0]), ddown, dweights
 
 

@@ -98,11 +98,11 @@ def all_to_all_rows(x: Tensor, send: list[int], receive: list[int], group: Group
     return x if group is None else _AllToAll.apply(x, send, receive, group)
 
 
-def start_all_to_all_rows(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Travelling:
-    """``all_to_all_rows`` under way: what is queued before ``arrived`` is computed meanwhile, and in the backward that
+def start_all_to_all_rows(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> PendingRows:
+    """``all_to_all_rows`` started: what is queued before ``wait`` is computed beside it, and in the backward that
     whose forward lies between the two."""
-    trip = _Trip(send, receive, group)
-    return Travelling(_StartAllToAll.apply(x, trip), trip)
+    pending = _PendingAllToAll(send, receive, group)
+    return PendingRows(_StartAllToAll.apply(x, pending), pending)
 
 
 def copy_to_ranks(x: Tensor, group: Group) -> Tensor:
@@ -158,8 +158,8 @@ class _AllToAll(torch.autograd.Function):
         return _all_to_all(grads[0], ctx.receive, ctx.send, ctx.group), None, None, None
 
 
-class _Trip:
-    """What the two ends of an all-to-all know of each other, in the forward and on the gradients' way back."""
+class _PendingAllToAll:
+    """What the two ends of an all-to-all know of each other, in the forward and for the gradients in the backward."""
 
     def __init__(self, send: list[int], receive: list[int], group: dist.ProcessGroup) -> None:
         self.send, self.receive, self.group = send, receive, group
@@ -176,39 +176,39 @@ class _Trip:
         return out
 
 
-class Travelling:
-    """Rows on their way; ``arrived`` is to be called once."""
+class PendingRows:
+    """Rows on their way; ``wait`` is to be called once."""
 
-    def __init__(self, sent: Tensor, trip: _Trip) -> None:
-        self._sent, self._trip = sent, trip
+    def __init__(self, sent: Tensor, pending: _PendingAllToAll) -> None:
+        self._sent, self._pending = sent, pending
 
-    def arrived(self) -> Tensor:
-        return _EndAllToAll.apply(self._sent, self._trip)
+    def wait(self) -> Tensor:
+        return _EndAllToAll.apply(self._sent, self._pending)
 
 
 class _StartAllToAll(torch.autograd.Function):
     """Its output only ties the two ends together: rows that have not arrived must not be seen by autograd."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, trip: _Trip) -> Tensor:
-        ctx.trip = trip
-        trip.start(x.detach(), trip.send, trip.receive)
+    def forward(ctx: Any, x: Tensor, pending: _PendingAllToAll) -> Tensor:
+        ctx.pending = pending
+        pending.start(x.detach(), pending.send, pending.receive)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.trip.end(), None
+        return ctx.pending.end(), None
 
 
 class _EndAllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sent: Tensor, trip: _Trip) -> Tensor:
-        ctx.trip = trip
-        return trip.end()
+    def forward(ctx: Any, sent: Tensor, pending: _PendingAllToAll) -> Tensor:
+        ctx.pending = pending
+        return pending.end()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.trip.start(grads[0], ctx.trip.receive, ctx.trip.send), None
+        return ctx.pending.start(grads[0], ctx.pending.receive, ctx.pending.send), None
 
 
 class _AllReduce(torch.autograd.Function):

@@ -26,7 +26,7 @@ from megatron.optimus.moe.layer import MoE
 from megatron.optimus.moe.router import RouterStats
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.placement import Ownership
-from megatron.optimus.parallel.transport import InChunks, build_dispatcher
+from megatron.optimus.parallel.transport import ChunkedExpertPass, build_dispatcher
 
 
 def apply_expert_parallelism(
@@ -57,7 +57,7 @@ def apply_expert_parallelism(
         setattr(layer.experts, name, local)
     layer.dispatcher = build_dispatcher(config.moe_token_dispatcher_type, mesh, ownership)
     if config.moe_dispatch_chunks > 1 and mesh.group("experts") is not None:
-        layer.through_experts = InChunks(config.moe_dispatch_chunks)
+        layer.expert_pass = ChunkedExpertPass(config.moe_dispatch_chunks)
     if shard > 0:
         layer.register_forward_hook(_count_no_rows)
     is_global = layer.router.balancing is LoadBalancing.GLOBAL_AUX_LOSS

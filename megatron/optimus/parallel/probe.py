@@ -2,7 +2,7 @@
 
 Which one wins hangs on the message size, the links and the collectives library, and changes with each of them; a probe
 of some tens of milliseconds a transport knows. The router's choices are taken as uniform, which is what balancing
-works towards; nothing is computed between the way there and the way back.
+works towards; nothing is computed between dispatch and combine.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def settle_transport(config: RunConfig, mesh: Mesh, device: torch.device, dtype:
 def measure(
     transports: Mapping[TokenDispatcher, Dispatcher], messages: Messages, mesh: Mesh, device: torch.device
 ) -> dict[TokenDispatcher, float]:
-    """Milliseconds of the way there and back, forward and backward: the median of some repetitions on the slowest
+    """Milliseconds of dispatch and combine, forward and backward: the median of some repetitions on the slowest
     rank, so the same numbers on every rank. Collective over all ranks."""
     group = mesh.group("experts")
     inputs = _inputs(messages, mesh.rank, device)
@@ -115,7 +115,7 @@ def measure(
             dist.all_reduce(token, group=group)  # all begin together
             devices.synchronize(device)
             started = time.perf_counter()
-            _there_and_back(dispatcher, *inputs)
+            _dispatch_and_combine(dispatcher, *inputs)
             devices.synchronize(device)
             if repetition >= WARM_UP:
                 seconds[name].append(time.perf_counter() - started)
@@ -133,7 +133,7 @@ def _inputs(messages: Messages, rank: int, device: torch.device) -> tuple[Tensor
     return x_TD.requires_grad_(), Routing(weights_TK.requires_grad_(), indices_TK, scores_TE), torch.ones_like(x_TD)
 
 
-def _there_and_back(dispatcher: Dispatcher, x_TD: Tensor, routing: Routing, dy_TD: Tensor) -> None:
+def _dispatch_and_combine(dispatcher: Dispatcher, x_TD: Tensor, routing: Routing, dy_TD: Tensor) -> None:
     x_TD.grad = routing.weights_TK.grad = None
     rows = dispatcher.dispatch(x_TD, routing, dispatcher.start(x_TD))
     y_RD = rows.x_RD * rows.weights_RK.sum(dim=1, keepdim=True).to(x_TD.dtype)

@@ -161,7 +161,7 @@ def _backward(
             dkv_2BGSd = following.wait()
         while parts:  # none of them stays in memory beside the kernels of the next step
             _add(dq_BHSd, dkv_2BGSd, *parts.pop(0))
-        # The last journey is home, where they take this dtype anyway.
+        # The last send is to the owner, where they take this dtype anyway.
         following = _pass_on(dkv_2BGSd if step < size - 1 else dkv_2BGSd.to(kv_2BGSd.dtype), group)
         if arriving is not None:
             kv_2BGSd = arriving.wait()

@@ -2,22 +2,22 @@
 
 Row p T + t of what a rank's experts get is token t of rank p, as with all-gather, but only rows that one of these
 experts is chosen for travel, and the others stay unwritten: no counts, no wait of the host, no copies into an order for
-sending, no atomics. Answers are summed once, in fp32 and in the order of the ranks, where their token lives.
+sending, no atomics. Outputs are summed once, in fp32 and in the order of the ranks, where their token lives.
 
-An exchange is: write, one barrier of the group on the device, read. It goes one of two ways.
-- "out" (the dispatch's forward, and the combine's backward): each rank writes its own rows into its own memory, and
-  after the barrier reads those that it needs from all others'.
-- "back" (the combine's forward, and the dispatch's backward): each rank writes its answers into the memory of the rank
-  that owns the token, at a place of its own there, and after the barrier reads what the others wrote into its own.
-  Answers are written by a kernel, those needed alone. Gradients travel beside the last product of the experts'
+An exchange is: write, one barrier of the group on the device, read. It has one of two directions.
+- Dispatch (the forward of dispatch, and the backward of combine): each rank writes its own rows into its own memory,
+  and after the barrier reads those that it needs from all others'.
+- Combine (the forward of combine, and the backward of dispatch): each rank writes its outputs into the memory of the
+  rank that owns the token, at a place of its own there, and after the barrier reads what the others wrote into its own.
+  Outputs are written by a kernel, those needed alone. Gradients travel beside the last product of the experts'
   backward, as plain copies of whole blocks of rows: the copy engines make them, and no multiprocessor.
 
 Why one barrier is enough. What an exchange reads may be written again when all ranks have read it. A rank enters the
-barrier of the next exchange after the reads of this one, in the order of its stream, so whoever has passed that
-barrier knows that all have read. The two ways have memory of their own, and they take turns: forward out and back,
-backward out and back. So a write of one way always comes after a barrier of the other way, which came after the reads.
-Where a way is taken twice in a row (a backward that was asked for some of the gradients only), a barrier more goes
-before it.
+barrier of the next exchange after the reads of this one, in the order of its stream, so whoever has passed that barrier
+knows that all have read. The two directions have memory of their own, and they take turns: dispatch and combine in the
+forward, and again in the backward. So a write of one direction always comes after a barrier of the other, which came
+after the reads. Where one is taken twice in a row (a backward that was asked for some of the gradients only), a barrier
+more goes before it.
 
 Nothing is kept in that memory between exchanges: layers and micro-batches in flight share it.
 
@@ -42,10 +42,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.optimus.config.schema import ConfigError
-from megatron.optimus.moe.dispatch import ExpertRows, Meanwhile, nothing
+from megatron.optimus.moe.dispatch import ExpertRows, OverlappedWork, no_work
 from megatron.optimus.ops import Routing
+from megatron.optimus.parallel.async_dispatch import WEIGHTS, AsyncDispatch, Wait, X, begin_dispatch, finish_dispatch
 from megatron.optimus.parallel.placement import Ownership
-from megatron.optimus.parallel.trips import WEIGHTS, End, Trip, X, arrive, leave
 from megatron.optimus.runtime import device as devices
 from megatron.optimus.runtime.agreement import Ranks
 
@@ -53,9 +53,9 @@ REMEDY = "use allgather or alltoall"
 _ALIGNMENT = 256  # bytes, of each part of the memory
 
 
-class Way(enum.Enum):
-    OUT = "out"
-    BACK = "back"
+class Direction(enum.Enum):
+    DISPATCH = "dispatch"
+    COMBINE = "combine"
 
 
 class Shape(NamedTuple):
@@ -84,7 +84,7 @@ def _parts(shape: Shape, num_ranks: int) -> tuple[dict[str, _Part], int]:
         ("rows", (tokens, width), dtype),
         ("indices", (tokens, topk), torch.int32),
         ("weights", (tokens, topk), torch.float32),
-        ("answers", (num_ranks - 1, tokens, width), dtype),  # of the other ranks, in order
+        ("outputs", (num_ranks - 1, tokens, width), dtype),  # of the other ranks, in order
         ("dweights", (tokens, topk), torch.float32),
     ):
         parts[name] = _Part(end, size, kind)
@@ -111,7 +111,7 @@ class Staging:
         self.rank, self.num_ranks, self.shape = rank, len(addresses), shape
         self.keep = keep
         self._barrier = barrier
-        self._last: Way | None = None
+        self._last: Direction | None = None
         self.under_way: Callable[[], Any] | None = None  # makes the current stream wait for an exchange in another one
         parts, _ = _parts(shape, len(addresses))
         self._own: dict[str, Tensor] = {}
@@ -121,9 +121,9 @@ class Staging:
             self._own[name] = memory[part.offset : end].view(part.dtype).view(part.shape)
             places = [address + part.offset for address in addresses]
             self._at_P[name] = torch.tensor(places, dtype=torch.int64, device=memory.device)
-        answers = parts["answers"]
-        end = answers.offset + math.prod(answers.shape) * answers.dtype.itemsize
-        self.answers_of = [there[answers.offset : end].view(answers.dtype).view(answers.shape) for there in memories]
+        outputs = parts["outputs"]
+        end = outputs.offset + math.prod(outputs.shape) * outputs.dtype.itemsize
+        self.outputs_of = [there[outputs.offset : end].view(outputs.dtype).view(outputs.shape) for there in memories]
 
     def own(self, name: str) -> Tensor:
         """A part of this rank's memory."""
@@ -133,15 +133,15 @@ class Staging:
         """Where the part begins on every rank: int64 [P]."""
         return self._at_P[name]
 
-    def begin(self, way: Way) -> None:
+    def begin(self, direction: Direction) -> None:
         """Before the writes of an exchange."""
         if self.under_way is not None:
             self.under_way()
-        if self._last is way:
+        if self._last is direction:
             self._barrier()
-        self._last = way
+        self._last = direction
 
-    def turn(self) -> None:
+    def barrier(self) -> None:
         """Between its writes and its reads."""
         self._barrier()
 
@@ -204,7 +204,7 @@ def _timeout_ms(group: dist.ProcessGroup, device: torch.device) -> int:
 
 @dataclass
 class _Exchange:
-    """What the way back of some rows, and their gradients' ways, have to know."""
+    """What the combine of some rows, and the exchanges of their gradients, have to know."""
 
     staging: Staging
     indices_TK: Tensor  # own choices, the experts' numbers of the model
@@ -212,35 +212,35 @@ class _Exchange:
     indices_RK: Tensor  # all ranks' choices, numbers of this rank or -1
     needed_R: Tensor
 
-    def out(self, x_TD: Tensor) -> Tensor:
+    def dispatch(self, x_TD: Tensor) -> Tensor:
         """[T, D] of each rank -> [R, D], of which the needed rows are written."""
-        self.staging.begin(Way.OUT)
+        self.staging.begin(Direction.DISPATCH)
         self.staging.own("rows").copy_(x_TD)
-        self.staging.turn()
+        self.staging.barrier()
         return _pull(self.staging, self.needed_R)
 
-    def back(self, y_RD: Tensor) -> Tensor:
+    def combine(self, y_RD: Tensor) -> Tensor:
         """[R, D] of each rank, of which the needed rows are read -> for each own token their sum [T, D]."""
         from megatron.optimus.ops.triton import peers
 
         y_RD = self._fitting(y_RD)
-        self.staging.begin(Way.BACK)
-        peers.push_rows(y_RD, self.needed_R, self.staging.at_P("answers"), self.staging.rank)
-        self.staging.turn()
+        self.staging.begin(Direction.COMBINE)
+        peers.push_rows(y_RD, self.needed_R, self.staging.at_P("outputs"), self.staging.rank)
+        self.staging.barrier()
         return self._sum(y_RD)
 
-    def back_beside(self, dx_RD: Tensor, dweights_RK: Tensor) -> Callable[[], Sequence[Tensor]]:
-        """``back`` beside what is queued later, and the gradients of the own weights [T, K] from those of the rows'
+    def start_combine(self, dx_RD: Tensor, dweights_RK: Tensor) -> Callable[[], Sequence[Tensor]]:
+        """``combine`` beside what is queued later, and the gradients of the own weights [T, K] from those of the rows'
         [R, K]."""
         from megatron.optimus.ops.triton import peers
 
         staging, dx_RD, dweights_RK = self.staging, self._fitting(dx_RD), dweights_RK.contiguous()
-        staging.begin(Way.BACK)
+        staging.begin(Direction.COMBINE)
         peers.push_weight_gradients(dweights_RK, self.indices_RK, staging.at_P("dweights"), staging.rank)
 
         def rest() -> list[Tensor]:
             self._copy(dx_RD)
-            staging.turn()
+            staging.barrier()
             return [self._sum(dx_RD), staging.own("dweights").clone()]
 
         end = devices.beside(dx_RD.device, rest)
@@ -259,30 +259,30 @@ class _Exchange:
         return y_RD.contiguous()
 
     def _copy(self, y_RD: Tensor) -> None:
-        """Every rank's rows to where ``back`` sends those needed, the next rank's first."""
+        """Every rank's rows to where ``combine`` sends those needed, the next rank's first."""
         staging = self.staging
         blocks = y_RD.chunk(staging.num_ranks)
         for step in range(1, staging.num_ranks):
             peer = (staging.rank + step) % staging.num_ranks
             place = staging.rank - (peer < staging.rank)  # among the ranks without the peer
-            staging.answers_of[peer][place].copy_(blocks[peer])
+            staging.outputs_of[peer][place].copy_(blocks[peer])
 
     def _sum(self, y_RD: Tensor) -> Tensor:
         from megatron.optimus.ops.triton import peers
 
-        answers, rank, num_ranks = self.staging.own("answers"), self.staging.rank, self.staging.num_ranks
-        return peers.sum_answers(y_RD, answers, self.indices_TK, self.owner_E, rank, num_ranks)
+        outputs, rank, num_ranks = self.staging.own("outputs"), self.staging.rank, self.staging.num_ranks
+        return peers.sum_outputs(y_RD, outputs, self.indices_TK, self.owner_E, rank, num_ranks)
 
 
-class _SymmetricTrip(Trip):
+class _AsyncSymmetric(AsyncDispatch):
     by_copies = True
 
     def __init__(self, exchange: _Exchange) -> None:
         super().__init__()
         self.exchange = exchange
 
-    def start_home(self, dx_RD: Tensor, dweights_RK: Tensor) -> tuple[End, End]:
-        end = self.exchange.back_beside(dx_RD, dweights_RK)
+    def start_grad_combine(self, dx_RD: Tensor, dweights_RK: Tensor) -> tuple[Wait, Wait]:
+        end = self.exchange.start_combine(dx_RD, dweights_RK)
         return lambda: end()[X], lambda: end()[WEIGHTS]
 
 
@@ -292,16 +292,16 @@ def _pull(staging: Staging, needed_R: Tensor) -> Tensor:
     return peers.pull_rows(staging.at_P("rows"), needed_R, staging.rank, staging.shape.width, staging.shape.dtype)
 
 
-def _send(
+def _dispatch_tokens(
     staging: Staging, x_TD: Tensor, weights_TK: Tensor, indices_TK: Tensor, owner_E: Tensor, local_E: Tensor
 ) -> tuple[Tensor, Tensor, _Exchange]:
-    """``_Exchange.out`` of tokens whose choices the other ranks do not know yet."""
+    """``_Exchange.dispatch`` of tokens whose choices the other ranks do not know yet."""
     from megatron.optimus.ops.triton import peers
 
-    staging.begin(Way.OUT)
+    staging.begin(Direction.DISPATCH)
     for name, own in (("rows", x_TD), ("weights", weights_TK), ("indices", indices_TK)):
         staging.own(name).copy_(own)
-    staging.turn()
+    staging.barrier()
     indices_RK, weights_RK, needed_R = peers.read_choices(
         staging.at_P("indices"), staging.at_P("weights"), owner_E, local_E, staging.rank, *indices_TK.shape
     )
@@ -313,12 +313,12 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange = exchange
-        return exchange.back(y_RD)
+        return exchange.combine(y_RD)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        return ctx.exchange.out(grads[0]), None
+        return ctx.exchange.dispatch(grads[0]), None
 
 
 class SymmetricDispatcher:
@@ -343,17 +343,19 @@ class SymmetricDispatcher:
     def start(self, x_TD: Tensor) -> None:
         return None
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, started: None, meanwhile: Meanwhile = nothing) -> ExpertRows:
+    def dispatch(
+        self, x_TD: Tensor, routing: Routing, started: None, overlapped: OverlappedWork = no_work
+    ) -> ExpertRows:
         tables = self.ownership.tables(x_TD.device)
         num_tokens, width = x_TD.shape
         shape = Shape(num_tokens, width, routing.indices_TK.shape[1], x_TD.dtype)
         staging = self.reserve(shape, x_TD.device)
         own = x_TD.detach(), routing.weights_TK.detach(), routing.indices_TK
-        x_RD, weights_RK, exchange = _send(staging, *own, *tables)
-        trip = _SymmetricTrip(exchange)
-        ties = leave(x_TD, trip, X), leave(routing.weights_TK, trip, WEIGHTS)
-        meanwhile()
-        return arrive(ties, trip, ExpertRows(x_RD, weights_RK, exchange.indices_RK, exchange))
+        x_RD, weights_RK, exchange = _dispatch_tokens(staging, *own, *tables)
+        pending = _AsyncSymmetric(exchange)
+        links = begin_dispatch(x_TD, pending, X), begin_dispatch(routing.weights_TK, pending, WEIGHTS)
+        overlapped()
+        return finish_dispatch(links, pending, ExpertRows(x_RD, weights_RK, exchange.indices_RK, exchange))
 
     def combine(self, y_RD: Tensor, handle: _Exchange) -> Tensor:
         y_TD: Tensor = _Combine.apply(y_RD, handle)

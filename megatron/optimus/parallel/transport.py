@@ -1,4 +1,4 @@
-"""Transports: how tokens reach the ranks of their experts, and how the experts' answers come back.
+"""Transports: how tokens reach the ranks of their experts, and how the experts' outputs come back.
 
 All-gather brings every token to every rank; all-to-all brings each token once to every rank that has one of its
 experts. Hierarchical is all-to-all in two hops: once to every *node* that has one of its experts, between ranks of
@@ -10,10 +10,12 @@ an expert without tokens, and one expert with all of them are ordinary cases.
 
 A token takes its choices along as they are, weights and global expert numbers in one message; whoever receives it picks
 those that it serves. The gradients of a token and of its weights, zero for choices served elsewhere, are then both the
-sum over its copies. They go home beside the last product of the experts' backward, on CUDA after it (trips.py).
+sum over its copies. They are combined beside the last product of the experts' backward, on CUDA after
+it (async_dispatch.py).
 
-An all-to-all can travel in parts (``InChunks``): while the experts work on one, the next one is on its way, and so are
-the answers to the one before; in the backward their gradients. Each part is a smaller product for every expert.
+An all-to-all can travel in parts (``ChunkedExpertPass``): while the experts work on one, the next one is on its way,
+and so are the outputs of the one before; in the backward their gradients. Each part is a smaller product for every
+expert.
 
 Shapes: T own tokens, P places in a group, K experts per token, D model width, S rows sent, R rows received.
 """
@@ -30,8 +32,9 @@ from torch import Tensor, nn
 
 from megatron.optimus import ops
 from megatron.optimus.config.schema import ConfigError, TokenDispatcher
-from megatron.optimus.moe.dispatch import Dispatcher, ExpertRows, LocalDispatcher, Meanwhile, nothing
+from megatron.optimus.moe.dispatch import Dispatcher, ExpertRows, LocalDispatcher, OverlappedWork, no_work
 from megatron.optimus.ops import Routing
+from megatron.optimus.parallel.async_dispatch import WEIGHTS, AsyncDispatch, Wait, X, begin_dispatch, finish_dispatch
 from megatron.optimus.parallel.collectives import (
     Started,
     all_to_all_rows,
@@ -45,7 +48,6 @@ from megatron.optimus.parallel.collectives import (
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.placement import Ownership
 from megatron.optimus.parallel.symmetric import SymmetricDispatcher
-from megatron.optimus.parallel.trips import WEIGHTS, End, Trip, X, arrive, leave
 from megatron.optimus.runtime import device as devices
 
 
@@ -69,21 +71,21 @@ def rows_for(ownership: Ownership, rank: int, x_RD: Tensor, choices_R2K: Tensor,
     return ExpertRows(x_RD, choices_R2K[:, :topk].contiguous(), indices_RK, handle)
 
 
-class _GatherTrip(Trip):
+class _AsyncAllGather(AsyncDispatch):
     def __init__(self, group: dist.ProcessGroup, counts: list[int] | None) -> None:
         super().__init__()
         self.group, self.counts = group, counts
 
-    def start_home(self, dx_RD: Tensor, dweights_RK: Tensor) -> tuple[End, End]:
+    def start_grad_combine(self, dx_RD: Tensor, dweights_RK: Tensor) -> tuple[Wait, Wait]:
         dweights, dx = (start_reduce_scatter(rows, self.group, self.counts) for rows in (dweights_RK, dx_RD))
         return dx.wait, dweights.wait
 
 
-class _Gathering(NamedTuple):
-    """Tokens that have left. Not kept by the trip, which would keep them, and through the tie itself, alive."""
+class _StartedAllGather(NamedTuple):
+    """Tokens that were sent. ``pending`` does not hold this: it would keep them, and through the link itself, alive."""
 
-    trip: _GatherTrip
-    tie: Tensor
+    pending: _AsyncAllGather
+    link: Tensor
     x: Started
 
 
@@ -101,33 +103,34 @@ class AllGatherDispatcher:
         self.ownership = ownership
         self.equal_tokens = equal_tokens
 
-    def start(self, x_TD: Tensor) -> _Gathering:
+    def start(self, x_TD: Tensor) -> _StartedAllGather:
         counts = None if self.equal_tokens else exchange_row_counts(x_TD.shape[0], self.group, x_TD.device)
-        trip = _GatherTrip(self.group, counts)
+        pending = _AsyncAllGather(self.group, counts)
         x = start_all_gather(x_TD.detach(), self.group, counts)
         if not devices.hides_collectives(x_TD.device):
             x.wait()
-        return _Gathering(trip, leave(x_TD, trip, X), x)
+        return _StartedAllGather(pending, begin_dispatch(x_TD, pending, X), x)
 
     def dispatch(
-        self, x_TD: Tensor, routing: Routing, started: _Gathering, meanwhile: Meanwhile = nothing
+        self, x_TD: Tensor, routing: Routing, started: _StartedAllGather, overlapped: OverlappedWork = no_work
     ) -> ExpertRows:
-        trip, tie, x = started
-        ties = tie, leave(routing.weights_TK, trip, WEIGHTS)
-        choices = start_all_gather(pack_choices(routing), self.group, trip.counts)
-        meanwhile()
-        return arrive(ties, trip, rows_for(self.ownership, self.rank, x.wait(), choices.wait(), trip.counts))
+        pending, link, x = started
+        links = link, begin_dispatch(routing.weights_TK, pending, WEIGHTS)
+        choices = start_all_gather(pack_choices(routing), self.group, pending.counts)
+        overlapped()
+        rows = rows_for(self.ownership, self.rank, x.wait(), choices.wait(), pending.counts)
+        return finish_dispatch(links, pending, rows)
 
     def combine(self, y_RD: Tensor, handle: list[int] | None) -> Tensor:
         return reduce_scatter_rows(y_RD, self.group, handle)
 
 
-class _Way(NamedTuple):
+class _ExchangePlan(NamedTuple):
     """Where the copies of own rows go, and how many rows travel between the ranks of the hop."""
 
     positions_TP: Tensor  # of each row's copies among the rows sent, which are in the order of ranks, then of own rows
-    send: list[int]
-    receive: list[int]
+    input_splits: list[int]
+    output_splits: list[int]
 
 
 class _Hop:
@@ -142,8 +145,8 @@ class _Hop:
         self.num_places = dist.get_world_size(group) // num_shards
         self.place = dist.get_rank(group) // num_shards
 
-    def agree(self, parts: Sequence[Tensor]) -> list[_Way]:
-        """The ways of rows that go together. Waits for the device once, and for the other ranks.
+    def plan(self, parts: Sequence[Tensor]) -> list[_ExchangePlan]:
+        """The plans of rows that travel together. Waits for the device once, and for the other ranks.
 
         ``parts``: for each part of the rows, where their choices are served, [T, K]; -1: by nobody here.
         """
@@ -154,7 +157,7 @@ class _Hop:
         positions = [_positions(needed_PT) for needed_PT in needed]  # while the counts travel
         exchange.wait()
         send_CP, receive_CP = (counts_PC.T.tolist() for counts_PC in devices.HostCopy(send_PC, receive_PC).read())
-        return [_Way(*way) for way in zip(positions, send_CP, receive_CP, strict=True)]
+        return [_ExchangePlan(*plan) for plan in zip(positions, send_CP, receive_CP, strict=True)]
 
     def _needed(self, place_TK: Tensor) -> Tensor:
         """Which rank needs which row: bool [P, T]."""
@@ -162,29 +165,31 @@ class _Hop:
         needed_PT = (place_TK.t() == places_P[:, None, None]).any(dim=1)
         return needed_PT if self.num_shards == 1 else needed_PT.repeat_interleave(self.num_shards, dim=0)
 
-    def start(self, x_TD: Tensor, choices_T2K: Tensor, way: _Way) -> tuple[Started, Started]:
-        """Sends rows and their choices on their way, outside autograd. The rows, which take longest, start before the
+    def start_dispatch(self, x_TD: Tensor, choices_T2K: Tensor, plan: _ExchangePlan) -> tuple[Started, Started]:
+        """Sends rows and their choices, outside autograd. The rows, which take longest, start before the
         choices are packed."""
+        splits, num_sent = (plan.input_splits, plan.output_splits), sum(plan.input_splits)
         x, choices = (
-            start_all_to_all(ops.copy_rows(part, way.positions_TP, sum(way.send)), way.send, way.receive, self.group)
+            start_all_to_all(ops.copy_rows(part, plan.positions_TP, num_sent), *splits, self.group)
             for part in (x_TD.detach(), choices_T2K)
         )
         return x, choices
 
-    def send(self, x_TD: Tensor, choices_T2K: Tensor, place_TK: Tensor) -> tuple[Tensor, Tensor, _Way]:
-        """Rows that arrive from all ranks, their choices, and the way they came. Outside autograd."""
-        [way] = self.agree([place_TK])
-        x, choices = self.start(x_TD, choices_T2K, way)
-        return x.wait(), choices.wait(), way
+    def dispatch(self, x_TD: Tensor, choices_T2K: Tensor, place_TK: Tensor) -> tuple[Tensor, Tensor, _ExchangePlan]:
+        """Rows that arrive from all ranks, their choices, and how they came. Outside autograd."""
+        [plan] = self.plan([place_TK])
+        x, choices = self.start_dispatch(x_TD, choices_T2K, plan)
+        return x.wait(), choices.wait(), plan
 
-    def start_back(self, y_RD: Tensor, way: _Way) -> End:
-        """``bring_back`` under way, outside autograd."""
-        y = start_all_to_all(y_RD, way.receive, way.send, self.group)
-        return lambda: ops.sum_copies(y.wait(), way.positions_TP)
+    def start_combine(self, y_RD: Tensor, plan: _ExchangePlan) -> Wait:
+        """``combine`` started, outside autograd."""
+        y = start_all_to_all(y_RD, plan.output_splits, plan.input_splits, self.group)
+        return lambda: ops.sum_copies(y.wait(), plan.positions_TP)
 
-    def bring_back(self, y_RD: Tensor, way: _Way) -> Tensor:
-        """For each row that ``send`` got, the sum of what its copies have become, rounded once."""
-        return ops.sum_copies(all_to_all_rows(y_RD, way.receive, way.send, self.group), way.positions_TP)
+    def combine(self, y_RD: Tensor, plan: _ExchangePlan) -> Tensor:
+        """For each row that ``dispatch`` got, the sum of what its copies have become, rounded once."""
+        copies = all_to_all_rows(y_RD, plan.output_splits, plan.input_splits, self.group)
+        return ops.sum_copies(copies, plan.positions_TP)
 
 
 def _positions(needed_PT: Tensor) -> Tensor:
@@ -193,31 +198,33 @@ def _positions(needed_PT: Tensor) -> Tensor:
     return torch.where(needed_PT, end_PT - 1, -1).t().contiguous()
 
 
-class _HopTrip(Trip):
+class _AsyncAllToAll(AsyncDispatch):
     """Tokens, or a part of them, by all-to-all."""
 
-    def __init__(self, hop: _Hop, way: _Way) -> None:
+    def __init__(self, hop: _Hop, plan: _ExchangePlan) -> None:
         super().__init__()
-        self.hop, self.way = hop, way
+        self.hop, self.plan = hop, plan
 
-    def start_home(self, dx_RD: Tensor, dweights_RK: Tensor) -> tuple[End, End]:
-        dweights, dx = (self.hop.start_back(rows, self.way) for rows in (dweights_RK, dx_RD))
+    def start_grad_combine(self, dx_RD: Tensor, dweights_RK: Tensor) -> tuple[Wait, Wait]:
+        dweights, dx = (self.hop.start_combine(rows, self.plan) for rows in (dweights_RK, dx_RD))
         return dx, dweights
 
 
-class _Exchanging(NamedTuple):
-    """As ``_Gathering``."""
+class _StartedAllToAll(NamedTuple):
+    """As ``_StartedAllGather``."""
 
-    trip: _HopTrip
-    ties: tuple[Tensor, Tensor]
+    pending: _AsyncAllToAll
+    links: tuple[Tensor, Tensor]
     x: Started
     choices: Started
 
     @classmethod
-    def begin(cls, hop: _Hop, way: _Way, x_TD: Tensor, weights_TK: Tensor, choices_T2K: Tensor) -> _Exchanging:
-        trip = _HopTrip(hop, way)
-        ties = leave(x_TD, trip, X), leave(weights_TK, trip, WEIGHTS)
-        return cls(trip, ties, *hop.start(x_TD, choices_T2K, way))
+    def begin(
+        cls, hop: _Hop, plan: _ExchangePlan, x_TD: Tensor, weights_TK: Tensor, choices_T2K: Tensor
+    ) -> _StartedAllToAll:
+        pending = _AsyncAllToAll(hop, plan)
+        links = begin_dispatch(x_TD, pending, X), begin_dispatch(weights_TK, pending, WEIGHTS)
+        return cls(pending, links, *hop.start_dispatch(x_TD, choices_T2K, plan))
 
 
 class AllToAllDispatcher:
@@ -233,23 +240,26 @@ class AllToAllDispatcher:
     def places(self, indices_TK: Tensor) -> Tensor:
         return self.ownership.tables(indices_TK.device)[0][indices_TK]
 
-    def arrived(self, under_way: _Exchanging) -> ExpertRows:
-        trip, ties, x, choices = under_way
-        return arrive(ties, trip, rows_for(self.ownership, self.hop.place, x.wait(), choices.wait(), trip.way))
+    def finish(self, started: _StartedAllToAll) -> ExpertRows:
+        pending, links, x, choices = started
+        rows = rows_for(self.ownership, self.hop.place, x.wait(), choices.wait(), pending.plan)
+        return finish_dispatch(links, pending, rows)
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, started: None, meanwhile: Meanwhile = nothing) -> ExpertRows:
-        [way] = self.hop.agree([self.places(routing.indices_TK)])
-        under_way = _Exchanging.begin(self.hop, way, x_TD, routing.weights_TK, pack_choices(routing))
-        meanwhile()
-        return self.arrived(under_way)
+    def dispatch(
+        self, x_TD: Tensor, routing: Routing, started: None, overlapped: OverlappedWork = no_work
+    ) -> ExpertRows:
+        [plan] = self.hop.plan([self.places(routing.indices_TK)])
+        exchange = _StartedAllToAll.begin(self.hop, plan, x_TD, routing.weights_TK, pack_choices(routing))
+        overlapped()
+        return self.finish(exchange)
 
-    def combine(self, y_RD: Tensor, handle: _Way) -> Tensor:
-        return self.hop.bring_back(y_RD, handle)
+    def combine(self, y_RD: Tensor, handle: _ExchangePlan) -> Tensor:
+        return self.hop.combine(y_RD, handle)
 
 
 @dataclass(frozen=True)
-class InChunks:
-    """``through_experts`` with an all-to-all that travels in parts, cut from every rank's own tokens."""
+class ChunkedExpertPass:
+    """``expert_pass`` with an all-to-all that travels in parts, cut from every rank's own tokens."""
 
     num_chunks: int
 
@@ -260,37 +270,37 @@ class InChunks:
         x_TD: Tensor,
         routing: Routing,
         started: None,
-        meanwhile: Meanwhile,
+        overlapped: OverlappedWork,
     ) -> tuple[Tensor, Tensor]:
         assert isinstance(dispatcher, AllToAllDispatcher)
         hop = dispatcher.hop
         columns = (x_TD, routing.weights_TK, pack_choices(routing), dispatcher.places(routing.indices_TK))
         *parts_C, places_C = (column.tensor_split(self.num_chunks) for column in columns)
-        ways = hop.agree(places_C)
-        there = [_Exchanging.begin(hop, way, *part) for way, *part in zip(ways, *parts_C, strict=True)]
-        meanwhile()
-        back, processed = [], torch.zeros((), dtype=torch.int64, device=x_TD.device)
-        for under_way, way in zip(there, ways, strict=True):
-            rows = dispatcher.arrived(under_way)
-            y_RD = experts(rows.x_RD, rows.weights_RK, rows.indices_RK, rows.go_home)
-            back.append(start_all_to_all_rows(y_RD, way.receive, way.send, hop.group))
+        plans = hop.plan(places_C)
+        exchanges = [_StartedAllToAll.begin(hop, plan, *part) for plan, *part in zip(plans, *parts_C, strict=True)]
+        overlapped()
+        outputs, processed = [], torch.zeros((), dtype=torch.int64, device=x_TD.device)
+        for exchange, plan in zip(exchanges, plans, strict=True):
+            rows = dispatcher.finish(exchange)
+            y_RD = experts(rows.x_RD, rows.weights_RK, rows.indices_RK, rows.on_input_gradients)
+            outputs.append(start_all_to_all_rows(y_RD, plan.output_splits, plan.input_splits, hop.group))
             processed += (rows.indices_RK >= 0).sum()
-        parts = [ops.sum_copies(y.arrived(), way.positions_TP) for y, way in zip(back, ways, strict=True)]
+        parts = [ops.sum_copies(y.wait(), plan.positions_TP) for y, plan in zip(outputs, plans, strict=True)]
         return torch.cat(parts), processed
 
 
-class _TwoHopTrip(Trip):
+class _AsyncHierarchical(AsyncDispatch):
     def __init__(self, dispatcher: HierarchicalDispatcher) -> None:
         super().__init__()
         self.dispatcher = dispatcher
-        self.ways: tuple[_Way, _Way] | None = None  # known when the second hop begins
+        self.plans: tuple[_ExchangePlan, _ExchangePlan] | None = None  # known when the second hop begins
 
-    def start_home(self, dx_RD: Tensor, dweights_RK: Tensor) -> tuple[End, End]:
-        assert self.ways is not None
-        ways = self.ways
+    def start_grad_combine(self, dx_RD: Tensor, dweights_RK: Tensor) -> tuple[Wait, Wait]:
+        assert self.plans is not None
+        plans = self.plans
 
         def both() -> list[Tensor]:
-            return [self.dispatcher.combine(rows, ways) for rows in (dx_RD, dweights_RK)]
+            return [self.dispatcher.combine(rows, plans) for rows in (dx_RD, dweights_RK)]
 
         end = devices.beside(dx_RD.device, both)  # the second hop sends what the first has brought: it must wait there
         return lambda: end()[X], lambda: end()[WEIGHTS]
@@ -299,8 +309,8 @@ class _TwoHopTrip(Trip):
 class HierarchicalDispatcher:
     """Each token goes once to every node, and in it once to every rank, that owns one of its experts.
 
-    ``within``: the ranks of this node; ``across``: those at the same place of all nodes, in order. Answers are summed
-    on their way: over the ranks of a node where they leave it, over nodes at home, in fp32 each time.
+    ``within``: the ranks of this node; ``across``: those at the same place of all nodes, in order. Outputs are summed
+    on the way: over the ranks of a node where they leave it, over nodes on the rank of the token, in fp32 each time.
     """
 
     def __init__(self, within: dist.ProcessGroup, across: dist.ProcessGroup, ownership: Ownership) -> None:
@@ -311,25 +321,28 @@ class HierarchicalDispatcher:
     def start(self, x_TD: Tensor) -> None:
         return None
 
-    def dispatch(self, x_TD: Tensor, routing: Routing, started: None, meanwhile: Meanwhile = nothing) -> ExpertRows:
+    def dispatch(
+        self, x_TD: Tensor, routing: Routing, started: None, overlapped: OverlappedWork = no_work
+    ) -> ExpertRows:
         owner_E = self.ownership.tables(x_TD.device)[0]
         places = self.to_ranks.num_places
         node_TK = (owner_E // places)[routing.indices_TK]
-        [from_nodes] = self.to_nodes.agree([node_TK])
-        trip = _TwoHopTrip(self)
-        ties = leave(x_TD, trip, X), leave(routing.weights_TK, trip, WEIGHTS)
-        under_way = self.to_nodes.start(x_TD, pack_choices(routing), from_nodes)
-        meanwhile()  # beside the longer way
-        x_RD, choices_R2K = (end.wait() for end in under_way)
+        [from_nodes] = self.to_nodes.plan([node_TK])
+        pending = _AsyncHierarchical(self)
+        links = begin_dispatch(x_TD, pending, X), begin_dispatch(routing.weights_TK, pending, WEIGHTS)
+        exchange = self.to_nodes.start_dispatch(x_TD, pack_choices(routing), from_nodes)
+        overlapped()  # beside the longer of the two hops
+        x_RD, choices_R2K = (end.wait() for end in exchange)
         is_here_E = owner_E // places == self.to_nodes.place
         place_RK = torch.where(is_here_E, owner_E % places, -1)[expert_numbers(choices_R2K)]
-        x_RD, choices_R2K, from_ranks = self.to_ranks.send(x_RD, choices_R2K, place_RK)
-        trip.ways = from_nodes, from_ranks
-        return arrive(ties, trip, rows_for(self.ownership, self.rank, x_RD, choices_R2K, trip.ways))
+        x_RD, choices_R2K, from_ranks = self.to_ranks.dispatch(x_RD, choices_R2K, place_RK)
+        pending.plans = from_nodes, from_ranks
+        rows = rows_for(self.ownership, self.rank, x_RD, choices_R2K, pending.plans)
+        return finish_dispatch(links, pending, rows)
 
-    def combine(self, y_RD: Tensor, handle: tuple[_Way, _Way]) -> Tensor:
+    def combine(self, y_RD: Tensor, handle: tuple[_ExchangePlan, _ExchangePlan]) -> Tensor:
         from_nodes, from_ranks = handle
-        return self.to_nodes.bring_back(self.to_ranks.bring_back(y_RD, from_ranks), from_nodes)
+        return self.to_nodes.combine(self.to_ranks.combine(y_RD, from_ranks), from_nodes)
 
 
 def build_dispatcher(transport: TokenDispatcher, mesh: Mesh, ownership: Ownership) -> Dispatcher:

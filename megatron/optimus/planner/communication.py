@@ -152,7 +152,7 @@ def _context(share: Share) -> Iterator[Collective]:
     both = 2 * keys
     yield Collective("cp", Kind.SEND, "k, v round the ring", size, both * share.element, 2 * around, Hiding.PRODUCTS)
     yield Collective("cp", Kind.SEND, "their gradients", size, both * FP32, around, Hiding.PRODUCTS)
-    yield Collective("cp", Kind.SEND, "their gradients, home", size, both * share.element, count)
+    yield Collective("cp", Kind.SEND, "their gradients, back to the owner", size, both * share.element, count)
 
 
 def _experts(share: Share, kernels: Kernels) -> Iterator[Collective]:

@@ -127,7 +127,7 @@ def test_symmetric_memory_moves_what_all_to_all_moves_and_holds_what_all_gather_
     (symmetric, more, saved), (alltoall, less, _) = of("symmetric"), of("alltoall")
     allgather, _, most = of("allgather")
     tokens, width, topk, element = 4 * 4096, 2048, 8, 2
-    assert symmetric == pytest.approx(0.75 * alltoall + 0.25 * allgather)  # gradients go home in whole blocks
+    assert symmetric == pytest.approx(0.75 * alltoall + 0.25 * allgather)  # gradients are combined in whole blocks
     assert alltoall < allgather
     assert more - less == 4 * tokens * width * element + 3 * tokens * topk * 4
     assert saved - most == 4 * tokens * (1 + 4 * topk)
@@ -145,8 +145,8 @@ def test_exchange_hides_behind_shared_experts(transport: str) -> None:
     (_, exposed, total), (_, less, same), (_, least, again) = (busy(share, beside) for share in (none, narrow, wide))
     assert total == same == again
     assert exposed - less == pytest.approx(2 * compute_seconds(shared_work(narrow), narrow, beside) / 3)  # two layers
-    there, home = {"tokens", "tokens to experts"}, {"gradients from experts", "gradients of router weights"}
-    sent = [one for one in collectives(wide, beside.kernels) if one.purpose in there | home]
+    there, combined = {"tokens", "tokens to experts"}, {"gradients from experts", "gradients of router weights"}
+    sent = [one for one in collectives(wide, beside.kernels) if one.purpose in there | combined]
     assert again - least == pytest.approx(sum(seconds(one, wide, beside) for one in sent))
     _, exposed, total = busy(wide, H200)
     assert exposed == total  # on CUDA nothing is said to be hidden
@@ -160,7 +160,7 @@ def test_exchange_hides_behind_the_router_and_the_last_product(transport: str) -
     )
     [share] = shares(load(words.split()).config, 4)
     wide = share.rows_needed if transport == "alltoall" else share.rows
-    home = 2 * 0.75 * wide * 2048 * 2 / H200.inside.value  # two layers, three of four ranks
+    combine = 2 * 0.75 * wide * 2048 * 2 / H200.inside.value  # two layers, three of four ranks
     narrow = 2 * 0.75 * wide * 8 * 4 / H200.inside.value if transport != "symmetric" else 0.0
     calls = (1 if transport == "symmetric" else 2) * 2 * 2 * H200.latency.value
     beside = replace(H200, kernels=replace(H200.kernels, hides_collectives=True))
@@ -171,8 +171,8 @@ def test_exchange_hides_behind_the_router_and_the_last_product(transport: str) -
     else:
         slowed = (total - exposed) * H200.overlap_cost.value
         assert busy(share, H200) == pytest.approx((compute - slowed, total, total))
-    assert same == total and more - exposed == pytest.approx(home + narrow + calls)
-    assert compute - less == pytest.approx((home + narrow + calls) * H200.overlap_cost.value)
+    assert same == total and more - exposed == pytest.approx(combine + narrow + calls)
+    assert compute - less == pytest.approx((combine + narrow + calls) * H200.overlap_cost.value)
     behind_router = total - more  # what all-gather still hides, in no more than the router's time
     router = 2 * 4 * 4096 * (2048 * 10 + 96 * 40) / H200.traffic.value
     assert behind_router == pytest.approx(router if transport == "allgather" else 0.0, abs=1e-12)
@@ -181,7 +181,7 @@ def test_exchange_hides_behind_the_router_and_the_last_product(transport: str) -
     [share] = shares(small, 4)
     window = 2 * 4 * 4 * 4096 * 8 * 2048 * 32 / H200.experts.value
     gained = busy(share, whole_backward)[1] - busy(share, beside)[1]
-    assert gained == pytest.approx(window) and window < home
+    assert gained == pytest.approx(window) and window < combine
 
 
 def test_parts_of_an_all_to_all_cost_kernels_and_hide_all_but_one_where_collectives_can() -> None:

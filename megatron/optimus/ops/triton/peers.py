@@ -101,7 +101,7 @@ def pull_rows(rows_at_P: Tensor, needed_R: Tensor, rank: int, width: int, dtype:
 
 @triton.jit
 def _push(
-    rows_ptr, needed_ptr, answers_at_ptr, num_tokens,
+    rows_ptr, needed_ptr, outputs_at_ptr, num_tokens,
     RANK: tl.constexpr, NUM_RANKS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     peer = (RANK + 1 + tl.program_id(0) % (NUM_RANKS - 1)) % NUM_RANKS  # any but this rank
@@ -110,22 +110,22 @@ def _push(
     needed = tl.load(needed_ptr + row, mask=token < num_tokens, other=0) != 0
     slot = tl.where(peer < RANK, RANK - 1, RANK)
     place = (slot * num_tokens + token).to(tl.int64)
-    answers_ptr = _memory_of(answers_at_ptr, peer, rows_ptr)
+    outputs_ptr = _memory_of(outputs_at_ptr, peer, rows_ptr)
     for start in range(0, WIDTH, BLOCK):
         col = start + tl.arange(0, BLOCK)[None, :]
         mask = needed[:, None] & (col < WIDTH)
         values = tl.load(rows_ptr + row.to(tl.int64)[:, None] * WIDTH + col, mask=mask)
-        tl.store(answers_ptr + place[:, None] * WIDTH + col, values, mask=mask)
+        tl.store(outputs_ptr + place[:, None] * WIDTH + col, values, mask=mask)
 
 
-def push_rows(rows_RD: Tensor, needed_R: Tensor, answers_at_P: Tensor, rank: int) -> None:
-    """Each needed row of another rank into that rank's ``answers`` [P - 1, T, D], at this rank's place among the ranks
+def push_rows(rows_RD: Tensor, needed_R: Tensor, outputs_at_P: Tensor, rank: int) -> None:
+    """Each needed row of another rank into that rank's ``outputs`` [P - 1, T, D], at this rank's place among the ranks
     without the owner."""
-    num_ranks, width = answers_at_P.shape[0], rows_RD.shape[1]
+    num_ranks, width = outputs_at_P.shape[0], rows_RD.shape[1]
     num_tokens, block = needed_R.shape[0] // num_ranks, _block(width, 2048)
     rows = _TILE // block
     _push[(triton.cdiv(num_tokens, rows) * (num_ranks - 1),)](
-        rows_RD, needed_R, answers_at_P, num_tokens, RANK=rank, NUM_RANKS=num_ranks, WIDTH=width, ROWS=rows,
+        rows_RD, needed_R, outputs_at_P, num_tokens, RANK=rank, NUM_RANKS=num_ranks, WIDTH=width, ROWS=rows,
         BLOCK=block, num_warps=8,
     )  # fmt: skip
 
@@ -159,8 +159,8 @@ def push_weight_gradients(dweights_RK: Tensor, indices_RK: Tensor, dweights_at_P
 
 
 @triton.jit
-def _sum_answers(
-    rows_ptr, answers_ptr, indices_ptr, owner_ptr, out_ptr, num_tokens,
+def _sum_outputs(
+    rows_ptr, outputs_ptr, indices_ptr, owner_ptr, out_ptr, num_tokens,
     RANK: tl.constexpr, NUM_RANKS: tl.constexpr, TOPK: tl.constexpr, SLOTS: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -178,16 +178,16 @@ def _sum_answers(
             if peer == RANK:
                 source = rows_ptr + (RANK * num_tokens + token).to(tl.int64)[:, None] * WIDTH
             elif peer > RANK:
-                source = answers_ptr + ((peer - 1) * num_tokens + token).to(tl.int64)[:, None] * WIDTH
+                source = outputs_ptr + ((peer - 1) * num_tokens + token).to(tl.int64)[:, None] * WIDTH
             else:
-                source = answers_ptr + (peer * num_tokens + token).to(tl.int64)[:, None] * WIDTH
+                source = outputs_ptr + (peer * num_tokens + token).to(tl.int64)[:, None] * WIDTH
             total += tl.load(source + col, mask=needed & (col < WIDTH), other=0.0).to(tl.float32)
         place = out_ptr + token.to(tl.int64)[:, None] * WIDTH + col
         tl.store(place, total.to(out_ptr.dtype.element_ty), mask=inside & (col < WIDTH))
 
 
-def sum_answers(
-    rows_RD: Tensor, answers_PTD: Tensor, indices_TK: Tensor, owner_E: Tensor, rank: int, num_ranks: int
+def sum_outputs(
+    rows_RD: Tensor, outputs_PTD: Tensor, indices_TK: Tensor, owner_E: Tensor, rank: int, num_ranks: int
 ) -> Tensor:
     """[T, D]: for each own token the sum, in fp32 and in the order of the ranks, of what those that own one of its
     experts made of it: ``rows_RD`` for this rank, [P - 1, T, D] that ``push_rows`` filled for the others."""
@@ -195,8 +195,8 @@ def sum_answers(
     block = _block(width, 2048)
     rows = max(1, _TILE // 2 // block)
     out_TD = torch.empty(num_tokens, width, dtype=rows_RD.dtype, device=rows_RD.device)
-    _sum_answers[(triton.cdiv(num_tokens, rows),)](
-        rows_RD, answers_PTD, indices_TK, owner_E, out_TD, num_tokens, RANK=rank, NUM_RANKS=num_ranks, TOPK=topk,
+    _sum_outputs[(triton.cdiv(num_tokens, rows),)](
+        rows_RD, outputs_PTD, indices_TK, owner_E, out_TD, num_tokens, RANK=rank, NUM_RANKS=num_ranks, TOPK=topk,
         SLOTS=triton.next_power_of_2(topk), WIDTH=width, ROWS=rows, BLOCK=block, num_warps=8,
     )  # fmt: skip
     return out_TD

@@ -17,10 +17,10 @@ from megatron.optimus.moe.router import Router
 from megatron.optimus.moe.shared import SharedExperts
 from megatron.optimus.ops import reference
 from megatron.optimus.parallel import collectives
+from megatron.optimus.parallel.async_dispatch import AsyncDispatch
 from megatron.optimus.parallel.expert import apply_expert_parallelism
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.recompute import _recomputed
-from megatron.optimus.parallel.trips import Trip
 from megatron.optimus.runtime import device as devices
 from tests.distributed.test_expert_parallel import SHARED, WIDTH, model_config, tokens_of
 from tests.helpers import run_distributed
@@ -102,7 +102,7 @@ def order_rank(rank: int, world: int) -> dict[str, Any]:
             found[name + recompute * ", recomputed"] = list(events)
             found[f"{name}, left alive"] = [*found.get(f"{name}, left alive", []), left_alive(layer, rank)]
         if name == "all-gather":
-            # As a zero-bubble pipeline asks for them: nothing goes home with the weights' gradients.
+            # As a zero-bubble pipeline asks for them: nothing is combined with the weights' gradients.
             events.clear()
             y = layer(tokens_of(rank, [6] * world).requires_grad_())[0]
             events.append("backward")
@@ -148,11 +148,11 @@ def gradients_of(layer: MoE, rank: int, events: Events) -> list[torch.Tensor]:
 
 
 def left_alive(layer: MoE, rank: int) -> int:
-    """Trips, and with them the rows that came, after a backward and after a forward without one."""
+    """Dispatches, and with them the rows that came, after a backward and after a forward without one."""
     layer(tokens_of(rank, [6] * WORLD).requires_grad_())[0].sum().backward()
     layer(tokens_of(rank, [6] * WORLD).requires_grad_())
     gc.collect()
-    return sum(issubclass(type(thing), Trip) for thing in gc.get_objects())
+    return sum(issubclass(type(thing), AsyncDispatch) for thing in gc.get_objects())
 
 
 def errors(layer: MoE, x: torch.Tensor) -> list[str]:
@@ -161,7 +161,7 @@ def errors(layer: MoE, x: torch.Tensor) -> list[str]:
     x_TD = x.flatten(0, 1).requires_grad_()
     started = layer.dispatcher.start(x_TD)
     rows = layer.dispatcher.dispatch(x_TD, layer.router(x_TD)[0], started)
-    y_RD = layer.experts(rows.x_RD, rows.weights_RK, rows.indices_RK, rows.go_home)
+    y_RD = layer.experts(rows.x_RD, rows.weights_RK, rows.indices_RK, rows.on_input_gradients)
     try:
         (y_RD + rows.x_RD).sum().backward()
     except RuntimeError as error:
@@ -186,8 +186,8 @@ def test_exchanges_are_under_way_beside_the_router_and_the_last_product() -> Non
     back = {"all-gather": (["scatter"], ["gather"]), "all-to-all": (["exchange"], ["exchange"])}
     back["hierarchical"] = (["exchange"] * 2, ["exchange"] * 2)
     for found in run_distributed(order_rank, WORLD):
-        for name, (answers, gradients) in back.items():
-            forward = [*there[name], "forward", *answers, "backward", *gradients]
+        for name, (outputs, gradients) in back.items():
+            forward = [*there[name], "forward", *outputs, "backward", *gradients]
             assert found[name] == [*forward, "inputs", *last_half[name]]
             assert found[f"{name}, recomputed"] == [*forward, "forward", "inputs", *last_half[name]]
         assert all(found[f"{name}, left alive"] == [0, 0] for name in TRANSPORTS)
@@ -197,20 +197,20 @@ def test_exchanges_are_under_way_beside_the_router_and_the_last_product() -> Non
         assert backward == ["exchange", "exchange", "wait", *half, "wait", *half, "wait", "wait"]
         assert found["weights alone"][-3:] == ["gather", "forward", "whole"]
         assert len(found["errors"]) == 1 and "had left already" in found["errors"][0]
-        # Where collectives hide nothing: experts' whole backward at once, then everything goes home; recomputed, as
+        # Where collectives hide nothing: experts' whole backward at once, then everything is combined; recomputed, as
         # the layer is by now.
-        home = {"all-gather": ["scatter", "wait"], "all-to-all": ["exchange", "wait"]}
-        home["hierarchical"] = ["exchange"] * 2
-        for name, (answers, gradients) in back.items():
+        combined = {"all-gather": ["scatter", "wait"], "all-to-all": ["exchange", "wait"]}
+        combined["hierarchical"] = ["exchange"] * 2
+        for name, (outputs, gradients) in back.items():
             first = ["gather", "wait", "router", "wait"] if name == "all-gather" else there[name]
-            forward = [*first, "forward", *answers, "backward", *gradients]
-            assert found[f"{name}, nothing beside"] == [*forward, "forward", "whole", *home[name]]
+            forward = [*first, "forward", *outputs, "backward", *gradients]
+            assert found[f"{name}, nothing beside"] == [*forward, "forward", "whole", *combined[name]]
         parts = found["in 2 parts, nothing beside"]
         rest = ["exchange", "exchange", "wait", "forward", "whole", "exchange", "wait", "forward", "whole", "exchange"]
         assert parts[parts.index("backward") + 1 :] == [*rest, "wait", "wait"]
         assert all(found[f"{name}, equal"] for name in TRANSPORTS)
 
-        # Shared experts run when all that can leave has left, and in the backward when gradients are on their way home.
+        # Shared experts run when all that can leave has left, and in the backward when gradients are being combined.
         with_shared = {
             "all-gather": ["gather", "router", "shared", "wait"],
             "all-to-all": ["router", "exchange", "shared", "wait"],
@@ -223,10 +223,10 @@ def test_exchanges_are_under_way_beside_the_router_and_the_last_product() -> Non
             first = ["gather", "wait", "router", "shared", "wait"] if name == "all-gather" else with_shared[name]
             assert alone[: len(first)] == first
             for events in (order, alone):
-                home = events[events.index("backward") :]
-                before, after = home[: home.index("shared's backward")], home[home.index("shared's backward") + 1 :]
+                rest = events[events.index("backward") :]
+                before, after = rest[: rest.index("shared's backward")], rest[rest.index("shared's backward") + 1 :]
                 send = "scatter" if name == "all-gather" else "exchange"
-                assert home.count(send) == before.count(send) > 0
+                assert rest.count(send) == before.count(send) > 0
                 # hierarchical: on cpu nothing is beside, all is done at once
                 assert after == ["wait"] * {"hierarchical": 0, "in 2 parts": 2}.get(name, 1)
 
