@@ -45,5 +45,5 @@ def check_groups(device: str, timeout: float = 180) -> None:
             assert found == pytest.approx(expected, rel=1e-5), line
 
 
-def test_lanes_with_one_connection() -> None:
+def test_p2p_groups_with_one_connection() -> None:
     check_groups("cuda")
