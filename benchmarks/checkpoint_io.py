@@ -37,7 +37,6 @@ import mmap
 import os
 import platform
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -53,6 +52,7 @@ import xxhash
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from checkpoint_io_summary import summary
 from provenance import commit
 
 from megatron.optimus.checkpoint import Manifest, Saved, Saver, TensorSlice, direct, load_together
@@ -312,41 +312,7 @@ class Bench:
         return {"memory_read_s": timed(lambda: read_plain(self.plain, AHEAD, memory))}
 
 
-def summary(rounds: list[dict[str, list[float]]], num_bytes: int, plain_bytes: int) -> dict[str, Any]:
-    """Figures for which there are measurements; of one round, the mean of a part that it has twice."""
-    result: dict[str, Any] = {"bytes": num_bytes, "plain_bytes": plain_bytes}
-    whole = num_bytes / plain_bytes  # a plain access of as many bytes would take so many times as long
-
-    def put(name: str, value: Callable[..., float], *keys: str) -> None:
-        values = [value(*(statistics.mean(r[key]) for key in keys)) for r in rounds if all(key in r for key in keys)]
-        if values:
-            result[name] = round(statistics.median(values), 4)
-
-    def put_fastest(name: str, plain: str, ours: str) -> None:
-        plains, own = ([value for r in rounds for value in r.get(key, [])] for key in (plain, ours))
-        if plains and own:
-            result[name] = round(whole * min(plains) / min(own), 4)
-
-    put("write_over_disk", lambda disk, save: whole * disk / save, "disk_write_s", "save_s")
-    put("drain_over_disk", lambda disk, drain: whole * disk / drain, "disk_write_s", "drain_s")
-    put("load_over_disk", lambda disk, load: whole * disk / load, "disk_read_s", "load_s")
-    put_fastest("write_over_disk_of_fastest", "disk_write_s", "save_s")
-    put_fastest("load_over_disk_of_fastest", "disk_read_s", "load_s")
-    put("load_over_memory_read", lambda memory, load: whole * memory / load, "memory_read_s", "load_s")
-    for name in (f"disk_{what}{way}" for what in ("write", "read") for way in ("", "_buffered", "_direct")):
-        put(f"{name}_gb_s", lambda seconds: plain_bytes / seconds / 1e9, f"{name}_s")
-    for name in ("save", "drain", "load"):
-        put(f"{name}_gb_s", lambda seconds: num_bytes / seconds / 1e9, f"{name}_s")
-    for key in ("stall_s", "copied_s", "drain_s", "read_beside_s", "read_alone_s"):
-        put(key, lambda seconds: seconds, key)
-    put("hash_wait_over_save", lambda wait, save: wait / save, "hash_wait_s", "save_s")
-    put("hash_wait_over_drain", lambda wait, drain: wait / drain, "async_hash_wait_s", "drain_s")
-    put("hash_work_over_save", lambda work, save: work / save, "hash_s", "save_s")
-    put("step_ratio", lambda beside, alone: beside / alone, "step_beside_s", "step_alone_s")
-    return result
-
-
-def main() -> None:
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=1.0, help="of state, over all ranks")
     parser.add_argument("--rounds", type=int, default=5, help="at most, after the first")
@@ -362,6 +328,36 @@ def main() -> None:
     for part, sources in (("load", {"save", "async"}), ("read", {"write"}), ("memory", {"write"})):
         if part in options.parts and not sources & set(options.parts[: options.parts.index(part)]):
             parser.error(f"--parts: {part} needs {' or '.join(sorted(sources))} before it")
+    return options
+
+
+def report(bench: Bench, rounds: list[dict[str, list[float]]], options: argparse.Namespace) -> dict[str, Any]:
+    """What was measured so far; rank 0 writes it."""
+    counted = [one for one in rounds[1:] if one]
+    counted = counted or [{name: values[-1:] for name, values in rounds[0].items()}]
+    result = {
+        "command": " ".join(["python", "benchmarks/checkpoint_io.py", *sys.argv[1:]]),
+        "device": devices.device_name(bench.device),
+        "host": f"{platform.machine()}, {os.cpu_count()} cores",
+        "load_average": round(os.getloadavg()[0], 1),
+        "ranks": bench.world,
+        "commit": commit(),
+        "torch": torch.__version__,
+        "stopped": bench.stopped,
+        "prepare_s": round(bench.prepare_s, 4),
+        "tensors": len(bench.slices),
+        "copies": len(adjacent_runs(bench.slices)),
+        **summary(counted, bench.all_bytes, bench.all_plain_bytes),
+        "first_round": rounds[0],
+        "rounds": rounds[1:],
+    }
+    if bench.rank == 0 and options.output is not None:
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def main() -> None:
+    options = parse_args()
     began = time.perf_counter()
     device = devices.pick(Device(options.device), int(os.environ.get("LOCAL_RANK", "0")))
     devices.set_device(device)
@@ -375,37 +371,12 @@ def main() -> None:
     try:
         bench = Bench(folder, options, device, began)
         rounds: list[dict[str, list[float]]] = []
-
-        def report() -> None:
-            counted = [one for one in rounds[1:] if one]
-            counted = counted or [{name: values[-1:] for name, values in rounds[0].items()}]
-            result = {
-                "command": " ".join(["python", "benchmarks/checkpoint_io.py", *sys.argv[1:]]),
-                "device": devices.device_name(device),
-                "host": f"{platform.machine()}, {os.cpu_count()} cores",
-                "load_average": round(os.getloadavg()[0], 1),
-                "ranks": bench.world,
-                "commit": commit(),
-                "torch": torch.__version__,
-                "stopped": bench.stopped,
-                "prepare_s": round(bench.prepare_s, 4),
-                "tensors": len(bench.slices),
-                "copies": len(adjacent_runs(bench.slices)),
-                **summary(counted, bench.all_bytes, bench.all_plain_bytes),
-                "first_round": rounds[0],
-                "rounds": rounds[1:],
-            }
-            if rank == 0 and options.output is not None:
-                options.output.write_text(json.dumps(result, indent=1) + "\n")
-            if rank == 0 and over:
-                print(json.dumps({key: value for key, value in result.items() if key != "rounds"}, indent=1))
-
-        over = False
         while len(rounds) <= options.rounds and bench.stopped is None:
             rounds.append({})
-            bench.round(options.parts, rounds[-1], report)
-        over = True
-        report()
+            bench.round(options.parts, rounds[-1], lambda: report(bench, rounds, options))
+        result = report(bench, rounds, options)
+        if rank == 0:
+            print(json.dumps({key: value for key, value in result.items() if key != "rounds"}, indent=1))
         barrier()
     finally:
         if rank == 0:

@@ -170,7 +170,7 @@ class Memory:
             self.peak_resident = max(self.peak_resident, resident)
 
 
-def main() -> None:
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--preset", choices=sorted(PRESETS), default="mula-220b-a10b")
     parser.add_argument("--num-layers", type=int, help="default: the preset's; fewer leave every tensor as large")
@@ -184,6 +184,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.release and args.verify:
         raise SystemExit("--release leaves nothing for --verify to read")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
     torch.set_num_threads(1)
     run = from_dict(PRESETS[args.preset])
     run.model.num_layers = args.num_layers or run.model.num_layers

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from layout_speed_programs import LR, Program, random_tokens, run_config
 from torch import Tensor, nn
 
+from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.layers.loss import LMHead
 from megatron.optimus.layers.norm import build_norm
 from megatron.optimus.layers.rope import rope_table
@@ -146,54 +147,57 @@ class Wrapped(nn.Module):
         return (y[0] if isinstance(y, tuple) else y).view_as(x_BSD), None
 
 
+def deepspeed_moe(config: ModelConfig, kind: str, ranks: int, device: torch.device) -> Decoder:
+    from deepspeed.moe.layer import MoE
+
+    with torch.device("meta"):
+        model = Decoder(config)
+    model.to_empty(device=device)
+    with torch.device(device):
+        for block in model.layers:
+            if kind == "autoep":
+                layer: nn.Module = ForAutoEP(config)
+            else:
+                expert = Expert(config.hidden_size, config.moe_ffn_hidden_size)
+                experts = {"num_experts": config.num_experts, "ep_size": ranks, "k": config.moe_router_topk}
+                layer = MoE(config.hidden_size, expert, capacity_factor=1.0, **experts)
+            block.moe = Wrapped(layer)
+    draw(model)
+    return model
+
+
+def autoep_section(config: ModelConfig, ranks: int, device: torch.device) -> dict[str, Any]:
+    """The section of DeepSpeed's configuration."""
+    return {
+        "enabled": True,
+        "autoep_size": ranks,
+        "moe_layer_pattern": r"layers\.\d+\.moe\.layer",
+        "router_pattern": "gate",
+        "expert_pattern": "experts",
+        "expert_w1": "gate_up_proj",
+        "expert_w2": "down_proj",
+        "expert_w3": None,
+        "num_experts_attr": "num_experts",
+        "top_k": config.moe_router_topk,
+        "score_func": "softmax",
+        "score_apply": "post",
+        "route_norm": True,
+        "use_grouped_mm": device.type != "cpu",
+    }
+
+
 def moe(words: Sequence[str], device: torch.device, kind: str) -> Program:
     """The decoder with DeepSpeed's MoE layers, all ranks in one expert-parallel group; ``kind``: autoep or native."""
     import deepspeed
-    from deepspeed.moe.layer import MoE
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     config, ranks = run_config(words, device), dist.get_world_size()
     model_config, size = config.model, config.training.micro_batch_size
-    dtype = DTYPES[config.training.params_dtype]
-    with torch.device("meta"):
-        model = Decoder(model_config)
-    model.to_empty(device=device)
-    with torch.device(device):
-        for block in model.layers:
-            if kind == "autoep":
-                layer: nn.Module = ForAutoEP(model_config)
-            else:
-                expert = Expert(model_config.hidden_size, model_config.moe_ffn_hidden_size)
-                layer = MoE(
-                    model_config.hidden_size,
-                    expert,
-                    num_experts=model_config.num_experts,
-                    ep_size=ranks,
-                    k=model_config.moe_router_topk,
-                    capacity_factor=1.0,
-                )
-            block.moe = Wrapped(layer)
-    draw(model)
-    model.to(dtype)
+    model = deepspeed_moe(model_config, kind, ranks, device).to(DTYPES[config.training.params_dtype])
     ds_config = stock_config(config, 1)
     if kind == "autoep":
-        ds_config["expert_parallel"] = {
-            "enabled": True,
-            "autoep_size": ranks,
-            "moe_layer_pattern": r"layers\.\d+\.moe\.layer",
-            "router_pattern": "gate",
-            "expert_pattern": "experts",
-            "expert_w1": "gate_up_proj",
-            "expert_w2": "down_proj",
-            "expert_w3": None,
-            "num_experts_attr": "num_experts",
-            "top_k": model_config.moe_router_topk,
-            "score_func": "softmax",
-            "score_apply": "post",
-            "route_norm": True,
-            "use_grouped_mm": device.type != "cpu",
-        }
+        ds_config["expert_parallel"] = autoep_section(model_config, ranks, device)
 
     def optimizer(_: Any) -> torch.optim.Optimizer:  # called when the layers are DeepSpeed's
         whole = {"params": [p for p in model.parameters() if p.requires_grad], "name": "all"}

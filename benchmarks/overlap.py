@@ -190,6 +190,25 @@ def thread_ms(action: Callable[[], Any]) -> float:
     return (time.thread_time() - began) * 1e3
 
 
+def _alone(params: list[torch.nn.Parameter], model: torch.nn.Module, per_bucket: int) -> Any:
+    """The optimizer of one rank, whose buckets are waited for as if a collective ran."""
+    import deepspeed_ext
+    from deepspeed_ext.zero.partition import ALIGNMENT
+
+    bucket_numel = per_bucket * max(params[0].numel(), ALIGNMENT)
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    optimizer = deepspeed_ext.EPZeroOptimizer(
+        torch.optim.AdamW(params, lr=LR),
+        {p: str(i) for i, p in enumerate(params)},
+        groups=deepspeed_ext.ZeroGroups(dense=group, expert={}),
+        options=deepspeed_ext.ZeroOptions(overlap_param_gather=True, bucket_numel=bucket_numel),
+        module=model,
+    )
+    for bucket in optimizer._publisher.buckets:
+        bucket.start_gather = partial(setattr, bucket, "_gathering", _Arrived())  # type: ignore[method-assign]
+    return optimizer
+
+
 def host_cost(count: int, device: torch.device, per_bucket: int) -> dict[str, float]:
     """Milliseconds of host time a step that hooks, step() and waiting forwards take, without waiting for the device,
     for ``count`` parameters in bf16, each in a module of its own, ``per_bucket`` of them in a bucket. One rank: no
@@ -199,8 +218,6 @@ def host_cost(count: int, device: torch.device, per_bucket: int) -> dict[str, fl
     optimizer has; of the process, as autograd may run in a thread of its own. ``forward_ms``: what forward takes more
     for waiting module by module; what step() does for it is in ``step_ms``.
     """
-    import deepspeed_ext
-    from deepspeed_ext.zero.partition import ALIGNMENT
     from megatron.optimus.runtime.device import synchronize
 
     numel = 16 if device.type == "cpu" else 4096
@@ -208,18 +225,7 @@ def host_cost(count: int, device: torch.device, per_bucket: int) -> dict[str, fl
     model, x = torch.nn.Sequential(*map(_Holder, params)), torch.zeros(1)
     bare_ms = backward_cost(params, None, device)
     bare_forward_ms = statistics.median(thread_ms(lambda: model(x)) for _ in range(50))
-    groups = deepspeed_ext.ZeroGroups(
-        dense=dist.new_group([dist.get_rank()], use_local_synchronization=True), expert={}
-    )
-    optimizer = deepspeed_ext.EPZeroOptimizer(
-        torch.optim.AdamW(params, lr=LR),
-        {p: str(i) for i, p in enumerate(params)},
-        groups=groups,
-        options=deepspeed_ext.ZeroOptions(overlap_param_gather=True, bucket_numel=per_bucket * max(numel, ALIGNMENT)),
-        module=model,
-    )
-    for bucket in optimizer._publisher.buckets:
-        bucket.start_gather = partial(setattr, bucket, "_gathering", _Arrived())  # type: ignore[method-assign]
+    optimizer = _alone(params, model, per_bucket)
     gradient = torch.ones_like(params[0])
 
     def arrive() -> None:

@@ -79,7 +79,6 @@ def initialize(
     experts that are spread over ranks where DeepSpeed's own path would run a model whose MoE
     layers are not DeepSpeed's.
     """
-    config_in_args = getattr(args, "deepspeed_config", None) is not None
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
 
     def read() -> tuple[nn.Module, dict[str, Any], str | None, int | None]:
@@ -94,41 +93,22 @@ def initialize(
     same_everywhere("who runs the optimizer", reason or "deepspeed_ext", world_group())
     _log_choice(reason)
     _warn(config, reason, gather(marked, world_group()).values())
+    passed_on = {
+        "args": args,
+        "model": model,
+        "training_data": training_data,
+        "lr_scheduler": lr_scheduler,
+        "mpu": mpu,
+        "dist_init_required": dist_init_required,
+        "collate_fn": collate_fn,
+    }
     if reason is not None:
         _refuse_spread_experts(model, reason)
-        return deepspeed.initialize(
-            args=args,
-            model=model,
-            optimizer=optimizer,
-            model_parameters=model_parameters,
-            training_data=training_data,
-            lr_scheduler=lr_scheduler,
-            distributed_port=distributed_port,
-            mpu=mpu,
-            dist_init_required=dist_init_required,
-            collate_fn=collate_fn,
-            config=None if config_in_args else config,  # DeepSpeed refuses one given twice
-            mesh_param=mesh_param,
-        )
-    config.setdefault("timers", {"throughput": {"synchronized": False}})
-    optimizer, groups, options, config_class = _prepare(model, optimizer, model_parameters, config, groups, mpu)
-    partition_parameters.shutdown_init_context()  # a surrounding zero.Init must not see the engine's own modules
-    engine = EPEngine(
-        args=args,
-        model=model,
-        optimizer=optimizer,
-        training_data=training_data,
-        lr_scheduler=lr_scheduler,
-        mpu=mpu,
-        dist_init_required=dist_init_required,
-        collate_fn=collate_fn,
-        config=config,
-        config_class=config_class,
-        zero_groups=groups,
-        zero_options=options,
-    )
-    partition_parameters.restore_init_context()
-    engine._configure_python_gc()
+        in_args = getattr(args, "deepspeed_config", None) is not None
+        passed_on |= {"optimizer": optimizer, "model_parameters": model_parameters, "mesh_param": mesh_param}
+        passed_on |= {"config": None if in_args else config}  # DeepSpeed refuses one given twice
+        return deepspeed.initialize(distributed_port=distributed_port, **passed_on)
+    engine = _build_engine(optimizer, model_parameters, config, groups, passed_on)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -149,6 +129,24 @@ def _refuse_spread_experts(model: nn.Module, reason: str) -> None:
                 f"{name} belongs to the expert group {group!r}, and DeepSpeed's own optimizer ({reason}) would mix the "
                 "experts of different ranks; use ZeRO stage 1 or 2 without offload, or keep all experts on every rank"
             )
+
+
+def _build_engine(
+    optimizer: torch.optim.Optimizer | OptimizerFactory | None,
+    model_parameters: Iterable[Any] | None,
+    config: dict[str, Any],
+    groups: ZeroGroups | None,
+    passed_on: dict[str, Any],
+) -> EPEngine:
+    """The engine with our optimizer. ``passed_on``: arguments that DeepSpeed's engine takes as they are."""
+    config.setdefault("timers", {"throughput": {"synchronized": False}})
+    prepared = _prepare(passed_on["model"], optimizer, model_parameters, config, groups, passed_on["mpu"])
+    passed_on |= dict(zip(("optimizer", "zero_groups", "zero_options", "config_class"), prepared, strict=True))
+    partition_parameters.shutdown_init_context()  # a surrounding zero.Init must not see the engine's own modules
+    engine = EPEngine(config=config, **passed_on)
+    partition_parameters.restore_init_context()
+    engine._configure_python_gc()
+    return engine
 
 
 def _prepare(

@@ -201,12 +201,7 @@ def preprocess(
     unusable input (file and line), a missing tokenizer, a corpus without tokens, or a disk that refuses; ConfigError
     for an option that makes no sense.
     """
-    if workers < 1:
-        raise ConfigError(f"workers={workers} must be at least 1")
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"rank={rank} must lie in [0, {world_size})")
-    if not json_keys or len(set(json_keys)) != len(json_keys):
-        raise ConfigError(f"json_keys={list(json_keys)} must name one or more different keys")
+    _check_options(workers, rank, world_size, json_keys)
     started = time.monotonic()
     paths = expand_inputs(inputs)
     tokenizer = build_tokenizer(tokenizer_type, tokenizer_model)
@@ -228,17 +223,32 @@ def preprocess(
     missing = [part for part in mine if not plan.is_done(part)]
     report = PreprocessReport(parts_found=len(mine) - len(missing))
     _encode_parts(plan, missing, recipe, workers, report, started, show_progress or log_progress, log_interval)
-    report.merged = not plan.in_parts or per_file or plan.all_done()
-    if report.merged:
-        total = PreprocessReport(parts=report.parts, parts_found=report.parts_found)
-        for part in mine if per_file else plan.parts:
-            total.add(_load_report(plan, part))
-        report = total
-        _check_tokens(report, plan, mine if per_file else plan.parts)
+    if not plan.in_parts or per_file or plan.all_done():
+        report = _finish(plan, mine if per_file else plan.parts, report)
         if plan.in_parts and not per_file:
             plan.merge(dtype)
+    else:
+        report.merged = False
     report.seconds = time.monotonic() - started
     return report
+
+
+def _check_options(workers: int, rank: int, world_size: int, json_keys: Sequence[str]) -> None:
+    if workers < 1:
+        raise ConfigError(f"workers={workers} must be at least 1")
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank={rank} must lie in [0, {world_size})")
+    if not json_keys or len(set(json_keys)) != len(json_keys):
+        raise ConfigError(f"json_keys={list(json_keys)} must name one or more different keys")
+
+
+def _finish(plan: PartPlan, parts: Sequence[Part], own: PreprocessReport) -> PreprocessReport:
+    """The report on finished ``parts``, whoever wrote them. Raises DataError where they have no tokens."""
+    total = PreprocessReport(parts=own.parts, parts_found=own.parts_found)
+    for part in parts:
+        total.add(_load_report(plan, part))
+    _check_tokens(total, plan, parts)
+    return total
 
 
 def _check_tokens(report: PreprocessReport, plan: PartPlan, parts: Sequence[Part]) -> None:

@@ -317,6 +317,25 @@ def train_bpe(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(f"{folder}: cannot write the tokenizer: {error.strerror}; name a folder") from error
+    try:
+        tokenizer = _trained_bpe(texts, vocab_size, special)
+    except BaseException:  # of the texts, or Ctrl-C: nothing stays behind
+        if is_new:
+            folder.rmdir()
+        raise
+    if tokenizer.get_vocab_size() < vocab_size:
+        logger.warning(
+            "the texts gave only %d of %d tokens; use more text or a smaller vocabulary",
+            tokenizer.get_vocab_size(),
+            vocab_size,
+        )
+    try:
+        _save_bpe(tokenizer, folder, special)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot write the tokenizer: {error.strerror}") from error
+
+
+def _trained_bpe(texts: Iterable[str], vocab_size: int, special: list[str]) -> Any:
     from tokenizers import Tokenizer as BPETokenizer
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -329,29 +348,19 @@ def train_bpe(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    try:
-        tokenizer.train_from_iterator(iter(texts), trainer)
-    except BaseException:  # of the texts, or Ctrl-C: nothing stays behind
-        if is_new:
-            folder.rmdir()
-        raise
-    if tokenizer.get_vocab_size() < vocab_size:
-        logger.warning(
-            "the texts gave only %d of %d tokens; use more text or a smaller vocabulary",
-            tokenizer.get_vocab_size(),
-            vocab_size,
-        )
+    tokenizer.train_from_iterator(iter(texts), trainer)
+    return tokenizer
+
+
+def _save_bpe(tokenizer: Any, folder: Path, special: list[str]) -> None:
     names: dict[str, Any] = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
     if special[1:]:
         names["additional_special_tokens"] = special[1:]
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}
-    try:
-        _write_json(folder / "special_tokens_map.json", names)
-        _write_json(folder / "tokenizer_config.json", config)
-        # last: a folder without tokenizer.json counts as none
-        _write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
-    except OSError as error:
-        raise DataError(f"{folder}: cannot write the tokenizer: {error.strerror}") from error
+    _write_json(folder / "special_tokens_map.json", names)
+    _write_json(folder / "tokenizer_config.json", config)
+    # last: a folder without tokenizer.json counts as none
+    _write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -182,11 +182,6 @@ def plan(source: Source, options: Options) -> Plan:
     for name, buffer in source.buffers.items():
         listed[name, BUFFER] = Written(f"{name} ({BUFFER})", buffer.dtype, tuple(buffer.shape))
         add(name, BUFFER, 0, buffer.numel(), buffer.dtype, lambda buffer=buffer: buffer.reshape(-1))
-    run = to_dict(source.run)
-    config = run if full else {section: run[section] for section in ("model", "data")}
-    metadata: dict[str, Any] = {TOKEN_IDS_FIELD: source.token_ids, GENERATION_FIELD: source.generation}
-    if full:
-        metadata[OPTIMIZER_STEPS_FIELD] = source.step if source.optimizer_steps is None else source.optimizer_steps
 
     def write(directory: Path) -> None:
         files: dict[str, int] = {}
@@ -202,8 +197,17 @@ def plan(source: Source, options: Options) -> Plan:
             key: TensorEntry(*key, dtype_name(written.dtype), written.shape, tuple(pieces[key]))
             for key, written in listed.items()
         }
-        kind, step, samples = ("full", source.step, source.consumed_samples) if full else ("model", 0, 0)
-        manifest = Manifest(kind, step, samples, config, metadata, files, tensors)
-        write_synced(directory / MANIFEST_NAME, manifest.to_bytes())
+        write_synced(directory / MANIFEST_NAME, _manifest(source, files, tensors, full=full).to_bytes())
 
     return Plan(list(listed.values()), write, OptimusSource)
+
+
+def _manifest(
+    source: Source, files: dict[str, int], tensors: dict[tuple[str, str], TensorEntry], *, full: bool
+) -> Manifest:
+    run = to_dict(source.run)
+    metadata: dict[str, Any] = {TOKEN_IDS_FIELD: source.token_ids, GENERATION_FIELD: source.generation}
+    if not full:
+        return Manifest("model", 0, 0, {part: run[part] for part in ("model", "data")}, metadata, files, tensors)
+    metadata[OPTIMIZER_STEPS_FIELD] = source.step if source.optimizer_steps is None else source.optimizer_steps
+    return Manifest("full", source.step, source.consumed_samples, run, metadata, files, tensors)
