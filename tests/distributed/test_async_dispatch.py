@@ -58,9 +58,9 @@ def layer_of(mesh: Mesh, config: ParallelConfig, **changes: Any) -> MoE:
     return layer
 
 
-def order_rank(rank: int, world: int) -> dict[str, Any]:
-    ops.set_backend("reference")
-    events, found = Events(), {}
+def watched_events() -> Events:
+    """Of exchanges and products from now on."""
+    events = Events()
     events.watch(collectives, "all_gather_single", "gather", rows=1)
     events.watch(collectives, "reduce_scatter_single", "scatter", rows=1)
     events.watch(collectives.dist, "all_to_all_single", "exchange", rows=1)
@@ -86,6 +86,12 @@ def order_rank(rank: int, world: int) -> dict[str, Any]:
         return wait(self)
 
     collectives.Started.wait = waited  # type: ignore[method-assign]
+    return events
+
+
+def order_rank(rank: int, world: int) -> dict[str, Any]:
+    ops.set_backend("reference")
+    events, found = watched_events(), {}
     for name, options in TRANSPORTS.items():
         config = ParallelConfig(expert_model_parallel_size=world, **options)  # type: ignore[arg-type]
         mesh = Mesh(config, rank=rank, world_size=world)
@@ -170,6 +176,28 @@ def errors(layer: MoE, x: torch.Tensor) -> list[str]:
     return found
 
 
+def check_shared(found: dict[str, Any]) -> None:
+    """Shared experts run when all that can leave has left, and in the backward when gradients are being combined."""
+    with_shared = {
+        "all-gather": ["gather", "router", "shared", "wait"],
+        "all-to-all": ["router", "exchange", "shared", "wait"],
+        "hierarchical": ["router", "exchange", "shared", "wait", "exchange", "wait"],
+        "in 2 parts": ["router", "exchange", "exchange", "shared", "wait"],
+    }
+    for name in TRANSPORTS:
+        order, alone = found[f"{name}, shared"], found[f"{name}, shared alone"]
+        assert order[: len(with_shared[name])] == with_shared[name]
+        first = ["gather", "wait", "router", "shared", "wait"] if name == "all-gather" else with_shared[name]
+        assert alone[: len(first)] == first
+        for events in (order, alone):
+            rest = events[events.index("backward") :]
+            before, after = rest[: rest.index("shared's backward")], rest[rest.index("shared's backward") + 1 :]
+            send = "scatter" if name == "all-gather" else "exchange"
+            assert rest.count(send) == before.count(send) > 0
+            # hierarchical: on cpu nothing is beside, all is done at once
+            assert after == ["wait"] * {"hierarchical": 0, "in 2 parts": 2}.get(name, 1)
+
+
 def test_exchanges_are_under_way_beside_the_router_and_the_last_product() -> None:
     """The gradient of x leaves before the last product and is waited for after it; with all-gather tokens leave before
     the router. Recomputation repeats no exchange."""
@@ -186,6 +214,7 @@ def test_exchanges_are_under_way_beside_the_router_and_the_last_product() -> Non
     back = {"all-gather": (["scatter"], ["gather"]), "all-to-all": (["exchange"], ["exchange"])}
     back["hierarchical"] = (["exchange"] * 2, ["exchange"] * 2)
     for found in run_distributed(order_rank, WORLD):
+        check_shared(found)
         for name, (outputs, gradients) in back.items():
             forward = [*there[name], "forward", *outputs, "backward", *gradients]
             assert found[name] == [*forward, "inputs", *last_half[name]]
@@ -209,26 +238,6 @@ def test_exchanges_are_under_way_beside_the_router_and_the_last_product() -> Non
         rest = ["exchange", "exchange", "wait", "forward", "whole", "exchange", "wait", "forward", "whole", "exchange"]
         assert parts[parts.index("backward") + 1 :] == [*rest, "wait", "wait"]
         assert all(found[f"{name}, equal"] for name in TRANSPORTS)
-
-        # Shared experts run when all that can leave has left, and in the backward when gradients are being combined.
-        with_shared = {
-            "all-gather": ["gather", "router", "shared", "wait"],
-            "all-to-all": ["router", "exchange", "shared", "wait"],
-            "hierarchical": ["router", "exchange", "shared", "wait", "exchange", "wait"],
-            "in 2 parts": ["router", "exchange", "exchange", "shared", "wait"],
-        }
-        for name in TRANSPORTS:
-            order, alone = found[f"{name}, shared"], found[f"{name}, shared alone"]
-            assert order[: len(with_shared[name])] == with_shared[name]
-            first = ["gather", "wait", "router", "shared", "wait"] if name == "all-gather" else with_shared[name]
-            assert alone[: len(first)] == first
-            for events in (order, alone):
-                rest = events[events.index("backward") :]
-                before, after = rest[: rest.index("shared's backward")], rest[rest.index("shared's backward") + 1 :]
-                send = "scatter" if name == "all-gather" else "exchange"
-                assert rest.count(send) == before.count(send) > 0
-                # hierarchical: on cpu nothing is beside, all is done at once
-                assert after == ["wait"] * {"hierarchical": 0, "in 2 parts": 2}.get(name, 1)
 
 
 @pytest.mark.parametrize(("kind", "hides"), [("cpu", True), ("xpu", True), ("cuda", False)])

@@ -6,11 +6,10 @@ The layouts add expert gradients to the optimizer's buffers in the backward (ZeR
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -21,16 +20,8 @@ from torch import Tensor
 from megatron.optimus.config.checks import check
 from megatron.optimus.config.placement import to_json
 from megatron.optimus.config.schema import (
-    ContextCommunication,
-    LoadBalancing,
-    OptimizerConfig,
-    ParallelConfig,
     PipelineSchedule,
-    Precision,
-    Recompute,
     RunConfig,
-    TokenDispatcher,
-    TrainingConfig,
 )
 from megatron.optimus.data.loader import Batch
 from megatron.optimus.layers.labels import NO_LABEL
@@ -38,178 +29,20 @@ from megatron.optimus.ops import main_grad_of
 from megatron.optimus.parallel.context import own_positions
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.pipeline import SPLIT_BACKWARDS
-from tests.distributed.layouts import BATCH, LENGTH, deviation, inputs_of, model_config, part_of, refusal
+from tests.distributed.bucket_launches import check_launches, chunks_of, record_launches
+from tests.distributed.layouts import BATCH, LENGTH, deviation, inputs_of, part_of, refusal
 from tests.distributed.layouts import Case as LayoutCase
-from tests.helpers import run_distributed
-
-STEPS, SEQUENCES = 3, 8  # of the global batch
-PLACED = "its name is put here by the test"
-
-
-class Case(NamedTuple):
-    parallel: dict[str, Any]
-    model: str = "moe"
-    optimizer: Mapping[str, Any] = MappingProxyType({})
-
-
-MOE = dict(
-    num_experts=8,
-    moe_z_loss_coeff=0.1,
-    moe_router_load_balancing_type=LoadBalancing.AUX_LOSS,  # of each micro-batch: the same ones at any layout
-    moe_aux_loss_coeff=0.3,
+from tests.distributed.training_cases import (
+    LAYOUTS,
+    MODELS,
+    PLACED,
+    SEQUENCES,
+    SMALL_BUCKETS,
+    STEPS,
+    Case,
+    run_config,
 )
-SHARED = MOE | dict(moe_shared_expert_intermediate_size=20, moe_shared_expert_gate=True, add_qkv_bias=True)
-TIED = dict(untie_embeddings_and_output_weights=False)
-MODELS = {
-    "moe": MOE,
-    "moe, documents": MOE,
-    "moe, four layers": MOE | dict(num_layers=4),
-    "moe, shared experts": SHARED,
-    "moe, shared experts, four layers": SHARED | dict(num_layers=4),
-    "moe, tied": MOE | TIED,
-    "moe, four layers, tied": MOE | TIED | dict(num_layers=4),
-    "dense, tied": TIED,
-}
-PP2 = dict(pipeline_model_parallel_size=2)
-CHUNKS = PP2 | dict(virtual_pipeline_model_parallel_size=2)
-SMALL_BUCKETS = dict(ddp_bucket_size=500)  # so that many are under way when the last backward ends
-CASES = {
-    "tp 2 x cp 2 (ring), ep 4, recomputed": Case(
-        dict(
-            tensor_model_parallel_size=2,
-            context_parallel_size=2,
-            cp_comm_type=ContextCommunication.P2P,
-            expert_model_parallel_size=4,
-            recompute_modules=list(Recompute),
-        )
-    ),
-    "tp 2 x dp 2, ep 2 x etp 2": Case(
-        dict(
-            tensor_model_parallel_size=2,
-            expert_model_parallel_size=2,
-            expert_tensor_parallel_size=2,
-            moe_token_dispatcher_type=TokenDispatcher.ALLTOALL,
-        )
-    ),
-    "cp 2 (ulysses) x dp 2, ep 2": Case(dict(context_parallel_size=2, expert_model_parallel_size=2)),
-    "ep 4, hierarchical over nodes of 2, experts placed by a file": Case(
-        dict(
-            expert_model_parallel_size=4,
-            moe_token_dispatcher_type=TokenDispatcher.HIERARCHICAL,
-            moe_hierarchical_node_size=2,
-            moe_expert_placement_file=PLACED,
-        )
-    ),
-    "ep 4, all-to-all in 2 parts, recomputed": Case(
-        dict(
-            expert_model_parallel_size=4,
-            moe_token_dispatcher_type=TokenDispatcher.ALLTOALL,
-            moe_dispatch_chunks=2,
-            recompute_modules=list(Recompute),
-        ),
-        optimizer=SMALL_BUCKETS,
-    ),
-    "dp 4, ep 2, the transport chosen by a probe": Case(
-        dict(expert_model_parallel_size=2, moe_token_dispatcher_type=TokenDispatcher.AUTO)
-    ),
-    "tp 4, experts on every rank": Case(dict(tensor_model_parallel_size=4)),
-    "pp 2 x dp 2, ep 2": Case(PP2 | dict(expert_model_parallel_size=2), optimizer=SMALL_BUCKETS),
-    "pp 2 x dp 2, ep 2, zero 2": Case(
-        PP2 | dict(expert_model_parallel_size=2), optimizer=SMALL_BUCKETS | dict(zero_stage=2)
-    ),
-    "pp 2 x dp 2, ep 2, zero bubble, recomputed": Case(
-        PP2
-        | dict(
-            virtual_pipeline_model_parallel_size=2,
-            pipeline_schedule=PipelineSchedule.INTERLEAVED_ZERO_BUBBLE,
-            expert_model_parallel_size=2,
-            recompute_modules=list(Recompute),
-        ),
-        "moe, four layers",
-        SMALL_BUCKETS,
-    ),
-    "tp 2 x dp 2, ep 4, all-to-all, shared experts": Case(
-        dict(
-            tensor_model_parallel_size=2,
-            expert_model_parallel_size=4,
-            moe_token_dispatcher_type=TokenDispatcher.ALLTOALL,
-        ),
-        "moe, shared experts",
-        SMALL_BUCKETS,
-    ),
-    "pp 2 x dp 2, ep 2, zero 2, shared experts": Case(
-        PP2 | dict(expert_model_parallel_size=2), "moe, shared experts", SMALL_BUCKETS | dict(zero_stage=2)
-    ),
-    "pp 2 zero bubble x tp 2, ep 2, shared experts, recomputed": Case(
-        CHUNKS
-        | dict(
-            pipeline_schedule=PipelineSchedule.INTERLEAVED_ZERO_BUBBLE,
-            tensor_model_parallel_size=2,
-            expert_model_parallel_size=2,
-            recompute_modules=list(Recompute),
-        ),
-        "moe, shared experts, four layers",
-    ),
-    "pp 2 interleaved x dp 2, ep 2": Case(
-        CHUNKS | dict(pipeline_schedule=PipelineSchedule.INTERLEAVED_1F1B, expert_model_parallel_size=2),
-        "moe, four layers",
-        SMALL_BUCKETS,
-    ),
-    "pp 2 interleaved x dp 2, ep 2, zero 2": Case(
-        CHUNKS | dict(pipeline_schedule=PipelineSchedule.INTERLEAVED_1F1B, expert_model_parallel_size=2),
-        "moe, four layers",
-        SMALL_BUCKETS | dict(zero_stage=2),
-    ),
-    "pp 2 zero bubble x dp 2, tied, zero 2": Case(
-        CHUNKS | dict(pipeline_schedule=PipelineSchedule.INTERLEAVED_ZERO_BUBBLE),
-        "moe, four layers, tied",
-        dict(zero_stage=2, ddp_bucket_size=3000),
-    ),
-    "pp 2 x dp 2, documents": Case(PP2, "moe, documents"),
-    "pp 2 x cp 2 (ring), documents, ep 2": Case(
-        PP2 | dict(context_parallel_size=2, cp_comm_type=ContextCommunication.P2P, expert_model_parallel_size=2),
-        "moe, documents",
-    ),
-    "pp 2 x dp 2, ep 2, tied": Case(PP2 | dict(expert_model_parallel_size=2), "moe, tied", SMALL_BUCKETS),
-    "pp 2 x dp 2, ep 2, tied, zero 2": Case(
-        PP2 | dict(expert_model_parallel_size=2), "moe, tied", SMALL_BUCKETS | dict(zero_stage=2)
-    ),
-    "pp 2 x tp 2, tied": Case(PP2 | dict(tensor_model_parallel_size=2), "dense, tied"),
-}
-
-EIGHT = {
-    "tp 2 x pp 2 x dp 2, ep 4, shared experts": Case(
-        PP2 | dict(tensor_model_parallel_size=2, expert_model_parallel_size=4), "moe, shared experts", SMALL_BUCKETS
-    ),
-    "tp 2 x pp 2 x dp 2, ep 4": Case(
-        PP2 | dict(tensor_model_parallel_size=2, expert_model_parallel_size=4), optimizer=SMALL_BUCKETS
-    ),
-    "pp 2 interleaved x cp 2 (ulysses) x dp 2, ep 4, all-to-all, recomputed": Case(
-        PP2
-        | dict(
-            pipeline_schedule=PipelineSchedule.INTERLEAVED_1F1B,
-            virtual_pipeline_model_parallel_size=2,
-            context_parallel_size=2,
-            expert_model_parallel_size=4,
-            moe_token_dispatcher_type=TokenDispatcher.ALLTOALL,
-            recompute_modules=list(Recompute),
-        ),
-        "moe, four layers",
-    ),
-}
-LAYOUTS = {4: CASES, 8: EIGHT}
-
-
-def run_config(case: Case) -> RunConfig:
-    return RunConfig(
-        model=model_config(MODELS[case.model]),
-        parallel=ParallelConfig(**case.parallel),
-        # eps: an update must not hang on the sign of a gradient that is smaller than rounding
-        optimizer=OptimizerConfig(lr=3e-3, adam_eps=1e-2, clip_grad=0.5, **case.optimizer),
-        training=TrainingConfig(
-            micro_batch_size=BATCH, global_batch_size=SEQUENCES, seq_length=LENGTH, params_dtype=Precision.FP32, seed=3
-        ),
-    )
+from tests.helpers import run_distributed
 
 
 def micro_batch(number: int, case: Case) -> Batch:
@@ -236,12 +69,7 @@ def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Ten
     schedule = build_schedule(config, engine, mesh, torch.device("cpu"))
     experts = [weight for layer in model.moe_layers() for weight in layer.experts.parameters()]
     fuses = fuses and config.optimizer.zero_stage == 1
-    additions = [0] * len(experts)  # into the optimizer's buffers, by backwards
-    for index, weight in enumerate(experts):
-        if fuses:
-            weight.main_grad_ready = _counted(weight.main_grad_ready, additions, index)  # type: ignore[attr-defined]
-        else:
-            weight.main_grad = None  # type: ignore[attr-defined]
+    additions = _count_additions(experts, fuses=fuses)
 
     def own_batches(step: int) -> list[Batch]:
         numbers = [step * 100 + micro * mesh.size("dp") + mesh.index("dp") for micro in range(accumulation)]
@@ -252,7 +80,7 @@ def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Ten
     for bucket in buckets:
         bucket.start_reduce = _counted(bucket.start_reduce, sent, 0)  # type: ignore[method-assign]
     listens = config.parallel.virtual_pipeline_model_parallel_size > 1 and case.optimizer == SMALL_BUCKETS
-    told = _listen(schedule, buckets) if listens else []
+    events = record_launches(schedule, buckets) if listens else []
     for step in range(STEPS):
         report = train_step(engine, schedule, own_batches(step), config.model, mesh).read()
         assert report.dropped_tokens == 0 and not report.skipped
@@ -263,14 +91,9 @@ def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Ten
             assert all((main_grad_of(weight) is not None) is fuses for weight in experts)
             parts = config.parallel.moe_dispatch_chunks
             assert additions == [(step + 1) * accumulation * parts * fuses] * len(experts), additions
-    # With ZeRO stage 2 every micro-batch is reduced, but of several chunks no bucket that the backward does not reach.
-    once = len(buckets)
-    if config.optimizer.zero_stage == 2:
-        once = accumulation * sum(len(engine.optimizer.buckets_of(chunk.parameters())) for chunk in _chunks(schedule))
-        assert len(_chunks(schedule)) == 1 or once < accumulation * len(buckets) * len(_chunks(schedule))
-    assert sent == [once * STEPS]
+    assert sent == [STEPS * _reductions_of_a_step(engine, schedule, config, accumulation)]
     if listens:
-        _check_launches(told, schedule, engine, mesh)
+        check_launches(events, schedule, engine, mesh)
     lines.append(validation_loss(schedule, [own_batches(STEPS)], config.model, mesh))
     engine.optimizer.sync_params_from_master()
     for parameter in model.parameters():
@@ -281,64 +104,27 @@ def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Ten
     return torch.tensor(lines, dtype=torch.float64), dict(model.named_parameters())
 
 
-def _chunks(schedule: Any) -> list[torch.nn.Module]:
-    return list(schedule.pipeline._chunks.values())
+def _count_additions(experts: list[Any], *, fuses: bool) -> list[int]:
+    """Into the optimizer's buffers, by backwards, for each weight; none where the ordinary way is asked for."""
+    additions = [0] * len(experts)
+    for index, weight in enumerate(experts):
+        if fuses:
+            weight.main_grad_ready = _counted(weight.main_grad_ready, additions, index)
+        else:
+            weight.main_grad = None
+    return additions
 
 
-Told = tuple[str, int]  # ("before" or "after", number of a chunk) of its last backward, ("launch", number of a bucket)
-
-
-def _listen(schedule: Any, buckets: list[Any]) -> list[Told]:
-    """What happens from now on, in its order."""
-    told: list[Told] = []
-    chunks, backwards = _chunks(schedule), schedule.pipeline.backwards
-    before, after = backwards.before, backwards.after
-
-    def tell_before(micro_batch: int, chunk: torch.nn.Module, *, is_whole: bool) -> None:
-        before(micro_batch, chunk, is_whole=is_whole)
-        told.append((f"before {micro_batch}" if is_whole else "inputs", chunks.index(chunk)))
-
-    def tell_after(micro_batch: int, chunk: torch.nn.Module, *, is_whole: bool) -> None:
-        told.append((f"after {micro_batch}" if is_whole else "inputs", chunks.index(chunk)))
-        after(micro_batch, chunk, is_whole=is_whole)
-
-    def tell_launch(start: Callable[[], None], index: int) -> Callable[[], None]:
-        return lambda: (told.append(("launch", index)), start())[1]
-
-    backwards.before, backwards.after = tell_before, tell_after
-    for index, bucket in enumerate(buckets):
-        bucket.start_reduce = tell_launch(bucket.start_reduce, index)
-    return told
-
-
-def _check_launches(told: list[Told], schedule: Any, engine: Any, mesh: Mesh) -> None:
-    """Each chunk's buckets leave in its last backward, while it runs and not when the pipeline is empty; ranks that
-    reduce together launch in the same order."""
-    orders: list[Any] = [None] * mesh.size("dp")
-    dist.all_gather_object(orders, told, group=mesh.group("dp"))
-    assert all(order == told for order in orders)
-    steps = _in_parts(told, STEPS)
-    last = schedule.pipeline.num_micro_batches - 1
-    alone = [set(engine.optimizer.buckets_of(chunk.parameters())) for chunk in _chunks(schedule)]
-    numbers = {bucket: index for index, bucket in enumerate(engine.optimizer._sync.buckets)}
-    hooked = schedule.pipeline._schedule.__class__.__name__ == "ScheduleInterleaved1F1B"
-    for step, events in enumerate(steps):
-        for chunk, reached in enumerate(alone):
-            others = set().union(*(buckets for other, buckets in enumerate(alone) if other != chunk))
-            own = {numbers[bucket] for bucket in reached - others}
-            began, ended = events.index((f"before {last}", chunk)), events.index((f"after {last}", chunk))
-            following = next((i for i in range(ended, len(events)) if events[i][0].startswith("before")), len(events))
-            launched = [number for name, number in events[began:following] if name == "launch"]
-            assert len(own) > 3 and own <= set(launched), (step, chunk, own, launched)
-            early = [number for name, number in events[began:ended] if name == "launch"]
-            if step and hooked:  # the zero-bubble schedules compute weights' gradients without hooks
-                assert len(early) > len(own) // 2, (step, chunk, own, early)
-
-
-def _in_parts(told: list[Told], parts: int) -> list[list[Told]]:
-    assert len(told) % parts == 0, "every step is the same"
-    length = len(told) // parts
-    return [told[start : start + length] for start in range(0, len(told), length)]
+def _reductions_of_a_step(engine: Any, schedule: Any, config: RunConfig, accumulation: int) -> int:
+    """With ZeRO stage 2 every micro-batch is reduced, but of several chunks no bucket that the backward does not
+    reach."""
+    num_buckets = len(engine.optimizer._sync.buckets)
+    if config.optimizer.zero_stage != 2:
+        return num_buckets
+    chunks = chunks_of(schedule)
+    reached = accumulation * sum(len(engine.optimizer.buckets_of(chunk.parameters())) for chunk in chunks)
+    assert len(chunks) == 1 or reached < accumulation * num_buckets * len(chunks)
+    return reached
 
 
 def _counted(ready: Callable[[], None], counts: list[int], index: int) -> Callable[[], None]:
@@ -407,7 +193,7 @@ def _init() -> None:
 
 
 def measure(folder: Path) -> dict[int, list[dict[str, dict[str, float]]]]:
-    """Number of ranks -> of each: case -> deviation of all numbers told ("lines") and of every weight afterwards."""
+    """Number of ranks -> of each: case -> deviation of all reported numbers ("lines") and of every weight."""
     placement = folder / "placement.json"
     placement.write_text(to_json([((5, 0), (1, 7), (6, 2), (3, 4)), ((7, 6), (0, 3), (5, 1), (4, 2))]))
     [expected] = run_distributed(serial, 1)

@@ -103,6 +103,12 @@ def _step_without_backward() -> dict[str, str]:
 
 def _bad_input(rank: int, world: int) -> dict[str, str]:
     deepspeed_ext.init_distributed()
+    errors = _bad_parameters(rank) | _bad_configurations(rank) | _bad_experts() | _step_without_backward()
+    deepspeed_ext.shutdown()
+    return errors
+
+
+def _bad_parameters(rank: int) -> dict[str, str]:
     errors = {}
     model = nn.Linear(3, 3)
     _mark(model.weight, "ep_size_3")
@@ -126,16 +132,24 @@ def _bad_input(rank: int, world: int) -> dict[str, str]:
     errors["twice"] = _error_of(model=model, optimizer=optimizer)
     model[1].weight.data = model[0].weight.data
     errors["share memory"] = _error_of(model=model)
-    broken = {"optimizer": {"type": "Lamb" if rank == 3 else "SGD", "params": {"lr": 0.1}}}
-    errors["on 1 rank(s), first rank 3"] = _error_of(model=nn.Linear(3, 3), config={**CONFIG, **broken})
-    fp16 = {"fp16": {"enabled": True, "hysteresis": 0 if rank == 2 else 2}}
-    errors["hysteresis=0"] = _error_of(model=nn.Linear(3, 3), config={**CONFIG, **SGD, **fp16})
     model = nn.Linear(3, 3)
     errors["LBFGS needs whole tensors"] = _error_of(model=model, optimizer=torch.optim.LBFGS(model.parameters()))
     frozen = nn.Linear(3, 3).requires_grad_(False)
     errors["no parameter that requires a gradient"] = _error_of(
         model=frozen, optimizer=torch.optim.SGD(frozen.parameters())
     )
+    errors["needs model=, a torch.nn.Module, got NoneType (on 1 rank(s), first rank 1)"] = _error_of(
+        model=None if rank == 1 else nn.Linear(3, 3)
+    )
+    return errors
+
+
+def _bad_configurations(rank: int) -> dict[str, str]:
+    errors = {}
+    broken = {"optimizer": {"type": "Lamb" if rank == 3 else "SGD", "params": {"lr": 0.1}}}
+    errors["on 1 rank(s), first rank 3"] = _error_of(model=nn.Linear(3, 3), config={**CONFIG, **broken})
+    fp16 = {"fp16": {"enabled": True, "hysteresis": 0 if rank == 2 else 2}}
+    errors["hysteresis=0"] = _error_of(model=nn.Linear(3, 3), config={**CONFIG, **SGD, **fp16})
     sizes = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000 + rank}}
     errors["disagree on options"] = _error_of(model=nn.Linear(3, 3), config={**CONFIG, **SGD, **sizes})
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -144,17 +158,6 @@ def _bad_input(rank: int, world: int) -> dict[str, str]:
     errors["no optimizer"] = _error_of(model=nn.Linear(3, 3), config=CONFIG)
     errors["no/such.json' does not exist (on 1 rank(s), first rank 2)"] = _error_of(
         model=nn.Linear(3, 3), config="/no/such.json" if rank == 2 else {**CONFIG, **SGD}
-    )
-    errors["needs model=, a torch.nn.Module, got NoneType (on 1 rank(s), first rank 1)"] = _error_of(
-        model=None if rank == 1 else nn.Linear(3, 3)
-    )
-    errors["is_expert('weight') returned True; return a name such as"] = _error_of(
-        model=nn.Linear(3, 3), is_expert=lambda _: True
-    )
-    tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    tied[1].weight = tied[0].weight
-    errors["returned None for '0.weight' and 'ep_size_2' for '1.weight', which are one parameter"] = _error_of(
-        model=tied, is_expert=lambda name: "ep_size_2" if name == "1.weight" else None
     )
     own = {"train_batch_size": 12 if rank == 3 else 8}
     errors["train_batch_size is not equal to"] = _error_of(model=nn.Linear(3, 3), config={**CONFIG, **SGD, **own})
@@ -168,8 +171,19 @@ def _bad_input(rank: int, world: int) -> dict[str, str]:
     )
     own = {"optimizer": {"type": "SGD", "params": {"lr": 0.1 * (1 + rank // 3)}}}
     errors["lr=0.2, "] = _error_of(model=nn.Linear(3, 3), config={**CONFIG, **own})
-    errors.update(_step_without_backward())
-    deepspeed_ext.shutdown()
+    return errors
+
+
+def _bad_experts() -> dict[str, str]:
+    errors = {}
+    errors["is_expert('weight') returned True; return a name such as"] = _error_of(
+        model=nn.Linear(3, 3), is_expert=lambda _: True
+    )
+    tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    tied[1].weight = tied[0].weight
+    errors["returned None for '0.weight' and 'ep_size_2' for '1.weight', which are one parameter"] = _error_of(
+        model=tied, is_expert=lambda name: "ep_size_2" if name == "1.weight" else None
+    )
     return errors
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,85 +10,23 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed_ext
+from tests.distributed.param_waits import compiled, waits
 from tests.distributed.test_zero_exact import build_engine, train_step
-from tests.distributed.waits import compiled, waits
+from tests.distributed.zero_stack import UNIT, WIDTH, Stack, distance, input_of, serial, sharded, take_step
 from tests.helpers import run_distributed
 from tests.unit.deepspeed_ext import toy
-
-WIDTH = 40
-UNIT = 2 * 256  # the smallest bucket of two ranks
-
-
-class Stack(nn.Module):
-    """Layers of WIDTH x WIDTH; ``side`` is used on some ranks only, ``bare`` by its parent without being called."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(4))
-        self.side = nn.Linear(WIDTH, WIDTH, dtype=dtype)
-        self.bare = nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype)
-
-    def forward(self, x: torch.Tensor, use_side: bool = False) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        if use_side:
-            x = x + self.side(x)
-        return (x @ self.bare.weight).square().mean()
-
-
-def _sharded(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Any:
-    assert dist.group.WORLD is not None
-    return deepspeed_ext.EPZeroOptimizer(
-        optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
-        {p: n for n, p in model.named_parameters()},
-        groups=deepspeed_ext.ZeroGroups(dense=dist.group.WORLD, expert={}),
-        options=deepspeed_ext.ZeroOptions(**{"bucket_numel": UNIT, **options}),
-        module=model,
-    )
-
-
-def _input(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def _step(model: nn.Module, optimizer: Any, step: int, rank: int, **arguments: Any) -> None:
-    optimizer.set_gradient_accumulation_boundary(True)
-    model(_input(step, rank), **arguments).backward()
-    optimizer.reduce_gradients()
-    optimizer.backward_epilogue()
-    optimizer.step()
-
-
-def _serial(steps: int, use_side: Callable[[int, int], bool]) -> dict[str, torch.Tensor]:
-    """torch's AdamW on both ranks' batches; what got no gradient has a zero one."""
-    model = Stack()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    for step in range(steps):
-        optimizer.zero_grad()
-        sum((model(_input(step, r), use_side(step, r)) for r in range(2)), start=torch.zeros(())).div(2).backward()
-        for param in model.parameters():
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-        optimizer.step()
-    return {n: p.detach().clone() for n, p in model.named_parameters()}
-
-
-def _distance(model: nn.Module, expected: dict[str, torch.Tensor]) -> float:
-    return max(
-        float((p.detach() - expected[n]).abs().max() / expected[n].abs().max()) for n, p in model.named_parameters()
-    )
 
 
 def _launched_early(rank: int) -> list[int]:
     """Buckets on their way when the first layer's gradient arrives, in three steps."""
     model = Stack()
-    optimizer = _sharded(model)
+    optimizer = sharded(model)
     seen: list[int] = []
     model.layers[0].weight.register_hook(  # type: ignore[union-attr]
         lambda _: seen.append(sum(bucket.is_reduced for bucket in optimizer._sync.buckets))
     )
     for step in range(3):
-        _step(model, optimizer, step, rank, use_side=True)
+        take_step(model, optimizer, step, rank, use_side=True)
     return seen
 
 
@@ -100,31 +37,31 @@ def _different_use(rank: int, stage: int) -> float:
         return step > 0 and (step + who) % 2 == 0
 
     model = Stack()
-    optimizer = _sharded(model, stage=stage, overlap_param_gather=True)
+    optimizer = sharded(model, stage=stage, overlap_param_gather=True)
     for step in range(5):
-        _step(model, optimizer, step, rank, use_side=use_side(step, rank))
+        take_step(model, optimizer, step, rank, use_side=use_side(step, rank))
     optimizer.wait_for_params()
-    return _distance(model, _serial(5, use_side))
+    return distance(model, serial(5, use_side))
 
 
 def _awaited(rank: int) -> tuple[int, list[int], bool]:
     """Buckets being gathered after step(), then as each layer is reached; whether a state dict waits for all."""
     model = Stack()
-    optimizer = _sharded(model, overlap_param_gather=True)
+    optimizer = sharded(model, overlap_param_gather=True)
     buckets = optimizer._sync.buckets
 
     def pending() -> int:
         return sum(bucket._gathering is not None for bucket in buckets)
 
     for step in range(2):
-        _step(model, optimizer, step, rank, use_side=True)
+        take_step(model, optimizer, step, rank, use_side=True)
     after_step = pending()
     seen: list[int] = []
     hooks = [layer.register_forward_hook(lambda *_: seen.append(pending())) for layer in model.layers]
-    model(_input(2, rank))
+    model(input_of(2, rank))
     for hook in hooks:
         hook.remove()
-    _step(model, optimizer, 2, rank, use_side=True)
+    take_step(model, optimizer, 2, rank, use_side=True)
     model.state_dict()
     return after_step, seen, pending() == 0
 
@@ -165,11 +102,11 @@ def _main_grad(rank: int) -> tuple[bool, bool, bool]:
     for is_fused in (False, True):
         for twice in (False, True):
             model = _Fused(is_fused)
-            optimizer = _sharded(model, reduce_each_micro_batch=twice)
+            optimizer = sharded(model, reduce_each_micro_batch=twice)
             for step in range(3):
                 for micro in range(2):
                     optimizer.set_gradient_accumulation_boundary(micro == 1)
-                    model(_input(2 * step + micro, rank)).backward()
+                    model(input_of(2 * step + micro, rank)).backward()
                     if micro == 1:
                         optimizer.reduce_gradients()
                     optimizer.backward_epilogue()
@@ -185,10 +122,10 @@ def _late_gradient(rank: int) -> str:
     from torch.utils.checkpoint import checkpoint
 
     model = Stack()
-    optimizer = _sharded(model)
-    _step(model, optimizer, 0, rank, use_side=True)
+    optimizer = sharded(model)
+    take_step(model, optimizer, 0, rank, use_side=True)
     layer = model.layers[3]
-    x = _input(1, rank).requires_grad_()
+    x = input_of(1, rank).requires_grad_()
     y = checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True)
     optimizer.set_gradient_accumulation_boundary(True)
     loss = model.bare(model.side(y)).square().mean()
@@ -211,17 +148,17 @@ def _muon(rank: int) -> tuple[float, float, float]:
         return [{"params": matrices}, {"params": [p for p in model.parameters() if p.dim() < 2], "use_muon": False}]
 
     model, oracle = Stack(), Stack()
-    sharded = _sharded(model, deepspeed_ext.Muon(groups(model), lr=1e-2), max_norm=0.01)
-    serial = deepspeed_ext.Muon(groups(oracle), lr=1e-2)
+    optimizer = sharded(model, deepspeed_ext.Muon(groups(model), lr=1e-2), max_norm=0.01)
+    alone = deepspeed_ext.Muon(groups(oracle), lr=1e-2)
     norm_error = 0.0
     for step in range(4):
-        _step(model, sharded, step, rank, use_side=True)
-        serial.zero_grad()
-        sum((oracle(_input(step, r), True) for r in range(2)), start=torch.zeros(())).div(2).backward()
+        take_step(model, optimizer, step, rank, use_side=True)
+        alone.zero_grad()
+        sum((oracle(input_of(step, r), True) for r in range(2)), start=torch.zeros(())).div(2).backward()
         norm = float(nn.utils.clip_grad_norm_(oracle.parameters(), 0.01))
-        norm_error = max(norm_error, abs(sharded._global_grad_norm - norm) / norm)
-        serial.step()
-    return _distance(model, {n: p.detach() for n, p in oracle.named_parameters()}), norm_error, norm
+        norm_error = max(norm_error, abs(optimizer._global_grad_norm - norm) / norm)
+        alone.step()
+    return distance(model, {n: p.detach() for n, p in oracle.named_parameters()}), norm_error, norm
 
 
 def _reduced_states(rank: int) -> list[bool]:
@@ -230,9 +167,9 @@ def _reduced_states(rank: int) -> list[bool]:
     for state_dtype in ("bf16", "int8"):
         first = Stack()
         group = {"params": list(first.parameters()), "state_dtype": state_dtype}
-        source = _sharded(first, torch.optim.AdamW([group], lr=1e-2, eps=1e-4))
+        source = sharded(first, torch.optim.AdamW([group], lr=1e-2, eps=1e-4))
         for step in range(3):
-            _step(first, source, step, rank, use_side=True)
+            take_step(first, source, step, rank, use_side=True)
         whole = {
             n: {k: torch.zeros(p.numel()) for k in ("master", "exp_avg", "exp_avg_sq")}
             for n, p in first.named_parameters()
@@ -240,7 +177,7 @@ def _reduced_states(rank: int) -> list[bool]:
         _fill(whole, source)
         second = Stack()
         group = {"params": list(second.parameters()), "state_dtype": state_dtype}
-        target = _sharded(second, torch.optim.AdamW([group], lr=1e-2, eps=1e-4), bucket_numel=3 * UNIT)
+        target = sharded(second, torch.optim.AdamW([group], lr=1e-2, eps=1e-4), bucket_numel=3 * UNIT)
         for shard in target.state_shards():
             for kind, tensor in shard.tensors.items():
                 tensor.copy_(whole[shard.name][kind][shard.start : shard.stop])
@@ -293,7 +230,7 @@ def _scenarios(rank: int, world: int) -> dict[str, Any]:
         "early": _launched_early(rank),
         "different": [_different_use(rank, stage) for stage in (1, 2)],
         "awaited": _awaited(rank),
-        "waits": waits(rank, _sharded),
+        "waits": waits(rank, sharded),
         "compiled": compiled(rank),
         "main_grad": _main_grad(rank),
         "late": _late_gradient(rank),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 VOCAB = 256  # a multiple of 128 * tp: megatron-core pads outside the model
+SIZES = dict(num_layers=2, hidden_size=16, num_attention_heads=4, num_query_groups=2, kv_channels=8, ffn_hidden_size=12)
 
 
 def shape(moe: bool, qk_norm: bool, tied: bool, shared: bool = False) -> dict[str, Any]:
@@ -22,12 +23,7 @@ def shape(moe: bool, qk_norm: bool, tied: bool, shared: bool = False) -> dict[st
     from megatron.optimus.config.schema import QKNormScope
 
     options: dict[str, Any] = dict(
-        num_layers=2,
-        hidden_size=16,
-        num_attention_heads=4,
-        num_query_groups=2,
-        kv_channels=8,
-        ffn_hidden_size=12,
+        **SIZES,
         vocab_size=VOCAB,
         qk_layernorm=qk_norm,
         qk_layernorm_scope=QKNormScope.HEAD,
@@ -56,12 +52,7 @@ def build(tp: int, pp: int, ep: int, moe: bool, qk_norm: bool, tied: bool, share
     moe_utils.te_general_gemm = None
     parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
     options: dict[str, Any] = dict(
-        num_layers=2,
-        hidden_size=16,
-        num_attention_heads=4,
-        num_query_groups=2,
-        kv_channels=8,
-        ffn_hidden_size=12,
+        **SIZES,
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,

@@ -181,7 +181,7 @@ def _scenarios(rank: int, world: int) -> dict[str, Any]:
     }
 
 
-def test_arrivals() -> None:
+def test_gradient_order() -> None:
     for result in run_distributed(_scenarios, 2):
         assert {case: found for case, (found, _) in result["distances"].items() if not found < 2e-6} == {}
         looking = {case: hooks for (case, *_), (_, hooks) in result["distances"].items()}

@@ -59,37 +59,44 @@ class _Other(nn.Module):
         return torch.tanh(self.layer(x))
 
 
+class _Run:
+    """A model whose layers note when they compute too early, and its optimizer."""
+
+    def __init__(self, rank: int, shard: Callable[..., Any]) -> None:
+        self.late: list[str] = []
+        self.model = _Model(self.late)
+        self.optimizer = shard(self.model, overlap_param_gather=True, bucket_numel=NUMEL)
+        self.layers: list[Any] = [layer for pair in self.model.pairs for layer in pair]  # type: ignore[union-attr]
+        for layer in self.layers:
+            buckets = self.optimizer.buckets_of(layer.parameters())
+            layer.is_here = lambda buckets=buckets: not any(bucket.is_gathering for bucket in buckets)
+        self.x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+    def step(self) -> None:
+        self.optimizer.set_gradient_accumulation_boundary(True)
+        self.model(self.x, (0, 1, 2)).square().mean().backward()
+        self.optimizer.reduce_gradients()
+        self.optimizer.step()
+
+    def hooked(self) -> int:
+        return sum(len(layer._forward_pre_hooks) - 1 for layer in self.layers)
+
+    def pending(self) -> int:
+        return sum(bucket.is_gathering for bucket in self.optimizer._sync.buckets)
+
+
 def waits(rank: int, shard: Callable[..., Any]) -> dict[str, Any]:
     """What each way of calling left to be desired. ``shard``: model and options -> EPZeroOptimizer."""
-    late: list[str] = []
-    model = _Model(late)
-    optimizer = shard(model, overlap_param_gather=True, bucket_numel=NUMEL)
-    layers = [layer for pair in model.pairs for layer in pair]  # type: ignore[union-attr]
-    for layer in layers:
-        buckets = optimizer.buckets_of(layer.parameters())
-        layer.is_here = lambda buckets=buckets: not any(bucket.is_gathering for bucket in buckets)  # type: ignore[union-attr]
-    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
-
-    def step() -> None:
-        optimizer.set_gradient_accumulation_boundary(True)
-        model(x, (0, 1, 2)).square().mean().backward()
-        optimizer.reduce_gradients()
-        optimizer.step()
-
-    def hooked() -> int:
-        return sum(len(layer._forward_pre_hooks) - 1 for layer in layers)
-
-    def pending() -> int:
-        return sum(bucket.is_gathering for bucket in optimizer._sync.buckets)
-
+    run = _Run(rank, shard)
+    model, layers, x, late = run.model, run.layers, run.x, run.late
     found: dict[str, Any] = {}
-    step()
-    step()
-    found["in order"] = hooked(), late.copy()
+    run.step()
+    run.step()
+    found["in order"] = run.hooked(), late.copy()
     model(x, (0,))
-    between = hooked(), pending()
+    between = run.hooked(), run.pending()
     model(x, (0, 1, 2))
-    found["after forward"] = between, hooked(), late.copy()
+    found["after forward"] = between, run.hooked(), late.copy()
     for name, call in {
         "reversed": lambda: model(x, (2, 1, 0)),
         "skipped": lambda: [model(x, (1,)), model(x, (2,))],
@@ -99,24 +106,31 @@ def waits(rank: int, shard: Callable[..., Any]) -> dict[str, Any]:
         "second of a pair": lambda: [layers[5](x), layers[1](x)],
     }.items():
         late.clear()
-        step()
-        began = pending()
+        run.step()
+        began = run.pending()
         call()
         found[name] = began > 1, late.copy()
-    step()
+    return found | _ends(run)
+
+
+def _ends(run: _Run) -> dict[str, Any]:
+    """Copies, state dicts, loading and destroying, while parameters are on their way."""
+    model, layers, x = run.model, run.layers, run.x
+    found: dict[str, Any] = {}
+    run.step()
     twin = copy.deepcopy(model)  # such as an average of the weights
     found["copied"] = twin(x, (0, 1, 2)).shape == x.shape and sum(p.numel() for p in twin.parameters()) == 6 * 1640
-    step()
+    run.step()
     layers[2].state_dict()
-    found["state dict of a part"] = pending()
-    step()
+    found["state dict of a part"] = run.pending()
+    run.step()
     wanted = {name: torch.full_like(value, 0.5) for name, value in layers[4].state_dict().items()}
-    step()
+    run.step()
     layers[4].load_state_dict(wanted)
     model(x, (0, 1, 2))
-    found["loaded"] = layers[4].weight.min().item(), layers[4].bias.max().item()  # type: ignore[operator]
-    optimizer.destroy()
-    found["destroyed"] = hooked() + sum(len(m._state_dict_pre_hooks) for m in model.modules())
+    found["loaded"] = layers[4].weight.min().item(), layers[4].bias.max().item()
+    run.optimizer.destroy()
+    found["destroyed"] = run.hooked() + sum(len(m._state_dict_pre_hooks) for m in model.modules())
     return found
 
 

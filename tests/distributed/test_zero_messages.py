@@ -61,7 +61,7 @@ def _traffic() -> dict[str, list[int]]:
 # ---- warnings, refusals, pipelines
 
 
-def _said(rank: int, world: int) -> tuple[list[str], list[str], list[float]]:
+def _scenarios(rank: int, world: int) -> tuple[list[str], list[str], list[float]]:
     deepspeed_ext.init_distributed()
     # Each dense gradient once, scattered; experts of one replica not at all; of all else a scalar or two.
     traffic = _traffic()
@@ -105,7 +105,7 @@ def _said(rank: int, world: int) -> tuple[list[str], list[str], list[float]]:
 
 
 def test_what_is_ignored_or_refused_is_named() -> None:
-    (lines, errors, losses), (quiet, same_errors, same_losses) = run_distributed(_said, WORLD)
+    (lines, errors, losses), (quiet, same_errors, same_losses) = run_distributed(_scenarios, WORLD)
     assert not quiet and errors == same_errors and losses == same_losses
     assert len(lines) == 2, lines
     assert "no gradient_clipping" in lines[0] and "clip_grad_norm_" in lines[0]
