@@ -56,7 +56,7 @@ class Bucket:
         if not self.has_peers:
             return
         assert self.storage is not None and self._sent is None
-        self._sent = self.storage.to(self._options.travel_dtype)  # itself, if the dtypes agree
+        self._sent = self.storage.to(self._options.communication_dtype)  # itself, if the dtypes agree
         own = self._sent[self._own]
         self._reduction = reduce_scatter(own, self._sent, group=self.group, async_op=True)
         self.is_reduced = True

@@ -68,7 +68,7 @@ class GradientSync:
         self._has_fused = self._has_learned = self._was_dirty = False
         self._fused_places: list[Tensor] = []
         self._single: list[Slot] = []  # those that are not moved together with others
-        self._ring = Ring(self.buckets, options.travel_dtype)
+        self._ring = Ring(self.buckets, options.communication_dtype)
         self._sort()
         self._begin()
 

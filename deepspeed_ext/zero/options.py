@@ -55,14 +55,14 @@ class ZeroOptions:
             )
 
     @property
-    def travel_dtype(self) -> torch.dtype:
+    def communication_dtype(self) -> torch.dtype:
         """The dtype of gradients on the wire."""
         return self.comm_dtype or self.grad_dtype
 
     @property
     def shard_dtype(self) -> torch.dtype:
         """The dtype of reduced gradients: that of both, fp32 where they differ."""
-        return self.grad_dtype if self.grad_dtype == self.travel_dtype else torch.float32
+        return self.grad_dtype if self.grad_dtype == self.communication_dtype else torch.float32
 
     @property
     def reduces_each_backward(self) -> bool:

@@ -30,7 +30,7 @@ from megatron.optimus.config.own_flags import split_flags, whole_number
 from megatron.optimus.config.schema import ConfigError, RunConfig, one_of
 from megatron.optimus.describe import describe
 from megatron.optimus.launcher.allocation import detect
-from megatron.optimus.launcher.compose import Launch, Mpi, Starter, Wishes, compose
+from megatron.optimus.launcher.compose import Launch, LaunchOptions, Mpi, Starter, compose
 from megatron.optimus.launcher.local import run_ranks
 from megatron.optimus.launcher.systems import SYSTEMS
 from megatron.optimus.launcher.watch import Outcome, run_until_done, run_watched
@@ -53,7 +53,7 @@ _E = TypeVar("_E", bound=Enum)
 
 @dataclass(frozen=True)
 class Request:
-    wishes: Wishes
+    launch_options: LaunchOptions
     max_restarts: int
     stall_seconds: float | None
     dry_run: bool
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         request = _parse(words)
         env = launch_env.current()
         config = load(request.options, own_flags=_FLAGS).config  # first: a misspelt flag of ours is named here
-        launch = compose(detect(env), request.wishes, request.options, env)
+        launch = compose(detect(env), request.launch_options, request.options, env)
         if request.dry_run:
             sys.stdout.write(_describe(launch, config))
             return 0
@@ -148,7 +148,7 @@ def _quote(word: str) -> str:
 def _parse(words: list[str]) -> Request:
     """Takes the launcher's options out of the command line; all other words are for pretrain."""
     given, options = split_flags(words, _FLAGS, ["--dry-run"])
-    wishes = Wishes(
+    launch_options = LaunchOptions(
         nproc_per_node=whole_number(given, "--nproc-per-node"),
         nodes=whole_number(given, "--nodes"),
         starter=_choice(given, "--launcher", Starter) or Starter.AUTO,
@@ -159,7 +159,7 @@ def _parse(words: list[str]) -> Request:
     )
     stall = whole_number(given, "--stall-timeout")
     return Request(
-        wishes,
+        launch_options,
         whole_number(given, "--max-restarts", 0) or 0,
         float(stall) if stall else None,
         "--dry-run" in given,

@@ -3,9 +3,10 @@
     root/.claim    {"host": ..., "pid": ..., "process": ..., "boot": ..., "nonce": ...}
 
 On the host that wrote it, whether the process still lives is simply looked up (its number and its start, so that a
-number used again fools nobody). Elsewhere its pulse tells: the owner renews the file's time stamp every few seconds,
-and who finds it watches for a while. A claim without a pulse is stale and is taken over. The owner looks before every
-commit whether the claim is still its own, so even two jobs that mistake each other for dead do not both commit.
+number used again fools nobody). Elsewhere its heartbeat tells: the owner renews the file's time stamp every few
+seconds, and who finds it watches for a while. A claim without a heartbeat is stale and is taken over. The owner looks
+before every commit whether the claim is still its own, so even two jobs that mistake each other for dead do not both
+commit.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from megatron.optimus.checkpoint.shards import parse_json, read_small_file
 from megatron.optimus.runtime.host import boot_id
 
 CLAIM_NAME = ".claim"
-PULSE_S = 10.0
-TIMEOUT_S = 60.0  # without a pulse for this long, the owner counts as dead
+HEARTBEAT_S = 10.0
+TIMEOUT_S = 60.0  # without a heartbeat for this long, the owner counts as dead
 _MAX_BYTES = 1 << 16
 
 log = logging.getLogger("optimus")
@@ -37,11 +38,11 @@ log = logging.getLogger("optimus")
 class Claim:
     """The right to write into ``root``, from construction until ``release``. For one rank of the job.
 
-    ``pulse_s``, ``timeout_s``: seconds between renewals, and without one until the owner counts as dead; watching
+    ``heartbeat_s``, ``timeout_s``: seconds between renewals, and without one until the owner counts as dead; watching
     takes at most the latter. Raises CheckpointError, naming the owner and the remedy, when another live process has it.
     """
 
-    def __init__(self, root: Path, *, pulse_s: float = PULSE_S, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, root: Path, *, heartbeat_s: float = HEARTBEAT_S, timeout_s: float = TIMEOUT_S) -> None:
         self._path = Path(root).absolute() / CLAIM_NAME
         self._own = _this_process() | {"nonce": secrets.token_hex(8)}
         self._timeout_s = timeout_s
@@ -49,8 +50,8 @@ class Claim:
         commit.make_directory(Path(root))
         while not self._take():
             self._remove_if_stale()
-        self._pulse = threading.Thread(target=self._renew, args=(pulse_s,), name="claim", daemon=True)
-        self._pulse.start()
+        self._heartbeat = threading.Thread(target=self._renew, args=(heartbeat_s,), name="claim", daemon=True)
+        self._heartbeat.start()
         atexit.register(self.release)
 
     def check(self) -> None:
@@ -65,7 +66,7 @@ class Claim:
         """Gives the right back, if it is still ours."""
         atexit.unregister(self.release)
         self._stop.set()
-        self._pulse.join()
+        self._heartbeat.join()
         if _read(self._path) == self._own:
             os.unlink(self._path)
 
@@ -109,16 +110,16 @@ class Claim:
         here = _this_process()
         if here["boot"] and all(owner.get(key) == here[key] for key in ("host", "boot", "space")):
             return _start_of(owner.get("pid")) != owner.get("process")
-        log.info("%s belongs to %s: watching for its pulse up to %.0f s", self._path, _text(owner), self._timeout_s)
-        first, deadline = _pulse_of(self._path), time.monotonic() + self._timeout_s
+        log.info("%s belongs to %s: watching for its heartbeat up to %.0f s", self._path, _text(owner), self._timeout_s)
+        first, deadline = _heartbeat_of(self._path), time.monotonic() + self._timeout_s
         while time.monotonic() < deadline:
             time.sleep(min(1.0, self._timeout_s / 20))
-            if _pulse_of(self._path) != first:
+            if _heartbeat_of(self._path) != first:
                 return _read(self._path) is None  # gone: the next look decides
         return True
 
-    def _renew(self, pulse_s: float) -> None:
-        while not self._stop.wait(pulse_s):
+    def _renew(self, heartbeat_s: float) -> None:
+        while not self._stop.wait(heartbeat_s):
             try:
                 if _read(self._path) == self._own:
                     os.utime(self._path)
@@ -158,7 +159,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         return {} if path.is_symlink() or path.exists() else None
 
 
-def _pulse_of(path: Path) -> tuple[int, int] | None:
+def _heartbeat_of(path: Path) -> tuple[int, int] | None:
     try:
         descriptor = os.open(path, os.O_RDONLY)  # opening makes network file systems ask the server
     except OSError:

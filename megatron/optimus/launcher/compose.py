@@ -1,4 +1,4 @@
-"""The command line and environment that start the ranks: pure functions of an allocation and the user's wishes."""
+"""The command line and environment that start the ranks: pure functions of an allocation and the launcher's options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.optimus.launcher.allocation import Allocation, Scheduler
 from megatron.optimus.launcher.systems import GENERIC, Setting, System
 
 PROGRAM = "megatron.optimus.pretrain"
-MEETING = {  # why variables are set that every run needs
+RENDEZVOUS = {  # why variables are set that every run needs
     "WORLD_SIZE": "not every starter tells a rank how many there are",
     "MASTER_ADDR": "the first node, where rank 0 listens, by its name on the fast network",
     "MASTER_PORT": "of its own for every run, so that two on one node do not meet",
@@ -38,7 +38,7 @@ class Mpi(str, Enum):
 
 
 @dataclass(frozen=True)
-class Wishes:
+class LaunchOptions:
     """The launcher's own options."""
 
     nproc_per_node: int | None = None
@@ -93,7 +93,7 @@ class Launch:
     def reason(self, name: str) -> str:
         """Why ``environment`` has a variable, or why it leaves the user's."""
         known = self.settings.get(name) or self.kept.get(name)
-        return MEETING[name] if known is None else known.reason
+        return RENDEZVOUS[name] if known is None else known.reason
 
     def _head(self, hosts: Sequence[str]) -> str:
         """Rank 0's node."""
@@ -131,40 +131,42 @@ class Launch:
         return words + (["--cpu-bind", bind] if bind else [])
 
 
-def compose(allocation: Allocation, wishes: Wishes, options: Sequence[str], env: Mapping[str, str]) -> Launch:
+def compose(
+    allocation: Allocation, launch_options: LaunchOptions, options: Sequence[str], env: Mapping[str, str]
+) -> Launch:
     """The launch of ``python -m megatron.optimus.pretrain options`` on the allocation's nodes.
 
     Raises ConfigError for more nodes than allocated, for no number of ranks per node, for a starter that the place does
     not have, or for a MASTER_PORT that is none.
     """
-    starter = _starter(wishes.starter, allocation)
-    num_nodes = _num_nodes(wishes.nodes, allocation, starter)
-    per_node = wishes.nproc_per_node or wishes.system.ranks_per_node or allocation.devices_per_node
+    starter = _starter(launch_options.starter, allocation)
+    num_nodes = _num_nodes(launch_options.nodes, allocation, starter)
+    per_node = launch_options.nproc_per_node or launch_options.system.ranks_per_node or allocation.devices_per_node
     if per_node is None:
         raise ConfigError(
             "--nproc-per-node is missing: neither --system nor the scheduler says how many ranks a node runs; "
             "for one rank, python -m megatron.optimus.pretrain needs no launcher"
         )
-    binding = wishes.cpu_bind
-    if binding is None and per_node == wishes.system.ranks_per_node:
-        binding = wishes.system.cpu_bind  # a list of cores for each rank fits this number of ranks only
-    system = wishes.system
+    binding = launch_options.cpu_bind
+    if binding is None and per_node == launch_options.system.ranks_per_node:
+        binding = launch_options.system.cpu_bind  # a list of cores for each rank fits this number of ranks only
+    system = launch_options.system
     wanted = dict(system.environment)
     if per_node != system.ranks_per_node or any(name in env for name in system.for_its_values):
         for name in system.for_its_ranks:
             del wanted[name]
-    port = env.get("MASTER_PORT", str(wishes.port))
+    port = env.get("MASTER_PORT", str(launch_options.port))
     if not (port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigError(f"MASTER_PORT={port!r} is not a port; use 1024 to 65535")
     hosts = allocation.hosts[:num_nodes]
     return Launch(
         starter=starter,
         scheduler=allocation.scheduler,
-        mpi=wishes.mpi or (Mpi.PALS if wishes.system.name == "aurora" else Mpi.MPICH),
+        mpi=launch_options.mpi or (Mpi.PALS if launch_options.system.name == "aurora" else Mpi.MPICH),
         num_nodes=num_nodes,
         ranks_per_node=per_node,
         cpu_bind=None if binding == "none" else binding,
-        host_suffix=wishes.system.host_suffix,
+        host_suffix=launch_options.system.host_suffix,
         program=(sys.executable, "-m", PROGRAM, *options),
         hosts=hosts,
         spares=allocation.hosts[num_nodes:],

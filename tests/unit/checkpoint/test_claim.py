@@ -12,7 +12,7 @@ from megatron.optimus.checkpoint.errors import CheckpointError
 from tests.helpers import _CONTEXT
 from tests.unit.checkpoint.helpers import lose_acknowledgements
 
-_QUICK = {"pulse_s": 0.05, "timeout_s": 0.6}
+_QUICK = {"heartbeat_s": 0.05, "timeout_s": 0.6}
 
 
 def _hold(root, pipe):
@@ -47,8 +47,8 @@ def test_a_live_process_is_refused_and_a_killed_one_replaced(tmp_path):
     process.kill()
     process.join()
     started = time.monotonic()
-    claim = Claim(tmp_path, pulse_s=0.05, timeout_s=60)
-    assert time.monotonic() - started < 5, "on the same machine nobody waits for a pulse"
+    claim = Claim(tmp_path, heartbeat_s=0.05, timeout_s=60)
+    assert time.monotonic() - started < 5, "on the same machine nobody waits for a heartbeat"
     claim.check()
     claim.release()
 
@@ -66,7 +66,7 @@ def foreign(root, **changes):
     (root / CLAIM_NAME).write_text(json.dumps(owner))
 
 
-def test_another_machines_claim_without_a_pulse_is_taken_after_the_timeout(tmp_path, caplog):
+def test_another_machines_claim_without_a_heartbeat_is_taken_after_the_timeout(tmp_path, caplog):
     foreign(tmp_path)
     started = time.monotonic()
     claim = Claim(tmp_path, **_QUICK)
@@ -75,19 +75,19 @@ def test_another_machines_claim_without_a_pulse_is_taken_after_the_timeout(tmp_p
     claim.release()
 
 
-def test_another_machines_claim_with_a_pulse_is_refused(tmp_path):
+def test_another_machines_claim_with_a_heartbeat_is_refused(tmp_path):
     foreign(tmp_path)
     stop = threading.Event()
 
-    def pulse():
+    def beat():
         while not stop.wait(0.05):
             os.utime(tmp_path / CLAIM_NAME)
 
-    thread = threading.Thread(target=pulse)
+    thread = threading.Thread(target=beat)
     thread.start()
     try:
         with pytest.raises(CheckpointError, match="process 1 on elsewhere is writing"):
-            Claim(tmp_path, pulse_s=0.05, timeout_s=30)
+            Claim(tmp_path, heartbeat_s=0.05, timeout_s=30)
     finally:
         stop.set()
         thread.join()
@@ -102,8 +102,8 @@ def test_the_owner_notices_a_takeover_and_does_not_remove_it(tmp_path):
     assert (tmp_path / CLAIM_NAME).exists()
 
 
-def test_the_pulse_beats(tmp_path):
-    claim = Claim(tmp_path, pulse_s=0.02, timeout_s=1)
+def test_the_heartbeat_goes_on(tmp_path):
+    claim = Claim(tmp_path, heartbeat_s=0.02, timeout_s=1)
     first = (tmp_path / CLAIM_NAME).stat().st_mtime_ns
     deadline = time.monotonic() + 10
     while (tmp_path / CLAIM_NAME).stat().st_mtime_ns == first and time.monotonic() < deadline:

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.launcher.allocation import Allocation, Scheduler
-from megatron.optimus.launcher.compose import Mpi, Starter, Wishes, compose
+from megatron.optimus.launcher.compose import LaunchOptions, Mpi, Starter, compose
 from megatron.optimus.launcher.systems import AURORA, GENERIC
 
 PBS = Allocation(Scheduler.PBS, tuple(f"x{n}.hostmgmt.site" for n in range(5)))
@@ -19,7 +19,7 @@ def value_after(words: list[str], flag: str) -> str:
 
 
 def test_aurora() -> None:
-    launch = compose(PBS, Wishes(nodes=4, system=AURORA), ["--preset", "mula-1b"], {})
+    launch = compose(PBS, LaunchOptions(nodes=4, system=AURORA), ["--preset", "mula-1b"], {})
     words = launch.command(launch.hosts, "FILE")
     assert launch.world_size == 48
     assert launch.spares == ("x4.hostmgmt.site",)
@@ -47,26 +47,26 @@ def test_aurora_binds_every_rank_and_no_worker_shares_its_cores() -> None:
 
 
 def test_the_binding_list_is_for_its_number_of_ranks_only() -> None:
-    assert compose(PBS, Wishes(system=AURORA, nproc_per_node=6), [], {}).cpu_bind is None
-    assert compose(PBS, Wishes(system=AURORA, cpu_bind="none"), [], {}).cpu_bind is None
-    assert compose(PBS, Wishes(system=AURORA, nproc_per_node=6, cpu_bind="depth"), [], {}).cpu_bind == "depth"
+    assert compose(PBS, LaunchOptions(system=AURORA, nproc_per_node=6), [], {}).cpu_bind is None
+    assert compose(PBS, LaunchOptions(system=AURORA, cpu_bind="none"), [], {}).cpu_bind is None
+    assert compose(PBS, LaunchOptions(system=AURORA, nproc_per_node=6, cpu_bind="depth"), [], {}).cpu_bind == "depth"
 
 
 def test_workers_cores_are_for_their_number_of_ranks_and_workers_only() -> None:
     """oneCCL takes a core for each worker of each rank, no more and no fewer."""
-    for wishes, env in (
-        (Wishes(system=AURORA, nproc_per_node=6), {}),
-        (Wishes(system=AURORA), {"CCL_WORKER_COUNT": "4"}),
+    for launch_options, env in (
+        (LaunchOptions(system=AURORA, nproc_per_node=6), {}),
+        (LaunchOptions(system=AURORA), {"CCL_WORKER_COUNT": "4"}),
     ):
-        launch = compose(PBS, wishes, [], env)
+        launch = compose(PBS, launch_options, [], env)
         assert "CCL_WORKER_AFFINITY" not in launch.environment(launch.hosts)
-        mine = compose(PBS, wishes, [], {**env, "CCL_WORKER_AFFINITY": "1,2"})
+        mine = compose(PBS, launch_options, [], {**env, "CCL_WORKER_AFFINITY": "1,2"})
         assert "CCL_WORKER_AFFINITY" not in mine.environment(mine.hosts)
-    assert "CCL_WORKER_AFFINITY" in compose(PBS, Wishes(system=AURORA), [], {}).settings
+    assert "CCL_WORKER_AFFINITY" in compose(PBS, LaunchOptions(system=AURORA), [], {}).settings
 
 
 def test_the_users_environment_wins() -> None:
-    launch = compose(PBS, Wishes(system=AURORA), [], {"CCL_ATL_TRANSPORT": "ofi", "MASTER_ADDR": "head"})
+    launch = compose(PBS, LaunchOptions(system=AURORA), [], {"CCL_ATL_TRANSPORT": "ofi", "MASTER_ADDR": "head"})
     added = launch.environment(launch.hosts)
     assert "CCL_ATL_TRANSPORT" not in added
     assert "MASTER_ADDR" not in added
@@ -75,71 +75,71 @@ def test_the_users_environment_wins() -> None:
 
 def test_every_setting_has_a_reason() -> None:
     for system, env in ((AURORA, {}), (AURORA, {"MASTER_PORT": "1234"}), (GENERIC, {})):
-        launch = compose(PBS, Wishes(nproc_per_node=12, system=system), [], env)
+        launch = compose(PBS, LaunchOptions(nproc_per_node=12, system=system), [], env)
         assert all(len(launch.reason(name)) > 10 for name in {**launch.environment(PBS.hosts), **launch.kept})
 
 
 def test_slurm() -> None:
-    launch = compose(SLURM, Wishes(), ["--lr", "1"], {})
+    launch = compose(SLURM, LaunchOptions(), ["--lr", "1"], {})
     words = launch.command(launch.hosts, "FILE")
     assert words[0] == "srun"
     assert [value_after(words, f"--{name}") for name in ("nodes", "ntasks", "ntasks-per-node")] == ["3", "24", "8"]
     assert "--kill-on-bad-exit=1" in words
     assert "--nodelist" not in words
-    fewer = compose(SLURM, Wishes(nodes=2), [], {})
+    fewer = compose(SLURM, LaunchOptions(nodes=2), [], {})
     assert value_after(fewer.command(("g1", "g3"), "FILE"), "--nodelist") == "g1,g3"
 
 
 def test_other_mpis() -> None:
-    launch = compose(PBS, Wishes(nproc_per_node=2, mpi=Mpi.OPENMPI), [], {})
+    launch = compose(PBS, LaunchOptions(nproc_per_node=2, mpi=Mpi.OPENMPI), [], {})
     words = launch.command(launch.hosts, "FILE")
     assert value_after(words, "--map-by") == "ppr:2:node"
     exported = [words[i + 1] for i, word in enumerate(words) if word == "-x"]
     assert exported == ["MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"]
     own = {"MASTER_ADDR": "head", "FI_MR_CACHE_MONITOR": "memhooks"}
-    words = compose(PBS, Wishes(system=AURORA, mpi=Mpi.OPENMPI), [], own).command(PBS.hosts, "FILE")
+    words = compose(PBS, LaunchOptions(system=AURORA, mpi=Mpi.OPENMPI), [], own).command(PBS.hosts, "FILE")
     assert {words[i + 1] for i, word in enumerate(words) if word == "-x"} >= own.keys()
-    words = compose(PBS, Wishes(nproc_per_node=2), [], {}).command(PBS.hosts, "FILE")
+    words = compose(PBS, LaunchOptions(nproc_per_node=2), [], {}).command(PBS.hosts, "FILE")
     assert (value_after(words, "-n"), value_after(words, "-ppn"), value_after(words, "-f")) == ("10", "2", "FILE")
 
 
 def test_torchrun_on_several_nodes_is_started_once_a_node() -> None:
-    launch = compose(SLURM, Wishes(starter=Starter.TORCHRUN), [], {})
+    launch = compose(SLURM, LaunchOptions(starter=Starter.TORCHRUN), [], {})
     words = launch.command(launch.hosts, "FILE")
     assert [value_after(words, f"--{name}") for name in ("ntasks", "ntasks-per-node")] == ["3", "1"]
     assert [value_after(words, f"--{name}") for name in ("nnodes", "nproc-per-node")] == ["3", "8"]
     assert value_after(words, "--rdzv-endpoint") == "g1:29500"
     assert "WORLD_SIZE" not in launch.environment(launch.hosts)  # torchrun sets its own
-    own = compose(SLURM, Wishes(starter=Starter.TORCHRUN), [], {"MASTER_ADDR": "head"})
+    own = compose(SLURM, LaunchOptions(starter=Starter.TORCHRUN), [], {"MASTER_ADDR": "head"})
     assert value_after(own.command(own.hosts, "FILE"), "--rdzv-endpoint") == "head:29500"
-    alone = compose(NOWHERE, Wishes(starter=Starter.TORCHRUN, nproc_per_node=2), [], {}).command((), "FILE")
+    alone = compose(NOWHERE, LaunchOptions(starter=Starter.TORCHRUN, nproc_per_node=2), [], {}).command((), "FILE")
     assert "--standalone" in alone
     assert "mpiexec" not in alone
 
 
 def test_every_run_has_a_port_of_its_own_unless_one_is_given() -> None:
     for starter in (Starter.TORCHRUN, Starter.SRUN):
-        first, second = (compose(SLURM, Wishes(starter=starter, port=port), [], {}) for port in (20001, 20002))
+        first, second = (compose(SLURM, LaunchOptions(starter=starter, port=port), [], {}) for port in (20001, 20002))
         assert first.environment(first.hosts)["MASTER_PORT"] == "20001"
-        given = compose(SLURM, Wishes(starter=starter, port=20003), [], {"MASTER_PORT": "30000"})
+        given = compose(SLURM, LaunchOptions(starter=starter, port=20003), [], {"MASTER_PORT": "30000"})
         assert "MASTER_PORT" not in given.environment(given.hosts)
         if starter is Starter.TORCHRUN:
             words = [launch.command(launch.hosts, "FILE") for launch in (first, second, given)]
             assert [value_after(w, "--rdzv-endpoint") for w in words] == ["g1:20001", "g1:20002", "g1:30000"]
             assert len({value_after(w, "--rdzv-id") for w in words}) == 3  # of one id, they would join each other
     with pytest.raises(ConfigError, match="MASTER_PORT='x' is not a port"):
-        compose(SLURM, Wishes(), [], {"MASTER_PORT": "x"})
+        compose(SLURM, LaunchOptions(), [], {"MASTER_PORT": "x"})
 
 
 @pytest.mark.parametrize(
-    ("allocation", "wishes", "message"),
+    ("allocation", "launch_options", "message"),
     [
-        (PBS, Wishes(nodes=6, nproc_per_node=1), "--nodes=6 but the job has 5 nodes"),
-        (PBS, Wishes(), "--nproc-per-node is missing"),
-        (NOWHERE, Wishes(), "--nproc-per-node is missing"),
-        (NOWHERE, Wishes(nodes=2, nproc_per_node=1), "--nodes=2 needs a job"),
+        (PBS, LaunchOptions(nodes=6, nproc_per_node=1), "--nodes=6 but the job has 5 nodes"),
+        (PBS, LaunchOptions(), "--nproc-per-node is missing"),
+        (NOWHERE, LaunchOptions(), "--nproc-per-node is missing"),
+        (NOWHERE, LaunchOptions(nodes=2, nproc_per_node=1), "--nodes=2 needs a job"),
     ],
 )
-def test_what_cannot_be_started(allocation: Allocation, wishes: Wishes, message: str) -> None:
+def test_what_cannot_be_started(allocation: Allocation, launch_options: LaunchOptions, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        compose(allocation, wishes, [], {})
+        compose(allocation, launch_options, [], {})
