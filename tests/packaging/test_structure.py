@@ -35,7 +35,7 @@ ALLOWED["launch"].add("launcher")
 for part in ("trainer", "describe", "planner", "pretrain", "launch"):
     ALLOWED[part].add("observe")
 
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 100
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 450, 70
 
 
 def sources(*folders: str) -> list[Path]:
@@ -195,7 +195,7 @@ def test_nothing_on_a_load_path_can_execute_code() -> None:
 
 def test_files_and_functions_stay_small() -> None:
     wrong = []
-    for path in sources("megatron/optimus", "deepspeed_ext", "tools"):
+    for path in sources("megatron/optimus", "deepspeed_ext", "tools", "benchmarks", "examples", "tests"):
         lines = len(path.read_text(encoding="utf-8").splitlines())
         if lines > MAX_FILE_LINES:
             wrong.append(f"{path.relative_to(ROOT)}: {lines} lines, at most {MAX_FILE_LINES}")
