@@ -22,8 +22,8 @@ Event = tuple[str, int]  # ("before" or "after", number of a chunk) of its last 
 def record_launches(schedule: Any, buckets: list[Any]) -> list[Event]:
     """What happens from now on, in its order."""
     events: list[Event] = []
-    chunks, backwards = chunks_of(schedule), schedule.pipeline.backwards
-    before, after = backwards.before, backwards.after
+    chunks, hooks = chunks_of(schedule), schedule.pipeline.backward_hooks
+    before, after = hooks.before, hooks.after
 
     def record_before(micro_batch: int, chunk: torch.nn.Module, *, is_whole: bool) -> None:
         before(micro_batch, chunk, is_whole=is_whole)
@@ -36,7 +36,7 @@ def record_launches(schedule: Any, buckets: list[Any]) -> list[Event]:
     def record_launch(start: Callable[[], None], index: int) -> Callable[[], None]:
         return lambda: (events.append(("launch", index)), start())[1]
 
-    backwards.before, backwards.after = record_before, record_after
+    hooks.before, hooks.after = record_before, record_after
     for index, bucket in enumerate(buckets):
         bucket.start_reduce = record_launch(bucket.start_reduce, index)
     return events

@@ -116,7 +116,7 @@ def order_rank(rank: int, world: int) -> dict[str, Any]:
             found["weights alone"] = list(events)
             found["errors"] = errors(layer, tokens_of(rank, [6] * world))
         gradients = [gradients_of(layer, rank, events)]
-        with patch.object(devices, "hides_collectives", lambda device: False):  # as on CUDA
+        with patch.object(devices, "overlaps_collectives", lambda device: False):  # as on CUDA
             events.clear()
             gradients.append(gradients_of(layer, rank, events))
         found[f"{name}, nothing beside"] = list(events)
@@ -131,7 +131,7 @@ def orders_with_shared(mesh: Mesh, config: ParallelConfig, events: Events) -> di
     layer.shared_experts.mlp.down_proj.weight.register_hook(lambda grad: events.append("shared's backward"))
     found = {}
     for how, hides in (("", True), (" alone", False)):
-        with patch.object(devices, "hides_collectives", lambda device, answer=hides: answer):
+        with patch.object(devices, "overlaps_collectives", lambda device, answer=hides: answer):
             events.clear()
             y = layer(tokens_of(mesh.index("ep"), [6] * WORLD).requires_grad_())[0]
             events.append("backward")
@@ -243,4 +243,4 @@ def test_exchanges_are_under_way_beside_the_router_and_the_last_product() -> Non
 @pytest.mark.parametrize(("kind", "hides"), [("cpu", True), ("xpu", True), ("cuda", False)])
 def test_on_cuda_collectives_hide_nothing(kind: str, hides: bool) -> None:
     """What copy engines carry does, as ops/test_peers.py shows."""
-    assert devices.hides_collectives(torch.device(kind)) == hides
+    assert devices.overlaps_collectives(torch.device(kind)) == hides

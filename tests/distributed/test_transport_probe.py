@@ -88,7 +88,9 @@ def shared_memory(rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
     with (
         mock.patch.object(symmetric, "_own_problem", lambda *args: None),
         mock.patch.object(symmetric, "Ranks", lambda group, device: Ranks(group, CPU)),
-        mock.patch.object(symmetric.devices, "out_of_reach", lambda device, others: [n for n in others if n > 3]),
+        mock.patch.object(
+            symmetric.devices, "without_peer_access", lambda device, others: [n for n in others if n > 3]
+        ),
     ):
         for what, number in (("own", rank), ("shared", rank // 2), ("far", rank + 1)):
             found[f"{what} GPUs"] = symmetric.symmetric_problem(group, 1, torch.device("cuda", number))

@@ -200,7 +200,7 @@ def test_layers_over_ranks_equal_one_process(monkeypatch: pytest.MonkeyPatch) ->
     Gradients are being combined when the last product of the experts begins."""
     from megatron.optimus.parallel.symmetric import Shape
 
-    monkeypatch.setattr(devices, "hides_collectives", lambda device: False)  # as on CUDA: it is no collective
+    monkeypatch.setattr(devices, "overlaps_collectives", lambda device: False)  # as on CUDA: it is no collective
     ops.set_backend("reference")  # whose backward has two halves
     last_product, under_way, here = ops.reference.moe_mlp_backward_up_weights, [], threading.local()
 

@@ -1,4 +1,4 @@
-"""How tokens reach the ranks that hold their experts, and how results come back.
+"""Token dispatch and combine: how tokens reach the ranks that hold their experts, and how results come back.
 
 One interface for every transport: ``start`` sends what can leave before the router has chosen; ``dispatch`` turns this
 rank's tokens into the rows that this rank's experts must see, with expert numbers local to this rank (-1 for choices
@@ -6,8 +6,7 @@ that another rank serves); ``combine`` turns the experts' outputs for those rows
 tokens. The expert computation between the two is the same operation for all. What else the layer computes with its
 tokens (shared experts) is ``overlapped``: ``dispatch`` calls it once, when it has sent what it can and before it waits.
 Its nodes of autograd then lie between those of sending and of receiving, so the backward, too, runs it while gradients
-are combined. Transports that communicate are in parallel/transport.py; here is the one that needs no other
-rank.
+are combined. Dispatchers that communicate are in parallel/transport.py; here is the one that needs no other rank.
 
 Shapes: T own tokens, R rows to compute here, D model width, K experts per token.
 """
@@ -65,7 +64,7 @@ def expert_pass(
     started: Any,
     overlapped: OverlappedWork,
 ) -> tuple[Tensor, Tensor]:
-    """All tokens there, all of their experts' work, all outputs back."""
+    """Dispatch, experts, combine: all tokens at once."""
     rows = dispatcher.dispatch(x_TD, routing, started, overlapped)
     y_RD = experts(rows.x_RD, rows.weights_RK, rows.indices_RK, rows.on_input_gradients)
     return dispatcher.combine(y_RD, rows.handle), (rows.indices_RK >= 0).sum()

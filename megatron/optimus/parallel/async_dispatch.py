@@ -85,7 +85,7 @@ def begin_dispatch(tensor: Tensor, pending: AsyncDispatch, what: int) -> Tensor:
 def finish_dispatch(links: tuple[Tensor, Tensor], pending: AsyncDispatch, rows: ExpertRows) -> ExpertRows:
     """The rows that came, as autograd is to see them. ``links``: of x and of weights."""
     x_RD, weights_RK = _FinishDispatch.apply(*links, pending, rows)
-    is_beside = pending.by_copies or devices.hides_collectives(x_RD.device)
+    is_beside = pending.by_copies or devices.overlaps_collectives(x_RD.device)
     combine_grads = pending.combine_grads if is_beside else None
     return rows._replace(x_RD=x_RD, weights_RK=weights_RK, on_input_gradients=combine_grads)
 

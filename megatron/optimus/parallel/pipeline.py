@@ -95,7 +95,7 @@ def keep_stages(model: Decoder, plan: StagePlan) -> None:
         model.final_norm = model.lm_head = None  # type: ignore[assignment]
 
 
-class _TieLoss(torch.autograd.Function):
+class _AttachLoss(torch.autograd.Function):
     """x, whose backward also differentiates ``loss`` with gradient 1: the loss needs no path to the last stage."""
 
     @staticmethod
@@ -162,7 +162,7 @@ class Chunk(nn.Module):
             if stats is not None:
                 losses.append(self._account(int(number), layer, stats))
         if losses and torch.is_grad_enabled():
-            x = _TieLoss.apply(x, torch.stack(losses).sum())
+            x = _AttachLoss.apply(x, torch.stack(losses).sum())
         return x if self.final_norm is None else self.final_norm(x)
 
     def _account(self, index: int, layer: nn.Module, stats: RouterStats) -> Tensor:
@@ -196,8 +196,9 @@ def check_torch(schedule: PipelineSchedule, num_micro_batches: int, num_stages: 
         )
 
 
-class Backwards(Protocol):
-    """Whom to tell about a step's micro-batches, and of their backwards through chunks; gradients then are in ``grad``.
+class BackwardHooks(Protocol):
+    """Called at the start of a step, and around each backward of a micro-batch through a chunk,
+    which leaves gradients in ``grad``.
 
     ``is_whole``: False if only the gradients of the chunk's input are computed, those of its weights in a later one.
     """
@@ -241,20 +242,24 @@ class _Stage(PipelineStage):
         return [dist.P2POp(op.op, op.tensor, op.peer, group) for op in ops]
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        return self._told(super().backward_one_chunk, kwargs.get("full_backward", True), bwd_chunk_id, *args, **kwargs)
+        return self._with_hooks(
+            super().backward_one_chunk, kwargs.get("full_backward", True), bwd_chunk_id, *args, **kwargs
+        )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        return self._told(super().backward_weight_one_chunk, True, bwd_chunk_id, *args, **kwargs)
+        return self._with_hooks(super().backward_weight_one_chunk, True, bwd_chunk_id, *args, **kwargs)
 
-    def _told(self, backward: Callable[..., Any], is_whole: bool, micro_batch: int, *args: Any, **kwargs: Any) -> Any:
-        backwards = self._pipeline.backwards
-        backwards.before(micro_batch, self._chunk, is_whole=is_whole)
+    def _with_hooks(
+        self, backward: Callable[..., Any], is_whole: bool, micro_batch: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        hooks = self._pipeline.backward_hooks
+        hooks.before(micro_batch, self._chunk, is_whole=is_whole)
         result = backward(micro_batch, *args, **kwargs)
-        backwards.after(micro_batch, self._chunk, is_whole=is_whole)
+        hooks.after(micro_batch, self._chunk, is_whole=is_whole)
         return result
 
 
-class _NobodyAsks:
+class _NoHooks:
     def begin(self, num_micro_batches: int) -> None:
         """Nothing depends on it."""
 
@@ -268,9 +273,9 @@ class Pipeline:
     """Runs a step's micro-batches over the stages. Every method is collective over ``group``.
 
     ``num_micro_batches``: of the first step; another number is planned anew when a step has it.
-    ``hidden_shape``: of what travels between stages. ``positions``: of a whole sequence. ``backwards`` is told of every
-    backward of a micro-batch through a chunk, so that gradients need not add up in the weights' dtype. ``p2p_groups``:
-    for what travels between stages; None: everything over ``group``.
+    ``hidden_shape``: of what travels between stages. ``positions``: of a whole sequence. ``backward_hooks``: called
+    around every backward of a micro-batch through a chunk, so that gradients need not add up in the weights' dtype.
+    ``p2p_groups``: for what travels between stages; None: everything over ``group``.
     """
 
     def __init__(
@@ -286,12 +291,12 @@ class Pipeline:
         positions: int,
         dtype: torch.dtype,
         device: torch.device,
-        backwards: Backwards | None = None,
+        backward_hooks: BackwardHooks | None = None,
         p2p_groups: P2PGroups | None = None,
     ) -> None:
         self.p2p_groups = p2p_groups
         self.model, self.plan, self.group, self.device = model, plan, group, device
-        self.backwards = backwards or _NobodyAsks()
+        self.backward_hooks = backward_hooks or _NoHooks()
         self.batches: Sequence[StageInput] = ()
         self.record = StepRecord()
         self._chunks = {stage: Chunk(model, stage, plan, positions, self.record) for stage in plan.mine}
@@ -343,7 +348,7 @@ class Pipeline:
         """
         if len(batches) != self.num_micro_batches:
             self._plan_steps(len(batches))
-        self.backwards.begin(len(batches))
+        self.backward_hooks.begin(len(batches))
         self.record.clear()
         self.batches, self._labels_each = batches, labels_each
         tokens = (torch.cat([batch.tokens_BS for batch in batches]),) if 0 in self._chunks else ()

@@ -243,7 +243,7 @@ class _Exchange:
             staging.barrier()
             return [self._sum(dx_RD), staging.own("dweights").clone()]
 
-        end = devices.beside(dx_RD.device, rest)
+        end = devices.on_side_stream(dx_RD.device, rest)
 
         def finish() -> Sequence[Tensor]:
             staging.under_way = None
@@ -377,7 +377,7 @@ def symmetric_problem(group: dist.ProcessGroup, num_shards: int, device: torch.d
     if problem is None and len(set(indices)) < len(indices):  # nodes of the same name, or one GPU for two ranks
         problem = f"each rank needs a GPU of its own on {everyone[0][0]}, and their numbers are {indices}"
     if problem is None:
-        unreached = devices.out_of_reach(device, sorted(indices))
+        unreached = devices.without_peer_access(device, sorted(indices))
         if unreached:
             problem = f"{device} cannot map the memory of devices {', '.join(map(str, unreached))} of its node"
     return None if problem is None else f"{problem}; {REMEDY}"

@@ -107,7 +107,7 @@ class AllGatherDispatcher:
         counts = None if self.equal_tokens else exchange_row_counts(x_TD.shape[0], self.group, x_TD.device)
         pending = _AsyncAllGather(self.group, counts)
         x = start_all_gather(x_TD.detach(), self.group, counts)
-        if not devices.hides_collectives(x_TD.device):
+        if not devices.overlaps_collectives(x_TD.device):
             x.wait()
         return _StartedAllGather(pending, begin_dispatch(x_TD, pending, X), x)
 
@@ -302,7 +302,9 @@ class _AsyncHierarchical(AsyncDispatch):
         def both() -> list[Tensor]:
             return [self.dispatcher.combine(rows, plans) for rows in (dx_RD, dweights_RK)]
 
-        end = devices.beside(dx_RD.device, both)  # the second hop sends what the first has brought: it must wait there
+        end = devices.on_side_stream(
+            dx_RD.device, both
+        )  # the second hop sends what the first has brought: it must wait there
         return lambda: end()[X], lambda: end()[WEIGHTS]
 
 

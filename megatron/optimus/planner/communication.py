@@ -167,7 +167,7 @@ def _experts(share: Share, kernels: Kernels) -> Iterator[Collective]:
         axis = "stage" if is_global else "sequence"
         yield Collective(axis, Kind.ALL_REDUCE, "counts of experts", size, model.num_experts * INT64, layers)
     size, topk = share.expert_ranks, model.moe_router_topk
-    router, last = (Hiding.ROUTER, Hiding.LAST_PRODUCT) if kernels.hides_collectives else (Hiding.NOTHING,) * 2
+    router, last = (Hiding.ROUTER, Hiding.LAST_PRODUCT) if kernels.overlaps_collectives else (Hiding.NOTHING,) * 2
     if parallel.moe_token_dispatcher_type is TokenDispatcher.ALLGATHER:
         rows = share.tokens_outside * size
         wide, weights = rows * model.hidden_size * share.element, rows * topk * FP32
@@ -189,7 +189,7 @@ def _experts(share: Share, kernels: Kernels) -> Iterator[Collective]:
         gradients = choices // size * FP32  # each choice is served by one rank
         yield Collective("experts", Kind.ALL_TO_ALL, "gradients of router weights", size, gradients, layers)
         return
-    there = Hiding.SHARED if kernels.hides_collectives else Hiding.NOTHING
+    there = Hiding.SHARED if kernels.overlaps_collectives else Hiding.NOTHING
     wide, weights = rows * model.hidden_size * share.element, rows * topk * FP32
     yield Collective("experts", Kind.ALL_TO_ALL, "numbers of rows", size, size * INT64, layers)
     yield from _in_parts(share, kernels, "tokens", wide, layers, there)
@@ -206,7 +206,7 @@ def _in_parts(
     they hide behind in one part. Where collectives take multiprocessors from products, parts gained nothing."""
     parts, size = share.config.parallel.moe_dispatch_chunks, share.expert_ranks
     if parts > 1:
-        beside = Hiding.PRODUCTS if kernels.hides_collectives else Hiding.NOTHING
+        beside = Hiding.PRODUCTS if kernels.overlaps_collectives else Hiding.NOTHING
         yield Collective("experts", Kind.ALL_TO_ALL, purpose, size, payload // parts, count * (parts - 1), beside)
         payload, whole = payload - payload // parts * (parts - 1), Hiding.NOTHING
     yield Collective("experts", Kind.ALL_TO_ALL, purpose, size, payload, count, whole)

@@ -133,7 +133,7 @@ def _side_stream(device: torch.device) -> Any:
     return _accelerator(device.type).Stream(device, priority=-1)  # else it would wait for what it is to run beside
 
 
-def beside(device: torch.device, work: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:
+def on_side_stream(device: torch.device, work: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:
     """Queues ``work``, after all that is queued so far and beside what will be; later work waits for it from where the
     function that is returned is called, which gives its results. On cpu it is done at once.
 
@@ -158,7 +158,7 @@ def beside(device: torch.device, work: Callable[[], Sequence[Tensor]]) -> Callab
     return join
 
 
-def hides_collectives(device: torch.device) -> bool:
+def overlaps_collectives(device: torch.device) -> bool:
     """Whether exchanges by the collective library are started beside computation that fills the device.
 
     Not on CUDA, where they are kernels: the blocks of a persistent product hold the registers of every multiprocessor,
@@ -171,7 +171,7 @@ def hides_collectives(device: torch.device) -> bool:
     return device.type != "cuda"
 
 
-def out_of_reach(device: torch.device, others: list[int]) -> list[int]:
+def without_peer_access(device: torch.device, others: list[int]) -> list[int]:
     """Which of the CUDA devices with these numbers, as far as this process sees them, cannot share memory with it."""
     seen = [other for other in others if other != device.index and other < torch.cuda.device_count()]
     return [other for other in seen if not torch.cuda.can_device_access_peer(device, other)]

@@ -72,7 +72,7 @@ def build_schedule(config: RunConfig, engine: Engine, mesh: Mesh, device: torch.
         positions=training.seq_length,
         dtype=DTYPES[training.params_dtype],
         device=device,
-        backwards=Reductions(engine, config),
+        backward_hooks=Reductions(engine, config),
         p2p_groups=make_p2p_groups(mesh, parallel, device),
     )
     return Stages(engine, pipeline)

@@ -140,7 +140,7 @@ def test_exchange_hides_behind_shared_experts(transport: str) -> None:
         f"--expert-model-parallel-size 4 --device cuda --moe-token-dispatcher-type {transport} "
         "--moe-shared-expert-intermediate-size "
     )
-    beside = replace(H200, kernels=replace(H200.kernels, hides_collectives=True))
+    beside = replace(H200, kernels=replace(H200.kernels, overlaps_collectives=True))
     none, narrow, wide = (shares(load(f"{words}{inner}".split()).config, 4)[0] for inner in (0, 64, 65536))
     (_, exposed, total), (_, less, same), (_, least, again) = (busy(share, beside) for share in (none, narrow, wide))
     assert total == same == again
@@ -163,7 +163,7 @@ def test_exchange_hides_behind_the_router_and_the_last_product(transport: str) -
     combine = 2 * 0.75 * wide * 2048 * 2 / H200.inside.value  # two layers, three of four ranks
     narrow = 2 * 0.75 * wide * 8 * 4 / H200.inside.value if transport != "symmetric" else 0.0
     calls = (1 if transport == "symmetric" else 2) * 2 * 2 * H200.latency.value
-    beside = replace(H200, kernels=replace(H200.kernels, hides_collectives=True))
+    beside = replace(H200, kernels=replace(H200.kernels, overlaps_collectives=True))
     whole_backward = replace(H200, kernels=replace(beside.kernels, splits_backward=False))
     (compute, exposed, total), (less, more, same) = busy(share, beside), busy(share, whole_backward)
     if transport == "symmetric":  # on CUDA only what copy engines carry is beside anything
@@ -196,7 +196,7 @@ def test_parts_of_an_all_to_all_cost_kernels_and_hide_all_but_one_where_collecti
     weights = 24 * 3 * 2048 * 1024  # read twice in bf16, their gradients read and written in fp32; once more for each
     again = 2 * 2 * (weights * (2 * 2 + 2 * 4) / H200.traffic.value + H200.layer_time.value)
     assert more - compute == pytest.approx(again)
-    beside = replace(H200, kernels=replace(H200.kernels, hides_collectives=True))
+    beside = replace(H200, kernels=replace(H200.kernels, overlaps_collectives=True))
     wide = 2 * 4 * 0.75 * parts.rows_needed * 2048 * 2 / H200.inside.value
     hidden = busy(parts, beside)[2] - busy(parts, beside)[1]
     narrow = 2 * 0.75 * parts.rows_needed * 8 * 4 / H200.inside.value  # of router weights, beside the last product

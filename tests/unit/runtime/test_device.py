@@ -255,7 +255,7 @@ def test_a_number_of_threads_that_is_none(cores: types.SimpleNamespace, monkeypa
 
 def test_work_beside_is_done_at_once_on_cpu() -> None:
     done: list[int] = []
-    end = device_module.beside(torch.device("cpu"), lambda: [done.append(1), torch.ones(2)][1:])
+    end = device_module.on_side_stream(torch.device("cpu"), lambda: [done.append(1), torch.ones(2)][1:])
     assert done == [1]
     [result] = end()
     assert torch.equal(result, torch.ones(2)) and end()[0] is result
@@ -282,7 +282,7 @@ def test_work_beside_sees_what_was_queued_before_and_is_seen_by_what_is_queued_a
                 y = y @ x
             return [y]
 
-        end = device_module.beside(device, chain)
+        end = device_module.on_side_stream(device, chain)
         for _ in range(5):
             torch.full((2048, 2048), torch.nan, device=device)  # beside, in memory that is freed at once
         [result] = end()
