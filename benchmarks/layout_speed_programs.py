@@ -161,14 +161,14 @@ def without_exchange(model: Any) -> None:
         layer.dispatcher = KeepHere(len(layer.experts.gate_up_weight))
 
 
-def home_last(model: Any) -> None:
+def combine_grads_last(model: Any) -> None:
     """Gradients leave the experts when all of their backward is queued, and tokens when the router has chosen."""
     for layer in model.moe_layers():
-        layer.experts.forward = _untold(layer.experts.forward)
+        layer.experts.forward = _without_callback(layer.experts.forward)
         layer.router.register_forward_pre_hook(_finish_started(layer.dispatcher))
 
 
-def _untold(forward: Any) -> Any:
+def _without_callback(forward: Any) -> Any:
     return lambda x, weights, indices, on_input_gradients=None: forward(x, weights, indices)
 
 

@@ -166,7 +166,7 @@ def moe_section(args: argparse.Namespace, ranks: int) -> Section:
     variants = {name: Ours(line) for name, line in words.items()}
     # What is gained by what travels beside products: to be asked for by name.
     hiding = [name for name in words if name == "symmetric" or devices.overlaps_collectives(torch.device(args.device))]
-    asked = {f"{name}, home last": Ours(words[name], change=programs.home_last) for name in hiding}
+    asked = {f"{name}, home last": Ours(words[name], change=programs.combine_grads_last) for name in hiding}
     if args.moe_variants:
         variants = {name: (variants | asked)[name] for name in args.moe_variants}
     names = list(variants)
