@@ -86,12 +86,12 @@ def mark_experts(model: torch.nn.Module, is_expert: Callable[[str], str | None])
     """
     if not callable(is_expert):
         raise ValueError(f"is_expert={is_expert!r} must be a function of a parameter's name")
-    said: dict[torch.nn.Parameter, tuple[str, str | None]] = {}
+    group_of: dict[torch.nn.Parameter, tuple[str, str | None]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         group_name = is_expert(name)
         if not isinstance(group_name, str | None):
             raise ValueError(f"is_expert({name!r}) returned {group_name!r}; return a name such as 'ep_size_1', or None")
-        other, first = said.setdefault(param, (name, group_name))
+        other, first = group_of.setdefault(param, (name, group_name))
         if first != group_name:
             raise ValueError(
                 f"is_expert returned {first!r} for {other!r} and {group_name!r} for {name!r}, which are one parameter; "
@@ -100,7 +100,7 @@ def mark_experts(model: torch.nn.Module, is_expert: Callable[[str], str | None])
         if group_name is not None:
             param.allreduce = False  # type: ignore[attr-defined]
             param.group_name = group_name  # type: ignore[attr-defined]
-    return sum(group_name is not None for _, group_name in said.values())
+    return sum(group_name is not None for _, group_name in group_of.values())
 
 
 def build_groups(expert_groups: Iterable[str]) -> ZeroGroups:

@@ -74,21 +74,21 @@ class StepState:
         assert self._norm is not None
         scaling = self.loss_scale
         sent = [self._skip, self._norm] + ([scaling.scale, scaling.is_exhausted] if scaling is not None else [])
-        told = self._report.exchange(torch.stack(sent))
-        if told is None or not told[0]:
+        report = self._report.exchange(torch.stack(sent))
+        if report is None or not report[0]:
             return False
         self.settled_skips += 1
-        if scaling is None and math.isfinite(told[1]):
+        if scaling is None and math.isfinite(report[1]):
             return True  # ``skip_above``: who set it tells of it
         if scaling is None:
-            logger.warning("gradient norm was %s: the step was skipped on all ranks", told[1])
-        elif told[3]:
+            logger.warning("gradient norm was %s: the step was skipped on all ranks", report[1])
+        elif report[3]:
             raise RuntimeError(
                 f"gradients overflow at the smallest loss scale, {scaling.minimum}: the model diverges, or has values "
                 "beyond fp16's 65,504; use bf16, or lower fp16.min_loss_scale"
             )
         else:
-            logger.info("fp16 gradients overflowed: the step was skipped on all ranks, loss scale now %s", told[2])
+            logger.info("fp16 gradients overflowed: the step was skipped on all ranks, loss scale now %s", report[2])
         return True
 
     @property

@@ -115,8 +115,8 @@ def make_plan(
     text = json.dumps({"node": node, "pieces": [_to_json(piece) for piece in own]})
     everyone = [json.loads(data) for data in ranks.all_gather_bytes(text.encode())]
     nodes: dict[str, list[int]] = {}
-    for rank, said in enumerate(everyone):
-        nodes.setdefault(said["node"], []).append(rank)
+    for rank, share in enumerate(everyone):
+        nodes.setdefault(share["node"], []).append(rank)
     members: dict[tuple[int, int], list[int]] = {}  # (node, file of it) -> ranks
     for number, on_node in enumerate(nodes.values()):
         count = min(files_per_node, len(on_node))
@@ -139,8 +139,8 @@ def make_plan(
     return ranks.together(plan, task, CheckpointError)
 
 
-def _plan_file(node: int, number: int, said: list[dict[str, Any]]) -> FilePlan:
-    pieces = [_from_json(item) for one in said for item in one["pieces"]]
+def _plan_file(node: int, number: int, shares: list[dict[str, Any]]) -> FilePlan:
+    pieces = [_from_json(item) for one in shares for item in one["pieces"]]
     # Widest first (the sort is stable), so that every tensor is aligned to its dtype, as safetensors' readers like it.
     order = sorted(range(len(pieces)), key=lambda index: -DTYPE_BYTES[pieces[index].dtype])
     header = shard_header([(pieces[i].key, pieces[i].dtype, (pieces[i].numel,)) for i in order])
@@ -155,8 +155,8 @@ def _check_all(everyone: list[dict[str, Any]]) -> None:
     """Dtypes and shapes agree between ranks, and every tensor is covered exactly once."""
     known: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
     places: dict[tuple[str, str], list[Place]] = {}
-    for rank, said in enumerate(everyone):
-        for piece in map(_from_json, said["pieces"]):
+    for rank, share in enumerate(everyone):
+        for piece in map(_from_json, share["pieces"]):
             found = piece.dtype, piece.place.shape
             before = known.setdefault((piece.name, piece.kind), found)
             if before != found:

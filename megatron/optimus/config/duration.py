@@ -109,9 +109,9 @@ def schedule_lengths(optimizer: OptimizerConfig, training: TrainingConfig) -> Sc
     full = training.global_batch_size
 
     def samples(name: str, otherwise: int) -> int:
-        told, steps = getattr(optimizer, f"lr_{name}_samples"), getattr(optimizer, f"lr_{name}_iters")
-        if told is not None:
-            return int(told)
+        given, steps = getattr(optimizer, f"lr_{name}_samples"), getattr(optimizer, f"lr_{name}_iters")
+        if given is not None:
+            return int(given)
         return otherwise if steps is None else steps * full
 
     return ScheduleLengths(samples("warmup", 0), samples("decay", training.train_samples), samples("wsd_decay", 0))

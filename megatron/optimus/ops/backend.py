@@ -1,4 +1,4 @@
-"""Which implementation runs an operation: one choice per device and dtype, said once, never made silently worse.
+"""Which implementation runs an operation: one choice per device and dtype, logged once, never made silently worse.
 
 ``auto`` takes the fastest implementation present. A part that is missing (no compiler at installation, no triton) is
 named in a warning together with its remedy; asking for it explicitly raises.
@@ -125,8 +125,8 @@ def _resolve(selected: Backend, device_type: str, dtype: torch.dtype) -> Backend
         logger.info("expert kernels on %s: %s%s; router: %s", where, backend.value, how, routing)
     else:
         is_first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-        said = "expert kernels on %s: reference, which is slower, because %s; router: %s"
-        logger.log(logging.WARNING if is_first else logging.INFO, said, where, obstacle, routing)  # not once a rank
+        message = "expert kernels on %s: reference, which is slower, because %s; router: %s"
+        logger.log(logging.WARNING if is_first else logging.INFO, message, where, obstacle, routing)  # not once a rank
     return backend
 
 

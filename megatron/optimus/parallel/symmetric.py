@@ -160,10 +160,10 @@ def _staging_of(group: dist.ProcessGroup, shape: Shape, device: torch.device) ->
     staging = made.get(shape)
     mine = [repr(tuple(shape)), staging is not None]
     everyone = [json.loads(part) for part in ranks.all_gather_bytes(json.dumps(mine).encode())]
-    if len({told for told, _ in everyone}) > 1:
+    if len({text for text, _ in everyone}) > 1:
         raise ConfigError(
             "moe_token_dispatcher_type=symmetric: the ranks of an expert group have different (tokens, width, experts "
-            f"per token, dtype): {', '.join(told for told, _ in everyone)}; give every rank as many tokens, or use "
+            f"per token, dtype): {', '.join(text for text, _ in everyone)}; give every rank as many tokens, or use "
             "alltoall"
         )
     # Of memory that nobody uses any more, what is still there depends on each rank's garbage collector.

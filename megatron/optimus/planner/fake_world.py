@@ -102,8 +102,8 @@ def build_in_a_process(words: Sequence[str], rank: int, world_size: int) -> Buil
     environment = launch_env.current() | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": ":".join(filter(None, sys.path))}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = done.stderr.strip().splitlines() or ["nothing"]
-        raise ConfigError(f"rank {rank} of {world_size} could not be built: {said[-1]}")
+        lines = done.stderr.strip().splitlines() or ["nothing"]
+        raise ConfigError(f"rank {rank} of {world_size} could not be built: {lines[-1]}")
     return Built(**json.loads(done.stdout.splitlines()[-1]))
 
 
