@@ -183,8 +183,8 @@ class EPEngineMixin:
 
         Universal ones are read here and no file of theirs can run code (``deepspeed_ext.universal``); DeepSpeed's own
         files are pickles that DeepSpeed trusts. Gradients of a step that had begun are dropped. Returns (path, what the
-        user saved), the path None if there is nothing to load. Raises ValueError, the same on every rank, for a universal
-        checkpoint that is incomplete or of another model, and for optimizer files that a rank cannot read.
+        user saved), the path None if there is nothing to load. Raises ValueError, the same on every rank, for a
+        universal checkpoint that is incomplete or of another model, and for optimizer files that a rank cannot read.
         """
         self.zero_grad()  # of the weights that are replaced
         self.micro_steps = 0

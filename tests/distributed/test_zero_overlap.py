@@ -134,7 +134,7 @@ def _late_gradient(rank: int) -> str:
     loss.backward()
     optimizer.step()
     try:
-        _step(model, optimizer, 2, rank, use_side=True)
+        take_step(model, optimizer, 2, rank, use_side=True)
     except RuntimeError as error:
         return str(error)
     return "no error"

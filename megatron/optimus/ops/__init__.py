@@ -72,7 +72,7 @@ __all__ = [
 
 
 def gains_by_main_grads(x: Tensor) -> bool:
-    """Whether ``moe_mlp`` on x gains by main gradients, where nobody is to be told of input gradients. In fp32 the
+    """Whether ``moe_mlp`` on x gains by main gradients, where nobody asks for input gradients early. In fp32 the
     reference only loses: it rounds nothing anyway, and computes its forward again to add in the backward."""
     return x.dtype.itemsize < 4 or resolve(x.device, x.dtype) is not Backend.REFERENCE
 
