@@ -184,11 +184,11 @@ def _labels_each(batches: Sequence[Batch], mesh: Mesh) -> float | Tensor:
         return batches[0].num_labels
     own = sum(batch.num_labels or 0 for batch in batches)
     mean = torch.full((), own / len(batches), dtype=torch.float64, device=batches[0].labels_BS.device)
-    group = mesh.group("dense")
+    group, ranks = mesh.group("dense"), mesh.size("dense")
     if group is not None:
         dist.all_reduce(mean, group=group)
-        mean /= dist.get_world_size(group)
-    return mean.clamp(min=1 / len(batches)).float()  # a batch without any label has the loss 0, not 0 / 0
+        mean /= ranks
+    return mean.clamp(min=1 / (len(batches) * ranks)).float()  # a batch without any label has the loss 0, not 0 / 0
 
 
 @torch.no_grad()
