@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,6 +18,7 @@ from megatron.optimus.data.loader import Batch
 from megatron.optimus.layers.documents import Documents
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
+from megatron.optimus.parallel import pipeline as pipeline_module
 from megatron.optimus.parallel.apply import connect, parallelize
 from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.pipeline import SPLIT_BACKWARDS, Pipeline, stage_plan
@@ -94,6 +98,52 @@ def one_stage(rank: int, world: int, cases: dict[str, Case]) -> dict[str, dict[s
     return {name: run_case(rank, world, case) for name, case in cases.items() if rank < case.ranks}
 
 
+class Message(NamedTuple):
+    is_send: bool
+    ranks: tuple[int, int]  # both ends, ascending
+    group: str
+
+
+@contextlib.contextmanager
+def messages_recorded() -> Iterator[list[Message]]:
+    """What this rank sends and receives, in the order in which it is queued."""
+    found: list[Message] = []
+
+    def noting(function: Callable[..., Any], is_send: bool) -> Callable[..., Any]:
+        def call(tensor: torch.Tensor, *, group: dist.ProcessGroup, **peer: int) -> Any:
+            ends = dist.get_rank(), dist.get_global_rank(group, next(iter(peer.values())))
+            found.append(Message(is_send, (min(ends), max(ends)), group.group_name))
+            return function(tensor, group=group, **peer)
+
+        return call
+
+    noted = {"isend": noting(dist.isend, True), "recv": noting(dist.recv, False)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline_module, "dist", SimpleNamespace(**vars(dist) | noted))
+        yield found
+
+
+def waiting_for_ever(ranks: dict[int, list[Message]]) -> dict[int, Message]:
+    """What every rank would wait for without end where two ranks have one queue in each group for both directions, a
+    message takes both of its ends, and nothing starts before what its rank has received earlier: as with NCCL."""
+    while True:
+        firsts = [
+            (rank, place, message)
+            for rank, queued in ranks.items()
+            for place, message in enumerate(queued)
+            if all(earlier.is_send and earlier[1:] != message[1:] for earlier in queued[:place])
+        ]
+        meeting = [
+            (a, b)
+            for a, b in itertools.combinations(firsts, 2)
+            if a[2][1:] == b[2][1:] and {a[0], b[0]} == set(a[2].ranks) and a[2].is_send != b[2].is_send
+        ]
+        if not meeting:
+            return {rank: queued[0] for rank, queued in ranks.items() if queued}
+        for rank, place, _ in meeting[0]:
+            del ranks[rank][place]
+
+
 def run_case(rank: int, world: int, case: Case) -> dict[str, Any]:
     config = model_config(case.layers, **(case.model or {}))
     parallel = ParallelConfig(pipeline_schedule=case.schedule, **case.parallel)
@@ -120,7 +170,8 @@ def run_case(rank: int, world: int, case: Case) -> dict[str, Any]:
         p2p_groups=make_p2p_groups(mesh, parallel, torch.device("cpu")),
     )
     batches = batches_of(case.count, case)
-    before = [loss.item() for loss in pipeline.evaluate(batches).loss_sums]
+    with messages_recorded() as messages:
+        before = [loss.item() for loss in pipeline.evaluate(batches).loss_sums]
     record = pipeline.forward_backward(batches, BATCH * LENGTH)
     loss, grads, counts = serial(case)
     deviations = {}
@@ -143,7 +194,8 @@ def run_case(rank: int, world: int, case: Case) -> dict[str, Any]:
         values = [sum(x.item() for x in record.loss_sums), sum(before)]
         for value in values:
             assert value / (BATCH * LENGTH * case.count) == pytest.approx(loss, rel=1e-6)
-    return {"layers": [list(plan.layers[stage]) for stage in plan.mine], "deviations": deviations}
+    layers = [list(plan.layers[stage]) for stage in plan.mine]
+    return {"layers": layers, "deviations": deviations, "messages": messages}
 
 
 def refused(case: Case) -> str | None:
@@ -222,6 +274,7 @@ def test_pipeline_equals_one_process(
     names = {parameter for result in found for parameter in result["deviations"]}
     whole = build(model_config(case.layers, **(case.model or {})))
     assert names == {parameter for parameter, _ in whole.named_parameters()}
+    assert waiting_for_ever({rank: list(result["messages"]) for rank, result in enumerate(found)}) == {}
     wrong = {p: value for result in found for p, value in result["deviations"].items() if not value <= 1e-5}
     assert wrong == {}
 

@@ -11,7 +11,7 @@ from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.parallel.context import apply_context_parallelism
 from megatron.optimus.parallel.expert import apply_expert_parallelism
 from megatron.optimus.parallel.mesh import Mesh
-from megatron.optimus.parallel.pipeline import keep_stages, stage_plan
+from megatron.optimus.parallel.pipeline import keep_stages, own_stages, stage_plan
 from megatron.optimus.parallel.recompute import apply_offloading, apply_recomputation
 from megatron.optimus.parallel.tensor import apply_tensor_parallelism, sum_partial_gradients
 
@@ -31,10 +31,12 @@ def parallelize(
     moe_layers = model.moe_layers()
     for number, layer in enumerate(moe_layers):
         apply_expert_parallelism(layer, config, mesh, None if placements is None else placements[number])
-    if mesh.size("pp") > 1:
-        keep_stages(model, stage_plan(model.config, config, mesh.index("pp")))
-    apply_recomputation(model, config)  # inside the regions that communicate
-    apply_offloading(model, config)  # around all of a layer
+    plan = stage_plan(model.config, config, mesh.index("pp")) if mesh.size("pp") > 1 else None
+    if plan is not None:
+        keep_stages(model, plan)
+    stages = own_stages(model, plan)
+    apply_recomputation(stages, config)  # inside the regions that communicate
+    apply_offloading(stages, config)  # around all of a layer
     if moe_layers:
         _report_experts(len(moe_layers[0].experts.gate_up_weight), model, mesh, config)
 

@@ -95,6 +95,13 @@ def keep_stages(model: Decoder, plan: StagePlan) -> None:
         model.final_norm = model.lm_head = None  # type: ignore[assignment]
 
 
+def own_stages(model: Decoder, plan: StagePlan | None) -> list[list[nn.Module]]:
+    """The layers of each stage of this rank, of a model after ``keep_stages``; without a pipeline it is one stage."""
+    if plan is None:
+        return [list(model.layers)]
+    return [[model.layers[number] for number in plan.layers[stage]] for stage in plan.mine]
+
+
 class _AttachLoss(torch.autograd.Function):
     """x, whose backward also differentiates ``loss`` with gradient 1: the loss needs no path to the last stage."""
 
@@ -361,7 +368,9 @@ class Pipeline:
     def evaluate(self, batches: Sequence[StageInput]) -> StepRecord:
         """Forward only, for any number of micro-batches: stage after stage, all micro-batches in each.
 
-        Our own loop: the zero-bubble schedules of torch cannot run without their backward (seen with 2.13).
+        Our own loop: the zero-bubble schedules of torch cannot run without their backward (seen with 2.13). What
+        travels keeps to the lanes: over one communicator a rank that sends all its micro-batches before it receives one
+        waits for a rank that sends each before it receives the next.
         """
         self.record.clear()
         sent: list[Any] = []
@@ -378,7 +387,7 @@ class Pipeline:
                     at_hand.setdefault(stage + 1, []).append(output)
                 else:
                     # Not a blocking send: with several chunks the receiver may itself be sending to us.
-                    sent.append(dist.isend(output, group=self.group, group_dst=self._rank_of(stage + 1)))
+                    sent.append(dist.isend(output, group=self._group_of(stage), group_dst=self._rank_of(stage + 1)))
                     kept.append(output)
         for work in sent:
             work.wait()
@@ -386,8 +395,12 @@ class Pipeline:
 
     def _receive(self, stage: int) -> Tensor:
         hidden_BSD = torch.empty(self._hidden.shape, dtype=self._hidden.dtype, device=self.device)
-        dist.recv(hidden_BSD, group=self.group, group_src=self._rank_of(stage - 1))
+        dist.recv(hidden_BSD, group=self._group_of(stage - 1), group_src=self._rank_of(stage - 1))
         return hidden_BSD
+
+    def _group_of(self, boundary: int) -> dist.ProcessGroup:
+        """Over which activations cross a boundary."""
+        return self.group if self.lanes is None else self.lanes.group(boundary, is_gradient=False)
 
     def _rank_of(self, stage: int) -> int:
         pp = dist.get_world_size(self.group)

@@ -11,7 +11,7 @@ Offloading: what the first layers keep waits in host memory. Copies run in the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,15 +21,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from megatron.optimus.config.schema import ParallelConfig, Recompute
-from megatron.optimus.models.decoder import Block, Decoder
+from megatron.optimus.models.decoder import Block
 from megatron.optimus.parallel.collectives import recorded
 
 MIN_OFFLOADED_BYTES = 2**16  # smaller tensors cost more to move than they free
 
 
-def apply_recomputation(model: Decoder, config: ParallelConfig) -> None:
-    """Makes the chosen parts of the first ``recompute_num_layers`` layers (None: all) recompute."""
-    for block in model.layers[: config.recompute_num_layers]:
+def apply_recomputation(stages: Sequence[Sequence[nn.Module]], config: ParallelConfig) -> None:
+    """Makes the chosen parts of the first ``recompute_num_layers`` layers (None: all) of each stage recompute."""
+    for block in (block for layers in stages for block in layers[: config.recompute_num_layers]):
         assert isinstance(block, Block)
         for module in _parts(block, set(config.recompute_modules)):
             module.forward = _recomputed(module.forward)  # type: ignore[method-assign]  # hooks stay outside
@@ -62,9 +62,9 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def apply_offloading(model: Decoder, config: ParallelConfig) -> None:
-    """Lets the first ``cpu_offloading_num_layers`` layers keep their activations in host memory."""
-    for block in model.layers[: config.cpu_offloading_num_layers]:
+def apply_offloading(stages: Sequence[Sequence[nn.Module]], config: ParallelConfig) -> None:
+    """Lets the first ``cpu_offloading_num_layers`` layers of each stage keep their activations in host memory."""
+    for block in (block for layers in stages for block in layers[: config.cpu_offloading_num_layers]):
         block.forward = _offloaded(block)  # type: ignore[method-assign]
 
 

@@ -88,7 +88,7 @@ def memory_of(share: Share, kernels: Kernels = CUDA) -> Memory:
 
 
 def _layers(share: Share, kernels: Kernels, count: int) -> list[list[Part]]:
-    """The parts of each layer of a chunk; recomputation and offloading take the first ones of a rank."""
+    """The parts of each layer of a chunk; recomputation and offloading take its first ones."""
     parallel = share.config.parallel
     chosen = frozenset(parallel.recompute_modules)
     limit = share.num_layers if parallel.recompute_num_layers is None else parallel.recompute_num_layers

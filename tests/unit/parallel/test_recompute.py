@@ -10,12 +10,13 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.optimus import ops
-from megatron.optimus.config.schema import ModelConfig, ParallelConfig, Recompute
+from megatron.optimus.config.schema import ModelConfig, ParallelConfig, PipelineSchedule, Recompute
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
 from megatron.optimus.parallel import recompute
 from megatron.optimus.parallel.apply import parallelize
 from megatron.optimus.parallel.mesh import Mesh
+from megatron.optimus.parallel.pipeline import keep_stages, own_stages, stage_plan
 
 ALL = list(Recompute)
 
@@ -57,6 +58,29 @@ def test_less_is_kept_and_gradients_have_the_same_bits(parts: list[Recompute], n
     assert kept_less < kept_some < kept
     for name, grad in grads.items():
         assert torch.equal(grad, same[name]), name
+
+
+def test_first_layers_are_those_of_each_stage() -> None:
+    """Of every chunk of a pipeline rank, as the planner has it."""
+    sizes = dict(num_layers=8, hidden_size=8, num_attention_heads=2, vocab_size=16, ffn_hidden_size=8)
+    parallel = ParallelConfig(
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_schedule=PipelineSchedule.INTERLEAVED_1F1B,
+        recompute_modules=[Recompute.MOE],
+        recompute_num_layers=1,
+        cpu_offloading_num_layers=1,
+    )
+    with torch.device("meta"):
+        built = Decoder(ModelConfig(**sizes))
+    plan = stage_plan(built.config, parallel, 1)
+    assert [list(plan.layers[stage]) for stage in plan.mine] == [[2, 3], [6, 7]]
+    keep_stages(built, plan)
+    recompute.apply_recomputation(own_stages(built, plan), parallel)
+    recompute.apply_offloading(own_stages(built, plan), parallel)
+    blocks = dict(built.layers.named_children())
+    assert [name for name, block in blocks.items() if "forward" in vars(block)] == ["2", "6"]
+    assert [name for name, block in blocks.items() if "forward" in vars(block.mlp)] == ["2", "6"]
 
 
 def test_routers_choose_once(monkeypatch: pytest.MonkeyPatch) -> None:
