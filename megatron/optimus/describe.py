@@ -69,6 +69,7 @@ def _layout_lines(config: RunConfig, world_size: int) -> list[str]:
     if config.model.is_moe:
         lines.append(
             f"experts per rank: {config.model.num_experts // layout.ep} of {config.model.num_experts} in each layer"
+            + f" of the {len(config.model.moe_layers)} that have experts" * config.model.has_dense_layers
         )
     return lines
 

@@ -47,6 +47,8 @@ MODELS = {
     "moe, tied": MOE | TIED,
     "moe, four layers, tied": MOE | TIED | dict(num_layers=4),
     "dense, tied": TIED,
+    "dense layers first": SHARED | dict(num_layers=4, moe_layer_freq=[0, 0, 1, 1], moe_router_enable_expert_bias=True),
+    "every second layer": MOE | dict(num_layers=4, moe_layer_freq=[0, 1, 0, 1]),
 }
 PP2 = dict(pipeline_model_parallel_size=2)
 CHUNKS = PP2 | dict(virtual_pipeline_model_parallel_size=2)
@@ -151,6 +153,23 @@ CASES = {
     "pp 2 x dp 2, ep 2, tied": Case(PP2 | dict(expert_model_parallel_size=2), "moe, tied", SMALL_BUCKETS),
     "pp 2 x dp 2, ep 2, tied, zero 2": Case(
         PP2 | dict(expert_model_parallel_size=2), "moe, tied", SMALL_BUCKETS | dict(zero_stage=2)
+    ),
+    "pp 2 x dp 2, ep 2, a stage without experts": Case(
+        PP2 | dict(expert_model_parallel_size=2), "dense layers first", SMALL_BUCKETS
+    ),
+    "tp 2 x dp 2, ep 4, dense layers first, recomputed": Case(
+        dict(
+            tensor_model_parallel_size=2,
+            expert_model_parallel_size=4,
+            moe_token_dispatcher_type=TokenDispatcher.ALLTOALL,
+            recompute_modules=list(Recompute),
+        ),
+        "dense layers first",
+    ),
+    "pp 2 interleaved x dp 2, ep 2, zero 2, dense layers between": Case(
+        CHUNKS | dict(pipeline_schedule=PipelineSchedule.INTERLEAVED_1F1B, expert_model_parallel_size=2),
+        "every second layer",
+        SMALL_BUCKETS | dict(zero_stage=2),
     ),
     "pp 2 x tp 2, tied": Case(PP2 | dict(tensor_model_parallel_size=2), "dense, tied"),
 }

@@ -176,7 +176,7 @@ def tensor_parallel_divides_model(config: RunConfig, world_size: int) -> str | N
         "num_query_groups": model.num_kv_heads,
         "vocab_size": model.vocab_size,
     }
-    if not model.is_moe:
+    if model.has_dense_layers:
         sizes["ffn_hidden_size"] = model.ffn_hidden_size
     if model.moe_shared_expert_intermediate_size:
         sizes["moe_shared_expert_intermediate_size"] = model.moe_shared_expert_intermediate_size

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from megatron.optimus.config.options import OPTIONS, SECTIONS, Option, build, did_you_mean, overrides, parse
+from megatron.optimus.config.options import OPTIONS, SECTIONS, Option, build, did_you_mean, overrides, parse, parse_all
 from megatron.optimus.config.presets import PRESETS
 from megatron.optimus.config.schema import ConfigError, RunConfig
 from megatron.optimus.config.serialize import read_file
@@ -79,7 +79,7 @@ def _parse_words(words: list[str], own_flags: Iterable[str]) -> tuple[dict[str, 
         elif name in _META_FLAGS:
             taken, meta[name] = 1, _one_value(flag, arguments)
         elif option is not None and option.is_list:
-            taken, flags[name] = len(arguments), [parse(option, text, flag) for text in arguments]
+            taken, flags[name] = len(arguments), parse_all(option, arguments, flag)
         elif option is not None and option.type is bool:
             taken, flags[name] = _boolean(option, flag, arguments)
         elif option is not None:

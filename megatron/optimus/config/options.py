@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from megatron.optimus.config.layer_pattern import parse_integers
 from megatron.optimus.config.schema import ConfigError, RunConfig, one_of
 
 SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
@@ -120,6 +121,13 @@ def convert(option: Option, value: Any, where: str) -> Any:
             raise ConfigError(f"{where}={value!r}: expected {option.expected}")
         return [_convert_one(option, element, where) for element in value]
     return _convert_one(option, value, where)
+
+
+def parse_all(option: Option, words: list[str], where: str) -> list[Any]:
+    """The words of an option that is a list; for one of integers a word may be a list itself, such as [0]*3+[1]*13."""
+    lists = [parse_integers(word) if option.type is int and "[" in word else None for word in words]
+    found = [[parse(option, word, where)] if part is None else part for word, part in zip(words, lists, strict=True)]
+    return [value for part in found for value in part]
 
 
 def parse(option: Option, text: str, where: str) -> Any:

@@ -33,6 +33,7 @@ from megatron.optimus.config.choices import (
     WSDDecayStyle,
 )
 from megatron.optimus.config.duration import check_duration, check_schedule
+from megatron.optimus.config.layer_pattern import check_layer_pattern, layers_of_pattern, shown
 from megatron.optimus.config.values import (
     ConfigError,  # noqa: F401  # everyone imports it from here
     at_least,
@@ -76,6 +77,9 @@ class ModelConfig:
     )
     init_method_std: float = option(0.02, "standard deviation of the normal initialisation")
     num_experts: int = option(0, "routed experts per layer; 0 makes every layer dense")
+    moe_layer_freq: list[int] = option(
+        [1], "layers with experts: N, every N-th from the first on; or a 0 or 1 for each, as in '[0]*3+[1]*13'"
+    )
     moe_ffn_hidden_size: int = option(1024, "inner width F of one expert")
     moe_shared_expert_intermediate_size: int = option(
         0, "inner width of the shared experts in all, which every token passes beside its own; 0: there are none"
@@ -129,12 +133,27 @@ class ModelConfig:
             self.is_moe or not shared,
             f"moe_shared_expert_intermediate_size={shared} with num_experts=0: use 0, or set num_experts",
         )
+        check_layer_pattern(self.moe_layer_freq, self.num_layers)
+        require(
+            self.is_moe or self.moe_layer_freq == [1],
+            f"moe_layer_freq={shown(self.moe_layer_freq)} with num_experts=0: leave it out, or set num_experts",
+        )
         weighs_something = shared > 0 or not self.moe_shared_expert_gate
         require(weighs_something, "moe_shared_expert_gate=True: set moe_shared_expert_intermediate_size, or use False")
 
     @property
     def is_moe(self) -> bool:
+        """Whether any layer has experts."""
         return self.num_experts > 0
+
+    @property
+    def moe_layers(self) -> list[int]:
+        """Numbers of the layers that have experts, ascending."""
+        return layers_of_pattern(self.moe_layer_freq, self.num_layers) if self.is_moe else []
+
+    @property
+    def has_dense_layers(self) -> bool:
+        return len(self.moe_layers) < self.num_layers
 
     @property
     def head_dim(self) -> int:

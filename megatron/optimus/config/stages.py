@@ -54,9 +54,9 @@ def layers_of_stages(
 
 def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> list[range]:
     """The layers of every stage that a configuration asks for. Raises ConfigError for layers that do not fit."""
-    inner = model.ffn_hidden_size
-    if model.is_moe:
-        inner = model.moe_router_topk * model.moe_ffn_hidden_size + model.moe_shared_expert_intermediate_size
+    active = model.moe_router_topk * model.moe_ffn_hidden_size + model.moe_shared_expert_intermediate_size
+    share = len(model.moe_layers) / model.num_layers  # of layers with experts; stages are cut as if all cost the mean
+    inner = share * active + (1 - share) * model.ffn_hidden_size
     layer = model.hidden_size * (4 * model.hidden_size + 3 * inner)  # multiply-adds of a token, as of the head below
     return layers_of_stages(
         model.num_layers,

@@ -24,16 +24,16 @@ from megatron.optimus.moe.router import RouterStats
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); the MLP is dense or a Mixture of Experts."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, is_moe: bool) -> None:
         super().__init__()
         self.attention_norm = build_norm(config)
         self.attention = Attention(config)
         self.mlp_norm = build_norm(config)
-        if config.is_moe:
+        if is_moe:
             self.moe = MoE(config)
         else:
             self.mlp = MLP(config.hidden_size, config.ffn_hidden_size)
-        self.is_moe = config.is_moe
+        self.is_moe = is_moe
 
     def forward(
         self, x_BSD: Tensor, rope: RopeTable, documents: Documents | None = None
@@ -79,7 +79,8 @@ class Decoder(nn.Module):
         self.config = config
         self.sequence_shards = 1  # context parallelism: tokens are one of so many parts of their sequences
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        moe_layers = set(config.moe_layers)
+        self.layers = nn.ModuleList(Block(config, is_moe=number in moe_layers) for number in range(config.num_layers))
         self.final_norm = build_norm(config)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, bias=False)
         self.lm_head.z_loss_coeff = config.output_z_loss_coeff

@@ -70,7 +70,7 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "model_type": family.model_type,
         "vocab_size": c.vocab_size,
         "hidden_size": c.hidden_size,
-        "intermediate_size": c.moe_ffn_hidden_size if c.is_moe else c.ffn_hidden_size,
+        "intermediate_size": c.ffn_hidden_size if c.has_dense_layers else c.moe_ffn_hidden_size,
         "num_hidden_layers": c.num_layers,
         "num_attention_heads": c.num_attention_heads,
         "num_key_value_heads": c.num_kv_heads,
@@ -109,6 +109,8 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "sliding_window": None,
         "qkv_bias": c.add_qkv_bias,
         "attention_multiplier": c.head_dim**-0.5,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": sorted(set(range(c.num_layers)) - set(c.moe_layers)),
     }
     return result | {name: value for name, value in optional.items() if name in family.extra_fields}
 
@@ -158,6 +160,8 @@ def model_config_from_hf(hf: dict[str, Any]) -> ModelConfig:
         usual, given = (options["hidden_size"] / heads) ** -0.5, number(hf, "attention_multiplier", float)
         if not math.isclose(given, usual, rel_tol=1e-6):
             raise ConfigError(f"config.json: attention_multiplier={given} is not supported; only {usual:.6g} is")
+    if family.has_dense_layers:
+        options |= _dense_layers(hf, options["num_layers"])
     # transformers >= 5 writes num_local_experts where earlier versions wrote num_experts.
     experts = "num_local_experts" if "num_local_experts" in hf else "num_experts"
     if hf.get(experts) != hf.get("num_experts", hf.get(experts)):
@@ -169,6 +173,17 @@ def model_config_from_hf(hf: dict[str, Any]) -> ModelConfig:
         moe_router_topk=number(hf, "num_experts_per_tok", int),
         moe_aux_loss_coeff=number(hf, "router_aux_loss_coef", float),
     )
+
+
+def _dense_layers(hf: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """Our options for which layers have experts, and how wide the others are."""
+    step, dense = number(hf, "decoder_sparse_step", int, 1), hf.get("mlp_only_layers", [])
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        raise ConfigError(f"config.json: mlp_only_layers={dense!r} must be a list of layers' numbers")
+    pattern = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(num_layers)]
+    if all(pattern):
+        return {}
+    return {"moe_layer_freq": pattern, "ffn_hidden_size": number(hf, "intermediate_size", int)}
 
 
 def _supported_family(hf: dict[str, Any]) -> Family:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.optimus.config.layer_pattern import shown
 from megatron.optimus.config.schema import ConfigError, ModelConfig, Normalization, QKNormScope, ScoreFunction
 
 
@@ -28,12 +29,15 @@ class Family:
     inner_field: str = "intermediate_size"  # width of the MLP, of one expert in MoE models
     experts_field: str = "num_experts"
     shared_field: str = ""  # width of the shared experts, where there are any
+    has_dense_layers: bool = False  # some layers of a MoE model may be dense, as DENSE_FIELDS say
     defaults: dict[str, Any] = field(default_factory=dict)  # what transformers assumes for a missing field
 
     @property
     def is_moe(self) -> bool:
         return "moe_router_score_function" in self.needs
 
+
+DENSE_FIELDS = ("decoder_sparse_step", "mlp_only_layers")  # which layers of a MoE model have experts
 
 _NO_BIAS = {"add_qkv_bias": False}
 _RMS = {"normalization": Normalization.RMSNORM}
@@ -119,9 +123,10 @@ FAMILIES = {
             "Qwen2-MoE",
             {**_NO_QK_NORM, **_NO_CLIP, **_MOE_NEEDS, "moe_shared_expert_gate": True},
             frozenset({"rms_norm_eps", "norm_topk_prob", "moe_intermediate_size"})
-            | {"qkv_bias", "sliding_window", "max_window_layers", "layer_types"},
-            {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+            | {"qkv_bias", "sliding_window", "max_window_layers", "layer_types", *DENSE_FIELDS},
+            {"use_sliding_window": False},
             has_head_dim=False,
+            has_dense_layers=True,
             inner_field="moe_intermediate_size",
             shared_field="shared_expert_intermediate_size",
             defaults={
@@ -154,8 +159,9 @@ FAMILIES = {
             "Qwen3-MoE",
             {**_HEAD_QK_NORM, **_NO_CLIP, **_ROUTED_ALONE},
             frozenset({"rms_norm_eps", "norm_topk_prob", "moe_intermediate_size", "sliding_window"})
-            | {"max_window_layers"},
-            {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+            | {"max_window_layers", *DENSE_FIELDS},
+            {"use_sliding_window": False},
+            has_dense_layers=True,
             inner_field="moe_intermediate_size",
             defaults={"router_aux_loss_coef": 0.001, "norm_topk_prob": False},
         ),
@@ -196,6 +202,11 @@ def family_of(config: ModelConfig) -> Family:
                 f"{option}={getattr(value, 'value', value)} has no equivalent in Hugging Face's {family.title}, "
                 f"which needs {getattr(needed, 'value', needed)}"
             )
+    if c.is_moe and c.has_dense_layers and not family.has_dense_layers:
+        raise ConfigError(
+            f"moe_layer_freq={shown(c.moe_layer_freq)} has no equivalent in Hugging Face's {family.title}, all of whose "
+            "layers have experts"
+        )
     if not family.has_head_dim and c.head_dim * c.num_attention_heads != c.hidden_size:
         raise ConfigError(
             f"kv_channels={c.kv_channels} has no equivalent in Hugging Face's {family.title}, which needs "

@@ -36,6 +36,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     width, kv_width = c.num_attention_heads * c.head_dim, c.num_kv_heads * c.head_dim
     has_norm_weights = c.normalization is Normalization.RMSNORM
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (c.vocab_size, c.hidden_size)}
+    moe_layers = set(c.moe_layers)
     for layer in range(c.num_layers):
         prefix = f"layers.{layer}."
         if has_norm_weights:
@@ -51,7 +52,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[prefix + "attention.k_norm.weight"] = (c.head_dim if per_head else kv_width,)
         if has_norm_weights:
             shapes[prefix + "mlp_norm.weight"] = (c.hidden_size,)
-        if c.is_moe:
+        if layer in moe_layers:
             inner = c.moe_ffn_hidden_size
             shapes[prefix + "moe.router.weight"] = (c.num_experts, c.hidden_size)
             shapes[prefix + "moe.experts.gate_up_weight"] = (c.num_experts, 2 * inner, c.hidden_size)

@@ -14,7 +14,7 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> float:
                + 2 · S/2 · H·d                                 causal QK^T and PV: half of the S keys on average
                + 3·D·F_dense  or  D·E + K·3·D·F + 3·D·F_shared    dense MLP, or router, K of E experts, shared
                                                                   experts (+ D with a gate)
-        total  = num_layers · layer + D·V                      V: output projection; the embedding is a look-up
+        total  = sum of layers + D·V                           V: output projection; the embedding is a look-up
         FLOPs  = 2 · total · 3                                 2 per multiply-add; backward costs twice the forward
 
     Norms, RoPE, softmax and everything computed a second time (recomputation, padding) are not counted.
@@ -22,12 +22,11 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> float:
     width, head_width = model.hidden_size, model.num_attention_heads * model.head_dim
     projections = 2 * width * head_width + 2 * width * model.num_kv_heads * model.head_dim
     attention = seq_length * head_width
-    if model.is_moe:
-        mlp = width * model.num_experts + model.moe_router_topk * 3 * width * model.moe_ffn_hidden_size
-        mlp += width * (3 * model.moe_shared_expert_intermediate_size + model.moe_shared_expert_gate)
-    else:
-        mlp = 3 * width * model.ffn_hidden_size
-    multiply_adds = model.num_layers * (projections + attention + mlp) + width * model.vocab_size
+    experts = width * model.num_experts + model.moe_router_topk * 3 * width * model.moe_ffn_hidden_size
+    experts += width * (3 * model.moe_shared_expert_intermediate_size + model.moe_shared_expert_gate)
+    moe_layers = len(model.moe_layers)
+    mlps = moe_layers * experts + (model.num_layers - moe_layers) * 3 * width * model.ffn_hidden_size
+    multiply_adds = model.num_layers * (projections + attention) + mlps + width * model.vocab_size
     return 6.0 * multiply_adds
 
 

@@ -47,10 +47,12 @@ def connect(model: Decoder, mesh: Mesh) -> None:
 
 
 def _report_experts(num_experts: int, model: Decoder, mesh: Mesh, config: ParallelConfig) -> None:
+    of_model = model.config
     logger.info(
-        "expert parallelism: %d of %d experts per layer on each rank, %s, %s ownership",
+        "expert parallelism: %d of %d experts per layer on each rank, %s, %s ownership%s",
         num_experts,
-        model.config.num_experts,
+        of_model.num_experts,
         config.moe_token_dispatcher_type.value if mesh.size("experts") > 1 else "no exchange",
         config.moe_expert_placement_file or config.moe_expert_placement.value,
+        f"; {len(of_model.moe_layers)} of {of_model.num_layers} layers have experts" * of_model.has_dense_layers,
     )

@@ -24,9 +24,9 @@ def autotp_section(config: ModelConfig, size: int) -> dict[str, Any]:
     """
     whole_norm = config.qk_layernorm and config.qk_layernorm_scope is not QKNormScope.HEAD
     cut = {"num_attention_heads": config.num_attention_heads, "num_query_groups": config.num_kv_heads}
-    if not config.is_moe:
+    if config.has_dense_layers:
         cut["ffn_hidden_size"] = config.ffn_hidden_size
-    elif config.moe_shared_expert_intermediate_size:
+    if config.moe_shared_expert_intermediate_size:
         cut["moe_shared_expert_intermediate_size"] = config.moe_shared_expert_intermediate_size
     for name, value in cut.items():
         if value % size:

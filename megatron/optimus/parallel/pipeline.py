@@ -319,7 +319,7 @@ class Pipeline:
         check_torch(self._kind, num_micro_batches, self.plan.num_stages)
         self.num_micro_batches = num_micro_batches
         config = self.model.config
-        parts = config.num_layers * num_micro_batches
+        parts = max(1, len(config.moe_layers)) * num_micro_batches
         stages: list[Any] = []
         for stage, chunk in self._chunks.items():
             chunk.aux_weight = AuxWeight(config.moe_aux_loss_coeff / parts, config.moe_z_loss_coeff / parts)

@@ -83,11 +83,15 @@ class Part:
         return Part(self.name, 0, self.saved + self.forward, self.saved + self.backward)
 
 
-def layer_parts(share: Share, kernels: Kernels, recompute: frozenset[Recompute], *, offload: bool) -> list[Part]:
+def layer_parts(
+    share: Share, kernels: Kernels, recompute: frozenset[Recompute], *, is_moe: bool, offload: bool
+) -> list[Part]:
     """The parts of one layer, in the order of the forward."""
     again = Recompute.MOE in recompute
-    is_moe, inner = share.model.is_moe, share.model.ffn_hidden_size
-    mlp = _experts(share, kernels, again) if is_moe else [_mlp("mlp", share, kernels, inner, recomputes=again)]
+    if is_moe:
+        mlp = _experts(share, kernels, again)
+    else:
+        mlp = [_mlp("mlp", share, kernels, share.model.ffn_hidden_size, recomputes=again)]
     norms = Recompute.NORM in recompute
     parts = [
         _norm("attention norm", share, kernels, recomputes=norms),

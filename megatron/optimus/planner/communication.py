@@ -76,7 +76,7 @@ def num_communicators(share: Share) -> int:
     first used."""
     layout, model = share.layout, share.model
     axes = ["world", "pp", "dense", "cp", "tp", "model"]
-    if model.is_moe:
+    if share.num_moe_layers:
         axes += ["edp", "experts"]
         if model.moe_router_load_balancing_type is not LoadBalancing.NONE:
             is_global = model.moe_router_load_balancing_type is LoadBalancing.GLOBAL_AUX_LOSS
@@ -107,8 +107,8 @@ def _tensor(share: Share) -> Iterator[Collective]:
     if size == 1:
         return
     whole = share.tokens * model.hidden_size * share.element
-    mlp_is_split = not model.is_moe or model.moe_shared_expert_intermediate_size > 0
-    regions = share.num_layers * (1 + mlp_is_split) * steps
+    split_mlps = share.num_dense_layers + share.num_moe_layers * (model.moe_shared_expert_intermediate_size > 0)
+    regions = (share.num_layers + split_mlps) * steps
     split = share.config.parallel.sequence_parallel
     into, out = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) if split else (Kind.ALL_REDUCE, Kind.ALL_REDUCE)
     if split:
@@ -157,9 +157,7 @@ def _context(share: Share) -> Iterator[Collective]:
 
 def _experts(share: Share, kernels: Kernels) -> Iterator[Collective]:
     model, parallel = share.model, share.config.parallel
-    if not model.is_moe:
-        return
-    layers = share.num_layers * share.micro_batches
+    layers = share.num_moe_layers * share.micro_batches
     if model.moe_router_load_balancing_type is not LoadBalancing.NONE:
         is_global = model.moe_router_load_balancing_type is LoadBalancing.GLOBAL_AUX_LOSS
         layout = share.layout

@@ -71,7 +71,7 @@ def memory_of(share: Share, kernels: Kernels = CUDA) -> Memory:
     states = StateBytes(*(sum(getattr(one, name) for one in each) for name in StateBytes.__dataclass_fields__))
     lent = lent_bytes(share, members)
     buffers = _buffers(share)
-    layers = [parts for chunk in share.chunks for parts in _layers(share, kernels, len(chunk))]
+    layers = [parts for chunk in share.kinds for parts in _layers(share, kernels, chunk)]
     head = head_parts(share, kernels) if share.has_head else []
     moments = _of_a_step(share, layers, head)
     moments += _around_the_step(members, states, lent + buffers, sent_copies(share, members))
@@ -87,18 +87,18 @@ def memory_of(share: Share, kernels: Kernels = CUDA) -> Memory:
     )
 
 
-def _layers(share: Share, kernels: Kernels, count: int) -> list[list[Part]]:
+def _layers(share: Share, kernels: Kernels, kinds: list[bool]) -> list[list[Part]]:
     """The parts of each layer of a chunk; recomputation and offloading take its first ones."""
     parallel = share.config.parallel
     chosen = frozenset(parallel.recompute_modules)
     limit = share.num_layers if parallel.recompute_num_layers is None else parallel.recompute_num_layers
-    made: dict[tuple[bool, bool], list[Part]] = {}
+    made: dict[tuple[bool, bool, bool], list[Part]] = {}
     result = []
-    for place in range(count):
-        key = (place < limit, place < parallel.cpu_offloading_num_layers)
+    for place, is_moe in enumerate(kinds):
+        key = (place < limit, place < parallel.cpu_offloading_num_layers, is_moe)
         if key not in made:
             recompute: frozenset[Recompute] = chosen if key[0] else frozenset()
-            made[key] = layer_parts(share, kernels, recompute, offload=key[1])
+            made[key] = layer_parts(share, kernels, recompute, is_moe=is_moe, offload=key[1])
         result.append(made[key])
     return result
 
@@ -178,7 +178,7 @@ def _buffers(share: Share) -> int:
 def _shared_with_peers(share: Share) -> int:
     """What parallel/symmetric.py allocates: own tokens and the answers of all others, choices and their gradients."""
     is_used = share.config.parallel.moe_token_dispatcher_type is TokenDispatcher.SYMMETRIC
-    if not is_used or not share.model.is_moe or share.expert_ranks == 1:
+    if not is_used or not share.num_moe_layers or share.expert_ranks == 1:
         return 0
     choices = share.tokens_outside * share.model.moe_router_topk
     return share.rows * share.model.hidden_size * share.element + choices * (INT32 + 2 * FP32)

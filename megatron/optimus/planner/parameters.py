@@ -86,7 +86,9 @@ def parameters(share: Share) -> Counter[Parameter]:
     numel, is_tied = model.vocab_size // tp * model.hidden_size, not model.untie_embeddings_and_output_weights
     apart = is_tied and share.has_embedding != share.has_head
     vocabulary = Parameter(numel, is_cut=tp > 1, kind="embedding", is_tied=apart)
-    found = Counter({parameter: count * share.num_layers for parameter, count in _layer(share).items()})
+    found: Counter[Parameter] = Counter()
+    for is_moe, layers in ((True, share.num_moe_layers), (False, share.num_dense_layers)):
+        found += Counter({one: count * layers for one, count in _layer(share, is_moe=is_moe).items() if layers})
     if share.has_embedding:
         found[vocabulary] += 1
     if share.has_head:
@@ -101,7 +103,7 @@ def _norms(share: Share, count: int) -> Counter[Parameter]:
     return Counter({Parameter(share.model.hidden_size, kind="norm"): count * has_scale})
 
 
-def _layer(share: Share) -> Counter[Parameter]:
+def _layer(share: Share, *, is_moe: bool) -> Counter[Parameter]:
     model, layout = share.model, share.layout
     width, is_cut = model.hidden_size, layout.tp > 1
     queries = model.num_attention_heads * model.head_dim // layout.tp
@@ -116,7 +118,7 @@ def _layer(share: Share) -> Counter[Parameter]:
         for inner in (queries, keys):
             numel = model.head_dim if per_head else inner
             found[Parameter(numel, is_cut=is_cut and not per_head, kind="norm")] += 1
-    if not model.is_moe:
+    if not is_moe:
         found[Parameter(model.ffn_hidden_size // layout.tp * width, is_cut=is_cut)] += 3
         return found
     found[Parameter(model.num_experts * width)] += 1  # the router

@@ -58,6 +58,20 @@ class Share:
     def num_layers(self) -> int:
         return sum(map(len, self.chunks))
 
+    @cached_property
+    def kinds(self) -> list[list[bool]]:
+        """Of each chunk, of each of its layers: whether it has experts."""
+        moe_layers = set(self.model.moe_layers)
+        return [[layer in moe_layers for layer in chunk] for chunk in self.chunks]
+
+    @cached_property
+    def num_moe_layers(self) -> int:
+        return sum(map(sum, self.kinds))
+
+    @property
+    def num_dense_layers(self) -> int:
+        return self.num_layers - self.num_moe_layers
+
     @property
     def has_embedding(self) -> bool:
         return 0 in self.stages
@@ -144,6 +158,6 @@ def groups_alike(members: list[Share]) -> list[list[Share]]:
     """Pipeline ranks that hold alike together."""
     found: dict[tuple[object, ...], list[Share]] = {}
     for share in members:
-        key = (tuple(map(len, share.chunks)), share.has_embedding, share.has_head)
+        key = (tuple(map(tuple, share.kinds)), share.has_embedding, share.has_head)
         found.setdefault(key, []).append(share)
     return list(found.values())

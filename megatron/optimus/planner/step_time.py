@@ -24,6 +24,7 @@ from megatron.optimus.planner.work import (
     Work,
     head_work,
     last_product_work,
+    layer_work,
     micro_batch_work,
     router_work,
     shared_work,
@@ -124,10 +125,10 @@ def compute_seconds(work: Work, share: Share, machine: Machine) -> float:
 
 def _windows(share: Share, machine: Machine) -> dict[Hiding, float]:
     """Seconds in a step that communication inside of layers can hide behind; what has no entry hides whole."""
-    layers = share.num_layers * share.micro_batches
-    is_split = share.model.is_moe and machine.kernels.splits_backward
+    layers = share.num_moe_layers * share.micro_batches
+    is_split = share.num_moe_layers and machine.kernels.splits_backward
     last = compute_seconds(last_product_work(share), share, machine) if is_split else 0.0
-    router = compute_seconds(router_work(share), share, machine) if share.model.is_moe else 0.0
+    router = compute_seconds(router_work(share), share, machine) if share.num_moe_layers else 0.0
     shared = compute_seconds(shared_work(share, machine.kernels), share, machine)  # a third of it in the forward
     return {
         Hiding.NOTHING: 0.0,
@@ -175,12 +176,16 @@ def _of_data(share: Share, machine: Machine, window: float) -> tuple[float, floa
 
 
 def stage_seconds(share: Share, whole: float, machine: Machine) -> list[float]:
-    """``whole``, a rank's seconds for one micro-batch, shared out over its chunks by their layers and the head."""
+    """``whole``, a rank's seconds for one micro-batch, shared out over its chunks by what is computed there."""
     head = compute_seconds(head_work(share, machine.kernels), share, machine) if share.has_head else 0.0
-    layer = (whole - head) / share.num_layers
+    kinds = {kind for chunk in share.kinds for kind in chunk}
+    works = {kind: layer_work(share, frozenset(), machine.kernels, is_moe=kind) for kind in kinds}
+    each = {kind: compute_seconds(work, share, machine) for kind, work in works.items()}
+    own = [sum(each[is_moe] for is_moe in chunk) for chunk in share.kinds]
     last = share.num_stages - 1
     return [
-        layer * len(chunk) + head * (stage == last) for stage, chunk in zip(share.stages, share.chunks, strict=True)
+        (whole - head) * layers / sum(own) + head * (stage == last)
+        for stage, layers in zip(share.stages, own, strict=True)
     ]
 
 

@@ -68,7 +68,7 @@ class Work:
         return Work(*(getattr(self, name) * factor for name in Work.__dataclass_fields__))
 
 
-def layer_work(share: Share, recompute: frozenset[Recompute], kernels: Kernels = CUDA) -> Work:
+def layer_work(share: Share, recompute: frozenset[Recompute], kernels: Kernels = CUDA, *, is_moe: bool) -> Work:
     """Forward and backward of one layer for one micro-batch."""
     model, tp, tokens, outside = share.model, share.layout.tp, share.tokens, share.tokens_outside
     width, scale = model.hidden_size, share.element / 2
@@ -86,7 +86,7 @@ def layer_work(share: Share, recompute: frozenset[Recompute], kernels: Kernels =
         products=6.0 * tokens * width * (2 * queries + 2 * keys),
         traffic=passes(kernels).rope * inner,
     )
-    if model.is_moe:
+    if is_moe:
         mlp = Work(experts=18.0 * outside * model.moe_router_topk * width * model.moe_ffn_hidden_size)
         mlp += part_work(share) * (share.config.parallel.moe_dispatch_chunks - 1)
         mlp += shared_work(share, kernels)
@@ -201,13 +201,17 @@ def micro_batch_work(share: Share, kernels: Kernels = CUDA) -> Work:
     parallel = share.config.parallel
     chosen = frozenset(parallel.recompute_modules)
     limit = share.num_layers if parallel.recompute_num_layers is None else parallel.recompute_num_layers
-    recomputing = sum(min(len(chunk), limit) for chunk in share.chunks)
-    total = layer_work(share, frozenset(), kernels) * (share.num_layers - recomputing)
-    total += layer_work(share, chosen, kernels) * recomputing
-    offloaded = sum(min(len(chunk), parallel.cpu_offloading_num_layers) for chunk in share.chunks)
-    if offloaded:
-        saved = sum(part.saved for part in layer_parts(share, kernels, chosen if limit else frozenset(), offload=False))
-        total += Work(host=2.0 * saved * offloaded)
+    total = Work()
+    for is_moe in sorted({kind for chunk in share.kinds for kind in chunk}):
+        count = sum(chunk.count(is_moe) for chunk in share.kinds)
+        recomputing = sum(chunk[:limit].count(is_moe) for chunk in share.kinds)
+        total += layer_work(share, frozenset(), kernels, is_moe=is_moe) * (count - recomputing)
+        total += layer_work(share, chosen, kernels, is_moe=is_moe) * recomputing
+        offloaded = sum(chunk[: parallel.cpu_offloading_num_layers].count(is_moe) for chunk in share.kinds)
+        if offloaded:
+            again = chosen if limit else frozenset()
+            parts = layer_parts(share, kernels, again, is_moe=is_moe, offload=False)
+            total += Work(host=2.0 * sum(part.saved for part in parts) * offloaded)
     if share.has_head:
         total += head_work(share, kernels)
     return total + gradient_work(share, kernels)

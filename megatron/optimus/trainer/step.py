@@ -32,12 +32,12 @@ class StepReport:
     """What happened in one step, over the global batch."""
 
     loss: float  # cross-entropy per label, nats
-    aux_loss: float  # load-balancing loss, unweighted, mean over layers
+    aux_loss: float  # load-balancing loss, unweighted, mean over layers with experts
     z_loss: float
     grad_norm: float  # before clipping
     skipped: bool  # gradients were not finite, nothing was updated
     router_entropy: float | None  # nats, mean over layers and tokens; None for a dense model
-    expert_load_LE: list[list[int]]  # slots per layer and expert
+    expert_load_LE: list[list[int]]  # slots per layer and expert, of the layers that have experts
     dropped_tokens: int  # slots routed but processed by no expert; dropless routing means 0
     stop_requested: bool = False  # a rank was asked to end the run; the same answer on all
 
@@ -84,7 +84,7 @@ class _Totals:
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        self.num_layers = config.num_layers
+        self.moe_layers = config.moe_layers
         self.num_experts = config.num_experts
         self.scalars: Tensor | None = None
         self.counts_LE: Tensor | None = None
@@ -96,24 +96,25 @@ class _Totals:
         # number copied there would make the host wait.
         zero = torch.zeros((), dtype=torch.float64, device=batch.tokens_BS.device)
         num_labels = num_tokens if batch.num_labels is None else batch.num_labels
+        num_layers = max(1, len(self.moe_layers))
         counted = 0 if seen.loss_sum is None else 1
         scalars = torch.stack(
             [
                 zero if seen.loss_sum is None else seen.loss_sum.double(),
                 torch.full_like(zero, num_labels * counted),
                 torch.full_like(zero, num_tokens * counted),
-                sum((s.aux_loss.double() for s in stats), start=zero) * (num_tokens / self.num_layers),
-                sum((s.z_loss.double() for s in stats), start=zero) * (num_tokens / self.num_layers),
+                sum((s.aux_loss.double() for s in stats), start=zero) * (num_tokens / num_layers),
+                sum((s.z_loss.double() for s in stats), start=zero) * (num_tokens / num_layers),
                 sum((s.entropy.double() for s in stats), start=zero) * num_tokens,
                 sum((s.processed.double() for s in stats), start=zero),
             ]
         )
         self.scalars = scalars if self.scalars is None else self.scalars + scalars
-        if stats:
+        if self.moe_layers:  # on a stage without any of them too: the sum over ranks is one of all
             # Row by row: a list of rows as the index would travel to the device, and the host would wait for it.
             none_E = zero.new_zeros(self.num_experts, dtype=torch.int64)
             counts_LE = torch.stack(
-                [seen.stats[n].counts_E if n in seen.stats else none_E for n in range(self.num_layers)]
+                [seen.stats[n].counts_E if n in seen.stats else none_E for n in self.moe_layers]
             )
             self.counts_LE = counts_LE if self.counts_LE is None else self.counts_LE + counts_LE
 
@@ -172,7 +173,7 @@ def train_step(
     if totals.counts_LE is not None:
         rate = torch.where(outcome[1] == 0, config.moe_router_bias_update_rate, 0.0).to(totals.counts_LE.device)
         for number, router in schedule.routers.items():
-            router.finish_step(totals.counts_LE[number], rate)
+            router.finish_step(totals.counts_LE[totals.moe_layers.index(number)], rate)
     return PendingReport(totals, outcome)
 
 

@@ -18,8 +18,9 @@ VOCAB = 256  # a multiple of 128 * tp: megatron-core pads outside the model
 SIZES = dict(num_layers=2, hidden_size=16, num_attention_heads=4, num_query_groups=2, kv_channels=8, ffn_hidden_size=12)
 
 
-def shape(moe: bool, qk_norm: bool, tied: bool, shared: bool = False) -> dict[str, Any]:
-    """Our options of the model under test. ``shared``: experts for all tokens, with a gate, and QKV biases."""
+def shape(moe: bool, qk_norm: bool, tied: bool, shared: bool = False, dense: bool = False) -> dict[str, Any]:
+    """Our options of the model under test. ``shared``: experts for all tokens, with a gate, and QKV biases. ``dense``:
+    a first layer without experts."""
     from megatron.optimus.config.schema import QKNormScope
 
     options: dict[str, Any] = dict(
@@ -33,16 +34,20 @@ def shape(moe: bool, qk_norm: bool, tied: bool, shared: bool = False) -> dict[st
         options |= dict(num_experts=4, moe_ffn_hidden_size=12, moe_router_topk=2, moe_router_norm_topk_prob=True)
     if shared:
         options |= dict(moe_shared_expert_intermediate_size=20, moe_shared_expert_gate=True, add_qkv_bias=True)
+    if dense:
+        options |= dict(moe_layer_freq=[0, 1])
     return options
 
 
-def build(tp: int, pp: int, ep: int, moe: bool, qk_norm: bool, tied: bool, shared: bool = False) -> Any:
+def build(
+    tp: int, pp: int, ep: int, moe: bool, qk_norm: bool, tied: bool, shared: bool = False, dense: bool = False
+) -> Any:
     """The stage of this rank, with random weights that are the same on all ranks where they must be."""
     torch.Tensor.cuda = lambda self: self  # type: ignore[assignment,method-assign,misc]
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
     from megatron.core.tensor_parallel import random as tp_random
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -81,8 +86,12 @@ def build(tp: int, pp: int, ep: int, moe: bool, qk_norm: bool, tied: bool, share
     if shared:
         options |= dict(moe_shared_expert_intermediate_size=20, moe_shared_expert_gate=True, add_qkv_bias=True)
     spec = get_gpt_layer_local_spec(num_experts=4 if moe else None, qk_layernorm=qk_norm, normalization="RMSNorm")
+    config = TransformerConfig(**options)
+    if dense:
+        config.moe_layer_freq = [0, 1]
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     model = GPTModel(
-        config=TransformerConfig(**options),
+        config=config,
         transformer_layer_spec=spec,
         vocab_size=VOCAB,
         max_sequence_length=64,

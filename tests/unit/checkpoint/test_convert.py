@@ -51,6 +51,8 @@ from .convert_cases import LLAMA3, VOCAB, assert_same, hf_model, loaded, our_con
         ("granitemoeshared", torch.float32, {}, 9000),
         ("granitemoeshared", torch.bfloat16, {"tie_word_embeddings": True, "num_experts_per_tok": 3}, 10**9),
         ("qwen3_moe", torch.float32, {"norm_topk_prob": True}, 9000),
+        ("qwen3_moe", torch.float32, {"num_hidden_layers": 4, "mlp_only_layers": [0, 2]}, 9000),
+        ("qwen2_moe", torch.float32, {"num_hidden_layers": 4, "decoder_sparse_step": 2}, 9000),
         ("qwen3_moe", torch.float32, {"tie_word_embeddings": True, "num_key_value_heads": 1}, 10**9),
     ],
 )
@@ -173,10 +175,10 @@ def test_missing_tokenizers(tmp_path, caplog):
     assert "gone is not there" in caplog.text
 
 
-def test_shared_experts_and_biases_come_back_from_every_format(tmp_path):
-    run = our_config(
-        qk_layernorm=False, moe_shared_expert_intermediate_size=20, moe_shared_expert_gate=True, add_qkv_bias=True
-    )
+@pytest.mark.parametrize("freq", [[1], [0, 1]])
+def test_shared_experts_biases_and_dense_layers_come_back_from_every_format(tmp_path, freq):
+    shared = dict(moe_shared_expert_intermediate_size=20, moe_shared_expert_gate=True, add_qkv_bias=True)
+    run = our_config(qk_layernorm=False, moe_layer_freq=freq, ffn_hidden_size=28, **shared)
     our_run(tmp_path / "run", run, "full")
     for to, names in (("universal", "optimus"), ("universal", "hf"), ("zero", "hf-native-moe"), ("hf", "optimus")):
         there, back = (tmp_path / f"{to}-{names}{way}" for way in ("", "-back"))
@@ -188,6 +190,9 @@ def test_shared_experts_and_biases_come_back_from_every_format(tmp_path):
             original = whole.read(name, "master" if kind == "weight" else kind, 0, size)
             assert torch.equal(found.read(name, kind, 0, size), original), (to, name, kind)
         assert {name for name, _ in found.dtypes} == {name for name, _ in whole.dtypes}
+    # DeepSpeed numbers the layers that have experts
+    files = {path.name.partition("_expert_")[0] for path in tmp_path.glob("zero-*/global_step*/layer_*_expert_*")}
+    assert files == {f"layer_{number}" for number in range(len(run.model.moe_layers))}
 
 
 def test_expert_bias(tmp_path):

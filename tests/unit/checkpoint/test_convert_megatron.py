@@ -49,13 +49,15 @@ def assert_same_weights(left, right):
     assert all(torch.equal(left.buffers[name], right.buffers[name]) for name in left.buffers)
 
 
-# tensor-, pipeline-, expert-parallel size, MoE, QK-norm per head, tied embeddings, shared experts
+# tensor-, pipeline-, expert-parallel size, MoE, QK-norm per head, tied embeddings, shared experts, dense first layer
 _LOADED = [
     (1, 1, 1, False, True, True),
     (2, 1, 1, False, False, False),
     (1, 1, 2, True, True, False),
     (2, 1, 1, True, False, False),
     (2, 1, 1, True, False, False, True),
+    (2, 1, 1, True, False, False, True, True),
+    (1, 1, 2, True, True, False, False, True),
 ]
 _WRITTEN = [
     (2, 2, 1, False, True, True),
@@ -63,6 +65,7 @@ _WRITTEN = [
     (2, 1, 1, True, False, False),
     (2, 2, 1, True, False, False, True),
     (1, 2, 2, True, True, False, True),
+    (1, 2, 2, True, False, False, False, True),
 ]
 
 
@@ -184,6 +187,7 @@ _MODELS = {
         moe_shared_expert_gate=True,
         add_qkv_bias=True,
     ),
+    "dense-first": dict(num_experts=4, moe_ffn_hidden_size=8, moe_router_topk=2, moe_layer_freq=[0, 1, 0, 1]),
     "mula-dense": dict(normalization=Normalization.LAYERNORM_NONPARAMETRIC, qk_layernorm=False),
     "llama-tied": dict(qk_layernorm=False, untie_embeddings_and_output_weights=False),
     "qwen3": dict(qk_layernorm_scope=QKNormScope.HEAD),
@@ -218,6 +222,7 @@ def test_the_model_is_understood_from_the_arguments_alone(tmp_path):
             num_experts=4, moe_ffn_hidden_size=8, moe_router_topk=2, qk_layernorm=False, moe_router_norm_topk_prob=True
         ),
         "shared": _MODELS["shared"] | dict(qk_layernorm=False, moe_router_norm_topk_prob=True),
+        "dense-first": _MODELS["dense-first"] | dict(qk_layernorm=False, moe_router_norm_topk_prob=True),
         "qwen3": dict(qk_layernorm_scope=QKNormScope.HEAD),
         "dense": _MODELS["mula-dense"],
     }

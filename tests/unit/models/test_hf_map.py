@@ -60,6 +60,8 @@ _QWEN3 = dataclasses.replace(
     _DENSE_MULA, qk_layernorm_scope=QKNormScope.HEAD, clip_qkv=None, rotary_scaling=RotaryScaling.LINEAR
 )
 _QWEN2 = dataclasses.replace(_DENSE_MULA, qk_layernorm=False, clip_qkv=None, add_qkv_bias=True)
+_QWEN3_MOE_DENSE_FIRST = dataclasses.replace(_QWEN3_MOE, num_layers=4, moe_layer_freq=[0, 1, 0, 1], ffn_hidden_size=28)
+_QWEN2_MOE_EVERY_SECOND = dataclasses.replace(_QWEN2_MOE, num_layers=4, moe_layer_freq=[0, 0, 1, 1], ffn_hidden_size=28)
 _EXPRESSIBLE = {
     "olmoe": _MOE,
     "olmo": _OLMO,
@@ -71,9 +73,10 @@ _EXPRESSIBLE = {
     "qwen2_moe": _QWEN2_MOE,
     "granitemoeshared": _GRANITE,
 }
+_WITH_DENSE_LAYERS = (_QWEN3_MOE_DENSE_FIRST, _QWEN2_MOE_EVERY_SECOND)
 
 
-@pytest.mark.parametrize("config", [*_EXPRESSIBLE.values(), _DENSE_MULA])
+@pytest.mark.parametrize("config", [*_EXPRESSIBLE.values(), *_WITH_DENSE_LAYERS, _DENSE_MULA])
 def test_shapes_are_the_decoders(config):
     with torch.device("meta"):
         model = Decoder(config)
@@ -85,7 +88,7 @@ def test_the_family_follows_from_the_options(model_type):
     assert family_of(_EXPRESSIBLE[model_type]).model_type == model_type
 
 
-@pytest.mark.parametrize("config", _EXPRESSIBLE.values())
+@pytest.mark.parametrize("config", [*_EXPRESSIBLE.values(), *_WITH_DENSE_LAYERS])
 def test_parts_cover_each_tensor_once_in_order(config):
     names = []
     for name, shape in parameter_shapes(config).items():
@@ -123,12 +126,14 @@ def test_unknown_names():
         to_hf(_MOE, "layers.2.attention.q_proj.weight")
 
 
-@pytest.mark.parametrize("config", _EXPRESSIBLE.values())
+@pytest.mark.parametrize("config", [*_EXPRESSIBLE.values(), *_WITH_DENSE_LAYERS])
 def test_configuration_round_trip(config):
     back = model_config_from_hf(hf_config(config, "bfloat16"))
     assert hf_config(back, "bfloat16") == hf_config(config, "bfloat16")
     assert parameter_shapes(back) == parameter_shapes(config)
-    unused = {"ffn_hidden_size"} if config.is_moe else {"moe_ffn_hidden_size", "moe_router_topk", "moe_aux_loss_coeff"}
+    unused = {"moe_ffn_hidden_size", "moe_router_topk", "moe_aux_loss_coeff"}
+    if config.is_moe:
+        unused = set() if config.has_dense_layers else {"ffn_hidden_size"}
     for field in dataclasses.fields(ModelConfig):
         if field.name not in unused | {"kv_channels", "num_query_groups", "moe_router_norm_topk_prob"}:
             assert getattr(back, field.name) == getattr(config, field.name), field.name
@@ -148,6 +153,7 @@ def test_configuration_round_trip(config):
         (_MOE, {"normalization": Normalization.LAYERNORM_NONPARAMETRIC}, "normalization=layernorm-nonparametric"),
         (_MOE, {"moe_router_score_function": ScoreFunction.SIGMOID}, "moe_router_score_function=sigmoid"),
         (_MOE, {"moe_router_force_load_balancing": True}, "moe_router_force_load_balancing=True"),
+        (_MOE, {"moe_layer_freq": [0, 1]}, "moe_layer_freq=0 1 has no equivalent in Hugging Face's OLMoE, all of whose"),
         (_MIXTRAL, {"add_qkv_bias": True}, "add_qkv_bias=True has no equivalent in Hugging Face's Mixtral"),
         (_QWEN3, {"add_qkv_bias": True}, "add_qkv_bias=True has no equivalent in Hugging Face's Qwen3"),
         (_QWEN2_MOE, {"moe_shared_expert_gate": False}, "add_qkv_bias=True has no equivalent .* GraniteMoeShared"),
@@ -209,8 +215,9 @@ def test_unsupported_fields_are_named(changes, message):
         (_MIXTRAL, {"sliding_window": 4096}, "sliding_window=4096 is not supported; only None is"),
         (_MIXTRAL, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
         (_MIXTRAL, {"num_key_value_heads": None}, "num_key_value_heads=None must be a positive integer"),
-        (_QWEN3_MOE, {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
-        (_QWEN3_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        (_QWEN3_MOE, {"mlp_only_layers": "0"}, "mlp_only_layers='0' must be a list"),
+        (_QWEN3_MOE, {"mlp_only_layers": [0, 1]}, r"moe_layer_freq=0 0 \(2 numbers\)"),
+        (_QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be a positive integer"),
         (_QWEN3_MOE, {"moe_intermediate_size": None}, "moe_intermediate_size=None"),
         (_QWEN3_MOE, {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size=8 is not supported"),
         (_QWEN2_MOE, {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0 must be a positive"),
@@ -220,7 +227,6 @@ def test_unsupported_fields_are_named(changes, message):
         (_GRANITE, {"attention_multiplier": None}, "attention_multiplier=1.0 is not supported; only 0.5 is"),
         (_GRANITE, {"residual_multiplier": 0.22}, "residual_multiplier=0.22 is not supported; only 1.0 is"),
         (_QWEN2_MOE, {"qkv_bias": 1}, "qkv_bias=1 must be true or false"),
-        (_QWEN2_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
         (_QWEN3, {"use_sliding_window": True}, "use_sliding_window=True"),
         (_QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
         (_LLAMA, {"mlp_bias": True}, "mlp_bias=True"),
@@ -235,3 +241,11 @@ def test_unsupported_fields_of_other_families_are_named(config, changes, message
 def test_a_field_of_the_other_architecture_is_refused():
     with pytest.raises(ConfigError, match="num_experts=4 is not supported for model_type 'olmo'"):
         model_config_from_hf(hf_config(_OLMO, "float32") | {"num_experts": 4})
+
+
+def test_which_layers_are_dense_is_read_as_transformers_reads_it():
+    hf = hf_config(_QWEN3_MOE, "float32") | {"num_hidden_layers": 6, "intermediate_size": 28}
+    read = model_config_from_hf(hf | {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    assert (read.moe_layers, read.ffn_hidden_size) == ([1, 5], 28)
+    again = hf_config(read, "float32")
+    assert (again["decoder_sparse_step"], again["mlp_only_layers"]) == (1, [0, 2, 3, 4])

@@ -41,6 +41,16 @@ def test_exact_totals_with_shared_experts_are_those_of_transformers() -> None:
     assert (whole, counts.active) == (14_315_784_192, 2_689_173_504)
 
 
+def test_exact_totals_with_dense_layers_are_those_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.Qwen3MoeConfig(num_hidden_layers=5, mlp_only_layers=[0, 3], num_experts=16)
+    with torch.device("meta"):
+        whole = transformers.Qwen3MoeForCausalLM(theirs).num_parameters()
+    counts = count_parameters(model_config_from_hf(theirs.to_dict()))
+    experts = 3 * 16 * 3 * 2048 * 768
+    assert (counts.total, counts.active, counts.expert) == (whole, whole - experts // 2, experts)
+
+
 def test_dry_run_of_the_paper_layout() -> None:
     config = load(["--preset", "mula-220b-a10b"]).config
     assert smallest_world(config) == 96

@@ -58,6 +58,16 @@ def test_experts_count_by_top_k_and_the_router_by_experts() -> None:
     assert gated - flops(moe_shared_expert_intermediate_size=96) == 6 * 2048
 
 
+def test_layers_without_experts_count_as_dense() -> None:
+    shape = {"num_layers": 6, "hidden_size": 64, "num_attention_heads": 4, "moe_ffn_hidden_size": 48, "vocab_size": 96}
+
+    def flops(**changes: object) -> float:
+        return flops_per_token(ModelConfig(**shape, ffn_hidden_size=80, **changes), 128)  # type: ignore[arg-type]
+
+    mixed = flops(num_experts=8, moe_layer_freq=[0, 0, 1, 1, 1, 1])
+    assert mixed == pytest.approx(flops() / 3 + 2 * flops(num_experts=8) / 3, rel=1e-12)
+
+
 def test_mfu() -> None:
     assert mfu(1000.0, 2e9, 10e12) == pytest.approx(0.2)
     assert mfu(1000.0, 2e9, None) is None

@@ -23,6 +23,7 @@ BASE = (
     "--lr-warmup-iters 0 --train-iters 10 --eval-interval 0 "
 )
 MOE = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 48 "
+MIXED = MOE + "--moe-layer-freq [0]*2+[1]*2 "  # with two stages, the first one has no experts
 SHARED = MOE + "--moe-shared-expert-intermediate-size 80 --moe-shared-expert-gate --add-qkv-bias "
 
 

@@ -14,6 +14,7 @@ from megatron.optimus.planner.ring import FP32
 from megatron.optimus.planner.share import Share, shares
 from tests.helpers import run_distributed
 from tests.unit.planner.cases import (
+    MIXED,
     MOE,
     SHARED,
     alone_in_worlds,
@@ -35,6 +36,8 @@ WORLDS = [
     (MOE + "--no-accumulate-allreduce-grads-in-fp32 --params-dtype bf16 --optimizer muon", 1, 2),
     (SHARED + "--tensor-model-parallel-size 2 --expert-model-parallel-size 4", 6, 8),
     (SHARED + "--no-weight-decay-biases --optimizer muon", 1, 8),
+    (MIXED + "--tensor-model-parallel-size 2 --expert-model-parallel-size 4", 6, 8),
+    (MIXED + "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2", 1, 4),
     ("--pipeline-model-parallel-size 2 --no-untie-embeddings-and-output-weights --optimizer lion", 3, 4),
     ("--num-query-groups 2 --qk-layernorm-scope head --tensor-model-parallel-size 2 --optimizer sgd", 1, 4),
     ("--no-weight-decay-norms --no-weight-decay-embeddings --grad-reduce-in-bf16 --zero-stage 2", 0, 2),
@@ -123,7 +126,7 @@ def test_peaks_of_rings_and_of_blocks_on_their_way_are_those_of_a_real_layer() -
         config = run(words)
         check(config, 4)
         within = 0.02 if "bf16" in words else 0.01  # log-sum-exps, left out, weigh more
-        parts = {part.name: part for part in layer_parts(shares(config, 4)[0], CPU, frozenset(), offload=False)}
+        parts = {part.name: part for part in layer_parts(shares(config, 4)[0], CPU, frozenset(), is_moe=False, offload=False)}
         for name in ranks[0]:
             part, (forward, backward) = parts[name], (max(each[name][i] for each in ranks) for i in range(2))
             for moment, planned, counted in (
@@ -150,6 +153,8 @@ SENT = {
     ],
     4: [
         MOE + "--expert-model-parallel-size 2",
+        MIXED + "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2",
+        MIXED + "--tensor-model-parallel-size 2 --expert-model-parallel-size 4",
         MOE + "--expert-model-parallel-size 2 --zero-stage 2 --moe-router-load-balancing-type global_aux_loss",
         MOE + "--tensor-model-parallel-size 2 --expert-model-parallel-size 4",
         SHARED + "--tensor-model-parallel-size 2 --expert-model-parallel-size 4",

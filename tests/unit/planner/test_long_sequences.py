@@ -39,7 +39,7 @@ def test_kernels_of_the_ring_measured_on_h200_are_predicted(kernel: str, within:
     for ranks in (2, 8):
         words = "--deterministic" if kernel == "FLASH" else ""
         share, whole = long_sequence(ranks, f"--cp-comm-type p2p {words}"), long_sequence(ranks, words)
-        work, other = layer_work(share, frozenset()), layer_work(whole, frozenset())
+        work, other = (layer_work(one, frozenset(), is_moe=one.model.is_moe) for one in (share, whole))
         beside = (work.traffic - other.traffic) / H200.traffic.value
         seconds = work.attention / attention_rate(share, H200) + beside
         measured = [row for row in rows if re.match(f"ring of {ranks}, rank ., {kernel}", row["what"])]

@@ -198,10 +198,10 @@ def _extras(source: Source, options: Options, rank: Rank, tensors: dict[str, Any
         fused = options.transformer_engine
         names = []
         for index in range(per_stage):
+            is_moe = rank[1] * per_stage + index in c.moe_layers
             prefix = f"decoder.layers.{index}."
             names.append(prefix + ("self_attention.linear_qkv.layer_norm_" if fused else "input_layernorm."))
-            dense = fused and not c.is_moe
-            names.append(prefix + ("mlp.linear_fc1.layer_norm_" if dense else "pre_mlp_layernorm."))
+            names.append(prefix + ("mlp.linear_fc1.layer_norm_" if fused and not is_moe else "pre_mlp_layernorm."))
         if rank[1] == options.pp - 1:
             names.append("decoder.final_layernorm.")
         for name in names:

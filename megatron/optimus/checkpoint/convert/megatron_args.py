@@ -29,7 +29,6 @@ _CONSTANTS: dict[str, tuple[Any, ...]] = {
     "multi_latent_attention": (False,),
     "moe_router_num_groups": (None, 0),
     "moe_router_topk_scaling_factor": (None, 1.0),
-    "moe_layer_freq": (1, None),
     "window_size": (None,),
     "mtp_num_layers": (None, 0),
     "qk_l2_norm": (False,),
@@ -120,6 +119,11 @@ def _moe_options(args: Mapping[str, Any]) -> dict[str, Any]:
     balancing = args.get("moe_router_load_balancing_type", "aux_loss")
     known = {kind.value for kind in LoadBalancing}
     result["moe_router_load_balancing_type"] = LoadBalancing(balancing if balancing in known else "none")
+    freq = args.get("moe_layer_freq")
+    freq = [1] if freq is None else [freq] if isinstance(freq, int) else freq
+    if not isinstance(freq, list) or any(type(one) is not int for one in freq):
+        raise ConfigError(f"moe_layer_freq={freq!r} must be a number or a list of 0 and 1")
+    result["moe_layer_freq"] = freq
     if args.get("moe_ffn_hidden_size") is None:
         result["moe_ffn_hidden_size"] = _number(args, "ffn_hidden_size", int)
     return result
@@ -164,6 +168,7 @@ def arguments_of(source: Source, options: Options, padded_vocab_size: int) -> di
     if c.is_moe:
         result |= {
             "moe_ffn_hidden_size": c.moe_ffn_hidden_size,
+            "moe_layer_freq": c.moe_layer_freq[0] if len(c.moe_layer_freq) == 1 else list(c.moe_layer_freq),
             "moe_shared_expert_intermediate_size": c.moe_shared_expert_intermediate_size or None,
             "moe_shared_expert_gate": c.moe_shared_expert_gate,
             "moe_router_topk": c.moe_router_topk,

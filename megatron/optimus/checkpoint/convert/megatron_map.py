@@ -119,10 +119,10 @@ def _count_layers(present: Collection[str]) -> int:
 
 
 def _check_layout(model: ModelConfig, tp: int, ep: int) -> None:
-    inner = model.moe_ffn_hidden_size if model.is_moe else model.ffn_hidden_size
     for value, name, by in (
         (model.num_kv_heads, "num_query_groups", tp),
-        (inner, "moe_ffn_hidden_size" if model.is_moe else "ffn_hidden_size", tp),
+        (model.moe_ffn_hidden_size if model.is_moe else 0, "moe_ffn_hidden_size", tp),
+        (model.ffn_hidden_size if model.has_dense_layers else 0, "ffn_hidden_size", tp),
         (model.moe_shared_expert_intermediate_size, "moe_shared_expert_intermediate_size", tp),
         (model.num_experts, "num_experts", ep),
     ):
@@ -187,15 +187,16 @@ class _RankParts:
         legacy = f"language_model.encoder.layers.{index}."
         if names.choose((prefix + _QKV[0], legacy + _QKV[1])).startswith(legacy):
             prefix = legacy
+        is_moe = layer in c.moe_layers
         if self._has_norm_weights:
             for spellings, part, fusable in (
                 (_ATTENTION_NORM, "attention_norm", True),
-                (_MLP_NORM, "mlp_norm", not c.is_moe),
+                (_MLP_NORM, "mlp_norm", not is_moe),
             ):
                 block = Block(f"{ours}{part}.weight", 0, c.hidden_size, 0, 1)
                 self._add(names.norm(spellings, prefix, fusable=fusable), (c.hidden_size,), [block], same=True)
         self._attention(ours + "attention.", prefix)
-        if c.is_moe:
+        if is_moe:
             self._experts(ours + "moe.", prefix)
             if c.moe_shared_expert_intermediate_size:
                 self._shared_experts(ours + "moe.shared_experts.", prefix + _SHARED)

@@ -201,9 +201,10 @@ def plan(source: Source, options: Options) -> Plan:
     dense = [item for item in items if ".deepspeed_experts." not in item.key]
     experts: dict[str, list[ShardItem]] = defaultdict(list)
     for item in items:
-        match = re.search(r"layers\.(\d+)\..*\.deepspeed_experts\.(\d+)\.", item.key)  # every layer is a MoE layer
+        match = re.search(r"layers\.(\d+)\..*\.deepspeed_experts\.(\d+)\.", item.key)
         if match:
-            experts[f"layer_{match[1]}_expert_{match[2]}_mp_rank_00_model_states.pt"].append(item)
+            number = source.model.moe_layers.index(int(match[1]))  # DeepSpeed counts the layers that have experts
+            experts[f"layer_{number}_expert_{match[2]}_mp_rank_00_model_states.pt"].append(item)
     tag = f"global_step{source.step}"
 
     def write(directory: Path) -> None:
