@@ -171,7 +171,6 @@ FAMILIES = {
 LACKING = {
     "kv_lora_rank": "multi-head latent attention",
     "n_group": "group-limited routing",
-    "first_k_dense_replace": "dense layers before the MoE layers",
     "num_nextn_predict_layers": "multi-token prediction",
     "partial_rotary_factor": "rotation of a part of each head",
     "final_logit_softcapping": "capped logits",
@@ -204,8 +203,8 @@ def family_of(config: ModelConfig) -> Family:
             )
     if c.is_moe and c.has_dense_layers and not family.has_dense_layers:
         raise ConfigError(
-            f"moe_layer_freq={shown(c.moe_layer_freq)} has no equivalent in Hugging Face's {family.title}, all of whose "
-            "layers have experts"
+            f"moe_layer_freq={shown(c.moe_layer_freq)} has no equivalent in Hugging Face's {family.title}, all "
+            "of whose layers have experts"
         )
     if not family.has_head_dim and c.head_dim * c.num_attention_heads != c.hidden_size:
         raise ConfigError(

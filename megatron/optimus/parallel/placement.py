@@ -66,7 +66,9 @@ def read_placements(config: RunConfig, mesh: Mesh, device: torch.device) -> tupl
     path = config.parallel.moe_expert_placement_file
     if path is None:
         return None
-    sizes = dict(num_layers=len(config.model.moe_layers), num_experts=config.model.num_experts, num_ranks=mesh.size("ep"))
+    sizes = dict(
+        num_layers=len(config.model.moe_layers), num_experts=config.model.num_experts, num_ranks=mesh.size("ep")
+    )
     ranks = Ranks(None, device)
 
     def read() -> bytes:

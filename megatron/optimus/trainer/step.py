@@ -113,9 +113,7 @@ class _Totals:
         if self.moe_layers:  # on a stage without any of them too: the sum over ranks is one of all
             # Row by row: a list of rows as the index would travel to the device, and the host would wait for it.
             none_E = zero.new_zeros(self.num_experts, dtype=torch.int64)
-            counts_LE = torch.stack(
-                [seen.stats[n].counts_E if n in seen.stats else none_E for n in self.moe_layers]
-            )
+            counts_LE = torch.stack([seen.stats[n].counts_E if n in seen.stats else none_E for n in self.moe_layers])
             self.counts_LE = counts_LE if self.counts_LE is None else self.counts_LE + counts_LE
 
     def reduce(self, group: dist.ProcessGroup | None, *, stop_requested: bool = False) -> None:

@@ -38,6 +38,11 @@ CHUNKS = "--virtual-pipeline-model-parallel-size 2"
             8,
             ["=4 must divide moe_shared_expert_intermediate_size=90; use 1, 2, 3, 5"],
         ),
+        (
+            f"{MOE} --moe-layer-freq 2 --ffn-hidden-size 90 --tensor-model-parallel-size 4",
+            8,
+            ["=4 must divide ffn_hidden_size=90; use 1, 2, 3, 5"],
+        ),
         ("--num-experts 10 --expert-model-parallel-size 4", 8, ["=4 must divide num_experts=10; use 1 or 2"]),
         ("--num-experts 6 --moe-router-topk 2 --expert-model-parallel-size 12", 8, ["size 8; use 1, 2, 4 or 8"]),
         (

@@ -42,5 +42,5 @@ def test_it_survives_files() -> None:
 )
 def test_what_is_no_list_of_whole_numbers(text: str) -> None:
     assert parse_integers(text) is None
-    with pytest.raises(ConfigError, match="--moe-layer-freq=.*expected a list of an integer"):
+    with pytest.raises(ConfigError, match=r"--moe-layer-freq=.*expected a list of an integer"):
         moe_layers(text)

@@ -153,7 +153,11 @@ def test_configuration_round_trip(config):
         (_MOE, {"normalization": Normalization.LAYERNORM_NONPARAMETRIC}, "normalization=layernorm-nonparametric"),
         (_MOE, {"moe_router_score_function": ScoreFunction.SIGMOID}, "moe_router_score_function=sigmoid"),
         (_MOE, {"moe_router_force_load_balancing": True}, "moe_router_force_load_balancing=True"),
-        (_MOE, {"moe_layer_freq": [0, 1]}, "moe_layer_freq=0 1 has no equivalent in Hugging Face's OLMoE, all of whose"),
+        (
+            _MOE,
+            {"moe_layer_freq": [0, 1]},
+            "moe_layer_freq=0 1 has no equivalent in Hugging Face's OLMoE, all of whose",
+        ),
         (_MIXTRAL, {"add_qkv_bias": True}, "add_qkv_bias=True has no equivalent in Hugging Face's Mixtral"),
         (_QWEN3, {"add_qkv_bias": True}, "add_qkv_bias=True has no equivalent in Hugging Face's Qwen3"),
         (_QWEN2_MOE, {"moe_shared_expert_gate": False}, "add_qkv_bias=True has no equivalent .* GraniteMoeShared"),
@@ -180,14 +184,14 @@ def test_what_hugging_face_cannot_express_is_named(config, changes, message):
             {"model_type": "deepseek_v3", "kv_lora_rank": 512, "n_shared_experts": 1, "n_group": 8}
             | {"first_k_dense_replace": 3, "num_nextn_predict_layers": 1, "routed_scaling_factor": 2.5}
             | {"quantization_config": {"quant_method": "fp8"}, "rope_scaling": {"type": "yarn", "factor": 40}},
-            r"multi-head latent attention \(kv_lora_rank=512\), group-limited routing .*, dense"
-            r" layers before .*, multi-token prediction .*, a factor on the experts' sum \(.*2.5\), quantized"
+            r"multi-head latent attention \(kv_lora_rank=512\), group-limited routing .*,"
+            r" multi-token prediction .*, a factor on the experts' sum \(.*2.5\), quantized"
             r" weights .*, stretched rotation of this kind \(rope_scaling='yarn'\); supported: ",
         ),
         (
             {"model_type": "deepseek_v2", "kv_lora_rank": 512, "n_shared_experts": 2, "first_k_dense_replace": 1},
             r"model_type='deepseek_v2' is not supported; it needs .*: multi-head latent attention "
-            r"\(kv_lora_rank=512\), dense layers before the MoE layers \(first_k_dense_replace=1\); supported: ",
+            r"\(kv_lora_rank=512\); supported: ",
         ),
         ({"model_type": None}, "model_type=None"),
         ({"sliding_window": 128}, "sliding_window=128 is not supported"),

@@ -126,7 +126,9 @@ def test_peaks_of_rings_and_of_blocks_on_their_way_are_those_of_a_real_layer() -
         config = run(words)
         check(config, 4)
         within = 0.02 if "bf16" in words else 0.01  # log-sum-exps, left out, weigh more
-        parts = {part.name: part for part in layer_parts(shares(config, 4)[0], CPU, frozenset(), is_moe=False, offload=False)}
+        parts = {
+            part.name: part for part in layer_parts(shares(config, 4)[0], CPU, frozenset(), is_moe=False, offload=False)
+        }
         for name in ranks[0]:
             part, (forward, backward) = parts[name], (max(each[name][i] for each in ranks) for i in range(2))
             for moment, planned, counted in (
