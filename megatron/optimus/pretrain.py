@@ -131,7 +131,7 @@ def _check_same(config: RunConfig, ranks: Ranks) -> None:
 
 def _check_tokens(config: RunConfig, launch: LaunchEnv) -> None:
     data = config.data
-    further = (prefix for prefixes in data.valid_sets.values() for prefix in prefixes)
+    further = (prefix for prefixes in (data.valid_sets | data.test_sets).values() for prefix in prefixes)
     prefixes = list(dict.fromkeys([*read_sources(data).prefixes, *further]))[launch.rank :: launch.world_size]
     eod_id = build_tokenizer(data.tokenizer_type, data.tokenizer_model).eod_id if data.needs_eod else None
     check_contents(prefixes, config.model.vocab_size, eod_id=eod_id)

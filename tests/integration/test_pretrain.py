@@ -41,11 +41,11 @@ def tensors(checkpoint: Path) -> dict[tuple[str, str], torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory, pretrain: Program) -> Path:
-    """Two ranks, expert parallelism 2, eight steps without interruption."""
+def unbroken(tmp_path_factory: pytest.TempPathFactory, pretrain: Program, tokens: Path) -> Path:
+    """Two ranks, expert parallelism 2, eight steps without interruption, then a test set."""
     run_dir = tmp_path_factory.mktemp("unbroken")
-    out = succeed(pretrain(run_dir, "--expert-model-parallel-size", 2, ranks=2))
-    assert "step=8 loss=" in out
+    out = succeed(pretrain(run_dir, "--expert-model-parallel-size", 2, "--test-data-path", f"held={tokens}", ranks=2))
+    assert "step=8 loss=" in out and out.index("step=8 loss=") < out.index("held: loss ")
     return run_dir
 
 
@@ -67,13 +67,21 @@ def test_every_step_is_reported_and_the_loss_falls(unbroken: Path) -> None:
     assert [sum(layer) for layer in load["slots_per_layer_and_expert"]] == [8 * 32 * 2] * 2
 
 
-def test_resumed_run_equals_the_unbroken_one_bit_for_bit(tmp_path: Path, pretrain: Program, unbroken: Path) -> None:
-    options = ("--expert-model-parallel-size", 2)
+def test_resumed_run_equals_the_unbroken_one_bit_for_bit(
+    tmp_path: Path, pretrain: Program, unbroken: Path, tokens: Path
+) -> None:
+    """Its test set, too, which is evaluated after the last step and by a run that finds nothing left to train."""
+    options, tested = ("--expert-model-parallel-size", 2, "--test-data-path", f"held={tokens}"), "evaluation.json"
     succeed(pretrain(tmp_path, *options, "--exit-interval", 3, ranks=2))
-    assert [line["step"] for line in numbers(tmp_path)] == [1, 2, 3]
+    assert [line["step"] for line in numbers(tmp_path)] == [1, 2, 3] and not (tmp_path / tested).exists()
     out = succeed(pretrain(tmp_path, *options, ranks=2))
     assert "resumed from" in out and "step 3, 24 samples" in out
     assert numbers(tmp_path) == numbers(unbroken)
+    told = (unbroken / tested).read_text()
+    assert (tmp_path / tested).read_text() == told and json.loads(told)["step"] == 8
+    (tmp_path / tested).unlink()
+    succeed(pretrain(tmp_path, *options, ranks=2))
+    assert (tmp_path / tested).read_text() == told and numbers(tmp_path) == numbers(unbroken)
     resumed, reference = (tensors(run / "checkpoints/step-00000008") for run in (tmp_path, unbroken))
     assert resumed.keys() == reference.keys()
     for key, tensor in reference.items():
@@ -244,12 +252,15 @@ def test_a_checkpoint_is_evaluated_at_another_layout_as_its_run_did(
 ) -> None:
     """The same loss as the run's own validation; a share without a batch is left out by name, a named set is not."""
     options = ["--skip-train", "--load", unbroken / "checkpoints", "--valid-data-path", f"whole={tokens}"]
+    options += ["--test-data-path", f"held={tokens}"]
     said = succeed(pretrain(tmp_path, *options))
     found = json.loads((tmp_path / "evaluation.json").read_text())
     expected = numbers(unbroken)[-1]["valid_loss"]
     assert found["step"] == 8 and found["validation"]["loss"] == pytest.approx(expected, rel=1e-5)
     assert found["validation"]["perplexity"] == pytest.approx(math.exp(expected), rel=1e-4)
     assert abs(found["whole"]["loss"] - expected) < 0.5 and found["whole"]["loss"] != found["validation"]["loss"]
+    held = json.loads((unbroken / "evaluation.json").read_text())["held"]
+    assert found["held"] == found["whole"] == pytest.approx(held, rel=1e-5) and held["tokens"] == 8 * 32
     assert found["validation"]["tokens"] == 8 * 32 and "test" not in found and "not evaluated: test" in said
     assert not list((tmp_path / "checkpoints").glob("step-*")) and not (tmp_path / "metrics.jsonl").exists()
 

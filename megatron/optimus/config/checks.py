@@ -61,7 +61,7 @@ def check_trainable(config: RunConfig) -> None:
             "use tensor_model_parallel_size=1 or another optimizer"
         )
     _raise_if(_stock_zero(config))
-    only_sets = config.training.skip_train and bool(config.data.valid_data_path)
+    only_sets = config.training.skip_train and bool(config.data.valid_data_path or config.data.test_data_path)
     if not config.data.data_path and config.data.data_file_list is None and not only_sets:
         raise ConfigError(
             "data_path is empty: name the prefixes of the .bin/.idx pairs that tools/preprocess_data.py wrote, "
@@ -319,7 +319,7 @@ def warmup_fits_run(config: RunConfig, world_size: int) -> str | None:
 
 def validation_has_data(config: RunConfig, world_size: int) -> str | None:
     _, valid, test = parse_split(config.data.split)
-    if config.data.valid_data_path:
+    if config.data.valid_data_path or (config.training.skip_train and config.data.test_data_path):
         return None
     if config.training.skip_train:
         remedy = "give the second or third share a value, for example '0,1,0' for all of it"

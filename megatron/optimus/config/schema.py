@@ -315,6 +315,9 @@ class DataConfig:
     valid_data_path: list[str] = option(
         [], "further validation sets, NAME=PREFIX or PREFIX each: whole .bin/.idx pairs, a loss for each name"
     )
+    test_data_path: list[str] = option(
+        [], "test sets, as valid_data_path has them: evaluated after the last step, and with skip_train"
+    )
     tokenizer_type: TokenizerType = option(TokenizerType.HF, "kind of tokenizer")
     tokenizer_model: str | None = option(None, "its file or folder; copied into exports")
     packing: Packing = option(Packing.NONE, "what a sample is made of: a stretch of documents, or whole ones")
@@ -334,7 +337,12 @@ class DataConfig:
     @property
     def valid_sets(self) -> dict[str, list[str]]:
         """Prefixes of the further validation sets, by name."""
-        return parse_named_prefixes(self.valid_data_path)
+        return parse_named_prefixes(self.valid_data_path, "valid_data_path")
+
+    @property
+    def test_sets(self) -> dict[str, list[str]]:
+        """Prefixes of the test sets, by name."""
+        return parse_named_prefixes(self.test_data_path, "test_data_path")
 
     @property
     def needs_eod(self) -> bool:
@@ -344,7 +352,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         parse_split(self.split)
-        parse_named_prefixes(self.valid_data_path)
+        both = sorted(self.valid_sets.keys() & self.test_sets.keys())
+        require(not both, f"valid_data_path and test_data_path both have a set {one_of(both)}; use another name")
         require("" not in self.data_path, f"data_path={self.data_path} names an empty prefix; remove it")
         require(
             not self.data_path or self.data_file_list is None,

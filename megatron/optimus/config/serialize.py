@@ -47,7 +47,8 @@ def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
 
     Only what bears on the training itself: when something is logged, validated or saved may change freely.
     """
-    free = {"exit_interval", "eval_interval", "eval_iters", "skip_train", "iterations_to_skip", "valid_data_path"}
+    free = {"exit_interval", "eval_interval", "eval_iters", "skip_train", "iterations_to_skip"}
+    free |= {"valid_data_path", "test_data_path"}
     changes = []
     for section in ("model", "parallel", "optimizer", "training", "data"):
         old, new = before.get(section, {}), after.get(section, {})

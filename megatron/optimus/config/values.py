@@ -53,10 +53,11 @@ def parse_split(text: str) -> tuple[Fraction, Fraction, Fraction]:
     return numbers[0] / total, numbers[1] / total, numbers[2] / total
 
 
-def parse_named_prefixes(words: Iterable[str]) -> dict[str, list[str]]:
+def parse_named_prefixes(words: Iterable[str], option: str) -> dict[str, list[str]]:
     """Names, each with its prefixes in order, from "web=data/web", or "data/web" whose name is "web".
 
-    Words with one name belong together. What is before the first = is a name unless it holds a /. Raises ConfigError.
+    Words with one name belong together. What is before the first = is a name unless it holds a /. Raises ConfigError
+    that names the ``option``.
     """
     found: dict[str, list[str]] = {}
     for word in words:
@@ -67,16 +68,16 @@ def parse_named_prefixes(words: Iterable[str]) -> dict[str, list[str]]:
             name, prefix = name.removesuffix(suffix), prefix.removesuffix(suffix)
         require(
             bool(name and prefix) and not _is_number(word),
-            f"valid_data_path: {word!r} is not NAME=PREFIX or a prefix of a .bin/.idx pair; each is a set of its own, "
+            f"{option}: {word!r} is not NAME=PREFIX or a prefix of a .bin/.idx pair; each is a set of its own, "
             "without weights",
         )
         require(
             name not in ("step", "validation", "test"),
-            f"valid_data_path: a set cannot have the name {name!r}, which is that of something else; use another name",
+            f"{option}: a set cannot have the name {name!r}, which is that of something else; use another name",
         )
         require(
             prefix not in found.get(name, []),
-            f"valid_data_path: set {name!r} names {prefix} twice; name each file once",
+            f"{option}: set {name!r} names {prefix} twice; name each file once",
         )
         found.setdefault(name, []).append(prefix)
     return found

@@ -56,6 +56,7 @@ VALIDATION, TEST = "validation", "test"  # the shares of ``split`` beside the na
 class RunData:
     train: BatchLoader
     valid: dict[str, BatchLoader]  # by name: VALIDATION, and further sets; none when validation is off
+    test: dict[str, BatchLoader]  # by name
 
 
 def build_data(config: RunConfig, mesh: Mesh, device: torch.device) -> RunData:
@@ -69,15 +70,16 @@ def build_data(config: RunConfig, mesh: Mesh, device: torch.device) -> RunData:
 
 
 def _open(config: RunConfig, ranks: Ranks) -> tuple[Sources, TokenFiles]:
-    """What the training data are, and the files of these and of the validation sets, each once."""
+    """What the training data are, and the files of these and of the validation and test sets, each once."""
     sources = ranks.together(lambda: read_sources(config.data), "reading what the data is", DataError)
-    further = [prefix for prefixes in config.data.valid_sets.values() for prefix in prefixes]
+    sets = config.data.valid_sets | config.data.test_sets
+    further = [prefix for prefixes in sets.values() for prefix in prefixes]
     return sources, open_together(list(dict.fromkeys([*sources.prefixes, *further])), ranks)
 
 
 def build_evaluation_data(config: RunConfig, mesh: Mesh, device: torch.device) -> dict[str, BatchLoader]:
     """Loaders of VALIDATION and TEST, those of the two whose share holds a global batch, and of the further validation
-    sets. Collective.
+    and test sets. Collective.
 
     Raises DataError on every rank if there are none, if a further set is too small, or if the data cannot be used.
     """
@@ -96,7 +98,8 @@ def build_evaluation_data(config: RunConfig, mesh: Mesh, device: torch.device) -
                 found[name] = _loader(config, mesh, device, options, None, instances, part)
             except DataError as error:
                 problems.append(f"{name}: {error}")
-        found.update(_further_sets(config, mesh, device, options, files))
+        for option, sets in (("valid_data_path", config.data.valid_sets), ("test_data_path", config.data.test_sets)):
+            found.update(_further_sets(sets, option, config, mesh, device, options, files))
         if not found:
             raise DataError("; ".join(problems))
         for problem in problems:
@@ -120,23 +123,30 @@ def _loaders(config: RunConfig, mesh: Mesh, device: torch.device, sources: Sourc
     if config.training.eval_interval > 0:
         if parse_split(config.data.split)[Split.VALID] > 0:
             valid[VALIDATION] = loader(None, _instances(config, sources, files, Split.VALID), Split.VALID)
-        valid.update(_further_sets(config, mesh, device, options, files))
-    return RunData(loader(fim, train, Split.TRAIN), valid)
+        valid.update(_further_sets(config.data.valid_sets, "valid_data_path", config, mesh, device, options, files))
+    test = _further_sets(config.data.test_sets, "test_data_path", config, mesh, device, options, files)
+    return RunData(loader(fim, train, Split.TRAIN), valid, test)
 
 
 def _further_sets(
-    config: RunConfig, mesh: Mesh, device: torch.device, options: SampleOptions, files: TokenFiles
+    sets: dict[str, list[str]],
+    option: str,
+    config: RunConfig,
+    mesh: Mesh,
+    device: torch.device,
+    options: SampleOptions,
+    files: TokenFiles,
 ) -> dict[str, BatchLoader]:
-    """Loaders of the sets in ``valid_data_path``, each of whole files in their order."""
+    """Loaders of the sets that an option names, each of whole files in their order."""
     loaders = {}
-    for name, prefixes in config.data.valid_sets.items():
+    for name, prefixes in sets.items():
         try:
             instances = InstanceSet(
                 prefixes, config.training.seq_length, split="0,1,0", **_reading(config, files, Split.VALID)
             )
             loaders[name] = _loader(config, mesh, device, options, None, instances, Split.VALID)
         except DataError as error:
-            raise DataError(f"valid_data_path, set {name}: {error}") from error
+            raise DataError(f"{option}, set {name}: {error}") from error
     return loaders
 
 

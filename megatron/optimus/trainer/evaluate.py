@@ -1,10 +1,11 @@
-"""The loss of a checkpoint on data that no step has seen, at any layout; and of a run between its steps."""
+"""The loss on data that no step has seen: of a checkpoint at any layout, of a run between its steps and at its end."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,25 @@ def evaluate(config: RunConfig, mesh: Mesh, device: torch.device) -> None:
     step, _ = checkpoints.resume()
     if checkpoints.found_none:
         raise CheckpointError("skip_train=True, but there is no checkpoint to evaluate; name one in load, or a run_dir")
+    evaluate_sets(loaders, step, schedule, config, mesh, device, ranks)
+    for loader in loaders.values():
+        loader.close()
+    checkpoints.close()
+
+
+def evaluate_sets(
+    loaders: Mapping[str, BatchLoader],
+    step: int,
+    schedule: Schedule,
+    config: RunConfig,
+    mesh: Mesh,
+    device: torch.device,
+    ranks: Ranks,
+) -> None:
+    """Writes the loss over every set, by its name, and the ``step`` into ``<run_dir>/evaluation.json``. Collective.
+
+    Raises DataError or TrainingError on every rank where one cannot read or write.
+    """
     found: dict[str, Any] = {"step": step}
     tokens = config.training.global_batch_size * config.training.seq_length
     for name, loader in loaders.items():
@@ -66,8 +86,6 @@ def evaluate(config: RunConfig, mesh: Mesh, device: torch.device) -> None:
         perplexity = math.exp(min(loss, 700.0))  # beyond that no float holds it
         found[name] = {"loss": loss, "perplexity": perplexity, "tokens": (loader.num_batches or 0) * tokens}
         logger.info("%s: loss %.4f nats, perplexity %.2f, %d tokens", name, loss, perplexity, found[name]["tokens"])
-        loader.close()
-    checkpoints.close()
 
     def write() -> None:
         if mesh.rank == 0:

@@ -26,7 +26,7 @@ from megatron.optimus.runtime.stopping import StopRequest
 from megatron.optimus.trainer.build import build_data, build_model
 from megatron.optimus.trainer.checkpoints import Checkpoints
 from megatron.optimus.trainer.engine import DTYPES, build_engine
-from megatron.optimus.trainer.evaluate import loss_over
+from megatron.optimus.trainer.evaluate import evaluate_sets, loss_over
 from megatron.optimus.trainer.health import Health, TrainingError
 from megatron.optimus.trainer.pending import QueuedStep, Teller
 from megatron.optimus.trainer.profiling import StepProfiler
@@ -124,8 +124,18 @@ class Trainer:
                     unfinished = teller.stop_requested and self.step < self.last_step
                     if unfinished:
                         self.ranks.together(train.check, f"reading beyond step {self.step}", DataError)
+                    if self.step == self.last_step and not teller.stop_requested:
+                        self._test()
                     return 128 + (stop.signal or signal.SIGTERM) if unfinished else 0
+            self._test()  # a run that had ended, perhaps before this
         return 0
+
+    def _test(self) -> None:
+        """The loss over the test sets, when everything else is done and saved."""
+        if self.data.test:
+            self.checkpoints.finish()
+            how = (self.schedule, self.config, self.mesh, self.device, self.ranks)
+            evaluate_sets(self.data.test, self.step, *how)
 
     def _keep_norms(self) -> None:
         self.checkpoints.kept = {_NORMS: self.health.grad_norms.plain()}
@@ -181,7 +191,7 @@ class Trainer:
     def close(self) -> None:
         """Ends the data threads and frees the folder of checkpoints."""
         self.checkpoints.close()
-        for loader in (self.data.train, *self.data.valid.values()):
+        for loader in (self.data.train, *self.data.valid.values(), *self.data.test.values()):
             loader.close()
 
     def _is_due(self, what: str) -> bool:

@@ -74,6 +74,8 @@ from megatron.optimus.config.schema import (
         (DataConfig, {"data_path": ["a", ""]}, ["data_path", "empty"]),
         (DataConfig, {"valid_data_path": ["web="]}, ["'web='", "NAME=PREFIX"]),
         (DataConfig, {"valid_data_path": ["0.5", "a"]}, ["'0.5'", "without weights"]),
+        (DataConfig, {"test_data_path": ["step=a"]}, ["test_data_path", "'step'", "another name"]),
+        (DataConfig, {"test_data_path": ["x/web"], "valid_data_path": ["web=b"]}, ["both have a set web", "another"]),
         (DataConfig, {"valid_data_path": ["test=a"]}, ["'test'", "another name"]),
         (DataConfig, {"valid_data_path": ["x/web", "web=x/web.bin"]}, ["'web'", "x/web twice"]),
         (CheckpointConfig, {"save_retain": 0}, ["save_retain=0", "1 or more"]),
