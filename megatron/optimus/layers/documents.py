@@ -2,7 +2,7 @@
 
 There is never a mask of S x S. Rows are laid end to end and documents are the ranges of that one axis, so the cost is
 the sum of the documents' squares. In half precision on CUDA this is torch's variable-length flash attention, one kernel
-for all documents; elsewhere a call of scaled_dot_product_attention for each document.
+for all documents; elsewhere, and for heads that it does not take, a call of scaled_dot_product_attention for each.
 
 Shapes: B sequences, S positions, T = B * S tokens, N documents, H query heads, G key/value heads, d head width.
 """
@@ -58,7 +58,9 @@ def document_attention(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, documents
     rows, _, length, _ = q_BHSd.shape
     if documents.bounds[-1] != rows * length:
         raise ValueError(f"documents end at token {documents.bounds[-1]}, the batch has {rows} x {length}")
-    if q_BHSd.is_cuda and q_BHSd.dtype in (torch.float16, torch.bfloat16):
+    # The kernel itself wants heads of such widths; scaled_dot_product_attention sees to others.
+    fits = q_BHSd.shape[-1] % 8 == 0 and q_BHSd.shape[-1] <= 256
+    if q_BHSd.is_cuda and fits and q_BHSd.dtype in (torch.float16, torch.bfloat16):
         return _fused(q_BHSd, k_BGSd, v_BGSd, documents)
     return _one_by_one(q_BHSd, k_BGSd, v_BGSd, documents)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -93,6 +94,27 @@ def test_fused_on_a_device(num_groups: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert called
     for a, b in zip(ours, gradients(masked, [x.detach().float().requires_grad_() for x in inputs]), strict=True):
         torch.testing.assert_close(a.float(), b, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "is_fused"),
+    [
+        (64, torch.bfloat16, True),
+        (256, torch.float16, True),
+        (64, torch.float32, False),
+        (36, torch.bfloat16, False),
+        (264, torch.bfloat16, False),
+    ],
+)
+def test_the_fused_kernel_gets_what_it_takes(
+    width: int, dtype: torch.dtype, is_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refuses heads whose width is no multiple of 8 or beyond 256. Tensors of a pretended device."""
+    monkeypatch.setattr(module, "_fused", lambda *args: True)
+    monkeypatch.setattr(module, "_one_by_one", lambda *args: False)
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 8, width, dtype=dtype, device="cuda")
+    assert document_attention(q, q, q, Documents.from_starts([[3]], 8)) is is_fused
 
 
 def test_cost_is_the_sum_of_squares() -> None:
