@@ -123,6 +123,11 @@ class Mixture:
         self._seeds = [seed ^ xxhash.xxh3_64_intdigest(Path(name).name.encode()) for name in self.names]
         self._files_of = [len(sources.corpora[number].prefixes) for number in kept]
         stages = sources.stages if part is Split.TRAIN else sources.stages[:1]
+        if part is not Split.TRAIN and stages and not any(stages[0].weights[number] for number in kept):
+            raise DataError(
+                f"no corpus that the first stage draws from has an instance in the {part.name.lower()} split "
+                f"({split}); give that split a larger share"
+            )
         self._plan_stages(stages, kept)
 
     def _plan_stages(self, stages: Sequence[Stage], kept: list[int]) -> None:

@@ -67,10 +67,18 @@ class Trainer:
 
     def fit(self) -> int:
         """Trains up to ``train_iters`` steps or ``train_samples`` samples, up to a multiple of ``exit_interval``, or
-        until a signal asks to stop.
+        until a signal asks to stop. A run that is at its end, this one or an earlier start of it, has its test sets
+        evaluated.
 
         Returns the exit code: 0, or that of the signal as shells report it. Everything up to the last step is saved.
         """
+        code = self._train()
+        if self.data.test and self.step >= self.last_step:
+            how = (self.schedule, self.config, self.mesh, self.device, self.ranks)
+            evaluate_sets(self.data.test, self.step, *how)
+        return code
+
+    def _train(self) -> int:
         reporter = self._open_reporter()
         train = self.data.train
         first = partial(train.start, self.consumed_samples, self.last_step - self.step, self._left_out())
@@ -124,18 +132,8 @@ class Trainer:
                     unfinished = teller.stop_requested and self.step < self.last_step
                     if unfinished:
                         self.ranks.together(train.check, f"reading beyond step {self.step}", DataError)
-                    if self.step == self.last_step and not teller.stop_requested:
-                        self._test()
                     return 128 + (stop.signal or signal.SIGTERM) if unfinished else 0
-            self._test()  # a run that had ended, perhaps before this
         return 0
-
-    def _test(self) -> None:
-        """The loss over the test sets, when everything else is done and saved."""
-        if self.data.test:
-            self.checkpoints.finish()
-            how = (self.schedule, self.config, self.mesh, self.device, self.ranks)
-            evaluate_sets(self.data.test, self.step, *how)
 
     def _keep_norms(self) -> None:
         self.checkpoints.kept = {_NORMS: self.health.grad_norms.plain()}

@@ -242,6 +242,15 @@ def test_splits_of_a_mixture(folder: Path, caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.WARNING, logger="optimus"):
         small = mixture(blend(folder, YAML), Split.VALID, "95,5,0")
     assert small.names == ["web", "code"] and "corpus wiki is left out of the valid split" in caplog.text
+    later = YAML.replace("weight: 0.6", "weight: 0").replace("weight: 0.3", "weight: 0")
+    with pytest.raises(
+        DataError, match=r"no corpus that the first stage draws from has an instance in the valid split"
+    ):
+        mixture(
+            blend(folder, later + "stages: [{start_samples: 100, weights: {web: 1, code: 1, wiki: 0}}]"),
+            Split.VALID,
+            "95,5,0",
+        )
     with pytest.raises(DataError, match=r"corpus wiki: .*too little data"):
         mixture(blend(folder, YAML), Split.TRAIN, "5,95,0")
 
