@@ -131,7 +131,7 @@ class Run:
         trainer = self.trainer = Trainer.__new__(Trainer)
         trainer.config, trainer.mesh = config, Mesh(config.parallel, rank=0, world_size=1)
         trainer.device, trainer.ranks, trainer.runs_behind = torch.device("cpu"), Ranks.alone(), True
-        trainer.data = SimpleNamespace(train=self, valid={"validation": None})  # type: ignore[assignment]
+        trainer.data = SimpleNamespace(train=self, valid={"validation": None}, test={})  # type: ignore[assignment]
         trainer.engine = SimpleNamespace(module=nn.Module(), optimizer=SimpleNamespace(param_groups=[]))
         trainer.schedule, trainer.checkpoints = None, self  # type: ignore[assignment]
         trainer.step = trainer.first_step = trainer.consumed_samples = trainer._told_size = 0
