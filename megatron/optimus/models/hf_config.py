@@ -160,8 +160,7 @@ def model_config_from_hf(hf: dict[str, Any]) -> ModelConfig:
         usual, given = (options["hidden_size"] / heads) ** -0.5, number(hf, "attention_multiplier", float)
         if not math.isclose(given, usual, rel_tol=1e-6):
             raise ConfigError(f"config.json: attention_multiplier={given} is not supported; only {usual:.6g} is")
-    if family.has_dense_layers:
-        options |= _dense_layers(hf, options["num_layers"])
+    options |= _dense_layers(hf, options["num_layers"])
     # transformers >= 5 writes num_local_experts where earlier versions wrote num_experts.
     experts = "num_local_experts" if "num_local_experts" in hf else "num_experts"
     if hf.get(experts) != hf.get("num_experts", hf.get(experts)):
@@ -176,7 +175,8 @@ def model_config_from_hf(hf: dict[str, Any]) -> ModelConfig:
 
 
 def _dense_layers(hf: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """Our options for which layers have experts, and how wide the others are."""
+    """Our options for which layers have experts, and how wide the others are; fields of DENSE_FIELDS are refused before
+    where the architecture does not have them."""
     step, dense = number(hf, "decoder_sparse_step", int, 1), hf.get("mlp_only_layers", [])
     if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
         raise ConfigError(f"config.json: mlp_only_layers={dense!r} must be a list of layers' numbers")

@@ -75,13 +75,22 @@ def test_a_step_with_a_long_sequence_measured_on_h200_is_predicted(
 def test_a_ring_without_a_kernel_is_planned_by_its_scores() -> None:
     """Aurora: products in fp32 instead of attention, every score through memory; Ulysses has torch's kernel."""
     ring, whole = long_sequence(8, "--cp-comm-type p2p"), long_sequence(1, "")
-    work, other = layer_work(ring, frozenset(), XPU), layer_work(whole, frozenset(), XPU)
+    work, other = (
+        layer_work(ring, frozenset(), XPU, is_moe=ring.model.is_moe),
+        layer_work(whole, frozenset(), XPU, is_moe=whole.model.is_moe),
+    )
     scores = 16 * 131072**2 / 2 * (8 + 1) / 8 / 8  # a rank's own block is whole
     assert (work.attention, work.wide) == (0.0, pytest.approx(14 * 128 * scores))
+<<<<<<< HEAD
     beside = layer_work(ring, frozenset(), BEFORE.kernels).traffic
+=======
+    beside = layer_work(ring, frozenset(), is_moe=ring.model.is_moe).traffic
+>>>>>>> 25a8178 (Dense layers beside what has come to the converters and the planner)
     assert work.traffic - beside == pytest.approx(128 * scores)
     assert other.wide == 0.0 and other.attention == pytest.approx(12 * 128 * 16 * 131072**2 / 2)
-    again = layer_work(ring, frozenset({Recompute.ATTENTION}), XPU)  # the ring's result is kept
+    again = layer_work(
+        ring, frozenset({Recompute.ATTENTION}), XPU, is_moe=ring.model.is_moe
+    )  # the ring's result is kept
     assert again.wide == work.wide
     slow, fast = (step_time([long_sequence(8, f"--cp-comm-type {kind}")], AURORA).total for kind in ("p2p", "a2a"))
     assert slow > 5 * fast
