@@ -81,11 +81,7 @@ def test_a_ring_without_a_kernel_is_planned_by_its_scores() -> None:
     )
     scores = 16 * 131072**2 / 2 * (8 + 1) / 8 / 8  # a rank's own block is whole
     assert (work.attention, work.wide) == (0.0, pytest.approx(14 * 128 * scores))
-<<<<<<< HEAD
-    beside = layer_work(ring, frozenset(), BEFORE.kernels).traffic
-=======
-    beside = layer_work(ring, frozenset(), is_moe=ring.model.is_moe).traffic
->>>>>>> 25a8178 (Dense layers beside what has come to the converters and the planner)
+    beside = layer_work(ring, frozenset(), BEFORE.kernels, is_moe=ring.model.is_moe).traffic
     assert work.traffic - beside == pytest.approx(128 * scores)
     assert other.wide == 0.0 and other.attention == pytest.approx(12 * 128 * 16 * 131072**2 / 2)
     again = layer_work(
