@@ -369,7 +369,7 @@ class Pipeline:
         """Forward only, for any number of micro-batches: stage after stage, all micro-batches in each.
 
         Our own loop: the zero-bubble schedules of torch cannot run without their backward (seen with 2.13). What
-        travels keeps to the lanes: over one communicator a rank that sends all its micro-batches before it receives one
+        travels keeps to ``p2p_groups``: over one communicator a rank that sends all of them before it receives one
         waits for a rank that sends each before it receives the next.
         """
         self.record.clear()
@@ -400,7 +400,7 @@ class Pipeline:
 
     def _group_of(self, boundary: int) -> dist.ProcessGroup:
         """Over which activations cross a boundary."""
-        return self.group if self.lanes is None else self.lanes.group(boundary, is_gradient=False)
+        return self.group if self.p2p_groups is None else self.p2p_groups.group(boundary, is_gradient=False)
 
     def _rank_of(self, stage: int) -> int:
         pp = dist.get_world_size(self.group)
