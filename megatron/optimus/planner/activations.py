@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 from megatron.optimus.config.schema import ContextCommunication, Normalization, QKNormScope, Recompute, TokenDispatcher
-from megatron.optimus.planner.parameters import adds_expert_gradients
+from megatron.optimus.planner.parameters import adds_expert_gradients, gradient_bytes
 from megatron.optimus.planner.ring import FP32, RingSizes, backward_bytes, forward_bytes
 from megatron.optimus.planner.share import Share
 
@@ -269,8 +269,8 @@ def _expert_products(share: Share, kernels: Kernels, rows: int) -> Part:
     hidden = 2 * slots * inner * element
     index = (order + slots) * INT32 + order // kernels.row_tile * INT32 if kernels.keeps_order else 0
     weights = 3 * local * inner * model.hidden_size * element
-    if kernels.adds_gradients and adds_expert_gradients(share):
-        weights = 0
+    if kernels.adds_gradients and adds_expert_gradients(share):  # 16-bit buffers are added to from fp32
+        weights = 0 if gradient_bytes(share)[0] == FP32 else weights * FP32 // element
     rows_in = rows * model.hidden_size * element
     if not kernels.counts_workspace:
         return Part("experts", hidden, rows_in, rows_in + weights)

@@ -15,7 +15,15 @@ from megatron.optimus.planner.activations import (
     head_parts,
     layer_parts,
 )
-from megatron.optimus.planner.parameters import Family, StateBytes, families, lent_bytes, sent_copies, state_bytes
+from megatron.optimus.planner.parameters import (
+    Family,
+    StateBytes,
+    decoded_states,
+    families,
+    lent_bytes,
+    sent_copies,
+    state_bytes,
+)
 from megatron.optimus.planner.ring import FP32
 from megatron.optimus.planner.share import Share
 
@@ -75,6 +83,8 @@ def memory_of(share: Share, kernels: Kernels = CUDA) -> Memory:
     head = head_parts(share, kernels) if share.has_head else []
     moments = _of_a_step(share, layers, head)
     moments += _around_the_step(members, states, lent + buffers, sent_copies(share, members))
+    if decoded := decoded_states(share, members):
+        moments.append(Moment("save", 0, decoded))
     return Memory(
         share.pipeline_rank,
         states,

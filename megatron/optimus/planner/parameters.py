@@ -214,6 +214,14 @@ def lent_bytes(share: Share, members: list[Family]) -> int:
     return sum(family.num_buckets for family in reduced) * largest * gradient_bytes(share)[1]
 
 
+def decoded_states(share: Share, members: list[Family]) -> int:
+    """fp32 copies that a save holds of states kept in fewer bits. The first save is planned before the first step."""
+    if share.config.optimizer.optimizer_state_dtype is StateDtype.FP32:
+        return 0
+    moments = 2 if share.config.optimizer.optimizer is OptimizerName.ADAM else 1
+    return sum(moments * 4 * family.shard for family in members)
+
+
 def sent_copies(share: Share, members: list[Family]) -> int:
     """Copies of gradients in the dtype in which they travel, where that is another: kept until the reduction ends."""
     kept, sent = gradient_bytes(share)
