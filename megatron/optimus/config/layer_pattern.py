@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megatron.optimus.config.values import require
 
-_MOST = 100_000  # elements that an expression may give: none for a model, and no memory for a slip of the finger
+MOST_LAYERS = 100_000  # elements that an expression may give: none for a model, and no memory for a slip of the finger
 
 
 def check_layer_pattern(freq: Sequence[int], num_layers: int) -> None:
@@ -20,10 +20,10 @@ def check_layer_pattern(freq: Sequence[int], num_layers: int) -> None:
     )
 
 
-def layers_of_pattern(freq: Sequence[int], num_layers: int) -> list[int]:
+def layers_of_pattern(freq: Sequence[int], num_layers: int) -> Sequence[int]:
     """Numbers of the layers with experts, ascending: every N-th from the first on, or those that have a 1."""
     if len(freq) == 1:
-        return list(range(0, num_layers, freq[0]))
+        return range(0, num_layers, freq[0])  # no list: a damaged file may say a billion layers
     return [layer for layer, has_experts in enumerate(freq) if has_experts]
 
 
@@ -62,6 +62,6 @@ def _value(node: ast.expr) -> int | list[int]:
 
 
 def _bounded(length: int, part: list[int], times: int = 1) -> list[int]:
-    if length > _MOST:
+    if length > MOST_LAYERS:
         raise ValueError(f"{length} numbers")
     return part * times

@@ -8,6 +8,7 @@ across sections live in checks.py, the choices (enums) in choices.py. Comparison
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron.optimus.config.choices import (
@@ -147,7 +148,7 @@ class ModelConfig:
         return self.num_experts > 0
 
     @property
-    def moe_layers(self) -> list[int]:
+    def moe_layers(self) -> Sequence[int]:
         """Numbers of the layers that have experts, ascending."""
         return layers_of_pattern(self.moe_layer_freq, self.num_layers) if self.is_moe else []
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from megatron.optimus.config.layer_pattern import MOST_LAYERS
 from megatron.optimus.config.schema import ConfigError, ModelConfig, RotaryScaling, one_of
 from megatron.optimus.models.hf_families import FAMILIES, LACKING, Family, family_of
 from megatron.optimus.models.hf_rope import ROPE_FIELDS, rope_options, rope_parameters
@@ -110,7 +111,7 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "qkv_bias": c.add_qkv_bias,
         "attention_multiplier": c.head_dim**-0.5,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": sorted(set(range(c.num_layers)) - set(c.moe_layers)),
+        "mlp_only_layers": sorted(set(range(c.num_layers)) - set(c.moe_layers)) if c.has_dense_layers else [],
     }
     return result | {name: value for name, value in optional.items() if name in family.extra_fields}
 
@@ -180,6 +181,10 @@ def _dense_layers(hf: dict[str, Any], num_layers: int) -> dict[str, Any]:
     step, dense = number(hf, "decoder_sparse_step", int, 1), hf.get("mlp_only_layers", [])
     if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
         raise ConfigError(f"config.json: mlp_only_layers={dense!r} must be a list of layers' numbers")
+    if step == 1 and not dense:
+        return {}
+    if num_layers > MOST_LAYERS:  # of a damaged file: no list of them
+        raise ConfigError(f"config.json: num_layers={num_layers}; at most {MOST_LAYERS} may differ from each other")
     pattern = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(num_layers)]
     if all(pattern):
         return {}

@@ -13,7 +13,7 @@ MODEL = "--num-experts 8 --num-layers 7 --moe-layer-freq"
 
 
 def moe_layers(*words: str) -> list[int]:
-    return load([*MODEL.split(), *words]).config.model.moe_layers
+    return list(load([*MODEL.split(), *words]).config.model.moe_layers)
 
 
 def test_spellings() -> None:

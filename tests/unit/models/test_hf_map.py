@@ -250,6 +250,6 @@ def test_a_field_of_the_other_architecture_is_refused():
 def test_which_layers_are_dense_is_read_as_transformers_reads_it():
     hf = hf_config(_QWEN3_MOE, "float32") | {"num_hidden_layers": 6, "intermediate_size": 28}
     read = model_config_from_hf(hf | {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
-    assert (read.moe_layers, read.ffn_hidden_size) == ([1, 5], 28)
+    assert (list(read.moe_layers), read.ffn_hidden_size) == ([1, 5], 28)
     again = hf_config(read, "float32")
     assert (again["decoder_sparse_step"], again["mlp_only_layers"]) == (1, [0, 2, 3, 4])

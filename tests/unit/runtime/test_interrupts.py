@@ -21,7 +21,10 @@ WAIT = "import sys, time; sys.stdout.write('ready\\n'); sys.stdout.flush(); time
 
 def interrupted(*calls: str) -> tuple[int, str]:
     """(exit code, standard error) of a process that makes the calls and then gets SIGINT."""
-    code = "; ".join(["from megatron.optimus.runtime import interrupts", *(f"interrupts.{c}()" for c in calls), WAIT])
+    # Of a job in the background a shell has SIGINT ignored, and so would this process.
+    begin = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    calls = tuple(f"interrupts.{call}()" for call in calls)
+    code = "; ".join([begin, "from megatron.optimus.runtime import interrupts", *calls, WAIT])
     with subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
