@@ -324,6 +324,8 @@ def main() -> int:
     parser.add_argument("--result", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.table:
+        if not Path(args.table).is_file():
+            parser.error(f"--table {args.table}: no such file")
         rows = json.loads(Path(args.table).read_text())["results"]
     else:
         require_device(parser, args.device)
