@@ -51,8 +51,8 @@ def set_micro_batches(engine: Engine, count: int) -> None:
     if count == engine.gradient_accumulation_steps():
         return
     engine.set_train_batch_size(count * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
-    # Of zero_stage=3, whose engine is DeepSpeed's own: it takes a step when this is a multiple of the count, and would cut
-    # the next one short. deepspeed_ext's has done it.
+    # For zero_stage=3, whose engine is DeepSpeed's own: it takes a step when this is a multiple of the count, and would
+    # cut the next one short. deepspeed_ext's has done it.
     engine.micro_steps = 0
 
 
