@@ -21,7 +21,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.data_startup import write_sparse_pair
+from data_startup import write_sparse_pair
+
 from megatron.optimus.config.schema import DataConfig
 from megatron.optimus.data.dataset import Split
 from megatron.optimus.data.mixture import Mixture

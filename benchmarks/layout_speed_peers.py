@@ -40,9 +40,9 @@ class Embed(nn.Module):
 
 
 class OneBlock(nn.Module):
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, number: int) -> None:
         super().__init__()
-        self.config, self.block = config, Block(config.model)
+        self.config, self.block = config, Block(config.model, is_moe=number in config.model.moe_layers)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return self.block(x_BSD, rope_table(x_BSD.shape[1], self.config.model, x_BSD.device))[0]
@@ -73,7 +73,7 @@ def pipeline(words: Sequence[str], device: torch.device, accumulate: str) -> Pro
         tail = next(layer for layer in module.forward_funcs if isinstance(layer, Tail))
         return tail.lm_head(hidden_BSD, labels_BS) / labels_BS.numel()
 
-    blocks = [LayerSpec(OneBlock, config) for _ in range(config.model.num_layers)]
+    blocks = [LayerSpec(OneBlock, config, number) for number in range(config.model.num_layers)]
     with torch.device(device):
         module = PipelineModule(
             layers=[LayerSpec(Embed, config), *blocks, LayerSpec(Tail, config)],

@@ -104,7 +104,7 @@ def _compare(first: Path, second: Path, jobs: int) -> int:
     return 1 if different else 0
 
 
-def _size(num_bytes: int) -> str:
+def _size(num_bytes: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {unit}"

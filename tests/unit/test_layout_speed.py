@@ -14,9 +14,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import layout_speed
+import layout_speed_peers as peers
 import layout_speed_programs as programs
 import layout_speed_sections as sections
 import provenance
+
+from megatron.optimus.layers.rope import rope_table
+from megatron.optimus.models.decoder import Decoder
 
 CPU = torch.device("cpu")
 
@@ -95,3 +99,23 @@ def test_results_name_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(layout_speed, "commit", lambda: "here")
     report = layout_speed.measure(argparse.Namespace(ranks=1, device="cpu", sections=[], seconds=1.0, out=None))
     assert (report["commit"], report["torch"]) == ("here", torch.__version__)
+
+
+@pytest.mark.parametrize("preset", ["mula-1b", "mula-tiny"])
+def test_layers_of_the_pipeline_of_deepspeed_are_those_of_our_model(preset: str) -> None:
+    words = ["--preset", preset, "--num-layers", "2", "--seq-length", "8", "--device", "cpu", "--params-dtype", "fp32"]
+    words += ["--hidden-size", "64", "--ffn-hidden-size", "128", "--num-attention-heads", "4", "--vocab-size", "256"]
+    config = programs.run_config(words, CPU)
+    model = Decoder(config.model)
+    layers = [peers.Embed(config), *(peers.OneBlock(config, number) for number in range(2)), peers.Tail(config)]
+    for layer, ours in zip(layers, [model.embedding, *model.layers, model.final_norm], strict=True):
+        next(layer.children()).load_state_dict(ours.state_dict())
+    tokens_BS = torch.arange(8)[None]
+    x = tokens_BS
+    for layer in layers:
+        x = layer(x)
+    hidden = model.embedding(tokens_BS)
+    rope = rope_table(8, config.model, CPU)
+    for block in model.layers:
+        hidden = block(hidden, rope)[0]
+    torch.testing.assert_close(x, model.final_norm(hidden))
