@@ -6,9 +6,10 @@ Several runs in one table and chart:  python benchmarks/moe_layer.py --merge A.j
 Every repetition times each implementation once, in a random order (seeded), after overwriting the GPU's level-2 cache.
 With --sustained S each also runs for S seconds without a pause, in three turns: the GPU's power limit then decides.
 "optimus" is the backend that is chosen by default, optimus-NAME the backend NAME. optimus+add and optimus+main_grad
-also sum the expert weights' gradients in fp32 buffers: with an addition after the backward, and inside it. An
-implementation that is not installed, cannot run here or fails is named and left out. FLOPs are those of the experts'
-products: 18*T*K*D*F forward and backward. Besides a printed table: OUT.json with every time, OUT.png with a bar chart.
+also sum the expert weights' gradients in fp32 buffers: with an addition after the backward, and inside it;
+optimus+write has the backward write them there, as the first of a step. An implementation that is not installed, cannot
+run here or fails is named and left out. FLOPs are those of the experts' products: 18*T*K*D*F forward and backward.
+Besides a printed table: OUT.json with every time, OUT.png with a bar chart.
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ IMPLEMENTATIONS: dict[str, Callable[[Inputs], Callable[[], Tensor]]] = {
     **{f"optimus-{name}": optimus(name) for name in ("cuda", "triton", "cpu", "reference")},
     "optimus+add": optimus("auto"),
     "optimus+main_grad": optimus("auto"),
+    "optimus+write": optimus("auto"),
     **PEERS,
 }
 
@@ -129,9 +131,11 @@ class Accumulating(Layer):
 class AddingBackward(Accumulating):
     """The backward adds to the buffers itself (ops/main_grads.py)."""
 
+    holds_sum = True
+
     def __init__(self, data: Inputs, _forward: Callable[[], Tensor]) -> None:
         super().__init__(data, self._forward)
-        self.main_grads = tuple(ops.MainGrad(buffer, lambda: None) for buffer in self.buffers)
+        self.main_grads = tuple(ops.MainGrad(b, lambda: None, lambda: self.holds_sum) for b in self.buffers)
 
     def _forward(self) -> Tensor:
         ops.set_backend("auto")
@@ -144,7 +148,13 @@ class AddingBackward(Accumulating):
         self.data.x.grad = self.data.router.grad = None
 
 
-LAYERS = {"optimus+add": Accumulating, "optimus+main_grad": AddingBackward}
+class WritingBackward(AddingBackward):
+    """The backward writes the buffers, which nobody need zero then."""
+
+    holds_sum = False
+
+
+LAYERS = {"optimus+add": Accumulating, "optimus+main_grad": AddingBackward, "optimus+write": WritingBackward}
 
 
 class Clock:

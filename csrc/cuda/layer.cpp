@@ -155,14 +155,14 @@ cudaError_t backward_inputs(Type type, const Sizes& sizes, const Plan& plan, con
                              swiglu_of_rest, Start::kEarly, stream);
   });
   step([&] {
-    return weight_gradient(type, to.dy_rows, to.activation, to.ddown, to.add_down, order, D, F, last, Start::kEarly,
+    return weight_gradient(type, to.dy_rows, to.activation, to.ddown, to.put_down, order, D, F, last, Start::kEarly,
                            stream);
   });
   return step.error;
 }
 
 cudaError_t backward_up_weights(Type type, const Sizes& sizes, const Plan& plan, const UpWeights& from, void* dgate_up,
-                                bool add, cudaStream_t stream) {
+                                Put put, cudaStream_t stream) {
   const Part all{0, sizes.experts};
   Errands errands;
   const bool continues = from.dx_rows != nullptr;
@@ -171,7 +171,7 @@ cudaError_t backward_up_weights(Type type, const Sizes& sizes, const Plan& plan,
     errands.list[0] = done_elsewhere(counted(spread(all, nullptr, from.x_rows, sizes.width, plan), progress));
     errands.list[1] = sum_of_dx(sizes, plan, from.dx_rows, from.dx);
   }
-  return weight_gradient(type, from.dhidden, from.x_rows, dgate_up, add, order_of(sizes, plan), 2 * sizes.inner,
+  return weight_gradient(type, from.dhidden, from.x_rows, dgate_up, put, order_of(sizes, plan), 2 * sizes.inner,
                          sizes.width, errands, continues ? Start::kEarly : Start::kAfter, stream);
 }
 

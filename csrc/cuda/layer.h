@@ -36,7 +36,7 @@ struct BackwardInputs {
   const float* weights;
   void *dy_rows, *dx_rows, *activation;  // scratch [P, D], [P, D] and [P, F]
   void *dx, *ddown;                      // results
-  bool add_down;                         // to what is there in fp32
+  Put put_down;
   float* dweights;
   int* progress;  // scratch, kProgressBytes
   UpWeights pending;  // with dx_rows, dx is complete only after the second half
@@ -47,7 +47,7 @@ cudaError_t forward(Type, const Sizes&, const Plan&, const Forward&, cudaStream_
 // The backward in two halves: everything but the gradient of gate_up, then that. Where nothing happens in between the
 // sum of dx is cheapest in the second.
 cudaError_t backward_inputs(Type, const Sizes&, const Plan&, const BackwardInputs&, cudaStream_t);
-cudaError_t backward_up_weights(Type, const Sizes&, const Plan&, const UpWeights&, void* dgate_up, bool add,
+cudaError_t backward_up_weights(Type, const Sizes&, const Plan&, const UpWeights&, void* dgate_up, Put,
                                 cudaStream_t);
 
 }  // namespace optimus::cuda

@@ -76,12 +76,14 @@ std::tuple<Tensor, Tensor, Tensor> moe_mlp(const Tensor& x_in, const Tensor& gat
   return {y, hidden, order};
 }
 
-// A weight's gradient is written in the weight's dtype or, with add, added in fp32.
-void check_gradient(const char* name, const Tensor& gradient, at::IntArrayRef shape, at::ScalarType dtype, bool add) {
+// A weight's gradient is written in the weight's dtype or fp32 or, with add, added in fp32.
+Put checked_put(const char* name, const Tensor& gradient, at::IntArrayRef shape, at::ScalarType dtype, bool add) {
+  const bool wide = gradient.scalar_type() == at::kFloat;
   TORCH_CHECK_VALUE(gradient.sizes() == shape && gradient.is_contiguous() &&
-                        gradient.scalar_type() == (add ? at::kFloat : dtype),
+                        (wide || (!add && gradient.scalar_type() == dtype)),
                     "moe_mlp_backward: ", name, " ", gradient.scalar_type(), " ", gradient.sizes(), " of a weight ",
-                    dtype, " ", shape, ": expected a contiguous one of its shape, fp32 to add");
+                    dtype, " ", shape, ": expected a contiguous one of its shape, in its dtype or fp32, fp32 to add");
+  return add ? Put::kAdd : wide ? Put::kWriteWide : Put::kWrite;
 }
 
 // What the halves of a backward return and hand over. dx is complete after the first half, or after the second if that
@@ -101,7 +103,7 @@ Gradients first_half(const Tensor& dy_in, const Tensor& x_in, const Tensor& gate
                         hidden.size(0) == int64_t{sizes.tokens} * sizes.topk,
                     "moe_mlp_backward: dy ", dy.sizes(), ", order ", order.sizes(), " and hidden ", hidden.sizes(),
                     " do not fit x ", x.sizes(), " and weights ", weights.sizes());
-  check_gradient("ddown", ddown, down.sizes(), down.scalar_type(), add_down);
+  const Put put_down = checked_put("ddown", ddown, down.sizes(), down.scalar_type(), add_down);
   Gradients out{at::empty_like(x), at::empty_like(weights), {}, {}, {}, {}};
   const int64_t rows = weights.numel() == 0 ? 0 : sizes.rows();
   out.dhidden = at::empty({rows, gate_up.size(1)}, x.options());
@@ -119,7 +121,7 @@ Gradients first_half(const Tensor& dy_in, const Tensor& x_in, const Tensor& gate
   to.dy = dy.data_ptr(), to.x = x.data_ptr(), to.gate_up = gate_up.data_ptr(), to.down = down.data_ptr();
   to.hidden = hidden.data_ptr(), to.weights = weights.data_ptr<float>();
   to.dy_rows = dy_rows.data_ptr(), to.dx_rows = out.dx_rows.data_ptr(), to.activation = activation.data_ptr();
-  to.dx = out.dx.data_ptr(), to.ddown = ddown.data_ptr(), to.add_down = add_down;
+  to.dx = out.dx.data_ptr(), to.ddown = ddown.data_ptr(), to.put_down = put_down;
   to.dweights = out.dweights.data_ptr<float>(), to.progress = out.progress.data_ptr<int>();
   to.pending = {out.dhidden.data_ptr(), out.x_rows.data_ptr(), sums_later ? to.dx_rows : nullptr, to.dx, to.progress};
   C10_CUDA_CHECK(backward_inputs(type_of(x), sizes, plan_of(order, sizes), to, c10::cuda::getCurrentCUDAStream()));
@@ -132,7 +134,7 @@ void second_half(const Gradients& of, const Tensor& order, int64_t tokens, int64
                  bool add) {
   const c10::cuda::CUDAGuard guard(of.x_rows.device());
   const int64_t experts = dgate_up.size(0), width = of.x_rows.size(1), inner = of.dhidden.size(1) / 2;
-  check_gradient("dgate_up", dgate_up, {experts, 2 * inner, width}, of.x_rows.scalar_type(), add);
+  const Put put = checked_put("dgate_up", dgate_up, {experts, 2 * inner, width}, of.x_rows.scalar_type(), add);
   if (of.x_rows.size(0) == 0) {
     if (!add) dgate_up.zero_();
     return;
@@ -148,7 +150,7 @@ void second_half(const Gradients& of, const Tensor& order, int64_t tokens, int64
   if (of.dx_rows.defined()) {
     from.dx_rows = of.dx_rows.data_ptr(), from.dx = of.dx.data_ptr(), from.progress = of.progress.data_ptr<int>();
   }
-  C10_CUDA_CHECK(backward_up_weights(type_of(of.x_rows), sizes, plan_of(order, sizes), from, dgate_up.data_ptr(), add,
+  C10_CUDA_CHECK(backward_up_weights(type_of(of.x_rows), sizes, plan_of(order, sizes), from, dgate_up.data_ptr(), put,
                                      c10::cuda::getCurrentCUDAStream()));
 }
 

@@ -19,6 +19,7 @@ enum class Kind {
   kRowsTransposed,  // rows times [N, K]
   kRows,            // rows times [K, N]
   kGradient,        // rows, transposed, times rows; the depth runs over an expert's rows
+  kGradientWide,    // likewise, written in fp32
   kGradientAdd,     // likewise, added to what is there in fp32
 };
 
@@ -57,7 +58,8 @@ struct alignas(16) Note {  // what the consumers need to know of a tile
 
 template <Kind kKind>
 struct Traits {
-  static constexpr bool kGradient = kKind == Kind::kGradient || kKind == Kind::kGradientAdd;
+  static constexpr bool kWide = kKind == Kind::kGradientWide || kKind == Kind::kGradientAdd;  // results in fp32
+  static constexpr bool kGradient = kKind == Kind::kGradient || kWide;
   static constexpr bool kGathers = kKind == Kind::kUpSwiglu;  // a's rows are read by the whole warpgroup
   static constexpr bool kAcrossA = kGradient;
   static constexpr bool kAcrossB = kGradient || kKind == Kind::kRows;
@@ -270,9 +272,10 @@ __device__ __forceinline__ void store_tile(const Arguments& args, Results<T>& re
         results.put_rows(out + args.inner, 2 * args.inner, rows, args.inner - inner, up_of);
       }
       results.put(&args.activation, inner, 0, row, 0, [&](int i) { return mine[i] * sigmoid(mine[i]) * up[i]; });
-    } else if constexpr (kKind == Kind::kGradientAdd) {
-      results.add(&args.out, column, 0, row, tile.expert, mine);
-      results.add(&args.out, column + 32, 0, row, tile.expert, mine + 16);
+    } else if constexpr (Traits<kKind>::kWide) {
+      constexpr bool kAdds = kKind == Kind::kGradientAdd;
+      results.template put_wide<kAdds>(&args.out, column, 0, row, tile.expert, mine);
+      results.template put_wide<kAdds>(&args.out, column + 32, 0, row, tile.expert, mine + 16);
     } else {
       results.put(&args.out, column, 0, row, kKind == Kind::kGradient ? tile.expert : 0,
                   [&](int i) { return mine[i]; });

@@ -143,16 +143,17 @@ cudaError_t rows_times_weight(Type type, const void* a, const void* weight, void
       type, args, encoded && encode_across(&args.b, type, weight, order.num_experts, depth, width), start, stream);
 }
 
-cudaError_t weight_gradient(Type type, const void* a, const void* b, void* out, bool add, const Order& order,
+cudaError_t weight_gradient(Type type, const void* a, const void* b, void* out, Put put, const Order& order,
                             int height, int width, const Errands& errands, Start start, cudaStream_t stream) {
   Arguments args = arguments(order, errands, start);
   args.row_tiles = tiles(height, kRows), args.column_tiles = tiles(width, kColumns);
   const bool encoded = encode_rows(&args.a, type, a, order, height) && encode_rows(&args.b, type, b, order, width);
   const uint64_t columns = wide(width), rows = wide(height), experts = wide(order.num_experts);
-  if (add) {
+  if (put != Put::kWrite) {
     const Map map{{columns, 1, rows, experts}, {32, 1, 64, 1}};
-    return launch<Kind::kGradientAdd>(
-        type, args, encoded && encode(&args.out, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, out, map), start, stream);
+    const bool known = encoded && encode(&args.out, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, out, map);
+    return put == Put::kAdd ? launch<Kind::kGradientAdd>(type, args, known, start, stream)
+                            : launch<Kind::kGradientWide>(type, args, known, start, stream);
   }
   const Map map{{columns, 1, rows, experts}, {64, 1, 64, 1}};
   return launch<Kind::kGradient>(type, args, encoded && encode(&args.out, type, out, map), start, stream);

@@ -11,6 +11,10 @@ namespace optimus::cuda {
 
 enum class Type : int { bf16, fp16 };
 
+// How a weight's gradient gets to its place: written in the operands' type, written in fp32, or added to what is there,
+// in fp32.
+enum class Put : int { kWrite, kWriteWide, kAdd };
+
 constexpr int kRowTile = 128;  // an expert's rows start at a multiple of it
 
 // Where each slot's row is; megatron/optimus/ops/triton/index.py says what the tensors hold.
@@ -78,8 +82,8 @@ cudaError_t up_swiglu(Type, const void* x, const void* gate_up, void* hidden, vo
 cudaError_t rows_times_weight(Type, const void* a, const void* weight, void* out, const Order&, int depth, int width,
                               bool transposed, Part, const Errands&, Start, cudaStream_t);
 
-// out[e] = a.T @ b over the rows of e: [E, M, N] from [P, M] and [P, N]; or added to out, which is then fp32.
-cudaError_t weight_gradient(Type, const void* a, const void* b, void* out, bool add, const Order&, int height,
-                            int width, const Errands&, Start, cudaStream_t);
+// out[e] (+)= a.T @ b over the rows of e: [E, M, N] from [P, M] and [P, N].
+cudaError_t weight_gradient(Type, const void* a, const void* b, void* out, Put, const Order&, int height, int width,
+                            const Errands&, Start, cudaStream_t);
 
 }  // namespace optimus::cuda

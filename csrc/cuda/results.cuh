@@ -51,7 +51,7 @@ struct Results {
   __device__ void put_rows(T* out, int stride, int rows, int columns, Value value) {
     const int lane = thread % 32;
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {  // pairs of values, placed as in add
+    for (int i = 0; i < 16; ++i) {  // pairs of values, placed as in put_wide
       const int row = thread / 32 * 16 + i % 2 * 8 + lane / 4, column = i / 2 * 8 + lane % 4 * 2;
       if (row < rows && column < columns) {
         *reinterpret_cast<uint32_t*>(out + static_cast<size_t>(row) * stride + column) =
@@ -60,8 +60,10 @@ struct Results {
     }
   }
 
-  // Adds 64 x 32 fp32 values: the copy engine does, and each element is added to once, in whatever order tiles end.
-  __device__ void add(const CUtensorMap* map, int c0, int c1, int c2, int c3, const float* values) {
+  // Writes 64 x 32 fp32 values or adds them: the copy engine does, and each element is added to once, in whatever order
+  // tiles end.
+  template <bool kAdds>
+  __device__ void put_wide(const CUtensorMap* map, int c0, int c1, int c2, int c3, const float* values) {
     const uint32_t box = free_box();
     const int lane = thread % 32, quarter = lane % 4;
 #pragma unroll
@@ -72,7 +74,7 @@ struct Results {
     fence_async();
     sync();
     if (thread == 0) {
-      tma_add(map, box, c0, c1, c2, c3);
+      kAdds ? tma_add(map, box, c0, c1, c2, c3) : tma_store(map, box, c0, c1, c2, c3);
       tma_store_commit();
     }
   }

@@ -69,10 +69,10 @@ def watched_events() -> Events:
     events.watch(reference, "moe_mlp_forward", "forward")
     halves = reference.moe_mlp_backward_inputs, reference.moe_mlp_backward_up_weights
 
-    def whole(dy: torch.Tensor, arguments: Any, saved: Any, buffers: Any) -> tuple[torch.Tensor, ...]:
+    def whole(dy: torch.Tensor, arguments: Any, saved: Any, buffers: Any, add: Any) -> tuple[torch.Tensor, ...]:
         """As backends of GPUs have one beside the halves."""
-        dx, ddown, dweights, pending = halves[0](dy, arguments, saved, buffers[1])
-        return dx, halves[1](arguments, saved, pending, buffers[0]), ddown, dweights
+        dx, ddown, dweights, pending = halves[0](dy, arguments, saved, buffers[1], add[1])
+        return dx, halves[1](arguments, saved, pending, buffers[0], add[0]), ddown, dweights
 
     reference.moe_mlp_backward = whole  # type: ignore[attr-defined]
     events.watch(reference, "moe_mlp_backward", "whole")

@@ -18,6 +18,7 @@ from megatron.optimus.ops.triton import gemm
 from megatron.optimus.ops.triton.tiles import CANDIDATES, Tiles
 
 KERNELS = ("up_swiglu", "rows_times_weight_t", "weight_gradient", "weight_gradient_add", "weight_gradient_add_fp32")
+WRITTEN = "weight_gradient_fp32"  # with the tiles of the last
 PLACES = {80: 3, 90: 0, 120: 3}  # of a candidate, by architecture
 HEIGHT, WIDTH = 1024, 2048
 
@@ -41,11 +42,11 @@ def source(kernel: str, tiles: Tiles, by_engine: bool) -> ASTSource:
         constants.update(N=HEIGHT, K=WIDTH, TRANSPOSED=True, ROW_TILE=128)
     else:
         function, adds, wide = gemm._weight_gradient, "add" in kernel, kernel.endswith("fp32")
-        out = tensor([1, bm, bn // 4 if adds else bn], "fp32" if wide else "bf16")
+        out = tensor([1, bm, bn // 4 if adds or wide else bn], "fp32" if wide else "bf16")
         signature = {"a": tensor([bk, bm]), "b": tensor([bk, bn]), "c": out}
         signature |= {"first_row_ptr": "*i32", "count_ptr": "*i32", "by_size_ptr": "*i32"}
         signature |= {"num_rows": "i32", "num_experts": "i32"}
-        constants.update(M=HEIGHT, N=WIDTH, ADD=adds, BY_COPY=by_engine and wide)
+        constants.update(M=HEIGHT, N=WIDTH, ADD=adds, IN_PARTS=adds or wide, BY_COPY=by_engine and adds and wide)
     aligned = {(place,): [["tt.divisibility", 16]] for place, kind in enumerate(signature.values()) if kind[0] == "*"}
     return ASTSource(function, {**signature, **dict.fromkeys(constants, "constexpr")}, constants, aligned)
 
@@ -53,14 +54,15 @@ def source(kernel: str, tiles: Tiles, by_engine: bool) -> ASTSource:
 def main() -> None:
     found = []
     for architecture in map(int, sys.argv[1:]):
-        for kernel in KERNELS:
-            tiles = CANDIDATES[kernel][PLACES[architecture]]
+        for kernel in (*KERNELS, WRITTEN):
+            like = KERNELS[-1] if kernel == WRITTEN else kernel
+            tiles = CANDIDATES[like][PLACES[architecture]]
             options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
             target = GPUTarget("cuda", architecture, 32)
             made = triton.compile(source(kernel, tiles, architecture >= 90), target=target, options=options)
             ptx = made.asm["ptx"]
             counts = [len(re.findall(name, ptx)) for name in (r"ld\.global\.b16", r"cp\.async\.c", r"mma")]
-            found.append([architecture, kernel, PLACES[architecture], made.metadata.shared, *counts])
+            found.append([architecture, like, PLACES[architecture], made.metadata.shared, *counts])
     sys.stdout.write(json.dumps(found))
 
 

@@ -1,7 +1,8 @@
-"""The expert layer's backward adds to main gradients: values, when it adds, when it must not, and what it saves."""
+"""The expert layer's backward writes main gradients and adds to them: values, when it must not, and what it saves."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -41,10 +42,20 @@ class Layer:
 
         return ready
 
-    def forward(self, x: Tensor | None = None) -> Tensor:
+    def fill(self, value: float) -> None:
+        for param in self.params:
+            param.main_grad.fill_(value)  # type: ignore[attr-defined]
+
+    def say(self, *holds_sum: bool) -> None:
+        """Of each buffer, whether it holds a sum; without an argument there is nobody to ask."""
+        for param, answer in zip(self.params, holds_sum or (None, None), strict=True):
+            say = None if answer is None else lambda answer=answer: answer
+            param.main_grad_holds_sum = say  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor | None = None, tell: ops.InputGradients | None = None) -> Tensor:
         gate_up, down = self.params
         main_grads = (ops.main_grad_of(gate_up), ops.main_grad_of(down))
-        return ops.moe_mlp(self.x if x is None else x, gate_up, down, self.weights, self.indices, main_grads)
+        return ops.moe_mlp(self.x if x is None else x, gate_up, down, self.weights, self.indices, main_grads, tell)
 
     def added(self) -> list[Tensor]:
         pairs = zip(self.params, self.starts, strict=True)
@@ -85,6 +96,91 @@ def test_two_backwards_add_twice(backend: str, device: str, dtype: torch.dtype, 
         scale = gradient.norm().item()
         limit = 2 * TOLERANCE[dtype] * scale + 2 * rounding + 1e-5 * layer.starts[0].double().norm().item()
         assert (added.cpu() - 2 * gradient).norm().item() <= limit
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["fp32_buffer", "own_dtype"])
+@pytest.mark.parametrize("name", [*NAMED, "all_to_one", "one_expert_exists"])
+@each_target_and_dtype(ADDING, TOLERANCE)
+def test_a_first_gradient_is_written_over_whatever_was_there(
+    backend: str, device: str, dtype: torch.dtype, name: str, wide: bool
+) -> None:
+    """To the bits that come of adding it to zeros, so that a training that writes is one that zeroes and adds."""
+    ops.set_backend(backend)
+    inputs, want = case_with_answer(name, dtype)
+    layer = Layer(inputs, device, wide)
+    has_whole_and_halves = backend == "cuda"
+    for tell in (None, lambda *_: None) if has_whole_and_halves else (None,):
+
+        def run(*holds_sum: bool, tell: ops.InputGradients | None = tell) -> list[Tensor]:
+            layer.say(*holds_sum)
+            layer.forward(layer.x * 1, tell).backward(layer.dy)
+            return [param.main_grad.clone() for param in layer.params]  # type: ignore[attr-defined]
+
+        layer.fill(0.0)
+        added, twice = run(), run()
+        layer.fill(math.nan)
+        assert all(map(torch.equal, run(False, False), added))
+        layer.params[1].main_grad.fill_(math.nan)  # type: ignore[attr-defined]
+        assert all(map(torch.equal, run(True, False), (twice[0], added[1])))  # each of its own
+        layer.params[0].main_grad.fill_(math.nan)  # type: ignore[attr-defined]
+        assert all(map(torch.equal, run(False, True), (added[0], twice[1])))
+    for once, both, gradient in zip(added, twice, (want["dgate_up"], want["ddown"]), strict=True):
+        limit = 2 * TOLERANCE[dtype] * gradient.norm()
+        assert (once.double().cpu() - gradient).norm() <= limit
+        assert (both.double().cpu() - 2 * gradient).norm() <= 2 * limit
+
+
+# Pairs of tiles and odd ones, several tiles of columns, widths and depths that are no multiple of a tile.
+MANY_TILES = (
+    Case(3000, 320, 640, 5, 2),
+    Case(700, 1032, 136, 20, 4, "some_foreign"),
+    Case(512, 264, 72, 16, 1, "half_empty"),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", MANY_TILES, ids=str)
+@pytest.mark.parametrize("wide", [True, False], ids=["fp32_buffer", "own_dtype"])
+@pytest.mark.parametrize(("backend", "device"), [target for target in TARGETS if target.id in ON_GPU])
+def test_many_tiles_are_written(backend: str, device: str, wide: bool, case: Case) -> None:
+    """Each element of the buffers by some tile, to the bits of adding to zeros; what surrounds them is left alone."""
+    ops.set_backend(backend)
+    layer = Layer(make_inputs(case, torch.bfloat16), device, wide)
+    margins = []
+    for param in layer.params:
+        flat = torch.full((param.numel() + 128,), 7.0, dtype=param.main_grad.dtype, device=device)  # type: ignore[attr-defined]
+        param.main_grad = flat[64:-64].view(param.shape)  # type: ignore[attr-defined]
+        margins.append((flat[:64], flat[-64:]))
+    results = []
+    for answers, before in (((), 0.0), ((False, False), math.nan)):
+        for tell in (None, lambda *_: None):
+            layer.fill(before)
+            layer.say(*answers)
+            layer.forward(layer.x * 1, tell).backward(layer.dy)
+            results.append([param.main_grad.clone() for param in layer.params])  # type: ignore[attr-defined]
+    assert all(torch.equal(a, b) for others in results[1:] for a, b in zip(results[0], others, strict=True))
+    assert all(bool(gradient.any()) for gradient in results[0])
+    assert all(bool((margin == 7.0).all()) for pair in margins for margin in pair)
+
+
+@pytest.mark.parametrize(("backend", "device"), ADDING)
+def test_it_is_asked_once_a_gradient_and_in_the_backward(backend: str, device: str) -> None:
+    layer = Layer(make_inputs(CASES["odd_tokens"], torch.float16), device)
+    ops.set_backend(backend)
+    events: list[tuple[str, int]] = []
+    for place, param in enumerate(layer.params):
+        param.main_grad_holds_sum = lambda place=place: events.append(("asked", place)) is not None  # type: ignore[attr-defined]
+        param.main_grad_ready = lambda place=place: events.append(("ready", place))  # type: ignore[attr-defined]
+    y = layer.forward()
+    torch.autograd.grad(y, layer.params[:1], layer.dy, retain_graph=True)
+    y.backward(layer.dy, inputs=[layer.x], retain_graph=True)
+    assert not events
+    y.backward(layer.dy)
+    assert events == [("asked", 0), ("asked", 1), ("ready", 0), ("ready", 1)]
+    layer.params[0].requires_grad_(False)
+    events.clear()
+    layer.forward().backward(layer.dy)
+    assert events == [("asked", 1), ("ready", 1)]
 
 
 @pytest.mark.parametrize(("backend", "device"), ADDING)

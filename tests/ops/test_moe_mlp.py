@@ -205,7 +205,8 @@ def test_cuda_operations_pass_opcheck() -> None:
     torch.library.opcheck(torch.ops.optimus.cuda_moe_mlp_backward.default, saved, test_utils=checks)
     dgate_up, ddown = (torch.zeros(t.shape, device="cuda") for t in plain[1:3])
     into = torch.ops.optimus.cuda_moe_mlp_backward_into.default
-    torch.library.opcheck(into, (*saved, dgate_up, ddown, True, True), test_utils=checks)
+    for add in (True, False):
+        torch.library.opcheck(into, (*saved, dgate_up, ddown, add, add), test_utils=checks)
     first_half = torch.ops.optimus.cuda_moe_mlp_backward_inputs.default
     torch.library.opcheck(first_half, (*saved, ddown, True), test_utils=checks)
     *_, dhidden, x_rows = first_half(*saved, ddown, True)
@@ -239,11 +240,11 @@ def test_cuda_backward_in_halves(case: Case) -> None:
     want = values_and_gradients(ops.moe_mlp, inputs)
     arguments = inputs[:5]
     _, saved = cuda.moe_mlp_forward(*arguments)
-    dx, ddown, dweights, pending = cuda.moe_mlp_backward_inputs(inputs[5], arguments, saved, None)
+    dx, ddown, dweights, pending = cuda.moe_mlp_backward_inputs(inputs[5], arguments, saved, None, False)
     got = [t.clone() for t in (dx, ddown, dweights)]
     buffer = torch.ones(arguments[1].shape, device="cuda")
-    assert cuda.moe_mlp_backward_up_weights(arguments, saved, pending, buffer) is None
-    dgate_up = cuda.moe_mlp_backward_up_weights(arguments, saved, pending, None)
+    assert cuda.moe_mlp_backward_up_weights(arguments, saved, pending, buffer, True) is None
+    dgate_up = cuda.moe_mlp_backward_up_weights(arguments, saved, pending, None, False)
     names = dict(zip(NAMES[1:], (got[0], dgate_up, got[1], got[2]), strict=True))
     assert all(torch.equal(t, want[n].to(t)) for n, t in names.items())
     assert not mismatches({"buffer": buffer - 1}, {"buffer": want[NAMES[2]].cpu()}, TOLERANCE[torch.bfloat16])

@@ -67,7 +67,7 @@ def test_opcheck(backend: str, device: str) -> None:
         "grouped_linear_swiglu": (rows, gate_up, None, parts),
         "grouped_input_gradient": (hidden, gate_up, parts),
         "grouped_weight_gradient": (hidden, rows, parts),
-        "add_grouped_weight_gradient_": (main_grad, hidden, rows, parts),
+        "put_grouped_weight_gradient_": (main_grad, hidden, rows, parts, True),
     }
     without_gradient = ("sort_slots", "expert_counts")
     for name, arguments in calls.items():

@@ -69,10 +69,12 @@ def test_no_tokens_give_empty_values_and_zero_weight_gradients() -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_main_gradients(dtype: torch.dtype, name: str, wide: bool) -> None:
     main_grads.test_two_backwards_add_twice("sycl", "cpu", dtype, name, wide)
+    main_grads.test_a_first_gradient_is_written_over_whatever_was_there("sycl", "cpu", dtype, name, wide)
 
 
 @marked
 def test_main_gradients_are_added_where_autograd_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    main_grads.test_it_is_asked_once_a_gradient_and_in_the_backward("sycl", "cpu")
     main_grads.test_sums_in_fp32_are_not_rounded_to_the_weights_dtype("sycl", "cpu")
     main_grads.test_a_gradient_asked_for_is_returned_and_not_added("sycl", "cpu")
     main_grads.test_recomputation_adds_once("sycl", "cpu", False)

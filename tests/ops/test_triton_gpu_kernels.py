@@ -60,9 +60,12 @@ def test_row_order_is_stable_and_complete(counts: list[int]) -> None:
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("accumulate", [True, False], ids=["added", "written"])
 @pytest.mark.parametrize("out_dtype", [None, torch.float32, "same"], ids=["new", "fp32", "same"])
-def test_weight_gradient(counts: list[int], dtype: torch.dtype, out_dtype: torch.dtype | str | None) -> None:
-    """A new gradient, or one added to a main gradient: every expert's product in fp64, rounded once."""
+def test_weight_gradient(
+    counts: list[int], dtype: torch.dtype, out_dtype: torch.dtype | str | None, accumulate: bool
+) -> None:
+    """A new gradient, one added to a main gradient or written over it: every expert's product in fp64, rounded once."""
     from megatron.optimus.ops.triton import gemm, index, rows
 
     generator = torch.Generator().manual_seed(1)
@@ -79,8 +82,10 @@ def test_weight_gradient(counts: list[int], dtype: torch.dtype, out_dtype: torch
     else:
         main = torch.randn(len(counts), 40, 72, generator=generator) * 3
         main = main.to(dtype if out_dtype == "same" else torch.float32).to(DEVICE)
-        want = want + main.double()
-        got = gemm.weight_gradient(a_rows, b_rows, order, out=main)
+        want = want + main.double() if accumulate else want
+        got = gemm.weight_gradient(
+            a_rows, b_rows, order, out=main if accumulate else main.fill_(torch.nan), accumulate=accumulate
+        )
         assert got.data_ptr() == main.data_ptr()
     tolerance = 2e-6 if out_dtype == torch.float32 else TOLERANCE[dtype] / 3
     assert (got.double() - want).norm() <= tolerance * (want.norm() or torch.ones(()))

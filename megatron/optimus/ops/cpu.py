@@ -84,11 +84,13 @@ def grouped_input_gradient(dout_PO: Tensor, weight_EOI: Tensor, order: RowOrder)
     return _C.cpu_grouped_linear(dout_PO, weight_EOI, order.plan[0], False)
 
 
-def grouped_weight_gradient(dout_PO: Tensor, x_PI: Tensor, order: RowOrder, main_grad: Tensor | None) -> Tensor:
+def grouped_weight_gradient(
+    dout_PO: Tensor, x_PI: Tensor, order: RowOrder, main_grad: Tensor | None, accumulate: bool
+) -> Tensor:
     out = main_grad
     if out is None:
         out = x_PI.new_empty(order.counts_E.shape[0], dout_PO.shape[1], x_PI.shape[1])
-    _C.cpu_grouped_weight_gradient(dout_PO, x_PI, order.plan[0], out, main_grad is not None)
+    _C.cpu_grouped_weight_gradient(dout_PO, x_PI, order.plan[0], out, main_grad is not None and accumulate)
     return out
 
 
@@ -117,12 +119,17 @@ def moe_mlp_forward(
 
 
 def moe_mlp_backward(
-    dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], buffers: tuple[Tensor | None, Tensor | None]
+    dy_TD: Tensor,
+    arguments: list[Tensor],
+    saved: list[Tensor],
+    buffers: tuple[Tensor | None, Tensor | None],
+    accumulate: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """See ``main_grads.FusedMoE``."""
     weights = arguments[1:3]
     outs = [torch.empty(w.shape, dtype=w.dtype) if b is None else b for w, b in zip(weights, buffers, strict=True)]
-    dx, dweights = _C.moe_mlp_backward_into(dy_TD, *arguments, *saved, *outs, *(b is not None for b in buffers))
+    adds = [b is not None and a for b, a in zip(buffers, accumulate, strict=True)]
+    dx, dweights = _C.moe_mlp_backward_into(dy_TD, *arguments, *saved, *outs, *adds)
     dgate_up, ddown = (out if b is None else None for out, b in zip(outs, buffers, strict=True))
     return dx, dgate_up, ddown, dweights
 

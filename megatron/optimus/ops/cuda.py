@@ -82,51 +82,61 @@ def moe_mlp_forward(
 
 
 def moe_mlp_backward(
-    dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], buffers: tuple[Tensor | None, Tensor | None]
+    dy_TD: Tensor,
+    arguments: list[Tensor],
+    saved: list[Tensor],
+    buffers: tuple[Tensor | None, Tensor | None],
+    accumulate: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """See ``main_grads.FusedMoE``. A buffer in 16 bits, or of a padded weight, is added to from an fp32 gradient."""
+    """See ``main_grads.FusedMoE``. A buffer in 16 bits is added to, and one of a padded weight is added to or written,
+    from an fp32 gradient."""
     x, gate_up, down = aligned(*arguments[:3])
-    places = [_place_for(w, b, x is not arguments[0]) for w, b in zip((gate_up, down), buffers, strict=True)]
-    adds = [buffer is not None for buffer in buffers]
-    if x is not arguments[0]:
+    is_padded = x is not arguments[0]
+    pairs = zip((gate_up, down), buffers, accumulate, strict=True)
+    places, adds = zip(*(_place_for(w, b, is_padded, a) for w, b, a in pairs), strict=True)
+    if is_padded:
         dy_TD = pad(dy_TD, (0, x.shape[1] - dy_TD.shape[1]))
     dx, dweights = _C.cuda_moe_mlp_backward_into(dy_TD, x, gate_up, down, arguments[3], *saved, *places, *adds)
-    dgate_up = _handed_over(_gate_up_within(places[0], arguments[2]), places[0], buffers[0])
     width, inner = arguments[2].shape[1:]
-    return dx[:, :width], dgate_up, _handed_over(places[1][:, :width, :inner], places[1], buffers[1]), dweights
+    dgate_up = _handed_over(_gate_up_within(places[0], arguments[2]), places[0], buffers[0], accumulate[0])
+    ddown = _handed_over(places[1][:, :width, :inner], places[1], buffers[1], accumulate[1])
+    return dx[:, :width], dgate_up, ddown, dweights
 
 
 def moe_mlp_backward_inputs(
-    dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], down_buffer: Tensor | None
+    dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], down_buffer: Tensor | None, accumulate: bool
 ) -> tuple[Tensor, Tensor | None, Tensor, list[Tensor]]:
     """The first half of ``moe_mlp_backward``, which completes dx: so communication of it may run beside the second.
 
     The halves give the bits of the whole and take 1% longer, as the sum of dx is cheapest beside the last product.
-    Returns dx [T, D], ddown (None where it was added to ``down_buffer``), dweights, and what the second half needs.
+    Returns dx [T, D], ddown (None where it is in ``down_buffer``), dweights, and what the second half needs.
     """
     x, gate_up, down = aligned(*arguments[:3])
     if x is not arguments[0]:
         dy_TD = pad(dy_TD, (0, x.shape[1] - dy_TD.shape[1]))
-    ddown = _place_for(down, down_buffer, x is not arguments[0])
-    dx, dweights, *pending = _C.cuda_moe_mlp_backward_inputs(
-        dy_TD, x, gate_up, down, arguments[3], *saved, ddown, down_buffer is not None
-    )
+    place, adds = _place_for(down, down_buffer, x is not arguments[0], accumulate)
+    dx, dweights, *pending = _C.cuda_moe_mlp_backward_inputs(dy_TD, x, gate_up, down, arguments[3], *saved, place, adds)
     width, inner = arguments[2].shape[1:]
-    return dx[:, :width], _handed_over(ddown[:, :width, :inner], ddown, down_buffer), dweights, pending
+    ddown = _handed_over(place[:, :width, :inner], place, down_buffer, accumulate)
+    return dx[:, :width], ddown, dweights, pending
 
 
 def moe_mlp_backward_up_weights(
-    arguments: list[Tensor], saved: list[Tensor], pending: list[Tensor], gate_up_buffer: Tensor | None
+    arguments: list[Tensor],
+    saved: list[Tensor],
+    pending: list[Tensor],
+    gate_up_buffer: Tensor | None,
+    accumulate: bool,
 ) -> Tensor | None:
-    """The second half of ``moe_mlp_backward``: the gradient of gate_up, None where it was added to its buffer.
+    """The second half of ``moe_mlp_backward``: the gradient of gate_up, None where it is in its buffer.
 
     To be run once, on the stream of the first half or one that has waited for it.
     """
     gate_up = aligned(*arguments[:3])[1]
-    dgate_up = _place_for(gate_up, gate_up_buffer, gate_up is not arguments[1])
+    place, adds = _place_for(gate_up, gate_up_buffer, gate_up is not arguments[1], accumulate)
     tokens, topk = arguments[3].shape
-    _C.cuda_moe_mlp_backward_up_weights(*pending, saved[1], tokens, topk, dgate_up, gate_up_buffer is not None)
-    return _handed_over(_gate_up_within(dgate_up, arguments[2]), dgate_up, gate_up_buffer)
+    _C.cuda_moe_mlp_backward_up_weights(*pending, saved[1], tokens, topk, place, adds)
+    return _handed_over(_gate_up_within(place, arguments[2]), place, gate_up_buffer, accumulate)
 
 
 def _gate_up_within(gradient: Tensor, down_EDF: Tensor) -> Tensor:
@@ -137,20 +147,19 @@ def _gate_up_within(gradient: Tensor, down_EDF: Tensor) -> Tensor:
     return gradient.unflatten(1, (2, -1))[:, :, :inner, :width].flatten(1, 2)
 
 
-def _place_for(weight: Tensor, buffer: Tensor | None, is_padded: bool) -> Tensor:
-    """Where the kernels put a weight's gradient: its fp32 buffer itself, or a tensor of their own."""
-    if buffer is not None and buffer.dtype == torch.float32 and not is_padded:
-        return buffer
-    if buffer is None:
-        return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-    return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+def _place_for(weight: Tensor, buffer: Tensor | None, is_padded: bool, accumulate: bool) -> tuple[Tensor, bool]:
+    """Where the kernels put a weight's gradient, its buffer itself or a tensor of their own, and whether they add."""
+    if buffer is not None and not is_padded and (buffer.dtype == torch.float32 or not accumulate):
+        return buffer, accumulate
+    dtype = weight.dtype if buffer is None else torch.float32
+    return torch.empty(weight.shape, dtype=dtype, device=weight.device), False
 
 
-def _handed_over(gradient: Tensor, place: Tensor, buffer: Tensor | None) -> Tensor | None:
+def _handed_over(gradient: Tensor, place: Tensor, buffer: Tensor | None, accumulate: bool) -> Tensor | None:
     if buffer is None:
         return gradient
     if place is not buffer:
-        buffer.add_(gradient)
+        buffer.add_(gradient) if accumulate else buffer.copy_(gradient)
     return None
 
 

@@ -86,8 +86,11 @@ def grouped_input_gradient(dout_PO: Tensor, weight_EOI: Tensor, order: RowOrder)
     return _grouped_input_gradient(dout_PO, weight_EOI, _tensors(order))
 
 
-def grouped_weight_gradient(dout_PO: Tensor, x_PI: Tensor, order: RowOrder, main_grad: Tensor | None = None) -> Tensor:
-    """[P, O] and [P, I] -> [E, O, I], or added to ``main_grad``; see ``reference``. No gradient of its own."""
+def grouped_weight_gradient(
+    dout_PO: Tensor, x_PI: Tensor, order: RowOrder, main_grad: Tensor | None = None, accumulate: bool = True
+) -> Tensor:
+    """[P, O] and [P, I] -> [E, O, I], or added to ``main_grad``, or written over it if not ``accumulate``; see
+    ``reference``. No gradient of its own."""
     if dout_PO.dim() != 2 or x_PI.dim() != 2 or dout_PO.dtype != x_PI.dtype:
         raise ValueError(
             f"grouped_weight_gradient: dout {dout_PO.dtype} {tuple(dout_PO.shape)} and x {x_PI.dtype} "
@@ -100,10 +103,10 @@ def grouped_weight_gradient(dout_PO: Tensor, x_PI: Tensor, order: RowOrder, main
             f"grouped_weight_gradient: x {tuple(x_PI.shape)} on {x_PI.device} beside dout on {dout_PO.device}"
         )
     if on_reference:
-        return reference.grouped_weight_gradient(dout_PO, x_PI, order, main_grad)
+        return reference.grouped_weight_gradient(dout_PO, x_PI, order, main_grad, accumulate)
     if main_grad is None:
         return _grouped_weight_gradient(dout_PO, x_PI, _tensors(order))
-    _add_weight_gradient(main_grad, dout_PO, x_PI, _tensors(order))
+    _put_weight_gradient(main_grad, dout_PO, x_PI, _tensors(order), accumulate)
     return main_grad
 
 
@@ -267,7 +270,7 @@ def _(dout: Tensor, weight: Tensor, order: list[Tensor]) -> Tensor:
 
 @torch.library.custom_op("optimus::grouped_weight_gradient", mutates_args=())
 def _grouped_weight_gradient(dout: Tensor, x: Tensor, order: list[Tensor]) -> Tensor:
-    return _kernels(x).grouped_weight_gradient(dout.contiguous(), x.contiguous(), _order(order), None)
+    return _kernels(x).grouped_weight_gradient(dout.contiguous(), x.contiguous(), _order(order), None, False)
 
 
 @_grouped_weight_gradient.register_fake
@@ -275,13 +278,14 @@ def _(dout: Tensor, x: Tensor, order: list[Tensor]) -> Tensor:
     return x.new_empty(order[2].shape[0], dout.shape[1], x.shape[1])
 
 
-@torch.library.custom_op("optimus::add_grouped_weight_gradient_", mutates_args=("main_grad",))
-def _add_weight_gradient(main_grad: Tensor, dout: Tensor, x: Tensor, order: list[Tensor]) -> None:
-    _kernels(x).grouped_weight_gradient(dout.contiguous(), x.contiguous(), _order(order), main_grad)
+@torch.library.custom_op("optimus::put_grouped_weight_gradient_", mutates_args=("main_grad",))
+def _put_weight_gradient(main_grad: Tensor, dout: Tensor, x: Tensor, order: list[Tensor], accumulate: bool) -> None:
+    arguments = (dout.contiguous(), x.contiguous(), _order(order), main_grad, accumulate)
+    _kernels(x).grouped_weight_gradient(*arguments)
 
 
-@_add_weight_gradient.register_fake
-def _(main_grad: Tensor, dout: Tensor, x: Tensor, order: list[Tensor]) -> None:
+@_put_weight_gradient.register_fake
+def _(main_grad: Tensor, dout: Tensor, x: Tensor, order: list[Tensor], accumulate: bool) -> None:
     return None
 
 
@@ -349,7 +353,7 @@ def _linear_gradient(ctx: Any, dout: Tensor | None, _dhidden: None = None) -> tu
     if ctx.needs_input_grad[1] and ctx.main_grad is None:
         dweight = _grouped_weight_gradient(dout, x, order)
     elif ctx.needs_input_grad[1]:
-        _add_weight_gradient(ctx.main_grad, dout, x, order)
+        _put_weight_gradient(ctx.main_grad, dout, x, order, True)
     return dx, dweight, None, nothing
 
 

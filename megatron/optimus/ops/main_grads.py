@@ -1,11 +1,13 @@
-"""The backward of the expert layer, where it is more than a formula: weight gradients that are added where the
+"""The backward of the expert layer, where it is more than a formula: weight gradients that are summed where the
 optimizer keeps them, and input gradients that are handed out before the last product.
 
-Main gradients. The optimizer's side is two attributes of a parameter: ``main_grad``, a buffer of its shape in fp32 or
-its own dtype, and ``main_grad_ready()``, called after every gradient that was added to it. A gradient that takes this
-way is neither written in the weight's dtype, read again, nor rounded before the sum.
+Main gradients. The optimizer's side is three attributes of a parameter: ``main_grad``, a buffer of its shape in fp32 or
+its own dtype; ``main_grad_holds_sum()``, asked right before each gradient: True, add to what is there, False, write
+over it, zeros too; and ``main_grad_ready()``, called after each gradient. Without the question all is added. A gradient
+that takes this way is neither written in the weight's dtype, read again, nor rounded before the sum, and where the
+first one is written nobody need zero the buffer.
 
-A backward adds only where autograd would have accumulated into ``param.grad``. ``torch.autograd.grad`` and
+A backward does so only where autograd would have accumulated into ``param.grad``. ``torch.autograd.grad`` and
 ``backward(inputs=...)`` without the weight change no buffer, and neither does a schedule that takes a stage's input
 gradients first and its weights' later (zero-bubble pipelines): those get their gradients the ordinary way.
 
@@ -29,7 +31,8 @@ class MainGrad(NamedTuple):
     """Where a weight's gradient is summed."""
 
     buffer: Tensor  # of the weight's shape, contiguous, in fp32 or the weight's dtype
-    ready: Callable[[], None]  # called after each addition
+    ready: Callable[[], None]  # called after each gradient
+    holds_sum: Callable[[], bool] = lambda: True  # before each gradient: whether it is added to the buffer's contents
 
 
 InputGradients = Callable[[Tensor, Tensor], None]  # is called with dx [T, D] and dweights [T, K]
@@ -37,12 +40,14 @@ InputGradients = Callable[[Tensor, Tensor], None]  # is called with dx [T, D] an
 
 class FusedMoE(Protocol):
     """What a backend offers so that its expert layer can add to main gradients: a forward and the two halves of its
-    backward, or a whole one ``moe_mlp_backward(dy, arguments, saved, buffers)`` that returns the gradients of x,
-    gate_up, down and weights, or both, where the whole one is faster: it is used where nobody asks for input gradients
-    early.
+    backward, or a whole one ``moe_mlp_backward(dy, arguments, saved, buffers, accumulate)`` that returns the gradients
+    of x, gate_up, down and weights, or both, where the whole one is faster: it is used where nobody asks for input
+    gradients early. Its ``buffers`` and ``accumulate`` are pairs, for gate_up and down.
 
     ``arguments`` are those of the forward, ``saved`` what it has kept besides. The gradient of a weight with a buffer
-    is added to the buffer, in at least fp32 and rounded at most once, and None is returned in its place.
+    is added to the buffer, in at least fp32 and rounded at most once, and None is returned in its place. Without
+    ``accumulate`` the whole buffer is written, to the same bits as if it had been zero: zeros for an expert without
+    tokens, whatever was there.
     """
 
     def moe_mlp_forward(
@@ -50,12 +55,22 @@ class FusedMoE(Protocol):
     ) -> tuple[Tensor, list[Tensor]]: ...
 
     def moe_mlp_backward_inputs(
-        self, dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], down_buffer: Tensor | None
+        self,
+        dy_TD: Tensor,
+        arguments: list[Tensor],
+        saved: list[Tensor],
+        down_buffer: Tensor | None,
+        accumulate: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor, Any]:
         """dx, ddown, dweights, all of them complete in the current stream, and what the other half needs."""
 
     def moe_mlp_backward_up_weights(
-        self, arguments: list[Tensor], saved: list[Tensor], pending: Any, gate_up_buffer: Tensor | None
+        self,
+        arguments: list[Tensor],
+        saved: list[Tensor],
+        pending: Any,
+        gate_up_buffer: Tensor | None,
+        accumulate: bool,
     ) -> Tensor | None:
         """dgate_up, by one product."""
 
@@ -74,7 +89,10 @@ def main_grad_of(weight: Tensor) -> MainGrad | None:
     dtypes = (weight.dtype, torch.promote_types(weight.dtype, torch.float32))
     fits = buffer.shape == weight.shape and buffer.is_contiguous() and buffer.device == weight.device
     fits = fits and buffer.dtype in dtypes and buffer.data_ptr() % _ALIGNMENT == 0
-    return MainGrad(buffer, ready) if fits else None
+    if not fits:
+        return None
+    holds_sum = getattr(weight, "main_grad_holds_sum", None)
+    return MainGrad(buffer, ready) if holds_sum is None else MainGrad(buffer, ready, holds_sum)
 
 
 def moe_mlp(
@@ -105,10 +123,13 @@ class _MoeMlp(torch.autograd.Function):
             main_grad if main_grad is not None and _is_used(ctx, position) else None
             for position, main_grad in zip((1, 2), ctx.main_grads, strict=True)
         )
-        buffers = (None if gate_up is None else gate_up.buffer, None if down is None else down.buffer)
+        into = (
+            (None if gate_up is None else gate_up.buffer, None if down is None else down.buffer),
+            (gate_up is not None and gate_up.holds_sum(), down is not None and down.holds_sum()),
+        )
         # A backward that is asked for the weights alone sends nothing: nobody would wait for it.
         on_input_gradients = ctx.on_input_gradients if _is_used(ctx, 0) else None
-        gradients = _gradients(ctx.backend, grads[0], list(tensors[:5]), list(tensors[5:]), buffers, on_input_gradients)
+        gradients = _gradients(ctx.backend, grads[0], list(tensors[:5]), list(tensors[5:]), into, on_input_gradients)
         for main_grad in (gate_up, down):
             if main_grad is not None:
                 main_grad.ready()
@@ -120,20 +141,23 @@ def _gradients(
     dy: Tensor,
     arguments: list[Tensor],
     saved: list[Tensor],
-    buffers: tuple[Tensor | None, Tensor | None],
+    into: tuple[tuple[Tensor | None, Tensor | None], tuple[bool, bool]],
     on_input_gradients: InputGradients | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Of x, gate_up, down and weights. Here alone is known which backends have two halves, a whole, or both."""
+    """Of x, gate_up, down and weights. ``into``: buffers, and whether they are added to. Here alone is known which
+    backends have two halves, a whole, or both."""
     has_whole, has_halves = (hasattr(backend, f"moe_mlp_backward{half}") for half in ("", "_inputs"))
     if has_whole and (on_input_gradients is None or not has_halves):
-        dx, dgate_up, ddown, dweights = backend.moe_mlp_backward(dy, arguments, saved, buffers)
+        dx, dgate_up, ddown, dweights = backend.moe_mlp_backward(dy, arguments, saved, *into)
         if on_input_gradients is not None:
             on_input_gradients(dx, dweights)
         return dx, dgate_up, ddown, dweights
-    dx, ddown, dweights, pending = backend.moe_mlp_backward_inputs(dy, arguments, saved, buffers[1])
+    buffers, accumulate = into
+    dx, ddown, dweights, pending = backend.moe_mlp_backward_inputs(dy, arguments, saved, buffers[1], accumulate[1])
     if on_input_gradients is not None:
         on_input_gradients(dx, dweights)
-    return dx, backend.moe_mlp_backward_up_weights(arguments, saved, pending, buffers[0]), ddown, dweights
+    dgate_up = backend.moe_mlp_backward_up_weights(arguments, saved, pending, buffers[0], accumulate[0])
+    return dx, dgate_up, ddown, dweights
 
 
 def _is_used(ctx: Any, position: int) -> bool:

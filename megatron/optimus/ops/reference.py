@@ -160,14 +160,17 @@ def grouped_input_gradient(dout_PO: Tensor, weight_EOI: Tensor, order: RowOrder)
     return F.pad(dx, (0, 0, 0, dout_PO.shape[0] - dx.shape[0]))
 
 
-def grouped_weight_gradient(dout_PO: Tensor, x_PI: Tensor, order: RowOrder, main_grad: Tensor | None = None) -> Tensor:
+def grouped_weight_gradient(
+    dout_PO: Tensor, x_PI: Tensor, order: RowOrder, main_grad: Tensor | None = None, accumulate: bool = True
+) -> Tensor:
     """Gradient of ``grouped_linear`` with respect to its weight: [E, O, I] in x's dtype, zero for an expert without
-    rows; or added to ``main_grad`` in at least fp32, which is then returned."""
+    rows; or added to ``main_grad`` in at least fp32, which is then returned, or written over what is there if not
+    ``accumulate``."""
     pairs = zip(_groups(_at_least_fp32(dout_PO), order), _groups(_at_least_fp32(x_PI), order), strict=True)
     dweight = torch.stack([dout.T @ x for dout, x in pairs])
     if main_grad is None:
         return dweight.to(x_PI.dtype)
-    return main_grad.copy_(_at_least_fp32(main_grad) + dweight)
+    return main_grad.copy_(_at_least_fp32(main_grad) + dweight if accumulate else dweight)
 
 
 def moe_mlp(x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Tensor, indices_TK: Tensor) -> Tensor:
@@ -189,19 +192,22 @@ def moe_mlp_forward(
 
 
 def moe_mlp_backward_inputs(
-    dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], down_buffer: Tensor | None
+    dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], down_buffer: Tensor | None, accumulate: bool
 ) -> tuple[Tensor, Tensor | None, Tensor, tuple[Tensor, Tensor, RowOrder]]:
     """See ``main_grads.FusedMoE``. Computes the forward again."""
-    x_TD, down_EDF, weights_TK = (arguments[place].detach().requires_grad_() for place in (0, 2, 3))
-    gate_up_E2FD, order = arguments[1].detach(), sort_slots(arguments[4], arguments[1].shape[0])
+    x_TD, weights_TK = (arguments[place].detach().requires_grad_() for place in (0, 3))
+    gate_up_E2FD, down_EDF = (arguments[place].detach() for place in (1, 2))
+    order = sort_slots(arguments[4], gate_up_E2FD.shape[0])
     with torch.enable_grad():
         x_PD = gather_rows(x_TD, order)
         hidden_P2F = grouped_linear(x_PD, gate_up_E2FD, order)
-        y_PD = grouped_linear(swiglu(hidden_P2F), down_EDF, order, down_buffer)
+        activation_PF = swiglu(hidden_P2F)
+        y_PD = grouped_linear(activation_PF, down_EDF, order)
         y_TD = combine(y_PD, order, weights_TK)
-    leaves = (x_TD, down_EDF, weights_TK, hidden_P2F)
-    dx, ddown, dweights, dhidden_P2F = torch.autograd.grad(y_TD, leaves, dy_TD, allow_unused=True)
-    return dx, ddown, dweights, (dhidden_P2F, x_PD.detach(), order)
+    leaves = (x_TD, weights_TK, hidden_P2F, y_PD)
+    dx, dweights, dhidden_P2F, dy_PD = torch.autograd.grad(y_TD, leaves, dy_TD)
+    ddown = grouped_weight_gradient(dy_PD, activation_PF.detach(), order, down_buffer, accumulate)
+    return dx, ddown if down_buffer is None else None, dweights, (dhidden_P2F, x_PD.detach(), order)
 
 
 def moe_mlp_backward_up_weights(
@@ -209,9 +215,10 @@ def moe_mlp_backward_up_weights(
     saved: list[Tensor],
     pending: tuple[Tensor, Tensor, RowOrder],
     gate_up_buffer: Tensor | None,
+    accumulate: bool,
 ) -> Tensor | None:
     """See ``main_grads.FusedMoE``."""
-    dgate_up_E2FD = grouped_weight_gradient(*pending, gate_up_buffer)
+    dgate_up_E2FD = grouped_weight_gradient(*pending, gate_up_buffer, accumulate)
     return dgate_up_E2FD if gate_up_buffer is None else None
 
 

@@ -170,15 +170,22 @@ def grouped_input_gradient(dout: Tensor, weight_EOI: Tensor, order: RowOrder, *,
 
 
 def grouped_weight_gradient(
-    dout: Tensor, x: Tensor, order: RowOrder, main_grad: Tensor | None = None, *, gathered: str | None = None
+    dout: Tensor,
+    x: Tensor,
+    order: RowOrder,
+    main_grad: Tensor | None = None,
+    accumulate: bool = True,
+    *,
+    gathered: str | None = None,
 ) -> Tensor:
     """Gradient of ``grouped_linear`` with respect to its weight, [E, O, I] in x's dtype, or added to ``main_grad``, in
-    x's dtype or fp32. ``gathered``: the operand, "dout" or "x", that is in token order [T, ...]. Raises ValueError."""
+    x's dtype or fp32, or written there if not ``accumulate``. ``gathered``: the operand, "dout" or "x", that is in
+    token order [T, ...]. Raises ValueError."""
     suffix = {None: "", "dout": "_left", "x": "_right"}.get(gathered)
     if suffix is None:
         raise ValueError(f"gathered={gathered!r}; use None, 'dout' or 'x'")
     result = x.new_empty(order.counts_E.numel(), dout.shape[1], x.shape[1]) if main_grad is None else main_grad
-    name = f"gemm_weight_gradient{suffix}{'' if main_grad is None else '_add'}"
+    name = f"gemm_weight_gradient{suffix}{'' if main_grad is None or not accumulate else '_add'}"
     _run(name, dout, x, order.slots_P, order.plan[0], result)
     return result
 
@@ -229,7 +236,7 @@ def moe_mlp_forward(
 
 
 def moe_mlp_backward_inputs(
-    dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], down_buffer: Tensor | None
+    dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], down_buffer: Tensor | None, accumulate: bool
 ) -> tuple[Tensor, Tensor | None, Tensor, tuple[Tensor, RowOrder]]:
     """See ``main_grads.FusedMoE``; the kernels of csrc/sycl/moe_mlp.hpp, in the order that the halves ask for."""
     dy, gate_up, down, weights, indices = (t.contiguous() for t in (dy_TD, *arguments[1:]))
@@ -238,17 +245,21 @@ def moe_mlp_backward_inputs(
     dhidden, weighted, dweights = swiglu_backward(saved[0], dactivation, order, weights)
     assert dweights is not None
     dx = combine(grouped_input_gradient(dhidden, gate_up, order), order, None, dy.shape[0])
-    ddown = grouped_weight_gradient(dy, weighted, order, down_buffer, gathered="dout")
+    ddown = grouped_weight_gradient(dy, weighted, order, down_buffer, accumulate, gathered="dout")
     return dx, ddown if down_buffer is None else None, dweights, (dhidden, order)
 
 
 def moe_mlp_backward_up_weights(
-    arguments: list[Tensor], saved: list[Tensor], pending: tuple[Tensor, RowOrder], gate_up_buffer: Tensor | None
+    arguments: list[Tensor],
+    saved: list[Tensor],
+    pending: tuple[Tensor, RowOrder],
+    gate_up_buffer: Tensor | None,
+    accumulate: bool,
 ) -> Tensor | None:
     """See ``main_grads.FusedMoE``."""
     dhidden, order = pending
     x = arguments[0].contiguous()
-    dgate_up = grouped_weight_gradient(dhidden, x, order, gate_up_buffer, gathered="x")
+    dgate_up = grouped_weight_gradient(dhidden, x, order, gate_up_buffer, accumulate, gathered="x")
     return dgate_up if gate_up_buffer is None else None
 
 

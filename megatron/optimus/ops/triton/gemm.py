@@ -127,9 +127,13 @@ def _rows_times_weight(
 
 
 @triton.jit
-def _add_store(c_desc, expert, row, col, part, BM: tl.constexpr, BN: tl.constexpr, BY_COPY: tl.constexpr):
+def _put_part(
+    c_desc, expert, row, col, part, BM: tl.constexpr, BN: tl.constexpr, ADD: tl.constexpr, BY_COPY: tl.constexpr
+):
     """BY_COPY (fp32): the copy engine adds, each element once, so the order of tiles cannot matter; else added here."""
-    if BY_COPY:
+    if not ADD:
+        c_desc.store([expert, row, col], part.to(c_desc.dtype).reshape(1, BM, BN))
+    elif BY_COPY:
         c_desc.atomic_add([expert, row, col], part.reshape(1, BM, BN))
     else:
         old = c_desc.load([expert, row, col]).reshape(BM, BN).to(tl.float32)
@@ -140,17 +144,17 @@ def _add_store(c_desc, expert, row, col, part, BM: tl.constexpr, BN: tl.constexp
 def _weight_gradient(
     a, b, c, first_row_ptr, count_ptr, by_size_ptr, num_rows, num_experts, M: tl.constexpr, N: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NUM_PROGRAMS: tl.constexpr, ADD: tl.constexpr,
-    BY_COPY: tl.constexpr, BY_ENGINE: tl.constexpr,
+    IN_PARTS: tl.constexpr, BY_COPY: tl.constexpr, BY_ENGINE: tl.constexpr,
 ):  # fmt: skip
     """c[e] = a[rows of e].T @ b[rows of e], or that added to c[e] if ADD; an expert without rows gets, or adds, zero.
 
     A tile takes as long as its expert has rows. Tiles are dealt out longest first, forth and back over the programs, so
-    that all end together however the router chooses. ADD goes through c in four parts: a whole fp32 tile would not fit
-    beside the buffers of the loop.
+    that all end together however the router chooses. IN_PARTS, which ADD needs and an fp32 c: a tile leaves in four
+    parts, as a whole one in fp32 would not fit beside the buffers of the loop.
     """
     a_desc = _matrix(a, num_rows, M, BK, BM, BY_ENGINE)
     b_desc = _matrix(b, num_rows, N, BK, BN, BY_ENGINE)
-    c_desc = _matrices(c, num_experts, M, N, 1, BM, BN // 4 if ADD else BN, BY_ENGINE)
+    c_desc = _matrices(c, num_experts, M, N, 1, BM, BN // 4 if IN_PARTS else BN, BY_ENGINE)
     high: tl.constexpr = (M + BM - 1) // BM
     num_cols: tl.constexpr = (N + BN - 1) // BN
     num_tiles = num_experts * high * num_cols
@@ -166,14 +170,14 @@ def _weight_gradient(
             total = tl.zeros((BM, BN), dtype=tl.float32)
             for k in range(0, count, BK):
                 total = tl.dot(a_desc.load([first + k, row]).T, b_desc.load([first + k, col]), total)
-            if ADD:
+            if IN_PARTS:
                 left, right = total.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
                 part0, part1 = left.reshape(BM, 2, BN // 4).permute(0, 2, 1).split()
                 part2, part3 = right.reshape(BM, 2, BN // 4).permute(0, 2, 1).split()
-                _add_store(c_desc, expert, row, col, part0, BM, BN // 4, BY_COPY)
-                _add_store(c_desc, expert, row, col + BN // 4, part1, BM, BN // 4, BY_COPY)
-                _add_store(c_desc, expert, row, col + BN // 2, part2, BM, BN // 4, BY_COPY)
-                _add_store(c_desc, expert, row, col + BN // 4 * 3, part3, BM, BN // 4, BY_COPY)
+                _put_part(c_desc, expert, row, col, part0, BM, BN // 4, ADD, BY_COPY)
+                _put_part(c_desc, expert, row, col + BN // 4, part1, BM, BN // 4, ADD, BY_COPY)
+                _put_part(c_desc, expert, row, col + BN // 2, part2, BM, BN // 4, ADD, BY_COPY)
+                _put_part(c_desc, expert, row, col + BN // 4 * 3, part3, BM, BN // 4, ADD, BY_COPY)
             else:
                 c_desc.store([expert, row, col], total.to(c_desc.dtype).reshape(1, BM, BN))
 
@@ -220,15 +224,22 @@ def rows_times_weight(
 
 
 def weight_gradient(
-    a_PM: Tensor, b_PN: Tensor, order: RowOrder, out: Tensor | None = None, tiles: Tiles | None = None
+    a_PM: Tensor,
+    b_PN: Tensor,
+    order: RowOrder,
+    out: Tensor | None = None,
+    tiles: Tiles | None = None,
+    *,
+    accumulate: bool = True,
 ) -> Tensor:
     """[E, M, N]: a.T @ b over the rows of each expert.
 
     With ``out``, a main gradient in fp32 or a's dtype, the products are added to it in the kernel's epilogue: the sum
-    is formed in fp32 and rounded once to out's dtype. Returns out. Raises ValueError if out does not fit.
+    is formed in fp32 and rounded once to out's dtype. Without ``accumulate`` they are written over all of it, whatever
+    was there. Returns out. Raises ValueError if out does not fit.
     """
     num_experts, height, width = order.count_E.shape[0], a_PM.shape[1], b_PN.shape[1]
-    kernel, add = "weight_gradient", out is not None
+    add, wide = out is not None and accumulate, out is not None and out.dtype == torch.float32
     if out is None:
         out = a_PM.new_empty(num_experts, height, width)
     elif (
@@ -240,17 +251,17 @@ def weight_gradient(
             f"weight_gradient: out {tuple(out.shape)} {out.dtype}, contiguous: {out.is_contiguous()}; expected a "
             f"contiguous {(num_experts, height, width)} in float32 or {a_PM.dtype}"
         )
-    else:
-        kernel = "weight_gradient_add_fp32" if out.dtype == torch.float32 else "weight_gradient_add"
+    # Written in fp32 a tile leaves as it does where it is added, and the tiles that are best there serve.
+    kernel = "weight_gradient_add_fp32" if wide else "weight_gradient_add" if add else "weight_gradient"
     tiles = tiles or tiles_for(kernel, a_PM, num_experts, height, width, order.row_N.numel())
     bm, bn, bk, warps, stages, _ = tiles
     programs, engine = num_programs(tiles, a_PM.device), hardware(a_PM.device).has_engine
     _weight_gradient[(programs,)](
         _tensor(a_PM, [bk, bm], engine), _tensor(b_PN, [bk, bn], engine),
-        _tensor(out, [1, bm, bn // 4 if add else bn], engine),
+        _tensor(out, [1, bm, bn // 4 if add or wide else bn], engine),
         order.first_row_E, order.count_E, order.by_size_E, a_PM.shape[0], num_experts, M=height, N=width,
-        BM=bm, BN=bn, BK=bk, NUM_PROGRAMS=programs, ADD=add, BY_ENGINE=engine,
-        BY_COPY=engine and out.dtype == torch.float32 and out.is_cuda,  # Triton's interpreter has no such copy
+        BM=bm, BN=bn, BK=bk, NUM_PROGRAMS=programs, ADD=add, IN_PARTS=add or wide, BY_ENGINE=engine,
+        BY_COPY=engine and add and wide and out.is_cuda,  # Triton's interpreter has no such copy
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out

@@ -38,7 +38,7 @@ def moe_mlp_forward(
 
 
 def moe_mlp_backward_inputs(
-    dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], down_buffer: Tensor | None
+    dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], down_buffer: Tensor | None, accumulate: bool
 ) -> tuple[Tensor, Tensor | None, Tensor, list[Tensor]]:
     """See ``main_grads.FusedMoE``. With padded widths the gradient is formed in fp32 beside the buffer."""
     width, inner = arguments[2].shape[1:]
@@ -46,35 +46,49 @@ def moe_mlp_backward_inputs(
     is_padded = x is not arguments[0]
     if is_padded:
         dy_TD = pad(dy_TD, (0, x.shape[1] - width))
-    out = _sums(down_buffer, down) if is_padded else down_buffer
-    dx, ddown, dweights, *pending = _input_gradients(dy_TD, x, gate_up, down, arguments[3], saved[0], saved[1:], out)
+    out, adds = _place_for(down_buffer, down.shape, is_padded, accumulate)
+    dx, ddown, dweights, *pending = _input_gradients(
+        dy_TD, x, gate_up, down, arguments[3], saved[0], saved[1:], out, adds
+    )
     if is_padded:
         dx, ddown = dx[:, :width], ddown[:, :width, :inner]
-        if down_buffer is not None:
-            down_buffer.add_(ddown)
+        _hand_over(ddown, down_buffer, accumulate)
     return dx, ddown if down_buffer is None else None, dweights, pending
 
 
 def moe_mlp_backward_up_weights(
-    arguments: list[Tensor], saved: list[Tensor], pending: list[Tensor], gate_up_buffer: Tensor | None
+    arguments: list[Tensor],
+    saved: list[Tensor],
+    pending: list[Tensor],
+    gate_up_buffer: Tensor | None,
+    accumulate: bool,
 ) -> Tensor | None:
     """See ``main_grads.FusedMoE``. With padded widths the gradient is formed in fp32 beside the buffer."""
     width, inner = arguments[2].shape[1:]
     dhidden, x_rows = pending
-    out, is_padded = gate_up_buffer, (x_rows.shape[1], dhidden.shape[1]) != (width, 2 * inner)
-    if is_padded and out is not None:
-        shape = (arguments[1].shape[0], dhidden.shape[1], x_rows.shape[1])
-        out = torch.zeros(shape, dtype=torch.float32, device=x_rows.device)
-    dgate_up = gemm.weight_gradient(dhidden, x_rows, index.RowOrder(*saved[1:]), out=out)
+    is_padded = (x_rows.shape[1], dhidden.shape[1]) != (width, 2 * inner)
+    shape = torch.Size((arguments[1].shape[0], dhidden.shape[1], x_rows.shape[1]))
+    out, adds = _place_for(gate_up_buffer, shape, is_padded, accumulate)
+    dgate_up = gemm.weight_gradient(dhidden, x_rows, index.RowOrder(*saved[1:]), out=out, accumulate=adds)
     if is_padded:
         dgate_up = dgate_up.unflatten(1, (2, -1))[:, :, :inner, :width].flatten(1, 2)
-        if gate_up_buffer is not None:
-            gate_up_buffer.add_(dgate_up)
+        _hand_over(dgate_up, gate_up_buffer, accumulate)
     return dgate_up if gate_up_buffer is None else None
 
 
-def _sums(buffer: Tensor | None, padded: Tensor) -> Tensor | None:
-    return None if buffer is None else torch.zeros_like(padded, dtype=torch.float32)
+def _place_for(
+    buffer: Tensor | None, shape: torch.Size, is_padded: bool, accumulate: bool
+) -> tuple[Tensor | None, bool]:
+    """Where a product puts a weight's gradient, and whether it adds to what is there."""
+    if buffer is None or not is_padded:
+        return buffer, accumulate
+    return torch.empty(shape, dtype=torch.float32, device=buffer.device), False
+
+
+def _hand_over(gradient: Tensor, buffer: Tensor | None, accumulate: bool) -> None:
+    """From a place beside the buffer."""
+    if buffer is not None:
+        buffer.add_(gradient) if accumulate else buffer.copy_(gradient)
 
 
 def aligned(x: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,15 +152,17 @@ def _join(device: torch.device) -> None:
 def _moe_mlp_backward(
     dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, hidden: Tensor, row_order: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dx, ddown, dweights, dhidden, x_rows = _input_gradients(dy, x, gate_up, down, weights, hidden, row_order, None)
+    dx, ddown, dweights, dhidden, x_rows = _input_gradients(
+        dy, x, gate_up, down, weights, hidden, row_order, None, False
+    )
     return dx, gemm.weight_gradient(dhidden, x_rows, index.RowOrder(*row_order)), ddown, dweights
 
 
 def _input_gradients(
     dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, hidden: Tensor, row_order: list[Tensor],
-    down_buffer: Tensor | None,
+    down_buffer: Tensor | None, accumulate: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, down (added to ``down_buffer`` if there is one) and weights; those of hidden, and the rows of x,
+    """Gradients of x, down (in ``down_buffer`` if there is one) and weights; those of hidden, and the rows of x,
     whose product is the gradient of gate_up."""
     dy, x, gate_up, down, weights = (t.contiguous() for t in (dy, x, gate_up, down, weights))
     topk = weights.shape[1]
@@ -161,7 +177,7 @@ def _input_gradients(
     _join(x.device)
     with _beside(x.device):
         rows.sum_rows(dx_rows, order, None, topk, out=dx)
-    ddown = gemm.weight_gradient(dy_rows, activation, order, out=down_buffer)
+    ddown = gemm.weight_gradient(dy_rows, activation, order, out=down_buffer, accumulate=accumulate)
     _join(x.device)
     return dx, ddown, dweights, dhidden, x_rows
 

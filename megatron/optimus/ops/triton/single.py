@@ -193,13 +193,15 @@ def grouped_input_gradient(dout_PO: Tensor, weight_EOI: Tensor, order: RowOrder)
     return out[:, : weight_EOI.shape[2]].contiguous()
 
 
-def grouped_weight_gradient(dout_PO: Tensor, x_PI: Tensor, order: RowOrder, main_grad: Tensor | None) -> Tensor:
+def grouped_weight_gradient(
+    dout_PO: Tensor, x_PI: Tensor, order: RowOrder, main_grad: Tensor | None, accumulate: bool
+) -> Tensor:
     dout, x = _aligned(dout_PO, 1), _aligned(x_PI, 1)
     height, width = dout_PO.shape[1], x_PI.shape[1]
     if main_grad is None:
         return gemm.weight_gradient(dout, x, _order(order))[:, :height, :width].contiguous()
     out = _aligned(main_grad, 1, 2)
-    gemm.weight_gradient(dout, x, _order(order), out=out)
+    gemm.weight_gradient(dout, x, _order(order), out=out, accumulate=accumulate)
     return main_grad if out is main_grad else main_grad.copy_(out[:, :height, :width])
 
 
