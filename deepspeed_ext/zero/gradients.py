@@ -8,9 +8,11 @@ completion, which is a pure function of the model: whatever gets its gradients e
 issues the same collectives in the same order. Nothing is launched in the first backward, which shows how often each
 parameter's gradient arrives; what never arrives is reduced as zeros at the end.
 
-Producers that add straight into the buffer (stage 1): ``param.main_grad`` is the parameter's place, of its shape;
-after adding, call ``param.main_grad_ready()`` and return no gradient. Parameters for which nobody did in the first step
-lose ``main_grad`` at its end, and their place need not be cleared every step.
+Producers that put gradients straight into the buffer (stage 1): ``param.main_grad`` is the parameter's place, of its
+shape. Right before, ask ``param.main_grad_holds_sum()``: True, add to what is there; False, write the whole place, what
+is there is undefined. Then call ``param.main_grad_ready()`` and return no gradient. Who does not ask adds: the place of
+a parameter for which somebody did not in the first step is zeroed after every step. Parameters for which nobody was
+ready in the first step lose ``main_grad`` at its end.
 """
 
 from __future__ import annotations
@@ -64,9 +66,9 @@ class GradientSync:
         self.has_ended = True  # the last backward, and no other has begun
         self._has_surplus = False  # among them more for a parameter than in any backward before
         self._is_unusual = False  # among them some that had to be counted one by one
-        self._has_settled = False  # the first step is over: it is known who adds into main_grad
+        self._has_settled = False  # the first step is over: it is known who puts gradients into main_grad, and how
         self._has_fused = self._has_learned = self._was_dirty = False
-        self._fused_places: list[Tensor] = []
+        self._zeroed_places: list[Tensor] = []  # after every step
         self._single: list[Slot] = []  # those that are not moved together with others
         self._ring = Ring(self.buckets, options.communication_dtype)
         self._sort()
@@ -93,6 +95,7 @@ class GradientSync:
             for part in slot.parts:
                 part.view = part.place()
             param.main_grad = family.grad_buffer[family.place(name)].view(param.shape)  # type: ignore[attr-defined]
+            param.main_grad_holds_sum = self._question_of(slot)  # type: ignore[attr-defined]
             param.main_grad_ready = self._ready_of(slot)  # type: ignore[attr-defined]
 
     def _sort(self) -> None:
@@ -125,7 +128,7 @@ class GradientSync:
         self.has_ended, self._will_reduce = False, will_reduce
         self._now = self._queue if only is None else [self._entries[bucket] for bucket in only]
         self._is_armed = will_reduce and self._options.overlap_comm and all(entry.is_known for entry in self._now)
-        if self._has_fused or not self._has_settled:  # producers write without asking: the place must be free
+        if self._has_fused or not self._has_settled:  # producers may not ask: the place must be free
             for entry in self._now:
                 if entry.bucket.is_reduced and entry.lent is None:
                     self._open(entry)
@@ -170,10 +173,22 @@ class GradientSync:
 
         return arrived
 
+    def _question_of(self, slot: Slot) -> Callable[[], bool]:
+        def holds_sum() -> bool:
+            slot.has_asked = True
+            for part in slot.parts:
+                self._open(part.entry)
+            return slot.holds_sum()
+
+        return holds_sum
+
     def _ready_of(self, slot: Slot) -> Callable[[], None]:
         arrived = self._hook_of(slot)
 
         def ready() -> None:
+            if not slot.has_asked:
+                slot.add_unasked(self._has_settled, self._failures)
+            slot.has_asked = False
             slot.is_fused = self._has_fused = True
             for part in slot.parts:
                 part.mark()
@@ -269,9 +284,9 @@ class GradientSync:
             bucket.reopen()
             entry.empty()
             parts = entry.others if self._has_settled else entry.parts
-            fused = [part.place() for part in parts if part.slot.has_main_grad]
-            if fused:
-                torch._foreach_zero_(fused)
+            zeroed = [part.place() for part in parts if part.slot.may_add_unasked]
+            if zeroed:
+                torch._foreach_zero_(zeroed)
 
     # ---- launching
 
@@ -385,7 +400,7 @@ class GradientSync:
         for slot in self._slots:
             if not slot.is_fused:
                 slot.param.main_grad = None  # type: ignore[attr-defined]
-        self._fused_places = [part.place() for slot in self._slots if slot.is_fused for part in slot.parts]
+        self._zeroed_places = [part.place() for slot in self._slots if slot.adds_unasked for part in slot.parts]
 
     # ---- around the step
 
@@ -417,8 +432,8 @@ class GradientSync:
             self._sort()
         if self._has_learned and not self._has_settled:
             self._settle()
-        if self._fused_places:
-            torch._foreach_zero_(self._fused_places)
+        if self._zeroed_places:
+            torch._foreach_zero_(self._zeroed_places)
 
     def settle_buffers(self) -> list[Tensor]:
         """Between backwards: waits for what is on its way; all memory that holds gradients, or may."""
@@ -429,4 +444,5 @@ class GradientSync:
         """Removes the hooks."""
         for slot in self._slots:
             slot.ignore()
-            slot.param.main_grad = slot.param.main_grad_ready = None  # type: ignore[attr-defined]
+            for name in ("main_grad", "main_grad_holds_sum", "main_grad_ready"):
+                setattr(slot.param, name, None)

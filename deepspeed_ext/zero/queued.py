@@ -22,14 +22,19 @@ from deepspeed_ext.zero.failures import Failures
 class Slot:
     """One parameter."""
 
-    __slots__ = ("events", "expected", "handle", "is_fused", "name", "param", "parts")
+    __slots__ = (
+        *("adds_unasked", "events", "expected", "handle", "has_asked"),
+        *("is_fused", "name", "param", "parts"),
+    )
 
     def __init__(self, name: str, param: nn.Parameter) -> None:
         self.name, self.param = name, param
         self.parts: list[Part] = []
         self.events = 0  # gradients that arrived in this backward
         self.expected = 1  # the most that arrived in one
-        self.is_fused = False  # a producer adds into main_grad
+        self.is_fused = False  # a producer puts gradients into main_grad
+        self.has_asked = False  # it, whether a sum is there, and has not been ready since
+        self.adds_unasked = False  # it did not ask, in the first step
         self.handle: Any = None  # of its hook
 
     def tell(self, hook: Callable[[nn.Parameter], None]) -> None:
@@ -47,9 +52,30 @@ class Slot:
             self.handle = None
 
     @property
-    def has_main_grad(self) -> bool:
-        """Whether a producer may add into main_grad."""
-        return getattr(self.param, "main_grad", None) is not None
+    def may_add_unasked(self) -> bool:
+        """Whether a producer may add to main_grad without asking whether a sum is there."""
+        return getattr(self.param, "main_grad", None) is not None and (self.adds_unasked or not self.is_fused)
+
+    def holds_sum(self) -> bool:
+        """Whether its place holds gradients. Of one in several buckets, some of which do, the rest becomes zero."""
+        empty = [part for part in self.parts if not part.is_filled]
+        if len(empty) == len(self.parts):
+            return False
+        for part in empty:
+            part.place().zero_()
+        return True
+
+    def add_unasked(self, has_settled: bool, failures: Failures) -> None:
+        """A producer has added to main_grad without asking whether a sum is there."""
+        if not has_settled:
+            self.adds_unasked = True
+        elif not self.adds_unasked and not all(part.is_filled for part in self.parts):
+            failures.note(
+                RuntimeError(
+                    f"parameter {self.name!r} got a gradient added to main_grad, which holds no sum: all who did so in "
+                    "the first step asked main_grad_holds_sum(), so it is not zeroed; ask, or do not in the first step"
+                )
+            )
 
     def gradient(self, failures: Failures) -> Tensor | None:
         """Its ``param.grad``; a sparse one is dropped and noted among the failures."""

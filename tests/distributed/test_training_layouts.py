@@ -82,6 +82,9 @@ def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Ten
     listens = config.parallel.virtual_pipeline_model_parallel_size > 1 and case.optimizer == SMALL_BUCKETS
     events = record_launches(schedule, buckets) if listens else []
     for step in range(STEPS):
+        for weight in experts if fuses else ():  # what a first gradient is written over
+            if weight.main_grad is not None:
+                weight.main_grad.fill_(torch.nan)
         report = train_step(engine, schedule, own_batches(step), config.model, mesh).read()
         assert report.dropped_tokens == 0 and not report.skipped
         lines += [report.loss, report.aux_loss, report.z_loss, report.grad_norm, report.router_entropy or 0.0]
