@@ -251,17 +251,16 @@ def layer_problems(
     experts: int, width: int, inner: int, topk: int, rows: int, dtype: torch.dtype, add_to: torch.dtype | None = None
 ) -> list[Problem]:
     """Every problem of one expert layer, forward and backward, on ``rows`` tokens. ``add_to``: the dtype of main
-    gradients that weight gradients are added to; None: they are not."""
+    gradients, of which the first is written and others are added; None: there are none."""
     D, F = (math.ceil(n / _ALIGN) * _ALIGN for n in (width, inner))
-    gradient = "weight_gradient" if add_to is None else "weight_gradient_add"
-    gradient += "_fp32" if add_to == torch.float32 else ""
+    gradients = ["weight_gradient_add_fp32"] if add_to == torch.float32 else ["weight_gradient"]  # in either way
+    gradients += [] if add_to in (None, torch.float32) else ["weight_gradient_add"]
     shapes = (
         ("up_swiglu", F, D),
         ("rows_times_weight_t", D, F),
         ("rows_times_weight", F, D),
         ("rows_times_weight", D, 2 * F),
-        (gradient, D, F),
-        (gradient, 2 * F, D),
+        *((gradient, *shape) for gradient in gradients for shape in ((D, F), (2 * F, D))),
         ("spread_rows", topk, D),
         ("sum_rows", topk, D),
         ("swiglu_backward", 1, F),
