@@ -104,8 +104,9 @@ def test_non_contiguous_arguments() -> None:
 
 
 @pytest.mark.parametrize("index", [4, -2])
-def test_an_index_out_of_range_raises(index: int) -> None:
-    ops.set_backend("cpu")
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_an_index_out_of_range_raises(backend: str, index: int) -> None:
+    ops.set_backend(backend)
     inputs, _ = case_with_answer("odd_tokens", torch.float32)
     indices = inputs[4].clone()
     indices[3, 0] = index
@@ -125,6 +126,14 @@ def test_wrong_arguments_raise_before_anything_runs() -> None:
         ops.moe_mlp(x, gate_up, down, weights[1:], indices)
     with pytest.raises(ValueError, match="is on cpu but"):
         ops.moe_mlp(x, gate_up.to("meta"), down, weights, indices)
+    for nothing in (
+        (x, gate_up[:, :0], down[:, :, :0], weights, indices),
+        (x[:, :0], gate_up[:, :, :0], down[:, :0], weights, indices),
+        (x, gate_up[:0], down[:0], weights, indices),
+        (x, gate_up, down, weights[:, :0], indices[:, :0]),
+    ):
+        with pytest.raises(ValueError, match="only T may be 0"):
+            ops.moe_mlp(*nothing)
 
 
 def test_compiled_operations_pass_opcheck() -> None:
