@@ -81,6 +81,35 @@ def test_runs_are_bitwise_equal(backend: str, device: str) -> None:
         assert all(torch.equal(first[n], again[n]) for n in NAMES)
 
 
+SAVING = [target for target in ALL_TARGETS if target.id != "reference"]  # which keeps what autograd keeps
+
+
+@pytest.mark.parametrize(("backend", "device"), SAVING)
+@pytest.mark.parametrize("name", ["wide", "some_foreign", "empty_experts"])
+def test_what_is_kept_for_the_backward(backend: str, device: str, name: str) -> None:
+    """2TD + 4TKF bytes in 16 bits beside weights, router weights and indices; and the order, integers."""
+    case = CASES[name]
+    ops.set_backend(backend)
+    inputs = [t.to(device) for t in make_inputs(case, torch.float16)]
+    leaves = [t.requires_grad_() for t in inputs[:4]]
+    given = {t.untyped_storage().data_ptr() for t in inputs[1:5]}
+    kept: dict[bool, dict[int, int]] = {True: {}, False: {}}
+
+    def pack(saved: torch.Tensor) -> torch.Tensor:
+        storage = saved.untyped_storage()
+        if storage.data_ptr() not in given:
+            kept[saved.is_floating_point()][storage.data_ptr()] = storage.nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        ops.moe_mlp(*leaves, inputs[4])
+    slots, padded = case.tokens * case.topk, case.tokens * case.topk + 128 * (case.experts + 1)
+    rows = padded if backend == "triton" else slots  # its kernels keep the padding
+    least, most = (2 * case.tokens * case.width + 4 * count * case.inner for count in (slots, rows))
+    assert least <= sum(kept[True].values()) <= most, kept
+    assert sum(kept[False].values()) <= 16 * padded + 4096, kept
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_comparison_sees_a_single_wrong_slot(mutation: str) -> None:
     inputs, want = case_with_answer("odd_tokens", torch.bfloat16)
