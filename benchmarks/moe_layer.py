@@ -302,12 +302,36 @@ def profile(shape_name: str, tokens: int, args: argparse.Namespace) -> None:
         print(f"{event.device_time_total / 5e3:8.3f} ms  {event.count // 5:3d} calls  {event.key[:90]}", flush=True)
 
 
+def at_least_1(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return number
+
+
+def not_negative(text: str) -> float:
+    number = float(text)
+    if not 0.0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
+    return number
+
+
+def choose_instructions(parser: argparse.ArgumentParser, name: str) -> None:
+    """Of the cpu backend; the parser's error where this processor, or this installation, does not have them."""
+    ops.set_backend("cpu")
+    try:
+        ops.resolve(torch.device("cpu"), torch.float32)
+        importlib.import_module("megatron.optimus.ops.cpu").use_instructions(name)
+    except (ValueError, ops.BackendUnavailableError) as error:
+        parser.error(f"--instructions {name}: {error}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES)
-    parser.add_argument("--tokens", nargs="+", type=int)
-    parser.add_argument("--zipf", nargs="+", type=float, default=[0.0], help="exponents of the expert popularity")
+    parser.add_argument("--tokens", nargs="+", type=at_least_1)
+    parser.add_argument("--zipf", nargs="+", type=not_negative, default=[0.0], help="exponents of experts' popularity")
     parser.add_argument("--peers", nargs="+", choices=IMPLEMENTATIONS)
     parser.add_argument(
         "--skewed-peers",
@@ -316,9 +340,9 @@ def main() -> None:
         default=["optimus"],
         help="run all but the first --zipf too",
     )
-    parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--sustained", type=float, default=0.0, help="seconds a turn without a pause; 0: none")
-    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--repetitions", type=at_least_1, default=20)
+    parser.add_argument("--sustained", type=not_negative, default=0.0, help="seconds a turn without a pause; 0: none")
+    parser.add_argument("--threads", type=at_least_1, help="CPU threads")
     parser.add_argument("--instructions", help="instruction set of the cpu backend (default: the fastest)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no further measurement after this time")
     parser.add_argument("--profile", action="store_true", help="only list the time of each kernel of this library")
@@ -326,12 +350,18 @@ def main() -> None:
     parser.add_argument("--merge", nargs="+", type=Path, help="measure nothing: put these .json files together")
     parser.add_argument("--out", type=Path, help="path without suffix for .json (measurements are added) and .png")
     args = parser.parse_args()
+    if args.out and not args.out.parent.is_dir():  # before hours of measuring
+        parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
+    if missing := [str(path) for path in args.merge or [] if not path.is_file()]:
+        parser.error(f"--merge {' '.join(missing)}: no such file")
     if args.merge:
         result = merge(args.merge)
         if args.out:
             args.out.with_suffix(".json").write_text(json.dumps(result))
     else:
         require_device(parser, args.device)
+        if args.instructions:
+            choose_instructions(parser, args.instructions)
         result = run(args)
     print_table(result["measurements"])
     if args.out and result["measurements"]:
@@ -346,10 +376,6 @@ def run(args: argparse.Namespace) -> dict:
     args.peers = args.peers or (["optimus", *PEERS] if on_gpu else ["optimus", "transformers"])
     if args.threads:
         torch.set_num_threads(args.threads)
-    if args.instructions:
-        ops.set_backend("cpu")
-        ops.resolve(torch.device("cpu"), torch.float32)
-        importlib.import_module("megatron.optimus.ops.cpu").use_instructions(args.instructions)
     device = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
     print(f"{device}, torch {torch.__version__}", flush=True)
     result: dict = {"device": device, "torch": torch.__version__, "measurements": []}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megatron.optimus.config.checks import check
+from megatron.optimus.config.checks import check, check_optimizer
 from megatron.optimus.config.duration import batch_sizes, last_step, total_samples
 from megatron.optimus.config.layout import Layout
 from megatron.optimus.config.schema import Precision, RunConfig, TrainingConfig
@@ -23,6 +23,7 @@ def describe(config: RunConfig, world_size: int) -> str:
     if world_size == 1:
         world_size = smallest_world(config)
     check(config, world_size)
+    check_optimizer(config)
     return "\n".join([to_yaml(config), *_parameter_lines(config), "", *_layout_lines(config, world_size), ""])
 
 

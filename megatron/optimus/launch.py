@@ -175,7 +175,7 @@ def _choice(given: dict[str, str], flag: str, kind: type[_E]) -> _E | None:
 def _member(given: dict[str, str], flag: str, names: list[str]) -> str | None:
     text = given.get(flag)
     if text is not None and text not in names:
-        raise ConfigError(f"{flag}={text!r} is not one of {one_of(names)}; {did_you_mean(text, names, '--help')}")
+        raise ConfigError(f"{flag}={text!r} is not one of {one_of(names)}; {did_you_mean(text, names, 'see --help')}")
     return text
 
 

@@ -81,6 +81,35 @@ def test_runs_are_bitwise_equal(backend: str, device: str) -> None:
         assert all(torch.equal(first[n], again[n]) for n in NAMES)
 
 
+SAVING = [target for target in ALL_TARGETS if target.id != "reference"]  # which keeps what autograd keeps
+
+
+@pytest.mark.parametrize(("backend", "device"), SAVING)
+@pytest.mark.parametrize("name", ["wide", "some_foreign", "empty_experts"])
+def test_what_is_kept_for_the_backward(backend: str, device: str, name: str) -> None:
+    """2TD + 4TKF bytes in 16 bits beside weights, router weights and indices; and the order, integers."""
+    case = CASES[name]
+    ops.set_backend(backend)
+    inputs = [t.to(device) for t in make_inputs(case, torch.float16)]
+    leaves = [t.requires_grad_() for t in inputs[:4]]
+    given = {t.untyped_storage().data_ptr() for t in inputs[1:5]}
+    kept: dict[bool, dict[int, int]] = {True: {}, False: {}}
+
+    def pack(saved: torch.Tensor) -> torch.Tensor:
+        storage = saved.untyped_storage()
+        if storage.data_ptr() not in given:
+            kept[saved.is_floating_point()][storage.data_ptr()] = storage.nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        ops.moe_mlp(*leaves, inputs[4])
+    slots, padded = case.tokens * case.topk, case.tokens * case.topk + 128 * (case.experts + 1)
+    rows = padded if backend == "triton" else slots  # its kernels keep the padding
+    least, most = (2 * case.tokens * case.width + 4 * count * case.inner for count in (slots, rows))
+    assert least <= sum(kept[True].values()) <= most, kept
+    assert sum(kept[False].values()) <= 16 * padded + 4096, kept
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_comparison_sees_a_single_wrong_slot(mutation: str) -> None:
     inputs, want = case_with_answer("odd_tokens", torch.bfloat16)
@@ -104,8 +133,9 @@ def test_non_contiguous_arguments() -> None:
 
 
 @pytest.mark.parametrize("index", [4, -2])
-def test_an_index_out_of_range_raises(index: int) -> None:
-    ops.set_backend("cpu")
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_an_index_out_of_range_raises(backend: str, index: int) -> None:
+    ops.set_backend(backend)
     inputs, _ = case_with_answer("odd_tokens", torch.float32)
     indices = inputs[4].clone()
     indices[3, 0] = index
@@ -125,6 +155,14 @@ def test_wrong_arguments_raise_before_anything_runs() -> None:
         ops.moe_mlp(x, gate_up, down, weights[1:], indices)
     with pytest.raises(ValueError, match="is on cpu but"):
         ops.moe_mlp(x, gate_up.to("meta"), down, weights, indices)
+    for nothing in (
+        (x, gate_up[:, :0], down[:, :, :0], weights, indices),
+        (x[:, :0], gate_up[:, :, :0], down[:, :0], weights, indices),
+        (x, gate_up[:0], down[:0], weights, indices),
+        (x, gate_up, down, weights[:, :0], indices[:, :0]),
+    ):
+        with pytest.raises(ValueError, match="only T may be 0"):
+            ops.moe_mlp(*nothing)
 
 
 def test_compiled_operations_pass_opcheck() -> None:

@@ -122,6 +122,23 @@ def test_logits_and_one_gradient_of_both_uses_of_x(
 def test_logits_of_wrong_shapes_raise() -> None:
     with pytest.raises(ValueError, match=r"router_logits: x torch.float32 \(3, 4\) and weight torch.float32 \(2, 5\)"):
         ops.router_logits(torch.zeros(3, 4), torch.zeros(2, 5))
+    with pytest.raises(ValueError, match="x is on cpu but weight on meta"):
+        ops.router_logits(torch.zeros(3, 4), torch.zeros(2, 4, device="meta"))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_reference_by_finite_differences(options: tuple[bool, bool, bool]) -> None:
+    sigmoid, normalize, biased = options
+    generator = torch.Generator().manual_seed(5)
+    x, weight = (torch.randn(size, generator=generator, dtype=torch.float64) for size in ((3, 4), (5, 4)))
+    bias = torch.randn(5, generator=generator, dtype=torch.float64) if biased else None
+
+    def outputs(*leaves: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = torch.nn.functional.linear(*leaves)  # router_logits would round to fp32
+        routing = reference.router_topk(logits, 2, sigmoid=sigmoid, normalize=normalize, selection_bias_E=bias)
+        return routing.weights_TK, routing.scores_TE
+
+    assert torch.autograd.gradcheck(outputs, (x.requires_grad_(), weight.requires_grad_()))
 
 
 def test_wrong_arguments_raise() -> None:

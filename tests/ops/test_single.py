@@ -270,7 +270,7 @@ def test_strided_arguments_give_the_same(backend: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("index", [6, -2])
-@pytest.mark.parametrize("backend", ["cpu", pytest.param("sycl", marks=needs_sycl)])
+@pytest.mark.parametrize("backend", ["reference", "cpu", pytest.param("sycl", marks=needs_sycl)])
 def test_an_index_out_of_range_raises(backend: str, index: int) -> None:
     ops.set_backend(backend)
     indices = torch.zeros(5, 2, dtype=torch.int64)

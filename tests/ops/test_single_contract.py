@@ -16,6 +16,8 @@ each_target = pytest.mark.parametrize(("backend", "device"), SINGLE_TARGETS)
 fast_targets = pytest.mark.parametrize(("backend", "device"), [p for p in SINGLE_TARGETS if p.id != "reference"])
 CASE = Case(12, 16, 8, 3, 2)
 # All of opcheck but its comparison of compiled with eager results, which rows that hold nothing would fail.
+# The layer's own have their opcheck in test_moe_mlp.py, "cpu_..." and the like are what the operations here call.
+ELSEWHERE = ("moe_mlp", "cpu_", "cuda_", "sycl_")
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
@@ -52,8 +54,11 @@ def test_opcheck(backend: str, device: str) -> None:
     narrow = ops.swiglu(hidden, order)
     main_grad = torch.zeros(gate_up.shape, device=device)
     logits = torch.randn(CASE.tokens, CASE.experts, device=device)
+    router = torch.randn(CASE.experts, CASE.width, device=device).to(x.dtype)
     routing = ops.router_topk(logits, 2)
     calls = {
+        "router_product": (x, router),
+        "router_gradients": (logits, x, router, x),
         "sort_slots": (indices, CASE.experts, x.dtype),
         "expert_counts": (indices, CASE.experts),
         "router_topk": (logits, 2, False, True, torch.zeros(CASE.experts, device=device)),
@@ -69,7 +74,9 @@ def test_opcheck(backend: str, device: str) -> None:
         "grouped_weight_gradient": (hidden, rows, parts),
         "put_grouped_weight_gradient_": (main_grad, hidden, rows, parts, True),
     }
-    without_gradient = ("sort_slots", "expert_counts")
+    registered = (name.partition("::") for name in torch._C._dispatch_get_all_op_names())
+    assert {name for kind, _, name in registered if kind == "optimus" and not name.startswith(ELSEWHERE)} == set(calls)
+    without_gradient = ("sort_slots", "expert_counts", "router_product", "router_gradients")  # or another's halves
     for name, arguments in calls.items():
         wants_gradient = not name.endswith(("_backward", "gradient", "gradient_")) and name not in without_gradient
         ready = [
@@ -126,6 +133,9 @@ def test_what_does_not_fit_is_refused_before_anything_runs(backend: str, device:
         ("an order's tensors are int32", lambda: ops.gather_rows(x, order._replace(slots_P=order.slots_P.long()))),
         ("made for another backend", lambda: ops.gather_rows(x, order._replace(plan=[*order.plan, order.counts_E]))),
         ("made for another backend", lambda: ops.gather_rows(x, order._replace(counts_E=order.counts_E[1:]))),
+        (r"rows \(.*, 0\); expected a width", lambda: ops.gather_rows(x[:, :0], order)),
+        ("none of them 0", lambda: ops.grouped_input_gradient(rows[:, :0], gate_up[:, :0], order)),
+        ("none of them 0", lambda: ops.grouped_linear(rows, gate_up[:, :0], order)),
         ("indices torch.float32", lambda: ops.sort_slots(weights, 3, x.dtype)),
         (r"indices torch.int64 \(24,\)", lambda: ops.expert_counts(indices.reshape(-1), 3)),
         ("num_experts=0", lambda: ops.expert_counts(indices, 0)),

@@ -48,7 +48,8 @@ TESTS = {
 )
 @pytest.mark.parametrize("path", TESTS)
 def test_under_the_interpreter(path: str) -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{BESIDE}"}
+    places = (str(ROOT), str(BESIDE), os.environ.get("PYTHONPATH", ""))
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, places))}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path, "-k", TESTS[path]]
     run = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
     passed = re.search(r"(\d+) passed", run.stdout)

@@ -1,4 +1,4 @@
-"""Which outputs benchmarks/moe_layer.py takes for those of a right implementation."""
+"""Which outputs benchmarks/moe_layer.py takes for those of a right implementation, and which options it refuses."""
 
 from __future__ import annotations
 
@@ -64,3 +64,26 @@ def test_wrong_implementations_are_caught(benchmark_script: Any, logits_TE: Tens
         for y in outputs:
             with pytest.raises(ValueError, match=message):
                 benchmark_script.share_of_differing_tokens(y, expected, "ours")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tokens 0", "--tokens: 0 is not 1 or more"),
+        ("--repetitions -1", "--repetitions: -1 is not 1 or more"),
+        ("--zipf -1", "--zipf: -1 is not 0 or more"),
+        ("--sustained nan", "--sustained: nan is not 0 or more"),
+        ("--out no/such/folder/x", "there is no folder no/such/folder"),
+        ("--merge no.json", "--merge no.json: no such file"),
+        ("--device cpu --instructions mmx", "--instructions mmx: instruction set 'mmx' is not there"),
+    ],
+)
+def test_bad_options_end_before_anything_is_measured(
+    benchmark_script: Any, words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["moe_layer.py", *words.split()])
+    monkeypatch.setattr(benchmark_script, "run", lambda args: pytest.fail("measures"))
+    monkeypatch.setattr(benchmark_script, "require_device", lambda parser, device: None)
+    with pytest.raises(SystemExit, match="2"):
+        benchmark_script.main()
+    assert message in capsys.readouterr().err

@@ -52,8 +52,8 @@ def check(config: RunConfig, world_size: int) -> None:
         _raise_if(rule(config, world_size))
 
 
-def check_trainable(config: RunConfig) -> None:
-    """Raises ConfigError for what this version describes but cannot train. Not part of a dry run."""
+def check_optimizer(config: RunConfig) -> None:
+    """Raises ConfigError for an optimizer or ZeRO stage that cannot train at the layout."""
     tensor_parallel = config.parallel.tensor_model_parallel_size
     if config.optimizer.optimizer is OptimizerName.MUON and tensor_parallel > 1:
         raise ConfigError(
@@ -61,6 +61,11 @@ def check_trainable(config: RunConfig) -> None:
             "use tensor_model_parallel_size=1 or another optimizer"
         )
     _raise_if(_stock_zero(config))
+
+
+def check_trainable(config: RunConfig) -> None:
+    """``check_optimizer``, and ConfigError for data or a tokenizer that are missing: not part of a dry run."""
+    check_optimizer(config)
     only_sets = config.training.skip_train and bool(config.data.valid_data_path or config.data.test_data_path)
     if not config.data.data_path and config.data.data_file_list is None and not only_sets:
         raise ConfigError(

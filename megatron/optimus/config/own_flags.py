@@ -27,7 +27,7 @@ def split_flags(
             own[flag] = ""
         elif flag in with_value:
             if not equals:
-                if position == len(words):
+                if position == len(words) or words[position].startswith("--"):  # another flag is no value
                     raise ConfigError(f"{flag} needs a value")
                 value, position = words[position], position + 1
             own[flag] = value

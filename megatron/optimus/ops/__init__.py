@@ -36,7 +36,7 @@ from megatron.optimus.ops.grouped import (
 )
 from megatron.optimus.ops.main_grads import InputGradients, MainGrad, main_grad_of
 from megatron.optimus.ops.reference import Routing, RowOrder
-from megatron.optimus.ops.routing import expert_counts, router_logits, router_topk, sort_slots
+from megatron.optimus.ops.routing import check_values, expert_counts, router_logits, router_topk, sort_slots
 
 __all__ = [
     "Backend",
@@ -98,13 +98,15 @@ def moe_mlp(
     in a compiled graph: what it starts has then to be started where the gradients arrive.
 
     Runs on the backend that ``set_backend`` chose, by default the fastest one present for the device and dtype.
-    Raises ValueError for shapes, dtypes or devices that do not fit together, before anything runs, and
-    BackendUnavailableError when a backend was set that cannot run here.
+    Raises ValueError for shapes, dtypes or devices that do not fit together, before anything runs, for expert indices
+    as ``sort_slots`` does, and BackendUnavailableError when a backend was set that cannot run here.
     """
     arguments = (x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
     _check_moe_mlp(*arguments)
     backend = resolve(x_TD.device, x_TD.dtype)
     run: Any = reference if backend is Backend.REFERENCE else kernels(backend)
+    if backend is Backend.REFERENCE:
+        check_values("moe_mlp", indices_TK, down_EDF.shape[0])
     if torch.compiler.is_compiling():
         on_input_gradients = None
     wanted = (main_grads != (None, None) or on_input_gradients is not None) and torch.is_grad_enabled()
@@ -129,6 +131,10 @@ def _check_moe_mlp(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, in
         raise ValueError(
             f"moe_mlp: weights {tuple(weights.shape)} and indices {tuple(indices.shape)} must both be "
             f"[T, K] with T = {x.shape[0]}"
+        )
+    if 0 in (*down.shape, weights.shape[1]):
+        raise ValueError(
+            f"moe_mlp: down [E, D, F] = {tuple(down.shape)}, weights [T, K] = {tuple(weights.shape)}; only T may be 0"
         )
     if not x.dtype == gate_up.dtype == down.dtype or not x.is_floating_point():
         raise ValueError(

@@ -22,31 +22,35 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def rotate(x_BHSd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns each pair (i, i + d/2) of every head by its position's angle, in fp32; see ``reference.rotate``.
 
-    ``cos``, ``sin``: fp32 [S, d] or [B, 1, S, d], both halves alike, without gradients. Raises ValueError for an odd d
-    or a table that does not fit.
+    ``cos``, ``sin``: fp32 [S, d] or [B, 1, S, d], both halves alike, without gradients. Raises ValueError for an odd d,
+    or a table that does not fit or is on another device.
     """
     length, width = x_BHSd.shape[-2:]
-    if x_BHSd.dim() != 4 or width % 2 or cos.shape != sin.shape or cos.shape[-2:] != (length, width):
+    tables = ((length, width), (x_BHSd.shape[0], 1, length, width))
+    if x_BHSd.dim() != 4 or width % 2 or cos.shape != sin.shape or tuple(cos.shape) not in tables:
         raise ValueError(
             f"rotate: x {tuple(x_BHSd.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}; expected "
             "[B, H, S, d] with even d and [S, d] or [B, 1, S, d]"
         )
+    _check_place("rotate", x_BHSd, cos, sin)
     if _kernels_for(x_BHSd) is None:
         return reference.rotate(x_BHSd, cos, sin)
     return _Rotate.apply(x_BHSd, cos, sin)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, two tensors of one shape and dtype. Raises ValueError if they are not."""
+    """silu(gate) * up, two floating tensors of one shape, dtype and device. Raises ValueError if they are not."""
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(f"silu_mul: gate {gate.dtype} {tuple(gate.shape)} and up {up.dtype} {tuple(up.shape)} differ")
+    _check_place("silu_mul", gate, up)
     if _kernels_for(gate) is None:
         return reference.silu_mul(gate, up)
     return _SiluMul.apply(gate, up)
 
 
 def log_sum_exp(logits_CV: Tensor) -> Tensor:
-    """log(sum(exp(logits))) of each row, fp32 [C]; no gradient."""
+    """log(sum(exp(logits))) of each row, fp32 [C]; no gradient. Raises ValueError for what is not floating [C, V]."""
+    _check_logits("log_sum_exp", logits_CV)
     kernels = _kernels_for(logits_CV)
     return reference.log_sum_exp(logits_CV) if kernels is None else kernels.log_sum_exp(logits_CV.contiguous())
 
@@ -61,12 +65,35 @@ def cross_entropy_gradient_(
     logits_CV: Tensor, lse_C: Tensor, columns_C: Tensor, here_C: Tensor, valid_C: Tensor, z_loss_coeff: float
 ) -> Tensor:
     """The gradient of the summed cross-entropy with respect to the logits, which may be overwritten; see
-    ``reference.cross_entropy_gradient_``."""
+    ``reference.cross_entropy_gradient_``. ``columns_C`` int64 in [0, V), which is not looked at; ``here_C`` and
+    ``valid_C`` bool. Raises ValueError for logits that are not floating [C, V], or rows' values that are not [C] of
+    those dtypes on their device."""
+    _check_logits("cross_entropy_gradient_", logits_CV, lse_C, columns_C, here_C, valid_C)
     kernels = _kernels_for(logits_CV)
     arguments = (lse_C, columns_C, here_C, valid_C, z_loss_coeff)
     if kernels is None:
         return reference.cross_entropy_gradient_(logits_CV, *arguments)
     return kernels.cross_entropy_gradient_(logits_CV.contiguous(), *arguments)
+
+
+def _check_place(name: str, x: Tensor, *others: Tensor) -> None:
+    """A kernel that is handed the address of other memory reads it without a word."""
+    if not x.is_floating_point():
+        raise ValueError(f"{name}: {x.dtype}; expected a floating dtype")
+    if elsewhere := {str(t.device) for t in others} - {str(x.device)}:
+        raise ValueError(f"{name}: the first argument is on {x.device} but others are on {sorted(elsewhere)}")
+
+
+def _check_logits(name: str, logits: Tensor, *of_rows: Tensor) -> None:
+    """``of_rows``: log-sum-exps, columns, and two of bool."""
+    _check_place(name, logits, *of_rows)
+    wanted = (torch.float32, torch.int64, torch.bool, torch.bool)
+    given = [f"{t.dtype} {tuple(t.shape)}" for t in of_rows]
+    if logits.dim() != 2 or given != [f"{dtype} {tuple(logits.shape[:1])}" for dtype in wanted[: len(given)]]:
+        raise ValueError(
+            f"{name}: logits {tuple(logits.shape)} with {given}; expected [C, V]"
+            + (" with [C] of float32, int64, bool and bool" if given else "")
+        )
 
 
 def _kernels_for(x: Tensor) -> ModuleType | None:

@@ -137,6 +137,8 @@ def _on_reference(name: str, order: RowOrder, rows: Tensor | None, *others: Tens
     leading = rows if rows is not None else next(t for t in others if t is not None)
     if not leading.is_floating_point():
         raise ValueError(f"{name}: rows are {leading.dtype}; expected a floating dtype")
+    if leading.shape[-1] == 0:
+        raise ValueError(f"{name}: rows {tuple(leading.shape)}; expected a width of 1 or more")
     tensors = [*_tensors(order), *(t for t in (rows, *others) if t is not None)]
     if elsewhere := {str(t.device) for t in tensors} - {str(leading.device)}:
         raise ValueError(f"{name}: the rows are on {leading.device} but other arguments are on {sorted(elsewhere)}")
@@ -160,10 +162,10 @@ def _on_reference(name: str, order: RowOrder, rows: Tensor | None, *others: Tens
 def _check_weight(name: str, rows: Tensor, weight: Tensor, order: RowOrder, main_grad: Tensor | None) -> None:
     num_experts = order.counts_E.shape[0]
     fits = rows.dim() == 2 and weight.dim() == 3 and weight.shape[0] == num_experts
-    if not fits or weight.shape[2] != rows.shape[1] or weight.dtype != rows.dtype:
+    if not fits or weight.shape[2] != rows.shape[1] or weight.dtype != rows.dtype or 0 in weight.shape:
         raise ValueError(
             f"{name}: rows {rows.dtype} {tuple(rows.shape)} and weight {weight.dtype} {tuple(weight.shape)} of "
-            f"{num_experts} experts do not fit: expected one dtype and a common width"
+            f"{num_experts} experts do not fit: expected one dtype and a common width, none of them 0"
         )
     _check_main_grad(name, main_grad, tuple(weight.shape), weight.dtype)
 

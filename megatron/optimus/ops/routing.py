@@ -22,9 +22,11 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
     Give the experts the x returned: the gradient of both is then one tensor, rounded once, and needs no addition. It is
     saved for the backward as it is, without an fp32 copy. In bf16 on NVIDIA GPUs the tensor cores multiply: exact
     products, sums in fp32 in another order; the logits' gradient keeps all 24 bits. Raises ValueError if x is not
-    [T, D], weight not [E, D], or one of them not floating.
+    [T, D], weight not [E, D], one of them not floating, or both not on one device.
     """
     fits = x_TD.dim() == 2 and weight_ED.dim() == 2 and x_TD.shape[1] == weight_ED.shape[1]
+    if x_TD.device != weight_ED.device:
+        raise ValueError(f"router_logits: x is on {x_TD.device} but weight on {weight_ED.device}")
     if not fits or not x_TD.is_floating_point() or not weight_ED.is_floating_point():
         raise ValueError(
             f"router_logits: x {x_TD.dtype} {tuple(x_TD.shape)} and weight {weight_ED.dtype} {tuple(weight_ED.shape)}; "
@@ -73,6 +75,7 @@ def expert_counts(indices_TK: Tensor, num_experts: int) -> Tensor:
     """
     _check_indices("expert_counts", indices_TK, num_experts)
     if resolve_routing(indices_TK.device) is Backend.REFERENCE:
+        check_values("expert_counts", indices_TK, num_experts)
         return reference.expert_counts(indices_TK, num_experts)
     return _expert_counts(indices_TK, num_experts)
 
@@ -83,10 +86,11 @@ def sort_slots(indices_TK: Tensor, num_experts: int, dtype: torch.dtype) -> RowO
     ``dtype``: of the rows to be ordered, since each backend lays rows out its own way; use the order with rows of this
     dtype only. Raises ValueError for indices that are not [T, K] of int32 or int64, and for a value outside [-1, E)
     where the host can see it (CPU). On a GPU, where looking would mean waiting, such a value stops the device with an
-    assertion (Triton) or turns every sum over slots into NaN (SYCL).
+    assertion (Triton, and the reference on NVIDIA GPUs) or turns every sum over slots into NaN (SYCL).
     """
     _check_indices("sort_slots", indices_TK, num_experts)
     if resolve(indices_TK.device, dtype) is Backend.REFERENCE:
+        check_values("sort_slots", indices_TK, num_experts)
         return reference.sort_slots(indices_TK, num_experts)
     slots, rows, counts, *plan = _sort_slots(indices_TK, num_experts, dtype)
     return RowOrder(slots, rows, counts, plan)
@@ -99,6 +103,17 @@ def _check_indices(name: str, indices: Tensor, num_experts: int) -> None:
         raise ValueError(f"{name}: num_experts={num_experts}; expected at least 1")
     if indices.shape[1] < 1 or indices.numel() >= 2**31:
         raise ValueError(f"{name}: indices {tuple(indices.shape)}; expected K >= 1 and T*K < 2**31")
+
+
+def check_values(name: str, indices: Tensor, num_experts: int) -> None:
+    """For the reference alone, which would take expert E for one that is elsewhere; kernels check for themselves."""
+    if indices.is_meta or type(indices) is not Tensor or torch.compiler.is_compiling():
+        return  # nothing to look at
+    wrong = (indices < -1) | (indices >= num_experts)
+    if indices.is_cuda:  # without waiting
+        torch._assert_async(~wrong.any(), "an expert index is outside [-1, E)")
+    elif indices.device.type == "cpu" and wrong.any():
+        raise ValueError(f"{name}: indices hold {int(indices[wrong][0])}; expected values in [-1, {num_experts})")
 
 
 class _RouterLogits(torch.autograd.Function):

@@ -5,6 +5,7 @@ import pytest
 from megatron.optimus.config.checks import check, check_trainable, gradient_accumulation_steps
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError, RunConfig
+from megatron.optimus.describe import describe
 
 MOE = "--num-experts 64 --eval-interval 0"
 
@@ -222,10 +223,15 @@ def test_gradient_accumulation_steps() -> None:
 )
 def test_what_this_version_cannot_train(flags: str, part: str) -> None:
     run = config(flags)
-    check(run, 8)  # describable: a dry run shows it
+    check(run, 8)
     with pytest.raises(ConfigError) as info:
         check_trainable(run)
     assert part in str(info.value)
+    if flags:
+        with pytest.raises(ConfigError, match=part):
+            describe(run, 8)
+    else:  # data may still be missing
+        assert "layout of 8 ranks" in describe(run, 8)
 
 
 def test_trainable() -> None:

@@ -20,7 +20,12 @@ def test_own_flags_are_taken_out_and_the_rest_keeps_its_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"), [(["--json=1"], "--json takes no value, got '1'"), (["--nodes"], "--nodes needs a value")]
+    ("words", "message"),
+    [
+        (["--json=1"], "--json takes no value, got '1'"),
+        (["--nodes"], "--nodes needs a value"),
+        (["--nodes", "--json"], "--nodes needs a value"),
+    ],
 )
 def test_what_cannot_be_split(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
