@@ -67,7 +67,7 @@ def build_model(config: Any, mesh: Any, device: torch.device) -> Any:
 
     with torch.device("meta"):
         model = Decoder(config.model)
-    parallelize(model, mesh, config.parallel)
+    parallelize(model, mesh, config.parallel, config.training.seq_length)
     _materialize(model, device, DTYPES[config.training.params_dtype])
     generator = torch.Generator(device=device).manual_seed(1)
     with torch.no_grad():

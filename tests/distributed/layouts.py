@@ -62,7 +62,7 @@ def build(options: Mapping[str, Any], mesh: Mesh | None, parallel: ParallelConfi
     with torch.device("meta"):
         model = Decoder(model_config(options))
     if mesh is not None:
-        parallelize(model, mesh, parallel)
+        parallelize(model, mesh, parallel, LENGTH)
     initialize_weights(model, seed=3, device=torch.device("cpu"), dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:  # ones would hide a norm that uses another's scale

@@ -76,6 +76,7 @@ class Case(NamedTuple):
     parallel: dict[str, Any]
     model: dict[str, Any] | None = None
     documents: bool = False
+    sizes: list[int] | None = None  # layers of every stage, where they are not to be taken for granted
 
 
 def serial(case: Case) -> tuple[float, dict[str, torch.Tensor], torch.Tensor]:
@@ -90,7 +91,7 @@ def serial(case: Case) -> tuple[float, dict[str, torch.Tensor], torch.Tensor]:
         (loss / case.count).backward()
         for index, stats in enumerate(output.router_stats):
             model.moe_layers()[index].router.record_micro_batch(stats.counts_E)
-            counts[index] += stats.counts_E
+            counts[config.moe_layers[index]] += stats.counts_E
     return total, {name: p.grad for name, p in model.named_parameters()}, counts
 
 
@@ -148,9 +149,9 @@ def run_case(rank: int, world: int, case: Case) -> dict[str, Any]:
     config = model_config(case.layers, **(case.model or {}))
     parallel = ParallelConfig(pipeline_schedule=case.schedule, **case.parallel)
     mesh = Mesh(parallel, rank=rank, world_size=world)
-    plan = stage_plan(config, parallel, mesh.index("pp"))
+    plan = stage_plan(config, parallel, LENGTH, mesh.index("pp"))
     model = build(config)
-    parallelize(model, mesh, parallel)
+    parallelize(model, mesh, parallel, LENGTH)
     materialise(model)
     connect(model, mesh)
     group = mesh.group("pp")
@@ -195,6 +196,7 @@ def run_case(rank: int, world: int, case: Case) -> dict[str, Any]:
         for value in values:
             assert value / (BATCH * LENGTH * case.count) == pytest.approx(loss, rel=1e-6)
     layers = [list(plan.layers[stage]) for stage in plan.mine]
+    assert case.sizes is None or case.sizes == [len(part) for part in plan.layers]
     return {"layers": layers, "deviations": deviations, "messages": messages}
 
 
@@ -209,6 +211,8 @@ def stages(pp: int, chunks: int = 1, **more: Any) -> dict[str, Any]:
 EVERYTHING = dict(recompute_modules=list(Recompute))
 TP2 = dict(tensor_model_parallel_size=2)
 TIED = dict(untie_embeddings_and_output_weights=False)
+# A layer with experts is worth two dense ones.
+MIXED = dict(moe_ffn_hidden_size=24, moe_shared_expert_intermediate_size=24, moe_layer_freq=[0, 0, 0, 0, 1, 1])
 # Of the auxiliary loss the gradient is that of each micro-batch: with split tokens no statistics are carried over.
 PLAIN = dict(moe_router_load_balancing_type=LoadBalancing.AUX_LOSS)
 CASES = {
@@ -225,6 +229,9 @@ CASES = {
         "zbv": Case(2, 4, ZBV, 4, stages(2, 2)),
         "zero bubble, documents": Case(2, 4, ZERO_BUBBLE, 4, stages(2, 2), documents=True),
         "zbv, tied": Case(2, 4, ZBV, 4, stages(2, 2), TIED),
+        "1f1b, dense layers and experts": Case(2, 6, ONE, 3, stages(2), MIXED, sizes=[4, 2]),
+        "interleaved, dense layers and experts": Case(2, 6, INTERLEAVED, 4, stages(2, 2), MIXED, sizes=[2, 2, 1, 1]),
+        "zbv, dense layers and experts": Case(2, 6, ZBV, 4, stages(2, 2), MIXED, sizes=[2, 2, 1, 1]),
         "zero bubble, everything recomputed": Case(2, 4, ZERO_BUBBLE, 4, stages(2, 2, **EVERYTHING)),
         "zbv, everything recomputed": Case(2, 4, ZBV, 4, stages(2, 2, **EVERYTHING)),
     },

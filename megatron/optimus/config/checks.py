@@ -262,7 +262,7 @@ def context_parallel_divides_heads(config: RunConfig, world_size: int) -> str | 
 
 
 def layers_fit_stages(config: RunConfig, world_size: int) -> str | None:
-    return _message_of(stage_layers, config.model, config.parallel)
+    return _message_of(stage_layers, config.model, config.parallel, config.training.seq_length)
 
 
 def schedule_fits_chunks(config: RunConfig, world_size: int) -> str | None:

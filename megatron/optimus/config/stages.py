@@ -6,6 +6,9 @@ a loop; in V shape (two chunks) the second half runs back, so that the last stag
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from megatron.optimus.config.layer_costs import head_cost, layer_cost
 from megatron.optimus.config.schema import (
     ConfigError,
     ModelConfig,
@@ -14,83 +17,69 @@ from megatron.optimus.config.schema import (
     divisors,
     one_of,
 )
+from megatron.optimus.config.stage_balance import balanced
 
 
 def layers_of_stages(
-    num_layers: int,
+    costs: Sequence[int],
     pp: int,
     *,
     chunks: int = 1,
     v_shape: bool = False,
     first: int | None = None,
     last: int | None = None,
-    head_cost: float = 0.0,
+    head_cost: int = 0,
 ) -> list[range]:
     """The layers of every one of the pp * chunks stages, in order.
 
-    ``first``, ``last``: layers of the first and the last stage, where the user fixes them; the others share the rest
-    equally. Without them the split whose slowest rank is fastest, when the head on the last stage weighs ``head_cost``
-    layers; the equal one if it is as fast. Raises ConfigError for a stage that would be empty and a rest that does not
-    divide.
+    ``costs``: of every layer; ``head_cost``: of the head on the last stage, in the same unit. ``first``, ``last``:
+    layers of the first and the last stage, where the user fixes them; the rest must divide by the others. The split
+    whose slowest rank is fastest, and the equal one if it is as fast (stage_balance.py). Raises ConfigError for a stage
+    that would be empty and a rest that does not divide.
     """
-    num_stages = pp * chunks
+    num_layers, num_stages = len(costs), pp * chunks
     if first is None and last is None:
         if num_layers < num_stages:
             raise ConfigError(
                 f"num_layers={num_layers} is less than the {num_stages} pipeline stages; use fewer stages"
             )
-        ranks = [stages_of_rank(rank, pp, chunks, v_shape=v_shape) for rank in range(pp)]
-        return _ranges(_balanced(num_layers, ranks, head_cost))
-    fixed = [size for size in (first, last) if size is not None]
-    middle, rest = num_stages - len(fixed), num_layers - sum(fixed)
-    if min(fixed) < 1 or middle < 0 or rest < middle or (middle == 0 and rest) or (middle and rest % middle):
-        raise ConfigError(
-            f"num_layers={num_layers} over {num_stages} pipeline stages with {first or 'any'} in the first and "
-            f"{last or 'any'} in the last leaves {rest} layers for {middle} stages; they must divide equally"
-        )
-    inner = [rest // middle] * middle if middle else []
-    return _ranges([*([first] if first else []), *inner, *([last] if last else [])])
+    else:
+        fixed = [size for size in (first, last) if size is not None]
+        middle, rest = num_stages - len(fixed), num_layers - sum(fixed)
+        if min(fixed) < 1 or middle < 0 or rest < middle or (middle == 0 and rest) or (middle and rest % middle):
+            raise ConfigError(
+                f"num_layers={num_layers} over {num_stages} pipeline stages with {first or 'any'} in the first and "
+                f"{last or 'any'} in the last leaves {rest} layers for {middle} stages; they must divide equally"
+            )
+    ranks = tuple(tuple(stages_of_rank(rank, pp, chunks, v_shape=v_shape)) for rank in range(pp))
+    return _ranges(balanced(tuple(costs), ranks, head_cost, (first, last)))
 
 
-def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> list[range]:
-    """The layers of every stage that a configuration asks for. Raises ConfigError for layers that do not fit."""
-    active = model.moe_router_topk * model.moe_ffn_hidden_size + model.moe_shared_expert_intermediate_size
-    share = len(model.moe_layers) / model.num_layers  # of layers with experts; stages are cut as if all cost the mean
-    inner = share * active + (1 - share) * model.ffn_hidden_size
-    layer = model.hidden_size * (4 * model.hidden_size + 3 * inner)  # multiply-adds of a token, as of the head below
+def stage_layers(model: ModelConfig, parallel: ParallelConfig, seq_length: int) -> list[range]:
+    """The layers of every stage that a configuration asks for, by what they cost in a sequence of that length. Raises
+    ConfigError for layers that do not fit.
+
+    Layers that are all alike only measure how many of them the head is worth. Products with weights alone count there,
+    so that the split of such a model does not depend on the length of its sequences.
+    """
+    are_alike = not (model.is_moe and model.has_dense_layers)
+    kinds = (layer_cost(model, seq_length, is_moe=is_moe) for is_moe in (False, True))
+    dense, moe = (cost.total - cost.attention * are_alike for cost in kinds)
+    costs = [dense] * model.num_layers
+    for layer in model.moe_layers:
+        costs[layer] = moe
     return layers_of_stages(
-        model.num_layers,
+        costs,
         parallel.pipeline_model_parallel_size,
         chunks=parallel.virtual_pipeline_model_parallel_size,
         v_shape=parallel.pipeline_schedule is PipelineSchedule.ZBV,
         first=parallel.decoder_first_pipeline_num_layers,
         last=parallel.decoder_last_pipeline_num_layers,
-        head_cost=model.hidden_size * model.vocab_size / layer,
+        head_cost=head_cost(model),
     )
 
 
-def _balanced(num_layers: int, ranks: list[list[int]], head_cost: float) -> list[int]:
-    """Layers of every stage, for ``ranks``: the stages of each."""
-    num_stages = sum(len(stages) for stages in ranks)
-    heads = [0.0] * (num_stages - 1) + [head_cost]
-
-    def costs(sizes: list[int]) -> list[float]:
-        return [sum(sizes[stage] + heads[stage] for stage in stages) for stages in ranks]
-
-    sizes = [1] * num_stages
-    for _ in range(num_layers - num_stages):
-        # The next layer goes to the rank with least to do and there to its least stage; among equals to the earliest,
-        # which idles least at the end.
-        loads = costs(sizes)
-        stages = ranks[loads.index(min(loads))]
-        sizes[min(stages, key=lambda stage: sizes[stage] + heads[stage])] += 1
-    if num_layers % num_stages == 0:
-        equal = [num_layers // num_stages] * num_stages
-        return equal if max(costs(equal)) <= max(costs(sizes)) else sizes
-    return sizes
-
-
-def _ranges(sizes: list[int]) -> list[range]:
+def _ranges(sizes: Sequence[int]) -> list[range]:
     starts = [sum(sizes[:stage]) for stage in range(len(sizes))]
     return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 

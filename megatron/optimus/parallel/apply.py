@@ -19,19 +19,23 @@ logger = logging.getLogger("optimus")
 
 
 def parallelize(
-    model: Decoder, mesh: Mesh, config: ParallelConfig, placements: Sequence[LayerPlacement] | None = None
+    model: Decoder,
+    mesh: Mesh,
+    config: ParallelConfig,
+    seq_length: int,
+    placements: Sequence[LayerPlacement] | None = None,
 ) -> None:
     """Cuts the model to this rank's share, in place. Call it on the meta device, before weights exist.
 
-    ``placements``: of the experts of each MoE layer, in place of the regular one of ``config``. ``connect`` follows
-    when weights exist.
+    ``seq_length``: of the sequences in training, by which a pipeline's layers are split. ``placements``: of the experts
+    of each MoE layer, in place of the regular one of ``config``. ``connect`` follows when weights exist.
     """
     apply_tensor_parallelism(model, config, mesh)
     apply_context_parallelism(model, config, mesh)
     moe_layers = model.moe_layers()
     for number, layer in enumerate(moe_layers):
         apply_expert_parallelism(layer, config, mesh, None if placements is None else placements[number])
-    plan = stage_plan(model.config, config, mesh.index("pp")) if mesh.size("pp") > 1 else None
+    plan = stage_plan(model.config, config, seq_length, mesh.index("pp")) if mesh.size("pp") > 1 else None
     if plan is not None:
         keep_stages(model, plan)
     stages = own_stages(model, plan)

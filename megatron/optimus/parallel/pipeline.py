@@ -55,9 +55,9 @@ class StagePlan:
     layers: tuple[range, ...]  # of every stage
 
 
-def stage_plan(model: ModelConfig, config: ParallelConfig, pipeline_rank: int) -> StagePlan:
+def stage_plan(model: ModelConfig, config: ParallelConfig, seq_length: int, pipeline_rank: int) -> StagePlan:
     """The stages of a pipeline rank. Raises ConfigError for layers that do not fit the stages."""
-    layers = stage_layers(model, config)
+    layers = stage_layers(model, config, seq_length)
     pp, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     v_shape = config.pipeline_schedule is PipelineSchedule.ZBV
     return StagePlan(len(layers), tuple(stages_of_rank(pipeline_rank, pp, chunks, v_shape=v_shape)), tuple(layers))

@@ -15,12 +15,14 @@ from megatron.optimus.planner.activations import (
     head_parts,
     layer_parts,
 )
+from megatron.optimus.planner.lending import Lending, lending, waiting_bytes
 from megatron.optimus.planner.parameters import (
     Family,
     StateBytes,
     decoded_states,
+    end_parameters,
     families,
-    lent_bytes,
+    layer_parameters,
     sent_copies,
     state_bytes,
 )
@@ -51,7 +53,7 @@ class Memory:
 
     pipeline_rank: int
     states: StateBytes
-    lent: int  # stage 2: gradients that wait for their reduction
+    lent: int  # stage 2: buffers for gradients that are being reduced
     buffers: int  # batch, tables, stages' inputs and outputs, memory shared with other ranks, libraries
     saved_per_layer: tuple[int, ...]  # activations of one micro-batch in each layer
     parts: tuple[Part, ...]  # of the last layer, then of the ends of the model that are here
@@ -77,18 +79,19 @@ def memory_of(share: Share, kernels: Kernels = CUDA) -> Memory:
     members = families(share)
     each = [state_bytes(share, family) for family in members]
     states = StateBytes(*(sum(getattr(one, name) for one in each) for name in StateBytes.__dataclass_fields__))
-    lent = lent_bytes(share, members)
+    lends = lending(share)
     buffers = _buffers(share)
     layers = [parts for chunk in share.kinds for parts in _layers(share, kernels, chunk)]
     head = head_parts(share, kernels) if share.has_head else []
     moments = _of_a_step(share, layers, head)
-    moments += _around_the_step(members, states, lent + buffers, sent_copies(share, members))
+    moments += _of_a_first_backward(share, layers, lends)
+    moments += _around_the_step(members, states, lends.lent + buffers, sent_copies(share, members))
     if decoded := decoded_states(share, members):
         moments.append(Moment("save", 0, decoded))
     return Memory(
         share.pipeline_rank,
         states,
-        lent,
+        lends.lent,
         buffers,
         tuple(sum(part.saved for part in parts) for parts in layers),
         (*(layers[-1] if layers else ()), *head, *([embedding_part(share)] if share.has_embedding else [])),
@@ -142,6 +145,30 @@ def _of_a_step(share: Share, layers: list[list[Part]], head: list[Part]) -> list
     if share.has_embedding:
         moments.append(Moment("embedding, backward", alive, embedding_part(share).backward))
     return moments
+
+
+def _of_a_first_backward(share: Share, layers: list[list[Part]], lends: Lending) -> list[Moment]:
+    """Stage 2, where a backward does not know yet when a bucket is complete: all its gradients wait for its end, and
+    nothing has been lent before, unless all backwards are so. Relative to what stays."""
+    if not lends.lent:
+        return []
+    chunk, kinds = share.chunks[-1], share.kinds[-1]
+    own = layers[-len(chunk) :]
+    alive = (share.chunks_in_flight - 1) * sum(part.saved for parts in own for part in parts)
+    waiting = waiting_bytes(share, end_parameters(share).values()) if share.has_head else 0
+    moments, free = [], 0 if lends.waits_always else lends.lent
+    each = {is_moe: waiting_bytes(share, layer_parameters(share, is_moe=is_moe).values()) for is_moe in set(kinds)}
+    saved = [sum(part.saved for part in parts) for parts in own]
+    for place in reversed(range(len(own))):
+        most = max(
+            sum(part.saved for part in own[place][: number + 1]) + part.backward
+            for number, part in enumerate(own[place])
+        )
+        before = alive + sum(saved[:place])
+        name = f"first backward, layer {place + 1} of {len(own)}"
+        moments.append(Moment(name, before, most + waiting - free))
+        waiting += each[kinds[place]]
+    return [*moments, Moment("first backward, end", alive, lends.first_end - lends.lent)]
 
 
 def _places(share: Share) -> list[tuple[int, range]]:

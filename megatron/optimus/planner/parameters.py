@@ -44,8 +44,8 @@ class Family:
     def numel(self) -> int:
         """Length of the flat buffer."""
         unit = self.group_size * ALIGNMENT
-        used = sum(_round_up(numel, ALIGNMENT) * count for numel, count in self.numels)
-        return max(unit, _round_up(used, unit))
+        used = sum(round_up(numel, ALIGNMENT) * count for numel, count in self.numels)
+        return max(unit, round_up(used, unit))
 
     @property
     def shard(self) -> int:
@@ -55,7 +55,7 @@ class Family:
     def bucket(self) -> int:
         """Elements of a full bucket."""
         unit = self.group_size * ALIGNMENT
-        return _round_up(-(-self.numel // -(-self.numel // max(self.bucket_limit, unit))), unit)
+        return round_up(-(-self.numel // -(-self.numel // max(self.bucket_limit, unit))), unit)
 
     @property
     def num_buckets(self) -> int:
@@ -76,59 +76,70 @@ class StateBytes:
         return self.parameters + self.gradients + self.masters + self.states
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
 def parameters(share: Share) -> Counter[Parameter]:
     """The parameters of a rank: how many of each."""
+    found: Counter[Parameter] = Counter()
+    for is_moe, layers in ((True, share.num_moe_layers), (False, share.num_dense_layers)):
+        if layers:
+            kinds = Counter(layer_parameters(share, is_moe=is_moe).values())
+            found += Counter({one: count * layers for one, count in kinds.items()})
+    return found + Counter(end_parameters(share).values())
+
+
+def end_parameters(share: Share) -> dict[str, Parameter]:
+    """Those outside of layers by name, in the model's order. A tied matrix is its embedding, on the last stage too."""
     model, tp = share.model, share.layout.tp
     numel, is_tied = model.vocab_size // tp * model.hidden_size, not model.untie_embeddings_and_output_weights
     apart = is_tied and share.has_embedding != share.has_head
     vocabulary = Parameter(numel, is_cut=tp > 1, kind="embedding", is_tied=apart)
-    found: Counter[Parameter] = Counter()
-    for is_moe, layers in ((True, share.num_moe_layers), (False, share.num_dense_layers)):
-        found += Counter({one: count * layers for one, count in _layer(share, is_moe=is_moe).items() if layers})
-    if share.has_embedding:
-        found[vocabulary] += 1
+    found = {"embedding": vocabulary} if share.has_embedding or apart else {}
     if share.has_head:
-        found += _norms(share, 1)
-        if not is_tied or apart:
-            found[vocabulary] += 1
-    return +found  # without what is there zero times
+        found |= _norm(share, "final_norm") | ({} if is_tied else {"head": vocabulary})
+    return found
 
 
-def _norms(share: Share, count: int) -> Counter[Parameter]:
+def _norm(share: Share, name: str) -> dict[str, Parameter]:
     has_scale = share.model.normalization is Normalization.RMSNORM
-    return Counter({Parameter(share.model.hidden_size, kind="norm"): count * has_scale})
+    return {name: Parameter(share.model.hidden_size, kind="norm")} if has_scale else {}
 
 
-def _layer(share: Share, *, is_moe: bool) -> Counter[Parameter]:
+def layer_parameters(share: Share, *, is_moe: bool) -> dict[str, Parameter]:
+    """Those of one layer by name, in the model's order."""
     model, layout = share.model, share.layout
     width, is_cut = model.hidden_size, layout.tp > 1
     queries = model.num_attention_heads * model.head_dim // layout.tp
     keys = model.num_kv_heads * model.head_dim // layout.tp
-    found = _norms(share, 2)
-    for inner in (queries, keys, keys, queries):
-        found[Parameter(inner * width, is_cut=is_cut)] += 1
-    for inner in (queries, keys, keys) if model.add_qkv_bias else ():
-        found[Parameter(inner, is_cut=is_cut, kind="bias")] += 1
+    found = _norm(share, "attention_norm")
+    for name, inner in (("q", queries), ("k", keys), ("v", keys), ("o", queries)):
+        found[name] = Parameter(inner * width, is_cut=is_cut)
+        if model.add_qkv_bias and name != "o":
+            found[f"{name}_bias"] = Parameter(inner, is_cut=is_cut, kind="bias")
     if model.qk_layernorm:
         per_head = model.qk_layernorm_scope is QKNormScope.HEAD
-        for inner in (queries, keys):
+        for name, inner in (("q_norm", queries), ("k_norm", keys)):
             numel = model.head_dim if per_head else inner
-            found[Parameter(numel, is_cut=is_cut and not per_head, kind="norm")] += 1
+            found[name] = Parameter(numel, is_cut=is_cut and not per_head, kind="norm")
+    found |= _norm(share, "mlp_norm")
     if not is_moe:
-        found[Parameter(model.ffn_hidden_size // layout.tp * width, is_cut=is_cut)] += 3
-        return found
-    found[Parameter(model.num_experts * width)] += 1  # the router
-    if model.moe_shared_expert_intermediate_size:
-        found[Parameter(model.moe_shared_expert_intermediate_size // layout.tp * width, is_cut=is_cut)] += 3
-        found[Parameter(width)] += int(model.moe_shared_expert_gate)
+        return found | _mlp(model.ffn_hidden_size // layout.tp * width, is_cut=is_cut)
+    found["router"] = Parameter(model.num_experts * width)
     matrix = model.num_experts // layout.ep * model.moe_ffn_hidden_size // layout.etp * width
-    for stacked in (2, 1):
-        found[Parameter(stacked * matrix, is_expert=True, is_cut=is_cut)] += 1
+    for name, stacked in (("experts_gate_up", 2), ("experts_down", 1)):
+        found[name] = Parameter(stacked * matrix, is_expert=True, is_cut=is_cut)
+    if model.moe_shared_expert_intermediate_size:
+        found |= _mlp(model.moe_shared_expert_intermediate_size // layout.tp * width, is_cut=is_cut)
+        if model.moe_shared_expert_gate:
+            found["shared_gate"] = Parameter(width)
     return found
+
+
+def _mlp(numel: int, *, is_cut: bool) -> dict[str, Parameter]:
+    """Of a dense layer, or of shared experts."""
+    return dict.fromkeys(("gate", "up", "down"), Parameter(numel, is_cut=is_cut))
 
 
 def num_parameters(share: Share) -> int:
@@ -136,26 +147,38 @@ def num_parameters(share: Share) -> int:
     return sum(parameter.numel * count for parameter, count in parameters(share).items())
 
 
-def families(share: Share) -> list[Family]:
-    """The flat buffers of a rank, those of experts last."""
-    options, layout = share.config.optimizer, share.layout
+FamilyKey = tuple[bool, ...]
+
+
+def family_key(share: Share, parameter: Parameter) -> FamilyKey:
+    """What the parameters of one flat buffer have in common."""
+    options = share.config.optimizer
     decayed = {
         "norm": options.weight_decay_norms,
         "bias": options.weight_decay_biases,
         "embedding": options.weight_decay_embeddings,
         "matrix": True,
     }
-    members: dict[tuple[bool, ...], list[tuple[int, int]]] = {}
+    is_matrix = options.optimizer is OptimizerName.MUON and parameter.kind == "matrix"
+    is_repeated = share.layout.tp > 1 and not parameter.is_cut
+    return (parameter.is_expert, is_matrix, decayed[parameter.kind], is_repeated, parameter.is_tied)
+
+
+def families_by_key(share: Share) -> dict[FamilyKey, Family]:
+    """The flat buffers of a rank, those of experts last."""
+    layout = share.layout
+    members: dict[FamilyKey, list[tuple[int, int]]] = {}
     for parameter, count in parameters(share).items():
-        is_matrix = options.optimizer is OptimizerName.MUON and parameter.kind == "matrix"
-        is_repeated = layout.tp > 1 and not parameter.is_cut
-        key = (parameter.is_expert, is_matrix, decayed[parameter.kind], is_repeated, parameter.is_tied)
-        members.setdefault(key, []).append((parameter.numel, count))
-    limit = options.ddp_bucket_size or DEFAULT_BUCKET
-    return [
-        Family(is_expert, is_matrix, layout.edp if is_expert else layout.dp * layout.cp, tuple(numels), limit)
-        for (is_expert, is_matrix, *_), numels in sorted(members.items(), key=lambda item: item[0][0])
-    ]
+        members.setdefault(family_key(share, parameter), []).append((parameter.numel, count))
+    limit = share.config.optimizer.ddp_bucket_size or DEFAULT_BUCKET
+    return {
+        key: Family(key[0], key[1], layout.edp if key[0] else layout.dp * layout.cp, tuple(numels), limit)
+        for key, numels in sorted(members.items(), key=lambda item: item[0][0])
+    }
+
+
+def families(share: Share) -> list[Family]:
+    return list(families_by_key(share).values())
 
 
 def adds_expert_gradients(share: Share) -> bool:
@@ -202,16 +225,6 @@ def _moment_bytes(share: Share, family: Family) -> int:
     if width is StateDtype.INT8:
         return family.shard + family.shard // STATE_BLOCK * 4
     return family.shard * (4 if width is StateDtype.FP32 else 2)
-
-
-def lent_bytes(share: Share, members: list[Family]) -> int:
-    """Stage 2: buffers for gradients that backward has not reduced yet. Nothing is reduced in the first backward, so
-    every bucket gets one; later ones reuse them."""
-    reduced = [family for family in members if family.group_size > 1]
-    if share.config.optimizer.zero_stage != 2 or not reduced:
-        return 0
-    largest = max(min(family.bucket, family.numel) for family in reduced)
-    return sum(family.num_buckets for family in reduced) * largest * gradient_bytes(share)[1]
 
 
 def decoded_states(share: Share, members: list[Family]) -> int:

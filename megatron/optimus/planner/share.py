@@ -145,7 +145,7 @@ class Share:
 def shares(config: RunConfig, world_size: int) -> list[Share]:
     """The share of a rank of every pipeline rank, in order."""
     layout = Layout.from_config(config.parallel, world_size)
-    layers = tuple(stage_layers(config.model, config.parallel))
+    layers = tuple(stage_layers(config.model, config.parallel, config.training.seq_length))
     return [Share(config, layout, layers, rank) for rank in range(layout.pp)]
 
 

@@ -1,9 +1,9 @@
 """What a rank computes in one optimizer step: operations by the unit that does them, and bytes through memory.
 
-Matrix products are counted as the mathematics has them (observe/flops.py), attention at half for the causal mask;
-backward is twice the forward. Bytes are those of the operations between the products, each tensor read and written
-as often as the program's own code does it; what happens inside of the expert kernels and of attention is in the rates
-measured for them.
+Matrix products are counted as the mathematics has them (config/layer_costs.py), but for those of routers, whose time is
+that of their bytes; backward is twice the forward. Bytes are those of the operations between the products, each tensor
+read and written as often as the program's own code does it; what happens inside of the expert kernels and of attention
+is in the rates measured for them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron.optimus.config.layer_costs import LayerCost, head_cost, layer_cost
 from megatron.optimus.config.schema import ContextCommunication, Normalization, OptimizerName, Recompute
 from megatron.optimus.planner.activations import CUDA, Kernels, layer_parts, loss_chunk
 from megatron.optimus.planner.parameters import adds_expert_gradients, families, gradient_bytes, parameters
@@ -32,6 +33,7 @@ class Passes(NamedTuple):
 PLAIN = Passes(rope=104, loss=54, nonparametric=44, gated=28)
 FUSED = Passes(rope=8, loss=6, nonparametric=10, gated=16)  # ops/triton/elementwise.py, and torch's LayerNorm
 FUSED_NORM, RESIDUAL = 10, 12  # RMSNorm; a sum both ways
+TRAINING = 6.0  # FLOPs of a multiply-add of the forward, with those of the backward
 GATE = 20  # of the shared experts' result: read by the gate, times the gate; times the gate and the gradient, twice
 
 # Ring attention, bytes of an element of the queries and of the keys (of which there are as many values), both passes.
@@ -68,6 +70,10 @@ class Work:
         return Work(*(getattr(self, name) * factor for name in Work.__dataclass_fields__))
 
 
+def cost_of_layer(share: Share, *, is_moe: bool) -> LayerCost:
+    return layer_cost(share.model, share.config.training.seq_length, is_moe=is_moe)
+
+
 def layer_work(share: Share, recompute: frozenset[Recompute], kernels: Kernels = CUDA, *, is_moe: bool) -> Work:
     """Forward and backward of one layer for one micro-batch."""
     model, tp, tokens, outside = share.model, share.layout.tp, share.tokens, share.tokens_outside
@@ -81,17 +87,18 @@ def layer_work(share: Share, recompute: frozenset[Recompute], kernels: Kernels =
     qk_norm = Work(traffic=FUSED_NORM * scale * inner if model.qk_layernorm else 0.0)
     is_ring = share.layout.cp > 1 and share.config.parallel.cp_comm_type is ContextCommunication.P2P
     core = _plain_ring(share) if is_ring and kernels.ring_workspace else None
-    core = core or Work(attention=6.0 * tokens * share.config.training.seq_length * queries)
+    cost = cost_of_layer(share, is_moe=is_moe)
+    core = core or Work(attention=TRAINING * tokens * cost.attention / tp)
     attention = core + Work(
-        products=6.0 * tokens * width * (2 * queries + 2 * keys),
+        products=TRAINING * tokens * cost.projections / tp,
         traffic=passes(kernels).rope * inner,
     )
     if is_moe:
-        mlp = Work(experts=18.0 * outside * model.moe_router_topk * width * model.moe_ffn_hidden_size)
+        mlp = Work(experts=TRAINING * outside * cost.experts)
         mlp += part_work(share) * (share.config.parallel.moe_dispatch_chunks - 1)
         mlp += shared_work(share, kernels)
     else:
-        mlp = _mlp_work(share, kernels, model.ffn_hidden_size)
+        mlp = _mlp_work(share, kernels, is_moe=False)
     total = norms + residuals + qk_norm + attention + mlp + Work(layers=2.0)
     again = Work()
     for chosen, part in ((Recompute.MOE, mlp), (Recompute.ATTENTION, attention + qk_norm), (Recompute.NORM, norms)):
@@ -119,10 +126,12 @@ def part_work(share: Share) -> Work:
     return Work(traffic=weights * (2 * share.element + 2 * gradient_bytes(share)[0]), layers=1.0)
 
 
-def _mlp_work(share: Share, kernels: Kernels, inner: int) -> Work:
-    hidden = share.tokens * inner / share.layout.tp
-    traffic = passes(kernels).gated * share.element / 2 * hidden
-    return Work(products=18.0 * share.model.hidden_size * hidden, traffic=traffic)
+def _mlp_work(share: Share, kernels: Kernels, *, is_moe: bool) -> Work:
+    """Of a dense layer, or of shared experts."""
+    model, tokens = share.model, share.tokens / share.layout.tp
+    inner = model.moe_shared_expert_intermediate_size if is_moe else model.ffn_hidden_size
+    traffic = passes(kernels).gated * share.element / 2 * tokens * inner
+    return Work(products=TRAINING * tokens * cost_of_layer(share, is_moe=is_moe).mlp, traffic=traffic)
 
 
 def shared_work(share: Share, kernels: Kernels = CUDA) -> Work:
@@ -131,15 +140,12 @@ def shared_work(share: Share, kernels: Kernels = CUDA) -> Work:
     if not model.moe_shared_expert_intermediate_size:
         return Work()
     together = RESIDUAL + (GATE if model.moe_shared_expert_gate else 0)
-    return _mlp_work(share, kernels, model.moe_shared_expert_intermediate_size) + Work(traffic=together * stream)
+    return _mlp_work(share, kernels, is_moe=True) + Work(traffic=together * stream)
 
 
 def last_product_work(share: Share) -> Work:
     """Of one layer and micro-batch: the last product of the experts' backward, beside which their gradients travel."""
-    model = share.model
-    return Work(
-        experts=4.0 * share.tokens_outside * model.moe_router_topk * model.hidden_size * model.moe_ffn_hidden_size
-    )
+    return Work(experts=TRAINING * share.tokens_outside * cost_of_layer(share, is_moe=True).experts * 2 / 9)
 
 
 def router_work(share: Share) -> Work:
@@ -163,7 +169,7 @@ def head_work(share: Share, kernels: Kernels = CUDA) -> Work:
     chunks = max(1.0, tokens * vocabulary / loss_chunk(share, kernels))
     traffic = passes(kernels).loss * vocabulary * tokens + chunks * (2 * FP32 + 2) * vocabulary * model.hidden_size
     traffic += norm * tokens * model.hidden_size
-    return Work(products=6.0 * tokens * model.hidden_size * vocabulary, traffic=traffic, layers=1.0)
+    return Work(products=TRAINING * tokens * head_cost(model) / tp, traffic=traffic, layers=1.0)
 
 
 def gradient_work(share: Share, kernels: Kernels) -> Work:

@@ -43,7 +43,7 @@ def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> Decoder:
     placements = read_placements(config, mesh, device)
     parallel = settle_transport(config, mesh, device, dtype)
     settle_tiles(replace(config, parallel=parallel), device, dtype)
-    parallelize(model, mesh, parallel, placements)
+    parallelize(model, mesh, parallel, config.training.seq_length, placements)
     initialize_weights(model, seed=config.training.seed, device=device, dtype=dtype)
     connect(model, mesh)
     return model

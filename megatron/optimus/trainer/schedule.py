@@ -63,7 +63,7 @@ def build_schedule(config: RunConfig, engine: Engine, mesh: Mesh, device: torch.
         engine.optimizer.sum_over(tied, ends)
     pipeline = Pipeline(
         engine.module,
-        stage_plan(config.model, parallel, mesh.index("pp")),
+        stage_plan(config.model, parallel, training.seq_length, mesh.index("pp")),
         parallel.pipeline_schedule,
         group,
         num_micro_batches=micro_batches(config, mesh.layout.world_size)[0],  # fewest: what they cannot do, none can

@@ -25,7 +25,7 @@ def model(parallel: ParallelConfig, **changes: Any) -> Decoder:
     sizes = dict(num_layers=3, hidden_size=32, num_attention_heads=4, vocab_size=40, ffn_hidden_size=64, kv_channels=8)
     with torch.device("meta"):
         built = Decoder(ModelConfig(**(sizes | dict(moe_ffn_hidden_size=64, moe_router_topk=2) | changes)))
-    parallelize(built, Mesh(parallel, rank=0, world_size=1), parallel)
+    parallelize(built, Mesh(parallel, rank=0, world_size=1), parallel, seq_length=16)
     initialize_weights(built, seed=1, device=torch.device("cpu"), dtype=torch.float32)
     return built
 
@@ -73,7 +73,7 @@ def test_first_layers_are_those_of_each_stage() -> None:
     )
     with torch.device("meta"):
         built = Decoder(ModelConfig(**sizes))
-    plan = stage_plan(built.config, parallel, 1)
+    plan = stage_plan(built.config, parallel, 16, 1)
     assert [list(plan.layers[stage]) for stage in plan.mine] == [[2, 3], [6, 7]]
     keep_stages(built, plan)
     recompute.apply_recomputation(own_stages(built, plan), parallel)

@@ -1,0 +1,147 @@
+"""Consecutive layers over the stages of a pipeline so that the slowest rank is fastest: pure arithmetic.
+
+``ranks`` are the stages of every rank. Layers that all cost the same are dealt one by one, which no split betters.
+Where they differ, the dealt split is improved by moving layers over single boundaries, then by a search for a split
+whose every rank costs less. The search tries everything, but ends after MOST_LOOKS visited stages, more than it needs
+with one chunk a rank or few stages; then the best split found so far stands. It depends on nothing but its arguments,
+so that all ranks and the planner find the same.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
+
+MOST_LOOKS = 20_000  # about 0.1 s
+
+Ranks = tuple[tuple[int, ...], ...]
+
+
+@lru_cache(maxsize=256)  # a search for layouts asks for the same again and again
+def balanced(
+    costs: tuple[int, ...], ranks: Ranks, head_cost: int, fixed: tuple[int | None, int | None]
+) -> tuple[int, ...]:
+    """Layers of every stage. ``costs``: of the layers; ``head_cost``: of what the last stage does besides; ``fixed``:
+    layers of the first and the last stage, where they are given: then the other stages begin with as many each.
+
+    The equal split, where it is possible and no found one has a faster slowest rank.
+    """
+    num_layers, num_stages = len(costs), sum(map(len, ranks))
+    given = {stage: size for stage, size in zip((0, num_stages - 1), fixed, strict=True) if size is not None}
+    balance = _Balance(costs, ranks, head_cost, given)
+    rest, others = num_layers - sum(given.values()), num_stages - len(given)
+    found = []
+    if others == 0 or rest % others == 0:
+        found.append([given.get(stage, rest // max(1, others)) for stage in range(num_stages)])
+    if not given:
+        found.append(_dealt(sum(costs), num_layers, ranks, head_cost))
+    best = min(found, key=balance.slowest)  # the first of equals
+    return tuple(balance.improved(best) if len(set(costs)) > 1 else best)
+
+
+def _dealt(total: int, num_layers: int, ranks: Ranks, head_cost: int) -> list[int]:
+    """Every layer at the mean cost, in units of a ``num_layers``-th of it."""
+    num_stages = sum(map(len, ranks))
+    sizes = [1] * num_stages
+    heads = [0] * (num_stages - 1) + [head_cost * num_layers]
+    for _ in range(num_layers - num_stages):
+        # The next layer goes to the rank with least to do and there to its least stage; among equals to the earliest,
+        # which idles least at the end.
+        loads = [sum(sizes[stage] * total + heads[stage] for stage in stages) for stages in ranks]
+        stages = ranks[loads.index(min(loads))]
+        sizes[min(stages, key=lambda stage: sizes[stage] * total + heads[stage])] += 1
+    return sizes
+
+
+class _Balance:
+    """Splits of given layers, and what they cost."""
+
+    def __init__(self, costs: Sequence[int], ranks: Ranks, head_cost: int, given: Mapping[int, int]) -> None:
+        self.sums = [0, *accumulate(costs)]  # of the layers before each
+        self.num_layers, self.given = len(costs), given
+        self.num_stages = sum(map(len, ranks))
+        self.rank_of = {stage: rank for rank, stages in enumerate(ranks) for stage in stages}
+        self.last_of = [max(stages) for stages in ranks]
+        self.head_cost = head_cost
+
+    def stage_costs(self, sizes: Sequence[int]) -> list[int]:
+        ends = list(accumulate(sizes))
+        costs = [self.sums[end] - self.sums[end - size] for end, size in zip(ends, sizes, strict=True)]
+        costs[-1] += self.head_cost
+        return costs
+
+    def loads(self, sizes: Sequence[int]) -> list[int]:
+        """Cost of every rank."""
+        loads = [0] * len(self.last_of)
+        for stage, cost in enumerate(self.stage_costs(sizes)):
+            loads[self.rank_of[stage]] += cost
+        return loads
+
+    def slowest(self, sizes: Sequence[int]) -> int:
+        return max(self.loads(sizes))
+
+    def improved(self, sizes: list[int]) -> list[int]:
+        """A split whose slowest rank is faster; ``sizes`` if there is none."""
+        best = sizes
+        found: list[int] | None = sizes
+        while found is not None:
+            best = self._levelled(found)
+            self._looks, self._dead = MOST_LOOKS, set[tuple[int, ...]]()
+            limit = self.slowest(best) - 1
+            found = self._within(0, 0, (limit,) * len(self.last_of))
+        return best if self.slowest(best) < self.slowest(sizes) else sizes
+
+    def _levelled(self, sizes: list[int]) -> list[int]:
+        """Moves single layers over boundaries while the slowest ranks, or among equals the slowest stages, do less."""
+
+        def slowness(sizes: list[int]) -> tuple[list[int], list[int]]:
+            return sorted(self.loads(sizes), reverse=True), sorted(self.stage_costs(sizes), reverse=True)
+
+        best, has_moved = slowness(sizes), True
+        while has_moved:
+            has_moved = False
+            for left in range(self.num_stages - 1):
+                for giver, taker in ((left, left + 1), (left + 1, left)):
+                    if sizes[giver] == 1 or giver in self.given or taker in self.given:
+                        continue
+                    moved = list(sizes)
+                    moved[giver] -= 1
+                    moved[taker] += 1
+                    if (now := slowness(moved)) < best:
+                        sizes, best, has_moved = moved, now, True
+        return sizes
+
+    def _within(self, stage: int, start: int, spare: tuple[int, ...]) -> list[int] | None:
+        """Sizes of ``stage`` and those behind it for the layers from ``start`` on, no rank costing more than it has to
+        ``spare``. None if there are none, or none was found in the looks that are left."""
+        if stage == self.num_stages:
+            return []
+        later = [space for space, last in zip(spare, self.last_of, strict=True) if last >= stage]
+        state = (stage, start, *later)
+        cost = self.sums[-1] - self.sums[start] + self.head_cost
+        if self._looks == 0 or cost > sum(later) or state in self._dead:
+            return None
+        self._looks -= 1
+        rank = self.rank_of[stage]
+        for end in self._ends(stage, start, spare[rank]):
+            used = self.sums[end] - self.sums[start]
+            left = (*spare[:rank], spare[rank] - used, *spare[rank + 1 :])
+            if (sizes := self._within(stage + 1, end, left)) is not None:
+                return [end - start, *sizes]
+        self._dead.add(state)
+        return None
+
+    def _ends(self, stage: int, start: int, spare: int) -> list[int]:
+        """Where the stage may end, the most promising first."""
+        behind = self.num_stages - 1 - stage
+        spare -= self.head_cost if not behind else 0
+        most = min(bisect_right(self.sums, self.sums[start] + spare) - 1, self.num_layers - behind)
+        least = self.num_layers if not behind else start + 1
+        if stage in self.given:
+            least, most = max(least, start + self.given[stage]), min(most, start + self.given[stage])
+        if self.last_of[self.rank_of[stage]] == stage:  # what the rank leaves over, nobody else can use
+            return list(range(most, least - 1, -1))
+        share = self.sums[start] + (self.sums[-1] - self.sums[start]) / (behind + 1)
+        return sorted(range(least, most + 1), key=lambda end: abs(self.sums[end] - share))

@@ -1,0 +1,177 @@
+"""The planner's buffers of ZeRO stage 2 against those that the real optimizer lends, event by event."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.optimus.planner import lending
+from megatron.optimus.planner.lending import Backwards
+from megatron.optimus.planner.memory import memory_of
+from megatron.optimus.planner.parameters import families_by_key
+from megatron.optimus.planner.share import shares
+from tests.helpers import run_distributed
+from tests.unit.planner.cases import MIXED, MOE, SHARED, batch_of, run
+
+Event = tuple[Any, ...]
+STEPS = 3
+WORLD = 4
+TIED = "--no-untie-embeddings-and-output-weights "
+STAGES = "--pipeline-model-parallel-size 2 "
+CHUNKS = STAGES + "--pipeline-schedule interleaved-1f1b --virtual-pipeline-model-parallel-size 2 "
+# In a bucket of 3,000 elements lies a part of a matrix of experts or of an MLP, in one of 20,000 half a layer.
+CASES = [
+    "--ddp-bucket-size 20000",
+    MOE + "--ddp-bucket-size 3000",
+    MOE + "--ddp-bucket-size 20000 --expert-model-parallel-size 2 --micro-batch-size 4",
+    MOE + "--ddp-bucket-size 9000 --expert-model-parallel-size 4",  # experts have no replicas
+    SHARED + TIED + "--ddp-bucket-size 7000 --no-weight-decay-biases",
+    MIXED + "--ddp-bucket-size 5000 --grad-reduce-in-bf16",
+    MOE + "--ddp-bucket-size 9000 --no-overlap-grad-reduce",
+    MOE + "--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --ddp-bucket-size 5000",
+    STAGES + MIXED + TIED + "--ddp-bucket-size 5000",
+    CHUNKS + MOE + "--ddp-bucket-size 9000",
+]
+
+
+def real_events(rank: int, world: int, cases: list[str]) -> list[list[Event]]:
+    return [_real_events(rank, world, words) for words in cases]
+
+
+def _real_events(rank: int, world: int, words: str) -> list[Event]:
+    """What happens to the buffers of this rank in some steps: lent, sent, given back; and at the start of each layer's
+    backward how many are lent and how many there are. In the end: bytes of all buffers, and the most that buffers and
+    waiting gradients had in a backward at whose end all are moved."""
+    from deepspeed_ext.zero.gradients import GradientSync
+    from deepspeed_ext.zero.ring import Ring
+    from megatron.optimus.parallel.mesh import Mesh
+    from megatron.optimus.trainer.build import build_model
+    from megatron.optimus.trainer.engine import build_engine
+    from megatron.optimus.trainer.schedule import build_schedule
+
+    config = run(words)
+    mesh = Mesh(config.parallel, rank=rank, world_size=world)
+    steps = config.training.global_batch_size // config.training.micro_batch_size // mesh.size("dp")
+    engine = build_engine(build_model(config, mesh, torch.device("cpu")), config, mesh, steps)
+    schedule = build_schedule(config, engine, mesh, torch.device("cpu"))
+    sync = engine.optimizer._sync
+    ring, place = sync._ring, {bucket: number for number, bucket in enumerate(sync.buckets)}
+    events: list[Event] = []
+    at_ends, parameters, open_bucket = [0], list(engine.module.parameters()), GradientSync._open
+
+    def count() -> tuple[int, int]:
+        lent = sum(entry.lent is not None for entry in sync._queue)
+        return lent, lent + len(ring.free())
+
+    def noting(kind: str) -> Any:
+        function = getattr(Ring, kind)
+
+        def call(self: Ring, entry: Any) -> None:
+            function(self, entry)
+            events.append((kind, place[entry.bucket]))
+
+        return call
+
+    def opening(self: GradientSync, entry: Any) -> None:
+        open_bucket(self, entry)
+        if not self._is_armed:
+            waiting = sum(parameter.grad.nbytes for parameter in parameters if parameter.grad is not None)
+            at_ends.append(waiting + count()[1] * ring._numel * engine.optimizer.options.communication_dtype.itemsize)
+
+    def watch(number: int, layer: torch.nn.Module) -> None:
+        def reached(gradient: torch.Tensor) -> None:
+            events.append(("layer", number, *count()))
+
+        layer.register_forward_hook(lambda module, args, output: output[0].register_hook(reached) and None)
+
+    for name, layer in engine.module.layers.named_children():
+        watch(int(name), layer)
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in ("lend", "sent", "keep", "_give_back"):
+            patch.setattr(Ring, kind, noting(kind))
+        patch.setattr(GradientSync, "_open", opening)
+        for _ in range(STEPS):
+            schedule.forward_backward([batch_of(config, mesh) for _ in range(steps)], 1)
+            engine.step()
+            engine.optimizer.wait_for_params()
+            events.append(("step", *count()))
+    events.append((sum(buffer.nbytes for buffer in ring.free()), max(at_ends)))
+    dist.barrier()
+    return events
+
+
+class Noting(Backwards):
+    """The planner's buffers, with the same events."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.events: list[Event] = []
+
+    def backward(self, chunk: int) -> None:
+        self._layer: int | None = None
+        self._chunk_layers = list(reversed(self._share.chunks[chunk]))
+        super().backward(chunk)
+
+    def _note_layers(self, reached: int | None) -> None:
+        """Those whose backward begins before the next gradient comes; None: all that are left."""
+        while self._chunk_layers and (reached is None or self._chunk_layers[0] >= reached):
+            self.events.append(("layer", self._chunk_layers.pop(0), self.lent, self.made))
+
+    def _arrive(self, slot: int) -> None:
+        number, name = self.names[slot]
+        if number is not None or (name == "embedding" and self._share.has_embedding):  # else it comes before all layers
+            self._note_layers(number)
+        super()._arrive(slot)
+
+    def _take_left(self, bucket: Any, waiting: set[int]) -> None:
+        self._note_layers(None)
+        super()._take_left(bucket, waiting)
+
+    def _lend(self, bucket: Any) -> None:
+        super()._lend(bucket)
+        self.events.append(("lend", self.buckets.index(bucket)))
+
+    def _keep(self, bucket: Any) -> None:
+        super()._keep(bucket)
+        self.events.append(("keep", self.buckets.index(bucket)))
+
+    def _launch(self, bucket: Any) -> None:
+        super()._launch(bucket)
+        if bucket.has_peers:
+            self.events.append(("sent", self.buckets.index(bucket)))
+
+    def _give_back(self) -> None:
+        bucket = self._sent[0]
+        super()._give_back()
+        self.events.append(("_give_back", self.buckets.index(bucket)))
+
+    def step(self) -> None:
+        super().step()
+        self.events.append(("step", self.lent, self.made))
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[list[list[Event]]]:
+    return run_distributed(real_events, WORLD, [words + " --zero-stage 2" for words in CASES], timeout=200)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_buffers_are_lent_as_the_program_lends_them(measured: list[list[list[Event]]], case: int) -> None:
+    members = shares(run(CASES[case] + " --zero-stage 2"), WORLD)
+    assert lending.ENOUGH == STEPS
+    for rank, of_cases in enumerate(measured):
+        share = members[rank // (WORLD // len(members))]
+        waits = not share.config.optimizer.overlap_grad_reduce
+        play = Noting(share, families_by_key(share), waits_always=waits)
+        for _ in range(STEPS):
+            for chunk in lending.chunks_in_order(share, splits=False, most=share.micro_batches):
+                play.backward(chunk)
+            play.step()
+        *events, (size, at_end) = of_cases[case]
+        assert play.events == events, (CASES[case], rank)
+        assert play.made * play.buffer_bytes == size == memory_of(share).lent
+        assert 0 < size < len(play.buckets) * play.buffer_bytes
+        assert play.first_end == at_end, (CASES[case], rank)
