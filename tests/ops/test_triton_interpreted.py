@@ -21,7 +21,9 @@ BESIDE = Path(sys.prefix) / "triton"
 # Every operation, on the cases that differ most; all of them run on a GPU.
 CASES = ("one_token", "no_token", "odd_widths", "empty_experts", "some_foreign", "none_local")
 TESTS = {
-    "tests/ops/test_moe_mlp.py": f"triton and (may_hold_anything or (values and float16 and ({' or '.join(CASES)})))",
+    "tests/ops/test_moe_mlp.py": (
+        f"triton and (may_hold_anything or is_kept or (values and float16 and ({' or '.join(CASES)})))"
+    ),
     "tests/ops/test_peers.py": "",
     "tests/ops/test_single.py": (
         "triton and ((order_and_counts and int32) or (values and float16) or "
