@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from megatron.optimus.config.schema import PipelineSchedule
 from megatron.optimus.planner.parameters import (
     ALIGNMENT,
     Family,
+    FamilyKey,
     Parameter,
     adds_expert_gradients,
     end_parameters,
@@ -29,7 +31,6 @@ from megatron.optimus.planner.pipeline import rank_order
 from megatron.optimus.planner.share import Share
 
 IN_FLIGHT = 4  # deepspeed_ext/zero/ring.py
-ENOUGH = 3  # steps and, without a pipeline, micro-batches, after which no further buffers are made
 # In which order the gradients of a layer come. The experts' come from one node of autograd, in the order of its inputs.
 ARRIVALS = (
     *("experts_gate_up", "experts_down", "shared_gate", "down", "up", "gate", "router", "mlp_norm"),
@@ -47,21 +48,58 @@ class Lending:
     waits_always: bool = False
 
 
+@dataclass(frozen=True)
+class Gradients:
+    """What decides how a rank's gradients come and where they go."""
+
+    parameters: tuple[Parameter, ...]  # in the model's order
+    waiting: tuple[int, ...]  # bytes of the gradient of each before it is moved
+    arrivals: tuple[tuple[int, ...], ...]  # places of parameters, in the order of their gradients, of each chunk
+    families: tuple[tuple[FamilyKey, Family], ...]
+    keys: tuple[FamilyKey, ...]  # of the parameters
+    sent_width: int  # bytes of an element that travels
+    waits_always: bool
+    names: tuple[tuple[int | None, str], ...] = field(compare=False)  # layer, if in one, and name in it
+
+
 def lending(share: Share) -> Lending:
     """Of one rank."""
-    by_key = families_by_key(share)
-    if share.config.optimizer.zero_stage != 2 or all(family.group_size == 1 for family in by_key.values()):
+    if share.config.optimizer.zero_stage != 2 or all(one.group_size == 1 for one in families_by_key(share).values()):
         return Lending()
-    split = (PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV)
-    splits = share.layout.pp > 1 and share.config.parallel.pipeline_schedule in split
-    waits_always = splits or not share.config.optimizer.overlap_grad_reduce
-    play = Backwards(share, by_key, waits_always=waits_always)
-    order = chunks_in_order(share, splits=splits, most=ENOUGH if len(share.stages) == 1 else 2 * share.layout.pp)
-    for _ in range(ENOUGH):
-        for chunk in order:
-            play.backward(chunk)
-        play.step()
-    return Lending(play.made * play.buffer_bytes, play.first_end, waits_always)
+    enough = 2 if len(share.stages) == 1 else 2 * share.layout.pp  # micro-batches; a test tries more
+    return play(gradients_of(share), tuple(chunks_in_order(share, enough)))
+
+
+def gradients_of(share: Share) -> Gradients:
+    ends, by_key = end_parameters(share), families_by_key(share)
+    layers = {
+        number: layer_parameters(share, is_moe=is_moe)
+        for chunk, kinds in zip(share.chunks, share.kinds, strict=True)
+        for number, is_moe in zip(chunk, kinds, strict=True)
+    }
+    names: list[tuple[int | None, str]] = [(None, name) for name in ends if name == "embedding"]
+    names += [(number, name) for number in sorted(layers) for name in layers[number]]
+    names += [(None, name) for name in ends if name != "embedding"]
+    parameters = tuple(ends[name] if number is None else layers[number][name] for number, name in names)
+    at = {name: place for place, name in enumerate(names)}
+    arrivals = []
+    for stage, chunk in zip(share.stages, share.chunks, strict=True):
+        come: list[tuple[int | None, str]] = []
+        if stage == share.num_stages - 1:
+            come += [(None, "head"), *([] if share.has_embedding else [(None, "embedding")]), (None, "final_norm")]
+        come += [(number, name) for number in reversed(chunk) for name in ARRIVALS]
+        come += [(None, "embedding")] if stage == 0 else []
+        arrivals.append(tuple(at[key] for key in come if key in at))
+    return Gradients(
+        parameters,
+        tuple(waiting_bytes(share, [one]) for one in parameters),
+        tuple(arrivals),
+        tuple(by_key.items()),
+        tuple(family_key(share, one) for one in parameters),
+        gradient_bytes(share)[1],
+        _splits(share) or not share.config.optimizer.overlap_grad_reduce,
+        tuple(names),
+    )
 
 
 def waiting_bytes(share: Share, parameters: Iterable[Parameter]) -> int:
@@ -70,20 +108,41 @@ def waiting_bytes(share: Share, parameters: Iterable[Parameter]) -> int:
     return sum(one.numel * share.element for one in parameters if not (one.is_expert and adds))
 
 
-def chunks_in_order(share: Share, *, splits: bool, most: int) -> list[int]:
+def chunks_in_order(share: Share, most: int) -> list[int]:
     """Whose backward comes when, of ``most`` micro-batches of a step."""
     chunks, pp, count = len(share.stages), share.layout.pp, min(most, share.micro_batches)
-    if splits or chunks == 1:
+    if chunks == 1 or _splits(share):
         return list(reversed(range(chunks))) * count
     actions = rank_order(share.pipeline_rank, pp, chunks, count)
     return [stage // pp for is_backward, stage, _ in actions if is_backward]
 
 
+def _splits(share: Share) -> bool:
+    """Whether gradients of weights are computed apart, which tells nobody of their arrival."""
+    split = (PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV)
+    return share.layout.pp > 1 and share.config.parallel.pipeline_schedule in split
+
+
+@lru_cache(maxsize=1024)  # a search for layouts asks for the same again and again
+def play(gradients: Gradients, order: tuple[int, ...]) -> Lending:
+    """Steps of these chunks' backwards, until no step makes further buffers."""
+    backwards, before = Backwards(gradients), -1
+    while backwards.made > before:  # from the second step on, a step that makes none is followed by others like it
+        before = backwards.made if backwards.has_settled else -1
+        for chunk in order:
+            backwards.backward(chunk)
+        backwards.step()
+    return Lending(backwards.made * backwards.buffer_bytes, backwards.first_end, gradients.waits_always)
+
+
 @dataclass(eq=False)
-class _Bucket:
+class Bucket:
+    """One bucket: which parameters lie in it, and how far it is."""
+
     has_peers: bool
-    slots: set[int] = field(default_factory=set)  # parameters that lie here, by place in the model
-    arrived: set[int] = field(default_factory=set)  # in this backward
+    slots: list[int] = field(default_factory=list)  # places of parameters, the last ones first
+    missing: int = 0  # gradients that have not come in this backward
+    surprises: bool = False  # a gradient is not expected yet, see Backwards
     is_known: bool = False
     is_open: bool = False  # has storage
     is_reduced: bool = False
@@ -93,118 +152,97 @@ class _Bucket:
 class Backwards:
     """Backwards through a rank's chunks, one after the other."""
 
-    def __init__(self, share: Share, families: dict[tuple[bool, ...], Family], *, waits_always: bool) -> None:
-        self._share, self._waits_always = share, waits_always
-        self.names: list[tuple[int | None, str]] = []  # (layer or None, name) of parameters, in the model's order
-        self._parameters: list[Parameter] = []
-        self._arrivals: list[list[int]] = []  # of each chunk
-        self._number()
-        self._where: list[list[_Bucket]] = [[] for _ in self._parameters]
-        self.buckets = self._buckets(families)
-        reduced = [family for family in families.values() if family.group_size > 1]
-        self.buffer_bytes = max(min(one.bucket, one.numel) for one in reduced) * gradient_bytes(share)[1]
+    def __init__(self, gradients: Gradients) -> None:
+        self.gradients = gradients
+        self._where: list[list[Bucket]] = [[] for _ in gradients.parameters]
+        self.buckets = self._buckets()
+        reduced = [family for _, family in gradients.families if family.group_size > 1]
+        self.buffer_bytes = max(min(one.bucket, one.numel) for one in reduced) * gradients.sent_width
         self.made = self.first_end = 0
-        # Gradients that are added where they are kept are not expected before the first step is over, except those of
-        # parameters in several buckets, which are counted one by one.
-        fused = [place for place, one in enumerate(self._parameters) if one.is_expert and adds_expert_gradients(share)]
-        self._surprises = {place for place in fused if len(self._where[place]) == 1}
-        self._has_settled = False
+        self.has_settled = False  # the first step is over
         self.is_armed = False  # the present backward sends what is complete
-        self._free, self._sent = 0, list[_Bucket]()
+        self._free, self._sent = 0, list[Bucket]()
 
     @property
     def lent(self) -> int:
         """Buffers that buckets have, on their way or not."""
         return self.made - self._free
 
-    def _number(self) -> None:
-        """Places of parameters in the model, and in which order the gradients of each chunk come."""
-        share, ends = self._share, end_parameters(self._share)
-        layers = {
-            number: layer_parameters(share, is_moe=is_moe)
-            for chunk, kinds in zip(share.chunks, share.kinds, strict=True)
-            for number, is_moe in zip(chunk, kinds, strict=True)
-        }
-        self.names += [(None, name) for name in ends if name == "embedding"]
-        self.names += [(number, name) for number in sorted(layers) for name in layers[number]]
-        self.names += [(None, name) for name in ends if name != "embedding"]
-        self._parameters += [ends[name] if number is None else layers[number][name] for number, name in self.names]
-        at = {name: place for place, name in enumerate(self.names)}
-        for stage, chunk in zip(share.stages, share.chunks, strict=True):
-            names: list[tuple[int | None, str]] = []
-            if stage == share.num_stages - 1:
-                names += [(None, "head"), *([] if share.has_embedding else [(None, "embedding")]), (None, "final_norm")]
-            names += [(number, name) for number in reversed(chunk) for name in ARRIVALS]
-            names += [(None, "embedding")] if stage == 0 else []
-            self._arrivals.append([at[key] for key in names if key in at])
-
-    def _buckets(self, families: dict[tuple[bool, ...], Family]) -> list[_Bucket]:
+    def _buckets(self) -> list[Bucket]:
         """In the order in which they are launched."""
-        made = {key: [_Bucket(one.group_size > 1) for _ in range(one.num_buckets)] for key, one in families.items()}
+        families, parameters = dict(self.gradients.families), self.gradients.parameters
+        made = {key: [Bucket(one.group_size > 1) for _ in range(one.num_buckets)] for key, one in families.items()}
         ends = dict.fromkeys(families, 0)
-        for slot in reversed(range(len(self._parameters))):
-            key = family_key(self._share, self._parameters[slot])
+        for slot in reversed(range(len(parameters))):
+            key, numel = self.gradients.keys[slot], parameters[slot].numel
             size, start = families[key].bucket, ends[key]
-            ends[key] = start + round_up(self._parameters[slot].numel, ALIGNMENT)
-            for bucket in made[key][start // size : (start + self._parameters[slot].numel - 1) // size + 1]:
-                bucket.slots.add(slot)
-                self._where[slot].append(bucket)
+            ends[key] = start + round_up(numel, ALIGNMENT)
+            self._where[slot] = made[key][start // size : (start + numel - 1) // size + 1]
+            for bucket in self._where[slot]:
+                bucket.slots.append(slot)
+            # Gradients that are added where they are kept are not expected before the first step is over, except those
+            # of parameters in several buckets, which are counted one by one.
+            if not self.gradients.waiting[slot] and len(self._where[slot]) == 1:
+                self._where[slot][0].surprises = True
         return sorted((one for own in made.values() for one in own), key=lambda one: -min(one.slots, default=0))
 
     # ---- a backward
 
     def backward(self, chunk: int) -> None:
         """Of one micro-batch through a chunk, with what is sent at its end."""
-        slots = self._arrivals[chunk]
-        reached = {bucket for slot in slots for bucket in self._where[slot]}
-        several = len(self._arrivals) > 1
-        self._now = [bucket for bucket in self.buckets if bucket in reached or not several]
+        slots = self.gradients.arrivals[chunk]
+        self._now = self.buckets
+        if len(self.gradients.arrivals) > 1:
+            reached = {bucket for slot in slots for bucket in self._where[slot]}
+            self._now = [bucket for bucket in self.buckets if bucket in reached]
         self._next = 0
-        self.is_armed = not self._waits_always and all(bucket.is_known for bucket in self._now)
+        self.is_armed = not self.gradients.waits_always and all(bucket.is_known for bucket in self._now)
         for bucket in self.buckets:
-            bucket.arrived.clear()
-            bucket.is_launched = False
-        for slot in slots if self.is_armed else ():
-            self._arrive(slot)
-        waiting = set() if self.is_armed else set(slots)
-        for bucket in self._now:
-            self._take_left(bucket, waiting)
-            if not bucket.is_launched:
-                self._launch(bucket)
-            bucket.is_known = True
+            bucket.missing, bucket.is_launched = len(bucket.slots), False
+        if self.is_armed:
+            for slot in slots:
+                self._arrive(slot)
+        self._end(set() if self.is_armed else set(slots))
 
     def step(self) -> None:
-        self._has_settled = True
+        self.has_settled = True
         while self._sent:
             self._give_back()
 
     def _arrive(self, slot: int) -> None:
         """A gradient of a parameter in several buckets is moved at once, others when all of their bucket are there."""
-        if len(self._where[slot]) > 1:
-            for bucket in self._where[slot]:
+        where = self._where[slot]
+        if len(where) > 1:
+            for bucket in where:
                 self._open(bucket)
-        for bucket in self._where[slot]:
-            bucket.arrived.add(slot)
+        for bucket in where:
+            bucket.missing -= 1
             if self._is_complete(bucket):
                 self._open(bucket)
                 while self._next < len(self._now) and self._is_complete(self._now[self._next]):
                     self._launch(self._now[self._next])
 
-    def _is_complete(self, bucket: _Bucket) -> bool:
-        return bucket.arrived == bucket.slots and (self._has_settled or not bucket.slots & self._surprises)
+    def _is_complete(self, bucket: Bucket) -> bool:
+        return not bucket.missing and (self.has_settled or not bucket.surprises)
 
-    def _take_left(self, bucket: _Bucket, waiting: set[int]) -> None:
-        """Moves the gradients of a bucket that wait, alone in it or not."""
-        here = bucket.slots & waiting
-        alone = {slot for slot in here if len(self._where[slot]) == 1}
-        for slots in (alone, *({slot} for slot in sorted(here - alone, reverse=True))):
-            for one in {other: None for slot in slots for other in self._where[slot]}:
-                self._open(one)
-            left = waiting_bytes(self._share, (self._parameters[slot] for slot in waiting))
-            self.first_end = max(self.first_end, left + self.made * self.buffer_bytes)
-            waiting -= slots
+    def _end(self, waiting: set[int]) -> None:
+        """Moves the gradients that wait, bucket by bucket, and sends what is left."""
+        left = sum(self.gradients.waiting[slot] for slot in waiting)
+        for bucket in self._now:
+            here = [slot for slot in bucket.slots if slot in waiting] if waiting else []
+            alone = [slot for slot in here if len(self._where[slot]) == 1]
+            for slots in (alone, *([slot] for slot in here if len(self._where[slot]) > 1)):
+                for one in {other: None for slot in slots for other in self._where[slot]}:
+                    self._open(one)
+                if slots:
+                    self.first_end = max(self.first_end, left + self.made * self.buffer_bytes)
+                    left -= sum(self.gradients.waiting[slot] for slot in slots)
+                    waiting.difference_update(slots)
+            if not bucket.is_launched:
+                self._launch(bucket)
+            bucket.is_known = True
 
-    def _open(self, bucket: _Bucket) -> None:
+    def _open(self, bucket: Bucket) -> None:
         if not bucket.has_peers:
             return
         if bucket.is_open:
@@ -213,12 +251,12 @@ class Backwards:
         else:
             self._lend(bucket)
 
-    def _keep(self, bucket: _Bucket) -> None:
+    def _keep(self, bucket: Bucket) -> None:
         """One that is on its way is wanted again: it keeps its buffer."""
         self._sent.remove(bucket)
         bucket.is_reduced = False
 
-    def _lend(self, bucket: _Bucket) -> None:
+    def _lend(self, bucket: Bucket) -> None:
         while not self._free and len(self._sent) >= IN_FLIGHT:
             self._give_back()
         if self._free:
@@ -227,7 +265,7 @@ class Backwards:
             self.made += 1
         bucket.is_open = True
 
-    def _launch(self, bucket: _Bucket) -> None:
+    def _launch(self, bucket: Bucket) -> None:
         self._open(bucket)
         self._next += 1
         bucket.is_launched = True

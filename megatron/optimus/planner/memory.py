@@ -155,7 +155,10 @@ def _of_a_first_backward(share: Share, layers: list[list[Part]], lends: Lending)
     chunk, kinds = share.chunks[-1], share.kinds[-1]
     own = layers[-len(chunk) :]
     alive = (share.chunks_in_flight - 1) * sum(part.saved for parts in own for part in parts)
-    waiting = waiting_bytes(share, end_parameters(share).values()) if share.has_head else 0
+    ends = end_parameters(share) if share.has_head else {}
+    if "head" in ends:  # the embedding's gradient comes last; of a tied one the head's part is there from the beginning
+        ends.pop("embedding", None)
+    waiting = waiting_bytes(share, ends.values())
     moments, free = [], 0 if lends.waits_always else lends.lent
     each = {is_moe: waiting_bytes(share, layer_parameters(share, is_moe=is_moe).values()) for is_moe in set(kinds)}
     saved = [sum(part.saved for part in parts) for parts in own]

@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.optimus.planner import lending
-from megatron.optimus.planner.lending import Backwards
+from megatron.optimus.config.load import load
+from megatron.optimus.planner.lending import Backwards, chunks_in_order, gradients_of, lending, play
 from megatron.optimus.planner.memory import memory_of
-from megatron.optimus.planner.parameters import families_by_key
-from megatron.optimus.planner.share import shares
+from megatron.optimus.planner.share import Share, shares
 from tests.helpers import run_distributed
 from tests.unit.planner.cases import MIXED, MOE, SHARED, batch_of, run
 
@@ -24,7 +23,6 @@ STAGES = "--pipeline-model-parallel-size 2 "
 CHUNKS = STAGES + "--pipeline-schedule interleaved-1f1b --virtual-pipeline-model-parallel-size 2 "
 # In a bucket of 3,000 elements lies a part of a matrix of experts or of an MLP, in one of 20,000 half a layer.
 CASES = [
-    "--ddp-bucket-size 20000",
     MOE + "--ddp-bucket-size 3000",
     MOE + "--ddp-bucket-size 20000 --expert-model-parallel-size 2 --micro-batch-size 4",
     MOE + "--ddp-bucket-size 9000 --expert-model-parallel-size 4",  # experts have no replicas
@@ -106,12 +104,12 @@ def _real_events(rank: int, world: int, words: str) -> list[Event]:
 class Noting(Backwards):
     """The planner's buffers, with the same events."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, share: Share) -> None:
+        super().__init__(gradients_of(share))
+        self._share = share
         self.events: list[Event] = []
 
     def backward(self, chunk: int) -> None:
-        self._layer: int | None = None
         self._chunk_layers = list(reversed(self._share.chunks[chunk]))
         super().backward(chunk)
 
@@ -121,14 +119,14 @@ class Noting(Backwards):
             self.events.append(("layer", self._chunk_layers.pop(0), self.lent, self.made))
 
     def _arrive(self, slot: int) -> None:
-        number, name = self.names[slot]
+        number, name = self.gradients.names[slot]
         if number is not None or (name == "embedding" and self._share.has_embedding):  # else it comes before all layers
             self._note_layers(number)
         super()._arrive(slot)
 
-    def _take_left(self, bucket: Any, waiting: set[int]) -> None:
+    def _end(self, waiting: set[int]) -> None:
         self._note_layers(None)
-        super()._take_left(bucket, waiting)
+        super()._end(waiting)
 
     def _lend(self, bucket: Any) -> None:
         super()._lend(bucket)
@@ -161,13 +159,11 @@ def measured() -> list[list[list[Event]]]:
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_buffers_are_lent_as_the_program_lends_them(measured: list[list[list[Event]]], case: int) -> None:
     members = shares(run(CASES[case] + " --zero-stage 2"), WORLD)
-    assert lending.ENOUGH == STEPS
     for rank, of_cases in enumerate(measured):
         share = members[rank // (WORLD // len(members))]
-        waits = not share.config.optimizer.overlap_grad_reduce
-        play = Noting(share, families_by_key(share), waits_always=waits)
+        play = Noting(share)
         for _ in range(STEPS):
-            for chunk in lending.chunks_in_order(share, splits=False, most=share.micro_batches):
+            for chunk in chunks_in_order(share, share.micro_batches):
                 play.backward(chunk)
             play.step()
         *events, (size, at_end) = of_cases[case]
@@ -175,3 +171,19 @@ def test_buffers_are_lent_as_the_program_lends_them(measured: list[list[list[Eve
         assert play.made * play.buffer_bytes == size == memory_of(share).lent
         assert 0 < size < len(play.buckets) * play.buffer_bytes
         assert play.first_end == at_end, (CASES[case], rank)
+
+
+@pytest.mark.parametrize(
+    "layers", ["", STAGES, CHUNKS, STAGES.replace("2", "4"), CHUNKS.replace("size 2", "size 4", 1)]
+)
+@pytest.mark.parametrize("bucket", [2**20, 2**24, 2**26])
+def test_further_micro_batches_need_no_further_buffers(layers: str, bucket: int) -> None:
+    """A step of two micro-batches, of two rounds with several chunks, is enough to find all that 16 need."""
+    words = (
+        "--preset mula-7b-a1b --expert-model-parallel-size 1 --zero-stage 2 --micro-batch-size 1 "
+        f"--ddp-bucket-size {bucket} {layers}"
+    )
+    config = load([*words.split(), "--global-batch-size", "32"]).config
+    for share in shares(config, 2 * config.parallel.pipeline_model_parallel_size):
+        assert share.micro_batches == 16
+        assert lending(share) == play(gradients_of(share), tuple(chunks_in_order(share, 16)))

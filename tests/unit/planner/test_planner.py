@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import re
 import statistics
@@ -24,6 +25,7 @@ from megatron.optimus.planner.activations import CUDA
 from megatron.optimus.planner.communication import collectives
 from megatron.optimus.planner.hardware import AURORA, H200, MACHINES
 from megatron.optimus.planner.memory import memory_of
+from megatron.optimus.planner.parameters import num_parameters
 from megatron.optimus.planner.plan import plan
 from megatron.optimus.planner.report import figures
 from megatron.optimus.planner.search import search
@@ -73,6 +75,21 @@ def test_peaks_and_steps_measured_on_h200_are_predicted() -> None:
         assert memory.peak == pytest.approx(result["peak_bytes"], rel=0.05), result["case"]
         step = statistics.median(result["step_s"][2:])
         assert step_time(members, H200).total == pytest.approx(step, rel=0.10), result["case"]
+
+
+def test_gradients_that_wait_in_stage_2s_first_backward_are_a_peak_where_activations_are_few() -> None:
+    words = "--preset mula-7b-a1b --zero-stage 2 --seq-length 4096 --global-batch-size 128 --micro-batch-size "
+    [share], [larger] = (shares(load(f"{words}{size}".split()).config, 16) for size in (1, 8))
+    few, many = memory_of(share), memory_of(larger)
+    bf16 = 2 * num_parameters(share)
+    assert few.lent == many.lent
+    assert few.worst.name == "first backward, end"
+    assert bf16 < few.peak - few.states.total - few.buffers < bf16 + few.lent
+    assert many.worst.name == "layer 16 of 16, experts, backward"
+    moments = [moment for moment in few.moments if moment.name.startswith("first backward, layer")]
+    layer = bf16 // share.num_layers
+    waiting = [after.working - before.working for before, after in itertools.pairwise(moments)]
+    assert len(moments) == 16 and all(0.8 * layer < more < layer for more in waiting)  # without the vocabulary's
 
 
 @pytest.mark.parametrize("name", ["1b", "7b_a1b", "20b_a2b", "100b_a7b", "220b_a10b"])
