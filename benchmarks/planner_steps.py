@@ -56,7 +56,7 @@ _THEN = {  # fitted, as hardware.py's are now, to the peaks' runs of that progra
     **{"products": 790e12, "attention": 353e12, "experts": 526e12, "traffic": 3.4e12},
     **{"layer_time": 0.5e-3, "step_time": 6.9e-3},
 }
-# But for these, no result has rotary embedding, SwiGLU and loss as one kernel each, and few have today's expert kernels.
+# No other result has rotary embedding, SwiGLU and loss as one kernel each, and few have today's expert kernels.
 TODAY = {"layout_speed_h200x2.json", "layout_speed_experts_h200x2.json"}
 BEFORE = replace(
     H200,

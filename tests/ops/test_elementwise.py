@@ -109,19 +109,30 @@ def test_cross_entropy(backend: str, device: str, dtype: torch.dtype, columns: i
 
 
 @each
-def test_the_loss_is_that_of_all_logits_at_once(backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@each_dtype
+def test_the_loss_is_that_of_all_logits_at_once(
+    backend: str, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Chunks, labels left out, values and both gradients; on the GPU and under the interpreter by the kernels."""
     monkeypatch.setattr("megatron.optimus.layers.loss.CHUNK_ELEMENTS", 4 * 50)
     ops.set_backend(backend)
-    x = made(11, 16, dtype=torch.float32, device=device).requires_grad_()
-    weight = made(50, 16, dtype=torch.float32, device=device, seed=1).requires_grad_()
+    x = made(11, 16, dtype=dtype, device=device).requires_grad_()
+    weight = made(50, 16, dtype=dtype, device=device, seed=1).requires_grad_()
     labels = torch.randint(50, (11,), generator=torch.Generator().manual_seed(2)).to(device)
     labels[[0, 7]] = -100
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    logits = exact[0] @ exact[1].t()
+    rounded = logits + (logits.to(dtype).double() - logits).detach()  # as the kernels get them
+    want = F.cross_entropy(rounded, labels, ignore_index=-100, reduction="sum")
     got = linear_cross_entropy_sum(x, weight, labels)
-    want = F.cross_entropy(x @ weight.t(), labels, ignore_index=-100, reduction="sum")
-    torch.testing.assert_close(got, want)
-    for mine, right in zip(torch.autograd.grad(got, (x, weight)), torch.autograd.grad(want, (x, weight)), strict=True):
-        torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
+    scaled = zip(
+        torch.autograd.grad(got, (x, weight), torch.tensor(0.3, device=device)),
+        torch.autograd.grad(0.3 * want, exact),
+        strict=True,
+    )
+    for mine, right in scaled:
+        close(mine, right, dtype)
 
 
 @each

@@ -95,7 +95,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dx_TD is not None:
                 torch.mm(grad_CV, weight_VD, out=dx_TD[start : start + step])
             if dw_VD is not None:
-                dw_VD += grad_CV.t() @ x_CD
+                _add_product_(dw_VD, grad_CV.t(), x_CD)
         ctx.save_for_backward(dx_TD, dw_VD)
         ctx.dtype = weight_VD.dtype
         return total
@@ -105,7 +105,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx_TD, dw_VD = ctx.saved_tensors
         dx_TD = None if dx_TD is None else dx_TD * grad
-        return dx_TD, None if dw_VD is None else (dw_VD * grad).to(ctx.dtype), None, None, None, None, None
+        if dw_VD is not None:  # rounded as it is stored: one pass over it
+            dw_VD = torch.mul(dw_VD, grad, out=torch.empty_like(dw_VD, dtype=ctx.dtype))
+        return dx_TD, dw_VD, None, None, None, None, None
+
+
+def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Adds a @ b to ``total``, fp32. On a GPU a product of 16-bit factors is added by its own kernel, not rounded."""
+    if a.is_cuda and a.element_size() == 2:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b
 
 
 def _label_places(labels_C: Tensor, first_row: int, num_rows: int, is_split: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -305,10 +305,10 @@ def head_parts(share: Share, kernels: Kernels) -> list[Part]:
     if second:
         logits = max(logits, (first + second) * (FP32 + element))
     if _keeps_16_bits(share, kernels):
-        logits = max(first + second, first + weight) * element
+        logits = (first + second) * element  # the weight's gradient is added to by its product
     entered = stream if share.layout.tp > 1 else 0
     saved = stream + weight * FP32
-    loss = Part("loss", saved, outside + entered + logits, stream + weight * (FP32 + element))
+    loss = Part("loss", saved, outside + entered + logits, stream + weight * element)
     return [norm, loss]
 
 
