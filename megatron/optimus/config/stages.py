@@ -59,12 +59,9 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig, seq_length: int) 
     """The layers of every stage that a configuration asks for, by what they cost in a sequence of that length. Raises
     ConfigError for layers that do not fit.
 
-    Layers that are all alike only measure how many of them the head is worth. Products with weights alone count there,
-    so that the split of such a model does not depend on the length of its sequences.
+    Attention counts with its length: the longer the sequences, the fewer layers the head is worth.
     """
-    are_alike = not (model.is_moe and model.has_dense_layers)
-    kinds = (layer_cost(model, seq_length, is_moe=is_moe) for is_moe in (False, True))
-    dense, moe = (cost.total - cost.attention * are_alike for cost in kinds)
+    dense, moe = (layer_cost(model, seq_length, is_moe=is_moe).total for is_moe in (False, True))
     costs = [dense] * model.num_layers
     for layer in model.moe_layers:
         costs[layer] = moe
