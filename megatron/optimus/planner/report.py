@@ -6,6 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from megatron.optimus.config.schema import RunConfig
+from megatron.optimus.planner.bubble_hint import bubble_hint
 from megatron.optimus.planner.communication import Collective, sent_by_axis
 from megatron.optimus.planner.hardware import Figure, Machine
 from megatron.optimus.planner.memory import Memory
@@ -133,7 +134,7 @@ def _communication_lines(plan: Plan) -> list[str]:
 
 
 def _time_lines(plan: Plan) -> list[str]:
-    time = plan.time
+    time, hint = plan.time, bubble_hint(plan)
     return [
         f"predicted step {time.total:.3f} s: compute {time.compute:.3f}, exposed communication {time.exposed:.3f} "
         f"({100 * time.exposed / time.total:.0f}%), bubble {time.bubble:.3f} ({100 * time.bubble_share:.0f}%), "
@@ -141,6 +142,7 @@ def _time_lines(plan: Plan) -> list[str]:
         + (f", device waiting for its host {time.launching:.3f}" if time.launching else ""),
         f"{time.tokens_per_second:,.0f} tokens/s, {time.tokens_per_second_per_device:,.0f} a device, "
         f"{time.tokens_per_second_per_device * time.flops_per_token / 1e12:.0f} TFLOP/s, MFU {100 * time.mfu:.1f}%",
+        *([hint] if hint else []),
     ]
 
 
@@ -193,6 +195,8 @@ def findings_text(found: Findings, world_size: int) -> str:
         )
     if found.best:
         lines.append(f"the first as options: {layout_options(found.best[0].config)}")
+        if hint := bubble_hint(found.best[0]):
+            lines.append(f"the first has {hint}")
     elif found.tried:
         lines.append("  none fits")
     else:
@@ -234,6 +238,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "tokens_per_second_per_device": time.tokens_per_second_per_device,
             "mfu": time.mfu,
             "bubble_share": time.bubble_share,
+            "bubble_hint": bubble_hint(plan) or None,
         },
         "constants": {name: vars(figure) for name, figure in figures(plan.machine).items()},
     }
