@@ -46,6 +46,7 @@ SUPERSEDED = {  # (file, variant): every variant where it is empty
     ("layout_speed_moe20b_h200x4.json", "symmetric"),  # by a kernel
     ("layout_speed_moe20b_h200x4.json", "symmetric, home last"),
 }
+SPLIT = {("layout_speed_before_fused_h200x2.json", "1f1b"): 8}  # layers of the first stage, where the cut was another
 TAKEN = {  # what was measured under another name and is now what the program does
     ("layout_speed_moe20b_h200x4.json", "allgather, home last"): "allgather",
     ("layout_speed_moe20b_h200x4.json", "symmetric, home by copies"): "symmetric",
@@ -106,7 +107,9 @@ def _layout_speed(file: str, raw: dict[str, Any]) -> Iterator[Row]:
                 continue
             build = variants[TAKEN.get((file, variant), variant)]
             if isinstance(build, sections.Ours) and build.change is None:  # not a peer's, nothing taken out
-                config = run_config(build.words.split(), torch.device("cuda"))
+                first = SPLIT.get((file, variant))
+                fixed = ["--decoder-first-pipeline-num-layers", str(first)] if first else []
+                config = run_config([*build.words.split(), *fixed], torch.device("cuda"))
                 preset = args.moe_preset if name.startswith("moe") else args.preset
                 yield _row(file, preset, config, raw["ranks"], result["step_ms"])
 
