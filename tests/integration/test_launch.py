@@ -198,13 +198,16 @@ def test_a_job_script_ends_where_its_options_would_be_lost(tmp_path: Path) -> No
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     for script in SCRIPTS:
         elsewhere = {"PBS_O_WORKDIR": str(tmp_path), "SLURM_SUBMIT_DIR": str(tmp_path)}
-        if script.parent.name == "local":  # finds its tree by itself, and has no file of settings
-            continue
+        start, where = script, tmp_path
+        if script.parent.name == "local":  # finds its tree by itself, but where SLURM runs a copy
+            start = Path(shutil.copy(script, tmp_path / "slurm_script"))
+            where = tmp_path.parent.parent
         done = subprocess.run(
-            ["bash", str(script)], env=env | elsewhere, capture_output=True, text=True, cwd="/", check=False
+            ["bash", str(start)], env=env | elsewhere, capture_output=True, text=True, cwd="/", check=False
         )
-        assert done.returncode != 0 and not done.stdout, script
-        assert "environment.sh: No such file" in done.stderr, script
+        assert done.returncode == 2 and not done.stdout, script
+        assert done.stderr.startswith(f"error: {where} is not the root of the source tree; s"), (script, done.stderr)
+        assert done.stderr.count("\n") == 1, done.stderr
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     script = tmp_path / "examples/aurora/mula_1b.pbs"
     done = subprocess.run(

@@ -12,7 +12,6 @@ import torch
 from megatron.optimus import ops
 from megatron.optimus.ops import backend as backend_module
 from megatron.optimus.ops import reference
-from megatron.optimus.ops.triton import tiles
 from tests.ops.cases import (
     CASES,
     MUTATIONS,
@@ -315,27 +314,6 @@ def test_auto_says_what_is_missing_and_runs_the_reference(
     assert not mismatches(got, want, TOLERANCE[torch.float32])
     assert [r.getMessage() for r in caplog.records] == [
         "expert kernels on cpu float32: reference, which is slower, because no compiler; install one; router: reference"
-    ]
-
-
-def test_auto_prefers_cuda_on_hopper_and_says_why_not_elsewhere(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(backend_module, "_KERNELS", {})
-    monkeypatch.setattr(backend_module, "_triton_error", lambda device_type: None)
-    monkeypatch.setattr(backend_module, "_cuda_error", lambda device_type: "those here have 8.0")
-    monkeypatch.setattr(tiles, "summary", lambda device: "3 tuned tiles")
-    backend_module._resolve.cache_clear()
-    with caplog.at_level("INFO", logger="optimus"):
-        assert backend_module.resolve(torch.device("cuda"), torch.bfloat16) is ops.Backend.TRITON
-        monkeypatch.setattr(backend_module, "_cuda_error", lambda device_type: None)
-        backend_module._resolve.cache_clear()
-        assert backend_module.resolve(torch.device("cuda"), torch.bfloat16) is ops.Backend.CUDA
-        assert backend_module._resolve_routing.__wrapped__(ops.Backend.AUTO, "cuda") is ops.Backend.TRITON
-    backend_module._resolve.cache_clear()
-    assert [r.getMessage() for r in caplog.records] == [
-        "expert kernels on cuda bfloat16: triton with 3 tuned tiles (not cuda: those here have 8.0); router: triton",
-        "expert kernels on cuda bfloat16: cuda; router: triton",
     ]
 
 

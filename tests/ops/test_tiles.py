@@ -26,6 +26,7 @@ from megatron.optimus.ops.triton.tiles import (
     fitting,
     layer_problems,
     shared_bytes,
+    sum_bytes,
     tiles_for,
 )
 from megatron.optimus.runtime import launch_env
@@ -72,7 +73,10 @@ def test_the_default_is_the_measured_one_or_the_first_that_fits() -> None:
         small = fitting(problem, ADA)
         assert all(shared_bytes(problem.kernel, t, ADA) <= ADA.shared_bytes for t in small) and len(small) > 1
     assert fitting(PRODUCT, ADA)[0] == Tiles(128, 128, 64, 4, 3, 1)
-    with pytest.raises(ValueError, match=r"rows_times_weight: no tiles fit 1000 bytes of shared memory on L40S"):
+    with pytest.raises(
+        ValueError,
+        match="rows_times_weight: no tiles fit 1000 bytes of shared memory and 32768 of registers",
+    ):
         fitting(PRODUCT, ADA._replace(shared_bytes=1000))
     narrow = fitting(PRODUCT._replace(height=40), H200)
     assert narrow[0] == FIRST and all(tiles.cols == 64 for tiles in narrow[1:])
@@ -102,6 +106,31 @@ def test_what_a_device_is(
     key = f"GPU, {capability[0]}.{capability[1]}, triton 3.6"
     got = REAL_HARDWARE.__wrapped__(torch.device("cuda", 3))
     assert got == Hardware(key, 108, 166912, has_engine=engine, keeps_last_stage=keeps)
+
+
+def test_an_intel_gpu_takes_the_path_without_an_engine_and_tiles_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Properties as triton-xpu reports them of a tile of a Max 1550; no Intel GPU ran this."""
+    found = {"multiprocessor_count": 64, "max_shared_mem": 131072, "sub_group_sizes": (16, 32)}
+    utils = SimpleNamespace(get_device_properties=lambda index: found if index == 3 else None)
+    driver = SimpleNamespace(active=SimpleNamespace(utils=utils))
+    triton = SimpleNamespace(__version__="3.6", runtime=SimpleNamespace(driver=driver))
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", None)  # nothing of CUDA is asked
+    intel = SimpleNamespace(get_device_name=lambda device: "Max 1550", current_device=lambda: 3)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: intel if device.type == "xpu" else None)
+    for device in (torch.device("xpu", 3), torch.device("xpu")):
+        got = REAL_HARDWARE.__wrapped__(device)
+        assert got == Hardware("Max 1550, xpu, triton 3.6", 64, 131072, False, False, register_bytes=16384)
+    for problem in layer_problems(64, 2048, 1024, 8, 16384, torch.bfloat16, torch.bfloat16):
+        fit = fitting(problem, got)
+        assert all(sum_bytes(problem.kernel, t) <= 8192 for t in fit)
+        assert all(shared_bytes(problem.kernel, t, got) <= 131072 for t in fit)
+        assert all(tiles_module.is_legal(problem.kernel, t, got) for t in fit)
+        on_nvidia = got._replace(register_bytes=H200.register_bytes)
+        assert len(fitting(problem, on_nvidia)) >= len(fit) >= 4
+    assert fitting(PRODUCT, got)[0] == Tiles(64, 128, 64, 4, 4, 2)
+    assert not tiles_module.is_legal(PRODUCT.kernel, Tiles(128, 128, 64, 4, 3, 1), got)  # sums fill all registers
+    assert tiles_module.num_programs(Tiles(64, 128, 64, 4, 4, 2), LIKE.device) == 2 * H200.processors
 
 
 def test_problems_of_a_layer() -> None:

@@ -37,6 +37,7 @@ TESTS = {
     "tests/ops/test_copies.py": "triton and (not values or some or wide or none or row)",
     "tests/ops/test_router.py": "triton and values and (130 or 9)",
     "tests/ops/test_single_contract.py": "triton",
+    "tests/ops/test_second_derivatives.py": "triton",
     "tests/ops/test_tune.py": "not for_real",
     "tests/ops/test_elementwise.py": (
         "triton and (loss or computes or (not 64 and not 2048 and float32) or (gaps and 9 and float16))"

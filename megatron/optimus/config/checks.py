@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron.optimus.config.duration import batch_sizes, check_batch_sizes, schedule_lengths
 from megatron.optimus.config.layout import Layout
+from megatron.optimus.config.memory_checks import offloaded_layers_exist, recomputed_layers_exist, zero_stage_fits
 from megatron.optimus.config.schema import (
     ConfigError,
     ContextCommunication,
@@ -18,7 +19,6 @@ from megatron.optimus.config.schema import (
     OptimizerName,
     PipelineSchedule,
     RunConfig,
-    StateDtype,
     TokenDispatcher,
     TokenizerType,
     divisors,
@@ -60,7 +60,7 @@ def check_optimizer(config: RunConfig) -> None:
             f"optimizer=muon needs whole matrices, and tensor_model_parallel_size={tensor_parallel} splits them; "
             "use tensor_model_parallel_size=1 or another optimizer"
         )
-    _raise_if(_stock_zero(config))
+    _raise_if(zero_stage_fits(config))
 
 
 def check_trainable(config: RunConfig) -> None:
@@ -84,28 +84,6 @@ def check_trainable(config: RunConfig) -> None:
             f"tokenizer_model={tokenizer!r} does not exist; give the tokenizer's file or folder, or leave it out: "
             "training does not need it, the export then comes without one"
         )
-
-
-def _stock_zero(config: RunConfig) -> str | None:
-    """What zero_stage=3, which DeepSpeed's own optimizer runs, does not go together with."""
-    optimizer, parallel = config.optimizer, config.parallel
-    stage = optimizer.zero_stage
-    if stage == 0:
-        return "zero_stage=0: use 1, which shards the optimizer's states, or 2 or 3"
-    if stage < 3:
-        offloads = [name for name in ("optimizer_cpu_offload", "param_cpu_offload") if getattr(optimizer, name)]
-        return f"{offloads[0]} needs zero_stage=3, this run has zero_stage={stage}" if offloads else None
-    for axis in ("tensor_model", "pipeline_model", "expert_model", "context"):
-        name = f"{axis}_parallel_size"
-        size = getattr(parallel, name)
-        if size > 1:
-            return f"zero_stage=3 shards over data-parallel ranks alone, but {name}={size}; use 1, or zero_stage=1 or 2"
-    if optimizer.optimizer is not OptimizerName.ADAM:
-        return f"zero_stage=3 needs optimizer=adam, not {optimizer.optimizer.value}; or use zero_stage=1 or 2"
-    if optimizer.optimizer_state_dtype is not StateDtype.FP32:
-        kept = optimizer.optimizer_state_dtype.value
-        return f"zero_stage=3 keeps states in fp32, not optimizer_state_dtype={kept}; or use zero_stage=1 or 2"
-    return None
 
 
 def _raise_if(message: str | None) -> None:
@@ -374,6 +352,8 @@ RULES: list[Rule] = [
     sizes_fit_ranks,
     layers_fit_stages,
     schedule_fits_chunks,
+    recomputed_layers_exist,
+    offloaded_layers_exist,
     experts_need_a_moe_model,
     expert_parallel_divides_experts,
     hierarchical_dispatch_fits_nodes,

@@ -30,10 +30,18 @@ class Backend(str, enum.Enum):
     AUTO = "auto"
     REFERENCE = "reference"  # plain PyTorch: every device and dtype, the specification
     CPU = "cpu"  # C++ (csrc/cpu): float32, bfloat16, float16
-    TRITON = "triton"  # NVIDIA GPUs: bfloat16, float16
+    TRITON = "triton"  # NVIDIA GPUs, and Intel GPUs with triton-xpu (not run on one): bfloat16, float16
     CUDA = "cuda"  # Hopper GPUs (csrc/cuda): the expert layer in bfloat16 and float16; the rest is Triton's
     SYCL = "sycl"  # Intel GPUs (csrc/sycl): float32, bfloat16, float16; cpu tensors too, for tests
 
+
+# What ``auto`` tries, in this order, by type of device; elsewhere as on cuda.
+_NATIVE = {
+    "cpu": (Backend.CPU,),
+    "meta": (Backend.CPU,),
+    "cuda": (Backend.CUDA, Backend.TRITON),
+    "xpu": (Backend.SYCL, Backend.TRITON),
+}
 
 # Where the kernels of a backend are: one function per operation, called below autograd with contiguous arguments.
 _KERNELS = {
@@ -115,7 +123,8 @@ def _resolve(selected: Backend, device_type: str, dtype: torch.dtype) -> Backend
     if obstacle is None:
         how = "" if selected is Backend.AUTO else " (as set)"
         if selected is Backend.AUTO and backend is Backend.TRITON:
-            how = f" (not cuda: {_obstacle(Backend.CUDA, device_type, dtype)})"
+            first = _native(device_type)[0]
+            how = f" (not {first.value}: {_obstacle(first, device_type, dtype)})"
         if backend is Backend.TRITON:
             from megatron.optimus.ops.triton import tiles
 
@@ -147,16 +156,21 @@ def _router(backend: Backend) -> Backend:
 
 def _choose(selected: Backend, device_type: str, dtype: torch.dtype) -> tuple[Backend, str | None]:
     """The backend, and what kept the one that was set, or the device's own, from being it."""
-    native = {"cpu": Backend.CPU, "meta": Backend.CPU, "xpu": Backend.SYCL}.get(device_type, Backend.TRITON)
-    backend = native if selected is Backend.AUTO else selected
-    if backend is Backend.TRITON and selected is Backend.AUTO and not _obstacle(Backend.CUDA, device_type, dtype):
-        backend = Backend.CUDA
-    obstacle = _obstacle(backend, device_type, dtype)
-    if obstacle is not None:
-        return Backend.REFERENCE, obstacle
-    if backend in _KERNELS:
-        _loaded[backend] = importlib.import_module(_KERNELS[backend])
-    return backend, None
+    obstacles = {}
+    for backend in _native(device_type) if selected is Backend.AUTO else (selected,):
+        obstacle = _obstacle(backend, device_type, dtype)
+        if obstacle is None:
+            if backend in _KERNELS:
+                _loaded[backend] = importlib.import_module(_KERNELS[backend])
+            return backend, None
+        obstacles[backend] = obstacle
+    if Backend.SYCL in obstacles and Backend.TRITON in obstacles:  # two ways out; CUDA has Triton as its own condition
+        return Backend.REFERENCE, "; ".join(f"{backend.value}: {why}" for backend, why in obstacles.items())
+    return Backend.REFERENCE, obstacle
+
+
+def _native(device_type: str) -> tuple[Backend, ...]:
+    return _NATIVE.get(device_type, _NATIVE["cuda"])
 
 
 def _obstacle(backend: Backend, device_type: str, dtype: torch.dtype) -> str | None:
@@ -196,10 +210,25 @@ def _triton_error(device_type: str) -> str | None:
     except ImportError:
         return "triton is not installed; 'pip install triton' (it comes with torch's CUDA builds)"
     if torch.version.hip is not None:
-        return "its kernels are for NVIDIA GPUs; this torch is built for ROCm"
+        return "its kernels are for NVIDIA and Intel GPUs; this torch is built for ROCm"
+    if device_type == "xpu":
+        return _triton_for_intel_error(triton)
     if device_type != "cuda" and not triton.knobs.runtime.interpret:
-        return f"it runs on cuda tensors, not {device_type}"
+        return f"it runs on cuda and xpu tensors, not {device_type}"
     return None
+
+
+def _triton_for_intel_error(triton: ModuleType) -> str | None:
+    """The package for NVIDIA GPUs has the same name to Python, and other hardware is called xpu, too."""
+    remedy = "install triton-xpu in its place, in the version that this torch's XPU build asks for"
+    if "intel" not in triton.backends.backends:
+        return f"this triton ({triton.__version__}) has no backend for Intel GPUs; {remedy}"
+    try:
+        target = triton.runtime.driver.active.get_current_target().backend
+    except Exception as error:  # whatever a driver raises that finds no device, or no compiler for its own helpers
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        return f"triton's backend for Intel GPUs does not start ({why}); see that it has a C++ compiler and the driver"
+    return None if target == "xpu" else f"triton compiles for {target} here, not for Intel GPUs; {remedy}"
 
 
 @functools.cache

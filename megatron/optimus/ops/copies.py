@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.optimus.ops import reference
 from megatron.optimus.ops.backend import Backend, kernels, resolve_routing
+from megatron.optimus.ops.second_derivatives import first_derivative_only
 
 
 def copy_rows(x_TD: Tensor, positions_TP: Tensor, num_copies: int) -> Tensor:
@@ -72,7 +72,7 @@ class _CopyRows(torch.autograd.Function):
         return _copy(x, positions, num_copies)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (positions,) = ctx.saved_tensors
         return _sum(grads[0], positions), None, None
@@ -86,7 +86,7 @@ class _SumCopies(torch.autograd.Function):
         return _sum(y, positions)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (positions,) = ctx.saved_tensors
         return _copy(grads[0], positions, ctx.num_copies), None

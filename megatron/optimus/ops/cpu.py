@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.optimus.ops.reference import RowOrder
+from megatron.optimus.ops.second_derivatives import refuse
 
 _C = torch.ops.optimus
 _OP = "optimus::moe_mlp"
@@ -166,3 +167,4 @@ def _backward(ctx: Any, dy: Tensor | None, _dhidden: None) -> tuple[Tensor | Non
 
 
 torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)
+refuse(f"{_OP}_backward")

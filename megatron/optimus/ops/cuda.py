@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron.optimus.ops.second_derivatives import refuse
 from megatron.optimus.ops.triton.index import ROW_TILE, row_order_sizes
 from megatron.optimus.ops.triton.moe_mlp import aligned
 from megatron.optimus.ops.triton.single import (
@@ -216,3 +217,4 @@ def _backward(ctx: Any, dy: Tensor | None, *_unused: Any) -> tuple[Tensor | None
 
 
 torch.library.register_autograd("optimus::cuda_moe_mlp", _backward, setup_context=_setup_context)
+refuse("optimus::cuda_moe_mlp_backward")

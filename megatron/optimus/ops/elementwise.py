@@ -1,5 +1,6 @@
 """What lies between the products of a dense layer: plain PyTorch (``reference``), or one Triton kernel each on NVIDIA
-GPUs, where passes over memory are what these operations cost. In a compiled graph the compiler fuses the former.
+GPUs (on Intel's where the router is Triton's, too), where passes over memory are what these operations cost. In a
+compiled graph the compiler fuses the former.
 
 Shapes: B sequences, H heads, S positions, d head width, C tokens of a chunk, V rows of the vocabulary.
 """
@@ -11,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.optimus.ops import reference
 from megatron.optimus.ops.backend import Backend, resolve_routing
+from megatron.optimus.ops.second_derivatives import first_derivative_only
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -113,7 +114,7 @@ class _Rotate(torch.autograd.Function):
         return _turned(x_BHSd, cos, sin, inverse=False)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad_BHSd: Tensor) -> tuple[Tensor, None, None]:
         return _turned(grad_BHSd, *ctx.saved_tensors, inverse=True), None, None
 
@@ -134,7 +135,7 @@ class _SiluMul(torch.autograd.Function):
         return kernels.silu_mul(gate.contiguous(), up.contiguous())
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         kernels = _kernels_for(grad)
         assert kernels is not None, "chosen before"

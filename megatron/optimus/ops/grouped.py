@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron.optimus.ops import reference
 from megatron.optimus.ops.backend import Backend, kernels, resolve
 from megatron.optimus.ops.reference import RowOrder
+from megatron.optimus.ops.second_derivatives import refuse
 
 
 def gather_rows(x_TD: Tensor, order: RowOrder) -> Tensor:
@@ -319,6 +320,8 @@ def _setup_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _combine_gradient(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     rows, weights, order = _kept(ctx)
+    if weights is None:  # as the gradient of gather_rows, which a second derivative goes through
+        return _gather_rows(dy, order), None, [None] * len(order), None
     return *_combine_backward(dy, rows, weights, order), [None] * len(order), None
 
 
@@ -364,3 +367,5 @@ _combine.register_autograd(_combine_gradient, setup_context=_setup_combine)
 _swiglu.register_autograd(_swiglu_gradient, setup_context=_setup_swiglu)
 _grouped_linear.register_autograd(_linear_gradient, setup_context=_setup_linear)
 _grouped_linear_swiglu.register_autograd(_linear_gradient, setup_context=_setup_linear)
+for _name in ("combine_backward", "swiglu_backward", "grouped_input_gradient", "grouped_weight_gradient"):
+    refuse(f"optimus::{_name}")

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from megatron.optimus.ops.second_derivatives import first_derivative_only
 
 _ALIGNMENT = 16  # bytes; what a GPU's tensor memory engine asks of an address
 
@@ -116,7 +117,7 @@ class _MoeMlp(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors  # once: a checkpoint gives them out a single time
         gate_up, down = (

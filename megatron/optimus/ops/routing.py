@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron.optimus.ops import reference
 from megatron.optimus.ops.backend import Backend, kernels, resolve, resolve_routing
 from megatron.optimus.ops.reference import Routing, RowOrder
+from megatron.optimus.ops.second_derivatives import refuse
 
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,3 +237,5 @@ def _router_gradient(ctx: Any, dweights: Tensor, _dindices: Any, dscores: Tensor
 
 
 _router_topk.register_autograd(_router_gradient, setup_context=_setup_router)
+for _name in ("router_gradients", "router_topk_backward"):
+    refuse(f"optimus::{_name}")

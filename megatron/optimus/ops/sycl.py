@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.optimus.ops.reference import RowOrder
+from megatron.optimus.ops.second_derivatives import first_derivative_only
 
 _SOURCES = Path(__file__).resolve().parents[3] / "csrc" / "sycl"
 _BUILD = Path(__file__).resolve().parents[3] / "build" / "sycl"
@@ -274,7 +274,7 @@ class _MoeMlp(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         x, gate_up, down, weights, indices, hidden = ctx.saved_tensors
         gradients = tuple(torch.empty_like(t) for t in (x, gate_up, down, weights))

@@ -158,6 +158,21 @@ CHUNKS = "--virtual-pipeline-model-parallel-size 2"
         ("--split 1,0,0", 1, ["eval_interval=100", "'1,0,0'", "969,30,1"]),
         ("--vocab-size 256 --tokenizer-type ByteLevelTokenizer", 1, ["vocab_size=256", "257"]),
         ("--device cpu --distributed-backend nccl", 1, ["nccl", "device=cpu", "auto"]),
+        (
+            "--num-layers 3 --recompute-modules moe --recompute-num-layers 4",
+            1,
+            ["recompute_num_layers=4 exceeds num_layers=3; use at most 3"],
+        ),
+        (
+            "--recompute-num-layers 2",
+            1,
+            ["recompute_num_layers=2 without recompute_modules", "--recompute-modules moe attention norm"],
+        ),
+        (
+            "--num-layers 3 --cpu-offloading-num-layers 4",
+            1,
+            ["cpu_offloading_num_layers=4 exceeds num_layers=3; use at most 3, 0 for none"],
+        ),
     ],
 )
 def test_impossible_combinations(flags: str, world: int, parts: list[str]) -> None:
@@ -186,6 +201,8 @@ def test_impossible_combinations(flags: str, world: int, parts: list[str]) -> No
         ("--device cuda --distributed-backend nccl", 1),
         ("--device cuda --distributed-backend gloo", 1),
         ("--distributed-backend nccl", 1),
+        ("--num-layers 3 --recompute-modules moe --recompute-num-layers 3 --cpu-offloading-num-layers 3", 1),
+        ("--recompute-num-layers 0", 1),
     ],
 )
 def test_possible_combinations(flags: str, world: int) -> None:

@@ -1,1 +1,1 @@
-"""Expert operations for NVIDIA GPUs in Triton."""
+"""Expert operations for NVIDIA GPUs, and Intel GPUs with triton-xpu, in Triton; peers.py for NVIDIA GPUs alone."""

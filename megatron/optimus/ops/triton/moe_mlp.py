@@ -1,4 +1,4 @@
-"""``reference.moe_mlp`` on NVIDIA GPUs: forward and backward composed of the kernels beside this file.
+"""``reference.moe_mlp`` on NVIDIA and Intel GPUs: forward and backward composed of the kernels beside this file.
 
 Saved for the backward: x [T, D], hidden [P, 2F] and the row order: 2TD + 4TKF bytes in 16 bits, plus the padding of at
 most ROW_TILE rows per expert and 8 bytes of indices per slot. The backward recomputes SwiGLU, no product. It uses
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron.optimus.ops.second_derivatives import refuse
 from megatron.optimus.ops.triton import gemm, index, rows
 
 _ALIGN = 8  # the tensor memory engine wants rows of a multiple of 16 bytes
@@ -132,7 +133,8 @@ def _beside(device: torch.device) -> Iterator[None]:
     """Launches inside run on a second stream, after all work so far; ``_join`` makes later work wait for them.
 
     For kernels bound by memory beside products bound by the tensor cores. Their outputs are allocated outside, so that
-    all memory belongs to the first stream, and freed after the join.
+    all memory belongs to the first stream, and freed after the join. On Intel GPUs all runs in one stream, in order:
+    whether a second one gains there is not measured.
     """
     if device.type != "cuda":
         yield
@@ -205,3 +207,4 @@ def _backward(ctx: Any, dy: Tensor | None, *_unused: Any) -> tuple[Tensor | None
 
 
 _moe_mlp.register_autograd(_backward, setup_context=_setup_context)
+refuse("optimus_triton::moe_mlp_backward")

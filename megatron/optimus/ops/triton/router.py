@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.optimus.ops.second_derivatives import refuse
+
 MAX_EXPERTS = 1024  # a program holds whole rows of scores
 
 
@@ -159,3 +161,4 @@ def _backward(ctx: Any, dweights: Tensor, _dindices: Any, dscores: Tensor) -> tu
 
 
 router_topk.register_autograd(_backward, setup_context=_setup_context)
+refuse("optimus_triton::router_topk_backward")

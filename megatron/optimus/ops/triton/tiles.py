@@ -19,6 +19,8 @@ import torch
 
 ROW_TILE = 128  # the rows of each expert begin at a multiple of it (index.py)
 _ALIGN = 8  # widths are padded to it
+# Registers of one warp, or sub-group. NVIDIA: 255 of 32 lanes; Intel: 256 of 64 bytes, a thread with the large file.
+_NVIDIA_REGISTERS, _INTEL_REGISTERS = 32 * 1024, 16 * 1024
 
 
 class Tiles(NamedTuple):
@@ -126,6 +128,7 @@ class Hardware(NamedTuple):
     shared_bytes: int  # of one program
     has_engine: bool  # copies tiles by itself: NVIDIA's tensor memory engine
     keeps_last_stage: bool  # products read shared memory without a copy in registers, so every stage is a buffer
+    register_bytes: int = _NVIDIA_REGISTERS  # of one warp
 
 
 Table = Mapping[str, Entry]  # by str(problem), of one device
@@ -141,15 +144,17 @@ def hardware(device: torch.device) -> Hardware:
     module = torch.get_device_module(device)
     index = module.current_device() if device.index is None else device.index
     found = triton.runtime.driver.active.utils.get_device_properties(index)
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    is_cuda = device.type == "cuda"  # Intel's capability is a dictionary, and its GPUs have no such engine
+    capability = torch.cuda.get_device_capability(device) if is_cuda else (0, 0)
     name = module.get_device_name(index)
-    arch = f"{capability[0]}.{capability[1]}" if device.type == "cuda" else device.type
+    arch = f"{capability[0]}.{capability[1]}" if is_cuda else device.type
     return Hardware(
         f"{name}, {arch}, triton {triton.__version__}",
         found["multiprocessor_count"],
         found["max_shared_mem"],
         has_engine=capability >= (9, 0),
         keeps_last_stage=capability[0] in (9, 10),
+        register_bytes=_INTEL_REGISTERS if device.type == "xpu" else _NVIDIA_REGISTERS,
     )
 
 
@@ -174,14 +179,26 @@ def shared_bytes(kernel: str, tiles: Tiles, machine: Hardware) -> int:
     return buffers * (rows + wide) * depth * 2 + result + 1024
 
 
+def sum_bytes(kernel: str, tiles: Tiles) -> int:
+    """Registers that the fp32 sums of a product take in each warp."""
+    wide = 2 * tiles.cols if kernel == "up_swiglu" else tiles.cols
+    return tiles.rows * wide * 4 // tiles.warps if tiles.depth else 0
+
+
+def _fits(kernel: str, tiles: Tiles, machine: Hardware) -> bool:
+    """In shared memory, and its sums in half of the registers: with more of them the operands would spill."""
+    in_registers = sum_bytes(kernel, tiles) <= machine.register_bytes // 2
+    return in_registers and shared_bytes(kernel, tiles, machine) <= machine.shared_bytes
+
+
 def fitting(problem: Problem, machine: Hardware) -> list[Tiles]:
-    """Candidates that a device has the shared memory for; the first is the default. Tiles much larger than the result
-    are left out, but for the default. Raises ValueError where none fits."""
-    fit = [t for t in CANDIDATES[problem.kernel] if shared_bytes(problem.kernel, t, machine) <= machine.shared_bytes]
+    """Candidates that a device has the shared memory and registers for; the first is the default. Tiles much larger
+    than the result are left out, but for the default. Raises ValueError where none fits."""
+    fit = [t for t in CANDIDATES[problem.kernel] if _fits(problem.kernel, t, machine)]
     if not fit:
         raise ValueError(
-            f"{problem.kernel}: no tiles fit {machine.shared_bytes} bytes of shared memory on {machine.key}; "
-            "use another backend"
+            f"{problem.kernel}: no tiles fit {machine.shared_bytes} bytes of shared memory and "
+            f"{machine.register_bytes} of registers a warp on {machine.key}; use another backend"
         )
     return fit[:1] + [t for t in fit[1:] if _is_sensible(problem, t)]
 
@@ -196,7 +213,7 @@ def _is_sensible(problem: Problem, tiles: Tiles) -> bool:
 
 def is_legal(kernel: str, tiles: Tiles, machine: Hardware) -> bool:
     """Whether an entry read from a file may be launched: a declared candidate that fits."""
-    return tiles in CANDIDATES.get(kernel, ()) and shared_bytes(kernel, tiles, machine) <= machine.shared_bytes
+    return tiles in CANDIDATES.get(kernel, ()) and _fits(kernel, tiles, machine)
 
 
 _tables: dict[str, Table] | None = None  # by Hardware.key; None: not read yet
