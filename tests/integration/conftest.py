@@ -35,7 +35,8 @@ def command_of(ranks: int, torchrun: bool = False) -> list[str]:
 
 def environment() -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    # A process that aborts says where all its threads were.
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
 
 
 Program = Callable[..., "subprocess.CompletedProcess[str]"]
