@@ -156,9 +156,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.table:
         try:
-            print(table(json.loads(args.table.read_text())))
-        except (OSError, ValueError, KeyError) as error:
+            text = table(json.loads(args.table.read_text()))
+        except (OSError, ValueError, KeyError, TypeError) as error:
             parser.error(f"--table {args.table}: no result of this program: {error}")
+        print(text)
         return
     if not torch.cuda.is_available():
         parser.error("it needs an NVIDIA GPU of compute capability 9.0; --table shows an earlier result anywhere")
