@@ -159,9 +159,9 @@ def test_what_does_not_fit_is_refused() -> None:
         ops.rotate(torch.ones(2, 1, 4, 8), *table(4, 8, 3, "cpu"))
     with pytest.raises(ValueError, match=r"cos \(1, 1, 4, 8\)"):
         ops.rotate(torch.ones(2, 1, 4, 8), *table(4, 8, 1, "cpu"))
-    with pytest.raises(ValueError, match="on cpu but others are on"):
+    with pytest.raises(ValueError, match="on cpu but another is on"):
         ops.rotate(torch.ones(2, 1, 4, 8), cos.to("meta"), sin.to("meta"))
-    with pytest.raises(ValueError, match="on cpu but others are on"):
+    with pytest.raises(ValueError, match="on cpu but another is on"):
         ops.silu_mul(torch.ones(2), torch.ones(2, device="meta"))
     with pytest.raises(ValueError, match=r"silu_mul: torch.int32; expected a floating"):
         ops.silu_mul(torch.ones(2).int(), torch.ones(2).int())
@@ -172,5 +172,5 @@ def test_what_does_not_fit_is_refused() -> None:
     for place, wrong in ((0, torch.ones(2)), (1, torch.zeros(3).int()), (2, torch.ones(3)), (3, whole[:, None])):
         with pytest.raises(ValueError, match=r"cross_entropy_gradient_: logits \(3, 5\) with"):
             ops.cross_entropy_gradient_(logits, *good[:place], wrong, *good[place + 1 :], 0.0)
-    with pytest.raises(ValueError, match="on cpu but others are on"):
+    with pytest.raises(ValueError, match="on cpu but another is on"):
         ops.cross_entropy_gradient_(logits, *good[:3], whole.to("meta"), 0.0)

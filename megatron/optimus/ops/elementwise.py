@@ -81,16 +81,17 @@ def _check_place(name: str, x: Tensor, *others: Tensor) -> None:
     """A kernel that is handed the address of other memory reads it without a word."""
     if not x.is_floating_point():
         raise ValueError(f"{name}: {x.dtype}; expected a floating dtype")
-    if elsewhere := {str(t.device) for t in others} - {str(x.device)}:
-        raise ValueError(f"{name}: the first argument is on {x.device} but others are on {sorted(elsewhere)}")
+    for other in others:
+        if other.device != x.device:
+            raise ValueError(f"{name}: the first argument is on {x.device} but another is on {other.device}")
 
 
 def _check_logits(name: str, logits: Tensor, *of_rows: Tensor) -> None:
     """``of_rows``: log-sum-exps, columns, and two of bool."""
     _check_place(name, logits, *of_rows)
-    wanted = (torch.float32, torch.int64, torch.bool, torch.bool)
-    given = [f"{t.dtype} {tuple(t.shape)}" for t in of_rows]
-    if logits.dim() != 2 or given != [f"{dtype} {tuple(logits.shape[:1])}" for dtype in wanted[: len(given)]]:
+    wanted = zip(of_rows, (torch.float32, torch.int64, torch.bool, torch.bool), strict=False)  # none of them, or all
+    if logits.dim() != 2 or any(t.dtype != dtype or t.shape != logits.shape[:1] for t, dtype in wanted):
+        given = [f"{t.dtype} {tuple(t.shape)}" for t in of_rows]
         raise ValueError(
             f"{name}: logits {tuple(logits.shape)} with {given}; expected [C, V]"
             + (" with [C] of float32, int64, bool and bool" if given else "")
