@@ -104,3 +104,55 @@ def test_weight_gradient_refuses_an_out_that_does_not_fit() -> None:
     for out in wrong:
         with pytest.raises(ValueError, match="weight_gradient: out"):
             gemm.weight_gradient(a, a, order, out=out)
+
+
+@pytest.fixture
+def bf16_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of Triton's interpreter, which keeps bf16 as bits and would multiply these."""
+    if not INTERPRETED:
+        return
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    def widened(factor):
+        if factor.dtype.scalar != tl.bfloat16:
+            return factor
+        values = interpreter._convert_float(factor.data, tl.bfloat16, tl.float32, None).view(np.float32)
+        return interpreter.TensorHandle(values, tl.float32)
+
+    def create_dot(self, a, b, *rest):
+        return multiply(self, widened(a), widened(b), *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.mark.usefixtures("bf16_products")
+@pytest.mark.parametrize("shape", [(1, 8, 1), (70, 136, 20), (150, 130, 36), (70, 264, 96), (33, 40, 130)], ids=str)
+def test_gradients_of_the_routers_product(shape: tuple[int, int, int]) -> None:
+    """What is left where the first 8 bits cancel: so all parts of an fp32 gradient go into both products."""
+    from megatron.optimus.ops.triton import router_linear
+
+    tokens, width, experts = shape
+    generator = torch.Generator().manual_seed(6)
+    x, weight = (torch.randn(n, width, generator=generator).bfloat16() for n in (tokens, experts))
+    dlogits = torch.randn(tokens, experts, generator=generator)
+
+    def close(got: Tensor, want: Tensor) -> bool:
+        assert got.dtype == torch.bfloat16
+        return bool((got.double().cpu() - want).norm() <= 2**-7 * want.norm())
+
+    product = dlogits.double() @ weight.double()
+    arguments = [t.to(DEVICE) for t in (dlogits, weight)]
+    assert close(router_linear.input_gradient(*arguments, None), product)
+    dx = -product.bfloat16()
+    got = router_linear.input_gradient(*arguments, dx.to(DEVICE))
+    assert close(got, product + dx.double())
+    if INTERPRETED:
+        return  # the weight's gradient ends in cuBLAS
+    twice_x, both = torch.cat([x, x]), torch.cat([dlogits, -dlogits.bfloat16().float()])
+    got = router_linear.weight_gradient(both.to(DEVICE), twice_x.to(DEVICE))
+    assert close(got, both.double().T @ twice_x.double())
+    assert torch.equal(got, router_linear.weight_gradient(both.to(DEVICE), twice_x.to(DEVICE)))

@@ -153,10 +153,9 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
 @torch.library.custom_op("optimus::router_gradients", mutates_args=())
 def _router_gradients(dlogits: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None) -> tuple[Tensor, Tensor]:
     if _on_tensor_cores(x, weight):
-        parts = _linear().in_three(dlogits.contiguous())
-        dx = None if dx is None else dx.contiguous()
-        dweight = _linear().weight_gradient(parts, x, weight.shape[0])
-        return _linear().input_gradient(parts, weight.contiguous(), dx), dweight.to(weight.dtype)
+        dlogits, x, dx = dlogits.contiguous(), x.contiguous(), None if dx is None else dx.contiguous()
+        dweight = _linear().weight_gradient(dlogits, x)
+        return _linear().input_gradient(dlogits, weight.contiguous(), dx), dweight
     sum_TD = (dlogits @ weight.float()).to(torch.promote_types(x.dtype, torch.float32))
     if dx is not None:
         sum_TD += dx
@@ -212,14 +211,16 @@ def _(logits: Tensor, topk: int, sigmoid: bool, normalize: bool, bias: Tensor | 
 
 @torch.library.custom_op("optimus::router_topk_backward", mutates_args=())
 def _router_topk_backward(
-    scores: Tensor, indices: Tensor, dweights: Tensor, dscores: Tensor, sigmoid: bool, normalize: bool
+    scores: Tensor, indices: Tensor, dweights: Tensor, dscores: Tensor | None, sigmoid: bool, normalize: bool
 ) -> Tensor:
-    arguments = (t.contiguous() for t in (scores, indices, dweights, dscores))
+    arguments = (None if t is None else t.contiguous() for t in (scores, indices, dweights, dscores))
     return kernels(resolve_routing(scores.device)).router_topk_backward(*arguments, sigmoid, normalize)
 
 
 @_router_topk_backward.register_fake
-def _(scores: Tensor, indices: Tensor, dweights: Tensor, dscores: Tensor, sigmoid: bool, normalize: bool) -> Tensor:
+def _(
+    scores: Tensor, indices: Tensor, dweights: Tensor, dscores: Tensor | None, sigmoid: bool, normalize: bool
+) -> Tensor:
     return scores.new_empty(scores.shape)
 
 
@@ -228,10 +229,16 @@ def _setup_router(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
     _, indices, scores = output
     ctx.save_for_backward(scores, indices)
     ctx.mark_non_differentiable(indices)
+    ctx.set_materialize_grads(False)  # zeros for the scores, which no loss may have used, would be [T, E]
 
 
-def _router_gradient(ctx: Any, dweights: Tensor, _dindices: Any, dscores: Tensor) -> tuple[Tensor | None, ...]:
+def _router_gradient(
+    ctx: Any, dweights: Tensor | None, _dindices: Any, dscores: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    if dweights is None and dscores is None:
+        return None, None, None, None, None
     scores, indices = ctx.saved_tensors
+    dweights = scores.new_zeros(indices.shape) if dweights is None else dweights
     dlogits = _router_topk_backward(scores, indices, dweights, dscores, ctx.sigmoid, ctx.normalize)
     return dlogits, None, None, None, None
 

@@ -16,6 +16,15 @@ from torch import Tensor
 from megatron.optimus.ops.second_derivatives import refuse
 
 MAX_EXPERTS = 1024  # a program holds whole rows of scores
+_SCORES, _WARPS = 512, 2  # of a program
+_LEAST = tl.constexpr(-(2**31))  # the key of no number
+
+
+@triton.jit
+def _as_ordered(bits):
+    """Bits of fp32 to integers in the same order, NaN at an end; and back. The least integer comes from no such NaN as
+    arithmetic gives, so that whatever the scores, K different experts are chosen."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -38,17 +47,20 @@ def _router_topk(
     choice = scores
     if BIASED:
         choice += tl.load(bias_ptr + expert, mask=expert < num_experts, other=0.0)
-    choice = tl.where(expert < num_experts, choice, -float("inf"))
+    keys = tl.where(expert < num_experts, _as_ordered(choice.to(tl.int32, bitcast=True)), _LEAST)
     total = tl.zeros([TOKENS], dtype=tl.float32)
     slot = tl.arange(0, SLOTS)[None, :]
     weights = tl.zeros([TOKENS, SLOTS], dtype=tl.float32)
     indices = tl.zeros([TOKENS, SLOTS], dtype=tl.int32)
     for k in tl.static_range(TOPK):
-        weight, best = tl.max(choice, 1, return_indices=True)
+        key = tl.max(keys, 1)  # and then its place: two maxima of one number each are faster than one of pairs
+        best = tl.min(tl.where(keys == key[:, None], expert, EXPERTS), 1)
         chosen = expert == best[:, None]
         if BIASED:
             weight = tl.sum(tl.where(chosen, scores, 0.0), 1)
-        choice = tl.where(chosen, -float("inf"), choice)
+        else:
+            weight = _as_ordered(key).to(tl.float32, bitcast=True)
+        keys = tl.where(chosen, _LEAST, keys)
         total += weight
         weights = tl.where(slot == k, weight[:, None], weights)
         indices = tl.where(slot == k, best[:, None], indices)
@@ -63,7 +75,8 @@ def _router_topk(
 @triton.jit
 def _router_topk_backward(
     scores_ptr, indices_ptr, dweights_ptr, dscores_ptr, dlogits_ptr, num_tokens, num_experts, TOPK: tl.constexpr,
-    SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+    SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, HAS_DSCORES: tl.constexpr, TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
 ):  # fmt: skip
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     there = token < num_tokens
@@ -71,7 +84,6 @@ def _router_topk_backward(
     inside = there[:, None] & (expert < num_experts)
     place = token[:, None] * num_experts + expert
     scores = tl.load(scores_ptr + place, mask=inside, other=0.0)
-    grad = tl.load(dscores_ptr + place, mask=inside, other=0.0)
     chosen_grad = tl.zeros([TOKENS, EXPERTS], dtype=tl.float32)
     chosen = tl.zeros([TOKENS, EXPERTS], dtype=tl.int1)
     for k in tl.static_range(TOPK):
@@ -84,7 +96,9 @@ def _router_topk_backward(
         total = tl.sum(tl.where(chosen, scores, 0.0), 1)[:, None]
         mean = tl.sum(tl.where(chosen, chosen_grad * scores, 0.0), 1)[:, None] / total
         chosen_grad = tl.where(chosen, (chosen_grad - mean) / total, 0.0)
-    grad += chosen_grad
+    grad = chosen_grad
+    if HAS_DSCORES:
+        grad += tl.load(dscores_ptr + place, mask=inside, other=0.0)
     if SIGMOID:
         grad = grad * scores * (1.0 - scores)
     else:
@@ -92,10 +106,11 @@ def _router_topk_backward(
     tl.store(dlogits_ptr + place, grad, mask=inside)
 
 
-def _launch_shape(num_experts: int) -> tuple[int, int]:
-    """Experts rounded up to a power of two, and the tokens of a program: about 512 scores, for many programs."""
+def _launch_shape(num_experts: int) -> tuple[int, int, int]:
+    """Experts rounded up to a power of two, the tokens of a program (about _SCORES scores, for many programs), and its
+    warps: with 4 where a row is more than a warp reads at a time, the order of sums depends on them."""
     experts = max(triton.next_power_of_2(num_experts), 2)
-    return experts, max(512 // experts, 1)
+    return experts, max(_SCORES // experts, 1), _WARPS if experts <= 128 else 4
 
 
 @torch.library.custom_op("optimus_triton::router_topk", mutates_args=())
@@ -108,12 +123,12 @@ def router_topk(
     weights = logits.new_empty(num_tokens, topk)
     indices = logits.new_empty(num_tokens, topk, dtype=torch.int64)
     scores = torch.empty_like(logits)
-    experts, tokens = _launch_shape(num_experts)
+    experts, tokens, warps = _launch_shape(num_experts)
     bias = logits if selection_bias_E is None else selection_bias_E.float().contiguous()
     _router_topk[(triton.cdiv(num_tokens, tokens),)](
         logits, bias, weights, indices, scores, num_tokens, num_experts, TOPK=topk, SIGMOID=sigmoid,
         NORMALIZE=normalize, BIASED=selection_bias_E is not None, TOKENS=tokens, EXPERTS=experts,
-        SLOTS=triton.next_power_of_2(topk),
+        SLOTS=triton.next_power_of_2(topk), num_warps=warps,
     )  # fmt: skip
     return weights, indices, scores
 
@@ -129,21 +144,32 @@ def _(
 
 @torch.library.custom_op("optimus_triton::router_topk_backward", mutates_args=())
 def _router_backward(
-    scores_TE: Tensor, indices_TK: Tensor, dweights_TK: Tensor, dscores_TE: Tensor, sigmoid: bool, normalize: bool
+    scores_TE: Tensor,
+    indices_TK: Tensor,
+    dweights_TK: Tensor,
+    dscores_TE: Tensor | None,
+    sigmoid: bool,
+    normalize: bool,
 ) -> Tensor:
     num_tokens, num_experts = scores_TE.shape
     dlogits = torch.empty_like(scores_TE)
-    experts, tokens = _launch_shape(num_experts)
+    experts, tokens, warps = _launch_shape(num_experts)
     _router_topk_backward[(triton.cdiv(num_tokens, tokens),)](
-        scores_TE, indices_TK, dweights_TK.contiguous(), dscores_TE.contiguous(), dlogits, num_tokens, num_experts,
-        TOPK=indices_TK.shape[1], SIGMOID=sigmoid, NORMALIZE=normalize, TOKENS=tokens, EXPERTS=experts,
+        scores_TE, indices_TK, dweights_TK.contiguous(), scores_TE if dscores_TE is None else dscores_TE.contiguous(),
+        dlogits, num_tokens, num_experts, TOPK=indices_TK.shape[1], SIGMOID=sigmoid, NORMALIZE=normalize,
+        HAS_DSCORES=dscores_TE is not None, TOKENS=tokens, EXPERTS=experts, num_warps=warps,
     )  # fmt: skip
     return dlogits
 
 
 @_router_backward.register_fake
 def _(
-    scores_TE: Tensor, indices_TK: Tensor, dweights_TK: Tensor, dscores_TE: Tensor, sigmoid: bool, normalize: bool
+    scores_TE: Tensor,
+    indices_TK: Tensor,
+    dweights_TK: Tensor,
+    dscores_TE: Tensor | None,
+    sigmoid: bool,
+    normalize: bool,
 ) -> Tensor:
     return torch.empty_like(scores_TE)
 
@@ -153,10 +179,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     _, indices, scores = output
     ctx.save_for_backward(scores, indices)
     ctx.mark_non_differentiable(indices)
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, dweights: Tensor, _dindices: Any, dscores: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dweights: Tensor | None, _dindices: Any, dscores: Tensor | None) -> tuple[Tensor | None, ...]:
     scores, indices = ctx.saved_tensors
+    dweights = scores.new_zeros(indices.shape) if dweights is None else dweights
     return _router_backward(scores, indices, dweights, dscores, ctx.sigmoid, ctx.normalize), None, None, None, None
 
 

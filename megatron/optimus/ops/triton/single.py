@@ -212,6 +212,11 @@ def router_topk(
 
 
 def router_topk_backward(
-    scores_TE: Tensor, indices_TK: Tensor, dweights_TK: Tensor, dscores_TE: Tensor, sigmoid: bool, normalize: bool
+    scores_TE: Tensor,
+    indices_TK: Tensor,
+    dweights_TK: Tensor,
+    dscores_TE: Tensor | None,
+    sigmoid: bool,
+    normalize: bool,
 ) -> Tensor:
     return router._router_backward(scores_TE, indices_TK, dweights_TK, dscores_TE, sigmoid, normalize)
