@@ -121,9 +121,9 @@ cudaError_t backward_inputs(Type type, const Sizes& sizes, const Plan& plan, con
   };
   const Part first = part(E, 0, kFirst), rest = part(E, kFirst, kWhole);
   Steps step;
+  // A slot of no local expert keeps its zero.
   const size_t weights = static_cast<size_t>(sizes.tokens) * sizes.topk * sizeof(float);
-  step([&] { return cudaMemsetAsync(to.dweights, 0, weights, stream); });  // slots of no local expert keep it
-  step([&] { return cudaMemsetAsync(to.progress, 0, kProgressBytes, stream); });
+  step([&] { return cudaMemsetAsync(to.dweights, 0, weights + kProgressBytes, stream); });
   const bool sums_later = to.pending.dx_rows != nullptr;
   Errand spread_x = counted(spread({0, E}, to.x, to.pending.x_rows, D, plan), progress);  // the first pair of counters
   Errands spreads, swiglu_of_first, swiglu_of_rest, last;

@@ -17,7 +17,7 @@ struct Forward {
   const float* weights;
   const void* indices;
   bool wide_indices;
-  int* block_counts;          // scratch, experts * order_blocks(tokens * topk)
+  int* block_counts;          // scratch, experts * order_blocks(tokens * topk, experts)
   void *activation, *y_rows;  // scratch [P, F] and [P, D]
   void *hidden, *y;           // results [T K, 2F] and [T, D]
 };
@@ -38,7 +38,7 @@ struct BackwardInputs {
   void *dx, *ddown;                      // results
   Put put_down;
   float* dweights;
-  int* progress;  // scratch, kProgressBytes
+  int* progress;  // scratch, kProgressBytes, right behind dweights: both start as zeros
   UpWeights pending;  // with dx_rows, dx is complete only after the second half
 };
 

@@ -62,7 +62,8 @@ std::tuple<Tensor, Tensor, Tensor> moe_mlp(const Tensor& x_in, const Tensor& gat
   Tensor y = at::empty_like(x), hidden = at::empty({slots, gate_up.size(1)}, x.options());
   Tensor order = at::empty({order_size(sizes)}, ints);
   if (slots == 0) return {y.zero_(), hidden, order.zero_()};
-  const Tensor counts = at::empty({int64_t{sizes.experts} * order_blocks(static_cast<int>(slots))}, ints);
+  const int64_t blocks = order_blocks(static_cast<int>(slots), sizes.experts);
+  const Tensor counts = at::empty({sizes.experts * blocks}, ints);
   const Tensor activation = at::empty({rows, sizes.inner}, x.options());
   const Tensor y_rows = at::empty({rows, sizes.width}, x.options());
   Forward to{};
@@ -104,7 +105,9 @@ Gradients first_half(const Tensor& dy_in, const Tensor& x_in, const Tensor& gate
                     "moe_mlp_backward: dy ", dy.sizes(), ", order ", order.sizes(), " and hidden ", hidden.sizes(),
                     " do not fit x ", x.sizes(), " and weights ", weights.sizes());
   const Put put_down = checked_put("ddown", ddown, down.sizes(), down.scalar_type(), add_down);
-  Gradients out{at::empty_like(x), at::empty_like(weights), {}, {}, {}, {}};
+  Gradients out{at::empty_like(x), {}, {}, {}, {}, {}};
+  const Tensor zeroed = at::empty({weights.numel() + kProgressBytes / 4}, weights.options());
+  out.dweights = zeroed.narrow(0, 0, weights.numel()).view(weights.sizes());
   const int64_t rows = weights.numel() == 0 ? 0 : sizes.rows();
   out.dhidden = at::empty({rows, gate_up.size(1)}, x.options());
   out.x_rows = at::empty({rows, sizes.width}, x.options());
@@ -113,7 +116,7 @@ Gradients first_half(const Tensor& dy_in, const Tensor& x_in, const Tensor& gate
     out.dx.zero_();
     return out;
   }
-  out.progress = at::empty({kProgressBytes / 4}, order.options());
+  out.progress = zeroed.narrow(0, weights.numel(), kProgressBytes / 4);
   const Tensor dy_rows = at::empty({rows, sizes.width}, x.options());
   const Tensor activation = at::empty({rows, sizes.inner}, x.options());
   out.dx_rows = at::empty({rows, sizes.width}, x.options());
@@ -122,7 +125,7 @@ Gradients first_half(const Tensor& dy_in, const Tensor& x_in, const Tensor& gate
   to.hidden = hidden.data_ptr(), to.weights = weights.data_ptr<float>();
   to.dy_rows = dy_rows.data_ptr(), to.dx_rows = out.dx_rows.data_ptr(), to.activation = activation.data_ptr();
   to.dx = out.dx.data_ptr(), to.ddown = ddown.data_ptr(), to.put_down = put_down;
-  to.dweights = out.dweights.data_ptr<float>(), to.progress = out.progress.data_ptr<int>();
+  to.dweights = out.dweights.data_ptr<float>(), to.progress = static_cast<int*>(out.progress.data_ptr());
   to.pending = {out.dhidden.data_ptr(), out.x_rows.data_ptr(), sums_later ? to.dx_rows : nullptr, to.dx, to.progress};
   C10_CUDA_CHECK(backward_inputs(type_of(x), sizes, plan_of(order, sizes), to, c10::cuda::getCurrentCUDAStream()));
   if (!sums_later) out.dx_rows = Tensor();
@@ -148,7 +151,8 @@ void second_half(const Gradients& of, const Tensor& order, int64_t tokens, int64
                     " experts each");
   UpWeights from{of.dhidden.data_ptr(), of.x_rows.data_ptr(), nullptr, nullptr, nullptr};
   if (of.dx_rows.defined()) {
-    from.dx_rows = of.dx_rows.data_ptr(), from.dx = of.dx.data_ptr(), from.progress = of.progress.data_ptr<int>();
+    from.dx_rows = of.dx_rows.data_ptr(), from.dx = of.dx.data_ptr();
+    from.progress = static_cast<int*>(of.progress.data_ptr());
   }
   C10_CUDA_CHECK(backward_up_weights(type_of(of.x_rows), sizes, plan_of(order, sizes), from, dgate_up.data_ptr(), put,
                                      c10::cuda::getCurrentCUDAStream()));

@@ -1,20 +1,29 @@
 // From expert choices to row order. No atomics on global memory.
 //
-// Rows are slots in expert order, stable; each expert's start at a multiple of kRowTile. A block of kSlots slots counts
-// its slots per expert, one block turns counts into places, and each block places its slots.
+// Rows are slots in expert order, stable; each expert's start at a multiple of kRowTile. Blocks count their slots of
+// each expert; then each block adds up all counts for itself, which is sooner done than one block could tell the
+// others, and places its slots.
 #include <cstdio>
 
+#include <algorithm>
+
+#include "hopper.cuh"
+#include "launch.h"
 #include "order.h"
 
 namespace optimus::cuda {
 namespace {
 
-constexpr int kSlots = 1024, kPlacers = 256, kPlanners = 1024;
+constexpr int kThreads = 512, kWarps = kThreads / 32, kRounds = 2;
+constexpr int kSlots = kThreads * kRounds;             // that a block places together
+constexpr int kPieces = kSlots / 32;                   // of a warp each
+constexpr int kPitch = kPieces + 1;                    // so that lanes read different banks of shared memory
+constexpr int kMostBlocks = 256, kMostCounts = 65536;  // what a block adds up: blocks times experts
 constexpr unsigned kWarp = 0xffffffff;
 
 template <typename Index>
-__device__ __forceinline__ int expert_of(const Index* indices, int slot, int num_slots, int num_experts) {
-  if (slot >= num_slots) return -1;
+__device__ __forceinline__ int expert_of(const Index* indices, int slot, int end, int num_experts) {
+  if (slot >= end) return -1;
   const Index expert = indices[slot];
   if (expert < -1 || expert >= num_experts) {  // stops the device, as torch's own kernels do
     printf("moe_mlp: an expert index is outside [-1, E)\n");
@@ -24,16 +33,19 @@ __device__ __forceinline__ int expert_of(const Index* indices, int slot, int num
 }
 
 template <typename Index>
-__global__ void count_slots(const Index* indices, int* block_counts, int num_slots, int num_experts) {
+__global__ void __launch_bounds__(kThreads)
+    count_slots(const Index* indices, int* block_counts, int num_slots, int slots_of_block, int num_experts) {
   extern __shared__ int counts[];
-  for (int e = threadIdx.x; e < num_experts; e += blockDim.x) counts[e] = 0;
+  hopper::let_next_launch();
+  const int first = blockIdx.x * slots_of_block, end = min(num_slots, first + slots_of_block);
+  for (int e = threadIdx.x; e < num_experts; e += kThreads) counts[e] = 0;
   __syncthreads();
-  for (int i = threadIdx.x; i < kSlots; i += blockDim.x) {
-    const int expert = expert_of(indices, blockIdx.x * kSlots + i, num_slots, num_experts);
+  for (int slot = first + threadIdx.x; slot < end; slot += kThreads) {
+    const int expert = expert_of(indices, slot, end, num_experts);
     if (expert >= 0) atomicAdd(&counts[expert], 1);
   }
   __syncthreads();
-  for (int e = threadIdx.x; e < num_experts; e += blockDim.x) block_counts[e * gridDim.x + blockIdx.x] = counts[e];
+  for (int e = threadIdx.x; e < num_experts; e += kThreads) block_counts[e * gridDim.x + blockIdx.x] = counts[e];
 }
 
 __device__ __forceinline__ int scan_warp(int value) {
@@ -45,116 +57,156 @@ __device__ __forceinline__ int scan_warp(int value) {
   return value;
 }
 
-// One block. Counts of blocks become counts of all blocks before; the rest of the order follows from their totals.
-__global__ void __launch_bounds__(kPlanners)
-    plan(int* block_counts, int num_blocks, Plan to, int num_experts, int num_rows) {
-  extern __shared__ int shared[];
-  int *count = shared, *first_slot = count + num_experts;
-  int* first_tile = first_slot + num_experts;  // it has a last entry for the end
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = kPlanners / 32;
-  for (int e = warp; e < num_experts; e += num_warps) {
-    int total = 0;
-    int* mine = block_counts + static_cast<size_t>(e) * num_blocks;
-    for (int start = 0; start < num_blocks; start += 256) {
-      int values[8];
+__device__ __forceinline__ int sum_warp(int value) {
+  for (int d = 16; d > 0; d /= 2) value += __shfl_xor_sync(kWarp, value, d);
+  return value;
+}
+
+// What a block knows of each expert, in shared memory.
+struct Experts {
+  int *count, *first_tile, *first_slot, *next;  // first_tile has one entry more; next: the row of the next slot
+};
+
+// An expert's slots in all blocks, and in those before this one.
+__device__ __forceinline__ void add_up(const int* block_counts, int num_experts, const Experts& to) {
+  constexpr int kTogether = 4;
+  const int lane = threadIdx.x % 32, blocks = gridDim.x;
+  for (int e = threadIdx.x / 32; e < num_experts; e += kWarps) {
+    const int* counts = block_counts + static_cast<size_t>(e) * blocks;
+    int total = 0, before = 0;
+    for (int start = lane; start < blocks; start += 32 * kTogether) {
+      int values[kTogether];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int block = start + 32 * i + lane;
-        values[i] = block < num_blocks ? mine[block] : 0;
-      }
+      for (int i = 0; i < kTogether; ++i) values[i] = start + 32 * i < blocks ? __ldcg(counts + start + 32 * i) : 0;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int block = start + 32 * i + lane, until = scan_warp(values[i]);
-        if (block < num_blocks) mine[block] = total + until - values[i];
-        total += __shfl_sync(kWarp, until, 31);
+      for (int i = 0; i < kTogether; ++i) {
+        total += values[i];
+        before += start + 32 * i < static_cast<int>(blockIdx.x) ? values[i] : 0;
       }
     }
-    if (lane == 0) count[e] = to.count[e] = total;
+    total = sum_warp(total), before = sum_warp(before);
+    if (lane == 0) to.count[e] = total, to.next[e] = before;
   }
-  __syncthreads();
-  if (warp == 0) {
-    int tiles = 0, slots = 0;
-    for (int start = 0; start < num_experts; start += 32) {
-      const int e = start + lane, mine = e < num_experts ? (count[e] + kRowTile - 1) / kRowTile : 0;
-      const int until = scan_warp(mine), slots_until = scan_warp(e < num_experts ? count[e] : 0);
-      if (e < num_experts) {
-        first_slot[e] = slots + slots_until - count[e];
-        first_tile[e] = tiles + until - mine;
-        to.first_row[e] = first_tile[e] * kRowTile;
-      }
-      tiles += __shfl_sync(kWarp, until, 31), slots += __shfl_sync(kWarp, slots_until, 31);
+}
+
+// The first tile and slot of each expert; by one warp.
+__device__ __forceinline__ void lay_out(int num_experts, const Experts& to) {
+  const int lane = threadIdx.x % 32;
+  int tiles = 0, slots = 0;
+  for (int start = 0; start < num_experts; start += 32) {
+    const int e = start + lane, count = e < num_experts ? to.count[e] : 0, mine = (count + kRowTile - 1) / kRowTile;
+    const int until = scan_warp(mine), slots_until = scan_warp(count);
+    if (e < num_experts) {
+      to.first_slot[e] = slots + slots_until - count;
+      to.first_tile[e] = tiles + until - mine;
+      to.next[e] += to.first_tile[e] * kRowTile;
     }
-    if (lane == 0) first_tile[num_experts] = to.num_tiles[0] = tiles;
+    tiles += __shfl_sync(kWarp, until, 31), slots += __shfl_sync(kWarp, slots_until, 31);
   }
-  __syncthreads();
-  for (int e = threadIdx.x; e < num_experts; e += kPlanners) {
+  if (lane == 0) to.first_tile[num_experts] = tiles;
+}
+
+// What follows from the counts alone; the experts and the unused rows are dealt out to the blocks.
+__device__ __forceinline__ void write_plan(const Plan& to, const Experts& from, int num_experts, int num_rows) {
+  const int used = from.first_tile[num_experts];
+  if (blockIdx.x == 0 && threadIdx.x == 0) to.num_tiles[0] = used;
+  for (int e = blockIdx.x; e < num_experts; e += gridDim.x) {
+    const int count = from.count[e], first = from.first_tile[e], end = from.first_tile[e + 1];
     int rank = 0;
-    for (int other = 0; other < num_experts; ++other) {
-      rank += count[other] > count[e] || (count[other] == count[e] && other < e);
+    for (int start = 0; start < num_experts; start += kThreads) {
+      const int other = start + threadIdx.x;
+      const int its = other < num_experts ? from.count[other] : -1;
+      rank += __syncthreads_count(its > count || (its == count && other < e));
     }
-    to.by_size[rank] = e;
-  }
-  for (int e = warp; e < num_experts; e += num_warps) {
-    for (int tile = first_tile[e] + lane; tile < first_tile[e + 1]; tile += 32) {
+    if (threadIdx.x == 0) to.by_size[rank] = e, to.count[e] = count, to.first_row[e] = first * kRowTile;
+    for (int tile = first + threadIdx.x; tile < end; tile += kThreads) {
       to.tile_expert[tile] = e;
-      to.tile_shift[tile] = first_tile[e] * kRowTile - first_slot[e];
+      to.tile_shift[tile] = first * kRowTile - from.first_slot[e];
     }
-    const int end = first_tile[e + 1] * kRowTile;
-    for (int row = first_tile[e] * kRowTile + count[e] + lane; row < end; row += 32) to.slot[row] = -1;
+    for (int row = first * kRowTile + count + threadIdx.x; row < end * kRowTile; row += kThreads) to.slot[row] = -1;
   }
-  const int used = first_tile[num_experts];
-  for (int tile = used + threadIdx.x; tile < num_rows / kRowTile; tile += kPlanners) to.tile_expert[tile] = -1;
-  for (int row = used * kRowTile + threadIdx.x; row < num_rows; row += kPlanners) to.slot[row] = -1;
+  const int thread = blockIdx.x * kThreads + threadIdx.x, threads = gridDim.x * kThreads;
+  for (int tile = used + thread; tile < num_rows / kRowTile; tile += threads) to.tile_expert[tile] = -1;
+  for (int row = used * kRowTile + thread; row < num_rows; row += threads) to.slot[row] = -1;
 }
 
 template <typename Index>
-__global__ void __launch_bounds__(kPlacers)
-    place(const Index* indices, const int* block_counts, Plan to, int num_slots, int num_experts) {
-  constexpr int kWarps = kPlacers / 32;
+__global__ void __launch_bounds__(kThreads)
+    place(const Index* indices, const int* block_counts, Plan to, int num_slots, int slots_of_block, int num_experts,
+          int num_rows) {
   extern __shared__ int shared[];
-  int *next = shared, *warp_counts = shared + num_experts;  // [E] and [warps, E]
+  const Experts experts{shared, shared + num_experts, shared + 2 * num_experts + 1, shared + 3 * num_experts + 1};
+  int* piece_counts = shared + 4 * num_experts + 1;  // [E, kPitch]
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (int e = threadIdx.x; e < num_experts; e += kPlacers)
-    next[e] = to.first_row[e] + block_counts[e * gridDim.x + blockIdx.x];
-  for (int start = 0; start < kSlots; start += kPlacers) {
-    for (int i = threadIdx.x; i < kWarps * num_experts; i += kPlacers) warp_counts[i] = 0;
+  const int begin = blockIdx.x * slots_of_block, end = min(num_slots, begin + slots_of_block);
+  hopper::await_launch_before();
+  add_up(block_counts, num_experts, experts);
+  __syncthreads();
+  if (warp == 0) lay_out(num_experts, experts);
+  __syncthreads();
+  write_plan(to, experts, num_experts, num_rows);
+  for (int start = begin; start < end; start += kSlots) {
+    int expert[kRounds], before[kRounds];
+    for (int i = threadIdx.x; i < num_experts * kPitch; i += kThreads) piece_counts[i] = 0;
     __syncthreads();
-    const int slot = blockIdx.x * kSlots + start + threadIdx.x;
-    const int expert = expert_of(indices, slot, num_slots, num_experts);
-    const unsigned same = __match_any_sync(kWarp, expert);
-    const int before = __popc(same & ((1u << lane) - 1));
-    if (expert >= 0 && before == 0) warp_counts[warp * num_experts + expert] = __popc(same);
-    __syncthreads();
-    if (expert >= 0) {
-      int row = next[expert] + before;
-      for (int w = 0; w < warp; ++w) row += warp_counts[w * num_experts + expert];
-      to.slot[row] = slot;
-      to.row[slot] = row;
-    } else if (slot < num_slots) {
-      to.row[slot] = -1;
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      expert[i] = expert_of(indices, start + i * kThreads + threadIdx.x, end, num_experts);
+      const unsigned same = __match_any_sync(kWarp, expert[i]);
+      before[i] = __popc(same & ((1u << lane) - 1));
+      if (expert[i] >= 0 && before[i] == 0) piece_counts[expert[i] * kPitch + i * kWarps + warp] = __popc(same);
     }
     __syncthreads();
-    for (int e = threadIdx.x; e < num_experts; e += kPlacers) {
-      for (int w = 0; w < kWarps; ++w) next[e] += warp_counts[w * num_experts + e];
+    for (int e = warp; e < num_experts; e += kWarps) {  // counts of pieces to the row of each piece's first slot
+      const int mine = piece_counts[e * kPitch + lane], until = scan_warp(mine), next = experts.next[e];
+      piece_counts[e * kPitch + lane] = next + until - mine;
+      if (lane == 31) experts.next[e] = next + until;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      const int slot = start + i * kThreads + threadIdx.x;
+      if (expert[i] >= 0) {
+        const int row = piece_counts[expert[i] * kPitch + i * kWarps + warp] + before[i];
+        to.slot[row] = slot;
+        to.row[slot] = row;
+      } else if (slot < end) {
+        to.row[slot] = -1;
+      }
     }
     __syncthreads();
   }
+}
+
+int shared_bytes(int num_experts) { return (num_experts * (4 + kPitch) + 1) * 4; }  // of place
+
+// As many slots a block as keep the counts that each block adds up few.
+int slots_of_block(int num_slots, int num_experts) {
+  const int most = std::clamp(kMostCounts / num_experts, 1, kMostBlocks);
+  const int pieces = (num_slots + kSlots - 1) / kSlots;
+  return (pieces + most - 1) / most * kSlots;
 }
 
 template <typename Index>
 cudaError_t order(const Index* indices, int* block_counts, const Plan& to, int num_slots, int num_experts, int num_rows,
                   cudaStream_t stream) {
-  const int blocks = order_blocks(num_slots), bytes = num_experts * 4;
-  count_slots<<<blocks, kPlacers, bytes, stream>>>(indices, block_counts, num_slots, num_experts);
-  plan<<<1, kPlanners, 3 * bytes + 4, stream>>>(block_counts, blocks, to, num_experts, num_rows);
-  place<<<blocks, kPlacers, bytes * (1 + kPlacers / 32), stream>>>(indices, block_counts, to, num_slots, num_experts);
-  return cudaGetLastError();
+  static_assert(kPieces == 32);  // a lane each
+  const int blocks = order_blocks(num_slots, num_experts), each = slots_of_block(num_slots, num_experts);
+  static Prepared prepared;
+  if (auto error = prepared(place<Index>, shared_bytes(kMaxExperts)); error != cudaSuccess) return error;
+  count_slots<<<blocks, kThreads, num_experts * 4, stream>>>(indices, block_counts, num_slots, each, num_experts);
+  if (auto error = cudaGetLastError(); error != cudaSuccess) return error;
+  const int* counts = block_counts;
+  return launch({blocks, kThreads, shared_bytes(num_experts), true, stream}, place<Index>, indices, counts, to,
+                num_slots, each, num_experts, num_rows);
 }
 
 }  // namespace
 
-int order_blocks(int num_slots) { return (num_slots + kSlots - 1) / kSlots; }
-
+int order_blocks(int num_slots, int num_experts) {
+  const int each = slots_of_block(num_slots, num_experts);
+  return (num_slots + each - 1) / each;
+}
 cudaError_t order_rows(const void* indices, bool wide_indices, int* block_counts, const Plan& to, int num_slots,
                        int num_experts, int num_rows, cudaStream_t stream) {
   return wide_indices

@@ -25,6 +25,8 @@ enum class Kind {
 
 constexpr int kRows = kRowTile, kColumns = 256, kDepth = 64, kStages = 4;
 constexpr int kBytesA = kRows * kDepth * 2, kBytesB = kColumns * kDepth * 2;
+constexpr int kBox = 64 * 64 * 2;  // a box of an operand: 64 rows of 128 bytes, swizzled
+constexpr int kStep = 16;          // the depth of one instruction
 constexpr int kThreads = 384, kConsumerWarps = 8;
 
 struct Arguments {
@@ -45,6 +47,7 @@ struct Work {
   int row, column;  // of the tile's first element, in the result
   int expert;
   int steps;  // of depth
+  int last;   // of a gradient: the last step's depth that holds slots, in units of kStep
   int first;  // row of the expert's first slot
   int rows;   // of a product by rows: how many rows from the tile's first on are slots, at least 1
   bool shared;
@@ -53,7 +56,7 @@ struct Work {
 struct alignas(16) Note {  // what the consumers need to know of a tile
   int row, column, expert, steps;
   int unpadded_row;  // of the up projection: the tile's place among rows without padding
-  int rows;          // as in Work
+  int rows, last;    // as in Work
 };
 
 template <Kind kKind>
@@ -68,7 +71,7 @@ struct Traits {
 struct Layout {
   alignas(1024) uint8_t a[kStages][kBytesA];
   uint8_t b[kStages][kBytesB];
-  uint8_t results[2][kBuffers][kBox];
+  uint8_t results[kConsumerWarps][kBuffers][kResultBox];
   uint64_t full[kStages], empty[kStages];
   Note note[kStages];
 };
@@ -99,6 +102,7 @@ __device__ __forceinline__ Work work_of(const Arguments& args, int item, int ran
     work.column = place % args.column_tiles * kColumns;
     work.steps = (order.count[work.expert] + kDepth - 1) / kDepth;
     work.first = order.first_row[work.expert];
+    work.last = (order.count[work.expert] - max(work.steps - 1, 0) * kDepth + kStep - 1) / kStep;
     work.rows = kRows;
     work.shared = true;
   } else {
@@ -159,7 +163,7 @@ __device__ __forceinline__ void load_stage(const Arguments& args, Layout& memory
 
 template <Kind kKind>
 __device__ __forceinline__ Note note_of(const Order& order, const Work& work) {
-  Note note{work.row, work.column, work.expert, work.steps, 0, work.rows};
+  Note note{work.row, work.column, work.expert, work.steps, 0, work.rows, work.last};
   if (kKind == Kind::kUpSwiglu) note.unpadded_row = work.row - order.tile_shift[work.row / kRowTile];
   return note;
 }
@@ -249,21 +253,22 @@ __device__ __forceinline__ void fill_gathered(const Arguments& args, Layout& mem
   }
 }
 
+// The warp's rows of a tile; the first of them is `first`.
 template <typename T, Kind kKind>
-__device__ __forceinline__ void store_tile(const Arguments& args, Results<T>& results, const Note& tile,
+__device__ __forceinline__ void store_tile(const Arguments& args, Results<T>& results, const Note& tile, int first,
                                            const float (&d)[128]) {
-  const int row = tile.row + 64 * results.group;
-  const int unpadded_row = tile.unpadded_row + 64 * results.group, rows = tile.rows - 64 * results.group;
+  const int row = tile.row + first;
 #pragma unroll
   for (int box = 0; box < (kKind == Kind::kUpSwiglu ? 2 : 4); ++box) {
     const float* mine = d + 32 * box;
     const int column = tile.column + 64 * box;
     if constexpr (kKind == Kind::kUpSwiglu) {
-      const int inner = tile.column / 2 + 64 * box;
+      const int inner = tile.column / 2 + 64 * box, unpadded_row = tile.unpadded_row + first;
+      const int rows = tile.rows - first;
       const float* up = mine + 64;
       const auto gate_of = [&](int i) { return mine[i]; };
       const auto up_of = [&](int i) { return up[i]; };
-      if (rows >= 64) {
+      if (rows >= kWarpRows) {
         results.put(&args.out, inner, 0, unpadded_row, 0, gate_of);
         results.put(&args.out, inner, 1, unpadded_row, 0, up_of);
       } else if (rows > 0) {
@@ -283,16 +288,37 @@ __device__ __forceinline__ void store_tile(const Arguments& args, Results<T>& re
   }
 }
 
+// d (+)= one stage's product; of a gradient's last stage only the depth that holds slots.
+template <typename T, Kind kKind>
+__device__ __forceinline__ void multiply_stage(float (&d)[128], const Note& tile, int step, uint64_t a, uint64_t b) {
+  using Is = Traits<kKind>;
+  constexpr int kNextA = Is::kAcrossA ? 2048 / 16 : 32 / 16, kNextB = Is::kAcrossB ? 2048 / 16 : 32 / 16;
+  if (Is::kGradient && step == tile.steps - 1 && tile.last < kDepth / kStep) {
+#pragma unroll 1
+    for (int k = 0; k < tile.last; ++k) {
+      wgmma_fence();
+      wgmma<T, Is::kAcrossA, Is::kAcrossB>(d, a + k * kNextA, b + k * kNextB, step > 0 || k > 0);
+      wgmma_commit();
+    }
+    return;
+  }
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kDepth / kStep; ++k) {
+    wgmma<T, Is::kAcrossA, Is::kAcrossB>(d, a + k * kNextA, b + k * kNextB, step > 0 || k > 0);
+  }
+  wgmma_commit();
+}
+
 template <typename T, Kind kKind>
 __device__ __forceinline__ void multiply(const Arguments& args, Layout& memory) {
   using Is = Traits<kKind>;
-  const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
+  const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
   const Items items = items_of<Is::kGradient>(args);
-  Results<T> results{shared_address(memory.results[group]), group, thread};
+  Results<T> results{shared_address(memory.results[warp]), lane};
   // Descriptors of depth 0 of stage 0; addresses in them count 16 bytes.
   const uint64_t first_a = matrix_descriptor(shared_address(memory.a[0]) + group * kBox);
   const uint64_t first_b = matrix_descriptor(shared_address(memory.b[0]));
-  constexpr int kNextA = Is::kAcrossA ? 2048 / 16 : 32 / 16, kNextB = Is::kAcrossB ? 2048 / 16 : 32 / 16;
   float d[128];
   int stage = 0, phase = 0;
   for (int turn = 0; item_of<Is::kGradient>(items, turn) < items.end; ++turn) {
@@ -305,13 +331,7 @@ __device__ __forceinline__ void multiply(const Arguments& args, Layout& memory) 
       if (step > 0) barrier_wait(shared_address(&memory.full[stage]), phase);
       if (tile.steps > 0 && !idle) {
         if (Is::kGathers) fence_async();
-        const uint64_t a = first_a + stage * (kBytesA / 16), b = first_b + stage * (kBytesB / 16);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < kDepth / 16; ++k) {
-          wgmma<T, Is::kAcrossA, Is::kAcrossB>(d, a + k * kNextA, b + k * kNextB, step > 0 || k > 0);
-        }
-        wgmma_commit();
+        multiply_stage<T, kKind>(d, tile, step, first_a + stage * (kBytesA / 16), first_b + stage * (kBytesB / 16));
         wgmma_wait<1>();
       }
       if (previous >= 0 && lane < 2) barrier_arrive_at(shared_address(&memory.empty[previous]), lane);
@@ -326,9 +346,9 @@ __device__ __forceinline__ void multiply(const Arguments& args, Layout& memory) 
 #pragma unroll
       for (int i = 0; i < 128; ++i) d[i] = 0.0f;
     }
-    if (!idle) store_tile<T, kKind>(args, results, tile, d);
+    if (!idle) store_tile<T, kKind>(args, results, tile, warp * kWarpRows, d);
   }
-  if (thread == 0) tma_store_wait_read<0>();
+  if (lane == 0) tma_store_wait_read<0>();
 }
 
 template <typename T, Kind kKind>
@@ -365,6 +385,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     }
   } else {
     more_registers<200>();
+    if (Traits<kKind>::kGathers) await_launch_before();  // which has made the order
     multiply<T, kKind>(args, memory);
   }
   __syncwarp();

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "launch.h"
 #include "product.cuh"
 
 namespace optimus::cuda {
@@ -56,21 +57,14 @@ template <typename T, Kind kKind>
 cudaError_t launch(const Arguments& args, Start start, cudaStream_t stream) {
   constexpr int kBytes = sizeof(Layout) + 1024;
   static_assert(kBytes <= 232448);
-  static const cudaError_t prepared =
-      cudaFuncSetAttribute(product<T, kKind>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (prepared != cudaSuccess) return prepared;
+  static Prepared prepared;
+  if (auto error = prepared(product<T, kKind>, kBytes); error != cudaSuccess) return error;
   int device = 0, processors = 0;
   cudaGetDevice(&device);
   if (auto error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device); error != cudaSuccess) {
     return error;
   }
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = processors / 2 * 2, config.blockDim = kThreads, config.dynamicSmemBytes = kBytes;
-  config.stream = stream, config.attrs = &overlap, config.numAttrs = start == Start::kAfter ? 0 : 1;
-  return cudaLaunchKernelEx(&config, product<T, kKind>, args);
+  return launch({processors / 2 * 2, kThreads, kBytes, start != Start::kAfter, stream}, product<T, kKind>, args);
 }
 
 template <Kind kKind>
@@ -117,14 +111,15 @@ cudaError_t run(Type type, const Errand& errand, const Order& order, cudaStream_
 
 cudaError_t up_swiglu(Type type, const void* x, const void* gate_up, void* hidden, void* activation, const Order& order,
                       int width, int inner, cudaStream_t stream) {
-  Arguments args = arguments(order, {}, Start::kAfter);
+  Arguments args = arguments(order, {}, Start::kLate);
   args.x = x, args.hidden = hidden, args.inner = inner;
   args.depth = width, args.column_tiles = tiles(inner, 128), args.end_expert = order.num_experts;
   const bool encoded =
       encode_weight(&args.b, type, gate_up, order, 2, inner, width) &&
-      encode(&args.out, type, hidden, {{wide(inner), 2, wide(order.num_tokens * order.topk), 1}, {64, 1, 64, 1}}) &&
-      encode(&args.activation, type, activation, {{wide(inner), 1, wide(order.num_rows), 1}, {64, 1, 64, 1}});
-  return launch<Kind::kUpSwiglu>(type, args, encoded, Start::kAfter, stream);
+      encode(&args.out, type, hidden,
+             {{wide(inner), 2, wide(order.num_tokens * order.topk), 1}, {64, 1, kWarpRows, 1}}) &&
+      encode(&args.activation, type, activation, {{wide(inner), 1, wide(order.num_rows), 1}, {64, 1, kWarpRows, 1}});
+  return launch<Kind::kUpSwiglu>(type, args, encoded, Start::kLate, stream);
 }
 
 cudaError_t rows_times_weight(Type type, const void* a, const void* weight, void* out, const Order& order, int depth,
@@ -134,7 +129,7 @@ cudaError_t rows_times_weight(Type type, const void* a, const void* weight, void
   args.depth = depth, args.column_tiles = tiles(width, kColumns);
   args.first_expert = part.first, args.end_expert = part.end;
   const bool encoded = encode_rows(&args.a, type, a, order, depth) &&
-                       encode(&args.out, type, out, {{wide(width), 1, wide(order.num_rows), 1}, {64, 1, 64, 1}});
+                       encode(&args.out, type, out, {{wide(width), 1, wide(order.num_rows), 1}, {64, 1, kWarpRows, 1}});
   if (transposed) {
     return launch<Kind::kRowsTransposed>(
         type, args, encoded && encode_weight(&args.b, type, weight, order, 1, width, depth), start, stream);
@@ -150,12 +145,12 @@ cudaError_t weight_gradient(Type type, const void* a, const void* b, void* out, 
   const bool encoded = encode_rows(&args.a, type, a, order, height) && encode_rows(&args.b, type, b, order, width);
   const uint64_t columns = wide(width), rows = wide(height), experts = wide(order.num_experts);
   if (put != Put::kWrite) {
-    const Map map{{columns, 1, rows, experts}, {32, 1, 64, 1}};
+    const Map map{{columns, 1, rows, experts}, {32, 1, kWarpRows, 1}};
     const bool known = encoded && encode(&args.out, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, out, map);
     return put == Put::kAdd ? launch<Kind::kGradientAdd>(type, args, known, start, stream)
                             : launch<Kind::kGradientWide>(type, args, known, start, stream);
   }
-  const Map map{{columns, 1, rows, experts}, {64, 1, 64, 1}};
+  const Map map{{columns, 1, rows, experts}, {64, 1, kWarpRows, 1}};
   return launch<Kind::kGradient>(type, args, encoded && encode(&args.out, type, out, map), start, stream);
 }
 

@@ -253,7 +253,16 @@ def test_cuda_operations_pass_opcheck() -> None:
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize("case", [Case(3000, 320, 640, 5, 2), Case(700, 1032, 136, 20, 4, "some_foreign")], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(3000, 320, 640, 5, 2),
+        Case(700, 1032, 136, 20, 4, "some_foreign"),
+        Case(70_000, 64, 64, 64, 4),  # more slots, and more counts of slots, than blocks look at in one go
+        Case(20_000, 64, 64, 1000, 4),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_cuda_agrees_with_triton_on_many_tiles(case: Case, dtype: torch.dtype) -> None:
     """Pairs of tiles and odd ones, several tiles of columns, depths that are no multiple of a stage."""
@@ -263,6 +272,18 @@ def test_cuda_agrees_with_triton_on_many_tiles(case: Case, dtype: torch.dtype) -
         ops.set_backend(backend)
         results.append(values_and_gradients(ops.moe_mlp, inputs))
     assert not mismatches(results[1], {n: t.cpu() for n, t in results[0].items()}, TOLERANCE[dtype] / 3)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_cuda_runs_on_any_device_of_a_process() -> None:
+    ops.set_backend("cuda")
+    inputs = make_inputs(Case(300, 64, 48, 8, 2), torch.bfloat16, "cuda:0")
+    first, second = (
+        values_and_gradients(ops.moe_mlp, [t.to(device) for t in inputs]) for device in ("cuda:0", "cuda:1")
+    )
+    assert all(torch.equal(t.cpu(), second[name].cpu()) for name, t in first.items())
 
 
 @pytest.mark.gpu
