@@ -150,8 +150,14 @@ def test_gradients_of_the_routers_product(shape: tuple[int, int, int]) -> None:
     dx = -product.bfloat16()
     got = router_linear.input_gradient(*arguments, dx.to(DEVICE))
     assert close(got, product + dx.double())
+    parts = (
+        torch.randn(3, 32 * -(-experts // 32), width, generator=generator)
+        * torch.tensor([1.0, 2**-8, 2**-16])[:, None, None]
+    )
+    got = router_linear.sum_parts(parts.flatten(0, 1).to(DEVICE), experts, torch.float32)
+    torch.testing.assert_close(got.cpu().double(), parts.double().sum(0)[:experts], rtol=1e-6, atol=1e-7)
     if INTERPRETED:
-        return  # the weight's gradient ends in cuBLAS
+        return  # the weight's gradient is cuBLAS's product
     twice_x, both = torch.cat([x, x]), torch.cat([dlogits, -dlogits.bfloat16().float()])
     got = router_linear.weight_gradient(both.to(DEVICE), twice_x.to(DEVICE))
     assert close(got, both.double().T @ twice_x.double())
