@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from megatron.optimus import ops
 from megatron.optimus.layers.labels import NO_LABEL
@@ -59,7 +58,7 @@ def linear_cross_entropy_sum(
     or NO_LABEL. With ``group``, each rank holds the vocabulary's rows from ``first_row`` on, all ranks the same x and
     labels; the loss is the same on all of them, the gradient of x is this rank's part of the sum over ranks.
     ``z_loss_coeff``: gradients are those of the sum plus so many times the sum of squared log-sum-exps of the tokens
-    that have a label.
+    that have a label. A backward with ``create_graph=True`` raises RuntimeError: there is no second derivative.
     """
     return _LinearCrossEntropy.apply(x_TD, weight_VD, labels_T, group, first_row, torch.is_grad_enabled(), z_loss_coeff)
 
@@ -101,8 +100,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # What is saved are gradients: a second derivative would lack all that the logits contribute.
+            raise RuntimeError(
+                "the fused loss has no second derivative: with create_graph=True take the loss of the logits "
+                "(LMHead without labels, then torch.nn.functional.cross_entropy)"
+            )
         dx_TD, dw_VD = ctx.saved_tensors
         dx_TD = None if dx_TD is None else dx_TD * grad
         if dw_VD is not None:  # rounded as it is stored: one pass over it

@@ -51,6 +51,18 @@ def test_large_logits_do_not_overflow() -> None:
     torch.testing.assert_close(value, F.cross_entropy(1e4 * x @ weight.t(), labels, reduction="sum"))
 
 
+def test_a_second_derivative_is_an_error_and_not_a_wrong_number() -> None:
+    """What is saved are gradients: torch would take them for constants. The error's remedy has one."""
+    x = torch.randn(3, 4, requires_grad=True)
+    head, labels = LMHead(4, 6, bias=False), torch.tensor([0, 5, NO_LABEL])
+    with pytest.raises(RuntimeError, match="LMHead without labels"):
+        torch.autograd.grad(head(x[None], labels[None]), x, create_graph=True)
+    plain = F.cross_entropy(head(x), labels, ignore_index=NO_LABEL, reduction="sum")
+    (gradient,) = torch.autograd.grad(plain, x, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.square().sum(), x)
+    assert second.abs().sum() > 0
+
+
 def test_no_gradient_is_computed_where_none_is_wanted() -> None:
     x, weight, labels = inputs()
     with torch.no_grad():
