@@ -102,14 +102,9 @@ def router_topk(
 
 
 def router_topk_backward(
-    scores_TE: Tensor,
-    indices_TK: Tensor,
-    dweights_TK: Tensor,
-    dscores_TE: Tensor | None,
-    sigmoid: bool,
-    normalize: bool,
+    scores_TE: Tensor, indices_TK: Tensor, dweights_TK: Tensor, dscores: Tensor | None, sigmoid: bool, normalize: bool
 ) -> Tensor:
-    dscores_TE = torch.zeros_like(scores_TE) if dscores_TE is None else dscores_TE
+    dscores_TE = torch.zeros_like(scores_TE) if dscores is None else dscores
     return _C.cpu_router_topk_backward(scores_TE, indices_TK, dweights_TK, dscores_TE, sigmoid, normalize)
 
 

@@ -201,15 +201,10 @@ def router_topk(
 
 
 def router_topk_backward(
-    scores_TE: Tensor,
-    indices_TK: Tensor,
-    dweights_TK: Tensor,
-    dscores_TE: Tensor | None,
-    sigmoid: bool,
-    normalize: bool,
+    scores_TE: Tensor, indices_TK: Tensor, dweights_TK: Tensor, dscores: Tensor | None, sigmoid: bool, normalize: bool
 ) -> Tensor:
     """Gradient of ``router_topk`` with respect to its logits."""
-    dscores_TE = torch.zeros_like(scores_TE) if dscores_TE is None else dscores_TE
+    dscores_TE = torch.zeros_like(scores_TE) if dscores is None else dscores
     dlogits, name = torch.empty_like(scores_TE), _router_name("router_topk_backward", sigmoid, normalize)
     _run(name, scores_TE, indices_TK, dweights_TK, dscores_TE, dlogits)
     return dlogits

@@ -6,14 +6,10 @@ Legend: T tokens, E experts, K chosen. Of equal scores the expert with the lower
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from megatron.optimus.ops.second_derivatives import refuse
 
 MAX_EXPERTS = 1024  # a program holds whole rows of scores
 _SCORES, _WARPS = 512, 2  # of a program
@@ -113,80 +109,33 @@ def _launch_shape(num_experts: int) -> tuple[int, int, int]:
     return experts, max(_SCORES // experts, 1), _WARPS if experts <= 128 else 4
 
 
-@torch.library.custom_op("optimus_triton::router_topk", mutates_args=())
 def router_topk(
-    logits_TE: Tensor, topk: int, sigmoid: bool, normalize: bool, selection_bias_E: Tensor | None
+    logits_TE: Tensor, topk: int, sigmoid: bool, normalize: bool, bias_E: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """fp32 logits to fp32 weights [T, K], int64 indices [T, K] and fp32 scores [T, E]."""
-    logits = logits_TE.contiguous()
-    num_tokens, num_experts = logits.shape
-    weights = logits.new_empty(num_tokens, topk)
-    indices = logits.new_empty(num_tokens, topk, dtype=torch.int64)
-    scores = torch.empty_like(logits)
+    num_tokens, num_experts = logits_TE.shape
+    weights = logits_TE.new_empty(num_tokens, topk)
+    indices = logits_TE.new_empty(num_tokens, topk, dtype=torch.int64)
+    scores = torch.empty_like(logits_TE)
     experts, tokens, warps = _launch_shape(num_experts)
-    bias = logits if selection_bias_E is None else selection_bias_E.float().contiguous()
     _router_topk[(triton.cdiv(num_tokens, tokens),)](
-        logits, bias, weights, indices, scores, num_tokens, num_experts, TOPK=topk, SIGMOID=sigmoid,
-        NORMALIZE=normalize, BIASED=selection_bias_E is not None, TOKENS=tokens, EXPERTS=experts,
+        logits_TE, logits_TE if bias_E is None else bias_E, weights, indices, scores, num_tokens, num_experts,
+        TOPK=topk, SIGMOID=sigmoid, NORMALIZE=normalize, BIASED=bias_E is not None, TOKENS=tokens, EXPERTS=experts,
         SLOTS=triton.next_power_of_2(topk), num_warps=warps,
     )  # fmt: skip
     return weights, indices, scores
 
 
-@router_topk.register_fake
-def _(
-    logits_TE: Tensor, topk: int, sigmoid: bool, normalize: bool, selection_bias_E: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    num_tokens = logits_TE.shape[0]
-    indices = logits_TE.new_empty(num_tokens, topk, dtype=torch.int64)
-    return logits_TE.new_empty(num_tokens, topk), indices, logits_TE.new_empty(logits_TE.shape)
-
-
-@torch.library.custom_op("optimus_triton::router_topk_backward", mutates_args=())
-def _router_backward(
-    scores_TE: Tensor,
-    indices_TK: Tensor,
-    dweights_TK: Tensor,
-    dscores_TE: Tensor | None,
-    sigmoid: bool,
-    normalize: bool,
+def router_topk_backward(
+    scores_TE: Tensor, indices_TK: Tensor, dweights_TK: Tensor, dscores: Tensor | None, sigmoid: bool, normalize: bool
 ) -> Tensor:
+    """Gradient of the logits; ``dscores`` [T, E], if it is not zero."""
     num_tokens, num_experts = scores_TE.shape
     dlogits = torch.empty_like(scores_TE)
     experts, tokens, warps = _launch_shape(num_experts)
     _router_topk_backward[(triton.cdiv(num_tokens, tokens),)](
-        scores_TE, indices_TK, dweights_TK.contiguous(), scores_TE if dscores_TE is None else dscores_TE.contiguous(),
-        dlogits, num_tokens, num_experts, TOPK=indices_TK.shape[1], SIGMOID=sigmoid, NORMALIZE=normalize,
-        HAS_DSCORES=dscores_TE is not None, TOKENS=tokens, EXPERTS=experts, num_warps=warps,
+        scores_TE, indices_TK, dweights_TK, scores_TE if dscores is None else dscores, dlogits, num_tokens,
+        num_experts, TOPK=indices_TK.shape[1], SIGMOID=sigmoid, NORMALIZE=normalize, HAS_DSCORES=dscores is not None,
+        TOKENS=tokens, EXPERTS=experts, num_warps=warps,
     )  # fmt: skip
     return dlogits
-
-
-@_router_backward.register_fake
-def _(
-    scores_TE: Tensor,
-    indices_TK: Tensor,
-    dweights_TK: Tensor,
-    dscores_TE: Tensor | None,
-    sigmoid: bool,
-    normalize: bool,
-) -> Tensor:
-    return torch.empty_like(scores_TE)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, _, ctx.sigmoid, ctx.normalize, _ = inputs
-    _, indices, scores = output
-    ctx.save_for_backward(scores, indices)
-    ctx.mark_non_differentiable(indices)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, dweights: Tensor | None, _dindices: Any, dscores: Tensor | None) -> tuple[Tensor | None, ...]:
-    scores, indices = ctx.saved_tensors
-    dweights = scores.new_zeros(indices.shape) if dweights is None else dweights
-    return _router_backward(scores, indices, dweights, dscores, ctx.sigmoid, ctx.normalize), None, None, None, None
-
-
-router_topk.register_autograd(_backward, setup_context=_setup_context)
-refuse("optimus_triton::router_topk_backward")

@@ -15,25 +15,28 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron.optimus.ops.reference import RowOrder
-from megatron.optimus.ops.triton import gemm, index, router, rows
+from megatron.optimus.ops.triton import gemm, index, rows
 from megatron.optimus.ops.triton.moe_mlp import (
     moe_mlp,
     moe_mlp_backward_inputs,
     moe_mlp_backward_up_weights,
     moe_mlp_forward,
 )
+from megatron.optimus.ops.triton.router import MAX_EXPERTS, router_topk, router_topk_backward
 from megatron.optimus.ops.triton.rows import copy_rows, sum_copies
 
 __all__ = [  # and the functions below
+    "MAX_EXPERTS",  # of router_topk
     "copy_rows",
     "moe_mlp",
     "moe_mlp_backward_inputs",
     "moe_mlp_backward_up_weights",
     "moe_mlp_forward",
+    "router_topk",
+    "router_topk_backward",
     "sum_copies",
 ]
 
-MAX_EXPERTS = router.MAX_EXPERTS  # of router_topk
 _ALIGN = 8  # the tensor memory engine wants rows of a multiple of 16 bytes
 
 
@@ -203,20 +206,3 @@ def grouped_weight_gradient(
     out = _aligned(main_grad, 1, 2)
     gemm.weight_gradient(dout, x, _order(order), out=out, accumulate=accumulate)
     return main_grad if out is main_grad else main_grad.copy_(out[:, :height, :width])
-
-
-def router_topk(
-    logits_TE: Tensor, topk: int, sigmoid: bool, normalize: bool, bias_E: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    return router.router_topk(logits_TE, topk, sigmoid, normalize, bias_E)
-
-
-def router_topk_backward(
-    scores_TE: Tensor,
-    indices_TK: Tensor,
-    dweights_TK: Tensor,
-    dscores_TE: Tensor | None,
-    sigmoid: bool,
-    normalize: bool,
-) -> Tensor:
-    return router._router_backward(scores_TE, indices_TK, dweights_TK, dscores_TE, sigmoid, normalize)
