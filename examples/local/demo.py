@@ -49,23 +49,26 @@ def python_path() -> str:
 
 
 def prepare_folder(run_dir: Path) -> None:
-    """An empty folder with a mark of ours; only what an earlier demo has left there is removed."""
+    """An empty folder with a mark of ours, or one of an earlier demo."""
     mark = run_dir / ".demo"
     if run_dir.exists() and not run_dir.is_dir():
         sys.exit(f"error: --run-dir {run_dir} is not a folder")
     if run_dir.exists() and any(run_dir.iterdir()) and not mark.exists():
         sys.exit(f"error: --run-dir {run_dir} holds files that no demo has written; name a new folder, or remove it")
-    for leftover in ("checkpoints", "data", "tokenizer", "hf"):
-        shutil.rmtree(run_dir / leftover, ignore_errors=True)
     run_dir.mkdir(parents=True, exist_ok=True)
     mark.touch()
 
 
 def prepare_data(run_dir: Path, corpus: Path, vocab_size: int) -> tuple[Path, Path]:
-    """Trains the tokenizer and writes the token files; returns (tokenizer folder, data prefix)."""
+    """Trains the tokenizer and writes the token files; returns (tokenizer folder, data prefix).
+
+    The results of an earlier demo are removed once the corpus has been read, which may have been a wrong file.
+    """
     tokenizer, prefix = run_dir / "tokenizer", run_dir / "data" / "corpus"
     train_tokenizer = [ROOT / "tools/train_tokenizer.py", "--input", corpus, "--output", tokenizer]
     run("train a byte-level BPE tokenizer", sys.executable, *train_tokenizer, "--vocab-size", vocab_size)
+    for leftover in ("checkpoints", "data", "hf"):
+        shutil.rmtree(run_dir / leftover, ignore_errors=True)
     preprocess = [ROOT / "tools/preprocess_data.py", "--input", corpus, "--output-prefix", prefix]
     preprocess += ["--tokenizer-model", tokenizer, "--append-eod", "--workers", os.cpu_count() or 1]
     run("tokenize into Megatron .bin/.idx files", sys.executable, *preprocess)

@@ -54,9 +54,12 @@ def test_a_malformed_corpus_is_named_with_file_and_line(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_an_empty_corpus_is_an_error(tmp_path: Path) -> None:
-    corpus = tmp_path / "empty.jsonl"
+def test_an_empty_corpus_is_an_error_and_an_earlier_demo_stays(tmp_path: Path) -> None:
+    corpus, earlier = tmp_path / "empty.jsonl", tmp_path / "demo" / "checkpoints" / "step-00000300"
     corpus.touch()
+    earlier.mkdir(parents=True)
+    (tmp_path / "demo" / ".demo").touch()
     result = demo(tmp_path / "demo", "--corpus", corpus)
+    assert earlier.exists()
     assert result.returncode != 0
     assert "empty.jsonl" in result.stderr and "Traceback" not in result.stderr
