@@ -27,7 +27,8 @@ struct Order {
   const int32_t* offsets;  // [E+3] first row of each expert; then num_rows, N, N
   int64_t num_slots, num_experts, num_rows;
 
-  std::vector<RowBlock> blocks(int64_t most) const;  // of one expert each, equal ones of at most that many rows
+  // Of one expert each, equal ones of about that many rows at most, multiples of `step` but for the last.
+  std::vector<RowBlock> blocks(int64_t most, int64_t step) const;
 };
 
 // slots, rows, counts, offsets as int32 tensors. Raises ValueError for an index outside [-1, E).
