@@ -136,7 +136,8 @@ void pack_along(const Source& source, int64_t lanes, int64_t depth, float* dst) 
     const auto lane = [&](int64_t i) { return dst + i / width * width * depth + i % width; };
     int64_t done = 0;
     if constexpr (Transpose::kRows > 0) {
-      if (first + kGroup <= padded) done = Transpose::run(rows, depth, width, lane(first), lane(first + 8));
+      float* second = kGroup > 8 ? lane(first + 8) : nullptr;
+      if (first + kGroup <= padded) done = Transpose::run(rows, depth, width, lane(first), second);
     }
     for (int i = 0; i < kGroup && first + i < padded; ++i) {
       float* out = lane(first + i);
@@ -155,7 +156,7 @@ void pack_across(const Source& source, int64_t lanes, int64_t depth, float* dst)
   int64_t first = 0;
   for (; first + width <= lanes; first += width)
     for (int64_t k = 0; k < depth; ++k, dst += width) {
-      if constexpr (std::is_same_v<T, float>)
+      if constexpr (std::is_same_v<T, float>)  // a loop would take them one by one, lest they be those that it writes
         std::memcpy(dst, rows[k] + first, width * sizeof(float));
       else
         for (int i = 0; i < width; ++i) dst[i] = static_cast<float>(rows[k][first + i]);
