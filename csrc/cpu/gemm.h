@@ -60,7 +60,6 @@ struct Engine {
   void (*end)();
 
   int lanes(Side side) const { return side == Side::kLeft ? rows : cols; }
-  int64_t block_step() const { return 32 % rows == 0 ? 32 : rows; }  // rows of a block: whole tiles
   int64_t panel(Side side, int64_t depth) const;                      // fp32 words of one panel
   int64_t size(Side side, int64_t num_lanes, int64_t depth) const;    // fp32 words of a packed operand
 };

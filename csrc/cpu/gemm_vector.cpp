@@ -3,6 +3,7 @@
 #include <c10/util/Half.h>
 
 #if defined(__x86_64__) && !defined(__clang__)
+#define OPTIMUS_X86 1
 #include <immintrin.h>
 #endif
 
@@ -52,8 +53,7 @@ struct NoTranspose {
   static constexpr int kRows = 0;
 };
 
-#if defined(__x86_64__) && !defined(__clang__)
-#define OPTIMUS_X86 1
+#if defined(OPTIMUS_X86)
 OPTIMUS_TILE(tile_avx512, __attribute__((target("avx512f,fma"))), 16, 8, 3)
 OPTIMUS_TILE(tile_avx2, __attribute__((target("avx2,fma"))), 8, 6, 2)
 
@@ -146,24 +146,22 @@ void pack_along(const Source& source, int64_t lanes, int64_t depth, float* dst) 
   }
 }
 
-// Columns become lanes: dst[panel][k][lane] = row(k)[panel * width + lane]. A panel after the other: the same line of all
-// panels would fall into few sets of the first-level cache where a panel's size is a multiple of 4 KiB.
+// Columns become lanes: dst[panel][k][lane] = row(k)[panel * width + lane].
 template <typename T, int width>
 void pack_across(const Source& source, int64_t lanes, int64_t depth, float* dst) {
-  thread_local std::vector<const T*> rows;
-  rows.resize(depth);
-  for (int64_t k = 0; k < depth; ++k) rows[k] = source.row<T>(k);
-  int64_t first = 0;
-  for (; first + width <= lanes; first += width)
-    for (int64_t k = 0; k < depth; ++k, dst += width) {
+  for (int64_t k = 0; k < depth; ++k) {
+    const T* src = source.row<T>(k);
+    float* out = dst + k * width;
+    int64_t first = 0;
+    for (; first + width <= lanes; first += width, out += depth * width) {
       if constexpr (std::is_same_v<T, float>)  // a loop would take them one by one, lest they be those that it writes
-        std::memcpy(dst, rows[k] + first, width * sizeof(float));
+        std::memcpy(out, src + first, width * sizeof(float));
       else
-        for (int i = 0; i < width; ++i) dst[i] = static_cast<float>(rows[k][first + i]);
+        for (int i = 0; i < width; ++i) out[i] = static_cast<float>(src[first + i]);
     }
-  if (first == lanes) return;
-  for (int64_t k = 0; k < depth; ++k, dst += width)
-    for (int i = 0; i < width; ++i) dst[i] = first + i < lanes ? static_cast<float>(rows[k][first + i]) : 0.0f;
+    if (first == lanes) continue;
+    for (int i = 0; i < width; ++i) out[i] = first + i < lanes ? static_cast<float>(src[first + i]) : 0.0f;
+  }
 }
 
 template <int rows, int cols, typename OfRows, typename OfCols>

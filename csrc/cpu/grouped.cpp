@@ -142,7 +142,7 @@ void rows_times_weight(const Tensor& x, const Tensor& weight, const Order& order
   constexpr bool wide = std::is_same_v<T, float>;
   const Engine& engine = cpu::engine(x.scalar_type());
   const int64_t depth = x.size(1), cols = out.size(1), inner = cols / 2;
-  Schedule schedule(order.blocks(kBlockRows, engine.block_step()), 0);
+  Schedule schedule(order.blocks(kBlockRows, engine.rows), 0);
   PackedWeights<T> panels(engine, weight, transposed, schedule);
   const T* from = x.const_data_ptr<T>();
   T* to = out.mutable_data_ptr<T>();
@@ -192,7 +192,7 @@ void grouped_weight_gradient(const Tensor& dout, const Tensor& x, const Tensor& 
   const int64_t left_width = dout.size(1), right_width = x.size(1);
   OPTIMUS_DISPATCH(x.scalar_type(), "grouped_weight_gradient", [&] {
     const auto *left_rows = dout.const_data_ptr<scalar_t>(), *right_rows = x.const_data_ptr<scalar_t>();
-    Schedule schedule(order.blocks(kBlockRows, engine.block_step()), WeightGradient<scalar_t>::kMostPieces);
+    Schedule schedule(order.blocks(kBlockRows, engine.rows), WeightGradient<scalar_t>::kMostPieces);
     WeightGradient<scalar_t> gradient(engine, out, accumulate, schedule);
     gradient.zero_without_rows(order);
     schedule.run([&](const auto& next) {

@@ -73,7 +73,7 @@ void forward(const at::Tensor& x, const at::Tensor& gate_up, const at::Tensor& d
   const int64_t width = x.size(1), inner = down.size(2), topk = indices.size(1);
   const SortedSlots sorted = sort_slots(indices, down.size(0));
   const Order order = sorted.view();
-  Schedule schedule(order.blocks(block_rows(width, inner), engine.block_step()), 0);
+  Schedule schedule(order.blocks(block_rows(width, inner), engine.rows), 0);
   const int64_t most = schedule.most_rows();
   PackedWeights<T> up_panels(engine, gate_up, true, schedule), down_panels(engine, down, true, schedule);
   const Buffer out_rows(order.num_rows * width);
@@ -119,7 +119,7 @@ void backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& gate_
   const SortedSlots sorted = sort_slots(indices, down.size(0));
   const Order order = sorted.view();
   constexpr int64_t pieces = WeightGradient<T>::kMostPieces;
-  Schedule schedule(order.blocks(block_rows(width, inner), engine.block_step()), 2 * pieces);
+  Schedule schedule(order.blocks(block_rows(width, inner), engine.rows), 2 * pieces);
   const int64_t most = schedule.most_rows(), wider = std::max(width, 2 * inner);
   PackedWeights<T> down_panels(engine, down, false, schedule), up_panels(engine, gate_up, false, schedule);
   WeightGradient<T> dgate_up(engine, to_gate_up.out, to_gate_up.add, schedule),

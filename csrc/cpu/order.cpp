@@ -14,12 +14,12 @@
 
 namespace optimus::cpu {
 
-std::vector<RowBlock> Order::blocks(int64_t most, int64_t step) const {
+std::vector<RowBlock> Order::blocks(int64_t most, int64_t tile) const {
   std::vector<RowBlock> found;
   for (int64_t e = 0; e < num_experts; ++e) {
     const int64_t rows = offsets[e + 1] - offsets[e], parts = (rows + most - 1) / most;
     if (rows == 0) continue;
-    const int64_t equal = round_up((rows + parts - 1) / parts, step);
+    const int64_t equal = round_up((rows + parts - 1) / parts, tile);
     for (int64_t first = offsets[e]; first < offsets[e + 1]; first += equal)
       found.push_back({e, first, std::min<int64_t>(equal, offsets[e + 1] - first)});
   }

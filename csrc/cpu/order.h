@@ -27,8 +27,8 @@ struct Order {
   const int32_t* offsets;  // [E+3] first row of each expert; then num_rows, N, N
   int64_t num_slots, num_experts, num_rows;
 
-  // Of one expert each, equal ones of about that many rows at most, multiples of `step` but for the last.
-  std::vector<RowBlock> blocks(int64_t most, int64_t step) const;
+  // Of one expert each, equal ones of about that many rows at most, whole tiles of so many rows but for the last.
+  std::vector<RowBlock> blocks(int64_t most, int64_t tile) const;
 };
 
 // slots, rows, counts, offsets as int32 tensors. Raises ValueError for an index outside [-1, E).
