@@ -29,15 +29,17 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives at the barrier of the same address in a block of the cluster. Without .release.cluster, for which the
-// compiler would wait for all of this thread's memory accesses; what a consumer has read is past with wgmma's own wait.
-__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t block) {
-  asm volatile(
-      "{ .reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(barrier),
-      "r"(block)
-      : "memory");
+// Where an address of this block's shared memory is in a block of the cluster.
+__device__ __forceinline__ uint32_t address_in_block(uint32_t address, uint32_t block) {
+  uint32_t remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(block));
+  return remote;
+}
+
+// Arrives at a barrier of any block of the cluster. Without .release.cluster, for which the compiler would wait for all
+// of this thread's memory accesses; what a consumer has read is past with wgmma's own wait.
+__device__ __forceinline__ void barrier_arrive_at(uint32_t remote) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote) : "memory");
 }
 
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
@@ -50,6 +52,21 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       "end: }" ::"r"(barrier),
       "r"(parity)
       : "memory");
+}
+
+// The value of a warp's first thread, for the compiler the same in all of them. By whole warps.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffff, value, 0); }
+
+// True in one thread of a whole warp, the same each time. The compiler knows that it is one: it makes a loop over
+// threads of what the tensor memory engine is asked under any other condition.
+__device__ __forceinline__ bool elect() {
+  uint32_t elected;
+  asm volatile(
+      "{ .reg .pred one;\n"
+      "elect.sync _|one, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, one; }"
+      : "=r"(elected));
+  return elected != 0;
 }
 
 __device__ __forceinline__ void cluster_sync() {
@@ -102,13 +119,14 @@ __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, ui
       : "memory");
 }
 
-// Writes to the same address, and signals the same barrier, in every block of the mask.
+// Writes to the same address, and signals the same barrier, in both blocks of a cluster.
 __device__ __forceinline__ void tma_load_shared(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0, int c1,
-                                                int c2, int c3, uint16_t blocks) {
+                                                int c2, int c3) {
+  constexpr uint16_t kBlocks = 3;  // a bit each
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
       "[%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(blocks)
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(kBlocks)
       : "memory");
 }
 
@@ -128,8 +146,11 @@ __device__ __forceinline__ void tma_add(const CUtensorMap* map, uint32_t from, i
 
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Copies 16 bytes by this thread, or zeros without `there`; `arrive_with_copies` arrives at the barrier when the
-// thread's copies until then are done.
+// Copies 16 bytes by this thread, the second form zeros without `there`; `arrive_with_copies` arrives at the barrier
+// when the thread's copies until then are done.
+__device__ __forceinline__ void copy_16(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
 __device__ __forceinline__ void copy_16(uint32_t to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
@@ -156,10 +177,13 @@ __device__ __forceinline__ void store_pair(uint32_t to, float first, float secon
 }
 
 // A matrix in shared memory with the 128-byte swizzle. Depth contiguous: groups of 8 rows, 1024 bytes apart. Depth
-// across rows: blocks of 64 columns, 8192 bytes apart, each in groups of 8 steps of depth, 1024 bytes apart.
-__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
-  return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | (uint64_t{8192 >> 4} << 16) | (uint64_t{1024 >> 4} << 32) |
-         (uint64_t{1} << 62);
+// across rows: blocks of 64 columns, 8192 bytes apart, each in groups of 8 steps of depth, 1024 bytes apart. A start
+// counts 16 bytes; in 32 bits, as the other half of a descriptor is the same for all.
+__device__ __forceinline__ uint32_t matrix_start(uint32_t address) {
+  return (address & 0x3FFFF) >> 4 | uint32_t{8192 >> 4} << 16;
+}
+__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t start) {
+  return uint64_t{1024 >> 4 | 1u << 30} << 32 | start;
 }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -1,10 +1,14 @@
 // One persistent kernel for the grouped products of an expert layer: tiles of 128 x 256, depth 64 a stage.
 //
-// A block is three warpgroups. In the first, a thread loads stages of a ring by the tensor memory engine, and three
+// A block is three warpgroups. In the first, a warp loads stages of a ring by the tensor memory engine, and three
 // warps run errands (errands.cuh): row copies and sums bound by memory that another step needs, or this one further on,
 // beside the tensor cores. The other two multiply, 64 rows each. Two blocks are a cluster: where both work on the same
 // columns of an expert's weight, each loads half of it for both. Results leave through shared memory while the next
 // tile's loads are under way.
+//
+// What steers the loops of loading and multiplying is one value for a warp, and the compiler knows (uniform, elect):
+// then a descriptor takes an instruction or two where it took a dozen, beside each of the tensor cores', and a copy by
+// the tensor memory engine no loop over threads. That is 1% of the layer, most of it energy.
 #pragma once
 
 #include "errands.cuh"
@@ -76,6 +80,14 @@ struct Layout {
   Note note[kStages];
 };
 
+// A place in the ring of stages; the phase changes with each round.
+struct Place {
+  int stage = 0, phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, phase ^= 1;
+  }
+};
+
 // Items of work for a cluster: two tiles each.
 struct Items {
   int first, end;
@@ -85,8 +97,8 @@ template <bool kGradient>
 __device__ __forceinline__ Items items_of(const Arguments& args) {
   if (kGradient) return {0, args.order.num_experts * ((args.row_tiles + 1) / 2) * args.column_tiles};
   const int half = (args.column_tiles + 1) / 2;
-  return {first_row_of(args.order, args.first_expert) / kRowTile * half,
-          first_row_of(args.order, args.end_expert) / kRowTile * half};
+  return {uniform(first_row_of(args.order, args.first_expert)) / kRowTile * half,
+          uniform(first_row_of(args.order, args.end_expert)) / kRowTile * half};
 }
 
 // Two tiles of rows of one expert and one tile of columns. An expert's odd last tile of rows takes two of columns, and
@@ -98,11 +110,12 @@ __device__ __forceinline__ Work work_of(const Arguments& args, int item, int ran
   if (kGradient) {
     const int per_expert = (args.row_tiles + 1) / 2 * args.column_tiles, place = item % per_expert;
     work.expert = order.by_size[item / per_expert];
+    const int count = order.count[work.expert];
     work.row = (place / args.column_tiles * 2 + rank) * kRows;
     work.column = place % args.column_tiles * kColumns;
-    work.steps = (order.count[work.expert] + kDepth - 1) / kDepth;
+    work.steps = (count + kDepth - 1) / kDepth;
     work.first = order.first_row[work.expert];
-    work.last = (order.count[work.expert] - max(work.steps - 1, 0) * kDepth + kStep - 1) / kStep;
+    work.last = (count - max(work.steps - 1, 0) * kDepth + kStep - 1) / kStep;
     work.rows = kRows;
     work.shared = true;
   } else {
@@ -121,6 +134,12 @@ __device__ __forceinline__ Work work_of(const Arguments& args, int item, int ran
     work.steps = (args.depth + kDepth - 1) / kDepth;
   }
   return work;
+}
+
+// The same, known to be one for the warp; waits for what it was read from.
+__device__ __forceinline__ Work uniform_work(const Work& work) {
+  return {uniform(work.row),  uniform(work.column), uniform(work.expert), uniform(work.steps),
+          uniform(work.last), uniform(work.first),  uniform(work.rows),   uniform(work.shared) != 0};
 }
 
 // Items are dealt out forth and back: those of a gradient come longest first.
@@ -145,27 +164,25 @@ __device__ __forceinline__ void load_stage(const Arguments& args, Layout& memory
     tma_load(a, &args.a, full, depth, work.row, 0, 0);
     if (whole) tma_load(a + kBox, &args.a, full, depth, work.row + 64, 0, 0);
   }
-#pragma unroll
-  for (int box = 0; box < (Is::kAcrossB ? 4 : 2); ++box) {
-    const uint32_t to = shared_address(memory.b[stage]) + box * (Is::kAcrossB ? kBox : kBytesB / 2);
-    const bool mine = Is::kAcrossB ? box / 2 == rank : box == rank;
+  constexpr int kBoxes = Is::kAcrossB ? 4 : 2;
+  const auto load_b = [&](int box, auto load) {
     int c0 = depth, c1 = work.column + box * 128, c2 = 0, c3 = work.expert;
     if (kKind == Kind::kUpSwiglu) c1 = work.column / 2, c2 = box;
     if (Is::kAcrossB) c0 = work.column + box * 64, c1 = depth;
     if (Is::kGradient) c1 = work.first + depth, c3 = 0;
-    if (!work.shared) {
-      tma_load(to, &args.b, full, c0, c1, c2, c3);
-    } else if (mine) {
-      tma_load_shared(to, &args.b, full, c0, c1, c2, c3, 3);
-    }
+    load(shared_address(memory.b[stage]) + box * (kBytesB / kBoxes), &args.b, full, c0, c1, c2, c3);
+  };
+  if (work.shared) {
+#pragma unroll
+    for (int box = 0; box < kBoxes / 2; ++box) load_b(rank * (kBoxes / 2) + box, tma_load_shared);
+  } else {
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) load_b(box, tma_load);
   }
 }
 
-template <Kind kKind>
-__device__ __forceinline__ Note note_of(const Order& order, const Work& work) {
-  Note note{work.row, work.column, work.expert, work.steps, 0, work.rows, work.last};
-  if (kKind == Kind::kUpSwiglu) note.unpadded_row = work.row - order.tile_shift[work.row / kRowTile];
-  return note;
+__device__ __forceinline__ Note note_of(const Work& work, int shift) {
+  return {work.row, work.column, work.expert, work.steps, work.row - shift, work.rows, work.last};
 }
 
 // Waits for the errands that write rows of experts up to this one; the first `done` are known to be past. Gradients
@@ -178,25 +195,26 @@ __device__ __forceinline__ int await_rows(const Arguments& args, int done, int e
   return done;
 }
 
-// One thread's part: it goes ahead of the multiplying warpgroups by up to kStages stages, into the next tile too.
+// One warp's part: it goes ahead of the multiplying warpgroups by up to kStages stages, into the next tile too.
 template <Kind kKind>
 __device__ __forceinline__ void fill(const Arguments& args, Layout& memory) {
   using Is = Traits<kKind>;
-  const int rank = cluster_rank();
+  const int rank = uniform(cluster_rank());
   const Items items = items_of<Is::kGradient>(args);
-  int stage = 0, phase = 0, done = 0;
+  Place at;
+  int done = 0;
   for (int turn = 0, item; (item = item_of<Is::kGradient>(items, turn)) < items.end; ++turn) {
-    const Work work = work_of<Is::kGradient>(args, item, rank);
+    const Work work = uniform_work(work_of<Is::kGradient>(args, item, rank));
     done = await_rows(args, done, Is::kGradient ? args.order.num_experts : work.expert);
-    for (int step = 0; step < max(work.steps, 1); ++step) {
-      barrier_wait(shared_address(&memory.empty[stage]), phase ^ 1);
-      if (step == 0) memory.note[stage] = note_of<kKind>(args.order, work);
+    for (int step = 0; step < max(work.steps, 1); ++step, at.advance()) {
+      barrier_wait(shared_address(&memory.empty[at.stage]), at.phase ^ 1);
+      if (!elect()) continue;
+      if (step == 0) memory.note[at.stage] = note_of(work, 0);
       if (work.steps > 0) {
-        load_stage<kKind>(args, memory, stage, work, step, rank);
+        load_stage<kKind>(args, memory, at.stage, work, step, rank);
       } else {
-        barrier_arrive(shared_address(&memory.full[stage]));
+        barrier_arrive(shared_address(&memory.full[at.stage]));
       }
-      if (++stage == kStages) stage = 0, phase ^= 1;
     }
   }
 }
@@ -206,49 +224,53 @@ __device__ __forceinline__ void fill(const Arguments& args, Layout& memory) {
 template <Kind kKind>
 __device__ __forceinline__ void fill_gathered(const Arguments& args, Layout& memory) {
   constexpr int kCopies = 8, kApart = kRows / kCopies;
-  const int thread = threadIdx.x, piece = thread % 8, first = thread / 8, rank = cluster_rank();
+  const int thread = threadIdx.x, piece = thread % 8, first = thread / 8, rank = uniform(cluster_rank());
   const int place = first * 128 + ((piece ^ first % 8) << 4);
+  const bool leads = uniform(thread / 32) == 0;
   const Items items = items_of<false>(args);
   const Order& order = args.order;
-  int slots[kCopies];
+  int slots[kCopies], next_shift = 0;
   const auto read_slots = [&](const Work& work) {
+    next_shift = order.tile_shift[work.row / kRowTile];
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       slots[i] = first + i * kApart < work.rows ? order.slot[work.row + first + i * kApart] : -1;
     }
   };
-  int stage = 0, phase = 0, item = item_of<false>(items, 0);
+  Place at;
+  int item = item_of<false>(items, 0);
   Work next{};
   if (item < items.end) read_slots(next = work_of<false>(args, item, rank));
   for (int turn = 0; item < items.end; ++turn) {
-    const Work work = next;
-    const char* from[kCopies];
+    const Work work = uniform_work(next);
+    const int shift = next_shift;
+    const bool whole = work.rows >= kRows && args.depth % kDepth == 0;
+    const uint4* x = static_cast<const uint4*>(args.x);
+    unsigned from[kCopies];  // pieces of 16 bytes into x: one instruction makes an address of it
 #pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      const int token = max(slots[i], 0) / order.topk;
-      from[i] = static_cast<const char*>(args.x) + (static_cast<size_t>(token) * args.depth + piece * 8) * 2;
-    }
-    unsigned valid = 0;
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i) valid |= (slots[i] >= 0) << i;
+    for (int i = 0; i < kCopies; ++i) from[i] = max(slots[i], 0) / order.topk * (args.depth / 8) + piece;
     item = item_of<false>(items, turn + 1);
     if (item < items.end) read_slots(next = work_of<false>(args, item, rank));
-    for (int step = 0; step < work.steps; ++step) {
-      barrier_wait(shared_address(&memory.empty[stage]), phase ^ 1);
-      if (thread == 0) {
-        if (step == 0) memory.note[stage] = note_of<kKind>(order, work);
-        load_stage<kKind>(args, memory, stage, work, step, rank);
+    for (int step = 0; step < work.steps; ++step, at.advance(), x += kDepth / 8) {
+      barrier_wait(shared_address(&memory.empty[at.stage]), at.phase ^ 1);
+      if (leads && elect()) {
+        if (step == 0) memory.note[at.stage] = note_of(work, shift);
+        load_stage<kKind>(args, memory, at.stage, work, step, rank);
       }
-      const bool inside = step * kDepth + piece * 8 < args.depth;
-      const uint32_t to = shared_address(memory.a[stage]) + place;
+      const uint32_t to = shared_address(memory.a[at.stage]) + place;
+      if (whole) {
 #pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
-        if (i >= kCopies / 2 && work.rows <= kRows / 2) break;
-        copy_16(to + i * kApart * 128, inside ? from[i] + step * kDepth * 2 : static_cast<const char*>(args.x),
-                inside && (valid >> i & 1));
+        for (int i = 0; i < kCopies; ++i) copy_16(to + i * kApart * 128, x + from[i]);
+      } else {
+        const bool inside = step * kDepth + piece * 8 < args.depth;
+#pragma unroll
+        for (int i = 0; i < kCopies; ++i) {
+          if (i >= kCopies / 2 && work.rows <= kRows / 2) break;
+          copy_16(to + i * kApart * 128, inside ? x + from[i] : static_cast<const uint4*>(args.x),
+                  inside && first + i * kApart < work.rows);
+        }
       }
-      arrive_with_copies(shared_address(&memory.full[stage]));
-      if (++stage == kStages) stage = 0, phase ^= 1;
+      arrive_with_copies(shared_address(&memory.full[at.stage]));
     }
   }
 }
@@ -288,74 +310,82 @@ __device__ __forceinline__ void store_tile(const Arguments& args, Results<T>& re
   }
 }
 
-// d (+)= one stage's product; of a gradient's last stage only the depth that holds slots.
+// d (+)= a stage's product, of a gradient's last stage only the depth that holds slots; a and b: where the stage's
+// operands start (matrix_start).
 template <typename T, Kind kKind>
-__device__ __forceinline__ void multiply_stage(float (&d)[128], const Note& tile, int step, uint64_t a, uint64_t b) {
+__device__ __forceinline__ void multiply_stage(float (&d)[128], const Note& tile, int step, uint32_t a, uint32_t b) {
   using Is = Traits<kKind>;
   constexpr int kNextA = Is::kAcrossA ? 2048 / 16 : 32 / 16, kNextB = Is::kAcrossB ? 2048 / 16 : 32 / 16;
+  const auto multiply = [&](int k) {
+    wgmma<T, Is::kAcrossA, Is::kAcrossB>(d, matrix_descriptor(a + k * kNextA), matrix_descriptor(b + k * kNextB),
+                                         step > 0 || k > 0);
+  };
   if (Is::kGradient && step == tile.steps - 1 && tile.last < kDepth / kStep) {
 #pragma unroll 1
     for (int k = 0; k < tile.last; ++k) {
       wgmma_fence();
-      wgmma<T, Is::kAcrossA, Is::kAcrossB>(d, a + k * kNextA, b + k * kNextB, step > 0 || k > 0);
+      multiply(k);
       wgmma_commit();
     }
     return;
   }
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < kDepth / kStep; ++k) {
-    wgmma<T, Is::kAcrossA, Is::kAcrossB>(d, a + k * kNextA, b + k * kNextB, step > 0 || k > 0);
-  }
+  for (int k = 0; k < kDepth / kStep; ++k) multiply(k);
   wgmma_commit();
 }
 
 template <typename T, Kind kKind>
 __device__ __forceinline__ void multiply(const Arguments& args, Layout& memory) {
   using Is = Traits<kKind>;
-  const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
+  const int warp = uniform(threadIdx.x / 32) - 4, group = warp / 4, lane = threadIdx.x % 32;
   const Items items = items_of<Is::kGradient>(args);
   Results<T> results{shared_address(memory.results[warp]), lane};
-  // Descriptors of depth 0 of stage 0; addresses in them count 16 bytes.
-  const uint64_t first_a = matrix_descriptor(shared_address(memory.a[0]) + group * kBox);
-  const uint64_t first_b = matrix_descriptor(shared_address(memory.b[0]));
+  const uint32_t a = matrix_start(shared_address(memory.a[0]) + group * kBox);
+  const uint32_t b = matrix_start(shared_address(memory.b[0]));
+  const uint32_t full = shared_address(memory.full);
+  const uint32_t empty = address_in_block(shared_address(memory.empty), lane % 2);
+  const auto release = [&](int stage) {  // in both blocks
+    if (lane < 2) barrier_arrive_at(empty + stage * 8);
+  };
   float d[128];
-  int stage = 0, phase = 0;
+  Place at;
   for (int turn = 0; item_of<Is::kGradient>(items, turn) < items.end; ++turn) {
-    barrier_wait(shared_address(&memory.full[stage]), phase);
-    const Note tile = memory.note[stage];
-    int previous = -1;
-    const int steps = max(tile.steps, 1);
+    barrier_wait(full + at.stage * 8, at.phase);
+    Note tile = memory.note[at.stage];
+    tile.steps = uniform(tile.steps), tile.rows = uniform(tile.rows), tile.last = uniform(tile.last);
     const bool idle = !Is::kGradient && tile.rows <= 64 * group;  // this warpgroup's rows hold no slot
-    for (int step = 0; step < steps; ++step) {
-      if (step > 0) barrier_wait(shared_address(&memory.full[stage]), phase);
-      if (tile.steps > 0 && !idle) {
+    const bool works = tile.steps > 0 && !idle;
+    int previous = 0;
+    for (int step = 0; step < max(tile.steps, 1); ++step, at.advance()) {
+      barrier_wait(full + at.stage * 8, at.phase);
+      if (works) {
         if (Is::kGathers) fence_async();
-        multiply_stage<T, kKind>(d, tile, step, first_a + stage * (kBytesA / 16), first_b + stage * (kBytesB / 16));
+        multiply_stage<T, kKind>(d, tile, step, a + at.stage * (kBytesA / 16), b + at.stage * (kBytesB / 16));
         wgmma_wait<1>();
       }
-      if (previous >= 0 && lane < 2) barrier_arrive_at(shared_address(&memory.empty[previous]), lane);
-      previous = stage;
-      if (++stage == kStages) stage = 0, phase ^= 1;
+      if (step > 0) release(previous);
+      previous = at.stage;
     }
     wgmma_wait<0>();
 #pragma unroll
     for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
-    if (lane < 2) barrier_arrive_at(shared_address(&memory.empty[previous]), lane);
+    release(previous);
     if (Is::kGradient && tile.steps == 0) {
 #pragma unroll
       for (int i = 0; i < 128; ++i) d[i] = 0.0f;
     }
     if (!idle) store_tile<T, kKind>(args, results, tile, warp * kWarpRows, d);
   }
-  if (lane == 0) tma_store_wait_read<0>();
+  if (elect()) tma_store_wait_read<0>();
 }
 
 template <typename T, Kind kKind>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     product(const __grid_constant__ Arguments args) {
-  extern __shared__ uint8_t bytes[];
-  auto& memory = *reinterpret_cast<Layout*>((reinterpret_cast<uintptr_t>(bytes) + 1023) / 1024 * 1024);
+  extern __shared__ __align__(1024) uint8_t bytes[];
+  auto& memory = *reinterpret_cast<Layout*>(bytes);
+  if (shared_address(bytes) % 1024 != 0) __trap();  // swizzled boxes start at multiples of it
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       barrier_init(shared_address(&memory.full[stage]), Traits<kKind>::kGathers ? 1 + 128 : 1);
@@ -367,14 +397,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     tma_prefetch(&args.out);
   }
   cluster_sync();
-  const int warp = threadIdx.x / 32;
-  if (warp < 4) {
+  if (uniform(threadIdx.x / 32) < 4) {
+    const int warp = threadIdx.x / 32;
     fewer_registers<104>();
     if (warp > 0 || !args.early) await_launch_before();
     if (threadIdx.x == 32) let_next_launch();  // so that no more than two launches overlap
     if constexpr (Traits<kKind>::kGathers) {
       fill_gathered<kKind>(args, memory);
-    } else if (threadIdx.x == 0) {
+    } else if (uniform(warp) == 0) {
       fill<kKind>(args, memory);
     }
     for (int i = 0; warp > 0 && i < kMaxErrands; ++i) {

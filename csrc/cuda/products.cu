@@ -55,7 +55,7 @@ int tiles(int size, int tile) { return (size + tile - 1) / tile; }
 
 template <typename T, Kind kKind>
 cudaError_t launch(const Arguments& args, Start start, cudaStream_t stream) {
-  constexpr int kBytes = sizeof(Layout) + 1024;
+  constexpr int kBytes = sizeof(Layout);
   static_assert(kBytes <= 232448);
   static Prepared prepared;
   if (auto error = prepared(product<T, kKind>, kBytes); error != cudaSuccess) return error;

@@ -20,7 +20,7 @@ struct Results {
   __device__ uint32_t free_box() {
     const uint32_t box = memory + next * kResultBox;
     next = next + 1 == kBuffers ? 0 : next + 1;
-    if (lane == 0) tma_store_wait_read<kBuffers - 1>();
+    if (elect()) tma_store_wait_read<kBuffers - 1>();
     __syncwarp();
     return box;
   }
@@ -38,7 +38,7 @@ struct Results {
     }
     fence_async();
     __syncwarp();
-    if (lane == 0) {
+    if (elect()) {
       tma_store(map, box, c0, c1, c2, c3);
       tma_store_commit();
     }
@@ -70,7 +70,7 @@ struct Results {
     }
     fence_async();
     __syncwarp();
-    if (lane == 0) {
+    if (elect()) {
       kAdds ? tma_add(map, box, c0, c1, c2, c3) : tma_store(map, box, c0, c1, c2, c3);
       tma_store_commit();
     }
