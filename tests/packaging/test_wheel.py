@@ -1,6 +1,7 @@
 """The wheel holds our two packages and nothing that could shadow another project's."""
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -13,8 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """Built from a copy, so that no build folder appears in the tree."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[zipfile.ZipFile, str]:
+    """The wheel of a machine without a compiler, and what is said while it is built. From a copy, so that no build
+    folder appears in the tree; `make` has compiled the same sources."""
     if not all(importlib.util.find_spec(module) for module in ("pip", "setuptools")):
         pytest.skip("building a wheel here needs pip and setuptools")
     folder = tmp_path_factory.mktemp("wheel")
@@ -26,11 +28,25 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     for path in ROOT.iterdir():
         if path.is_file() and not path.name.startswith("."):
             shutil.copy(path, source)
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-q"]
-    result = subprocess.run([*command, "-w", str(folder), str(source)], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-v"]
+    command += ["-w", str(folder), str(source)]
+    environment = {**os.environ, "PATH": str(folder)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     (path,) = folder.glob("*.whl")
-    return zipfile.ZipFile(path)
+    return zipfile.ZipFile(path), result.stdout + result.stderr
+
+
+@pytest.fixture
+def wheel(built: tuple[zipfile.ZipFile, str]) -> zipfile.ZipFile:
+    return built[0]
+
+
+def test_without_a_compiler_one_line_says_what_is_missing(built: tuple[zipfile.ZipFile, str]) -> None:
+    said = [line for line in built[1].splitlines() if "without compiled kernels" in line]
+    assert said and len({line.strip() for line in said}) == 1, built[1][-2000:]
+    assert "no C++ compiler on the PATH; install g++ or clang++ and reinstall" in said[0]
+    assert not [name for name in built[0].namelist() if name.endswith(".so")]
 
 
 def test_top_levels(wheel: zipfile.ZipFile) -> None:
