@@ -28,7 +28,7 @@ from megatron.optimus.layers.labels import NO_LABEL
 from megatron.optimus.ops import main_grad_of
 from megatron.optimus.parallel.context import own_positions
 from megatron.optimus.parallel.mesh import Mesh
-from megatron.optimus.parallel.pipeline import SPLIT_BACKWARDS
+from megatron.optimus.parallel.stages import SPLIT_BACKWARDS
 from tests.distributed.bucket_launches import check_launches, chunks_of, record_launches
 from tests.distributed.layouts import BATCH, LENGTH, deviation, inputs_of, part_of, refusal
 from tests.distributed.layouts import Case as LayoutCase

@@ -111,7 +111,6 @@ def test_killed_run_resumes_from_the_last_checkpoint(tmp_path: Path, tokens: Pat
     "ranks, options",
     [
         (1, []),
-        (2, ["--expert-model-parallel-size", "1"]),
         (
             4,
             ["--expert-model-parallel-size", "2", "--micro-batch-size", "1", "--moe-token-dispatcher-type", "alltoall"],
@@ -128,7 +127,6 @@ def test_killed_run_resumes_from_the_last_checkpoint(tmp_path: Path, tokens: Pat
             "--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 2 "
             "--moe-token-dispatcher-type alltoall --micro-batch-size 1".split(),
         ),
-        (2, "--tensor-model-parallel-size 2 --expert-model-parallel-size 1".split()),
         (2, "--pipeline-model-parallel-size 2 --expert-model-parallel-size 1".split()),
         (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --expert-model-parallel-size 2".split()),
         (

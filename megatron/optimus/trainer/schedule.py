@@ -17,8 +17,9 @@ from megatron.optimus.data.loader import Batch
 from megatron.optimus.models.decoder import Decoder, DecoderOutput
 from megatron.optimus.moe.router import Router, RouterStats
 from megatron.optimus.parallel.mesh import Mesh
-from megatron.optimus.parallel.pipeline import Chunk, Pipeline, stage_plan
+from megatron.optimus.parallel.pipeline import Chunk, Pipeline
 from megatron.optimus.parallel.pipeline_p2p import make_p2p_groups
+from megatron.optimus.parallel.stages import stage_plan
 from megatron.optimus.trainer.engine import DTYPES, Engine, set_micro_batches
 
 

@@ -16,7 +16,7 @@ from megatron.optimus.models.initialize import initialize_weights
 from megatron.optimus.parallel import recompute
 from megatron.optimus.parallel.apply import parallelize
 from megatron.optimus.parallel.mesh import Mesh
-from megatron.optimus.parallel.pipeline import keep_stages, own_stages, stage_plan
+from megatron.optimus.parallel.stages import keep_stages, own_stages, stage_plan
 
 ALL = list(Recompute)
 
