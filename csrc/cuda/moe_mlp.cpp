@@ -42,8 +42,8 @@ Sizes checked_sizes(const Tensor& x, const Tensor& down, const Tensor& weights) 
                     " must be multiples of 8 here");
   TORCH_CHECK_VALUE(tokens * topk + (experts + 1) * kRowTile < (int64_t{1} << 31), "moe_mlp: ", tokens * topk,
                     " slots; at most 2^31 rows fit");
-  TORCH_CHECK_VALUE(tokens * width / 8 < (int64_t{1} << 32), "moe_mlp: ", tokens, " tokens of width ", width,
-                    "; at most 2^35 elements fit, split them");
+  TORCH_CHECK_VALUE(tokens * width < (int64_t{1} << 34), "moe_mlp: ", tokens, " tokens of width ", width,
+                    "; less than 2^34 elements fit, split them");
   const auto kind = x.scalar_type();
   TORCH_CHECK_VALUE(kind == at::kBFloat16 || kind == at::kHalf, "moe_mlp: ", kind,
                     " rows; expected bfloat16 or float16");
