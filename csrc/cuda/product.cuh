@@ -8,7 +8,7 @@
 //
 // What steers the loops of loading and multiplying is one value for a warp, and the compiler knows (uniform, elect):
 // then a descriptor takes an instruction or two where it took a dozen, beside each of the tensor cores', and a copy by
-// the tensor memory engine no loop over threads. That is 1% of the layer, most of it energy.
+// the tensor memory engine no loop over threads: about 1% of the layer.
 #pragma once
 
 #include "errands.cuh"
