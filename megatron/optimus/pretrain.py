@@ -42,7 +42,8 @@ USER_ERRORS = (ConfigError, DataError, CheckpointError, TrainingError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code: 0, 2 after a line that says what is wrong, 128 + n for signal n."""
+    """Runs the command line; returns the exit code: 0, 2 after a line that says what is wrong, 1 after a line that says
+    that another rank has ended, 128 + n for signal n."""
     rank, met_others = 0, False
     try:
         launch = launch_env.detect()
@@ -62,6 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif met_others and not getattr(error, RELAYED, False):  # else rank 0 or the failing rank speaks for all
             sys.stderr.write(f"error on rank {rank}: {error}\n")
         return 2
+    except RuntimeError as error:
+        if (reason := distributed.lost_peer(error)) is None:
+            raise
+        sys.stderr.write(
+            f"error on rank {rank}: another rank has ended ({reason}); that rank or the launcher says why, and the "
+            "same command resumes from the newest checkpoint\n"
+        )
+        return 1
     except KeyboardInterrupt:  # before the first step or after the last one; in between the trainer saves and leaves
         sys.stderr.write("interrupted\n" if rank == 0 else "")
         return 128 + signal.SIGINT

@@ -107,6 +107,20 @@ def test_killed_run_resumes_from_the_last_checkpoint(tmp_path: Path, tokens: Pat
     assert numbers(killed) == numbers(tmp_path / "unbroken")
 
 
+def test_a_killed_rank_leaves_lines_not_tracebacks(tmp_path: Path, tokens: Path) -> None:
+    """The others may notice before the launcher has stopped them."""
+    command = [*command_of(2), *TINY, "--run-dir", str(tmp_path), "--data-path", str(tokens), "--train-iters", "100000"]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None and run.stderr is not None
+        next(line for line in run.stdout if line.startswith("step=4 "))
+        ranks = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        os.kill(int(ranks[-1]), signal.SIGKILL)
+        said = run.stderr.read().splitlines()
+    assert run.returncode == 128 + signal.SIGKILL
+    assert not [line for line in said if "Traceback" in line], said[-30:]
+    assert said[-1].startswith("error: rank 1 ended with signal SIGKILL and the other ranks were stopped")
+
+
 @pytest.mark.parametrize(
     "ranks, options",
     [

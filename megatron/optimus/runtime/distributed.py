@@ -47,6 +47,18 @@ def init(launch: LaunchEnv, device: torch.device, backend: Backend, timeout: tim
         ) from error
 
 
+# What gloo and NCCL say where the process at the other end is gone.
+_GONE = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "remote process exited")
+
+
+def lost_peer(error: RuntimeError) -> str | None:
+    """What a collective said, if it failed because another rank has ended, and not for a reason of its own."""
+    text = str(error)
+    if "gloo" not in text and not isinstance(error, dist.DistError):
+        return None
+    return next((reason for reason in _GONE if reason in text), None)
+
+
 def shutdown() -> None:
     """Leaves the process group, if there is one."""
     if dist.is_initialized():

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.optimus.config.schema import Backend, ConfigError
-from megatron.optimus.runtime.distributed import init, shutdown
+from megatron.optimus.runtime.distributed import init, lost_peer, shutdown
 from megatron.optimus.runtime.launch_env import LaunchEnv, Launcher, detect, free_port
 
 CPU = torch.device("cpu")
@@ -39,6 +39,32 @@ def test_one_process() -> None:
     assert not dist.is_initialized()
     shutdown()  # a second time does nothing
     init(detect({}), CPU, Backend.AUTO, MINUTE)  # and another start works
+
+
+def test_a_rank_that_is_gone_is_told_from_other_errors() -> None:
+    program = textwrap.dedent("""
+        import os, sys, torch, torch.distributed as dist
+        from datetime import timedelta
+        from megatron.optimus.config.schema import Backend
+        from megatron.optimus.runtime import distributed
+        from megatron.optimus.runtime.launch_env import LaunchEnv, Launcher
+        rank = int(sys.argv[1])
+        launch = LaunchEnv(rank, 2, rank, 2, "127.0.0.1", int(sys.argv[2]), Launcher.MPI)
+        distributed.init(launch, torch.device("cpu"), Backend.AUTO, timedelta(seconds=60))
+        dist.all_reduce(torch.ones(1))
+        if rank == 1:
+            os._exit(0)
+        try:
+            for _ in range(1000):
+                dist.all_reduce(torch.ones(1))
+        except RuntimeError as error:
+            sys.exit(0 if distributed.lost_peer(error) else str(error))
+    """)
+    port, root = str(free_port()), Path(__file__).parents[3]
+    ranks = [subprocess.Popen([sys.executable, "-c", program, str(rank), port], cwd=root) for rank in range(2)]
+    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    assert lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
+    assert lost_peer(RuntimeError("a pipe of its own: Broken pipe")) is None
 
 
 def test_two_processes_without_torchrun() -> None:
