@@ -65,9 +65,8 @@ __device__ __forceinline__ int chunks_of(const Errand& errand, const Order& orde
   return (first_row_of(order, errand.end_expert) - first_row_of(order, errand.first_expert)) / kRowsOfChunk;
 }
 
-// A worker's chunks. They are dealt out in turn; where a product waits for the errand, to whoever asks, so that nothing
-// is left to a block that cannot start before another has ended. The answer to a question takes a while: a worker asks
-// two chunks ahead.
+// A worker's chunks. They are dealt out in turn; beside a product, to whoever asks, so that nothing is left to a block
+// that cannot start before another has ended. The answer to a question takes a while: a worker asks two chunks ahead.
 struct Turns {
   int* progress;
   int workers, lane, current, next, asked;
@@ -93,6 +92,10 @@ struct Turns {
         atomicAdd(progress + 1, 1);
       }
     }
+    advance();
+  }
+  // Likewise, where no product waits for the chunk.
+  __device__ void advance() {
     current = next;
     next = progress == nullptr ? next + workers : __shfl_sync(0xffffffff, asked, 0);
   }
@@ -250,13 +253,17 @@ __device__ __forceinline__ void swiglu_backward(const Errand& errand, const Orde
   }
 }
 
-// to [T, width] = each token's sum over its local slots of (weight *) row of from [P, width]: fp32, in slot order.
+// to [T, width] = each token's sum over its local slots of (weight *) row of from [P, width]: fp32, in slot order. A
+// token is a chunk.
 template <typename T>
 __device__ __forceinline__ void sum(const Errand& errand, const Order& order, int worker, int workers, int lane) {
   constexpr int kTogether = 8;  // rows
   const int pieces = errand.width / 8, topk = order.topk;
   const uint4* from = static_cast<const uint4*>(errand.from);
-  for (int token = worker; token < order.num_tokens; token += workers) {
+  Turns turns(errand, worker, workers, lane);
+  for (; turns.current < order.num_tokens; turns.advance()) {
+    const int token = turns.current;
+    turns.ask();
     const int* rows = errand.row_of_slot + static_cast<size_t>(token) * topk;
     const float* weights = errand.weights + static_cast<size_t>(token) * topk;
     for (int piece = lane; piece < pieces; piece += 32) {

@@ -95,12 +95,12 @@ cudaError_t forward(Type type, const Sizes& sizes, const Plan& plan, const Forwa
   Steps step;
   step([&] {
     return order_rows(to.indices, to.wide_indices, to.block_counts, plan, sizes.tokens * sizes.topk, E, sizes.rows(),
-                      stream);
+                      to.next_items, kForwardProducts, stream);
   });
-  step([&] { return up_swiglu(type, to.x, to.gate_up, to.hidden, to.activation, order, D, F, stream); });
+  step([&] { return up_swiglu(type, to.x, to.gate_up, to.hidden, to.activation, order, D, F, to.next_items, stream); });
   step([&] {
-    return rows_times_weight(type, to.activation, to.down, to.y_rows, order, F, D, true, {0, E}, {}, Start::kLate,
-                             stream);
+    return rows_times_weight(type, to.activation, to.down, to.y_rows, order, F, D, true, {0, E}, {},
+                             to.next_items + 1, Start::kLate, stream);
   });
   Errand sum{Task::kSum, D};
   sum.from = to.y_rows, sum.to = to.y, sum.row_of_slot = plan.row, sum.weights = to.weights;
@@ -125,7 +125,10 @@ cudaError_t backward_inputs(Type type, const Sizes& sizes, const Plan& plan, con
   const size_t weights = static_cast<size_t>(sizes.tokens) * sizes.topk * sizeof(float);
   step([&] { return cudaMemsetAsync(to.dweights, 0, weights + kProgressBytes, stream); });
   const bool sums_later = to.pending.dx_rows != nullptr;
-  Errand spread_x = counted(spread({0, E}, to.x, to.pending.x_rows, D, plan), progress);  // the first pair of counters
+  int* next_item = progress + kErrandCounters;
+  // Of the first two pairs of counters the second half knows.
+  Errand spread_x = counted(spread({0, E}, to.x, to.pending.x_rows, D, plan), progress);
+  const Errand sum = counted(sum_of_dx(sizes, plan, to.dx_rows, to.dx), progress);
   Errands spreads, swiglu_of_first, swiglu_of_rest, last;
   Errand* list = spread_ahead(spreads.list, sizes, to.dy, to.dy_rows, plan, progress);
   *list = counted(spread(rest, to.dy, to.dy_rows, D, plan), progress);
@@ -134,11 +137,11 @@ cudaError_t backward_inputs(Type type, const Sizes& sizes, const Plan& plan, con
   swiglu_of_first.list[1] = counted(swiglu(first), progress);
   step([&] {
     return rows_times_weight(type, to.dy_rows, to.down, to.activation, order, D, F, false, first, spreads,
-                             Start::kAfter, stream);
+                             next_item++, Start::kAfter, stream);
   });
   step([&] {
     return rows_times_weight(type, to.dy_rows, to.down, to.activation, order, D, F, false, rest, swiglu_of_first,
-                             Start::kEarly, stream);
+                             next_item++, Start::kEarly, stream);
   });
   swiglu_of_rest.list[0] = done_elsewhere(swiglu_of_first.list[1]);
   list = add_ahead(swiglu_of_rest.list + 1, swiglu(part(E, kFirst, kSecond)), progress);
@@ -148,15 +151,15 @@ cudaError_t backward_inputs(Type type, const Sizes& sizes, const Plan& plan, con
     *next = spread_x, next->warps = 1;
   } else {
     *list = spread_x, list->warps = 2;
-    *next = sum_of_dx(sizes, plan, to.dx_rows, to.dx);
+    *next = sum;
   }
   step([&] {
     return rows_times_weight(type, to.pending.dhidden, to.gate_up, to.dx_rows, order, 2 * F, D, false, {0, E},
-                             swiglu_of_rest, Start::kEarly, stream);
+                             swiglu_of_rest, next_item++, Start::kEarly, stream);
   });
   step([&] {
-    return weight_gradient(type, to.dy_rows, to.activation, to.ddown, to.put_down, order, D, F, last, Start::kEarly,
-                           stream);
+    return weight_gradient(type, to.dy_rows, to.activation, to.ddown, to.put_down, order, D, F, last, next_item++,
+                           Start::kEarly, stream);
   });
   return step.error;
 }
@@ -169,10 +172,10 @@ cudaError_t backward_up_weights(Type type, const Sizes& sizes, const Plan& plan,
   if (continues) {
     int* progress = from.progress;
     errands.list[0] = done_elsewhere(counted(spread(all, nullptr, from.x_rows, sizes.width, plan), progress));
-    errands.list[1] = sum_of_dx(sizes, plan, from.dx_rows, from.dx);
+    errands.list[1] = counted(sum_of_dx(sizes, plan, from.dx_rows, from.dx), progress);
   }
   return weight_gradient(type, from.dhidden, from.x_rows, dgate_up, put, order_of(sizes, plan), 2 * sizes.inner,
-                         sizes.width, errands, continues ? Start::kEarly : Start::kAfter, stream);
+                         sizes.width, errands, from.next_item, continues ? Start::kEarly : Start::kAfter, stream);
 }
 
 }  // namespace optimus::cuda

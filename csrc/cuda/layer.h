@@ -10,7 +10,9 @@ struct Sizes {
   int rows() const;  // P that suffice for any routing, as index.py's max_rows says
 };
 
-constexpr int kProgressBytes = 2 * 8 * sizeof(int);  // for all errands of a backward that are waited for
+constexpr int kForwardProducts = 2, kBackwardProducts = 5;
+// What a backward counts in: two for each errand, one for each product.
+constexpr int kErrandCounters = 2 * 9, kProgressBytes = (kErrandCounters + kBackwardProducts) * sizeof(int);
 
 struct Forward {
   const void *x, *gate_up, *down;
@@ -18,17 +20,19 @@ struct Forward {
   const void* indices;
   bool wide_indices;
   int* block_counts;          // scratch, experts * order_blocks(tokens * topk, experts)
+  int* next_items;            // scratch, kForwardProducts
   void *activation, *y_rows;  // scratch [P, F] and [P, D]
   void *hidden, *y;           // results [T K, 2F] and [T, D]
 };
 
 // What the gradient of gate_up is made of: the only product that may wait, for dx does not need it.
 struct UpWeights {
-  void *dhidden, *x_rows;  // [P, 2F] and [P, D]
+  void *dhidden = nullptr, *x_rows = nullptr;  // [P, 2F] and [P, D]
   // Rows [P, D] that are yet to be summed to dx [T, D], if the first half left that to the second.
-  const void* dx_rows;
-  void* dx;
-  int* progress;  // with dx_rows: the first half's, which came right before, in the stream and in memory
+  const void* dx_rows = nullptr;
+  void* dx = nullptr;
+  int* progress = nullptr;   // with dx_rows: the first half's, which came right before, in the stream and in memory
+  int* next_item = nullptr;  // a zero
 };
 
 struct BackwardInputs {

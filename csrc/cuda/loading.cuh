@@ -1,6 +1,7 @@
 // How a product's operands come to shared memory: what the first of a block's warpgroups does.
 #pragma once
 
+#include "claims.cuh"
 #include "errands.cuh"
 #include "hopper.cuh"
 #include "tiles.cuh"
@@ -53,18 +54,27 @@ __device__ __forceinline__ int await_rows(const Arguments& args, int done, int e
   return done;
 }
 
+// Tells the multiplying warps that there is no further tile. By the one thread that tells of tiles.
+__device__ __forceinline__ void end_tiles(Layout& memory, int stage) {
+  memory.note[stage].steps = -1;
+  barrier_arrive(shared_address(&memory.full[stage]));
+}
+
 // One warp's part: it goes ahead of the multiplying warpgroups by up to kStages stages, into the next tile too.
 template <Kind kKind>
 __device__ __forceinline__ void fill(const Arguments& args, Layout& memory) {
   using Is = Traits<kKind>;
   const int rank = uniform(cluster_rank());
   const Items items = items_of<Is::kGradient>(args);
+  Claims claims(args, memory, true, rank);
   Place at;
   int done = 0;
-  for (int turn = 0, item; (item = item_of<Is::kGradient>(items, turn)) < items.end; ++turn) {
+  for (int item; __any_sync(0xffffffff, (item = items.first + claims.receive()) < items.end);) {
     const Work work = uniform_work(work_of<Is::kGradient>(args, item, rank));
     done = await_rows(args, done, Is::kGradient ? args.order.num_experts : work.expert);
-    for (int step = 0; step < max(work.steps, 1); ++step, at.advance()) {
+    const int steps = max(work.steps, 1);
+    for (int step = 0; step < steps; ++step, at.advance()) {
+      claims.ahead(step, steps);
       barrier_wait(shared_address(&memory.empty[at.stage]), at.phase ^ 1);
       if (!elect()) continue;
       if (step == 0) memory.note[at.stage] = note_of(work, 0);
@@ -75,6 +85,8 @@ __device__ __forceinline__ void fill(const Arguments& args, Layout& memory) {
       }
     }
   }
+  barrier_wait(shared_address(&memory.empty[at.stage]), at.phase ^ 1);
+  if (elect()) end_tiles(memory, at.stage);
 }
 
 // The same by the whole warpgroup, where a's rows are tokens: a thread copies 16 bytes of 8 rows a stage, and has the
@@ -95,11 +107,16 @@ __device__ __forceinline__ void fill_gathered(const Arguments& args, Layout& mem
       slots[i] = first + i * kApart < work.rows ? order.slot[work.row + first + i * kApart] : -1;
     }
   };
-  Place at;
-  int item = item_of<false>(items, 0);
+  Claims claims(args, memory, leads, rank);
   Work next{};
-  if (item < items.end) read_slots(next = work_of<false>(args, item, rank));
-  for (int turn = 0; item < items.end; ++turn) {
+  int item;
+  const auto look = [&] {
+    item = items.first + claims.receive();
+    if (item < items.end) read_slots(next = work_of<false>(args, item, rank));
+  };
+  look();
+  Place at;
+  while (__any_sync(0xffffffff, item < items.end)) {
     const Work work = uniform_work(next);
     const int shift = next_shift;
     const bool whole = work.rows >= kRows && args.depth % kDepth == 0;
@@ -107,9 +124,9 @@ __device__ __forceinline__ void fill_gathered(const Arguments& args, Layout& mem
     unsigned from[kCopies];  // pieces of 16 bytes into x: one instruction makes an address of it
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) from[i] = max(slots[i], 0) / order.topk * (args.depth / 8) + piece;
-    item = item_of<false>(items, turn + 1);
-    if (item < items.end) read_slots(next = work_of<false>(args, item, rank));
     for (int step = 0; step < work.steps; ++step, at.advance(), x += kDepth / 8) {
+      claims.ahead(step, work.steps);
+      if (step == max(work.steps - kLook, 0)) look();
       barrier_wait(shared_address(&memory.empty[at.stage]), at.phase ^ 1);
       if (leads && elect()) {
         if (step == 0) memory.note[at.stage] = note_of(work, shift);
@@ -131,6 +148,9 @@ __device__ __forceinline__ void fill_gathered(const Arguments& args, Layout& mem
       arrive_with_copies(shared_address(&memory.full[at.stage]));
     }
   }
+  barrier_wait(shared_address(&memory.empty[at.stage]), at.phase ^ 1);
+  if (leads && elect()) end_tiles(memory, at.stage);
+  arrive_with_copies(shared_address(&memory.full[at.stage]));
 }
 
 }  // namespace optimus::cuda

@@ -65,14 +65,14 @@ std::tuple<Tensor, Tensor, Tensor> moe_mlp(const Tensor& x_in, const Tensor& gat
   Tensor order = at::empty({order_size(sizes)}, ints);
   if (slots == 0) return {y.zero_(), hidden, order.zero_()};
   const int64_t blocks = order_blocks(static_cast<int>(slots), sizes.experts);
-  const Tensor counts = at::empty({sizes.experts * blocks}, ints);
+  const Tensor counts = at::empty({sizes.experts * blocks + kForwardProducts}, ints);
   const Tensor activation = at::empty({rows, sizes.inner}, x.options());
   const Tensor y_rows = at::empty({rows, sizes.width}, x.options());
   Forward to{};
   to.x = x.data_ptr(), to.gate_up = gate_up.data_ptr(), to.down = down.data_ptr();
   to.weights = weights.data_ptr<float>();
   to.indices = indices.data_ptr(), to.wide_indices = indices.scalar_type() == at::kLong;
-  to.block_counts = counts.data_ptr<int>();
+  to.block_counts = counts.data_ptr<int>(), to.next_items = to.block_counts + sizes.experts * blocks;
   to.activation = activation.data_ptr(), to.y_rows = y_rows.data_ptr();
   to.hidden = hidden.data_ptr(), to.y = y.data_ptr();
   C10_CUDA_CHECK(forward(type_of(x), sizes, plan_of(order, sizes), to, c10::cuda::getCurrentCUDAStream()));
@@ -128,7 +128,7 @@ Gradients first_half(const Tensor& dy_in, const Tensor& x_in, const Tensor& gate
   to.dy_rows = dy_rows.data_ptr(), to.dx_rows = out.dx_rows.data_ptr(), to.activation = activation.data_ptr();
   to.dx = out.dx.data_ptr(), to.ddown = ddown.data_ptr(), to.put_down = put_down;
   to.dweights = out.dweights.data_ptr<float>(), to.progress = static_cast<int*>(out.progress.data_ptr());
-  to.pending = {out.dhidden.data_ptr(), out.x_rows.data_ptr(), sums_later ? to.dx_rows : nullptr, to.dx, to.progress};
+  to.pending = {out.dhidden.data_ptr(), out.x_rows.data_ptr(), sums_later ? to.dx_rows : nullptr, to.dx};
   C10_CUDA_CHECK(backward_inputs(type_of(x), sizes, plan_of(order, sizes), to, c10::cuda::getCurrentCUDAStream()));
   if (!sums_later) out.dx_rows = Tensor();
   return out;
@@ -151,10 +151,15 @@ void second_half(const Gradients& of, const Tensor& order, int64_t tokens, int64
                     "moe_mlp_backward: order ", order.sizes(), ", dhidden ", of.dhidden.sizes(), " and x_rows ",
                     of.x_rows.sizes(), " are not what the first half returned for ", tokens, " tokens of ", topk,
                     " experts each");
-  UpWeights from{of.dhidden.data_ptr(), of.x_rows.data_ptr(), nullptr, nullptr, nullptr};
+  UpWeights from{of.dhidden.data_ptr(), of.x_rows.data_ptr()};
+  Tensor zero;
   if (of.dx_rows.defined()) {
     from.dx_rows = of.dx_rows.data_ptr(), from.dx = of.dx.data_ptr();
     from.progress = static_cast<int*>(of.progress.data_ptr());
+    from.next_item = from.progress + kErrandCounters + kBackwardProducts - 1;
+  } else {
+    zero = at::zeros({1}, order.options());
+    from.next_item = zero.data_ptr<int>();
   }
   C10_CUDA_CHECK(backward_up_weights(type_of(of.x_rows), sizes, plan_of(order, sizes), from, dgate_up.data_ptr(), put,
                                      c10::cuda::getCurrentCUDAStream()));

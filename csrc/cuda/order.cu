@@ -34,10 +34,12 @@ __device__ __forceinline__ int expert_of(const Index* indices, int slot, int end
 
 template <typename Index>
 __global__ void __launch_bounds__(kThreads)
-    count_slots(const Index* indices, int* block_counts, int num_slots, int slots_of_block, int num_experts) {
+    count_slots(const Index* indices, int* block_counts, int num_slots, int slots_of_block, int num_experts,
+                int* zeros, int num_zeros) {
   extern __shared__ int counts[];
   hopper::let_next_launch();
   const int first = blockIdx.x * slots_of_block, end = min(num_slots, first + slots_of_block);
+  if (blockIdx.x == 0 && threadIdx.x < num_zeros) zeros[threadIdx.x] = 0;
   for (int e = threadIdx.x; e < num_experts; e += kThreads) counts[e] = 0;
   __syncthreads();
   for (int slot = first + threadIdx.x; slot < end; slot += kThreads) {
@@ -189,12 +191,13 @@ int slots_of_block(int num_slots, int num_experts) {
 
 template <typename Index>
 cudaError_t order(const Index* indices, int* block_counts, const Plan& to, int num_slots, int num_experts, int num_rows,
-                  cudaStream_t stream) {
+                  int* zeros, int num_zeros, cudaStream_t stream) {
   static_assert(kPieces == 32);  // a lane each
   const int blocks = order_blocks(num_slots, num_experts), each = slots_of_block(num_slots, num_experts);
   static Prepared prepared;
   if (auto error = prepared(place<Index>, shared_bytes(kMaxExperts)); error != cudaSuccess) return error;
-  count_slots<<<blocks, kThreads, num_experts * 4, stream>>>(indices, block_counts, num_slots, each, num_experts);
+  count_slots<<<blocks, kThreads, num_experts * 4, stream>>>(indices, block_counts, num_slots, each, num_experts,
+                                                                zeros, num_zeros);
   if (auto error = cudaGetLastError(); error != cudaSuccess) return error;
   const int* counts = block_counts;
   return launch({blocks, kThreads, shared_bytes(num_experts), true, stream}, place<Index>, indices, counts, to,
@@ -208,10 +211,11 @@ int order_blocks(int num_slots, int num_experts) {
   return (num_slots + each - 1) / each;
 }
 cudaError_t order_rows(const void* indices, bool wide_indices, int* block_counts, const Plan& to, int num_slots,
-                       int num_experts, int num_rows, cudaStream_t stream) {
-  return wide_indices
-             ? order(static_cast<const int64_t*>(indices), block_counts, to, num_slots, num_experts, num_rows, stream)
-             : order(static_cast<const int32_t*>(indices), block_counts, to, num_slots, num_experts, num_rows, stream);
+                       int num_experts, int num_rows, int* zeros, int num_zeros, cudaStream_t stream) {
+  const auto run = [&](const auto* choices) {
+    return order(choices, block_counts, to, num_slots, num_experts, num_rows, zeros, num_zeros, stream);
+  };
+  return wide_indices ? run(static_cast<const int64_t*>(indices)) : run(static_cast<const int32_t*>(indices));
 }
 
 }  // namespace optimus::cuda

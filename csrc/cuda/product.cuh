@@ -3,7 +3,7 @@
 // A block is three warpgroups. In the first, a warp loads stages of a ring by the tensor memory engine, and three
 // warps run errands (errands.cuh): row copies and sums bound by memory that another step needs, or this one further on,
 // beside the tensor cores. The other two multiply, 64 rows each. Two blocks are a cluster: where both work on the same
-// columns of an expert's weight, each loads half of it for both. Results leave through shared memory while the next
+// columns of an expert's weight, each loads half of it for both. Clusters claim their tiles one by one. Results leave through shared memory while the next
 // tile's loads are under way.
 //
 // What steers the loops of loading and multiplying is one value for a warp, and the compiler knows (uniform, elect):
@@ -83,7 +83,6 @@ template <typename T, Kind kKind>
 __device__ __forceinline__ void multiply(const Arguments& args, Layout& memory) {
   using Is = Traits<kKind>;
   const int warp = uniform(threadIdx.x / 32) - 4, group = warp / 4, lane = threadIdx.x % 32;
-  const Items items = items_of<Is::kGradient>(args);
   Results<T> results{shared_address(memory.results[warp]), lane};
   const uint32_t a = matrix_start(shared_address(memory.a[0]) + group * kBox);
   const uint32_t b = matrix_start(shared_address(memory.b[0]));
@@ -94,9 +93,10 @@ __device__ __forceinline__ void multiply(const Arguments& args, Layout& memory) 
   };
   float d[128];
   Place at;
-  for (int turn = 0; item_of<Is::kGradient>(items, turn) < items.end; ++turn) {
+  while (true) {
     barrier_wait(full + at.stage * 8, at.phase);
     Note tile = memory.note[at.stage];
+    if (__any_sync(0xffffffff, tile.steps < 0)) break;
     tile.steps = uniform(tile.steps), tile.rows = uniform(tile.rows), tile.last = uniform(tile.last);
     const bool idle = !Is::kGradient && tile.rows <= 64 * group;  // this warpgroup's rows hold no slot
     const bool works = tile.steps > 0 && !idle;
@@ -134,6 +134,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     for (int stage = 0; stage < kStages; ++stage) {
       barrier_init(shared_address(&memory.full[stage]), Traits<kKind>::kGathers ? 1 + 128 : 1);
       barrier_init(shared_address(&memory.empty[stage]), 2 * kConsumerWarps);
+    }
+    for (uint64_t& there : memory.item_there) {
+      barrier_init(shared_address(&there), 1);
+      barrier_expect(shared_address(&there), 4);
     }
     fence_barrier_init();
     if (!Traits<kKind>::kGathers) tma_prefetch(&args.a);

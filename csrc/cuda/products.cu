@@ -43,10 +43,10 @@ bool encode(CUtensorMap* map, Type type, const void* data, const Map& shape) {
 
 uint64_t wide(int size) { return static_cast<uint64_t>(std::max(size, 1)); }
 
-Arguments arguments(const Order& order, const Errands& errands, Start start) {
+Arguments arguments(const Order& order, const Errands& errands, int* next_item, Start start) {
   Arguments args{};
   args.order = order;
-  args.errands = errands;
+  args.errands = errands, args.next_item = next_item;
   args.early = start == Start::kEarly;
   return args;
 }
@@ -110,8 +110,8 @@ cudaError_t run(Type type, const Errand& errand, const Order& order, cudaStream_
 }
 
 cudaError_t up_swiglu(Type type, const void* x, const void* gate_up, void* hidden, void* activation, const Order& order,
-                      int width, int inner, cudaStream_t stream) {
-  Arguments args = arguments(order, {}, Start::kLate);
+                      int width, int inner, int* next_item, cudaStream_t stream) {
+  Arguments args = arguments(order, {}, next_item, Start::kLate);
   args.x = x, args.hidden = hidden, args.inner = inner;
   args.depth = width, args.column_tiles = tiles(inner, 128), args.end_expert = order.num_experts;
   const bool encoded =
@@ -123,9 +123,9 @@ cudaError_t up_swiglu(Type type, const void* x, const void* gate_up, void* hidde
 }
 
 cudaError_t rows_times_weight(Type type, const void* a, const void* weight, void* out, const Order& order, int depth,
-                              int width, bool transposed, Part part, const Errands& errands, Start start,
-                              cudaStream_t stream) {
-  Arguments args = arguments(order, errands, start);
+                              int width, bool transposed, Part part, const Errands& errands, int* next_item,
+                              Start start, cudaStream_t stream) {
+  Arguments args = arguments(order, errands, next_item, start);
   args.depth = depth, args.column_tiles = tiles(width, kColumns);
   args.first_expert = part.first, args.end_expert = part.end;
   const bool encoded = encode_rows(&args.a, type, a, order, depth) &&
@@ -139,8 +139,9 @@ cudaError_t rows_times_weight(Type type, const void* a, const void* weight, void
 }
 
 cudaError_t weight_gradient(Type type, const void* a, const void* b, void* out, Put put, const Order& order,
-                            int height, int width, const Errands& errands, Start start, cudaStream_t stream) {
-  Arguments args = arguments(order, errands, start);
+                            int height, int width, const Errands& errands, int* next_item, Start start,
+                            cudaStream_t stream) {
+  Arguments args = arguments(order, errands, next_item, start);
   args.row_tiles = tiles(height, kRows), args.column_tiles = tiles(width, kColumns);
   const bool encoded = encode_rows(&args.a, type, a, order, height) && encode_rows(&args.b, type, b, order, width);
   const uint64_t columns = wide(width), rows = wide(height), experts = wide(order.num_experts);

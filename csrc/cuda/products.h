@@ -52,8 +52,7 @@ struct Errand {
   const int* row_of_slot = nullptr;
   const float* weights = nullptr;
   float* dweights = nullptr;
-  int* progress = nullptr;  // two zeros, if a product may read an expert's rows only once they are there: chunks handed
-                            // out, chunks done
+  int* progress = nullptr;  // two zeros, beside a product: chunks handed out, chunks done
   bool awaited = false;     // by the product in whose list it is; with no warps it is done elsewhere
 };
 
@@ -73,17 +72,19 @@ enum class Start : int {
 
 cudaError_t run(Type, const Errand&, const Order&, cudaStream_t);
 
+// next_item: a zero for each product, from which its blocks count the items of work that they claim.
+
 // hidden [T K, 2F], rows without padding = x [T, D] of their tokens times gate_up [E, 2F, D]; activation [P, F] =
 // silu(gate) * up. Takes no errands along: the warps for them copy tokens.
 cudaError_t up_swiglu(Type, const void* x, const void* gate_up, void* hidden, void* activation, const Order&, int width,
-                      int inner, cudaStream_t);
+                      int inner, int* next_item, cudaStream_t);
 
 // out [P, N] = a [P, K] times weight[e]: [E, N, K] if transposed, else [E, K, N].
 cudaError_t rows_times_weight(Type, const void* a, const void* weight, void* out, const Order&, int depth, int width,
-                              bool transposed, Part, const Errands&, Start, cudaStream_t);
+                              bool transposed, Part, const Errands&, int* next_item, Start, cudaStream_t);
 
 // out[e] (+)= a.T @ b over the rows of e: [E, M, N] from [P, M] and [P, N].
 cudaError_t weight_gradient(Type, const void* a, const void* b, void* out, Put, const Order&, int height, int width,
-                            const Errands&, Start, cudaStream_t);
+                            const Errands&, int* next_item, Start, cudaStream_t);
 
 }  // namespace optimus::cuda

@@ -22,6 +22,10 @@ constexpr int kBytesA = kRows * kDepth * 2, kBytesB = kColumns * kDepth * 2;
 constexpr int kBox = 64 * 64 * 2;  // a box of an operand: 64 rows of 128 bytes, swizzled
 constexpr int kStep = 16;          // the depth of one instruction
 constexpr int kThreads = 384, kConsumerWarps = 8;
+// Items on their way to a cluster's blocks (claims.cuh). Loading is at most kStages steps ahead of multiplying, in both
+// blocks together, so of the items before the last kStages + 1 every reader is done; one more is under way.
+constexpr int kQueue = 8;
+static_assert(kQueue >= kStages + 2);
 
 struct Arguments {
   CUtensorMap a, b, out, activation;
@@ -34,6 +38,7 @@ struct Arguments {
   void* hidden;   // likewise, and its width
   int inner;
   Errands errands;
+  int* next_item;
   bool early;  // Start::kEarly
 };
 
@@ -48,7 +53,8 @@ struct Work {
 };
 
 struct alignas(16) Note {  // what the consumers need to know of a tile
-  int row, column, expert, steps;
+  int row, column, expert;
+  int steps;         // as in Work; less than 0: no tile follows
   int unpadded_row;  // of the up projection: the tile's place among rows without padding
   int rows, last;    // as in Work
 };
@@ -66,8 +72,9 @@ struct Layout {
   alignas(1024) uint8_t a[kStages][kBytesA];
   uint8_t b[kStages][kBytesB];
   uint8_t results[kConsumerWarps][kBuffers][kResultBox];
-  uint64_t full[kStages], empty[kStages];
+  uint64_t full[kStages], empty[kStages], item_there[kQueue];
   Note note[kStages];
+  int item[kQueue];
 };
 
 // A place in the ring of stages; the phase changes with each round.
@@ -78,7 +85,7 @@ struct Place {
   }
 };
 
-// Items of work for a cluster: two tiles each.
+// Items of work for a cluster: two tiles each. Those of a gradient come longest first.
 struct Items {
   int first, end;
 };
@@ -130,13 +137,6 @@ __device__ __forceinline__ Work work_of(const Arguments& args, int item, int ran
 __device__ __forceinline__ Work uniform_work(const Work& work) {
   return {uniform(work.row),  uniform(work.column), uniform(work.expert), uniform(work.steps),
           uniform(work.last), uniform(work.first),  uniform(work.rows),   uniform(work.shared) != 0};
-}
-
-// Items are dealt out forth and back: those of a gradient come longest first.
-template <bool kGradient>
-__device__ __forceinline__ int item_of(const Items& items, int turn) {
-  const int clusters = gridDim.x / 2, place = blockIdx.x / 2;
-  return items.first + turn * clusters + (kGradient && turn % 2 ? clusters - 1 - place : place);
 }
 
 }  // namespace optimus::cuda
