@@ -78,8 +78,7 @@ def make_inputs(shape: tuple[int, int, int, int], tokens: int, zipf: float, devi
 
 def route(data: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """The tokens, for the experts, and each one's weights and choice of experts: as in the model, logits in fp32."""
-    logits, x = ops.router_logits(data.x, data.router)
-    routing = ops.router_topk(logits, data.topk, normalize=True)
+    routing, _, x = ops.route(data.x, data.router, data.topk, normalize=True)
     return x, routing.weights_TK, routing.indices_TK
 
 

@@ -1,4 +1,4 @@
-"""router_topk on every backend: the choice and every gradient against the specification in fp64."""
+"""router_topk and route on every backend: the choice and every gradient against the specification in fp64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from megatron.optimus import ops
 from megatron.optimus.ops import reference
 from tests.ops.sycl_device import WORK_SIZES, needs_sycl
-from tests.ops.targets import HAS_CUDA, SINGLE_TARGETS
+from tests.ops.targets import SINGLE_TARGETS
 
 SHAPES = [(0, 4, 2), (1, 4, 1), (37, 64, 8), (130, 72, 3), (5, 1, 1), (9, 6, 6), (300, 384, 8)]
 OPTIONS = list(itertools.product([False, True], repeat=3))
@@ -93,56 +93,90 @@ def test_equal_and_missing_numbers_still_choose_different_experts(backend: str, 
     assert routing.weights_TK[1].isnan().all() and not routing.weights_TK[[0, 2]].isnan().any()
 
 
-LOGIT_DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="no GPU")]),
-]
+LINEAR_SHAPES = [(0, 16, 4, 2), (1, 8, 1, 1), (130, 72, 20, 3), (300, 200, 64, 8), (90, 264, 36, 8), (150, 136, 96, 5)]
 
 
-@pytest.mark.parametrize("device", LOGIT_DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    "shape", [(0, 16, 4), (1, 8, 1), (130, 72, 20), (300, 200, 64), (90, 264, 36), (70, 136, 130)], ids=str
-)
-def test_logits_and_one_gradient_of_both_uses_of_x(
-    shape: tuple[int, int, int], dtype: torch.dtype, device: str
-) -> None:
-    """Logits and the weight's gradient as in fp32, whatever the inputs; x's gradient is a sum rounded once."""
-    tokens, width, experts = shape
+def linear_inputs(shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Tokens, weight, and gradients of the weights, the scores, the logits and the tokens handed on."""
+    tokens, width, experts, topk = shape
     generator = torch.Generator().manual_seed(3)
-    x, weight, dx = (
-        torch.randn(size, generator=generator).to(dtype)
-        for size in ((tokens, width), (experts, width), (tokens, width))
-    )
-    dlogits = torch.randn(tokens, experts, generator=generator)
-    leaves = [t.to(device).requires_grad_() for t in (x, weight)]
-    logits, x_too = ops.router_logits(*leaves)
-    got_dx, got_dweight = torch.autograd.grad((logits, x_too), leaves, (dlogits.to(device), dx.to(device)))
-    assert logits.dtype == torch.float32 and torch.equal(x_too, leaves[0])
-    assert got_dx.dtype == got_dweight.dtype == dtype
-
-    def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> bool:
-        return bool((got.detach().double().cpu() - want).norm() <= tolerance * want.norm())
-
-    assert close(logits, x.double() @ weight.double().T, 1e-5)
-    want_dx = dx.double() + dlogits.double() @ weight.double()
-    want_dweight = dlogits.double().T @ x.double()
-    if dtype == torch.float32:
-        assert close(got_dx, want_dx, 1e-5) and close(got_dweight, want_dweight, 1e-5)
-        return
-    for got, want in ((got_dx, want_dx), (got_dweight, want_dweight)):  # all but ties of the last rounding
-        assert (got.cpu() != want.to(dtype)).sum() <= want.numel() / 200
-    (alone,) = torch.autograd.grad(ops.router_logits(*leaves)[0], leaves[0], dlogits.to(device))
-    assert (alone.cpu() != (dlogits.double() @ weight.double()).to(dtype)).sum() <= alone.numel() / 200
-    (through,) = torch.autograd.grad(ops.router_logits(*leaves)[1], leaves[0], dx.to(device))
-    assert torch.equal(through.cpu(), dx)
+    both = [torch.randn(n, width, generator=generator).to(dtype) for n in (tokens, experts)]
+    grads = [torch.randn(tokens, n, generator=generator) for n in (topk, experts, experts)]
+    return [*both, *grads, torch.randn(tokens, width, generator=generator).to(dtype)]
 
 
-def test_logits_of_wrong_shapes_raise() -> None:
-    with pytest.raises(ValueError, match=r"router_logits: x torch.float32 \(3, 4\) and weight torch.float32 \(2, 5\)"):
-        ops.router_logits(torch.zeros(3, 4), torch.zeros(2, 5))
+def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> bool:
+    return bool((got.detach().double().cpu() - want).norm() <= tolerance * want.norm())
+
+
+@each_target
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [*LINEAR_SHAPES, (70, 136, 130, 4)], ids=str)
+@pytest.mark.parametrize("options", [(False, True, False), (True, False, True)], ids=["softmax", "sigmoid"])
+def test_a_linear_router(
+    backend: str, device: str, options: tuple[bool, bool, bool], shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Choice, scores and logits as in fp64, whatever the inputs; gradients of all that came of x, each rounded once."""
+    ops.set_backend(backend)
+    x, weight, *grads = linear_inputs(shape, dtype)
+    sigmoid, normalize, biased = options
+    bias = torch.linspace(-1, 1, shape[2]) if biased else None
+
+    def routed(fn, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [t.to(device, dtype).requires_grad_() for t in (x, weight)]
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        shift = None if bias is None else bias.to(device, wide)
+        routing, logits, x_too = fn(*leaves, shape[3], sigmoid=sigmoid, normalize=normalize, selection_bias_E=shift)
+        douts = [g.to(device, wide) for g in grads[:3]] + [grads[3].to(device, dtype)]
+        found = torch.autograd.grad((routing.weights_TK, routing.scores_TE, logits, x_too), leaves, douts)
+        assert torch.equal(x_too, leaves[0])
+        return [t.detach().cpu() for t in (*routing, logits, *found)]
+
+    def in_fp64(x: torch.Tensor, weight: torch.Tensor, topk: int, **options) -> tuple:
+        logits = x @ weight.T
+        return reference.router_topk(logits, topk, **options), logits, x * 1.0
+
+    got, want = routed(ops.route, device, dtype), routed(in_fp64, "cpu", torch.float64)
+    assert [t.dtype for t in got] == [torch.float32, torch.int64, torch.float32, torch.float32, dtype, dtype]
+    assert torch.equal(got[1], want[1])
+    assert all(close(got[i], want[i], 1e-5) for i in (0, 2, 3))
+    for value, right in zip(got[4:], want[4:], strict=True):
+        if dtype == torch.float32:
+            assert close(value, right, 1e-5)
+        else:  # all but ties of the last rounding
+            assert (value != right.to(dtype)).sum() <= right.numel() / 200
+    again = routed(ops.route, device, dtype)
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+
+
+@each_target
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_some_of_a_linear_routers_results(backend: str, device: str, dtype: torch.dtype) -> None:
+    """What no loss used counts as zero, and costs nothing where it is everything."""
+    ops.set_backend(backend)
+    x, weight, dweights, _, dlogits, dx = (t.to(device) for t in linear_inputs(LINEAR_SHAPES[2], dtype))
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    routing, logits, x_too = ops.route(*leaves, 3)
+    (through,) = torch.autograd.grad(x_too, leaves[:1], dx, retain_graph=True)
+    assert torch.equal(through, dx)
+    (of_logits,) = torch.autograd.grad(logits, leaves[:1], dlogits, retain_graph=True)
+    want = dlogits.double() @ weight.detach().double()
+    assert close(of_logits, want.cpu(), 1e-5 if dtype == torch.float32 else 3e-3)
+    alone = torch.autograd.grad(routing.weights_TK, leaves, dweights, retain_graph=True)
+    nothing = [torch.zeros_like(t) for t in (logits, x_too)]
+    whole = torch.autograd.grad((routing.weights_TK, logits, x_too), leaves, (dweights, *nothing))
+    assert all(torch.equal(a, b) for a, b in zip(alone, whole, strict=True))
+
+
+def test_a_linear_router_of_wrong_arguments_raises() -> None:
+    with pytest.raises(ValueError, match=r"route: x torch.float32 \(3, 4\) and weight torch.float32 \(2, 5\)"):
+        ops.route(torch.zeros(3, 4), torch.zeros(2, 5), 1)
     with pytest.raises(ValueError, match="x is on cpu but weight on meta"):
-        ops.router_logits(torch.zeros(3, 4), torch.zeros(2, 4, device="meta"))
+        ops.route(torch.zeros(3, 4), torch.zeros(2, 4, device="meta"), 1)
+    with pytest.raises(ValueError, match="route: topk=3 of 2 experts; expected 1 <= K <= E"):
+        ops.route(torch.zeros(3, 4), torch.zeros(2, 4), 3)
+    with pytest.raises(ValueError, match=r"route: selection bias \(3,\) on cpu; expected \[2\] on cpu"):
+        ops.route(torch.zeros(3, 4), torch.zeros(2, 4), 1, selection_bias_E=torch.zeros(3))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -153,7 +187,7 @@ def test_the_reference_by_finite_differences(options: tuple[bool, bool, bool]) -
     bias = torch.randn(5, generator=generator, dtype=torch.float64) if biased else None
 
     def outputs(*leaves: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = torch.nn.functional.linear(*leaves)  # router_logits would round to fp32
+        logits = torch.nn.functional.linear(*leaves)  # reference.router_logits would round to fp32
         routing = reference.router_topk(logits, 2, sigmoid=sigmoid, normalize=normalize, selection_bias_E=bias)
         return routing.weights_TK, routing.scores_TE
 
@@ -162,9 +196,9 @@ def test_the_reference_by_finite_differences(options: tuple[bool, bool, bool]) -
 
 def test_wrong_arguments_raise() -> None:
     logits = torch.zeros(3, 4)
-    with pytest.raises(ValueError, match=r"topk=5 of torch.float32 logits \(3, 4\)"):
+    with pytest.raises(ValueError, match="router_topk: topk=5 of 4 experts"):
         ops.router_topk(logits, 5)
-    with pytest.raises(ValueError, match=r"topk=1 of torch\.int64 logits"):
+    with pytest.raises(ValueError, match=r"router_topk: torch\.int64 logits \(3, 4\)"):
         ops.router_topk(logits.long(), 1)
     with pytest.raises(ValueError, match=r"selection bias \(3,\) on cpu; expected \[4\]"):
         ops.router_topk(logits, 2, selection_bias_E=torch.zeros(3))

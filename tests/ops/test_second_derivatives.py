@@ -50,7 +50,7 @@ def test_fused_operations_refuse(backend: str, device: str) -> None:
     refused(lambda a, b: ops.combine(a, order, b), rows, weights)
     scores = torch.rand(x.shape[0], down.shape[0], device=device)
     refused(lambda a: ops.router_topk(a, 2, normalize=True).weights_TK ** 2, scores)
-    refused(lambda a, b: ops.router_logits(a, b)[0], x, torch.rand_like(down[:, :, 0]))
+    refused(lambda a, b: ops.route(a, b, 2)[1], x, torch.rand_like(down[:, :, 0]))
 
 
 @pytest.mark.parametrize(("backend", "device"), [t for t in SINGLE_TARGETS if t.id != "reference"])

@@ -57,8 +57,8 @@ def test_opcheck(backend: str, device: str) -> None:
     router = torch.randn(CASE.experts, CASE.width, device=device).to(x.dtype)
     routing = ops.router_topk(logits, 2)
     calls = {
-        "router_product": (x, router),
-        "router_gradients": (logits, x, router, x),
+        "route": (x, router, 2, True, True, torch.zeros(CASE.experts, device=device)),
+        "route_backward": (x, router, x, routing.scores_TE, routing.indices_TK, weights, logits, logits, True, True),
         "sort_slots": (indices, CASE.experts, x.dtype),
         "expert_counts": (indices, CASE.experts),
         "router_topk": (logits, 2, False, True, torch.zeros(CASE.experts, device=device)),
@@ -76,7 +76,7 @@ def test_opcheck(backend: str, device: str) -> None:
     }
     registered = (name.partition("::") for name in torch._C._dispatch_get_all_op_names())
     assert {name for kind, _, name in registered if kind == "optimus" and not name.startswith(ELSEWHERE)} == set(calls)
-    without_gradient = ("sort_slots", "expert_counts", "router_product", "router_gradients")  # or another's halves
+    without_gradient = ("sort_slots", "expert_counts", "route")  # or an autograd.Function around it
     for name, arguments in calls.items():
         wants_gradient = not name.endswith(("_backward", "gradient", "gradient_")) and name not in without_gradient
         ready = [

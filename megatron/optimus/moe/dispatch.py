@@ -46,7 +46,7 @@ class Dispatcher(Protocol):
     def dispatch(
         self, x_TD: Tensor, routing: Routing, started: Any, overlapped: OverlappedWork = no_work
     ) -> ExpertRows:
-        """``x_TD``: the tokens as the router hands them on, so that both have one gradient (``ops.router_logits``)."""
+        """``x_TD``: the tokens as the router hands them on, so that both have one gradient (``ops.route``)."""
 
     def combine(self, y_RD: Tensor, handle: Any) -> Tensor: ...
 

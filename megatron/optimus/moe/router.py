@@ -49,11 +49,11 @@ class Router(nn.Module):
         self.balance_group: dist.ProcessGroup | None = None
 
     def forward(self, x_TD: Tensor) -> tuple[ops.Routing, RouterStats, Tensor]:
-        """The third result is x, for the experts: see ``ops.router_logits``."""
-        logits_TE, x_TD = ops.router_logits(x_TD, self.weight)
-        routing = ops.router_topk(
-            logits_TE, self.topk, sigmoid=self.sigmoid, normalize=self.normalize, selection_bias_E=self.expert_bias
-        )
+        """The third result is x, for the experts: see ``ops.route``."""
+        routing, logits_TE, x_TD = ops.route(
+            x_TD, self.weight, self.topk, sigmoid=self.sigmoid, normalize=self.normalize,
+            selection_bias_E=self.expert_bias,
+        )  # fmt: skip
         if self.force_uniform:
             routing = self._uniform(routing)
         counts_E = ops.expert_counts(routing.indices_TK, logits_TE.shape[1])

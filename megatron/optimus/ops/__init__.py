@@ -36,7 +36,7 @@ from megatron.optimus.ops.grouped import (
 )
 from megatron.optimus.ops.main_grads import InputGradients, MainGrad, main_grad_of
 from megatron.optimus.ops.reference import Routing, RowOrder
-from megatron.optimus.ops.routing import check_values, expert_counts, router_logits, router_topk, sort_slots
+from megatron.optimus.ops.routing import check_values, expert_counts, route, router_topk, sort_slots
 
 __all__ = [
     "Backend",
@@ -61,7 +61,7 @@ __all__ = [
     "main_grad_of",
     "moe_mlp",
     "rotate",
-    "router_logits",
+    "route",
     "router_topk",
     "set_backend",
     "silu_mul",

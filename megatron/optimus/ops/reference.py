@@ -38,12 +38,18 @@ class RowOrder(NamedTuple):
     # offsets [E+3], first row of each expert, then R, then N twice. In Triton: see ops/triton/index.py
 
 
-def router_logits(x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 logits of a linear router, products and sums in fp32; and x, for what else is to be done with the tokens.
+def route(x_TD: Tensor, weight_ED: Tensor, topk: int, **options: Any) -> tuple[Routing, Tensor, Tensor]:
+    """``router_topk`` of a linear router's logits, these logits, and x, for what else is to be done with the tokens.
 
     Whoever uses that x rather than the argument gets one gradient of both, dx + dlogits @ weight, rounded once.
     """
-    return F.linear(x_TD.float(), weight_ED.float()), x_TD
+    logits_TE = router_logits(x_TD, weight_ED)
+    return router_topk(logits_TE, topk, **options), logits_TE, x_TD
+
+
+def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """fp32 logits [T, E] of a linear router, products and sums in fp32."""
+    return F.linear(x_TD.float(), weight_ED.float())
 
 
 def router_topk(

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.optimus.ops import reference
@@ -17,24 +16,39 @@ from megatron.optimus.ops.reference import Routing, RowOrder
 from megatron.optimus.ops.second_derivatives import refuse
 
 
-def router_logits(x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 logits [T, E] of a linear router, and x for the experts; see ``reference.router_logits``.
+def route(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    topk: int,
+    *,
+    sigmoid: bool = False,
+    normalize: bool = False,
+    selection_bias_E: Tensor | None = None,
+) -> tuple[Routing, Tensor, Tensor]:
+    """A linear router: K experts per token as ``router_topk`` chooses them, fp32 logits [T, E], and x for the experts.
 
     Give the experts the x returned: the gradient of both is then one tensor, rounded once, and needs no addition. It is
-    saved for the backward as it is, without an fp32 copy. In bf16 on NVIDIA GPUs the tensor cores multiply: exact
-    products, sums in fp32 in another order; the logits' gradient keeps all 24 bits. Raises ValueError if x is not
-    [T, D], weight not [E, D], one of them not floating, or both not on one device.
+    saved for the backward as it is, without an fp32 copy. In bf16 on NVIDIA GPUs the tensor cores multiply, in one
+    kernel with the choice for up to 128 experts: exact products, sums in fp32 in another order; the logits' gradient
+    keeps all 24 bits. See ``reference.route``. Raises ValueError if x is not [T, D], weight not [E, D], one of them not
+    floating, all not on one device, K not in [1, E], or the bias not [E].
     """
     fits = x_TD.dim() == 2 and weight_ED.dim() == 2 and x_TD.shape[1] == weight_ED.shape[1]
     if x_TD.device != weight_ED.device:
-        raise ValueError(f"router_logits: x is on {x_TD.device} but weight on {weight_ED.device}")
+        raise ValueError(f"route: x is on {x_TD.device} but weight on {weight_ED.device}")
     if not fits or not x_TD.is_floating_point() or not weight_ED.is_floating_point():
         raise ValueError(
-            f"router_logits: x {x_TD.dtype} {tuple(x_TD.shape)} and weight {weight_ED.dtype} {tuple(weight_ED.shape)}; "
+            f"route: x {x_TD.dtype} {tuple(x_TD.shape)} and weight {weight_ED.dtype} {tuple(weight_ED.shape)}; "
             "expected floating [T, D] and [E, D]"
         )
-    logits_TE, x_too_TD = _RouterLogits.apply(x_TD, weight_ED)
-    return logits_TE, x_too_TD
+    bias, num_experts = selection_bias_E, weight_ED.shape[0]
+    _check_choice("route", topk, num_experts, bias, x_TD.device)
+    if _has_kernel(x_TD.device, num_experts):
+        *routing, logits_TE, x_too_TD = _Route.apply(x_TD, weight_ED, topk, sigmoid, normalize, bias)
+        return Routing(*routing), logits_TE, x_too_TD
+    logits_TE, x_too_TD = _Logits.apply(x_TD, weight_ED)
+    choice = reference.router_topk(logits_TE, topk, sigmoid=sigmoid, normalize=normalize, selection_bias_E=bias)
+    return choice, logits_TE, x_too_TD
 
 
 def router_topk(
@@ -51,20 +65,11 @@ def router_topk(
     The fast backends take fp32 logits; a router in another dtype, or one of more experts than Triton's kernel holds,
     runs in plain PyTorch.
     """
-    if logits_TE.dim() != 2 or not logits_TE.is_floating_point() or not 1 <= topk <= logits_TE.shape[1]:
-        raise ValueError(
-            f"router_topk: topk={topk} of {logits_TE.dtype} logits {tuple(logits_TE.shape)}; "
-            "expected floating [T, E] and 1 <= K <= E"
-        )
-    bias = selection_bias_E
-    if bias is not None and (bias.shape != logits_TE.shape[1:] or bias.device != logits_TE.device):
-        raise ValueError(
-            f"router_topk: selection bias {tuple(bias.shape)} on {bias.device}; expected [{logits_TE.shape[1]}] on "
-            f"{logits_TE.device}"
-        )
-    backend = resolve_routing(logits_TE.device)
-    too_wide = backend is Backend.TRITON and logits_TE.shape[1] > kernels(backend).MAX_EXPERTS
-    if backend is Backend.REFERENCE or logits_TE.dtype != torch.float32 or too_wide:
+    if logits_TE.dim() != 2 or not logits_TE.is_floating_point():
+        raise ValueError(f"router_topk: {logits_TE.dtype} logits {tuple(logits_TE.shape)}; expected floating [T, E]")
+    bias, num_experts = selection_bias_E, logits_TE.shape[1]
+    _check_choice("router_topk", topk, num_experts, bias, logits_TE.device)
+    if logits_TE.dtype != torch.float32 or not _has_kernel(logits_TE.device, num_experts):
         return reference.router_topk(logits_TE, topk, sigmoid=sigmoid, normalize=normalize, selection_bias_E=bias)
     return Routing(*_router_topk(logits_TE, topk, sigmoid, normalize, bias))
 
@@ -97,6 +102,22 @@ def sort_slots(indices_TK: Tensor, num_experts: int, dtype: torch.dtype) -> RowO
     return RowOrder(slots, rows, counts, plan)
 
 
+def _check_choice(name: str, topk: int, num_experts: int, bias: Tensor | None, device: torch.device) -> None:
+    if not 1 <= topk <= num_experts:
+        raise ValueError(f"{name}: topk={topk} of {num_experts} experts; expected 1 <= K <= E")
+    if bias is not None and (bias.shape != (num_experts,) or bias.device != device):
+        raise ValueError(
+            f"{name}: selection bias {tuple(bias.shape)} on {bias.device}; expected [{num_experts}] on {device}"
+        )
+
+
+def _has_kernel(device: torch.device, num_experts: int) -> bool:
+    """Whether a fast backend chooses among so many experts."""
+    backend = resolve_routing(device)
+    too_wide = backend is Backend.TRITON and num_experts > kernels(backend).MAX_EXPERTS
+    return backend is not Backend.REFERENCE and not too_wide
+
+
 def _check_indices(name: str, indices: Tensor, num_experts: int) -> None:
     if indices.dim() != 2 or indices.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name}: indices {indices.dtype} {tuple(indices.shape)}; expected int32 or int64 [T, K]")
@@ -117,12 +138,14 @@ def check_values(name: str, indices: Tensor, num_experts: int) -> None:
         raise ValueError(f"{name}: indices hold {int(indices[wrong][0])}; expected values in [-1, {num_experts})")
 
 
-class _RouterLogits(torch.autograd.Function):
+class _Logits(torch.autograd.Function):
+    """Of the reference: plain PyTorch, but for what is saved and for x's gradient, which is rounded once."""
+
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x_TD, weight_ED)
         ctx.set_materialize_grads(False)
-        return _router_product(x_TD, weight_ED), x_TD.view_as(x_TD)
+        return reference.router_logits(x_TD, weight_ED), x_TD.view_as(x_TD)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -130,7 +153,37 @@ class _RouterLogits(torch.autograd.Function):
         x_TD, weight_ED = ctx.saved_tensors
         if dlogits_TE is None:
             return dx_TD, None
-        return _router_gradients(dlogits_TE, x_TD, weight_ED, dx_TD)
+        return _linear_gradients(dlogits_TE, x_TD, weight_ED, dx_TD)
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, topk: int, *options: Any) -> tuple[Tensor, ...]:
+        weights, indices, scores, logits = _route(x_TD, weight_ED, topk, *options)
+        ctx.sigmoid, ctx.normalize, _ = options
+        ctx.save_for_backward(x_TD, weight_ED, scores, indices)
+        ctx.mark_non_differentiable(indices)
+        ctx.set_materialize_grads(False)  # zeros for what no loss used would be [T, E]
+        return weights, indices, scores, logits, x_TD.view_as(x_TD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        dweights, _, dscores, dlogits, dx = grads
+        nothing = (None,) * 4
+        if dweights is None and dscores is None and dlogits is None:
+            return dx, None, *nothing
+        x, weight, scores, indices = ctx.saved_tensors
+        dweights = scores.new_zeros(indices.shape) if dweights is None else dweights
+        of_choice = (scores, indices, dweights, dscores, dlogits, ctx.sigmoid, ctx.normalize)
+        return *_route_backward(x, weight, dx, *of_choice), *nothing
+
+
+def _linear_gradients(dlogits: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of x, to which dx is added, and of weight: in fp32, rounded once."""
+    sum_TD = (dlogits @ weight.float()).to(torch.promote_types(x.dtype, torch.float32))
+    if dx is not None:
+        sum_TD += dx
+    return sum_TD.to(x.dtype), (dlogits.t() @ x.float()).to(weight.dtype)
 
 
 def _on_tensor_cores(x: Tensor, weight: Tensor) -> bool:
@@ -138,32 +191,45 @@ def _on_tensor_cores(x: Tensor, weight: Tensor) -> bool:
     return is_wide and resolve_routing(x.device) is Backend.TRITON
 
 
-@torch.library.custom_op("optimus::router_product", mutates_args=())
-def _router_product(x: Tensor, weight: Tensor) -> Tensor:
+@torch.library.custom_op("optimus::route", mutates_args=())
+def _route(
+    x: Tensor, weight: Tensor, topk: int, sigmoid: bool, normalize: bool, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    options = (topk, sigmoid, normalize, None if bias is None else bias.float().contiguous())
     if _on_tensor_cores(x, weight):
-        return _linear().logits(x, weight)
-    return F.linear(x.float(), weight.float())
+        return _linear().route(x.contiguous(), weight.contiguous(), *options)
+    logits = reference.router_logits(x, weight)
+    return (*kernels(resolve_routing(x.device)).router_topk(logits, *options), logits)
 
 
-@_router_product.register_fake
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
+@_route.register_fake
+def _(
+    x: Tensor, weight: Tensor, topk: int, sigmoid: bool, normalize: bool, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logits = x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
+    indices = x.new_empty(x.shape[0], topk, dtype=torch.int64)
+    return logits.new_empty(indices.shape), indices, torch.empty_like(logits), logits
 
 
-@torch.library.custom_op("optimus::router_gradients", mutates_args=())
-def _router_gradients(dlogits: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("optimus::route_backward", mutates_args=())
+def _route_backward(
+    x: Tensor, weight: Tensor, dx: Tensor | None, scores: Tensor, indices: Tensor, dweights: Tensor,
+    dscores: Tensor | None, dlogits: Tensor | None, sigmoid: bool, normalize: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, to which dx is added, and of weight."""
+    x, weight, dx = x.contiguous(), weight.contiguous(), None if dx is None else dx.contiguous()
+    tensors = (scores, indices, dweights, dscores, dlogits)
+    *of_choice, dlogits = (None if t is None else t.contiguous() for t in tensors)
     if _on_tensor_cores(x, weight):
-        dlogits, x, dx = dlogits.contiguous(), x.contiguous(), None if dx is None else dx.contiguous()
-        dweight = _linear().weight_gradient(dlogits, x)
-        return _linear().input_gradient(dlogits, weight.contiguous(), dx), dweight
-    sum_TD = (dlogits @ weight.float()).to(torch.promote_types(x.dtype, torch.float32))
-    if dx is not None:
-        sum_TD += dx
-    return sum_TD.to(x.dtype), (dlogits.t() @ x.float()).to(weight.dtype)
+        parts = _linear().gradient_parts(*of_choice, dlogits, sigmoid, normalize)
+        dweight = _linear().weight_gradient(parts, x, weight.shape[0])
+        return _linear().input_gradient(parts, weight, dx), dweight
+    grad = kernels(resolve_routing(x.device)).router_topk_backward(*of_choice, sigmoid, normalize)
+    return _linear_gradients(grad if dlogits is None else grad + dlogits, x, weight, dx)
 
 
-@_router_gradients.register_fake
-def _(dlogits: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None) -> tuple[Tensor, Tensor]:
+@_route_backward.register_fake
+def _(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
@@ -244,5 +310,5 @@ def _router_gradient(
 
 
 _router_topk.register_autograd(_router_gradient, setup_context=_setup_router)
-for _name in ("router_gradients", "router_topk_backward"):
+for _name in ("route_backward", "router_topk_backward"):
     refuse(f"optimus::{_name}")

@@ -24,26 +24,26 @@ def _as_ordered(bits):
 
 
 @triton.jit
-def _router_topk(
-    logits_ptr, bias_ptr, weights_ptr, indices_ptr, scores_ptr, num_tokens, num_experts, TOPK: tl.constexpr,
+def choose(
+    logits, bias_ptr, weights_ptr, indices_ptr, scores_ptr, token, num_tokens, num_experts, TOPK: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
-    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    """Writes scores, choice and weights of some tokens, from logits [TOKENS, EXPERTS]: anything beyond num_experts."""
     expert = tl.arange(0, EXPERTS)[None, :]
-    inside = (token < num_tokens)[:, None] & (expert < num_experts)
-    place = token[:, None] * num_experts + expert
-    logits = tl.load(logits_ptr + place, mask=inside, other=-float("inf"))
+    there = (token < num_tokens)[:, None]
+    is_expert = expert < num_experts
+    logits = tl.where(is_expert, logits, -float("inf"))
     if SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-logits))
     else:
-        powers = tl.exp(logits - tl.max(tl.where(expert < num_experts, logits, -float("inf")), 1)[:, None])
+        powers = tl.exp(logits - tl.max(logits, 1)[:, None])
         scores = powers / tl.sum(powers, 1)[:, None]
-    tl.store(scores_ptr + place, scores, mask=inside)
+    tl.store(scores_ptr + token[:, None] * num_experts + expert, scores, mask=there & is_expert)
     choice = scores
     if BIASED:
-        choice += tl.load(bias_ptr + expert, mask=expert < num_experts, other=0.0)
-    keys = tl.where(expert < num_experts, _as_ordered(choice.to(tl.int32, bitcast=True)), _LEAST)
+        choice += tl.load(bias_ptr + expert, mask=is_expert, other=0.0)
+    keys = tl.where(is_expert, _as_ordered(choice.to(tl.int32, bitcast=True)), _LEAST)
     total = tl.zeros([TOKENS], dtype=tl.float32)
     slot = tl.arange(0, SLOTS)[None, :]
     weights = tl.zeros([TOKENS, SLOTS], dtype=tl.float32)
@@ -63,9 +63,58 @@ def _router_topk(
     if NORMALIZE:
         weights /= total[:, None]
     place = token[:, None] * TOPK + slot
-    inside = (token < num_tokens)[:, None] & (slot < TOPK)
+    inside = there & (slot < TOPK)
     tl.store(weights_ptr + place, weights, mask=inside)
     tl.store(indices_ptr + place, indices.to(tl.int64), mask=inside)
+
+
+@triton.jit
+def _router_topk(
+    logits_ptr, bias_ptr, weights_ptr, indices_ptr, scores_ptr, num_tokens, num_experts, TOPK: tl.constexpr,
+    SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    expert = tl.arange(0, EXPERTS)[None, :]
+    inside = (token < num_tokens)[:, None] & (expert < num_experts)
+    logits = tl.load(logits_ptr + token[:, None] * num_experts + expert, mask=inside, other=-float("inf"))
+    choose(
+        logits, bias_ptr, weights_ptr, indices_ptr, scores_ptr, token, num_tokens, num_experts, TOPK, SIGMOID,
+        NORMALIZE, BIASED, TOKENS, EXPERTS, SLOTS,
+    )  # fmt: skip
+
+
+@triton.jit
+def logits_gradient(
+    scores_ptr, indices_ptr, dweights_ptr, dscores_ptr, token, num_tokens, num_experts, TOPK: tl.constexpr,
+    SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, HAS_DSCORES: tl.constexpr, TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """[TOKENS, EXPERTS] of some tokens; anything beyond the last token and expert."""
+    there = token < num_tokens
+    expert = tl.arange(0, EXPERTS)[None, :]
+    inside = there[:, None] & (expert < num_experts)
+    place = token[:, None] * num_experts + expert
+    scores = tl.load(scores_ptr + place, mask=inside, other=0.0)
+    grad = tl.zeros([TOKENS, EXPERTS], dtype=tl.float32)
+    chosen = tl.zeros([TOKENS, EXPERTS], dtype=tl.int1)
+    for k in tl.static_range(TOPK):
+        index = tl.load(indices_ptr + token * TOPK + k, mask=there, other=-1).to(tl.int32)
+        here = expert == index[:, None]
+        dweight = tl.load(dweights_ptr + token * TOPK + k, mask=there, other=0.0)
+        grad = tl.where(here, dweight[:, None], grad)
+        chosen = chosen | here
+    if NORMALIZE:  # weight = score / total, total over the chosen
+        total = tl.sum(tl.where(chosen, scores, 0.0), 1)[:, None]
+        mean = tl.sum(tl.where(chosen, grad * scores, 0.0), 1)[:, None] / total
+        grad = tl.where(chosen, (grad - mean) / total, 0.0)
+    if HAS_DSCORES:
+        grad += tl.load(dscores_ptr + place, mask=inside, other=0.0)
+    if SIGMOID:
+        grad = grad * scores * (1.0 - scores)
+    else:
+        grad = scores * (grad - tl.sum(scores * grad, 1)[:, None])
+    return grad
 
 
 @triton.jit
@@ -75,31 +124,13 @@ def _router_topk_backward(
     EXPERTS: tl.constexpr,
 ):  # fmt: skip
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
-    there = token < num_tokens
     expert = tl.arange(0, EXPERTS)[None, :]
-    inside = there[:, None] & (expert < num_experts)
-    place = token[:, None] * num_experts + expert
-    scores = tl.load(scores_ptr + place, mask=inside, other=0.0)
-    chosen_grad = tl.zeros([TOKENS, EXPERTS], dtype=tl.float32)
-    chosen = tl.zeros([TOKENS, EXPERTS], dtype=tl.int1)
-    for k in tl.static_range(TOPK):
-        index = tl.load(indices_ptr + token * TOPK + k, mask=there, other=-1).to(tl.int32)
-        here = expert == index[:, None]
-        dweight = tl.load(dweights_ptr + token * TOPK + k, mask=there, other=0.0)
-        chosen_grad = tl.where(here, dweight[:, None], chosen_grad)
-        chosen = chosen | here
-    if NORMALIZE:  # weight = score / total, total over the chosen
-        total = tl.sum(tl.where(chosen, scores, 0.0), 1)[:, None]
-        mean = tl.sum(tl.where(chosen, chosen_grad * scores, 0.0), 1)[:, None] / total
-        chosen_grad = tl.where(chosen, (chosen_grad - mean) / total, 0.0)
-    grad = chosen_grad
-    if HAS_DSCORES:
-        grad += tl.load(dscores_ptr + place, mask=inside, other=0.0)
-    if SIGMOID:
-        grad = grad * scores * (1.0 - scores)
-    else:
-        grad = scores * (grad - tl.sum(scores * grad, 1)[:, None])
-    tl.store(dlogits_ptr + place, grad, mask=inside)
+    grad = logits_gradient(
+        scores_ptr, indices_ptr, dweights_ptr, dscores_ptr, token, num_tokens, num_experts, TOPK, SIGMOID, NORMALIZE,
+        HAS_DSCORES, TOKENS, EXPERTS,
+    )  # fmt: skip
+    inside = (token < num_tokens)[:, None] & (expert < num_experts)
+    tl.store(dlogits_ptr + token[:, None] * num_experts + expert, grad, mask=inside)
 
 
 def _launch_shape(num_experts: int) -> tuple[int, int, int]:
