@@ -5,6 +5,7 @@ On a CPU:  python benchmarks/moe_layer.py --device cpu --out benchmarks/results/
 Several runs in one table and chart:  python benchmarks/moe_layer.py --merge A.json B.json --out ALL
 Every repetition times each implementation once, in a random order (seeded), after overwriting the GPU's level-2 cache.
 With --sustained S each also runs for S seconds without a pause, in three turns: the GPU's power limit then decides.
+With --held N each also runs while another kernel holds N multiprocessors, as NCCL's do in training.
 "optimus" is the backend that is chosen by default, optimus-NAME the backend NAME. optimus+add and optimus+main_grad
 also sum the expert weights' gradients in fp32 buffers: with an addition after the backward, and inside it;
 optimus+write has the backward write them there, as the first of a step. An implementation that is not installed, cannot
@@ -34,6 +35,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
 from device_check import require_device
+from moe_layer_clock import Clock, make_held
 from moe_layer_peers import PEERS, Inputs
 from moe_layer_report import merge, plot, print_table
 from sustained import sustained
@@ -156,32 +158,6 @@ class WritingBackward(AddingBackward):
 LAYERS = {"optimus+add": Accumulating, "optimus+main_grad": AddingBackward, "optimus+write": WritingBackward}
 
 
-class Clock:
-    """Milliseconds of one call: time on the device, the level-2 cache overwritten before.
-
-    The device is first kept busy for about two milliseconds, so that the time in which Python launches kernels is not
-    counted: in training the device is behind, too. A call that waits for the device itself still pays its launches.
-    """
-
-    def __init__(self, device: str) -> None:
-        self.cuda = device == "cuda"
-        self.flush = torch.empty(256 * 2**20 if self.cuda else 1, dtype=torch.uint8, device=device)
-
-    def __call__(self, fn: Callable[[], object]) -> float:
-        if not self.cuda:
-            start = time.perf_counter()
-            fn()
-            return (time.perf_counter() - start) * 1e3
-        self.flush.zero_()
-        torch.cuda._sleep(4_000_000)  # clock cycles
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        fn()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end)
-
-
 def share_of_differing_tokens(y_TD: Tensor, expected_TD: Tensor, expected_name: str) -> float:
     """Share of the tokens whose outputs are further than 3% of their norm from what is expected.
 
@@ -228,6 +204,7 @@ def build_layers(args: argparse.Namespace, shape_name: str, tokens: int) -> dict
 def measure(shape_name: str, tokens: int, args: argparse.Namespace) -> list[dict]:
     """All implementations and skews of one shape in one rotation, so that clocks and temperature are shared."""
     clock, layers = Clock(args.device), build_layers(args, shape_name, tokens)
+    held = make_held(args.held)
     width, inner, experts, topk = SHAPES[shape_name]
     flops = 6 * tokens * topk * width * inner
     times: dict[tuple[str, float], dict[str, list[float]]] = {key: {"forward": [], "both": []} for key in layers}
@@ -237,10 +214,11 @@ def measure(shape_name: str, tokens: int, args: argparse.Namespace) -> list[dict
             layer, mine = layers[key], times[key]
             if len(mine["both"]) >= 5 and mine["both"][-1] > 100:
                 continue  # a slow loop gets its median from fewer runs
-            forward_ms, both_ms = clock(layer.forward), clock(layer.both)
+            now = {"forward": clock(layer.forward), "both": clock(layer.both)}
+            now |= {f"held {each.count}": clock(layer.both, each) for each in held}
             if repetition >= 2:
-                mine["forward"].append(forward_ms)
-                mine["both"].append(both_ms)
+                for what, ms in now.items():
+                    mine.setdefault(what, []).append(ms)
     at_length: dict[tuple[str, float], list[dict[str, float | None]]] = {key: [] for key in layers}
     for _ in range(3 if args.sustained else 0):
         for key in order.sample(keys, len(keys)):
@@ -254,6 +232,7 @@ def measure(shape_name: str, tokens: int, args: argparse.Namespace) -> list[dict
         layer = layers[name, zipf]
         with torch.no_grad():
             counts = ops.expert_counts(route(layer.data)[2], experts)
+        beside = {str(each.count): statistics.median(measured[f"held {each.count}"]) for each in held}
         busiest = counts.max().item() / counts.float().mean().item()
         peak = peak_memory(layer) if args.device == "cuda" else None
         rows.append(
@@ -263,7 +242,7 @@ def measure(shape_name: str, tokens: int, args: argparse.Namespace) -> list[dict
                 "zipf": zipf, "busiest_expert_over_mean": round(busiest, 3), "implementation": name,
                 "repetitions": len(measured["both"]),
                 "forward_ms": forward, "backward_ms": both - forward, "forward_backward_ms": both,
-                "sustained": long, "sustained_turns": turns,
+                "sustained": long, "sustained_turns": turns, "held_ms": beside,
                 "forward_tflops": flops / forward / 1e9, "forward_backward_tflops": 3 * flops / both / 1e9,
                 "peak_gib": peak, "times_ms": {k: [round(ms, 4) for ms in v] for k, v in measured.items()},
             }
@@ -272,6 +251,7 @@ def measure(shape_name: str, tokens: int, args: argparse.Namespace) -> list[dict
             f"{shape_name:15s} T {tokens:6d} zipf {zipf:3.1f} ({busiest:4.2f}x) {name:19s} forward {forward:8.3f} ms "
             f"{flops / forward / 1e9:7.2f}   forward+backward {both:8.3f} ms {3 * flops / both / 1e9:7.2f} TFLOP/s"
             + (f"   sustained {long['ms']:8.3f} ms {3 * flops / long['ms'] / 1e9:7.2f}" if long else "")
+            + "".join(f"   held {count}: {ms:.3f} ms" for count, ms in beside.items())
             + (f"   peak {peak:.2f} GiB" if peak else ""),
             flush=True,
         )
@@ -341,6 +321,7 @@ def main() -> None:
     )
     parser.add_argument("--repetitions", type=at_least_1, default=20)
     parser.add_argument("--sustained", type=not_negative, default=0.0, help="seconds a turn without a pause; 0: none")
+    parser.add_argument("--held", nargs="+", type=at_least_1, default=[], help="multiprocessors that others hold")
     parser.add_argument("--threads", type=at_least_1, help="CPU threads")
     parser.add_argument("--instructions", help="instruction set of the cpu backend (default: the fastest)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no further measurement after this time")
@@ -359,6 +340,8 @@ def main() -> None:
             args.out.with_suffix(".json").write_text(json.dumps(result))
     else:
         require_device(parser, args.device)
+        if args.held and args.device == "cpu":
+            parser.error("--held: a CPU has no multiprocessors to hold")
         if args.instructions:
             choose_instructions(parser, args.instructions)
         result = run(args)

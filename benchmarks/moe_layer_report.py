@@ -57,6 +57,10 @@ def print_table(rows: list[dict]) -> None:
             )
             long = [(a["sustained"], b["sustained"]) for a, b in both if a.get("sustained") and b.get("sustained")]
             _print_ratios(f"{ours} against {peer}, sustained", [theirs["ms"] / mine["ms"] for mine, theirs in long])
+            for count in both[0][0].get("held_ms", {}) if both else ():
+                beside = [(a.get("held_ms", {}), b.get("held_ms", {})) for a, b in both]
+                ratios = [theirs[count] / mine[count] for mine, theirs in beside if count in mine and count in theirs]
+                _print_ratios(f"{ours} against {peer}, {count} multiprocessors held", ratios)
     for key, cell in cells.items():
         unskewed = cells.get((*key[:2], 0.0), {})
         for name in cell:
