@@ -79,6 +79,14 @@ __device__ __forceinline__ void multiply_stage(float (&d)[128], const Note& tile
   wgmma_commit();
 }
 
+// By a warp's first thread, for all of them.
+__device__ __forceinline__ Note read_note(const Note& note, int lane) {
+  Note mine{};
+  if (lane == 0) mine = note;
+  return {uniform(mine.row),          uniform(mine.column), uniform(mine.expert), uniform(mine.steps),
+          uniform(mine.unpadded_row), uniform(mine.rows),   uniform(mine.last)};
+}
+
 template <typename T, Kind kKind>
 __device__ __forceinline__ void multiply(const Arguments& args, Layout& memory) {
   using Is = Traits<kKind>;
@@ -87,17 +95,16 @@ __device__ __forceinline__ void multiply(const Arguments& args, Layout& memory) 
   const uint32_t a = matrix_start(shared_address(memory.a[0]) + group * kBox);
   const uint32_t b = matrix_start(shared_address(memory.b[0]));
   const uint32_t full = shared_address(memory.full);
-  const uint32_t empty = address_in_block(shared_address(memory.empty), lane % 2);
-  const auto release = [&](int stage) {  // in both blocks
+  const uint32_t empty = address_in_block(shared_address(memory.empty), cluster_rank() ^ lane % 2);
+  const auto release = [&](int stage) {  // in both blocks, in this one by the thread that reads notes
     if (lane < 2) barrier_arrive_at(empty + stage * 8);
   };
   float d[128];
   Place at;
   while (true) {
     barrier_wait(full + at.stage * 8, at.phase);
-    Note tile = memory.note[at.stage];
-    if (__any_sync(0xffffffff, tile.steps < 0)) break;
-    tile.steps = uniform(tile.steps), tile.rows = uniform(tile.rows), tile.last = uniform(tile.last);
+    const Note tile = read_note(memory.note[at.stage], lane);
+    if (__any_sync(0xffffffff, tile.steps < 0)) break;  // so the compiler knows that no thread goes on alone
     const bool idle = !Is::kGradient && tile.rows <= 64 * group;  // this warpgroup's rows hold no slot
     const bool works = tile.steps > 0 && !idle;
     int previous = 0;
