@@ -35,7 +35,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
 from device_check import require_device
-from moe_layer_clock import Clock, make_held
+from moe_layer_clock import Clock, make_held, most_held
 from moe_layer_peers import PEERS, Inputs
 from moe_layer_report import merge, plot, print_table
 from sustained import sustained
@@ -340,8 +340,8 @@ def main() -> None:
             args.out.with_suffix(".json").write_text(json.dumps(result))
     else:
         require_device(parser, args.device)
-        if args.held and args.device == "cpu":
-            parser.error("--held: a CPU has no multiprocessors to hold")
+        if args.held and max(args.held) > (most := most_held(args.device)):
+            parser.error(f"--held {max(args.held)}: at most {most} multiprocessors, half of those of this device")
         if args.instructions:
             choose_instructions(parser, args.instructions)
         result = run(args)

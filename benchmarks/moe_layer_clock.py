@@ -44,6 +44,11 @@ class Clock:
         return begin.elapsed_time(end)
 
 
+def most_held(device: str) -> int:
+    """Multiprocessors that may be held: with fewer than half of them left something might never start."""
+    return torch.cuda.get_device_properties(device).multi_processor_count // 2 if device == "cuda" else 0
+
+
 def make_held(counts: list[int]) -> list[Held]:
     """Needs Triton, so only where it is asked for."""
     return [importlib.import_module("held").Held(count) for count in counts]

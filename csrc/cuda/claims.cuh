@@ -13,9 +13,9 @@ constexpr int kClaim = 14, kSend = 11, kLook = 8;
 // For the loading warps of both blocks of a cluster. The first thread of the first block claims, and sends what it got
 // to both; so both see the same items in the same order, and the first one past the end as the last.
 struct Claims {
-  int* next;             // the product's: the first item that nobody has claimed
+  int* next;              // the product's: the first item that nobody has claimed
   uint32_t items, there;  // Layout::item and item_there
-  bool deals, arms;      // this warp claims and sends; this one makes its block's slots ready for the next round
+  bool deals, arms;       // whether this warp claims and sends; whether it readies its block's slots for the next round
   int claimed = 0, received = 0;
 
   __device__ Claims(const Arguments& args, Layout& memory, bool leads, int rank)

@@ -23,6 +23,8 @@ constexpr int kWhole = 32;
 // SwiGLU's backward of the experts before kFirst runs beside the product before it, in two parts after that.
 constexpr int kFirst = 12, kSecond = 20;
 constexpr std::array<SpreadPart, 3> kSpreads = {{{1, 3}, {4, 3}, {kFirst, 3}}};
+// Besides these the spread of the rest of dy, that of x, SwiGLU's backward in three parts, and the sum of dx.
+static_assert(kErrandCounters == 2 * (kSpreads.size() + 6));
 
 Part part(int experts, int from, int to) { return {experts * from / kWhole, experts * to / kWhole}; }
 

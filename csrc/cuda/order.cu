@@ -196,8 +196,8 @@ cudaError_t order(const Index* indices, int* block_counts, const Plan& to, int n
   const int blocks = order_blocks(num_slots, num_experts), each = slots_of_block(num_slots, num_experts);
   static Prepared prepared;
   if (auto error = prepared(place<Index>, shared_bytes(kMaxExperts)); error != cudaSuccess) return error;
-  count_slots<<<blocks, kThreads, num_experts * 4, stream>>>(indices, block_counts, num_slots, each, num_experts,
-                                                                zeros, num_zeros);
+  count_slots<<<blocks, kThreads, num_experts * 4, stream>>>(indices, block_counts, num_slots, each, num_experts, zeros,
+                                                             num_zeros);
   if (auto error = cudaGetLastError(); error != cudaSuccess) return error;
   const int* counts = block_counts;
   return launch({blocks, kThreads, shared_bytes(num_experts), true, stream}, place<Index>, indices, counts, to,

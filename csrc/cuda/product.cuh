@@ -3,8 +3,8 @@
 // A block is three warpgroups. In the first, a warp loads stages of a ring by the tensor memory engine, and three
 // warps run errands (errands.cuh): row copies and sums bound by memory that another step needs, or this one further on,
 // beside the tensor cores. The other two multiply, 64 rows each. Two blocks are a cluster: where both work on the same
-// columns of an expert's weight, each loads half of it for both. Clusters claim their tiles one by one. Results leave through shared memory while the next
-// tile's loads are under way.
+// columns of an expert's weight, each loads half of it for both. Clusters claim their tiles one by one (claims.cuh).
+// Results leave through shared memory while the next tile's loads are under way.
 //
 // What steers the loops of loading and multiplying is one value for a warp, and the compiler knows (uniform, elect):
 // then a descriptor takes an instruction or two where it took a dozen, beside each of the tensor cores', and a copy by

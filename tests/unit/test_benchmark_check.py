@@ -73,6 +73,7 @@ def test_wrong_implementations_are_caught(benchmark_script: Any, logits_TE: Tens
         ("--repetitions -1", "--repetitions: -1 is not 1 or more"),
         ("--zipf -1", "--zipf: -1 is not 0 or more"),
         ("--sustained nan", "--sustained: nan is not 0 or more"),
+        ("--device cpu --held 3", "--held 3: at most 0 multiprocessors, half of those of this device"),
         ("--out no/such/folder/x", "there is no folder no/such/folder"),
         ("--merge no.json", "--merge no.json: no such file"),
         ("--device cpu --instructions mmx", "--instructions mmx: instruction set 'mmx' is not there"),

@@ -53,6 +53,12 @@ def test_ratios_are_geometric_means_over_even_cells(capsys: pytest.CaptureFixtur
     assert "optimus-triton, mula-7b, 8192 tokens: zipf 1.0 loses 20.0%" in out
 
 
+def test_ratios_while_others_hold_multiprocessors(capsys: pytest.CaptureFixture[str]) -> None:
+    ours, peer = row("optimus", 10) | {"held_ms": {"8": 10.0}}, row("peer", 10) | {"held_ms": {"8": 15.0}}
+    report.print_table([ours, peer])
+    assert "optimus against peer, 8 multiprocessors held: 1.500x, 1.500 to 1.500, 1 cells" in capsys.readouterr().out
+
+
 def test_the_chart_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report.plot([row("optimus", 10), row("peer", 20), row("optimus", 9, 16384, 1.0)], tmp_path / "chart.png")
