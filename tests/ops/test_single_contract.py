@@ -206,9 +206,23 @@ def test_the_host_is_not_needed_on_a_gpu() -> None:
     assert all(torch.equal(got, right) for got, right in zip((y, *grads), want.values(), strict=True))
 
 
-def test_a_layer_compiles_as_one_graph() -> None:
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_layer_compiles_as_one_graph(backend: str) -> None:
+    torch.compiler.reset()  # a compiled function keeps its backend
+    ops.set_backend(backend)
     inputs = make_inputs(CASE, torch.float32)
     for layer in (composed, ops.moe_mlp):
         compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
         got, want = values_and_gradients(compiled, inputs), values_and_gradients(layer, inputs)
         assert all(torch.equal(got[name], want[name]) for name in want)
+    leaves = [inputs[0].requires_grad_(), inputs[2][:, :, 0].clone().requires_grad_()]
+
+    def routed(x: Tensor, router: Tensor) -> Tensor:
+        routing, logits, x = ops.route(x, router, 2, normalize=True)
+        return routing.weights_TK.square().sum() + logits.square().sum() + x.square().sum()
+
+    grads = [
+        torch.autograd.grad(run(*leaves), leaves)
+        for run in (torch.compile(routed, backend="aot_eager", fullgraph=True), routed)
+    ]
+    assert all(torch.equal(got, want) for got, want in zip(*grads, strict=True))

@@ -74,7 +74,7 @@ __all__ = [
 def gains_by_main_grads(x: Tensor) -> bool:
     """Whether ``moe_mlp`` on x gains by main gradients, where nobody asks for input gradients early. In fp32 the
     reference only loses: it rounds nothing anyway, and computes its forward again to add in the backward."""
-    return x.dtype.itemsize < 4 or resolve(x.device, x.dtype) is not Backend.REFERENCE
+    return x.dtype.itemsize < 4 or resolve(x.device, x.dtype) != Backend.REFERENCE
 
 
 def moe_mlp(
@@ -104,8 +104,8 @@ def moe_mlp(
     arguments = (x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
     _check_moe_mlp(*arguments)
     backend = resolve(x_TD.device, x_TD.dtype)
-    run: Any = reference if backend is Backend.REFERENCE else kernels(backend)
-    if backend is Backend.REFERENCE:
+    run: Any = reference if backend == Backend.REFERENCE else kernels(backend)
+    if backend == Backend.REFERENCE:
         check_values("moe_mlp", indices_TK, down_EDF.shape[0])
     if torch.compiler.is_compiling():
         on_input_gradients = None

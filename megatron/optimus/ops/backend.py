@@ -82,7 +82,8 @@ def get_backend() -> Backend:
 def _constant_in_graphs(function: _Function) -> _Function:
     """torch.compiler.assume_constant_result, without importing the compiler, which every start would wait for.
 
-    A compiled function keeps the backend of its first call.
+    A compiled function keeps the backend of its first call. What is returned must be compared by ``==``: while torch
+    2.13 traces, ``is`` is false of a member of an enum from here.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

@@ -52,7 +52,7 @@ def _kernels(rows: Tensor, name: str) -> ModuleType | Any:
     """The module that has ``name`` for these rows. Rows of router weights are fp32 where experts have 16 bits: every
     backend's kernels take all dtypes up to fp32 here."""
     backend = resolve_routing(rows.device)
-    if backend is Backend.REFERENCE or rows.dtype is torch.float64 or not hasattr(kernels(backend), name):
+    if backend == Backend.REFERENCE or rows.dtype is torch.float64 or not hasattr(kernels(backend), name):
         return reference
     return kernels(backend)
 

@@ -101,7 +101,7 @@ def _check_logits(name: str, logits: Tensor, *of_rows: Tensor) -> None:
 def _kernels_for(x: Tensor) -> ModuleType | None:
     if x.dtype not in _DTYPES or x.numel() == 0 or torch.compiler.is_compiling():
         return None
-    if resolve_routing(x.device) is not Backend.TRITON:
+    if resolve_routing(x.device) != Backend.TRITON:
         return None
     from megatron.optimus.ops.triton import elementwise
 

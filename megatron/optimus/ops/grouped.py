@@ -150,14 +150,14 @@ def _on_reference(name: str, order: RowOrder, rows: Tensor | None, *others: Tens
     backend = resolve(leading.device, leading.dtype)
     num_slots, num_experts = order.rows_N.shape[0], order.counts_E.shape[0]
     sizes = [num_slots, num_slots, num_experts, num_experts + 3]
-    if backend is not Backend.REFERENCE:
+    if backend != Backend.REFERENCE:
         sizes = kernels(backend).order_sizes(num_slots, num_experts)
     if sizes != [t.shape[0] for t in _tensors(order)]:
         raise ValueError(
             f"{name}: the order was made for another backend than {backend.value!r}; "
             f"use sort_slots(indices, num_experts, {leading.dtype}) under the backend that runs this"
         )
-    return backend is Backend.REFERENCE
+    return backend == Backend.REFERENCE
 
 
 def _check_weight(name: str, rows: Tensor, weight: Tensor, order: RowOrder, main_grad: Tensor | None) -> None:

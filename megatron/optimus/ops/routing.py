@@ -80,7 +80,7 @@ def expert_counts(indices_TK: Tensor, num_experts: int) -> Tensor:
     Raises ValueError for indices that are not [T, K] of int32 or int64 or, on the CPU, outside [-1, E).
     """
     _check_indices("expert_counts", indices_TK, num_experts)
-    if resolve_routing(indices_TK.device) is Backend.REFERENCE:
+    if resolve_routing(indices_TK.device) == Backend.REFERENCE:
         check_values("expert_counts", indices_TK, num_experts)
         return reference.expert_counts(indices_TK, num_experts)
     return _expert_counts(indices_TK, num_experts)
@@ -95,7 +95,7 @@ def sort_slots(indices_TK: Tensor, num_experts: int, dtype: torch.dtype) -> RowO
     assertion (Triton, and the reference on NVIDIA GPUs) or turns every sum over slots into NaN (SYCL).
     """
     _check_indices("sort_slots", indices_TK, num_experts)
-    if resolve(indices_TK.device, dtype) is Backend.REFERENCE:
+    if resolve(indices_TK.device, dtype) == Backend.REFERENCE:
         check_values("sort_slots", indices_TK, num_experts)
         return reference.sort_slots(indices_TK, num_experts)
     slots, rows, counts, *plan = _sort_slots(indices_TK, num_experts, dtype)
@@ -114,8 +114,8 @@ def _check_choice(name: str, topk: int, num_experts: int, bias: Tensor | None, d
 def _has_kernel(device: torch.device, num_experts: int) -> bool:
     """Whether a fast backend chooses among so many experts."""
     backend = resolve_routing(device)
-    too_wide = backend is Backend.TRITON and num_experts > kernels(backend).MAX_EXPERTS
-    return backend is not Backend.REFERENCE and not too_wide
+    too_wide = backend == Backend.TRITON and num_experts > kernels(backend).MAX_EXPERTS
+    return backend != Backend.REFERENCE and not too_wide
 
 
 def _check_indices(name: str, indices: Tensor, num_experts: int) -> None:
@@ -188,7 +188,7 @@ def _linear_gradients(dlogits: Tensor, x: Tensor, weight: Tensor, dx: Tensor | N
 
 def _on_tensor_cores(x: Tensor, weight: Tensor) -> bool:
     is_wide = x.dtype == weight.dtype == torch.bfloat16 and x.is_cuda and x.shape[0] > 0
-    return is_wide and resolve_routing(x.device) is Backend.TRITON
+    return is_wide and resolve_routing(x.device) == Backend.TRITON
 
 
 @torch.library.custom_op("optimus::route", mutates_args=())
