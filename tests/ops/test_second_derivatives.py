@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.optimus import ops
+from megatron.optimus.ops import reference
 from tests.ops.cases import CASES, make_inputs
 from tests.ops.targets import SINGLE_TARGETS, TARGETS
 
@@ -68,3 +69,26 @@ def test_gathered_rows_have_a_second_derivative(backend: str, device: str) -> No
     count = (indices >= 0).sum(1, keepdim=True)
     tolerance = 2e-2 if backend == "triton" else 1e-5
     torch.testing.assert_close(got.float(), 8 * x.detach().float() * count**2, rtol=tolerance, atol=0)
+
+
+def test_the_reference_of_a_router_has_second_derivatives() -> None:
+    """As plain autograd through the same formulas."""
+    generator = torch.Generator().manual_seed(3)
+    leaves = [torch.randn(n, 6, generator=generator).requires_grad_() for n in (7, 4)]
+
+    def plain(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        logits = x @ weight.T
+        return reference.router_topk(logits, 2, normalize=True).weights_TK, logits, x * 1.0
+
+    def routed(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        routing, logits, x_too = ops.route(x, weight, 2, normalize=True)
+        return routing.weights_TK, logits, x_too
+
+    ops.set_backend("reference")
+    found = []
+    for run in (routed, plain):
+        loss = sum(t.square().sum() for t in run(*leaves))
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        found.append(torch.autograd.grad(sum(t.square().sum() for t in first), leaves))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
