@@ -132,11 +132,7 @@ def test_a_linear_router(
         assert torch.equal(x_too, leaves[0])
         return [t.detach().cpu() for t in (*routing, logits, *found)]
 
-    def in_fp64(x: torch.Tensor, weight: torch.Tensor, topk: int, **options) -> tuple:
-        logits = x @ weight.T
-        return reference.router_topk(logits, topk, **options), logits, x * 1.0
-
-    got, want = routed(ops.route, device, dtype), routed(in_fp64, "cpu", torch.float64)
+    got, want = routed(ops.route, device, dtype), routed(reference.route, "cpu", torch.float64)
     assert [t.dtype for t in got] == [torch.float32, torch.int64, torch.float32, torch.float32, dtype, dtype]
     assert torch.equal(got[1], want[1])
     assert all(close(got[i], want[i], 1e-5) for i in (0, 2, 3))
@@ -183,15 +179,15 @@ def test_a_linear_router_of_wrong_arguments_raises() -> None:
 def test_the_reference_by_finite_differences(options: tuple[bool, bool, bool]) -> None:
     sigmoid, normalize, biased = options
     generator = torch.Generator().manual_seed(5)
-    x, weight = (torch.randn(size, generator=generator, dtype=torch.float64) for size in ((3, 4), (5, 4)))
+    leaves = [torch.randn(n, 4, generator=generator, dtype=torch.float64).requires_grad_() for n in (3, 5)]
     bias = torch.randn(5, generator=generator, dtype=torch.float64) if biased else None
 
-    def outputs(*leaves: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = torch.nn.functional.linear(*leaves)  # reference.router_logits would round to fp32
-        routing = reference.router_topk(logits, 2, sigmoid=sigmoid, normalize=normalize, selection_bias_E=bias)
-        return routing.weights_TK, routing.scores_TE
+    def outputs(*leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        routing, logits, x = ops.route(*leaves, 2, sigmoid=sigmoid, normalize=normalize, selection_bias_E=bias)
+        return routing.weights_TK, routing.scores_TE, logits, x
 
-    assert torch.autograd.gradcheck(outputs, (x.requires_grad_(), weight.requires_grad_()))
+    ops.set_backend("reference")
+    assert torch.autograd.gradcheck(outputs, leaves)
 
 
 def test_wrong_arguments_raise() -> None:

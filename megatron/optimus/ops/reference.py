@@ -48,8 +48,9 @@ def route(x_TD: Tensor, weight_ED: Tensor, topk: int, **options: Any) -> tuple[R
 
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """fp32 logits [T, E] of a linear router, products and sums in fp32."""
-    return F.linear(x_TD.float(), weight_ED.float())
+    """Logits [T, E] of a linear router, products and sums in fp32, of fp64 in fp64."""
+    wide = torch.promote_types(torch.promote_types(x_TD.dtype, weight_ED.dtype), torch.float32)
+    return F.linear(x_TD.to(wide), weight_ED.to(wide))
 
 
 def router_topk(

@@ -25,7 +25,8 @@ def route(
     normalize: bool = False,
     selection_bias_E: Tensor | None = None,
 ) -> tuple[Routing, Tensor, Tensor]:
-    """A linear router: K experts per token as ``router_topk`` chooses them, fp32 logits [T, E], and x for the experts.
+    """A linear router: K experts per token as ``router_topk`` chooses them, fp32 logits [T, E] (of fp64 the reference's
+    are fp64), and x for the experts.
 
     Give the experts the x returned: the gradient of both is then one tensor, rounded once, and needs no addition. It is
     saved for the backward as it is, without an fp32 copy. In bf16 on NVIDIA GPUs the tensor cores multiply, in one
@@ -179,11 +180,12 @@ class _Route(torch.autograd.Function):
 
 
 def _linear_gradients(dlogits: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of x, to which dx is added, and of weight: in fp32, rounded once."""
-    sum_TD = (dlogits @ weight.float()).to(torch.promote_types(x.dtype, torch.float32))
+    """Of x, to which dx is added, and of weight: in the logits' dtype, fp32 or fp64, rounded once."""
+    wide = dlogits.dtype
+    sum_TD = dlogits @ weight.to(wide)
     if dx is not None:
-        sum_TD += dx
-    return sum_TD.to(x.dtype), (dlogits.t() @ x.float()).to(weight.dtype)
+        sum_TD = sum_TD.to(torch.promote_types(x.dtype, wide)) + dx
+    return sum_TD.to(x.dtype), (dlogits.t() @ x.to(wide)).to(weight.dtype)
 
 
 def _on_tensor_cores(x: Tensor, weight: Tensor) -> bool:
@@ -198,7 +200,7 @@ def _route(
     options = (topk, sigmoid, normalize, None if bias is None else bias.float().contiguous())
     if _on_tensor_cores(x, weight):
         return _linear().route(x.contiguous(), weight.contiguous(), *options)
-    logits = reference.router_logits(x, weight)
+    logits = reference.router_logits(x.float(), weight.float())
     return (*kernels(resolve_routing(x.device)).router_topk(logits, *options), logits)
 
 
