@@ -11,23 +11,29 @@ WARPS = 32  # of a program: no block of a matrix product finds the registers tha
 
 
 @triton.jit
-def _hold(released_ptr):
+def _hold(holding_ptr, released_ptr):
+    tl.atomic_add(holding_ptr, 1)
     while tl.atomic_add(released_ptr, 0) == 0:
         pass
 
 
 class Held:
-    """Holds ``count`` multiprocessors from ``start`` until the current stream has come to ``release``."""
+    """Holds ``count`` multiprocessors from ``start`` until the current stream has come to ``release``.
+
+    ``holding`` counts those that it holds.
+    """
 
     def __init__(self, count: int, device: str = "cuda") -> None:
-        self.count, self.released = count, torch.zeros(1, dtype=torch.int32, device=device)
+        self.count = count
+        self.holding, self.released = torch.zeros(2, 1, dtype=torch.int32, device=device)
         self.side = torch.cuda.Stream()
 
     def start(self) -> None:
+        self.holding.zero_()
         self.released.zero_()
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
-            _hold[(self.count,)](self.released, num_warps=WARPS)
+            _hold[(self.count,)](self.holding, self.released, num_warps=WARPS)
 
     def release(self) -> None:
         self.released.fill_(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -272,6 +273,30 @@ def test_cuda_agrees_with_triton_on_many_tiles(case: Case, dtype: torch.dtype) -
         ops.set_backend(backend)
         results.append(values_and_gradients(ops.moe_mlp, inputs))
     assert not mismatches(results[1], {n: t.cpu() for n, t in results[0].items()}, TOLERANCE[dtype] / 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device")
+@pytest.mark.parametrize("backend", _GPU_BACKENDS)
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5])
+def test_bits_are_the_same_beside_a_kernel_that_holds_multiprocessors(
+    backend: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NCCL's kernels do in training: some blocks start when others have ended, and nothing waits for them."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    held = importlib.import_module("held").Held
+    ops.set_backend(backend)
+    inputs = make_inputs(Case(3000, 320, 640, 5, 2, "some_foreign"), torch.bfloat16, "cuda")
+    want = values_and_gradients(ops.moe_mlp, inputs)
+    others = held(max(1, int(share * torch.cuda.get_device_properties(0).multi_processor_count)))
+    for _ in range(3):
+        others.start()
+        while int(others.holding) < others.count:
+            pass
+        got = values_and_gradients(ops.moe_mlp, inputs)
+        still_held = others.released.clone()
+        others.release()
+        assert not still_held and all(torch.equal(got[name], want[name]) for name in NAMES)
 
 
 @pytest.mark.gpu
