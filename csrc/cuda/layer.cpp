@@ -14,7 +14,7 @@ namespace {
 // A part of a spread: where it ends, in 32nds of the experts, and how many warps of a block do it. Beside the product
 // on one part the next is made ready, so the first is small, as nothing hides it. A spread by all idle warps takes
 // bandwidth from the product for a while, and costs what it would alone; one that takes as long as it may is nearly free
-// (benchmarks/results/cuda_kernels_h200.txt, sections 8 and 9).
+// (benchmarks/results/cuda_kernels_h200.txt, sections 8, 9 and 23).
 struct SpreadPart {
   int end, warps;
 };

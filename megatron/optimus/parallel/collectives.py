@@ -262,7 +262,7 @@ class Started:
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | None = None) -> Started:
     """[T_r, ...] on rank r -> [sum T_r, ...]; outside autograd."""
-    x = _padded(x.contiguous(), rows_per_rank)
+    x = _padded(_to_send(x), rows_per_rank)
     out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
     work = all_gather_single(out, x, group=group, async_op=True)
     return Started(work, out, x, None if rows_per_rank is None else lambda out: _without_padding(out, rows_per_rank))
@@ -270,7 +270,7 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[in
 
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | None = None) -> Started:
     """[sum T_r, ...] of each rank -> this rank's T_r rows of their sum; outside autograd."""
-    x = _with_padding(x.contiguous(), rows_per_rank)
+    x = _with_padding(_to_send(x), rows_per_rank)
     out = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
     work = reduce_scatter_single(out, x, group=group, async_op=True)
     rows = None if rows_per_rank is None else rows_per_rank[dist.get_rank(group)]
@@ -279,7 +279,7 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, rows_per_rank: lis
 
 def start_all_to_all(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Started:
     """As ``all_to_all_rows``; outside autograd."""
-    x, out = x.contiguous(), x.new_empty(sum(receive), *x.shape[1:])
+    x, out = _to_send(x), x.new_empty(sum(receive), *x.shape[1:])
     return Started(dist.all_to_all_single(out, x, receive, send, group=group, async_op=True), out, x)
 
 
@@ -321,7 +321,7 @@ def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | None) -> Tensor:
-    x = _padded(x.contiguous(), rows_per_rank)
+    x = _padded(_to_send(x), rows_per_rank)
     out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
     all_gather_single(out, x, group=group)
     return out if rows_per_rank is None else _without_padding(out, rows_per_rank)
@@ -329,7 +329,7 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | None) -> Tensor:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    x = _with_padding(x.contiguous(), rows_per_rank)
+    x = _with_padding(_to_send(x), rows_per_rank)
     out = x.new_empty(x.shape[0] // size, *x.shape[1:])
     reduce_scatter_single(out, x, group=group)
     return out if rows_per_rank is None else out[: rows_per_rank[rank]]
@@ -337,8 +337,13 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int
 
 def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
     out = x.new_empty(sum(receive), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
+    dist.all_to_all_single(out, _to_send(x), receive, send, group=group)
     return out
+
+
+def _to_send(x: Tensor) -> Tensor:
+    """Without its graph: a library's threads let go of what was sent, and of its graph, some time after ``wait``."""
+    return x.detach().contiguous()
 
 
 def _padded(x: Tensor, rows_per_rank: list[int] | None) -> Tensor:
