@@ -7,15 +7,22 @@ fork, and reads some variables once. A rank that raises, dies or hangs fails the
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import multiprocessing as mp
 import os
 import pickle
+import random
+import socket
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -64,6 +71,49 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
     every failing rank's traceback.
     """
     return _run(_CONTEXT, fn, world_size, args, timeout, "cpu")
+
+
+def start_program(module: str, argv: list[str], world_size: int, timeout: float) -> subprocess.CompletedProcess[str]:
+    """``main(argv)`` of a module on forked ranks, with the variables that torchrun sets: what they printed, and the
+    first exit code that is not 0. Ranks that have not ended in ``timeout`` seconds, or 10 after one that failed, are
+    killed."""
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = (os.path.join(folder, name) for name in ("out", "err"))
+        ranks = []
+        for rank in range(world_size):
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+            words = (module, argv, {name: str(value) for name, value in variables.items()}, out, err)
+            ranks.append(_CONTEXT.Process(target=_program, args=words, daemon=True))
+            ranks[-1].start()
+        deadline = time.monotonic() + timeout
+        while any(rank.is_alive() for rank in ranks) and time.monotonic() < deadline:
+            wait([rank.sentinel for rank in ranks if rank.is_alive()], timeout=max(0.0, deadline - time.monotonic()))
+            if any(rank.exitcode for rank in ranks):
+                deadline = min(deadline, time.monotonic() + 10)
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+        code = next((rank.exitcode for rank in ranks if rank.exitcode), 0)
+        printed = (Path(path).read_text() if os.path.exists(path) else "" for path in (out, err))
+        return subprocess.CompletedProcess([module, *argv], code, *printed)
+
+
+def _program(module: str, argv: list[str], variables: dict[str, str], out: str, err: str) -> None:
+    os.environ.update(variables)
+    for stream, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
+    sys.exit(importlib.import_module(module).main(argv))
+
+
+def free_port() -> int:
+    """Below the range from which the kernel gives ports to connections: another process's would take it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def run_on_gpus(

@@ -15,8 +15,6 @@ import contextlib
 import functools
 import mmap
 import os
-import random
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,7 +22,7 @@ from enum import Enum, IntEnum
 from pathlib import Path
 from typing import Any, Protocol
 
-from tests.helpers import _CONTEXT
+from tests.helpers import _CONTEXT, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,7 +82,7 @@ class Marks:
 
 def start(method: StartMethod, ranks: int, folder: Path, argv: list[str]) -> tuple[list[Process], Marks]:
     """Starts all ranks of ``python -m megatron.optimus.pretrain`` with ``argv``; output goes to folder/out.log.RANK."""
-    marks, port = Marks(folder / "marks", ranks), _free_port()
+    marks, port = Marks(folder / "marks", ranks), free_port()
     if method is StartMethod.FORK:
         processes: list[Process] = []
         for rank in range(ranks):
@@ -156,12 +154,3 @@ class _Exec:
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
-
-
-def _free_port() -> int:
-    """Below the range from which the kernel gives ports to connections: another process's would take it meanwhile."""
-    while True:
-        port = random.SystemRandom().randrange(20000, 32000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megatron.optimus.data.indexed import IndexedDatasetWriter
+from tests.helpers import start_program
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (
@@ -80,5 +82,19 @@ def pretrain(tokens: Path) -> Program:
         return subprocess.run(
             command, check=False, capture_output=True, text=True, timeout=240, env=environment(), preexec_fn=limit_files
         )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def train(tokens: Path, pretrain: Program) -> Program:
+    """``pretrain`` for tests of what is trained, not of how it is started: the ranks are forked from a process that has
+    imported everything, which saves most of a short run. Where there is a GPU they are not: DeepSpeed has chosen it."""
+    if torch.cuda.is_available():
+        return pretrain
+
+    def run(run_dir: Path, *options: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+        words = [*TINY, "--run-dir", str(run_dir), "--data-path", str(tokens), *map(str, options)]
+        return start_program("megatron.optimus.pretrain", words, ranks, timeout=240)
 
     return run

@@ -49,10 +49,8 @@ def fail(result: subprocess.CompletedProcess[str], *expected: str) -> None:
         (["--tensorboard-dir", "/dev/null/x"], ["tensorboard_dir='/dev/null/x'", "Not a directory"]),
     ],
 )
-def test_one_line_says_what_is_wrong(
-    tmp_path: Path, pretrain: Program, options: list[str], expected: list[str]
-) -> None:
-    fail(pretrain(tmp_path, *options), *expected)
+def test_one_line_says_what_is_wrong(tmp_path: Path, train: Program, options: list[str], expected: list[str]) -> None:
+    fail(train(tmp_path, *options), *expected)
 
 
 def test_no_rank_waits_for_one_that_failed(tmp_path: Path, pretrain: Program) -> None:
@@ -73,12 +71,12 @@ def test_ranks_with_other_options_end_with_the_difference(tmp_path: Path, tokens
     assert not list(tmp_path.iterdir())
 
 
-def test_truncated_tokens(tmp_path: Path, tokens: Path, pretrain: Program) -> None:
+def test_truncated_tokens(tmp_path: Path, tokens: Path, train: Program) -> None:
     for suffix in (".bin", ".idx"):
         shutil.copy(f"{tokens}{suffix}", tmp_path / f"cut{suffix}")
     whole = (tmp_path / "cut.bin").read_bytes()
     (tmp_path / "cut.bin").write_bytes(whole[:-100])
-    fail(pretrain(tmp_path, "--data-path", tmp_path / "cut"), "cut.bin")
+    fail(train(tmp_path, "--data-path", tmp_path / "cut"), "cut.bin")
 
 
 def large_corpus(tmp_path: Path) -> Path:
@@ -103,14 +101,14 @@ def damage(prefix: Path, place: int) -> str:
     return f"{prefix}.bin: token {place} has id 60000, outside the vocabulary of 64"
 
 
-def test_validation_data_that_cannot_be_read(tmp_path: Path, pretrain: Program) -> None:
+def test_validation_data_that_cannot_be_read(tmp_path: Path, train: Program) -> None:
     """Of one rank, after the third step: both save that step, which has its line, and end; both go on from there."""
     prefix = large_corpus(tmp_path)
     valid = InstanceSet([str(prefix)], 32, split="969,30,1", part=Split.VALID)
     place = valid.locate(2)[1][0][0] + 7  # samples 2 and 3 of a step are rank 1's
     reason = damage(prefix, place)
     options = ["--data-path", prefix, "--eval-interval", 3, "--save-interval", 100]
-    result = pretrain(tmp_path / "run", *options, ranks=2)
+    result = train(tmp_path / "run", *options, ranks=2)
     assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr[-2000:]
     errors = sorted(line for line in result.stderr.splitlines() if line.startswith("error"))
     assert len(errors) == 2 and f"error on rank 1: reading validation data failed on rank 1: {reason}" in errors[0]
@@ -122,12 +120,12 @@ def test_validation_data_that_cannot_be_read(tmp_path: Path, pretrain: Program) 
     with open(f"{prefix}.bin", "r+b") as stream:
         stream.seek(2 * place)
         stream.write(bytes(2))
-    result = pretrain(tmp_path / "run", *options, "--train-iters", 6)
+    result = train(tmp_path / "run", *options, "--train-iters", 6)
     assert result.returncode == 0, result.stderr[-2000:]
     assert "step 3, 24 samples consumed" in result.stdout
 
 
-def test_an_id_that_no_check_before_the_run_could_see(tmp_path: Path, pretrain: Program) -> None:
+def test_an_id_that_no_check_before_the_run_could_see(tmp_path: Path, train: Program) -> None:
     """One token of 134 million, in a sample of one rank's sixth step: both ranks save and end before it is needed."""
     prefix = large_corpus(tmp_path)
     instances = InstanceSet([str(prefix)], 32, split="969,30,1")
@@ -135,7 +133,7 @@ def test_an_id_that_no_check_before_the_run_could_see(tmp_path: Path, pretrain: 
     place = instances.locate(int(sixth[2]))[1][0][0] + 7  # samples 2 and 3 of a step are rank 1's
     reason = damage(prefix, place)
 
-    result = pretrain(tmp_path / "run", "--data-path", prefix, ranks=2)
+    result = train(tmp_path / "run", "--data-path", prefix, ranks=2)
     assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr[-2000:]
     errors = sorted(line for line in result.stderr.splitlines() if line.startswith("error"))
     assert len(errors) == 2 and errors[0].startswith(
@@ -144,52 +142,52 @@ def test_an_id_that_no_check_before_the_run_could_see(tmp_path: Path, pretrain: 
     assert errors[1] == "error: reading beyond step 4 failed on rank 1: see the message of that rank"
     assert "saving step 4" in result.stdout and (tmp_path / "run/checkpoints/step-00000004").is_dir()
     # as it still is there, a run that resumes ends before its first step
-    result = pretrain(tmp_path / "run", "--data-path", prefix, "--micro-batch-size", 8)
+    result = train(tmp_path / "run", "--data-path", prefix, "--micro-batch-size", 8)
     fail(result, f"error: reading the first batches failed on rank 0: {reason}")
     assert "step 4, 32 samples consumed" in result.stdout and "step=5" not in result.stdout
 
 
-def test_corrupted_checkpoint_falls_back_to_the_one_before(tmp_path: Path, pretrain: Program) -> None:
-    assert pretrain(tmp_path, "--train-iters", "4").returncode == 0
+def test_corrupted_checkpoint_falls_back_to_the_one_before(tmp_path: Path, train: Program) -> None:
+    assert train(tmp_path, "--train-iters", "4").returncode == 0
     shard = next((tmp_path / "checkpoints/step-00000004").glob("*.safetensors"))
     damaged = bytearray(shard.read_bytes())
     damaged[-5] ^= 1
     shard.write_bytes(damaged)
-    result = pretrain(tmp_path, "--train-iters", "6")
+    result = train(tmp_path, "--train-iters", "6")
     assert result.returncode == 0, result.stderr[-2000:]
     assert "step-00000004 is damaged" in result.stdout
     assert "resumed from" in result.stdout and "step 2," in result.stdout
 
 
-def test_a_checkpoint_of_another_shape_names_the_options(tmp_path: Path, pretrain: Program) -> None:
-    assert pretrain(tmp_path, "--train-iters", "2").returncode == 0
-    fail(pretrain(tmp_path, "--num-layers", "3"), "not in the checkpoint", "model.num_layers 2 -> 3", "another folder")
+def test_a_checkpoint_of_another_shape_names_the_options(tmp_path: Path, train: Program) -> None:
+    assert train(tmp_path, "--train-iters", "2").returncode == 0
+    fail(train(tmp_path, "--num-layers", "3"), "not in the checkpoint", "model.num_layers 2 -> 3", "another folder")
     remedy = ("--save and --run-dir", "--load with --no-load-optim")
     told = "holds the states of optimizer=adam, this run has optimizer=lion"
-    fail(pretrain(tmp_path, "--optimizer", "lion"), told, *remedy)  # lion's only state has the name of one of adam's
-    assert pretrain(tmp_path / "lion", "--train-iters", "2", "--optimizer", "lion").returncode == 0
+    fail(train(tmp_path, "--optimizer", "lion"), told, *remedy)  # lion's only state has the name of one of adam's
+    assert train(tmp_path / "lion", "--train-iters", "2", "--optimizer", "lion").returncode == 0
     told = "holds the states of optimizer=lion, this run has optimizer=adam"
-    fail(pretrain(tmp_path / "lion"), told, "optimizer.optimizer lion -> adam", *remedy)
+    fail(train(tmp_path / "lion"), told, "optimizer.optimizer lion -> adam", *remedy)
     assert (tmp_path / "checkpoints" / "step-00000002").is_dir()
 
 
-def test_full_disk_while_saving_loses_nothing(tmp_path: Path, pretrain: Program) -> None:
+def test_full_disk_while_saving_loses_nothing(tmp_path: Path, train: Program, pretrain: Program) -> None:
     """The disk takes no more bytes than a file-size limit allows: an error, no debris, the earlier checkpoint good."""
-    assert pretrain(tmp_path, "--train-iters", "2").returncode == 0
+    assert train(tmp_path, "--train-iters", "2").returncode == 0
     before = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     fail(pretrain(tmp_path, "--train-iters", "4", max_file_bytes=60_000), "saving step 4", "File too large")
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == before
-    result = pretrain(tmp_path, "--train-iters", "4")
+    result = train(tmp_path, "--train-iters", "4")
     assert result.returncode == 0 and "step 2," in result.stdout
 
 
-def test_diverged_run_ends_with_the_reason(tmp_path: Path, pretrain: Program) -> None:
-    result = pretrain(tmp_path, "--lr", "1e30", "--min-lr", "1e30", "--lr-warmup-iters", "0")
+def test_diverged_run_ends_with_the_reason(tmp_path: Path, train: Program) -> None:
+    result = train(tmp_path, "--lr", "1e30", "--min-lr", "1e30", "--lr-warmup-iters", "0")
     fail(result, "gradients were not finite in 5 steps in a row")
 
 
-def test_all_checkpoints_corrupted_is_an_error_not_a_fresh_start(tmp_path: Path, pretrain: Program) -> None:
-    assert pretrain(tmp_path, "--train-iters", "2").returncode == 0
+def test_all_checkpoints_corrupted_is_an_error_not_a_fresh_start(tmp_path: Path, train: Program) -> None:
+    assert train(tmp_path, "--train-iters", "2").returncode == 0
     for shard in (tmp_path / "checkpoints").rglob("*.safetensors"):
         shard.write_bytes(shard.read_bytes()[:-1])
-    fail(pretrain(tmp_path, "--train-iters", "4"), "checkpoints", "none of its")
+    fail(train(tmp_path, "--train-iters", "4"), "checkpoints", "none of its")

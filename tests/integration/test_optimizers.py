@@ -20,9 +20,9 @@ def assert_loss_falls(run_dir: Path) -> None:
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.15, losses
 
 
-def test_the_loss_falls_under_sgd(tmp_path: Path, pretrain: Program) -> None:
+def test_the_loss_falls_under_sgd(tmp_path: Path, train: Program) -> None:
     options = "--optimizer sgd --lr 1 --weight-decay 0 --optimizer-state-dtype bf16 --save-interval 0"
-    succeed(pretrain(tmp_path, *options.split(), *QUIET))
+    succeed(train(tmp_path, *options.split(), *QUIET))
     assert_loss_falls(tmp_path)
 
 
@@ -34,14 +34,14 @@ def test_the_loss_falls_under_sgd(tmp_path: Path, pretrain: Program) -> None:
     ],
 )
 def test_resumed_run_equals_the_unbroken_one_bit_for_bit(
-    options: str, ranks: int, kinds: set[str], tmp_path: Path, pretrain: Program
+    options: str, ranks: int, kinds: set[str], tmp_path: Path, train: Program
 ) -> None:
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
-    succeed(pretrain(unbroken, *options.split(), *QUIET, ranks=ranks))
+    succeed(train(unbroken, *options.split(), *QUIET, ranks=ranks))
     assert_loss_falls(unbroken)
     shutil.copytree(unbroken, broken)
     shutil.rmtree(broken / "checkpoints/step-00000008")
-    assert "step 6, 48 samples" in succeed(pretrain(broken, *options.split(), *QUIET, ranks=ranks))
+    assert "step 6, 48 samples" in succeed(train(broken, *options.split(), *QUIET, ranks=ranks))
     assert numbers(broken) == numbers(unbroken)
     resumed, reference = (tensors(run / "checkpoints/step-00000008") for run in (broken, unbroken))
     assert {kind for _, kind in reference} >= {"master"} | kinds

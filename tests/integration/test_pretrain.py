@@ -68,19 +68,19 @@ def test_every_step_is_reported_and_the_loss_falls(unbroken: Path) -> None:
 
 
 def test_resumed_run_equals_the_unbroken_one_bit_for_bit(
-    tmp_path: Path, pretrain: Program, unbroken: Path, tokens: Path
+    tmp_path: Path, train: Program, unbroken: Path, tokens: Path
 ) -> None:
     """Its test set, too, which is evaluated after the last step and by a run that finds nothing left to train."""
     options, tested = ("--expert-model-parallel-size", 2, "--test-data-path", f"held={tokens}"), "evaluation.json"
-    succeed(pretrain(tmp_path, *options, "--exit-interval", 3, ranks=2))
+    succeed(train(tmp_path, *options, "--exit-interval", 3, ranks=2))
     assert [line["step"] for line in numbers(tmp_path)] == [1, 2, 3] and not (tmp_path / tested).exists()
-    out = succeed(pretrain(tmp_path, *options, ranks=2))
+    out = succeed(train(tmp_path, *options, ranks=2))
     assert "resumed from" in out and "step 3, 24 samples" in out
     assert numbers(tmp_path) == numbers(unbroken)
     told = (unbroken / tested).read_text()
     assert (tmp_path / tested).read_text() == told and json.loads(told)["step"] == 8
     (tmp_path / tested).unlink()
-    succeed(pretrain(tmp_path, *options, ranks=2))
+    succeed(train(tmp_path, *options, ranks=2))
     assert (tmp_path / tested).read_text() == told and numbers(tmp_path) == numbers(unbroken)
     resumed, reference = (tensors(run / "checkpoints/step-00000008") for run in (tmp_path, unbroken))
     assert resumed.keys() == reference.keys()
@@ -88,10 +88,12 @@ def test_resumed_run_equals_the_unbroken_one_bit_for_bit(
         assert torch.equal(resumed[key], tensor), key
 
 
-def test_killed_run_resumes_from_the_last_checkpoint(tmp_path: Path, tokens: Path, pretrain: Program) -> None:
+def test_killed_run_resumes_from_the_last_checkpoint(
+    tmp_path: Path, tokens: Path, pretrain: Program, train: Program
+) -> None:
     """SIGKILL of launcher and ranks after the first checkpoint; the same command then finishes the same run."""
     options = ["--expert-model-parallel-size", "2", "--train-iters", "40", "--eval-interval", "0"]
-    succeed(pretrain(tmp_path / "unbroken", *options, ranks=2))
+    succeed(train(tmp_path / "unbroken", *options, ranks=2))
     killed = tmp_path / "killed"
     words = [*command_of(2), *TINY, *options, "--run-dir", str(killed), "--data-path", str(tokens)]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -151,15 +153,23 @@ def test_a_killed_rank_leaves_lines_not_tracebacks(tmp_path: Path, tokens: Path)
     ],
 )
 def test_any_layout_trains_the_same_model(
-    tmp_path: Path, pretrain: Program, ranks: int, options: list[str], tmp_path_factory: pytest.TempPathFactory
+    tmp_path: Path,
+    train: Program,
+    pretrain: Program,
+    ranks: int,
+    options: list[str],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """Losses, gradient norms and final weights of a layout equal those of one process.
 
     Batch-wide balancing statistics, because those of single micro-batches differ by definition.
     """
     common = ["--moe-router-load-balancing-type", "none", "--moe-z-loss-coeff", "0.01"]
-    serial = _serial_run(tmp_path_factory, pretrain, common)
-    succeed(pretrain(tmp_path, *common, *options, ranks=ranks, torchrun=ranks == 2))
+    serial = _serial_run(tmp_path_factory, train, common)
+    if ranks == 2:
+        succeed(pretrain(tmp_path, *common, *options, ranks=ranks, torchrun=True))
+    else:
+        succeed(train(tmp_path, *common, *options, ranks=ranks))
     for line, reference in zip(numbers(tmp_path), numbers(serial), strict=True):
         for key, value in reference.items():
             assert line[key] == pytest.approx(value, rel=2e-5), (line["step"], key)
@@ -170,13 +180,13 @@ def test_any_layout_trains_the_same_model(
         assert (parallel[key] - tensor).abs().max() <= 1e-4 * tensor.abs().max(), key
 
 
-def test_deterministic_runs_have_the_same_bits(tmp_path: Path, pretrain: Program) -> None:
+def test_deterministic_runs_have_the_same_bits(tmp_path: Path, train: Program) -> None:
     options = (
         "--deterministic --tensor-model-parallel-size 2 --expert-model-parallel-size 2 --train-iters 4 "
         "--moe-token-dispatcher-type alltoall --params-dtype bf16 --recompute-modules moe attention"
     ).split()
     for name in ("first", "second"):
-        succeed(pretrain(tmp_path / name, *options, ranks=2))
+        succeed(train(tmp_path / name, *options, ranks=2))
     assert numbers(tmp_path / "first") == numbers(tmp_path / "second")
     first, second = (tensors(tmp_path / name / "checkpoints/step-00000004") for name in ("first", "second"))
     assert first.keys() == second.keys()
@@ -187,29 +197,29 @@ def test_deterministic_runs_have_the_same_bits(tmp_path: Path, pretrain: Program
 _SERIAL: dict[str, Path] = {}
 
 
-def _serial_run(factory: pytest.TempPathFactory, pretrain: Program, options: list[str]) -> Path:
+def _serial_run(factory: pytest.TempPathFactory, train: Program, options: list[str]) -> Path:
     key = " ".join(options)
     if key not in _SERIAL:
         _SERIAL[key] = factory.mktemp("serial")
-        succeed(pretrain(_SERIAL[key], *options))
+        succeed(train(_SERIAL[key], *options))
     return _SERIAL[key]
 
 
-def test_checkpoint_of_one_layout_continues_on_another(tmp_path: Path, pretrain: Program, unbroken: Path) -> None:
+def test_checkpoint_of_one_layout_continues_on_another(tmp_path: Path, train: Program, unbroken: Path) -> None:
     """Two ranks with EP=2 up to step 8, then one process, experts in other places, or everything split over two: the
     loss goes on."""
     load = ["--load", unbroken / "checkpoints", "--train-iters", 9, "--lr-decay-iters", 8]
-    out = succeed(pretrain(tmp_path / "one", *load))
+    out = succeed(train(tmp_path / "one", *load))
     assert "changed since that checkpoint: parallel.expert_model_parallel_size 2 -> 1" in out
     placement = tmp_path / "placement.json"
     placement.write_text(to_json([layer.placement for layer in report(unbroken / "expert_load.json").layers]))
     moved = ["--expert-model-parallel-size", 2, "--moe-expert-placement-file", placement]
-    out = succeed(pretrain(tmp_path / "two", *load, *moved, ranks=2))
+    out = succeed(train(tmp_path / "two", *load, *moved, ranks=2))
     assert f"{placement} ownership" in out
-    wrong = pretrain(tmp_path / "wrong", *load, "--moe-expert-placement-file", placement)
+    wrong = train(tmp_path / "wrong", *load, "--moe-expert-placement-file", placement)
     assert wrong.returncode == 2 and "must hold 2 layers of 1 ranks" in wrong.stderr
     split = ["--tensor-model-parallel-size", 2, "--expert-tensor-parallel-size", 2]
-    succeed(pretrain(tmp_path / "split", *load, *split, ranks=2))
+    succeed(train(tmp_path / "split", *load, *split, ranks=2))
     one, two, three = (numbers(tmp_path / name)[-1] for name in ("one", "two", "split"))
     assert one["step"] == two["step"] == three["step"] == 9
     assert one["loss"] == pytest.approx(two["loss"], rel=1e-6)
@@ -221,15 +231,15 @@ def test_checkpoint_of_one_layout_continues_on_another(tmp_path: Path, pretrain:
             assert (other[key] - tensor).abs().max() <= 1e-5 * tensor.abs().max(), key
 
 
-def test_tied_embedding_and_shared_experts_of_another_layout(tmp_path: Path, pretrain: Program) -> None:
+def test_tied_embedding_and_shared_experts_of_another_layout(tmp_path: Path, train: Program) -> None:
     """Two stages hold the embedding, two ranks of each a part of the shared experts; a checkpoint holds them once and
     whole, from which one process goes on as the four ranks did."""
     tied = ["--no-untie-embeddings-and-output-weights", "--train-iters", 3, "--save-interval", 2]
     tied += ["--moe-shared-expert-intermediate-size", 20, "--moe-shared-expert-gate", "--add-qkv-bias"]
     layout = ["--pipeline-model-parallel-size", 2, "--tensor-model-parallel-size", 2, "--expert-model-parallel-size", 2]
-    succeed(pretrain(tmp_path / "stages", *tied, *layout, ranks=4))
+    succeed(train(tmp_path / "stages", *tied, *layout, ranks=4))
     checkpoints = tmp_path / "stages" / "checkpoints"
-    succeed(pretrain(tmp_path / "one", *tied, "--load", checkpoints / "step-00000002"))
+    succeed(train(tmp_path / "one", *tied, "--load", checkpoints / "step-00000002"))
     one, stages = (tensors(folder / "step-00000003") for folder in (tmp_path / "one" / "checkpoints", checkpoints))
     assert {key for key in one if key[1] != "rng"} == {key for key in stages if key[1] != "rng"}
     assert ("embedding.weight", "master") in one and ("lm_head.weight", "master") not in one
@@ -240,19 +250,17 @@ def test_tied_embedding_and_shared_experts_of_another_layout(tmp_path: Path, pre
             assert (stages[key] - tensor).abs().max() <= 1e-5 * tensor.abs().max(), key
 
 
-def test_resume_with_another_sequence_length_keeps_the_tokens(
-    tmp_path: Path, pretrain: Program, unbroken: Path
-) -> None:
+def test_resume_with_another_sequence_length_keeps_the_tokens(tmp_path: Path, train: Program, unbroken: Path) -> None:
     options = ["--load", unbroken / "checkpoints", "--train-iters", 9, "--lr-decay-iters", 8, "--seq-length", 16]
-    out = succeed(pretrain(tmp_path, *options))
+    out = succeed(train(tmp_path, *options))
     assert "step 8, 128 samples consumed" in out  # 64 samples of 32 tokens
     assert "training.seq_length 32 -> 16" in out
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["consumed_tokens"] == 8 * 8 * 32 + 8 * 16
 
 
-def test_finetune_takes_only_the_weights(tmp_path: Path, pretrain: Program, unbroken: Path) -> None:
+def test_finetune_takes_only_the_weights(tmp_path: Path, train: Program, unbroken: Path) -> None:
     succeed(
-        pretrain(tmp_path, "--load", unbroken / "checkpoints", "--finetune", "--train-iters", 1, "--lr-warmup-iters", 0)
+        train(tmp_path, "--load", unbroken / "checkpoints", "--finetune", "--train-iters", 1, "--lr-warmup-iters", 0)
     )
     [line] = numbers(tmp_path)
     assert line["step"] == 1
@@ -260,12 +268,12 @@ def test_finetune_takes_only_the_weights(tmp_path: Path, pretrain: Program, unbr
 
 
 def test_a_checkpoint_is_evaluated_at_another_layout_as_its_run_did(
-    tmp_path: Path, pretrain: Program, unbroken: Path, tokens: Path
+    tmp_path: Path, train: Program, unbroken: Path, tokens: Path
 ) -> None:
     """The same loss as the run's own validation; a share without a batch is left out by name, a named set is not."""
     options = ["--skip-train", "--load", unbroken / "checkpoints", "--valid-data-path", f"whole={tokens}"]
     options += ["--test-data-path", f"held={tokens}"]
-    said = succeed(pretrain(tmp_path, *options))
+    said = succeed(train(tmp_path, *options))
     found = json.loads((tmp_path / "evaluation.json").read_text())
     expected = numbers(unbroken)[-1]["valid_loss"]
     assert found["step"] == 8 and found["validation"]["loss"] == pytest.approx(expected, rel=1e-5)
@@ -277,24 +285,24 @@ def test_a_checkpoint_is_evaluated_at_another_layout_as_its_run_did(
     assert not list((tmp_path / "checkpoints").glob("step-*")) and not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_evaluation_without_a_checkpoint_is_an_error(tmp_path: Path, pretrain: Program) -> None:
-    result = pretrain(tmp_path, "--skip-train", "--split", "0,1,1")
+def test_evaluation_without_a_checkpoint_is_an_error(tmp_path: Path, train: Program) -> None:
+    result = train(tmp_path, "--skip-train", "--split", "0,1,1")
     assert result.returncode == 2 and "there is no checkpoint to evaluate" in result.stderr
 
 
-def test_bf16_follows_fp32(tmp_path: Path, pretrain: Program) -> None:
-    succeed(pretrain(tmp_path / "bf16", "--params-dtype", "bf16"))
-    succeed(pretrain(tmp_path / "fp32"))
+def test_bf16_follows_fp32(tmp_path: Path, train: Program) -> None:
+    succeed(train(tmp_path / "bf16", "--params-dtype", "bf16"))
+    succeed(train(tmp_path / "fp32"))
     low, full = numbers(tmp_path / "bf16"), numbers(tmp_path / "fp32")
     for line, reference in zip(low, full, strict=True):
         assert line["loss"] == pytest.approx(reference["loss"], rel=0.02)
 
 
-def test_expert_bias_and_tensorboard(tmp_path: Path, pretrain: Program) -> None:
+def test_expert_bias_and_tensorboard(tmp_path: Path, train: Program) -> None:
     """Aux-loss-free balancing on two ranks; its bias is part of the checkpoint."""
     options = ["--moe-router-enable-expert-bias", "--moe-router-load-balancing-type", "none", "--train-iters", 3]
     options += ["--expert-model-parallel-size", 2, "--tensorboard-dir", tmp_path / "tb"]
-    succeed(pretrain(tmp_path, *options, ranks=2))
+    succeed(train(tmp_path, *options, ranks=2))
     stored = tensors(tmp_path / "checkpoints/step-00000003")
     biases = [tensor for (name, kind), tensor in stored.items() if kind == "buffer"]
     assert len(biases) == 2

@@ -26,10 +26,10 @@ TRACE = "steps-2-3-rank-{}.trace.json.gz"
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory, pretrain: Program) -> Path:
+def run_dir(tmp_path_factory: pytest.TempPathFactory, train: Program) -> Path:
     """Two ranks of plain SGD: the length of an update is the learning rate times the norm of what was applied."""
     folder = tmp_path_factory.mktemp("recipe")
-    said = succeed(pretrain(folder, *RECIPE.split(), ranks=2))
+    said = succeed(train(folder, *RECIPE.split(), ranks=2))
     assert said.count("devices: 2 ranks took") == 2, said  # before steps 1 and 4
     return folder
 
@@ -60,7 +60,7 @@ def test_the_profile_has_the_steps_asked_for_and_their_parts(run_dir: Path, rank
     assert float(parts["layers.moe"][2]) == 4.0 and float(parts["layers.moe"][0]) > float(parts["layers.moe.router"][0])
 
 
-def test_steps_left_out_change_nothing_and_a_resumed_run_leaves_out_the_same(tmp_path: Path, pretrain: Program) -> None:
+def test_steps_left_out_change_nothing_and_a_resumed_run_leaves_out_the_same(tmp_path: Path, train: Program) -> None:
     """With so small a sigma ordinary steps count as spikes; the limit is the one computed from the norms reported.
     Steps 10 and 45 are left out by name, with their samples."""
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
@@ -68,7 +68,7 @@ def test_steps_left_out_change_nothing_and_a_resumed_run_leaves_out_the_same(tmp
         "--train-iters 48 --save-interval 40 --eval-interval 0 --num-layers 1 --global-batch-size 2 "
         f"--micro-batch-size 1 --iterations-to-skip 10 45 --lr 1e-4 --min-lr 1e-4 --grad-norm-spike-sigma {SIGMA}"
     ).split()
-    succeed(pretrain(unbroken, *options))
+    succeed(train(unbroken, *options))
     lines, recent = read_metrics(unbroken / "metrics.jsonl"), Recent()
     for line in lines:
         is_spike = line["grad_norm"] > recent.limit(line["step"], SIGMA)
@@ -82,6 +82,6 @@ def test_steps_left_out_change_nothing_and_a_resumed_run_leaves_out_the_same(tmp
     assert all(line["consumed_tokens"] == line["step"] * 2 * 32 for line in lines)
     shutil.copytree(unbroken, broken)
     shutil.rmtree(broken / "checkpoints/step-00000048")
-    assert "step 40," in succeed(pretrain(broken, *options))
+    assert "step 40," in succeed(train(broken, *options))
     assert numbers(broken) == numbers(unbroken)
     assert [line["step"] for line in read_metrics(broken / "metrics.jsonl") if line.get("skipped")] == skipped

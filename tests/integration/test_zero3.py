@@ -8,24 +8,11 @@ import pytest
 
 from megatron.optimus.checkpoint.verify import verify
 from megatron.optimus.observe.metrics import read_metrics
-from tests.campaigns.rank_process import StartMethod, start
-from tests.integration.conftest import TINY
+from tests.integration.conftest import Program
+from tests.integration.test_pretrain import succeed
 
 KEYS = ("loss", "aux_loss", "grad_norm", "valid_loss")
 DENSE = ["--num-experts", "0", "--ffn-hidden-size", "48"]
-
-
-def train(run_dir: Path, tokens: Path, *options: str) -> str:
-    """Two ranks, forked; what rank 0 says."""
-    run_dir.mkdir(exist_ok=True)
-    argv = [*TINY, "--run-dir", str(run_dir), "--data-path", str(tokens), *options]
-    processes, _ = start(StartMethod.FORK, 2, run_dir, argv)
-    for process in processes:
-        process.join(240)
-        process.kill()
-    said = (run_dir / "out.log.0").read_text()
-    assert [process.exitcode for process in processes] == [0, 0], said[-3000:]
-    return said
 
 
 def numbers(run_dir: Path) -> dict[str, list[float]]:
@@ -51,14 +38,14 @@ def numbers(run_dir: Path) -> dict[str, list[float]]:
     ],
 )
 def test_stages_take_up_each_others_checkpoints(
-    tmp_path: Path, tokens: Path, shape: list[str], stages: list[list[str]]
+    tmp_path: Path, train: Program, shape: list[str], stages: list[list[str]]
 ) -> None:
     """Eight steps at stage 1, and the same run with another stage every few steps."""
     whole, changing = tmp_path / "whole", tmp_path / "changing"
-    train(whole, tokens, *shape)
+    succeed(train(whole, *shape, ranks=2))
     each = 8 // len(stages)
     for options in stages:
-        said = train(changing, tokens, *shape, *options, "--exit-interval", str(each))
+        said = succeed(train(changing, *shape, *options, "--exit-interval", each, ranks=2))
         newest = sorted((changing / "checkpoints").glob("step-*"))[-1]
         assert verify(newest).layout["zero_stage"] == int(options[1])
     assert f"resumed from {changing / 'checkpoints'}/step-{8 - each:08d}: step {8 - each}," in said
