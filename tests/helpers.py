@@ -74,9 +74,9 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
 
 
 def start_program(module: str, argv: list[str], world_size: int, timeout: float) -> subprocess.CompletedProcess[str]:
-    """``main(argv)`` of a module on forked ranks, with the variables that torchrun sets: what they printed, and the
-    first exit code that is not 0. Ranks that have not ended in ``timeout`` seconds, or 10 after one that failed, are
-    killed."""
+    """``main(argv)`` of a module on forked ranks, with the variables that torchrun sets: what they printed, and an exit
+    code that is not 0, if there is one. Ranks that have not ended in ``timeout`` seconds, or 10 after one that failed,
+    are killed."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         out, err = (os.path.join(folder, name) for name in ("out", "err"))
@@ -88,16 +88,17 @@ def start_program(module: str, argv: list[str], world_size: int, timeout: float)
             ranks.append(_CONTEXT.Process(target=_program, args=words, daemon=True))
             ranks[-1].start()
         deadline = time.monotonic() + timeout
-        while any(rank.is_alive() for rank in ranks) and time.monotonic() < deadline:
-            wait([rank.sentinel for rank in ranks if rank.is_alive()], timeout=max(0.0, deadline - time.monotonic()))
+        while (left := [rank for rank in ranks if rank.is_alive()]) and time.monotonic() < deadline:
+            wait([rank.sentinel for rank in left], timeout=max(0.0, deadline - time.monotonic()))
             if any(rank.exitcode for rank in ranks):
                 deadline = min(deadline, time.monotonic() + 10)
+        codes = [rank.exitcode for rank in ranks]
         for rank in ranks:
             rank.kill()
             rank.join()
-        code = next((rank.exitcode for rank in ranks if rank.exitcode), 0)
+        codes += [rank.exitcode for rank in ranks]  # of those that were killed
         printed = (Path(path).read_text() if os.path.exists(path) else "" for path in (out, err))
-        return subprocess.CompletedProcess([module, *argv], code, *printed)
+        return subprocess.CompletedProcess([module, *argv], next(filter(None, codes), 0), *printed)
 
 
 def _program(module: str, argv: list[str], variables: dict[str, str], out: str, err: str) -> None:
