@@ -101,7 +101,16 @@ def plot(rows: list[dict], path: Path) -> None:
             for name in drawn:
                 speed = cell[name]["forward_backward_tflops"]
                 axis.bar(place, speed, 0.9, color=f"C{names.index(name)}", label=name)
-                axis.annotate(f"{speed:.3g}", (place, speed), ha="center", va="bottom", fontsize=6, rotation=90)
+                axis.annotate(
+                    f"{speed:.3g}",
+                    (place, speed),
+                    xytext=(0, 3),  # points above the bar
+                    textcoords="offset points",
+                    ha="center",
+                    va="bottom",
+                    fontsize=6,
+                    rotation=90,
+                )
                 place += 1
             place += 1
         axis.set_xticks(ticks, labels, fontsize=7)
