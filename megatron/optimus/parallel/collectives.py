@@ -297,7 +297,7 @@ def start_exchange(x: Tensor, out: Tensor, step: int, group: dist.ProcessGroup) 
     following = dist.get_global_rank(group, (rank + step) % size)
     previous = dist.get_global_rank(group, (rank - step) % size)
     works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, x, following, group), dist.P2POp(dist.irecv, out, previous, group)]
+        [dist.P2POp(dist.isend, _to_send(x), following, group), dist.P2POp(dist.irecv, out, previous, group)]
     )
     return Started(works, out, x)
 
