@@ -291,11 +291,13 @@ def test_bits_are_the_same_beside_a_kernel_that_holds_multiprocessors(
     others = held(max(1, int(share * torch.cuda.get_device_properties(0).multi_processor_count)))
     for _ in range(3):
         others.start()
-        while int(others.holding) < others.count:
-            pass
-        got = values_and_gradients(ops.moe_mlp, inputs)
-        still_held = others.released.clone()
-        others.release()
+        try:
+            while int(others.holding) < others.count:
+                pass
+            got = values_and_gradients(ops.moe_mlp, inputs)
+            still_held = others.released.clone()
+        finally:  # else the process could not end
+            others.release()
         assert not still_held and all(torch.equal(got[name], want[name]) for name in NAMES)
 
 
