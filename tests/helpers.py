@@ -82,9 +82,7 @@ def start_program(module: str, argv: list[str], world_size: int, timeout: float)
         out, err = (os.path.join(folder, name) for name in ("out", "err"))
         ranks = []
         for rank in range(world_size):
-            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-            words = (module, argv, {name: str(value) for name, value in variables.items()}, out, err)
+            words = (module, argv, rank_variables(rank, world_size, port), out, err)
             ranks.append(_CONTEXT.Process(target=_program, args=words, daemon=True))
             ranks[-1].start()
         deadline = time.monotonic() + timeout
@@ -106,6 +104,13 @@ def _program(module: str, argv: list[str], variables: dict[str, str], out: str, 
     for stream, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
     sys.exit(importlib.import_module(module).main(argv))
+
+
+def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """As torchrun sets them on one machine, and one thread."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    return {name: str(value) for name, value in (ranks | place).items()}
 
 
 def free_port() -> int:

@@ -22,7 +22,7 @@ from enum import Enum, IntEnum
 from pathlib import Path
 from typing import Any, Protocol
 
-from tests.helpers import _CONTEXT, free_port
+from tests.helpers import _CONTEXT, free_port, rank_variables
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -95,8 +95,7 @@ def start(method: StartMethod, ranks: int, folder: Path, argv: list[str]) -> tup
 
 def run_rank(rank: int, ranks: int, port: int, folder: str, argv: list[str]) -> None:
     """The process of one rank. Does not return."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    os.environ.update(rank_variables(rank, ranks, port))
     descriptor = os.open(Path(folder) / f"out.log.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

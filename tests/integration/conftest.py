@@ -90,7 +90,7 @@ def pretrain(tokens: Path) -> Program:
 def train(tokens: Path, pretrain: Program) -> Program:
     """``pretrain`` for tests of what is trained, not of how it is started: the ranks are forked from a process that has
     imported everything, which saves most of a short run. Where there is a GPU they are not: DeepSpeed has chosen it."""
-    if torch.cuda.is_available():
+    if torch.accelerator.is_available():
         return pretrain
 
     def run(run_dir: Path, *options: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
