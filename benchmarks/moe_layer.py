@@ -38,18 +38,10 @@ from device_check import require_device
 from moe_layer_clock import Clock, make_held, most_held
 from moe_layer_peers import PEERS, Inputs
 from moe_layer_report import merge, plot, print_table
+from moe_layer_shapes import ON_CPU, ON_GPU, shape_name, shape_of
 from sustained import sustained
 
 from megatron.optimus import ops
-
-# d model width, f inner width, e experts on this device, k experts per token
-SHAPES = {
-    "mula-7b": (2048, 1024, 64, 8),
-    "mula-20b": (2048, 1024, 96, 8),
-    "mula-100b/ep4": (3072, 1536, 36, 8),
-    "mula-220b/ep12": (3072, 1536, 20, 8),
-    "mula-tiny": (192, 192, 8, 2),
-}
 
 
 def make_inputs(shape: tuple[int, int, int, int], tokens: int, zipf: float, device: str, dtype: torch.dtype) -> Inputs:
@@ -174,7 +166,7 @@ def share_of_differing_tokens(y_TD: Tensor, expected_TD: Tensor, expected_name: 
     return differing
 
 
-def build_layers(args: argparse.Namespace, shape_name: str, tokens: int) -> dict[tuple[str, float], Layer]:
+def build_layers(args: argparse.Namespace, shape: str, tokens: int) -> dict[tuple[str, float], Layer]:
     """Every implementation with its own copy of the inputs, called once; those that fail are named and left out."""
     gc.collect()  # the cell before is in cycles of closures
     layers: dict[tuple[str, float], Layer] = {}
@@ -184,7 +176,7 @@ def build_layers(args: argparse.Namespace, shape_name: str, tokens: int) -> dict
         for name in args.peers if zipf == args.zipf[0] else args.skewed_peers:
             try:
                 start = time.monotonic()
-                data = make_inputs(SHAPES[shape_name], tokens, zipf, args.device, dtype)
+                data = make_inputs(shape_of(shape), tokens, zipf, args.device, dtype)
                 layer = LAYERS.get(name, Layer)(data, IMPLEMENTATIONS[name](data))
                 y = layer.forward()
                 layer.both()
@@ -201,11 +193,11 @@ def build_layers(args: argparse.Namespace, shape_name: str, tokens: int) -> dict
     return layers
 
 
-def measure(shape_name: str, tokens: int, args: argparse.Namespace) -> list[dict]:
+def measure(shape: str, tokens: int, args: argparse.Namespace) -> list[dict]:
     """All implementations and skews of one shape in one rotation, so that clocks and temperature are shared."""
-    clock, layers = Clock(args.device), build_layers(args, shape_name, tokens)
+    clock, layers = Clock(args.device), build_layers(args, shape, tokens)
     held = make_held(args.held)
-    width, inner, experts, topk = SHAPES[shape_name]
+    width, inner, experts, topk = shape_of(shape)
     flops = 6 * tokens * topk * width * inner
     times: dict[tuple[str, float], dict[str, list[float]]] = {key: {"forward": [], "both": []} for key in layers}
     keys, order = list(layers), random.Random(tokens)
@@ -238,7 +230,7 @@ def measure(shape_name: str, tokens: int, args: argparse.Namespace) -> list[dict
         rows.append(
             {
                 "command": " ".join(sys.argv),
-                "shape": shape_name, "d": width, "f": inner, "experts": experts, "topk": topk, "tokens": tokens,
+                "shape": shape, "d": width, "f": inner, "experts": experts, "topk": topk, "tokens": tokens,
                 "zipf": zipf, "busiest_expert_over_mean": round(busiest, 3), "implementation": name,
                 "repetitions": len(measured["both"]),
                 "forward_ms": forward, "backward_ms": both - forward, "forward_backward_ms": both,
@@ -248,7 +240,7 @@ def measure(shape_name: str, tokens: int, args: argparse.Namespace) -> list[dict
             }
         )  # fmt: skip
         print(
-            f"{shape_name:15s} T {tokens:6d} zipf {zipf:3.1f} ({busiest:4.2f}x) {name:19s} forward {forward:8.3f} ms "
+            f"{shape:15s} T {tokens:6d} zipf {zipf:3.1f} ({busiest:4.2f}x) {name:19s} forward {forward:8.3f} ms "
             f"{flops / forward / 1e9:7.2f}   forward+backward {both:8.3f} ms {3 * flops / both / 1e9:7.2f} TFLOP/s"
             + (f"   sustained {long['ms']:8.3f} ms {3 * flops / long['ms'] / 1e9:7.2f}" if long else "")
             + "".join(f"   held {count}: {ms:.3f} ms" for count, ms in beside.items())
@@ -267,9 +259,9 @@ def peak_memory(layer: Layer) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
-def profile(shape_name: str, tokens: int, args: argparse.Namespace) -> None:
+def profile(shape: str, tokens: int, args: argparse.Namespace) -> None:
     """Time of every kernel of forward and backward, back to back as a training step runs them."""
-    data = make_inputs(SHAPES[shape_name], tokens, args.zipf[0], args.device, torch.bfloat16)
+    data = make_inputs(shape_of(shape), tokens, args.zipf[0], args.device, torch.bfloat16)
     layer = Layer(data, optimus("auto")(data))
     layer.both()
     activity = torch.profiler.ProfilerActivity.CUDA
@@ -308,7 +300,7 @@ def choose_instructions(parser: argparse.ArgumentParser, name: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES)
+    parser.add_argument("--shapes", nargs="+", type=shape_name, metavar="MODEL[/epN]", help="of one of N ranks")
     parser.add_argument("--tokens", nargs="+", type=at_least_1)
     parser.add_argument("--zipf", nargs="+", type=not_negative, default=[0.0], help="exponents of experts' popularity")
     parser.add_argument("--peers", nargs="+", choices=IMPLEMENTATIONS)
@@ -353,7 +345,7 @@ def main() -> None:
 def run(args: argparse.Namespace) -> dict:
     """Measures every cell that time allows; writes the file after each."""
     on_gpu = args.device == "cuda"
-    args.shapes = args.shapes or ([s for s in SHAPES if s != "mula-tiny"] if on_gpu else ["mula-tiny"])
+    args.shapes = args.shapes or (ON_GPU if on_gpu else ON_CPU)
     args.tokens = args.tokens or ([32768] if on_gpu else [4096])
     args.peers = args.peers or (["optimus", *PEERS] if on_gpu else ["optimus", "transformers"])
     if args.threads:

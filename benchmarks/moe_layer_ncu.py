@@ -27,7 +27,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
-from moe_layer import SHAPES, Layer, make_inputs, optimus
+from moe_layer import Layer, make_inputs, optimus
+from moe_layer_shapes import shape_name, shape_of
 from provenance import commit
 
 METRICS = {
@@ -46,7 +47,7 @@ UNITS |= {"byte": 1.0, "kbyte": 1e3, "mbyte": 1e6, "gbyte": 1e9, "%": 1.0}
 
 def run_once(shape: str, tokens: int) -> None:
     """What ncu looks at: one forward and backward after two others."""
-    data = make_inputs(SHAPES[shape], tokens, 0.0, "cuda", torch.bfloat16)
+    data = make_inputs(shape_of(shape), tokens, 0.0, "cuda", torch.bfloat16)
     layer = Layer(data, optimus("cuda")(data))
     for _ in range(2):
         layer.both()
@@ -99,7 +100,7 @@ def _value(row: dict[str, str], units: dict[str, str], key: str) -> float:
 
 def label(kernels: list[dict[str, Any]], shape: str, tokens: int) -> None:
     """Gives the six products their names and FLOPs, by order of launch; several launches of one product share them."""
-    width, inner, _, topk = SHAPES[shape]
+    width, inner, _, topk = shape_of(shape)
     one = 2 * tokens * topk * width * inner
     products = [kernel for kernel in kernels if "product<" in kernel["kernel"]]
     if len(products) < 6:
@@ -148,7 +149,7 @@ def table(result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="mula-7b")
+    parser.add_argument("--shape", type=shape_name, default="mula-7b")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--table", type=Path, help="measure nothing: print the table of this .json")
