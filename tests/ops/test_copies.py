@@ -106,5 +106,16 @@ def test_what_does_not_fit_is_refused(backend: str, device: str) -> None:
         ops.copy_rows(x, positions[:2], 6)
     with pytest.raises(ValueError, match=r"positions torch.int64 \(3, 2\).* expected int32 \[T, P\]"):
         ops.sum_copies(x, positions.long())
+    if device == "cpu":
+        for wrong, what in {
+            (0, 2, 2): "hold 1 0 times; expected each of 3 once",
+            (0, 1, 3): r"hold 3; expected values in \[-1, 3\)",
+            (0, 1, -5): "hold -5",
+            (0, 1, -1): "hold 2 0 times",
+        }.items():
+            column = torch.tensor(wrong, dtype=torch.int32)[:, None]
+            for call in (lambda p: ops.copy_rows(x, p, 3), lambda p: ops.sum_copies(x, p)):
+                with pytest.raises(ValueError, match=what):
+                    call(column)
     with pytest.raises(ValueError, match=r"rows torch\.int32"):
         ops.copy_rows(x.int(), positions, 6)

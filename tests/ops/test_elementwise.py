@@ -151,6 +151,8 @@ def test_what_does_not_fit_is_refused() -> None:
         ops.rotate(torch.ones(1, 2, 4, 6), cos, sin)
     with pytest.raises(ValueError, match="even d"):
         ops.rotate(torch.ones(2, 4, 8), cos, sin)
+    with pytest.raises(ValueError, match=r"rotate: x \(8,\)"):
+        ops.rotate(torch.ones(8), cos, sin)
     with pytest.raises(ValueError, match="silu_mul: gate"):
         ops.silu_mul(torch.ones(2, 3), torch.ones(3, 2))
     with pytest.raises(ValueError, match="silu_mul: gate"):

@@ -328,6 +328,28 @@ def test_what_does_not_fit_takes_the_ordinary_way(spoil: Callable[[nn.Parameter]
     assert layer.calls == [0, 1] and layer.params[0].grad is not None and layer.params[1].grad is None
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [
+        (lambda b: b.int(), "main_grad torch.int32"),
+        (lambda b: b[:1], r"main_grad .* \(1, "),
+        (lambda b: b.bfloat16(), "main_grad torch.bfloat16"),
+        (lambda b: b.transpose(1, 2).contiguous().transpose(1, 2), "main_grad .* with strides"),
+        (lambda b: b.to("meta"), "main_grad is on meta but its weight on cpu"),
+    ],
+    ids=["int", "shape", "narrow", "strides", "device"],
+)
+def test_a_buffer_that_does_not_fit_is_refused_in_the_forward(
+    backend: str, spoil: Callable[[Tensor], Tensor], what: str
+) -> None:
+    ops.set_backend(backend)
+    x, gate_up, down, weights, indices, _ = make_inputs(CASES["odd_tokens"], torch.float32)
+    place = ops.MainGrad(spoil(torch.zeros(down.shape)), lambda: None)
+    with pytest.raises(ValueError, match=what):
+        ops.moe_mlp(x, gate_up, down, weights, indices, (None, place))
+
+
 def test_without_gradients_nothing_is_kept() -> None:
     layer = Layer(make_inputs(CASES["odd_tokens"], torch.float32), "cpu")
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import subprocess
 import sys
@@ -25,7 +26,8 @@ from tests.ops.cases import (
     mutated,
     values_and_gradients,
 )
-from tests.ops.targets import HAS_CUDA, ON_GPU, each_target_and_dtype, needs_hopper
+from tests.ops.sycl_device import needs_sycl
+from tests.ops.targets import HAS_CUDA, INTERPRETED, ON_GPU, each_target_and_dtype, needs_hopper
 from tests.ops.targets import TARGETS as ALL_TARGETS
 
 # test_sycl.py runs the same cases at several work-group sizes
@@ -56,7 +58,7 @@ def test_foreign_slots_and_empty_experts_get_exact_zeros(backend: str, device: s
 
 @pytest.mark.parametrize(("backend", "device"), TARGETS)
 def test_tokens_without_an_expert_here_may_hold_anything(backend: str, device: str) -> None:
-    """A transport need not write the rows that nobody here is chosen for, nor their gradients."""
+    """A transport need not write the rows that nobody here is chosen for, nor their gradients, nor their weights."""
     ops.set_backend(backend)
     inputs = [t.to(device) for t in make_inputs(Case(90, 32, 16, 4, 3, "some_foreign"), torch.float16)]
     inputs[4][::2] = -1
@@ -65,6 +67,7 @@ def test_tokens_without_an_expert_here_may_hold_anything(backend: str, device: s
     needed = is_local.any(1)
     for rows in (inputs[0], inputs[5]):
         rows[~needed] = torch.nan
+    inputs[3][~is_local] = torch.nan
     got = values_and_gradients(ops.moe_mlp, inputs)
     for name, value in got.items():
         rows = {"y": needed, "dx": needed, "dweights": is_local}.get(name, slice(None))
@@ -132,8 +135,8 @@ def test_non_contiguous_arguments() -> None:
     assert not mismatches(values_and_gradients(ops.moe_mlp, strided), want, TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("index", [4, -2])
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("index", [4, -2, 2**32])
+@pytest.mark.parametrize("backend", ["reference", "cpu", pytest.param("sycl", marks=needs_sycl)])
 def test_an_index_out_of_range_raises(backend: str, index: int) -> None:
     ops.set_backend(backend)
     inputs, _ = case_with_answer("odd_tokens", torch.float32)
@@ -143,8 +146,29 @@ def test_an_index_out_of_range_raises(backend: str, index: int) -> None:
         ops.moe_mlp(*inputs[:4], indices)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="not Triton's interpreter")
+@pytest.mark.parametrize("index", [4, -2, 2**32])
+def test_triton_looks_at_an_index_before_narrowing_it(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import interpreter
+    from triton.runtime.errors import InterpreterError
+
+    ops.set_backend("triton")
+    indices = torch.tensor([[0, 1], [index, 2]])
+    order = ops.sort_slots(indices, 4, torch.float16)  # assertions are off
+    assert order.rows_TK[1, 0] == -1 and order.counts_E.tolist() == [1, 1, 1, 0]
+    options = dataclasses.replace(interpreter.interpreter_builder.options, debug=True)
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+    with pytest.raises(InterpreterError, match="an expert index is outside"):
+        ops.sort_slots(indices, 4, torch.float16)
+
+
 def test_wrong_arguments_raise_before_anything_runs() -> None:
     x, gate_up, down, weights, indices, _ = make_inputs(CASES["odd_tokens"], torch.float32)
+    with pytest.raises(ValueError, match=r"float8_e5m2.* 16 bits or more"):
+        ops.moe_mlp(*(t.to(torch.float8_e5m2) for t in (x, gate_up, down)), weights, indices)
+    many = [torch.empty(2**30, size, dtype=dtype, device="meta") for size, dtype in ((32, x.dtype), (2, torch.float32))]
+    with pytest.raises(ValueError, match="1073741824 tokens of 2 experts each"):
+        ops.moe_mlp(many[0], gate_up.to("meta"), down.to("meta"), many[1], many[1].long())
     with pytest.raises(ValueError, match="must share a floating dtype"):
         ops.moe_mlp(x.bfloat16(), gate_up, down, weights, indices)
     with pytest.raises(ValueError, match="must be float32"):
@@ -202,13 +226,14 @@ def test_counts_stay_on_the_device(backend: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device")
 @pytest.mark.parametrize("backend", _GPU_BACKENDS)
-def test_an_index_out_of_range_stops_the_device(backend: str) -> None:
+@pytest.mark.parametrize("index", [4, 2**32])
+def test_an_index_out_of_range_stops_the_device(backend: str, index: int) -> None:
     """In a process of its own: a failed assertion on the device ends every later use of it."""
     program = (
         "import torch; from megatron.optimus import ops; from tests.ops.cases import CASES, make_inputs\n"
         f"ops.set_backend({backend!r})\n"
         "inputs = [t.cuda() for t in make_inputs(CASES['odd_tokens'], torch.bfloat16)]\n"
-        "inputs[4][3, 0] = 4\n"
+        f"inputs[4][3, 0] = {index}\n"
         "ops.moe_mlp(*inputs[:5]); torch.cuda.synchronize()"
     )
     root = Path(__file__).resolve().parents[2]

@@ -156,7 +156,7 @@ def test_order_and_counts(backend: str, device: str, name: str, index_dtype: tor
     indices = make_inputs(case, torch.float32)[4].to(index_dtype)
     ops.set_backend(backend)
     order = ops.sort_slots(indices.to(device), case.experts, torch.bfloat16)
-    order = ops.RowOrder(order.slots_P.cpu(), order.rows_N.cpu(), order.counts_E.cpu(), order.plan)
+    order = ops.RowOrder(order.slots_P.cpu(), order.rows_TK.cpu(), order.counts_E.cpu(), order.plan)
     flat = indices.reshape(-1)
     counts = torch.tensor([(flat == e).sum() for e in range(case.experts)])
     assert torch.equal(order.counts_E.long(), counts)

@@ -41,7 +41,7 @@ def typed_inputs(backend: str, device: str) -> list[Tensor]:
 
 
 def tensors(order: ops.RowOrder) -> list[Tensor]:
-    return [order.slots_P, order.rows_N, order.counts_E, *order.plan]
+    return order.tensors()
 
 
 @fast_targets
@@ -104,9 +104,12 @@ def test_what_does_not_fit_is_refused_before_anything_runs(backend: str, device:
     rows = ops.gather_rows(x, order)
     main_grad = torch.zeros(gate_up.shape, device=device)
     refused = [
-        (r"x \(11, 16\); expected \[T, D\] with T dividing 24", lambda: ops.gather_rows(x[1:], order)),
+        (r"x \(11, 16\); expected \[12, D\]", lambda: ops.gather_rows(x[1:], order)),
+        (r"x \(8, 16\); expected \[12, D\]", lambda: ops.gather_rows(x[:8], order)),  # 24 slots, but of 12 tokens
         ("rows are torch.int32; expected a floating dtype", lambda: ops.gather_rows(x.int(), order)),
-        (r"weights \(11, 2\); expected \[T, K\] with 24", lambda: ops.combine(rows, order, weights[1:])),
+        ("rows are torch.float8.*16 bits or more", lambda: ops.gather_rows(x.to(torch.float8_e5m2), order)),
+        (r"weights \(11, 2\); expected \[T, K\] = \(12, 2\)", lambda: ops.combine(rows, order, weights[1:])),
+        (r"weights \(8, 3\); expected \[T, K\] = \(12, 2\)", lambda: ops.combine(rows, order, weights.view(8, 3))),
         ("weights torch.float16; expected float32", lambda: ops.combine(rows, order, weights.half())),
         ("rows .*; expected .* as the order's", lambda: ops.combine(rows[1:], order, weights)),
         (r"hidden \(.*, 15\); expected \[P, 2F\]", lambda: ops.swiglu(rows[:, 1:], order)),
@@ -158,7 +161,7 @@ def test_an_order_that_points_outside_is_refused_on_the_cpu(backend: str) -> Non
     falling[1] = 24
     broken = [
         ("slots hold 25; expected", lambda: ops.gather_rows(x, order._replace(slots_P=order.slots_P * 0 + 25))),
-        ("rows hold 24; expected", lambda: ops.combine(rows, order._replace(rows_N=order.rows_N * 0 + 24), weights)),
+        ("rows hold 24; expected", lambda: ops.combine(rows, order._replace(rows_TK=order.rows_TK * 0 + 24), weights)),
         ("offsets fall from 24", lambda: ops.swiglu(rows, order._replace(plan=[falling]))),
         ("offsets run from", lambda: ops.gather_rows(x, order._replace(plan=[order.plan[0] + 1]))),
     ]
@@ -175,7 +178,7 @@ def test_a_dropped_row_or_a_zeroed_weight_changes_the_result(backend: str, devic
     order = ops.sort_slots(indices, CASE.experts, x.dtype)
     rows = ops.gather_rows(x, order)
     right = ops.combine(rows, order, weights)
-    dropped = order._replace(rows_N=order.rows_N.clone())
+    dropped = order._replace(rows_TK=order.rows_TK.clone())
     dropped.rows_N[5] = -1
     zeroed = weights.clone()
     zeroed[2, 1] = 0.0

@@ -26,6 +26,8 @@ from megatron.optimus.ops.elementwise import (
     silu_mul,
 )
 from megatron.optimus.ops.grouped import (
+    FLOATING,
+    check_main_grad,
     combine,
     gather_rows,
     grouped_input_gradient,
@@ -98,11 +100,15 @@ def moe_mlp(
     in a compiled graph: what it starts has then to be started where the gradients arrive.
 
     Runs on the backend that ``set_backend`` chose, by default the fastest one present for the device and dtype.
-    Raises ValueError for shapes, dtypes or devices that do not fit together, before anything runs, for expert indices
-    as ``sort_slots`` does, and BackendUnavailableError when a backend was set that cannot run here.
+    Raises ValueError before anything runs for shapes, dtypes or devices that do not fit together, those of main
+    gradients' buffers included, and for T*K of 2**31 or more, for expert indices as ``sort_slots`` does, and
+    BackendUnavailableError when a backend was set that cannot run here.
     """
     arguments = (x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
     _check_moe_mlp(*arguments)
+    for weight, main_grad in zip((gate_up_E2FD, down_EDF), main_grads, strict=True):
+        if main_grad is not None:
+            check_main_grad("moe_mlp", main_grad.buffer, tuple(weight.shape), weight.dtype, weight.device)
     backend = resolve(x_TD.device, x_TD.dtype)
     run: Any = reference if backend == Backend.REFERENCE else kernels(backend)
     if backend == Backend.REFERENCE:
@@ -132,13 +138,16 @@ def _check_moe_mlp(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, in
             f"moe_mlp: weights {tuple(weights.shape)} and indices {tuple(indices.shape)} must both be "
             f"[T, K] with T = {x.shape[0]}"
         )
+    if weights.numel() >= 2**31:
+        raise ValueError(f"moe_mlp: {weights.shape[0]} tokens of {weights.shape[1]} experts each; T*K is below 2**31")
     if 0 in (*down.shape, weights.shape[1]):
         raise ValueError(
             f"moe_mlp: down [E, D, F] = {tuple(down.shape)}, weights [T, K] = {tuple(weights.shape)}; only T may be 0"
         )
-    if not x.dtype == gate_up.dtype == down.dtype or not x.is_floating_point():
+    if not x.dtype == gate_up.dtype == down.dtype or x.dtype not in FLOATING:
         raise ValueError(
-            f"moe_mlp: x {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype} must share a floating dtype"
+            f"moe_mlp: x {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype} must share a floating dtype of 16 bits "
+            "or more"
         )
     if others := {t.device for t in (gate_up, down, weights, indices)} - {x.device}:
         raise ValueError(f"moe_mlp: x is on {x.device} but other arguments are on {sorted(map(str, others))}")

@@ -2,7 +2,8 @@
 
 Where copies lie is said by positions: int32 [T, P], the place of a row's copy for each of P destinations among all S
 copies, -1 where none goes. Each of 0..S-1 occurs once. Neither operation sorts, adds by atomics or needs the host, and
-both are bitwise the same from run to run. Values are trusted to be in range; on the CPU those of sums are checked.
+both are bitwise the same from run to run. On a GPU, where looking would mean waiting, values are trusted; on the CPU
+they are checked.
 """
 
 from __future__ import annotations
@@ -21,20 +22,23 @@ from megatron.optimus.ops.second_derivatives import first_derivative_only
 def copy_rows(x_TD: Tensor, positions_TP: Tensor, num_copies: int) -> Tensor:
     """Each row at each of its positions: [T, D] -> [S, D] with S = ``num_copies``. Gradient: ``sum_copies``.
 
-    Raises ValueError for positions that are not int32 [T, P] on the rows' device.
+    Raises ValueError for positions that are not int32 [T, P] on the rows' device or, on the CPU, other than each of
+    0..S-1 once and -1.
     """
     _check("copy_rows", x_TD, positions_TP)
     if positions_TP.shape[0] != x_TD.shape[0]:
         raise ValueError(f"copy_rows: positions {tuple(positions_TP.shape)} of {x_TD.shape[0]} rows; expected [T, P]")
+    _check_values("copy_rows", positions_TP, num_copies)
     return _CopyRows.apply(x_TD, positions_TP, num_copies)
 
 
 def sum_copies(y_SD: Tensor, positions_TP: Tensor) -> Tensor:
     """The sum of each row's copies, in the order of P and in at least fp32, rounded once: [S, D] -> [T, D].
 
-    Gradient: ``copy_rows``. Raises ValueError for positions that are not int32 [T, P] on the rows' device.
+    Gradient: ``copy_rows``. Raises ValueError for positions as ``copy_rows`` does.
     """
     _check("sum_copies", y_SD, positions_TP)
+    _check_values("sum_copies", positions_TP, y_SD.shape[0])
     return _SumCopies.apply(y_SD, positions_TP)
 
 
@@ -45,6 +49,21 @@ def _check(name: str, rows: Tensor, positions: Tensor) -> None:
         raise ValueError(
             f"{name}: positions {positions.dtype} {tuple(positions.shape)} on {positions.device}; expected int32 "
             f"[T, P] on {rows.device}"
+        )
+
+
+def _check_values(name: str, positions: Tensor, num_copies: int) -> None:
+    if positions.device.type != "cpu" or type(positions) is not Tensor or torch.compiler.is_compiling():
+        return  # nothing that the host could look at
+    used = positions[positions != -1]
+    if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < num_copies:
+        wrong = used[(used < 0) | (used >= num_copies)][0]
+        raise ValueError(f"{name}: positions hold {int(wrong)}; expected values in [-1, {num_copies})")
+    times = torch.bincount(used, minlength=num_copies)
+    if (times != 1).any():
+        place = int((times != 1).nonzero()[0])
+        raise ValueError(
+            f"{name}: positions hold {place} {int(times[place])} times; expected each of {num_copies} once"
         )
 
 

@@ -40,7 +40,7 @@ def order_sizes(num_slots: int, num_experts: int) -> list[int]:
 
 def sort_slots(indices_TK: Tensor, num_experts: int) -> RowOrder:
     slots, rows, counts, offsets = _C.cpu_sort_slots(indices_TK, num_experts)
-    return RowOrder(slots, rows, counts, [offsets])
+    return RowOrder(slots, rows.view(indices_TK.shape), counts, [offsets])
 
 
 def expert_counts(indices_TK: Tensor, num_experts: int) -> Tensor:

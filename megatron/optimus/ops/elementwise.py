@@ -26,9 +26,8 @@ def rotate(x_BHSd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     ``cos``, ``sin``: fp32 [S, d] or [B, 1, S, d], both halves alike, without gradients. Raises ValueError for an odd d,
     or a table that does not fit or is on another device.
     """
-    length, width = x_BHSd.shape[-2:]
-    tables = ((length, width), (x_BHSd.shape[0], 1, length, width))
-    if x_BHSd.dim() != 4 or width % 2 or cos.shape != sin.shape or tuple(cos.shape) not in tables:
+    tables = (tuple(x_BHSd.shape[-2:]), (*x_BHSd.shape[:1], 1, *x_BHSd.shape[-2:]))
+    if x_BHSd.dim() != 4 or x_BHSd.shape[-1] % 2 or cos.shape != sin.shape or tuple(cos.shape) not in tables:
         raise ValueError(
             f"rotate: x {tuple(x_BHSd.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}; expected "
             "[B, H, S, d] with even d and [S, d] or [B, 1, S, d]"

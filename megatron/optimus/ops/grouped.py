@@ -26,28 +26,28 @@ from megatron.optimus.ops.backend import Backend, kernels, resolve
 from megatron.optimus.ops.reference import RowOrder
 from megatron.optimus.ops.second_derivatives import refuse
 
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 def gather_rows(x_TD: Tensor, order: RowOrder) -> Tensor:
     """Each row's token: [T, D] -> [P, D]; see ``reference.gather_rows``."""
-    num_slots = order.rows_N.numel()
-    if x_TD.dim() != 2 or (num_slots % x_TD.shape[0] if x_TD.shape[0] else num_slots):
-        raise ValueError(f"gather_rows: x {tuple(x_TD.shape)}; expected [T, D] with T dividing {num_slots} slots")
+    if x_TD.dim() != 2 or x_TD.shape[0] != order.rows_TK.shape[0]:
+        raise ValueError(f"gather_rows: x {tuple(x_TD.shape)}; expected [{order.rows_TK.shape[0]}, D] as the order's")
     if _on_reference("gather_rows", order, None, x_TD):
         return reference.gather_rows(x_TD, order)
-    return _gather_rows(x_TD, _tensors(order))
+    return _gather_rows(x_TD, order.tensors())
 
 
 def combine(rows_PD: Tensor, order: RowOrder, weights_TK: Tensor) -> Tensor:
     """Each token's weighted sum of rows: [P, D] and fp32 [T, K] -> [T, D]; see ``reference.combine``."""
-    if weights_TK.dim() != 2 or weights_TK.numel() != order.rows_N.numel():
-        raise ValueError(
-            f"combine: weights {tuple(weights_TK.shape)}; expected [T, K] with {order.rows_N.numel()} slots"
-        )
+    if weights_TK.shape != order.rows_TK.shape:
+        expected = tuple(order.rows_TK.shape)
+        raise ValueError(f"combine: weights {tuple(weights_TK.shape)}; expected [T, K] = {expected} as the order's")
     if weights_TK.dtype != torch.promote_types(rows_PD.dtype, torch.float32):
         raise ValueError(f"combine: weights {weights_TK.dtype}; expected float32 (float64 with float64 rows)")
     if _on_reference("combine", order, rows_PD, weights_TK):
         return reference.combine(rows_PD, order, weights_TK)
-    return _combine(rows_PD, weights_TK, _tensors(order), weights_TK.shape[0])
+    return _combine(rows_PD, weights_TK, order.tensors(), weights_TK.shape[0])
 
 
 def swiglu(hidden_P2F: Tensor, order: RowOrder) -> Tensor:
@@ -56,7 +56,7 @@ def swiglu(hidden_P2F: Tensor, order: RowOrder) -> Tensor:
         raise ValueError(f"swiglu: hidden {tuple(hidden_P2F.shape)}; expected [P, 2F]")
     if _on_reference("swiglu", order, hidden_P2F):
         return reference.swiglu(hidden_P2F)
-    return _swiglu(hidden_P2F, _tensors(order))
+    return _swiglu(hidden_P2F, order.tensors())
 
 
 def grouped_linear(x_PI: Tensor, weight_EOI: Tensor, order: RowOrder, main_grad: Tensor | None = None) -> Tensor:
@@ -64,7 +64,7 @@ def grouped_linear(x_PI: Tensor, weight_EOI: Tensor, order: RowOrder, main_grad:
     _check_weight("grouped_linear", x_PI, weight_EOI, order, main_grad)
     if _on_reference("grouped_linear", order, x_PI, weight_EOI, main_grad):
         return reference.grouped_linear(x_PI, weight_EOI, order, main_grad)
-    return _grouped_linear(x_PI, weight_EOI, main_grad, _tensors(order))
+    return _grouped_linear(x_PI, weight_EOI, main_grad, order.tensors())
 
 
 def grouped_linear_swiglu(
@@ -76,7 +76,7 @@ def grouped_linear_swiglu(
         raise ValueError(f"grouped_linear_swiglu: gate_up {tuple(gate_up_E2FD.shape)}; expected [E, 2F, D]")
     if _on_reference("grouped_linear_swiglu", order, x_PD, gate_up_E2FD, main_grad):
         return reference.grouped_linear_swiglu(x_PD, gate_up_E2FD, order, main_grad)
-    return _grouped_linear_swiglu(x_PD, gate_up_E2FD, main_grad, _tensors(order))[0]
+    return _grouped_linear_swiglu(x_PD, gate_up_E2FD, main_grad, order.tensors())[0]
 
 
 def grouped_input_gradient(dout_PO: Tensor, weight_EOI: Tensor, order: RowOrder) -> Tensor:
@@ -84,7 +84,7 @@ def grouped_input_gradient(dout_PO: Tensor, weight_EOI: Tensor, order: RowOrder)
     _check_weight("grouped_input_gradient", dout_PO, weight_EOI.transpose(-1, -2), order, None)
     if _on_reference("grouped_input_gradient", order, dout_PO, weight_EOI):
         return reference.grouped_input_gradient(dout_PO, weight_EOI, order)
-    return _grouped_input_gradient(dout_PO, weight_EOI, _tensors(order))
+    return _grouped_input_gradient(dout_PO, weight_EOI, order.tensors())
 
 
 def grouped_weight_gradient(
@@ -97,7 +97,7 @@ def grouped_weight_gradient(
             f"grouped_weight_gradient: dout {dout_PO.dtype} {tuple(dout_PO.shape)} and x {x_PI.dtype} "
             f"{tuple(x_PI.shape)}; expected [P, O] and [P, I] of one dtype"
         )
-    _check_main_grad("grouped_weight_gradient", main_grad, _weight_shape(dout_PO, x_PI, order), x_PI.dtype)
+    check_main_grad("grouped_weight_gradient", main_grad, _weight_shape(dout_PO, x_PI, order), x_PI.dtype)
     on_reference = _on_reference("grouped_weight_gradient", order, dout_PO, main_grad)
     if x_PI.shape[0] != dout_PO.shape[0] or x_PI.device != dout_PO.device:
         raise ValueError(
@@ -106,17 +106,9 @@ def grouped_weight_gradient(
     if on_reference:
         return reference.grouped_weight_gradient(dout_PO, x_PI, order, main_grad, accumulate)
     if main_grad is None:
-        return _grouped_weight_gradient(dout_PO, x_PI, _tensors(order))
-    _put_weight_gradient(main_grad, dout_PO, x_PI, _tensors(order), accumulate)
+        return _grouped_weight_gradient(dout_PO, x_PI, order.tensors())
+    _put_weight_gradient(main_grad, dout_PO, x_PI, order.tensors(), accumulate)
     return main_grad
-
-
-def _tensors(order: RowOrder) -> list[Tensor]:
-    return [order.slots_P, order.rows_N, order.counts_E, *order.plan]
-
-
-def _order(tensors: list[Tensor]) -> RowOrder:
-    return RowOrder(tensors[0], tensors[1], tensors[2], tensors[3:])
 
 
 def _kernels(rows: Tensor) -> ModuleType:
@@ -136,23 +128,25 @@ def _on_reference(name: str, order: RowOrder, rows: Tensor | None, *others: Tens
     ``rows`` is None for an operation whose first argument is in token order: that is then the first of ``others``.
     """
     leading = rows if rows is not None else next(t for t in others if t is not None)
-    if not leading.is_floating_point():
-        raise ValueError(f"{name}: rows are {leading.dtype}; expected a floating dtype")
+    if leading.dtype not in FLOATING:
+        raise ValueError(f"{name}: rows are {leading.dtype}; expected a floating dtype of 16 bits or more")
     if leading.shape[-1] == 0:
         raise ValueError(f"{name}: rows {tuple(leading.shape)}; expected a width of 1 or more")
-    tensors = [*_tensors(order), *(t for t in (rows, *others) if t is not None)]
+    tensors = [*order.tensors(), *(t for t in (rows, *others) if t is not None)]
     if elsewhere := {str(t.device) for t in tensors} - {str(leading.device)}:
         raise ValueError(f"{name}: the rows are on {leading.device} but other arguments are on {sorted(elsewhere)}")
-    if any(t.dtype != torch.int32 or t.dim() != 1 for t in _tensors(order)):
-        raise ValueError(f"{name}: an order's tensors are int32 with one dimension; use what sort_slots returned")
+    if any(t.dtype != torch.int32 or t.dim() != 1 + (t is order.rows_TK) for t in order.tensors()):
+        raise ValueError(
+            f"{name}: an order's tensors are int32, rows [T, K], the others 1-D; use what sort_slots returned"
+        )
     if rows is not None and (rows.dim() != 2 or rows.shape[0] != order.slots_P.shape[0]):
         raise ValueError(f"{name}: rows {tuple(rows.shape)}; expected [{order.slots_P.shape[0]}, width] as the order's")
     backend = resolve(leading.device, leading.dtype)
-    num_slots, num_experts = order.rows_N.shape[0], order.counts_E.shape[0]
+    num_slots, num_experts = order.rows_TK.numel(), order.counts_E.shape[0]
     sizes = [num_slots, num_slots, num_experts, num_experts + 3]
     if backend != Backend.REFERENCE:
         sizes = kernels(backend).order_sizes(num_slots, num_experts)
-    if sizes != [t.shape[0] for t in _tensors(order)]:
+    if sizes != [t.numel() for t in order.tensors()]:
         raise ValueError(
             f"{name}: the order was made for another backend than {backend.value!r}; "
             f"use sort_slots(indices, num_experts, {leading.dtype}) under the backend that runs this"
@@ -168,12 +162,17 @@ def _check_weight(name: str, rows: Tensor, weight: Tensor, order: RowOrder, main
             f"{name}: rows {rows.dtype} {tuple(rows.shape)} and weight {weight.dtype} {tuple(weight.shape)} of "
             f"{num_experts} experts do not fit: expected one dtype and a common width, none of them 0"
         )
-    _check_main_grad(name, main_grad, tuple(weight.shape), weight.dtype)
+    check_main_grad(name, main_grad, tuple(weight.shape), weight.dtype)
 
 
-def _check_main_grad(name: str, main_grad: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def check_main_grad(
+    name: str, main_grad: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
+) -> None:
+    """Raises ValueError for a buffer that cannot take the gradient of a weight of this shape, dtype and device."""
     if main_grad is None:
         return
+    if device is not None and main_grad.device != device:
+        raise ValueError(f"{name}: main_grad is on {main_grad.device} but its weight on {device}")
     wide = torch.promote_types(dtype, torch.float32)
     if tuple(main_grad.shape) != shape or main_grad.dtype not in (wide, dtype) or not main_grad.is_contiguous():
         raise ValueError(
@@ -189,7 +188,7 @@ def _check_main_grad(name: str, main_grad: Tensor | None, shape: tuple[int, ...]
 
 @torch.library.custom_op("optimus::gather_rows", mutates_args=())
 def _gather_rows(x: Tensor, order: list[Tensor]) -> Tensor:
-    return _kernels(x).gather_rows(x.contiguous(), _order(order))
+    return _kernels(x).gather_rows(x.contiguous(), RowOrder.of(order))
 
 
 @_gather_rows.register_fake
@@ -200,7 +199,7 @@ def _(x: Tensor, order: list[Tensor]) -> Tensor:
 @torch.library.custom_op("optimus::combine", mutates_args=())
 def _combine(rows: Tensor, weights: Tensor | None, order: list[Tensor], num_tokens: int) -> Tensor:
     weights = None if weights is None else weights.contiguous()
-    return _kernels(rows).combine(rows.contiguous(), _order(order), weights, num_tokens)
+    return _kernels(rows).combine(rows.contiguous(), RowOrder.of(order), weights, num_tokens)
 
 
 @_combine.register_fake
@@ -210,7 +209,7 @@ def _(rows: Tensor, weights: Tensor | None, order: list[Tensor], num_tokens: int
 
 @torch.library.custom_op("optimus::combine_backward", mutates_args=())
 def _combine_backward(dy: Tensor, rows: Tensor, weights: Tensor, order: list[Tensor]) -> tuple[Tensor, Tensor]:
-    arguments = (dy.contiguous(), rows.contiguous(), _order(order), weights.contiguous())
+    arguments = (dy.contiguous(), rows.contiguous(), RowOrder.of(order), weights.contiguous())
     return _kernels(rows).combine_backward(*arguments)
 
 
@@ -221,7 +220,7 @@ def _(dy: Tensor, rows: Tensor, weights: Tensor, order: list[Tensor]) -> tuple[T
 
 @torch.library.custom_op("optimus::swiglu", mutates_args=())
 def _swiglu(hidden: Tensor, order: list[Tensor]) -> Tensor:
-    return _kernels(hidden).swiglu(hidden.contiguous(), _order(order))
+    return _kernels(hidden).swiglu(hidden.contiguous(), RowOrder.of(order))
 
 
 @_swiglu.register_fake
@@ -231,7 +230,7 @@ def _(hidden: Tensor, order: list[Tensor]) -> Tensor:
 
 @torch.library.custom_op("optimus::swiglu_backward", mutates_args=())
 def _swiglu_backward(grad: Tensor, hidden: Tensor, order: list[Tensor]) -> Tensor:
-    return _kernels(hidden).swiglu_gradient(hidden.contiguous(), grad.contiguous(), _order(order))
+    return _kernels(hidden).swiglu_gradient(hidden.contiguous(), grad.contiguous(), RowOrder.of(order))
 
 
 @_swiglu_backward.register_fake
@@ -241,7 +240,7 @@ def _(grad: Tensor, hidden: Tensor, order: list[Tensor]) -> Tensor:
 
 @torch.library.custom_op("optimus::grouped_linear", mutates_args=())
 def _grouped_linear(x: Tensor, weight: Tensor, main_grad: Tensor | None, order: list[Tensor]) -> Tensor:
-    return _kernels(x).grouped_linear(x.contiguous(), weight.contiguous(), _order(order))
+    return _kernels(x).grouped_linear(x.contiguous(), weight.contiguous(), RowOrder.of(order))
 
 
 @_grouped_linear.register_fake
@@ -253,7 +252,7 @@ def _(x: Tensor, weight: Tensor, main_grad: Tensor | None, order: list[Tensor]) 
 def _grouped_linear_swiglu(
     x: Tensor, weight: Tensor, main_grad: Tensor | None, order: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    return _kernels(x).grouped_linear_swiglu(x.contiguous(), weight.contiguous(), _order(order))
+    return _kernels(x).grouped_linear_swiglu(x.contiguous(), weight.contiguous(), RowOrder.of(order))
 
 
 @_grouped_linear_swiglu.register_fake
@@ -263,7 +262,7 @@ def _(x: Tensor, weight: Tensor, main_grad: Tensor | None, order: list[Tensor]) 
 
 @torch.library.custom_op("optimus::grouped_input_gradient", mutates_args=())
 def _grouped_input_gradient(dout: Tensor, weight: Tensor, order: list[Tensor]) -> Tensor:
-    return _kernels(dout).grouped_input_gradient(dout.contiguous(), weight.contiguous(), _order(order))
+    return _kernels(dout).grouped_input_gradient(dout.contiguous(), weight.contiguous(), RowOrder.of(order))
 
 
 @_grouped_input_gradient.register_fake
@@ -273,7 +272,7 @@ def _(dout: Tensor, weight: Tensor, order: list[Tensor]) -> Tensor:
 
 @torch.library.custom_op("optimus::grouped_weight_gradient", mutates_args=())
 def _grouped_weight_gradient(dout: Tensor, x: Tensor, order: list[Tensor]) -> Tensor:
-    return _kernels(x).grouped_weight_gradient(dout.contiguous(), x.contiguous(), _order(order), None, False)
+    return _kernels(x).grouped_weight_gradient(dout.contiguous(), x.contiguous(), RowOrder.of(order), None, False)
 
 
 @_grouped_weight_gradient.register_fake
@@ -283,7 +282,7 @@ def _(dout: Tensor, x: Tensor, order: list[Tensor]) -> Tensor:
 
 @torch.library.custom_op("optimus::put_grouped_weight_gradient_", mutates_args=("main_grad",))
 def _put_weight_gradient(main_grad: Tensor, dout: Tensor, x: Tensor, order: list[Tensor], accumulate: bool) -> None:
-    arguments = (dout.contiguous(), x.contiguous(), _order(order), main_grad, accumulate)
+    arguments = (dout.contiguous(), x.contiguous(), RowOrder.of(order), main_grad, accumulate)
     _kernels(x).grouped_weight_gradient(*arguments)
 
 

@@ -32,10 +32,22 @@ class RowOrder(NamedTuple):
     """
 
     slots_P: Tensor  # slot of each row; -1 or a foreign slot where the row belongs to no local slot
-    rows_N: Tensor  # row of each slot, -1 for a foreign slot
+    rows_TK: Tensor  # row of each slot, -1 for a foreign slot
     counts_E: Tensor  # rows of each expert; they sum to R
     plan: list[Tensor]  # what the backend that made the order needs besides. Here, in csrc/cpu and in csrc/sycl:
     # offsets [E+3], first row of each expert, then R, then N twice. In Triton: see ops/triton/index.py
+
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> RowOrder:
+        """From ``tensors()``, the one list as which an order goes to an operation."""
+        return cls(tensors[0], tensors[1], tensors[2], tensors[3:])
+
+    def tensors(self) -> list[Tensor]:
+        return [self.slots_P, self.rows_TK, self.counts_E, *self.plan]
+
+    @property
+    def rows_N(self) -> Tensor:
+        return self.rows_TK.view(-1)
 
 
 def route(x_TD: Tensor, weight_ED: Tensor, topk: int, **options: Any) -> tuple[Routing, Tensor, Tensor]:
@@ -93,23 +105,23 @@ def sort_slots(indices_TK: Tensor, num_experts: int) -> RowOrder:
     rows_N = torch.empty_like(slots_P).scatter_(0, slots_P, torch.arange(num_slots, device=slots_P.device))
     offsets = F.pad(counts_E.cumsum(0), (1, 2))
     offsets[num_experts + 1 :] = num_slots
-    rows_N = torch.where(expert_N == -1, -1, rows_N)
-    return RowOrder(slots_P.int(), rows_N.int(), counts_E.int(), [offsets.int()])
+    rows_TK = torch.where(expert_N == -1, -1, rows_N).view(indices_TK.shape)
+    return RowOrder(slots_P.int(), rows_TK.int(), counts_E.int(), [offsets.int()])
 
 
 def gather_rows(x_TD: Tensor, order: RowOrder) -> Tensor:
     """Each row's token: [T, D] -> [P, D]; zeros in rows of no local slot. Gradient: ``combine`` with ones."""
-    num_tokens, num_slots = x_TD.shape[0], order.rows_N.numel()
-    token_P = order.slots_P.long() // max(num_slots // max(num_tokens, 1), 1)
-    local_P = torch.arange(num_slots, device=x_TD.device) < order.counts_E.sum()
+    token_P = order.slots_P.long() // order.rows_TK.shape[1]
+    local_P = torch.arange(token_P.shape[0], device=x_TD.device) < order.counts_E.sum()
     return torch.where(local_P.unsqueeze(-1), x_TD[token_P], 0.0)
 
 
 def combine(rows_PD: Tensor, order: RowOrder, weights_TK: Tensor) -> Tensor:
     """Sum of each token's rows times their weights, in slot order and fp32: [P, D] and [T, K] -> [T, D]."""
-    row_TK = order.rows_N.view(weights_TK.shape).long()
+    row_TK, local_TK = order.rows_TK.long(), order.rows_TK >= 0
     picked_TKD = _at_least_fp32(rows_PD)[row_TK.clamp(min=0)]
-    terms_TKD = torch.where((row_TK >= 0).unsqueeze(-1), picked_TKD * weights_TK.unsqueeze(-1), 0.0)
+    local_weights_TK = torch.where(local_TK, weights_TK, 0.0)  # before the product too: its gradient is not 0 * NaN
+    terms_TKD = torch.where(local_TK.unsqueeze(-1), picked_TKD * local_weights_TK.unsqueeze(-1), 0.0)
     return terms_TKD.sum(dim=1).to(rows_PD.dtype)
 
 

@@ -99,8 +99,7 @@ def sort_slots(indices_TK: Tensor, num_experts: int, dtype: torch.dtype) -> RowO
     if resolve(indices_TK.device, dtype) == Backend.REFERENCE:
         check_values("sort_slots", indices_TK, num_experts)
         return reference.sort_slots(indices_TK, num_experts)
-    slots, rows, counts, *plan = _sort_slots(indices_TK, num_experts, dtype)
-    return RowOrder(slots, rows, counts, plan)
+    return RowOrder.of(_sort_slots(indices_TK, num_experts, dtype))
 
 
 def _check_choice(name: str, topk: int, num_experts: int, bias: Tensor | None, device: torch.device) -> None:
@@ -254,13 +253,14 @@ def _(indices: Tensor, num_experts: int) -> Tensor:
 @torch.library.custom_op("optimus::sort_slots", mutates_args=())
 def _sort_slots(indices: Tensor, num_experts: int, dtype: torch.dtype) -> list[Tensor]:
     order = kernels(resolve(indices.device, dtype)).sort_slots(indices.contiguous(), num_experts)
-    return [order.slots_P, order.rows_N, order.counts_E, *order.plan]
+    return order.tensors()
 
 
 @_sort_slots.register_fake
 def _(indices: Tensor, num_experts: int, dtype: torch.dtype) -> list[Tensor]:
     sizes = kernels(resolve(indices.device, dtype)).order_sizes(indices.numel(), num_experts)
-    return [indices.new_empty(size, dtype=torch.int32) for size in sizes]
+    order = RowOrder.of([indices.new_empty(size, dtype=torch.int32) for size in sizes])
+    return order._replace(rows_TK=order.rows_TK.view(indices.shape)).tensors()
 
 
 @torch.library.custom_op("optimus::router_topk", mutates_args=())

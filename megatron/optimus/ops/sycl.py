@@ -90,7 +90,7 @@ def sort_slots(indices_TK: Tensor, num_experts: int) -> RowOrder:
     offsets = indices_TK.new_empty(num_experts + 3, dtype=torch.int32)
     counts = indices_TK.new_empty(num_experts, dtype=torch.int32)
     _run("sort_slots", indices_TK, slots, rows, offsets, counts)
-    return RowOrder(slots, rows, counts, [offsets])
+    return RowOrder(slots, rows.view(indices_TK.shape), counts, [offsets])
 
 
 def expert_counts(indices_TK: Tensor, num_experts: int) -> Tensor:

@@ -33,14 +33,20 @@ class RowOrder(NamedTuple):
     by_size_E: Tensor  # experts, the one with most slots first; of equals the one with the lower number
 
 
+@triton.jit
+def _expert_of(index, num_experts):
+    """-1 for a slot of no expert here. Compared before it is narrowed: 2**32 is not expert 0."""
+    return tl.where((index >= 0) & (index < num_experts), index, -1).to(tl.int32)
+
+
 @triton.jit(debug=True)  # keeps the assertion in: an index out of range stops the device as torch's own kernels do
 def _count(indices_ptr, block_counts_ptr, num_slots, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
     block = tl.program_id(0)
     slot = block * BLOCK + tl.arange(0, BLOCK)
-    expert = tl.load(indices_ptr + slot, mask=slot < num_slots, other=-1).to(tl.int32)
-    tl.device_assert((expert >= -1) & (expert < num_experts), "moe_mlp: an expert index is outside [-1, E)")
-    expert = tl.where((expert < 0) | (expert >= num_experts), EXPERTS - 1, expert)
-    counts = tl.histogram(expert, EXPERTS)
+    index = tl.load(indices_ptr + slot, mask=slot < num_slots, other=-1)
+    tl.device_assert((index >= -1) & (index < num_experts), "moe_mlp: an expert index is outside [-1, E)")
+    expert = _expert_of(index, num_experts)
+    counts = tl.histogram(tl.where(expert < 0, EXPERTS - 1, expert), EXPERTS)
     tl.store(block_counts_ptr + block * EXPERTS + tl.arange(0, EXPERTS), counts)
 
 
@@ -95,8 +101,8 @@ def _place(
     )
     for step in range(0, BLOCK, STEP):
         slot = block * BLOCK + step + tl.arange(0, STEP)
-        expert = tl.load(indices_ptr + slot, mask=slot < num_slots, other=-1).to(tl.int32)
-        is_local = (expert >= 0) & (expert < num_experts)
+        expert = _expert_of(tl.load(indices_ptr + slot, mask=slot < num_slots, other=-1), num_experts)
+        is_local = expert >= 0
         chosen = ((expert[:, None] == column[None, :]) & local[None, :]).to(tl.int32)
         row = tl.sum(chosen * (tl.cumsum(chosen, 0) - 1 + next_row[None, :]), 1)
         tl.store(slot_ptr + row, slot, mask=is_local)

@@ -102,7 +102,7 @@ def _sum_rows(
             mask = (col < width) & (row >= 0)
             values = tl.load(rows_ptr + row.to(tl.int64) * width + col, mask=mask, other=0.0).to(tl.float32)
             if WEIGHTED:
-                values *= tl.load(weights_ptr + token * TOPK + k)
+                values *= tl.load(weights_ptr + token * TOPK + k, mask=row >= 0, other=0.0)
             total += values
         tl.store(out_ptr + token.to(tl.int64) * width + col, total.to(out_ptr.dtype.element_ty), mask=col < width)
 

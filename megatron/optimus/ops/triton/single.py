@@ -48,18 +48,20 @@ def order_sizes(num_slots: int, num_experts: int) -> list[int]:
 
 def sort_slots(indices_TK: Tensor, num_experts: int) -> RowOrder:
     if indices_TK.numel() == 0:
-        return _order_of_nothing(num_experts, indices_TK.device)
+        return _order_of_nothing(indices_TK, num_experts)
     order = index.order_rows(indices_TK, num_experts)
-    return RowOrder(order.slot_P, order.row_N, order.count_E, [order.first_row_E, *order[4:]])
+    rows_TK = order.row_N.view(indices_TK.shape)
+    return RowOrder(order.slot_P, rows_TK, order.count_E, [order.first_row_E, *order[4:]])
 
 
 def _order(order: RowOrder) -> index.RowOrder:
     return index.RowOrder(order.slots_P, order.rows_N, order.plan[0], order.counts_E, *order.plan[1:])
 
 
-def _order_of_nothing(num_experts: int, device: torch.device) -> RowOrder:
+def _order_of_nothing(indices_TK: Tensor, num_experts: int) -> RowOrder:
+    device = indices_TK.device
     tensors = [torch.zeros(size, dtype=torch.int32, device=device) for size in order_sizes(0, num_experts)]
-    order = RowOrder(tensors[0].fill_(-1), tensors[1], tensors[2], tensors[3:])
+    order = RowOrder(tensors[0].fill_(-1), tensors[1].view(indices_TK.shape), tensors[2], tensors[3:])
     _order(order).tile_expert.fill_(-1)
     torch.arange(num_experts, dtype=torch.int32, device=device, out=_order(order).by_size_E)
     return order
