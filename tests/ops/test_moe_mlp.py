@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron.optimus import ops
 from megatron.optimus.ops import backend as backend_module
@@ -127,12 +128,14 @@ def test_reference_gradients_by_finite_differences() -> None:
     assert torch.autograd.gradcheck(lambda *tensors: reference.moe_mlp(*tensors, inputs[4]), leaves)
 
 
-def test_non_contiguous_arguments() -> None:
-    inputs, want = case_with_answer("odd_tokens", torch.float32)
-    ops.set_backend("cpu")
-    strided = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in inputs]
-    assert not strided[0].is_contiguous()
-    assert not mismatches(values_and_gradients(ops.moe_mlp, strided), want, TOLERANCE[torch.float32])
+@pytest.mark.parametrize(("backend", "device"), TARGETS)
+def test_non_contiguous_arguments(backend: str, device: str) -> None:
+    dtype = torch.float16 if backend in ON_GPU else torch.float32
+    inputs, want = case_with_answer("odd_widths", dtype)
+    ops.set_backend(backend)
+    strided = [t.to(device).transpose(-1, -2).contiguous().transpose(-1, -2) for t in inputs]
+    assert not any(t.is_contiguous() for t in strided)
+    assert not mismatches(values_and_gradients(ops.moe_mlp, strided), want, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("index", [4, -2, 2**32])
@@ -221,6 +224,36 @@ def test_counts_stay_on_the_device(backend: str) -> None:
     graph.replay()
     want = values_and_gradients(ops.moe_mlp, fresh)
     assert all(torch.equal(got, want[n]) for n, got in zip(NAMES, (y, *grads), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device")
+@pytest.mark.parametrize("backend", _GPU_BACKENDS)
+@pytest.mark.parametrize("experts", [8, 136], ids=["one_kernel", "two_kernels"])  # for logits and choice
+def test_router_and_layer_are_captured_together(backend: str, experts: int) -> None:
+    ops.set_backend(backend)
+
+    def run(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in (x, router, gate_up, down)]
+        routing, _, tokens = ops.route(*leaves[:2], 2, normalize=True)
+        y = ops.moe_mlp(tokens, *leaves[2:], routing.weights_TK, routing.indices_TK)
+        return y.detach(), *torch.autograd.grad(y, leaves, dy)
+
+    def make(seed: int) -> list[Tensor]:
+        x, gate_up, down, _, _, dy = (
+            t.cuda() for t in make_inputs(Case(257, 64, 48, experts, 2), torch.bfloat16, "cpu", seed)
+        )
+        return [x, torch.randn(experts, 64, device="cuda").bfloat16(), gate_up, down, dy]
+
+    inputs, fresh = make(0), make(9)
+    run(*inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(*inputs)
+    for old, new in zip(inputs, fresh, strict=True):
+        old.copy_(new)
+    graph.replay()
+    assert all(torch.equal(got, want) for got, want in zip(captured, run(*fresh), strict=True))
 
 
 @pytest.mark.gpu

@@ -20,9 +20,11 @@ BESIDE = Path(sys.prefix) / "triton"
 
 # Every operation, on the cases that differ most; all of them run on a GPU.
 CASES = ("one_token", "no_token", "odd_widths", "empty_experts", "some_foreign", "none_local")
+LAYER_CASES = ("one_expert_exists", "all_to_one", "every_expert")
 TESTS = {
     "tests/ops/test_moe_mlp.py": (
-        f"triton and (may_hold_anything or is_kept or narrowing or (values and float16 and ({' or '.join(CASES)})))"
+        "triton and (may_hold_anything or is_kept or narrowing or non_contiguous or "
+        f"(values and float16 and ({' or '.join((*CASES, *LAYER_CASES))})))"
     ),
     "tests/ops/test_peers.py": "",
     "tests/ops/test_single.py": (
