@@ -10,7 +10,9 @@ With --held N each also runs while another kernel holds N multiprocessors, as NC
 also sum the expert weights' gradients in fp32 buffers: with an addition after the backward, and inside it;
 optimus+write has the backward write them there, as the first of a step. An implementation that is not installed, cannot
 run here or fails is named and left out. FLOPs are those of the experts' products: 18*T*K*D*F forward and backward.
-Besides a printed table: OUT.json with every time, OUT.png with a bar chart.
+MODEL/epN is the layer of one of N ranks that share the experts: it has the Nth part of them, and all T*K slots of its T
+tokens fall to these, as many as come to a rank when each of the N has T tokens and routing is balanced.
+Besides a printed table: OUT.json with every time and its commit, OUT.png with a bar chart. Exit code 1: no result.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import json
 import math
 import random
 import statistics
@@ -35,13 +36,16 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
 from device_check import require_device
-from moe_layer_clock import Clock, make_held, most_held
+from moe_layer_clock import Clock, make_held, most_held, print_kernels
 from moe_layer_peers import PEERS, Inputs
-from moe_layer_report import merge, plot, print_table
+from moe_layer_report import begin, merge, out_path, plot, print_table, with_ending, write
 from moe_layer_shapes import ON_CPU, ON_GPU, shape_name, shape_of
+from provenance import commit
 from sustained import sustained
 
 from megatron.optimus import ops
+
+DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 
 
 def make_inputs(shape: tuple[int, int, int, int], tokens: int, zipf: float, device: str, dtype: torch.dtype) -> Inputs:
@@ -170,13 +174,12 @@ def build_layers(args: argparse.Namespace, shape: str, tokens: int) -> dict[tupl
     """Every implementation with its own copy of the inputs, called once; those that fail are named and left out."""
     gc.collect()  # the cell before is in cycles of closures
     layers: dict[tuple[str, float], Layer] = {}
-    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     for zipf in args.zipf:
         expected = None
         for name in args.peers if zipf == args.zipf[0] else args.skewed_peers:
             try:
                 start = time.monotonic()
-                data = make_inputs(shape_of(shape), tokens, zipf, args.device, dtype)
+                data = make_inputs(shape_of(shape), tokens, zipf, args.device, DTYPE[args.device])
                 layer = LAYERS.get(name, Layer)(data, IMPLEMENTATIONS[name](data))
                 y = layer.forward()
                 layer.both()
@@ -259,18 +262,16 @@ def peak_memory(layer: Layer) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
-def profile(shape: str, tokens: int, args: argparse.Namespace) -> None:
-    """Time of every kernel of forward and backward, back to back as a training step runs them."""
-    data = make_inputs(shape_of(shape), tokens, args.zipf[0], args.device, torch.bfloat16)
-    layer = Layer(data, optimus("auto")(data))
-    layer.both()
-    activity = torch.profiler.ProfilerActivity.CUDA
-    with torch.profiler.profile(activities=[activity]) as trace:
-        for _ in range(5):
+def profile(args: argparse.Namespace) -> None:
+    """Time of every kernel of this library's forward and backward, for each cell."""
+    machine(args.device)
+    for tokens in args.tokens:
+        for shape in args.shapes:
+            print(f"{shape}, {tokens} tokens", flush=True)
+            data = make_inputs(shape_of(shape), tokens, args.zipf[0], args.device, DTYPE[args.device])
+            layer = Layer(data, optimus("auto")(data))
             layer.both()
-        torch.cuda.synchronize()
-    for event in sorted(trace.key_averages(), key=lambda e: -e.device_time_total)[:30]:
-        print(f"{event.device_time_total / 5e3:8.3f} ms  {event.count // 5:3d} calls  {event.key[:90]}", flush=True)
+            print_kernels(layer.both, args.device == "cuda")
 
 
 def at_least_1(text: str) -> int:
@@ -283,7 +284,7 @@ def at_least_1(text: str) -> int:
 def not_negative(text: str) -> float:
     number = float(text)
     if not 0.0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or more and finite")
     return number
 
 
@@ -306,65 +307,82 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", choices=IMPLEMENTATIONS)
     parser.add_argument(
         "--skewed-peers",
-        nargs="+",
+        nargs="*",
         choices=IMPLEMENTATIONS,
         default=["optimus"],
-        help="run all but the first --zipf too",
+        help="run all but the first --zipf too (default: optimus; without a name: those of --peers)",
     )
     parser.add_argument("--repetitions", type=at_least_1, default=20)
     parser.add_argument("--sustained", type=not_negative, default=0.0, help="seconds a turn without a pause; 0: none")
     parser.add_argument("--held", nargs="+", type=at_least_1, default=[], help="multiprocessors that others hold")
     parser.add_argument("--threads", type=at_least_1, help="CPU threads")
     parser.add_argument("--instructions", help="instruction set of the cpu backend (default: the fastest)")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="start no further measurement after this time")
+    parser.add_argument("--minutes", type=not_negative, default=math.inf, help="start no measurement after this time")
     parser.add_argument("--profile", action="store_true", help="only list the time of each kernel of this library")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--merge", nargs="+", type=Path, help="measure nothing: put these .json files together")
-    parser.add_argument("--out", type=Path, help="path without suffix for .json (measurements are added) and .png")
+    parser.add_argument("--out", type=out_path, help="path without suffix for .json (measurements are added) and .png")
     args = parser.parse_args()
-    if args.out and not args.out.parent.is_dir():  # before hours of measuring
-        parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
     if missing := [str(path) for path in args.merge or [] if not path.is_file()]:
         parser.error(f"--merge {' '.join(missing)}: no such file")
     if args.merge:
-        result = merge(args.merge)
+        try:
+            result = merge(args.merge)
+        except ValueError as error:
+            parser.error(f"--merge: {error}")
         if args.out:
-            args.out.with_suffix(".json").write_text(json.dumps(result))
+            write(result, args.out)
     else:
         require_device(parser, args.device)
         if args.held and max(args.held) > (most := most_held(args.device)):
             parser.error(f"--held {max(args.held)}: at most {most} multiprocessors, half of those of this device")
         if args.instructions:
             choose_instructions(parser, args.instructions)
-        result = run(args)
+        if args.profile and args.out:
+            parser.error(f"--profile writes no file: leave out --out {args.out}")
+        if args.threads:
+            torch.set_num_threads(args.threads)
+        choose_defaults(args)
+        if args.profile:
+            profile(args)
+            return
+        try:
+            result = begin(args.out, machine(args.device))
+        except ValueError as error:
+            parser.error(f"--out {args.out}: {error}; move that file away or give another name")
+        run(args, result)
     print_table(result["measurements"])
-    if args.out and result["measurements"]:
-        plot(result["measurements"], args.out.with_suffix(".png"))
+    if args.out:
+        plot(result["measurements"], with_ending(args.out, ".png"))
 
 
-def run(args: argparse.Namespace) -> dict:
-    """Measures every cell that time allows; writes the file after each."""
+def choose_defaults(args: argparse.Namespace) -> None:
     on_gpu = args.device == "cuda"
     args.shapes = args.shapes or (ON_GPU if on_gpu else ON_CPU)
     args.tokens = args.tokens or ([32768] if on_gpu else [4096])
     args.peers = args.peers or (["optimus", *PEERS] if on_gpu else ["optimus", "transformers"])
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    device = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{device}, torch {torch.__version__}", flush=True)
-    result: dict = {"device": device, "torch": torch.__version__, "measurements": []}
-    if args.out and args.out.with_suffix(".json").exists():
-        result["measurements"] = json.loads(args.out.with_suffix(".json").read_text())["measurements"]
-    start = time.monotonic()
+    args.skewed_peers = args.skewed_peers or args.peers
+
+
+def machine(device: str) -> dict[str, str]:
+    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    print(f"{name}, torch {torch.__version__}", flush=True)
+    return {"device": name, "torch": torch.__version__}
+
+
+def run(args: argparse.Namespace, result: dict) -> None:
+    """Adds every cell that time allows to the result; writes the file after each. Exit code 1 if there is none."""
+    measured_with = commit()  # now: the code that was imported, whatever is checked out or edited meanwhile
+    known, start = len(result["measurements"]), time.monotonic()
     for tokens in args.tokens:
         for shape in args.shapes:
-            if args.profile:
-                profile(shape, tokens, args)
-            elif time.monotonic() - start < 60 * args.minutes:
-                result["measurements"] += measure(shape, tokens, args)
-                if args.out:
-                    args.out.with_suffix(".json").write_text(json.dumps(result))
-    return result
+            if time.monotonic() - start < 60 * args.minutes:
+                rows = measure(shape, tokens, args)
+                result["measurements"] += [{"commit": measured_with, **row} for row in rows]
+                if args.out and rows:
+                    write(result, args.out)
+    if len(result["measurements"]) == known:
+        sys.exit("nothing was measured: every implementation was left out (above: why), or --minutes left no time")
 
 
 if __name__ == "__main__":

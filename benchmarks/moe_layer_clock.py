@@ -44,6 +44,19 @@ class Clock:
         return begin.elapsed_time(end)
 
 
+def print_kernels(call: Callable[[], object], cuda: bool) -> None:
+    """Time of every kernel of a call, on a CPU of every operator: back to back as a training step runs them."""
+    activity = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as trace:
+        for _ in range(5):
+            call()
+        if cuda:
+            torch.cuda.synchronize()
+    times = [(e.device_time_total if cuda else e.self_cpu_time_total, e) for e in trace.key_averages()]
+    for microseconds, event in sorted(times, key=lambda pair: -pair[0])[:30]:
+        print(f"{microseconds / 5e3:8.3f} ms  {event.count // 5:3d} calls  {event.key[:90]}", flush=True)
+
+
 def most_held(device: str) -> int:
     """Multiprocessors that may be held: with fewer than half of them left something might never start."""
     return torch.cuda.get_device_properties(device).multi_processor_count // 2 if device == "cuda" else 0

@@ -2,33 +2,102 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from pathlib import Path
 
 Cell = tuple[str, int, float]  # shape, tokens, zipf
 
+# What the table and the chart need of a measurement.
+USED = {"shape", "tokens", "zipf", "implementation", "forward_backward_ms", "forward_backward_tflops"}
+
+
+def out_path(text: str) -> Path:
+    """For argparse: the path to which .json and .png are added. Nothing is cut from it: v1.2 becomes v1.2.json."""
+    path = Path(text)
+    if path.suffix in (".json", ".png"):
+        raise argparse.ArgumentTypeError(f"{text}: .json and .png are added to it; give {path.with_suffix('')}")
+    if path.name in ("", "..") or text.endswith("/"):
+        raise argparse.ArgumentTypeError(f"{text} is a folder; add the files' name without suffix")
+    if not path.parent.is_dir():  # before hours of measuring
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}")
+    return path
+
+
+def with_ending(out: Path, ending: str) -> Path:
+    return out.with_name(out.name + ending)
+
+
+def read(path: Path) -> dict:
+    """A file that moe_layer.py wrote. Raises ValueError for any other."""
+    try:
+        result = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from None
+    keys = result.keys() if isinstance(result, dict) else set()
+    if missing := [key for key in ("device", "torch", "measurements") if key not in keys]:
+        raise ValueError(f"{path} is no result of moe_layer.py: it has no {', '.join(missing)}")
+    rows = result["measurements"]
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and row.keys() >= USED for row in rows):
+        raise ValueError(f"{path} is no result of moe_layer.py: not every measurement has {', '.join(sorted(USED))}")
+    return result
+
+
+def begin(out: Path | None, machine: dict[str, str]) -> dict:
+    """The result to which a run adds: without measurements, or with those that OUT.json has already.
+
+    Raises ValueError where that file is no result of moe_layer.py, or one of another machine.
+    """
+    new = {**machine, "measurements": []}
+    if out is None or not with_ending(out, ".json").exists():
+        return new
+    earlier = read(with_ending(out, ".json"))
+    _refuse_different_machines([earlier, new])
+    return earlier
+
+
+def write(result: dict, out: Path) -> None:
+    with_ending(out, ".json").write_text(json.dumps(result))
+
+
+def _refuse_different_machines(results: list[dict]) -> None:
+    machines = list(dict.fromkeys(f"{result['device']} with torch {result['torch']}" for result in results))
+    if len(machines) > 1:
+        raise ValueError(
+            "measurements of different machines or versions of torch cannot be compared, give those of one: "
+            + "; ".join(machines)
+        )
+
 
 def merge(paths: list[Path]) -> dict:
     """The measurements of several files, all of one device. A cell that several have comes from the last of them.
 
-    A cell is never put together from two files: only what ran in one rotation can be compared.
+    A cell is never put together from two files: only what ran in one rotation can be compared. Raises ValueError for
+    files of different machines, for others than moe_layer.py's, and where none has a measurement.
     """
-    results = [json.loads(path.read_text()) for path in paths]
-    if len(machines := {(result["device"], result["torch"]) for result in results}) > 1:
-        raise ValueError(f"measurements of different machines or versions of torch cannot be compared: {machines}")
+    results = [read(path) for path in paths]
+    _refuse_different_machines(results)
     cells: dict[tuple[str, int], list[dict]] = {}
     for result in results:
         own: dict[tuple[str, int], list[dict]] = {}
         for row in result["measurements"]:
             own.setdefault((row["shape"], row["tokens"]), []).append(row)
         cells |= own
-    return {**results[0], "measurements": [row for rows in cells.values() for row in rows]}
+    if not cells:
+        raise ValueError(f"no measurement in {', '.join(str(path) for path in paths)}")
+    return {**results[0], "measurements": _in_order([row for rows in cells.values() for row in rows])}
+
+
+def _in_order(rows: list[dict]) -> list[dict]:
+    """Shapes as they first appear, each one's cells by tokens, then skew; within a cell the order stays."""
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    return sorted(rows, key=lambda row: (shapes.index(row["shape"]), row["tokens"], row["zipf"]))
 
 
 def _cells(rows: list[dict]) -> dict[Cell, dict[str, dict]]:
     cells: dict[Cell, dict[str, dict]] = {}
-    for row in rows:
+    for row in _in_order(rows):
         cells.setdefault((row["shape"], row["tokens"], row["zipf"]), {})[row["implementation"]] = row
     return cells
 
@@ -92,7 +161,7 @@ def plot(rows: list[dict], path: Path) -> None:
     )
     for axis, shape in zip(axes.flat, shapes, strict=False):
         place, ticks, labels = 0.0, [], []
-        for (own, tokens, zipf), cell in sorted(cells.items()):
+        for (own, tokens, zipf), cell in cells.items():
             if own != shape:
                 continue
             drawn = [name for name in names if name in cell]

@@ -39,6 +39,38 @@ def test_a_cell_comes_whole_from_the_last_file_that_has_it(tmp_path: Path) -> No
     ]
 
 
+def test_cells_are_in_order_whatever_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = {"shape": "mula-20b"}
+    first = write(
+        tmp_path / "a.json", [row("z", 1, 16384, 1.0), row("a", 1, 16384, 1.0), row("z", 2, 16384), row("a", 3, 32768)]
+    )
+    second = write(tmp_path / "b.json", [row("z", 4) | other, row("z", 5)])
+    rows = report.merge([first, second])["measurements"]
+    assert [(r["shape"], r["tokens"], r["zipf"], r["implementation"]) for r in rows] == [
+        ("mula-7b", 8192, 0.0, "z"),
+        ("mula-7b", 16384, 0.0, "z"),
+        ("mula-7b", 16384, 1.0, "z"),
+        ("mula-7b", 16384, 1.0, "a"),
+        ("mula-7b", 32768, 0.0, "a"),
+        ("mula-20b", 8192, 0.0, "z"),
+    ]
+    report.print_table([row("a", 1, 16384), row("a", 1, 8192, 1.0), row("a", 1, 8192)])  # of one run
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("mula-7b")]
+    assert [line.split()[1:3] for line in lines] == [["8192", "5000"], ["8192", "z1.0"], ["16384", "5000"]]
+
+
+def test_files_without_a_measurement_make_no_table(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no measurement in .*a\.json"):
+        report.merge([write(tmp_path / "a.json", [])])
+
+
+def test_a_merged_file_can_be_merged_again_with_its_commits(tmp_path: Path) -> None:
+    rows = [row("optimus", 10) | {"commit": "abc"}, row("optimus", 20, 16384)]  # one of before commits were kept
+    merged = report.merge([write(tmp_path / "a.json", rows)])
+    report.write(merged, tmp_path / "b")
+    assert report.merge([tmp_path / "b.json"])["measurements"] == rows
+
+
 def test_machines_are_not_mixed(tmp_path: Path) -> None:
     paths = [write(tmp_path / f"{device}.json", [row("optimus", 1)], device) for device in ("H100", "H200")]
     with pytest.raises(ValueError, match="different machines"):
