@@ -130,13 +130,20 @@ def _check_indices(name: str, indices: Tensor, num_experts: int) -> None:
 
 def check_values(name: str, indices: Tensor, num_experts: int) -> None:
     """For the reference alone, which would take expert E for one that is elsewhere; kernels check for themselves."""
-    if indices.is_meta or type(indices) is not Tensor or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or indices.is_meta or not _has_values(indices):
         return  # nothing to look at
     wrong = (indices < -1) | (indices >= num_experts)
     if indices.is_cuda:  # without waiting
         torch._assert_async(~wrong.any(), "an expert index is outside [-1, E)")
     elif indices.device.type == "cpu" and wrong.any():
         raise ValueError(f"{name}: indices hold {int(indices[wrong][0])}; expected values in [-1, {num_experts})")
+
+
+def _has_values(x: Tensor) -> bool:
+    """Whether x holds numbers itself, as parameters do and other subclasses that only add to Tensor: not so fake
+    tensors, other wrappers, and those of functorch, whose type is Tensor's own."""
+    is_plain = type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 class _Logits(torch.autograd.Function):
