@@ -164,6 +164,24 @@ def test_gradients_of_some_of_a_linear_routers_results(backend: str, device: str
     assert all(torch.equal(a, b) for a, b in zip(alone, whole, strict=True))
 
 
+@each_target
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_changes_no_bit_of_a_linear_router(backend: str, device: str, dtype: torch.dtype) -> None:
+    """Neither forward nor backward, which runs under autocast here, too."""
+    ops.set_backend(backend)
+    x, weight, *grads = (t.to(device) for t in linear_inputs(LINEAR_SHAPES[2], dtype))
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+
+    def routed(is_on: bool) -> list[torch.Tensor]:
+        with torch.autocast(device, torch.bfloat16, enabled=is_on):
+            routing, logits, x_too = ops.route(*leaves, 3, sigmoid=True, normalize=True)
+            found = torch.autograd.grad((routing.weights_TK, routing.scores_TE, logits, x_too), leaves, grads)
+        assert routing.weights_TK.dtype == routing.scores_TE.dtype == logits.dtype == torch.float32
+        return [*routing, logits, *found]
+
+    assert all(torch.equal(a, b) for a, b in zip(routed(False), routed(True), strict=True))
+
+
 def test_a_linear_router_of_wrong_arguments_raises() -> None:
     with pytest.raises(ValueError, match=r"route: x torch.float32 \(3, 4\) and weight torch.float32 \(2, 5\)"):
         ops.route(torch.zeros(3, 4), torch.zeros(2, 5), 1)

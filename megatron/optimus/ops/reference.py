@@ -7,6 +7,7 @@ P >= N rows of a buffer of rows. An expert index of -1 marks a slot whose expert
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -48,9 +49,18 @@ def route(x_TD: Tensor, weight_ED: Tensor, topk: int, **options: Any) -> tuple[R
 
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """Logits [T, E] of a linear router, products and sums in fp32, of fp64 in fp64."""
+    """Logits [T, E] of a linear router, products and sums in fp32, of fp64 in fp64, under autocast, too."""
     wide = torch.promote_types(torch.promote_types(x_TD.dtype, weight_ED.dtype), torch.float32)
-    return F.linear(x_TD.to(wide), weight_ED.to(wide))
+    with without_autocast(x_TD.device):
+        return F.linear(x_TD.to(wide), weight_ED.to(wide))
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """In it products on the device keep their factors' dtype."""
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 def router_topk(

@@ -26,7 +26,7 @@ def route(
     selection_bias_E: Tensor | None = None,
 ) -> tuple[Routing, Tensor, Tensor]:
     """A linear router: K experts per token as ``router_topk`` chooses them, fp32 logits [T, E] (of fp64 the reference's
-    are fp64), and x for the experts.
+    are fp64), under autocast, too, and x for the experts.
 
     Give the experts the x returned: the gradient of both is then one tensor, rounded once, and needs no addition. It is
     saved for the backward as it is, without an fp32 copy. In bf16 on NVIDIA GPUs the tensor cores multiply, in one
@@ -189,10 +189,11 @@ class _Route(torch.autograd.Function):
 def _linear_gradients(dlogits: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None) -> tuple[Tensor, Tensor]:
     """Of x, to which dx is added, and of weight: in the logits' dtype, fp32 or fp64, rounded once."""
     wide = dlogits.dtype
-    sum_TD = dlogits @ weight.to(wide)
+    with reference.without_autocast(x.device):
+        sum_TD, dweight_ED = dlogits @ weight.to(wide), dlogits.t() @ x.to(wide)
     if dx is not None:
         sum_TD = sum_TD.to(torch.promote_types(x.dtype, wide)) + dx
-    return sum_TD.to(x.dtype), (dlogits.t() @ x.to(wide)).to(weight.dtype)
+    return sum_TD.to(x.dtype), dweight_ED.to(weight.dtype)
 
 
 def _on_tensor_cores(x: Tensor, weight: Tensor) -> bool:
