@@ -60,7 +60,8 @@ def router_topk(
     normalize: bool = False,
     selection_bias_E: Tensor | None = None,
 ) -> Routing:
-    """Chooses K experts per token; see ``reference.router_topk``. Of equal scores the lower expert number is taken.
+    """Chooses K experts per token; see ``reference.router_topk``. Of equal scores the lower expert number is taken. NaN
+    counts as the largest score (plus bias, if there is one), so that a divergence is not hidden by other experts.
 
     Raises ValueError if the logits are not floating [T, E], K is not in [1, E], or the bias is not [E] on their device.
     The fast backends take fp32 logits; a router in another dtype, or one of more experts than Triton's kernel holds,
