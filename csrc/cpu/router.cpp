@@ -9,7 +9,11 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kTokens = 256;  // of an item
+constexpr int64_t kTokens = 256;     // of an item
+constexpr float kLeastSum = 1e-20f;  // reference.LEAST_SUM
+
+// Of the experts' choice: larger numbers first, not a number before all of them.
+bool is_before(float a, float b) { return b == b && !(a <= b); }
 
 template <typename Body>
 void for_each_token(int64_t num_tokens, int64_t num_experts, Body body) {
@@ -41,17 +45,18 @@ std::tuple<Tensor, Tensor, Tensor> router_topk(const Tensor& logits, int64_t top
     float* weight = to_weights + t * topk;
     int64_t* index = to_indices + t * topk;
     for (int64_t k = 0; k < topk; ++k) {
-      // Of equal values the first. Not a number never wins, but every index stays a different expert.
+      // Of equal values the first. Whatever the values, every index is a different expert.
       int64_t best = -1;
       for (int64_t e = 0; e < num_experts; ++e) {
         bool taken = false;
         for (int64_t i = 0; i < k; ++i) taken = taken || index[i] == e;
-        if (!taken && (best < 0 || choice[e] > choice[best])) best = e;
+        if (!taken && (best < 0 || is_before(choice[e], choice[best]))) best = e;
       }
       index[k] = best;
       weight[k] = score[best];
       total += score[best];
     }
+    if (total < kLeastSum) total = kLeastSum;  // not a number stays
     if (normalize)
       for (int64_t k = 0; k < topk; ++k) weight[k] /= total;
   });
@@ -70,14 +75,15 @@ Tensor router_topk_backward(const Tensor& scores, const Tensor& indices, const T
     const float *score = all_scores + t * num_experts, *dweight = all_dweights + t * topk;
     const int64_t* index = all_indices + t * topk;
     std::copy_n(all_dscores + t * num_experts, num_experts, grad);
-    float total = 1.0f, mean = 0.0f;  // weight = score / total
+    float total = 1.0f, mean = 0.0f;  // weight = score / total, which is a constant where it would be less
     if (normalize) {
       total = 0.0f;
       for (int64_t k = 0; k < topk; ++k) {
         total += score[index[k]];
         mean += dweight[k] * score[index[k]];
       }
-      mean /= total;
+      mean = total < kLeastSum ? 0.0f : mean / total;
+      total = total < kLeastSum ? kLeastSum : total;
     }
     for (int64_t k = 0; k < topk; ++k) grad[index[k]] += (dweight[k] - mean) / total;
     float dot = 0.0f;

@@ -81,7 +81,7 @@ def test_every_work_group_size_gives_the_same_choice(sizes: tuple[int, int, int]
         check_router("cpu", (37, 64, 8), options)
 
 
-@pytest.mark.parametrize(("backend", "device"), [target for target in SINGLE_TARGETS if target.id != "reference"])
+@each_target
 def test_equal_and_missing_numbers_still_choose_different_experts(backend: str, device: str) -> None:
     """Of equal scores the lower expert; rows of NaN stay NaN and their indices stay in range."""
     ops.set_backend(backend)
@@ -91,6 +91,59 @@ def test_equal_and_missing_numbers_still_choose_different_experts(backend: str, 
     routing = ops.router_topk(logits.to(device), 4)
     assert routing.indices_TK.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 4, 0]]
     assert routing.weights_TK[1].isnan().all() and not routing.weights_TK[[0, 2]].isnan().any()
+    assert ops.router_topk(torch.zeros(1, 64, device=device), 8).indices_TK.tolist() == [list(range(8))]
+
+
+@each_target
+@pytest.mark.parametrize("normalize", [False, True])
+def test_nan_is_chosen_first_and_reaches_the_weights(backend: str, device: str, normalize: bool) -> None:
+    """With any sign; of several the lower expert. NaN in the bias is chosen likewise, the weight is its score."""
+    ops.set_backend(backend)
+    nan = torch.tensor([0x7FC00000, -0x400000], dtype=torch.int32).view(torch.float32)
+    assert nan.isnan().all() and nan.signbit().tolist() == [False, True]
+    rows = [
+        [9.0, 8.0, nan[0], 7.0, nan[1], 100.0],
+        [1.0, nan[1], 2.0, 0.0, 2.0, 0.0],
+        [1.0, 2.0, 3.0, nan[0], 0.0, 0.0],
+    ]
+    logits, options = torch.tensor(rows, device=device), {"sigmoid": True, "normalize": normalize}
+    routing = ops.router_topk(logits, 3, **options)
+    assert routing.indices_TK.tolist() == [[2, 4, 5], [1, 2, 4], [3, 2, 1]]
+    is_nan = [[True, True, normalize], [True, normalize, normalize], [True, normalize, normalize]]
+    assert routing.weights_TK.isnan().tolist() == is_nan
+    for sign in nan:
+        bias = torch.tensor([float("inf"), 0.0, 0.0, sign, 0.0, sign], device=device)
+        routing = ops.router_topk(torch.zeros(1, 6, device=device), 3, selection_bias_E=bias, **options)
+        assert routing.indices_TK.tolist() == [[3, 5, 0]]
+        torch.testing.assert_close(routing.weights_TK.cpu(), torch.full((1, 3), 1 / 3 if normalize else 0.5))
+
+
+UNDERFLOWN = torch.tensor([6 * [-200.0], [-200.0, -50.0, -200.0, -45.0, -200.0, -200.0], 3 * [-50.0, -200.0]])
+
+
+@each_target
+@pytest.mark.parametrize("biased", [False, True])
+def test_scores_that_underflow_give_small_weights_and_finite_gradients(backend: str, device: str, biased: bool) -> None:
+    """Where the sum of a token's scores is below the floor, the floor is what they are divided by, a constant."""
+    ops.set_backend(backend)
+    options = (True, True, biased)
+    got = routed(ops.router_topk, UNDERFLOWN.to(device), 3, options, device)
+    want = routed(reference.router_topk, UNDERFLOWN.double(), 3, options, "cpu")
+    for value, right in zip(got, want, strict=True):
+        torch.testing.assert_close(value, right.to(value.dtype), rtol=2e-5, atol=2e-6)
+    assert got[0][0].max() < 1e-15 and got[3][0].abs().max() < 1e-15
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_the_reference_of_scores_that_underflow_is_finite_in_every_dtype(dtype: torch.dtype) -> None:
+    """In its second derivatives, too."""
+    logits = torch.full((2, 6), -200.0, dtype=dtype, requires_grad=True)
+    ops.set_backend("reference")
+    weights = ops.router_topk(logits, 3, sigmoid=True, normalize=True).weights_TK
+    assert weights.dtype == dtype and weights.double().max() < 1e-15
+    (first,) = torch.autograd.grad(weights.sum() + weights.square().sum(), logits, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum() + first.sum(), logits)
+    assert first.isfinite().all() and second.isfinite().all()
 
 
 LINEAR_SHAPES = [(0, 16, 4, 2), (1, 8, 1, 1), (130, 72, 20, 3), (300, 200, 64, 8), (90, 264, 36, 8), (150, 136, 96, 5)]
@@ -162,6 +215,24 @@ def test_gradients_of_some_of_a_linear_routers_results(backend: str, device: str
     nothing = [torch.zeros_like(t) for t in (logits, x_too)]
     whole = torch.autograd.grad((routing.weights_TK, logits, x_too), leaves, (dweights, *nothing))
     assert all(torch.equal(a, b) for a, b in zip(alone, whole, strict=True))
+
+
+@each_target
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_changes_no_bit_of_a_linear_router(backend: str, device: str, dtype: torch.dtype) -> None:
+    """Neither forward nor backward, which runs under autocast here, too."""
+    ops.set_backend(backend)
+    x, weight, *grads = (t.to(device) for t in linear_inputs(LINEAR_SHAPES[2], dtype))
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+
+    def routed(is_on: bool) -> list[torch.Tensor]:
+        with torch.autocast(device, torch.bfloat16, enabled=is_on):
+            routing, logits, x_too = ops.route(*leaves, 3, sigmoid=True, normalize=True)
+            found = torch.autograd.grad((routing.weights_TK, routing.scores_TE, logits, x_too), leaves, grads)
+        assert routing.weights_TK.dtype == routing.scores_TE.dtype == logits.dtype == torch.float32
+        return [*routing, logits, *found]
+
+    assert all(torch.equal(a, b) for a, b in zip(routed(False), routed(True), strict=True))
 
 
 def test_a_linear_router_of_wrong_arguments_raises() -> None:

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.optimus import ops
-from megatron.optimus.ops import reference
+from megatron.optimus.ops import reference, routing
 from tests.ops import targets
 from tests.ops.cases import (
     CASES,
@@ -278,3 +279,23 @@ def test_an_index_out_of_range_raises(backend: str, index: int) -> None:
     for call in (lambda: ops.sort_slots(indices, 6, torch.float32), lambda: ops.expert_counts(indices, 6)):
         with pytest.raises(ValueError, match=rf"indices hold {index}; expected values in \[-1, 6\)"):
             call()
+
+
+class _Marked(Tensor):
+    """A subclass that holds its numbers itself."""
+
+
+def test_values_of_subclasses_are_checked_where_there_are_any() -> None:
+    indices = torch.tensor([[0, 6]])
+    ops.set_backend("reference")
+    for real in (torch.nn.Parameter(indices, requires_grad=False), indices.as_subclass(_Marked)):
+        with pytest.raises(ValueError, match=r"expert_counts: indices hold 6; expected values in \[-1, 6\)"):
+            ops.expert_counts(real, 6)
+    with FakeTensorMode() as mode:
+        assert ops.expert_counts(mode.from_tensor(indices), 6).shape == (6,)
+
+    def unread(row_K: Tensor) -> Tensor:
+        routing.check_values("unread", row_K.unsqueeze(0), 6)
+        return row_K
+
+    assert torch.equal(torch.vmap(unread)(indices), indices)

@@ -224,8 +224,10 @@ def test_a_layer_compiles_as_one_graph(backend: str) -> None:
         routing, logits, x = ops.route(x, router, 2, normalize=True)
         return routing.weights_TK.square().sum() + logits.square().sum() + x.square().sum()
 
-    grads = [
-        torch.autograd.grad(run(*leaves), leaves)
-        for run in (torch.compile(routed, backend="aot_eager", fullgraph=True), routed)
-    ]
-    assert all(torch.equal(got, want) for got, want in zip(*grads, strict=True))
+    for is_on in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+            grads = [
+                torch.autograd.grad(run(*leaves), leaves)
+                for run in (torch.compile(routed, backend="aot_eager", fullgraph=True), routed)
+            ]
+        assert all(torch.equal(got, want) for got, want in zip(*grads, strict=True))

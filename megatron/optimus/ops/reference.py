@@ -7,12 +7,18 @@ P >= N rows of a buffer of rows. An expert index of -1 marks a slot whose expert
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+# Scores of a sigmoid underflow to 0, all of a token's, too: 0 divided by their sum would be NaN. The floor is far below
+# any score that matters, and far enough above the least normal number that a gradient divided by it stays finite in
+# fp32: infinity times a score of 0 would be NaN again.
+LEAST_SUM = 1e-20
 
 
 class Routing(NamedTuple):
@@ -60,9 +66,18 @@ def route(x_TD: Tensor, weight_ED: Tensor, topk: int, **options: Any) -> tuple[R
 
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """Logits [T, E] of a linear router, products and sums in fp32, of fp64 in fp64."""
+    """Logits [T, E] of a linear router, products and sums in fp32, of fp64 in fp64, under autocast, too."""
     wide = torch.promote_types(torch.promote_types(x_TD.dtype, weight_ED.dtype), torch.float32)
-    return F.linear(x_TD.to(wide), weight_ED.to(wide))
+    with without_autocast(x_TD.device):
+        return F.linear(x_TD.to(wide), weight_ED.to(wide))
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """In it products on the device keep their factors' dtype."""
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 def router_topk(
@@ -76,14 +91,17 @@ def router_topk(
     """Chooses K experts per token from fp32 logits; scores are a softmax over E or a sigmoid.
 
     ``selection_bias_E`` shifts the choice only, never the weights (aux-loss-free balancing, arXiv 2408.15664).
-    ``normalize`` rescales the K weights of a token to sum to one.
+    ``normalize`` divides the K weights of a token by their sum, which counts as ``LEAST_SUM`` if it is less. Of equal
+    scores the lower expert is taken; NaN counts as the largest, so that it reaches the weights.
     """
     scores_TE = torch.sigmoid(logits_TE) if sigmoid else torch.softmax(logits_TE, dim=-1)
     choice_TE = scores_TE.detach() if selection_bias_E is None else scores_TE.detach() + selection_bias_E
-    indices_TK = choice_TE.topk(topk, dim=-1).indices
+    order_TE = choice_TE.sort(dim=-1, descending=True, stable=True).indices  # topk takes any of equal scores
+    indices_TK = order_TE[:, :topk].contiguous()
     weights_TK = scores_TE.gather(-1, indices_TK)
     if normalize:
-        weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+        least = max(LEAST_SUM, torch.finfo(weights_TK.dtype).tiny)  # fp16 knows no smaller normal number
+        weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).clamp(min=least)
     return Routing(weights_TK, indices_TK, scores_TE)
 
 

@@ -26,7 +26,7 @@ def route(
     selection_bias_E: Tensor | None = None,
 ) -> tuple[Routing, Tensor, Tensor]:
     """A linear router: K experts per token as ``router_topk`` chooses them, fp32 logits [T, E] (of fp64 the reference's
-    are fp64), and x for the experts.
+    are fp64), under autocast, too, and x for the experts.
 
     Give the experts the x returned: the gradient of both is then one tensor, rounded once, and needs no addition. It is
     saved for the backward as it is, without an fp32 copy. In bf16 on NVIDIA GPUs the tensor cores multiply, in one
@@ -60,7 +60,8 @@ def router_topk(
     normalize: bool = False,
     selection_bias_E: Tensor | None = None,
 ) -> Routing:
-    """Chooses K experts per token; see ``reference.router_topk``. Of equal scores the lower expert number is taken.
+    """Chooses K experts per token; see ``reference.router_topk``. Of equal scores the lower expert number is taken. NaN
+    counts as the largest score (plus bias, if there is one), so that a divergence is not hidden by other experts.
 
     Raises ValueError if the logits are not floating [T, E], K is not in [1, E], or the bias is not [E] on their device.
     The fast backends take fp32 logits; a router in another dtype, or one of more experts than Triton's kernel holds,
@@ -129,13 +130,20 @@ def _check_indices(name: str, indices: Tensor, num_experts: int) -> None:
 
 def check_values(name: str, indices: Tensor, num_experts: int) -> None:
     """For the reference alone, which would take expert E for one that is elsewhere; kernels check for themselves."""
-    if indices.is_meta or type(indices) is not Tensor or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or indices.is_meta or not _has_values(indices):
         return  # nothing to look at
     wrong = (indices < -1) | (indices >= num_experts)
     if indices.is_cuda:  # without waiting
         torch._assert_async(~wrong.any(), "an expert index is outside [-1, E)")
     elif indices.device.type == "cpu" and wrong.any():
         raise ValueError(f"{name}: indices hold {int(indices[wrong][0])}; expected values in [-1, {num_experts})")
+
+
+def _has_values(x: Tensor) -> bool:
+    """Whether x holds numbers itself, as parameters do and other subclasses that only add to Tensor: not so fake
+    tensors, other wrappers, and those of functorch, whose type is Tensor's own."""
+    is_plain = type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 class _Logits(torch.autograd.Function):
@@ -181,10 +189,11 @@ class _Route(torch.autograd.Function):
 def _linear_gradients(dlogits: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None) -> tuple[Tensor, Tensor]:
     """Of x, to which dx is added, and of weight: in the logits' dtype, fp32 or fp64, rounded once."""
     wide = dlogits.dtype
-    sum_TD = dlogits @ weight.to(wide)
+    with reference.without_autocast(x.device):
+        sum_TD, dweight_ED = dlogits @ weight.to(wide), dlogits.t() @ x.to(wide)
     if dx is not None:
         sum_TD = sum_TD.to(torch.promote_types(x.dtype, wide)) + dx
-    return sum_TD.to(x.dtype), (dlogits.t() @ x.to(wide)).to(weight.dtype)
+    return sum_TD.to(x.dtype), dweight_ED.to(weight.dtype)
 
 
 def _on_tensor_cores(x: Tensor, weight: Tensor) -> bool:

@@ -1,7 +1,7 @@
 # mypy: disable-error-code=no-untyped-def
 """``reference.router_topk`` in one kernel each way: scores, choice and renormalisation of a token stay in registers.
 
-Legend: T tokens, E experts, K chosen. Of equal scores the expert with the lower number is taken.
+Legend: T tokens, E experts, K chosen. Of equal scores the expert with the lower number is taken; NaN is the largest.
 """
 
 from __future__ import annotations
@@ -11,16 +11,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.optimus.ops import reference
+
 MAX_EXPERTS = 1024  # a program holds whole rows of scores
 _SCORES, _WARPS = 512, 2  # of a program
 _LEAST = tl.constexpr(-(2**31))  # the key of no number
+_LEAST_SUM = tl.constexpr(reference.LEAST_SUM)
 
 
 @triton.jit
 def _as_ordered(bits):
-    """Bits of fp32 to integers in the same order, NaN at an end; and back. The least integer comes from no such NaN as
-    arithmetic gives, so that whatever the scores, K different experts are chosen."""
+    """Bits of fp32 to integers in the same order, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _key(score):
+    """In the order of scores, every NaN the largest, whatever its sign and bits; above _LEAST, so that whatever the
+    scores, K different experts are chosen."""
+    bits = score.to(tl.int32, bitcast=True)
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FFFFFFF, _as_ordered(bits))
 
 
 @triton.jit
@@ -43,7 +53,7 @@ def choose(
     choice = scores
     if BIASED:
         choice += tl.load(bias_ptr + expert, mask=is_expert, other=0.0)
-    keys = tl.where(is_expert, _as_ordered(choice.to(tl.int32, bitcast=True)), _LEAST)
+    keys = tl.where(is_expert, _key(choice), _LEAST)
     total = tl.zeros([TOKENS], dtype=tl.float32)
     slot = tl.arange(0, SLOTS)[None, :]
     weights = tl.zeros([TOKENS, SLOTS], dtype=tl.float32)
@@ -61,7 +71,7 @@ def choose(
         weights = tl.where(slot == k, weight[:, None], weights)
         indices = tl.where(slot == k, best[:, None], indices)
     if NORMALIZE:
-        weights /= total[:, None]
+        weights /= tl.where(total < _LEAST_SUM, _LEAST_SUM, total)[:, None]
     place = token[:, None] * TOPK + slot
     inside = there & (slot < TOPK)
     tl.store(weights_ptr + place, weights, mask=inside)
@@ -104,9 +114,11 @@ def logits_gradient(
         dweight = tl.load(dweights_ptr + token * TOPK + k, mask=there, other=0.0)
         grad = tl.where(here, dweight[:, None], grad)
         chosen = chosen | here
-    if NORMALIZE:  # weight = score / total, total over the chosen
+    if NORMALIZE:  # weight = score / total, total over the chosen or a constant, if that is more
         total = tl.sum(tl.where(chosen, scores, 0.0), 1)[:, None]
-        mean = tl.sum(tl.where(chosen, grad * scores, 0.0), 1)[:, None] / total
+        is_less = total < _LEAST_SUM
+        total = tl.where(is_less, _LEAST_SUM, total)
+        mean = tl.where(is_less, 0.0, tl.sum(tl.where(chosen, grad * scores, 0.0), 1)[:, None] / total)
         grad = tl.where(chosen, (grad - mean) / total, 0.0)
     if HAS_DSCORES:
         grad += tl.load(dscores_ptr + place, mask=inside, other=0.0)
