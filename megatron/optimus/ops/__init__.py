@@ -108,7 +108,7 @@ def moe_mlp(
     if backend == Backend.REFERENCE:
         check_values("moe_mlp", indices_TK, down_EDF.shape[0])
     if torch.compiler.is_compiling():
-        on_input_gradients = None
+        main_grads, on_input_gradients = (None, None), None
     wanted = (main_grads != (None, None) or on_input_gradients is not None) and torch.is_grad_enabled()
     if wanted:
         return _main_grads.moe_mlp(run, arguments, main_grads, on_input_gradients)
