@@ -25,6 +25,7 @@ from megatron.optimus.ops.elementwise import (
     rotate,
     silu_mul,
 )
+from megatron.optimus.ops.forward_mode import refuse_tangents
 from megatron.optimus.ops.grouped import (
     combine,
     gather_rows,
@@ -99,7 +100,8 @@ def moe_mlp(
 
     Runs on the backend that ``set_backend`` chose, by default the fastest one present for the device and dtype.
     Raises ValueError for shapes, dtypes or devices that do not fit together, before anything runs, for expert indices
-    as ``sort_slots`` does, and BackendUnavailableError when a backend was set that cannot run here.
+    as ``sort_slots`` does, BackendUnavailableError when a backend was set that cannot run here, and RuntimeError in
+    forward-mode AD, which the reference alone has.
     """
     arguments = (x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
     _check_moe_mlp(*arguments)
@@ -110,6 +112,8 @@ def moe_mlp(
     if torch.compiler.is_compiling():
         main_grads, on_input_gradients = (None, None), None
     wanted = (main_grads != (None, None) or on_input_gradients is not None) and torch.is_grad_enabled()
+    if wanted or backend != Backend.REFERENCE:
+        refuse_tangents("moe_mlp", *arguments)
     if wanted:
         return _main_grads.moe_mlp(run, arguments, main_grads, on_input_gradients)
     return run.moe_mlp(*arguments)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.optimus.ops import reference
 from megatron.optimus.ops.backend import Backend, kernels, resolve_routing
+from megatron.optimus.ops.forward_mode import carries_tangent, refuse_tangents
 from megatron.optimus.ops.second_derivatives import first_derivative_only
 
 
@@ -26,6 +27,8 @@ def copy_rows(x_TD: Tensor, positions_TP: Tensor, num_copies: int) -> Tensor:
     _check("copy_rows", x_TD, positions_TP)
     if positions_TP.shape[0] != x_TD.shape[0]:
         raise ValueError(f"copy_rows: positions {tuple(positions_TP.shape)} of {x_TD.shape[0]} rows; expected [T, P]")
+    if carries_tangent(x_TD):
+        return _copy(x_TD, positions_TP, num_copies)
     return _CopyRows.apply(x_TD, positions_TP, num_copies)
 
 
@@ -35,6 +38,8 @@ def sum_copies(y_SD: Tensor, positions_TP: Tensor) -> Tensor:
     Gradient: ``copy_rows``. Raises ValueError for positions that are not int32 [T, P] on the rows' device.
     """
     _check("sum_copies", y_SD, positions_TP)
+    if carries_tangent(y_SD):
+        return _sum(y_SD, positions_TP)
     return _SumCopies.apply(y_SD, positions_TP)
 
 
@@ -54,6 +59,7 @@ def _kernels(rows: Tensor, name: str) -> ModuleType | Any:
     backend = resolve_routing(rows.device)
     if backend == Backend.REFERENCE or rows.dtype is torch.float64 or not hasattr(kernels(backend), name):
         return reference
+    refuse_tangents(name, rows)
     return kernels(backend)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.optimus.ops.forward_mode import reverse_mode_only
 from megatron.optimus.ops.reference import RowOrder
 from megatron.optimus.ops.second_derivatives import refuse
 
@@ -159,6 +160,7 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, T
     ctx.set_materialize_grads(False)  # else autograd fills a gradient of hidden with zeros
 
 
+@reverse_mode_only("moe_mlp")
 def _backward(ctx: Any, dy: Tensor | None, _dhidden: None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return None, None, None, None, None

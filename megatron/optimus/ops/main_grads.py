@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from megatron.optimus.ops.forward_mode import reverse_mode_only
 from megatron.optimus.ops.second_derivatives import first_derivative_only
 
 _ALIGNMENT = 16  # bytes; what a GPU's tensor memory engine asks of an address
@@ -118,6 +119,7 @@ class _MoeMlp(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
+    @reverse_mode_only("moe_mlp")
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors  # once: a checkpoint gives them out a single time
         gate_up, down = (

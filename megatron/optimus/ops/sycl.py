@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.optimus.ops.forward_mode import reverse_mode_only
 from megatron.optimus.ops.reference import RowOrder
 from megatron.optimus.ops.second_derivatives import first_derivative_only
 
@@ -276,6 +277,7 @@ class _MoeMlp(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
+    @reverse_mode_only("moe_mlp")
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         x, gate_up, down, weights, indices, hidden = ctx.saved_tensors
         gradients = tuple(torch.empty_like(t) for t in (x, gate_up, down, weights))
