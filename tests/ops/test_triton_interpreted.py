@@ -22,7 +22,7 @@ BESIDE = Path(sys.prefix) / "triton"
 CASES = ("one_token", "no_token", "odd_widths", "empty_experts", "some_foreign", "none_local")
 TESTS = {
     "tests/ops/test_moe_mlp.py": (
-        f"triton and (may_hold_anything or is_kept or (values and float16 and ({' or '.join(CASES)})))"
+        f"triton and (may_hold_anything or is_kept or opcheck or (values and float16 and ({' or '.join(CASES)})))"
     ),
     "tests/ops/test_peers.py": "",
     "tests/ops/test_single.py": (
@@ -39,6 +39,7 @@ TESTS = {
     "tests/ops/test_single_contract.py": "triton",
     "tests/ops/test_second_derivatives.py": "triton",
     "tests/ops/test_forward_mode.py": "triton and (jvp or numbers or tangent)",
+    "tests/ops/test_shapes_only.py": "triton",
     "tests/ops/test_triton_gpu_kernels.py": "router",
     "tests/ops/test_tune.py": "not for_real",
     "tests/ops/test_elementwise.py": (

@@ -17,6 +17,7 @@ from megatron.optimus.ops import reference
 from megatron.optimus.ops.backend import Backend, kernels, resolve_routing
 from megatron.optimus.ops.forward_mode import carries_tangent, refuse_tangents
 from megatron.optimus.ops.second_derivatives import first_derivative_only
+from megatron.optimus.ops.shapes_only import lacks_values
 
 
 def copy_rows(x_TD: Tensor, positions_TP: Tensor, num_copies: int) -> Tensor:
@@ -59,6 +60,8 @@ def _kernels(rows: Tensor, name: str) -> ModuleType | Any:
     backend = resolve_routing(rows.device)
     if backend == Backend.REFERENCE or rows.dtype is torch.float64 or not hasattr(kernels(backend), name):
         return reference
+    if lacks_values(rows):
+        return reference  # for shapes: some kernels here are no operations of torch
     refuse_tangents(name, rows)
     return kernels(backend)
 

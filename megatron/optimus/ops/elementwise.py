@@ -17,6 +17,7 @@ from megatron.optimus.ops import reference
 from megatron.optimus.ops.backend import Backend, resolve_routing
 from megatron.optimus.ops.forward_mode import refuse_tangents, reverse_mode_only
 from megatron.optimus.ops.second_derivatives import first_derivative_only
+from megatron.optimus.ops.shapes_only import lacks_values
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -108,7 +109,7 @@ def _check_logits(name: str, logits: Tensor, *of_rows: Tensor) -> None:
 def _kernels_for(x: Tensor) -> ModuleType | None:
     if x.dtype not in _DTYPES or x.numel() == 0 or torch.compiler.is_compiling():
         return None
-    if resolve_routing(x.device) != Backend.TRITON:
+    if resolve_routing(x.device) != Backend.TRITON or lacks_values(x):
         return None
     from megatron.optimus.ops.triton import elementwise
 

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.optimus.ops.shapes_only import lacks_values
+
 
 class Routing(NamedTuple):
     """What the router decided for each token."""
@@ -235,7 +237,10 @@ def _at_least_fp32(x: Tensor) -> Tensor:
 
 def _groups(rows_P: Tensor, order: RowOrder) -> tuple[Tensor, ...]:
     """The rows of each expert. Only here are counts read on the host: every expert is a product of its own."""
-    counts = order.counts_E.tolist()
+    if lacks_values(order.counts_E):  # then any counts do for shapes
+        counts = [rows_P.shape[0], *[0] * (order.counts_E.shape[0] - 1)]
+    else:
+        counts = order.counts_E.tolist()
     return rows_P[: sum(counts)].split(counts)
 
 
