@@ -366,6 +366,26 @@ def test_a_compiled_graph_gives_gradients_the_ordinary_way() -> None:
         assert param.grad is not None and error(param.grad, want[name]) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_so_it_does_where_main_gradients_are_given_to_it(backend: str, fullgraph: bool) -> None:
+    torch.compiler.reset()  # a compiled function keeps its backend
+    ops.set_backend(backend)
+    inputs = make_inputs(CASES["odd_tokens"], torch.float32)
+    layer, want = Layer(inputs, "cpu"), expected(inputs)
+    main_grads = tuple(ops.main_grad_of(param) for param in layer.params)
+    assert None not in main_grads
+
+    def forward(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return ops.moe_mlp(x, gate_up, down, layer.weights, layer.indices, main_grads, lambda *_: layer.calls.append(0))
+
+    run = torch.compile(forward, backend="aot_eager", fullgraph=fullgraph)
+    run(layer.x, *layer.params).backward(layer.dy)
+    assert layer.is_untouched() and len(layer.calls) == 2
+    for param, name in zip(layer.params, ("dgate_up", "ddown"), strict=True):
+        assert param.grad is not None and error(param.grad, want[name]) < TOLERANCE[torch.float32]
+
+
 def peak_bytes(run: Callable[[], Any]) -> int:
     """The most that is allocated on the CPU at a time while ``run`` runs, above what was there before."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as trace:

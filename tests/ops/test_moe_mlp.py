@@ -202,7 +202,15 @@ def test_compiled_operations_pass_opcheck() -> None:
     torch.library.opcheck(torch.ops.optimus.moe_mlp.default, (*leaves, indices), test_utils=checks)
     hidden = torch.ops.optimus.moe_mlp(*leaves, indices)[1]
     plain = [t.detach() for t in (dy, *leaves)]
-    torch.library.opcheck(torch.ops.optimus.moe_mlp_backward.default, (*plain, indices, hidden), test_utils=checks)
+    saved = (*plain, indices, hidden)
+    torch.library.opcheck(torch.ops.optimus.moe_mlp_backward.default, saved, test_utils=checks)
+    places = [torch.zeros_like(t) for t in plain[2:4]]
+    for add in (True, False):
+        into = (*saved, *places, add, add)
+        torch.library.opcheck(torch.ops.optimus.moe_mlp_backward_into.default, into, test_utils=checks)
+    order = ops.sort_slots(indices, CASES["some_foreign"].experts, torch.float32)
+    combined = (hidden, order.rows_N, order.plan[0], None, x.shape[0])
+    torch.library.opcheck(torch.ops.optimus.cpu_combine.default, combined, test_utils=checks)
 
 
 @pytest.mark.gpu
@@ -274,15 +282,19 @@ def test_an_index_out_of_range_stops_the_device(backend: str, index: int) -> Non
     assert run.returncode != 0 and "an expert index is outside [-1, E)" in run.stdout + run.stderr
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device")
-def test_triton_operations_pass_opcheck() -> None:
-    ops.set_backend("triton")
-    inputs = [t.cuda() for t in make_inputs(CASES["some_foreign"], torch.bfloat16)]
+@pytest.mark.parametrize(("backend", "device"), [t for t in ALL_TARGETS if t.id in ("triton", "sycl")])
+def test_layers_written_in_python_pass_opcheck(backend: str, device: str) -> None:
+    ops.set_backend(backend)
+    inputs = make_inputs(CASES["some_foreign"], torch.float16, device)
     values_and_gradients(ops.moe_mlp, inputs)
     leaves = [t.requires_grad_() for t in inputs[:4]]
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.optimus_triton.moe_mlp.default, (*leaves, inputs[4]), test_utils=checks)
+    operations = getattr(torch.ops, f"optimus_{backend}")
+    torch.library.opcheck(operations.moe_mlp.default, (*leaves, inputs[4]), test_utils=checks)
+    plain = [t.detach() for t in leaves]
+    _, hidden, *row_order = operations.moe_mlp(*plain, inputs[4])
+    kept = (inputs[5], *plain, *((hidden, *row_order) if row_order else (inputs[4], hidden)))
+    torch.library.opcheck(operations.moe_mlp_backward.default, kept, test_utils=checks)
 
 
 @pytest.mark.gpu

@@ -23,7 +23,7 @@ CASES = ("one_token", "no_token", "odd_widths", "empty_experts", "some_foreign",
 LAYER_CASES = ("one_expert_exists", "all_to_one", "every_expert")
 TESTS = {
     "tests/ops/test_moe_mlp.py": (
-        "triton and (may_hold_anything or is_kept or narrowing or non_contiguous or "
+        "triton and (may_hold_anything or is_kept or narrowing or non_contiguous or opcheck or "
         f"(values and float16 and ({' or '.join((*CASES, *LAYER_CASES))})))"
     ),
     "tests/ops/test_peers.py": "",
@@ -43,6 +43,8 @@ TESTS = {
     ),
     "tests/ops/test_single_contract.py": "triton",
     "tests/ops/test_second_derivatives.py": "triton",
+    "tests/ops/test_forward_mode.py": "triton and (jvp or numbers or tangent)",
+    "tests/ops/test_shapes_only.py": "triton",
     "tests/ops/test_triton_gpu_kernels.py": "router",
     "tests/ops/test_tune.py": "not for_real",
     "tests/ops/test_elementwise.py": (

@@ -25,6 +25,7 @@ from megatron.optimus.ops.elementwise import (
     rotate,
     silu_mul,
 )
+from megatron.optimus.ops.forward_mode import refuse_tangents
 from megatron.optimus.ops.grouped import (
     FLOATING,
     check_main_grad,
@@ -101,8 +102,9 @@ def moe_mlp(
 
     Runs on the backend that ``set_backend`` chose, by default the fastest one present for the device and dtype.
     Raises ValueError before anything runs for shapes, dtypes or devices that do not fit together, those of main
-    gradients' buffers included, and for T*K of 2**31 or more, for expert indices as ``sort_slots`` does, and
-    BackendUnavailableError when a backend was set that cannot run here.
+    gradients' buffers included, and for T*K of 2**31 or more, for expert indices as ``sort_slots`` does,
+    BackendUnavailableError when a backend was set that cannot run here, and RuntimeError in forward-mode AD, which the
+    reference alone has.
     """
     arguments = (x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
     _check_moe_mlp(*arguments)
@@ -114,8 +116,10 @@ def moe_mlp(
     if backend == Backend.REFERENCE:
         check_values("moe_mlp", indices_TK, down_EDF.shape[0])
     if torch.compiler.is_compiling():
-        on_input_gradients = None
+        main_grads, on_input_gradients = (None, None), None
     wanted = (main_grads != (None, None) or on_input_gradients is not None) and torch.is_grad_enabled()
+    if wanted or backend != Backend.REFERENCE:
+        refuse_tangents("moe_mlp", *arguments)
     if wanted:
         return _main_grads.moe_mlp(run, arguments, main_grads, on_input_gradients)
     return run.moe_mlp(*arguments)

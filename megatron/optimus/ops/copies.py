@@ -16,7 +16,9 @@ from torch import Tensor
 
 from megatron.optimus.ops import reference
 from megatron.optimus.ops.backend import Backend, kernels, resolve_routing
+from megatron.optimus.ops.forward_mode import carries_tangent, refuse_tangents
 from megatron.optimus.ops.second_derivatives import first_derivative_only
+from megatron.optimus.ops.shapes_only import can_be_read, lacks_values
 
 
 def copy_rows(x_TD: Tensor, positions_TP: Tensor, num_copies: int) -> Tensor:
@@ -29,6 +31,8 @@ def copy_rows(x_TD: Tensor, positions_TP: Tensor, num_copies: int) -> Tensor:
     if positions_TP.shape[0] != x_TD.shape[0]:
         raise ValueError(f"copy_rows: positions {tuple(positions_TP.shape)} of {x_TD.shape[0]} rows; expected [T, P]")
     _check_values("copy_rows", positions_TP, num_copies)
+    if carries_tangent(x_TD):
+        return _copy(x_TD, positions_TP, num_copies)
     return _CopyRows.apply(x_TD, positions_TP, num_copies)
 
 
@@ -39,6 +43,8 @@ def sum_copies(y_SD: Tensor, positions_TP: Tensor) -> Tensor:
     """
     _check("sum_copies", y_SD, positions_TP)
     _check_values("sum_copies", positions_TP, y_SD.shape[0])
+    if carries_tangent(y_SD):
+        return _sum(y_SD, positions_TP)
     return _SumCopies.apply(y_SD, positions_TP)
 
 
@@ -53,8 +59,8 @@ def _check(name: str, rows: Tensor, positions: Tensor) -> None:
 
 
 def _check_values(name: str, positions: Tensor, num_copies: int) -> None:
-    if positions.device.type != "cpu" or type(positions) is not Tensor or torch.compiler.is_compiling():
-        return  # nothing that the host could look at
+    if positions.device.type != "cpu" or not can_be_read(positions):
+        return
     used = positions[positions != -1]
     if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < num_copies:
         wrong = used[(used < 0) | (used >= num_copies)][0]
@@ -73,6 +79,9 @@ def _kernels(rows: Tensor, name: str) -> ModuleType | Any:
     backend = resolve_routing(rows.device)
     if backend == Backend.REFERENCE or rows.dtype is torch.float64 or not hasattr(kernels(backend), name):
         return reference
+    if lacks_values(rows):
+        return reference  # for shapes: some kernels here are no operations of torch
+    refuse_tangents(name, rows)
     return kernels(backend)
 
 

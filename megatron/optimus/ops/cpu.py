@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.optimus.ops.forward_mode import reverse_mode_only
 from megatron.optimus.ops.reference import RowOrder
 from megatron.optimus.ops.second_derivatives import refuse
 
@@ -129,7 +130,7 @@ def moe_mlp_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """See ``main_grads.FusedMoE``."""
     weights = arguments[1:3]
-    outs = [torch.empty(w.shape, dtype=w.dtype) if b is None else b for w, b in zip(weights, buffers, strict=True)]
+    outs = [w.new_empty(w.shape) if b is None else b for w, b in zip(weights, buffers, strict=True)]
     adds = [b is not None and a for b, a in zip(buffers, accumulate, strict=True)]
     dx, dweights = _C.moe_mlp_backward_into(dy_TD, *arguments, *saved, *outs, *adds)
     dgate_up, ddown = (out if b is None else None for out, b in zip(outs, buffers, strict=True))
@@ -139,6 +140,21 @@ def moe_mlp_backward(
 @torch.library.register_fake(_OP)
 def _fake(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty(indices.numel(), gate_up.shape[1])
+
+
+@torch.library.register_fake("optimus::cpu_combine")
+def _fake_combine(
+    rows: Tensor, row_of_slot: Tensor, offsets: Tensor, weights: Tensor | None, num_tokens: int
+) -> Tensor:
+    return rows.new_empty(num_tokens, rows.shape[1])
+
+
+@torch.library.register_fake("optimus::moe_mlp_backward_into")
+def _fake_backward_into(
+    dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor, hidden: Tensor,
+    dgate_up: Tensor, ddown: Tensor, add_gate_up: bool, add_down: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return x.new_empty(x.shape), weights.new_empty(weights.shape)
 
 
 @torch.library.register_fake("optimus::moe_mlp_backward")
@@ -159,6 +175,7 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, T
     ctx.set_materialize_grads(False)  # else autograd fills a gradient of hidden with zeros
 
 
+@reverse_mode_only("moe_mlp")
 def _backward(ctx: Any, dy: Tensor | None, _dhidden: None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return None, None, None, None, None

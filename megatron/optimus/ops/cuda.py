@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron.optimus.ops.forward_mode import reverse_mode_only
 from megatron.optimus.ops.second_derivatives import refuse
 from megatron.optimus.ops.triton.index import ROW_TILE, row_order_sizes
 from megatron.optimus.ops.triton.moe_mlp import aligned
@@ -210,6 +211,7 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, T
     ctx.set_materialize_grads(False)  # else autograd fills a gradient of hidden with zeros
 
 
+@reverse_mode_only("moe_mlp")
 def _backward(ctx: Any, dy: Tensor | None, *_unused: Any) -> tuple[Tensor | None, ...]:
     if dy is None:
         return None, None, None, None, None

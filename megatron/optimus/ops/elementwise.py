@@ -15,7 +15,9 @@ from torch import Tensor
 
 from megatron.optimus.ops import reference
 from megatron.optimus.ops.backend import Backend, resolve_routing
+from megatron.optimus.ops.forward_mode import refuse_tangents, reverse_mode_only
 from megatron.optimus.ops.second_derivatives import first_derivative_only
+from megatron.optimus.ops.shapes_only import lacks_values
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -35,6 +37,7 @@ def rotate(x_BHSd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     _check_place("rotate", x_BHSd, cos, sin)
     if _kernels_for(x_BHSd) is None:
         return reference.rotate(x_BHSd, cos, sin)
+    refuse_tangents("rotate", x_BHSd, cos, sin)
     return _Rotate.apply(x_BHSd, cos, sin)
 
 
@@ -45,6 +48,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     _check_place("silu_mul", gate, up)
     if _kernels_for(gate) is None:
         return reference.silu_mul(gate, up)
+    refuse_tangents("silu_mul", gate, up)
     return _SiluMul.apply(gate, up)
 
 
@@ -52,7 +56,10 @@ def log_sum_exp(logits_CV: Tensor) -> Tensor:
     """log(sum(exp(logits))) of each row, fp32 [C]; no gradient. Raises ValueError for what is not floating [C, V]."""
     _check_logits("log_sum_exp", logits_CV)
     kernels = _kernels_for(logits_CV)
-    return reference.log_sum_exp(logits_CV) if kernels is None else kernels.log_sum_exp(logits_CV.contiguous())
+    if kernels is None:
+        return reference.log_sum_exp(logits_CV)
+    refuse_tangents("log_sum_exp", logits_CV)
+    return kernels.log_sum_exp(logits_CV.contiguous())
 
 
 def keeps_16_bits(x: Tensor) -> bool:
@@ -73,6 +80,7 @@ def cross_entropy_gradient_(
     arguments = (lse_C, columns_C, here_C, valid_C, z_loss_coeff)
     if kernels is None:
         return reference.cross_entropy_gradient_(logits_CV, *arguments)
+    refuse_tangents("cross_entropy_gradient_", logits_CV, lse_C)
     return kernels.cross_entropy_gradient_(logits_CV.contiguous(), *arguments)
 
 
@@ -100,7 +108,7 @@ def _check_logits(name: str, logits: Tensor, *of_rows: Tensor) -> None:
 def _kernels_for(x: Tensor) -> ModuleType | None:
     if x.dtype not in _DTYPES or x.numel() == 0 or torch.compiler.is_compiling():
         return None
-    if resolve_routing(x.device) != Backend.TRITON:
+    if resolve_routing(x.device) != Backend.TRITON or lacks_values(x):
         return None
     from megatron.optimus.ops.triton import elementwise
 
@@ -115,6 +123,7 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
+    @reverse_mode_only("rotate")
     def backward(ctx: Any, grad_BHSd: Tensor) -> tuple[Tensor, None, None]:
         return _turned(grad_BHSd, *ctx.saved_tensors, inverse=True), None, None
 
@@ -136,6 +145,7 @@ class _SiluMul(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
+    @reverse_mode_only("silu_mul")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         kernels = _kernels_for(grad)
         assert kernels is not None, "chosen before"

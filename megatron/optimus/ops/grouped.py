@@ -7,7 +7,8 @@
 Every operation has gradients, runs on the backend of its rows' device and dtype (see backend.py), needs nothing of the
 host but on the reference backend, and is bitwise the same from run to run. ``reference.py`` says what each computes.
 Arguments may have any strides; buffers that are written to must be contiguous. Shapes, dtypes and devices that do not
-fit raise ValueError before anything runs. An order is trusted to come from ``sort_slots``; on the CPU it is checked.
+fit raise ValueError before anything runs, and so does forward-mode AD, RuntimeError, but on the reference backend. An
+order is trusted to come from ``sort_slots``; on the CPU it is checked.
 
 Rows of no local slot (on Triton also the padding between experts) are zero after ``gather_rows`` and after the gradient
 of ``combine``. A model that writes rows by itself must keep them finite there, and zero where rows are gradients.
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from megatron.optimus.ops import reference
 from megatron.optimus.ops.backend import Backend, kernels, resolve
+from megatron.optimus.ops.forward_mode import refuse_tangents, reverse_mode_only
 from megatron.optimus.ops.reference import RowOrder
 from megatron.optimus.ops.second_derivatives import refuse
 
@@ -105,6 +107,7 @@ def grouped_weight_gradient(
         )
     if on_reference:
         return reference.grouped_weight_gradient(dout_PO, x_PI, order, main_grad, accumulate)
+    refuse_tangents("grouped_weight_gradient", x_PI)
     if main_grad is None:
         return _grouped_weight_gradient(dout_PO, x_PI, order.tensors())
     _put_weight_gradient(main_grad, dout_PO, x_PI, order.tensors(), accumulate)
@@ -151,6 +154,8 @@ def _on_reference(name: str, order: RowOrder, rows: Tensor | None, *others: Tens
             f"{name}: the order was made for another backend than {backend.value!r}; "
             f"use sort_slots(indices, num_experts, {leading.dtype}) under the backend that runs this"
         )
+    if backend != Backend.REFERENCE:
+        refuse_tangents(name, rows, *others)
     return backend == Backend.REFERENCE
 
 
@@ -307,6 +312,7 @@ def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _keep_order(ctx, order)
 
 
+@reverse_mode_only("gather_rows")
 def _gather_gradient(ctx: Any, drows: Tensor) -> tuple[Any, ...]:
     (order,) = _kept(ctx)
     return _combine(drows, None, order, ctx.num_tokens), [None] * len(order)
@@ -317,6 +323,7 @@ def _setup_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _keep_order(ctx, order, rows, weights)
 
 
+@reverse_mode_only("combine")
 def _combine_gradient(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     rows, weights, order = _kept(ctx)
     if weights is None:  # as the gradient of gather_rows, which a second derivative goes through
@@ -329,6 +336,7 @@ def _setup_swiglu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _keep_order(ctx, order, hidden)
 
 
+@reverse_mode_only("swiglu")
 def _swiglu_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     hidden, order = _kept(ctx)
     return _swiglu_backward(grad, hidden, order), [None] * len(order)
@@ -345,6 +353,7 @@ def _setup_linear(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _keep_order(ctx, order, x, weight, hidden)
 
 
+@reverse_mode_only("grouped_linear")
 def _linear_gradient(ctx: Any, dout: Tensor | None, _dhidden: None = None) -> tuple[Any, ...]:
     x, weight, hidden, order = _kept(ctx)
     nothing = [None] * len(order)

@@ -23,7 +23,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from megatron.optimus.ops import reference
+from megatron.optimus.ops.forward_mode import reverse_mode_only
 from megatron.optimus.ops.second_derivatives import first_derivative_only
+from megatron.optimus.ops.shapes_only import lacks_values
 
 _ALIGNMENT = 16  # bytes; what a GPU's tensor memory engine asks of an address
 
@@ -118,6 +121,7 @@ class _MoeMlp(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
+    @reverse_mode_only("moe_mlp")
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors  # once: a checkpoint gives them out a single time
         gate_up, down = (
@@ -147,6 +151,8 @@ def _gradients(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """Of x, gate_up, down and weights. ``into``: buffers, and whether they are added to. Here alone is known which
     backends have two halves, a whole, or both."""
+    if lacks_values(dy):
+        backend = reference  # for shapes: some kernels of these backwards are no operations of torch
     has_whole, has_halves = (hasattr(backend, f"moe_mlp_backward{half}") for half in ("", "_inputs"))
     if has_whole and (on_input_gradients is None or not has_halves):
         dx, dgate_up, ddown, dweights = backend.moe_mlp_backward(dy, arguments, saved, *into)

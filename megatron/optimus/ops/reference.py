@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.optimus.ops.shapes_only import lacks_values
+
 # Scores of a sigmoid underflow to 0, all of a token's, too: 0 divided by their sum would be NaN. The floor is far below
 # any score that matters, and far enough above the least normal number that a gradient divided by it stays finite in
 # fp32: infinity times a score of 0 would be NaN again.
@@ -265,7 +267,10 @@ def _at_least_fp32(x: Tensor) -> Tensor:
 
 def _groups(rows_P: Tensor, order: RowOrder) -> tuple[Tensor, ...]:
     """The rows of each expert. Only here are counts read on the host: every expert is a product of its own."""
-    counts = order.counts_E.tolist()
+    if lacks_values(order.counts_E):  # then any counts do for shapes
+        counts = [rows_P.shape[0], *[0] * (order.counts_E.shape[0] - 1)]
+    else:
+        counts = order.counts_E.tolist()
     return rows_P[: sum(counts)].split(counts)
 
 

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from megatron.optimus.ops import reference
 from megatron.optimus.ops.backend import Backend, kernels, resolve, resolve_routing
+from megatron.optimus.ops.forward_mode import carries_tangent, refuse_tangents, reverse_mode_only
 from megatron.optimus.ops.reference import Routing, RowOrder
 from megatron.optimus.ops.second_derivatives import refuse
+from megatron.optimus.ops.shapes_only import can_be_read
 
 
 def route(
@@ -45,9 +47,13 @@ def route(
     bias, num_experts = selection_bias_E, weight_ED.shape[0]
     _check_choice("route", topk, num_experts, bias, x_TD.device)
     if _has_kernel(x_TD.device, num_experts):
+        refuse_tangents("route", x_TD, weight_ED, bias)
         *routing, logits_TE, x_too_TD = _Route.apply(x_TD, weight_ED, topk, sigmoid, normalize, bias)
         return Routing(*routing), logits_TE, x_too_TD
-    logits_TE, x_too_TD = _Logits.apply(x_TD, weight_ED)
+    if carries_tangent(x_TD, weight_ED):
+        logits_TE, x_too_TD = reference.router_logits(x_TD, weight_ED), x_TD
+    else:
+        logits_TE, x_too_TD = _Logits.apply(x_TD, weight_ED)
     choice = reference.router_topk(logits_TE, topk, sigmoid=sigmoid, normalize=normalize, selection_bias_E=bias)
     return choice, logits_TE, x_too_TD
 
@@ -73,6 +79,7 @@ def router_topk(
     _check_choice("router_topk", topk, num_experts, bias, logits_TE.device)
     if logits_TE.dtype != torch.float32 or not _has_kernel(logits_TE.device, num_experts):
         return reference.router_topk(logits_TE, topk, sigmoid=sigmoid, normalize=normalize, selection_bias_E=bias)
+    refuse_tangents("router_topk", logits_TE, bias)
     return Routing(*_router_topk(logits_TE, topk, sigmoid, normalize, bias))
 
 
@@ -130,20 +137,13 @@ def _check_indices(name: str, indices: Tensor, num_experts: int) -> None:
 
 def check_values(name: str, indices: Tensor, num_experts: int) -> None:
     """For the reference alone, which would take expert E for one that is elsewhere; kernels check for themselves."""
-    if torch.compiler.is_compiling() or indices.is_meta or not _has_values(indices):
-        return  # nothing to look at
+    if not can_be_read(indices):
+        return
     wrong = (indices < -1) | (indices >= num_experts)
     if indices.is_cuda:  # without waiting
         torch._assert_async(~wrong.any(), "an expert index is outside [-1, E)")
     elif indices.device.type == "cpu" and wrong.any():
         raise ValueError(f"{name}: indices hold {int(indices[wrong][0])}; expected values in [-1, {num_experts})")
-
-
-def _has_values(x: Tensor) -> bool:
-    """Whether x holds numbers itself, as parameters do and other subclasses that only add to Tensor: not so fake
-    tensors, other wrappers, and those of functorch, whose type is Tensor's own."""
-    is_plain = type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
-    return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 class _Logits(torch.autograd.Function):
@@ -175,6 +175,7 @@ class _Route(torch.autograd.Function):
         return weights, indices, scores, logits, x_TD.view_as(x_TD)
 
     @staticmethod
+    @reverse_mode_only("route")
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         dweights, _, dscores, dlogits, dx = grads
         nothing = (None,) * 4
@@ -309,6 +310,7 @@ def _setup_router(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
     ctx.set_materialize_grads(False)  # zeros for the scores, which no loss may have used, would be [T, E]
 
 
+@reverse_mode_only("router_topk")
 def _router_gradient(
     ctx: Any, dweights: Tensor | None, _dindices: Any, dscores: Tensor | None
 ) -> tuple[Tensor | None, ...]:

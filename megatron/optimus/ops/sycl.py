@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.optimus.ops.forward_mode import reverse_mode_only
 from megatron.optimus.ops.reference import RowOrder
-from megatron.optimus.ops.second_derivatives import first_derivative_only
+from megatron.optimus.ops.second_derivatives import refuse
 
 _SOURCES = Path(__file__).resolve().parents[3] / "csrc" / "sycl"
 _BUILD = Path(__file__).resolve().parents[3] / "build" / "sycl"
@@ -221,18 +222,14 @@ def moe_mlp(x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Te
         from megatron.optimus.ops import cpu  # registers autograd and shapes of torch.ops.optimus.moe_mlp
 
         return cpu.moe_mlp(*(t.contiguous() for t in arguments))
-    return _MoeMlp.apply(*(t.contiguous() for t in arguments))
+    return _moe_mlp(*arguments)[0]
 
 
 def moe_mlp_forward(
     x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Tensor, indices_TK: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
     """``moe_mlp`` and what its backward needs beside the arguments."""
-    x, gate_up, down, weights, indices = (
-        t.detach().contiguous() for t in (x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
-    )
-    y, hidden = torch.empty_like(x), x.new_empty(indices.numel(), gate_up.shape[1])
-    _run("moe_mlp", x, gate_up, down, weights, indices, y, hidden)
+    y, hidden = _moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
     return y, [hidden]
 
 
@@ -264,24 +261,52 @@ def moe_mlp_backward_up_weights(
     return dgate_up if gate_up_buffer is None else None
 
 
-class _MoeMlp(torch.autograd.Function):
+@torch.library.custom_op("optimus_sycl::moe_mlp", mutates_args=())
+def _moe_mlp(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """The composed operation on cpu tensors; the composition itself is csrc/sycl/moe_mlp.hpp on both devices."""
+    x, gate_up, down, weights, indices = (t.contiguous() for t in (x, gate_up, down, weights, indices))
+    y, hidden = torch.empty_like(x), x.new_empty(indices.numel(), gate_up.shape[1])
+    _run("moe_mlp", x, gate_up, down, weights, indices, y, hidden)
+    return y, hidden
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-        y, hidden = torch.empty_like(x), x.new_empty(indices.numel(), gate_up.shape[1])
-        _run("moe_mlp", x, gate_up, down, weights, indices, y, hidden)
-        ctx.save_for_backward(x, gate_up, down, weights, indices, hidden)
-        return y
 
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        x, gate_up, down, weights, indices, hidden = ctx.saved_tensors
-        gradients = tuple(torch.empty_like(t) for t in (x, gate_up, down, weights))
-        saved = (x, gate_up, down, weights, indices, hidden)
-        _run("moe_mlp_backward", grads[0].contiguous(), *saved, *gradients)
-        return (*gradients, None)
+@_moe_mlp.register_fake
+def _(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(indices.numel(), gate_up.shape[1])
+
+
+@torch.library.custom_op("optimus_sycl::moe_mlp_backward", mutates_args=())
+def _moe_mlp_backward(
+    dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor, hidden: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    saved = [t.contiguous() for t in (dy, x, gate_up, down, weights, indices, hidden)]
+    dx, dgate_up, ddown, dweights = (torch.empty_like(t) for t in saved[1:5])
+    _run("moe_mlp_backward", *saved, dx, dgate_up, ddown, dweights)
+    return dx, dgate_up, ddown, dweights
+
+
+@_moe_mlp_backward.register_fake
+def _(
+    dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor, hidden: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return tuple(t.new_empty(t.shape) for t in (x, gate_up, down, weights))  # type: ignore[return-value]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # else autograd fills a gradient of hidden with zeros
+
+
+@reverse_mode_only("moe_mlp")
+def _backward(ctx: Any, dy: Tensor | None, _dhidden: None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return None, None, None, None, None
+    return (*_moe_mlp_backward(dy, *ctx.saved_tensors), None)
+
+
+_moe_mlp.register_autograd(_backward, setup_context=_setup_context)
+refuse("optimus_sycl::moe_mlp_backward")
 
 
 def _run(name: str, *arguments: Tensor | None) -> None:

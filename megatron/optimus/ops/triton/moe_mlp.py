@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron.optimus.ops.forward_mode import reverse_mode_only
 from megatron.optimus.ops.second_derivatives import refuse
 from megatron.optimus.ops.triton import gemm, index, rows
 
@@ -199,6 +200,7 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, T
     ctx.set_materialize_grads(False)  # else autograd fills a gradient of hidden with zeros
 
 
+@reverse_mode_only("moe_mlp")
 def _backward(ctx: Any, dy: Tensor | None, *_unused: Any) -> tuple[Tensor | None, ...]:
     if dy is None:
         return None, None, None, None, None
