@@ -45,7 +45,7 @@ SortedSlots sort_slots(const at::Tensor& indices, int64_t num_experts) {
   auto* counts = sorted.counts.mutable_data_ptr<int32_t>();
   auto* offsets = sorted.offsets.mutable_data_ptr<int32_t>();
   for (int64_t n = 0; n < num_slots; ++n) {
-    TORCH_CHECK_VALUE(expert[n] >= -1 && expert[n] < num_experts, "moe_mlp: indices hold ", expert[n],
+    TORCH_CHECK_VALUE(expert[n] >= -1 && expert[n] < num_experts, "indices hold ", expert[n],
                       "; expected values in [-1, ", num_experts, ")");
     if (expert[n] >= 0) ++counts[expert[n]];
   }

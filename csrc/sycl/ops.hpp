@@ -63,7 +63,7 @@ template <typename Index>
 void check_range(const Index* indices, int64_t count, int32_t num_experts) {
   for (int64_t n = 0; n < count; ++n)
     if (indices[n] < -1 || indices[n] >= num_experts)
-      fail("moe_mlp: indices hold ", indices[n], "; expected values in [-1, ", num_experts, ")");
+      fail("indices hold ", indices[n], "; expected values in [-1, ", num_experts, ")");
 }
 
 inline void launch_sort(Launcher& launcher, const Array& indices, int32_t num_experts, int32_t* slots, int32_t* rows,

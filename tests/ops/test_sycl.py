@@ -194,7 +194,7 @@ def test_wrong_arguments_raise_and_nothing_runs() -> None:
     case = CASES["odd_tokens"]
     x, gate_up, _down, weights, indices, _ = make_inputs(case, torch.float32)
     order = sycl.sort_slots(indices, case.experts)
-    slots, rows, _counts, (offsets,) = order
+    slots, rows, (_counts, (offsets,)) = order.slots_P, order.rows_N, order[2:]
     N, D = indices.numel(), case.width
     out = torch.full((N, D), 7.0)
     y = torch.full((case.tokens, D), 7.0)

@@ -44,7 +44,7 @@ def _count(indices_ptr, block_counts_ptr, num_slots, num_experts, BLOCK: tl.cons
     block = tl.program_id(0)
     slot = block * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(indices_ptr + slot, mask=slot < num_slots, other=-1)
-    tl.device_assert((index >= -1) & (index < num_experts), "moe_mlp: an expert index is outside [-1, E)")
+    tl.device_assert((index >= -1) & (index < num_experts), "an expert index is outside [-1, E)")
     expert = _expert_of(index, num_experts)
     counts = tl.histogram(tl.where(expert < 0, EXPERTS - 1, expert), EXPERTS)
     tl.store(block_counts_ptr + block * EXPERTS + tl.arange(0, EXPERTS), counts)
