@@ -7,7 +7,7 @@
 Every operation has gradients, runs on the backend of its rows' device and dtype (see backend.py), needs nothing of the
 host but on the reference backend, and is bitwise the same from run to run. ``reference.py`` says what each computes.
 Arguments may have any strides; buffers that are written to must be contiguous. Shapes, dtypes and devices that do not
-fit raise ValueError before anything runs, and so does forward-mode AD, RuntimeError, but on the reference backend. An
+fit raise ValueError before anything runs; forward-mode AD raises RuntimeError on all backends but the reference. An
 order is trusted to come from ``sort_slots``; on the CPU it is checked.
 
 Rows of no local slot (on Triton also the padding between experts) are zero after ``gather_rows`` and after the gradient
