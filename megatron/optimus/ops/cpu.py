@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.optimus.ops.forward_mode import reverse_mode_only
+from megatron.optimus.ops.main_grads import keep_for_backward
 from megatron.optimus.ops.reference import RowOrder
 from megatron.optimus.ops.second_derivatives import refuse
 
@@ -170,9 +171,7 @@ def _fake_backward(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, output[1])
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # else autograd fills a gradient of hidden with zeros
+    keep_for_backward(ctx, inputs, output[1:])
 
 
 @reverse_mode_only("moe_mlp")

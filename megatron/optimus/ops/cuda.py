@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron.optimus.ops.forward_mode import reverse_mode_only
+from megatron.optimus.ops.main_grads import keep_for_backward
 from megatron.optimus.ops.second_derivatives import refuse
 from megatron.optimus.ops.triton.index import ROW_TILE, row_order_sizes
 from megatron.optimus.ops.triton.moe_mlp import aligned
@@ -205,10 +206,7 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, hidden, order = output
-    ctx.save_for_backward(*inputs[:4], hidden, order)
-    ctx.mark_non_differentiable(hidden, order)
-    ctx.set_materialize_grads(False)  # else autograd fills a gradient of hidden with zeros
+    keep_for_backward(ctx, inputs[:4], output[1:])
 
 
 @reverse_mode_only("moe_mlp")

@@ -17,7 +17,7 @@ comes last, so that whoever has to send the other gradients over the network can
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -109,6 +109,13 @@ def moe_mlp(
     ``on_input_gradients`` with those of x and weights before its last product."""
     y: Tensor = _MoeMlp.apply(*arguments, backend, main_grads, on_input_gradients)
     return y
+
+
+def keep_for_backward(ctx: Any, arguments: Sequence[Tensor], besides: Sequence[Tensor]) -> None:
+    """Sets up the autograd of a backend's own ``moe_mlp``: saves arguments and what it returns beside y."""
+    ctx.save_for_backward(*arguments, *besides)
+    ctx.mark_non_differentiable(*besides)
+    ctx.set_materialize_grads(False)  # else autograd fills gradients of what is beside y with zeros
 
 
 class _MoeMlp(torch.autograd.Function):

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron.optimus.ops.forward_mode import reverse_mode_only
+from megatron.optimus.ops.main_grads import keep_for_backward
 from megatron.optimus.ops.second_derivatives import refuse
 from megatron.optimus.ops.triton import gemm, index, rows
 
@@ -193,11 +194,8 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    x, gate_up, down, weights, _ = inputs
     _, hidden, row_order = output
-    ctx.save_for_backward(x, gate_up, down, weights, hidden, *row_order)
-    ctx.mark_non_differentiable(hidden, *row_order)
-    ctx.set_materialize_grads(False)  # else autograd fills a gradient of hidden with zeros
+    keep_for_backward(ctx, inputs[:4], (hidden, *row_order))
 
 
 @reverse_mode_only("moe_mlp")
