@@ -12,7 +12,7 @@ namespace {
 
 using at::Tensor;
 
-// An order's tensors in one of int32: those of triton/index.py's RowOrder, then tile_shift.
+// An order's tensors in one of int32: those of triton/index.py's RowOrder.
 Plan plan_of(const Tensor& order, const Sizes& sizes) {
   int* at = order.data_ptr<int>();
   const auto next = [&](int size) { return std::exchange(at, at + size); };

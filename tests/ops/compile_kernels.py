@@ -33,9 +33,10 @@ def source(kernel: str, tiles: Tiles, by_engine: bool) -> ASTSource:
     order = {"tile_expert_ptr": "*i32", "num_tiles_ptr": "*i32", "num_rows": "i32", "num_experts": "i32"}
     if kernel == "up_swiglu":
         function: Any = gemm._up_swiglu
-        tensors = {"x": tensor([bm, bk]), "gate_up": tensor([1, 2, bn, bk])}
-        signature = {**tensors, "hidden": tensor([bm, 1, bn // 2]), "activation": tensor([bm, bn // 2]), **order}
-        constants.update(F=HEIGHT, D=WIDTH, ROW_TILE=128)
+        signature = {"x": tensor([bm, bk]), "gate_up": tensor([1, 2, bn, bk]), "hidden_ptr": "*bf16"}
+        signature |= {"activation": tensor([bm, bn // 2]), "slot_ptr": "*i32", "tile_expert_ptr": "*i32"}
+        signature |= {"tile_shift_ptr": "*i32", "num_tiles_ptr": "*i32", "num_rows": "i32", "num_experts": "i32"}
+        constants.update(F=HEIGHT, D=WIDTH, ROW_TILE=128, WITHOUT_PADDING=True)
     elif kernel == "rows_times_weight_t":
         function = gemm._rows_times_weight
         signature = {"a": tensor([bm, bk]), "b": tensor([1, bn, bk]), "c": tensor([bm, bn]), **order}

@@ -53,9 +53,34 @@ def test_row_order_is_stable_and_complete(counts: list[int]) -> None:
         first = int(order.first_row_E[expert])
         assert slot_P[first : first + count] == slots
         assert [row_N[n] for n in slots] == list(range(first, first + count))
+        shifts = order.tile_shift[first // index.ROW_TILE : -(-(first + count) // index.ROW_TILE)].tolist()
+        assert set(shifts) <= {first - sum(counts[:expert])} and bool(shifts) == (count > 0)
     assert sum(slot >= 0 for slot in slot_P) == sum(counts)
     assert all(row_N[n] == -1 for n, e in enumerate(indices[:, 0].tolist()) if e < 0)
     assert order.by_size_E.tolist() == sorted(range(len(counts)), key=lambda e: (-counts[e], e))
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_hidden_without_padding_has_the_rows_of_slots_and_nothing_else(counts: list[int]) -> None:
+    from megatron.optimus.ops.triton import gemm, index, rows
+
+    indices = make_indices(counts)
+    order = index.order_rows(indices, len(counts))
+    generator = torch.Generator().manual_seed(2)
+    x, weight = (
+        torch.randn(*shape, generator=generator).to(torch.float16).to(DEVICE)
+        for shape in ((len(indices), 40), (len(counts), 2 * 24, 40))
+    )
+    x_rows = rows.spread_rows(x, order, 1)
+    padded, _ = gemm.up_swiglu(x_rows, weight, order)
+    torch.use_deterministic_algorithms(True)  # new tensors are NaN
+    try:
+        kept, _ = gemm.up_swiglu(x_rows, weight, order, without_padding=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(kept) == len(indices)
+    assert torch.equal(kept[: sum(counts)], padded[order.slot_P >= 0])
+    assert kept[sum(counts) :].isnan().all()  # room of foreign slots
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)

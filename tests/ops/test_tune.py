@@ -80,11 +80,16 @@ def product_errors(kernel: str, tiles: Tiles) -> list[str]:
     if kernel == "up_swiglu":
         x, weight = in_rows(D, 1), weights(2 * F, D)
         hidden, activation = gemm.up_swiglu(x, weight, order(), tiles)
+        kept, again = gemm.up_swiglu(x, weight, order(), tiles, without_padding=True)
         for e in range(len(COUNTS)):
             want = of_expert(x, e) @ weight[e].double().T
             gate, up = want.chunk(2, dim=1)
             if not is_close(of_expert(hidden, e), want, 2e-3):
                 wrong.append(f"hidden of {e}")
+            if not torch.equal(kept[: sum(COUNTS)].split(COUNTS)[e].double(), of_expert(hidden, e)):
+                wrong.append(f"hidden without padding of {e}")
+            if not torch.equal(of_expert(again, e), of_expert(activation, e)):
+                wrong.append(f"activation beside hidden without padding of {e}")
             if not is_close(of_expert(activation, e), torch.nn.functional.silu(gate) * up, 2e-3):
                 wrong.append(f"activation of {e}")
     elif kernel.startswith("rows_times_weight"):
@@ -143,6 +148,7 @@ def test_every_candidate_of_the_other_kernels_is_right() -> None:
         assert torch.equal(got[place[used]], values[used]) and not got[plan.row_N < 0].any(), tiles
     plan.num_tiles.fill_(2)  # of two: slot 1 in the very last row
     plan.slot_P[-1] = 1
+    plan.tile_shift[1] = 100
     used, place = plan.slot_P >= 0, plan.slot_P.clamp(min=0).long()
     width = 520
     hidden, da = random(used.numel(), 2 * width, seed=7), random(used.numel(), width, seed=8)
@@ -151,11 +157,14 @@ def test_every_candidate_of_the_other_kernels_is_right() -> None:
     gate, up = leaf.chunk(2, dim=1)
     activation = torch.nn.functional.silu(gate) * up * scale[:, None]
     want_hidden, want_weight = torch.autograd.grad(activation, (leaf, scale), da.double())
+    kept = torch.full_like(hidden[100:], torch.nan)
+    kept[:2], kept[-1] = hidden[:2], hidden[-1]
     for tiles in different("swiglu_backward"):
         changed = da.clone()
-        dhidden, dweights = rows.swiglu_backward_(changed, hidden, weight, plan, 1, tiles)
+        dhidden, dweights = rows.swiglu_backward_(changed, kept, weight, plan, 1, tiles)
         assert is_close(dhidden[used], want_hidden[used], 2e-3) and is_close(changed[used], activation[used], 2e-3)
         assert is_close(dweights[place[used], 0], want_weight[used], 1e-5), tiles
+        assert not dhidden[~used].any() and not changed[~used].any(), tiles
 
 
 def test_a_whole_layer_with_other_tiles_than_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

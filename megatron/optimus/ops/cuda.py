@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from megatron.optimus.ops.forward_mode import reverse_mode_only
 from megatron.optimus.ops.main_grads import keep_for_backward
 from megatron.optimus.ops.second_derivatives import refuse
-from megatron.optimus.ops.triton.index import ROW_TILE, row_order_sizes
+from megatron.optimus.ops.triton.index import row_order_sizes
 from megatron.optimus.ops.triton.moe_mlp import aligned
 from megatron.optimus.ops.triton.single import (
     MAX_EXPERTS,
@@ -170,7 +170,7 @@ def _handed_over(gradient: Tensor, place: Tensor, buffer: Tensor | None, accumul
 def _(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     sizes = row_order_sizes(indices.numel(), down.shape[0])
     hidden = x.new_empty(indices.numel(), gate_up.shape[1])
-    return x.new_empty(x.shape), hidden, x.new_empty(sum(sizes) + sizes[0] // ROW_TILE, dtype=torch.int32)
+    return x.new_empty(x.shape), hidden, x.new_empty(sum(sizes), dtype=torch.int32)
 
 
 @torch.library.register_fake("optimus::cuda_moe_mlp_backward")

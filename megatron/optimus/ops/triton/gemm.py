@@ -56,27 +56,33 @@ def _gate_and_up(
 
 
 @triton.jit
-def _store_swiglu(hidden_desc, activation_desc, row, col, gate, up, BM: tl.constexpr, BN: tl.constexpr):
+def _store_swiglu(
+    hidden_ptr, hidden_row, activation_desc, row, col, gate, up, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
     dtype = activation_desc.dtype
-    hidden_desc.store([row, 0, col], gate.to(dtype).reshape(BM, 1, BN))
-    hidden_desc.store([row, 1, col], up.to(dtype).reshape(BM, 1, BN))
     activation_desc.store([row, col], (gate / (1.0 + tl.exp(-gate)) * up).to(dtype))
+    column = (col + tl.arange(0, BN))[None, :]
+    inside = (hidden_row >= 0)[:, None] & (column < F)
+    start = hidden_ptr + hidden_row.to(tl.int64)[:, None] * (2 * F) + column
+    tl.store(start, gate.to(dtype), mask=inside)
+    tl.store(start + F, up.to(dtype), mask=inside)
 
 
 @triton.jit
 def _up_swiglu(
-    x, gate_up, hidden, activation, tile_expert_ptr, num_tiles_ptr, num_rows, num_experts,
+    x, gate_up, hidden_ptr, activation, slot_ptr, tile_expert_ptr, tile_shift_ptr, num_tiles_ptr, num_rows, num_experts,
     F: tl.constexpr, D: tl.constexpr, ROW_TILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr, BY_ENGINE: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr, BY_ENGINE: tl.constexpr, WITHOUT_PADDING: tl.constexpr,
 ):  # fmt: skip
-    """hidden[p] = x[p] @ gate_up[e].T and activation = silu(gate) * up. gate_up is [E, 2, F, D], hidden [P, 2, F].
+    """hidden[p] = x[p] @ gate_up[e].T and activation = silu(gate) * up. gate_up is [E, 2, F, D], hidden [P, 2, F] or,
+    WITHOUT_PADDING, [N, 2, F].
 
     One product of 2*BN columns, gate beside up: two products of BN columns each would read x twice (22% slower).
-    Results leave in halves, which leaves room for a fourth stage of the loop.
+    Results leave in halves, which leaves room for a fourth stage of the loop. hidden leaves row by row: after the last
+    slot of an expert come the rows of the next one, which a block would overwrite.
     """
     x_desc = _matrix(x, num_rows, D, BM, BK, BY_ENGINE)
     gate_up_desc = _gate_and_up(gate_up, num_experts, F, D, BN, BK, BY_ENGINE)
-    hidden_desc = _matrices(hidden, num_rows, 2, F, BM, 1, BN // 2, BY_ENGINE)
     activation_desc = _matrix(activation, num_rows, F, BM, BN // 2, BY_ENGINE)
     num_cols: tl.constexpr = (F + BN - 1) // BN
     parts: tl.constexpr = ROW_TILE // BM
@@ -92,8 +98,12 @@ def _up_swiglu(
         gate_part, up_part = total.reshape(BM, 2, BN).permute(0, 2, 1).split()
         gate0, gate1 = gate_part.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
         up0, up1 = up_part.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
-        _store_swiglu(hidden_desc, activation_desc, row, col, gate0, up0, BM, BN // 2)
-        _store_swiglu(hidden_desc, activation_desc, row, col + BN // 2, gate1, up1, BM, BN // 2)
+        hidden_row = row + tl.arange(0, BM)
+        if WITHOUT_PADDING:
+            slot = tl.load(slot_ptr + hidden_row)
+            hidden_row = tl.where(slot >= 0, hidden_row - tl.load(tile_shift_ptr + tile // (parts * num_cols)), -1)
+        _store_swiglu(hidden_ptr, hidden_row, activation_desc, row, col, gate0, up0, F, BM, BN // 2)
+        _store_swiglu(hidden_ptr, hidden_row, activation_desc, row, col + BN // 2, gate1, up1, F, BM, BN // 2)
 
 
 @triton.jit
@@ -186,10 +196,15 @@ def _tensor(tensor: Tensor, block: list[int], by_engine: bool) -> Any:
     return TensorDescriptor.from_tensor(tensor, block) if by_engine else tensor
 
 
-def up_swiglu(x_PD: Tensor, gate_up_E2FD: Tensor, order: RowOrder, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
-    """hidden [P, 2F] before SwiGLU and activation [P, F]. ``tiles``: other than those chosen for the shape."""
+def up_swiglu(
+    x_PD: Tensor, gate_up_E2FD: Tensor, order: RowOrder, tiles: Tiles | None = None, *, without_padding: bool = False
+) -> tuple[Tensor, Tensor]:
+    """hidden [P, 2F] before SwiGLU, or [N, 2F] with the rows of slots alone, and activation [P, F].
+
+    ``tiles``: other than those chosen for the shape. Foreign slots leave the last rows of [N, 2F] unwritten.
+    """
     num_experts, width, inner = gate_up_E2FD.shape[0], x_PD.shape[1], gate_up_E2FD.shape[1] // 2
-    hidden = x_PD.new_empty(x_PD.shape[0], 2 * inner)
+    hidden = x_PD.new_empty(order.row_N.numel() if without_padding else x_PD.shape[0], 2 * inner)
     activation = x_PD.new_empty(x_PD.shape[0], inner)
     tiles = tiles or tiles_for("up_swiglu", x_PD, num_experts, inner, width, order.row_N.numel())
     bm, bn, bk, warps, stages, _ = tiles
@@ -197,9 +212,9 @@ def up_swiglu(x_PD: Tensor, gate_up_E2FD: Tensor, order: RowOrder, tiles: Tiles 
     _up_swiglu[(programs,)](
         _tensor(x_PD, [bm, bk], engine),
         _tensor(gate_up_E2FD.view(num_experts, 2, inner, width), [1, 2, bn, bk], engine),
-        _tensor(hidden.view(-1, 2, inner), [bm, 1, bn // 2], engine), _tensor(activation, [bm, bn // 2], engine),
-        order.tile_expert, order.num_tiles, x_PD.shape[0], num_experts, F=inner, D=width, ROW_TILE=ROW_TILE,
-        BM=bm, BN=bn, BK=bk, NUM_PROGRAMS=programs, BY_ENGINE=engine, num_warps=warps, num_stages=stages,
+        hidden, _tensor(activation, [bm, bn // 2], engine), order.slot_P, order.tile_expert, order.tile_shift,
+        order.num_tiles, x_PD.shape[0], num_experts, F=inner, D=width, ROW_TILE=ROW_TILE, BM=bm, BN=bn, BK=bk,
+        NUM_PROGRAMS=programs, BY_ENGINE=engine, WITHOUT_PADDING=without_padding, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return hidden, activation
 

@@ -2,7 +2,8 @@
 """From expert choices to row order on the device: no host synchronisation, no atomics on global memory, stable.
 
 Rows are slots in expert order. The rows of each expert start at a multiple of ROW_TILE, so that a tile of rows belongs
-to one expert and copies by the tensor memory engine need no masks; the rows added by this are marked -1.
+to one expert and copies by the tensor memory engine need no masks; the rows added by this are marked -1. What is kept
+for the backward leaves them out: row p is row p - tile_shift[p // ROW_TILE] there.
 Legend: N = T*K slots, P <= N + E*ROW_TILE rows with that padding, B blocks of slots, E experts.
 """
 
@@ -19,6 +20,7 @@ from megatron.optimus.ops.triton.tiles import ROW_TILE
 
 _BLOCK = 256
 _STEP = 128
+_TILES = 16  # of a program
 
 
 class RowOrder(NamedTuple):
@@ -31,6 +33,7 @@ class RowOrder(NamedTuple):
     tile_expert: Tensor  # [P / ROW_TILE] expert of each tile of rows, -1 after the last used tile
     num_tiles: Tensor  # [1] tiles of rows in use
     by_size_E: Tensor  # experts, the one with most slots first; of equals the one with the lower number
+    tile_shift: Tensor  # [P / ROW_TILE] rows of no slot before each tile
 
 
 @triton.jit
@@ -66,7 +69,7 @@ def _scan(block_counts_ptr, count_ptr, num_blocks, EXPERTS: tl.constexpr, CHUNK:
 
 @triton.jit
 def _tiles(
-    count_ptr, first_row_ptr, tile_expert_ptr, num_tiles_ptr, by_size_ptr, num_experts, max_tiles,
+    count_ptr, first_row_ptr, tile_expert_ptr, num_tiles_ptr, by_size_ptr, tile_shift_ptr, num_experts, max_tiles,
     EXPERTS: tl.constexpr, OTHERS: tl.constexpr, ROW_TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     expert = tl.arange(0, EXPERTS)
@@ -84,7 +87,10 @@ def _tiles(
             rank += tl.sum(before.to(tl.int32), 1)
         tl.store(by_size_ptr + rank, expert, mask=expert < num_experts)
     tile = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    owner = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), 1)
+    is_after = ends[None, :] <= tile[:, None]
+    owner = tl.sum(is_after.to(tl.int32), 1)
+    shift = tl.sum(tl.where(is_after, (tiles * ROW_TILE - counts)[None, :], 0), 1)
+    tl.store(tile_shift_ptr + tile, shift, mask=tile < max_tiles)
     tl.store(tile_expert_ptr + tile, tl.where(tile < tl.sum(tiles, 0), owner, -1), mask=tile < max_tiles)
 
 
@@ -113,7 +119,8 @@ def _place(
 def row_order_sizes(num_slots: int, num_experts: int) -> tuple[int, ...]:
     """Elements of each tensor of a RowOrder, for those who make one without data."""
     num_rows = max_rows(num_slots, num_experts)
-    return num_rows, num_slots, num_experts, num_experts, num_rows // ROW_TILE, 1, num_experts
+    max_tiles = num_rows // ROW_TILE
+    return num_rows, num_slots, num_experts, num_experts, max_tiles, 1, num_experts, max_tiles
 
 
 def max_rows(num_slots: int, num_experts: int) -> int:
@@ -142,12 +149,13 @@ def order_rows(indices_TK: Tensor, num_experts: int) -> RowOrder:
         tile_expert=ints(max_tiles),
         num_tiles=ints(1),
         by_size_E=ints(num_experts),
+        tile_shift=ints(max_tiles),
     )
     _count[(num_blocks,)](indices, block_counts, num_slots, num_experts, BLOCK=_BLOCK, EXPERTS=columns)
     _scan[(num_experts,)](block_counts, order.count_E, num_blocks, EXPERTS=columns, CHUNK=1024)
-    _tiles[(triton.cdiv(max_tiles, 128),)](
-        order.count_E, order.first_row_E, order.tile_expert, order.num_tiles, order.by_size_E, num_experts, max_tiles,
-        EXPERTS=columns, OTHERS=min(columns, 32), ROW_TILE=ROW_TILE, CHUNK=128,
+    _tiles[(triton.cdiv(max_tiles, _TILES),)](
+        order.count_E, order.first_row_E, order.tile_expert, order.num_tiles, order.by_size_E, order.tile_shift,
+        num_experts, max_tiles, EXPERTS=columns, OTHERS=min(columns, 32), ROW_TILE=ROW_TILE, CHUNK=_TILES,
     )  # fmt: skip
     _place[(num_blocks,)](
         indices, block_counts, order.first_row_E, order.slot_P, order.row_N, num_slots, num_experts,

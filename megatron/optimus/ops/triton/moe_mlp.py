@@ -1,8 +1,8 @@
 """``reference.moe_mlp`` on NVIDIA and Intel GPUs: forward and backward composed of the kernels beside this file.
 
-Saved for the backward: x [T, D], hidden [P, 2F] and the row order: 2TD + 4TKF bytes in 16 bits, plus the padding of at
-most ROW_TILE rows per expert and 8 bytes of indices per slot. The backward recomputes SwiGLU, no product. It uses
-dweight = <dy @ down, activation>, so neither the experts' outputs nor their gradients are kept (arXiv 2512.14080).
+Saved for the backward: x [T, D], hidden [N, 2F] of the N = TK slots in expert order, and that order: 2TD + 4TKF bytes
+in 16 bits and 8 bytes of indices per slot. The backward recomputes SwiGLU, no product. It uses dweight = <dy @ down,
+activation>, so neither the experts' outputs nor their gradients are kept (arXiv 2512.14080).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _moe_mlp(
     x, gate_up, down, weights = (t.contiguous() for t in (x, gate_up, down, weights))
     topk = indices.shape[1]
     order = index.order_rows(indices, down.shape[0])
-    hidden, activation = gemm.up_swiglu(rows.spread_rows(x, order, topk), gate_up, order)
+    hidden, activation = gemm.up_swiglu(rows.spread_rows(x, order, topk), gate_up, order, without_padding=True)
     y_rows = gemm.rows_times_weight(activation, down, order, transposed=True)
     return rows.sum_rows(y_rows, order, weights, topk, out=torch.empty_like(x)), hidden, list(order)
 
@@ -122,7 +122,7 @@ def _(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     sizes = index.row_order_sizes(indices.numel(), down.shape[0])
     order = [x.new_empty(size, dtype=torch.int32) for size in sizes]
-    return torch.empty_like(x), x.new_empty(sizes[0], gate_up.shape[1]), order
+    return torch.empty_like(x), x.new_empty(indices.numel(), gate_up.shape[1]), order
 
 
 @functools.cache

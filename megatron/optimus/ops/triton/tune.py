@@ -227,6 +227,7 @@ class _Data:
         self.order = index.order_rows(indices, problem.experts)
         self.num_rows, self.num_used = self.order.slot_P.numel(), int(self.order.num_tiles) * index.ROW_TILE
         self.is_padding = self.order.slot_P < 0
+        self.num_slots = int((~self.is_padding).sum())
 
     def random(self, *shape: int, scale: float = 1.0) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(std=scale, generator=self.generator)
@@ -245,7 +246,12 @@ def _product(problem: Problem, data: _Data) -> Work:
     x, order = data.rows(width), data.order
     if kernel == "up_swiglu":
         gate_up = data.random(experts, 2 * height, width, scale=width**-0.5)
-        return Work(lambda tiles: gemm.up_swiglu(x, gate_up, order, tiles), _nothing, data.num_used)
+
+        def up(tiles: Tiles) -> tuple[Tensor, ...]:
+            hidden, activation = gemm.up_swiglu(x, gate_up, order, tiles, without_padding=True)
+            return hidden[: data.num_slots], activation[: data.num_used]
+
+        return Work(up, _nothing, None)
     transposed = kernel.endswith("_t")
     shape = (experts, height, width) if transposed else (experts, width, height)
     weight = data.random(*shape, scale=width**-0.5)
@@ -274,7 +280,7 @@ def _rows(problem: Problem, data: _Data) -> Work:
     if problem.kernel == "sum_rows":
         values, out = data.rows(width), data.random(data.num_tokens, width)
         return Work(lambda tiles: (rows.sum_rows(values, order, None, topk, out, tiles),), _nothing, None)
-    hidden, gradient = data.rows(2 * width), data.rows(width)
+    hidden, gradient = data.random(data.num_slots, 2 * width), data.rows(width)
     row_weight = torch.rand(data.num_rows, device=data.device, generator=data.generator)
     row_weight.masked_fill_(data.is_padding, 0.0)
     changed = gradient.clone()
