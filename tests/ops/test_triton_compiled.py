@@ -36,9 +36,11 @@ def test_compiled_for_three_architectures(tmp_path: Path) -> None:
     for architecture, kernel, place, shared, narrow_loads, copies_ahead, products in found:
         where = f"{kernel} {CANDIDATES[kernel][place]} on {architecture}: {shared} bytes"
         machine = MACHINES[architecture]
-        counted = shared_bytes(kernel, CANDIDATES[kernel][place], machine)
+        tiles = CANDIDATES[kernel][place]
+        counted = shared_bytes(kernel, tiles, machine)
+        by_rows = tiles.rows * tiles.cols if kernel == "up_swiglu" else 0
         assert shared <= counted and products > 0, f"{where}, counted {counted}"
         if machine.has_engine:
-            assert counted - shared <= 1024, f"{where}, counted {counted}"
+            assert counted - shared <= 1024 + by_rows, f"{where}, counted {counted}"
         else:
             assert narrow_loads == 0 and copies_ahead > 0, f"{where}: {narrow_loads} loads of 2 bytes"

@@ -41,7 +41,7 @@ class Kernels:
     multiprocessors: int = 0  # deterministic FlashAttention-2 has gradients of queries for every so many blocks
 
 
-# csrc/cuda; ops/triton keeps the padding, too. cuDNN's attention has the gradients of its queries in fp32.
+# csrc/cuda and ops/triton. cuDNN's attention has the gradients of its queries in fp32.
 CUDA = Kernels(
     fused_norm=True,
     fused_elementwise=True,

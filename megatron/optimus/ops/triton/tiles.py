@@ -167,6 +167,8 @@ def shared_bytes(kernel: str, tiles: Tiles, machine: Hardware) -> int:
     """Shared memory of a program: operands of the stages, in 16 bits, and room through which the result leaves.
 
     What the compiler asks for and at most 1 KiB more where there is a memory engine, elsewhere more (a test compiles).
+    Of up_swiglu as much as half of the result's room more: there hidden leaves by rows, for which the compiler takes as
+    much as for blocks or less.
     """
     if not tiles.depth:
         return 0
