@@ -57,10 +57,10 @@ from provenance import commit
 
 from megatron.optimus.checkpoint import Manifest, Saved, Saver, TensorSlice, direct, load_together
 from megatron.optimus.checkpoint.chunks import AHEAD
-from megatron.optimus.checkpoint.plan import FILES_PER_NODE
+from megatron.optimus.checkpoint.file_layout import FILES_PER_NODE
 from megatron.optimus.checkpoint.snapshot import adjacent_runs
 from megatron.optimus.config.schema import Backend, Device
-from megatron.optimus.runtime import device as devices
+from megatron.optimus.platform import device as devices
 
 BLOCK = 16 << 20
 KINDS = ("master", "exp_avg", "exp_avg_sq")

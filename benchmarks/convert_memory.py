@@ -37,13 +37,12 @@ import torch
 import xxhash
 from provenance import commit
 
-from megatron.optimus.checkpoint import hf_files
-from megatron.optimus.checkpoint.convert import Options, convert
 from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, Manifest, Piece, TensorEntry
 from megatron.optimus.checkpoint.shards import shard_header
 from megatron.optimus.config.presets import PRESETS
 from megatron.optimus.config.schema import RunConfig
 from megatron.optimus.config.serialize import from_dict, to_dict
+from megatron.optimus.convert import Options, convert, hf_files
 from megatron.optimus.models.hf_map import HFTensor, parameter_shapes, to_hf
 from tools.convert_checkpoint import size
 

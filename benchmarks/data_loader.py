@@ -33,7 +33,7 @@ from megatron.optimus.data.loader import BatchLoader
 from megatron.optimus.data.mixture import Mixture
 from megatron.optimus.data.samples import SampleOptions
 from megatron.optimus.data.sources import Corpus, Sources
-from megatron.optimus.data.tokenizer import HuggingFaceTokenizer, train_bpe
+from megatron.optimus.data.tokenize.tokenizer import HuggingFaceTokenizer, train_bpe
 
 SEQ_LENGTH, GPU_TOKENS_PER_SECOND = 4096, 60_000
 PAGE, SECTOR = 4096, 512

@@ -46,11 +46,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.optimus.config.schema import TokenizerType
-from megatron.optimus.data.corpus import read_documents
-from megatron.optimus.data.preprocess import PreprocessReport, preprocess
-from megatron.optimus.data.tokenizer import build_tokenizer, train_bpe
-from megatron.optimus.data.words import SPLIT_PATTERNS
-from megatron.optimus.runtime import launch_env
+from megatron.optimus.data.tokenize.corpus import read_documents
+from megatron.optimus.data.tokenize.preprocess import PreprocessReport, preprocess
+from megatron.optimus.data.tokenize.pretoken_cache import SPLIT_PATTERNS
+from megatron.optimus.data.tokenize.tokenizer import build_tokenizer, train_bpe
+from megatron.optimus.platform import environment as launch_env
 
 CONTEXT = multiprocessing.get_context("spawn")
 TICKS = os.sysconf("SC_CLK_TCK")

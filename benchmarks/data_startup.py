@@ -181,7 +181,7 @@ def open_with_others(path: str, rank: int, store: str) -> dict[str, object]:
     from megatron.optimus.config.schema import DataConfig
     from megatron.optimus.data.files import open_together
     from megatron.optimus.data.sources import read_sources
-    from megatron.optimus.runtime.agreement import Ranks
+    from megatron.optimus.platform.ranks import Ranks
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=TOGETHER)
     prefixes, ranks = read_sources(DataConfig(data_file_list=path)).prefixes, Ranks(None, "cpu")

@@ -37,11 +37,11 @@ from provenance import commit
 
 from megatron.optimus.config.layout import Layout
 from megatron.optimus.config.schema import LoadBalancing, ModelConfig, ParallelConfig, TokenDispatcher
+from megatron.optimus.moe.dispatch.select import Messages, measure
 from megatron.optimus.moe.layer import MoE
 from megatron.optimus.parallel.expert import apply_expert_parallelism
-from megatron.optimus.parallel.mesh import Mesh
-from megatron.optimus.parallel.probe import Messages, measure
-from megatron.optimus.runtime import device as devices
+from megatron.optimus.platform import device as devices
+from megatron.optimus.platform.mesh import Mesh
 
 WARM_UP, REPETITIONS = 3, 10
 LOCAL = "no exchange"

@@ -63,8 +63,8 @@ from layout_speed_programs import HOST, Program, slowest
 from layout_speed_sections import SECTIONS, Section
 from provenance import commit
 
-from megatron.optimus.runtime import device as devices
-from megatron.optimus.runtime import launch_env
+from megatron.optimus.platform import device as devices
+from megatron.optimus.platform import environment as launch_env
 
 VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_HIGH_PRIORITY", "NCCL_NVLS_ENABLE")  # that matter for overlap
 START_LIMIT = 120.0  # seconds for processes to start
@@ -143,7 +143,7 @@ def worker(rank: int, ranks: int, names: list[str], args: argparse.Namespace, st
     try:
         dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
         HOST.append(dist.new_group(backend="gloo"))
-        from megatron.optimus.trainer.engine import init_engine, shutdown_engine
+        from megatron.optimus.training.engine import init_engine, shutdown_engine
 
         init_engine(dist.default_pg_timeout)
         dist.barrier(group=HOST[0])

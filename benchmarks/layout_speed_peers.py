@@ -25,7 +25,7 @@ from megatron.optimus.layers.loss import LMHead
 from megatron.optimus.layers.norm import build_norm
 from megatron.optimus.layers.rope import rope_table
 from megatron.optimus.models.decoder import Block, Decoder
-from megatron.optimus.trainer.engine import DTYPES
+from megatron.optimus.training.engine import DTYPES
 
 # ---- the pipeline
 

@@ -14,7 +14,7 @@ from weights_on_device import draw_on_device
 
 from megatron.optimus.config.checks import check, gradient_accumulation_steps
 from megatron.optimus.config.load import load
-from megatron.optimus.runtime import device as devices
+from megatron.optimus.platform import device as devices
 
 LR = 1e-4
 
@@ -81,11 +81,11 @@ def ours(words: Sequence[str], device: torch.device, change: Callable[[Any], Non
     """The training program's model, after ``change``, its engine, schedule and step."""
     from megatron.optimus.data.loader import Batch
     from megatron.optimus.parallel.context import own_positions
-    from megatron.optimus.parallel.mesh import Mesh
-    from megatron.optimus.trainer import build
-    from megatron.optimus.trainer.engine import build_engine
-    from megatron.optimus.trainer.schedule import build_schedule
-    from megatron.optimus.trainer.step import own_part, train_step
+    from megatron.optimus.platform.mesh import Mesh
+    from megatron.optimus.training import build
+    from megatron.optimus.training.engine import build_engine
+    from megatron.optimus.training.pipeline_schedule import build_schedule
+    from megatron.optimus.training.step import own_part, train_step
 
     build.initialize_weights = draw_on_device
     config = run_config(words, device)
@@ -147,7 +147,7 @@ class KeepHere:
         return None
 
     def dispatch(self, x_TD: torch.Tensor, routing: Any, started: None, overlapped: Any) -> Any:
-        from megatron.optimus.moe.dispatch import ExpertRows
+        from megatron.optimus.moe.dispatch.base import ExpertRows
 
         overlapped()
         return ExpertRows(x_TD, routing.weights_TK, routing.indices_TK % self.num_experts, None)
@@ -192,7 +192,7 @@ def attention_alone(words: Sequence[str], device: torch.device, ranks: int, repe
     """
     from megatron.optimus.layers.attention import causal_attention
     from megatron.optimus.layers.partial_attention import attend_part, attend_part_backward
-    from megatron.optimus.trainer.engine import DTYPES
+    from megatron.optimus.training.engine import DTYPES
 
     config = run_config(words, device)
     model, training = config.model, config.training

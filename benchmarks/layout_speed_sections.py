@@ -12,7 +12,7 @@ import torch
 from layout_speed_programs import slowest
 from torch.torch_version import TorchVersion
 
-from megatron.optimus.runtime import device as devices
+from megatron.optimus.platform import device as devices
 
 TINY = "--hidden-size 64 --num-attention-heads 4 --vocab-size 512 --ddp-bucket-size 65536 --max-position-embeddings 512"
 Build = Callable[[torch.device], programs.Program]

@@ -54,11 +54,11 @@ def steps(rank: int, world: int, options: str, length: int) -> dict[str, Any]:
 
     from megatron.optimus.data.loader import Batch
     from megatron.optimus.parallel.context import own_positions
-    from megatron.optimus.parallel.mesh import Mesh
-    from megatron.optimus.trainer.build import build_model
-    from megatron.optimus.trainer.engine import build_engine, init_engine
-    from megatron.optimus.trainer.schedule import build_schedule
-    from megatron.optimus.trainer.step import own_part, train_step
+    from megatron.optimus.platform.mesh import Mesh
+    from megatron.optimus.training.build import build_model
+    from megatron.optimus.training.engine import build_engine, init_engine
+    from megatron.optimus.training.pipeline_schedule import build_schedule
+    from megatron.optimus.training.step import own_part, train_step
 
     config, device = load(options.split()).config, torch.device("cpu")
     init_engine(timedelta(seconds=300))

@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.optimus.observe.metrics import read_metrics  # noqa: E402
+from megatron.optimus.training.metrics import read_metrics  # noqa: E402
 from tests.integration.conftest import write_corpus  # noqa: E402
 
 OPTIONS = (

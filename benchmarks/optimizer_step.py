@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 
 from device_check import require_device
 
-from deepspeed_ext.rules import Lion, Muon, Shard, StepScalars, rule_for
-from deepspeed_ext.rules.base import LocalMatrices, MatrixRule
+from deepspeed_ext.optimizers import Lion, Muon, Shard, StepScalars, rule_for
+from deepspeed_ext.optimizers.base import LocalMatrices, MatrixRule
 
 BUCKET = 1 << 26  # elements, deepspeed_ext's default
 EXPERTS, INNER, WIDTH = 64, 1024, 2048  # of one Mula-7B layer, three matrices each

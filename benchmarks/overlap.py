@@ -77,7 +77,7 @@ def optimizer_phase(engine: Any, gradients: dict[torch.nn.Parameter, torch.Tenso
 
 def mean_ms(action: Callable[[], None], times: int, repetitions: int, device: torch.device) -> list[float]:
     """Mean of ``times`` consecutive calls, ``repetitions`` times."""
-    from megatron.optimus.runtime.device import synchronize
+    from megatron.optimus.platform.device import synchronize
 
     means = []
     for _ in range(repetitions):
@@ -93,7 +93,7 @@ def mean_ms(action: Callable[[], None], times: int, repetitions: int, device: to
 
 def measure(system: str, args: argparse.Namespace, config: Any, mesh: Any, device: torch.device) -> tuple[Any, Any]:
     """One system's figures and the traced events."""
-    from megatron.optimus.runtime import device as devices
+    from megatron.optimus.platform import device as devices
 
     engine = build(system, config, mesh, device)
     result: dict[str, Any] = {"system": system, "built_bytes": devices.memory_allocated(device)}
@@ -145,7 +145,7 @@ class _Fan(torch.autograd.Function):
 
 def backward_cost(params: list[torch.nn.Parameter], optimizer: Any, device: torch.device) -> float:
     """Median milliseconds of the process in a backward and what comes after it; ``optimizer`` may be None."""
-    from megatron.optimus.runtime.device import synchronize
+    from megatron.optimus.platform.device import synchronize
 
     times = []
     for _ in range(50):
@@ -218,7 +218,7 @@ def host_cost(count: int, device: torch.device, per_bucket: int) -> dict[str, fl
     optimizer has; of the process, as autograd may run in a thread of its own. ``forward_ms``: what forward takes more
     for waiting module by module; what step() does for it is in ``step_ms``.
     """
-    from megatron.optimus.runtime.device import synchronize
+    from megatron.optimus.platform.device import synchronize
 
     numel = 16 if device.type == "cpu" else 4096
     params = [torch.nn.Parameter(torch.randn(numel, device=device, dtype=torch.bfloat16)) for _ in range(count)]
@@ -257,8 +257,8 @@ def host_cost(count: int, device: torch.device, per_bucket: int) -> dict[str, fl
 
 
 def worker(rank: int, args: argparse.Namespace, store: str) -> None:
-    from megatron.optimus.runtime import device as devices
-    from megatron.optimus.runtime import launch_env
+    from megatron.optimus.platform import device as devices
+    from megatron.optimus.platform import environment as launch_env
 
     for name, value in launch_env.of_rank(rank, args.ranks, 29577).items():
         launch_env.set_default(name, value)
@@ -269,7 +269,7 @@ def worker(rank: int, args: argparse.Namespace, store: str) -> None:
     backend = "gloo" if device.type == "cpu" else "nccl"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=args.ranks)
     import deepspeed_ext
-    from megatron.optimus.parallel.mesh import Mesh
+    from megatron.optimus.platform.mesh import Mesh
 
     deepspeed_ext.init_distributed()
     mesh = Mesh(config.parallel, rank=rank, world_size=args.ranks)

@@ -36,7 +36,7 @@ def run_config(args: argparse.Namespace) -> Any:
 
 def build(system: str, config: Any, mesh: Any, device: torch.device) -> Any:
     """The engine of a system around a fresh model."""
-    from megatron.optimus.trainer.engine import build_engine
+    from megatron.optimus.training.engine import build_engine
 
     model = build_model(config, mesh, device)
     if system == "nudged" and dist.get_rank() == 0:  # the engine gives others the first rank's dense weights
@@ -63,7 +63,7 @@ def build_model(config: Any, mesh: Any, device: torch.device) -> Any:
     from megatron.optimus.models.decoder import Decoder
     from megatron.optimus.models.initialize import _materialize
     from megatron.optimus.parallel.apply import parallelize
-    from megatron.optimus.trainer.build import DTYPES, connect
+    from megatron.optimus.training.build import DTYPES, connect
 
     with torch.device("meta"):
         model = Decoder(config.model)
@@ -82,8 +82,8 @@ def build_so(model: torch.nn.Module, config: Any, mesh: Any) -> Any:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     import deepspeed_ext
-    from megatron.optimus.optim.groups import param_groups
-    from megatron.optimus.trainer.engine import deepspeed_config
+    from megatron.optimus.training.engine import deepspeed_config
+    from megatron.optimus.training.parameter_groups import param_groups
 
     peers = mesh.group("ep")
 
@@ -127,7 +127,7 @@ def build_stock(stage: int, model: torch.nn.Module, config: Any, mesh: Any) -> A
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.utils import groups
 
-    from megatron.optimus.optim.groups import param_groups
+    from megatron.optimus.training.parameter_groups import param_groups
 
     experts = [p for p in model.parameters() if hasattr(p, "group_name")]
     spread = mesh.size("ep") > 1

@@ -28,7 +28,7 @@ def trace(action: Callable[[], None], calls: int, finish: Callable[[], None], de
 
     ``finish`` waits for gathers: gloo crashes on work that starts inside a profiler's session and ends outside.
     """
-    from megatron.optimus.runtime.device import synchronize
+    from megatron.optimus.platform.device import synchronize
 
     on_cpu = device.type == "cpu"
     activity = torch.profiler.ProfilerActivity.CPU if on_cpu else torch.profiler.ProfilerActivity.CUDA

@@ -34,7 +34,7 @@ from device_check import require_device
 from weights_on_device import draw_on_device
 
 from megatron.optimus.config.load import load
-from megatron.optimus.runtime import device as devices
+from megatron.optimus.platform import device as devices
 
 STEPS = 7
 LIMIT = 0.05  # of the measured peak
@@ -115,9 +115,9 @@ def data_parallel(words: list[str], ranks: int) -> int:
 
 def run_case(words: list[str], rank: int, ranks: int, device: torch.device) -> dict[str, Any]:
     """One configuration on this rank."""
-    from megatron.optimus.parallel.mesh import Mesh
-    from megatron.optimus.trainer import build
-    from megatron.optimus.trainer.trainer import Trainer
+    from megatron.optimus.platform.mesh import Mesh
+    from megatron.optimus.training import build
+    from megatron.optimus.training.trainer import Trainer
 
     build.initialize_weights = draw_on_device
     config = load(words).config
@@ -160,7 +160,7 @@ def run_case(words: list[str], rank: int, ranks: int, device: torch.device) -> d
 
 def watch_parts(trainer: Any, device: torch.device) -> dict[str, list[float]]:
     """Of a step: for each part of the last layer, what its forward left behind, and its peak above where it began."""
-    from megatron.optimus.runtime.stopping import StopRequest
+    from megatron.optimus.platform.stopping import StopRequest
 
     found: dict[str, list[float]] = {}
     starts: dict[str, int] = {}
@@ -198,7 +198,7 @@ def watch_parts(trainer: Any, device: torch.device) -> dict[str, list[float]]:
 
 def worker(index: int, ranks: int, cases: dict[str, str], args: argparse.Namespace, folder: str, queue: Any) -> None:
     """One process: a rank of ``ranks``, or alone with its own share of the cases."""
-    from megatron.optimus.runtime import launch_env
+    from megatron.optimus.platform import environment as launch_env
 
     torch.set_num_threads(4 if args.device != "cpu" else 1)
     alone = ranks == 1
@@ -212,7 +212,7 @@ def worker(index: int, ranks: int, cases: dict[str, str], args: argparse.Namespa
     backend = "gloo" if device.type == "cpu" else "nccl"
     store = f"{folder}/store-{index if alone else 'all'}-{ranks}"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
-    from megatron.optimus.trainer.engine import init_engine, shutdown_engine
+    from megatron.optimus.training.engine import init_engine, shutdown_engine
 
     init_engine(dist.default_pg_timeout)
     for name, case in cases.items():

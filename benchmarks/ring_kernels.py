@@ -5,7 +5,7 @@
 
 In order: the ideal, which is causal attention over the whole sequence with half of the heads (a rank's work on two
 ranks, whatever the kind of context parallelism); each kernel that the ring can call, on the three kinds of parts; the
-merging of two results; and what a rank of the ring does in a forward and in a backward (parallel/ring.py itself), where
+merging of two results; and what a rank of the ring does in a forward and in a backward (ring_attention.py), where
 a copy on the same GPU stands for what other ranks send. Then what sizes cost that come for the first time, which
 matters where documents cut a sequence. Medians of three, after one that is not counted. One JSON object a line, and all
 of them in OUT.json.
@@ -36,8 +36,8 @@ from device_check import require_device
 from provenance import commit
 
 from megatron.optimus.layers import partial_attention as parts
-from megatron.optimus.parallel import ring
-from megatron.optimus.runtime import device as devices
+from megatron.optimus.parallel import ring_attention as ring
+from megatron.optimus.platform import device as devices
 
 HEADS, WIDTH = 16, 128
 RANKS = ((2, 0), (2, 1), (8, 0), (8, 5))  # (ranks, rank): one that mostly cuts queries and one that mostly cuts keys

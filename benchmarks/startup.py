@@ -4,7 +4,7 @@
 
 Real gloo ranks on this machine, forked from one process that has imported the program, so that the importing, which
 shares the cores among all ranks here and has its own on a cluster, is measured apart. ``groups`` is the making of
-every group of the grid of ranks (parallel/mesh.py): pp 2, ep 2, and cp 2 from 16 ranks on. Every time is that of the
+every group of the grid of ranks (platform/mesh.py): pp 2, ep 2, and cp 2 from 16 ranks on. Every time is that of the
 slowest rank.
 """
 
@@ -29,7 +29,7 @@ def rank_main(rank: int, ranks: int, store: str, queue: Any) -> None:
     import torch.distributed as dist
 
     from megatron.optimus.config.schema import ParallelConfig
-    from megatron.optimus.parallel.mesh import Mesh
+    from megatron.optimus.platform.mesh import Mesh
 
     torch.set_num_threads(1)
     began = time.perf_counter()
@@ -75,7 +75,7 @@ def main() -> None:
     import torch
 
     import megatron.optimus.parallel.apply
-    import megatron.optimus.parallel.mesh  # noqa: F401
+    import megatron.optimus.platform.mesh  # noqa: F401
 
     imported = time.perf_counter() - began
     results = []

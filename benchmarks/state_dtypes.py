@@ -21,8 +21,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
-from deepspeed_ext.rules import RuleOptimizer, UpdateRule
-from deepspeed_ext.rules.adamw import AdamRule
+from deepspeed_ext.optimizers import RuleOptimizer, UpdateRule
+from deepspeed_ext.optimizers.adamw import AdamRule
 from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights

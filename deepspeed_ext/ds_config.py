@@ -12,7 +12,7 @@ from deepspeed.runtime.precision_config import get_float16_config
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from deepspeed_ext.config_checks import number, optimizer_params, own_section, refuse_auto
-from deepspeed_ext.rules import Lion
+from deepspeed_ext.optimizers import Lion
 from deepspeed_ext.zero.loss_scale import LossScaleOptions
 from deepspeed_ext.zero.options import DEFAULT_BUCKET_NUMEL, ZeroOptions
 

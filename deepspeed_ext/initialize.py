@@ -26,7 +26,7 @@ from deepspeed_ext.groups import (
     mark_experts,
     world_group,
 )
-from deepspeed_ext.rules import rule_for
+from deepspeed_ext.optimizers import rule_for
 from deepspeed_ext.zero.agreement import (
     Signatures,
     check_agreement,

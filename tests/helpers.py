@@ -27,7 +27,7 @@ from types import MappingProxyType
 from typing import Any
 
 _CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["deepspeed", "megatron.optimus.pretrain", "megatron.optimus.trainer.trainer"])
+_CONTEXT.set_forkserver_preload(["deepspeed", "megatron.optimus.pretrain", "megatron.optimus.training.trainer"])
 
 
 def _worker(

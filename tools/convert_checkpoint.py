@@ -20,15 +20,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout without installation
 
-from megatron.optimus.runtime import interrupts
+from megatron.optimus.platform import interrupts
 
 if __name__ == "__main__":
     interrupts.end_silently()
 
-from megatron.optimus.checkpoint.convert import DEFAULT_MAX_SHARD_BYTES, FORMATS, Options, convert
-from megatron.optimus.checkpoint.convert.names import NAMES
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.config.schema import ConfigError
+from megatron.optimus.convert import DEFAULT_MAX_SHARD_BYTES, FORMATS, Options, convert
+from megatron.optimus.convert.names import NAMES
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 

@@ -18,14 +18,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
-from megatron.optimus.runtime import interrupts
+from megatron.optimus.platform import interrupts
 
 if __name__ == "__main__":
     interrupts.end_silently()
 
 from megatron.optimus.config.placement import to_json
 from megatron.optimus.config.schema import ConfigError
-from megatron.optimus.observe.expert_load import FILE_NAME, LOADS, BalanceReport, report
+from megatron.optimus.training.expert_load import FILE_NAME, LOADS, BalanceReport, report
 
 
 def main(argv: list[str] | None = None) -> int:

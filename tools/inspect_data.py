@@ -20,7 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
-from megatron.optimus.runtime import interrupts
+from megatron.optimus.platform import interrupts
 
 if __name__ == "__main__":
     interrupts.end_silently()
@@ -33,8 +33,8 @@ from megatron.optimus.data.inspection import Statistics, document_at, document_b
 from megatron.optimus.data.mixture import Mixture
 from megatron.optimus.data.order import sample_at
 from megatron.optimus.data.sources import read_sources
-from megatron.optimus.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.optimus.runtime.log import counted
+from megatron.optimus.data.tokenize.tokenizer import Tokenizer, build_tokenizer
+from megatron.optimus.platform.log import counted
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

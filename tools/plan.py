@@ -31,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.optimus.runtime import interrupts
+from megatron.optimus.platform import interrupts
 
 if __name__ == "__main__":
     interrupts.end_silently()

@@ -20,15 +20,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
-from megatron.optimus.runtime import interrupts
+from megatron.optimus.platform import interrupts
 
 if __name__ in ("__main__", "__mp_main__"):  # and in its workers, which import it
     interrupts.end_silently()
 
 from megatron.optimus.config.schema import ConfigError, TokenizerType
 from megatron.optimus.data.errors import DataError
-from megatron.optimus.data.preprocess import PreprocessReport, log_progress, preprocess
-from megatron.optimus.runtime import launch_env
+from megatron.optimus.data.tokenize.preprocess import PreprocessReport, log_progress, preprocess
+from megatron.optimus.platform import environment as launch_env
 
 logger = logging.getLogger("optimus")
 

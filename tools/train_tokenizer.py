@@ -14,15 +14,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
-from megatron.optimus.runtime import interrupts
+from megatron.optimus.platform import interrupts
 
 if __name__ == "__main__":
     interrupts.end_silently()
 
 from megatron.optimus.config.schema import TokenizerType
-from megatron.optimus.data.corpus import expand_inputs, read_documents
 from megatron.optimus.data.errors import DataError
-from megatron.optimus.data.tokenizer import build_tokenizer, train_bpe
+from megatron.optimus.data.tokenize.corpus import expand_inputs, read_documents
+from megatron.optimus.data.tokenize.tokenizer import build_tokenizer, train_bpe
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
-from megatron.optimus.runtime import interrupts
+from megatron.optimus.platform import interrupts
 
 if __name__ == "__main__":
     interrupts.end_silently()
@@ -34,8 +34,8 @@ from megatron.optimus.config.own_flags import split_flags, whole_number
 from megatron.optimus.config.schema import ConfigError, Precision, RunConfig
 from megatron.optimus.ops.triton import tile_cache, tiles
 from megatron.optimus.ops.triton.tiles import Problem
-from megatron.optimus.runtime import device as devices
-from megatron.optimus.runtime import launch_env
+from megatron.optimus.platform import device as devices
+from megatron.optimus.platform import environment as launch_env
 
 WITH_VALUE = ("--tokens",)
 SWITCHES = ("--again", "--explain")
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def tune(config: RunConfig, tokens: int | None, *, again: bool, explain: bool) -> None:
     """Raises ConfigError or BackendUnavailableError where there is nothing to tune, OSError before anything is timed
     where the result could not be kept."""
-    from megatron.optimus.trainer.tiles import problems_of
+    from megatron.optimus.training.kernel_tuning import problems_of
 
     if not config.model.is_moe:
         raise ConfigError(f"num_experts={config.model.num_experts}: a model without experts has no expert kernels")

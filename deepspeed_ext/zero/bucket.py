@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_ext.rules.base import Shard
+from deepspeed_ext.optimizers.base import Shard
 from deepspeed_ext.zero.collectives import all_gather, reduce_scatter
 from deepspeed_ext.zero.options import ZeroOptions
 from deepspeed_ext.zero.partition import BucketLayout

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of
-from deepspeed_ext.rules.base import UpdateRule
+from deepspeed_ext.optimizers.base import UpdateRule
 from deepspeed_ext.zero.family import SUPPORTED_DTYPES, Family, FamilyKey
 from deepspeed_ext.zero.options import ZeroOptions
 from deepspeed_ext.zero.partition import ParamSpec, flat_layout, group_by_family

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed_ext.groups import ranks_of
-from deepspeed_ext.rules.base import Shard, ShardPolicy, UpdateRule, WholeMatrices
+from deepspeed_ext.optimizers.base import Shard, ShardPolicy, UpdateRule, WholeMatrices
 from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.matrix_exchange import MatrixExchange
 from deepspeed_ext.zero.options import ZeroOptions

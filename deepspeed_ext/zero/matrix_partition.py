@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from deepspeed_ext.rules.base import count_matrices
+from deepspeed_ext.optimizers.base import count_matrices
 from deepspeed_ext.zero.partition import BucketLayout, FamilyLayout
 
 # A holder keeps its matrix as long as its load stays within this factor of the best possible largest load.

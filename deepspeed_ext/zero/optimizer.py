@@ -30,8 +30,8 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStat
 from torch import Tensor, nn
 
 from deepspeed_ext.groups import ZeroGroups
-from deepspeed_ext.rules import rule_for
-from deepspeed_ext.rules.base import MatrixRule
+from deepspeed_ext.optimizers import rule_for
+from deepspeed_ext.optimizers.base import MatrixRule
 from deepspeed_ext.zero import checkpoint, full_access
 from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.build import build_families, norm_groups

@@ -9,7 +9,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed_ext.rules.base import StepScalars
+from deepspeed_ext.optimizers.base import StepScalars
 from deepspeed_ext.zero.loss_scale import LossScale
 from deepspeed_ext.zero.options import ZeroOptions
 

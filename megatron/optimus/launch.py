@@ -18,7 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.optimus.runtime import interrupts
+from megatron.optimus.platform import interrupts
 
 if __name__ == "__main__":
     interrupts.end_silently()
@@ -34,8 +34,8 @@ from megatron.optimus.launcher.compose import Launch, LaunchOptions, Mpi, Starte
 from megatron.optimus.launcher.local import run_ranks
 from megatron.optimus.launcher.systems import SYSTEMS
 from megatron.optimus.launcher.watch import Outcome, run_until_done, run_watched
-from megatron.optimus.observe.metrics import FILE_NAME
-from megatron.optimus.runtime import launch_env
+from megatron.optimus.platform import environment as launch_env
+from megatron.optimus.training.metrics import FILE_NAME
 
 _FLAGS = {
     "--nproc-per-node": "ranks on a node (default: what --system or the scheduler says)",

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from megatron.optimus.runtime import interrupts
+from megatron.optimus.platform import interrupts
 
 if __name__ == "__main__":
     interrupts.end_silently()
@@ -28,14 +28,16 @@ from megatron.optimus.config.serialize import to_dict
 from megatron.optimus.data.dataset import check_contents
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.sources import read_sources
-from megatron.optimus.data.tokenizer import build_tokenizer
+from megatron.optimus.data.tokenize.tokenizer import build_tokenizer
 from megatron.optimus.describe import describe
-from megatron.optimus.parallel.mesh import Mesh
-from megatron.optimus.runtime import device as devices
-from megatron.optimus.runtime import distributed, launch_env, log
-from megatron.optimus.runtime.agreement import RELAYED, Ranks
-from megatron.optimus.runtime.launch_env import LaunchEnv
-from megatron.optimus.trainer.health import TrainingError
+from megatron.optimus.platform import device as devices
+from megatron.optimus.platform import environment as launch_env
+from megatron.optimus.platform import log
+from megatron.optimus.platform import process_groups as distributed
+from megatron.optimus.platform.environment import LaunchEnv
+from megatron.optimus.platform.mesh import Mesh
+from megatron.optimus.platform.ranks import RELAYED, Ranks
+from megatron.optimus.training.health import TrainingError
 
 logger = logging.getLogger("optimus")
 USER_ERRORS = (ConfigError, DataError, CheckpointError, TrainingError)
@@ -82,9 +84,9 @@ def pretrain(config: RunConfig, launch: LaunchEnv) -> int:
     device = devices.pick(config.parallel.device, launch.local_rank)
     launch_env.export(launch, device.type)
     # DeepSpeed chooses its accelerator when it is imported, so the device must be known before.
-    from megatron.optimus.trainer.engine import init_engine, shutdown_engine
-    from megatron.optimus.trainer.evaluate import evaluate
-    from megatron.optimus.trainer.trainer import Trainer
+    from megatron.optimus.training.engine import init_engine, shutdown_engine
+    from megatron.optimus.training.evaluate import evaluate
+    from megatron.optimus.training.trainer import Trainer
 
     devices.set_device(device)
     devices.set_cpu_threads(launch)

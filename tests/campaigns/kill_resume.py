@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.optimus.checkpoint import commit, load, load_manifest, store
-from megatron.optimus.observe.metrics import read_metrics
+from megatron.optimus.training.metrics import read_metrics
 from tests.campaigns.rank_process import ROOT, Marks, Phase, Process, StartMethod
 from tests.campaigns.rank_process import start as start_ranks
 from tests.integration.conftest import write_corpus

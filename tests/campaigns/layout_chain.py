@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.optimus.config.load import load
-from megatron.optimus.observe.metrics import read_metrics
+from megatron.optimus.training.metrics import read_metrics
 from tests.campaigns.rank_process import ROOT
 
 LAYOUTS = (

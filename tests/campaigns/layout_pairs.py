@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from megatron.optimus.checkpoint.verify import compare
 from megatron.optimus.config.load import load
-from megatron.optimus.observe.metrics import read_metrics
-from megatron.optimus.parallel.mesh import Mesh
+from megatron.optimus.platform.mesh import Mesh
+from megatron.optimus.training.metrics import read_metrics
 from tests.campaigns.kill_resume import _commit
 from tests.helpers import run_distributed
 from tests.integration.conftest import TINY, write_corpus
@@ -55,7 +55,7 @@ OPTIONS = [*TINY, *"--micro-batch-size 1 --lr-decay-iters 8 --eval-interval 0 --
 
 
 def trainer_of(folder: Path, run: str, flags: str, *words: object) -> Any:
-    from megatron.optimus.trainer.trainer import Trainer
+    from megatron.optimus.training.trainer import Trainer
 
     argv = [*OPTIONS, *flags.split(), "--run-dir", folder / run, "--data-path", folder / "corpus", *words]
     config = load([str(word) for word in argv]).config
@@ -75,7 +75,7 @@ def checkpoint_of(folder: Path, run: str) -> Path:
 
 def all_pairs(rank: int, world: int, root: str, families: dict[str, dict[str, str]]) -> list[dict[str, Any]]:
     """One line for each pair, on rank 0."""
-    from megatron.optimus.trainer.engine import init_engine, shutdown_engine
+    from megatron.optimus.training.engine import init_engine, shutdown_engine
 
     init_engine(timedelta(seconds=300))
     lines = []

@@ -110,7 +110,7 @@ def run_rank(rank: int, ranks: int, port: int, folder: str, argv: list[str]) -> 
 def leave_marks(marks: Marks, rank: int) -> None:
     """Wraps the functions in which the phases are spent."""
     from megatron.optimus.checkpoint import commit, saver, snapshot
-    from megatron.optimus.trainer import checkpoints
+    from megatron.optimus.training import checkpointing as checkpoints
 
     def wrap(owner: Any, name: str, phase: Phase, *, writing: bool, after: Phase | None = None) -> None:
         function: Callable[..., Any] = getattr(owner, name)

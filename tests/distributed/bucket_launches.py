@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.optimus.parallel.mesh import Mesh
+from megatron.optimus.platform.mesh import Mesh
 from tests.distributed.training_cases import STEPS
 
 

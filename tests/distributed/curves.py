@@ -43,11 +43,11 @@ def curve(rank: int, world: int, words: str, steps: int, order: int = 0) -> list
     from megatron.optimus.config.load import load
     from megatron.optimus.data.loader import Batch
     from megatron.optimus.parallel.context import own_positions
-    from megatron.optimus.parallel.mesh import Mesh
-    from megatron.optimus.trainer.build import build_model
-    from megatron.optimus.trainer.engine import build_engine, init_engine
-    from megatron.optimus.trainer.schedule import build_schedule
-    from megatron.optimus.trainer.step import own_part, train_step
+    from megatron.optimus.platform.mesh import Mesh
+    from megatron.optimus.training.build import build_model
+    from megatron.optimus.training.engine import build_engine, init_engine
+    from megatron.optimus.training.pipeline_schedule import build_schedule
+    from megatron.optimus.training.step import own_part, train_step
 
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -95,7 +95,7 @@ def alone(rank: int, world: int, runs: Sequence[tuple[str, int, int]]) -> list[f
     """``curve`` of this rank's own run (options, steps, order), as a process alone."""
     import os
 
-    from megatron.optimus.trainer.engine import shutdown_engine
+    from megatron.optimus.training.engine import shutdown_engine
 
     backend = dist.get_backend()
     shutdown_engine()

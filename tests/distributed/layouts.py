@@ -21,9 +21,9 @@ from megatron.optimus.models.partition import block_of, own_part, whole_shape
 from megatron.optimus.parallel import recompute
 from megatron.optimus.parallel.apply import connect, parallelize
 from megatron.optimus.parallel.context import own_positions
-from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.pipeline import check_torch
-from megatron.optimus.runtime.seeding import generator_for
+from megatron.optimus.platform.mesh import Mesh
+from megatron.optimus.platform.seeding import generator_for
 from tests.helpers import run_distributed
 
 BATCH, LENGTH, VOCAB = 2, 16, 48

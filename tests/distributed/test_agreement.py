@@ -7,7 +7,7 @@ import errno
 import pytest
 import torch.distributed as dist
 
-from megatron.optimus.runtime.agreement import RELAYED, Ranks
+from megatron.optimus.platform.ranks import RELAYED, Ranks
 from tests.helpers import run_distributed
 
 

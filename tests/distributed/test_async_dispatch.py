@@ -12,16 +12,16 @@ import torch.distributed as dist
 
 from megatron.optimus import ops
 from megatron.optimus.config.schema import ParallelConfig, TokenDispatcher
+from megatron.optimus.moe.dispatch.overlap import AsyncDispatch
 from megatron.optimus.moe.layer import MoE
 from megatron.optimus.moe.router import Router
 from megatron.optimus.moe.shared import SharedExperts
 from megatron.optimus.ops import reference
-from megatron.optimus.parallel import collectives
-from megatron.optimus.parallel.async_dispatch import AsyncDispatch
 from megatron.optimus.parallel.expert import apply_expert_parallelism
-from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.recompute import _recomputed
-from megatron.optimus.runtime import device as devices
+from megatron.optimus.platform import collectives
+from megatron.optimus.platform import device as devices
+from megatron.optimus.platform.mesh import Mesh
 from tests.distributed.test_expert_parallel import SHARED, WIDTH, model_config, tokens_of
 from tests.helpers import run_distributed
 

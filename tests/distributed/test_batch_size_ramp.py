@@ -14,8 +14,8 @@ import torch
 
 from megatron.optimus.checkpoint import store
 from megatron.optimus.config.load import load
-from megatron.optimus.observe.metrics import read_metrics
-from megatron.optimus.parallel.mesh import Mesh
+from megatron.optimus.platform.mesh import Mesh
+from megatron.optimus.training.metrics import read_metrics
 from tests.helpers import run_distributed
 from tests.integration.conftest import TINY, write_corpus
 
@@ -49,7 +49,7 @@ def _config(folder: str, run: str, options: str) -> Any:
 
 
 def _train(rank: int, world: int, folder: str, run: str, options: str) -> None:
-    from megatron.optimus.trainer.trainer import Trainer
+    from megatron.optimus.training.trainer import Trainer
 
     config = _config(folder, run, options)
     trainer = Trainer(config, Mesh(config.parallel, rank=rank, world_size=world), torch.device("cpu"))
@@ -67,8 +67,8 @@ def _train(rank: int, world: int, folder: str, run: str, options: str) -> None:
 
 
 def _runs(rank: int, world: int, folder: str) -> None:
-    from megatron.optimus.trainer.engine import init_engine, shutdown_engine
-    from megatron.optimus.trainer.evaluate import evaluate
+    from megatron.optimus.training.engine import init_engine, shutdown_engine
+    from megatron.optimus.training.evaluate import evaluate
 
     init_engine(timedelta(seconds=60))
     for run, options in (CASES if world > 1 else ALONE).items():

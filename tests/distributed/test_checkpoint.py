@@ -23,7 +23,7 @@ from megatron.optimus.checkpoint import (
 )
 from megatron.optimus.checkpoint.snapshot import Snapshot, adjacent_runs
 from megatron.optimus.config.load import load as config_of
-from megatron.optimus.parallel.mesh import Mesh
+from megatron.optimus.platform.mesh import Mesh
 from tests.helpers import run_distributed
 from tests.integration.conftest import TINY, write_corpus
 from tests.unit.checkpoint.helpers import (
@@ -197,8 +197,8 @@ def test_saving_beside_training(tmp_path, failing, name):
 
 def _count_copies(rank, world, folder):
     """Of a run's full and model-only state after two steps: slices, copies, flat buffers, whether they are equal."""
-    from megatron.optimus.trainer.engine import init_engine, shutdown_engine
-    from megatron.optimus.trainer.trainer import Trainer
+    from megatron.optimus.training.engine import init_engine, shutdown_engine
+    from megatron.optimus.training.trainer import Trainer
 
     init_engine(timedelta(seconds=60))
     words = [*TINY, "--expert-model-parallel-size", "2", "--moe-router-enable-expert-bias", "--params-dtype", "bf16"]

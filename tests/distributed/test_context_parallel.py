@@ -15,9 +15,9 @@ from megatron.optimus.config.schema import (
     Recompute,
     TokenDispatcher,
 )
-from megatron.optimus.parallel import collectives
 from megatron.optimus.parallel.context import own_positions
-from megatron.optimus.parallel.mesh import Mesh
+from megatron.optimus.platform import collectives
+from megatron.optimus.platform.mesh import Mesh
 from tests.distributed.layouts import LENGTH, Case, build, deviations, model_config, objective
 from tests.helpers import run_distributed
 

@@ -11,7 +11,7 @@ from megatron.optimus.data import files as module
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles, open_together
 from megatron.optimus.data.indexed import IndexedDatasetWriter
-from megatron.optimus.runtime.agreement import Ranks
+from megatron.optimus.platform.ranks import Ranks
 from tests.helpers import run_distributed
 
 

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from megatron.optimus import ops
 from megatron.optimus.config.schema import ExpertPlacement, LoadBalancing, ModelConfig, ParallelConfig, TokenDispatcher
+from megatron.optimus.moe.dispatch.collective import AllGatherDispatcher
+from megatron.optimus.moe.dispatch.ownership import Ownership
 from megatron.optimus.moe.layer import MoE
 from megatron.optimus.parallel.expert import apply_expert_parallelism
-from megatron.optimus.parallel.mesh import Mesh
-from megatron.optimus.parallel.placement import Ownership
 from megatron.optimus.parallel.recompute import _recomputed
-from megatron.optimus.parallel.transport import AllGatherDispatcher
+from megatron.optimus.platform.mesh import Mesh
 from tests.helpers import run_distributed
 
 WIDTH, EXPERTS, TOPK = 16, 12, 3

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_ext.rules import Muon, Shard, StepScalars
-from deepspeed_ext.rules.muon import MuonRule
+from deepspeed_ext.optimizers import Muon, Shard, StepScalars
+from deepspeed_ext.optimizers.muon import MuonRule
 from deepspeed_ext.zero import matrix_exchange
 from deepspeed_ext.zero.matrix_exchange import MatrixExchange
 from deepspeed_ext.zero.partition import FamilyLayout, flat_layout

@@ -11,9 +11,9 @@ import torch
 
 from megatron.optimus.config.load import load
 from megatron.optimus.data.errors import DataError
-from megatron.optimus.observe.metrics import read_metrics
-from megatron.optimus.parallel.mesh import Mesh
-from megatron.optimus.trainer.health import TrainingError
+from megatron.optimus.platform.mesh import Mesh
+from megatron.optimus.training.health import TrainingError
+from megatron.optimus.training.metrics import read_metrics
 from tests.helpers import run_distributed
 from tests.integration.conftest import TINY, write_corpus
 
@@ -44,7 +44,7 @@ def _break(trainer: Any, what: str) -> None:
 
 
 def _run(rank: int, world: int, folder: str, what: str, runs_behind: bool) -> dict[str, Any]:
-    from megatron.optimus.trainer.trainer import Trainer
+    from megatron.optimus.training.trainer import Trainer
 
     run_dir = Path(folder) / f"{what}-{runs_behind}"
     words = [*TINY, *OPTIONS, "--train-iters", "11", "--run-dir", str(run_dir), "--data-path", f"{folder}/counting"]
@@ -90,7 +90,7 @@ def _run(rank: int, world: int, folder: str, what: str, runs_behind: bool) -> di
 
 
 def _runs(rank: int, world: int, folder: str) -> dict[str, list[dict[str, Any]]]:
-    from megatron.optimus.trainer.engine import init_engine, shutdown_engine
+    from megatron.optimus.training.engine import init_engine, shutdown_engine
 
     init_engine(timedelta(seconds=60))
     cases = ("nothing", *BROKEN, "data")

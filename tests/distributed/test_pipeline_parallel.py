@@ -20,10 +20,10 @@ from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
 from megatron.optimus.parallel import pipeline as pipeline_module
 from megatron.optimus.parallel.apply import connect, parallelize
-from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.pipeline import Pipeline
 from megatron.optimus.parallel.pipeline_p2p import make_p2p_groups
 from megatron.optimus.parallel.stages import SPLIT_BACKWARDS, stage_plan
+from megatron.optimus.platform.mesh import Mesh
 from tests.distributed.layouts import deviation, part_of, refusal
 from tests.helpers import run_distributed
 

@@ -24,12 +24,12 @@ from megatron.optimus.config.schema import (
     TokenDispatcher,
     TrainingConfig,
 )
+from megatron.optimus.moe.dispatch import symmetric
+from megatron.optimus.moe.dispatch.select import settle_transport
 from megatron.optimus.moe.layer import MoE
-from megatron.optimus.parallel import symmetric
 from megatron.optimus.parallel.expert import apply_expert_parallelism
-from megatron.optimus.parallel.mesh import Mesh
-from megatron.optimus.parallel.probe import settle_transport
 from megatron.optimus.parallel.recompute import _recomputed
+from megatron.optimus.platform.mesh import Mesh
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,9 +19,10 @@ from megatron.optimus.config.schema import (
     Recompute,
     TokenDispatcher,
 )
-from megatron.optimus.parallel import collectives, tensor
-from megatron.optimus.parallel.mesh import Mesh
+from megatron.optimus.parallel import tensor
 from megatron.optimus.parallel.tensor import TensorGroup
+from megatron.optimus.platform import collectives
+from megatron.optimus.platform.mesh import Mesh
 from tests.distributed.layouts import Case, batch_of, build, deviations
 from tests.helpers import run_distributed
 

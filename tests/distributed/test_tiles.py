@@ -23,8 +23,8 @@ from megatron.optimus.config.schema import (
 from megatron.optimus.ops.triton import tile_cache
 from megatron.optimus.ops.triton import tiles as tiles_module
 from megatron.optimus.ops.triton.tiles import CANDIDATES, Entry, Hardware, Problem, layer_problems, tiles_for
-from megatron.optimus.trainer import tiles as settling
-from megatron.optimus.trainer.health import TrainingError
+from megatron.optimus.training import kernel_tuning as settling
+from megatron.optimus.training.health import TrainingError
 from tests.helpers import run_distributed
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16

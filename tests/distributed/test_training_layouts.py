@@ -27,8 +27,8 @@ from megatron.optimus.data.loader import Batch
 from megatron.optimus.layers.labels import NO_LABEL
 from megatron.optimus.ops import main_grad_of
 from megatron.optimus.parallel.context import own_positions
-from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.stages import SPLIT_BACKWARDS
+from megatron.optimus.platform.mesh import Mesh
 from tests.distributed.bucket_launches import check_launches, chunks_of, record_launches
 from tests.distributed.layouts import BATCH, LENGTH, deviation, inputs_of, part_of, refusal
 from tests.distributed.layouts import Case as LayoutCase
@@ -54,10 +54,10 @@ def micro_batch(number: int, case: Case) -> Batch:
 
 def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Tensor, dict[str, Any]]:
     """All numbers of the steps' reports and the validation loss, in a row; the parameters afterwards."""
-    from megatron.optimus.trainer.build import build_model  # they import deepspeed
-    from megatron.optimus.trainer.engine import build_engine
-    from megatron.optimus.trainer.schedule import build_schedule
-    from megatron.optimus.trainer.step import own_part, train_step, validation_loss
+    from megatron.optimus.training.build import build_model  # they import deepspeed
+    from megatron.optimus.training.engine import build_engine
+    from megatron.optimus.training.pipeline_schedule import build_schedule
+    from megatron.optimus.training.step import own_part, train_step, validation_loss
 
     config = run_config(case)
     check(config, world)
@@ -153,7 +153,7 @@ def serial(rank: int, world: int) -> dict[str, Trained]:
 
 def by_hand(case: Case) -> Tensor:
     """Loss and gradient norm of the first step in plain PyTorch: of the mean over the labels that exist."""
-    from megatron.optimus.trainer.build import build_model
+    from megatron.optimus.training.build import build_model
 
     config = run_config(case)
     model = build_model(config, Mesh(config.parallel, rank=0, world_size=1), torch.device("cpu"))
@@ -190,7 +190,7 @@ def _refusal(case: Case) -> str | None:
 
 
 def _init() -> None:
-    from megatron.optimus.trainer.engine import init_engine
+    from megatron.optimus.training.engine import init_engine
 
     init_engine(timedelta(seconds=60))
 

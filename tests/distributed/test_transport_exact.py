@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.optimus.config.schema import ExpertPlacement
-from megatron.optimus.moe.dispatch import Dispatcher, ExpertPass, expert_pass, no_work
+from megatron.optimus.moe.dispatch import collective as transport
+from megatron.optimus.moe.dispatch.base import Dispatcher, ExpertPass, expert_pass, no_work
+from megatron.optimus.moe.dispatch.collective import AllToAllDispatcher, ChunkedExpertPass, HierarchicalDispatcher
+from megatron.optimus.moe.dispatch.ownership import Ownership
 from megatron.optimus.ops import InputGradients, Routing
-from megatron.optimus.parallel import collectives, transport
-from megatron.optimus.parallel.placement import Ownership
-from megatron.optimus.parallel.transport import AllToAllDispatcher, ChunkedExpertPass, HierarchicalDispatcher
+from megatron.optimus.platform import collectives
 from tests.helpers import run_distributed
 
 WORLD, NODE, WIDTH, EXPERTS, TOPK = 4, 2, 40, 12, 3

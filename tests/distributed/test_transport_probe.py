@@ -20,15 +20,15 @@ from megatron.optimus.config.schema import (
     TokenDispatcher,
     TrainingConfig,
 )
-from megatron.optimus.moe.dispatch import ExpertRows, OverlappedWork, no_work
+from megatron.optimus.moe.dispatch import symmetric
+from megatron.optimus.moe.dispatch.base import ExpertRows, OverlappedWork, no_work
+from megatron.optimus.moe.dispatch.collective import AllToAllDispatcher
+from megatron.optimus.moe.dispatch.ownership import Ownership
+from megatron.optimus.moe.dispatch.select import Messages, measure, messages_of, settle_transport
+from megatron.optimus.moe.dispatch.symmetric import Shape
 from megatron.optimus.ops import Routing
-from megatron.optimus.parallel import symmetric
-from megatron.optimus.parallel.mesh import Mesh
-from megatron.optimus.parallel.placement import Ownership
-from megatron.optimus.parallel.probe import Messages, measure, messages_of, settle_transport
-from megatron.optimus.parallel.symmetric import Shape
-from megatron.optimus.parallel.transport import AllToAllDispatcher
-from megatron.optimus.runtime.agreement import Ranks
+from megatron.optimus.platform.mesh import Mesh
+from megatron.optimus.platform.ranks import Ranks
 from tests.helpers import run_distributed
 
 CPU = torch.device("cpu")
@@ -133,7 +133,7 @@ def one_rank(rank: int, world: int) -> dict[str, Any]:
         return torch.empty(*args, **kwargs)
 
     with (
-        mock.patch("megatron.optimus.parallel.probe.symmetric_problem", lambda *args: None),
+        mock.patch("megatron.optimus.moe.dispatch.select.symmetric_problem", lambda *args: None),
         mock.patch("torch.distributed._symmetric_memory.empty", empty),
         mock.patch("torch.distributed._symmetric_memory.rendezvous", rendezvous),
     ):

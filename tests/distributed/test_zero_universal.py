@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed_ext
-from megatron.optimus.checkpoint.convert import Options, convert
+from megatron.optimus.convert import Options, convert
 from megatron.optimus.models.hf_config import hf_config
 from tests.helpers import run_distributed
-from tests.unit.checkpoint import stock_deepspeed as stock
-from tests.unit.checkpoint.test_convert_deepspeed import merged, moe_config
+from tests.unit.convert import stock_deepspeed as stock
+from tests.unit.convert.test_deepspeed import merged, moe_config
 
 STEPS, EXPERTS = 3, stock.SHAPE["experts"]
 CASES: dict[str, stock.Case] = {"dense": ("decoder", 1, 1, "bf16"), "moe": ("moe", 1, 2, "fp32")}

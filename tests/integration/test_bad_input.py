@@ -14,7 +14,7 @@ from megatron.optimus.checkpoint import store
 from megatron.optimus.data.dataset import InstanceSet, Split, check_contents
 from megatron.optimus.data.indexed import IndexedDatasetWriter
 from megatron.optimus.data.order import samples_at
-from megatron.optimus.runtime import launch_env
+from megatron.optimus.platform import environment as launch_env
 from tests.integration.conftest import TINY, Program, command_of, environment
 
 

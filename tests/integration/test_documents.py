@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron.optimus.data.indexed import IndexedDatasetWriter
-from megatron.optimus.data.tokenizer import HuggingFaceTokenizer, train_bpe
+from megatron.optimus.data.tokenize.tokenizer import HuggingFaceTokenizer, train_bpe
 
 from .conftest import Program
 

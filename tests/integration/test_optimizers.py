@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.optimus.observe.metrics import read_metrics
+from megatron.optimus.training.metrics import read_metrics
 from tests.integration.conftest import Program
 from tests.integration.test_pretrain import numbers, succeed, tensors
 

@@ -16,10 +16,10 @@ import torch
 from megatron.optimus.checkpoint import store
 from megatron.optimus.config.load import load as load_run
 from megatron.optimus.config.placement import to_json
-from megatron.optimus.observe.expert_load import report
-from megatron.optimus.observe.metrics import read_metrics
+from megatron.optimus.training.expert_load import report
+from megatron.optimus.training.metrics import read_metrics
 from tests.integration.conftest import TINY, Program, command_of, environment
-from tests.unit.observe.test_metrics import KEYS
+from tests.unit.training.test_metrics import KEYS
 
 
 def succeed(result: subprocess.CompletedProcess[str]) -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.optimus.observe.metrics import read_metrics
-from megatron.optimus.trainer.health import Recent
+from megatron.optimus.training.health import Recent
+from megatron.optimus.training.metrics import read_metrics
 from tests.integration.conftest import Program
 from tests.integration.test_pretrain import numbers, succeed, tensors
 

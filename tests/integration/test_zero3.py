@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.optimus.checkpoint.verify import verify
-from megatron.optimus.observe.metrics import read_metrics
+from megatron.optimus.training.metrics import read_metrics
 from tests.integration.conftest import Program
 from tests.integration.test_pretrain import succeed
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megatron.optimus import ops
 from megatron.optimus.config.schema import ExpertPlacement, LoadBalancing, ModelConfig
+from megatron.optimus.moe.dispatch.ownership import Ownership
 from megatron.optimus.moe.layer import MoE
-from megatron.optimus.parallel.placement import Ownership
-from megatron.optimus.runtime import device as devices
+from megatron.optimus.platform import device as devices
 from tests.ops.targets import HAS_CUDA, INTERPRETED
 
 pytestmark = [
@@ -148,7 +148,7 @@ class Turns:
 
 
 def stagings(turns: Turns, num_ranks: int, shape: Any) -> list[Any]:
-    from megatron.optimus.parallel.symmetric import Staging, _parts
+    from megatron.optimus.moe.dispatch.symmetric import Staging, _parts
 
     memories = [torch.full((_parts(shape, num_ranks)[1],), 0xFF, dtype=torch.uint8) for _ in range(num_ranks)]  # NaN
     places = [memory.data_ptr() for memory in memories]
@@ -177,7 +177,7 @@ def serial_layer(seed: int) -> MoE:
 
 
 def own_layer(seed: int, rank: int, ownership: Ownership, staging: Any) -> MoE:
-    from megatron.optimus.parallel.symmetric import SymmetricDispatcher
+    from megatron.optimus.moe.dispatch.symmetric import SymmetricDispatcher
 
     class InOneProcess(SymmetricDispatcher):
         def __init__(self) -> None:
@@ -203,7 +203,7 @@ def assert_same(got: Tensor, want: Tensor) -> None:
 def test_layers_over_ranks_equal_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers, three micro-batches in flight, one of them never finished, backwards in the order of the forwards.
     Gradients are being combined when the last product of the experts begins."""
-    from megatron.optimus.parallel.symmetric import Shape
+    from megatron.optimus.moe.dispatch.symmetric import Shape
 
     monkeypatch.setattr(devices, "overlaps_collectives", lambda device: False)  # as on CUDA: it is no collective
     ops.set_backend("reference")  # whose backward has two halves
@@ -268,7 +268,7 @@ def test_layers_over_ranks_equal_one_process(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_no_rank_writes_what_another_has_yet_to_read(exchanges: tuple[str, ...]) -> None:
     """Whatever the order of exchanges, with the first rank ahead of the others as far as it can get."""
-    from megatron.optimus.parallel.symmetric import Shape, _Exchange
+    from megatron.optimus.moe.dispatch.symmetric import Shape, _Exchange
 
     turns, num_tokens = Turns(RANKS), 4
     memory = stagings(turns, RANKS, Shape(num_tokens, 16, 1, torch.float32))
@@ -304,7 +304,7 @@ def test_no_rank_writes_what_another_has_yet_to_read(exchanges: tuple[str, ...])
 
 def test_rows_that_do_not_fit_are_not_sent() -> None:
     """A peer would be written to beyond its memory."""
-    from megatron.optimus.parallel.symmetric import Shape, _Exchange
+    from megatron.optimus.moe.dispatch.symmetric import Shape, _Exchange
 
     staging = stagings(Turns(2), 2, Shape(4, 16, 1, torch.float16))[0]
     exchange = _Exchange(

@@ -29,7 +29,7 @@ from megatron.optimus.ops.triton.tiles import (
     sum_bytes,
     tiles_for,
 )
-from megatron.optimus.runtime import launch_env
+from megatron.optimus.platform import environment as launch_env
 
 H200 = Hardware("H200, 9.0, triton 3", 132, 232448, has_engine=True, keeps_last_stage=True)
 ADA = Hardware("L40S, 8.9, triton 3", 142, 101376, has_engine=False, keeps_last_stage=False)

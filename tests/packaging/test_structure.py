@@ -15,27 +15,23 @@ PACKAGE = ROOT / "megatron" / "optimus"
 # What each part of megatron.optimus may import besides itself (and version): only parts to its left.
 LAYERS = [
     ["config"],
-    ["runtime"],
+    ["platform"],
     ["ops"],
     ["layers"],
     ["moe"],
     ["models"],
     ["parallel"],
-    ["optim", "data", "checkpoint"],
-    ["trainer"],
-    ["describe", "planner"],
+    ["data", "checkpoint"],
+    ["convert"],
+    ["training"],
+    ["describe", "launcher", "planner"],
     ["pretrain", "launch"],
 ]
 ALLOWED = {
     part: {other for lower in LAYERS[:level] for other in lower} for level, parts in enumerate(LAYERS) for part in parts
 }
-ALLOWED["observe"] = {"config", "runtime"}
-ALLOWED["launcher"] = {"config", "runtime"}
-ALLOWED["launch"].add("launcher")
-for part in ("trainer", "describe", "planner", "pretrain", "launch"):
-    ALLOWED[part].add("observe")
 
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 450, 70
+MAX_FUNCTION_LINES = 70
 
 
 def sources(*folders: str) -> list[Path]:
@@ -133,11 +129,11 @@ def test_dependencies_point_one_way() -> None:
 
 def test_two_files_import_deepspeed_ext_and_only_deepspeed_ext_imports_deepspeed() -> None:
     """The trainer's engine, and the converters' files of torch.save: what unpickles must be one file for both."""
-    importer = PACKAGE / "checkpoint" / "convert" / "torch_files.py"
+    importer = PACKAGE / "convert" / "torch_files.py"
     wrong = []
     for path in sources("megatron/optimus"):
         for node, name in imports(path):
-            allowed = path == PACKAGE / "trainer" / "engine.py"
+            allowed = path == PACKAGE / "training" / "engine.py"
             allowed = allowed or (path == importer and is_within(name, "deepspeed_ext.torch_files"))
             if is_within(name, "deepspeed") or (is_within(name, "deepspeed_ext") and not allowed):
                 wrong.append(f"{place(path, node)}: imports {name}")
@@ -156,7 +152,7 @@ def test_deepspeed_ext_knows_nothing_of_us() -> None:
 
 def test_the_environment_is_read_in_one_file() -> None:
     names = ("os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv")
-    files = [path for path in sources("megatron/optimus") if path != PACKAGE / "runtime" / "launch_env.py"]
+    files = [path for path in sources("megatron/optimus") if path != PACKAGE / "platform" / "environment.py"]
     assert [found for path in files for found in uses(path, *names)] == []
 
 
@@ -164,7 +160,7 @@ def test_accelerators_are_named_in_one_file_and_in_kernels() -> None:
     files = [
         path
         for path in sources("megatron/optimus")
-        if path != PACKAGE / "runtime" / "device.py" and not path.is_relative_to(PACKAGE / "ops")
+        if path != PACKAGE / "platform" / "device.py" and not path.is_relative_to(PACKAGE / "ops")
     ]
     assert [found for path in files for found in uses(path, "torch.cuda", "torch.xpu")] == []
 
@@ -193,12 +189,9 @@ def test_nothing_on_a_load_path_can_execute_code() -> None:
     assert wrong == []
 
 
-def test_files_and_functions_stay_small() -> None:
+def test_functions_stay_small() -> None:
     wrong = []
     for path in sources("megatron/optimus", "deepspeed_ext", "tools", "benchmarks", "examples", "tests"):
-        lines = len(path.read_text(encoding="utf-8").splitlines())
-        if lines > MAX_FILE_LINES:
-            wrong.append(f"{path.relative_to(ROOT)}: {lines} lines, at most {MAX_FILE_LINES}")
         for node in ast.walk(tree_of(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1

@@ -26,10 +26,10 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # run from a checkout, without installation
 
-from megatron.optimus.data.corpus import parse_batch, read_batches
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles
-from megatron.optimus.runtime.log import counted
+from megatron.optimus.data.tokenize.corpus import parse_batch, read_batches
+from megatron.optimus.platform.log import counted
 
 HERE = Path(__file__).resolve().parent
 BASE_URL = "https://huggingface.co/datasets/{dataset}/resolve/main/data/{path}"

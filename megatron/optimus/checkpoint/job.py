@@ -12,8 +12,8 @@ import torch
 
 from megatron.optimus.checkpoint import commit
 from megatron.optimus.checkpoint.errors import CheckpointError
+from megatron.optimus.checkpoint.file_layout import HASH_BYTES, OwnPiece, SavePlan
 from megatron.optimus.checkpoint.manifest import Manifest
-from megatron.optimus.checkpoint.plan import HASH_BYTES, OwnPiece, SavePlan
 from megatron.optimus.checkpoint.shards import tensor_bytes, torch_dtype
 from megatron.optimus.checkpoint.snapshot import Snapshot
 from megatron.optimus.checkpoint.writer import PieceWriter

@@ -22,7 +22,7 @@ from megatron.optimus.checkpoint.errors import CheckpointError, DamagedError
 from megatron.optimus.checkpoint.manifest import Manifest, TensorEntry
 from megatron.optimus.checkpoint.shards import DTYPE_BYTES, dtype_name, torch_dtype
 from megatron.optimus.checkpoint.slices import Part, Place, TensorSlice, common_parts
-from megatron.optimus.runtime.agreement import Ranks, attempt
+from megatron.optimus.platform.ranks import Ranks, attempt
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 

@@ -32,9 +32,7 @@ import xxhash
 
 from megatron.optimus.checkpoint import commit
 from megatron.optimus.checkpoint.errors import CheckpointError
-from megatron.optimus.checkpoint.job import Job, Task, copy, write
-from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, Manifest
-from megatron.optimus.checkpoint.plan import (
+from megatron.optimus.checkpoint.file_layout import (
     FILES_PER_NODE,
     OwnPiece,
     SavePlan,
@@ -42,12 +40,14 @@ from megatron.optimus.checkpoint.plan import (
     own_pieces,
     remove_hashes,
 )
+from megatron.optimus.checkpoint.job import Job, Task, copy, write
+from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, Manifest
 from megatron.optimus.checkpoint.shards import check_regular
 from megatron.optimus.checkpoint.slices import TensorSlice
 from megatron.optimus.checkpoint.snapshot import Snapshot
-from megatron.optimus.runtime import device as devices
-from megatron.optimus.runtime.agreement import NO_FAILURE, Ranks, attempt
-from megatron.optimus.runtime.host import node_name
+from megatron.optimus.platform import device as devices
+from megatron.optimus.platform.host import node_name
+from megatron.optimus.platform.ranks import NO_FAILURE, Ranks, attempt
 
 # Above every failure, so the lowest of all ranks' numbers decides. Done: rank 0 adds the revision, the others more.
 _WORKING, _DONE, _MORE = NO_FAILURE, NO_FAILURE + 1, 1 << 32

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.optimus.checkpoint.slices import TensorSlice
-from megatron.optimus.runtime.device import Mark
+from megatron.optimus.platform.device import Mark
 
 _BLOCK_BYTES = 4 << 30
 _ALIGNED = 16  # of every run, so that it may have any dtype

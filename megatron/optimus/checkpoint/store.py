@@ -29,7 +29,7 @@ from megatron.optimus.checkpoint.manifest import (
 from megatron.optimus.checkpoint.saver import Saver
 from megatron.optimus.checkpoint.shards import check_regular, read_small_file
 from megatron.optimus.checkpoint.slices import TensorSlice
-from megatron.optimus.runtime.agreement import Ranks
+from megatron.optimus.platform.ranks import Ranks
 
 log = logging.getLogger("optimus")
 

@@ -29,14 +29,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.optimus.config.schema import ConfigError, parse_split
-from megatron.optimus.data.bounds import check_indices, shares, spread_pieces
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles
+from megatron.optimus.data.index_reader import check_indices, shares, spread_pieces
 from megatron.optimus.data.indexed import DTYPES
 from megatron.optimus.data.packing import Range, num_packed, pack, window_of
 from megatron.optimus.data.samples import Piece
 from megatron.optimus.layers.labels import NO_LABEL
-from megatron.optimus.runtime.log import counted
+from megatron.optimus.platform.log import counted
 
 logger = logging.getLogger("optimus")
 

@@ -28,12 +28,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megatron.optimus.data.bounds import document_starts
 from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.index_reader import document_starts
 from megatron.optimus.data.indexed import DTYPES, HEADER_SIZE, bin_path, idx_path, no_such_file, parse_header
 
 if TYPE_CHECKING:
-    from megatron.optimus.runtime.agreement import Ranks  # torch, which tools over files do without
+    from megatron.optimus.platform.ranks import Ranks  # torch, which tools over files do without
 
 MAX_OPEN = 128  # well below the usual limit of 1,024 descriptors of a process
 _THREADS = 8  # headers on a parallel file system cost a round trip each

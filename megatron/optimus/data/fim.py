@@ -18,9 +18,9 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron.optimus.data.local_cuts import LocalCuts
 from megatron.optimus.data.samples import Ids
-from megatron.optimus.data.tokenizer import Tokenizer
+from megatron.optimus.data.tokenize.local_cuts import LocalCuts
+from megatron.optimus.data.tokenize.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from megatron.optimus.data.order import chances, samples_at
 from megatron.optimus.data.samples import Sample, SampleOptions, make_sample, positions
 from megatron.optimus.layers.documents import Documents
 from megatron.optimus.layers.labels import NO_LABEL
-from megatron.optimus.runtime import device as devices
+from megatron.optimus.platform import device as devices
 
 _KNOWN = 2  # batches that must have been read before the next step
 _AHEAD = _KNOWN + 2  # batches that are being read while a step runs

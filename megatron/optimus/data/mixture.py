@@ -32,7 +32,7 @@ from megatron.optimus.data.order import permute_many, sample_at, samples_at
 from megatron.optimus.data.packing import Range
 from megatron.optimus.data.samples import Piece
 from megatron.optimus.data.sources import Sources, Stage
-from megatron.optimus.runtime.log import counted
+from megatron.optimus.platform.log import counted
 
 logger = logging.getLogger("optimus")
 

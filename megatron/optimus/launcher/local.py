@@ -13,7 +13,7 @@ import sys
 import time
 from types import FrameType
 
-from megatron.optimus.runtime import launch_env
+from megatron.optimus.platform import environment as launch_env
 
 _GRACE_SECONDS = 10.0  # for the other ranks to leave by themselves, where all were asked to
 _EXPLAINED = 2  # exit code of a rank that has said what is wrong

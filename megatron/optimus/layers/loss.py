@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from megatron.optimus import ops
 from megatron.optimus.layers.labels import NO_LABEL
-from megatron.optimus.runtime.distributed import all_gather_single
+from megatron.optimus.platform.process_groups import all_gather_single
 
 CHUNK_ELEMENTS = 2**27  # logits held at once in fp32: 512 MiB, large enough for efficient matrix products
 

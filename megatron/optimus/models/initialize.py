@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.partition import own_part, whole_shape
-from megatron.optimus.runtime.seeding import generator_for
+from megatron.optimus.platform.seeding import generator_for
 
 
 @torch.no_grad()

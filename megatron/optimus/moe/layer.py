@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron.optimus.config.schema import ModelConfig
-from megatron.optimus.moe.dispatch import Dispatcher, ExpertPass, LocalDispatcher, expert_pass
+from megatron.optimus.moe.dispatch.base import Dispatcher, ExpertPass, LocalDispatcher, expert_pass
 from megatron.optimus.moe.experts import Experts
 from megatron.optimus.moe.router import Router, RouterStats
 from megatron.optimus.moe.shared import SharedExperts

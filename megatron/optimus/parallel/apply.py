@@ -10,10 +10,10 @@ from megatron.optimus.config.schema import ParallelConfig
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.parallel.context import apply_context_parallelism
 from megatron.optimus.parallel.expert import apply_expert_parallelism
-from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.recompute import apply_offloading, apply_recomputation
 from megatron.optimus.parallel.stages import keep_stages, own_stages, stage_plan
 from megatron.optimus.parallel.tensor import apply_tensor_parallelism, sum_partial_gradients
+from megatron.optimus.platform.mesh import Mesh
 
 logger = logging.getLogger("optimus")
 

@@ -31,9 +31,9 @@ from megatron.optimus.config.schema import ContextCommunication, ParallelConfig
 from megatron.optimus.layers.attention import Attention, causal_attention
 from megatron.optimus.layers.documents import Documents
 from megatron.optimus.models.decoder import Decoder
-from megatron.optimus.parallel.collectives import all_to_all_rows
-from megatron.optimus.parallel.mesh import Mesh
-from megatron.optimus.parallel.ring import RingAttention
+from megatron.optimus.parallel.ring_attention import RingAttention
+from megatron.optimus.platform.collectives import all_to_all_rows
+from megatron.optimus.platform.mesh import Mesh
 
 
 def own_positions(length: int, config: ParallelConfig, mesh: Mesh) -> Tensor | None:

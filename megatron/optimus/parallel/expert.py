@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from megatron.optimus.config.placement import LayerPlacement, regular_placement
 from megatron.optimus.config.schema import LoadBalancing, ParallelConfig
 from megatron.optimus.models.partition import split_parameter
+from megatron.optimus.moe.dispatch.collective import ChunkedExpertPass, build_dispatcher
+from megatron.optimus.moe.dispatch.ownership import Ownership
 from megatron.optimus.moe.layer import MoE
 from megatron.optimus.moe.router import RouterStats
-from megatron.optimus.parallel.mesh import Mesh
-from megatron.optimus.parallel.placement import Ownership
-from megatron.optimus.parallel.transport import ChunkedExpertPass, build_dispatcher
+from megatron.optimus.platform.mesh import Mesh
 
 
 def apply_expert_parallelism(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron.optimus.config.schema import ParallelConfig, PipelineSchedule
 from megatron.optimus.config.stages import num_p2p_groups
-from megatron.optimus.parallel.mesh import Mesh
+from megatron.optimus.platform.mesh import Mesh
 
 
 def p2p_group_index(boundary: int, pp: int, *, v_shape: bool) -> int:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.optimus.config.schema import ParallelConfig, Recompute
 from megatron.optimus.models.decoder import Block
-from megatron.optimus.parallel.collectives import recorded
+from megatron.optimus.platform.collectives import recorded
 
 MIN_OFFLOADED_BYTES = 2**16  # smaller tensors cost more to move than they free
 

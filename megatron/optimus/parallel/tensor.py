@@ -35,7 +35,7 @@ from megatron.optimus.models.decoder import Block, Decoder
 from megatron.optimus.models.partition import split_parameter
 from megatron.optimus.moe.router import Router, RouterStats
 from megatron.optimus.ops import Routing
-from megatron.optimus.parallel.collectives import (
+from megatron.optimus.platform.collectives import (
     all_gather_rows,
     copy_to_ranks,
     gather_columns,
@@ -52,7 +52,7 @@ from megatron.optimus.parallel.collectives import (
     sum_for_parts,
     sum_over_ranks,
 )
-from megatron.optimus.parallel.mesh import Mesh
+from megatron.optimus.platform.mesh import Mesh
 
 
 @dataclass(frozen=True)

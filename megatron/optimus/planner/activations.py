@@ -33,7 +33,7 @@ class Kernels:
     counts_workspace: bool = True  # the expert kernels' temporary rows come from torch's allocator
     adds_gradients: bool = True  # the expert kernels can add weight gradients to the optimizer's buffers
     splits_backward: bool = True  # into two halves, of which the second gives the gradient of gate_up alone
-    overlaps_collectives: bool = True  # as runtime/device.py
+    overlaps_collectives: bool = True  # as platform/device.py
     # Of the ring's kernels (layers/partial_attention.py), see RingSizes.
     ring_scratch: int = 0
     ring_workspace: int = 0

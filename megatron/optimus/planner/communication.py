@@ -72,7 +72,7 @@ def collectives(share: Share, kernels: Kernels) -> list[Collective]:
 
 def num_communicators(share: Share) -> int:
     """Those that a rank is in: of the axes along which the program communicates, those with the same ranks counted once
-    (parallel/mesh.py), and those between pipeline stages (parallel/pipeline_p2p.py). A communicator starts when it is
+    (platform/mesh.py), and those between pipeline stages (parallel/pipeline_p2p.py). A communicator starts when it is
     first used."""
     layout, model = share.layout, share.model
     axes = ["world", "pp", "dense", "cp", "tp", "model"]

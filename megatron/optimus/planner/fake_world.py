@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from megatron.optimus.config.checks import check, gradient_accumulation_steps
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError, RunConfig
-from megatron.optimus.runtime import launch_env
+from megatron.optimus.platform import environment as launch_env
 
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
 
@@ -53,10 +53,10 @@ def build(config: RunConfig, rank: int, world_size: int) -> Built:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from megatron.optimus.config.layout import AXES
-    from megatron.optimus.parallel.mesh import Mesh
-    from megatron.optimus.trainer.build import build_model
-    from megatron.optimus.trainer.engine import Engine, build_engine, init_engine
-    from megatron.optimus.trainer.schedule import build_schedule
+    from megatron.optimus.platform.mesh import Mesh
+    from megatron.optimus.training.build import build_model
+    from megatron.optimus.training.engine import Engine, build_engine, init_engine
+    from megatron.optimus.training.pipeline_schedule import build_schedule
 
     imported = time.perf_counter()
     for name, value in launch_env.of_rank(rank, world_size, 29500).items():

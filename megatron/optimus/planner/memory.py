@@ -195,7 +195,7 @@ def _around_the_step(members: list[Family], states: StateBytes, others: int, sen
 
 
 def _muon_workspace(matrices: list[Family]) -> int:
-    """Updates in bf16, the iteration's matrices (deepspeed_ext/rules/muon.py), and matrices that travel both ways."""
+    """Updates in bf16, the iteration's matrices (optimizers/muon.py), and matrices that travel both ways."""
     largest = max(matrices, key=lambda family: family.shard)
     travelling = 4 * largest.shard if largest.group_size > 1 else 0
     return 2 * largest.shard + 8 * min(MUON_BATCH, largest.bucket) + travelling
@@ -216,7 +216,7 @@ def _buffers(share: Share) -> int:
 
 
 def _shared_with_peers(share: Share) -> int:
-    """What parallel/symmetric.py allocates: own tokens and the answers of all others, choices and their gradients."""
+    """What moe/dispatch/symmetric.py allocates: own tokens, the answers of all others, choices and their gradients."""
     is_used = share.config.parallel.moe_token_dispatcher_type is TokenDispatcher.SYMMETRIC
     if not is_used or not share.num_moe_layers or share.expert_ranks == 1:
         return 0

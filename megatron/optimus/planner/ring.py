@@ -1,4 +1,4 @@
-"""Bytes that ring attention holds while it works, counted from parallel/ring.py and layers/partial_attention.py.
+"""Bytes that ring attention holds while it works, counted from ring_attention.py and partial_attention.py.
 
 Sizes are elements of a rank and a micro-batch: ``queries`` [B, H, S, d] and ``keys`` [B, G, S, d], of which there are
 as many values. In a step all queries meet half the keys or half the queries all keys, whichever the rank; slices are

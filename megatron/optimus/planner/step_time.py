@@ -15,7 +15,6 @@ import math
 from dataclasses import dataclass
 
 from megatron.optimus.config.schema import PipelineSchedule
-from megatron.optimus.observe.flops import flops_per_token
 from megatron.optimus.planner.communication import Collective, Hiding, Kind, collectives
 from megatron.optimus.planner.hardware import Machine
 from megatron.optimus.planner.pipeline import bubble_seconds
@@ -30,6 +29,7 @@ from megatron.optimus.planner.work import (
     shared_work,
     update_work,
 )
+from megatron.optimus.training.flops import flops_per_token
 
 SHORT, LONG = 4096, 131072  # tokens of a sequence to which the rates of attention belong
 PER_STEP = ("dense", "edp")  # axes along which a rank communicates once a step, not in every micro-batch

@@ -20,8 +20,8 @@ from megatron.optimus.checkpoint import (
     saver,
     snapshot,
 )
-from megatron.optimus.runtime import host
-from megatron.optimus.runtime.agreement import Ranks
+from megatron.optimus.platform import host
+from megatron.optimus.platform.ranks import Ranks
 from tests.unit.checkpoint.helpers import (
     CONFIG,
     assert_holds,

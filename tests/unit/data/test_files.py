@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from megatron.optimus.data.bounds import document_starts
 from megatron.optimus.data.dataset import InstanceSet, check_contents
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles, summarize_pair
+from megatron.optimus.data.index_reader import document_starts
 from megatron.optimus.data.indexed import DTYPES, IndexedDataset, IndexedDatasetWriter
 
 FIXTURES = {"suppress_health_check": [HealthCheck.function_scoped_fixture], "deadline": None}

@@ -20,8 +20,8 @@ from megatron.optimus.data.indexed import IndexedDatasetWriter
 from megatron.optimus.data.loader import Batch, BatchLoader
 from megatron.optimus.data.order import chances
 from megatron.optimus.data.samples import SampleOptions
-from megatron.optimus.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, train_bpe
-from megatron.optimus.data.words import SPLIT_PATTERNS
+from megatron.optimus.data.tokenize.pretoken_cache import SPLIT_PATTERNS
+from megatron.optimus.data.tokenize.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, train_bpe
 
 TEXT = "def add(first, second):\n    return first + second  # the sum, naïve but exact\n" * 3
 NAMES = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>")

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.optimus.config.schema import ConfigError
-from megatron.optimus.data.bounds import document_starts
 from megatron.optimus.data.dataset import InstanceSet, check_contents
 from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.index_reader import document_starts
 from megatron.optimus.data.indexed import IndexedDatasetWriter
 from megatron.optimus.data.loader import Batch, BatchLoader, position_after_change
 from megatron.optimus.data.samples import Piece, SampleOptions
@@ -260,7 +260,7 @@ def test_reading_thread_takes_the_rank_s_device(prefixes: list[str], monkeypatch
     """Without a device: what is called, where, and that every tensor of a batch is pinned and copied."""
     chosen: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(
-        "megatron.optimus.runtime.device.set_device", lambda d: chosen.append((threading.current_thread().name, d))
+        "megatron.optimus.platform.device.set_device", lambda d: chosen.append((threading.current_thread().name, d))
     )
     pinned: list[int] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: (pinned.append(self.data_ptr()), self)[1])
@@ -319,7 +319,7 @@ def test_a_rank_pins_the_part_of_a_batch_that_it_keeps(prefixes: list[str], monk
 
     pinned = []
     monkeypatch.setattr(Batch, "pin_memory", lambda batch: pinned.append(batch) or batch)
-    monkeypatch.setattr("megatron.optimus.runtime.device.set_device", lambda device: None)
+    monkeypatch.setattr("megatron.optimus.platform.device.set_device", lambda device: None)
     loaders = [make_loader(prefixes), make_loader(prefixes, keep=keep, pin_for=torch.device("cuda"))]
     whole, own = (loader.batch(0) for loader in loaders)
     for loader in loaders:

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.optimus.data import bounds as module
-from megatron.optimus.data.bounds import document_starts
+from megatron.optimus.data import index_reader as module
 from megatron.optimus.data.dataset import InstanceSet, Split
 from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.index_reader import document_starts
 from megatron.optimus.data.indexed import IndexedDatasetWriter
 from megatron.optimus.data.loader import BatchLoader
 from megatron.optimus.data.mixture import Mixture

@@ -10,7 +10,7 @@ import torch
 from megatron.optimus.config.schema import ExpertPlacement, ModelConfig
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
-from megatron.optimus.parallel.placement import Ownership
+from megatron.optimus.moe.dispatch.ownership import Ownership
 
 CONFIG = ModelConfig(
     num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=40, num_experts=4, moe_ffn_hidden_size=8,

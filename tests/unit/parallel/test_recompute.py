@@ -15,8 +15,8 @@ from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
 from megatron.optimus.parallel import recompute
 from megatron.optimus.parallel.apply import parallelize
-from megatron.optimus.parallel.mesh import Mesh
 from megatron.optimus.parallel.stages import keep_stages, own_stages, stage_plan
+from megatron.optimus.platform.mesh import Mesh
 
 ALL = list(Recompute)
 

@@ -105,7 +105,7 @@ def batch_of(config: RunConfig, mesh: Any) -> Any:
     """This rank's part of a micro-batch of random tokens."""
     from megatron.optimus.data.loader import Batch
     from megatron.optimus.parallel.context import own_positions
-    from megatron.optimus.trainer.step import own_part
+    from megatron.optimus.training.step import own_part
 
     training = config.training
     tokens = torch.randint(0, config.model.vocab_size, (training.micro_batch_size, training.seq_length + 1))
@@ -146,8 +146,8 @@ def alone_in_worlds(
 
 def bytes_kept(words: str, rank: int, world: int) -> int:
     """What one forward leaves alive for its backward."""
-    from megatron.optimus.parallel.mesh import Mesh
-    from megatron.optimus.trainer.build import build_model
+    from megatron.optimus.platform.mesh import Mesh
+    from megatron.optimus.training.build import build_model
 
     config = run(words)
     mesh = Mesh(config.parallel, rank=rank, world_size=world)
@@ -169,10 +169,10 @@ def collectives_of_a_step(rank: int, world: int, cases: list[str]) -> list[tuple
 
 
 def _collectives_of_a_step(rank: int, world: int, words: str) -> tuple[dict[str, int], int]:
-    from megatron.optimus.parallel.mesh import Mesh
-    from megatron.optimus.trainer.build import build_model
-    from megatron.optimus.trainer.engine import build_engine
-    from megatron.optimus.trainer.schedule import build_schedule
+    from megatron.optimus.platform.mesh import Mesh
+    from megatron.optimus.training.build import build_model
+    from megatron.optimus.training.engine import build_engine
+    from megatron.optimus.training.pipeline_schedule import build_schedule
 
     config = run(words)
     mesh = Mesh(config.parallel, rank=rank, world_size=world)
@@ -197,7 +197,7 @@ def _collectives_of_a_step(rank: int, world: int, words: str) -> tuple[dict[str,
 def states_in_fake_worlds(rank: int, world: int, cases: list[tuple[str, int, int]]) -> list[tuple[int, dict[str, int]]]:
     """(parameters, optimizer's bytes) of each rank of each world, built for real without their peers."""
     from megatron.optimus.planner.fake_world import build
-    from megatron.optimus.trainer.engine import shutdown_engine
+    from megatron.optimus.training.engine import shutdown_engine
 
     dist.destroy_process_group()
     found = []
@@ -239,9 +239,9 @@ class PeakWatch(Watch):
 def peaks_of_parts(words: str, rank: int, world: int) -> dict[str, tuple[int, int]]:
     """Of attention and mlp of a layer: most bytes alive in the forward, and in the backward."""
     from megatron.optimus.layers.rope import rope_at, rope_table
-    from megatron.optimus.parallel.mesh import Mesh
     from megatron.optimus.planner.share import shares
-    from megatron.optimus.trainer.build import build_model
+    from megatron.optimus.platform.mesh import Mesh
+    from megatron.optimus.training.build import build_model
 
     config = run(words)
     mesh = Mesh(config.parallel, rank=rank, world_size=world)

@@ -45,10 +45,10 @@ def _real_events(rank: int, world: int, words: str) -> list[Event]:
     waiting gradients had in a backward at whose end all are moved."""
     from deepspeed_ext.zero.gradients import GradientSync
     from deepspeed_ext.zero.ring import Ring
-    from megatron.optimus.parallel.mesh import Mesh
-    from megatron.optimus.trainer.build import build_model
-    from megatron.optimus.trainer.engine import build_engine
-    from megatron.optimus.trainer.schedule import build_schedule
+    from megatron.optimus.platform.mesh import Mesh
+    from megatron.optimus.training.build import build_model
+    from megatron.optimus.training.engine import build_engine
+    from megatron.optimus.training.pipeline_schedule import build_schedule
 
     config = run(words)
     mesh = Mesh(config.parallel, rank=rank, world_size=world)

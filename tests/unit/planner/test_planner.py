@@ -19,7 +19,6 @@ import torch
 from megatron.optimus.config.checks import check
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError
-from megatron.optimus.observe.flops import flops_per_token
 from megatron.optimus.parallel.stages import stage_plan
 from megatron.optimus.planner.activations import CUDA
 from megatron.optimus.planner.communication import collectives
@@ -33,7 +32,8 @@ from megatron.optimus.planner.share import shares
 from megatron.optimus.planner.step_time import busy, compute_seconds, seconds, step_time
 from megatron.optimus.planner.weak_scaling import PAPER, weak_scaling
 from megatron.optimus.planner.work import Work, micro_batch_work, shared_work
-from megatron.optimus.runtime.device import peak_flops
+from megatron.optimus.platform.device import peak_flops
+from megatron.optimus.training.flops import flops_per_token
 
 ROOT = Path(__file__).resolve().parents[3]
 SYMMETRIC = (

@@ -54,7 +54,7 @@ def built(
 ) -> list[list[tuple[int, dict[str, int], list[int]]]]:
     """(parameters, optimizer's bytes, layers) of the first and the last rank of each run, from the real program."""
     from megatron.optimus.planner.fake_world import build
-    from megatron.optimus.trainer.engine import shutdown_engine
+    from megatron.optimus.training.engine import shutdown_engine
 
     found = []
     for config, size in runs:

@@ -2,7 +2,7 @@
 """Kernels that read and write the memory of other GPUs of the node: tokens to the ranks whose experts they need.
 
 A peer's memory is given by its address: ``..._at_P``, int64 [P] on the device, one for each rank of the group in order,
-this rank's own among them. Nothing here waits for another rank: parallel/symmetric.py says who may write when.
+this rank's own among them. Nothing here waits for another rank: moe/dispatch/symmetric.py says who may write when.
 
 Every kernel goes over peers fastest and begins at its own rank: at any time each rank talks with all others, and no
 rank is asked by all of them at once.

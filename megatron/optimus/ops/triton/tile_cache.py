@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.optimus.ops.triton.tiles import CANDIDATES, Entry, Table, as_record, of_record
-from megatron.optimus.runtime import launch_env
+from megatron.optimus.platform import environment as launch_env
 
 logger = logging.getLogger("optimus")
 _FORMAT = 1

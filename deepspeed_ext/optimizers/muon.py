@@ -1,0 +1,154 @@
+"""Muon (Jordan et al. 2024): momentum, orthogonalised matrix by matrix, and AdamW for what is not a hidden matrix.
+
+The direction of a matrix is U V^T of its momentum's singular value decomposition, approximated by a quintic
+Newton-Schulz iteration in matrix products alone. All matrices of one shape that a rank owns, the experts of a layer
+for one, are iterated together. Clipping and averaging scale the gradient before the momentum; the orthogonalised
+update has a size of its own, which no clip coefficient touches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.optimizers.adamw import AdamRule
+from deepspeed_ext.optimizers.base import MatrixRule, RuleOptimizer, Shard, StepScalars, UpdateRule, WholeMatrices
+from deepspeed_ext.optimizers.kernels import kernels_for
+from deepspeed_ext.optimizers.kernels.options import MomentumOptions
+
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the authors: steepest slope at zero, singular values end in 0.7 .. 1.2
+_BATCH_ELEMENTS = 1 << 26  # matrices iterated at once: the iteration's workspace is about 6 bytes for each element
+
+
+def orthogonalize(
+    matrices_BMN: Tensor, steps: int, eps: float, coefficients: Sequence[float] = NS_COEFFICIENTS
+) -> Tensor:
+    """Newton-Schulz: [B, M, N] to nearly orthogonal [B, M, N], computed in the dtype of the input.
+
+    Every matrix is divided by its Frobenius norm (at least ``eps``) and put through ``steps`` times
+    X <- a X + (b X X^T + c (X X^T)^2) X, on the transpose where that makes X X^T smaller. Large batches go in parts,
+    which bounds the workspace.
+    """
+    part = max(1, _BATCH_ELEMENTS // matrices_BMN[0].numel())
+    if matrices_BMN.shape[0] > part:
+        parts = [orthogonalize(some, steps, eps, coefficients) for some in matrices_BMN.split(part)]
+        return torch.cat(parts)
+    a, b, c = coefficients
+    is_tall = matrices_BMN.shape[1] > matrices_BMN.shape[2]
+    x = matrices_BMN.mT if is_tall else matrices_BMN
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def lr_ratio(adjust_lr_fn: str | None, shape: tuple[int, int]) -> float:
+    """Factor on lr for a matrix of (rows, columns), with torch.optim.Muon's names.
+
+    "original" (None): sqrt(max(1, rows / columns)), of the authors. "match_rms_adamw": 0.2 sqrt(max(rows, columns)),
+    which makes the update as large as AdamW's usual one, so that AdamW's lr and weight decay carry over (Liu et al.
+    2025). Raises ValueError for another name.
+    """
+    rows, columns = shape
+    if adjust_lr_fn in (None, "original"):
+        return math.sqrt(max(1.0, rows / columns))
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} is unknown; use original or match_rms_adamw")
+
+
+class MuonRule(MatrixRule):
+    """Options of a group: lr, momentum, nesterov, weight_decay (decoupled), ns_steps, ns_coefficients, eps,
+    adjust_lr_fn as in torch.optim.Muon; ns_dtype, maximize, state_dtype."""
+
+    state_kinds = ("momentum_buffer",)
+
+    def update_family_(
+        self, shards: Sequence[Shard], matrices: WholeMatrices, options: Mapping[str, Any], scalars: StepScalars
+    ) -> None:
+        """See MatrixRule.update_family_."""
+        device = shards[0].master.device
+        kernels = kernels_for(device.type)
+        dtype = options.get("ns_dtype") or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+        mean = MomentumOptions(
+            float(options["momentum"]), bool(options["nesterov"]), bool(options.get("maximize", False))
+        )
+        # Zeros: a skipped step leaves the updates as they are, and padding must not be NaN.
+        updates = [torch.zeros_like(shard.master, dtype=dtype) for shard in shards]
+        for shard, update in zip(shards, updates, strict=True):
+            kernels.momentum(shard, mean, scalars, update)
+
+        def direction(batch_BMN: Tensor) -> Tensor:
+            return orthogonalize(batch_BMN, options["ns_steps"], options["eps"], options["ns_coefficients"])
+
+        matrices.transform(updates, direction)
+        lr, decay = float(options["lr"]), 1 - float(options["lr"]) * float(options["weight_decay"])
+        for index, (shard, update) in enumerate(zip(shards, updates, strict=True)):
+            for start, stop, shape in matrices.runs(index):
+                own, rate = slice(start, stop), lr * lr_ratio(options["adjust_lr_fn"], shape)
+                kernels.apply_update(shard.master[own], shard.param[own], update[own], decay, rate, scalars)
+
+
+class Muon(RuleOptimizer):
+    """Muon for param groups of matrices, AdamW for groups with ``use_muon=False`` (norms, biases, embeddings, output).
+
+    The options up to ``adjust_lr_fn`` are torch.optim.Muon's and mean the same; parameters may have more than two
+    dimensions (leading ones count matrices, see rules.base.count_matrices). ``betas`` and ``adam_eps`` serve AdamW
+    groups, lr and weight_decay both. ``ns_dtype``: of the iteration, default bf16 and on the CPU fp32. ``state_dtype``:
+    "fp32", "bf16" or "int8". Raises ValueError for options out of range or a Muon group with a parameter of fewer than
+    two dimensions.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = NS_COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        use_muon: bool = True,
+        betas: tuple[float, float] = (0.9, 0.95),
+        adam_eps: float = 1e-8,
+        ns_dtype: torch.dtype | None = None,
+        maximize: bool = False,
+        state_dtype: str = "fp32",
+    ) -> None:
+        if not lr >= 0 or not weight_decay >= 0:
+            raise ValueError(f"lr={lr} and weight_decay={weight_decay} must not be negative")
+        if not all(0 <= beta < 1 for beta in (momentum, *betas)):
+            raise ValueError(f"momentum={momentum}, betas={betas} are out of range; use 0 <= value < 1")
+        if not 1 <= ns_steps < 100:
+            raise ValueError(f"ns_steps={ns_steps} is out of range; use 1 to 99, 5 is usual")
+        lr_ratio(adjust_lr_fn, (1, 1))
+        options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+        options |= {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        options |= {"use_muon": use_muon, "betas": betas, "adam_eps": adam_eps, "ns_dtype": ns_dtype}
+        super().__init__(params, {**options, "maximize": maximize, "state_dtype": state_dtype})
+        for group in self.param_groups:
+            for param in group["params"]:
+                if group["use_muon"] and param.dim() < 2:
+                    raise ValueError(
+                        f"Muon needs matrices, a parameter has shape {tuple(param.shape)}; put it into a group with "
+                        "use_muon=False"
+                    )
+
+    def update_rule(self, group: Mapping[str, Any]) -> UpdateRule:
+        """See RuleOptimizer.update_rule."""
+        return MuonRule() if group["use_muon"] else _AdamWOfMuon()
+
+
+class _AdamWOfMuon(AdamRule):
+    """AdamW on a group of Muon's, whose ``eps`` is the iteration's."""
+
+    def update_(self, shard: Shard, options: Mapping[str, Any], scalars: StepScalars) -> None:
+        super().update_(shard, {**options, "eps": options["adam_eps"]}, scalars)

@@ -1,0 +1,377 @@
+"""Tokenizers behind one small interface, and training a byte-level BPE.
+
+Text is only text: a special token's name inside a document (say "<|endoftext|>" in a page about tokenizers) is encoded
+letter by letter, so that no document can forge a document bound.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.optimus.config.schema import TokenizerType
+from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.tokenize.pretoken_cache import WordTable
+from megatron.optimus.data.tokenize.sentencepiece_cache import SentenceTable
+
+logger = logging.getLogger("optimus")
+
+END_OF_TEXT = "<|endoftext|>"
+_NUM_BYTES = 256
+_MAX_BPE_SIZE = 1 << 24
+
+Ids = npt.NDArray[np.integer[Any]]
+
+
+class Tokenizer(Protocol):
+    """What data preparation and generation need."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id ``encode`` can give or ``eod_id`` has."""
+
+    @property
+    def eod_id(self) -> int:
+        """Id that ends a document."""
+
+    @property
+    def piece_bytes(self) -> dict[int, bytes] | None:
+        """What each id stands for, if texts are encoded in the pieces of words.py, each by itself; else None."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of ``text``; nothing is added at either end."""
+
+    def encode_batch(self, texts: list[str]) -> list[Ids]:
+        """``encode`` of each text as an array [T] of the library's integer type, faster; may be read-only."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids``. Special tokens and ids outside the vocabulary have no text."""
+
+    def token_id(self, name: str) -> int | None:
+        """Id of the special token of that name, None if there is none."""
+
+
+class HuggingFaceTokenizer:
+    """A ``tokenizer.json`` of the ``tokenizers`` library; ``path`` is that file or a folder that holds it.
+
+    The end of a document is ``eos_token`` of the tokenizer_config.json next to it, else "<|endoftext|>".
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        import tokenizers
+
+        file = _tokenizer_file(Path(path))
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(f"{file}: not a tokenizer.json that can be read: {error}") from error
+        # a saved truncation or padding would silently cut or fill documents
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        name = _eos_token(file.parent / "tokenizer_config.json")
+        eod_id = self._tokenizer.token_to_id(name)
+        if eod_id is None:
+            raise DataError(
+                f"{file}: its vocabulary has no {name!r} to end documents with; name one of its tokens as "
+                f'"eos_token" in {file.parent / "tokenizer_config.json"}'
+            )
+        self.eod_id: int = eod_id
+        self._table = WordTable.of_state(json.loads(self._tokenizer.to_str()), self._encode_with_library)
+        self._bytes = _bytes_of_tokens(self._tokenizer)
+        self.piece_bytes = self._bytes if self._table is not None and self._table.is_for_all_texts else None
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: list[str]) -> list[Ids]:
+        batch = self._encode_with_library(texts) if self._table is None else self._table.encode_batch(texts)
+        return [np.fromiter(ids, dtype=np.uint32, count=len(ids)) for ids in batch]
+
+    def _encode_with_library(self, texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        if self._bytes is None:
+            return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        try:
+            text = b"".join(map(self._bytes.__getitem__, ids))
+        except KeyError:
+            text = b"".join([self._bytes.get(i, b"") for i in ids])
+        return text.decode("utf-8", errors="replace")
+
+    def token_id(self, name: str) -> int | None:
+        return self._tokenizer.token_to_id(name)
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece ``.model`` file; the end of a document is its end-of-sentence piece."""
+
+    piece_bytes = None
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        try:
+            import sentencepiece
+        except ImportError as error:
+            raise DataError(
+                "SentencePieceTokenizer needs the package sentencepiece: pip install sentencepiece"
+            ) from error
+        if not hasattr(sentencepiece.SentencePieceProcessor, "EncodeAsNumpy"):
+            raise DataError("sentencepiece gives no arrays of ids before 0.2.3: pip install --upgrade sentencepiece")
+        file = Path(path)
+        if not file.is_file():
+            what = "is a folder" if file.is_dir() else "no such file"
+            raise DataError(f"{file}: {what}; --tokenizer-model must be a SentencePiece .model file")
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_file=str(file))
+        except (RuntimeError, OSError) as error:
+            raise DataError(f"{file}: not a SentencePiece model: {error}") from error
+        self.vocab_size: int = self._processor.get_piece_size()
+        self.eod_id: int = self._processor.eos_id()
+        if self.eod_id < 0:
+            raise DataError(f"{file}: has no end-of-sentence piece to end documents with; train it with eos_id >= 0")
+        self._table = SentenceTable.of_model(self._processor)
+
+    def encode(self, text: str) -> list[int]:
+        return self._processor.encode(text)
+
+    def encode_batch(self, texts: list[str]) -> list[Ids]:
+        if self._table is not None:
+            return self._table.encode_batch(texts)
+        return self._processor.encode(texts, num_threads=1, out_type="numpy")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._processor.decode([int(i) for i in ids if 0 <= i < self.vocab_size])
+
+    def token_id(self, name: str) -> int | None:
+        found = self._processor.piece_to_id(name)
+        return found if self._processor.id_to_piece(found) == name else None
+
+
+class TikTokenizer:
+    """A ``.tiktoken`` file: a line per token, its bytes in base64 and its rank.
+
+    A file of the same name with ``.json`` appended may hold {"pattern": regular expression of words,
+    "end_of_text": id, "special_tokens": {name: id}}; else words are those of GPT-2, and the end of a document is the
+    first id after the ranks.
+    """
+
+    piece_bytes = None
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        try:
+            import tiktoken
+            from tiktoken_ext.openai_public import r50k_pat_str
+        except ImportError as error:
+            raise DataError("TikTokenizer needs the package tiktoken: pip install tiktoken") from error
+        if not hasattr(tiktoken.Encoding, "encode_to_numpy"):
+            raise DataError("tiktoken gives no arrays of ids before 0.11: pip install --upgrade tiktoken")
+        file = Path(path)
+        try:
+            pairs = [line.split() for line in file.read_bytes().splitlines() if line]
+            if bad := next((number for number, pair in enumerate(pairs, 1) if len(pair) != 2), None):
+                raise ValueError(f"line {bad} is no token in base64 and its rank")
+            ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+            extra = Path(f"{file}.json")
+            options = json.loads(extra.read_text(encoding="utf-8")) if extra.exists() else {}
+            self.eod_id = int(options.get("end_of_text", max(ranks.values()) + 1))
+            names = options.get("special_tokens", {})
+            self._special = {END_OF_TEXT: self.eod_id} | {str(name): int(i) for name, i in names.items()}
+            self._encoding = tiktoken.Encoding(
+                file.stem,
+                pat_str=options.get("pattern", r50k_pat_str),
+                mergeable_ranks=ranks,
+                special_tokens=self._special,
+            )
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            raise DataError(f"{file}: not a .tiktoken file that can be read: {error}") from error
+        self._tokens = {rank: token for token, rank in ranks.items()}
+        self.vocab_size: int = max(*self._special.values(), *ranks.values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        return self._encoding.encode_ordinary(text)
+
+    def encode_batch(self, texts: list[str]) -> list[Ids]:
+        # Not through a WordTable: this library is faster than looking words up in Python. With nothing disallowed and
+        # nothing allowed, the names of special tokens are text, as they are to ``encode_ordinary``.
+        return [self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(self._tokens.get(i, b"") for i in ids).decode("utf-8", errors="replace")
+
+    def token_id(self, name: str) -> int | None:
+        return self._special.get(name)
+
+
+class ByteLevelTokenizer:
+    """The 256 bytes of UTF-8, and 256 to end a document. Needs no file."""
+
+    vocab_size = _NUM_BYTES + 1
+    eod_id = _NUM_BYTES
+    piece_bytes = None
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def encode_batch(self, texts: list[str]) -> list[Ids]:
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if 0 <= i < _NUM_BYTES).decode("utf-8", errors="replace")
+
+    def token_id(self, name: str) -> int | None:
+        return None
+
+
+def build_tokenizer(kind: TokenizerType, path: str | os.PathLike[str] | None) -> Tokenizer:
+    """The tokenizer of ``--tokenizer-type`` and ``--tokenizer-model``. Raises DataError naming path and remedy."""
+    if kind is TokenizerType.BYTE:
+        return ByteLevelTokenizer()
+    if path is None:
+        raise DataError(
+            f"{kind.value} needs --tokenizer-model, its file or folder; train one with tools/train_tokenizer.py, or "
+            f"use --tokenizer-type {TokenizerType.BYTE.value}, which needs none"
+        )
+    if kind is TokenizerType.TIKTOKEN:
+        return TikTokenizer(path)
+    return HuggingFaceTokenizer(path) if kind is TokenizerType.HF else SentencePieceTokenizer(path)
+
+
+def _bytes_of_tokens(tokenizer: Any) -> dict[int, bytes] | None:
+    """What each id stands for, if all that decoding does is to put bytes together ("ByteLevel"), else None.
+
+    A token's name has one character for each of its bytes: itself for most printable Latin-1 characters, and the
+    following characters from U+0100 on for the other bytes in their order. Special tokens have no text.
+    """
+    state = json.loads(tokenizer.to_str())
+    if (state["decoder"] or {}).get("type") != "ByteLevel":
+        return None
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(_NUM_BYTES) if byte not in shown]
+    byte_of = {chr(byte): byte for byte in shown} | {chr(_NUM_BYTES + i): byte for i, byte in enumerate(hidden)}
+    special = {token["id"] for token in state["added_tokens"] if token["special"]}
+    names = {i: "" if i in special else name for name, i in tokenizer.get_vocab(with_added_tokens=True).items()}
+    if any(character not in byte_of for name in names.values() for character in name):
+        return None
+    return {i: bytes(byte_of[character] for character in name) for i, name in names.items()}
+
+
+def _tokenizer_file(path: Path) -> Path:
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if file.is_file():
+        return file
+    if path.is_dir():
+        raise DataError(
+            f"{path}: the folder holds no tokenizer.json; save the tokenizer with transformers' save_pretrained, or "
+            f"name a .model file with --tokenizer-type {TokenizerType.SENTENCEPIECE.value}"
+        )
+    raise DataError(
+        f"{path}: no such file or folder; --tokenizer-model must be a local tokenizer.json or a folder that holds one "
+        "(nothing is downloaded); train one with tools/train_tokenizer.py"
+    )
+
+
+def _eos_token(config: Path) -> str:
+    """``eos_token`` of a tokenizer_config.json, a string or an object with "content"; else "<|endoftext|>"."""
+    try:
+        value = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+    except FileNotFoundError:
+        return END_OF_TEXT
+    except (ValueError, AttributeError, OSError) as error:
+        raise DataError(f"{config}: not a JSON object that can be read: {error}") from error
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else END_OF_TEXT
+
+
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, out_dir: str | os.PathLike[str], special_tokens: Sequence[str] = ()
+) -> None:
+    """Trains a byte-level BPE with ``vocab_size`` entries and saves it as a folder that ``transformers`` loads.
+
+    Id 0 is "<|endoftext|>", then come ``special_tokens``, the 256 bytes, and merges; the same texts give the same
+    files. A corpus too small for that many merges gives fewer, with a warning. Raises DataError if ``vocab_size`` does
+    not hold special tokens and bytes or is beyond 2^24, and, before training, where the folder cannot be made.
+    """
+    if "" in special_tokens:
+        raise DataError("a special token is empty; give each a name, for example <fim_prefix>")
+    special = [END_OF_TEXT, *(name for name in dict.fromkeys(special_tokens) if name != END_OF_TEXT)]
+    if vocab_size < _NUM_BYTES + len(special):
+        raise DataError(
+            f"vocab_size={vocab_size} is too small: 256 bytes and {', '.join(special)} need {_NUM_BYTES + len(special)}"
+        )
+    if vocab_size > _MAX_BPE_SIZE:  # the trainer takes memory for all of them at once, and aborts without it
+        raise DataError(f"vocab_size={vocab_size} is too large; use at most {_MAX_BPE_SIZE}")
+    folder = Path(out_dir)
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot write the tokenizer: {error.strerror}; name a folder") from error
+    try:
+        tokenizer = _trained_bpe(texts, vocab_size, special)
+    except BaseException:  # of the texts, or Ctrl-C: nothing stays behind
+        if is_new:
+            folder.rmdir()
+        raise
+    if tokenizer.get_vocab_size() < vocab_size:
+        logger.warning(
+            "the texts gave only %d of %d tokens; use more text or a smaller vocabulary",
+            tokenizer.get_vocab_size(),
+            vocab_size,
+        )
+    try:
+        _save_bpe(tokenizer, folder, special)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot write the tokenizer: {error.strerror}") from error
+
+
+def _trained_bpe(texts: Iterable[str], vocab_size: int, special: list[str]) -> Any:
+    from tokenizers import Tokenizer as BPETokenizer
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = BPETokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(iter(texts), trainer)
+    return tokenizer
+
+
+def _save_bpe(tokenizer: Any, folder: Path, special: list[str]) -> None:
+    names: dict[str, Any] = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
+    if special[1:]:
+        names["additional_special_tokens"] = special[1:]
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}
+    _write_json(folder / "special_tokens_map.json", names)
+    _write_json(folder / "tokenizer_config.json", config)
+    # last: a folder without tokenizer.json counts as none
+    _write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    _write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Replaces ``path`` at once, so that a kill leaves the old or the new file."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,82 @@
+"""Which rank of an expert-parallel group owns which expert; slicing, dispatch and checkpoints all ask here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.optimus.config.placement import LayerPlacement, from_json, regular_placement
+from megatron.optimus.config.schema import ConfigError, ExpertPlacement, RunConfig
+from megatron.optimus.platform.mesh import Mesh
+from megatron.optimus.platform.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """The experts of one layer over the ranks of an expert-parallel group."""
+
+    experts_of_ranks: LayerPlacement  # global numbers, in local order
+    num_shards: int = 1  # over which one expert is split; shards of a rank's experts are neighbours
+
+    @classmethod
+    def regular(cls, num_experts: int, num_ranks: int, placement: ExpertPlacement, num_shards: int = 1) -> Ownership:
+        """The ownership that ``moe_expert_placement`` names."""
+        return cls(regular_placement(num_experts, num_ranks, placement), num_shards)
+
+    @property
+    def num_ranks(self) -> int:
+        """Over which whole experts are spread."""
+        return len(self.experts_of_ranks)
+
+    @property
+    def num_experts(self) -> int:
+        return sum(map(len, self.experts_of_ranks))
+
+    def expert_ids(self, rank: int) -> tuple[int, ...]:
+        """Global numbers of the experts of a rank (of ``num_ranks``), in local order."""
+        return self.experts_of_ranks[rank]
+
+    @cache  # noqa: B019 - a handful of ownerships per process, asked in every layer and step
+    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """For each global expert: the rank that owns it and its number there; two int64 [E]."""
+        owner_E = torch.empty(self.num_experts, dtype=torch.int64)
+        local_E = torch.empty(self.num_experts, dtype=torch.int64)
+        for rank in range(self.num_ranks):
+            ids = torch.tensor(self.expert_ids(rank), dtype=torch.int64)
+            owner_E[ids] = rank
+            local_E[ids] = torch.arange(len(ids))
+        return owner_E.to(device), local_E.to(device)
+
+    @cache  # noqa: B019 - as above
+    def numbers_on(self, rank: int, device: torch.device) -> Tensor:
+        """For each global expert: its number on a rank (of ``num_ranks``), -1 if it is not there; int32 [E]."""
+        owner_E, local_E = self.tables(device)
+        return torch.where(owner_E == rank, local_E, -1).to(torch.int32)
+
+
+def read_placements(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple[LayerPlacement, ...] | None:
+    """What ``moe_expert_placement_file`` holds for each layer, None without one. Collective: rank 0 alone reads.
+
+    Raises ConfigError on every rank for a file that cannot be read or is not of this model over these ranks.
+    """
+    path = config.parallel.moe_expert_placement_file
+    if path is None:
+        return None
+    sizes = dict(
+        num_layers=len(config.model.moe_layers), num_experts=config.model.num_experts, num_ranks=mesh.size("ep")
+    )
+    ranks = Ranks(None, device)
+
+    def read() -> bytes:
+        if mesh.rank > 0:
+            return b""
+        data = Path(path).read_bytes()
+        from_json(data.decode(), path, **sizes)
+        return data
+
+    data = ranks.together(read, f"reading moe_expert_placement_file={path}", ConfigError)
+    return from_json(ranks.broadcast_bytes(data).decode(), path, **sizes)

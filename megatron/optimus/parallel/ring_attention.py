@@ -1,0 +1,189 @@
+"""Ring attention: queries stay on their rank, keys and values go round the ring of ranks.
+
+A sequence is cut into 2c pieces; rank r has pieces r and 2c-1-r, in this order. In step t it has the keys and values
+of rank r-t, sends them on while it works, and merges what its queries find among them (layers/partial_attention.py).
+Of the four pairs of pieces that meet in a step, two are wanted (at step 0 one and two halves), whatever the rank: the
+work is balanced, and nothing that the causal mask would remove is computed. Where documents share a sequence, two
+different pieces have in common at most the one document that reaches from the former into the latter.
+
+In the backward keys and values go round once more, and their gradients follow them one step behind, in fp32.
+
+Shapes: B sequences, S positions of a rank, H query heads, G key/value heads, d head width, c ranks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.optimus.layers.documents import Documents
+from megatron.optimus.layers.partial_attention import attend_part, attend_part_backward, merge
+from megatron.optimus.platform.collectives import Started, once, start_exchange
+
+
+class Span(NamedTuple):
+    """Queries and keys, as ranges of the positions of two ranks, that see each other."""
+
+    rows: slice  # sequences
+    queries: slice
+    keys: slice
+    causal: bool  # the same positions on both sides
+
+
+class RingAttention:
+    """Causal attention of this rank's positions over those of all ranks of the group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, q_BHSd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, documents: Documents | None) -> Tensor:
+        bounds = None if documents is None else documents.bounds
+        kv_2BGSd = torch.stack((k_BGSd, v_BGSd)).contiguous()
+        return _Ring.apply(q_BHSd.contiguous(), kv_2BGSd, self.group, bounds)
+
+
+def spans(rank: int, source: int, size: int, length: int, batch: int, bounds: tuple[int, ...] | None) -> list[Span]:
+    """What the queries of ``rank`` see of the keys of ``source``; ``length`` positions on each of ``size`` ranks.
+
+    Causal ones come first: for rank = source they have each position once, and no other span comes before.
+    ``bounds``: of documents, over the tokens of ``batch`` whole sequences (layers/documents.py).
+    """
+    half = length // 2
+    own = ((rank, 0), (2 * size - 1 - rank, half))
+    theirs = ((source, 0), (2 * size - 1 - source, half))
+    if bounds is None:
+        everything = slice(0, batch)
+        if rank == source:
+            return [Span(everything, slice(0, length), slice(0, length), causal=True)]
+        if source < rank:
+            return [Span(everything, slice(0, length), slice(0, half), causal=False)]
+        return [Span(everything, slice(half, length), slice(0, length), causal=False)]
+    found = []
+    for row in range(batch):
+        start = row * length * size
+        for query_piece, query_offset in own:
+            for key_piece, key_offset in theirs:
+                if key_piece > query_piece:
+                    continue
+                first = start + key_piece * half  # of the keys, then one past their last
+                last = first + half
+                if key_piece == query_piece:
+                    inner = [b for b in bounds if first < b < last]
+                    for low, high in zip([first, *inner], [*inner, last], strict=True):
+                        here = slice(low - first + query_offset, high - first + query_offset)
+                        found.append(Span(slice(row, row + 1), here, here, causal=True))
+                    continue
+                number = bisect_right(bounds, last - 1)  # the document of the last key ends at bounds[number]
+                query_first = start + query_piece * half
+                num_queries = min(bounds[number] - query_first, half)
+                if num_queries <= 0:
+                    continue
+                key_low = max(bounds[number - 1] - first, 0)
+                queries = slice(query_offset, query_offset + num_queries)
+                keys = slice(key_offset + key_low, key_offset + half)
+                found.append(Span(slice(row, row + 1), queries, keys, causal=False))
+    return sorted(found, key=lambda span: not span.causal)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q_BHSd: Tensor, kv_2BGSd: Tensor, group: dist.ProcessGroup, bounds: tuple[int, ...] | None
+    ) -> Tensor:
+        ctx.group, ctx.bounds = group, bounds
+        lse_BHS = torch.empty(q_BHSd.shape[:3], dtype=torch.float32, device=q_BHSd.device)
+        out_BHSd = once(_forward, q_BHSd, kv_2BGSd, lse_BHS, group, bounds)
+        lse_BHS = once(lambda: lse_BHS)
+        ctx.save_for_backward(q_BHSd, kv_2BGSd, out_BHSd, lse_BHS)
+        return out_BHSd
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        q_BHSd, kv_2BGSd, out_BHSd, lse_BHS = ctx.saved_tensors
+        grad_BHSd, out_BHSd = grads[0].contiguous(), out_BHSd.contiguous()  # once for all steps
+        dq, dkv = _backward(grad_BHSd, q_BHSd, kv_2BGSd, out_BHSd, lse_BHS, ctx.group, ctx.bounds)
+        return dq, dkv, None, None
+
+
+def _forward(
+    q_BHSd: Tensor, kv_2BGSd: Tensor, lse_BHS: Tensor, group: dist.ProcessGroup, bounds: tuple[int, ...] | None
+) -> Tensor:
+    """The output; fills the log-sum-exp of the scores."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    batch, _, length, _ = q_BHSd.shape
+    varying = bounds is not None
+    out_BSHd = torch.empty_like(q_BHSd.transpose(1, 2), dtype=torch.float32, memory_format=torch.contiguous_format)
+    out_BHSd = out_BSHd.transpose(1, 2)  # heads of a position side by side, for the projection that follows
+    for step in range(size):
+        arriving = _pass_on(kv_2BGSd, group) if step < size - 1 else None
+        for rows, queries, keys, causal in spans(rank, (rank - step) % size, size, length, batch, bounds):
+            here, there = (rows, slice(None), queries), (slice(None), rows, slice(None), keys)
+            k, v = kv_2BGSd[there]
+            part, part_lse = attend_part(q_BHSd[here], k, v, causal, varying)
+            if causal:  # the first for its queries
+                out_BHSd[here], lse_BHS[here] = part, part_lse
+            else:
+                merge(out_BHSd[here], lse_BHS[here], part, part_lse)
+            del part
+        if arriving is not None:
+            kv_2BGSd = arriving.wait()
+    return out_BHSd.to(q_BHSd.dtype)
+
+
+def _backward(
+    grad_BHSd: Tensor,
+    q_BHSd: Tensor,
+    kv_2BGSd: Tensor,
+    out_BHSd: Tensor,
+    lse_BHS: Tensor,
+    group: dist.ProcessGroup,
+    bounds: tuple[int, ...] | None,
+) -> tuple[Tensor, Tensor]:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    batch, _, length, _ = q_BHSd.shape
+    varying = bounds is not None
+    dq_BHSd = torch.empty_like(q_BHSd, dtype=torch.float32)
+    dkv_2BGSd = torch.empty_like(kv_2BGSd, dtype=torch.float32)
+    following: Started | None = None  # gradients of the keys and values at hand, from the ranks they have visited
+    for step in range(size):
+        arriving = _pass_on(kv_2BGSd, group) if step < size - 1 else None
+        parts = []
+        for rows, queries, keys, causal in spans(rank, (rank - step) % size, size, length, batch, bounds):
+            here, there = (rows, slice(None), queries), (slice(None), rows, slice(None), keys)
+            k, v = kv_2BGSd[there]
+            args = (grad_BHSd[here], q_BHSd[here], k, v, out_BHSd[here], lse_BHS[here])
+            parts.append((here, there, causal, attend_part_backward(*args, causal, varying)))
+        if following is not None:  # only now: the kernels above need not wait for it
+            dkv_2BGSd = following.wait()
+        while parts:  # none of them stays in memory beside the kernels of the next step
+            _add(dq_BHSd, dkv_2BGSd, *parts.pop(0))
+        # The last send is to the owner, where they take this dtype anyway.
+        following = _pass_on(dkv_2BGSd if step < size - 1 else dkv_2BGSd.to(kv_2BGSd.dtype), group)
+        if arriving is not None:
+            kv_2BGSd = arriving.wait()
+    assert following is not None
+    return dq_BHSd.to(q_BHSd.dtype), following.wait()
+
+
+def _add(
+    dq_BHSd: Tensor,
+    dkv_2BGSd: Tensor,
+    here: tuple[Any, ...],
+    there: tuple[Any, ...],
+    causal: bool,
+    part: tuple[Tensor, ...],
+) -> None:
+    """Adds a span's gradients to the sums in fp32, which a causal span begins."""
+    for total, more in zip((dq_BHSd[here], *dkv_2BGSd[there]), part, strict=True):
+        if causal:
+            total.copy_(more)
+        else:
+            total.add_(more)
+
+
+def _pass_on(x: Tensor, group: dist.ProcessGroup) -> Started:
+    return start_exchange(x, torch.empty_like(x), 1, group)

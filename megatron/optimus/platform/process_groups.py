@@ -1,0 +1,65 @@
+"""Start and end of torch.distributed, the same for one process and for thousands."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron.optimus.config.schema import Backend, ConfigError
+from megatron.optimus.platform.device import backend_for
+from megatron.optimus.platform.environment import LaunchEnv, Launcher
+
+# torch 2.13 renamed these two and warns about the old names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def init(launch: LaunchEnv, device: torch.device, backend: Backend, timeout: timedelta) -> None:
+    """Joins the process group of all ranks; returns when all of them have come. Collective.
+
+    ``timeout`` bounds the meeting and every later collective. Raises ConfigError where rank 0 cannot listen or some
+    ranks do not come.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("torch.distributed is already initialised; call shutdown() first")
+    address = f"[{launch.master_addr}]" if ":" in launch.master_addr else launch.master_addr  # IPv6
+    # A process alone has nobody to meet: no port, which another program could have taken since it was found free.
+    is_alone = launch.launcher is Launcher.ALONE
+    try:
+        dist.init_process_group(
+            backend_for(device, backend),
+            init_method=None if is_alone else f"tcp://{address}:{launch.master_port}",
+            store=dist.HashStore() if is_alone else None,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            # No device_id: with one, NCCL makes every group by splitting the group of all ranks, so all ranks would
+            # have to take part in making each group. Without, a group connects at its first use, members only.
+            timeout=timeout,
+        )
+    except dist.DistError as error:
+        place = f"{launch.master_addr}:{launch.master_port}"
+        raise ConfigError(
+            f"rank {launch.rank} of {launch.world_size} ({launch.launcher.value}) could not meet the others at "
+            f"{place} within {timeout.total_seconds():.0f} s: {str(error).splitlines()[0]}. Check that all ranks were "
+            "started, that MASTER_ADDR is rank 0's host, and that MASTER_PORT is free there (set another one)"
+        ) from error
+
+
+# What gloo and NCCL say where the process at the other end is gone.
+_GONE = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "remote process exited")
+
+
+def lost_peer(error: RuntimeError) -> str | None:
+    """What a collective said, if it failed because another rank has ended, and not for a reason of its own."""
+    text = str(error)
+    if "gloo" not in text and not isinstance(error, dist.DistError):
+        return None
+    return next((reason for reason in _GONE if reason in text), None)
+
+
+def shutdown() -> None:
+    """Leaves the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,272 @@
+"""What the training loop does about checkpoints: resume, save beside the steps, and finish."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import platform
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from megatron.optimus.checkpoint import CheckpointError, Manifest, Saved, Saver, TensorSlice, state, store
+from megatron.optimus.checkpoint.run_lock import Claim
+from megatron.optimus.config.schema import RunConfig
+from megatron.optimus.config.serialize import changed_options, to_dict
+from megatron.optimus.data.loader import position_after_change
+from megatron.optimus.models.decoder import Decoder
+from megatron.optimus.platform.mesh import Mesh
+from megatron.optimus.platform.ranks import Ranks
+from megatron.optimus.platform.seeding import rng_state, set_rng_state
+from megatron.optimus.training.engine import Engine, training_state
+from megatron.optimus.version import __version__
+
+_PACKAGES = ("torch", "deepspeed", "numpy", "safetensors")
+
+logger = logging.getLogger("optimus")
+
+
+class Checkpoints:
+    """The checkpoints of one run. Building it and every method are collective over all ranks, except where noted."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, model: Decoder, engine: Engine) -> None:
+        self._config, self._mesh, self._device = config, mesh, device
+        self._model, self._state = model, training_state(engine)
+        self._ranks = Ranks(None, device)
+        self._root = Path(config.checkpoint.save or Path(config.logging.run_dir) / "checkpoints")
+        # Both as of the start: while a run saves, training stands still, and a folder's files may be exchanged.
+        self._packages = _packages()
+        self._tokenizer = _tokenizer_hash(config.data.tokenizer_model) if mesh.rank == 0 else None
+        self._drain_s: float | None = None
+        self._tried: Manifest | None = None  # the last checkpoint that resume looked at
+        self.kept: dict[str, Any] = {}  # plain values that full checkpoints carry; after resume, those of its own
+        self.found_none = False  # resume kept the initial weights
+        self._claim = self._ranks.together(
+            lambda: Claim(self._root) if mesh.rank == 0 else None, f"claiming {self._root}", CheckpointError
+        )
+        self._saver = Saver(
+            self._root,
+            device=device,
+            asynchronous=config.checkpoint.async_save,
+            local=config.checkpoint.save_local_dir,
+            check_claim=self._claim.check if self._claim is not None else lambda: None,
+        )
+
+    # ---- saving
+
+    def prepare(self) -> None:
+        """Call before the first step, so that the first save finds what it needs and stops nothing."""
+        for kind in ("full", "model") if self._config.checkpoint.model_only_save_interval > 0 else ("full",):
+            slices, _ = self._slices(kind)
+            self._saver.prepare(slices, self._header(kind, 0, 0))
+
+    def before_update(self) -> None:
+        """Call before the optimizer's step: what is being copied must not change. Local."""
+        self._saver.before_update()
+
+    def is_due(self, step: int) -> bool:
+        """Whether anything is saved after ``step`` because of its number. Local."""
+        options = self._config.checkpoint
+        return _is_due(step, options.save_interval) or _is_due(step, options.model_only_save_interval)
+
+    def after_step(self, step: int, consumed_samples: int, *, leaving: bool) -> None:
+        """Saves what is due after ``step``; a run that is ``leaving`` is saved whole and waits for all of it.
+
+        Raises CheckpointError on every rank when this save or one in flight failed on any rank.
+        """
+        options = self._config.checkpoint
+        self._note(self._saver.poll())
+        if leaving or _is_due(step, options.save_interval):
+            self._save("full", step, consumed_samples)
+        last = leaving and options.model_only_save_interval > 0
+        if last or _is_due(step, options.model_only_save_interval):
+            self._save("model", step, consumed_samples)
+        if leaving:
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for every checkpoint in flight."""
+        self._note(self._saver.drain())
+
+    def take_times(self) -> dict[str, float | None]:
+        """Fields of the next line of metrics: the stall and the drain since the line before. Local."""
+        times = {"save_stall_s": self._saver.take_stall(), "save_drain_s": self._drain_s}
+        self._drain_s = None
+        return times
+
+    def close(self) -> None:
+        """Gives the folder free. Local."""
+        if self._claim is not None:
+            self._claim.release()
+
+    def _note(self, saved: list[Saved]) -> None:
+        for one in saved:
+            self._drain_s = max(self._drain_s or 0.0, one.drain_s)
+
+    def _save(self, kind: str, step: int, consumed_samples: int) -> None:
+        began = time.perf_counter()
+        slices, retain = self._slices(kind)
+        header = self._header(kind, step, consumed_samples)
+        self._note(self._saver.start(slices, header, retain=retain, began=began))
+
+    def _slices(self, kind: str) -> tuple[list[TensorSlice], int | None]:
+        """What this rank writes of such a checkpoint, and how many of them are kept."""
+        optimizer, mesh = self._state, self._mesh
+        is_first = mesh.index("dense") == 0 and mesh.index("tp") == 0  # of its pipeline stage: it stores the buffers
+        if kind == "full":
+            slices = state.training_slices(self._model, optimizer, buffers=is_first) + self._rng_slices()
+            retain: int | None = self._config.checkpoint.save_retain
+        else:
+            slices, retain = state.weight_slices(self._model, optimizer, buffers=is_first), None
+        optimizer.forget_copies()  # fp32 of states in 8 or 16 bits: else they would lie there until a step has ended
+        if mesh.index("tp") > 0:  # what tensor-parallel ranks hold alike is stored by the first of them
+            parts = {name for name, p in self._model.named_parameters() if hasattr(p, "tensor_model_parallel")}
+            slices = [piece for piece in slices if piece.name in parts or piece.kind == "rng"]
+        # What another pipeline stage holds as well, and counts: a tied embedding on the last one.
+        repeated = {name for name, p in self._model.named_parameters() if getattr(p, "ds_pipe_replicated", False)}
+        return [piece for piece in slices if piece.name not in repeated], retain
+
+    def _header(self, kind: str, step: int, consumed_samples: int) -> Manifest:
+        return Manifest(
+            kind,
+            step,
+            consumed_samples,
+            to_dict(self._config),
+            {**self.kept, "optimizer_step_count": self._state.step_count},
+            {},
+            {},
+            layout=asdict(self._mesh.layout) | {"zero_stage": self._config.optimizer.zero_stage},
+            packages=self._packages,
+            tokenizer_xxh3_128=self._tokenizer,
+        )
+
+    def _rng_slices(self) -> list[TensorSlice]:
+        states = {self._device.type: rng_state(self._device)}
+        return state.rng_slices(states, self._mesh.rank, self._mesh.layout.world_size)
+
+    # ---- resuming
+
+    def resume(self) -> tuple[int, int]:
+        """Takes up the newest good checkpoint of this run, else ``load``, else keeps the initial weights.
+
+        Returns (optimizer steps done, samples consumed).
+        """
+        try:
+            return self._resume()
+        except CheckpointError as error:
+            error.args = (str(error) + self._remedy(),)
+            raise
+
+    def _remedy(self) -> str:
+        """For a checkpoint of another shape: what this run asks for that the checkpoint's did not."""
+        before = self._tried.config if self._tried is not None else {}
+        changes = changed_options(before, to_dict(self._config))
+        shape = [text for text in changes if text.startswith(("model.", "optimizer.optimizer "))] if before else []
+        if not shape:
+            return ""
+        return (
+            f". Changed since that checkpoint: {', '.join(shape)}; go back to those values, or name another folder "
+            "with --save and --run-dir, and where shapes are equal take its weights alone: --load with "
+            "--no-load-optim, or with --finetune from step 0"
+        )
+
+    def _resume(self) -> tuple[int, int]:
+        options, device = self._config.checkpoint, self._device
+        found = store.load_newest(self._root, self._all_requests, device=device)
+        has_moments, position_counts = True, True
+        if found is None and options.load is not None:
+            path = self._resolve(Path(options.load))
+            has_moments, position_counts = options.load_optim and not options.finetune, not options.finetune
+            requests = self._all_requests if has_moments else self._weight_requests
+            found = path, store.load_together(path, requests, cast=True, device=device)
+        if found is None:
+            self.found_none = True
+            logger.info("starting from initial weights (seed %d)", self._config.training.seed)
+            return 0, 0
+        path, manifest = found
+        optimizer = self._state
+        if has_moments and manifest.kind == "full":
+            optimizer.step_count = int(manifest.metadata.get("optimizer_step_count", manifest.step))
+            self._restore_rng()
+            self.kept = manifest.metadata
+        optimizer.sync_params_from_master()
+        step = consumed_samples = 0
+        if position_counts:
+            step = manifest.step
+            now = self._config.training.seq_length
+            lengths = manifest.config.get("training", {}).get("seq_length", now), now  # an import has no such section
+            consumed_samples = position_after_change(manifest.consumed_samples, *lengths)
+        what = "" if has_moments and manifest.kind == "full" else " (weights only: the moments start anew)"
+        logger.info("resumed from %s: step %d, %d samples consumed%s", path, step, consumed_samples, what)
+        self._tell_changes(manifest)
+        return step, consumed_samples
+
+    def _resolve(self, path: Path) -> Path:
+        """The checkpoint meant by ``load``, as rank 0 finds it."""
+        name = self._ranks.together(
+            lambda: str(store.resolve(path)) if self._mesh.rank == 0 else "", f"loading {path}", CheckpointError
+        )
+        return Path(self._ranks.broadcast_bytes(name.encode()).decode())
+
+    def _all_requests(self, manifest: Manifest) -> list[TensorSlice]:
+        self._tried = manifest
+        if manifest.kind == "model":
+            return self._weight_requests(manifest)
+        before, now = manifest.config.get("optimizer", {}).get("optimizer"), self._config.optimizer.optimizer.value
+        if before not in (None, now):  # states of the same name would be taken for what they are not
+            raise CheckpointError(f"it holds the states of optimizer={before}, this run has optimizer={now}")
+        slices = state.training_slices(self._model, self._state, buffers=True)
+        self._rng: list[TensorSlice] = []
+        for piece in self._rng_slices():
+            stored = manifest.tensors.get((piece.name, "rng"))
+            if stored is not None and stored.shape == piece.global_shape:
+                self._rng.append(piece)
+        return slices + self._rng
+
+    def _weight_requests(self, manifest: Manifest) -> list[TensorSlice]:
+        return state.weight_requests(self._model, self._state, manifest)
+
+    def _restore_rng(self) -> None:
+        for piece in self._rng:
+            set_rng_state(piece.tensor, self._device)
+        if not self._rng:
+            logger.info("random generators start anew: the checkpoint is of other ranks or another kind of device")
+
+    def _tell_changes(self, manifest: Manifest) -> None:
+        for change in changed_options(manifest.config, to_dict(self._config)):
+            logger.info("changed since that checkpoint: %s", change)
+        if self._mesh.rank > 0:
+            return
+        now = self._tokenizer
+        if manifest.tokenizer_xxh3_128 is not None and now is not None and now != manifest.tokenizer_xxh3_128:
+            logger.warning("the tokenizer's file has changed since that checkpoint; token ids may mean other words")
+
+
+def _is_due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+def _packages() -> dict[str, Any]:
+    versions = {"optimus": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "unknown"
+    return versions
+
+
+def _tokenizer_hash(location: str | None) -> str | None:
+    """xxh3-128 of the tokenizer's file, in a folder of its tokenizer.json; None where there is none."""
+    if location is None:
+        return None
+    path = Path(location)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        return xxhash.xxh3_128_hexdigest(path.read_bytes())
+    except OSError:
+        return None

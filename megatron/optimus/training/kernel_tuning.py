@@ -1,0 +1,85 @@
+"""The tiles of a run's Triton expert kernels: chosen on rank 0 before the first step, the same on every rank.
+
+Rank 0 reads the tuned tiles on disk and, with ``tune_kernels``, first times the candidates for shapes that have none.
+Nothing is timed later. With ``deterministic`` only tiles that gave the default's very bits are taken.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+
+import torch
+
+from megatron.optimus.config.schema import RunConfig, TokenDispatcher
+from megatron.optimus.moe.dispatch.select import messages_of
+from megatron.optimus.ops.backend import runs_triton
+from megatron.optimus.ops.triton import tile_cache, tiles
+from megatron.optimus.ops.triton.tiles import Problem, Table
+from megatron.optimus.platform.ranks import Ranks
+from megatron.optimus.training.health import TrainingError
+
+logger = logging.getLogger("optimus")
+
+
+def settle_tiles(config: RunConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """Makes every rank use rank 0's tiles; nothing to do without experts, or on meta. Collective over all ranks.
+
+    Raises TrainingError on every rank where rank 0 fails.
+    """
+    if not config.model.is_moe or device.type == "meta":
+        return
+    ranks = Ranks(None, device)
+
+    def choose() -> dict[str, Table]:
+        return _chosen(config, device, dtype) if ranks.rank == 0 else {}
+
+    own = ranks.together(choose, "choosing the tiles of expert kernels", TrainingError)
+    sent = ranks.broadcast_bytes(json.dumps(tile_cache.records(own)).encode())
+    tiles.use(tile_cache.parse(json.loads(sent))[0])
+
+
+def _chosen(config: RunConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Table]:
+    training = config.training
+    if not runs_triton(device, dtype):
+        if training.tune_kernels:
+            logger.info("tune_kernels: nothing to tune, as expert layers do not run on Triton's kernels here")
+        return {}
+    tiles.use(None)
+    entries = {k: e for k, e in tiles.table(device).items() if e.is_exact or not training.deterministic}
+    if training.tune_kernels:
+        from megatron.optimus.ops.triton.tune import line, tune_missing
+
+        started = time.monotonic()
+        problems, share = problems_of(config, dtype)
+        seconds = 30 * config.parallel.distributed_timeout_minutes  # half of what the other ranks wait
+        entries, outcomes = tune_missing(
+            problems, device, entries, local_share=share, exact_only=training.deterministic, seconds=seconds
+        )
+        if outcomes:
+            logger.info("tuned %d shapes of expert kernels in %.0f s:", len(outcomes), time.monotonic() - started)
+        for outcome in outcomes:
+            logger.info("  %s", line(outcome))
+    return {tiles.hardware(device).key: entries}
+
+
+def problems_of(config: RunConfig, dtype: torch.dtype, num_tokens: int | None = None) -> tuple[list[Problem], float]:
+    """Problems of an expert layer on one rank, and the share of the slots it sees whose expert it has.
+
+    ``num_tokens``: of a rank, before they travel to experts; default: those of a micro-batch. All-to-all brings a token
+    once to each rank that has one of its experts, taken as chosen evenly: there the number of rows is an expectation.
+    """
+    model, parallel, optimizer = config.model, config.parallel, config.optimizer
+    ep, etp, topk = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size, model.moe_router_topk
+    tokens = (messages_of(config, dtype).num_tokens if num_tokens is None else num_tokens) * ep * etp
+    share = 1 / ep
+    every_row = (TokenDispatcher.ALLGATHER, TokenDispatcher.SYMMETRIC)  # has a place, whether needed here or not
+    if ep * etp > 1 and parallel.moe_token_dispatcher_type not in every_row:
+        reached = 1 - (1 - share) ** topk
+        tokens, share = round(tokens * reached / parallel.moe_dispatch_chunks), share / reached
+    add_to = None
+    if optimizer.zero_stage == 1:
+        add_to = torch.float32 if optimizer.accumulate_allreduce_grads_in_fp32 else dtype
+    experts, inner = model.num_experts // ep, model.moe_ffn_hidden_size // etp
+    return tiles.layer_problems(experts, model.hidden_size, inner, topk, max(1, tokens), dtype, add_to), share

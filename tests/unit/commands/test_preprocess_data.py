@@ -1,0 +1,222 @@
+"""The command lines a user types to get from text to token files, run as real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.optimus.data.indexed import IndexedDataset
+from megatron.optimus.data.tokenize.tokenizer import HuggingFaceTokenizer
+
+ROOT = Path(__file__).resolve().parents[3]
+BYTES = ("--tokenizer-type", "ByteLevelTokenizer")
+
+
+def command(script: str, *arguments: object) -> list[str]:
+    return [sys.executable, str(ROOT / script), *map(str, arguments)]
+
+
+def call(script: str, *arguments: object, **options) -> subprocess.CompletedProcess[str]:
+    # from another folder and without PYTHONPATH: as a user with a plain checkout
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    options = {"capture_output": True, "text": True, "timeout": 120, "check": False} | options
+    return subprocess.run(command(script, *arguments), cwd="/", env=environment, **options)  # noqa: PLW1510
+
+
+def preprocess(*arguments: object, **options) -> subprocess.CompletedProcess[str]:
+    return call("tools/preprocess_data.py", *arguments, **options)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """4 MB: several batches for each worker."""
+    path = tmp_path_factory.mktemp("corpus") / "c.jsonl"
+    with open(path, "w") as stream:
+        for i in range(4000):
+            text = "" if i % 97 == 5 else f"{i}: " + "the same words again " * (i % 97)
+            stream.write(json.dumps({"text": text, "title": f"Title {i}"}) + "\n")
+    return path
+
+
+def failed(result: subprocess.CompletedProcess[str]) -> str:
+    """The one error line of a command that failed as it should."""
+    assert result.returncode == 1, result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
+    errors = [line for line in result.stderr.splitlines() if "error:" in line]
+    assert len(errors) == 1, result.stderr
+    return errors[0]
+
+
+def test_from_corpus_to_tokens(corpus: Path, tmp_path: Path) -> None:
+    trained = call("tools/train_tokenizer.py", "--input", corpus, "--vocab-size", 320, "--output", tmp_path / "tok")
+    assert trained.returncode == 0, trained.stderr
+    pairs = []
+    for workers in (1, 2):
+        prefix = tmp_path / f"w{workers}"
+        arguments = (
+            "--input",
+            corpus,
+            "--output-prefix",
+            prefix,
+            "--tokenizer-model",
+            tmp_path / "tok",
+            "--append-eod",
+        )
+        keys = ("--json-keys", "text", "title", "--workers", workers, "--log-interval", 1000)
+        result = preprocess(*arguments, *keys)
+        assert result.returncode == 0, result.stderr
+        assert "documents_per_s=" in result.stderr and "mb_per_s=" in result.stderr
+        names = [f"{prefix}_{key}_document.{kind}" for key in ("text", "title") for kind in ("bin", "idx")]
+        pairs.append([Path(name).read_bytes() for name in names])
+    assert pairs[0] == pairs[1]
+    assert {file.name for file in tmp_path.iterdir()} == {"tok"} | {
+        f"w{w}_{key}_document.{kind}" for w in (1, 2) for key in ("text", "title") for kind in ("bin", "idx")
+    }
+
+    tokenizer = HuggingFaceTokenizer(tmp_path / "tok")
+    data = IndexedDataset(tmp_path / "w2_text_document")
+    records = [json.loads(line) for line in corpus.read_text().splitlines()]
+    texts = [record["text"] for record in records]
+    assert data.document_index.size == 4001
+    assert len(data) == sum(bool(text) for text in texts)  # an empty document has no sequence, as in Megatron
+    for i in (0, 4, 5, 6, 1000, 3999):
+        first, stop = data.document_index[i : i + 2]
+        ids = data.get(int(first)).tolist() if stop > first else []
+        assert ids == ([*tokenizer.encode(texts[i]), tokenizer.eod_id] if texts[i] else [])
+    titles = IndexedDataset(tmp_path / "w2_title_document")
+    assert tokenizer.decode(titles.get(3999).tolist()) == "Title 3999"
+
+
+def test_without_end_of_document(corpus: Path, tmp_path: Path) -> None:
+    result = preprocess("--input", corpus, "--output-prefix", tmp_path / "new" / "x", *BYTES, "--workers", 1)
+    assert result.returncode == 0, result.stderr
+    assert "without --append-eod" in result.stderr
+    tokens = IndexedDataset(tmp_path / "new" / "x_text_document").tokens
+    assert int(tokens.max()) < 256
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_malformed_line_late_in_the_corpus(corpus: Path, tmp_path: Path, workers: int) -> None:
+    bad = tmp_path / "bad.jsonl"
+    good = corpus.read_bytes().splitlines(keepends=True)
+    bad.write_bytes(b"".join([*good[:3000], b'{"text": \n', *good[3000:]]))
+    arguments = ("--input", bad, "--output-prefix", tmp_path / "out", *BYTES, "--append-eod", "--workers", workers)
+    assert f"{bad}:3001: not JSON" in failed(preprocess(*arguments))
+    assert [file.name for file in tmp_path.iterdir()] == ["bad.jsonl"]
+    result = preprocess(*arguments, "--skip-malformed")
+    assert result.returncode == 0, result.stderr
+    assert f"left out: {bad}:3001" in result.stderr and "malformed=1" in result.stderr
+    assert IndexedDataset(tmp_path / "out_text_document").document_index.size == 4001
+
+
+def test_failure_keeps_an_earlier_result(corpus: Path, tmp_path: Path) -> None:
+    arguments = ("--output-prefix", tmp_path / "out", *BYTES, "--workers", 1)
+    assert preprocess("--input", corpus, *arguments).returncode == 0
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    (tmp_path / "bad.jsonl").write_text("[]\n")
+    assert "bad.jsonl:1: a JSON list" in failed(preprocess("--input", tmp_path / "bad.jsonl", *arguments))
+    (tmp_path / "bad.jsonl").unlink()
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_unusable_arguments(corpus: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    hollow = tmp_path / "hollow.jsonl"
+    hollow.write_text('{"text": ""}\n')
+    output = ("--output-prefix", tmp_path / "out", "--workers", 1)
+    for arguments, message in (
+        (("--input", tmp_path / "none.jsonl", *BYTES), "none.jsonl: no such file"),
+        (("--input", empty, *BYTES), "empty.jsonl: the file is empty"),
+        (("--input", hollow, *BYTES), "the input gives no tokens (1 documents, 1 of them empty"),
+        (("--input", corpus), "needs --tokenizer-model"),
+        (("--input", corpus, "--tokenizer-model", tmp_path / "gpt2"), "gpt2: no such file or folder"),
+        (("--input", corpus, *BYTES, "--json-keys", "body"), "c.jsonl:1: no key 'body'"),
+        (("--input", corpus, *BYTES, "--json-keys", "text", "text"), "different keys"),
+    ):
+        assert message in failed(preprocess(*arguments, *output))
+    inside = ("--output-prefix", hollow / "out", "--workers", 1)
+    assert f"cannot write: {hollow} is a file, not a folder" in failed(preprocess("--input", corpus, *BYTES, *inside))
+    assert preprocess("--input", corpus, *BYTES, "--output-prefix", "x", "--workers", 0).returncode == 2
+    assert {file.name for file in tmp_path.iterdir()} == {"empty.jsonl", "hollow.jsonl"}
+
+
+def test_disk_that_refuses(corpus: Path, tmp_path: Path) -> None:
+    """A limit on file sizes fails a write in the middle, as a full disk does."""
+    result = preprocess(
+        *("--input", corpus, "--output-prefix", tmp_path / "out", *BYTES, "--workers", 1),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)),
+    )
+    assert "out_text_document.bin: cannot write: File too large" in failed(result)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_stopped_in_the_middle(tmp_path: Path, sent: signal.Signals) -> None:
+    """No final file, and no worker that outlives the command."""
+    source = tmp_path / "long.jsonl"
+    source.write_bytes(b'{"text": "some words"}\n' * 2_000_000)
+    output = tmp_path / "out"
+    output.mkdir()
+    arguments = command("tools/preprocess_data.py", "--input", source, "--output-prefix", output / "x", *BYTES)
+    log = tmp_path / "log"
+    with open(log, "w") as stream:
+        process = subprocess.Popen(
+            [*arguments, "--workers", "1", "--log-interval", "1000"],
+            stderr=stream,
+            # a shell starts what runs in its background with SIGINT ignored, and children inherit that
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  # no threads here
+        )
+    deadline = time.monotonic() + 60
+    while "documents=" not in log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert process.poll() is None and children
+    process.send_signal(sent)
+    process.wait(timeout=60)
+    assert process.returncode in {signal.SIGINT: (130,), signal.SIGTERM: (143,), signal.SIGKILL: (-9,)}[sent]
+    left = [file.name for file in output.iterdir()]
+    if sent is signal.SIGKILL:
+        assert left and all(name.endswith(".tmp") for name in left)
+    else:
+        assert left == []
+    while any(Path(f"/proc/{child}").exists() for child in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [child for child in children if Path(f"/proc/{child}").exists()]
+
+
+def test_tokenizer_errors(corpus: Path, tmp_path: Path) -> None:
+    script = "tools/train_tokenizer.py"
+    assert "vocab_size=10" in failed(call(script, "--input", corpus, "--vocab-size", 10, "--output", tmp_path / "t"))
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "a"}\n{"text"\n')
+    assert "bad.jsonl:2: not JSON" in failed(
+        call(script, "--input", bad, "--vocab-size", 300, "--output", tmp_path / "t")
+    )
+    assert [file.name for file in tmp_path.iterdir()] == ["bad.jsonl"]
+    skipped = call(script, "--input", bad, "--vocab-size", 300, "--output", tmp_path / "t", "--skip-malformed")
+    assert skipped.returncode == 0 and "1 malformed lines left out" in skipped.stderr
+
+
+def test_standard_library_corpus(tmp_path: Path) -> None:
+    outputs = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for output in outputs:
+        result = call("examples/local/build_corpus.py", "--output", output, "--max-mb", 3)
+        assert result.returncode == 0, result.stderr
+    assert outputs[0].read_bytes() == outputs[1].read_bytes()
+    records = [json.loads(line) for line in outputs[0].read_text(encoding="utf-8").splitlines()]
+    size = sum(len(record["text"].encode()) for record in records)
+    assert 2e6 < size <= 3e6
+    sources = [record["source"] for record in records]
+    assert len(set(sources)) == len(sources) and sources != sorted(sources)
+    assert not any("site-packages" in source for source in sources)
+    assert any(source == "docstrings/builtins" for source in sources)
+    assert failed(call("examples/local/build_corpus.py", "--output", outputs[0], "--max-mb", 0.0001))

@@ -1,0 +1,163 @@
+"""Conversions hold one matrix at a time, whatever the size of the model and of the pieces it is stored in."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.optimus.checkpoint import CheckpointError, Manifest, save
+from megatron.optimus.checkpoint.chunks import ShardFiles
+from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, Piece, TensorEntry
+from megatron.optimus.checkpoint.shards import shard_header
+from megatron.optimus.checkpoint.slices import TensorSlice
+from megatron.optimus.config.presets import PRESETS
+from megatron.optimus.config.schema import ModelConfig, RunConfig
+from megatron.optimus.config.serialize import from_dict, to_dict
+from megatron.optimus.convert import FORMATS, Options, convert, open_source
+from megatron.optimus.convert.source import units
+from megatron.optimus.models.hf_map import parameter_shapes
+
+_ROOT = Path(__file__).parents[3]
+_MB = 1 << 20
+
+# Converts a small model, so that everything is imported, then the large one; prints by how much memory grew, in bytes.
+_MEASURE = """
+import sys, threading, time
+sys.path.insert(0, sys.argv[1])
+import torch
+torch.set_num_threads(1)
+from tools import convert_checkpoint
+import megatron.optimus.convert
+
+def now():
+    text = open("/proc/self/status").read()
+    return int(text.split("RssAnon:")[1].split()[0]) << 10
+
+peak, done = [0], threading.Event()
+def watch():
+    while not done.is_set():
+        peak[0] = max(peak[0], now())
+        time.sleep(0.002)
+
+small, large, destination, *options = sys.argv[2:]
+assert convert_checkpoint.main([small, destination + "-small", *options]) == 0
+start = now()
+thread = threading.Thread(target=watch)
+thread.start()
+code = convert_checkpoint.main([large, destination, *options])
+done.set()
+thread.join()
+assert code == 0
+print("GREW", peak[0] - start)
+"""
+
+
+def write_model(folder, experts):
+    config = ModelConfig(
+        num_layers=1,
+        hidden_size=256,
+        num_attention_heads=4,
+        vocab_size=1024,
+        num_experts=experts,
+        moe_ffn_hidden_size=512,
+        moe_router_topk=2,
+    )
+    slices = []
+    for index, (name, shape) in enumerate(parameter_shapes(config).items()):
+        flat = torch.arange(math.prod(shape), dtype=torch.float32).mul_(1e-6).add_(index)
+        slices.append(TensorSlice(name, "weight", shape, 0, len(flat), flat))
+    run = to_dict(RunConfig(model=config))
+    save(folder, 1, slices, kind="model", consumed_samples=0, config=run, metadata={})
+    return sum(len(piece.tensor) * 4 for piece in slices)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads Linux's account of memory")
+def test_memory_does_not_grow_with_the_model(tmp_path):
+    """The experts are pieces of 160 and 80 MB; a single matrix has half a megabyte, each of a few buffers 16."""
+    write_model(tmp_path / "small", 4)
+    assert write_model(tmp_path / "large", 160) > 240 * _MB
+    for to in ("hf", "optimus", "megatron", "universal"):
+        small, large = ("hf-small", "hf") if to == "optimus" else ("small", "large")
+        paths = [str(tmp_path / small), str(tmp_path / large)]
+        command = [sys.executable, "-c", _MEASURE, str(_ROOT), *paths, str(tmp_path / to), "--to", to, "--verify"]
+        command += ["--names", "hf"] if to == "universal" else []
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        assert done.returncode == 0, done.stderr
+        grew = int(done.stdout.split("GREW")[1])
+        assert grew < 140 * _MB, (to, grew / _MB)
+
+
+@pytest.mark.parametrize(("to", "times"), [("hf", 1), ("universal", 1), ("zero", 1), ("megatron", 2)])
+def test_every_byte_of_the_source_is_read_once(tmp_path, monkeypatch, to, times):
+    """Hashed on the way; only where matrices are wanted out of order is a piece read once more, to verify it before."""
+    size, read, whole = write_model(tmp_path / "model", 4), [], ShardFiles.read
+
+    def counted(files, chunk, buffer):
+        read.append(chunk.num_bytes)
+        return whole(files, chunk, buffer)
+
+    monkeypatch.setattr(ShardFiles, "read", counted)
+    options = Options(tp=2) if to == "megatron" else Options(names="hf")
+    convert(tmp_path / "model", tmp_path / to, to=to, options=options)
+    assert size <= sum(read) <= times * size
+    if times == 1:
+        assert sum(read) == size
+    shard = next((tmp_path / "model/model-00000001").glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    for at in (len(data) - 1, len(data) // 2):  # whatever was made of it before the piece's last byte came
+        data[at] ^= 1
+        shard.write_bytes(data)
+        with pytest.raises(CheckpointError, match="damaged: xxh3_128"):
+            convert(tmp_path / "model", tmp_path / "not", to=to, options=options)
+        assert not (tmp_path / "not").exists()
+        source = open_source(tmp_path / "model")
+        for name, start, stop in units(source.model):
+            if start == 0:
+                source.read(name, "weight", 0, stop // 2 if stop > 256 else stop)
+        with pytest.raises(CheckpointError, match="damaged: xxh3_128"):
+            source.finish()  # the rest is looked at although nobody wanted it
+        source.close()
+        data[at] ^= 1
+
+
+@pytest.mark.parametrize("name", ["mula-1b", "mula-7b-a1b", "mula-20b-a2b", "mula-100b-a7b", "mula-220b-a10b"])
+def test_every_mula_model_can_be_planned(tmp_path, name):
+    """A dry run over a sparse checkpoint of the real size: every tensor is listed, in every format."""
+    run = from_dict(PRESETS[name])
+    shapes = parameter_shapes(run.model)
+    header, tensors, files = [], {}, {}
+    for index, (tensor, shape) in enumerate(shapes.items()):
+        file, numel = f"rank-{index:05d}.safetensors", math.prod(shape)
+        header = shard_header([("x", "BF16", (numel,))])
+        with open(tmp_path / file, "wb") as sparse:
+            sparse.write(header)
+            sparse.truncate(len(header) + 2 * numel)
+        files[file] = len(header) + 2 * numel
+        tensors[tensor, "weight"] = TensorEntry(
+            tensor, "weight", "BF16", shape, (Piece(file, "x", 0, numel, "0" * 32),)
+        )
+    config = {section: to_dict(run)[section] for section in ("model", "data")}
+    (tmp_path / MANIFEST_NAME).write_bytes(Manifest("model", 0, 0, config, {}, files, tensors).to_bytes())
+    total = sum(math.prod(shape) for shape in shapes.values())
+    for to in FORMATS:
+        if to == "optimus":
+            continue
+        done = convert(tmp_path, tmp_path / "out", to=to, dry_run=True)
+        assert done.num_bytes == total * (4 if to == "universal" else 2), to
+    hf = convert(tmp_path, tmp_path / "out", to="hf", dry_run=True)
+    c = run.model
+    dense = len(shapes) - (2 * c.num_layers if c.is_moe else 0)
+    assert len(hf.tensors) == dense + (3 * c.num_experts * c.num_layers if c.is_moe else 0)
+    assert not (tmp_path / "out").exists()
+    if name == "mula-220b-a10b":
+        assert hf.num_bytes == 2 * 220_205_681_664
+        assert max(tensor.num_bytes for tensor in hf.tensors) == 50304 * 3072 * 2  # the largest thing ever held
+    assert json.loads((tmp_path / MANIFEST_NAME).read_text())["kind"] == "model"

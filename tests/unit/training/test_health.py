@@ -1,0 +1,88 @@
+"""Steps out of line are told of, a run that stays broken ends, and a resumed run judges as the unbroken one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+
+import pytest
+
+from megatron.optimus.config.checks import check
+from megatron.optimus.config.load import load
+from megatron.optimus.config.schema import ConfigError
+from megatron.optimus.training.health import MAX_SKIPPED_IN_A_ROW, WINDOW, Health, Recent, TrainingError
+
+
+def observe(health: Health, step: int, skipped: bool = False, norm: float = math.nan, loss: float = 1.0) -> None:
+    health.observe(step, loss=loss, grad_norm=norm if skipped else 1.0, skipped=skipped)
+
+
+def test_only_consecutive_skips_end_the_run() -> None:
+    health = Health()
+    for step in range(1, 3 * MAX_SKIPPED_IN_A_ROW):
+        observe(health, step, skipped=step % MAX_SKIPPED_IN_A_ROW != 0)
+    health = Health()
+    for step in range(100, 100 + MAX_SKIPPED_IN_A_ROW - 1):
+        observe(health, step, skipped=True)
+    with pytest.raises(TrainingError, match=r"not finite in 5 steps in a row, up to step 104; .* before step 100"):
+        observe(health, 104, skipped=True)
+
+
+def test_a_run_of_nothing_but_spikes_ends_with_their_size() -> None:
+    health = Health(spike_sigma=6.0)
+    with pytest.raises(TrainingError, match=r"norms were far above the usual \(70\) in 5 steps in a row"):
+        for step in range(5):
+            observe(health, step, skipped=True, norm=70.0 - step)
+
+
+def test_the_limit_is_that_of_the_window_two_steps_before() -> None:
+    recent = Recent()
+    for step in range(1, 34):
+        recent.add(step, float(step % 2))
+    assert recent.limit(33, 3.0) == math.inf, "of 31 values nothing is concluded"
+    assert recent.limit(34, 3.0) == pytest.approx(0.5 + 3 * 0.5)
+    recent.add(34, 1e6)
+    recent.add(35, math.nan)
+    assert recent.limit(35, 3.0) == pytest.approx(0.5 + 3 * 0.5, rel=0.1), "the step before counts one step later"
+    assert recent.limit(36, 3.0) > 1e5
+    for step in range(36, 37 + WINDOW):
+        recent.add(step, 2.0)
+    assert recent.limit(38 + WINDOW, 3.0) == 2.0, "what lies before the window is forgotten"
+
+
+def test_a_stored_window_judges_alike_and_a_foreign_one_is_ignored() -> None:
+    first, second = Recent(), Recent()
+    for step in range(1, 500):
+        first.add(step, math.sin(step) + 0.1)
+    second.restore(json.loads(json.dumps(first.plain())))
+    for step in range(500, 503):
+        assert first.limit(step, 2.5) == second.limit(step, 2.5) < math.inf
+        first.add(step, 0.3)
+        second.add(step, 0.3)
+    for stored in (None, 7, [3, [1], ["a", 2], [1, None], [1, 2, 3], [1, math.inf]]):
+        second.restore(stored)
+        assert second.plain() == []
+
+
+def test_a_loss_spike_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("optimus").propagate = True
+    caplog.set_level(logging.INFO, "optimus")
+    health = Health()
+    for step in range(1, 60):
+        observe(health, step, loss=2.0 + 0.01 * (step % 3) + (3.0 if step == 50 else 0.0))
+    assert [record.message.split(" is ")[0] for record in caplog.records] == ["loss spike: 5.0200 in step 50"]
+
+
+def test_without_sigma_nothing_is_skipped() -> None:
+    health, other = Health(), Health(spike_sigma=4.0)
+    for step in range(1, 60):
+        observe(health, step)
+        observe(other, step)
+    assert (health.largest_norm(60), other.largest_norm(60)) == (math.inf, 1.0)
+
+
+def test_stage_three_cannot_skip_by_size() -> None:
+    run = load(["--preset", "mula-tiny", "--zero-stage", "3", "--grad-norm-spike-sigma", "6"]).config
+    with pytest.raises(ConfigError, match=r"grad_norm_spike_sigma=6.0 with zero_stage=3: use 0, or zero_stage=1 or 2"):
+        check(run, 1)
