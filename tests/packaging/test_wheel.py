@@ -72,3 +72,13 @@ def test_megatron_core_can_be_installed_beside_us() -> None:
     assert getattr(megatron, "__file__", None) is None and Path(optimus.__file__).is_relative_to(ROOT)
     if any((Path(entry) / "core").is_dir() for entry in megatron.__path__):
         assert importlib.util.find_spec("megatron.core") is not None
+
+
+def test_types_and_license(wheel: zipfile.ZipFile) -> None:
+    """Type checkers read our annotations (PEP 561), and the license travels with the package (PEP 639)."""
+    names = wheel.namelist()
+    assert {"megatron/optimus/py.typed", "deepspeed_ext/py.typed"} <= set(names)
+    (name,) = (name for name in names if name.endswith(".dist-info/licenses/LICENSE"))
+    assert wheel.read(name).decode() == (ROOT / "LICENSE").read_text(encoding="utf-8")
+    (name,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+    assert "\nLicense-Expression: Apache-2.0\n" in wheel.read(name).decode()

@@ -1,0 +1,325 @@
+"""Prints an outline of the source tree: sizes, dependencies, tests and docstrings, each with its place.
+
+    python tools/dev/outline.py
+    python tools/dev/outline.py --root ../another_checkout --order order.json
+
+The outline holds the lines of each folder, imports that point against the order of the rooms, circles of imports, the
+longest files and functions, modules without a test of their name, public names without a docstring, and class names
+that are used twice. A room is a folder or a module directly below megatron/optimus or deepspeed_ext. Only the syntax
+trees are read: nothing of the tree is imported, and the standard library is enough.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+PACKAGES = ("megatron/optimus", "deepspeed_ext")
+CODE_SUFFIXES = {".py", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".sycl"}
+SHORT_FILE_LINES = 60
+NUM_LONGEST = 10
+
+# Room -> rank. A room may import rooms of a lower rank only; rooms of one rank know nothing of each other.
+ORDER = {
+    **dict.fromkeys(("__init__", "version", "deepspeed_ext"), 0),
+    "config": 1,
+    **dict.fromkeys(("platform", "context"), 2),
+    "ops": 3,
+    "layers": 4,
+    "moe": 5,
+    "models": 6,
+    "parallel": 7,
+    **dict.fromkeys(("data", "checkpoint"), 8),
+    "convert": 9,
+    "training": 10,
+    "planner": 11,
+    "launcher": 12,
+    "commands": 13,
+    **dict.fromkeys(("pretrain", "launch", "describe", "cli", "__main__"), 14),
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file. ``path`` is relative to the root, ``module`` its dotted name."""
+
+    path: Path
+    module: str
+    lines: int
+    tree: ast.Module
+
+    @property
+    def room(self) -> str:
+        """The folder or module directly below the package; a room of deepspeed_ext carries that name in front."""
+        parts = self.module.split(".")
+        if parts[0] == "deepspeed_ext":
+            return ".".join(parts[:2])
+        return parts[2] if len(parts) > 2 else "__init__"
+
+
+class Import(NamedTuple):
+    """``source`` imports ``target`` at a line; ``is_deferred``: inside a function, so it runs when that is called."""
+
+    source: Source
+    target: Source
+    line: int
+    is_deferred: bool
+
+
+class Function(NamedTuple):
+    """A function or method, its place and its length in lines, decorators left out."""
+
+    name: str
+    place: str
+    lines: int
+
+
+def count_lines(path: Path) -> int:
+    """The lines of a text file."""
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def read_sources(root: Path) -> list[Source]:
+    """Parses every Python file of the two packages below ``root``, in the order of their paths."""
+    sources = []
+    for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
+        relative = path.relative_to(root)
+        parts = relative.with_suffix("").parts
+        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        text = path.read_text(encoding="utf-8")
+        sources.append(Source(relative, module, len(text.splitlines()), ast.parse(text, str(relative))))
+    return sources
+
+
+def total_lines(sources: Iterable[Source]) -> int:
+    """The lines of all Python files together: the size that tests/packaging/test_size.py holds."""
+    return sum(source.lines for source in sources)
+
+
+def folder_lines(root: Path, top: str) -> dict[str, int]:
+    """Folder -> lines of code in it and below, for ``top`` and two levels of folders below it."""
+    lines: Counter[str] = Counter()
+    for path in (root / top).rglob("*"):
+        if path.suffix in CODE_SUFFIXES and path.is_file():
+            folders = path.relative_to(root / top).parts[:-1]
+            for depth in range(min(len(folders), 2) + 1):
+                lines["/".join((top, *folders[:depth]))] += count_lines(path)
+    return dict(sorted(lines.items()))
+
+
+def _import_statements(node: ast.AST, is_deferred: bool = False) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """All import statements below a node but those for type checkers only, each with whether it is in a function."""
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        yield node, is_deferred
+        return
+    children = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.If) and getattr(node.test, "attr", getattr(node.test, "id", "")) == "TYPE_CHECKING":
+        children = list(node.orelse)
+    inside = is_deferred or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+    for child in children:
+        yield from _import_statements(child, inside)
+
+
+def imported_names(source: Source, node: ast.Import | ast.ImportFrom) -> list[str]:
+    """What a statement imports, as dotted names; relative imports are made absolute."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    base = node.module or ""
+    if node.level:
+        package = source.path.parts[:-1]
+        base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
+    return [f"{base}.{alias.name}" for alias in node.names]
+
+
+def imports_between(sources: Iterable[Source]) -> list[Import]:
+    """All imports of one module of the tree by another; ``from a import b`` is one of a.b where that is a module."""
+    by_module = {source.module: source for source in sources}
+    found = []
+    for source in by_module.values():
+        for node, is_deferred in _import_statements(source.tree):
+            for name in imported_names(source, node):
+                target = by_module.get(name) or by_module.get(name.rpartition(".")[0])
+                if target is not None and target is not source:
+                    found.append(Import(source, target, node.lineno, is_deferred))
+    return found
+
+
+def rank_of(room: str, order: Mapping[str, int]) -> int | None:
+    """The rank of a room, or None for one the order does not know; all of deepspeed_ext is one room there."""
+    return order.get(room.partition(".")[0])
+
+
+def arrows_back(imports: Iterable[Import], order: Mapping[str, int]) -> list[Import]:
+    """Imports of another room whose rank is not lower: they point back up the order of dependencies, or sideways."""
+    found = []
+    for each in imports:
+        mine, other = rank_of(each.source.room, order), rank_of(each.target.room, order)
+        if mine is None or other is None or mine == other == 0 or each.source.room == each.target.room:
+            continue
+        if other >= mine:
+            found.append(each)
+    return found
+
+
+def circles(edges: Iterable[tuple[str, str]]) -> list[list[str]]:
+    """The groups of names that reach each other (strongly connected components), each sorted."""
+    graph: dict[str, set[str]] = defaultdict(set)
+    for start, end in edges:
+        graph[start].add(end)
+
+    def reachable(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = [start]
+        while todo:
+            for name in graph.get(todo.pop(), set()) - seen:
+                seen.add(name)
+                todo.append(name)
+        return seen
+
+    reach = {name: reachable(name) for name in list(graph)}
+    in_circle = [name for name in sorted(reach) if name in reach[name]]
+    groups = {
+        tuple(other for other in in_circle if other in reach[name] and name in reach[other]) for name in in_circle
+    }
+    return [list(group) for group in sorted(groups) if len(group) > 1]
+
+
+def circles_of(imports: Iterable[Import], *, of_rooms: bool) -> list[tuple[list[str], bool]]:
+    """Circles of modules or of rooms; the flag says whether one needs an import inside a function to be closed."""
+    imports = list(imports)
+
+    def edges(chosen: Iterable[Import]) -> set[tuple[str, str]]:
+        if of_rooms:
+            pairs = {(each.source.room, each.target.room) for each in chosen}
+            return {(start, end) for start, end in pairs if start != end}
+        return {(each.source.module, each.target.module) for each in chosen}
+
+    at_start = circles(edges(each for each in imports if not each.is_deferred))
+    found = [(group, False) for group in at_start]
+    return found + [(group, True) for group in circles(edges(imports)) if group not in at_start]
+
+
+def functions(sources: Iterable[Source]) -> list[Function]:
+    """All functions and methods, the longest first."""
+    found = [
+        Function(node.name, f"{source.path}:{node.lineno}", (node.end_lineno or node.lineno) - node.lineno + 1)
+        for source in sources
+        for node in ast.walk(source.tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    return sorted(found, key=lambda function: (-function.lines, function.place))
+
+
+def places_of_test(path: Path) -> list[Path]:
+    """Where a module's test may be: tests/unit mirrors the package; those of ops may be in tests/ops."""
+    is_ours = path.parts[0] == "megatron"
+    folders = path.parts[2:-1] if is_ours else path.parts[:-1]
+    name = f"test_{path.name}"
+    places = [Path("tests", "unit", *folders, name)]
+    if is_ours and folders[:1] == ("ops",):
+        places += [Path("tests", *folders, name), Path("tests", "ops", name)]
+    return places
+
+
+def modules_by_test(root: Path, sources: Iterable[Source]) -> tuple[list[Path], list[Path]]:
+    """The modules that have a test of their name, and those that have none; ``__init__.py`` files are not asked."""
+    tested: list[Path] = []
+    untested: list[Path] = []
+    for source in sources:
+        if source.path.name != "__init__.py":
+            has_test = any((root / place).exists() for place in places_of_test(source.path))
+            (tested if has_test else untested).append(source.path)
+    return tested, untested
+
+
+def without_docstring(sources: Iterable[Source]) -> list[str]:
+    """Places and names of public functions, classes and methods of public classes that have no docstring."""
+    found = []
+
+    def look(source: Source, body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or node.name[0] == "_":
+                continue
+            if ast.get_docstring(node) is None:
+                found.append(f"{source.path}:{node.lineno} {prefix}{node.name}")
+            if isinstance(node, ast.ClassDef):
+                look(source, node.body, f"{prefix}{node.name}.")
+
+    for source in sources:
+        look(source, source.tree.body, "")
+    return found
+
+
+def repeated_classes(sources: Iterable[Source]) -> dict[str, list[str]]:
+    """Class name -> places, for names that more than one class of the packages has; a leading underscore counts."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for source in sources:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{source.path}:{node.lineno}")
+    return {name: found for name, found in sorted(places.items()) if len(found) > 1}
+
+
+def _section(title: str, rows: Iterable[object]) -> list[str]:
+    return ["", title, *(f"    {row}" for row in rows)]
+
+
+def outline(root: Path, order: Mapping[str, int], *, explain: bool = False) -> str:
+    """The whole outline as text; with ``explain``, the untested modules and undocumented names one by one."""
+    sources = read_sources(root)
+    imports = imports_between(sources)
+    text = [f"{total_lines(sources):,} lines in {len(sources)} files of {' + '.join(PACKAGES)}"]
+    for top in (*PACKAGES, "csrc"):
+        lines = folder_lines(root, top)
+        text += _section(f"Lines of {top}", (f"{count:7,}  {folder}" for folder, count in lines.items()))
+    unknown = sorted({source.room for source in sources if rank_of(source.room, order) is None})
+    text += _section(f"Rooms without a place in the order: {len(unknown)}", unknown)
+    arrows = arrows_back(imports, order)
+    rows = (
+        f"{each.source.path}:{each.line} imports {each.target.module}{' inside a function' if each.is_deferred else ''}"
+        for each in arrows
+    )
+    text += _section(f"Imports that point back up, or sideways, in the order of rooms: {len(arrows)}", rows)
+    for of_rooms, what in ((False, "modules"), (True, "rooms")):
+        found = circles_of(imports, of_rooms=of_rooms)
+        rows = (
+            f"{'through an import inside a function: ' if is_deferred else ''}{', '.join(group)}"
+            for group, is_deferred in found
+        )
+        text += _section(f"Circles of {what}: {len(found)}", rows)
+    longest = sorted(sources, key=lambda source: (-source.lines, source.path))[:NUM_LONGEST]
+    text += _section("Longest files", (f"{source.lines:5}  {source.path}" for source in longest))
+    longest_functions = functions(sources)[:NUM_LONGEST]
+    text += _section("Longest functions", (f"{each.lines:5}  {each.place} {each.name}" for each in longest_functions))
+    text += ["", f"Files under {SHORT_FILE_LINES} lines: {sum(each.lines < SHORT_FILE_LINES for each in sources)}"]
+    tested, untested = modules_by_test(root, sources)
+    text += _section(f"Modules with a test of their name: {len(tested)}; without: {len(untested)}", untested * explain)
+    undocumented = without_docstring(sources)
+    title = f"Public functions, classes and methods without a docstring: {len(undocumented)}"
+    text += _section(title, undocumented * explain)
+    repeated = repeated_classes(sources)
+    rows = (f"{name}: {', '.join(places)}" for name, places in repeated.items())
+    text += _section(f"Class names used more than once: {len(repeated)}", rows)
+    return "\n".join(text)
+
+
+def main() -> None:
+    """Prints the outline of this checkout or of another one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    here = Path(__file__).resolve().parents[2]
+    parser.add_argument("--root", type=Path, default=here, help="the checkout to read (default: this one)")
+    parser.add_argument("--order", type=Path, help="JSON file of room -> rank, for a tree with other rooms")
+    parser.add_argument("--explain", action="store_true", help="list the modules without test, names without docstring")
+    args = parser.parse_args()
+    order = ORDER if args.order is None else json.loads(args.order.read_text(encoding="utf-8"))
+    print(outline(args.root, order, explain=args.explain))
+
+
+if __name__ == "__main__":
+    main()
