@@ -1,117 +1,12 @@
-#!/usr/bin/env python
-"""Converts a model between formats; docs/converters.md has what each of them holds.
+#!/usr/bin/env python3
+"""The command ``optimus convert`` in a source tree that is not installed."""
 
-    tools/convert_checkpoint.py runs/demo exported --to hf          # newest checkpoint of a run
-    tools/convert_checkpoint.py Mixtral-8x7B-v0.1 mixtral --to optimus --verify
-    tools/convert_checkpoint.py runs/demo mcore --to megatron --target-tensor-parallel-size 2
-    tools/convert_checkpoint.py deepspeed_run ours --to optimus --model-config config.json
-
-Exit code 0 when the destination is complete, 2 with one line on stderr when nothing was written.
-"""
-
-from __future__ import annotations
-
-import argparse
-import logging
-import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout without installation
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.optimus.platform import interrupts
-
-if __name__ == "__main__":
-    interrupts.end_silently()
-
-from megatron.optimus.checkpoint.errors import CheckpointError
-from megatron.optimus.config.schema import ConfigError
-from megatron.optimus.convert import DEFAULT_MAX_SHARD_BYTES, FORMATS, Options, convert
-from megatron.optimus.convert.names import NAMES
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-
-
-def size(text: str) -> int:
-    """ "5GB", "200MB" or a number of bytes."""
-    match = re.fullmatch(r"(\d+) *([KMG]B)?", text.strip().upper())
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB or 200MB")
-    return int(match[1]) * _UNITS[match[2] or ""]
-
-
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        description="Convert a model between Optimus, Hugging Face, Megatron and DeepSpeed checkpoints."
-    )
-    result.add_argument("source", type=Path, help="folder of a checkpoint, or of checkpoints (the newest one)")
-    result.add_argument("destination", type=Path, help="folder to create")
-    result.add_argument("--to", choices=FORMATS, required=True, help="format of the destination")
-    result.add_argument(
-        "--dtype",
-        choices=("fp32", "bf16", "source"),
-        help="dtype to write; default: as stored, for a full checkpoint the run's params_dtype",
-    )
-    result.add_argument("--tokenizer", type=Path, help="tokenizer.json or its folder; default: the run's own")
-    result.add_argument("--max-shard-size", type=size, default=DEFAULT_MAX_SHARD_BYTES, help="per file; default 5GB")
-    result.add_argument("--model-config", type=Path, help="config.json or YAML, where the source has none")
-    result.add_argument("--names", choices=NAMES, default="optimus", help="of parameters, for zero and universal")
-    for kind in ("tensor", "pipeline", "expert"):
-        result.add_argument(f"--target-{kind}-parallel-size", type=int, default=1, help="ranks, for megatron")
-    result.add_argument(
-        "--transformer-impl",
-        choices=("transformer_engine", "local"),
-        default="transformer_engine",
-        help="names of modules, for megatron",
-    )
-    result.add_argument("--overwrite", action="store_true", help="replace an earlier conversion")
-    result.add_argument("--verify", action="store_true", help="read the result back and compare every tensor")
-    result.add_argument("--dry-run", action="store_true", help="list the tensors, write nothing")
-    return result
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    try:
-        done = convert(
-            args.source,
-            args.destination,
-            to=args.to,
-            options=Options(
-                args.dtype,
-                args.tokenizer,
-                args.max_shard_size,
-                args.names,
-                args.target_tensor_parallel_size,
-                args.target_pipeline_parallel_size,
-                args.target_expert_parallel_size,
-                args.transformer_impl == "transformer_engine",
-            ),
-            model_config=args.model_config,
-            overwrite=args.overwrite,
-            dry_run=args.dry_run,
-            verify=args.verify,
-        )
-    except (CheckpointError, ConfigError) as error:
-        print(f"convert_checkpoint: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"convert_checkpoint: interrupted; {args.destination} is as it was", file=sys.stderr)
-        return 130
-    if args.dry_run:
-        for tensor in done.tensors:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            print(f"{tensor.name}  {dtype}  {list(tensor.shape)}  {tensor.num_bytes:,} bytes")
-    verb = "would write" if args.dry_run else "wrote"
-    print(f"{verb} {done.destination}: {len(done.tensors)} tensors, {done.num_bytes:,} bytes, from {done.source}")
-    if args.verify and not args.dry_run:
-        print(f"read back and compared: {done.compared} tensors, all equal")
-    return 0
-
+from megatron.optimus.cli import main
 
 if __name__ == "__main__":
-    interrupts.end_with_reader()
-    interrupts.raise_again()
-    sys.exit(main())
+    sys.exit(main(["convert", *sys.argv[1:]]))

@@ -1,82 +1,12 @@
 #!/usr/bin/env python3
-"""How evenly experts load their ranks in a run, and what another placement of them would give.
+"""The command ``optimus expert-balance`` in a source tree that is not installed."""
 
-python tools/expert_balance.py runs/mula-7b
-python tools/expert_balance.py runs/mula-7b --ranks 16 --out balance.json --write-placement placement.json
-
-Reads <run>/expert_load.json, which a run writes at each validation and at its end; the load is that of all steps of
-its last process, or of --last-step. The placement file goes to --moe-expert-placement-file, at the next start too.
-"""
-
-from __future__ import annotations
-
-import argparse
-import dataclasses
-import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.optimus.platform import interrupts
-
-if __name__ == "__main__":
-    interrupts.end_silently()
-
-from megatron.optimus.config.placement import to_json
-from megatron.optimus.config.schema import ConfigError
-from megatron.optimus.training.expert_load import FILE_NAME, LOADS, BalanceReport, report
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Returns 0, or 2 after one line that says what is wrong."""
-    parser = argparse.ArgumentParser(description="Load of experts and of the ranks that own them")
-    parser.add_argument("run", type=Path, help=f"a run's folder, or its {FILE_NAME}")
-    parser.add_argument("--ranks", type=int, help="expert-parallel size to plan for; default: the run's")
-    parser.add_argument("--last-step", action="store_true", help="the load of the last step written, not of all")
-    parser.add_argument("--out", type=Path, help="write the report as JSON")
-    parser.add_argument("--write-placement", type=Path, help="write the balanced placement")
-    args = parser.parse_args(argv)
-    try:
-        path = args.run / FILE_NAME if args.run.is_dir() else args.run
-        found = report(path, args.ranks, last_step_only=args.last_step)
-        if args.out is not None:
-            write(args.out, json.dumps(as_record(found), indent=1) + "\n")
-        if args.write_placement is not None:
-            write(args.write_placement, to_json([layer.placement for layer in found.layers]))
-    except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    sys.stdout.write("\n".join(table(found)) + "\n")
-    return 0
-
-
-def write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:  # without a file name where the disk is full
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
-
-
-def as_record(found: BalanceReport) -> dict[str, object]:
-    """The report for a file: multiples of the mean load, layer by layer, and their means."""
-    return {**dataclasses.asdict(found), "mean_over_layers": found.means}
-
-
-def table(found: BalanceReport) -> list[str]:
-    """Lines to print."""
-    rows = [(str(number), [getattr(layer, name) for name in LOADS]) for number, layer in enumerate(found.layers)]
-    rows.append(("mean", list(found.means.values())))
-    gain = 1 - found.means["balanced"] / found.means["present"]
-    return [
-        f"steps {found.first_step} to {found.last_step}, experts of a layer over {found.num_ranks} ranks; load of the "
-        "busiest expert and the busiest rank as a multiple of the mean:",
-        "layer" + "".join(f"{name.replace('_', ' '):>16}" for name in LOADS),
-        *(f"{label:>5}" + "".join(f"{value:16.3f}" for value in values) for label, values in rows),
-        f"with the balanced placement the busiest ranks have {gain:.1%} less to compute (mean over layers)",
-    ]
-
+from megatron.optimus.cli import main
 
 if __name__ == "__main__":
-    interrupts.end_with_reader()
-    sys.exit(main())
+    sys.exit(main(["expert-balance", *sys.argv[1:]]))

@@ -1,52 +1,12 @@
 #!/usr/bin/env python3
-"""Trains a byte-level BPE tokenizer on JSON lines; the folder it writes also loads in transformers.
+"""The command ``optimus train-tokenizer`` in a source tree that is not installed."""
 
-python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output tokenizer/
-"""
-
-from __future__ import annotations
-
-import argparse
-import logging
 import sys
-import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.optimus.platform import interrupts
-
-if __name__ == "__main__":
-    interrupts.end_silently()
-
-from megatron.optimus.config.schema import TokenizerType
-from megatron.optimus.data.errors import DataError
-from megatron.optimus.data.tokenize.corpus import expand_inputs, read_documents
-from megatron.optimus.data.tokenize.tokenizer import build_tokenizer, train_bpe
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Train a byte-level BPE tokenizer on JSON lines")
-    parser.add_argument("--input", nargs="+", required=True, help="JSON-lines files or globs; .gz and .zst too")
-    parser.add_argument("--vocab-size", type=int, required=True, help="entries, at least 257")
-    parser.add_argument("--output", required=True, help="folder to write")
-    parser.add_argument("--json-key", "--json-keys", default="text", help="key that holds the text")
-    parser.add_argument("--special-tokens", nargs="*", default=[], help="names, for example <fim_prefix> <fim_middle>")
-    parser.add_argument("--skip-malformed", action="store_true", help="leave malformed lines out and count them")
-    args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    started = time.monotonic()
-    try:
-        texts = read_documents(expand_inputs(args.input), args.json_key, args.skip_malformed)
-        train_bpe(texts, args.vocab_size, args.output, args.special_tokens)
-        tokenizer = build_tokenizer(TokenizerType.HF, args.output)
-    except DataError as error:
-        print(f"train_tokenizer: error: {error}", file=sys.stderr)
-        return 1
-    seconds = time.monotonic() - started
-    print(f"{args.output}: {tokenizer.vocab_size} tokens, end of document {tokenizer.eod_id}, {seconds:.1f} s")
-    return 0
-
+from megatron.optimus.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["train-tokenizer", *sys.argv[1:]]))

@@ -14,20 +14,17 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
-from typing import TypeVar
 
 from megatron.optimus.platform import interrupts
 
 if __name__ == "__main__":
     interrupts.end_silently()
 
+
 from megatron.optimus.config.checks import check, check_trainable
-from megatron.optimus.config.load import load
-from megatron.optimus.config.options import did_you_mean
-from megatron.optimus.config.own_flags import split_flags, whole_number
-from megatron.optimus.config.schema import ConfigError, RunConfig, one_of
+from megatron.optimus.config.load import Parser, load, one_of_names, whole_number
+from megatron.optimus.config.schema import ConfigError, RunConfig
 from megatron.optimus.describe import describe
 from megatron.optimus.launcher.allocation import detect
 from megatron.optimus.launcher.compose import Launch, LaunchOptions, Mpi, Starter, compose
@@ -37,18 +34,13 @@ from megatron.optimus.launcher.watch import Outcome, run_until_done, run_watched
 from megatron.optimus.platform import environment as launch_env
 from megatron.optimus.training.metrics import FILE_NAME
 
-_FLAGS = {
-    "--nproc-per-node": "ranks on a node (default: what --system or the scheduler says)",
-    "--nodes": "nodes to use; further nodes of the job are spares (default: all)",
-    "--launcher": f"what starts the ranks: {', '.join(s.value for s in Starter)} (default: auto)",
-    "--mpi": f"whose mpiexec: {', '.join(m.value for m in Mpi)} (default: pals on aurora, else mpich)",
-    "--system": f"defaults of a machine: {', '.join(SYSTEMS)} (default: generic)",
-    "--cpu-bind": "cores of each rank, in the words of the starter; none turns it off",
-    "--max-restarts": "start again after a failure, on spare nodes where there are some (default: 0)",
-    "--stall-timeout": "seconds without output after which the ranks are stopped (default: never)",
-}
+_DESCRIPTION = """Start pretraining: on this machine, or through mpiexec or srun in a PBS or SLURM job.
+
+    optimus launch --nproc-per-node 2 --preset mula-tiny --data-path corpus
+    optimus launch --nodes 8 --launcher mpiexec --preset mula-7b-a1b --data-file-list data.txt --dry-run
+
+All options of ``optimus pretrain`` can follow; they go to every rank."""
 _LOCAL_RANKS_PER_CORE = 16
-_E = TypeVar("_E", bound=Enum)
 
 
 @dataclass(frozen=True)
@@ -63,14 +55,10 @@ class Request:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, that of the first rank that failed, or 2 for a wrong command line."""
     logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
-    words = list(sys.argv[1:] if argv is None else argv)
-    if "--help" in words or "-h" in words:
-        sys.stdout.write(_help())
-        return 0
     try:
-        request = _parse(words)
+        request = _parse(argv)
         env = launch_env.current()
-        config = load(request.options, own_flags=_FLAGS).config  # first: a misspelt flag of ours is named here
+        config = load(request.options, other_flags=_parser().flags).config  # names misspelt flags of the launcher, too
         launch = compose(detect(env), request.launch_options, request.options, env)
         if request.dry_run:
             sys.stdout.write(_describe(launch, config))
@@ -145,45 +133,45 @@ def _quote(word: str) -> str:
     return "python" if word == sys.executable else shlex.quote(word)
 
 
-def _parse(words: list[str]) -> Request:
-    """Takes the launcher's options out of the command line; all other words are for pretrain."""
-    given, options = split_flags(words, _FLAGS, ["--dry-run"])
+def _parser() -> Parser:
+    """The launcher's own flags; ``--dry-run`` prints the command beside what it prints of the run."""
+    result = Parser("launch", _DESCRIPTION)
+    whole, starters, kinds = whole_number(), [s.value for s in Starter], [m.value for m in Mpi]
+    ranks = "ranks on a node (default: what --system or the scheduler says)"
+    result.add_argument("--nproc-per-node", type=whole, metavar="N", help=ranks)
+    nodes = "nodes to use; further nodes of the job are spares (default: all)"
+    result.add_argument("--nodes", type=whole, metavar="N", help=nodes)
+    starter = f"what starts the ranks: {', '.join(starters)} (default: auto)"
+    result.add_argument("--launcher", type=one_of_names(starters), metavar="NAME", default="auto", help=starter)
+    mpi = f"whose mpiexec: {', '.join(kinds)} (default: pals on aurora, else mpich)"
+    result.add_argument("--mpi", type=one_of_names(kinds), metavar="NAME", help=mpi)
+    system = f"defaults of a machine: {', '.join(SYSTEMS)} (default: generic)"
+    result.add_argument("--system", type=one_of_names(SYSTEMS), metavar="NAME", default="generic", help=system)
+    cores = "cores of each rank, in the words of the starter; none turns it off"
+    result.add_argument("--cpu-bind", metavar="TEXT", help=cores)
+    restarts = "start again after a failure, on spare nodes where there are some (default: 0)"
+    result.add_argument("--max-restarts", type=whole_number(0), metavar="N", default=0, help=restarts)
+    stall = "seconds without output after which the ranks are stopped (default: never)"
+    result.add_argument("--stall-timeout", type=whole, metavar="SECONDS", help=stall)
+    dry_run = "print the command, its environment and what the run would be, then stop"
+    result.add_argument("--dry-run", action="store_true", help=dry_run)
+    return result
+
+
+def _parse(argv: Sequence[str] | None) -> Request:
+    """Takes the launcher's flags out of the command line; all other words are for pretrain."""
+    args, options = _parser().parse_own(argv)
     launch_options = LaunchOptions(
-        nproc_per_node=whole_number(given, "--nproc-per-node"),
-        nodes=whole_number(given, "--nodes"),
-        starter=_choice(given, "--launcher", Starter) or Starter.AUTO,
-        mpi=_choice(given, "--mpi", Mpi),
-        system=SYSTEMS[_member(given, "--system", list(SYSTEMS)) or "generic"],
-        cpu_bind=given.get("--cpu-bind"),
+        nproc_per_node=args.nproc_per_node,
+        nodes=args.nodes,
+        starter=Starter(args.launcher),
+        mpi=None if args.mpi is None else Mpi(args.mpi),
+        system=SYSTEMS[args.system],
+        cpu_bind=args.cpu_bind,
         port=launch_env.rendezvous_port(),
     )
-    stall = whole_number(given, "--stall-timeout")
-    return Request(
-        launch_options,
-        whole_number(given, "--max-restarts", 0) or 0,
-        float(stall) if stall else None,
-        "--dry-run" in given,
-        options,
-    )
-
-
-def _choice(given: dict[str, str], flag: str, kind: type[_E]) -> _E | None:
-    name = _member(given, flag, [str(member.value) for member in kind])
-    return None if name is None else kind(name)
-
-
-def _member(given: dict[str, str], flag: str, names: list[str]) -> str | None:
-    text = given.get(flag)
-    if text is not None and text not in names:
-        raise ConfigError(f"{flag}={text!r} is not one of {one_of(names)}; {did_you_mean(text, names, 'see --help')}")
-    return text
-
-
-def _help() -> str:
-    lines = ["python -m megatron.optimus.launch [launcher options] [options of megatron.optimus.pretrain]", ""]
-    lines += [f"  {flag:<20} {text}" for flag, text in _FLAGS.items()]
-    lines += [f"  {'--dry-run':<20} print the command, its environment and what the run would be, then stop", ""]
-    return "\n".join([*lines, "All other options go to every rank: python -m megatron.optimus.pretrain --help", ""])
+    stall = None if args.stall_timeout is None else float(args.stall_timeout)
+    return Request(launch_options, args.max_restarts, stall, args.dry_run, options)
 
 
 if __name__ == "__main__":

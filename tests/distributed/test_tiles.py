@@ -126,7 +126,7 @@ def auto_backend() -> Iterator[None]:
 
 @pytest.mark.usefixtures("auto_backend")
 def test_the_tool_refuses_what_it_cannot_tune(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from tools.tune_kernels import main
+    from megatron.optimus.commands.tune_kernels import main
 
     cases = {
         ("--preset", "mula-1b", "--device", "cpu"): "num_experts=0: a model without experts has no expert kernels",

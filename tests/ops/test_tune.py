@@ -363,7 +363,7 @@ def test_the_log_says_whether_tiles_are_tuned(caplog: pytest.LogCaptureFixture) 
 def test_the_tool_tunes_a_layer_and_keeps_it(
     _file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tools.tune_kernels import main
+    from megatron.optimus.commands.tune_kernels import main
 
     for kernel, candidates in list(CANDIDATES.items()):
         monkeypatch.setitem(tiles_module.CANDIDATES, kernel, (candidates[0], candidates[-1]))

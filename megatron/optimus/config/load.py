@@ -1,146 +1,219 @@
-"""Command line and files to one run: preset < file < flags.
+"""The command-line parser of every program, and the run that a command line describes: preset < file < flags.
 
-Hand-written on the option table instead of argparse: no abbreviations, the same types and messages as in files, and
-an unknown flag names its nearest neighbour.
+``Parser`` is argparse with this project's habits: every mistake is a ``ConfigError`` of one line, an unknown flag names
+its nearest neighbour, flags are never abbreviated, ``--num_layers`` is ``--num-layers``, and of a flag given twice the
+last one counts. ``add_run_options`` gives a parser one flag for each option of the schema.
 """
 
 from __future__ import annotations
 
+import argparse
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron.optimus.config.options import OPTIONS, SECTIONS, Option, build, did_you_mean, overrides, parse, parse_all
 from megatron.optimus.config.presets import PRESETS
 from megatron.optimus.config.schema import ConfigError, RunConfig
 from megatron.optimus.config.serialize import read_file
 
-_META_FLAGS = {
-    "preset": ("NAME", "start from a named model: " + ", ".join(PRESETS)),
-    "config": ("FILE", "sections in a .yaml or .json file; overrides the preset"),
-    "dry_run": ("", "print the resolved configuration, parameter counts and layout, then stop"),
-    "help": ("", "print this text"),
-}
+_FLAG_COLUMN = 44
+_PRECEDENCE = """A preset is overridden by the file, the file by flags. A switch alone means true, --no-SWITCH means
+  false; the word none empties an optional value. [in brackets: the default]"""
+_WRONG_COUNT = re.compile(r"argument (\S+): expected (?:one|at least one) argument")
+_EXTRA_VALUE = re.compile(r"argument (\S+): ignored explicit argument (.*)")
+_WRONG_CHOICE = re.compile(r"argument (\S+): invalid choice: (.*) \(choose from (.*)\)")
+_WRONG_VALUE = re.compile(r"^argument (--\S+): (?=')(.*)$", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Run:
+    """What a command line asks for.
+
+    Attributes:
+        config: every option of the run, checked section by section.
+        preset: name given to ``--preset``.
+        dry_run: whether only to print the configuration.
+        given: options named by a flag, not those of a preset or a file.
+    """
+
     config: RunConfig
     preset: str | None
-    config_file: str | None
     dry_run: bool
+    given: frozenset[str]
 
 
-def load(argv: Sequence[str] | None = None, own_flags: Iterable[str] = ()) -> Run:
-    """The run that the command line (default: of this process) describes.
+def load(argv: Sequence[str] | None = None, program: str = "pretrain", other_flags: Iterable[str] = ()) -> Run:
+    """Reads a run from a command line that holds run options only.
 
-    ``own_flags``: those that the calling program has taken out of it, to be proposed for misspelt ones. Raises
-    ConfigError for anything it does not understand; ``--help`` writes to stdout and raises SystemExit(0).
+    Args:
+        argv: words without the program's name; None takes those of this process.
+        program: the subcommand whose help ``--help`` prints.
+        other_flags: flags of the calling program, proposed for misspelt ones.
+
+    Raises:
+        ConfigError: for anything that is not understood.
+        SystemExit: with code 0 after ``--help``.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    if "--help" in words or "-h" in words:
-        sys.stdout.write(help_text())
-        raise SystemExit(0)
-    meta, flags = _parse_words(words, own_flags)
-    values: dict[str, Any] = {}
-    preset, config_file = meta.get("preset"), meta.get("config")
-    if preset is not None:
-        if preset not in PRESETS:
-            hint = did_you_mean(preset, PRESETS, "")
-            raise ConfigError(f"--preset={preset!r} is not one of {', '.join(PRESETS)}{'; ' * bool(hint)}{hint}")
-        values.update(overrides(PRESETS[preset], f"preset {preset}"))
-    if config_file is not None:
-        values.update(read_file(config_file))
-    values.update(flags)
-    return Run(build(values), preset, config_file, "dry_run" in meta)
+    parser = Parser(program, "Pretrain a model. Alone, under torchrun, or under mpiexec or srun.", other_flags)
+    add_run_options(parser)
+    return read_run(parser.parse(argv))
 
 
-def _parse_words(words: list[str], own_flags: Iterable[str]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Splits the words into (meta flags, option values). A flag given twice counts the last time, as shells expect."""
-    meta: dict[str, str] = {}
-    flags: dict[str, Any] = {}
-    position = 0
-    while position < len(words):
-        word = words[position]
-        if not word.startswith("--") or word == "--":
-            raise ConfigError(f"unexpected argument {word!r}; options look like --num-layers 16")
-        flag, equals, attached = word.partition("=")
-        name = flag[2:].replace("-", "_")
-        end = position + 1
-        while end < len(words) and not words[end].startswith("--"):
-            end += 1
-        following = words[position + 1 : end]
-        arguments = [attached] if equals else following
-        option = OPTIONS.get(name)
-        if name == "dry_run":
-            taken, meta[name] = _no_value(flag, equals + attached), ""
-        elif name in _META_FLAGS:
-            taken, meta[name] = 1, _one_value(flag, arguments)
-        elif option is not None and option.is_list:
-            taken, flags[name] = len(arguments), parse_all(option, arguments, flag)
-        elif option is not None and option.type is bool:
-            taken, flags[name] = _boolean(option, flag, arguments)
-        elif option is not None:
-            taken, flags[name] = 1, parse(option, _one_value(flag, arguments), flag)
-        elif name.startswith("no_") and name[3:] in OPTIONS and OPTIONS[name[3:]].type is bool:
-            taken, flags[name[3:]] = _no_value(flag, equals + attached), False
+class Parser(argparse.ArgumentParser):
+    """A subcommand's parser.
+
+    Args:
+        program: the subcommand, as in ``optimus PROGRAM``.
+        description: what it does; printed by ``--help`` as it stands.
+        other_flags: flags that another parser has taken, proposed for misspelt ones.
+    """
+
+    def __init__(
+        self, program: str = "", description: str = "", other_flags: Iterable[str] = (), **options: Any
+    ) -> None:
+        if program:  # else an action below a subcommand, which argparse names itself
+            options = {"prog": f"optimus {program}", "usage": f"optimus {program} [options]"} | options
+        super().__init__(description=description, formatter_class=_Help, allow_abbrev=False, **options)
+        self._other_flags = tuple(other_flags)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Every flag of this parser, with the two dashes."""
+        return tuple(flag for flag in self._option_string_actions if flag.startswith("--"))
+
+    def error(self, message: str) -> NoReturn:
+        """Raises ConfigError instead of printing the usage and ending the process."""
+        if match := _WRONG_COUNT.search(message):
+            raise ConfigError(f"{match[1]} needs a value")
+        if match := _EXTRA_VALUE.search(message):
+            raise ConfigError(f"{match[1]} takes no value, got {match[2]}")
+        if match := _WRONG_CHOICE.search(message):
+            raise ConfigError(f"{match[1]}={match[2]} is not one of {match[3]}")
+        raise ConfigError(_WRONG_VALUE.sub(r"\1=\2", message).removeprefix("argument "))
+
+    def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        """Parses all words. Raises ConfigError; SystemExit with code 0 after ``--help``."""
+        args, rest = self.parse_own(argv)
+        for position, word in enumerate(rest):
+            if word.startswith("--") and word != "--":
+                flag, _, value = word.partition("=")
+                values = [value] if value else rest[position + 1 : position + 2]
+                hint = did_you_mean(flag, [*self.flags, *self._other_flags], "--help lists all options")
+                raise ConfigError(
+                    f"unknown option {flag}" + (f" (value {values[0]!r})" if values else "") + f"; {hint}"
+                )
+        if rest:
+            raise ConfigError(f"unexpected argument {rest[0]!r}; options look like --num-layers 16")
+        return args
+
+    def parse_own(self, argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+        """Parses the words that belong to this parser; all others are returned in their order."""
+        words = list(sys.argv[1:] if argv is None else argv)
+        if self.add_help and self._subparsers is None and ("--help" in words or "-h" in words):
+            self.print_help()
+            raise SystemExit(0)
+        return self.parse_known_args(_normalized(words))
+
+
+def _normalized(words: Sequence[str]) -> list[str]:
+    """Spells flags with dashes, and joins a negative number to its flag: argparse would take it for a flag."""
+    result: list[str] = []
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if word.startswith("--"):
+            result.append(flag.replace("_", "-") + equals + value)
+        elif re.match(r"-[\d.]", word) and result and re.fullmatch(r"--[^=]+", result[-1]):
+            result[-1] += "=" + word
         else:
-            raise _unknown_flag(flag, " ".join(arguments), own_flags)
-        position += 1 + (0 if equals else taken)
-    return meta, flags
+            result.append(word)
+    return result
 
 
-def _one_value(flag: str, arguments: list[str]) -> str:
-    if not arguments:
-        raise ConfigError(f"{flag} needs a value")
-    return arguments[0]
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """One line an option, however long its text, so that ``grep`` finds it whole."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=_FLAG_COLUMN + 2, width=10_000)
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        metavar = action.metavar if isinstance(action.metavar, str) else None
+        return metavar or super()._format_args(action, default_metavar)
 
 
-def _no_value(flag: str, attached: str) -> int:
-    if attached:
-        raise ConfigError(f"{flag} takes no value, got {attached[1:]!r}")
-    return 0
+def whole_number(least: int = 1) -> Any:
+    """Returns an argparse type that accepts whole numbers of ``least`` or more."""
+
+    def convert(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of {least} or more")
+        return int(text)
+
+    return convert
 
 
-def _boolean(option: Option, flag: str, arguments: list[str]) -> tuple[int, bool]:
-    """(words taken, value): the flag alone means true."""
-    return (1, parse(option, arguments[0], flag)) if arguments else (0, True)
+def one_of_names(names: Iterable[str]) -> Any:
+    """Returns an argparse type that accepts the given names and proposes the nearest one for others."""
+    known = list(names)
+
+    def convert(text: str) -> str:
+        if text not in known:
+            hint = did_you_mean(text, known, "see --help")
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(known)}; {hint}")
+        return text
+
+    return convert
 
 
-def _all_flags() -> list[str]:
-    flags = ["--" + name.replace("_", "-") for name in _META_FLAGS]
-    for option in OPTIONS.values():
-        flags.append(option.flag)
-        if option.type is bool:
-            flags.append("--no-" + option.flag[2:])
-    return flags
-
-
-def _unknown_flag(flag: str, value: str, own_flags: Iterable[str]) -> ConfigError:
-    hint = did_you_mean(flag, [*_all_flags(), *own_flags], "--help lists all options")
-    return ConfigError(f"unknown option {flag}{f' (value {value!r})' if value else ''}; {hint}")
-
-
-def help_text() -> str:
-    """All options, section by section, with types, meaning and defaults."""
-    lines = ["python -m megatron.optimus.pretrain [--preset NAME] [--config FILE] [options]", ""]
-    lines += ["A preset is overridden by the file, the file by options. [in brackets: the default]"]
-    lines += ["A switch alone means true, --no-SWITCH means false; the word none empties an optional value.", "", "run"]
-    for name, (metavar, text) in _META_FLAGS.items():
-        lines.append(_help_line(f"--{name.replace('_', '-')} {metavar}".rstrip(), text))
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--preset``, ``--config``, ``--dry-run`` and a flag for every option of the schema."""
+    run = parser.add_argument_group("run", _PRECEDENCE)
+    run.add_argument("--preset", metavar="NAME", help="start from a named model: " + ", ".join(PRESETS))
+    run.add_argument("--config", metavar="FILE", help="sections in a .yaml or .json file; overrides the preset")
+    run.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the resolved configuration, parameter counts and layout, then stop",
+    )
     for section in SECTIONS:
-        lines += ["", section]
+        group = parser.add_argument_group(section)
         for option in OPTIONS.values():
             if option.section == section:
-                lines.append(_help_line(f"{option.flag} {_metavar(option)}", f"{option.help} [{_default(option)}]"))
-    return "\n".join(lines) + "\n"
+                _add_option(group, option)
 
 
-def _help_line(left: str, right: str) -> str:
-    left = "  " + left
-    return f"{left:<44} {right}" if len(left) <= 44 else f"{left}\n{'':<44} {right}"
+def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
+    """Words are kept as text, so that values of flags and of files are converted by the same code."""
+    words: dict[str, Any] = {"dest": f"option.{option.name}", "default": argparse.SUPPRESS}
+    text = f"{option.help} [{_default(option)}]".replace("%", "%%")
+    if option.is_list:
+        group.add_argument(option.flag, nargs="*", metavar=_metavar(option), help=text, **words)
+    elif option.type is bool:
+        group.add_argument(option.flag, nargs="?", const="true", metavar=_metavar(option), help=text, **words)
+        no = "--no-" + option.flag[2:]
+        group.add_argument(no, action="store_const", const="false", help=argparse.SUPPRESS, **words)
+    else:
+        group.add_argument(option.flag, metavar=_metavar(option), help=text, **words)
+
+
+def read_run(args: argparse.Namespace) -> Run:
+    """Builds the run from what a parser with ``add_run_options`` has read. Raises ConfigError."""
+    values: dict[str, Any] = {}
+    if args.preset is not None:
+        if args.preset not in PRESETS:
+            hint = did_you_mean(args.preset, PRESETS, "")
+            raise ConfigError(f"--preset={args.preset!r} is not one of {', '.join(PRESETS)}{'; ' * bool(hint)}{hint}")
+        values.update(overrides(PRESETS[args.preset], f"preset {args.preset}"))
+    if args.config is not None:
+        values.update(read_file(args.config))
+    words = {key.removeprefix("option."): word for key, word in vars(args).items() if key.startswith("option.")}
+    for name, word in words.items():
+        option = OPTIONS[name]
+        values[name] = (parse_all if option.is_list else parse)(option, word, option.flag)
+    return Run(build(values), args.preset, args.dry_run, frozenset(words))
 
 
 def _metavar(option: Option) -> str:

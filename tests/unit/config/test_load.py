@@ -24,7 +24,7 @@ def error_of(*argv: str) -> str:
 
 def test_nothing_given_is_the_defaults() -> None:
     run = load([])
-    assert (run.preset, run.config_file, run.dry_run) == (None, None, False)
+    assert (run.preset, run.dry_run, run.given) == (None, False, frozenset())
     assert run.config.model.num_layers == OPTIONS["num_layers"].default
 
 
@@ -36,7 +36,7 @@ def test_argv_defaults_to_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flags_override_the_file_and_the_file_the_preset(tmp_path: Path) -> None:
     file = write(tmp_path, "model: {num_layers: 5, hidden_size: 64, num_attention_heads: 4}\ntraining: {seed: 7}\n")
     run = load(["--num-layers", "6", "--config", file, "--preset", "mula-7b-a1b", "--dry-run"])
-    assert run.preset == "mula-7b-a1b" and run.config_file == file and run.dry_run
+    assert run.preset == "mula-7b-a1b" and run.dry_run and run.given == {"num_layers"}
     model = run.config.model
     assert model.num_layers == 6  # flag, although it stands before --config
     assert model.hidden_size == 64 and run.config.training.seed == 7  # file
@@ -191,5 +191,5 @@ def test_help_shows_every_option_with_its_default(capsys: pytest.CaptureFixture[
     for option in OPTIONS.values():
         assert f"  {option.flag} " in text and option.help in text
     assert "--num-layers INT" in text and "[50304]" in text and "{rmsnorm,layernorm-nonparametric}" in text
-    assert text.index("\nmodel\n") < text.index("--num-layers") < text.index("\nparallel\n")
+    assert text.index("\nmodel:\n") < text.index("--num-layers") < text.index("\nparallel:\n")
     assert "mula-220b-a10b" in text

@@ -133,7 +133,7 @@ def test_a_model_larger_than_any_is_refused_before_it_is_described(ours, tmp_pat
 
 _PROGRAM = """
 import sys
-from tools.convert_checkpoint import main
+from megatron.optimus.commands.convert import main
 ours, hf, zero = sys.argv[1:]
 assert main([ours, hf, "--to", "hf"]) == 0
 assert "deepspeed" not in sys.modules

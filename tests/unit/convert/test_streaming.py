@@ -33,7 +33,7 @@ import sys, threading, time
 sys.path.insert(0, sys.argv[1])
 import torch
 torch.set_num_threads(1)
-from tools import convert_checkpoint
+from megatron.optimus.commands import convert as convert_command
 import megatron.optimus.convert
 
 def now():
@@ -47,11 +47,11 @@ def watch():
         time.sleep(0.002)
 
 small, large, destination, *options = sys.argv[2:]
-assert convert_checkpoint.main([small, destination + "-small", *options]) == 0
+assert convert_command.main([small, destination + "-small", *options]) == 0
 start = now()
 thread = threading.Thread(target=watch)
 thread.start()
-code = convert_checkpoint.main([large, destination, *options])
+code = convert_command.main([large, destination, *options])
 done.set()
 thread.join()
 assert code == 0

@@ -12,10 +12,7 @@ import pytest
 from megatron.optimus.platform import interrupts
 
 ROOT = Path(__file__).parents[3]
-PROGRAMS = [
-    *sorted(ROOT.glob("tools/*.py")),
-    *(ROOT / f"megatron/optimus/{name}.py" for name in ("pretrain", "launch")),
-]
+PROGRAMS = [ROOT / f"megatron/optimus/{name}.py" for name in ("cli", "pretrain", "launch")]
 WAIT = "import sys, time; sys.stdout.write('ready\\n'); sys.stdout.flush(); time.sleep(60)"
 
 

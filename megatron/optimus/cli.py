@@ -1,0 +1,65 @@
+"""The command ``optimus``: one subcommand a verb; ``python -m megatron.optimus`` is the same in a source tree."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from megatron.optimus.platform import interrupts
+
+# Subcommand: (module with main(argv), what it does). Modules are imported when called: --help needs no torch.
+COMMANDS = {
+    "pretrain": ("megatron.optimus.pretrain", "train a model: one rank of it"),
+    "launch": ("megatron.optimus.launch", "start the ranks of pretrain, on this machine or in a PBS or SLURM job"),
+    "plan": ("megatron.optimus.commands.plan", "predict memory, communication and time of a run, and search layouts"),
+    "preprocess": ("megatron.optimus.commands.preprocess", "tokenize JSON lines, parquet or text into .bin/.idx files"),
+    "train-tokenizer": ("megatron.optimus.commands.train_tokenizer", "train a byte-level BPE tokenizer"),
+    "inspect-data": ("megatron.optimus.commands.inspect_data", "look into token files, or what a run reads from them"),
+    "convert": ("megatron.optimus.commands.convert", "convert a checkpoint from or to other formats"),
+    "verify": ("megatron.optimus.commands.verify", "check, list or compare checkpoints"),
+    "expert-balance": ("megatron.optimus.commands.expert_balance", "report the load of experts, and balance it"),
+    "tune-kernels": ("megatron.optimus.commands.tune_kernels", "time tiles of the Triton expert kernels on this GPU"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a subcommand.
+
+    Args:
+        argv: the subcommand and its words; None takes those of this process.
+
+    Returns:
+        The subcommand's exit code; 2 after one line where there is no such subcommand.
+    """
+    interrupts.end_silently()
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write(_help())
+        return 0 if words else 2
+    if words[0] == "--version":
+        from megatron.optimus.version import __version__
+
+        sys.stdout.write(f"optimus {__version__}\n")
+        return 0
+    if words[0] not in COMMANDS:
+        from megatron.optimus.config.options import did_you_mean
+
+        hint = did_you_mean(words[0], COMMANDS, f"commands are {', '.join(COMMANDS)}")
+        sys.stderr.write(f"error: optimus has no command {words[0]!r}; {hint}\n")
+        return 2
+    module = importlib.import_module(COMMANDS[words[0]][0])
+    if words[0] not in ("pretrain", "launch"):
+        interrupts.end_with_reader()
+    interrupts.raise_again()
+    try:
+        return int(module.main(words[1:]))
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
+
+
+def _help() -> str:
+    lines = ["usage: optimus COMMAND [options]", "", "commands:"]
+    lines += [f"  {name:<16} {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join([*lines, "", "optimus COMMAND --help lists the options of a command.", ""])

@@ -1,0 +1,1 @@
+"""The subcommands of ``optimus``: one file each, with ``main(argv) -> exit code``."""

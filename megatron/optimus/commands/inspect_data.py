@@ -1,0 +1,210 @@
+"""Look into token files, or into what a run reads from them.
+
+optimus inspect-data stats data/corpus_text_document --histogram lengths.png
+optimus inspect-data show data/corpus_text_document --documents 0 5 --tokenizer-model tokenizer/
+optimus inspect-data check data/*.idx --vocab-size 50304
+optimus inspect-data duplicates data/a data/b --split 969,30,1
+optimus inspect-data sample 123456 --data-file-list blend.yaml --seq-length 4096 --seed 1234 ...
+optimus inspect-data blend --data-file-list blend.yaml --seq-length 4096 --samples 1000000 --picture b.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.optimus.config.load import Parser, whole_number
+from megatron.optimus.config.schema import ConfigError, DataConfig, Packing, TokenizerType
+from megatron.optimus.data.dataset import InstanceSet, Split
+from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.indexed import IndexedDataset
+from megatron.optimus.data.inspection import Statistics, document_at, document_bounds, find_duplicates
+from megatron.optimus.data.mixture import Mixture
+from megatron.optimus.data.order import sample_at
+from megatron.optimus.data.sources import read_sources
+from megatron.optimus.data.tokenize.tokenizer import Tokenizer, build_tokenizer
+from megatron.optimus.platform.log import counted
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser("inspect-data", __doc__ or "", usage="optimus inspect-data ACTION [options]")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", prog="optimus inspect-data")
+    files = Parser(add_help=False)
+    files.add_argument("prefixes", nargs="+", help="pairs, with or without .bin or .idx")
+    text = Parser(add_help=False)
+    text.add_argument("--tokenizer-type", choices=[t.value for t in TokenizerType], default=TokenizerType.HF.value)
+    text.add_argument("--tokenizer-model", help="file or folder; without one ids are shown")
+    data = Parser(add_help=False)
+    data.add_argument("--data-path", nargs="+", default=[])
+    data.add_argument("--data-file-list")
+    data.add_argument("--split", default="969,30,1")
+    data.add_argument("--seq-length", type=int, required=True)
+    data.add_argument("--seed", type=int, default=1234)
+
+    stats = actions.add_parser("stats", parents=[files], help="documents, tokens, lengths")
+    stats.add_argument("--histogram", help="PNG to write")
+    show = actions.add_parser("show", parents=[files, text], help="documents as text")
+    show.add_argument("--documents", nargs="+", type=int, default=[0], help="numbers, from 0; negative: from the end")
+    check = actions.add_parser("check", parents=[files], help="every entry of the indices, and every token id")
+    check.add_argument("--vocab-size", type=whole_number())
+    same = actions.add_parser("duplicates", parents=[files], help="documents that two splits have in common")
+    same.add_argument("--split", default="969,30,1")
+    same.add_argument("--anywhere", action="store_true", help="also within a split")
+    sample = actions.add_parser("sample", parents=[data, text], help="what sample k of a run contains")
+    sample.add_argument("position", type=whole_number(0))
+    sample.add_argument("--packing", choices=[p.value for p in Packing], default=Packing.NONE.value)
+    blend = actions.add_parser("blend", parents=[data], help="shares and epochs of each corpus in a run")
+    blend.add_argument("--samples", type=whole_number(), required=True, help="length of the run")
+    blend.add_argument("--picture", help="PNG of the realised shares, of two corpora or more")
+    return parser.parse(argv)
+
+
+def tokenizer_of(args: argparse.Namespace) -> Tokenizer | None:
+    kind = TokenizerType(args.tokenizer_type)
+    return build_tokenizer(kind, args.tokenizer_model) if args.tokenizer_model or kind is TokenizerType.BYTE else None
+
+
+def as_text(tokenizer: Tokenizer | None, ids: np.ndarray) -> str:
+    """Ids that the tokenizer does not have give no text, so it is said that they are there."""
+    if tokenizer is None:
+        return " ".join(map(str, ids.tolist()))
+    foreign = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
+    text = tokenizer.decode(ids.tolist())
+    if foreign.size:
+        text += (
+            f"\n[{foreign.size} of {ids.size} ids, like {foreign[0]}, are not among the tokenizer's "
+            f"{tokenizer.vocab_size}: the tokens are another one's]"
+        )
+    return text
+
+
+def stats(args: argparse.Namespace) -> None:
+    total = Statistics()
+    for prefix in args.prefixes:
+        one = Statistics()
+        data = IndexedDataset(prefix)
+        one.add(data)
+        total.add(data)
+        print(f"{prefix}: {one.documents} documents ({one.empty} empty), {one.tokens} tokens, {data.dtype.name}")
+    print(f"all: {total.documents} documents ({total.empty} empty), {total.tokens} tokens")
+    print("tokens in a document: " + ", ".join(f"{name} {value}" for name, value in total.quantiles().items()))
+    if args.histogram:
+        total.save_histogram(Path(args.histogram), f"{total.documents} documents, {total.tokens} tokens")
+
+
+def show(args: argparse.Namespace) -> None:
+    tokenizer = tokenizer_of(args)
+    for prefix in args.prefixes:
+        data = IndexedDataset(prefix)
+        bounds = document_bounds(data)
+        count = bounds.size - 1
+        for number in args.documents:
+            if not -count <= number < count:
+                raise DataError(f"{prefix}: document {number} of {count}")
+            start, stop = bounds[number % count], bounds[number % count + 1]
+            print(f"--- {prefix} document {number % count}: {stop - start} tokens from {start}")
+            print(as_text(tokenizer, data.tokens[start:stop]))
+
+
+def check(args: argparse.Namespace) -> None:
+    for prefix in args.prefixes:
+        data = IndexedDataset(prefix)
+        if args.vocab_size is not None:
+            data.check_token_ids(args.vocab_size)
+        print(f"{prefix}: ok, {data.document_index.size - 1} documents, {data.tokens_total} tokens, {data.dtype.name}")
+
+
+def duplicates(args: argparse.Namespace) -> int:
+    count = 0
+    for found in find_duplicates(args.prefixes, args.split, across_splits=not args.anywhere):
+        count += 1
+        (a, i), (b, j) = found.first, found.second
+        print(f"{a} document {i} ({found.splits[0]}) = {b} document {j} ({found.splits[1]})")
+    print(f"{count} duplicates")
+    return 1 if count else 0
+
+
+def mixture_of(args: argparse.Namespace) -> Mixture | InstanceSet:
+    sources = read_sources(DataConfig(data_path=args.data_path, data_file_list=args.data_file_list))
+    options: dict[str, Any] = {"split": args.split}
+    if "packing" in args:
+        options["packing"] = args.packing == Packing.BEST_FIT.value
+    if sources.is_blend:
+        return Mixture(sources, args.seq_length, part=Split.TRAIN, seed=args.seed, **options)
+    return InstanceSet(sources.prefixes, args.seq_length, **options)
+
+
+def sample(args: argparse.Namespace) -> None:
+    data, tokenizer = mixture_of(args), tokenizer_of(args)
+    if isinstance(data, Mixture):
+        corpus, epoch, instance, prefix, ranges = data.sample(args.position)
+    else:
+        epoch, instance = sample_at(args.position, len(data), args.seed)
+        corpus, (prefix, ranges) = "all", data.locate(instance)
+    print(f"sample {args.position}: corpus {corpus}, epoch {epoch}, instance {instance}, of {prefix}.bin")
+    file = IndexedDataset(prefix)
+    for start, stop in ranges:
+        document, first = document_at(file, start)
+        print(f"--- tokens [{start}, {stop}), from token {start - first} of document {document}")
+        print(as_text(tokenizer, file.tokens[start:stop]))
+
+
+def blend(args: argparse.Namespace) -> None:
+    data = mixture_of(args)
+    if not isinstance(data, Mixture):
+        if args.picture:
+            raise DataError("--picture draws shares of two corpora or more; this data is one corpus")
+        print(f"all: {len(data)} instances, {args.samples / len(data):.4f} epochs")
+        return
+    for plan in data.plan(args.samples):
+        print(
+            f"{plan.name}: {counted(plan.files, 'file')}, {plan.tokens} tokens, {plan.samples} samples "
+            f"({100 * plan.samples / args.samples:.4f} %), {plan.epochs:.4f} epochs"
+        )
+    if args.picture:
+        draw_shares(data, args.samples, Path(args.picture))
+
+
+def draw_shares(data: Mixture, samples: int, path: Path) -> None:
+    """Left: realised share of each corpus over the run; right: by how many samples each is off its share."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    steps = max(1, samples // 100)
+    positions = list(range(0, samples + 1, steps))
+    counts = np.array([data.counts(position) for position in positions])
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    left.stackplot(positions[1:], 100 * np.diff(counts, axis=0).T / steps, labels=data.names)
+    left.set(xlabel="samples", ylabel="share of the samples in %", title="realised shares", ylim=(0, 100))
+    left.legend(loc="lower left", fontsize="small")
+    window = min(samples, 2000)
+    corpora, shares = data.corpora_at(0, window), data.shares()
+    for i, name in enumerate(data.names):
+        off = np.cumsum(corpora == i) - np.arange(1, window + 1) * shares[i]
+        right.plot(off, lw=0.7, label=name)
+    right.set(xlabel="samples", ylabel="samples ahead of the share", title="the first samples", ylim=(-1.1, 1.1))
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns 0, 1 where duplicates were found, or 2 after one line that says what is wrong."""
+    actions = {"stats": stats, "show": show, "check": check, "duplicates": duplicates, "sample": sample, "blend": blend}
+    try:
+        args = parse_args(argv)
+        if "prefixes" in args:
+            args.prefixes = list(dict.fromkeys(p.removesuffix(".bin").removesuffix(".idx") for p in args.prefixes))
+        return actions[args.action](args) or 0
+    except OSError as error:  # of a picture or a closed pipe; those of data files are DataErrors
+        what = error.filename or "the output"
+        print(f"error: {what}: cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+    except (DataError, ConfigError, IndexError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2

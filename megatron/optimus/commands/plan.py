@@ -1,0 +1,153 @@
+"""Predict what a run needs and how fast it is, before it is queued.
+
+    optimus plan --preset mula-220b-a10b --nodes 1024 --system aurora      the layout given, and the best ones
+    optimus plan --preset mula-7b-a1b --nodes 1 --micro-batch-size 8 --explain         with all the arithmetic
+    optimus plan --preset mula-220b-a10b --weak-scaling weak_scaling       OUT.png and OUT.md
+    optimus plan --preset mula-220b-a10b --nodes 1024 --system aurora --check-build     builds a real rank
+
+Every option of the training program can follow; the search keeps the ones that are named. A pipeline's layers are split
+as the program splits them, which is printed. Needs no GPU, and torch only for --check-build.
+
+Exit code: 0, 1 where the layout does not fit the memory, or 2 after one line that says what is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron.optimus.config.load import Parser, Run, load, whole_number
+from megatron.optimus.config.options import build, overrides
+from megatron.optimus.config.presets import PRESETS
+from megatron.optimus.config.schema import ConfigError, RunConfig
+from megatron.optimus.planner.fake_world import build_in_a_process, built_text
+from megatron.optimus.planner.hardware import Machine, machine_named
+from megatron.optimus.planner.plan import Plan, plan
+from megatron.optimus.planner.report import findings_text, plan_json, plan_text
+from megatron.optimus.planner.search import Findings, search
+from megatron.optimus.planner.weak_scaling import PAPER, as_the_paper, draw, table, weak_scaling
+
+MOST_RANKS = 1_000_000
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0, 1 where the layout does not fit the memory, or 2 after one line that says what is wrong."""
+    parser = _parser()
+    try:
+        args, run_words = parser.parse_own(argv)
+        run = load(run_words, "plan", other_flags=parser.flags)
+        machine = machine_named(args.system or "h200")
+        if args.weak_scaling is not None:
+            return scale(run.config, machine_named(args.system or "aurora"), args.weak_scaling)
+        world_size = ranks(args, machine)
+        if args.check_build:
+            return check_build(run_words, world_size, as_json_object=args.json)
+        return report(run, world_size, machine, args)
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+
+
+def _parser() -> Parser:
+    result = Parser("plan", __doc__ or "")
+    result.add_argument(
+        "--system", metavar="NAME", help="h200 (measured) or aurora (public and assumed figures) [h200]"
+    )
+    result.add_argument("--nodes", type=whole_number(), metavar="N", help="nodes of the system")
+    result.add_argument("--world-size", type=whole_number(), metavar="N", help="ranks; instead of --nodes")
+    result.add_argument(
+        "--top", type=whole_number(0), metavar="N", default=10, help="best layouts to list; 0: none [10]"
+    )
+    result.add_argument("--explain", action="store_true", help="parts of a layer, collectives, constants with sources")
+    result.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    curve = (
+        "the curve from 384 to 12,288 ranks [of aurora], into OUT.png and OUT.md; mula-220b-a10b's beside the paper's"
+    )
+    result.add_argument("--weak-scaling", type=Path, metavar="OUT", help=curve)
+    result.add_argument("--check-build", action="store_true", help="build the first and last rank of the real program")
+    return result
+
+
+def ranks(args: argparse.Namespace, machine: Machine) -> int:
+    """Returns the number of ranks. Raises ConfigError for one that is too large, or given twice and not the same."""
+    of_nodes = (args.nodes or 1) * machine.devices_per_node
+    size: int = args.world_size or of_nodes
+    if args.nodes is not None and size != of_nodes:
+        raise ConfigError(
+            f"--nodes={args.nodes} of {machine.name} are {of_nodes} ranks, but --world-size={size}; leave one out"
+        )
+    if size > MOST_RANKS:
+        raise ConfigError(f"{size:,} ranks are more than the {MOST_RANKS:,} that are planned here")
+    return size
+
+
+def report(run: Run, world_size: int, machine: Machine, args: argparse.Namespace) -> int:
+    """Prints the layout given and the best ones; returns the exit code. The search varies no option given by a flag."""
+    config, top = run.config, args.top
+    given: Plan | None = None
+    refusal = ""
+    try:
+        given = plan(config, world_size, machine)
+    except ConfigError as error:
+        if top == 0:
+            raise
+        refusal = str(error)
+    found = search(config, world_size, machine, named=set(run.given), keep=top) if top else None
+    if args.json:
+        sys.stdout.write(json.dumps(as_json(given, refusal, found), indent=1) + "\n")
+    else:
+        sys.stdout.write(as_text(given, refusal, found, world_size, explain=args.explain))
+    if given is None:
+        return 0 if found is not None and found.best else 2
+    return 0 if given.fits else 1
+
+
+def as_text(given: Plan | None, refusal: str, found: Findings | None, world_size: int, *, explain: bool) -> str:
+    text = f"the layout given is refused: {refusal}\n" if given is None else plan_text(given, explain=explain)
+    return text if found is None else text + "\n" + findings_text(found, world_size)
+
+
+def as_json(given: Plan | None, refusal: str, found: Findings | None) -> dict[str, Any]:
+    result: dict[str, Any] = {"plan": None if given is None else plan_json(given), "refusal": refusal or None}
+    if found is not None:
+        result["search"] = {
+            "tried": found.tried,
+            "refused": {reason: [number, found.examples[reason]] for reason, number in found.refused.items()},
+            "best": [plan_json(made) for made in found.best],
+            "too_large": [plan_json(made) for made in found.too_large],
+        }
+    return result
+
+
+def scale(config: RunConfig, machine: Machine, out: Path) -> int:
+    paper = PAPER if config.model == build(overrides(PRESETS["mula-220b-a10b"], "preset")).model else {}
+    curves = {
+        "predicted, bf16 gradients, nothing overlapped": weak_scaling(as_the_paper(config), machine, paper),
+        "predicted, as this library runs it": weak_scaling(config, machine, paper),
+    }
+    try:
+        Path(f"{out}.md").write_text(table(curves))
+        draw(curves, f"weak scaling on {machine.name}: model, not measured by us", Path(f"{out}.png"))
+    except OSError as error:
+        raise ConfigError(f"--weak-scaling={out}: cannot write {error.filename or out}: {error.strerror}") from error
+    except ImportError as error:
+        raise ConfigError(f"{out}.md is written; {out}.png needs matplotlib: pip install matplotlib") from error
+    sys.stdout.write(table(curves))
+    return 0
+
+
+def check_build(words: list[str], world_size: int, *, as_json_object: bool) -> int:
+    built = []
+    for rank in sorted({0, world_size - 1}):
+        built.append(build_in_a_process(words, rank, world_size))
+        if not as_json_object:
+            sys.stdout.write(built_text(built[-1]) + "\n")
+            sys.stdout.flush()
+    if as_json_object:
+        sys.stdout.write(json.dumps([asdict(one) for one in built], indent=1) + "\n")
+    return 0

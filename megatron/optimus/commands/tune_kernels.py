@@ -1,0 +1,86 @@
+"""Time the candidates of the Triton expert kernels on this machine's GPU and keeps the fastest for later runs.
+
+    optimus tune-kernels --preset mula-7b-a1b --micro-batch-size 4 --seq-length 4096
+    optimus tune-kernels --preset mula-7b-a1b --tokens 16384 --expert-model-parallel-size 4 --explain
+
+Every option of the training program can follow; the shapes are those of one rank of that run. Runs where expert layers
+are Triton's take them from the file that is written (docs/expert_kernels.md).
+
+Exit code: 0, or 2 after one line that says what is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from megatron.optimus import ops
+from megatron.optimus.config.load import Parser, add_run_options, read_run, whole_number
+from megatron.optimus.config.schema import ConfigError, Precision, RunConfig
+from megatron.optimus.ops.triton import tile_cache, tiles
+from megatron.optimus.ops.triton.tiles import Problem
+from megatron.optimus.platform import device as devices
+from megatron.optimus.platform import environment as launch_env
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0, or 2 after one line that says what is wrong."""
+    parser = Parser("tune-kernels", __doc__ or "")
+    tokens = "tokens of a rank [micro_batch_size * seq_length, its part under context and sequence parallelism]"
+    parser.add_argument("--tokens", type=whole_number(), metavar="N", help=tokens)
+    parser.add_argument("--again", action="store_true", help="also shapes that have tuned tiles")
+    parser.add_argument("--explain", action="store_true", help="every candidate with its time, or why it is left out")
+    add_run_options(parser)
+    try:
+        args = parser.parse(argv)
+        tune(read_run(args).config, args.tokens, again=args.again, explain=args.explain)
+    except (ConfigError, ops.BackendUnavailableError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    except OSError as error:
+        sys.stderr.write(f"error: {launch_env.tiles_file()}: {error.strerror}; name another file in OPTIMUS_TILES\n")
+        return 2
+    return 0
+
+
+def tune(config: RunConfig, tokens: int | None, *, again: bool, explain: bool) -> None:
+    """Raises ConfigError or BackendUnavailableError where there is nothing to tune, OSError before anything is timed
+    where the result could not be kept."""
+    from megatron.optimus.training.kernel_tuning import problems_of
+
+    if not config.model.is_moe:
+        raise ConfigError(f"num_experts={config.model.num_experts}: a model without experts has no expert kernels")
+    if config.training.params_dtype is Precision.FP32:
+        raise ConfigError("params_dtype=fp32: the Triton kernels have 16 bits only; use bf16")
+    device = devices.pick(config.parallel.device, 0)
+    devices.set_device(device)
+    ops.set_backend("triton")  # on Hopper auto takes another
+    ops.resolve(device, torch.bfloat16)
+    key = tiles.hardware(device).key
+    tile_cache.save(key, {})
+    problems, share = problems_of(config, torch.bfloat16, tokens)
+    sys.stdout.write(f"{key}; kept in {launch_env.tiles_file()}\n")
+    report(problems, share, device, exact_only=config.training.deterministic, again=again, explain=explain)
+
+
+def report(
+    problems: list[Problem], share: float, device: torch.device, *, exact_only: bool, again: bool, explain: bool
+) -> None:
+    from megatron.optimus.ops.triton.tune import line, tune_missing
+
+    for problem in dict.fromkeys(problems):
+        known = {} if again else {k: e for k, e in tiles.table(device).items() if e.is_exact or not exact_only}
+        _, outcomes = tune_missing([problem], device, known, local_share=share, exact_only=exact_only)
+        if not outcomes:
+            entry = known[str(problem)]
+            sys.stdout.write(f"{problem}: {entry.tiles}: {entry.microseconds:.1f} us (tuned before)\n")
+        for outcome in outcomes:
+            sys.stdout.write(line(outcome) + "\n")
+            if explain:
+                for candidate, microseconds in outcome.microseconds.items():
+                    sys.stdout.write(f"    {microseconds:10.1f} us  {candidate}\n")
+                for candidate, reason in outcome.left_out.items():
+                    sys.stdout.write(f"    {'left out':>13}  {candidate}: {reason}\n")
+        sys.stdout.flush()

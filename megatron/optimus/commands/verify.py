@@ -1,0 +1,108 @@
+"""Check checkpoints, list what they hold, and compare two.
+
+    optimus verify runs/demo/checkpoints              every checkpoint of a folder (or run)
+    optimus verify runs/demo/checkpoints/step-00000300 --list
+    optimus verify FIRST --compare SECOND             largest difference of every tensor
+
+Exit code: 0 good (or equal), 1 damaged (or different), 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.optimus.checkpoint import CheckpointError, Manifest, commit, load_manifest, resolve
+from megatron.optimus.checkpoint.manifest import MANIFEST_NAME
+from megatron.optimus.checkpoint.verify import compare, find_damage
+from megatron.optimus.config.load import Parser, whole_number
+from megatron.optimus.config.schema import ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0 where all is good or equal, 1 where something is damaged or different, 2 for wrong usage."""
+    parser = Parser("verify", __doc__ or "", usage="optimus verify PATH [options]")
+    parser.add_argument("path", type=Path, help="a checkpoint, a folder of them, or a run")
+    parser.add_argument("--list", action="store_true", help="also name every tensor, with its hash-checked pieces")
+    parser.add_argument("--compare", type=Path, metavar="OTHER", help="compare with another checkpoint")
+    parser.add_argument("--jobs", type=whole_number(), default=min(8, os.cpu_count() or 1), help="files read at a time")
+    try:
+        options = parser.parse(argv)
+        for path in filter(None, (options.path, options.compare)):
+            if not path.exists():
+                raise ConfigError(f"{path}: no such file or folder")
+        if options.compare is not None:
+            return _compare(resolve(options.path), resolve(options.compare), options.jobs)
+        return max([_verify(path, options.jobs, options.list) for path in _checkpoints(options.path)])
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _checkpoints(path: Path) -> list[Path]:
+    """All that ``path`` means, oldest first."""
+    if (path / MANIFEST_NAME).exists():
+        return [path]
+    for root in (path, path / "checkpoints"):
+        found = [root / item.name for kind in ("model", "full") for item in commit.list_committed(root, kind)]
+        if found:
+            return found
+    return [resolve(path)]  # raises with the reason
+
+
+def _verify(path: Path, jobs: int, is_listing: bool) -> int:
+    started = time.perf_counter()
+    try:
+        manifest = load_manifest(path)
+    except CheckpointError as error:
+        print(f"{path}: DAMAGED\n  {error}")
+        return 1
+    damage = find_damage(path, manifest, jobs=jobs)
+    seconds = time.perf_counter() - started
+    size = sum(manifest.files.values())
+    layout = " ".join(f"{axis}={n}" for axis, n in manifest.layout.items())
+    print(
+        f"{path}: {'DAMAGED' if damage else 'good'}, {manifest.kind}, step {manifest.step}, "
+        f"{manifest.consumed_samples} samples, {len(manifest.tensors)} tensors, {_size(size)} in {len(manifest.files)} "
+        f"files{', saved at ' + layout if layout else ''}; {_size(round(size / max(seconds, 1e-9)))}/s"
+    )
+    for line in damage:
+        print(f"  {line}")
+    if is_listing:
+        _list(manifest)
+    return 1 if damage else 0
+
+
+def _list(manifest: Manifest) -> None:
+    for entry in manifest.tensors.values():
+        shape = "x".join(map(str, entry.shape)) or "scalar"
+        print(f"  {entry.name} {entry.kind} {entry.dtype} {shape} {len(entry.pieces)} pieces")
+    for name, version in manifest.packages.items():
+        print(f"  {name} {version}")
+
+
+def _compare(first: Path, second: Path, jobs: int) -> int:
+    differences = compare(first, second, jobs=jobs)
+    for one in differences:
+        if one.reason is not None:
+            print(f"{one.name} {one.kind}: {one.reason}")
+        elif not one.is_same:
+            count = f"{one.num_different} of {one.numel} elements"
+            print(f"{one.name} {one.kind}: {count} differ, by {one.max_abs:.3e} at most")
+    different = sum(not one.is_same for one in differences)
+    print(f"{len(differences) - different} of {len(differences)} tensors are bit-identical")
+    return 1 if different else 0
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"

@@ -1,0 +1,64 @@
+"""The command ``optimus``: its subcommands, their help, and what it says of a wrong one."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.optimus.cli import COMMANDS, main
+
+ROOT = Path(__file__).resolve().parents[2]
+FACES = {
+    path: [word for word in path.read_text().split('"') if word in COMMANDS] for path in sorted(ROOT.glob("tools/*.py"))
+}
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text for name in COMMANDS)
+    assert main([]) == 2
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_each_command_has_one_style(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as info:
+        main([name, "--help"])
+    text = capsys.readouterr().out
+    assert info.value.code == 0 and text.startswith(f"usage: optimus {name} ")
+    assert "show this help message and exit" in text and text.splitlines()[2][0].isupper()
+
+
+@pytest.mark.parametrize("name", set(COMMANDS) - {"pretrain", "launch"})
+def test_a_wrong_flag_is_one_line_and_code_2(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert importlib.import_module(COMMANDS[name][0]).main(["--zzzz"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_an_unknown_command_names_its_neighbour(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["covnert"]) == 2
+    assert capsys.readouterr().err == "error: optimus has no command 'covnert'; did you mean convert?\n"
+
+
+def test_help_imports_neither_torch_nor_numpy() -> None:
+    code = "import sys; from megatron.optimus.cli import main; main(['--help']); "
+    code += "print({'torch', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("set()\n")
+
+
+@pytest.mark.parametrize("path", FACES, ids=lambda path: path.stem)
+def test_a_tool_is_a_face_of_one_command(path: Path) -> None:
+    [name] = FACES[path]
+    done = subprocess.run([sys.executable, str(path), "--help"], cwd="/", capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"usage: optimus {name} ")
+
+
+def test_the_package_can_be_run() -> None:
+    command = [sys.executable, "-m", "megatron.optimus", "--version"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.startswith("optimus 0.")
