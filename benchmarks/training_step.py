@@ -52,6 +52,7 @@ from training_step_peers import PEERS, count
 from megatron.optimus.observe.flops import flops_per_token
 from megatron.optimus.runtime import device as devices
 from megatron.optimus.runtime import launch_env
+from megatron.optimus.runtime.process_exit import run_program
 
 PRESETS = {"dense": "mula-1b", "moe": "mula-7b-a1b"}
 SYSTEMS = ("ours", *PEERS)
@@ -338,4 +339,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

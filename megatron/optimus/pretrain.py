@@ -35,6 +35,7 @@ from megatron.optimus.runtime import device as devices
 from megatron.optimus.runtime import distributed, launch_env, log
 from megatron.optimus.runtime.agreement import RELAYED, Ranks
 from megatron.optimus.runtime.launch_env import LaunchEnv
+from megatron.optimus.runtime.process_exit import run_program
 from megatron.optimus.trainer.health import TrainingError
 
 logger = logging.getLogger("optimus")
@@ -108,13 +109,16 @@ def pretrain(config: RunConfig, launch: LaunchEnv) -> int:
         logger.info("%s on %s", mesh.describe(), devices.device_name(device))
         if config.training.skip_train:
             evaluate(config, mesh, device)
-            return 0
-        trainer = Trainer(config, mesh, device)
-        code = trainer.fit()
-        trainer.close()
-        return code
-    finally:
-        shutdown_engine()
+            code = 0
+        else:
+            trainer = Trainer(config, mesh, device)
+            code = trainer.fit()
+            trainer.close()
+    except BaseException:
+        distributed.leave_after_error(shutdown_engine)
+        raise
+    shutdown_engine()
+    return code
 
 
 def _check_same(config: RunConfig, ranks: Ranks) -> None:
@@ -164,4 +168,4 @@ def _make_folders(config: RunConfig, launch: LaunchEnv) -> None:
 
 if __name__ == "__main__":
     interrupts.raise_again()
-    sys.exit(main())
+    run_program(main)
