@@ -61,6 +61,7 @@ from megatron.optimus.checkpoint.file_layout import FILES_PER_NODE
 from megatron.optimus.checkpoint.snapshot import adjacent_runs
 from megatron.optimus.config.schema import Backend, Device
 from megatron.optimus.platform import device as devices
+from megatron.optimus.platform.process_exit import run_program
 
 BLOCK = 16 << 20
 KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -386,4 +387,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -270,4 +270,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from megatron.optimus.platform.process_exit import run_program
+
+    run_program(main)

@@ -42,6 +42,7 @@ from megatron.optimus.moe.layer import MoE
 from megatron.optimus.parallel.expert import apply_expert_parallelism
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.mesh import Mesh
+from megatron.optimus.platform.process_exit import exit_process
 
 WARM_UP, REPETITIONS = 3, 10
 LOCAL = "no exchange"
@@ -215,6 +216,7 @@ def one_rank(rank: int, args: argparse.Namespace, store: str) -> None:
         print(f"{record['device']} x {args.ranks}, {time.monotonic() - started:.0f} s", flush=True)
     dist.barrier()
     dist.destroy_process_group()
+    exit_process(0)
 
 
 def show(size: dict[str, Any]) -> None:

@@ -65,6 +65,7 @@ from provenance import commit
 
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform import environment as launch_env
+from megatron.optimus.platform.process_exit import exit_process
 
 VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_HIGH_PRIORITY", "NCCL_NVLS_ENABLE")  # that matter for overlap
 START_LIMIT = 120.0  # seconds for processes to start
@@ -157,6 +158,7 @@ def worker(rank: int, ranks: int, names: list[str], args: argparse.Namespace, st
         shutdown_engine()
     except Exception:
         queue.put(("error", name, f"rank {rank}: {traceback.format_exc()[-2000:]}"))
+    exit_process(0)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

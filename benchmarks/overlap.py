@@ -259,6 +259,7 @@ def host_cost(count: int, device: torch.device, per_bucket: int) -> dict[str, fl
 def worker(rank: int, args: argparse.Namespace, store: str) -> None:
     from megatron.optimus.platform import device as devices
     from megatron.optimus.platform import environment as launch_env
+    from megatron.optimus.platform.process_exit import exit_process
 
     for name, value in launch_env.of_rank(rank, args.ranks, 29577).items():
         launch_env.set_default(name, value)
@@ -306,6 +307,7 @@ def worker(rank: int, args: argparse.Namespace, store: str) -> None:
             write()
         free(device)
     deepspeed_ext.shutdown()
+    exit_process(0)
 
 
 def free(device: torch.device) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -35,6 +34,7 @@ from weights_on_device import draw_on_device
 
 from megatron.optimus.config.load import load
 from megatron.optimus.platform import device as devices
+from megatron.optimus.platform.process_exit import exit_process
 
 STEPS = 7
 LIMIT = 0.05  # of the measured peak
@@ -231,8 +231,9 @@ def worker(index: int, ranks: int, cases: dict[str, str], args: argparse.Namespa
             torch.get_device_module(device).empty_cache()
             torch.get_device_module(device).reset_peak_memory_stats()
         if "error" in result and not alone:
-            os._exit(1)  # the other rank waits for this one
+            exit_process(1)  # the other rank waits for this one
     shutdown_engine()
+    exit_process(0)
 
 
 def start(ranks: int, lists: list[dict[str, str]], args: argparse.Namespace, folder: str) -> list[dict[str, Any]]:

@@ -51,6 +51,7 @@ from training_step_peers import PEERS, count
 
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform import environment as launch_env
+from megatron.optimus.platform.process_exit import run_program
 from megatron.optimus.training.flops import flops_per_token
 
 PRESETS = {"dense": "mula-1b", "moe": "mula-7b-a1b"}
@@ -338,4 +339,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -5,7 +5,7 @@ import logging
 import deepspeed
 
 from deepspeed_ext.engine import EPEngine
-from deepspeed_ext.groups import ZeroGroups, init_distributed, shutdown
+from deepspeed_ext.groups import ZeroGroups, init_distributed, run_program, shutdown
 from deepspeed_ext.initialize import initialize
 from deepspeed_ext.optimizers import Lion, Muon
 from deepspeed_ext.zero.checkpoint import StateShard
@@ -24,6 +24,7 @@ __all__ = [
     "ZeroOptions",
     "init_distributed",
     "initialize",
+    "run_program",
     "shutdown",
 ]
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import re
+import sys
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -169,7 +173,8 @@ def init_distributed(
 def shutdown() -> None:
     """Destroys all process groups, DeepSpeed's references included.
 
-    A process that exits with live gloo groups sometimes aborts in a destructor; call this last in every program.
+    A process that exits with live gloo groups sometimes aborts in a destructor; call this last in every program, or let
+    ``run_program`` do it.
     """
     import deepspeed.comm
 
@@ -179,3 +184,36 @@ def shutdown() -> None:
         deepspeed.comm.destroy_process_group()
     else:
         dist.destroy_process_group()
+
+
+def run_program(main: Callable[[], object]) -> NoReturn:
+    """Calls ``main``, destroys the process groups and ends the process with the right exit code.
+
+    That is 0, the code of ``sys.exit``, or 1 after the traceback of an error. After a failed or pending collective
+    gloo's threads may abort a process whose interpreter finalizes, and SIGABRT replaces its exit code. Therefore this
+    runs the exit handlers (``atexit``, for at most 60 seconds), flushes stdout and stderr and leaves by ``os._exit``.
+    After an error the groups end with the process, since destroying a group waits for its pending collectives.
+    """
+    code = 1
+    try:
+        main()
+        shutdown()
+        code = 0
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            code = error.code or 0
+        else:
+            sys.stderr.write(f"{error.code}\n")
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        try:
+            limit = threading.Timer(60.0, os._exit, (code & 0xFF,))
+            limit.daemon = True
+            limit.start()
+            atexit._run_exitfuncs()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+        finally:
+            os._exit(code & 0xFF)

@@ -15,7 +15,6 @@ import pickle
 import random
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import traceback
@@ -35,6 +34,9 @@ def _worker(
 ) -> None:
     import torch
     import torch.distributed as dist
+
+    from megatron.optimus.platform.process_exit import exit_process
+    from megatron.optimus.platform.process_groups import leave_after_error, shutdown
 
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
@@ -59,9 +61,12 @@ def _worker(
         # Plain pickle carries the bytes of tensors; the pipe's own pickler would carry handles of a process that ends.
         pipe.send_bytes(pickle.dumps(answer))
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        if answer[0] == "ok":
+            shutdown()
+        else:
+            leave_after_error(shutdown)
         pipe.close()
+        exit_process(0)  # the answer says how it went
 
 
 def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
@@ -103,7 +108,9 @@ def _program(module: str, argv: list[str], variables: dict[str, str], out: str, 
     os.environ.update(variables)
     for stream, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
-    sys.exit(importlib.import_module(module).main(argv))
+    from megatron.optimus.platform.process_exit import run_program
+
+    run_program(lambda: importlib.import_module(module).main(argv))
 
 
 def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.optimus.cli import main
+from megatron.optimus.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main(["plan", *sys.argv[1:]]))
+    run(["plan", *sys.argv[1:]])

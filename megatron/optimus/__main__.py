@@ -1,8 +1,6 @@
 """``python -m megatron.optimus COMMAND``: the command ``optimus`` in a source tree that is not installed."""
 
-import sys
-
-from megatron.optimus.cli import main
+from megatron.optimus.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from megatron.optimus.platform import interrupts
+from megatron.optimus.platform.process_exit import run_program
 
 # Subcommand: (module with main(argv), what it does). Modules are imported when called: --help needs no torch.
 COMMANDS = {
@@ -21,6 +23,11 @@ COMMANDS = {
     "expert-balance": ("megatron.optimus.commands.expert_balance", "report the load of experts, and balance it"),
     "tune-kernels": ("megatron.optimus.commands.tune_kernels", "time tiles of the Triton expert kernels on this GPU"),
 }
+
+
+def run(argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs a subcommand and ends the process with its exit code: what the command ``optimus`` calls."""
+    run_program(lambda: main(argv))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -36,6 +36,7 @@ from megatron.optimus.platform import log
 from megatron.optimus.platform import process_groups as distributed
 from megatron.optimus.platform.environment import LaunchEnv
 from megatron.optimus.platform.mesh import Mesh
+from megatron.optimus.platform.process_exit import run_program
 from megatron.optimus.platform.ranks import RELAYED, Ranks
 from megatron.optimus.training.health import TrainingError
 
@@ -110,13 +111,16 @@ def pretrain(config: RunConfig, launch: LaunchEnv) -> int:
         logger.info("%s on %s", mesh.describe(), devices.device_name(device))
         if config.training.skip_train:
             evaluate(config, mesh, device)
-            return 0
-        trainer = Trainer(config, mesh, device)
-        code = trainer.fit()
-        trainer.close()
-        return code
-    finally:
-        shutdown_engine()
+            code = 0
+        else:
+            trainer = Trainer(config, mesh, device)
+            code = trainer.fit()
+            trainer.close()
+    except BaseException:
+        distributed.leave_after_error(shutdown_engine)
+        raise
+    shutdown_engine()
+    return code
 
 
 def _check_same(config: RunConfig, ranks: Ranks) -> None:
@@ -166,4 +170,4 @@ def _make_folders(config: RunConfig, launch: LaunchEnv) -> None:
 
 if __name__ == "__main__":
     interrupts.raise_again()
-    sys.exit(main())
+    run_program(main)

@@ -100,11 +100,10 @@ def run_rank(rank: int, ranks: int, port: int, folder: str, argv: list[str]) -> 
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     leave_marks(Marks(Path(folder) / "marks"), rank)
+    from megatron.optimus.platform.process_exit import run_program
     from megatron.optimus.pretrain import main
 
-    code = main(argv)
-    sys.stdout.flush()
-    os._exit(code)  # no clean-up of the test's own process belongs here
+    run_program(lambda: main(argv))
 
 
 def leave_marks(marks: Marks, rank: int) -> None:

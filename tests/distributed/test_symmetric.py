@@ -30,6 +30,7 @@ from megatron.optimus.moe.layer import MoE
 from megatron.optimus.parallel.expert import apply_expert_parallelism
 from megatron.optimus.parallel.recompute import _recomputed
 from megatron.optimus.platform.mesh import Mesh
+from megatron.optimus.platform.process_exit import exit_process
 
 pytestmark = [
     pytest.mark.gpu,
@@ -166,6 +167,7 @@ def one_rank(rank: int, world: int, folder: str) -> None:
     Path(folder, f"{rank}").write_text("\n".join(wrong))
     dist.barrier()
     dist.destroy_process_group()
+    exit_process(0)
 
 
 def test_layers_equal_those_with_all_gather() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -10,6 +13,8 @@ import torch.distributed as dist
 from megatron.optimus.config.schema import Backend, ConfigError
 from megatron.optimus.platform.device import backend_for
 from megatron.optimus.platform.environment import LaunchEnv, Launcher
+
+logger = logging.getLogger("optimus")
 
 # torch 2.13 renamed these two and warns about the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -63,3 +68,23 @@ def shutdown() -> None:
     """Leaves the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def leave_after_error(leave: Callable[[], None], seconds: float = 5.0) -> None:
+    """Calls ``leave``, which destroys process groups, and returns when it has ended, or after ``seconds``.
+
+    A collective that waits for a rank that will not come holds the destruction of its group up to the collective's own
+    time-out, which is minutes or hours. The thread that waits is then left behind; the process can still end.
+    """
+
+    def try_to_leave() -> None:
+        try:
+            leave()
+        except Exception as error:  # the error that ends the run is the one to report
+            logger.warning("the process groups could not be destroyed: %s", error)
+
+    thread = threading.Thread(target=try_to_leave, name="leave process groups", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        logger.warning("a pending collective keeps a process group alive; not waiting for it after %.0f s", seconds)

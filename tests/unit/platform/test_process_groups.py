@@ -48,6 +48,7 @@ def test_a_rank_that_is_gone_is_told_from_other_errors() -> None:
         from megatron.optimus.config.schema import Backend
         from megatron.optimus.platform import process_groups as distributed
         from megatron.optimus.platform.environment import LaunchEnv, Launcher
+        from megatron.optimus.platform.process_exit import exit_process
         rank = int(sys.argv[1])
         launch = LaunchEnv(rank, 2, rank, 2, "127.0.0.1", int(sys.argv[2]), Launcher.MPI)
         distributed.init(launch, torch.device("cpu"), Backend.AUTO, timedelta(seconds=60))
@@ -58,7 +59,8 @@ def test_a_rank_that_is_gone_is_told_from_other_errors() -> None:
             for _ in range(1000):
                 dist.all_reduce(torch.ones(1))
         except RuntimeError as error:
-            sys.exit(0 if distributed.lost_peer(error) else str(error))
+            print(error)
+            exit_process(0 if distributed.lost_peer(error) else 1)
     """)
     port, root = str(free_port()), Path(__file__).parents[3]
     ranks = [subprocess.Popen([sys.executable, "-c", program, str(rank), port], cwd=root) for rank in range(2)]
@@ -74,13 +76,14 @@ def test_two_processes_without_torchrun() -> None:
         from megatron.optimus.config.schema import Backend
         from megatron.optimus.platform import process_groups as distributed
         from megatron.optimus.platform.environment import LaunchEnv, Launcher
+        from megatron.optimus.platform.process_exit import exit_process
         rank = int(sys.argv[1])
         launch = LaunchEnv(rank, 2, rank, 2, "127.0.0.1", int(sys.argv[2]), Launcher.MPI)
         distributed.init(launch, torch.device("cpu"), Backend.AUTO, timedelta(seconds=60))
         total = torch.tensor([float(rank + 1)])
         dist.all_reduce(total)
         distributed.shutdown()
-        sys.exit(0 if total.item() == 3.0 else 3)
+        exit_process(0 if total.item() == 3.0 else 3)
     """)
     port = str(free_port())
     root = Path(__file__).parents[3]
