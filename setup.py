@@ -19,7 +19,7 @@ from setuptools import setup
 _CPU = ("gemm", "gemm_vector", "gemm_amx", "swiglu", "order", "schedule", "moe_mlp", "grouped", "router")
 SOURCES = ["csrc/bindings.cpp", *(f"csrc/cpu/{name}.cpp" for name in _CPU)]
 SYCL_SOURCES = ["csrc/sycl/xpu.sycl"]
-CUDA_SOURCES = [f"csrc/cuda/{name}" for name in ("moe_mlp.cpp", "layer.cpp", "order.cu", "products.cu")]
+CUDA_SOURCES = [f"csrc/cuda/{name}" for name in ("moe_mlp.cpp", "layer.cpp", "row_order.cu", "grouped_gemm.cu")]
 _OLDEST_CUDA = (12, 5)  # has cudaGetDriverEntryPointByVersion
 
 

@@ -108,8 +108,8 @@ __device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy
 
 // Programmatic dependent launch: waits until the launch before is complete and what it wrote is there; lets the next
 // one's blocks start where these leave. Neither does anything for a launch without it.
-__device__ __forceinline__ void await_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void let_next_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_previous_launch() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 __device__ __forceinline__ int load_acquire(const int* from) {
   int value;

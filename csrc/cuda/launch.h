@@ -8,8 +8,8 @@
 
 namespace optimus::cuda {
 
-// Lets one kernel have that much dynamic shared memory: on each device once, when it is first called there.
-class Prepared {
+// Raises a kernel's limit of dynamic shared memory, once on each device, at its first launch there.
+class SharedMemoryLimit {
  public:
   template <typename Kernel>
   cudaError_t operator()(Kernel kernel, int bytes) {

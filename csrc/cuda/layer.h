@@ -1,7 +1,7 @@
-// The experts of a layer, forward and backward: which kernel runs when (layer.cpp).
+// Forward and backward of an expert layer: which kernel runs when (layer.cpp).
 #pragma once
 
-#include "order.h"
+#include "row_order.h"
 
 namespace optimus::cuda {
 
@@ -11,8 +11,8 @@ struct Sizes {
 };
 
 constexpr int kForwardProducts = 2, kBackwardProducts = 5;
-// What a backward counts in: two for each errand, one for each product.
-constexpr int kErrandCounters = 2 * 9, kProgressBytes = (kErrandCounters + kBackwardProducts) * sizeof(int);
+// Counters of a backward: two for each background task, one for each GEMM.
+constexpr int kTaskCounters = 2 * 9, kProgressBytes = (kTaskCounters + kBackwardProducts) * sizeof(int);
 
 struct Forward {
   const void *x, *gate_up, *down;
@@ -25,13 +25,13 @@ struct Forward {
   void *hidden, *y;           // results [T K, 2F] and [T, D]
 };
 
-// What the gradient of gate_up is made of: the only product that may wait, for dx does not need it.
+// Operands of gate_up's gradient: the only GEMM that may run later, because dx does not need it.
 struct UpWeights {
   void *dhidden = nullptr, *x_rows = nullptr;  // [P, 2F] and [P, D]
-  // Rows [P, D] that are yet to be summed to dx [T, D], if the first half left that to the second.
+  // Rows [P, D] whose combine into dx [T, D] was left to backward_up_weights, or null.
   const void* dx_rows = nullptr;
   void* dx = nullptr;
-  int* progress = nullptr;   // with dx_rows: the first half's, which came right before, in the stream and in memory
+  int* progress = nullptr;   // with dx_rows: the counters of backward_inputs, which must be the launch right before
   int* next_item = nullptr;  // a zero
 };
 
@@ -40,18 +40,18 @@ struct BackwardInputs {
   const float* weights;
   void *dy_rows, *dx_rows, *activation;  // scratch [P, D], [P, D] and [P, F]
   void *dx, *ddown;                      // results
-  Put put_down;
+  StoreMode down_mode;
   float* dweights;
-  int* progress;  // scratch, kProgressBytes, right behind dweights: both start as zeros
+  int* progress;      // scratch, kProgressBytes, right behind dweights: both start as zeros
   UpWeights pending;  // with dx_rows, dx is complete only after the second half
 };
 
-cudaError_t forward(Type, const Sizes&, const Plan&, const Forward&, cudaStream_t);
+cudaError_t forward(Type, const Sizes&, const RowOrderBuffers&, const Forward&, cudaStream_t);
 
-// The backward in two halves: everything but the gradient of gate_up, then that. Where nothing happens in between the
-// sum of dx is cheapest in the second.
-cudaError_t backward_inputs(Type, const Sizes&, const Plan&, const BackwardInputs&, cudaStream_t);
-cudaError_t backward_up_weights(Type, const Sizes&, const Plan&, const UpWeights&, void* dgate_up, Put,
+// The backward in two calls: everything but the gradient of gate_up, then that gradient. If nothing runs in between,
+// the combine of dx is cheapest in the second call.
+cudaError_t backward_inputs(Type, const Sizes&, const RowOrderBuffers&, const BackwardInputs&, cudaStream_t);
+cudaError_t backward_up_weights(Type, const Sizes&, const RowOrderBuffers&, const UpWeights&, void* dgate_up, StoreMode,
                                 cudaStream_t);
 
 }  // namespace optimus::cuda

@@ -1,4 +1,4 @@
-// The expert layer as operations of PyTorch: checks, memory, streams. What runs is layer.cpp's.
+// The expert layer as PyTorch operations: checks, allocations, streams. layer.cpp launches the kernels.
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -13,10 +13,10 @@ namespace {
 using at::Tensor;
 
 // An order's tensors in one of int32: those of triton/index.py's RowOrder.
-Plan plan_of(const Tensor& order, const Sizes& sizes) {
+RowOrderBuffers row_order_buffers(const Tensor& order, const Sizes& sizes) {
   int* at = order.data_ptr<int>();
   const auto next = [&](int size) { return std::exchange(at, at + size); };
-  Plan plan;
+  RowOrderBuffers plan;
   plan.slot = next(sizes.rows());
   plan.row = next(sizes.tokens * sizes.topk);
   plan.first_row = next(sizes.experts);
@@ -75,18 +75,19 @@ std::tuple<Tensor, Tensor, Tensor> moe_mlp(const Tensor& x_in, const Tensor& gat
   to.block_counts = counts.data_ptr<int>(), to.next_items = to.block_counts + sizes.experts * blocks;
   to.activation = activation.data_ptr(), to.y_rows = y_rows.data_ptr();
   to.hidden = hidden.data_ptr(), to.y = y.data_ptr();
-  C10_CUDA_CHECK(forward(type_of(x), sizes, plan_of(order, sizes), to, c10::cuda::getCurrentCUDAStream()));
+  C10_CUDA_CHECK(forward(type_of(x), sizes, row_order_buffers(order, sizes), to, c10::cuda::getCurrentCUDAStream()));
   return {y, hidden, order};
 }
 
 // A weight's gradient is written in the weight's dtype or fp32 or, with add, added in fp32.
-Put checked_put(const char* name, const Tensor& gradient, at::IntArrayRef shape, at::ScalarType dtype, bool add) {
+StoreMode checked_store_mode(const char* name, const Tensor& gradient, at::IntArrayRef shape, at::ScalarType dtype,
+                             bool add) {
   const bool wide = gradient.scalar_type() == at::kFloat;
-  TORCH_CHECK_VALUE(gradient.sizes() == shape && gradient.is_contiguous() &&
-                        (wide || (!add && gradient.scalar_type() == dtype)),
-                    "moe_mlp_backward: ", name, " ", gradient.scalar_type(), " ", gradient.sizes(), " of a weight ",
-                    dtype, " ", shape, ": expected a contiguous one of its shape, in its dtype or fp32, fp32 to add");
-  return add ? Put::kAdd : wide ? Put::kWriteWide : Put::kWrite;
+  TORCH_CHECK_VALUE(
+      gradient.sizes() == shape && gradient.is_contiguous() && (wide || (!add && gradient.scalar_type() == dtype)),
+      "moe_mlp_backward: ", name, " ", gradient.scalar_type(), " ", gradient.sizes(), " of a weight ", dtype, " ",
+      shape, ": expected a contiguous one of its shape, in its dtype or fp32, fp32 to add");
+  return add ? StoreMode::kAdd : wide ? StoreMode::kWriteWide : StoreMode::kWrite;
 }
 
 // What the halves of a backward return and hand over. dx is complete after the first half, or after the second if that
@@ -106,7 +107,7 @@ Gradients first_half(const Tensor& dy_in, const Tensor& x_in, const Tensor& gate
                         hidden.size(0) == int64_t{sizes.tokens} * sizes.topk,
                     "moe_mlp_backward: dy ", dy.sizes(), ", order ", order.sizes(), " and hidden ", hidden.sizes(),
                     " do not fit x ", x.sizes(), " and weights ", weights.sizes());
-  const Put put_down = checked_put("ddown", ddown, down.sizes(), down.scalar_type(), add_down);
+  const StoreMode down_mode = checked_store_mode("ddown", ddown, down.sizes(), down.scalar_type(), add_down);
   Gradients out{at::empty_like(x), {}, {}, {}, {}, {}};
   const Tensor zeroed = at::empty({weights.numel() + kProgressBytes / 4}, weights.options());
   out.dweights = zeroed.narrow(0, 0, weights.numel()).view(weights.sizes());
@@ -126,10 +127,11 @@ Gradients first_half(const Tensor& dy_in, const Tensor& x_in, const Tensor& gate
   to.dy = dy.data_ptr(), to.x = x.data_ptr(), to.gate_up = gate_up.data_ptr(), to.down = down.data_ptr();
   to.hidden = hidden.data_ptr(), to.weights = weights.data_ptr<float>();
   to.dy_rows = dy_rows.data_ptr(), to.dx_rows = out.dx_rows.data_ptr(), to.activation = activation.data_ptr();
-  to.dx = out.dx.data_ptr(), to.ddown = ddown.data_ptr(), to.put_down = put_down;
+  to.dx = out.dx.data_ptr(), to.ddown = ddown.data_ptr(), to.down_mode = down_mode;
   to.dweights = out.dweights.data_ptr<float>(), to.progress = static_cast<int*>(out.progress.data_ptr());
   to.pending = {out.dhidden.data_ptr(), out.x_rows.data_ptr(), sums_later ? to.dx_rows : nullptr, to.dx};
-  C10_CUDA_CHECK(backward_inputs(type_of(x), sizes, plan_of(order, sizes), to, c10::cuda::getCurrentCUDAStream()));
+  C10_CUDA_CHECK(
+      backward_inputs(type_of(x), sizes, row_order_buffers(order, sizes), to, c10::cuda::getCurrentCUDAStream()));
   if (!sums_later) out.dx_rows = Tensor();
   return out;
 }
@@ -139,7 +141,8 @@ void second_half(const Gradients& of, const Tensor& order, int64_t tokens, int64
                  bool add) {
   const c10::cuda::CUDAGuard guard(of.x_rows.device());
   const int64_t experts = dgate_up.size(0), width = of.x_rows.size(1), inner = of.dhidden.size(1) / 2;
-  const Put put = checked_put("dgate_up", dgate_up, {experts, 2 * inner, width}, of.x_rows.scalar_type(), add);
+  const StoreMode put =
+      checked_store_mode("dgate_up", dgate_up, {experts, 2 * inner, width}, of.x_rows.scalar_type(), add);
   if (of.x_rows.size(0) == 0) {
     if (!add) dgate_up.zero_();
     return;
@@ -156,13 +159,13 @@ void second_half(const Gradients& of, const Tensor& order, int64_t tokens, int64
   if (of.dx_rows.defined()) {
     from.dx_rows = of.dx_rows.data_ptr(), from.dx = of.dx.data_ptr();
     from.progress = static_cast<int*>(of.progress.data_ptr());
-    from.next_item = from.progress + kErrandCounters + kBackwardProducts - 1;
+    from.next_item = from.progress + kTaskCounters + kBackwardProducts - 1;
   } else {
     zero = at::zeros({1}, order.options());
     from.next_item = zero.data_ptr<int>();
   }
-  C10_CUDA_CHECK(backward_up_weights(type_of(of.x_rows), sizes, plan_of(order, sizes), from, dgate_up.data_ptr(), put,
-                                     c10::cuda::getCurrentCUDAStream()));
+  C10_CUDA_CHECK(backward_up_weights(type_of(of.x_rows), sizes, row_order_buffers(order, sizes), from,
+                                     dgate_up.data_ptr(), put, c10::cuda::getCurrentCUDAStream()));
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> moe_mlp_backward_inputs(const Tensor& dy, const Tensor& x,

@@ -1,14 +1,14 @@
-// The tiles of a product: what a launch is told, which tiles there are, and what a block keeps in shared memory.
+// Tiles of a grouped GEMM: kernel parameters, the list of work items, and the layout of shared memory.
 #pragma once
 
-#include "errands.cuh"
+#include "background.cuh"
+#include "epilogue.cuh"
+#include "grouped_gemm.h"
 #include "hopper.cuh"
-#include "products.h"
-#include "results.cuh"
 
 namespace optimus::cuda {
 
-enum class Kind {
+enum class GemmKind {
   kUpSwiglu,        // tokens of rows times [N, K], gate beside up
   kRowsTransposed,  // rows times [N, K]
   kRows,            // rows times [K, N]
@@ -22,12 +22,13 @@ constexpr int kBytesA = kRows * kDepth * 2, kBytesB = kColumns * kDepth * 2;
 constexpr int kBox = 64 * 64 * 2;  // a box of an operand: 64 rows of 128 bytes, swizzled
 constexpr int kStep = 16;          // the depth of one instruction
 constexpr int kThreads = 384, kConsumerWarps = 8;
-// Items on their way to a cluster's blocks (claims.cuh). Loading is at most kStages steps ahead of multiplying, in both
-// blocks together, so of the items before the last kStages + 1 every reader is done; one more is under way.
+// Slots of the queue from the scheduler to a cluster's blocks (tile_scheduler.cuh). The producer is at most kStages
+// steps ahead of the consumers in both blocks, so all but the last kStages + 1 items have been read; one more is in
+// flight.
 constexpr int kQueue = 8;
 static_assert(kQueue >= kStages + 2);
 
-struct Arguments {
+struct Params {
   CUtensorMap a, b, out, activation;
   Order order;
   int first_expert, end_expert;  // of a product by rows
@@ -37,12 +38,12 @@ struct Arguments {
   const void* x;  // of the up projection: tokens [T, depth]
   void* hidden;   // likewise, and its width
   int inner;
-  Errands errands;
+  BackgroundTasks tasks;
   int* next_item;
   bool early;  // Start::kEarly
 };
 
-struct Work {
+struct WorkTile {
   int row, column;  // of the tile's first element, in the result
   int expert;
   int steps;  // of depth
@@ -52,57 +53,58 @@ struct Work {
   bool shared;
 };
 
-struct alignas(16) Note {  // what the consumers need to know of a tile
+struct alignas(16) TileInfo {  // what the producer tells the consumers of a tile
   int row, column, expert;
-  int steps;         // as in Work; less than 0: no tile follows
-  int unpadded_row;  // of the up projection: the tile's place among rows without padding
-  int rows, last;    // as in Work
+  int steps;         // as in WorkTile; negative: no tile follows
+  int unpadded_row;  // up projection: the tile's first row counted without padding
+  int rows, last;    // as in WorkTile
 };
 
-template <Kind kKind>
+template <GemmKind kKind>
 struct Traits {
-  static constexpr bool kWide = kKind == Kind::kGradientWide || kKind == Kind::kGradientAdd;  // results in fp32
-  static constexpr bool kGradient = kKind == Kind::kGradient || kWide;
-  static constexpr bool kGathers = kKind == Kind::kUpSwiglu;  // a's rows are read by the whole warpgroup
+  static constexpr bool kWide = kKind == GemmKind::kGradientWide || kKind == GemmKind::kGradientAdd;  // results in fp32
+  static constexpr bool kGradient = kKind == GemmKind::kGradient || kWide;
+  static constexpr bool kGathers = kKind == GemmKind::kUpSwiglu;  // rows of a are gathered by the whole warpgroup
   static constexpr bool kAcrossA = kGradient;
-  static constexpr bool kAcrossB = kGradient || kKind == Kind::kRows;
+  static constexpr bool kAcrossB = kGradient || kKind == GemmKind::kRows;
 };
 
-struct Layout {
+struct SharedStorage {
   alignas(1024) uint8_t a[kStages][kBytesA];
   uint8_t b[kStages][kBytesB];
   uint8_t results[kConsumerWarps][kBuffers][kResultBox];
   uint64_t full[kStages], empty[kStages], item_there[kQueue];
-  Note note[kStages];
+  TileInfo tile_info[kStages];
   int item[kQueue];
 };
 
-// A place in the ring of stages; the phase changes with each round.
-struct Place {
+// Position in the ring of stages; the phase flips with each round.
+struct PipelineState {
   int stage = 0, phase = 0;
   __device__ __forceinline__ void advance() {
     if (++stage == kStages) stage = 0, phase ^= 1;
   }
 };
 
-// Items of work for a cluster: two tiles each. Those of a gradient come longest first.
-struct Items {
+// Work items of a cluster: two tiles each. Items of a weight gradient are sorted longest first.
+struct ItemRange {
   int first, end;
 };
 
 template <bool kGradient>
-__device__ __forceinline__ Items items_of(const Arguments& args) {
+__device__ __forceinline__ ItemRange item_range(const Params& args) {
   if (kGradient) return {0, args.order.num_experts * ((args.row_tiles + 1) / 2) * args.column_tiles};
   const int half = (args.column_tiles + 1) / 2;
   return {uniform(first_row_of(args.order, args.first_expert)) / kRowTile * half,
           uniform(first_row_of(args.order, args.end_expert)) / kRowTile * half};
 }
 
-// Two tiles of rows of one expert and one tile of columns. An expert's odd last tile of rows takes two of columns, and
-// so do its last two where the last one holds at most 64 slots: it is done sooner than its partner would be.
+// The tile of block `rank` for an item. An item is two row tiles of one expert and one column tile. The odd last row
+// tile of an expert takes two column tiles instead, and so do the last two if the last holds at most 64 slots: a short
+// tile would finish before its partner.
 template <bool kGradient>
-__device__ __forceinline__ Work work_of(const Arguments& args, int item, int rank) {
-  Work work;
+__device__ __forceinline__ WorkTile work_tile(const Params& args, int item, int rank) {
+  WorkTile work;
   const Order& order = args.order;
   if (kGradient) {
     const int per_expert = (args.row_tiles + 1) / 2 * args.column_tiles, place = item % per_expert;
@@ -133,8 +135,8 @@ __device__ __forceinline__ Work work_of(const Arguments& args, int item, int ran
   return work;
 }
 
-// The same, known to be one for the warp; waits for what it was read from.
-__device__ __forceinline__ Work uniform_work(const Work& work) {
+// Makes a work tile warp-uniform for the compiler.
+__device__ __forceinline__ WorkTile uniform_tile(const WorkTile& work) {
   return {uniform(work.row),  uniform(work.column), uniform(work.expert), uniform(work.steps),
           uniform(work.last), uniform(work.first),  uniform(work.rows),   uniform(work.shared) != 0};
 }

@@ -1,22 +1,22 @@
-// How the results of a product's tile leave: through boxes of shared memory, by the tensor memory engine.
+// Epilogue: results of a tile go through shared memory to global memory by TMA stores.
 #pragma once
 
-#include "errands.cuh"
+#include "background.cuh"
 #include "hopper.cuh"
 
 namespace optimus::cuda {
 
-constexpr int kWarpRows = 16;                // of a tile, in the hands of one multiplying warp
+constexpr int kWarpRows = 16;                // rows of a tile that one consumer warp holds
 constexpr int kResultBox = kWarpRows * 128;  // a box of results: 16 rows of 128 bytes, swizzled
-constexpr int kBuffers = 2;                  // boxes of each multiplying warp
+constexpr int kBuffers = 2;                  // boxes of each consumer warp
 
-// Results of one multiplying warp on their way out. Warps do not wait for one another.
+// The stores of one consumer warp. Warps do not wait for one another.
 template <typename T>
 struct Results {
   uint32_t memory;
   int lane, next = 0;
 
-  // A box that an earlier store has been read from.
+  // Returns a box whose earlier store has been read.
   __device__ uint32_t free_box() {
     const uint32_t box = memory + next * kResultBox;
     next = next + 1 == kBuffers ? 0 : next + 1;
@@ -44,7 +44,7 @@ struct Results {
     }
   }
 
-  // Of 16 x 64 results the first `rows`, past the tensor memory engine, whose boxes are whole.
+  // Stores the first `rows` of 16 x 64 results with ordinary stores: TMA boxes are always whole.
   template <typename Value>
   __device__ void put_rows(T* out, int stride, int rows, int columns, Value value) {
 #pragma unroll
@@ -57,8 +57,8 @@ struct Results {
     }
   }
 
-  // Writes 16 x 32 fp32 values or adds them: the copy engine does, and each element is added to once, in whatever order
-  // tiles end.
+  // Writes or adds 16 x 32 fp32 values by TMA. Each element is added to exactly once, so the result does not depend on
+  // the order of tiles.
   template <bool kAdds>
   __device__ void put_wide(const CUtensorMap* map, int c0, int c1, int c2, int c3, const float* values) {
     const uint32_t box = free_box();

@@ -1,34 +1,33 @@
-// One persistent kernel for the grouped products of an expert layer: tiles of 128 x 256, depth 64 a stage.
+// Grouped GEMM: one persistent, warp-specialized kernel for all products of an expert layer. Tile 128 x 256 x 64.
 //
-// A block is three warpgroups. In the first, a warp loads stages of a ring by the tensor memory engine, and three
-// warps run errands (errands.cuh): row copies and sums bound by memory that another step needs, or this one further on,
-// beside the tensor cores. The other two multiply, 64 rows each. Two blocks are a cluster: where both work on the same
-// columns of an expert's weight, each loads half of it for both. Clusters claim their tiles one by one (claims.cuh).
-// Results leave through shared memory while the next tile's loads are under way.
+// A block has three warpgroups. In the first, one warp is the producer (TMA loads into a ring of stages, producer.cuh)
+// and three warps run background tasks (background.cuh): memory-bound work beside the tensor cores. The other two are
+// consumers: wgmma on 64 rows each. Two blocks form a cluster; where both work on the same columns of an expert's
+// weight, each loads half of it and multicasts. Clusters take tiles from a dynamic scheduler (tile_scheduler.cuh). The
+// epilogue stores through shared memory while the next tile's loads are in flight (epilogue.cuh).
 //
-// What steers the loops of loading and multiplying is one value for a warp, and the compiler knows (uniform, elect):
-// then a descriptor takes an instruction or two where it took a dozen, beside each of the tensor cores', and a copy by
-// the tensor memory engine no loop over threads: about 1% of the layer.
+// Loop variables are warp-uniform and the compiler can see it (uniform, elect): descriptors then take one or two
+// instructions and TMA calls need no loop over threads. This is worth about 1% of the layer.
 #pragma once
 
-#include "errands.cuh"
+#include "background.cuh"
+#include "epilogue.cuh"
 #include "hopper.cuh"
-#include "loading.cuh"
-#include "results.cuh"
+#include "producer.cuh"
 #include "tiles.cuh"
 
 namespace optimus::cuda {
 
-// The warp's rows of a tile; the first of them is `first`.
-template <typename T, Kind kKind>
-__device__ __forceinline__ void store_tile(const Arguments& args, Results<T>& results, const Note& tile, int first,
+// Stores this warp's 16 rows of a tile; `first` is the first of them.
+template <typename T, GemmKind kKind>
+__device__ __forceinline__ void store_tile(const Params& args, Results<T>& results, const TileInfo& tile, int first,
                                            const float (&d)[128]) {
   const int row = tile.row + first;
 #pragma unroll
-  for (int box = 0; box < (kKind == Kind::kUpSwiglu ? 2 : 4); ++box) {
+  for (int box = 0; box < (kKind == GemmKind::kUpSwiglu ? 2 : 4); ++box) {
     const float* mine = d + 32 * box;
     const int column = tile.column + 64 * box;
-    if constexpr (kKind == Kind::kUpSwiglu) {
+    if constexpr (kKind == GemmKind::kUpSwiglu) {
       const int inner = tile.column / 2 + 64 * box, unpadded_row = tile.unpadded_row + first;
       const int rows = tile.rows - first;
       const float* up = mine + 64;
@@ -44,20 +43,20 @@ __device__ __forceinline__ void store_tile(const Arguments& args, Results<T>& re
       }
       results.put(&args.activation, inner, 0, row, 0, [&](int i) { return mine[i] * sigmoid(mine[i]) * up[i]; });
     } else if constexpr (Traits<kKind>::kWide) {
-      constexpr bool kAdds = kKind == Kind::kGradientAdd;
+      constexpr bool kAdds = kKind == GemmKind::kGradientAdd;
       results.template put_wide<kAdds>(&args.out, column, 0, row, tile.expert, mine);
       results.template put_wide<kAdds>(&args.out, column + 32, 0, row, tile.expert, mine + 16);
     } else {
-      results.put(&args.out, column, 0, row, kKind == Kind::kGradient ? tile.expert : 0,
+      results.put(&args.out, column, 0, row, kKind == GemmKind::kGradient ? tile.expert : 0,
                   [&](int i) { return mine[i]; });
     }
   }
 }
 
-// d (+)= a stage's product, of a gradient's last stage only the depth that holds slots; a and b: where the stage's
-// operands start (matrix_start).
-template <typename T, Kind kKind>
-__device__ __forceinline__ void multiply_stage(float (&d)[128], const Note& tile, int step, uint32_t a, uint32_t b) {
+// d (+)= a x b of one stage. In the last stage of a gradient only the depth that holds slots is multiplied. a and b are
+// the start addresses of the operands (matrix_start).
+template <typename T, GemmKind kKind>
+__device__ __forceinline__ void mma_stage(float (&d)[128], const TileInfo& tile, int step, uint32_t a, uint32_t b) {
   using Is = Traits<kKind>;
   constexpr int kNextA = Is::kAcrossA ? 2048 / 16 : 32 / 16, kNextB = Is::kAcrossB ? 2048 / 16 : 32 / 16;
   const auto multiply = [&](int k) {
@@ -79,16 +78,16 @@ __device__ __forceinline__ void multiply_stage(float (&d)[128], const Note& tile
   wgmma_commit();
 }
 
-// By a warp's first thread, for all of them.
-__device__ __forceinline__ Note read_note(const Note& note, int lane) {
-  Note mine{};
-  if (lane == 0) mine = note;
+// Reads a tile's description once and gives it to all threads of the warp.
+__device__ __forceinline__ TileInfo read_tile_info(const TileInfo& tile_info, int lane) {
+  TileInfo mine{};
+  if (lane == 0) mine = tile_info;
   return {uniform(mine.row),          uniform(mine.column), uniform(mine.expert), uniform(mine.steps),
           uniform(mine.unpadded_row), uniform(mine.rows),   uniform(mine.last)};
 }
 
-template <typename T, Kind kKind>
-__device__ __forceinline__ void multiply(const Arguments& args, Layout& memory) {
+template <typename T, GemmKind kKind>
+__device__ __forceinline__ void multiply(const Params& args, SharedStorage& memory) {
   using Is = Traits<kKind>;
   const int warp = uniform(threadIdx.x / 32) - 4, group = warp / 4, lane = threadIdx.x % 32;
   Results<T> results{shared_address(memory.results[warp]), lane};
@@ -96,23 +95,23 @@ __device__ __forceinline__ void multiply(const Arguments& args, Layout& memory) 
   const uint32_t b = matrix_start(shared_address(memory.b[0]));
   const uint32_t full = shared_address(memory.full);
   const uint32_t empty = address_in_block(shared_address(memory.empty), cluster_rank() ^ lane % 2);
-  const auto release = [&](int stage) {  // in both blocks, in this one by the thread that reads notes
+  const auto release = [&](int stage) {  // frees a stage in both blocks
     if (lane < 2) barrier_arrive_at(empty + stage * 8);
   };
   float d[128];
-  Place at;
+  PipelineState at;
   while (true) {
     barrier_wait(full + at.stage * 8, at.phase);
-    const Note tile = read_note(memory.note[at.stage], lane);
-    if (__any_sync(0xffffffff, tile.steps < 0)) break;  // so the compiler knows that no thread goes on alone
-    const bool idle = !Is::kGradient && tile.rows <= 64 * group;  // this warpgroup's rows hold no slot
+    const TileInfo tile = read_tile_info(memory.tile_info[at.stage], lane);
+    if (__any_sync(0xffffffff, tile.steps < 0)) break;  // __any_sync: the compiler sees that the warp does not diverge
+    const bool idle = !Is::kGradient && tile.rows <= 64 * group;  // the rows of this warpgroup are padding
     const bool works = tile.steps > 0 && !idle;
     int previous = 0;
     for (int step = 0; step < max(tile.steps, 1); ++step, at.advance()) {
       barrier_wait(full + at.stage * 8, at.phase);
       if (works) {
         if (Is::kGathers) fence_async();
-        multiply_stage<T, kKind>(d, tile, step, a + at.stage * (kBytesA / 16), b + at.stage * (kBytesB / 16));
+        mma_stage<T, kKind>(d, tile, step, a + at.stage * (kBytesA / 16), b + at.stage * (kBytesB / 16));
         wgmma_wait<1>();
       }
       if (step > 0) release(previous);
@@ -131,11 +130,10 @@ __device__ __forceinline__ void multiply(const Arguments& args, Layout& memory) 
   if (elect()) tma_store_wait_read<0>();
 }
 
-template <typename T, Kind kKind>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
-    product(const __grid_constant__ Arguments args) {
+template <typename T, GemmKind kKind>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) product(const __grid_constant__ Params args) {
   extern __shared__ __align__(1024) uint8_t bytes[];
-  auto& memory = *reinterpret_cast<Layout*>(bytes);
+  auto& memory = *reinterpret_cast<SharedStorage*>(bytes);
   if (shared_address(bytes) % 1024 != 0) __trap();  // swizzled boxes start at multiples of it
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
@@ -155,26 +153,26 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   if (uniform(threadIdx.x / 32) < 4) {
     const int warp = threadIdx.x / 32;
     fewer_registers<104>();
-    if (warp > 0 || !args.early) await_launch_before();
-    if (threadIdx.x == 32) let_next_launch();  // so that no more than two launches overlap
+    if (warp > 0 || !args.early) wait_for_previous_launch();
+    if (threadIdx.x == 32) launch_dependents();  // at most two launches overlap
     if constexpr (Traits<kKind>::kGathers) {
-      fill_gathered<kKind>(args, memory);
+      load_gathered_tiles<kKind>(args, memory);
     } else if (uniform(warp) == 0) {
-      fill<kKind>(args, memory);
+      load_tiles<kKind>(args, memory);
     }
-    for (int i = 0; warp > 0 && i < kMaxErrands; ++i) {
-      const Errand& errand = args.errands.list[i];
-      if (warp > errand.warps) continue;
-      run_errand<T>(errand, args.order, blockIdx.x * errand.warps + warp - 1, gridDim.x * errand.warps,
-                    threadIdx.x % 32);
+    for (int i = 0; warp > 0 && i < kMaxBackgroundTasks; ++i) {
+      const BackgroundTask& task = args.tasks.list[i];
+      if (warp > task.warps) continue;
+      run_background_task<T>(task, args.order, blockIdx.x * task.warps + warp - 1, gridDim.x * task.warps,
+                             threadIdx.x % 32);
     }
   } else {
     more_registers<200>();
-    if (Traits<kKind>::kGathers) await_launch_before();  // which has made the order
+    if (Traits<kKind>::kGathers) wait_for_previous_launch();  // the row order comes from the launch before
     multiply<T, kKind>(args, memory);
   }
   __syncwarp();
-  cluster_sync();  // a block must not end while the other may write to its memory
+  cluster_sync();  // the other block may still write to this one's shared memory
 }
 
 }  // namespace optimus::cuda

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "launch.h"
-#include "product.cuh"
+#include "mainloop.cuh"
 
 namespace optimus::cuda {
 namespace {
@@ -43,22 +43,22 @@ bool encode(CUtensorMap* map, Type type, const void* data, const Map& shape) {
 
 uint64_t wide(int size) { return static_cast<uint64_t>(std::max(size, 1)); }
 
-Arguments arguments(const Order& order, const Errands& errands, int* next_item, Start start) {
-  Arguments args{};
+Params arguments(const Order& order, const BackgroundTasks& tasks, int* next_item, Start start) {
+  Params args{};
   args.order = order;
-  args.errands = errands, args.next_item = next_item;
+  args.tasks = tasks, args.next_item = next_item;
   args.early = start == Start::kEarly;
   return args;
 }
 
 int tiles(int size, int tile) { return (size + tile - 1) / tile; }
 
-template <typename T, Kind kKind>
-cudaError_t launch(const Arguments& args, Start start, cudaStream_t stream) {
-  constexpr int kBytes = sizeof(Layout);
+template <typename T, GemmKind kKind>
+cudaError_t launch(const Params& args, Start start, cudaStream_t stream) {
+  constexpr int kBytes = sizeof(SharedStorage);
   static_assert(kBytes <= 232448);
-  static Prepared prepared;
-  if (auto error = prepared(product<T, kKind>, kBytes); error != cudaSuccess) return error;
+  static SharedMemoryLimit limit;
+  if (auto error = limit(product<T, kKind>, kBytes); error != cudaSuccess) return error;
   int device = 0, processors = 0;
   cudaGetDevice(&device);
   if (auto error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device); error != cudaSuccess) {
@@ -67,8 +67,8 @@ cudaError_t launch(const Arguments& args, Start start, cudaStream_t stream) {
   return launch({processors / 2 * 2, kThreads, kBytes, start != Start::kAfter, stream}, product<T, kKind>, args);
 }
 
-template <Kind kKind>
-cudaError_t launch(Type type, const Arguments& args, bool encoded, Start start, cudaStream_t stream) {
+template <GemmKind kKind>
+cudaError_t launch(Type type, const Params& args, bool encoded, Start start, cudaStream_t stream) {
   if (!encoded) return cudaErrorInvalidValue;
   return type == Type::bf16 ? launch<__nv_bfloat16, kKind>(args, start, stream)
                             : launch<__half, kKind>(args, start, stream);
@@ -91,27 +91,27 @@ bool encode_across(CUtensorMap* map, Type type, const void* weight, int experts,
   return encode(map, type, weight, {{wide(width), wide(depth), 1, wide(experts)}, {64, 64, 1, 1}});
 }
 
-constexpr int kErrandThreads = 256;
+constexpr int kTaskThreads = 256;
 
 template <typename T>
-__global__ void __launch_bounds__(kErrandThreads) errand_alone(const Errand errand, const Order order) {
-  const int warp = threadIdx.x / 32, warps = kErrandThreads / 32;
-  run_errand<T>(errand, order, blockIdx.x * warps + warp, gridDim.x * warps, threadIdx.x % 32);
+__global__ void __launch_bounds__(kTaskThreads) background_task_kernel(const BackgroundTask task, const Order order) {
+  const int warp = threadIdx.x / 32, warps = kTaskThreads / 32;
+  run_background_task<T>(task, order, blockIdx.x * warps + warp, gridDim.x * warps, threadIdx.x % 32);
 }
 
 }  // namespace
 
-cudaError_t run(Type type, const Errand& errand, const Order& order, cudaStream_t stream) {
-  const int items = errand.task == Task::kSwigluBackward ? order.num_rows : order.num_tokens;
-  const int blocks = std::max(1, tiles(items, 2 * kErrandThreads / 32));  // two items or fewer for a warp
-  const auto kernel = type == Type::bf16 ? errand_alone<__nv_bfloat16> : errand_alone<__half>;
-  kernel<<<blocks, kErrandThreads, 0, stream>>>(errand, order);
+cudaError_t run(Type type, const BackgroundTask& task, const Order& order, cudaStream_t stream) {
+  const int items = task.kind == TaskKind::kSwigluBackward ? order.num_rows : order.num_tokens;
+  const int blocks = std::max(1, tiles(items, 2 * kTaskThreads / 32));  // two items or fewer for a warp
+  const auto kernel = type == Type::bf16 ? background_task_kernel<__nv_bfloat16> : background_task_kernel<__half>;
+  kernel<<<blocks, kTaskThreads, 0, stream>>>(task, order);
   return cudaGetLastError();
 }
 
 cudaError_t up_swiglu(Type type, const void* x, const void* gate_up, void* hidden, void* activation, const Order& order,
                       int width, int inner, int* next_item, cudaStream_t stream) {
-  Arguments args = arguments(order, {}, next_item, Start::kLate);
+  Params args = arguments(order, {}, next_item, Start::kLate);
   args.x = x, args.hidden = hidden, args.inner = inner;
   args.depth = width, args.column_tiles = tiles(inner, 128), args.end_expert = order.num_experts;
   const bool encoded =
@@ -119,40 +119,40 @@ cudaError_t up_swiglu(Type type, const void* x, const void* gate_up, void* hidde
       encode(&args.out, type, hidden,
              {{wide(inner), 2, wide(order.num_tokens * order.topk), 1}, {64, 1, kWarpRows, 1}}) &&
       encode(&args.activation, type, activation, {{wide(inner), 1, wide(order.num_rows), 1}, {64, 1, kWarpRows, 1}});
-  return launch<Kind::kUpSwiglu>(type, args, encoded, Start::kLate, stream);
+  return launch<GemmKind::kUpSwiglu>(type, args, encoded, Start::kLate, stream);
 }
 
-cudaError_t rows_times_weight(Type type, const void* a, const void* weight, void* out, const Order& order, int depth,
-                              int width, bool transposed, Part part, const Errands& errands, int* next_item,
-                              Start start, cudaStream_t stream) {
-  Arguments args = arguments(order, errands, next_item, start);
+cudaError_t grouped_gemm(Type type, const void* a, const void* weight, void* out, const Order& order, int depth,
+                         int width, bool transposed, ExpertRange part, const BackgroundTasks& tasks, int* next_item,
+                         Start start, cudaStream_t stream) {
+  Params args = arguments(order, tasks, next_item, start);
   args.depth = depth, args.column_tiles = tiles(width, kColumns);
   args.first_expert = part.first, args.end_expert = part.end;
   const bool encoded = encode_rows(&args.a, type, a, order, depth) &&
                        encode(&args.out, type, out, {{wide(width), 1, wide(order.num_rows), 1}, {64, 1, kWarpRows, 1}});
   if (transposed) {
-    return launch<Kind::kRowsTransposed>(
+    return launch<GemmKind::kRowsTransposed>(
         type, args, encoded && encode_weight(&args.b, type, weight, order, 1, width, depth), start, stream);
   }
-  return launch<Kind::kRows>(
+  return launch<GemmKind::kRows>(
       type, args, encoded && encode_across(&args.b, type, weight, order.num_experts, depth, width), start, stream);
 }
 
-cudaError_t weight_gradient(Type type, const void* a, const void* b, void* out, Put put, const Order& order,
-                            int height, int width, const Errands& errands, int* next_item, Start start,
+cudaError_t weight_gradient(Type type, const void* a, const void* b, void* out, StoreMode put, const Order& order,
+                            int height, int width, const BackgroundTasks& tasks, int* next_item, Start start,
                             cudaStream_t stream) {
-  Arguments args = arguments(order, errands, next_item, start);
+  Params args = arguments(order, tasks, next_item, start);
   args.row_tiles = tiles(height, kRows), args.column_tiles = tiles(width, kColumns);
   const bool encoded = encode_rows(&args.a, type, a, order, height) && encode_rows(&args.b, type, b, order, width);
   const uint64_t columns = wide(width), rows = wide(height), experts = wide(order.num_experts);
-  if (put != Put::kWrite) {
+  if (put != StoreMode::kWrite) {
     const Map map{{columns, 1, rows, experts}, {32, 1, kWarpRows, 1}};
     const bool known = encoded && encode(&args.out, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, out, map);
-    return put == Put::kAdd ? launch<Kind::kGradientAdd>(type, args, known, start, stream)
-                            : launch<Kind::kGradientWide>(type, args, known, start, stream);
+    return put == StoreMode::kAdd ? launch<GemmKind::kGradientAdd>(type, args, known, start, stream)
+                                  : launch<GemmKind::kGradientWide>(type, args, known, start, stream);
   }
   const Map map{{columns, 1, rows, experts}, {64, 1, kWarpRows, 1}};
-  return launch<Kind::kGradient>(type, args, encoded && encode(&args.out, type, out, map), start, stream);
+  return launch<GemmKind::kGradient>(type, args, encoded && encode(&args.out, type, out, map), start, stream);
 }
 
 }  // namespace optimus::cuda

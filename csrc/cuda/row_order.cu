@@ -1,15 +1,14 @@
-// From expert choices to row order. No atomics on global memory.
+// Computes the row order from expert choices, without atomics on global memory.
 //
 // Rows are slots in expert order, stable; each expert's start at a multiple of kRowTile. Blocks count their slots of
 // each expert; then each block adds up all counts for itself, which is sooner done than one block could tell the
 // others, and places its slots.
-#include <cstdio>
-
 #include <algorithm>
+#include <cstdio>
 
 #include "hopper.cuh"
 #include "launch.h"
-#include "order.h"
+#include "row_order.h"
 
 namespace optimus::cuda {
 namespace {
@@ -34,10 +33,10 @@ __device__ __forceinline__ int expert_of(const Index* indices, int slot, int end
 
 template <typename Index>
 __global__ void __launch_bounds__(kThreads)
-    count_slots(const Index* indices, int* block_counts, int num_slots, int slots_of_block, int num_experts,
-                int* zeros, int num_zeros) {
+    count_slots(const Index* indices, int* block_counts, int num_slots, int slots_of_block, int num_experts, int* zeros,
+                int num_zeros) {
   extern __shared__ int counts[];
-  hopper::let_next_launch();
+  hopper::launch_dependents();
   const int first = blockIdx.x * slots_of_block, end = min(num_slots, first + slots_of_block);
   if (blockIdx.x == 0 && threadIdx.x < num_zeros) zeros[threadIdx.x] = 0;
   for (int e = threadIdx.x; e < num_experts; e += kThreads) counts[e] = 0;
@@ -109,7 +108,8 @@ __device__ __forceinline__ void lay_out(int num_experts, const Experts& to) {
 }
 
 // What follows from the counts alone; the experts and the unused rows are dealt out to the blocks.
-__device__ __forceinline__ void write_plan(const Plan& to, const Experts& from, int num_experts, int num_rows) {
+__device__ __forceinline__ void write_plan(const RowOrderBuffers& to, const Experts& from, int num_experts,
+                                           int num_rows) {
   const int used = from.first_tile[num_experts];
   if (blockIdx.x == 0 && threadIdx.x == 0) to.num_tiles[0] = used;
   for (int e = blockIdx.x; e < num_experts; e += gridDim.x) {
@@ -133,15 +133,14 @@ __device__ __forceinline__ void write_plan(const Plan& to, const Experts& from, 
 }
 
 template <typename Index>
-__global__ void __launch_bounds__(kThreads)
-    place(const Index* indices, const int* block_counts, Plan to, int num_slots, int slots_of_block, int num_experts,
-          int num_rows) {
+__global__ void __launch_bounds__(kThreads) place(const Index* indices, const int* block_counts, RowOrderBuffers to,
+                                                  int num_slots, int slots_of_block, int num_experts, int num_rows) {
   extern __shared__ int shared[];
   const Experts experts{shared, shared + num_experts, shared + 2 * num_experts + 1, shared + 3 * num_experts + 1};
   int* piece_counts = shared + 4 * num_experts + 1;  // [E, kPitch]
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int begin = blockIdx.x * slots_of_block, end = min(num_slots, begin + slots_of_block);
-  hopper::await_launch_before();
+  hopper::wait_for_previous_launch();
   add_up(block_counts, num_experts, experts);
   __syncthreads();
   if (warp == 0) lay_out(num_experts, experts);
@@ -190,12 +189,12 @@ int slots_of_block(int num_slots, int num_experts) {
 }
 
 template <typename Index>
-cudaError_t order(const Index* indices, int* block_counts, const Plan& to, int num_slots, int num_experts, int num_rows,
-                  int* zeros, int num_zeros, cudaStream_t stream) {
+cudaError_t order(const Index* indices, int* block_counts, const RowOrderBuffers& to, int num_slots, int num_experts,
+                  int num_rows, int* zeros, int num_zeros, cudaStream_t stream) {
   static_assert(kPieces == 32);  // a lane each
   const int blocks = order_blocks(num_slots, num_experts), each = slots_of_block(num_slots, num_experts);
-  static Prepared prepared;
-  if (auto error = prepared(place<Index>, shared_bytes(kMaxExperts)); error != cudaSuccess) return error;
+  static SharedMemoryLimit limit;
+  if (auto error = limit(place<Index>, shared_bytes(kMaxExperts)); error != cudaSuccess) return error;
   count_slots<<<blocks, kThreads, num_experts * 4, stream>>>(indices, block_counts, num_slots, each, num_experts, zeros,
                                                              num_zeros);
   if (auto error = cudaGetLastError(); error != cudaSuccess) return error;
@@ -210,8 +209,8 @@ int order_blocks(int num_slots, int num_experts) {
   const int each = slots_of_block(num_slots, num_experts);
   return (num_slots + each - 1) / each;
 }
-cudaError_t order_rows(const void* indices, bool wide_indices, int* block_counts, const Plan& to, int num_slots,
-                       int num_experts, int num_rows, int* zeros, int num_zeros, cudaStream_t stream) {
+cudaError_t order_rows(const void* indices, bool wide_indices, int* block_counts, const RowOrderBuffers& to,
+                       int num_slots, int num_experts, int num_rows, int* zeros, int num_zeros, cudaStream_t stream) {
   const auto run = [&](const auto* choices) {
     return order(choices, block_counts, to, num_slots, num_experts, num_rows, zeros, num_zeros, stream);
   };
