@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.optimus import ops
-from megatron.optimus.config.schema import ParallelConfig, TokenDispatcher
+from megatron.optimus.config.schema import ParallelConfig, TokenDispatcherType
 from megatron.optimus.moe.dispatch.overlap import AsyncDispatch
+from megatron.optimus.moe.experts import SharedExperts
 from megatron.optimus.moe.layer import MoE
 from megatron.optimus.moe.router import Router
-from megatron.optimus.moe.shared import SharedExperts
 from megatron.optimus.ops import reference
 from megatron.optimus.parallel.expert import apply_expert_parallelism
-from megatron.optimus.parallel.recompute import _recomputed
+from megatron.optimus.parallel.recompute import recompute_forward
 from megatron.optimus.platform import collectives
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.mesh import Mesh
@@ -27,10 +27,10 @@ from tests.helpers import run_distributed
 
 WORLD = 4
 TRANSPORTS = {
-    "all-gather": dict(moe_token_dispatcher_type=TokenDispatcher.ALLGATHER),
-    "all-to-all": dict(moe_token_dispatcher_type=TokenDispatcher.ALLTOALL),
-    "in 2 parts": dict(moe_token_dispatcher_type=TokenDispatcher.ALLTOALL, moe_dispatch_chunks=2),
-    "hierarchical": dict(moe_token_dispatcher_type=TokenDispatcher.HIERARCHICAL, moe_hierarchical_node_size=2),
+    "all-gather": dict(moe_token_dispatcher_type=TokenDispatcherType.ALLGATHER),
+    "all-to-all": dict(moe_token_dispatcher_type=TokenDispatcherType.ALLTOALL),
+    "in 2 parts": dict(moe_token_dispatcher_type=TokenDispatcherType.ALLTOALL, moe_dispatch_chunks=2),
+    "hierarchical": dict(moe_token_dispatcher_type=TokenDispatcherType.HIERARCHICAL, moe_hierarchical_node_size=2),
 }
 
 
@@ -102,7 +102,7 @@ def order_rank(rank: int, world: int) -> dict[str, Any]:
         layer = layer_of(mesh, config)
         for recompute in (False, True):
             if recompute:
-                layer.experts.forward = _recomputed(layer.experts.forward)  # type: ignore[method-assign]
+                layer.experts.forward = recompute_forward(layer.experts.forward)  # type: ignore[method-assign]
             events.clear()
             y = layer(tokens_of(rank, [6] * world).requires_grad_())[0]
             events.append("backward")

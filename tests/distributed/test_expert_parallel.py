@@ -10,12 +10,18 @@ import torch
 import torch.distributed as dist
 
 from megatron.optimus import ops
-from megatron.optimus.config.schema import ExpertPlacement, LoadBalancing, ModelConfig, ParallelConfig, TokenDispatcher
+from megatron.optimus.config.schema import (
+    ExpertPlacement,
+    LoadBalancing,
+    ModelConfig,
+    ParallelConfig,
+    TokenDispatcherType,
+)
 from megatron.optimus.moe.dispatch.collective import AllGatherDispatcher
 from megatron.optimus.moe.dispatch.ownership import Ownership
 from megatron.optimus.moe.layer import MoE
 from megatron.optimus.parallel.expert import apply_expert_parallelism
-from megatron.optimus.parallel.recompute import _recomputed
+from megatron.optimus.parallel.recompute import recompute_forward
 from megatron.optimus.platform.mesh import Mesh
 from tests.helpers import run_distributed
 
@@ -62,7 +68,7 @@ def backward(layer: MoE, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
 
 
 class Case(NamedTuple):
-    transport: TokenDispatcher
+    transport: TokenDispatcherType
     placement: ExpertPlacement
     ep: int
     counts: tuple[int, ...]  # tokens of each rank
@@ -93,7 +99,7 @@ def run_case(rank: int, world: int, case: Case) -> dict[str, Any]:
     if isinstance(layer.dispatcher, AllGatherDispatcher):
         layer.dispatcher.equal_tokens = len(set(case.counts)) == 1
     if case.recompute:
-        layer.experts.forward = _recomputed(layer.experts.forward)  # type: ignore[method-assign]
+        layer.experts.forward = recompute_forward(layer.experts.forward)  # type: ignore[method-assign]
     for weight in layer.experts.parameters() if case.main_grads else ():
         weight.main_grad, weight.main_grad_ready = torch.zeros_like(weight), lambda: None  # type: ignore[attr-defined]
     x = tokens_of(rank, case.counts).requires_grad_()
@@ -121,8 +127,8 @@ COUNTS = {
     "uneven, one rank without tokens": ((5, 0, 9, 1), 0.0),
     "uneven and skewed": ((0, 7, 0, 2), 30.0),
 }
-PLAIN = (TokenDispatcher.ALLGATHER, TokenDispatcher.ALLTOALL)
-HIERARCHICAL = TokenDispatcher.HIERARCHICAL
+PLAIN = (TokenDispatcherType.ALLGATHER, TokenDispatcherType.ALLTOALL)
+HIERARCHICAL = TokenDispatcherType.HIERARCHICAL
 IN_PARTS = ((PLAIN[0], None, 1), (PLAIN[1], None, 1), (PLAIN[1], None, 2))
 HOW = {
     "halves": dict(halves=True),
@@ -153,7 +159,13 @@ CASES = {
     },
     3: {
         f"all-to-all in {chunks} parts, {what}": Case(
-            TokenDispatcher.ALLTOALL, ExpertPlacement.INTERLEAVED, 3, counts, skew, chunks=chunks, shared=chunks == 2
+            TokenDispatcherType.ALLTOALL,
+            ExpertPlacement.INTERLEAVED,
+            3,
+            counts,
+            skew,
+            chunks=chunks,
+            shared=chunks == 2,
         )
         for what, counts, skew in [("uneven", (5, 0, 3), 0.0), ("skewed", (2, 7, 1), 30.0)]
         for chunks in (2, 3)

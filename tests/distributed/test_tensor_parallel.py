@@ -17,7 +17,7 @@ from megatron.optimus.config.schema import (
     ParallelConfig,
     QKNormScope,
     Recompute,
-    TokenDispatcher,
+    TokenDispatcherType,
 )
 from megatron.optimus.parallel import tensor
 from megatron.optimus.parallel.tensor import TensorGroup
@@ -34,7 +34,7 @@ GLOBAL = dict(moe_router_load_balancing_type=LoadBalancing.GLOBAL_AUX_LOSS)
 SHARED = dict(moe_shared_expert_intermediate_size=20, moe_shared_expert_gate=True)
 BIAS = dict(add_qkv_bias=True)
 OVERLAP = dict(tp_comm_overlap=True)
-A2A = dict(moe_token_dispatcher_type=TokenDispatcher.ALLTOALL)
+A2A = dict(moe_token_dispatcher_type=TokenDispatcherType.ALLTOALL)
 
 CASES = {
     "dense, tp 4": Case({}, TP4 | PLAIN),
@@ -84,7 +84,7 @@ CASES = {
         MOE,
         TP2
         | dict(expert_model_parallel_size=2, expert_tensor_parallel_size=2, recompute_modules=list(Recompute))
-        | dict(moe_token_dispatcher_type=TokenDispatcher.HIERARCHICAL, moe_hierarchical_node_size=2),
+        | dict(moe_token_dispatcher_type=TokenDispatcherType.HIERARCHICAL, moe_hierarchical_node_size=2),
     ),
     "moe, etp 2 x ep 2, all-to-all": Case(
         MOE, TP2 | A2A | dict(expert_model_parallel_size=2, expert_tensor_parallel_size=2)

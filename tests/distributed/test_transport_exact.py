@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.optimus.config.schema import ExpertPlacement
 from megatron.optimus.moe.dispatch import collective as transport
-from megatron.optimus.moe.dispatch.base import Dispatcher, ExpertPass, expert_pass, no_work
+from megatron.optimus.moe.dispatch.base import ExpertPass, TokenDispatcher, expert_pass, no_work
 from megatron.optimus.moe.dispatch.collective import AllToAllDispatcher, ChunkedExpertPass, HierarchicalDispatcher
 from megatron.optimus.moe.dispatch.ownership import Ownership
 from megatron.optimus.ops import InputGradients, Routing
@@ -59,7 +59,7 @@ def answer(x: Tensor, rank: int) -> Tensor:
     return x * (1 + (rank + 1) / 64)
 
 
-def build(case: Case, rank: int, nodes: list[Any]) -> tuple[Dispatcher, ExpertPass, Ownership]:
+def build(case: Case, rank: int, nodes: list[Any]) -> tuple[TokenDispatcher, ExpertPass, Ownership]:
     ownership = Ownership.regular(EXPERTS, WORLD // case.shards, ExpertPlacement.CONTIGUOUS, case.shards)
     if case.transport == "hierarchical":
         return (

@@ -17,14 +17,14 @@ from megatron.optimus.config.schema import (
     ModelConfig,
     ParallelConfig,
     RunConfig,
-    TokenDispatcher,
+    TokenDispatcherType,
     TrainingConfig,
 )
 from megatron.optimus.moe.dispatch import symmetric
 from megatron.optimus.moe.dispatch.base import ExpertRows, OverlappedWork, no_work
 from megatron.optimus.moe.dispatch.collective import AllToAllDispatcher
 from megatron.optimus.moe.dispatch.ownership import Ownership
-from megatron.optimus.moe.dispatch.select import Messages, measure, messages_of, settle_transport
+from megatron.optimus.moe.dispatch.select import MessageShape, measure, message_shape, select_dispatcher
 from megatron.optimus.moe.dispatch.symmetric import Shape
 from megatron.optimus.ops import Routing
 from megatron.optimus.platform.mesh import Mesh
@@ -32,10 +32,14 @@ from megatron.optimus.platform.ranks import Ranks
 from tests.helpers import run_distributed
 
 CPU = torch.device("cpu")
-ALLGATHER, ALLTOALL, HIERARCHICAL = TokenDispatcher.ALLGATHER, TokenDispatcher.ALLTOALL, TokenDispatcher.HIERARCHICAL
+ALLGATHER, ALLTOALL, HIERARCHICAL = (
+    TokenDispatcherType.ALLGATHER,
+    TokenDispatcherType.ALLTOALL,
+    TokenDispatcherType.HIERARCHICAL,
+)
 
 
-def config_of(transport: TokenDispatcher, *, ep: int = 4, deterministic: bool = False) -> RunConfig:
+def config_of(transport: TokenDispatcherType, *, ep: int = 4, deterministic: bool = False) -> RunConfig:
     sizes = dict(hidden_size=16, num_attention_heads=2, vocab_size=32, num_experts=8, moe_router_topk=2)
     return RunConfig(
         model=ModelConfig(num_layers=1, **sizes),  # type: ignore[arg-type]
@@ -111,21 +115,21 @@ def one_rank(rank: int, world: int) -> dict[str, Any]:
         mesh = Mesh(config.parallel, rank=rank, world_size=world, local_world_size=local_world_size)
         before = torch.get_rng_state()
         try:
-            settled = settle_transport(config, mesh, CPU, torch.float32)
+            settled = select_dispatcher(config, mesh, CPU, torch.float32)
         except ConfigError as error:
             return f"error: {error}"
         assert torch.equal(before, torch.get_rng_state())
         return settled.moe_token_dispatcher_type.value
 
-    auto = config_of(TokenDispatcher.AUTO)
+    auto = config_of(TokenDispatcherType.AUTO)
     found["nodes of 2"] = settle(auto, 2), list(lines)
     found["one node"] = settle(auto, 4), list(lines)
     found["unequal nodes"] = settle(auto, 3 if rank < 3 else 1), list(lines)
-    found["deterministic"] = settle(config_of(TokenDispatcher.AUTO, deterministic=True), 2), list(lines)
-    found["ep 1"] = settle(config_of(TokenDispatcher.AUTO, ep=1), 2), list(lines)
+    found["deterministic"] = settle(config_of(TokenDispatcherType.AUTO, deterministic=True), 2), list(lines)
+    found["ep 1"] = settle(config_of(TokenDispatcherType.AUTO, ep=1), 2), list(lines)
     for what, local in (("fits", 2), ("one node", 4), ("unequal nodes", 3 if rank < 3 else 1)):
         found[f"hierarchical, {what}"] = settle(config_of(HIERARCHICAL), local)
-    found["symmetric"] = settle(config_of(TokenDispatcher.SYMMETRIC), 4)
+    found["symmetric"] = settle(config_of(TokenDispatcherType.SYMMETRIC), 4)
 
     def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
         if rank == 1:
@@ -138,7 +142,7 @@ def one_rank(rank: int, world: int) -> dict[str, Any]:
         mock.patch("torch.distributed._symmetric_memory.rendezvous", rendezvous),
     ):
         found["no memory on rank 1"] = settle(auto, 4), list(lines)
-        found["no memory in one group of two"] = settle(config_of(TokenDispatcher.AUTO, ep=2), 4), list(lines)
+        found["no memory in one group of two"] = settle(config_of(TokenDispatcherType.AUTO, ep=2), 4), list(lines)
     mesh = Mesh(auto.parallel, rank=rank, world_size=world)
     group = mesh.group("experts")
     assert group is not None
@@ -147,7 +151,7 @@ def one_rank(rank: int, world: int) -> dict[str, Any]:
     slow = Slow(group, ownership)
     slow.seconds = 0.05 if rank == 1 else 0.0
     transports = {ALLGATHER: slow, ALLTOALL: AllToAllDispatcher(group, ownership)}
-    found["times"] = measure(transports, messages_of(auto, torch.float32), mesh, CPU)
+    found["times"] = measure(transports, message_shape(auto, torch.float32), mesh, CPU)
     return found
 
 
@@ -195,7 +199,7 @@ def test_auto_takes_what_is_fastest_on_the_slowest_rank() -> None:
 
 
 def test_messages_are_those_of_a_micro_batch_on_one_rank() -> None:
-    config = config_of(TokenDispatcher.AUTO)
-    assert messages_of(config, torch.bfloat16) == Messages(16, 16, 8, 2, torch.bfloat16)
+    config = config_of(TokenDispatcherType.AUTO)
+    assert message_shape(config, torch.bfloat16) == MessageShape(16, 16, 8, 2, torch.bfloat16)
     config.parallel.tensor_model_parallel_size = config.parallel.context_parallel_size = 2
-    assert messages_of(config, torch.bfloat16).num_tokens == 4
+    assert message_shape(config, torch.bfloat16).num_tokens == 4

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron.optimus.config.schema import ModelConfig, QKNormScope
 from megatron.optimus.layers.documents import Documents, document_attention
-from megatron.optimus.layers.linear import Project, ProjectOut, project, project_out
+from megatron.optimus.layers.mlp import Project, ProjectOut, project, project_out
 from megatron.optimus.layers.norm import RMSNorm
 from megatron.optimus.layers.rope import RopeTable, apply_rope
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.optimus import ops
-from megatron.optimus.layers.labels import NO_LABEL
+from megatron.optimus.layers import NO_LABEL
 from megatron.optimus.platform.process_groups import all_gather_single
 
 CHUNK_ELEMENTS = 2**27  # logits held at once in fp32: 512 MiB, large enough for efficient matrix products

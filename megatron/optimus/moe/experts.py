@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron.optimus import ops
 from megatron.optimus.config.schema import ModelConfig
+from megatron.optimus.layers.mlp import MLP
 
 
 class Experts(nn.Module):
@@ -34,3 +35,17 @@ class Experts(nn.Module):
         adds = on_input_gradients is not None or ops.gains_by_main_grads(x_RD)
         main_grads = (ops.main_grad_of(gate_up), ops.main_grad_of(down)) if adds else (None, None)
         return ops.moe_mlp(x_RD, gate_up, down, weights_RK, indices_RK, main_grads, on_input_gradients)
+
+
+class SharedExperts(nn.Module):
+    """mlp(x), or with a gate sigmoid(gate . x) * mlp(x) as in Qwen2-MoE: [B, S, D] -> [B, S, D]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.mlp = MLP(config.hidden_size, config.moe_shared_expert_intermediate_size)
+        # Apart from the MLP, which sees the tokens of all tensor-parallel ranks: the gate sees this rank's alone.
+        self.gate = nn.Linear(config.hidden_size, 1, bias=False) if config.moe_shared_expert_gate else None
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        y_BSD: Tensor = self.mlp(x_BSD)
+        return y_BSD if self.gate is None else torch.sigmoid(self.gate(x_BSD)) * y_BSD

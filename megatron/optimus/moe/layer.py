@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron.optimus.config.schema import ModelConfig
-from megatron.optimus.moe.dispatch.base import Dispatcher, ExpertPass, LocalDispatcher, expert_pass
-from megatron.optimus.moe.experts import Experts
+from megatron.optimus.moe.dispatch.base import ExpertPass, LocalDispatcher, TokenDispatcher, expert_pass
+from megatron.optimus.moe.experts import Experts, SharedExperts
 from megatron.optimus.moe.router import Router, RouterStats
-from megatron.optimus.moe.shared import SharedExperts
 
 
 class MoE(nn.Module):
@@ -19,7 +18,7 @@ class MoE(nn.Module):
         self.router = Router(config)
         self.experts = Experts(config)
         self.shared_experts = SharedExperts(config) if config.moe_shared_expert_intermediate_size else None
-        self.dispatcher: Dispatcher = LocalDispatcher()
+        self.dispatcher: TokenDispatcher = LocalDispatcher()
         self.expert_pass: ExpertPass = expert_pass
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, RouterStats]:

@@ -10,9 +10,9 @@ from megatron.optimus.config.schema import ParallelConfig
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.parallel.context import apply_context_parallelism
 from megatron.optimus.parallel.expert import apply_expert_parallelism
+from megatron.optimus.parallel.pipeline_stages import keep_local_stages, local_stages, stage_plan
 from megatron.optimus.parallel.recompute import apply_offloading, apply_recomputation
-from megatron.optimus.parallel.stages import keep_stages, own_stages, stage_plan
-from megatron.optimus.parallel.tensor import apply_tensor_parallelism, sum_partial_gradients
+from megatron.optimus.parallel.tensor import apply_tensor_parallelism
 from megatron.optimus.platform.mesh import Mesh
 
 logger = logging.getLogger("optimus")
@@ -28,7 +28,7 @@ def parallelize(
     """Cuts the model to this rank's share, in place. Call it on the meta device, before weights exist.
 
     ``seq_length``: of the sequences in training, by which a pipeline's layers are split. ``placements``: of the experts
-    of each MoE layer, in place of the regular one of ``config``. ``connect`` follows when weights exist.
+    of each MoE layer, in place of the regular one of ``config``. ``register_gradient_sums`` follows when weights exist.
     """
     apply_tensor_parallelism(model, config, mesh)
     apply_context_parallelism(model, config, mesh)
@@ -37,17 +37,12 @@ def parallelize(
         apply_expert_parallelism(layer, config, mesh, None if placements is None else placements[number])
     plan = stage_plan(model.config, config, seq_length, mesh.index("pp")) if mesh.size("pp") > 1 else None
     if plan is not None:
-        keep_stages(model, plan)
-    stages = own_stages(model, plan)
+        keep_local_stages(model, plan)
+    stages = local_stages(model, plan)
     apply_recomputation(stages, config)  # inside the regions that communicate
     apply_offloading(stages, config)  # around all of a layer
     if moe_layers:
         _report_experts(len(moe_layers[0].experts.gate_up_weight), model, mesh, config)
-
-
-def connect(model: Decoder, mesh: Mesh) -> None:
-    """What needs the weights themselves: sums of gradients of which each rank has a part."""
-    sum_partial_gradients(model, mesh)
 
 
 def _report_experts(num_experts: int, model: Decoder, mesh: Mesh, config: ParallelConfig) -> None:

@@ -33,8 +33,7 @@ from megatron.optimus.layers.documents import Documents
 from megatron.optimus.layers.rope import rope_at, rope_table
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.moe.router import RouterStats
-from megatron.optimus.parallel.pipeline_p2p import P2PGroups
-from megatron.optimus.parallel.stages import SPLIT_BACKWARDS, StageLayers, StagePlan
+from megatron.optimus.parallel.pipeline_stages import SPLIT_BACKWARDS, P2PGroups, StageLayers, StagePlan
 
 _SCHEDULES = {
     PipelineSchedule.INTERLEAVED_1F1B: ScheduleInterleaved1F1B,
@@ -80,7 +79,7 @@ class StepRecord:
         self.stats.clear()
 
 
-class Chunk(nn.Module):
+class ModelChunk(nn.Module):
     """One stage: consecutive layers, with the embedding before the first and the final norm after the last."""
 
     def __init__(self, model: Decoder, stage: int, plan: StagePlan, positions: int, record: StepRecord) -> None:
@@ -129,7 +128,7 @@ class AuxWeight:
     z: float
 
 
-def check_torch(schedule: PipelineSchedule, num_micro_batches: int, num_stages: int) -> None:
+def check_torch_version(schedule: PipelineSchedule, num_micro_batches: int, num_stages: int) -> None:
     """Raises ConfigError for a schedule that this version of torch cannot run."""
     is_short = schedule is PipelineSchedule.ONE_F_ONE_B and num_micro_batches < num_stages
     if is_short and TorchVersion(torch.__version__) < "2.11":
@@ -153,15 +152,15 @@ class BackwardHooks(Protocol):
 
     def begin(self, num_micro_batches: int) -> None: ...
 
-    def before(self, micro_batch: int, chunk: Chunk, *, is_whole: bool) -> None: ...
+    def before(self, micro_batch: int, chunk: ModelChunk, *, is_whole: bool) -> None: ...
 
-    def after(self, micro_batch: int, chunk: Chunk, *, is_whole: bool) -> None: ...
+    def after(self, micro_batch: int, chunk: ModelChunk, *, is_whole: bool) -> None: ...
 
 
 class _Stage(PipelineStage):
     """torch's stage that knows which micro-batch is at hand and sends and receives over its own groups."""
 
-    def __init__(self, pipeline: Pipeline, chunk: Chunk, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, pipeline: Pipeline, chunk: ModelChunk, *args: Any, **kwargs: Any) -> None:
         super().__init__(chunk, *args, **kwargs)
         self._pipeline, self._chunk = pipeline, chunk
 
@@ -211,7 +210,7 @@ class _NoHooks:
     def begin(self, num_micro_batches: int) -> None:
         """Nothing depends on it."""
 
-    def before(self, micro_batch: int, chunk: Chunk, *, is_whole: bool) -> None:
+    def before(self, micro_batch: int, chunk: ModelChunk, *, is_whole: bool) -> None:
         """Gradients add up in ``grad``."""
 
     after = before
@@ -247,7 +246,7 @@ class Pipeline:
         self.backward_hooks = backward_hooks or _NoHooks()
         self.batches: Sequence[StageInput] = ()
         self.record = StepRecord()
-        self._chunks = {stage: Chunk(model, stage, plan, positions, self.record) for stage in plan.mine}
+        self._chunks = {stage: ModelChunk(model, stage, plan, positions, self.record) for stage in plan.local_stages}
         self._kind, self._v_shape = schedule, schedule is PipelineSchedule.ZBV
         self._labels_each: Tensor | float = 1
         self._tokens = torch.empty(tokens_shape, dtype=torch.int64, device="meta")
@@ -257,7 +256,7 @@ class Pipeline:
 
     def _plan_steps(self, num_micro_batches: int) -> None:
         """Makes the schedule of steps with so many micro-batches. Raises ConfigError where torch has none. Local."""
-        check_torch(self._kind, num_micro_batches, self.plan.num_stages)
+        check_torch_version(self._kind, num_micro_batches, self.plan.num_stages)
         self.num_micro_batches = num_micro_batches
         config = self.model.config
         parts = max(1, len(config.moe_layers)) * num_micro_batches

@@ -32,7 +32,7 @@ def apply_recomputation(stages: Sequence[Sequence[nn.Module]], config: ParallelC
     for block in (block for layers in stages for block in layers[: config.recompute_num_layers]):
         assert isinstance(block, Block)
         for module in _parts(block, set(config.recompute_modules)):
-            module.forward = _recomputed(module.forward)  # type: ignore[method-assign]  # hooks stay outside
+            module.forward = recompute_forward(module.forward)  # type: ignore[method-assign]  # hooks stay outside
 
 
 def _parts(block: Block, chosen: set[Recompute]) -> list[nn.Module]:
@@ -52,7 +52,7 @@ def _parts(block: Block, chosen: set[Recompute]) -> list[nn.Module]:
     return [part for part in parts if not isinstance(part, nn.Identity)]
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def recompute_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args)

@@ -8,7 +8,7 @@ micro-batch are cut as one row of B*S tokens, so a cut needs no copy; between re
 
 Gradients: every rank of the group computes the same loss. A parameter's part gets its whole gradient on its rank. A
 parameter that every rank has whole but applies to its own tokens, or own heads, gets a part of its gradient; it is
-marked ``sequence_parallel`` as in Megatron, and ``sum_partial_gradients`` adds the parts. The auxiliary losses of a
+marked ``sequence_parallel`` as in Megatron, and ``register_gradient_sums`` adds the parts. The auxiliary losses of a
 router are means over its rank's tokens, so each rank's counts 1/t.
 
 Shapes: B sequences, S positions, T = B*S tokens, D model width, V vocabulary rows, t ranks of the group.
@@ -197,7 +197,7 @@ class _ProjectAndLeave(torch.autograd.Function):
         return dx_TW.view(ctx.shape), dweight, None
 
 
-class SplitRMSNorm(nn.Module):
+class TensorParallelRMSNorm(nn.Module):
     """RMSNorm over a width that is split over ranks: the mean of squares is that of the whole width."""
 
     def __init__(self, norm: RMSNorm, ranks: TensorGroup) -> None:
@@ -213,7 +213,7 @@ class SplitRMSNorm(nn.Module):
         return (x32 * torch.rsqrt(mean + self.eps) * self.weight.float()).to(x.dtype)
 
 
-class SplitEmbedding(nn.Module):
+class VocabParallelEmbedding(nn.Module):
     """Embedding whose vocabulary is split over ranks."""
 
     def __init__(self, weight_VD: Tensor, ranks: TensorGroup) -> None:
@@ -229,7 +229,7 @@ class SplitEmbedding(nn.Module):
         return self.ranks.leave(x_BSD.masked_fill(elsewhere_BS[..., None], 0.0))
 
 
-class SplitLMHead(nn.Module):
+class VocabParallelLMHead(nn.Module):
     """Output projection and loss whose vocabulary is split over ranks; see layers/loss.py."""
 
     def __init__(self, weight_VD: Tensor, ranks: TensorGroup, z_loss_coeff: float) -> None:
@@ -261,8 +261,8 @@ def apply_tensor_parallelism(model: Decoder, config: ParallelConfig, mesh: Mesh)
     if not is_tied:
         ranks.split(model.lm_head, 0)
     head_weight = model.embedding.weight if is_tied else model.lm_head.weight
-    model.embedding = SplitEmbedding(model.embedding.weight, ranks)  # type: ignore[assignment]
-    model.lm_head = SplitLMHead(head_weight, ranks, model.lm_head.z_loss_coeff)  # type: ignore[assignment]
+    model.embedding = VocabParallelEmbedding(model.embedding.weight, ranks)  # type: ignore[assignment]
+    model.lm_head = VocabParallelLMHead(head_weight, ranks, model.lm_head.z_loss_coeff)  # type: ignore[assignment]
     for block in model.layers:
         assert isinstance(block, Block)
         _split_attention(block.attention, ranks)
@@ -278,7 +278,7 @@ def apply_tensor_parallelism(model: Decoder, config: ParallelConfig, mesh: Mesh)
             layer.router.register_forward_hook(_weigh_losses(1 / ranks.size))
 
 
-def sum_partial_gradients(model: Decoder, mesh: Mesh) -> None:
+def register_gradient_sums(model: Decoder, mesh: Mesh) -> None:
     """Adds up, in each backward, the gradients of which every tensor-parallel rank has a part.
 
     To be called when the weights exist: hooks do not survive their materialisation.
@@ -306,7 +306,7 @@ def _split_attention(attention: Attention, ranks: TensorGroup) -> None:
         if attention.norm_heads:  # one scale for all heads, which each rank applies to its own
             norm.weight.sequence_parallel = True  # type: ignore[attr-defined]
         else:
-            setattr(attention, name, SplitRMSNorm(norm, ranks))
+            setattr(attention, name, TensorParallelRMSNorm(norm, ranks))
     _make_region(attention, ranks)
 
 

@@ -9,9 +9,8 @@ import torch
 
 from megatron.optimus import ops
 from megatron.optimus.config.schema import LoadBalancing, ModelConfig, ScoreFunction
-from megatron.optimus.moe.balance import load_balancing_loss, mean_entropy, router_z_loss, updated_expert_bias
 from megatron.optimus.moe.layer import MoE
-from megatron.optimus.moe.router import Router
+from megatron.optimus.moe.router import Router, load_balancing_loss, mean_entropy, router_z_loss, updated_expert_bias
 
 
 def config(**changes: object) -> ModelConfig:

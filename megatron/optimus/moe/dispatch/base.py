@@ -39,7 +39,7 @@ class ExpertRows(NamedTuple):
     on_input_gradients: InputGradients | None = None
 
 
-class Dispatcher(Protocol):
+class TokenDispatcher(Protocol):
     def start(self, x_TD: Tensor) -> Any:
         """Sends tokens before the router sees them; what it returns goes to ``dispatch``. None: nothing has left."""
 
@@ -51,13 +51,13 @@ class Dispatcher(Protocol):
     def combine(self, y_RD: Tensor, handle: Any) -> Tensor: ...
 
 
-# From tokens, their routes and what ``Dispatcher.start`` gave, to what their experts make of them: [T, D], and the
+# From tokens, their routes and what ``TokenDispatcher.start`` gave, to what their experts make of them: [T, D], and the
 # slots that were worked on here.
-ExpertPass = Callable[[Dispatcher, nn.Module, Tensor, Routing, Any, OverlappedWork], tuple[Tensor, Tensor]]
+ExpertPass = Callable[[TokenDispatcher, nn.Module, Tensor, Routing, Any, OverlappedWork], tuple[Tensor, Tensor]]
 
 
 def expert_pass(
-    dispatcher: Dispatcher,
+    dispatcher: TokenDispatcher,
     experts: nn.Module,
     x_TD: Tensor,
     routing: Routing,

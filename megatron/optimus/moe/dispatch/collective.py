@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.optimus import ops
-from megatron.optimus.config.schema import ConfigError, TokenDispatcher
-from megatron.optimus.moe.dispatch.base import Dispatcher, ExpertRows, LocalDispatcher, OverlappedWork, no_work
+from megatron.optimus.config.schema import ConfigError, TokenDispatcherType
+from megatron.optimus.moe.dispatch.base import ExpertRows, LocalDispatcher, OverlappedWork, TokenDispatcher, no_work
 from megatron.optimus.moe.dispatch.overlap import WEIGHTS, AsyncDispatch, Wait, X, begin_dispatch, finish_dispatch
 from megatron.optimus.moe.dispatch.ownership import Ownership
 from megatron.optimus.moe.dispatch.symmetric import SymmetricDispatcher
@@ -265,7 +265,7 @@ class ChunkedExpertPass:
 
     def __call__(
         self,
-        dispatcher: Dispatcher,
+        dispatcher: TokenDispatcher,
         experts: nn.Module,
         x_TD: Tensor,
         routing: Routing,
@@ -347,23 +347,23 @@ class HierarchicalDispatcher:
         return self.to_nodes.combine(self.to_ranks.combine(y_RD, from_ranks), from_nodes)
 
 
-def build_dispatcher(transport: TokenDispatcher, mesh: Mesh, ownership: Ownership) -> Dispatcher:
+def build_dispatcher(transport: TokenDispatcherType, mesh: Mesh, ownership: Ownership) -> TokenDispatcher:
     """The transport over this rank's group of experts. Collective over it for the hierarchical one.
 
-    Raises ConfigError where the hierarchical one does not fit the nodes, ValueError for "auto": ``settle_transport``
+    Raises ConfigError where the hierarchical one does not fit the nodes, ValueError for "auto": ``select_dispatcher``
     (probe.py) makes a transport of it.
     """
     group = mesh.group("experts")
     if group is None:
         return LocalDispatcher()
-    if transport is TokenDispatcher.ALLGATHER:
+    if transport is TokenDispatcherType.ALLGATHER:
         return AllGatherDispatcher(group, ownership)
-    if transport is TokenDispatcher.ALLTOALL:
+    if transport is TokenDispatcherType.ALLTOALL:
         return AllToAllDispatcher(group, ownership)
-    if transport is TokenDispatcher.SYMMETRIC:
+    if transport is TokenDispatcherType.SYMMETRIC:
         return SymmetricDispatcher(group, ownership)
-    if transport is TokenDispatcher.AUTO:
-        raise ValueError("moe_token_dispatcher_type=auto is no transport; call settle_transport first")
+    if transport is TokenDispatcherType.AUTO:
+        raise ValueError("moe_token_dispatcher_type=auto is no transport; call select_dispatcher first")
     problem = mesh.layout.hierarchy_problem(mesh.node_size)
     if problem is not None:
         raise ConfigError(problem)

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.optimus.config.schema import ConfigError, ParallelConfig, RunConfig, TokenDispatcher
-from megatron.optimus.moe.dispatch.base import Dispatcher
+from megatron.optimus.config.schema import ConfigError, ParallelConfig, RunConfig, TokenDispatcherType
+from megatron.optimus.moe.dispatch.base import TokenDispatcher
 from megatron.optimus.moe.dispatch.collective import build_dispatcher
 from megatron.optimus.moe.dispatch.ownership import Ownership
 from megatron.optimus.moe.dispatch.symmetric import Shape, SymmetricDispatcher, symmetric_problem
@@ -31,10 +31,10 @@ from megatron.optimus.platform.ranks import RELAYED, Ranks, attempt
 logger = logging.getLogger("optimus")
 
 WARM_UP, REPETITIONS = 2, 5
-WITHOUT_PROBE = TokenDispatcher.ALLGATHER  # its traffic does not hang on the router's choices
+WITHOUT_PROBE = TokenDispatcherType.ALLGATHER  # its traffic does not hang on the router's choices
 
 
-class Messages(NamedTuple):
+class MessageShape(NamedTuple):
     """What a MoE layer of a run sends from one rank."""
 
     num_tokens: int
@@ -44,17 +44,17 @@ class Messages(NamedTuple):
     dtype: torch.dtype
 
 
-def messages_of(config: RunConfig, dtype: torch.dtype) -> Messages:
+def message_shape(config: RunConfig, dtype: torch.dtype) -> MessageShape:
     """Those of one micro-batch. A rank's tokens are a part of it under context and sequence parallelism."""
     model, parallel, training = config.model, config.parallel, config.training
     shards = parallel.context_parallel_size
     if parallel.sequence_parallel:
         shards *= parallel.tensor_model_parallel_size
     num_tokens = training.micro_batch_size * training.seq_length // shards
-    return Messages(num_tokens, model.hidden_size, model.num_experts, model.moe_router_topk, dtype)
+    return MessageShape(num_tokens, model.hidden_size, model.num_experts, model.moe_router_topk, dtype)
 
 
-def settle_transport(config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> ParallelConfig:
+def select_dispatcher(config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> ParallelConfig:
     """``config.parallel`` with a transport instead of "auto", the same on all ranks. Collective over all of them.
 
     Raises ConfigError on every rank where the transport that is asked for does not fit the nodes or devices.
@@ -63,13 +63,13 @@ def settle_transport(config: RunConfig, mesh: Mesh, device: torch.device, dtype:
     transport = parallel.moe_token_dispatcher_type
     if mesh.group("experts") is None:
         return replace(parallel, moe_token_dispatcher_type=WITHOUT_PROBE)  # nothing travels
-    if transport in (TokenDispatcher.ALLGATHER, TokenDispatcher.ALLTOALL):
+    if transport in (TokenDispatcherType.ALLGATHER, TokenDispatcherType.ALLTOALL):
         return parallel
-    if transport is TokenDispatcher.SYMMETRIC:
+    if transport is TokenDispatcherType.SYMMETRIC:
         _demand_shared_memory(mesh, device)
         return parallel
     problem = _hierarchy_problem(mesh, device)
-    if transport is TokenDispatcher.HIERARCHICAL:
+    if transport is TokenDispatcherType.HIERARCHICAL:
         if problem is not None:
             error = ConfigError(problem)
             setattr(error, RELAYED, mesh.rank > 0)  # every rank raises it, one speaks
@@ -79,22 +79,22 @@ def settle_transport(config: RunConfig, mesh: Mesh, device: torch.device, dtype:
         logger.info("token transport: %s, without a probe because of deterministic=True", WITHOUT_PROBE.value)
         return replace(parallel, moe_token_dispatcher_type=WITHOUT_PROBE)
     problems = {
-        TokenDispatcher.HIERARCHICAL: problem,
-        TokenDispatcher.SYMMETRIC: _on_all_ranks(_own_symmetric_problem(mesh, device), device),
+        TokenDispatcherType.HIERARCHICAL: problem,
+        TokenDispatcherType.SYMMETRIC: _on_all_ranks(_own_symmetric_problem(mesh, device), device),
     }
     ownership = Ownership.regular(
         config.model.num_experts, mesh.size("ep"), parallel.moe_expert_placement, parallel.expert_tensor_parallel_size
     )
-    candidates = [TokenDispatcher.ALLGATHER, TokenDispatcher.ALLTOALL]
+    candidates = [TokenDispatcherType.ALLGATHER, TokenDispatcherType.ALLTOALL]
     candidates += [name for name, problem in problems.items() if problem is None]
     dispatchers = {name: build_dispatcher(name, mesh, ownership) for name in candidates}
-    messages = messages_of(config, dtype)
-    symmetric = dispatchers.get(TokenDispatcher.SYMMETRIC)
+    messages = message_shape(config, dtype)
+    symmetric = dispatchers.get(TokenDispatcherType.SYMMETRIC)
     if isinstance(symmetric, SymmetricDispatcher):
         problem = _on_all_ranks(_memory_problem(symmetric, messages, device), device)
-        problems[TokenDispatcher.SYMMETRIC] = problem
+        problems[TokenDispatcherType.SYMMETRIC] = problem
         if problem is not None:
-            del dispatchers[TokenDispatcher.SYMMETRIC]
+            del dispatchers[TokenDispatcherType.SYMMETRIC]
     times = measure(dispatchers, messages, mesh, device)
     fastest = min(times, key=lambda name: times[name])
     _log(times, fastest, messages, mesh, problems)
@@ -102,14 +102,14 @@ def settle_transport(config: RunConfig, mesh: Mesh, device: torch.device, dtype:
 
 
 def measure(
-    transports: Mapping[TokenDispatcher, Dispatcher], messages: Messages, mesh: Mesh, device: torch.device
-) -> dict[TokenDispatcher, float]:
+    transports: Mapping[TokenDispatcherType, TokenDispatcher], messages: MessageShape, mesh: Mesh, device: torch.device
+) -> dict[TokenDispatcherType, float]:
     """Milliseconds of dispatch and combine, forward and backward: the median of some repetitions on the slowest
     rank, so the same numbers on every rank. Collective over all ranks."""
     group = mesh.group("experts")
     inputs = _inputs(messages, mesh.rank, device)
     token = torch.zeros(1, device=device)
-    seconds: dict[TokenDispatcher, list[float]] = {name: [] for name in transports}
+    seconds: dict[TokenDispatcherType, list[float]] = {name: [] for name in transports}
     for repetition in range(WARM_UP + REPETITIONS):
         for name, dispatcher in transports.items():
             dist.all_reduce(token, group=group)  # all begin together
@@ -124,7 +124,7 @@ def measure(
     return dict(zip(transports, (1e3 * medians).tolist(), strict=True))
 
 
-def _inputs(messages: Messages, rank: int, device: torch.device) -> tuple[Tensor, Routing, Tensor]:
+def _inputs(messages: MessageShape, rank: int, device: torch.device) -> tuple[Tensor, Routing, Tensor]:
     # A generator of its own: the run's random numbers are those of a run without a probe.
     generator = torch.Generator().manual_seed(rank)
     scores_TE = torch.rand(messages.num_tokens, messages.num_experts, generator=generator)
@@ -133,7 +133,7 @@ def _inputs(messages: Messages, rank: int, device: torch.device) -> tuple[Tensor
     return x_TD.requires_grad_(), Routing(weights_TK.requires_grad_(), indices_TK, scores_TE), torch.ones_like(x_TD)
 
 
-def _dispatch_and_combine(dispatcher: Dispatcher, x_TD: Tensor, routing: Routing, dy_TD: Tensor) -> None:
+def _dispatch_and_combine(dispatcher: TokenDispatcher, x_TD: Tensor, routing: Routing, dy_TD: Tensor) -> None:
     x_TD.grad = routing.weights_TK.grad = None
     rows = dispatcher.dispatch(x_TD, routing, dispatcher.start(x_TD))
     y_RD = rows.x_RD * rows.weights_RK.sum(dim=1, keepdim=True).to(x_TD.dtype)
@@ -169,7 +169,7 @@ def _on_all_ranks(problem: str | None, device: torch.device) -> str | None:
     return problem if failure is None or problem is not None else f"rank {failure[0]} cannot"
 
 
-def _memory_problem(dispatcher: SymmetricDispatcher, messages: Messages, device: torch.device) -> str | None:
+def _memory_problem(dispatcher: SymmetricDispatcher, messages: MessageShape, device: torch.device) -> str | None:
     """Why the ranks of this rank's group have not the memory; those of others may have it."""
     shape = Shape(messages.num_tokens, messages.width, messages.topk, messages.dtype)
     _, error = attempt(lambda: dispatcher.reserve(shape, device))
@@ -183,11 +183,11 @@ def _own_symmetric_problem(mesh: Mesh, device: torch.device) -> str | None:
 
 
 def _log(
-    times: Mapping[TokenDispatcher, float],
-    fastest: TokenDispatcher,
-    messages: Messages,
+    times: Mapping[TokenDispatcherType, float],
+    fastest: TokenDispatcherType,
+    messages: MessageShape,
     mesh: Mesh,
-    problems: Mapping[TokenDispatcher, str | None],
+    problems: Mapping[TokenDispatcherType, str | None],
 ) -> None:
     logger.info(
         "token transports, %d tokens x %d (%s) a rank over %d ranks, there and back, forward and backward:",
