@@ -17,7 +17,7 @@ from megatron.optimus.config.schema import (
     ParallelConfig,
     TokenDispatcherType,
 )
-from megatron.optimus.moe.dispatch.collective import AllGatherDispatcher
+from megatron.optimus.moe.dispatch.all_gather import AllGatherDispatcher
 from megatron.optimus.moe.dispatch.ownership import Ownership
 from megatron.optimus.moe.layer import MoE
 from megatron.optimus.parallel.expert import apply_expert_parallelism
@@ -68,7 +68,7 @@ def backward(layer: MoE, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
 
 
 class Case(NamedTuple):
-    transport: TokenDispatcherType
+    kind: TokenDispatcherType
     placement: ExpertPlacement
     ep: int
     counts: tuple[int, ...]  # tokens of each rank
@@ -88,7 +88,7 @@ def one_rank(rank: int, world: int, cases: list[Case]) -> list[dict[str, Any]]:
 def run_case(rank: int, world: int, case: Case) -> dict[str, Any]:
     config = ParallelConfig(
         expert_model_parallel_size=case.ep,
-        moe_token_dispatcher_type=case.transport,
+        moe_token_dispatcher_type=case.kind,
         moe_expert_placement=case.placement,
         moe_hierarchical_node_size=case.node,
         moe_dispatch_chunks=case.chunks,
@@ -129,7 +129,6 @@ COUNTS = {
 }
 PLAIN = (TokenDispatcherType.ALLGATHER, TokenDispatcherType.ALLTOALL)
 HIERARCHICAL = TokenDispatcherType.HIERARCHICAL
-IN_PARTS = ((PLAIN[0], None, 1), (PLAIN[1], None, 1), (PLAIN[1], None, 2))
 HOW = {
     "halves": dict(halves=True),
     "main gradients": dict(main_grads=True),
@@ -138,27 +137,27 @@ HOW = {
 }
 CASES = {
     4: {
-        f"{transport.value}, {placement.value}, ep {ep}, {what}": Case(
-            transport, placement, ep, counts, skew, node, shared=placement is ExpertPlacement.INTERLEAVED
+        f"{kind.value}, {placement.value}, ep {ep}, {what}": Case(
+            kind, placement, ep, counts, skew, node, shared=placement is ExpertPlacement.INTERLEAVED
         )
         for what, (counts, skew) in COUNTS.items()
         for placement in ExpertPlacement
-        for transport, ep, node in [*((plain, ep, None) for plain in PLAIN for ep in (2, 4)), (HIERARCHICAL, 4, 2)]
+        for kind, ep, node in [*((plain, ep, None) for plain in PLAIN for ep in (2, 4)), (HIERARCHICAL, 4, 2)]
     }
     | {
-        f"{transport.value}, {chunks} parts, {what}, {how}": Case(
-            transport, ExpertPlacement.INTERLEAVED, 4, *COUNTS[what], node=node, chunks=chunks, **changes
+        f"{kind.value}, {chunks} chunks, {what}, {how}": Case(
+            kind, ExpertPlacement.INTERLEAVED, 4, *COUNTS[what], node=node, chunks=chunks, **changes
         )
         for how, changes in HOW.items()
         for what in ("even", "uneven and skewed")
-        for transport, node, chunks in [
+        for kind, node, chunks in [
             *((plain, None, 1) for plain in PLAIN),
             (PLAIN[1], None, 2),
             (HIERARCHICAL, 2, 1),
         ]
     },
     3: {
-        f"all-to-all in {chunks} parts, {what}": Case(
+        f"all-to-all in {chunks} chunks, {what}": Case(
             TokenDispatcherType.ALLTOALL,
             ExpertPlacement.INTERLEAVED,
             3,
@@ -240,7 +239,7 @@ def test_every_expert_has_one_owner(placement: ExpertPlacement) -> None:
     ownership = Ownership.regular(12, 4, placement)
     owned = [ownership.expert_ids(rank) for rank in range(4)]
     assert sorted(expert for ids in owned for expert in ids) == list(range(12))
-    owner_E, local_E = ownership.tables(torch.device("cpu"))
+    owner_E, local_E = ownership.owner_and_local_id(torch.device("cpu"))
     for rank, ids in enumerate(owned):
         for local, expert in enumerate(ids):
             assert (owner_E[expert], local_E[expert]) == (rank, local)

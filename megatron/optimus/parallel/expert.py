@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from megatron.optimus.config.placement import LayerPlacement, regular_placement
 from megatron.optimus.config.schema import LoadBalancing, ParallelConfig
 from megatron.optimus.models.partition import split_parameter
-from megatron.optimus.moe.dispatch.collective import ChunkedExpertPass, build_dispatcher
 from megatron.optimus.moe.dispatch.ownership import Ownership
+from megatron.optimus.moe.dispatch.select import build_dispatcher
 from megatron.optimus.moe.layer import MoE
 from megatron.optimus.moe.router import RouterStats
 from megatron.optimus.platform.mesh import Mesh
@@ -55,9 +55,7 @@ def apply_expert_parallelism(
         local.allreduce = False  # type: ignore[attr-defined]
         local.group_name = f"ep_size_{ownership.num_ranks}"  # type: ignore[attr-defined]
         setattr(layer.experts, name, local)
-    layer.dispatcher = build_dispatcher(config.moe_token_dispatcher_type, mesh, ownership)
-    if config.moe_dispatch_chunks > 1 and mesh.group("experts") is not None:
-        layer.expert_pass = ChunkedExpertPass(config.moe_dispatch_chunks)
+    layer.dispatcher = build_dispatcher(config, mesh, ownership)
     if shard > 0:
         layer.register_forward_hook(_count_no_rows)
     is_global = layer.router.balancing is LoadBalancing.GLOBAL_AUX_LOSS

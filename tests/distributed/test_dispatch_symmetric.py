@@ -1,6 +1,6 @@
-"""The transport over symmetric memory on real GPUs, one process each: a model's MoE layers equal those with all-gather.
+"""The symmetric-memory token dispatcher on real GPUs, one process each: MoE layers equal those with all-gather.
 
-That it is refused elsewhere: test_transport_probe.py; its kernels and its order of reads and writes: ops/test_peers.py.
+That it is refused elsewhere: test_dispatch_select.py; its kernels and its order of reads and writes: ops/test_peers.py.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ pytestmark = [
 ]
 WIDTH, EXPERTS, TOPK, LAYERS, BATCHES = 128, 12, 3, 3, 3
 MODEL = dict(num_attention_heads=2, vocab_size=32, num_experts=EXPERTS, moe_router_topk=TOPK)
-# Between transports partial sums are rounded at other places. In 16 bits that changes what the next layer's router
+# Between dispatchers partial sums are rounded at other places. In 16 bits that changes what the next layer's router
 # chooses, so there one layer is compared.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 NUM_LAYERS = {torch.float32: LAYERS, torch.bfloat16: 1}
 
 
-def layers_of(transport: TokenDispatcherType, mesh: Mesh, ep: int, dtype: torch.dtype, recompute: bool) -> list[MoE]:
+def layers_of(kind: TokenDispatcherType, mesh: Mesh, ep: int, dtype: torch.dtype, recompute: bool) -> list[MoE]:
     parallel = ParallelConfig(
         expert_model_parallel_size=ep,
-        moe_token_dispatcher_type=transport,
+        moe_token_dispatcher_type=kind,
         moe_expert_placement=ExpertPlacement.INTERLEAVED,
     )
     config = ModelConfig(
