@@ -135,7 +135,7 @@ class NoAttention(torch.autograd.Function):
 
 def without_attention(model: Any) -> None:
     for block in model.layers:
-        block.attention.attend = lambda q, k, v, documents: NoAttention.apply(q, k, v)
+        block.attention.core_attention = lambda q, k, v, documents: NoAttention.apply(q, k, v)
 
 
 class KeepHere(TokenDispatcher):

@@ -1,9 +1,19 @@
-"""The ordered list of what is done to a serial model so that it runs on many ranks."""
+"""The ordered list of what turns a serial model into one rank's part of it.
+
+Order: model converters, tensor parallelism, context parallelism, expert parallelism, pipeline stages, recomputation,
+offloading. It runs on the meta device, before weights exist. When they do, ``tensor.register_gradient_sums`` follows:
+hooks do not survive the materialisation of weights.
+
+A precision or another replacement of modules (fp8 linear layers, say) is a model converter: a function in a file of its
+own that changes a ``Decoder`` in place and returns nothing. It sees the whole serial model on the meta device. It must
+keep the parameters' names, by which checkpoints and initial weights find them, and ``nn.Linear`` (or a class derived
+from it) where tensor parallelism splits projections (parallel/tensor.py).
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megatron.optimus.config.placement import LayerPlacement
 from megatron.optimus.config.schema import ParallelConfig
@@ -17,6 +27,8 @@ from megatron.optimus.platform.mesh import Mesh
 
 logger = logging.getLogger("optimus")
 
+ModelConverter = Callable[[Decoder], None]
+
 
 def parallelize(
     model: Decoder,
@@ -24,12 +36,20 @@ def parallelize(
     config: ParallelConfig,
     seq_length: int,
     placements: Sequence[LayerPlacement] | None = None,
+    converters: Sequence[ModelConverter] = (),
 ) -> None:
-    """Cuts the model to this rank's share, in place. Call it on the meta device, before weights exist.
+    """Cuts the model to this rank's part, in place.
 
-    ``seq_length``: of the sequences in training, by which a pipeline's layers are split. ``placements``: of the experts
-    of each MoE layer, in place of the regular one of ``config``. ``register_gradient_sums`` follows when weights exist.
+    Args:
+        model: the whole serial model, on the meta device.
+        mesh: this rank's groups.
+        config: sizes and options of every kind of parallelism.
+        seq_length: tokens of a sequence in training, by which a pipeline's layers are balanced.
+        placements: experts of each rank for each MoE layer; None: the placement that ``config`` names.
+        converters: applied first, in this order.
     """
+    for convert in converters:
+        convert(model)
     apply_tensor_parallelism(model, config, mesh)
     apply_context_parallelism(model, config, mesh)
     moe_layers = model.moe_layers()
@@ -42,10 +62,10 @@ def parallelize(
     apply_recomputation(stages, config)  # inside the regions that communicate
     apply_offloading(stages, config)  # around all of a layer
     if moe_layers:
-        _report_experts(len(moe_layers[0].experts.gate_up_weight), model, mesh, config)
+        _log_experts(len(moe_layers[0].experts.gate_up_weight), model, mesh, config)
 
 
-def _report_experts(num_experts: int, model: Decoder, mesh: Mesh, config: ParallelConfig) -> None:
+def _log_experts(num_experts: int, model: Decoder, mesh: Mesh, config: ParallelConfig) -> None:
     of_model = model.config
     logger.info(
         "expert parallelism: %d of %d experts per layer on each rank, %s, %s ownership%s",

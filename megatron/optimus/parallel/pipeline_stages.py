@@ -1,17 +1,14 @@
-"""Who holds which layers of a pipeline: the stages, and a model cut to those of a rank.
+"""Stages of a pipeline: which rank holds which layers, the model cut to them, and communicators between stages.
 
-The decoder loses the layers of other stages but keeps its global parameter names. pipeline.py runs them.
+The decoder loses the layers of other stages but keeps its parameter names. pipeline.py runs the stages.
 
-Point-to-point communicators between the stages of a pipeline with several chunks: several, used in turn.
-
-What a rank sends and receives over one communicator runs in the order in which it was queued. A receive is queued when
-the schedule expects the message, and until that one arrives everything behind it waits, sends that others need
-included: with one communicator for all, interleaved 1F1B over four ranks loses 9% and over eight 20% of its time that
-way (tests/unit/parallel/test_pipeline_stages.py counts it). So no rank sends and receives over the same one, and
+Stages s and s + 1 share boundary s. In a loop stage s lies on rank s mod pp; in V shape the second half runs back
+(config/stages.py). A pipeline with several chunks a rank uses several communicators. What a rank sends and receives
+over one communicator runs in the order in which it was queued. A receive is queued when the schedule expects the
+message, and until that one arrives everything queued behind it waits, also sends that other ranks need: with a single
+communicator, interleaved 1F1B over four ranks loses 9% of its time and over eight ranks 20%
+(tests/unit/parallel/test_pipeline_stages.py counts it). So no rank sends and receives over the same communicator, and
 activations and gradients have different ones.
-
-Stages s and s + 1 share a boundary, of number s. In a loop stage s lies on rank s mod pp, in V shape the second half
-runs back (config/stages.py).
 """
 
 from __future__ import annotations
@@ -29,21 +26,37 @@ from megatron.optimus.config.stages import num_p2p_groups, stage_layers, stages_
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.platform.mesh import Mesh
 
-# Those that compute the gradients of inputs first and of weights later.
+# Schedules that compute the gradients of inputs first and of weights later.
 SPLIT_BACKWARDS = (PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV)
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Who holds what: pure numbers, the same on every rank."""
+    """Assignment of layers to stages and of stages to a rank.
+
+    Attributes:
+        num_stages: stages of the whole pipeline.
+        local_stages: stages of this rank, in the order of its chunks.
+        layers: layer numbers of every stage.
+    """
 
     num_stages: int
-    local_stages: tuple[int, ...]  # stages of this rank, in the order of its chunks
-    layers: tuple[range, ...]  # of every stage
+    local_stages: tuple[int, ...]
+    layers: tuple[range, ...]
 
 
 def stage_plan(model: ModelConfig, config: ParallelConfig, seq_length: int, pipeline_rank: int) -> StagePlan:
-    """The stages of a pipeline rank. Raises ConfigError for layers that do not fit the stages."""
+    """The stages of a pipeline rank.
+
+    Args:
+        model: its layers and what each of them costs.
+        config: pipeline size, chunks a rank and schedule.
+        seq_length: tokens of a sequence, by which stages are balanced.
+        pipeline_rank: index of the rank in the pipeline.
+
+    Raises:
+        ConfigError: for layers that do not fit the stages.
+    """
     layers = stage_layers(model, config, seq_length)
     pp, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     v_shape = config.pipeline_schedule is PipelineSchedule.ZBV
@@ -51,7 +64,7 @@ def stage_plan(model: ModelConfig, config: ParallelConfig, seq_length: int, pipe
 
 
 class StageLayers(nn.ModuleList):
-    """The layers of this rank under their numbers in the whole model, so that names such as layers.12 stay."""
+    """The layers of this rank under their numbers in the whole model, so that names such as layers.12 remain."""
 
     def __init__(self, layers: Mapping[int, nn.Module]) -> None:
         super().__init__()
@@ -59,21 +72,21 @@ class StageLayers(nn.ModuleList):
             self.add_module(str(number), layer)
 
     def __getitem__(self, key: Any) -> Any:
-        """A slice takes by place on this rank, a number the layer of that number."""
+        """An int is a layer's number in the whole model; a slice counts the layers of this rank."""
         return list(self)[key] if isinstance(key, slice) else self._modules[str(key)]
 
 
 def keep_local_stages(model: Decoder, plan: StagePlan) -> None:
     """Removes from the model, in place, what other ranks hold. Parameter names stay those of the whole model.
 
-    Of a tied embedding, the first and the last stage have a copy each, both under the embedding's name; it carries
-    ``pipe_tied``, and ``ds_pipe_replicated`` on the last one, where norm and checkpoints leave it out.
+    The first and the last stage each have a copy of a tied embedding under the embedding's name. Both are marked
+    ``pipe_tied``. That of the last stage is also marked ``ds_pipe_replicated``: gradient norm and checkpoints skip it.
     """
     has_first, has_last = 0 in plan.local_stages, plan.num_stages - 1 in plan.local_stages
     if model.lm_head.weight is model.embedding.weight and has_first != has_last:
         model.embedding.weight.pipe_tied = True  # type: ignore[attr-defined]
         model.embedding.weight.ds_pipe_replicated = has_last  # type: ignore[attr-defined]
-        has_first = True  # the name of the copy
+        has_first = True  # the copy has the embedding's name
     owned = [number for stage in plan.local_stages for number in plan.layers[stage]]
     model.layers = StageLayers({number: model.layers[number] for number in sorted(owned)})
     if not has_first:
@@ -90,33 +103,43 @@ def local_stages(model: Decoder, plan: StagePlan | None) -> list[list[nn.Module]
 
 
 def p2p_group_index(boundary: int, pp: int, *, v_shape: bool) -> int:
-    """The group of what crosses a boundary in one direction: no rank sends and receives over the same one."""
+    """Index of the communicator for one direction of a boundary: no rank sends and receives over the same one."""
     if v_shape:
         return boundary % 2 + 2 * (boundary >= pp)
-    hop = boundary % pp  # from rank hop to the next one in the loop
-    return 2 if pp % 2 and hop == pp - 1 else hop % 2  # a loop of odd length has no two colours
+    sender = boundary % pp  # sends to the next rank in the loop
+    return 2 if pp % 2 and sender == pp - 1 else sender % 2  # a loop of odd length needs a third colour
 
 
 class P2PGroups:
-    """The process groups; made by all ranks of the pipeline together."""
+    """The communicators of a pipeline with several chunks a rank."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], pp: int, *, v_shape: bool) -> None:
-        """``groups``: twice ``num_p2p_groups``, those of activations first."""
+        """Holds groups that all ranks of the pipeline have made together.
+
+        Args:
+            groups: twice ``num_p2p_groups``, those of activations first.
+            pp: ranks of the pipeline.
+            v_shape: whether stages run back over the ranks.
+        """
         self._groups, self._pp, self._v_shape = list(groups), pp, v_shape
 
     def group(self, boundary: int, *, is_gradient: bool) -> dist.ProcessGroup:
-        """Over which the activations or the gradients of a boundary travel."""
+        """The group over which the activations or the gradients of a boundary travel."""
         index = p2p_group_index(boundary, self._pp, v_shape=self._v_shape)
         return self._groups[index + is_gradient * num_p2p_groups(self._pp, v_shape=self._v_shape)]
 
 
 def make_p2p_groups(mesh: Mesh, config: ParallelConfig, device: torch.device) -> P2PGroups | None:
-    """None for one chunk a rank: 1F1B sends and receives in one operation. Collective over the pipeline."""
+    """Makes the communicators between stages. Collective over the pipeline.
+
+    Returns:
+        None for one chunk a rank, as 1F1B sends and receives in one operation.
+    """
     if config.virtual_pipeline_model_parallel_size == 1:
         return None
     pp, v_shape = mesh.size("pp"), config.pipeline_schedule is PipelineSchedule.ZBV
     groups = mesh.more_groups("pp", 2 * num_p2p_groups(pp, v_shape=v_shape))
     for group in groups:
-        # A communicator starts when all its ranks first use it; in a schedule they would do so at different times.
+        # A communicator starts when all its ranks first use it, which in a schedule is at different times.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
     return P2PGroups(groups, pp, v_shape=v_shape)
