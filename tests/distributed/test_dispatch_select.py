@@ -22,9 +22,9 @@ from megatron.optimus.config.schema import (
 )
 from megatron.optimus.moe.dispatch import symmetric
 from megatron.optimus.moe.dispatch.all_to_all import AllToAllDispatcher
-from megatron.optimus.moe.dispatch.base import ExpertRows, MessageShape, OverlappedWork, no_work
+from megatron.optimus.moe.dispatch.base import ExpertRows, OverlappedWork, no_work
 from megatron.optimus.moe.dispatch.ownership import Ownership
-from megatron.optimus.moe.dispatch.select import dispatcher_classes, measure, message_shape, select_dispatcher
+from megatron.optimus.moe.dispatch.select import measure, message_shape, select_dispatcher
 from megatron.optimus.moe.dispatch.symmetric import BufferShape
 from megatron.optimus.ops import Routing
 from megatron.optimus.platform.mesh import Mesh
@@ -196,16 +196,3 @@ def test_auto_takes_what_is_fastest_on_the_slowest_rank() -> None:
         assert f"cuda:{rank + 1} cannot map the memory of devices 4 of its node" in memory["far GPUs"]
     assert "4 ranks of a node must be 2 or more" in first["hierarchical, one node"]
     assert "nodes have from 1 to 3 ranks" in first["hierarchical, unequal nodes"]
-
-
-def test_messages_are_those_of_a_micro_batch_on_one_rank() -> None:
-    config = config_of(TokenDispatcherType.AUTO)
-    assert message_shape(config, torch.bfloat16) == MessageShape(16, 16, 8, 2, torch.bfloat16)
-    config.parallel.tensor_model_parallel_size = config.parallel.context_parallel_size = 2
-    assert message_shape(config, torch.bfloat16).num_tokens == 4
-
-
-def test_every_choice_but_auto_is_a_dispatcher_of_its_own() -> None:
-    classes = dispatcher_classes()
-    assert set(classes) == set(TokenDispatcherType) - {TokenDispatcherType.AUTO}
-    assert len(set(classes.values())) == len(classes)

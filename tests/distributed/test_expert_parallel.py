@@ -18,7 +18,6 @@ from megatron.optimus.config.schema import (
     TokenDispatcherType,
 )
 from megatron.optimus.moe.dispatch.all_gather import AllGatherDispatcher
-from megatron.optimus.moe.dispatch.ownership import Ownership
 from megatron.optimus.moe.layer import MoE
 from megatron.optimus.parallel.expert import apply_expert_parallelism
 from megatron.optimus.parallel.recompute import recompute_forward
@@ -232,14 +231,3 @@ def test_global_balancing_loss_is_that_of_the_whole_batch() -> None:
     results = run_distributed(auxiliary_rank, 4)
     torch.testing.assert_close(results[0][1:], layer.router.weight.grad.flatten(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(torch.stack(results)[:, 0].mean(), stats.aux_loss.detach())
-
-
-@pytest.mark.parametrize("placement", list(ExpertPlacement))
-def test_every_expert_has_one_owner(placement: ExpertPlacement) -> None:
-    ownership = Ownership.regular(12, 4, placement)
-    owned = [ownership.expert_ids(rank) for rank in range(4)]
-    assert sorted(expert for ids in owned for expert in ids) == list(range(12))
-    owner_E, local_E = ownership.owner_and_local_id(torch.device("cpu"))
-    for rank, ids in enumerate(owned):
-        for local, expert in enumerate(ids):
-            assert (owner_E[expert], local_E[expert]) == (rank, local)
