@@ -110,26 +110,26 @@ def one_rank(rank: int, world: int) -> dict[str, Any]:
     logger.addHandler(handler)
     found: dict[str, Any] = {"lines": lines}
 
-    def settle(config: RunConfig, local_world_size: int) -> str:
+    def select(config: RunConfig, local_world_size: int) -> str:
         lines.clear()
         mesh = Mesh(config.parallel, rank=rank, world_size=world, local_world_size=local_world_size)
         before = torch.get_rng_state()
         try:
-            settled = select_dispatcher(config, mesh, CPU, torch.float32)
+            selected = select_dispatcher(config, mesh, CPU, torch.float32)
         except ConfigError as error:
             return f"error: {error}"
         assert torch.equal(before, torch.get_rng_state())
-        return settled.moe_token_dispatcher_type.value
+        return selected.moe_token_dispatcher_type.value
 
     auto = config_of(TokenDispatcherType.AUTO)
-    found["nodes of 2"] = settle(auto, 2), list(lines)
-    found["one node"] = settle(auto, 4), list(lines)
-    found["unequal nodes"] = settle(auto, 3 if rank < 3 else 1), list(lines)
-    found["deterministic"] = settle(config_of(TokenDispatcherType.AUTO, deterministic=True), 2), list(lines)
-    found["ep 1"] = settle(config_of(TokenDispatcherType.AUTO, ep=1), 2), list(lines)
+    found["nodes of 2"] = select(auto, 2), list(lines)
+    found["one node"] = select(auto, 4), list(lines)
+    found["unequal nodes"] = select(auto, 3 if rank < 3 else 1), list(lines)
+    found["deterministic"] = select(config_of(TokenDispatcherType.AUTO, deterministic=True), 2), list(lines)
+    found["ep 1"] = select(config_of(TokenDispatcherType.AUTO, ep=1), 2), list(lines)
     for what, local in (("fits", 2), ("one node", 4), ("unequal nodes", 3 if rank < 3 else 1)):
-        found[f"hierarchical, {what}"] = settle(config_of(HIERARCHICAL), local)
-    found["symmetric"] = settle(config_of(TokenDispatcherType.SYMMETRIC), 4)
+        found[f"hierarchical, {what}"] = select(config_of(HIERARCHICAL), local)
+    found["symmetric"] = select(config_of(TokenDispatcherType.SYMMETRIC), 4)
 
     def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
         if rank == 1:
@@ -141,8 +141,8 @@ def one_rank(rank: int, world: int) -> dict[str, Any]:
         mock.patch("torch.distributed._symmetric_memory.empty", empty),
         mock.patch("torch.distributed._symmetric_memory.rendezvous", rendezvous),
     ):
-        found["no memory on rank 1"] = settle(auto, 4), list(lines)
-        found["no memory in one group of two"] = settle(config_of(TokenDispatcherType.AUTO, ep=2), 4), list(lines)
+        found["no memory on rank 1"] = select(auto, 4), list(lines)
+        found["no memory in one group of two"] = select(config_of(TokenDispatcherType.AUTO, ep=2), 4), list(lines)
     mesh = Mesh(auto.parallel, rank=rank, world_size=world)
     group = mesh.group("experts")
     assert group is not None
@@ -175,8 +175,8 @@ def test_auto_takes_what_is_fastest_on_the_slowest_rank() -> None:
         assert [name for name, line in table.items() if "<- used" in line] == [chosen]
     for what in ("no memory on rank 1", "no memory in one group of two"):
         assert {result[what][0] for result in results} == {first[what][0]} <= {"allgather", "alltoall"}
-        [told] = [line for line in first[what][1] if "symmetric" in line]
-        assert "not measured: allocating 0 MiB of shared memory failed on rank 1: " in told
+        [line] = [line for line in first[what][1] if "symmetric" in line]
+        assert "not measured: allocating 0 MiB of shared memory failed on rank 1: " in line
     assert "16 tokens x 16 (float32) a rank over 4 ranks" in first["nodes of 2"][1][0]
     assert first["deterministic"] == (
         "allgather",

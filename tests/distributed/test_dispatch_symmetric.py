@@ -135,7 +135,7 @@ def memory_is_shared_and_given_back(rank: int, world: int) -> list[str]:
     return wrong
 
 
-def probe_measures_it(rank: int, world: int) -> list[str]:
+def auto_measures_it(rank: int, world: int) -> list[str]:
     config = RunConfig(
         model=ModelConfig(num_layers=1, hidden_size=WIDTH, **MODEL),  # type: ignore[arg-type]
         parallel=ParallelConfig(
@@ -164,7 +164,7 @@ def one_rank(rank: int, world: int, folder: str) -> None:
     for ep in sorted({2, world}):
         wrong += [f"ep {ep}: {what}" for what in compare(rank, world, ep)]
     wrong += memory_is_shared_and_given_back(rank, world)
-    wrong += probe_measures_it(rank, world)
+    wrong += auto_measures_it(rank, world)
     Path(folder, f"{rank}").write_text("\n".join(wrong))
     dist.barrier()
     dist.destroy_process_group()

@@ -2,7 +2,7 @@
 
 The decoder loses the layers of other stages but keeps its parameter names. pipeline.py runs the stages.
 
-Stages s and s + 1 share boundary s. In a loop stage s lies on rank s mod pp; in V shape the second half runs back
+Stages s and s + 1 share boundary s. In a loop stage s is on rank s mod pp; in V shape the second half runs back
 (config/stages.py). A pipeline with several chunks a rank uses several communicators. What a rank sends and receives
 over one communicator runs in the order in which it was queued. A receive is queued when the schedule expects the
 message, and until that one arrives everything queued behind it waits, also sends that other ranks need: with a single

@@ -53,7 +53,7 @@ class _ExchangePlan(NamedTuple):
     """Order of the rows sent, and how many rows travel between the ranks of a hop.
 
     Attributes:
-        positions_TP: int32, where the copy of a row for each destination lies among the rows sent, which are in the
+        positions_TP: int32, index of the copy of a row for each destination among the rows sent, which are in the
             order of destinations, then of rows; -1 where a destination does not need the row.
         input_splits: rows sent to each rank.
         output_splits: rows received from each rank.
