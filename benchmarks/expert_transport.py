@@ -36,8 +36,8 @@ from device_check import require_device
 from provenance import commit
 
 from megatron.optimus.config.layout import Layout
-from megatron.optimus.config.schema import LoadBalancing, ModelConfig, ParallelConfig, TokenDispatcher
-from megatron.optimus.moe.dispatch.select import Messages, measure
+from megatron.optimus.config.schema import LoadBalancing, ModelConfig, ParallelConfig, TokenDispatcherType
+from megatron.optimus.moe.dispatch.select import MessageShape, measure
 from megatron.optimus.moe.layer import MoE
 from megatron.optimus.parallel.expert import apply_expert_parallelism
 from megatron.optimus.platform import device as devices
@@ -47,10 +47,10 @@ from megatron.optimus.platform.process_exit import exit_process
 WARM_UP, REPETITIONS = 3, 10
 LOCAL = "no exchange"
 TRANSPORTS = [
-    TokenDispatcher.ALLGATHER,
-    TokenDispatcher.ALLTOALL,
-    TokenDispatcher.HIERARCHICAL,
-    TokenDispatcher.SYMMETRIC,
+    TokenDispatcherType.ALLGATHER,
+    TokenDispatcherType.ALLTOALL,
+    TokenDispatcherType.HIERARCHICAL,
+    TokenDispatcherType.SYMMETRIC,
 ]
 IN_PARTS = (2, 4)
 
@@ -89,7 +89,7 @@ def variants(args: argparse.Namespace) -> dict[str, ParallelConfig]:
     """What is timed inside a layer, by name."""
     found = {}
     for transport in TRANSPORTS:
-        if transport is TokenDispatcher.SYMMETRIC and args.device == "cpu":
+        if transport is TokenDispatcherType.SYMMETRIC and args.device == "cpu":
             continue
         config = ParallelConfig(
             expert_model_parallel_size=args.ranks,
@@ -97,10 +97,10 @@ def variants(args: argparse.Namespace) -> dict[str, ParallelConfig]:
             moe_hierarchical_node_size=args.node_size,
         )
         layout = Layout.from_config(config, args.ranks)
-        if transport is TokenDispatcher.HIERARCHICAL and layout.hierarchy_problem(args.node_size or args.ranks):
+        if transport is TokenDispatcherType.HIERARCHICAL and layout.hierarchy_problem(args.node_size or args.ranks):
             continue
         found[transport.value] = config
-        if transport is TokenDispatcher.ALLTOALL:
+        if transport is TokenDispatcherType.ALLTOALL:
             for parts in IN_PARTS:
                 chunked = ParallelConfig(**{**vars(config), "moe_dispatch_chunks": parts})
                 found[f"alltoall in {parts} parts"] = chunked
@@ -168,8 +168,10 @@ def one_size(
     deviations = {name: deviation(forward_backward(layer, x, dy), expected) for name, layer in layers.items()}
     limit = 1e-5 if dtype is torch.float32 else 1e-2
     assert max(deviations.values()) <= limit, deviations
-    messages = Messages(tokens, args.width, args.experts, args.topk, dtype)
-    alone = {TokenDispatcher(name): layers[name].dispatcher for name in layers if name in {t.value for t in TRANSPORTS}}
+    messages = MessageShape(tokens, args.width, args.experts, args.topk, dtype)
+    alone = {
+        TokenDispatcherType(name): layers[name].dispatcher for name in layers if name in {t.value for t in TRANSPORTS}
+    }
     return {
         "tokens": tokens,
         "transport_ms": {name.value: value for name, value in measure(alone, messages, mesh, device).items()},

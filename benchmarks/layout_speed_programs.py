@@ -14,6 +14,7 @@ from weights_on_device import draw_on_device
 
 from megatron.optimus.config.checks import check, gradient_accumulation_steps
 from megatron.optimus.config.load import load
+from megatron.optimus.moe.dispatch.base import ExpertRows, TokenDispatcher, no_work
 from megatron.optimus.platform import device as devices
 
 LR = 1e-4
@@ -134,21 +135,16 @@ class NoAttention(torch.autograd.Function):
 
 def without_attention(model: Any) -> None:
     for block in model.layers:
-        block.attention.attend = lambda q, k, v, documents: NoAttention.apply(q, k, v)
+        block.attention.core_attention = lambda q, k, v, documents: NoAttention.apply(q, k, v)
 
 
-class KeepHere:
-    """In place of a transport: every token's experts are among this rank's, as many as it has."""
+class KeepHere(TokenDispatcher):
+    """In place of a dispatcher that communicates: every token's experts are among this rank's, as many as it has."""
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
 
-    def start(self, x_TD: torch.Tensor) -> None:
-        return None
-
-    def dispatch(self, x_TD: torch.Tensor, routing: Any, started: None, overlapped: Any) -> Any:
-        from megatron.optimus.moe.dispatch.base import ExpertRows
-
+    def dispatch(self, x_TD: torch.Tensor, routing: Any, started: None, overlapped: Any = no_work) -> ExpertRows:
         overlapped()
         return ExpertRows(x_TD, routing.weights_TK, routing.indices_TK % self.num_experts, None)
 

@@ -63,7 +63,8 @@ def build_model(config: Any, mesh: Any, device: torch.device) -> Any:
     from megatron.optimus.models.decoder import Decoder
     from megatron.optimus.models.initialize import _materialize
     from megatron.optimus.parallel.apply import parallelize
-    from megatron.optimus.training.build import DTYPES, connect
+    from megatron.optimus.parallel.tensor import register_gradient_sums
+    from megatron.optimus.training.build import DTYPES
 
     with torch.device("meta"):
         model = Decoder(config.model)
@@ -73,7 +74,7 @@ def build_model(config: Any, mesh: Any, device: torch.device) -> Any:
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(1.0) if param.dim() == 1 else param.normal_(0.0, 0.02, generator=generator)
-    connect(model, mesh)
+    register_gradient_sums(model, mesh)
     return model
 
 

@@ -13,15 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.optimus.config.schema import ConfigError, LoadBalancing, ModelConfig, ParallelConfig, PipelineSchedule
+from megatron.optimus.layers import NO_LABEL
 from megatron.optimus.layers.documents import Documents
-from megatron.optimus.layers.loss import NO_LABEL
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
 from megatron.optimus.models.partition import block_of, own_part, whole_shape
 from megatron.optimus.parallel import recompute
-from megatron.optimus.parallel.apply import connect, parallelize
+from megatron.optimus.parallel.apply import parallelize
 from megatron.optimus.parallel.context import own_positions
-from megatron.optimus.parallel.pipeline import check_torch
+from megatron.optimus.parallel.pipeline import check_torch_version
+from megatron.optimus.parallel.tensor import register_gradient_sums
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.platform.seeding import generator_for
 from tests.helpers import run_distributed
@@ -70,7 +71,7 @@ def build(options: Mapping[str, Any], mesh: Mesh | None, parallel: ParallelConfi
             whole = middle + 0.3 * torch.randn(whole_shape(parameter), generator=generator_for(7, name))
             parameter.data.copy_(own_part(whole, parameter))
     if mesh is not None:
-        connect(model, mesh)
+        register_gradient_sums(model, mesh)
     return model
 
 
@@ -156,7 +157,7 @@ def run_case(rank: int, world: int, case: Case) -> dict[str, float]:
 def refusal(schedule: PipelineSchedule, num_micro_batches: int = 8, num_stages: int = 1) -> str | None:
     """Why this version of torch cannot run a schedule, as the program says it; None if it can."""
     try:
-        check_torch(schedule, num_micro_batches, num_stages)
+        check_torch_version(schedule, num_micro_batches, num_stages)
     except ConfigError as error:
         return str(error)
     return None

@@ -13,7 +13,7 @@ from megatron.optimus.config.schema import (
     LoadBalancing,
     ParallelConfig,
     Recompute,
-    TokenDispatcher,
+    TokenDispatcherType,
 )
 from megatron.optimus.parallel.context import own_positions
 from megatron.optimus.platform import collectives
@@ -28,7 +28,7 @@ GQA = dict(num_query_groups=2)
 MOE = dict(num_experts=8, moe_z_loss_coeff=0.1)
 SHARED = dict(moe_shared_expert_intermediate_size=20, moe_shared_expert_gate=True, add_qkv_bias=True)
 GLOBAL = dict(moe_router_load_balancing_type=LoadBalancing.GLOBAL_AUX_LOSS)
-A2A = dict(moe_token_dispatcher_type=TokenDispatcher.ALLTOALL)
+A2A = dict(moe_token_dispatcher_type=TokenDispatcherType.ALLTOALL)
 RECOMPUTED = dict(recompute_modules=list(Recompute))
 SIX_HEADS = dict(hidden_size=36, num_attention_heads=12, num_query_groups=6, kv_channels=4)
 

@@ -10,12 +10,17 @@ import torch
 import torch.distributed as dist
 
 from megatron.optimus import ops
-from megatron.optimus.config.schema import ExpertPlacement, LoadBalancing, ModelConfig, ParallelConfig, TokenDispatcher
-from megatron.optimus.moe.dispatch.collective import AllGatherDispatcher
-from megatron.optimus.moe.dispatch.ownership import Ownership
+from megatron.optimus.config.schema import (
+    ExpertPlacement,
+    LoadBalancing,
+    ModelConfig,
+    ParallelConfig,
+    TokenDispatcherType,
+)
+from megatron.optimus.moe.dispatch.all_gather import AllGatherDispatcher
 from megatron.optimus.moe.layer import MoE
 from megatron.optimus.parallel.expert import apply_expert_parallelism
-from megatron.optimus.parallel.recompute import _recomputed
+from megatron.optimus.parallel.recompute import recompute_forward
 from megatron.optimus.platform.mesh import Mesh
 from tests.helpers import run_distributed
 
@@ -62,7 +67,7 @@ def backward(layer: MoE, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
 
 
 class Case(NamedTuple):
-    transport: TokenDispatcher
+    kind: TokenDispatcherType
     placement: ExpertPlacement
     ep: int
     counts: tuple[int, ...]  # tokens of each rank
@@ -82,7 +87,7 @@ def one_rank(rank: int, world: int, cases: list[Case]) -> list[dict[str, Any]]:
 def run_case(rank: int, world: int, case: Case) -> dict[str, Any]:
     config = ParallelConfig(
         expert_model_parallel_size=case.ep,
-        moe_token_dispatcher_type=case.transport,
+        moe_token_dispatcher_type=case.kind,
         moe_expert_placement=case.placement,
         moe_hierarchical_node_size=case.node,
         moe_dispatch_chunks=case.chunks,
@@ -93,7 +98,7 @@ def run_case(rank: int, world: int, case: Case) -> dict[str, Any]:
     if isinstance(layer.dispatcher, AllGatherDispatcher):
         layer.dispatcher.equal_tokens = len(set(case.counts)) == 1
     if case.recompute:
-        layer.experts.forward = _recomputed(layer.experts.forward)  # type: ignore[method-assign]
+        layer.experts.forward = recompute_forward(layer.experts.forward)  # type: ignore[method-assign]
     for weight in layer.experts.parameters() if case.main_grads else ():
         weight.main_grad, weight.main_grad_ready = torch.zeros_like(weight), lambda: None  # type: ignore[attr-defined]
     x = tokens_of(rank, case.counts).requires_grad_()
@@ -121,9 +126,8 @@ COUNTS = {
     "uneven, one rank without tokens": ((5, 0, 9, 1), 0.0),
     "uneven and skewed": ((0, 7, 0, 2), 30.0),
 }
-PLAIN = (TokenDispatcher.ALLGATHER, TokenDispatcher.ALLTOALL)
-HIERARCHICAL = TokenDispatcher.HIERARCHICAL
-IN_PARTS = ((PLAIN[0], None, 1), (PLAIN[1], None, 1), (PLAIN[1], None, 2))
+PLAIN = (TokenDispatcherType.ALLGATHER, TokenDispatcherType.ALLTOALL)
+HIERARCHICAL = TokenDispatcherType.HIERARCHICAL
 HOW = {
     "halves": dict(halves=True),
     "main gradients": dict(main_grads=True),
@@ -132,28 +136,34 @@ HOW = {
 }
 CASES = {
     4: {
-        f"{transport.value}, {placement.value}, ep {ep}, {what}": Case(
-            transport, placement, ep, counts, skew, node, shared=placement is ExpertPlacement.INTERLEAVED
+        f"{kind.value}, {placement.value}, ep {ep}, {what}": Case(
+            kind, placement, ep, counts, skew, node, shared=placement is ExpertPlacement.INTERLEAVED
         )
         for what, (counts, skew) in COUNTS.items()
         for placement in ExpertPlacement
-        for transport, ep, node in [*((plain, ep, None) for plain in PLAIN for ep in (2, 4)), (HIERARCHICAL, 4, 2)]
+        for kind, ep, node in [*((plain, ep, None) for plain in PLAIN for ep in (2, 4)), (HIERARCHICAL, 4, 2)]
     }
     | {
-        f"{transport.value}, {chunks} parts, {what}, {how}": Case(
-            transport, ExpertPlacement.INTERLEAVED, 4, *COUNTS[what], node=node, chunks=chunks, **changes
+        f"{kind.value}, {chunks} chunks, {what}, {how}": Case(
+            kind, ExpertPlacement.INTERLEAVED, 4, *COUNTS[what], node=node, chunks=chunks, **changes
         )
         for how, changes in HOW.items()
         for what in ("even", "uneven and skewed")
-        for transport, node, chunks in [
+        for kind, node, chunks in [
             *((plain, None, 1) for plain in PLAIN),
             (PLAIN[1], None, 2),
             (HIERARCHICAL, 2, 1),
         ]
     },
     3: {
-        f"all-to-all in {chunks} parts, {what}": Case(
-            TokenDispatcher.ALLTOALL, ExpertPlacement.INTERLEAVED, 3, counts, skew, chunks=chunks, shared=chunks == 2
+        f"all-to-all in {chunks} chunks, {what}": Case(
+            TokenDispatcherType.ALLTOALL,
+            ExpertPlacement.INTERLEAVED,
+            3,
+            counts,
+            skew,
+            chunks=chunks,
+            shared=chunks == 2,
         )
         for what, counts, skew in [("uneven", (5, 0, 3), 0.0), ("skewed", (2, 7, 1), 30.0)]
         for chunks in (2, 3)
@@ -221,14 +231,3 @@ def test_global_balancing_loss_is_that_of_the_whole_batch() -> None:
     results = run_distributed(auxiliary_rank, 4)
     torch.testing.assert_close(results[0][1:], layer.router.weight.grad.flatten(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(torch.stack(results)[:, 0].mean(), stats.aux_loss.detach())
-
-
-@pytest.mark.parametrize("placement", list(ExpertPlacement))
-def test_every_expert_has_one_owner(placement: ExpertPlacement) -> None:
-    ownership = Ownership.regular(12, 4, placement)
-    owned = [ownership.expert_ids(rank) for rank in range(4)]
-    assert sorted(expert for ids in owned for expert in ids) == list(range(12))
-    owner_E, local_E = ownership.tables(torch.device("cpu"))
-    for rank, ids in enumerate(owned):
-        for local, expert in enumerate(ids):
-            assert (owner_E[expert], local_E[expert]) == (rank, local)

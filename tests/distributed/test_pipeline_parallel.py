@@ -19,10 +19,10 @@ from megatron.optimus.layers.documents import Documents
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
 from megatron.optimus.parallel import pipeline as pipeline_module
-from megatron.optimus.parallel.apply import connect, parallelize
+from megatron.optimus.parallel.apply import parallelize
 from megatron.optimus.parallel.pipeline import Pipeline
-from megatron.optimus.parallel.pipeline_p2p import make_p2p_groups
-from megatron.optimus.parallel.stages import SPLIT_BACKWARDS, stage_plan
+from megatron.optimus.parallel.pipeline_stages import SPLIT_BACKWARDS, make_p2p_groups, stage_plan
+from megatron.optimus.parallel.tensor import register_gradient_sums
 from megatron.optimus.platform.mesh import Mesh
 from tests.distributed.layouts import deviation, part_of, refusal
 from tests.helpers import run_distributed
@@ -154,7 +154,7 @@ def run_case(rank: int, world: int, case: Case) -> dict[str, Any]:
     model = build(config)
     parallelize(model, mesh, parallel, LENGTH)
     materialise(model)
-    connect(model, mesh)
+    register_gradient_sums(model, mesh)
     group = mesh.group("pp")
     assert group is not None
     tp = mesh.size("tp")
@@ -196,7 +196,7 @@ def run_case(rank: int, world: int, case: Case) -> dict[str, Any]:
         values = [sum(x.item() for x in record.loss_sums), sum(before)]
         for value in values:
             assert value / (BATCH * LENGTH * case.count) == pytest.approx(loss, rel=1e-6)
-    layers = [list(plan.layers[stage]) for stage in plan.mine]
+    layers = [list(plan.layers[stage]) for stage in plan.local_stages]
     assert case.sizes is None or case.sizes == [len(part) for part in plan.layers]
     return {"layers": layers, "deviations": deviations, "messages": messages}
 

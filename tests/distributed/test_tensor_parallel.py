@@ -17,7 +17,7 @@ from megatron.optimus.config.schema import (
     ParallelConfig,
     QKNormScope,
     Recompute,
-    TokenDispatcher,
+    TokenDispatcherType,
 )
 from megatron.optimus.parallel import tensor
 from megatron.optimus.parallel.tensor import TensorGroup
@@ -34,7 +34,7 @@ GLOBAL = dict(moe_router_load_balancing_type=LoadBalancing.GLOBAL_AUX_LOSS)
 SHARED = dict(moe_shared_expert_intermediate_size=20, moe_shared_expert_gate=True)
 BIAS = dict(add_qkv_bias=True)
 OVERLAP = dict(tp_comm_overlap=True)
-A2A = dict(moe_token_dispatcher_type=TokenDispatcher.ALLTOALL)
+A2A = dict(moe_token_dispatcher_type=TokenDispatcherType.ALLTOALL)
 
 CASES = {
     "dense, tp 4": Case({}, TP4 | PLAIN),
@@ -84,7 +84,7 @@ CASES = {
         MOE,
         TP2
         | dict(expert_model_parallel_size=2, expert_tensor_parallel_size=2, recompute_modules=list(Recompute))
-        | dict(moe_token_dispatcher_type=TokenDispatcher.HIERARCHICAL, moe_hierarchical_node_size=2),
+        | dict(moe_token_dispatcher_type=TokenDispatcherType.HIERARCHICAL, moe_hierarchical_node_size=2),
     ),
     "moe, etp 2 x ep 2, all-to-all": Case(
         MOE, TP2 | A2A | dict(expert_model_parallel_size=2, expert_tensor_parallel_size=2)
@@ -138,9 +138,9 @@ def watched() -> Iterator[list[str]]:
 def in_and_out(ranks: TensorGroup) -> tuple[list[str], list[str]]:
     """What happens on the way into a region of two projections, and out of it."""
     with watched() as entering:
-        ranks.project(torch.ones(1, 2, 8), [nn.Linear(8, 4, bias=False), nn.Linear(8, 4, bias=False)])
+        ranks.column_parallel(torch.ones(1, 2, 8), [nn.Linear(8, 4, bias=False), nn.Linear(8, 4, bias=False)])
     with watched() as leaving:
-        ranks.project_out(torch.ones(1, 2 * ranks.size, 4), nn.Linear(4, 8, bias=False))
+        ranks.overlapped_row_parallel(torch.ones(1, 2 * ranks.size, 4), nn.Linear(4, 8, bias=False))
     return entering, leaving
 
 
@@ -150,7 +150,7 @@ def sum_in_bf16(rank: int, ranks: TensorGroup) -> bool:
     every = [torch.randn(2 * ranks.size, 4, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(4)]
     with torch.no_grad():
         dist.broadcast(layer.weight, 0, group=ranks.group)
-        found = ranks.project_out(every[rank][None], layer)
+        found = ranks.overlapped_row_parallel(every[rank][None], layer)
         wanted = torch.stack([layer(x.chunk(ranks.size)[rank]) for x in every]).float().sum(dim=0).bfloat16()
     return torch.equal(found[0], wanted)
 

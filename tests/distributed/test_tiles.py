@@ -17,7 +17,7 @@ from megatron.optimus.config.schema import (
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
-    TokenDispatcher,
+    TokenDispatcherType,
     TrainingConfig,
 )
 from megatron.optimus.ops.triton import tile_cache
@@ -103,9 +103,9 @@ def test_the_problems_of_a_run() -> None:
     problems, share = settling.problems_of(config, BF16)  # 16 tokens of each of two ranks
     assert (problems, share) == (layer_problems(4, 16, 32, 2, 32, BF16, torch.float32), 0.5)
     assert UP in problems and GRADIENT in problems
-    config.parallel.moe_token_dispatcher_type = TokenDispatcher.SYMMETRIC  # rows as all-gather has them
+    config.parallel.moe_token_dispatcher_type = TokenDispatcherType.SYMMETRIC  # rows as all-gather has them
     assert settling.problems_of(config, BF16) == (problems, share)
-    config.parallel.moe_token_dispatcher_type = TokenDispatcher.ALLTOALL
+    config.parallel.moe_token_dispatcher_type = TokenDispatcherType.ALLTOALL
     problems, share = settling.problems_of(config, BF16, 800)  # 3 of 4 tokens have one of two choices here
     assert (problems, share) == (layer_problems(4, 16, 32, 2, 1200, BF16, torch.float32), 0.5 / 0.75)
     config.optimizer = OptimizerConfig(zero_stage=2)

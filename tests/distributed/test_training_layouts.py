@@ -24,10 +24,10 @@ from megatron.optimus.config.schema import (
     RunConfig,
 )
 from megatron.optimus.data.loader import Batch
-from megatron.optimus.layers.labels import NO_LABEL
+from megatron.optimus.layers import NO_LABEL
 from megatron.optimus.ops import main_grad_of
 from megatron.optimus.parallel.context import own_positions
-from megatron.optimus.parallel.stages import SPLIT_BACKWARDS
+from megatron.optimus.parallel.pipeline_stages import SPLIT_BACKWARDS
 from megatron.optimus.platform.mesh import Mesh
 from tests.distributed.bucket_launches import check_launches, chunks_of, record_launches
 from tests.distributed.layouts import BATCH, LENGTH, deviation, inputs_of, part_of, refusal

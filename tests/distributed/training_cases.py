@@ -15,7 +15,7 @@ from megatron.optimus.config.schema import (
     Precision,
     Recompute,
     RunConfig,
-    TokenDispatcher,
+    TokenDispatcherType,
     TrainingConfig,
 )
 from tests.distributed.layouts import BATCH, LENGTH, model_config
@@ -68,14 +68,14 @@ CASES = {
             tensor_model_parallel_size=2,
             expert_model_parallel_size=2,
             expert_tensor_parallel_size=2,
-            moe_token_dispatcher_type=TokenDispatcher.ALLTOALL,
+            moe_token_dispatcher_type=TokenDispatcherType.ALLTOALL,
         )
     ),
     "cp 2 (ulysses) x dp 2, ep 2": Case(dict(context_parallel_size=2, expert_model_parallel_size=2)),
     "ep 4, hierarchical over nodes of 2, experts placed by a file": Case(
         dict(
             expert_model_parallel_size=4,
-            moe_token_dispatcher_type=TokenDispatcher.HIERARCHICAL,
+            moe_token_dispatcher_type=TokenDispatcherType.HIERARCHICAL,
             moe_hierarchical_node_size=2,
             moe_expert_placement_file=PLACED,
         )
@@ -83,14 +83,14 @@ CASES = {
     "ep 4, all-to-all in 2 parts, recomputed": Case(
         dict(
             expert_model_parallel_size=4,
-            moe_token_dispatcher_type=TokenDispatcher.ALLTOALL,
+            moe_token_dispatcher_type=TokenDispatcherType.ALLTOALL,
             moe_dispatch_chunks=2,
             recompute_modules=list(Recompute),
         ),
         optimizer=SMALL_BUCKETS,
     ),
     "dp 4, ep 2, the transport chosen by a probe": Case(
-        dict(expert_model_parallel_size=2, moe_token_dispatcher_type=TokenDispatcher.AUTO)
+        dict(expert_model_parallel_size=2, moe_token_dispatcher_type=TokenDispatcherType.AUTO)
     ),
     "tp 4, experts on every rank": Case(dict(tensor_model_parallel_size=4)),
     "pp 2 x dp 2, ep 2": Case(PP2 | dict(expert_model_parallel_size=2), optimizer=SMALL_BUCKETS),
@@ -112,7 +112,7 @@ CASES = {
         dict(
             tensor_model_parallel_size=2,
             expert_model_parallel_size=4,
-            moe_token_dispatcher_type=TokenDispatcher.ALLTOALL,
+            moe_token_dispatcher_type=TokenDispatcherType.ALLTOALL,
         ),
         "moe, shared experts",
         SMALL_BUCKETS,
@@ -161,7 +161,7 @@ CASES = {
         dict(
             tensor_model_parallel_size=2,
             expert_model_parallel_size=4,
-            moe_token_dispatcher_type=TokenDispatcher.ALLTOALL,
+            moe_token_dispatcher_type=TokenDispatcherType.ALLTOALL,
             recompute_modules=list(Recompute),
         ),
         "dense layers first",
@@ -188,7 +188,7 @@ EIGHT = {
             virtual_pipeline_model_parallel_size=2,
             context_parallel_size=2,
             expert_model_parallel_size=4,
-            moe_token_dispatcher_type=TokenDispatcher.ALLTOALL,
+            moe_token_dispatcher_type=TokenDispatcherType.ALLTOALL,
             recompute_modules=list(Recompute),
         ),
         "moe, four layers",

@@ -1,4 +1,4 @@
-"""Kernels between GPUs, and the transport made of them, with all ranks in one process: a rank's memory is a tensor.
+"""Kernels between GPUs, and the token dispatcher made of them, with all ranks in one process: memory is a tensor.
 
 Under Triton's interpreter, or the kernels alone on one GPU.
 """
@@ -66,7 +66,9 @@ def test_rows_go_out_and_their_sums_come_back(name: str, dtype: torch.dtype) -> 
     from megatron.optimus.ops.triton import peers
 
     num_tokens, width, how = CASES[name]
-    owner_E, local_E = Ownership.regular(EXPERTS, RANKS, ExpertPlacement.CONTIGUOUS).tables(torch.device(DEVICE))
+    owner_E, local_E = Ownership.regular(EXPERTS, RANKS, ExpertPlacement.CONTIGUOUS).owner_and_local_id(
+        torch.device(DEVICE)
+    )
     torch.manual_seed(0)
     x = [torch.randn(num_tokens, width, device=DEVICE, dtype=dtype) for _ in range(RANKS)]
     indices = [choices(num_tokens, how, rank) for rank in range(RANKS)]
@@ -148,12 +150,14 @@ class Turns:
 
 
 def stagings(turns: Turns, num_ranks: int, shape: Any) -> list[Any]:
-    from megatron.optimus.moe.dispatch.symmetric import Staging, _parts
+    from megatron.optimus.moe.dispatch.symmetric import SymmetricBuffer, buffer_regions
 
-    memories = [torch.full((_parts(shape, num_ranks)[1],), 0xFF, dtype=torch.uint8) for _ in range(num_ranks)]  # NaN
+    memories = [
+        torch.full((buffer_regions(shape, num_ranks)[1],), 0xFF, dtype=torch.uint8) for _ in range(num_ranks)
+    ]  # NaN
     places = [memory.data_ptr() for memory in memories]
     return [
-        Staging(memory, places, rank, shape, lambda rank=rank: turns.barrier(rank), memories=memories)
+        SymmetricBuffer(memory, places, rank, shape, lambda rank=rank: turns.barrier(rank), memories=memories)
         for rank, memory in enumerate(memories)
     ]
 
@@ -203,20 +207,20 @@ def assert_same(got: Tensor, want: Tensor) -> None:
 def test_layers_over_ranks_equal_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers, three micro-batches in flight, one of them never finished, backwards in the order of the forwards.
     Gradients are being combined when the last product of the experts begins."""
-    from megatron.optimus.moe.dispatch.symmetric import Shape
+    from megatron.optimus.moe.dispatch.symmetric import BufferShape
 
     monkeypatch.setattr(devices, "overlaps_collectives", lambda device: False)  # as on CUDA: it is no collective
     ops.set_backend("reference")  # whose backward has two halves
     last_product, under_way, here = ops.reference.moe_mlp_backward_up_weights, [], threading.local()
 
     def watched(*args: Any) -> Any:
-        under_way.append(memory[here.rank].under_way is not None)
+        under_way.append(memory[here.rank].pending is not None)
         return last_product(*args)
 
     monkeypatch.setattr(ops.reference, "moe_mlp_backward_up_weights", watched)
     turns, num_tokens = Turns(RANKS), 5
     ownership = Ownership.regular(EXPERTS, RANKS, ExpertPlacement.INTERLEAVED)
-    memory = stagings(turns, RANKS, Shape(num_tokens, 16, 2, torch.float32))
+    memory = stagings(turns, RANKS, BufferShape(num_tokens, 16, 2, torch.float32))
 
     def tokens_of(rank: int, batch: int) -> Tensor:
         generator = torch.Generator().manual_seed(10 * rank + batch)
@@ -268,10 +272,10 @@ def test_layers_over_ranks_equal_one_process(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_no_rank_writes_what_another_has_yet_to_read(exchanges: tuple[str, ...]) -> None:
     """Whatever the order of exchanges, with the first rank ahead of the others as far as it can get."""
-    from megatron.optimus.moe.dispatch.symmetric import Shape, _Exchange
+    from megatron.optimus.moe.dispatch.symmetric import BufferShape, _Exchange
 
     turns, num_tokens = Turns(RANKS), 4
-    memory = stagings(turns, RANKS, Shape(num_tokens, 16, 1, torch.float32))
+    memory = stagings(turns, RANKS, BufferShape(num_tokens, 16, 1, torch.float32))
     owner_E = torch.arange(RANKS)
 
     def work(rank: int) -> list[Tensor]:
@@ -304,9 +308,9 @@ def test_no_rank_writes_what_another_has_yet_to_read(exchanges: tuple[str, ...])
 
 def test_rows_that_do_not_fit_are_not_sent() -> None:
     """A peer would be written to beyond its memory."""
-    from megatron.optimus.moe.dispatch.symmetric import Shape, _Exchange
+    from megatron.optimus.moe.dispatch.symmetric import BufferShape, _Exchange
 
-    staging = stagings(Turns(2), 2, Shape(4, 16, 1, torch.float16))[0]
+    staging = stagings(Turns(2), 2, BufferShape(4, 16, 1, torch.float16))[0]
     exchange = _Exchange(
         staging, torch.zeros(4, 1), torch.arange(2), torch.zeros(8, 1).int(), torch.ones(8).to(torch.int8)
     )

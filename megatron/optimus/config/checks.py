@@ -19,7 +19,7 @@ from megatron.optimus.config.schema import (
     OptimizerName,
     PipelineSchedule,
     RunConfig,
-    TokenDispatcher,
+    TokenDispatcherType,
     TokenizerType,
     divisors,
     one_of,
@@ -121,7 +121,7 @@ def expert_parallel_divides_experts(config: RunConfig, world_size: int) -> str |
 
 def only_all_to_all_travels_in_chunks(config: RunConfig, world_size: int) -> str | None:
     chunks, transport = config.parallel.moe_dispatch_chunks, config.parallel.moe_token_dispatcher_type
-    if chunks == 1 or transport is TokenDispatcher.ALLTOALL:
+    if chunks == 1 or transport is TokenDispatcherType.ALLTOALL:
         return None
     return (
         f"moe_dispatch_chunks={chunks} with moe_token_dispatcher_type={transport.value}: only alltoall travels in "
@@ -133,7 +133,7 @@ def hierarchical_dispatch_fits_nodes(config: RunConfig, world_size: int) -> str 
     """Where the user says what a node is; what the launcher says is checked when the ranks have met."""
     parallel = config.parallel
     layout = Layout.from_config(parallel, world_size)
-    is_hierarchical = parallel.moe_token_dispatcher_type is TokenDispatcher.HIERARCHICAL
+    is_hierarchical = parallel.moe_token_dispatcher_type is TokenDispatcherType.HIERARCHICAL
     if not is_hierarchical or parallel.moe_hierarchical_node_size is None or layout.ep * layout.etp == 1:
         return None
     return layout.hierarchy_problem(parallel.moe_hierarchical_node_size)
@@ -142,7 +142,7 @@ def hierarchical_dispatch_fits_nodes(config: RunConfig, world_size: int) -> str 
 def symmetric_dispatch_has_whole_experts_on_cuda(config: RunConfig, world_size: int) -> str | None:
     """What the options tell; nodes and links are looked at when the ranks have met."""
     parallel, name = config.parallel, "moe_token_dispatcher_type=symmetric"
-    if parallel.moe_token_dispatcher_type is not TokenDispatcher.SYMMETRIC:
+    if parallel.moe_token_dispatcher_type is not TokenDispatcherType.SYMMETRIC:
         return None
     if parallel.device in (Device.CPU, Device.XPU):
         return f"{name} needs GPUs of CUDA, and device={parallel.device.value}; use allgather or alltoall"

@@ -32,7 +32,7 @@ class LoadBalancing(str, Enum):
     GLOBAL_AUX_LOSS = "global_aux_loss"  # statistics of the global batch
 
 
-class TokenDispatcher(str, Enum):
+class TokenDispatcherType(str, Enum):
     ALLGATHER = "allgather"  # all-gather in, reduce-scatter out: the paper's
     ALLTOALL = "alltoall"  # each token once to every rank that has one of its experts
     HIERARCHICAL = "hierarchical"  # each token once to every such node, there once to every such rank

@@ -1,8 +1,8 @@
-"""Which expert lives on which rank of an expert-parallel group: pure arithmetic, and the file that holds a choice.
+"""Placement of experts on the ranks of an expert-parallel group: the arithmetic, and the file that stores one.
 
-A placement of one layer is, for each rank, the global numbers of its experts in local order; every rank has as many.
-Weights, checkpoints and initial values go by global number, so a placement changes where experts are, not what the
-model is: a run may go on with another one.
+A placement of one layer is, for each rank, the numbers in the model of its experts in local order; every rank has the
+same number of experts. Weights, checkpoints and initial values are found by these numbers, so a placement changes where
+experts are and not the model: a run can be resumed with another one.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 from megatron.optimus.config.schema import ConfigError, ExpertPlacement
 
-LayerPlacement = tuple[tuple[int, ...], ...]  # of each rank: global numbers of its experts
+LayerPlacement = tuple[tuple[int, ...], ...]  # for each rank, the numbers in the model of its experts
 
 
 def regular_placement(num_experts: int, num_ranks: int, placement: ExpertPlacement) -> LayerPlacement:
-    """The placement that an option names; ``num_ranks`` divides ``num_experts``."""
+    """The placement that ``moe_expert_placement`` names; ``num_ranks`` divides ``num_experts``."""
     per_rank = num_experts // num_ranks
     if placement is ExpertPlacement.CONTIGUOUS:
         return tuple(tuple(range(rank * per_rank, (rank + 1) * per_rank)) for rank in range(num_ranks))
@@ -25,11 +25,18 @@ def regular_placement(num_experts: int, num_ranks: int, placement: ExpertPlaceme
 
 
 def balanced_placement(load_E: Sequence[int], num_ranks: int) -> LayerPlacement:
-    """Spreads the load over ranks that have equally many experts each.
+    """Spreads the load evenly over ranks that each have the same number of experts.
 
-    The longest-processing-time rule: the busiest expert that is left goes to the least loaded rank that has room. Then
-    experts of the busiest rank are exchanged with others' for as long as that lowers its load. Not always the best
-    there is (that is NP-hard), never busier than the rule alone.
+    The longest-processing-time rule assigns the busiest remaining expert to the least loaded rank that has room. Then
+    experts of the busiest rank are swapped with those of others as long as that lowers its load. The result is not
+    always optimal (that is NP-hard), and never busier than the rule alone.
+
+    Args:
+        load_E: tokens (or any measure) of each expert.
+        num_ranks: ranks; divides the number of experts.
+
+    Returns:
+        The placement, experts of a rank in ascending order.
     """
     per_rank = len(load_E) // num_ranks
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -38,48 +45,62 @@ def balanced_placement(load_E: Sequence[int], num_ranks: int) -> LayerPlacement:
         rank = min((r for r in range(num_ranks) if len(ranks[r]) < per_rank), key=lambda r: loads[r])
         ranks[rank].append(expert)
         loads[rank] += load_E[expert]
-    while _exchange_one(load_E, ranks, loads):
+    while _swap_one(load_E, ranks, loads):
         pass
     return tuple(tuple(sorted(experts)) for experts in ranks)
 
 
-def _exchange_one(load_E: Sequence[int], ranks: list[list[int]], loads: list[int]) -> bool:
-    """The exchange with the busiest rank that leaves the busier of the two least loaded, if it helps."""
+def _swap_one(load_E: Sequence[int], ranks: list[list[int]], loads: list[int]) -> bool:
+    """Makes the swap with the busiest rank that leaves the busier of the two least loaded; False where none helps."""
     busiest = max(range(len(ranks)), key=lambda rank: loads[rank])
     best: tuple[int, int, int, int] | None = None
     for rank in range(len(ranks)):
-        for mine in ranks[busiest]:
-            for theirs in ranks[rank]:
-                moved = load_E[mine] - load_E[theirs]
+        for given in ranks[busiest]:
+            for taken in ranks[rank]:
+                moved = load_E[given] - load_E[taken]
                 busier = max(loads[busiest] - moved, loads[rank] + moved)
                 if moved > 0 and busier < (best[0] if best else loads[busiest]):
-                    best = busier, rank, mine, theirs
+                    best = busier, rank, given, taken
     if best is None:
         return False
-    _, rank, mine, theirs = best
-    moved = load_E[mine] - load_E[theirs]
-    ranks[busiest][ranks[busiest].index(mine)] = theirs
-    ranks[rank][ranks[rank].index(theirs)] = mine
+    _, rank, given, taken = best
+    moved = load_E[given] - load_E[taken]
+    ranks[busiest][ranks[busiest].index(given)] = taken
+    ranks[rank][ranks[rank].index(taken)] = given
     loads[busiest] -= moved
     loads[rank] += moved
     return True
 
 
 def busiest_over_mean(load_E: Sequence[int], placement: LayerPlacement) -> float:
-    """Load of the busiest rank over the mean; 1 is perfect, and what it is without any load."""
+    """Load of the busiest rank divided by the mean; 1 is perfect, and the value without any load."""
     loads = [sum(load_E[expert] for expert in experts) for experts in placement]
     return max(loads) * len(loads) / total if (total := sum(loads)) else 1.0
 
 
 def to_json(layers: Sequence[LayerPlacement]) -> str:
-    """The text of a file for ``moe_expert_placement_file``; ``layers``: those with experts, in order."""
+    """The text of a ``moe_expert_placement_file`` for the MoE layers in their order."""
     return json.dumps({"experts_of_ranks_of_layers": layers}) + "\n"
 
 
 def from_json(
     text: str, source: object, *, num_layers: int, num_experts: int, num_ranks: int
 ) -> tuple[LayerPlacement, ...]:
-    """The placements of all layers. Raises ConfigError where they are not those of such a model over such ranks."""
+    """Reads the text of a ``moe_expert_placement_file``.
+
+    Args:
+        text: content of the file.
+        source: its path, for errors.
+        num_layers: MoE layers of the model.
+        num_experts: experts of a layer.
+        num_ranks: ranks of an expert-parallel group.
+
+    Returns:
+        The placement of each MoE layer.
+
+    Raises:
+        ConfigError: where they are not placements of such a model over such ranks.
+    """
     wanted = f"{num_layers} layers of {num_ranks} ranks with {num_experts // num_ranks} of {num_experts} experts each"
     remedy = f"moe_expert_placement_file={source} must hold {wanted}; write it with tools/expert_balance.py"
     try:

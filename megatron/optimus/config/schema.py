@@ -29,7 +29,7 @@ from megatron.optimus.config.choices import (
     RotaryScaling,
     ScoreFunction,
     StateDtype,
-    TokenDispatcher,
+    TokenDispatcherType,
     TokenizerType,
     WSDDecayStyle,
 )
@@ -186,7 +186,9 @@ class ParallelConfig:
     recompute_modules: list[Recompute] = option([], "parts recomputed in the backward: moe, attention, norm")
     recompute_num_layers: int | None = option(None, "first layers of each stage that recompute; default: all of them")
     cpu_offloading_num_layers: int = option(0, "first layers of each stage whose activations wait in host memory")
-    moe_token_dispatcher_type: TokenDispatcher = option(TokenDispatcher.ALLGATHER, "how tokens reach their experts")
+    moe_token_dispatcher_type: TokenDispatcherType = option(
+        TokenDispatcherType.ALLGATHER, "how tokens reach their experts"
+    )
     moe_dispatch_chunks: int = option(
         1, "alltoall: parts in which a layer's tokens travel, each while experts work on another"
     )

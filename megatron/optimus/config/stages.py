@@ -100,5 +100,5 @@ def check_micro_batches(num_micro_batches: int, pp: int) -> None:
 
 
 def num_p2p_groups(pp: int, *, v_shape: bool) -> int:
-    """Communicators for each direction between stages of a pipeline with several chunks (parallel/pipeline_p2p.py)."""
+    """Communicators for each direction between stages of several chunks (parallel/pipeline_stages.py)."""
     return 4 if v_shape else 2 + pp % 2

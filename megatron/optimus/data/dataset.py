@@ -35,7 +35,7 @@ from megatron.optimus.data.index_reader import check_indices, shares, spread_pie
 from megatron.optimus.data.indexed import DTYPES
 from megatron.optimus.data.packing import Range, num_packed, pack, window_of
 from megatron.optimus.data.samples import Piece
-from megatron.optimus.layers.labels import NO_LABEL
+from megatron.optimus.layers import NO_LABEL
 from megatron.optimus.platform.log import counted
 
 logger = logging.getLogger("optimus")

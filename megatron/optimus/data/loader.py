@@ -35,8 +35,8 @@ from megatron.optimus.data.fim import FillInTheMiddle
 from megatron.optimus.data.mixture import Mixture, mixed_rows
 from megatron.optimus.data.order import chances, samples_at
 from megatron.optimus.data.samples import Sample, SampleOptions, make_sample, positions
+from megatron.optimus.layers import NO_LABEL
 from megatron.optimus.layers.documents import Documents
-from megatron.optimus.layers.labels import NO_LABEL
 from megatron.optimus.platform import device as devices
 
 _KNOWN = 2  # batches that must have been read before the next step

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.optimus.layers.labels import NO_LABEL
+from megatron.optimus.layers import NO_LABEL
 
 Ids = npt.NDArray[np.int64]
 Change = Callable[[Ids], Ids]  # the tokens of a piece, in and out

@@ -12,15 +12,25 @@ from torch import Tensor, nn
 
 from megatron.optimus.config.schema import ModelConfig, QKNormScope
 from megatron.optimus.layers.documents import Documents, document_attention
-from megatron.optimus.layers.linear import Project, ProjectOut, project, project_out
+from megatron.optimus.layers.mlp import ProjectIn, ProjectOut, project_in, project_out
 from megatron.optimus.layers.norm import RMSNorm
 from megatron.optimus.layers.rope import RopeTable, apply_rope
 
-Attend = Callable[[Tensor, Tensor, Tensor, Documents | None], Tensor]
+CoreAttention = Callable[[Tensor, Tensor, Tensor, Documents | None], Tensor]
 
 
 def causal_attention(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, documents: Documents | None) -> Tensor:
-    """Each position sees those up to its own, of its own document only where documents are given: [B, H, S, d]."""
+    """Scaled dot-product attention of each position to those up to its own.
+
+    Args:
+        q_BHSd: queries.
+        k_BGSd: keys; each of the G heads serves H / G query heads.
+        v_BGSd: values.
+        documents: where given, a position sees its own document only.
+
+    Returns:
+        The output [B, H, S, d] in the dtype of the queries.
+    """
     if documents is not None:
         return document_attention(q_BHSd, k_BGSd, v_BGSd, documents)
     grouped = q_BHSd.shape[1] != k_BGSd.shape[1]
@@ -28,7 +38,11 @@ def causal_attention(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, documents: 
 
 
 class Attention(nn.Module):
-    """Multi-head or grouped-query attention with RoPE and, optionally, QK-norm over the full width or each head's."""
+    """Multi-head or grouped-query attention with RoPE and, optionally, QK-norm over the full width or over each head.
+
+    Tensor parallelism puts other functions into ``project_in`` and ``project_out``, context parallelism into
+    ``core_attention``.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -44,18 +58,19 @@ class Attention(nn.Module):
         q_norm_width, k_norm_width = (config.head_dim, config.head_dim) if self.norm_heads else (query_width, key_width)
         self.q_norm = RMSNorm(q_norm_width, config.norm_epsilon) if config.qk_layernorm else nn.Identity()
         self.k_norm = RMSNorm(k_norm_width, config.norm_epsilon) if config.qk_layernorm else nn.Identity()
-        self.project: Project = project
+        self.project_in: ProjectIn = project_in
         self.project_out: ProjectOut = project_out
-        self.attend: Attend = causal_attention  # context parallelism puts another one here
+        self.core_attention: CoreAttention = causal_attention
 
     def forward(self, x_BSD: Tensor, rope: RopeTable, documents: Documents | None = None) -> Tensor:
-        q_BSW, k_BSW, v_BSW = self.project(x_BSD, (self.q_proj, self.k_proj, self.v_proj))
+        """The attention output [B, S, D] in x's dtype; arguments as in ``causal_attention`` and ``apply_rope``."""
+        q_BSW, k_BSW, v_BSW = self.project_in(x_BSD, (self.q_proj, self.k_proj, self.v_proj))
         length = rope[0].shape[-2]
         q_BHSd = self._heads(self._normed(q_BSW, self.q_norm), length)
         k_BGSd = self._heads(self._normed(k_BSW, self.k_norm), length)
         v_BGSd = self._heads(v_BSW, length)
         q_BHSd, k_BGSd = apply_rope(q_BHSd, rope), apply_rope(k_BGSd, rope)
-        out_BHSd = self.attend(q_BHSd, k_BGSd, v_BGSd, documents)
+        out_BHSd = self.core_attention(q_BHSd, k_BGSd, v_BGSd, documents)
         return self.project_out(out_BHSd.transpose(1, 2).flatten(2), self.o_proj)
 
     def _normed(self, x_BSW: Tensor, norm: nn.Module) -> Tensor:
@@ -64,7 +79,7 @@ class Attention(nn.Module):
         return norm(x_BSW.unflatten(-1, (-1, self.head_dim))).flatten(-2)
 
     def _heads(self, x_BSW: Tensor, length: int) -> Tensor:
-        """[B, S, heads * d], or all tokens in one row, -> [B, heads, S, d]; clipping after the norm, as in OLMoE."""
+        """[B, S, heads * d], or [1, B * S, heads * d], to [B, heads, S, d]; clips after the norm, as OLMoE does."""
         if self.clip_qkv is not None:
             x_BSW = x_BSW.clamp(-self.clip_qkv, self.clip_qkv)
         return x_BSW.reshape(-1, length, x_BSW.shape[-1] // self.head_dim, self.head_dim).transpose(1, 2)

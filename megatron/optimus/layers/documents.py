@@ -1,8 +1,8 @@
-"""Attention inside documents: several documents share a row of tokens, and no token sees another document's.
+"""Attention within documents: several documents share a row of tokens, and no token sees another document's.
 
-There is never a mask of S x S. Rows are laid end to end and documents are the ranges of that one axis, so the cost is
-the sum of the documents' squares. In half precision on CUDA this is torch's variable-length flash attention, one kernel
-for all documents; elsewhere, and for heads that it does not take, a call of scaled_dot_product_attention for each.
+No mask of S x S is made. Rows are concatenated and documents are ranges of that one axis, so the cost is the sum of the
+squares of their lengths. In half precision on CUDA this is torch's variable-length flash attention, one kernel for all
+documents; elsewhere, and for heads that it does not take, one call of scaled_dot_product_attention for each document.
 
 Shapes: B sequences, S positions, T = B * S tokens, N documents, H query heads, G key/value heads, d head width.
 """
@@ -22,10 +22,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Documents:
-    """Where the documents of a micro-batch lie among its T tokens, row after row. Every row begins one.
+    """The boundaries of a micro-batch's documents among its T tokens, row after row. Every row begins a document.
 
-    ``bounds`` are the first tokens of all documents, then T, on the host; ``bounds_N1`` is the same, int32 [N + 1], on
-    the device of the tokens.
+    Attributes:
+        bounds: the first token of each document, then T; on the host.
+        bounds_N1: the same as int32 [N + 1], on the device of the tokens.
     """
 
     bounds: tuple[int, ...]
@@ -33,7 +34,12 @@ class Documents:
 
     @classmethod
     def from_starts(cls, starts: Sequence[Sequence[int]], length: int) -> Documents:
-        """From the positions at which documents begin in each row of ``length`` tokens; 0 counts in any case."""
+        """Makes the boundaries of rows of ``length`` tokens.
+
+        Args:
+            starts: for each row the positions at which a document begins; 0 is one whether it is listed or not.
+            length: tokens of a row.
+        """
         firsts = {row * length + start for row, own in enumerate(starts) for start in (0, *own)}
         bounds = (*sorted(firsts), len(starts) * length)
         return cls(bounds, torch.tensor(bounds, dtype=torch.int32))
@@ -43,7 +49,7 @@ class Documents:
         return [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
 
     def to(self, device: torch.device) -> Documents:
-        """Without waiting for the copy."""
+        """A copy on the device; does not wait for it."""
         return Documents(self.bounds, self.bounds_N1.to(device, non_blocking=True))
 
     def pin_memory(self) -> Documents:
@@ -51,14 +57,18 @@ class Documents:
 
 
 def document_attention(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, documents: Documents) -> Tensor:
-    """Causal attention in which each token sees its own document only: [B, H, S, d].
+    """Causal attention in which each token sees its own document only.
 
-    Raises ValueError if the documents are not those of B x S tokens.
+    Returns:
+        The output [B, H, S, d] in the dtype of the queries.
+
+    Raises:
+        ValueError: if the documents are not those of B x S tokens.
     """
     rows, _, length, _ = q_BHSd.shape
     if documents.bounds[-1] != rows * length:
         raise ValueError(f"documents end at token {documents.bounds[-1]}, the batch has {rows} x {length}")
-    # The kernel itself wants heads of such widths; scaled_dot_product_attention sees to others.
+    # The kernel takes heads of such widths alone; scaled_dot_product_attention pads others.
     fits = q_BHSd.shape[-1] % 8 == 0 and q_BHSd.shape[-1] <= 256
     if q_BHSd.is_cuda and fits and q_BHSd.dtype in (torch.float16, torch.bfloat16):
         return _fused(q_BHSd, k_BGSd, v_BGSd, documents)
@@ -67,10 +77,8 @@ def document_attention(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, documents
 
 @cache
 def _varlen() -> tuple[Callable[..., Tensor], frozenset[str]]:
-    """torch's kernel and its parameters: 2.10 has is_causal, later ones a window; grouped heads came last.
-
-    Imported where it is used, as torch's compiler comes with it: seconds and 70 MB.
-    """
+    """torch's kernel and the names of its parameters, which differ between versions of torch."""
+    # Imported here because torch's compiler comes with it: seconds and 70 MB.
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)  # type: ignore[return-value]

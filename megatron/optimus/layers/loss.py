@@ -1,14 +1,14 @@
-"""The output projection and the next-token loss, fused: the logits of all tokens never exist at once.
+"""The output projection fused with the next-token loss: the logits of all tokens never exist at once.
 
-The loss needs of each token's logits two numbers only, their log-sum-exp and the label's logit. They are computed for a
-chunk of tokens at a time, in fp32, and since softmax minus one-hot is at hand then, the gradients too: the backward
-multiplies them by the gradient of the sum. One chunk's logits are all that is ever held, whatever T x V is.
+The loss needs two numbers of each token's logits, their log-sum-exp and the logit of the label. The forward computes
+them in fp32 for one chunk of tokens at a time, and with them the gradients, while the chunk's softmax exists; the
+backward multiplies these by the gradient of the sum. No more than one chunk's logits are held, whatever T x V.
 
-A z-loss (arXiv 2204.02311), coefficient times the squared log-sum-exp, keeps that number near 0. It enters gradients
-only: the value stays the cross-entropy, which is what runs are compared by.
+A z-loss (arXiv 2204.02311), coefficient times the squared log-sum-exp, keeps the log-sum-exp near 0. It changes
+gradients only: the value stays the cross-entropy, by which runs are compared.
 
-The vocabulary may be split over ranks. Then each rank knows the log-sum-exp over its own rows, and two numbers per
-token and rank are exchanged.
+The vocabulary may be split over ranks. Then each rank has the log-sum-exp over its own rows, and the ranks exchange two
+numbers per token.
 
 Shapes: T tokens, D model width, V vocabulary rows on this rank, C tokens of a chunk, P ranks.
 """
@@ -23,19 +23,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.optimus import ops
-from megatron.optimus.layers.labels import NO_LABEL
+from megatron.optimus.layers import NO_LABEL
 from megatron.optimus.platform.process_groups import all_gather_single
 
 CHUNK_ELEMENTS = 2**27  # logits held at once in fp32: 512 MiB, large enough for efficient matrix products
 
 
 class LMHead(nn.Linear):
-    """Projection on the vocabulary; with labels, the loss instead of the logits."""
+    """Projection to the vocabulary; with labels it returns the loss instead of the logits."""
 
     z_loss_coeff = 0.0
 
     def forward(self, x_BSD: Tensor, labels_BS: Tensor | None = None) -> Tensor:
-        """Logits [B, S, V] in x's dtype; with labels the sum of cross-entropies, an fp32 scalar in nats."""
+        """Logits [B, S, V] in x's dtype; with labels (int64 or NO_LABEL) ``linear_cross_entropy_sum`` of them."""
         if labels_BS is None:
             return F.linear(x_BSD, self.weight)
         return linear_cross_entropy_sum(
@@ -52,13 +52,22 @@ def linear_cross_entropy_sum(
     first_row: int = 0,
     z_loss_coeff: float = 0.0,
 ) -> Tensor:
-    """Sum over tokens of -log softmax(x @ weight.T)[label], in nats and fp32 whatever the dtype of x.
+    """Sum over tokens of -log softmax(x @ weight.T)[label].
 
-    The sum, not the mean: only the caller knows how many tokens the global batch has. Labels are int64 numbers of rows,
-    or NO_LABEL. With ``group``, each rank holds the vocabulary's rows from ``first_row`` on, all ranks the same x and
-    labels; the loss is the same on all of them, the gradient of x is this rank's part of the sum over ranks.
-    ``z_loss_coeff``: gradients are those of the sum plus so many times the sum of squared log-sum-exps of the tokens
-    that have a label. A backward with ``create_graph=True`` raises RuntimeError: there is no second derivative.
+    The sum, not the mean, because only the caller knows how many tokens the global batch has. A backward with
+    ``create_graph=True`` raises RuntimeError: there is no second derivative.
+
+    Args:
+        x_TD: hidden states.
+        weight_VD: the vocabulary's rows on this rank.
+        labels_T: int64 row numbers of the whole vocabulary, or NO_LABEL.
+        group: ranks over which the vocabulary is split; all have the same x and labels.
+        first_row: number of this rank's first row in the whole vocabulary.
+        z_loss_coeff: weight in the gradients of the squared log-sum-exps of the tokens that have a label.
+
+    Returns:
+        The sum in nats, fp32 scalar, the same on all ranks of the group. The gradient of x is this rank's part of the
+        sum over ranks.
     """
     return _LinearCrossEntropy.apply(x_TD, weight_VD, labels_T, group, first_row, torch.is_grad_enabled(), z_loss_coeff)
 
@@ -76,7 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         z_loss_coeff: float,
     ) -> Tensor:
         dx_TD = torch.empty_like(x_TD) if with_grad and ctx.needs_input_grad[0] else None
-        # fp32: the chunks' contributions are added up.
+        # fp32, because the contributions of the chunks are added up in it.
         dw_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if with_grad and ctx.needs_input_grad[1] else None
         total = torch.zeros((), dtype=torch.float32, device=x_TD.device)
         elements = CHUNK_ELEMENTS * (2 if ops.keeps_16_bits(x_TD) else 1)
@@ -84,7 +93,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, x_TD.shape[0], step):
             x_CD, labels_C = x_TD[start : start + step], labels_T[start : start + step]
             logits_CV = F.linear(x_CD, weight_VD)
-            valid_C, rows_C, columns_C = _label_places(labels_C, first_row, weight_VD.shape[0], group is not None)
+            valid_C, rows_C, columns_C = _find_labels(labels_C, first_row, weight_VD.shape[0], group is not None)
             label_logits_C = torch.where(rows_C, logits_CV.gather(1, columns_C[:, None])[:, 0].float(), 0.0)
             lse_C, label_logits_C = _over_ranks(ops.log_sum_exp(logits_CV), label_logits_C, group)
             total += torch.where(valid_C, lse_C - label_logits_C, 0.0).sum()
@@ -109,30 +118,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
         dx_TD, dw_VD = ctx.saved_tensors
         dx_TD = None if dx_TD is None else dx_TD * grad
-        if dw_VD is not None:  # rounded as it is stored: one pass over it
+        if dw_VD is not None:  # rounded while it is stored, in one pass over it
             dw_VD = torch.mul(dw_VD, grad, out=torch.empty_like(dw_VD, dtype=ctx.dtype))
         return dx_TD, dw_VD, None, None, None, None, None
 
 
 def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Adds a @ b to ``total``, fp32. On a GPU a product of 16-bit factors is added by its own kernel, not rounded."""
+    """Adds a @ b to ``total`` (fp32). On a GPU the kernel of a 16-bit product adds it itself, without rounding it."""
     if a.is_cuda and a.element_size() == 2:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total += a @ b
 
 
-def _label_places(labels_C: Tensor, first_row: int, num_rows: int, is_split: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Which tokens count; which of them have their label's row here; that row (0 elsewhere)."""
+def _find_labels(labels_C: Tensor, first_row: int, num_rows: int, is_split: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Which tokens have a label, which of these have its row on this rank, and that row (0 elsewhere): [C] each."""
     valid_C = labels_C != NO_LABEL
     columns_C = labels_C - first_row
-    # A whole vocabulary has every label: one beyond it must fail, not be taken for another rank's.
+    # A whole vocabulary has every label: one beyond it must fail, not be treated as another rank's.
     here_C = valid_C & (columns_C >= 0) & (columns_C < num_rows) if is_split else valid_C
     return valid_C, here_C, torch.where(here_C, columns_C, 0)
 
 
 def _over_ranks(lse_C: Tensor, label_logits_C: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp over the rows of all ranks and the label's logit, from whichever rank has its row."""
+    """Log-sum-exp over the rows of all ranks, and the label's logit from the rank that has its row."""
     if group is None:
         return lse_C, label_logits_C
     mine = torch.stack((lse_C, label_logits_C))

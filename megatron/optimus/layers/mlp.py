@@ -1,25 +1,52 @@
-"""The dense SwiGLU block (arXiv 2002.05202)."""
+"""The dense SwiGLU block, and the projections into and out of attention and MLP that tensor parallelism replaces."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
 from megatron.optimus import ops
-from megatron.optimus.layers.linear import Project, ProjectOut, project, project_out
+
+ProjectIn = Callable[[Tensor, Sequence[nn.Linear]], Sequence[Tensor]]
+ProjectOut = Callable[[Tensor, nn.Linear], Tensor]
+
+
+def project_in(x: Tensor, layers: Sequence[nn.Linear]) -> list[Tensor]:
+    """Applies several layers to the same input: tensor parallelism communicates once for all of them.
+
+    Args:
+        x: [..., D].
+        layers: first projections of a block.
+
+    Returns:
+        The output of each layer.
+    """
+    return [layer(x) for layer in layers]
+
+
+def project_out(x: Tensor, layer: nn.Linear) -> Tensor:
+    """Applies the last projection of a block: tensor parallelism may communicate while it computes."""
+    return layer(x)
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)): [..., D] -> [..., D]."""
+    """The SwiGLU MLP (arXiv 2002.05202), down(silu(gate(x)) * up(x)): [..., D] -> [..., D]."""
 
     def __init__(self, width: int, inner: int) -> None:
-        """``width``: D, ``inner``: of gate and up."""
+        """Makes the three projections.
+
+        Args:
+            width: D, the model width.
+            inner: output width of gate and up.
+        """
         super().__init__()
         self.gate_proj = nn.Linear(width, inner, bias=False)
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
-        self.project: Project = project
+        self.project_in: ProjectIn = project_in
         self.project_out: ProjectOut = project_out
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.project(x, (self.gate_proj, self.up_proj))
+        gate, up = self.project_in(x, (self.gate_proj, self.up_proj))
         return self.project_out(ops.silu_mul(gate, up), self.down_proj)

@@ -1,4 +1,4 @@
-"""Normalisation layers."""
+"""Normalisation layers; statistics are computed in fp32 whatever the dtype."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.optimus.config.schema import ModelConfig, Normalization
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim (arXiv 1910.07467); statistics in fp32."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim (arXiv 1910.07467)."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class RMSNorm(nn.Module):
 
 
 class NonparametricLayerNorm(nn.Module):
-    """LayerNorm without scale and shift, as OLMo-1B has it; statistics in fp32."""
+    """LayerNorm without scale and shift, as in OLMo-1B."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -30,13 +30,13 @@ class NonparametricLayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda:  # whose kernel computes in fp32; that of the CPU rounds within the backward
+        if x.is_cuda:  # CUDA's kernel computes in fp32; the CPU's rounds within the backward
             return F.layer_norm(x, (self.width,), eps=self.eps)
         return F.layer_norm(x.float(), (self.width,), eps=self.eps).to(x.dtype)
 
 
 def build_norm(config: ModelConfig) -> nn.Module:
-    """The norm before attention, before the MLP, and at the end of the decoder."""
+    """The norm of ``config.normalization``: before attention, before the MLP, and at the end of the decoder."""
     if config.normalization is Normalization.RMSNORM:
         return RMSNorm(config.hidden_size, config.norm_epsilon)
     return NonparametricLayerNorm(config.hidden_size, config.norm_epsilon)

@@ -1,10 +1,10 @@
-"""Attention over a part of the keys, and how results for several parts become one.
+"""Attention over a part of the keys, and the merge of the results for several parts.
 
-With the log-sum-exp of its scores beside it, an attention output can be merged with that for other keys (arXiv
-2112.05682), and the gradients of each part follow from the merged output and log-sum-exp alone. No autograd here: the
-callers (ring attention) run the backward themselves.
+Given the log-sum-exp of its scores, an attention output can be merged with that for other keys (arXiv 2112.05682), and
+the gradients of each part follow from the merged output and log-sum-exp alone. There is no autograd here: the caller
+(ring attention) runs the backward itself.
 
-``choose_kernel`` says which kernel does it. All give the natural logarithm of the sum, so that a forward by one and a
+``choose_kernel`` chooses the kernel. All kernels return the natural logarithm of the sum, so a forward by one and a
 backward by another fit together.
 
 Shapes: B sequences, H query heads, G key/value heads (G divides H), Q queries, K keys, d head width.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-MAX_SCORES = 2**26  # held at once by the path without a kernel
+MAX_SCORES = 2**26  # held at once where no fused kernel runs
 HALF = (torch.float16, torch.bfloat16)
 aten = torch.ops.aten
 
@@ -32,10 +32,17 @@ class Kernel(Enum):
 
 
 def choose_kernel(q_BHQd: Tensor, k_BGKd: Tensor, v_BGKd: Tensor, causal: bool, varying: bool) -> Kernel:
-    """On CUDA in half precision the one torch itself prefers for these inputs, of cuDNN's and FlashAttention-2.
+    """The kernel for these inputs; on CUDA in half precision what torch prefers of cuDNN's and FlashAttention-2.
 
-    Torch's rule knows the device, cuDNN's version and limits, and that its backward is refused where algorithms must be
-    deterministic. ``varying``: sizes are others every time; cuDNN compiles for each size, FlashAttention does not.
+    Torch's rule knows the device, cuDNN's version and limits, and that cuDNN's backward is refused where algorithms
+    must be deterministic.
+
+    Args:
+        q_BHQd: queries.
+        k_BGKd: keys.
+        v_BGKd: values.
+        causal: as in ``attend_part``.
+        varying: sizes differ from call to call. cuDNN compiles for each size, FlashAttention does not.
     """
     if q_BHQd.device.type == "cpu":
         return Kernel.CPU
@@ -52,11 +59,19 @@ def choose_kernel(q_BHQd: Tensor, k_BGKd: Tensor, v_BGKd: Tensor, causal: bool, 
 def attend_part(
     q_BHQd: Tensor, k_BGKd: Tensor, v_BGKd: Tensor, causal: bool, varying: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, H, Q, d] in q's dtype and log-sum-exp of the scores, fp32 [B, H, Q].
+    """Attention of the queries over these keys alone.
 
-    ``causal``: Q = K, each query sees the keys up to its own. ``varying``: see ``choose_kernel``.
+    Args:
+        q_BHQd: queries.
+        k_BGKd: keys.
+        v_BGKd: values.
+        causal: Q = K and each query sees the keys up to its own; otherwise every query sees every key.
+        varying: see ``choose_kernel``.
+
+    Returns:
+        The output [B, H, Q, d] in q's dtype, and the log-sum-exp of the scores, fp32 [B, H, Q].
     """
-    # Contiguous for all: torch finds cuDNN's compiled plans by the strides of q, k and v alone, not the others'.
+    # Contiguous, because torch finds cuDNN's compiled plans by the strides of q, k and v alone, not of the others.
     q, k, v = q_BHQd.contiguous(), k_BGKd.contiguous(), v_BGKd.contiguous()
     kernel = choose_kernel(q, k, v, causal, varying)
     if kernel is Kernel.CUDNN:
@@ -81,7 +96,21 @@ def attend_part_backward(
     causal: bool,
     varying: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This part's gradients of q, k and v, in their dtypes; ``out`` and ``lse`` are those over all keys."""
+    """Gradients of ``attend_part`` as a part of the attention over all keys.
+
+    Args:
+        grad_BHQd: gradient of the merged output.
+        q_BHQd: queries.
+        k_BGKd: keys of the part.
+        v_BGKd: values of the part.
+        out_BHQd: output over all keys.
+        lse_BHQ: log-sum-exp over all keys, fp32.
+        causal: as in ``attend_part``.
+        varying: as in ``attend_part``.
+
+    Returns:
+        This part's gradients of q, k and v, in their dtypes.
+    """
     grad, q, k, v, out, lse = (x.contiguous() for x in (grad_BHQd, q_BHQd, k_BGKd, v_BGKd, out_BHQd, lse_BHQ))
     kernel = choose_kernel(q, k, v, causal, varying)
     if kernel in (Kernel.CUDNN, Kernel.FLASH):
@@ -96,7 +125,14 @@ def attend_part_backward(
 
 
 def merge(out_BHQd: Tensor, lse_BHQ: Tensor, more_BHQd: Tensor, more_lse_BHQ: Tensor) -> None:
-    """Adds the result for further keys to ``out`` (fp32) and ``lse`` (finite), in place."""
+    """Merges the result for further keys into that for earlier ones, in place.
+
+    Args:
+        out_BHQd: output so far, fp32; changed.
+        lse_BHQ: log-sum-exp so far, fp32 and finite; changed.
+        more_BHQd: output for the further keys.
+        more_lse_BHQ: their log-sum-exp, fp32.
+    """
     weight_BHQ1 = torch.sigmoid(more_lse_BHQ - lse_BHQ)[..., None]
     out_BHQd.lerp_(more_BHQd.to(out_BHQd.dtype), weight_BHQ1)
     lse_BHQ.copy_(torch.logaddexp(lse_BHQ, more_lse_BHQ))
@@ -105,7 +141,7 @@ def merge(out_BHQd: Tensor, lse_BHQ: Tensor, more_BHQd: Tensor, more_lse_BHQ: Te
 def _cuda_backward(
     kernel: Kernel, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout is off
+    no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # unused, as dropout is off
     ends = {"cum_seq_q": None, "cum_seq_k": None, "max_q": q.shape[2], "max_k": k.shape[2]}
     options = {"dropout_p": 0.0, "is_causal": causal, "philox_seed": no_seed, "philox_offset": no_seed, **ends}
     if kernel is Kernel.FLASH:
@@ -116,13 +152,13 @@ def _cuda_backward(
 
 
 def _for_heads(x_BGKd: Tensor, heads: int) -> Tensor:
-    """[B, H, K, d]: heads repeated for the query heads that share them, where a kernel wants as many."""
+    """Repeats heads for the query heads that share them, for kernels without grouped heads: [B, H, K, d]."""
     groups = x_BGKd.shape[1]
     return x_BGKd if heads == groups else x_BGKd.repeat_interleave(heads // groups, dim=1)
 
 
 def _of_groups(x_BHKd: Tensor, groups: int) -> Tensor:
-    """[B, G, K, d]: summed over the query heads that share a head, in fp32."""
+    """Sums gradients over the query heads that share a head, in fp32: [B, G, K, d]."""
     if x_BHKd.shape[1] == groups:
         return x_BHKd
     return x_BHKd.unflatten(1, (groups, -1)).sum(dim=2, dtype=torch.float32).to(x_BHKd.dtype)
@@ -164,6 +200,6 @@ def _attend_plain_backward(args: tuple[Tensor, ...], causal: bool) -> tuple[Tens
 
 
 def _pieces(q: Tensor, k: Tensor) -> list[tuple[int, Tensor]]:
-    """(first query, queries) of pieces whose scores stay within MAX_SCORES."""
+    """Cuts the queries so that the scores of each piece stay within MAX_SCORES: (first query, queries)."""
     size = max(1, MAX_SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
     return [(first, q[:, :, first : first + size]) for first in range(0, q.shape[2], size)]

@@ -1,30 +1,33 @@
-"""The Mixture-of-Experts block: route, dispatch, experts, combine; shared experts while tokens are on their way."""
+"""The Mixture-of-Experts layer: router, token dispatcher, experts; shared experts while tokens travel.
+
+Shapes: B sequences, S positions, T = B * S tokens, D model width.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
 from megatron.optimus.config.schema import ModelConfig
-from megatron.optimus.moe.dispatch.base import Dispatcher, ExpertPass, LocalDispatcher, expert_pass
-from megatron.optimus.moe.experts import Experts
+from megatron.optimus.moe.dispatch.base import TokenDispatcher
+from megatron.optimus.moe.dispatch.local import LocalDispatcher
+from megatron.optimus.moe.experts import Experts, SharedExperts
 from megatron.optimus.moe.router import Router, RouterStats
-from megatron.optimus.moe.shared import SharedExperts
 
 
 class MoE(nn.Module):
-    """Dropless top-K Mixture of SwiGLU experts: [B, S, D] -> [B, S, D] and the router's statistics."""
+    """Dropless top-K Mixture of SwiGLU experts. Expert parallelism puts another dispatcher in (parallel/expert.py)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.router = Router(config)
         self.experts = Experts(config)
         self.shared_experts = SharedExperts(config) if config.moe_shared_expert_intermediate_size else None
-        self.dispatcher: Dispatcher = LocalDispatcher()
-        self.expert_pass: ExpertPass = expert_pass
+        self.dispatcher: TokenDispatcher = LocalDispatcher()
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, RouterStats]:
+        """The layer's output [B, S, D] in x's dtype, and the router's statistics."""
         x_TD = x_BSD.flatten(0, 1)
-        started = self.dispatcher.start(x_TD)  # beside the router, where a transport needs no choices to send tokens
+        started = self.dispatcher.start(x_TD)  # beside the router, where a dispatcher needs no choices to send tokens
         routing, stats, x_TD = self.router(x_TD)
         shared: list[Tensor] = []
 
@@ -32,9 +35,9 @@ class MoE(nn.Module):
             if self.shared_experts is not None:
                 shared.append(self.shared_experts(x_BSD))
 
-        y_TD, processed = self.expert_pass(self.dispatcher, self.experts, x_TD, routing, started, overlapped)
+        y_TD, processed = self.dispatcher.run_experts(self.experts, x_TD, routing, started, overlapped)
         y_BSD = y_TD.view_as(x_BSD)
         if self.shared_experts is not None:
-            [shared_BSD] = shared  # a transport that does not call ``overlapped`` once must not pass for right
+            [shared_BSD] = shared  # fails for a dispatcher that does not call ``overlapped`` exactly once
             y_BSD = y_BSD + shared_BSD
         return y_BSD, stats._replace(processed=processed)

@@ -1,6 +1,6 @@
-"""The router: which experts a token goes to, with which weights, and the statistics that keep the load even.
+"""The router chooses each token's experts and weights; its losses and the expert bias keep the load of experts even.
 
-Shapes: T tokens, D model width, E experts, K experts per token.
+Shapes: T tokens, D model width, E experts, K experts per token. Counts are slots per expert: a token takes K of them.
 """
 
 from __future__ import annotations
@@ -14,21 +14,59 @@ from torch import Tensor, nn
 
 from megatron.optimus import ops
 from megatron.optimus.config.schema import LoadBalancing, ModelConfig, ScoreFunction
-from megatron.optimus.moe.balance import load_balancing_loss, mean_entropy, router_z_loss, updated_expert_bias
+
+
+def load_balancing_loss(scores_TE: Tensor, counts_E: Tensor, num_tokens: Tensor | int) -> Tensor:
+    """The auxiliary load-balancing loss E * sum_e f_e * P_e (arXiv 2101.03961).
+
+    f_e = counts_E / num_tokens is the share of tokens that chose expert e, taken as a constant. P_e is the mean score
+    of e over the T tokens. The scale is that of Hugging Face's OLMoE: K where the load is perfectly balanced.
+
+    Args:
+        scores_TE: fp32; scores that do not sum to one (sigmoid) are normalised per token first.
+        counts_E: slots per expert, of these tokens or of more (the whole global batch).
+        num_tokens: the tokens that ``counts_E`` counts.
+
+    Returns:
+        The loss, fp32 scalar, differentiable in ``scores_TE``.
+    """
+    share_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True)
+    fraction_E = counts_E.to(scores_TE.dtype) / num_tokens
+    return scores_TE.shape[-1] * torch.dot(fraction_E, share_TE.mean(dim=0))
+
+
+def router_z_loss(logits_TE: Tensor) -> Tensor:
+    """The router z-loss, the mean over tokens of logsumexp(logits)^2 (arXiv 2202.08906); it keeps logits small."""
+    return torch.logsumexp(logits_TE, dim=-1).square().mean()
+
+
+def updated_expert_bias(bias_E: Tensor, counts_E: Tensor, rate: float | Tensor) -> Tensor:
+    """The expert bias after one step of aux-loss-free balancing (arXiv 2408.15664).
+
+    The bias of experts with less than the mean load rises by ``rate``, that of the others falls by it.
+    """
+    load_E = counts_E.to(bias_E.dtype)
+    return bias_E + rate * torch.sign(load_E.mean() - load_E)
+
+
+def mean_entropy(scores_TE: Tensor) -> Tensor:
+    """Mean over tokens of the entropy of the router's scores, in nats: ln(E) for equal scores, 0 for a single one."""
+    share_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True)
+    return torch.special.entr(share_TE).sum(dim=-1).mean()
 
 
 class RouterStats(NamedTuple):
-    """What one layer's router did with one micro-batch. Losses are differentiable, the rest is not."""
+    """Statistics of one layer's router over one micro-batch. Losses are differentiable, the rest is not."""
 
     aux_loss: Tensor  # fp32 scalar, unweighted
     z_loss: Tensor  # fp32 scalar, unweighted
-    counts_E: Tensor  # int64 [E], slots this rank's tokens sent to each expert
+    counts_E: Tensor  # int64 [E], slots of this rank's tokens for each expert
     entropy: Tensor  # fp32 scalar, nats
-    processed: Tensor  # int64 scalar, slots that experts on this rank worked on (for tokens of any rank)
+    processed: Tensor  # int64 scalar, slots that experts on this rank computed, for tokens of any rank
 
 
 class Router(nn.Module):
-    """Linear router in fp32 with top-K choice."""
+    """Linear router with top-K choice; logits, scores, weights and losses in fp32."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -38,18 +76,25 @@ class Router(nn.Module):
         self.balancing = config.moe_router_load_balancing_type
         self.force_uniform = config.moe_router_force_load_balancing
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
-        # Slots per expert over the micro-batches of the current optimizer step that are already done.
+        # Slots per expert over the finished micro-batches of the current optimizer step.
         self.register_buffer("step_counts_E", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
         self.step_counts_E: Tensor
         self.expert_bias: Tensor | None
         bias = torch.zeros(config.num_experts) if config.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias)
-        # Ranks whose tokens the balancing loss is about, those of the micro-batch or of the global batch; None when
+        # Ranks whose tokens the balancing loss counts, those of the micro-batch or of the global batch; None where
         # this process has all of them.
         self.balance_group: dist.ProcessGroup | None = None
 
     def forward(self, x_TD: Tensor) -> tuple[ops.Routing, RouterStats, Tensor]:
-        """The third result is x, for the experts: see ``ops.route``."""
+        """Routes tokens.
+
+        Args:
+            x_TD: tokens, in the model's dtype.
+
+        Returns:
+            The routing; the statistics; and x for the experts, so that both uses share one gradient (``ops.route``).
+        """
         routing, logits_TE, x_TD = ops.route(
             x_TD, self.weight, self.topk, sigmoid=self.sigmoid, normalize=self.normalize,
             selection_bias_E=self.expert_bias,
@@ -76,7 +121,7 @@ class Router(nn.Module):
         return load_balancing_loss(scores_TE, seen_E, seen_E.sum() / self.topk)
 
     def _uniform(self, routing: ops.Routing) -> ops.Routing:
-        """Token t takes experts t*K .. t*K+K-1 (mod E): perfectly even, for benchmarks of everything but the router."""
+        """Token t takes experts t*K to t*K+K-1 (mod E): perfectly even, for benchmarks of all but the router."""
         num_tokens, num_experts = routing.scores_TE.shape
         slots = torch.arange(num_tokens * self.topk, device=routing.scores_TE.device)
         indices_TK = (slots % num_experts).view(num_tokens, self.topk)
@@ -91,12 +136,20 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def record_micro_batch(self, counts_E: Tensor) -> None:
-        """Adds a finished training micro-batch; kept out of forward so that recomputation cannot count it twice."""
+        """Adds the counts of a finished training micro-batch.
+
+        Apart from ``forward``, so that recomputation cannot count a micro-batch twice.
+        """
         self.step_counts_E += counts_E
 
     @torch.no_grad()
     def finish_step(self, global_counts_E: Tensor, bias_update_rate: float | Tensor) -> None:
-        """After the optimizer step: moves the expert bias, if there is one, and forgets the step's counts."""
+        """Updates the expert bias, if there is one, and resets the step's counts; to be called after each step.
+
+        Args:
+            global_counts_E: int64 [E], slots per expert over the global batch.
+            bias_update_rate: step size of the bias.
+        """
         if self.expert_bias is not None:
             self.expert_bias.copy_(updated_expert_bias(self.expert_bias, global_counts_E, bias_update_rate))
         self.step_counts_E.zero_()

@@ -1,19 +1,20 @@
-"""Context parallelism: the ranks of a group share each sequence, each of them has the c-th part of its positions.
+"""Context parallelism: the c ranks of a group share each sequence, and each has 1/c of its positions.
 
-All but attention works on positions alone. Attention brings positions together in one of two ways.
+All but attention works on each position alone. Attention brings positions together in one of two ways.
 
-Ulysses (arXiv 2309.14509): an all-to-all turns some positions of all heads into all positions of some heads, attention
-is the serial one, and a second all-to-all turns its result back. Ranks have consecutive positions. Where the query
+Ulysses (arXiv 2309.14509): an all-to-all turns some positions of all heads into all positions of some heads, the serial
+attention runs on these, and a second all-to-all returns its result. Ranks have consecutive positions. Where the query
 heads divide over the ranks but the key/value heads do not, these are repeated first, which sends them more than once.
 
-Ring attention (arXiv 2310.01889, balanced as in arXiv 2311.09431) is in ring.py: queries stay, keys and values go
-round. Rank r has the r-th and the r-th last of 2c pieces of the sequence, so every rank has the same work under the
-causal mask.
+Ring attention (arXiv 2310.01889, balanced as in arXiv 2311.09431; ring_attention.py): queries stay, keys and values
+travel round the ranks. Rank r has the r-th and the r-th last of 2c pieces of the sequence, so every rank has the same
+work under the causal mask.
 
-RoPE is applied before either, with the positions of the tokens at hand; documents are those of whole sequences.
+RoPE is applied before either, with the positions of this rank's tokens; documents are those of whole sequences.
 
-Gradients: the loss of every rank is the mean over its own tokens, and the exchange makes a weight's gradient on a rank
-that of all ranks' losses as far as they reach it; averaging over the group then gives the mean over all tokens.
+Gradients: the loss of a rank is the mean over its own tokens. The exchange of attention is part of autograd, so a
+weight's gradient on a rank holds what reaches it from all ranks' losses, and the average over the group is the gradient
+of the mean over all tokens.
 
 Shapes: B sequences, S positions of a rank, H query heads, G key/value heads, d head width, c ranks.
 """
@@ -37,7 +38,16 @@ from megatron.optimus.platform.mesh import Mesh
 
 
 def own_positions(length: int, config: ParallelConfig, mesh: Mesh) -> Tensor | None:
-    """Positions of a sequence of ``length`` that this rank has, in its order: int64; None when it has all of them."""
+    """Positions of a sequence that this rank has.
+
+    Args:
+        length: tokens of the whole sequence.
+        config: the kind of context parallelism.
+        mesh: this rank's index on axis "cp".
+
+    Returns:
+        int64 positions in the order in which the rank has them; None where it has all of them.
+    """
     size, index = mesh.size("cp"), mesh.index("cp")
     if size == 1:
         return None
@@ -50,7 +60,7 @@ def own_positions(length: int, config: ParallelConfig, mesh: Mesh) -> Tensor | N
 
 @dataclass(frozen=True)
 class UlyssesAttention:
-    """Causal attention of this rank's positions; see the top of the file."""
+    """Ulysses as an attention's ``core_attention``."""
 
     group: dist.ProcessGroup
     size: int
@@ -61,10 +71,10 @@ class UlyssesAttention:
         if repeats > 1:
             k_BGSd, v_BGSd = (x.repeat_interleave(repeats, dim=1) for x in (k_BGSd, v_BGSd))
         widths = [x.shape[1] // self.size for x in (q_BHSd, k_BGSd, v_BGSd)]
-        # One exchange for all three: [c, heads of a rank, B, S, d], blocks of dim 0 go to their ranks.
+        # One exchange for all three: [c, heads of a rank, B, S, d], of which block r of dim 0 goes to rank r.
         parts = [x.unflatten(1, (self.size, -1)).permute(1, 2, 0, 3, 4) for x in (q_BHSd, k_BGSd, v_BGSd)]
-        here = self._exchange(torch.cat(parts, dim=1))
-        q, k, v = here.permute(2, 1, 0, 3, 4).flatten(2, 3).split(widths, dim=1)  # [B, heads, c * S, d]
+        received = self._exchange(torch.cat(parts, dim=1))
+        q, k, v = received.permute(2, 1, 0, 3, 4).flatten(2, 3).split(widths, dim=1)  # [B, heads, c * S, d]
         out = causal_attention(q, k, v, documents)
         blocks = out.unflatten(2, (self.size, -1)).permute(2, 1, 0, 3, 4)
         return self._exchange(blocks).flatten(0, 1).transpose(0, 1)
@@ -74,13 +84,13 @@ class UlyssesAttention:
 
 
 def apply_context_parallelism(model: Decoder, config: ParallelConfig, mesh: Mesh) -> None:
-    """Gives attention its exchange. Sizes that do not divide are refused by config/checks.py."""
+    """Replaces the core attention of every layer. config/checks.py refuses sizes that do not divide."""
     group = mesh.group("cp")
     if group is None:
         return
     model.sequence_shards = mesh.size("cp")
     is_ring = config.cp_comm_type is ContextCommunication.P2P
-    attend = RingAttention(group) if is_ring else UlyssesAttention(group, mesh.size("cp"))
+    core_attention = RingAttention(group) if is_ring else UlyssesAttention(group, mesh.size("cp"))
     for module in model.modules():
         if isinstance(module, Attention):
-            module.attend = attend
+            module.core_attention = core_attention

@@ -1,13 +1,13 @@
-"""Expert parallelism: cuts the experts of a layer over ranks; which rank owns which is in placement.py, how tokens get
-there in transport.py.
+"""Expert parallelism: each rank keeps some experts of a layer, or a shard of each.
 
-Every rank of an expert-parallel group has tokens of its own (experts cost no extra batch replication).
+Which rank owns which expert is in moe/dispatch/ownership.py, how tokens reach them in moe/dispatch/. Every rank of an
+expert-parallel group has tokens of its own, so experts cost no additional replication of the batch.
 
-An expert may also be split along its inner width over the ranks of an expert-tensor-parallel group ("shards"): each of
-them sees all the expert's tokens and gives a part of their outputs, and the sum that puts a token's experts together
-puts the parts together as well. A group of dispatch is therefore all ranks that hold each expert once, shards included.
+An expert may also be split along its inner width over the ranks of an expert-tensor-parallel group, its shards. Each
+shard computes all the expert's tokens and a part of their outputs, and the sum over a token's experts adds the parts as
+well. The group over which tokens are dispatched is therefore all ranks that hold each expert once, shards included.
 
-Gradients: a rank's loss reaches the experts of every rank of its group, so an expert's gradient already is the sum over
+Gradients: a rank's loss reaches the experts of every rank of its group, so an expert's gradient is already the sum over
 the group's losses. It is summed over the expert's replicas later and divided by the whole data-parallel size, as every
 other gradient is.
 """
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from megatron.optimus.config.placement import LayerPlacement, regular_placement
 from megatron.optimus.config.schema import LoadBalancing, ParallelConfig
 from megatron.optimus.models.partition import split_parameter
-from megatron.optimus.moe.dispatch.collective import ChunkedExpertPass, build_dispatcher
 from megatron.optimus.moe.dispatch.ownership import Ownership
+from megatron.optimus.moe.dispatch.select import build_dispatcher
 from megatron.optimus.moe.layer import MoE
 from megatron.optimus.moe.router import RouterStats
 from megatron.optimus.platform.mesh import Mesh
@@ -32,12 +32,17 @@ from megatron.optimus.platform.mesh import Mesh
 def apply_expert_parallelism(
     layer: MoE, config: ParallelConfig, mesh: Mesh, placement: LayerPlacement | None = None
 ) -> None:
-    """Keeps this rank's experts of a layer, or its part of them, and connects it to the others.
+    """Keeps this rank's experts of a layer, or its shard of them, and puts the token dispatcher in. Collective.
 
-    ``placement``: which rank has which expert; None: as ``config`` says.
+    Expert weights get DeepSpeed's attributes (``allreduce``, ``group_name``) and ``expert_ids``, the number in the
+    model of each row of dim 0, from which checkpoints and the initialisation derive what a row is. Shards also get the
+    attributes of models/partition.py.
 
-    Expert weights get DeepSpeed's marks (``allreduce``, ``group_name``) and ``expert_ids``, the global number of each
-    row of dim 0, from which checkpoints and the initialisation derive what a row is; split ones those of partition.py.
+    Args:
+        layer: the whole layer; changed in place.
+        config: its ``moe_token_dispatcher_type`` names a dispatcher, as ``select_dispatcher`` leaves it.
+        mesh: this rank's groups.
+        placement: which rank has which expert; None: as ``config`` says.
     """
     num_shards, shard = mesh.size("etp"), mesh.index("etp")
     num_experts = layer.experts.gate_up_weight.shape[0]
@@ -46,7 +51,7 @@ def apply_expert_parallelism(
     expert_ids = ownership.expert_ids(mesh.index("ep"))
     for name, weight in list(layer.experts.named_parameters()):
         local = nn.Parameter(weight.detach()[list(expert_ids)].clone())
-        if num_shards > 1:  # along the inner width, which holds gate and up in the first weight
+        if num_shards > 1:  # along the inner width, where the first weight has gate and up
             dim, stride = (1, 2) if name == "gate_up_weight" else (2, 1)
             local = split_parameter(local, dim, shard, num_shards, stride=stride, whole=weight.shape, rows=expert_ids)
         if mesh.size("tp") > 1:  # tensor-parallel ranks have different experts, or replicas whose states are split
@@ -55,9 +60,7 @@ def apply_expert_parallelism(
         local.allreduce = False  # type: ignore[attr-defined]
         local.group_name = f"ep_size_{ownership.num_ranks}"  # type: ignore[attr-defined]
         setattr(layer.experts, name, local)
-    layer.dispatcher = build_dispatcher(config.moe_token_dispatcher_type, mesh, ownership)
-    if config.moe_dispatch_chunks > 1 and mesh.group("experts") is not None:
-        layer.expert_pass = ChunkedExpertPass(config.moe_dispatch_chunks)
+    layer.dispatcher = build_dispatcher(config, mesh, ownership)
     if shard > 0:
         layer.register_forward_hook(_count_no_rows)
     is_global = layer.router.balancing is LoadBalancing.GLOBAL_AUX_LOSS
@@ -65,6 +68,6 @@ def apply_expert_parallelism(
 
 
 def _count_no_rows(layer: nn.Module, args: Any, output: tuple[Tensor, RouterStats]) -> tuple[Tensor, RouterStats]:
-    """The shards of an expert work on the same rows; the first of them counts."""
+    """Counts no rows on a further shard: the shards of an expert compute the same rows."""
     y, stats = output
     return y, stats._replace(processed=torch.zeros_like(stats.processed))

@@ -1,10 +1,10 @@
-"""Pipeline parallelism: torch's schedules run this rank's layers (stages.py).
+"""Pipeline parallelism: torch's schedules run this rank's stages (pipeline_stages.py).
 
 A rank holds one or more chunks of consecutive layers; torch.distributed.pipelining sends activations and gradients
 between them (asynchronous batched point-to-point) in the order of the chosen schedule.
 
-Auxiliary losses stay on the stage that owns the layer: the chunk ties them to its output, so that the backward of the
-output also differentiates them, with the weight they have without a pipeline. Nothing but activations travels.
+Auxiliary losses stay on the stage that owns the layer: the chunk attaches them to its output, so that the backward of
+the output also differentiates them, with the weight they have without a pipeline. Only activations travel.
 
 Shapes: B sequences of a micro-batch, S positions (this rank's part of them), D model width.
 """
@@ -33,8 +33,7 @@ from megatron.optimus.layers.documents import Documents
 from megatron.optimus.layers.rope import rope_at, rope_table
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.moe.router import RouterStats
-from megatron.optimus.parallel.pipeline_p2p import P2PGroups
-from megatron.optimus.parallel.stages import SPLIT_BACKWARDS, StageLayers, StagePlan
+from megatron.optimus.parallel.pipeline_stages import SPLIT_BACKWARDS, P2PGroups, StageLayers, StagePlan
 
 _SCHEDULES = {
     PipelineSchedule.INTERLEAVED_1F1B: ScheduleInterleaved1F1B,
@@ -44,11 +43,11 @@ _SCHEDULES = {
 
 
 class _AttachLoss(torch.autograd.Function):
-    """x, whose backward also differentiates ``loss`` with gradient 1: the loss needs no path to the last stage."""
+    """Returns x and differentiates ``loss`` with gradient 1 in its backward: the loss need not reach the last stage."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        return x.clone()  # a view could not be a stage's output: the zero-bubble schedules detach it in place
+        return x.clone()  # not a view: the zero-bubble schedules detach a stage's output in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,7 +55,7 @@ class _AttachLoss(torch.autograd.Function):
 
 
 class StageInput(Protocol):
-    """A micro-batch (data/loader.py has one); every stage gets all of it and takes what it needs."""
+    """A micro-batch (``Batch`` of data/loader.py); every stage gets all of it and reads what it needs."""
 
     @property
     def tokens_BS(self) -> Tensor: ...
@@ -70,7 +69,7 @@ class StageInput(Protocol):
 
 @dataclass
 class StepRecord:
-    """What this rank's chunks saw since ``clear``; loss_sums only on the rank of the last stage."""
+    """Losses and statistics of this rank's chunks since ``clear``; loss_sums only on the rank of the last stage."""
 
     loss_sums: list[Tensor] = field(default_factory=list)  # one a micro-batch
     stats: dict[int, list[RouterStats]] = field(default_factory=dict)  # layer -> one a micro-batch, detached
@@ -80,8 +79,8 @@ class StepRecord:
         self.stats.clear()
 
 
-class Chunk(nn.Module):
-    """One stage: consecutive layers, with the embedding before the first and the final norm after the last."""
+class ModelChunk(nn.Module):
+    """The module of one stage: consecutive layers, with the embedding in the first and the final norm in the last."""
 
     def __init__(self, model: Decoder, stage: int, plan: StagePlan, positions: int, record: StepRecord) -> None:
         super().__init__()
@@ -91,13 +90,22 @@ class Chunk(nn.Module):
         self.embedding = model.embedding if stage == 0 else None
         self.layers = StageLayers({number: model.layers[number] for number in plan.layers[stage]})
         self.final_norm = model.final_norm if is_last else None
-        self.lm_head = model.lm_head if is_last else None  # used by the loss; listed here so that its gradient is taken
+        self.lm_head = (
+            model.lm_head if is_last else None
+        )  # the loss applies it; a submodule so that torch computes its gradient
         self.record = record
-        self.aux_weight = AuxWeight(0.0, 0.0)  # of the step; the pipeline knows it
-        self.batch: StageInput | None = None  # the micro-batch of the next forward, for what is not in its input
+        self.aux_weight = AuxWeight(0.0, 0.0)  # of the step; the pipeline sets it
+        self.batch: StageInput | None = None  # the micro-batch of the next forward, for what its input does not hold
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens (first stage) or hidden states -> hidden states, after the final norm in the last stage."""
+        """Applies the stage.
+
+        Args:
+            x: token numbers [B, S] in the first stage, hidden states in the others.
+
+        Returns:
+            Hidden states, in the last stage after the final norm.
+        """
         assert self.batch is not None
         rope, documents = rope_table(self.positions, self.config, x.device), self.batch.documents
         if self.batch.positions_BS is not None:
@@ -114,7 +122,7 @@ class Chunk(nn.Module):
         return x if self.final_norm is None else self.final_norm(x)
 
     def _account(self, index: int, layer: nn.Module, stats: RouterStats) -> Tensor:
-        """Notes the layer's statistics; returns its part of the step's loss."""
+        """Records the layer's statistics; returns its part of the step's loss."""
         self.record.stats.setdefault(index, []).append(RouterStats(*(value.detach() for value in stats)))
         if torch.is_grad_enabled():
             layer.moe.router.record_micro_batch(stats.counts_E)  # type: ignore[union-attr,operator]
@@ -123,14 +131,18 @@ class Chunk(nn.Module):
 
 @dataclass(frozen=True)
 class AuxWeight:
-    """What a layer's losses weigh in the step's loss: coefficient / (MoE layers of the whole model x micro-batches)."""
+    """Weights of a layer's losses in the step's: coefficient / (MoE layers of the whole model x micro-batches)."""
 
     aux: float
     z: float
 
 
-def check_torch(schedule: PipelineSchedule, num_micro_batches: int, num_stages: int) -> None:
-    """Raises ConfigError for a schedule that this version of torch cannot run."""
+def check_torch_version(schedule: PipelineSchedule, num_micro_batches: int, num_stages: int) -> None:
+    """Refuses a schedule that this version of torch cannot run.
+
+    Raises:
+        ConfigError: with the version that is needed.
+    """
     is_short = schedule is PipelineSchedule.ONE_F_ONE_B and num_micro_batches < num_stages
     if is_short and TorchVersion(torch.__version__) < "2.11":
         raise ConfigError(
@@ -145,28 +157,28 @@ def check_torch(schedule: PipelineSchedule, num_micro_batches: int, num_stages: 
 
 
 class BackwardHooks(Protocol):
-    """Called at the start of a step, and around each backward of a micro-batch through a chunk,
-    which leaves gradients in ``grad``.
+    """Called at the start of a step, and around each backward of a micro-batch through a chunk.
 
-    ``is_whole``: False if only the gradients of the chunk's input are computed, those of its weights in a later one.
+    The backward leaves gradients in ``grad``. ``is_whole`` is False where it computes only the gradient of the chunk's
+    input, and a later one those of its weights.
     """
 
     def begin(self, num_micro_batches: int) -> None: ...
 
-    def before(self, micro_batch: int, chunk: Chunk, *, is_whole: bool) -> None: ...
+    def before(self, micro_batch: int, chunk: ModelChunk, *, is_whole: bool) -> None: ...
 
-    def after(self, micro_batch: int, chunk: Chunk, *, is_whole: bool) -> None: ...
+    def after(self, micro_batch: int, chunk: ModelChunk, *, is_whole: bool) -> None: ...
 
 
 class _Stage(PipelineStage):
-    """torch's stage that knows which micro-batch is at hand and sends and receives over its own groups."""
+    """torch's stage, given the current micro-batch and the communicators of ``P2PGroups``."""
 
-    def __init__(self, pipeline: Pipeline, chunk: Chunk, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, pipeline: Pipeline, chunk: ModelChunk, *args: Any, **kwargs: Any) -> None:
         super().__init__(chunk, *args, **kwargs)
         self._pipeline, self._chunk = pipeline, chunk
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        # Not through the schedule's arguments: it cuts tensors along their first dim, and documents are none.
+        # Not as an argument of the schedule, which splits tensors along their first dim: documents are no tensor.
         self._chunk.batch = self._pipeline.batches[fwd_chunk_id]
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
@@ -208,23 +220,19 @@ class _Stage(PipelineStage):
 
 
 class _NoHooks:
-    def begin(self, num_micro_batches: int) -> None:
-        """Nothing depends on it."""
+    """Gradients are accumulated in ``grad``."""
 
-    def before(self, micro_batch: int, chunk: Chunk, *, is_whole: bool) -> None:
-        """Gradients add up in ``grad``."""
+    def begin(self, num_micro_batches: int) -> None:
+        pass
+
+    def before(self, micro_batch: int, chunk: ModelChunk, *, is_whole: bool) -> None:
+        pass
 
     after = before
 
 
 class Pipeline:
-    """Runs a step's micro-batches over the stages. Every method is collective over ``group``.
-
-    ``num_micro_batches``: of the first step; another number is planned anew when a step has it.
-    ``hidden_shape``: of what travels between stages. ``positions``: of a whole sequence. ``backward_hooks``: called
-    around every backward of a micro-batch through a chunk, so that gradients need not add up in the weights' dtype.
-    ``p2p_groups``: for what travels between stages; None: everything over ``group``.
-    """
+    """Runs a step's micro-batches over the stages. Every method is collective over the pipeline's group."""
 
     def __init__(
         self,
@@ -242,22 +250,43 @@ class Pipeline:
         backward_hooks: BackwardHooks | None = None,
         p2p_groups: P2PGroups | None = None,
     ) -> None:
+        """Makes the stages of this rank.
+
+        Args:
+            model: this rank's layers, after ``parallelize``.
+            plan: the stages.
+            schedule: which of torch's schedules.
+            group: the ranks of the pipeline.
+            num_micro_batches: of the first step; the schedule is made again when a step has another number.
+            tokens_shape: [B, S] of a micro-batch on this rank.
+            hidden_shape: of what travels between stages.
+            positions: tokens of a whole sequence.
+            dtype: of hidden states.
+            device: of this rank.
+            backward_hooks: called around every backward of a micro-batch through a chunk, so that gradients need not
+                be accumulated in the weights' dtype.
+            p2p_groups: communicators between stages; None: all messages use ``group``.
+        """
         self.p2p_groups = p2p_groups
         self.model, self.plan, self.group, self.device = model, plan, group, device
         self.backward_hooks = backward_hooks or _NoHooks()
         self.batches: Sequence[StageInput] = ()
         self.record = StepRecord()
-        self._chunks = {stage: Chunk(model, stage, plan, positions, self.record) for stage in plan.mine}
+        self._chunks = {stage: ModelChunk(model, stage, plan, positions, self.record) for stage in plan.local_stages}
         self._kind, self._v_shape = schedule, schedule is PipelineSchedule.ZBV
         self._labels_each: Tensor | float = 1
         self._tokens = torch.empty(tokens_shape, dtype=torch.int64, device="meta")
-        # requires_grad: from these shapes alone torch decides whether a gradient comes back.
+        # requires_grad: torch decides by this tensor alone whether a stage receives a gradient.
         self._hidden = torch.empty(hidden_shape, dtype=dtype, device="meta", requires_grad=True)
         self._plan_steps(num_micro_batches)
 
     def _plan_steps(self, num_micro_batches: int) -> None:
-        """Makes the schedule of steps with so many micro-batches. Raises ConfigError where torch has none. Local."""
-        check_torch(self._kind, num_micro_batches, self.plan.num_stages)
+        """Makes the schedule of steps with so many micro-batches; no communication.
+
+        Raises:
+            ConfigError: where torch has none.
+        """
+        check_torch_version(self._kind, num_micro_batches, self.plan.num_stages)
         self.num_micro_batches = num_micro_batches
         config = self.model.config
         parts = max(1, len(config.moe_layers)) * num_micro_batches
@@ -280,19 +309,24 @@ class Pipeline:
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank has the last stage, and so the loss."""
+        """Whether this rank has the last stage and computes the loss."""
         return self.plan.num_stages - 1 in self._chunks
 
     def _loss(self, hidden_BSD: Tensor, labels_BS: Tensor) -> Tensor:
-        """The micro-batch's share of the step's mean cross-entropy."""
+        """The micro-batch's part of the step's mean cross-entropy."""
         loss_sum = self.model.lm_head(hidden_BSD, labels_BS)
         self.record.loss_sums.append(loss_sum.detach())
         return loss_sum / self._labels_each / self.num_micro_batches
 
     def forward_backward(self, batches: Sequence[StageInput], labels_each: Tensor | float) -> StepRecord:
-        """Accumulates the gradients of the mean loss over the micro-batches; what was seen on the way.
+        """Accumulates the gradients of the mean loss over the micro-batches.
 
-        ``labels_each``: labels that count in a micro-batch, on average over all of them.
+        Args:
+            batches: the micro-batches of this rank.
+            labels_each: labels in a micro-batch, the mean over all of them.
+
+        Returns:
+            Losses and statistics of this rank's chunks.
         """
         if len(batches) != self.num_micro_batches:
             self._plan_steps(len(batches))
@@ -307,25 +341,28 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[StageInput]) -> StepRecord:
-        """Forward only, for any number of micro-batches: stage after stage, all micro-batches in each.
+        """Runs the forward alone for any number of micro-batches: all of them through one stage, then the next.
 
-        Our own loop: the zero-bubble schedules of torch cannot run without their backward (seen with 2.13). What
-        travels keeps to ``p2p_groups``: over one communicator a rank that sends all of them before it receives one
-        waits for a rank that sends each before it receives the next.
+        Not one of torch's schedules: the zero-bubble ones cannot run without their backward (seen with 2.13). Messages
+        use ``p2p_groups``: over one communicator a rank that sends all of them before it receives one waits for a rank
+        that sends each before it receives the next.
+
+        Returns:
+            Losses and statistics of this rank's chunks.
         """
         self.record.clear()
         sent: list[Any] = []
         kept: list[Tensor] = []  # until their sends are done
-        at_hand: dict[int, list[Tensor]] = {0: [batch.tokens_BS for batch in batches]}  # inputs of stages, if here
+        local_inputs: dict[int, list[Tensor]] = {0: [batch.tokens_BS for batch in batches]}  # by stage
         for stage, chunk in sorted(self._chunks.items()):
-            inputs = at_hand.pop(stage, None)
+            inputs = local_inputs.pop(stage, None)
             for number, batch in enumerate(batches):
                 chunk.batch = batch
                 output = chunk(self._receive(stage) if inputs is None else inputs[number])
                 if stage == self.plan.num_stages - 1:
                     self._loss(output, batch.labels_BS)
                 elif stage + 1 in self._chunks:
-                    at_hand.setdefault(stage + 1, []).append(output)
+                    local_inputs.setdefault(stage + 1, []).append(output)
                 else:
                     # Not a blocking send: with several chunks the receiver may itself be sending to us.
                     sent.append(dist.isend(output, group=self._group_of(stage), group_dst=self._rank_of(stage + 1)))
@@ -340,7 +377,7 @@ class Pipeline:
         return hidden_BSD
 
     def _group_of(self, boundary: int) -> dist.ProcessGroup:
-        """Over which activations cross a boundary."""
+        """The group over which activations cross a boundary."""
         return self.group if self.p2p_groups is None else self.p2p_groups.group(boundary, is_gradient=False)
 
     def _rank_of(self, stage: int) -> int:

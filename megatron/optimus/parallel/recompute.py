@@ -1,12 +1,12 @@
-"""What is kept of a layer's activations for the backward, and where.
+"""Activation recomputation and offloading of activations to host memory.
 
-Selective recomputation (bits 1, 2 and 4 of arXiv 2604.00785): the experts, attention, the norms. A part is wrapped
-inside its own communication: what enters a tensor-parallel region or comes from other ranks' tokens is kept, routers
-stay outside, and collectives inside a part (context parallelism, norms over split heads) keep their results
-(``recorded`` in collectives.py). So nothing is communicated or routed twice, and ranks need not recompute in the same
-order.
+Selective recomputation (bits 1, 2 and 4 of arXiv 2604.00785) covers the experts, attention and the norms. A module is
+recomputed inside its communication: the input of a tensor-parallel region and tokens from other ranks are kept, routers
+are not recomputed, and collectives inside a module (context parallelism, norms over split heads) keep their results
+(``recorded`` in platform/collectives.py). So nothing is communicated or routed twice, and ranks need not recompute in
+the same order.
 
-Offloading: what the first layers keep waits in host memory. Copies run in the stream of the computation.
+Offloading keeps the saved activations of the first layers in host memory. Copies run in the stream of the computation.
 """
 
 from __future__ import annotations
@@ -28,42 +28,54 @@ MIN_OFFLOADED_BYTES = 2**16  # smaller tensors cost more to move than they free
 
 
 def apply_recomputation(stages: Sequence[Sequence[nn.Module]], config: ParallelConfig) -> None:
-    """Makes the chosen parts of the first ``recompute_num_layers`` layers (None: all) of each stage recompute."""
+    """Recomputes ``recompute_modules`` in the first ``recompute_num_layers`` layers (None: all) of each stage.
+
+    Args:
+        stages: the layers of each pipeline stage of this rank.
+        config: the options named above.
+    """
     for block in (block for layers in stages for block in layers[: config.recompute_num_layers]):
         assert isinstance(block, Block)
-        for module in _parts(block, set(config.recompute_modules)):
-            module.forward = _recomputed(module.forward)  # type: ignore[method-assign]  # hooks stay outside
+        for module in _chosen_modules(block, set(config.recompute_modules)):
+            module.forward = recompute_forward(module.forward)  # type: ignore[method-assign]  # hooks stay outside
 
 
-def _parts(block: Block, chosen: set[Recompute]) -> list[nn.Module]:
-    parts: list[nn.Module] = []
+def _chosen_modules(block: Block, chosen: set[Recompute]) -> list[nn.Module]:
+    modules: list[nn.Module] = []
     if Recompute.MOE in chosen and block.is_moe:
-        parts.append(block.moe.experts)
+        modules.append(block.moe.experts)
         if block.moe.shared_experts is not None:
-            parts.append(block.moe.shared_experts.mlp)
+            modules.append(block.moe.shared_experts.mlp)
     elif Recompute.MOE in chosen:
-        parts.append(block.mlp)
+        modules.append(block.mlp)
     if Recompute.ATTENTION in chosen:
-        parts.append(block.attention)
+        modules.append(block.attention)
     if Recompute.NORM in chosen:
-        parts += [block.attention_norm, block.mlp_norm]
+        modules += [block.attention_norm, block.mlp_norm]
         if Recompute.ATTENTION not in chosen:
-            parts += [block.attention.q_norm, block.attention.k_norm]
-    return [part for part in parts if not isinstance(part, nn.Identity)]
+            modules += [block.attention.q_norm, block.attention.k_norm]
+    return [module for module in modules if not isinstance(module, nn.Identity)]
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def recompute_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A module's forward that saves its inputs alone and runs again in the backward."""
+
     def run(*args: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args)
-        # No part draws random numbers, so there is no generator state to restore.
+        # No module draws random numbers, so there is no generator state to restore.
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=recorded)
 
     return run
 
 
 def apply_offloading(stages: Sequence[Sequence[nn.Module]], config: ParallelConfig) -> None:
-    """Lets the first ``cpu_offloading_num_layers`` layers of each stage keep their activations in host memory."""
+    """Keeps the activations of the first ``cpu_offloading_num_layers`` layers of each stage in host memory.
+
+    Args:
+        stages: the layers of each pipeline stage of this rank.
+        config: the option named above.
+    """
     for block in (block for layers in stages for block in layers[: config.cpu_offloading_num_layers]):
         block.forward = _offloaded(block)  # type: ignore[method-assign]
 
@@ -83,7 +95,7 @@ def _offloaded(block: nn.Module) -> Callable[..., Any]:
 
 
 class _HostCopies:
-    """Tensors kept for the backward, in host memory; one that several operations keep is copied once."""
+    """Copies in host memory of tensors saved for the backward; one that several operations save is copied once."""
 
     def __init__(self, weights: set[int]) -> None:
         self._weights = weights
@@ -95,7 +107,7 @@ class _HostCopies:
             return x.device, x
         key = (storage.data_ptr(), x.storage_offset(), x.shape, x.stride(), x.dtype, x._version)
         source, copy = self._copies.get(key, (None, None))
-        if source is None or copy is None or source.expired():  # expired: other data lies at that address now
+        if source is None or copy is None or source.expired():  # expired: other data is at that address now
             copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type != "cpu")
             copy.copy_(x, non_blocking=True)
             self._copies[key] = StorageWeakRef(storage), copy

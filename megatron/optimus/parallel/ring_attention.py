@@ -1,12 +1,12 @@
-"""Ring attention: queries stay on their rank, keys and values go round the ring of ranks.
+"""Ring attention: queries stay on their rank, keys and values travel round the ring of ranks.
 
 A sequence is cut into 2c pieces; rank r has pieces r and 2c-1-r, in this order. In step t it has the keys and values
-of rank r-t, sends them on while it works, and merges what its queries find among them (layers/partial_attention.py).
-Of the four pairs of pieces that meet in a step, two are wanted (at step 0 one and two halves), whatever the rank: the
-work is balanced, and nothing that the causal mask would remove is computed. Where documents share a sequence, two
-different pieces have in common at most the one document that reaches from the former into the latter.
+of rank r-t, sends them to the next rank while it attends to them, and merges the result (layers/partial_attention.py).
+Of the four pairs of pieces of a step, two are needed (at step 0 one and two halves) on every rank: the work is
+balanced, and nothing that the causal mask would remove is computed. Where documents share a sequence, two different
+pieces have at most one document in common, the one that reaches from the former into the latter.
 
-In the backward keys and values go round once more, and their gradients follow them one step behind, in fp32.
+In the backward keys and values travel round once more, and their gradients follow one step behind, in fp32.
 
 Shapes: B sequences, S positions of a rank, H query heads, G key/value heads, d head width, c ranks.
 """
@@ -26,7 +26,7 @@ from megatron.optimus.platform.collectives import Started, once, start_exchange
 
 
 class Span(NamedTuple):
-    """Queries and keys, as ranges of the positions of two ranks, that see each other."""
+    """A range of a rank's queries and the range of another rank's keys that all of them see."""
 
     rows: slice  # sequences
     queries: slice
@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
 
 class RingAttention:
-    """Causal attention of this rank's positions over those of all ranks of the group."""
+    """Ring attention over the ranks of the group as an attention's ``core_attention``."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -47,10 +47,19 @@ class RingAttention:
 
 
 def spans(rank: int, source: int, size: int, length: int, batch: int, bounds: tuple[int, ...] | None) -> list[Span]:
-    """What the queries of ``rank`` see of the keys of ``source``; ``length`` positions on each of ``size`` ranks.
+    """Which keys of one rank the queries of another see.
 
-    Causal ones come first: for rank = source they have each position once, and no other span comes before.
-    ``bounds``: of documents, over the tokens of ``batch`` whole sequences (layers/documents.py).
+    Args:
+        rank: whose queries.
+        source: whose keys.
+        size: ranks of the ring.
+        length: positions of each rank.
+        batch: sequences.
+        bounds: boundaries of documents over the tokens of the whole sequences (layers/documents.py); None: each
+            sequence is one document.
+
+    Returns:
+        The spans, causal ones first: for rank = source they contain each position once.
     """
     half = length // 2
     own = ((rank, 0), (2 * size - 1 - rank, half))
@@ -112,19 +121,19 @@ class _Ring(torch.autograd.Function):
 def _forward(
     q_BHSd: Tensor, kv_2BGSd: Tensor, lse_BHS: Tensor, group: dist.ProcessGroup, bounds: tuple[int, ...] | None
 ) -> Tensor:
-    """The output; fills the log-sum-exp of the scores."""
+    """Returns the output [B, H, S, d]; writes the log-sum-exp of the scores into ``lse_BHS``."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     batch, _, length, _ = q_BHSd.shape
     varying = bounds is not None
     out_BSHd = torch.empty_like(q_BHSd.transpose(1, 2), dtype=torch.float32, memory_format=torch.contiguous_format)
-    out_BHSd = out_BSHd.transpose(1, 2)  # heads of a position side by side, for the projection that follows
+    out_BHSd = out_BSHd.transpose(1, 2)  # heads of a position are contiguous, for the projection
     for step in range(size):
-        arriving = _pass_on(kv_2BGSd, group) if step < size - 1 else None
+        arriving = _send_to_next(kv_2BGSd, group) if step < size - 1 else None
         for rows, queries, keys, causal in spans(rank, (rank - step) % size, size, length, batch, bounds):
             here, there = (rows, slice(None), queries), (slice(None), rows, slice(None), keys)
             k, v = kv_2BGSd[there]
             part, part_lse = attend_part(q_BHSd[here], k, v, causal, varying)
-            if causal:  # the first for its queries
+            if causal:  # the first span of its queries
                 out_BHSd[here], lse_BHS[here] = part, part_lse
             else:
                 merge(out_BHSd[here], lse_BHS[here], part, part_lse)
@@ -148,21 +157,21 @@ def _backward(
     varying = bounds is not None
     dq_BHSd = torch.empty_like(q_BHSd, dtype=torch.float32)
     dkv_2BGSd = torch.empty_like(kv_2BGSd, dtype=torch.float32)
-    following: Started | None = None  # gradients of the keys and values at hand, from the ranks they have visited
+    following: Started | None = None  # gradients of these keys and values from the ranks they have visited
     for step in range(size):
-        arriving = _pass_on(kv_2BGSd, group) if step < size - 1 else None
+        arriving = _send_to_next(kv_2BGSd, group) if step < size - 1 else None
         parts = []
         for rows, queries, keys, causal in spans(rank, (rank - step) % size, size, length, batch, bounds):
             here, there = (rows, slice(None), queries), (slice(None), rows, slice(None), keys)
             k, v = kv_2BGSd[there]
             args = (grad_BHSd[here], q_BHSd[here], k, v, out_BHSd[here], lse_BHS[here])
             parts.append((here, there, causal, attend_part_backward(*args, causal, varying)))
-        if following is not None:  # only now: the kernels above need not wait for it
+        if following is not None:  # not before the kernels above, which need not wait for it
             dkv_2BGSd = following.wait()
         while parts:  # none of them stays in memory beside the kernels of the next step
             _add(dq_BHSd, dkv_2BGSd, *parts.pop(0))
-        # The last send is to the owner, where they take this dtype anyway.
-        following = _pass_on(dkv_2BGSd if step < size - 1 else dkv_2BGSd.to(kv_2BGSd.dtype), group)
+        # The last send is to the owner, which converts them to this dtype anyway.
+        following = _send_to_next(dkv_2BGSd if step < size - 1 else dkv_2BGSd.to(kv_2BGSd.dtype), group)
         if arriving is not None:
             kv_2BGSd = arriving.wait()
     assert following is not None
@@ -177,7 +186,7 @@ def _add(
     causal: bool,
     part: tuple[Tensor, ...],
 ) -> None:
-    """Adds a span's gradients to the sums in fp32, which a causal span begins."""
+    """Adds a span's gradients to the sums in fp32; a causal span is the first and overwrites."""
     for total, more in zip((dq_BHSd[here], *dkv_2BGSd[there]), part, strict=True):
         if causal:
             total.copy_(more)
@@ -185,5 +194,5 @@ def _add(
             total.add_(more)
 
 
-def _pass_on(x: Tensor, group: dist.ProcessGroup) -> Started:
+def _send_to_next(x: Tensor, group: dist.ProcessGroup) -> Started:
     return start_exchange(x, torch.empty_like(x), 1, group)

@@ -1,15 +1,15 @@
 """Tensor parallelism: attention heads, MLP columns and vocabulary rows are split over the ranks of a group.
 
-Each block of work enters a split region with a column split (heads, inner width) and leaves it with a row split, whose
+Attention and MLP begin with column-parallel projections (heads, inner width) and end with a row-parallel one, whose
 results are partial sums (arXiv 1909.08053). With sequence parallelism (arXiv 2205.05198) the tokens outside such
-regions are split too: entering gathers them, leaving sums and scatters them, which moves as many bytes as the one
-all-reduce it replaces, and norms, residuals, routers and experts work on 1/t of the tokens. The tokens of a
-micro-batch are cut as one row of B*S tokens, so a cut needs no copy; between regions tensors are [1, T/t, D].
+regions are split too: entering a region gathers them, leaving it reduce-scatters them. That moves as many bytes as the
+one all-reduce it replaces, and norms, residuals, routers and experts work on 1/t of the tokens. The tokens of a
+micro-batch are split as one row of B*S tokens, so no copy is needed; between regions tensors are [1, T/t, D].
 
-Gradients: every rank of the group computes the same loss. A parameter's part gets its whole gradient on its rank. A
-parameter that every rank has whole but applies to its own tokens, or own heads, gets a part of its gradient; it is
-marked ``sequence_parallel`` as in Megatron, and ``sum_partial_gradients`` adds the parts. The auxiliary losses of a
-router are means over its rank's tokens, so each rank's counts 1/t.
+Gradients: every rank of the group computes the same loss. The part of a split parameter gets its whole gradient on its
+rank. A parameter that every rank has whole but applies to its own tokens, or own heads, gets a partial gradient; it is
+marked ``sequence_parallel`` as in Megatron, and ``register_gradient_sums`` sums these over ranks. The auxiliary losses
+of a router are means over its rank's tokens, so each rank's weighs 1/t.
 
 Shapes: B sequences, S positions, T = B*S tokens, D model width, V vocabulary rows, t ranks of the group.
 """
@@ -57,53 +57,77 @@ from megatron.optimus.platform.mesh import Mesh
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """This rank's place among those that share a layer's matrices, and how tokens enter and leave split regions."""
+    """A tensor-parallel group as its rank ``index`` sees it: how tokens enter and leave its regions.
+
+    Attributes:
+        group: the ranks that share a layer's matrices.
+        index: this rank's index in the group.
+        size: ranks of the group.
+        sequence_parallel: whether tokens outside the regions are split over the ranks.
+        overlap: with sequence parallelism, tokens travel in blocks while other blocks are multiplied.
+    """
 
     group: dist.ProcessGroup
     index: int
     size: int
     sequence_parallel: bool
-    overlap: bool = False  # blocks travel while others are multiplied; with sequence parallelism
+    overlap: bool = False
 
     def enter(self, x: Tensor) -> Tensor:
-        """All tokens [1, T, D] of this rank's [1, T/t, D]; without sequence parallelism x, which has all of them."""
+        """Gathers all tokens [1, T, D] from this rank's [1, T/t, D]; without sequence parallelism x has them all."""
         if not self.sequence_parallel:
             return copy_to_ranks(x, self.group)
         return all_gather_rows(x.flatten(0, 1), self.group).unsqueeze(0)
 
-    def project(self, x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-        """What these layers' parts make of all tokens; see ``_EnterAndProject``."""
-        products = _EnterAndProject.apply(x, self, *(layer.weight for layer in layers))
+    def column_parallel(self, x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+        """Enters a region and applies its first layers, of which this rank has some columns of the output.
+
+        Args:
+            x: this rank's tokens [1, T/t, D], or all of them [B, S, D] without sequence parallelism.
+            layers: this rank's parts.
+
+        Returns:
+            For each layer its output for all tokens, [1, T, D_out / t] or [B, S, D_out / t].
+        """
+        products = _ColumnParallelLinear.apply(x, self, *(layer.weight for layer in layers))
         return tuple(y if layer.bias is None else y + layer.bias for y, layer in zip(products, layers, strict=True))
 
-    def project_out(self, x: Tensor, layer: nn.Linear) -> Tensor:
-        """What ``leave`` makes of this layer's part; see ``_ProjectAndLeave``."""
-        return _ProjectAndLeave.apply(x, layer.weight, self)
+    def overlapped_row_parallel(self, x: Tensor, layer: nn.Linear) -> Tensor:
+        """Applies a region's last layer, of which this rank has some columns of the input, and leaves the region.
+
+        Args:
+            x: all tokens [1, T, D_in / t].
+            layer: this rank's part.
+
+        Returns:
+            This rank's tokens of the sum over ranks, [1, T/t, D].
+        """
+        return _OverlappedRowParallelLinear.apply(x, layer.weight, self)
 
     def leave(self, x: Tensor) -> Tensor:
-        """The sum over ranks of partial results [B, S, D]: this rank's tokens [1, T/t, D] of it, or all of it."""
+        """Sums partial results [B, S, D] over ranks: this rank's tokens [1, T/t, D] of the sum, or all of it."""
         if not self.sequence_parallel:
             return sum_over_ranks(x, self.group)
         return reduce_scatter_rows(x.flatten(0, 1), self.group).unsqueeze(0)
 
     def split(self, module: nn.Module, dim: int, name: str = "weight") -> None:
-        """Keeps this rank's part of a module's weight."""
+        """Replaces a parameter of the module by this rank's part along ``dim``."""
         setattr(module, name, split_parameter(getattr(module, name), dim, self.index, self.size))
 
 
-class _EnterAndProject(torch.autograd.Function):
-    """``enter`` and several column-split projections at once: [1, T, D_out / t] for each weight.
+class _ColumnParallelLinear(torch.autograd.Function):
+    """``enter`` and several column-parallel projections in one function, which overlaps communication.
 
-    Together they hide communication: in the backward the sum of the inputs' gradients over ranks is under way while the
-    weights' gradients are computed. With sequence parallelism only this rank's tokens are kept and gathered again,
-    while the inputs' gradients are computed, unless recomputation keeps the gathered ones anyway.
+    In the backward the sum of the input gradients over ranks is under way while the weight gradients are computed. With
+    sequence parallelism only this rank's tokens are saved and gathered again while the input gradients are computed,
+    unless recomputation keeps the gathered ones anyway.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorGroup, *weights: Tensor) -> tuple[Tensor, ...]:
         all_TD = x.flatten(0, 1)
         if ranks.overlap:
-            all_TD, outputs = _project_blocks(all_TD, weights, ranks)
+            all_TD, outputs = _blockwise_products(all_TD, weights, ranks)
         else:
             if ranks.sequence_parallel:
                 all_TD = once(gather_rows, all_TD, ranks.group)
@@ -134,15 +158,17 @@ class _EnterAndProject(torch.autograd.Function):
         return summing.wait().view(ctx.shape), None, *dweights
 
 
-def _project_blocks(x_TD: Tensor, weights: Sequence[Tensor], ranks: TensorGroup) -> tuple[Tensor, list[Tensor]]:
-    """What the weights make of all ranks' rows [t * T, D], a block when it comes; and these rows.
+def _blockwise_products(x_TD: Tensor, weights: Sequence[Tensor], ranks: TensorGroup) -> tuple[Tensor, list[Tensor]]:
+    """Multiplies each rank's block of rows when it arrives.
 
-    Without recomputation nobody reads them: this rank's own are then missing.
+    Returns:
+        All ranks' rows [t * T, D], and for each weight their products [t * T, D_out]. Without recomputation nobody
+        reads the rows, and this rank's own are not written.
     """
     replayed = is_replayed()
     all_TD = once(lambda: all_TD) if replayed else x_TD.new_empty(ranks.size * len(x_TD), x_TD.shape[1])
     outputs = [x_TD.new_empty(len(all_TD), len(weight)) for weight in weights]
-    # In the repetition the same products of the same blocks, for the same bits.
+    # Recomputation multiplies the same blocks, so that it gives the same bits.
     blocks = (
         enumerate(all_TD.chunk(ranks.size)) if replayed else gather_in_blocks(x_TD.contiguous(), all_TD, ranks.group)
     )
@@ -155,12 +181,12 @@ def _project_blocks(x_TD: Tensor, weights: Sequence[Tensor], ranks: TensorGroup)
     return all_TD, outputs
 
 
-class _ProjectAndLeave(torch.autograd.Function):
-    """A row-split projection and ``leave`` with sequence parallelism: [B, S, W / t] -> [1, T / t, D].
+class _OverlappedRowParallelLinear(torch.autograd.Function):
+    """A row-parallel projection and ``leave`` with sequence parallelism: [B, S, W / t] -> [1, T / t, D].
 
-    Each rank multiplies the others' tokens first and sends a block off while it multiplies the next one, its own last.
-    In the backward the gradients' blocks travel while others are multiplied, its own first. A token's partial results
-    are added up in fp32 in the order of the ranks.
+    Each rank multiplies the other ranks' tokens first and sends one block while it multiplies the next, its own last.
+    In the backward blocks of gradients travel while others are multiplied, its own first. The partial results of a
+    token are summed in fp32 in the order of ranks.
     """
 
     @staticmethod
@@ -169,7 +195,7 @@ class _ProjectAndLeave(torch.autograd.Function):
         x_TW = x.flatten(0, 1)
         ctx.save_for_backward(x_TW, weight_DW)
         rows = len(x_TW) // ranks.size
-        if is_replayed():  # the result leaves the part that is repeated: it was used when there was one
+        if is_replayed():  # the result leaves the recomputed module, so nothing reads it a second time
             return x.new_empty(1, rows, len(weight_DW))
         blocks, parts = x_TW.chunk(ranks.size), x.new_empty(ranks.size, rows, len(weight_DW))
         arriving = []
@@ -197,8 +223,8 @@ class _ProjectAndLeave(torch.autograd.Function):
         return dx_TW.view(ctx.shape), dweight, None
 
 
-class SplitRMSNorm(nn.Module):
-    """RMSNorm over a width that is split over ranks: the mean of squares is that of the whole width."""
+class TensorParallelRMSNorm(nn.Module):
+    """RMSNorm over a width that is split over ranks, with the mean of squares of the whole width."""
 
     def __init__(self, norm: RMSNorm, ranks: TensorGroup) -> None:
         super().__init__()
@@ -213,8 +239,8 @@ class SplitRMSNorm(nn.Module):
         return (x32 * torch.rsqrt(mean + self.eps) * self.weight.float()).to(x.dtype)
 
 
-class SplitEmbedding(nn.Module):
-    """Embedding whose vocabulary is split over ranks."""
+class VocabParallelEmbedding(nn.Module):
+    """Embedding of which each rank has some rows of the vocabulary."""
 
     def __init__(self, weight_VD: Tensor, ranks: TensorGroup) -> None:
         super().__init__()
@@ -229,8 +255,8 @@ class SplitEmbedding(nn.Module):
         return self.ranks.leave(x_BSD.masked_fill(elsewhere_BS[..., None], 0.0))
 
 
-class SplitLMHead(nn.Module):
-    """Output projection and loss whose vocabulary is split over ranks; see layers/loss.py."""
+class VocabParallelLMHead(nn.Module):
+    """Output projection and loss of which each rank has some rows of the vocabulary (layers/loss.py)."""
 
     def __init__(self, weight_VD: Tensor, ranks: TensorGroup, z_loss_coeff: float) -> None:
         super().__init__()
@@ -239,7 +265,7 @@ class SplitLMHead(nn.Module):
         self.z_loss_coeff = z_loss_coeff
 
     def forward(self, x_BSD: Tensor, labels_BS: Tensor | None = None) -> Tensor:
-        """With labels the loss; without, the logits [T, V] of all tokens and the whole vocabulary on every rank."""
+        """The loss; without labels the logits [T, V] of all tokens over the whole vocabulary, on every rank."""
         x_TD = self.ranks.enter(x_BSD).flatten(0, 1)
         if labels_BS is None:
             return gather_columns(F.linear(x_TD, self.weight), self.ranks.group)
@@ -251,7 +277,7 @@ class SplitLMHead(nn.Module):
 
 
 def apply_tensor_parallelism(model: Decoder, config: ParallelConfig, mesh: Mesh) -> None:
-    """Splits all but the routed experts. Sizes that do not divide are refused by config/checks.py."""
+    """Splits all but the routed experts. config/checks.py refuses sizes that do not divide."""
     group = mesh.group("tp")
     if group is None:
         return
@@ -261,8 +287,8 @@ def apply_tensor_parallelism(model: Decoder, config: ParallelConfig, mesh: Mesh)
     if not is_tied:
         ranks.split(model.lm_head, 0)
     head_weight = model.embedding.weight if is_tied else model.lm_head.weight
-    model.embedding = SplitEmbedding(model.embedding.weight, ranks)  # type: ignore[assignment]
-    model.lm_head = SplitLMHead(head_weight, ranks, model.lm_head.z_loss_coeff)  # type: ignore[assignment]
+    model.embedding = VocabParallelEmbedding(model.embedding.weight, ranks)  # type: ignore[assignment]
+    model.lm_head = VocabParallelLMHead(head_weight, ranks, model.lm_head.z_loss_coeff)  # type: ignore[assignment]
     for block in model.layers:
         assert isinstance(block, Block)
         _split_attention(block.attention, ranks)
@@ -275,13 +301,17 @@ def apply_tensor_parallelism(model: Decoder, config: ParallelConfig, mesh: Mesh)
             if not hasattr(parameter, "tensor_model_parallel") and ".experts." not in name:
                 parameter.sequence_parallel = True  # type: ignore[attr-defined]
         for layer in model.moe_layers():
-            layer.router.register_forward_hook(_weigh_losses(1 / ranks.size))
+            layer.router.register_forward_hook(_scale_loss_gradients(1 / ranks.size))
 
 
-def sum_partial_gradients(model: Decoder, mesh: Mesh) -> None:
-    """Adds up, in each backward, the gradients of which every tensor-parallel rank has a part.
+def register_gradient_sums(model: Decoder, mesh: Mesh) -> None:
+    """Registers hooks that sum the partial gradients of ``sequence_parallel`` parameters over the group.
 
     To be called when the weights exist: hooks do not survive their materialisation.
+
+    Args:
+        model: this rank's part, after ``parallelize``.
+        mesh: this rank's groups.
     """
     group = mesh.group("tp")
     for parameter in model.parameters():
@@ -306,31 +336,31 @@ def _split_attention(attention: Attention, ranks: TensorGroup) -> None:
         if attention.norm_heads:  # one scale for all heads, which each rank applies to its own
             norm.weight.sequence_parallel = True  # type: ignore[attr-defined]
         else:
-            setattr(attention, name, SplitRMSNorm(norm, ranks))
-    _make_region(attention, ranks)
+            setattr(attention, name, TensorParallelRMSNorm(norm, ranks))
+    _enclose_in_region(attention, ranks)
 
 
 def _split_mlp(mlp: MLP, ranks: TensorGroup) -> None:
     for projection, dim in ((mlp.gate_proj, 0), (mlp.up_proj, 0), (mlp.down_proj, 1)):
         ranks.split(projection, dim)
-    _make_region(mlp, ranks)
+    _enclose_in_region(mlp, ranks)
 
 
-def _make_region(module: Attention | MLP, ranks: TensorGroup) -> None:
-    """Tokens enter this module with its first projections and leave behind its last."""
+def _enclose_in_region(module: Attention | MLP, ranks: TensorGroup) -> None:
+    """Makes tokens enter a region with this module's first projections and leave it after its last."""
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         return ranks.leave(output)
 
-    module.project = ranks.project
+    module.project_in = ranks.column_parallel
     if ranks.overlap:
-        module.project_out = ranks.project_out
+        module.project_out = ranks.overlapped_row_parallel
     else:
         module.register_forward_hook(leave)
 
 
-def _weigh_losses(weight: float) -> Callable[[Router, Any, tuple[Routing, RouterStats]], None]:
-    """The losses keep their values, means over this rank's tokens; their gradients count ``weight``."""
+def _scale_loss_gradients(weight: float) -> Callable[[Router, Any, tuple[Routing, RouterStats]], None]:
+    """Scales the gradients of a router's losses; their values stay means over this rank's tokens."""
 
     def hook(router: nn.Module, args: Any, output: tuple[Routing, RouterStats]) -> None:
         for loss in (output[1].aux_loss, output[1].z_loss):

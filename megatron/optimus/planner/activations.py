@@ -13,7 +13,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron.optimus.config.schema import ContextCommunication, Normalization, QKNormScope, Recompute, TokenDispatcher
+from megatron.optimus.config.schema import (
+    ContextCommunication,
+    Normalization,
+    QKNormScope,
+    Recompute,
+    TokenDispatcherType,
+)
 from megatron.optimus.planner.parameters import adds_expert_gradients, gradient_bytes
 from megatron.optimus.planner.ring import FP32, RingSizes, backward_bytes, forward_bytes
 from megatron.optimus.planner.share import Share
@@ -129,7 +135,7 @@ def _attention(share: Share, kernels: Kernels, recompute: frozenset[Recompute]) 
         per_head = model.qk_layernorm_scope is QKNormScope.HEAD
         statistics = (head_tokens + tokens * model.num_kv_heads // layout.tp if per_head else 2 * tokens) * FP32
         norm = normed * element + statistics
-        if not per_head and layout.tp > 1:  # SplitRMSNorm: fp32 before and after
+        if not per_head and layout.tp > 1:  # TensorParallelRMSNorm: fp32 before and after
             norm = normed * 2 * FP32 + statistics
         elif not kernels.fused_norm:
             norm += normed * element
@@ -236,12 +242,12 @@ def _experts(share: Share, kernels: Kernels, recomputes: bool) -> list[Part]:
     numbers = tokens * topk * INT64
     gathered = rows * model.hidden_size * element if exchanges else 0
     # With all-gather the tokens' arrival is under way while the router works.
-    early = gathered if share.config.parallel.moe_token_dispatcher_type is TokenDispatcher.ALLGATHER else 0
+    early = gathered if share.config.parallel.moe_token_dispatcher_type is TokenDispatcherType.ALLGATHER else 0
     router = Part("router", 2 * scores + numbers + 4 * tokens * FP32, stream * FP32 // element + early, 3 * stream)
     sent = 0
-    if exchanges and share.config.parallel.moe_token_dispatcher_type is TokenDispatcher.ALLTOALL:
+    if exchanges and share.config.parallel.moe_token_dispatcher_type is TokenDispatcherType.ALLTOALL:
         sent = tokens * share.expert_ranks * INT32  # where the copies of each token are among the rows sent
-    if exchanges and share.config.parallel.moe_token_dispatcher_type is TokenDispatcher.SYMMETRIC:
+    if exchanges and share.config.parallel.moe_token_dispatcher_type is TokenDispatcherType.SYMMETRIC:
         sent = rows * (1 + (0 if recomputes else topk * INT32))  # whether it is needed, and its experts here
     exchange = Part("exchange", sent, gathered, gathered + stream)
     experts = _expert_products(share, kernels, rows)

@@ -16,7 +16,7 @@ from megatron.optimus.config.schema import (
     LoadBalancing,
     PipelineSchedule,
     QKNormScope,
-    TokenDispatcher,
+    TokenDispatcherType,
 )
 from megatron.optimus.config.stages import num_p2p_groups
 from megatron.optimus.planner.activations import INT32, INT64, Kernels
@@ -72,8 +72,8 @@ def collectives(share: Share, kernels: Kernels) -> list[Collective]:
 
 def num_communicators(share: Share) -> int:
     """Those that a rank is in: of the axes along which the program communicates, those with the same ranks counted once
-    (platform/mesh.py), and those between pipeline stages (parallel/pipeline_p2p.py). A communicator starts when it is
-    first used."""
+    (platform/mesh.py), and those between pipeline stages (parallel/pipeline_stages.py). A communicator starts when
+    it is first used."""
     layout, model = share.layout, share.model
     axes = ["world", "pp", "dense", "cp", "tp", "model"]
     if share.num_moe_layers:
@@ -166,7 +166,7 @@ def _experts(share: Share, kernels: Kernels) -> Iterator[Collective]:
         yield Collective(axis, Kind.ALL_REDUCE, "counts of experts", size, model.num_experts * INT64, layers)
     size, topk = share.expert_ranks, model.moe_router_topk
     router, last = (Hiding.ROUTER, Hiding.LAST_PRODUCT) if kernels.overlaps_collectives else (Hiding.NOTHING,) * 2
-    if parallel.moe_token_dispatcher_type is TokenDispatcher.ALLGATHER:
+    if parallel.moe_token_dispatcher_type is TokenDispatcherType.ALLGATHER:
         rows = share.tokens_outside * size
         wide, weights = rows * model.hidden_size * share.element, rows * topk * FP32
         yield Collective("experts", Kind.ALL_GATHER, "tokens to experts", size, wide, layers, router)
@@ -177,7 +177,7 @@ def _experts(share: Share, kernels: Kernels) -> Iterator[Collective]:
         yield Collective("experts", Kind.REDUCE_SCATTER, "gradients of router weights", size, weights, layers, last)
         return
     rows = share.rows_needed
-    if parallel.moe_token_dispatcher_type is TokenDispatcher.SYMMETRIC:
+    if parallel.moe_token_dispatcher_type is TokenDispatcherType.SYMMETRIC:
         row, choices = model.hidden_size * share.element, share.rows * topk
         wide, whole, copies = rows * row, share.rows * row, Hiding.LAST_PRODUCT  # whole blocks, by the copy engines
         yield Collective("experts", Kind.ALL_TO_ALL, "tokens, results, their gradients", size, wide, 3 * layers)

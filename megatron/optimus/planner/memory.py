@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.optimus.config.schema import Recompute, TokenDispatcher
+from megatron.optimus.config.schema import Recompute, TokenDispatcherType
 from megatron.optimus.planner.activations import (
     CUDA,
     INT32,
@@ -217,7 +217,7 @@ def _buffers(share: Share) -> int:
 
 def _shared_with_peers(share: Share) -> int:
     """What moe/dispatch/symmetric.py allocates: own tokens, the answers of all others, choices and their gradients."""
-    is_used = share.config.parallel.moe_token_dispatcher_type is TokenDispatcher.SYMMETRIC
+    is_used = share.config.parallel.moe_token_dispatcher_type is TokenDispatcherType.SYMMETRIC
     if not is_used or not share.num_moe_layers or share.expert_ranks == 1:
         return 0
     choices = share.tokens_outside * share.model.moe_router_topk

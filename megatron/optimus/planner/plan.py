@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.optimus.config.checks import check
-from megatron.optimus.config.schema import ConfigError, RunConfig, TokenDispatcher, one_of
+from megatron.optimus.config.schema import ConfigError, RunConfig, TokenDispatcherType, one_of
 from megatron.optimus.planner.activations import CUDA
 from megatron.optimus.planner.communication import Collective, collectives, num_communicators
 from megatron.optimus.planner.hardware import Machine
@@ -77,12 +77,12 @@ def plan(config: RunConfig, world_size: int, machine: Machine) -> Plan:
 def _check_transport(share: Share, machine: Machine) -> None:
     """What the program finds out when the ranks have met. Only where tokens travel."""
     parallel, expert_ranks, where = share.config.parallel, share.expert_ranks, ""
-    if parallel.moe_token_dispatcher_type is TokenDispatcher.HIERARCHICAL:
+    if parallel.moe_token_dispatcher_type is TokenDispatcherType.HIERARCHICAL:
         started = min(machine.devices_per_node, share.layout.world_size)
         problem = share.layout.hierarchy_problem(parallel.moe_hierarchical_node_size or started)
         if problem is not None:
             raise ConfigError(problem)
-    if parallel.moe_token_dispatcher_type is not TokenDispatcher.SYMMETRIC:
+    if parallel.moe_token_dispatcher_type is not TokenDispatcherType.SYMMETRIC:
         return
     if machine.kernels is not CUDA:
         where = f"needs GPUs of CUDA, which {machine.name} has not"

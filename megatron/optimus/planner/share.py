@@ -7,7 +7,7 @@ from functools import cached_property
 
 from megatron.optimus.config.checks import gradient_accumulation_steps
 from megatron.optimus.config.layout import Layout
-from megatron.optimus.config.schema import ModelConfig, PipelineSchedule, Precision, RunConfig, TokenDispatcher
+from megatron.optimus.config.schema import ModelConfig, PipelineSchedule, Precision, RunConfig, TokenDispatcherType
 from megatron.optimus.config.stages import stage_layers, stages_of_rank
 
 
@@ -123,7 +123,7 @@ class Share:
         """Rows that this rank's experts are given: all tokens of its group with all-gather and symmetric memory, with
         all-to-all those that need an expert here."""
         transport = self.config.parallel.moe_token_dispatcher_type
-        if self.expert_ranks == 1 or transport in (TokenDispatcher.ALLGATHER, TokenDispatcher.SYMMETRIC):
+        if self.expert_ranks == 1 or transport in (TokenDispatcherType.ALLGATHER, TokenDispatcherType.SYMMETRIC):
             return self.tokens_outside * self.expert_ranks
         return self.rows_needed
 

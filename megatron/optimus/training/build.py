@@ -23,9 +23,10 @@ from megatron.optimus.data.tokenize.tokenizer import build_tokenizer
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
 from megatron.optimus.moe.dispatch.ownership import read_placements
-from megatron.optimus.moe.dispatch.select import settle_transport
-from megatron.optimus.parallel.apply import connect, parallelize
+from megatron.optimus.moe.dispatch.select import select_dispatcher
+from megatron.optimus.parallel.apply import parallelize
 from megatron.optimus.parallel.context import own_positions
+from megatron.optimus.parallel.tensor import register_gradient_sums
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.platform.ranks import Ranks
 from megatron.optimus.training.engine import DTYPES
@@ -41,11 +42,11 @@ def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> Decoder:
     with torch.device("meta"):
         model = Decoder(config.model)
     placements = read_placements(config, mesh, device)
-    parallel = settle_transport(config, mesh, device, dtype)
+    parallel = select_dispatcher(config, mesh, device, dtype)
     settle_tiles(replace(config, parallel=parallel), device, dtype)
     parallelize(model, mesh, parallel, config.training.seq_length, placements)
     initialize_weights(model, seed=config.training.seed, device=device, dtype=dtype)
-    connect(model, mesh)
+    register_gradient_sums(model, mesh)
     return model
 
 

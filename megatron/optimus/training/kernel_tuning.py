@@ -12,8 +12,8 @@ import time
 
 import torch
 
-from megatron.optimus.config.schema import RunConfig, TokenDispatcher
-from megatron.optimus.moe.dispatch.select import messages_of
+from megatron.optimus.config.schema import RunConfig, TokenDispatcherType
+from megatron.optimus.moe.dispatch.select import message_shape
 from megatron.optimus.ops.backend import runs_triton
 from megatron.optimus.ops.triton import tile_cache, tiles
 from megatron.optimus.ops.triton.tiles import Problem, Table
@@ -72,9 +72,12 @@ def problems_of(config: RunConfig, dtype: torch.dtype, num_tokens: int | None = 
     """
     model, parallel, optimizer = config.model, config.parallel, config.optimizer
     ep, etp, topk = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size, model.moe_router_topk
-    tokens = (messages_of(config, dtype).num_tokens if num_tokens is None else num_tokens) * ep * etp
+    tokens = (message_shape(config, dtype).num_tokens if num_tokens is None else num_tokens) * ep * etp
     share = 1 / ep
-    every_row = (TokenDispatcher.ALLGATHER, TokenDispatcher.SYMMETRIC)  # has a place, whether needed here or not
+    every_row = (
+        TokenDispatcherType.ALLGATHER,
+        TokenDispatcherType.SYMMETRIC,
+    )  # whether needed here or not
     if ep * etp > 1 and parallel.moe_token_dispatcher_type not in every_row:
         reached = 1 - (1 - share) ** topk
         tokens, share = round(tokens * reached / parallel.moe_dispatch_chunks), share / reached

@@ -16,9 +16,8 @@ from megatron.optimus.config.schema import ModelConfig, RunConfig
 from megatron.optimus.data.loader import Batch
 from megatron.optimus.models.decoder import Decoder, DecoderOutput
 from megatron.optimus.moe.router import Router, RouterStats
-from megatron.optimus.parallel.pipeline import Chunk, Pipeline
-from megatron.optimus.parallel.pipeline_p2p import make_p2p_groups
-from megatron.optimus.parallel.stages import stage_plan
+from megatron.optimus.parallel.pipeline import ModelChunk, Pipeline
+from megatron.optimus.parallel.pipeline_stages import make_p2p_groups, stage_plan
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.training.engine import DTYPES, Engine, set_micro_batches
 
@@ -98,9 +97,9 @@ class Reductions:
         self._engine, self._optimizer = engine, engine.optimizer
         self._num_micro_batches = 0  # of the present step
         self._num_chunks = config.parallel.virtual_pipeline_model_parallel_size
-        self._buckets: dict[tuple[Chunk, ...], list[Any]] = {}
-        self._done: Counter[Chunk] = Counter()  # backwards of this step, those of inputs alone not counted
-        self._finished: tuple[Chunk, ...] = ()  # that have no further backward in this step, in their order
+        self._buckets: dict[tuple[ModelChunk, ...], list[Any]] = {}
+        self._done: Counter[ModelChunk] = Counter()  # backwards of this step, those of inputs alone not counted
+        self._finished: tuple[ModelChunk, ...] = ()  # that have no further backward in this step, in their order
         self._is_reduced = False  # by the present backward
         each = config.optimizer.zero_stage == 2
         self._when = Reduce.IN_EACH_BACKWARD if each else Reduce.IN_LAST_BACKWARD
@@ -108,7 +107,7 @@ class Reductions:
     def begin(self, num_micro_batches: int) -> None:
         self._num_micro_batches = num_micro_batches
 
-    def before(self, micro_batch: int, chunk: Chunk, *, is_whole: bool) -> None:
+    def before(self, micro_batch: int, chunk: ModelChunk, *, is_whole: bool) -> None:
         is_last = is_whole and self._done[chunk] + 1 == self._num_micro_batches
         self._is_reduced = is_last or (is_whole and self._when is Reduce.IN_EACH_BACKWARD)
         only = None
@@ -117,7 +116,7 @@ class Reductions:
             only = self._completed_by((*self._finished, chunk)) if completes else self._reached_by(chunk)
         self._optimizer.set_gradient_accumulation_boundary(self._is_reduced, only=only)
 
-    def after(self, micro_batch: int, chunk: Chunk, *, is_whole: bool) -> None:
+    def after(self, micro_batch: int, chunk: ModelChunk, *, is_whole: bool) -> None:
         if self._is_reduced:
             self._optimizer.reduce_gradients()
         else:
@@ -129,13 +128,13 @@ class Reductions:
             self._done.clear()
             self._finished = ()
 
-    def _reached_by(self, chunk: Chunk) -> list[Any]:
+    def _reached_by(self, chunk: ModelChunk) -> list[Any]:
         """The buckets that a backward through the chunk brings gradients for."""
         if (chunk,) not in self._buckets:
             self._buckets[(chunk,)] = self._optimizer.buckets_of(chunk.parameters())
         return self._buckets[(chunk,)]
 
-    def _completed_by(self, chunks: tuple[Chunk, ...]) -> list[Any]:
+    def _completed_by(self, chunks: tuple[ModelChunk, ...]) -> list[Any]:
         """The buckets that are complete after the last of the chunks and were not before; after all, what is left."""
         key = (*chunks, chunks[-1])  # no other key repeats a chunk
         if key not in self._buckets:
@@ -145,7 +144,7 @@ class Reductions:
             self._buckets[key] = sorted(new, key=lambda bucket: bucket in shared)  # stable: else in launch order
         return self._buckets[key]
 
-    def _complete_after(self, chunks: tuple[Chunk, ...]) -> list[Any]:
+    def _complete_after(self, chunks: tuple[ModelChunk, ...]) -> list[Any]:
         parameters = list(self._engine.module.parameters())
         present = {parameter for chunk in chunks for parameter in chunk.parameters()}
         missing = [p for p in parameters if p not in present] if len(chunks) < self._num_chunks else []

@@ -17,7 +17,7 @@ from torch.profiler import record_function
 
 from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.data.loader import Batch
-from megatron.optimus.layers.labels import NO_LABEL
+from megatron.optimus.layers import NO_LABEL
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.training.engine import Engine, step_outcome

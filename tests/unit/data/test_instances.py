@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron.optimus.config.schema import ConfigError, parse_split
 from megatron.optimus.data.dataset import InstanceSet, Split, check_contents, split_range
 from megatron.optimus.data.errors import DataError
-from megatron.optimus.layers.labels import NO_LABEL
+from megatron.optimus.layers import NO_LABEL
 
 from .cases import L, make_loader, window_of, write_tokens
 

@@ -20,8 +20,8 @@ from megatron.optimus.data.index_reader import document_starts
 from megatron.optimus.data.indexed import IndexedDatasetWriter
 from megatron.optimus.data.loader import Batch, BatchLoader, position_after_change
 from megatron.optimus.data.samples import Piece, SampleOptions
+from megatron.optimus.layers import NO_LABEL
 from megatron.optimus.layers.documents import Documents
-from megatron.optimus.layers.labels import NO_LABEL
 
 from .cases import L, make_loader, window_of, write_tokens
 

@@ -22,7 +22,7 @@ from megatron.optimus.data.mixture import Mixture
 from megatron.optimus.data.packing import WINDOW, num_packed, pack, window_of
 from megatron.optimus.data.samples import SampleOptions, make_sample
 from megatron.optimus.data.sources import Corpus, Sources
-from megatron.optimus.layers.labels import NO_LABEL
+from megatron.optimus.layers import NO_LABEL
 
 L = 32
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.optimus.layers import loss
-from megatron.optimus.layers.loss import NO_LABEL, LMHead, linear_cross_entropy_sum
+from megatron.optimus.layers import NO_LABEL, loss
+from megatron.optimus.layers.loss import LMHead, linear_cross_entropy_sum
 
 TOKENS, WIDTH, VOCAB = 23, 12, 37
 

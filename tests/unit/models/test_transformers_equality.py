@@ -121,7 +121,7 @@ def test_auxiliary_loss_equals_transformers_for_one_layer() -> None:
     """transformers pools layers; for a single layer its loss and ours are the same quantity."""
     from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
 
-    from megatron.optimus.moe.balance import load_balancing_loss
+    from megatron.optimus.moe.router import load_balancing_loss
     from megatron.optimus.ops import expert_counts, router_topk
 
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""When the experts' backward adds to the optimizer's buffers."""
+"""Experts: shapes that are refused, and when the backward adds to the optimizer's buffers."""
 
 from __future__ import annotations
 
@@ -49,3 +49,18 @@ def test_the_reference_computes_nothing_again_in_fp32() -> None:
     assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
     _, gradients, added = _backward(torch.bfloat16, has_place=True)
     assert sorted(added) == [0, 1] and gradients[1].dtype == torch.float32, "sums of 16-bit gradients stay in fp32"
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    x, gate_up, down = torch.randn(4, 6), torch.randn(3, 8, 6), torch.randn(3, 6, 4)
+    weights, indices = torch.rand(4, 2), torch.zeros(4, 2, dtype=torch.int64)
+    for bad in (
+        (x[:, :5], gate_up, down, weights, indices),
+        (x, gate_up[:, :6], down, weights, indices),
+        (x, gate_up, down, weights[:3], indices),
+        (x.double(), gate_up, down, weights, indices),
+        (x, gate_up, down, weights.double(), indices),
+        (x, gate_up, down, weights, indices.float()),
+    ):
+        with pytest.raises(ValueError, match="moe_mlp"):
+            ops.moe_mlp(*bad)

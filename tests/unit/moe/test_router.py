@@ -9,9 +9,7 @@ import torch
 
 from megatron.optimus import ops
 from megatron.optimus.config.schema import LoadBalancing, ModelConfig, ScoreFunction
-from megatron.optimus.moe.balance import load_balancing_loss, mean_entropy, router_z_loss, updated_expert_bias
-from megatron.optimus.moe.layer import MoE
-from megatron.optimus.moe.router import Router
+from megatron.optimus.moe.router import Router, load_balancing_loss, mean_entropy, router_z_loss, updated_expert_bias
 
 
 def config(**changes: object) -> ModelConfig:
@@ -110,31 +108,6 @@ def test_expert_bias_evens_out_a_skewed_router() -> None:
     loads = [imbalance() for _ in range(1000)]
     assert loads[0] > 1.6
     assert sum(loads[-200:]) / 200 < 1.4  # a mean, because sign steps hunt around the even load
-
-
-def test_every_slot_is_processed() -> None:
-    torch.manual_seed(0)
-    layer = MoE(config())
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    y_BSD, stats = layer(torch.randn(2, 7, 12))
-    assert y_BSD.shape == (2, 7, 12)
-    assert stats.processed == stats.counts_E.sum() == 2 * 7 * 2
-
-
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    x, gate_up, down = torch.randn(4, 6), torch.randn(3, 8, 6), torch.randn(3, 6, 4)
-    weights, indices = torch.rand(4, 2), torch.zeros(4, 2, dtype=torch.int64)
-    for bad in (
-        (x[:, :5], gate_up, down, weights, indices),
-        (x, gate_up[:, :6], down, weights, indices),
-        (x, gate_up, down, weights[:3], indices),
-        (x.double(), gate_up, down, weights, indices),
-        (x, gate_up, down, weights.double(), indices),
-        (x, gate_up, down, weights, indices.float()),
-    ):
-        with pytest.raises(ValueError, match="moe_mlp"):
-            ops.moe_mlp(*bad)
 
 
 def test_expert_bias_keeps_fp32_when_the_model_is_cast() -> None:

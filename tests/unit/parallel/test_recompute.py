@@ -15,7 +15,7 @@ from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
 from megatron.optimus.parallel import recompute
 from megatron.optimus.parallel.apply import parallelize
-from megatron.optimus.parallel.stages import keep_stages, own_stages, stage_plan
+from megatron.optimus.parallel.pipeline_stages import keep_local_stages, local_stages, stage_plan
 from megatron.optimus.platform.mesh import Mesh
 
 ALL = list(Recompute)
@@ -74,10 +74,10 @@ def test_first_layers_are_those_of_each_stage() -> None:
     with torch.device("meta"):
         built = Decoder(ModelConfig(**sizes))
     plan = stage_plan(built.config, parallel, 16, 1)
-    assert [list(plan.layers[stage]) for stage in plan.mine] == [[2, 3], [6, 7]]
-    keep_stages(built, plan)
-    recompute.apply_recomputation(own_stages(built, plan), parallel)
-    recompute.apply_offloading(own_stages(built, plan), parallel)
+    assert [list(plan.layers[stage]) for stage in plan.local_stages] == [[2, 3], [6, 7]]
+    keep_local_stages(built, plan)
+    recompute.apply_recomputation(local_stages(built, plan), parallel)
+    recompute.apply_offloading(local_stages(built, plan), parallel)
     blocks = dict(built.layers.named_children())
     assert [name for name, block in blocks.items() if "forward" in vars(block)] == ["2", "6"]
     assert [name for name, block in blocks.items() if "forward" in vars(block.mlp)] == ["2", "6"]

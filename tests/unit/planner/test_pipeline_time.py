@@ -16,7 +16,7 @@ from megatron.optimus.planner.plan import plan
 from megatron.optimus.planner.report import plan_text
 from megatron.optimus.planner.share import Share
 from megatron.optimus.planner.step_time import busy
-from tests.unit.parallel.test_pipeline_p2p import KIND, actions_of
+from tests.unit.parallel.test_pipeline_stages import KIND, actions_of
 
 INTERLEAVED = "--pipeline-schedule interleaved-1f1b --virtual-pipeline-model-parallel-size 2 "
 # (options, layers of the pipeline ranks). The head is on the last stage, which is short for it, or by decree.

@@ -20,7 +20,7 @@ from megatron.optimus.commands import plan as plan_command
 from megatron.optimus.config.checks import check
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError
-from megatron.optimus.parallel.stages import stage_plan
+from megatron.optimus.parallel.pipeline_stages import stage_plan
 from megatron.optimus.planner.activations import CUDA
 from megatron.optimus.planner.communication import collectives
 from megatron.optimus.planner.hardware import AURORA, H200, MACHINES

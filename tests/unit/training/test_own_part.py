@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron.optimus.data.loader import Batch
+from megatron.optimus.layers import NO_LABEL
 from megatron.optimus.layers.documents import Documents
-from megatron.optimus.layers.loss import NO_LABEL
 from megatron.optimus.training.step import own_part
 
 

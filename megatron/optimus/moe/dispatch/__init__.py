@@ -1,0 +1,5 @@
+"""Token dispatchers of expert parallelism: one file each, chosen by ``moe_token_dispatcher_type``.
+
+To add one: a value of ``TokenDispatcherType`` (config/choices.py), and a file here whose class derives from
+``TokenDispatcher`` (base.py) and is decorated with ``@register(TokenDispatcherType.<VALUE>)``.
+"""

@@ -1,24 +1,28 @@
-"""Token dispatch and combine: how tokens reach the ranks that hold their experts, and how results come back.
+"""The interface of token dispatchers: tokens travel to the ranks of their experts, and the outputs travel back.
 
-One interface for every transport: ``start`` sends what can leave before the router has chosen; ``dispatch`` turns this
-rank's tokens into the rows that this rank's experts must see, with expert numbers local to this rank (-1 for choices
-that another rank serves); ``combine`` turns the experts' outputs for those rows into the outputs of this rank's own
-tokens. The expert computation between the two is the same operation for all. What else the layer computes with its
-tokens (shared experts) is ``overlapped``: ``dispatch`` calls it once, when it has sent what it can and before it waits.
-Its nodes of autograd then lie between those of sending and of receiving, so the backward, too, runs it while gradients
-are combined. Dispatchers that communicate are in moe/dispatch/collective.py; here is the one that needs no other rank.
+A MoE layer calls ``start`` before its router and ``run_experts`` after it; the latter is ``dispatch``, the experts and
+``combine``. The computation of the experts is the same for every dispatcher.
+
+What else the layer computes with its tokens (shared experts) is its ``overlapped`` work. ``dispatch`` calls it once,
+after it has sent everything it can and before it waits. The autograd nodes of that work then lie between those of
+sending and of receiving, so the backward also runs it while gradients are combined.
 
 Shapes: T own tokens, R rows to compute here, D model width, K experts per token.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from megatron.optimus.config.schema import ParallelConfig, TokenDispatcherType
+from megatron.optimus.moe.dispatch.ownership import Ownership
 from megatron.optimus.ops import InputGradients, Routing
+from megatron.optimus.platform.mesh import Mesh
 
 OverlappedWork = Callable[[], None]
 
@@ -28,59 +32,101 @@ def no_work() -> None:
 
 
 class ExpertRows(NamedTuple):
-    """Work for the experts of this rank."""
+    """The rows that the experts of this rank compute.
+
+    Attributes:
+        x_RD: tokens, in the model's dtype.
+        weights_RK: routing weights, fp32. The values of choices that other ranks serve may be anything finite and must
+            get a gradient of zero.
+        indices_RK: int32 or int64, the expert's number on this rank, or -1 for a choice that another rank serves.
+        handle: what ``combine`` needs.
+        on_input_gradients: combines the gradients of x_RD and weights_RK. The experts' backward may call it as soon as
+            it has them, so that they travel beside its last product. None: nothing is gained by that.
+    """
 
     x_RD: Tensor
-    weights_RK: Tensor  # fp32; those of other ranks' choices may be anything finite and must get a gradient of zero
-    indices_RK: Tensor  # int32 or int64: expert number on this rank, or -1
-    handle: Any  # what combine needs
-    # Combines the gradients of x_RD and weights_RK, for a backward to call as soon as it has them; one that does not
-    # is as right, and hides nothing. None where they had better travel after the whole backward.
+    weights_RK: Tensor
+    indices_RK: Tensor
+    handle: Any
     on_input_gradients: InputGradients | None = None
 
 
-class Dispatcher(Protocol):
-    def start(self, x_TD: Tensor) -> Any:
-        """Sends tokens before the router sees them; what it returns goes to ``dispatch``. None: nothing has left."""
+class MessageShape(NamedTuple):
+    """Size of what one rank's tokens send in one MoE layer."""
 
+    num_tokens: int
+    width: int
+    num_experts: int
+    topk: int
+    dtype: torch.dtype
+
+
+class TokenDispatcher(ABC):
+    """Moves tokens to their experts and the experts' outputs back. Every method is collective over the expert group."""
+
+    @classmethod
+    def unsupported_reason(cls, mesh: Mesh, device: torch.device) -> str | None:
+        """Why this dispatcher cannot run on these ranks; None where it can. Collective over all ranks.
+
+        Returns:
+            A sentence with the remedy. Ranks may see different reasons; ``select_dispatcher`` makes them agree.
+        """
+        return None
+
+    @classmethod
+    def build(cls, config: ParallelConfig, mesh: Mesh, ownership: Ownership) -> TokenDispatcher:
+        """The dispatcher of one layer over this rank's expert group."""
+        return cls(mesh.group("experts"), ownership)  # type: ignore[call-arg]
+
+    def prepare(self, shape: MessageShape, device: torch.device) -> None:  # noqa: B027 - most need nothing
+        """Allocates what messages of this shape need, so that its lack shows before the first step.
+
+        Raises:
+            ConfigError: on every rank of the group, where one of them lacks the memory.
+        """
+
+    def start(self, x_TD: Tensor) -> Any:
+        """Sends tokens before the router has seen them; the result goes to ``dispatch``. None: nothing was sent."""
+        return None
+
+    @abstractmethod
     def dispatch(
         self, x_TD: Tensor, routing: Routing, started: Any, overlapped: OverlappedWork = no_work
     ) -> ExpertRows:
-        """``x_TD``: the tokens as the router hands them on, so that both have one gradient (``ops.route``)."""
+        """Exchanges this rank's tokens for the rows that its experts must compute.
 
-    def combine(self, y_RD: Tensor, handle: Any) -> Tensor: ...
+        Args:
+            x_TD: tokens as the router returns them, so that both uses of them share one gradient (``ops.route``).
+            routing: the chosen experts by their numbers in the model, and their weights.
+            started: what ``start`` returned for these tokens.
+            overlapped: called exactly once, when everything that can be sent is under way.
+        """
 
-
-# From tokens, their routes and what ``Dispatcher.start`` gave, to what their experts make of them: [T, D], and the
-# slots that were worked on here.
-ExpertPass = Callable[[Dispatcher, nn.Module, Tensor, Routing, Any, OverlappedWork], tuple[Tensor, Tensor]]
-
-
-def expert_pass(
-    dispatcher: Dispatcher,
-    experts: nn.Module,
-    x_TD: Tensor,
-    routing: Routing,
-    started: Any,
-    overlapped: OverlappedWork,
-) -> tuple[Tensor, Tensor]:
-    """Dispatch, experts, combine: all tokens at once."""
-    rows = dispatcher.dispatch(x_TD, routing, started, overlapped)
-    y_RD = experts(rows.x_RD, rows.weights_RK, rows.indices_RK, rows.on_input_gradients)
-    return dispatcher.combine(y_RD, rows.handle), (rows.indices_RK >= 0).sum()
-
-
-class LocalDispatcher:
-    """Every expert is on this rank: rows are tokens."""
-
-    def start(self, x_TD: Tensor) -> None:
-        return None
-
-    def dispatch(
-        self, x_TD: Tensor, routing: Routing, started: None, overlapped: OverlappedWork = no_work
-    ) -> ExpertRows:
-        overlapped()
-        return ExpertRows(x_TD, routing.weights_TK, routing.indices_TK, None)
-
+    @abstractmethod
     def combine(self, y_RD: Tensor, handle: Any) -> Tensor:
-        return y_RD
+        """Sums the experts' outputs for the rows of ``dispatch`` to the outputs of this rank's tokens, [T, D]."""
+
+    def run_experts(
+        self, experts: nn.Module, x_TD: Tensor, routing: Routing, started: Any, overlapped: OverlappedWork
+    ) -> tuple[Tensor, Tensor]:
+        """Dispatch, experts, combine.
+
+        Returns:
+            The outputs of this rank's tokens [T, D], and the slots (token and choice) computed on this rank, int64 [].
+        """
+        rows = self.dispatch(x_TD, routing, started, overlapped)
+        y_RD = experts(rows.x_RD, rows.weights_RK, rows.indices_RK, rows.on_input_gradients)
+        return self.combine(y_RD, rows.handle), (rows.indices_RK >= 0).sum()
+
+
+REGISTRY: dict[TokenDispatcherType, type[TokenDispatcher]] = {}
+
+
+def register(kind: TokenDispatcherType) -> Callable[[type[TokenDispatcher]], type[TokenDispatcher]]:
+    """Class decorator: the class is what ``moe_token_dispatcher_type=kind`` selects."""
+
+    def add(cls: type[TokenDispatcher]) -> type[TokenDispatcher]:
+        REGISTRY[kind] = cls
+        return cls
+
+    return add

@@ -1,4 +1,4 @@
-"""Which rank of an expert-parallel group owns which expert; slicing, dispatch and checkpoints all ask here."""
+"""Which rank of an expert-parallel group owns which expert: read by slicing, dispatch and checkpoints."""
 
 from __future__ import annotations
 
@@ -17,10 +17,16 @@ from megatron.optimus.platform.ranks import Ranks
 
 @dataclass(frozen=True)
 class Ownership:
-    """The experts of one layer over the ranks of an expert-parallel group."""
+    """The experts of one layer over the ranks of an expert-parallel group.
 
-    experts_of_ranks: LayerPlacement  # global numbers, in local order
-    num_shards: int = 1  # over which one expert is split; shards of a rank's experts are neighbours
+    Attributes:
+        experts_of_ranks: for each rank the numbers of its experts in the model, in local order.
+        num_shards: ranks over which each expert is split (``expert_tensor_parallel_size``); the shards of a rank's
+            experts are on neighbouring ranks.
+    """
+
+    experts_of_ranks: LayerPlacement
+    num_shards: int = 1
 
     @classmethod
     def regular(cls, num_experts: int, num_ranks: int, placement: ExpertPlacement, num_shards: int = 1) -> Ownership:
@@ -29,7 +35,7 @@ class Ownership:
 
     @property
     def num_ranks(self) -> int:
-        """Over which whole experts are spread."""
+        """Ranks over which whole experts are spread."""
         return len(self.experts_of_ranks)
 
     @property
@@ -37,12 +43,12 @@ class Ownership:
         return sum(map(len, self.experts_of_ranks))
 
     def expert_ids(self, rank: int) -> tuple[int, ...]:
-        """Global numbers of the experts of a rank (of ``num_ranks``), in local order."""
+        """Numbers in the model of the experts of a rank (of ``num_ranks``), in local order."""
         return self.experts_of_ranks[rank]
 
-    @cache  # noqa: B019 - a handful of ownerships per process, asked in every layer and step
-    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """For each global expert: the rank that owns it and its number there; two int64 [E]."""
+    @cache  # noqa: B019 - a process has a handful of ownerships, asked in every layer and step
+    def owner_and_local_id(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """For each expert of the model, the rank that owns it and its number there; two int64 [E]."""
         owner_E = torch.empty(self.num_experts, dtype=torch.int64)
         local_E = torch.empty(self.num_experts, dtype=torch.int64)
         for rank in range(self.num_ranks):
@@ -52,16 +58,20 @@ class Ownership:
         return owner_E.to(device), local_E.to(device)
 
     @cache  # noqa: B019 - as above
-    def numbers_on(self, rank: int, device: torch.device) -> Tensor:
-        """For each global expert: its number on a rank (of ``num_ranks``), -1 if it is not there; int32 [E]."""
-        owner_E, local_E = self.tables(device)
+    def local_ids(self, rank: int, device: torch.device) -> Tensor:
+        """For each expert of the model, its number on ``rank`` (of ``num_ranks``) or -1; int32 [E]."""
+        owner_E, local_E = self.owner_and_local_id(device)
         return torch.where(owner_E == rank, local_E, -1).to(torch.int32)
 
 
 def read_placements(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple[LayerPlacement, ...] | None:
-    """What ``moe_expert_placement_file`` holds for each layer, None without one. Collective: rank 0 alone reads.
+    """Reads ``moe_expert_placement_file`` on rank 0 and sends it to all ranks. Collective.
 
-    Raises ConfigError on every rank for a file that cannot be read or is not of this model over these ranks.
+    Returns:
+        The placement of each MoE layer; None without a file.
+
+    Raises:
+        ConfigError: on every rank, where the file cannot be read or is not of this model over these ranks.
     """
     path = config.parallel.moe_expert_placement_file
     if path is None:

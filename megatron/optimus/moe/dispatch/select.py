@@ -1,203 +1,207 @@
-"""``moe_token_dispatcher_type=auto``: every transport is timed at the run's own message sizes, the fastest is taken.
+"""Choice of the token dispatcher, and the measurement behind ``moe_token_dispatcher_type=auto``.
 
-Which one wins hangs on the message size, the links and the collectives library, and changes with each of them; a probe
-of some tens of milliseconds a transport knows. The router's choices are taken as uniform, which is what balancing
-works towards; nothing is computed between dispatch and combine.
+Which dispatcher is fastest depends on message size, links and collective library, so ``auto`` times every one that the
+ranks support at the run's own message sizes: some tens of milliseconds each. The router's choices are drawn uniformly,
+which balancing works towards; nothing is computed between dispatch and combine.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
+import pkgutil
 import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.optimus.config.schema import ConfigError, ParallelConfig, RunConfig, TokenDispatcher
-from megatron.optimus.moe.dispatch.base import Dispatcher
-from megatron.optimus.moe.dispatch.collective import build_dispatcher
+from megatron.optimus.config.schema import ConfigError, ParallelConfig, RunConfig, TokenDispatcherType
+from megatron.optimus.moe import dispatch
+from megatron.optimus.moe.dispatch.base import REGISTRY, MessageShape, TokenDispatcher
+from megatron.optimus.moe.dispatch.local import LocalDispatcher
 from megatron.optimus.moe.dispatch.ownership import Ownership
-from megatron.optimus.moe.dispatch.symmetric import Shape, SymmetricDispatcher, symmetric_problem
 from megatron.optimus.ops import Routing
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.mesh import Mesh
-from megatron.optimus.platform.ranks import RELAYED, Ranks, attempt
+from megatron.optimus.platform.ranks import Ranks, attempt
 
 logger = logging.getLogger("optimus")
 
 WARM_UP, REPETITIONS = 2, 5
-WITHOUT_PROBE = TokenDispatcher.ALLGATHER  # its traffic does not hang on the router's choices
+# What auto takes without a measurement: its traffic does not depend on the router's choices.
+WITHOUT_MEASUREMENT = TokenDispatcherType.ALLGATHER
 
 
-class Messages(NamedTuple):
-    """What a MoE layer of a run sends from one rank."""
-
-    num_tokens: int
-    width: int
-    num_experts: int
-    topk: int
-    dtype: torch.dtype
+def dispatcher_classes() -> dict[TokenDispatcherType, type[TokenDispatcher]]:
+    """The class of each value of ``moe_token_dispatcher_type`` but auto, in the order of the enum."""
+    for module in pkgutil.iter_modules(dispatch.__path__):
+        importlib.import_module(f"{dispatch.__name__}.{module.name}")  # its classes register themselves
+    return {kind: REGISTRY[kind] for kind in TokenDispatcherType if kind in REGISTRY}
 
 
-def messages_of(config: RunConfig, dtype: torch.dtype) -> Messages:
-    """Those of one micro-batch. A rank's tokens are a part of it under context and sequence parallelism."""
+def build_dispatcher(config: ParallelConfig, mesh: Mesh, ownership: Ownership) -> TokenDispatcher:
+    """The dispatcher of one layer over this rank's expert group. Collective over it.
+
+    Args:
+        config: its ``moe_token_dispatcher_type`` names one, as ``select_dispatcher`` leaves it.
+        mesh: axis "experts" has the ranks that together hold every expert once.
+        ownership: which of them has which expert.
+
+    Raises:
+        ValueError: for "auto".
+    """
+    if mesh.group("experts") is None:
+        return LocalDispatcher()
+    kind = config.moe_token_dispatcher_type
+    if kind is TokenDispatcherType.AUTO:
+        raise ValueError("moe_token_dispatcher_type=auto names no dispatcher; call select_dispatcher first")
+    return dispatcher_classes()[kind].build(config, mesh, ownership)
+
+
+def select_dispatcher(config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> ParallelConfig:
+    """Replaces "auto" by the fastest dispatcher, and refuses one that these ranks do not support. Collective.
+
+    Returns:
+        ``config.parallel`` with a ``moe_token_dispatcher_type`` that names a dispatcher, the same on all ranks.
+
+    Raises:
+        ConfigError: on every rank, where the dispatcher asked for does not fit the nodes or devices.
+    """
+    parallel = config.parallel
+    kind = parallel.moe_token_dispatcher_type
+    if mesh.group("experts") is None:
+        return replace(parallel, moe_token_dispatcher_type=WITHOUT_MEASUREMENT)  # no token travels
+    if kind is not TokenDispatcherType.AUTO:
+        _require_support(kind, mesh, device)
+        return parallel
+    if config.training.deterministic:
+        logger.info(
+            "token dispatcher: %s, without a measurement because of deterministic=True", WITHOUT_MEASUREMENT.value
+        )
+        return replace(parallel, moe_token_dispatcher_type=WITHOUT_MEASUREMENT)
+    shape = message_shape(config, dtype)
+    candidates, reasons = _candidates(config, mesh, device, shape)
+    times = measure(candidates, shape, mesh, device)
+    fastest = min(times, key=lambda kind: times[kind])
+    _log(times, fastest, shape, mesh, reasons)
+    return replace(parallel, moe_token_dispatcher_type=fastest)
+
+
+def message_shape(config: RunConfig, dtype: torch.dtype) -> MessageShape:
+    """The messages of one micro-batch: a rank's tokens are a part of it under context and sequence parallelism."""
     model, parallel, training = config.model, config.parallel, config.training
     shards = parallel.context_parallel_size
     if parallel.sequence_parallel:
         shards *= parallel.tensor_model_parallel_size
     num_tokens = training.micro_batch_size * training.seq_length // shards
-    return Messages(num_tokens, model.hidden_size, model.num_experts, model.moe_router_topk, dtype)
-
-
-def settle_transport(config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> ParallelConfig:
-    """``config.parallel`` with a transport instead of "auto", the same on all ranks. Collective over all of them.
-
-    Raises ConfigError on every rank where the transport that is asked for does not fit the nodes or devices.
-    """
-    parallel = config.parallel
-    transport = parallel.moe_token_dispatcher_type
-    if mesh.group("experts") is None:
-        return replace(parallel, moe_token_dispatcher_type=WITHOUT_PROBE)  # nothing travels
-    if transport in (TokenDispatcher.ALLGATHER, TokenDispatcher.ALLTOALL):
-        return parallel
-    if transport is TokenDispatcher.SYMMETRIC:
-        _demand_shared_memory(mesh, device)
-        return parallel
-    problem = _hierarchy_problem(mesh, device)
-    if transport is TokenDispatcher.HIERARCHICAL:
-        if problem is not None:
-            error = ConfigError(problem)
-            setattr(error, RELAYED, mesh.rank > 0)  # every rank raises it, one speaks
-            raise error
-        return parallel
-    if config.training.deterministic:
-        logger.info("token transport: %s, without a probe because of deterministic=True", WITHOUT_PROBE.value)
-        return replace(parallel, moe_token_dispatcher_type=WITHOUT_PROBE)
-    problems = {
-        TokenDispatcher.HIERARCHICAL: problem,
-        TokenDispatcher.SYMMETRIC: _on_all_ranks(_own_symmetric_problem(mesh, device), device),
-    }
-    ownership = Ownership.regular(
-        config.model.num_experts, mesh.size("ep"), parallel.moe_expert_placement, parallel.expert_tensor_parallel_size
-    )
-    candidates = [TokenDispatcher.ALLGATHER, TokenDispatcher.ALLTOALL]
-    candidates += [name for name, problem in problems.items() if problem is None]
-    dispatchers = {name: build_dispatcher(name, mesh, ownership) for name in candidates}
-    messages = messages_of(config, dtype)
-    symmetric = dispatchers.get(TokenDispatcher.SYMMETRIC)
-    if isinstance(symmetric, SymmetricDispatcher):
-        problem = _on_all_ranks(_memory_problem(symmetric, messages, device), device)
-        problems[TokenDispatcher.SYMMETRIC] = problem
-        if problem is not None:
-            del dispatchers[TokenDispatcher.SYMMETRIC]
-    times = measure(dispatchers, messages, mesh, device)
-    fastest = min(times, key=lambda name: times[name])
-    _log(times, fastest, messages, mesh, problems)
-    return replace(parallel, moe_token_dispatcher_type=fastest)
+    return MessageShape(num_tokens, model.hidden_size, model.num_experts, model.moe_router_topk, dtype)
 
 
 def measure(
-    transports: Mapping[TokenDispatcher, Dispatcher], messages: Messages, mesh: Mesh, device: torch.device
-) -> dict[TokenDispatcher, float]:
-    """Milliseconds of dispatch and combine, forward and backward: the median of some repetitions on the slowest
-    rank, so the same numbers on every rank. Collective over all ranks."""
+    dispatchers: Mapping[TokenDispatcherType, TokenDispatcher], shape: MessageShape, mesh: Mesh, device: torch.device
+) -> dict[TokenDispatcherType, float]:
+    """Times dispatch and combine, forward and backward, of each dispatcher. Collective over all ranks.
+
+    Returns:
+        Milliseconds, the median of some repetitions on the slowest rank: the same numbers on every rank.
+    """
     group = mesh.group("experts")
-    inputs = _inputs(messages, mesh.rank, device)
+    inputs = _inputs(shape, mesh.rank, device)
     token = torch.zeros(1, device=device)
-    seconds: dict[TokenDispatcher, list[float]] = {name: [] for name in transports}
+    seconds: dict[TokenDispatcherType, list[float]] = {kind: [] for kind in dispatchers}
     for repetition in range(WARM_UP + REPETITIONS):
-        for name, dispatcher in transports.items():
+        for kind, dispatcher in dispatchers.items():
             dist.all_reduce(token, group=group)  # all begin together
             devices.synchronize(device)
             started = time.perf_counter()
             _dispatch_and_combine(dispatcher, *inputs)
             devices.synchronize(device)
             if repetition >= WARM_UP:
-                seconds[name].append(time.perf_counter() - started)
+                seconds[kind].append(time.perf_counter() - started)
     medians = torch.tensor([statistics.median(own) for own in seconds.values()], dtype=torch.float32, device=device)
     dist.all_reduce(medians, op=dist.ReduceOp.MAX, group=mesh.group("world"))
-    return dict(zip(transports, (1e3 * medians).tolist(), strict=True))
+    return dict(zip(dispatchers, (1e3 * medians).tolist(), strict=True))
 
 
-def _inputs(messages: Messages, rank: int, device: torch.device) -> tuple[Tensor, Routing, Tensor]:
-    # A generator of its own: the run's random numbers are those of a run without a probe.
+def _inputs(shape: MessageShape, rank: int, device: torch.device) -> tuple[Tensor, Routing, Tensor]:
+    # A generator of its own: the run's random numbers are those of a run without a measurement.
     generator = torch.Generator().manual_seed(rank)
-    scores_TE = torch.rand(messages.num_tokens, messages.num_experts, generator=generator)
-    weights_TK, indices_TK = (part.to(device) for part in scores_TE.topk(messages.topk))
-    x_TD = torch.ones(messages.num_tokens, messages.width, dtype=messages.dtype, device=device)
+    scores_TE = torch.rand(shape.num_tokens, shape.num_experts, generator=generator)
+    weights_TK, indices_TK = (part.to(device) for part in scores_TE.topk(shape.topk))
+    x_TD = torch.ones(shape.num_tokens, shape.width, dtype=shape.dtype, device=device)
     return x_TD.requires_grad_(), Routing(weights_TK.requires_grad_(), indices_TK, scores_TE), torch.ones_like(x_TD)
 
 
-def _dispatch_and_combine(dispatcher: Dispatcher, x_TD: Tensor, routing: Routing, dy_TD: Tensor) -> None:
+def _dispatch_and_combine(dispatcher: TokenDispatcher, x_TD: Tensor, routing: Routing, dy_TD: Tensor) -> None:
     x_TD.grad = routing.weights_TK.grad = None
     rows = dispatcher.dispatch(x_TD, routing, dispatcher.start(x_TD))
     y_RD = rows.x_RD * rows.weights_RK.sum(dim=1, keepdim=True).to(x_TD.dtype)
     dispatcher.combine(y_RD, rows.handle).backward(dy_TD)
 
 
-def _hierarchy_problem(mesh: Mesh, device: torch.device) -> str | None:
-    """The layout's, or that nodes differ in size, where ranks would not agree on who is whose neighbour."""
-    sizes = torch.tensor([mesh.node_size, -mesh.node_size], device=device)
-    dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=mesh.group("world"))
-    largest, smallest = sizes[0].item(), -sizes[1].item()
-    if largest == smallest:
-        return mesh.layout.hierarchy_problem(mesh.node_size)
-    return (
-        f"moe_token_dispatcher_type=hierarchical: nodes have from {smallest} to {largest} ranks; start as many on "
-        "each, set moe_hierarchical_node_size to a number that divides them, or use alltoall"
-    )
-
-
-def _demand_shared_memory(mesh: Mesh, device: torch.device) -> None:
-    problem = _own_symmetric_problem(mesh, device)
+def _require_support(kind: TokenDispatcherType, mesh: Mesh, device: torch.device) -> None:
+    reason = dispatcher_classes()[kind].unsupported_reason(mesh, device)
 
     def check() -> None:
-        if problem is not None:
-            raise ConfigError(problem)
+        if reason is not None:
+            raise ConfigError(reason)
 
-    Ranks(None, device).together(check, "moe_token_dispatcher_type=symmetric", ConfigError)
-
-
-def _on_all_ranks(problem: str | None, device: torch.device) -> str | None:
-    """What this rank or another one cannot; None on every rank where no rank has a problem. Collective over all."""
-    failure = Ranks(None, device).first_failure(None if problem is None else ConfigError(problem))
-    return problem if failure is None or problem is not None else f"rank {failure[0]} cannot"
+    Ranks(None, device).together(check, f"moe_token_dispatcher_type={kind.value}", ConfigError)
 
 
-def _memory_problem(dispatcher: SymmetricDispatcher, messages: Messages, device: torch.device) -> str | None:
-    """Why the ranks of this rank's group have not the memory; those of others may have it."""
-    shape = Shape(messages.num_tokens, messages.width, messages.topk, messages.dtype)
-    _, error = attempt(lambda: dispatcher.reserve(shape, device))
+def _candidates(
+    config: RunConfig, mesh: Mesh, device: torch.device, shape: MessageShape
+) -> tuple[dict[TokenDispatcherType, TokenDispatcher], dict[TokenDispatcherType, str]]:
+    """Dispatchers that every rank supports, ready for messages of this shape; why each other one is left out."""
+    parallel = config.parallel
+    ownership = Ownership.regular(
+        config.model.num_experts, mesh.size("ep"), parallel.moe_expert_placement, parallel.expert_tensor_parallel_size
+    )
+    candidates: dict[TokenDispatcherType, TokenDispatcher] = {}
+    reasons: dict[TokenDispatcherType, str] = {}
+    for kind, cls in dispatcher_classes().items():
+        reason = _on_all_ranks(cls.unsupported_reason(mesh, device), device)
+        if reason is None:
+            dispatcher = cls.build(parallel, mesh, ownership)
+            # The ranks of this rank's group may have the memory where those of another group have not.
+            reason = _on_all_ranks(_preparation_error(dispatcher, shape, device), device)
+        if reason is None:
+            candidates[kind] = dispatcher
+        else:
+            reasons[kind] = reason
+    return candidates, reasons
+
+
+def _preparation_error(dispatcher: TokenDispatcher, shape: MessageShape, device: torch.device) -> str | None:
+    _, error = attempt(lambda: dispatcher.prepare(shape, device))
     return None if error is None else str(error)
 
 
-def _own_symmetric_problem(mesh: Mesh, device: torch.device) -> str | None:
-    group = mesh.group("experts")
-    assert group is not None
-    return symmetric_problem(group, mesh.size("etp"), device)
+def _on_all_ranks(reason: str | None, device: torch.device) -> str | None:
+    """This rank's reason, or that of another one; None on every rank where no rank has a reason. Collective."""
+    failure = Ranks(None, device).first_failure(None if reason is None else ConfigError(reason))
+    return reason if failure is None or reason is not None else f"rank {failure[0]} cannot"
 
 
 def _log(
-    times: Mapping[TokenDispatcher, float],
-    fastest: TokenDispatcher,
-    messages: Messages,
+    times: Mapping[TokenDispatcherType, float],
+    fastest: TokenDispatcherType,
+    shape: MessageShape,
     mesh: Mesh,
-    problems: Mapping[TokenDispatcher, str | None],
+    reasons: Mapping[TokenDispatcherType, str],
 ) -> None:
     logger.info(
-        "token transports, %d tokens x %d (%s) a rank over %d ranks, there and back, forward and backward:",
-        messages.num_tokens,
-        messages.width,
-        str(messages.dtype).removeprefix("torch."),
+        "token dispatchers, %d tokens x %d (%s) a rank over %d ranks, dispatch and combine, forward and backward:",
+        shape.num_tokens,
+        shape.width,
+        str(shape.dtype).removeprefix("torch."),
         mesh.size("experts"),
     )
-    for name, milliseconds in times.items():
-        logger.info("  %-12s %9.3f ms%s", name.value, milliseconds, "  <- used" if name is fastest else "")
-    for name, problem in problems.items():
-        if problem is not None:
-            logger.info("  %-12s not measured: %s", name.value, problem.split(": ", 1)[-1])
+    for kind, milliseconds in times.items():
+        logger.info("  %-12s %9.3f ms%s", kind.value, milliseconds, "  <- used" if kind is fastest else "")
+    for kind, reason in reasons.items():
+        logger.info("  %-12s not measured: %s", kind.value, reason.split(": ", 1)[-1])

@@ -1,25 +1,25 @@
-"""The transport over symmetric memory: GPUs of a node read and write each other's memory, without a collective library.
+"""The token dispatcher over symmetric memory: GPUs of one node read and write each other's memory by loads and stores.
 
-Row p T + t of what a rank's experts get is token t of rank p, as with all-gather, but only rows that one of these
-experts is chosen for travel, and the others stay unwritten: no counts, no wait of the host, no copies into an order for
-sending, no atomics. Outputs are summed once, in fp32 and in the order of the ranks, where their token lives.
+Row p T + t of the rows of a rank is token t of rank p, as with all-gather, but only rows for which one of this rank's
+experts is chosen travel, and the others stay unwritten. That needs no counts, no wait of the host, no copies into an
+order for sending and no atomics. Outputs are summed once, in fp32 and in the order of ranks, on the rank of the token.
 
-An exchange is: write, one barrier of the group on the device, read. It has one of two directions.
-- Dispatch (the forward of dispatch, and the backward of combine): each rank writes its own rows into its own memory,
-  and after the barrier reads those that it needs from all others'.
-- Combine (the forward of combine, and the backward of dispatch): each rank writes its outputs into the memory of the
-  rank that owns the token, at a place of its own there, and after the barrier reads what the others wrote into its own.
-  Outputs are written by a kernel, those needed alone. Gradients travel beside the last product of the experts'
-  backward, as plain copies of whole blocks of rows: the copy engines make them, and no multiprocessor.
+An exchange is a write, one barrier of the group on the device, and a read. It has one of two directions.
+- Dispatch (the forward of dispatch, and the backward of combine): each rank writes its own rows into its own buffer,
+  and after the barrier reads those that it needs from the buffers of all others.
+- Combine (the forward of combine, and the backward of dispatch): each rank writes its outputs into the buffer of the
+  rank that owns the token, into a region of its own there, and after the barrier reads its own buffer. A kernel writes
+  the outputs that are needed. Gradients are plain copies of whole blocks of rows, which the copy engines make beside
+  the last product of the experts' backward.
 
-Why one barrier is enough. What an exchange reads may be written again when all ranks have read it. A rank enters the
+Why one barrier is enough: what an exchange reads may be overwritten when all ranks have read it. A rank enters the
 barrier of the next exchange after the reads of this one, in the order of its stream, so whoever has passed that barrier
-knows that all have read. The two directions have memory of their own, and they take turns: dispatch and combine in the
-forward, and again in the backward. So a write of one direction always comes after a barrier of the other, which came
-after the reads. Where one is taken twice in a row (a backward that was asked for some of the gradients only), a barrier
-more goes before it.
+knows that all have read. The two directions have regions of their own and alternate: dispatch and combine in the
+forward, and again in the backward. So a write of one direction always follows a barrier of the other, which followed
+the reads. Where one direction comes twice in a row (a backward that was asked for some of the gradients only), an
+additional barrier goes before it.
 
-Nothing is kept in that memory between exchanges: layers and micro-batches in flight share it.
+Nothing is kept in the buffer between exchanges: layers and micro-batches in flight share it.
 
 Shapes: T tokens of each rank, P ranks, R = P T rows, K experts per token, D model width, E experts.
 """
@@ -41,16 +41,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.optimus.config.schema import ConfigError
-from megatron.optimus.moe.dispatch.base import ExpertRows, OverlappedWork, no_work
+from megatron.optimus.config.schema import ConfigError, TokenDispatcherType
+from megatron.optimus.moe.dispatch.base import (
+    ExpertRows,
+    MessageShape,
+    OverlappedWork,
+    TokenDispatcher,
+    no_work,
+    register,
+)
 from megatron.optimus.moe.dispatch.overlap import WEIGHTS, AsyncDispatch, Wait, X, begin_dispatch, finish_dispatch
 from megatron.optimus.moe.dispatch.ownership import Ownership
 from megatron.optimus.ops import Routing
 from megatron.optimus.platform import device as devices
+from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.platform.ranks import Ranks
 
 REMEDY = "use allgather or alltoall"
-_ALIGNMENT = 256  # bytes, of each part of the memory
+_ALIGNMENT = 256  # bytes, of each region
 
 
 class Direction(enum.Enum):
@@ -58,8 +66,8 @@ class Direction(enum.Enum):
     COMBINE = "combine"
 
 
-class Shape(NamedTuple):
-    """Of one rank's tokens."""
+class BufferShape(NamedTuple):
+    """Size of one rank's tokens; buffers of one shape serve all layers that send such tokens."""
 
     num_tokens: int
     width: int
@@ -68,18 +76,23 @@ class Shape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A tensor in the memory, at the same place on every rank."""
+class _Region:
+    """A tensor in the buffer, at the same offset (bytes) on every rank."""
 
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    def view(self, buffer: Tensor) -> Tensor:
+        """This region of a uint8 buffer as its tensor."""
+        end = self.offset + math.prod(self.shape) * self.dtype.itemsize
+        return buffer[self.offset : end].view(self.dtype).view(self.shape)
 
-def _parts(shape: Shape, num_ranks: int) -> tuple[dict[str, _Part], int]:
-    """What the memory of a rank holds, and its bytes: little more than P T D elements."""
+
+def buffer_regions(shape: BufferShape, num_ranks: int) -> tuple[dict[str, _Region], int]:
+    """The regions of a rank's buffer by name, and its bytes: little more than P T D elements."""
     tokens, width, topk, dtype = shape
-    parts, end = {}, 0
+    regions, end = {}, 0
     for name, size, kind in (
         ("rows", (tokens, width), dtype),
         ("indices", (tokens, topk), torch.int32),
@@ -87,78 +100,79 @@ def _parts(shape: Shape, num_ranks: int) -> tuple[dict[str, _Part], int]:
         ("outputs", (num_ranks - 1, tokens, width), dtype),  # of the other ranks, in order
         ("dweights", (tokens, topk), torch.float32),
     ):
-        parts[name] = _Part(end, size, kind)
+        regions[name] = _Region(end, size, kind)
         end += -(-math.prod(size) * kind.itemsize // _ALIGNMENT) * _ALIGNMENT
-    return parts, max(end, _ALIGNMENT)
+    return regions, max(end, _ALIGNMENT)
 
 
-class Staging:
-    """A rank's memory that its peers read and write, and the way to theirs. All exchanges run in one stream."""
+class SymmetricBuffer:
+    """The memory of a rank that its peers read and write, and the addresses of theirs. All exchanges use one stream."""
 
     def __init__(
         self,
         memory: Tensor,
         addresses: Sequence[int],
         rank: int,
-        shape: Shape,
+        shape: BufferShape,
         barrier: Callable[[], None],
-        keep: object = None,
+        keep_alive: object = None,
         memories: Sequence[Tensor] = (),
     ) -> None:
-        """``memory``: uint8, as many bytes as ``_parts`` says. ``addresses``: where each rank's begins, in rank order.
-        ``barrier``: queues a wait for all ranks in the current stream. ``keep``: what must live as long.
-        ``memories``: every rank's, as this one sees them."""
+        """Describes memory that is already mapped.
+
+        Args:
+            memory: this rank's, uint8, as many bytes as ``buffer_regions`` says.
+            addresses: where each rank's memory begins in this process, in rank order.
+            rank: this rank in the group.
+            shape: of the tokens.
+            barrier: queues a wait for all ranks in the current stream.
+            keep_alive: what must live as long as the buffer.
+            memories: every rank's memory as this process maps it.
+        """
         self.rank, self.num_ranks, self.shape = rank, len(addresses), shape
-        self.keep = keep
-        self._barrier = barrier
+        self.keep_alive = keep_alive
+        self.barrier = barrier  # between the writes and the reads of an exchange
         self._last: Direction | None = None
-        self.under_way: Callable[[], Any] | None = None  # makes the current stream wait for an exchange in another one
-        parts, _ = _parts(shape, len(addresses))
-        self._own: dict[str, Tensor] = {}
-        self._at_P: dict[str, Tensor] = {}
-        for name, part in parts.items():
-            end = part.offset + math.prod(part.shape) * part.dtype.itemsize
-            self._own[name] = memory[part.offset : end].view(part.dtype).view(part.shape)
-            places = [address + part.offset for address in addresses]
-            self._at_P[name] = torch.tensor(places, dtype=torch.int64, device=memory.device)
-        outputs = parts["outputs"]
-        end = outputs.offset + math.prod(outputs.shape) * outputs.dtype.itemsize
-        self.outputs_of = [there[outputs.offset : end].view(outputs.dtype).view(outputs.shape) for there in memories]
+        self.pending: Callable[[], Any] | None = None  # makes the current stream wait for an exchange in another one
+        regions, _ = buffer_regions(shape, len(addresses))
+        self._local: dict[str, Tensor] = {}
+        self._pointers_P: dict[str, Tensor] = {}
+        for name, region in regions.items():
+            self._local[name] = region.view(memory)
+            starts = [address + region.offset for address in addresses]
+            self._pointers_P[name] = torch.tensor(starts, dtype=torch.int64, device=memory.device)
+        self.outputs_of_ranks = [regions["outputs"].view(of_rank) for of_rank in memories]
 
-    def own(self, name: str) -> Tensor:
-        """A part of this rank's memory."""
-        return self._own[name]
+    def local(self, name: str) -> Tensor:
+        """A region of this rank's memory."""
+        return self._local[name]
 
-    def at_P(self, name: str) -> Tensor:
-        """Where the part begins on every rank: int64 [P]."""
-        return self._at_P[name]
+    def pointers_P(self, name: str) -> Tensor:
+        """Addresses of a region on every rank: int64 [P]."""
+        return self._pointers_P[name]
 
     def begin(self, direction: Direction) -> None:
-        """Before the writes of an exchange."""
-        if self.under_way is not None:
-            self.under_way()
+        """Must precede the writes of an exchange: waits for those that read what they overwrite."""
+        if self.pending is not None:
+            self.pending()
         if self._last is direction:
-            self._barrier()
+            self.barrier()
         self._last = direction
 
-    def barrier(self) -> None:
-        """Between its writes and its reads."""
-        self._barrier()
+
+# One for each group and shape, for all layers; freed with the last dispatcher that has used it.
+_buffers: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[BufferShape, SymmetricBuffer]] = WeakKeyDictionary()
 
 
-# One for each group and shape, for all layers; gone with the last dispatcher that has used it.
-_stagings: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[Shape, Staging]] = WeakKeyDictionary()
+def shared_buffer(group: dist.ProcessGroup, shape: BufferShape, device: torch.device) -> SymmetricBuffer:
+    """The group's buffer for exchanges of this shape, allocated where a rank has none. Collective.
 
-
-def _staging_of(group: dist.ProcessGroup, shape: Shape, device: torch.device) -> Staging:
-    """The group's memory for exchanges of this shape. Collective: every rank calls it when its dispatcher meets a shape
-    for the first time.
-
-    Raises ConfigError on every rank where ranks differ in shape, or one has not the memory.
+    Raises:
+        ConfigError: on every rank, where ranks differ in shape or one lacks the memory.
     """
-    ranks, made = Ranks(group, device), _stagings.setdefault(group, WeakValueDictionary())
-    staging = made.get(shape)
-    mine = [repr(tuple(shape)), staging is not None]
+    ranks, made = Ranks(group, device), _buffers.setdefault(group, WeakValueDictionary())
+    buffer = made.get(shape)
+    mine = [repr(tuple(shape)), buffer is not None]
     everyone = [json.loads(part) for part in ranks.all_gather_bytes(json.dumps(mine).encode())]
     if len({text for text, _ in everyone}) > 1:
         raise ConfigError(
@@ -166,16 +180,16 @@ def _staging_of(group: dist.ProcessGroup, shape: Shape, device: torch.device) ->
             f"per token, dtype): {', '.join(text for text, _ in everyone)}; give every rank as many tokens, or use "
             "alltoall"
         )
-    # Of memory that nobody uses any more, what is still there depends on each rank's garbage collector.
-    if staging is None or not all(has for _, has in everyone):
-        staging = made[shape] = _make(group, ranks, shape, device)
-    return staging
+    # Whether a buffer that nobody uses any more is still there depends on each rank's garbage collector.
+    if buffer is None or not all(has for _, has in everyone):
+        buffer = made[shape] = _allocate(group, ranks, shape, device)
+    return buffer
 
 
-def _make(group: dist.ProcessGroup, ranks: Ranks, shape: Shape, device: torch.device) -> Staging:
+def _allocate(group: dist.ProcessGroup, ranks: Ranks, shape: BufferShape, device: torch.device) -> SymmetricBuffer:
     from torch.distributed import _symmetric_memory as symmetric
 
-    num_bytes = _parts(shape, ranks.size)[1]
+    num_bytes = buffer_regions(shape, ranks.size)[1]
     memory = ranks.together(
         lambda: symmetric.empty(num_bytes, dtype=torch.uint8, device=device),
         f"moe_token_dispatcher_type=symmetric ({REMEDY}): allocating {num_bytes / 2**20:.0f} MiB of shared memory",
@@ -193,89 +207,92 @@ def _make(group: dist.ProcessGroup, ranks: Ranks, shape: Shape, device: torch.de
     memories = [
         handle.get_buffer(rank, (num_bytes,), torch.uint8, storage_offset=offset) for rank, offset in enumerate(offsets)
     ]
-    return Staging(memory, addresses, ranks.rank, shape, barrier, (memory, handle), memories)
+    return SymmetricBuffer(memory, addresses, ranks.rank, shape, barrier, (memory, handle), memories)
 
 
 def _timeout_ms(group: dist.ProcessGroup, device: torch.device) -> int:
-    """That of the group's collectives; 0, which is none, for one whose backend names none."""
+    """The timeout of the group's collectives; 0, which is none, for a group whose backend names none."""
     timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
     return 0 if timeout is None else int(1000 * timeout.total_seconds())
 
 
 @dataclass
 class _Exchange:
-    """What the combine of some rows, and the exchanges of their gradients, have to know."""
+    """The state of one dispatch that its combine and the exchanges of their gradients need."""
 
-    staging: Staging
-    indices_TK: Tensor  # own choices, the experts' numbers of the model
+    buffer: SymmetricBuffer
+    indices_TK: Tensor  # own choices, by the experts' numbers in the model
     owner_E: Tensor
-    indices_RK: Tensor  # all ranks' choices, numbers of this rank or -1
+    indices_RK: Tensor  # all ranks' choices, by the experts' numbers on this rank, or -1
     needed_R: Tensor
 
     def dispatch(self, x_TD: Tensor) -> Tensor:
-        """[T, D] of each rank -> [R, D], of which the needed rows are written."""
-        self.staging.begin(Direction.DISPATCH)
-        self.staging.own("rows").copy_(x_TD)
-        self.staging.barrier()
-        return _pull(self.staging, self.needed_R)
+        """Each rank's rows [T, D] to the rows of all ranks [R, D], of which the needed ones are written."""
+        self.buffer.begin(Direction.DISPATCH)
+        self.buffer.local("rows").copy_(x_TD)
+        self.buffer.barrier()
+        return _pull(self.buffer, self.needed_R)
 
     def combine(self, y_RD: Tensor) -> Tensor:
-        """[R, D] of each rank, of which the needed rows are read -> for each own token their sum [T, D]."""
+        """Each rank's outputs [R, D], of which the needed ones are read, to the sum for each own token [T, D]."""
         from megatron.optimus.ops.triton import peers
 
-        y_RD = self._fitting(y_RD)
-        self.staging.begin(Direction.COMBINE)
-        peers.push_rows(y_RD, self.needed_R, self.staging.at_P("outputs"), self.staging.rank)
-        self.staging.barrier()
+        y_RD = self._checked(y_RD)
+        self.buffer.begin(Direction.COMBINE)
+        peers.push_rows(y_RD, self.needed_R, self.buffer.pointers_P("outputs"), self.buffer.rank)
+        self.buffer.barrier()
         return self._sum(y_RD)
 
     def start_combine(self, dx_RD: Tensor, dweights_RK: Tensor) -> Callable[[], Sequence[Tensor]]:
-        """``combine`` beside what is queued later, and the gradients of the own weights [T, K] from those of the rows'
-        [R, K]."""
+        """``combine`` of gradients beside what is queued later.
+
+        Returns:
+            A wait for the gradients of own x [T, D] and own weights [T, K].
+        """
         from megatron.optimus.ops.triton import peers
 
-        staging, dx_RD, dweights_RK = self.staging, self._fitting(dx_RD), dweights_RK.contiguous()
-        staging.begin(Direction.COMBINE)
-        peers.push_weight_gradients(dweights_RK, self.indices_RK, staging.at_P("dweights"), staging.rank)
+        buffer, dx_RD, dweights_RK = self.buffer, self._checked(dx_RD), dweights_RK.contiguous()
+        buffer.begin(Direction.COMBINE)
+        peers.push_weight_gradients(dweights_RK, self.indices_RK, buffer.pointers_P("dweights"), buffer.rank)
 
         def rest() -> list[Tensor]:
-            self._copy(dx_RD)
-            staging.barrier()
-            return [self._sum(dx_RD), staging.own("dweights").clone()]
+            self._copy_to_peers(dx_RD)
+            buffer.barrier()
+            return [self._sum(dx_RD), buffer.local("dweights").clone()]
 
         end = devices.on_side_stream(dx_RD.device, rest)
 
         def finish() -> Sequence[Tensor]:
-            staging.under_way = None
+            buffer.pending = None
             return end()
 
-        staging.under_way = finish
+        buffer.pending = finish
         return finish
 
-    def _fitting(self, y_RD: Tensor) -> Tensor:
-        shape, dtype = (self.needed_R.shape[0], self.staging.shape.width), self.staging.shape.dtype
+    def _checked(self, y_RD: Tensor) -> Tensor:
+        shape, dtype = (self.needed_R.shape[0], self.buffer.shape.width), self.buffer.shape.dtype
         if y_RD.shape != shape or y_RD.dtype != dtype:  # would be written to other places of the peers' memory
             raise ValueError(f"experts gave {y_RD.dtype} {tuple(y_RD.shape)}; expected {dtype} {shape}")
         return y_RD.contiguous()
 
-    def _copy(self, y_RD: Tensor) -> None:
-        """Every rank's rows to where ``combine`` sends those needed, the next rank's first."""
-        staging = self.staging
-        blocks = y_RD.chunk(staging.num_ranks)
-        for step in range(1, staging.num_ranks):
-            peer = (staging.rank + step) % staging.num_ranks
-            place = staging.rank - (peer < staging.rank)  # among the ranks without the peer
-            staging.outputs_of[peer][place].copy_(blocks[peer])
+    def _copy_to_peers(self, y_RD: Tensor) -> None:
+        """Copies every rank's block of rows to where ``combine`` sends the needed ones, the next rank's first."""
+        buffer = self.buffer
+        blocks = y_RD.chunk(buffer.num_ranks)
+        for step in range(1, buffer.num_ranks):
+            peer = (buffer.rank + step) % buffer.num_ranks
+            index = buffer.rank - (peer < buffer.rank)  # among the ranks without the peer
+            buffer.outputs_of_ranks[peer][index].copy_(blocks[peer])
 
     def _sum(self, y_RD: Tensor) -> Tensor:
         from megatron.optimus.ops.triton import peers
 
-        outputs, rank, num_ranks = self.staging.own("outputs"), self.staging.rank, self.staging.num_ranks
+        outputs, rank, num_ranks = self.buffer.local("outputs"), self.buffer.rank, self.buffer.num_ranks
         return peers.sum_outputs(y_RD, outputs, self.indices_TK, self.owner_E, rank, num_ranks)
 
 
 class _AsyncSymmetric(AsyncDispatch):
-    by_copies = True
+    uses_copy_engines = True
 
     def __init__(self, exchange: _Exchange) -> None:
         super().__init__()
@@ -286,27 +303,27 @@ class _AsyncSymmetric(AsyncDispatch):
         return lambda: end()[X], lambda: end()[WEIGHTS]
 
 
-def _pull(staging: Staging, needed_R: Tensor) -> Tensor:
+def _pull(buffer: SymmetricBuffer, needed_R: Tensor) -> Tensor:
     from megatron.optimus.ops.triton import peers
 
-    return peers.pull_rows(staging.at_P("rows"), needed_R, staging.rank, staging.shape.width, staging.shape.dtype)
+    return peers.pull_rows(buffer.pointers_P("rows"), needed_R, buffer.rank, buffer.shape.width, buffer.shape.dtype)
 
 
 def _dispatch_tokens(
-    staging: Staging, x_TD: Tensor, weights_TK: Tensor, indices_TK: Tensor, owner_E: Tensor, local_E: Tensor
+    buffer: SymmetricBuffer, x_TD: Tensor, weights_TK: Tensor, indices_TK: Tensor, owner_E: Tensor, local_E: Tensor
 ) -> tuple[Tensor, Tensor, _Exchange]:
     """``_Exchange.dispatch`` of tokens whose choices the other ranks do not know yet."""
     from megatron.optimus.ops.triton import peers
 
-    staging.begin(Direction.DISPATCH)
+    buffer.begin(Direction.DISPATCH)
     for name, own in (("rows", x_TD), ("weights", weights_TK), ("indices", indices_TK)):
-        staging.own(name).copy_(own)
-    staging.barrier()
+        buffer.local(name).copy_(own)
+    buffer.barrier()
     indices_RK, weights_RK, needed_R = peers.read_choices(
-        staging.at_P("indices"), staging.at_P("weights"), owner_E, local_E, staging.rank, *indices_TK.shape
+        buffer.pointers_P("indices"), buffer.pointers_P("weights"), owner_E, local_E, buffer.rank, *indices_TK.shape
     )
-    exchange = _Exchange(staging, indices_TK.contiguous(), owner_E, indices_RK, needed_R)
-    return _pull(staging, needed_R), weights_RK, exchange
+    exchange = _Exchange(buffer, indices_TK.contiguous(), owner_E, indices_RK, needed_R)
+    return _pull(buffer, needed_R), weights_RK, exchange
 
 
 class _Combine(torch.autograd.Function):
@@ -321,37 +338,44 @@ class _Combine(torch.autograd.Function):
         return ctx.exchange.dispatch(grads[0]), None
 
 
-class SymmetricDispatcher:
-    """Each token goes once to every rank that owns one of its experts, into the row that all-gather would give it.
+@register(TokenDispatcherType.SYMMETRIC)
+class SymmetricDispatcher(TokenDispatcher):
+    """Sends each token once to every rank that owns one of its experts, into the row that all-gather would give it.
 
-    Rows that none of this rank's experts is chosen for (all their indices are -1) hold whatever lay in their memory, in
-    x, its gradient, and the gradient of y; they are never read. All ranks have as many tokens.
+    Rows for which none of this rank's experts is chosen (all their indices are -1) hold whatever was in their memory,
+    in x, its gradient, and the gradient of y; they are never read. All ranks have the same number of tokens.
     """
 
     def __init__(self, group: dist.ProcessGroup, ownership: Ownership) -> None:
         self.group = group
         self.ownership = ownership
         self.rank = dist.get_rank(group)
-        self._used: dict[Shape, Staging] = {}
+        self._used: dict[BufferShape, SymmetricBuffer] = {}
 
-    def reserve(self, shape: Shape, device: torch.device) -> Staging:
-        """The memory for exchanges of this shape. Collective where the shape is new; raises as ``_staging_of``."""
+    @classmethod
+    def unsupported_reason(cls, mesh: Mesh, device: torch.device) -> str | None:
+        group = mesh.group("experts")
+        assert group is not None
+        return peer_access_problem(group, mesh.size("etp"), device)
+
+    def prepare(self, shape: MessageShape, device: torch.device) -> None:
+        self.reserve(BufferShape(shape.num_tokens, shape.width, shape.topk, shape.dtype), device)
+
+    def reserve(self, shape: BufferShape, device: torch.device) -> SymmetricBuffer:
+        """The buffer for exchanges of this shape. Collective where the shape is new; raises as ``shared_buffer``."""
         if shape not in self._used:
-            self._used[shape] = _staging_of(self.group, shape, device)
+            self._used[shape] = shared_buffer(self.group, shape, device)
         return self._used[shape]
-
-    def start(self, x_TD: Tensor) -> None:
-        return None
 
     def dispatch(
         self, x_TD: Tensor, routing: Routing, started: None, overlapped: OverlappedWork = no_work
     ) -> ExpertRows:
-        tables = self.ownership.tables(x_TD.device)
+        owner_E, local_E = self.ownership.owner_and_local_id(x_TD.device)
         num_tokens, width = x_TD.shape
-        shape = Shape(num_tokens, width, routing.indices_TK.shape[1], x_TD.dtype)
-        staging = self.reserve(shape, x_TD.device)
+        shape = BufferShape(num_tokens, width, routing.indices_TK.shape[1], x_TD.dtype)
+        buffer = self.reserve(shape, x_TD.device)
         own = x_TD.detach(), routing.weights_TK.detach(), routing.indices_TK
-        x_RD, weights_RK, exchange = _dispatch_tokens(staging, *own, *tables)
+        x_RD, weights_RK, exchange = _dispatch_tokens(buffer, *own, owner_E, local_E)
         pending = _AsyncSymmetric(exchange)
         links = begin_dispatch(x_TD, pending, X), begin_dispatch(routing.weights_TK, pending, WEIGHTS)
         overlapped()
@@ -362,12 +386,12 @@ class SymmetricDispatcher:
         return y_TD
 
 
-def symmetric_problem(group: dist.ProcessGroup, num_shards: int, device: torch.device) -> str | None:
+def peer_access_problem(group: dist.ProcessGroup, num_shards: int, device: torch.device) -> str | None:
     """Why the ranks of the group cannot use each other's memory, as far as this rank sees; None where they can.
 
-    Collective over the group. Ranks may see different things: they have to agree on what follows from it.
+    Collective over the group.
     """
-    mine = [socket.gethostname(), device.index, _own_problem(num_shards, device)]
+    mine = [socket.gethostname(), device.index, _local_problem(num_shards, device)]
     everyone = [json.loads(data) for data in Ranks(group, device).all_gather_bytes(json.dumps(mine).encode())]
     problem = next((problem for _, _, problem in everyone if problem is not None), None)
     if problem is None and len({host for host, _, _ in everyone}) > 1:
@@ -383,7 +407,7 @@ def symmetric_problem(group: dist.ProcessGroup, num_shards: int, device: torch.d
     return None if problem is None else f"{problem}; {REMEDY}"
 
 
-def _own_problem(num_shards: int, device: torch.device) -> str | None:
+def _local_problem(num_shards: int, device: torch.device) -> str | None:
     if num_shards > 1:
         return f"expert_tensor_parallel_size={num_shards}, and it needs whole experts"
     if device.type != "cuda":

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules
 
 from megatron.optimus.config.stages import num_p2p_groups, stages_of_rank
-from megatron.optimus.parallel.pipeline_p2p import p2p_group_index
+from megatron.optimus.parallel.pipeline_stages import p2p_group_index
 
 TRAVEL = 0.01  # in forward times of a chunk; a backward takes two
 KIND = schedules._ComputationType

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.optimus import ops
-from megatron.optimus.config.schema import ParallelConfig, TokenDispatcher
+from megatron.optimus.config.schema import ParallelConfig, TokenDispatcherType
 from megatron.optimus.moe.dispatch.overlap import AsyncDispatch
+from megatron.optimus.moe.experts import SharedExperts
 from megatron.optimus.moe.layer import MoE
 from megatron.optimus.moe.router import Router
-from megatron.optimus.moe.shared import SharedExperts
 from megatron.optimus.ops import reference
 from megatron.optimus.parallel.expert import apply_expert_parallelism
-from megatron.optimus.parallel.recompute import _recomputed
+from megatron.optimus.parallel.recompute import recompute_forward
 from megatron.optimus.platform import collectives
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.mesh import Mesh
@@ -26,11 +26,11 @@ from tests.distributed.test_expert_parallel import SHARED, WIDTH, model_config, 
 from tests.helpers import run_distributed
 
 WORLD = 4
-TRANSPORTS = {
-    "all-gather": dict(moe_token_dispatcher_type=TokenDispatcher.ALLGATHER),
-    "all-to-all": dict(moe_token_dispatcher_type=TokenDispatcher.ALLTOALL),
-    "in 2 parts": dict(moe_token_dispatcher_type=TokenDispatcher.ALLTOALL, moe_dispatch_chunks=2),
-    "hierarchical": dict(moe_token_dispatcher_type=TokenDispatcher.HIERARCHICAL, moe_hierarchical_node_size=2),
+DISPATCHERS = {
+    "all-gather": dict(moe_token_dispatcher_type=TokenDispatcherType.ALLGATHER),
+    "all-to-all": dict(moe_token_dispatcher_type=TokenDispatcherType.ALLTOALL),
+    "in 2 chunks": dict(moe_token_dispatcher_type=TokenDispatcherType.ALLTOALL, moe_dispatch_chunks=2),
+    "hierarchical": dict(moe_token_dispatcher_type=TokenDispatcherType.HIERARCHICAL, moe_hierarchical_node_size=2),
 }
 
 
@@ -95,14 +95,14 @@ def order_rank(rank: int, world: int) -> dict[str, Any]:
     ops.set_backend("reference")
     ops.gains_by_main_grads = lambda x: True  # as where kernels are: the same way with and without overlap
     events, found = watched_events(), {}
-    for name, options in TRANSPORTS.items():
+    for name, options in DISPATCHERS.items():
         config = ParallelConfig(expert_model_parallel_size=world, **options)  # type: ignore[arg-type]
         mesh = Mesh(config, rank=rank, world_size=world)
         found |= {f"{name}, shared{how}": order for how, order in orders_with_shared(mesh, config, events).items()}
         layer = layer_of(mesh, config)
         for recompute in (False, True):
             if recompute:
-                layer.experts.forward = _recomputed(layer.experts.forward)  # type: ignore[method-assign]
+                layer.experts.forward = recompute_forward(layer.experts.forward)  # type: ignore[method-assign]
             events.clear()
             y = layer(tokens_of(rank, [6] * world).requires_grad_())[0]
             events.append("backward")
@@ -185,9 +185,9 @@ def check_shared(found: dict[str, Any]) -> None:
         "all-gather": ["gather", "router", "shared", "wait"],
         "all-to-all": ["router", "exchange", "shared", "wait"],
         "hierarchical": ["router", "exchange", "shared", "wait", "exchange", "wait"],
-        "in 2 parts": ["router", "exchange", "exchange", "shared", "wait"],
+        "in 2 chunks": ["router", "exchange", "exchange", "shared", "wait"],
     }
-    for name in TRANSPORTS:
+    for name in DISPATCHERS:
         order, alone = found[f"{name}, shared"], found[f"{name}, shared alone"]
         assert order[: len(with_shared[name])] == with_shared[name]
         first = ["gather", "wait", "router", "shared", "wait"] if name == "all-gather" else with_shared[name]
@@ -198,7 +198,7 @@ def check_shared(found: dict[str, Any]) -> None:
             send = "scatter" if name == "all-gather" else "exchange"
             assert rest.count(send) == before.count(send) > 0
             # hierarchical: on cpu nothing is beside, all is done at once
-            assert after == ["wait"] * {"hierarchical": 0, "in 2 parts": 2}.get(name, 1)
+            assert after == ["wait"] * {"hierarchical": 0, "in 2 chunks": 2}.get(name, 1)
 
 
 def test_exchanges_are_under_way_beside_the_router_and_the_last_product() -> None:
@@ -222,8 +222,8 @@ def test_exchanges_are_under_way_beside_the_router_and_the_last_product() -> Non
             forward = [*there[name], "forward", *outputs, "backward", *gradients]
             assert found[name] == [*forward, "inputs", *last_half[name]]
             assert found[f"{name}, recomputed"] == [*forward, "forward", "inputs", *last_half[name]]
-        assert all(found[f"{name}, left alive"] == [0, 0] for name in TRANSPORTS)
-        parts = found["in 2 parts"]
+        assert all(found[f"{name}, left alive"] == [0, 0] for name in DISPATCHERS)
+        parts = found["in 2 chunks"]
         backward = parts[parts.index("backward") + 1 :]
         half = ["inputs", "exchange", "last product"]
         assert backward == ["exchange", "exchange", "wait", *half, "wait", *half, "wait", "wait"]
@@ -237,10 +237,10 @@ def test_exchanges_are_under_way_beside_the_router_and_the_last_product() -> Non
             first = ["gather", "wait", "router", "wait"] if name == "all-gather" else there[name]
             forward = [*first, "forward", *outputs, "backward", *gradients]
             assert found[f"{name}, nothing beside"] == [*forward, "forward", "whole", *combined[name]]
-        parts = found["in 2 parts, nothing beside"]
+        parts = found["in 2 chunks, nothing beside"]
         rest = ["exchange", "exchange", "wait", "forward", "whole", "exchange", "wait", "forward", "whole", "exchange"]
         assert parts[parts.index("backward") + 1 :] == [*rest, "wait", "wait"]
-        assert all(found[f"{name}, equal"] for name in TRANSPORTS)
+        assert all(found[f"{name}, equal"] for name in DISPATCHERS)
 
 
 @pytest.mark.parametrize(("kind", "hides"), [("cpu", True), ("xpu", True), ("cuda", False)])

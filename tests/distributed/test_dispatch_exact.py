@@ -1,4 +1,4 @@
-"""All-to-all transports move bits and add in fp32: bf16 outputs and gradients are those expected, bit by bit."""
+"""All-to-all dispatchers move bits and add in fp32: bf16 outputs and gradients are those expected, bit by bit."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.optimus.config.schema import ExpertPlacement
-from megatron.optimus.moe.dispatch import collective as transport
-from megatron.optimus.moe.dispatch.base import Dispatcher, ExpertPass, expert_pass, no_work
-from megatron.optimus.moe.dispatch.collective import AllToAllDispatcher, ChunkedExpertPass, HierarchicalDispatcher
+from megatron.optimus.moe.dispatch import all_to_all
+from megatron.optimus.moe.dispatch.all_to_all import AllToAllDispatcher, HierarchicalDispatcher
+from megatron.optimus.moe.dispatch.base import TokenDispatcher, no_work
 from megatron.optimus.moe.dispatch.ownership import Ownership
 from megatron.optimus.ops import InputGradients, Routing
 from megatron.optimus.platform import collectives
 from tests.helpers import run_distributed
 
 WORLD, NODE, WIDTH, EXPERTS, TOPK = 4, 2, 40, 12, 3
-TRANSPORTS = ("all-to-all", "in 3 parts", "hierarchical")
+DISPATCHERS = ("all-to-all", "in 3 chunks", "hierarchical")
 PER_EXPERT = torch.arange(1.0, EXPERTS + 1)  # gradient of the weight of a choice, small integers: exact in fp32
 
 
 class Case(NamedTuple):
-    transport: str
+    dispatcher: str
     shards: int
     counts: tuple[int, ...]
     on_one_rank: bool = False
 
 
 CASES = [
-    Case(transport, shards, counts, on_one_rank)
-    for transport in TRANSPORTS
+    Case(dispatcher, shards, counts, on_one_rank)
+    for dispatcher in DISPATCHERS
     for shards in (1, 2)
     for counts, on_one_rank in [
         ((8, 8, 8, 8), False),
@@ -59,23 +59,19 @@ def answer(x: Tensor, rank: int) -> Tensor:
     return x * (1 + (rank + 1) / 64)
 
 
-def build(case: Case, rank: int, nodes: list[Any]) -> tuple[Dispatcher, ExpertPass, Ownership]:
+def build(case: Case, rank: int, nodes: list[Any]) -> tuple[TokenDispatcher, Ownership]:
     ownership = Ownership.regular(EXPERTS, WORLD // case.shards, ExpertPlacement.CONTIGUOUS, case.shards)
-    if case.transport == "hierarchical":
-        return (
-            HierarchicalDispatcher(nodes[rank // NODE], nodes[2 + rank % NODE], ownership),
-            expert_pass,
-            ownership,
-        )
-    dispatcher = AllToAllDispatcher(dist.group.WORLD, ownership)
-    return dispatcher, ChunkedExpertPass(3) if case.transport == "in 3 parts" else expert_pass, ownership
+    if case.dispatcher == "hierarchical":
+        return HierarchicalDispatcher(nodes[rank // NODE], nodes[2 + rank % NODE], ownership), ownership
+    num_chunks = 3 if case.dispatcher == "in 3 chunks" else 1
+    return AllToAllDispatcher(dist.group.WORLD, ownership, num_chunks), ownership
 
 
 def one_rank(rank: int, world: int) -> list[dict[str, Any]]:
     nodes = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
     exchanges, waits = (
         count_calls(collectives.dist, "all_to_all_single"),
-        count_calls(transport.devices.HostCopy, "read"),
+        count_calls(all_to_all.devices.HostCopy, "read"),
     )
     return [run_case(rank, case, nodes, exchanges, waits) for case in CASES]
 
@@ -93,7 +89,7 @@ def count_calls(owner: Any, name: str) -> list[None]:
 
 
 def run_case(rank: int, case: Case, nodes: list[Any], exchanges: list[None], waits: list[None]) -> dict[str, Any]:
-    dispatcher, through, ownership = build(case, rank, nodes)
+    dispatcher, ownership = build(case, rank, nodes)
     per_expert = PER_EXPERT[list(ownership.expert_ids(rank // case.shards))]
     x, dy, routing = inputs(case, rank)
     results: list[tuple[Tensor, ...]] = []
@@ -109,7 +105,7 @@ def run_case(rank: int, case: Case, nodes: list[Any], exchanges: list[None], wai
             terms.append((weights_RK * torch.where(is_here, per_expert[indices_RK], 0.0)).sum())  # noqa: B023
             return answer(x_RD, rank)
 
-        y, processed = through(dispatcher, experts, x, routing, dispatcher.start(x), no_work)  # type: ignore[arg-type]
+        y, processed = dispatcher.run_experts(experts, x, routing, dispatcher.start(x), no_work)  # type: ignore[arg-type]
         forward = len(exchanges), len(waits)
         torch.autograd.backward([y, *terms], [dy, *(torch.ones(()) for _ in terms)])
         results.append((y.detach(), x.grad, routing.weights_TK.grad))
@@ -135,7 +131,7 @@ def expected(case: Case, rows: Tensor, indices_TK: Tensor) -> Tensor:
     for row, choices in zip(rows, indices_TK, strict=True):
         ranks = [rank for rank in range(WORLD) if rank // case.shards in (choices // size).tolist()]
         parts = [answer(row, rank) for rank in ranks]
-        if case.transport == "hierarchical":
+        if case.dispatcher == "hierarchical":
             of_nodes = [[part for part, r in zip(parts, ranks, strict=True) if r // NODE == node] for node in (0, 1)]
             parts = [summed(of_node) for of_node in of_nodes if of_node]
         out.append(summed(parts))
@@ -156,9 +152,9 @@ def test_bits_sums_messages_and_waits() -> None:
             assert found["same"], case
             size = EXPERTS * case.shards // WORLD
             copies += case.shards * sum(len(set(own)) for own in (routing.indices_TK // size).tolist())
-            hops, parts = (2, 1) if case.transport == "hierarchical" else (1, 3 if "parts" in case.transport else 1)
-            # Counts once a hop; tokens, their choices and the outputs once a part and hop, and their gradients.
-            assert found["forward"] == (hops * (1 + 3 * parts), hops), case
-            assert (found["backward"], found["waits"]) == (3 * parts * hops, hops), case
+            hops, chunks = (2, 1) if case.dispatcher == "hierarchical" else (1, 3 if "chunks" in case.dispatcher else 1)
+            # Counts once a hop; tokens, their choices and the outputs once a chunk and hop, and their gradients.
+            assert found["forward"] == (hops * (1 + 3 * chunks), hops), case
+            assert (found["backward"], found["waits"]) == (3 * chunks * hops, hops), case
         assert sum(of_rank[number]["arrived"] for of_rank in results) == copies, case
         assert sum(of_rank[number]["processed"] for of_rank in results) == case.shards * TOPK * sum(case.counts), case

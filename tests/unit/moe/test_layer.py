@@ -1,4 +1,6 @@
-"""Shared experts against a slow reference: every expert and every token by itself, in fp64."""
+"""A MoE layer against a slow reference: every expert and every token by itself, in fp64."""
+
+from __future__ import annotations
 
 import pytest
 import torch
@@ -70,3 +72,10 @@ def test_equals_experts_one_by_one(gate: bool) -> None:
         grad = weights[name].grad.float()
         assert grad.any(), name
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-5, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_every_slot_is_processed() -> None:
+    layer = layer_of(gate=False)
+    y_BSD, stats = layer(torch.randn(2, 7, WIDTH))
+    assert y_BSD.shape == (2, 7, WIDTH)
+    assert stats.processed == stats.counts_E.sum() == 2 * 7 * TOPK

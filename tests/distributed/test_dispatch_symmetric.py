@@ -1,6 +1,6 @@
-"""The transport over symmetric memory on real GPUs, one process each: a model's MoE layers equal those with all-gather.
+"""The symmetric-memory token dispatcher on real GPUs, one process each: MoE layers equal those with all-gather.
 
-That it is refused elsewhere: test_transport_probe.py; its kernels and its order of reads and writes: ops/test_peers.py.
+That it is refused elsewhere: test_dispatch_select.py; its kernels and its order of reads and writes: ops/test_peers.py.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from megatron.optimus.config.schema import (
     ModelConfig,
     ParallelConfig,
     RunConfig,
-    TokenDispatcher,
+    TokenDispatcherType,
     TrainingConfig,
 )
 from megatron.optimus.moe.dispatch import symmetric
-from megatron.optimus.moe.dispatch.select import settle_transport
+from megatron.optimus.moe.dispatch.select import select_dispatcher
 from megatron.optimus.moe.layer import MoE
 from megatron.optimus.parallel.expert import apply_expert_parallelism
-from megatron.optimus.parallel.recompute import _recomputed
+from megatron.optimus.parallel.recompute import recompute_forward
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.platform.process_exit import exit_process
 
@@ -38,16 +38,16 @@ pytestmark = [
 ]
 WIDTH, EXPERTS, TOPK, LAYERS, BATCHES = 128, 12, 3, 3, 3
 MODEL = dict(num_attention_heads=2, vocab_size=32, num_experts=EXPERTS, moe_router_topk=TOPK)
-# Between transports partial sums are rounded at other places. In 16 bits that changes what the next layer's router
+# Between dispatchers partial sums are rounded at other places. In 16 bits that changes what the next layer's router
 # chooses, so there one layer is compared.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 NUM_LAYERS = {torch.float32: LAYERS, torch.bfloat16: 1}
 
 
-def layers_of(transport: TokenDispatcher, mesh: Mesh, ep: int, dtype: torch.dtype, recompute: bool) -> list[MoE]:
+def layers_of(kind: TokenDispatcherType, mesh: Mesh, ep: int, dtype: torch.dtype, recompute: bool) -> list[MoE]:
     parallel = ParallelConfig(
         expert_model_parallel_size=ep,
-        moe_token_dispatcher_type=transport,
+        moe_token_dispatcher_type=kind,
         moe_expert_placement=ExpertPlacement.INTERLEAVED,
     )
     config = ModelConfig(
@@ -68,7 +68,7 @@ def layers_of(transport: TokenDispatcher, mesh: Mesh, ep: int, dtype: torch.dtyp
         apply_expert_parallelism(layer, parallel, mesh)
         layer.cuda()
         if recompute:
-            layer.experts.forward = _recomputed(layer.experts.forward)  # type: ignore[method-assign]
+            layer.experts.forward = recompute_forward(layer.experts.forward)  # type: ignore[method-assign]
         layers.append(layer)
     return layers
 
@@ -101,9 +101,9 @@ def compare(rank: int, world: int, ep: int) -> list[str]:
         for num_tokens in (1, 37, 256):
             for recompute in (False, True):
                 args = mesh, ep, dtype, recompute
-                expected = trained(layers_of(TokenDispatcher.ALLGATHER, *args), num_tokens, dtype)
-                got = trained(layers_of(TokenDispatcher.SYMMETRIC, *args), num_tokens, dtype)
-                again = trained(layers_of(TokenDispatcher.SYMMETRIC, *args), num_tokens, dtype)
+                expected = trained(layers_of(TokenDispatcherType.ALLGATHER, *args), num_tokens, dtype)
+                got = trained(layers_of(TokenDispatcherType.SYMMETRIC, *args), num_tokens, dtype)
+                again = trained(layers_of(TokenDispatcherType.SYMMETRIC, *args), num_tokens, dtype)
                 for name, value in expected.items():
                     error = (got[name].double() - value.double()).norm() / value.double().norm().clamp(min=1e-30)
                     if not error <= tolerance:
@@ -118,7 +118,7 @@ def memory_is_shared_and_given_back(rank: int, world: int) -> list[str]:
     group = mesh.group("experts")
     assert group is not None
     gc.collect()
-    layers = layers_of(TokenDispatcher.SYMMETRIC, mesh, world, torch.float32, False)
+    layers = layers_of(TokenDispatcherType.SYMMETRIC, mesh, world, torch.float32, False)
     trained(layers, 16, torch.float32)
     wrong = []
     if (count := len(symmetric._stagings[group])) != 1:
@@ -136,22 +136,24 @@ def memory_is_shared_and_given_back(rank: int, world: int) -> list[str]:
     return wrong
 
 
-def probe_measures_it(rank: int, world: int) -> list[str]:
+def auto_measures_it(rank: int, world: int) -> list[str]:
     config = RunConfig(
         model=ModelConfig(num_layers=1, hidden_size=WIDTH, **MODEL),  # type: ignore[arg-type]
-        parallel=ParallelConfig(expert_model_parallel_size=world, moe_token_dispatcher_type=TokenDispatcher.SYMMETRIC),
+        parallel=ParallelConfig(
+            expert_model_parallel_size=world, moe_token_dispatcher_type=TokenDispatcherType.SYMMETRIC
+        ),
         training=TrainingConfig(seq_length=64, micro_batch_size=2),
     )
     device = torch.device("cuda", rank)
     mesh = Mesh(config.parallel, rank=rank, world_size=world)
     wrong = []
-    if settle_transport(config, mesh, device, torch.bfloat16) is not config.parallel:
+    if select_dispatcher(config, mesh, device, torch.bfloat16) is not config.parallel:
         wrong.append("symmetric was asked for and not taken")
-    config.parallel.moe_token_dispatcher_type = TokenDispatcher.AUTO
-    taken = settle_transport(config, mesh, device, torch.bfloat16).moe_token_dispatcher_type
+    config.parallel.moe_token_dispatcher_type = TokenDispatcherType.AUTO
+    taken = select_dispatcher(config, mesh, device, torch.bfloat16).moe_token_dispatcher_type
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, taken.value)
-    if len(set(everyone)) > 1 or taken is TokenDispatcher.AUTO:
+    if len(set(everyone)) > 1 or taken is TokenDispatcherType.AUTO:
         wrong.append(f"auto took {everyone}")
     return wrong
 
@@ -163,7 +165,7 @@ def one_rank(rank: int, world: int, folder: str) -> None:
     for ep in sorted({2, world}):
         wrong += [f"ep {ep}: {what}" for what in compare(rank, world, ep)]
     wrong += memory_is_shared_and_given_back(rank, world)
-    wrong += probe_measures_it(rank, world)
+    wrong += auto_measures_it(rank, world)
     Path(folder, f"{rank}").write_text("\n".join(wrong))
     dist.barrier()
     dist.destroy_process_group()
