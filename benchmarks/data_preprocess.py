@@ -50,7 +50,7 @@ from megatron.optimus.data.tokenize.corpus import read_documents
 from megatron.optimus.data.tokenize.preprocess import PreprocessReport, preprocess
 from megatron.optimus.data.tokenize.pretoken_cache import SPLIT_PATTERNS
 from megatron.optimus.data.tokenize.tokenizer import build_tokenizer, train_bpe
-from megatron.optimus.platform import environment as launch_env
+from megatron.optimus.platform import environment
 
 CONTEXT = multiprocessing.get_context("spawn")
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -142,7 +142,7 @@ TOKENIZERS = ("gpt2", "llama3", "tiktoken", "bpe", "unigram")
 
 def start(model: Model) -> None:
     global _tokenizer  # noqa: PLW0603  one per worker process
-    launch_env.set_default("TOKENIZERS_PARALLELISM", "false")
+    environment.set_default("TOKENIZERS_PARALLELISM", "false")
     _tokenizer = build_tokenizer(model.kind, model.path)
 
 
@@ -208,7 +208,7 @@ def megatron_tokenizer(model: Model) -> Any:
 
 def start_loop(model: Model) -> None:
     global _tokenizer  # noqa: PLW0603  one per worker process
-    launch_env.set_default("TOKENIZERS_PARALLELISM", "false")
+    environment.set_default("TOKENIZERS_PARALLELISM", "false")
     _tokenizer = megatron_tokenizer(model)
 
 

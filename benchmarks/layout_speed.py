@@ -64,7 +64,7 @@ from layout_speed_sections import SECTIONS, Section
 from provenance import commit
 
 from megatron.optimus.platform import device as devices
-from megatron.optimus.platform import environment as launch_env
+from megatron.optimus.platform import environment
 from megatron.optimus.platform.process_exit import exit_process
 
 VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_HIGH_PRIORITY", "NCCL_NVLS_ENABLE")  # that matter for overlap
@@ -132,7 +132,7 @@ def run_section(section: Section, device: torch.device) -> list[dict[str, Any]]:
 
 def worker(rank: int, ranks: int, names: list[str], args: argparse.Namespace, store: str, queue: Any) -> None:
     """One rank: the sections in order, its first words when it is ready, a result for each."""
-    place = launch_env.of_rank(rank, ranks, launch_env.free_port())
+    place = environment.for_local_rank(rank, ranks, environment.free_port())
     os.environ.update(place)
     if args.device == "cpu":
         torch.set_num_threads(1)

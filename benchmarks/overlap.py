@@ -258,11 +258,11 @@ def host_cost(count: int, device: torch.device, per_bucket: int) -> dict[str, fl
 
 def worker(rank: int, args: argparse.Namespace, store: str) -> None:
     from megatron.optimus.platform import device as devices
-    from megatron.optimus.platform import environment as launch_env
+    from megatron.optimus.platform import environment
     from megatron.optimus.platform.process_exit import exit_process
 
-    for name, value in launch_env.of_rank(rank, args.ranks, 29577).items():
-        launch_env.set_default(name, value)
+    for name, value in environment.for_local_rank(rank, args.ranks, 29577).items():
+        environment.set_default(name, value)
     config = run_config(args)
     device = devices.pick(config.parallel.device, rank)
     devices.set_device(device)

@@ -160,7 +160,7 @@ def run_case(words: list[str], rank: int, ranks: int, device: torch.device) -> d
 
 def watch_parts(trainer: Any, device: torch.device) -> dict[str, list[float]]:
     """Of a step: for each part of the last layer, what its forward left behind, and its peak above where it began."""
-    from megatron.optimus.platform.stopping import StopRequest
+    from megatron.optimus.platform.signals import StopRequest
 
     found: dict[str, list[float]] = {}
     starts: dict[str, int] = {}
@@ -198,15 +198,15 @@ def watch_parts(trainer: Any, device: torch.device) -> dict[str, list[float]]:
 
 def worker(index: int, ranks: int, cases: dict[str, str], args: argparse.Namespace, folder: str, queue: Any) -> None:
     """One process: a rank of ``ranks``, or alone with its own share of the cases."""
-    from megatron.optimus.platform import environment as launch_env
+    from megatron.optimus.platform import environment
 
     torch.set_num_threads(4 if args.device != "cpu" else 1)
     alone = ranks == 1
     rank = 0 if alone else index
-    for name, value in launch_env.of_rank(rank, ranks, launch_env.free_port()).items():
-        launch_env.set_default(name, value)
+    for name, value in environment.for_local_rank(rank, ranks, environment.free_port()).items():
+        environment.set_default(name, value)
     if alone:  # each of these processes takes the first device that it sees for its own
-        launch_env.set_default("CUDA_VISIBLE_DEVICES", str(index))
+        environment.set_default("CUDA_VISIBLE_DEVICES", str(index))
     device = torch.device(args.device, rank) if args.device != "cpu" else torch.device("cpu")
     devices.set_device(device)
     backend = "gloo" if device.type == "cpu" else "nccl"

@@ -176,7 +176,7 @@ def without_wire(size: int, rank: int) -> Iterator[None]:
         return SimpleNamespace(wait=lambda: out)
 
     world = SimpleNamespace(get_rank=lambda _: rank, get_world_size=lambda _: size)
-    with mock.patch.object(ring, "dist", world), mock.patch.object(ring, "start_exchange", exchange):
+    with mock.patch.object(ring, "dist", world), mock.patch.object(ring, "start_ring_shift", exchange):
         yield
 
 

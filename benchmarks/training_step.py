@@ -50,7 +50,7 @@ from provenance import commit
 from training_step_peers import PEERS, count
 
 from megatron.optimus.platform import device as devices
-from megatron.optimus.platform import environment as launch_env
+from megatron.optimus.platform import environment
 from megatron.optimus.platform.process_exit import run_program
 from megatron.optimus.training.flops import flops_per_token
 
@@ -185,7 +185,7 @@ def kernel_table(title: str, found: dict[str, Any]) -> str:
 
 def run_one(model: str, system: str, args: argparse.Namespace) -> None:
     """Builds, times and, if asked, profiles one system; what was found goes to ``args.result``, piece by piece."""
-    os.environ.update(launch_env.of_rank(0, 1, launch_env.free_port()))
+    os.environ.update(environment.for_local_rank(0, 1, environment.free_port()))
     if args.device == "cpu":
         torch.set_num_threads(1)
         os.environ["DS_ACCELERATOR"] = "cpu"

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megatron.optimus.platform import interrupts
+from megatron.optimus.platform import signals
 from megatron.optimus.platform.process_exit import run_program
 
 # Subcommand: (module with main(argv), what it does). Modules are imported when called: --help needs no torch.
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The subcommand's exit code; 2 after one line where there is no such subcommand.
     """
-    interrupts.end_silently()
+    signals.end_on_sigint()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(_help())
@@ -57,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     module = importlib.import_module(COMMANDS[words[0]][0])
     if words[0] not in ("pretrain", "launch"):
-        interrupts.end_with_reader()
-    interrupts.raise_again()
+        signals.end_on_sigpipe()
+    signals.raise_on_sigint()
     try:
         return int(module.main(words[1:]))
     except KeyboardInterrupt:

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.optimus.platform import interrupts
+from megatron.optimus.platform import signals
 
 if __name__ == "__main__":
-    interrupts.end_silently()
+    signals.end_on_sigint()
 
 
 from megatron.optimus.config.checks import check, check_trainable
@@ -31,7 +31,7 @@ from megatron.optimus.launcher.compose import Launch, LaunchOptions, Mpi, Starte
 from megatron.optimus.launcher.local import run_ranks
 from megatron.optimus.launcher.systems import SYSTEMS
 from megatron.optimus.launcher.watch import Outcome, run_until_done, run_watched
-from megatron.optimus.platform import environment as launch_env
+from megatron.optimus.platform import environment
 from megatron.optimus.training.metrics import FILE_NAME
 
 _DESCRIPTION = """Start pretraining: on this machine, or through mpiexec or srun in a PBS or SLURM job.
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     try:
         request = _parse(argv)
-        env = launch_env.current()
+        env = environment.current()
         config = load(request.options, other_flags=_parser().flags).config  # names misspelt flags of the launcher, too
         launch = compose(detect(env), request.launch_options, request.options, env)
         if request.dry_run:
@@ -168,12 +168,12 @@ def _parse(argv: Sequence[str] | None) -> Request:
         mpi=None if args.mpi is None else Mpi(args.mpi),
         system=SYSTEMS[args.system],
         cpu_bind=args.cpu_bind,
-        port=launch_env.rendezvous_port(),
+        port=environment.rendezvous_port(),
     )
     stall = None if args.stall_timeout is None else float(args.stall_timeout)
     return Request(launch_options, args.max_restarts, stall, args.dry_run, options)
 
 
 if __name__ == "__main__":
-    interrupts.raise_again()
+    signals.raise_on_sigint()
     sys.exit(main())

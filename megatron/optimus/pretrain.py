@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from megatron.optimus.platform import interrupts
+from megatron.optimus.platform import signals
 
 if __name__ == "__main__":
-    interrupts.end_silently()
+    signals.end_on_sigint()
 
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.config.checks import check, check_trainable
@@ -31,13 +31,11 @@ from megatron.optimus.data.sources import read_sources
 from megatron.optimus.data.tokenize.tokenizer import build_tokenizer
 from megatron.optimus.describe import describe
 from megatron.optimus.platform import device as devices
-from megatron.optimus.platform import environment as launch_env
-from megatron.optimus.platform import log
-from megatron.optimus.platform import process_groups as distributed
-from megatron.optimus.platform.environment import LaunchEnv
+from megatron.optimus.platform import environment, log, process_groups, seeding
+from megatron.optimus.platform.environment import RankEnvironment
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.platform.process_exit import run_program
-from megatron.optimus.platform.ranks import RELAYED, Ranks
+from megatron.optimus.platform.ranks import REPORTED_BY_ANOTHER_RANK, Ranks
 from megatron.optimus.training.health import TrainingError
 
 logger = logging.getLogger("optimus")
@@ -49,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     that another rank has ended, 128 + n for signal n."""
     rank, met_others = 0, False
     try:
-        launch = launch_env.detect()
+        launch = environment.detect()
         rank = launch.rank
         run = load(argv)
         if run.dry_run:
@@ -63,11 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except USER_ERRORS as error:
         if rank == 0:
             sys.stderr.write(f"error: {error}\n")
-        elif met_others and not getattr(error, RELAYED, False):  # else rank 0 or the failing rank speaks for all
+        elif met_others and not getattr(
+            error, REPORTED_BY_ANOTHER_RANK, False
+        ):  # else rank 0 or the failing rank speaks for all
             sys.stderr.write(f"error on rank {rank}: {error}\n")
         return 2
     except RuntimeError as error:
-        if (reason := distributed.lost_peer(error)) is None:
+        if (reason := process_groups.lost_peer_reason(error)) is None:
             raise
         sys.stderr.write(
             f"error on rank {rank}: another rank has ended ({reason}); that rank or the launcher says why, and the "
@@ -79,11 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
-def pretrain(config: RunConfig, launch: LaunchEnv) -> int:
+def pretrain(config: RunConfig, launch: RankEnvironment) -> int:
     """Sets up this rank, trains, and leaves the process group; returns the exit code. Collective over all ranks."""
     log.setup(launch.rank)
     device = devices.pick(config.parallel.device, launch.local_rank)
-    launch_env.export(launch, device.type)
+    environment.export(launch, device.type)
     # DeepSpeed chooses its accelerator when it is imported, so the device must be known before.
     from megatron.optimus.training.engine import init_engine, shutdown_engine
     from megatron.optimus.training.evaluate import evaluate
@@ -92,16 +92,16 @@ def pretrain(config: RunConfig, launch: LaunchEnv) -> int:
     devices.set_device(device)
     devices.set_cpu_threads(launch)
     devices.set_deterministic(config.training.deterministic)
-    devices.seed_all(config.training.seed)
+    seeding.seed_all(config.training.seed)
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
-    distributed.init(launch, device, config.parallel.distributed_backend, timeout)
+    process_groups.init(launch, device, config.parallel.distributed_backend, timeout)
     init_engine(timeout)
     try:
         # Each rank looks at its share of the files: an id beyond the vocabulary would fail in the middle of the run.
         ranks = Ranks(None, device)
         _check_same(config, ranks)
-        ranks.together(lambda: _check_tokens(config, launch), "checking the tokens", DataError)
-        ranks.together(lambda: _make_folders(config, launch), "making the folders of the run", ConfigError)
+        ranks.run_on_all_ranks(lambda: _check_tokens(config, launch), "checking the tokens", DataError)
+        ranks.run_on_all_ranks(lambda: _make_folders(config, launch), "making the folders of the run", ConfigError)
         mesh = Mesh(
             config.parallel,
             rank=launch.rank,
@@ -117,7 +117,7 @@ def pretrain(config: RunConfig, launch: LaunchEnv) -> int:
             code = trainer.fit()
             trainer.close()
     except BaseException:
-        distributed.leave_after_error(shutdown_engine)
+        process_groups.leave_after_error(shutdown_engine)
         raise
     shutdown_engine()
     return code
@@ -141,10 +141,10 @@ def _check_same(config: RunConfig, ranks: Ranks) -> None:
         if others:
             raise ConfigError("; ".join(others) + "; start all ranks with the same command line and --config")
 
-    ranks.together(compare, "comparing the options of all ranks", ConfigError)
+    ranks.run_on_all_ranks(compare, "comparing the options of all ranks", ConfigError)
 
 
-def _check_tokens(config: RunConfig, launch: LaunchEnv) -> None:
+def _check_tokens(config: RunConfig, launch: RankEnvironment) -> None:
     data = config.data
     further = (prefix for prefixes in (data.valid_sets | data.test_sets).values() for prefix in prefixes)
     prefixes = list(dict.fromkeys([*read_sources(data).prefixes, *further]))[launch.rank :: launch.world_size]
@@ -152,7 +152,7 @@ def _check_tokens(config: RunConfig, launch: LaunchEnv) -> None:
     check_contents(prefixes, config.model.vocab_size, eod_id=eod_id)
 
 
-def _make_folders(config: RunConfig, launch: LaunchEnv) -> None:
+def _make_folders(config: RunConfig, launch: RankEnvironment) -> None:
     """Raises ConfigError where this rank could not write: before the model is built, not at the first save."""
     folders = {"save_local_dir": config.checkpoint.save_local_dir}
     if launch.rank == 0:
@@ -169,5 +169,5 @@ def _make_folders(config: RunConfig, launch: LaunchEnv) -> None:
 
 
 if __name__ == "__main__":
-    interrupts.raise_again()
+    signals.raise_on_sigint()
     run_program(main)

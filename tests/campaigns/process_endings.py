@@ -34,10 +34,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.optimus.config.schema import Backend
-from megatron.optimus.platform import process_groups as distributed
-from megatron.optimus.platform.environment import LaunchEnv, Launcher
+from megatron.optimus.platform import process_groups
+from megatron.optimus.platform.environment import Launcher, RankEnvironment
 from megatron.optimus.platform.process_exit import exit_process, run_program
-from megatron.optimus.platform.stopping import StopRequest
+from megatron.optimus.platform.signals import StopRequest
 from tests.helpers import free_port, rank_variables
 from tests.integration.conftest import write_corpus
 
@@ -65,7 +65,7 @@ def _reduce_until_error() -> None:
 
 def clean(rank: int) -> int:
     dist.all_reduce(torch.ones(1))
-    distributed.shutdown()
+    process_groups.shutdown()
     return 0
 
 
@@ -87,7 +87,7 @@ def caught_after_failed(rank: int) -> int:
     try:
         _reduce_until_error()
     except RuntimeError as error:
-        if distributed.lost_peer(error) is None:
+        if process_groups.lost_peer_reason(error) is None:
             raise
     return 1
 
@@ -105,7 +105,7 @@ def left_after_failed(rank: int) -> int:
         os._exit(0)
     with contextlib.suppress(RuntimeError):
         _reduce_until_error()
-    distributed.leave_after_error(distributed.shutdown)
+    process_groups.leave_after_error(process_groups.shutdown)
     return 5
 
 
@@ -116,7 +116,7 @@ def uncaught_while_pending(rank: int) -> int | None:
     try:
         raise ValueError("while a collective is pending", pending)
     except ValueError:
-        distributed.leave_after_error(distributed.shutdown, 0.5)
+        process_groups.leave_after_error(process_groups.shutdown, 0.5)
         raise
 
 
@@ -138,7 +138,7 @@ def signal_in_a_step(rank: int) -> int:
             dist.all_reduce(asked)
             if asked.item():
                 break
-    distributed.shutdown()
+    process_groups.shutdown()
     return TERMINATED
 
 
@@ -269,8 +269,8 @@ def _fork(ending: Ending, rank: int, port: int, folder: Path, *, is_training: bo
 
     def main() -> int | None:
         if not is_training:
-            launch = LaunchEnv(rank, 2, rank, 2, "127.0.0.1", port, Launcher.MPI)
-            distributed.init(launch, torch.device("cpu"), Backend.AUTO, timedelta(minutes=5))
+            launch = RankEnvironment(rank, 2, rank, 2, "127.0.0.1", port, Launcher.MPI)
+            process_groups.init(launch, torch.device("cpu"), Backend.AUTO, timedelta(minutes=5))
             dist.all_reduce(torch.ones(1))
         return ending.rank(rank)
 

@@ -71,7 +71,7 @@ def one_rank(rank: int, world: int) -> list[dict[str, Any]]:
     nodes = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
     exchanges, waits = (
         count_calls(collectives.dist, "all_to_all_single"),
-        count_calls(all_to_all.devices.HostCopy, "read"),
+        count_calls(all_to_all.devices.AsyncHostCopy, "read"),
     )
     return [run_case(rank, case, nodes, exchanges, waits) for case in CASES]
 

@@ -80,14 +80,14 @@ def watched_events() -> Events:
     events.watch(reference, "moe_mlp_backward", "whole")
     events.watch(reference, "moe_mlp_backward_inputs", "inputs")
     events.watch(reference, "moe_mlp_backward_up_weights", "last product")
-    wait = collectives.Started.wait
+    wait = collectives.AsyncCollective.wait
 
-    def waited(self: collectives.Started) -> torch.Tensor:
+    def waited(self: collectives.AsyncCollective) -> torch.Tensor:
         if self.result.shape[1:] == (WIDTH,):
             events.append("wait")
         return wait(self)
 
-    collectives.Started.wait = waited  # type: ignore[method-assign]
+    collectives.AsyncCollective.wait = waited  # type: ignore[method-assign]
     return events
 
 

@@ -182,7 +182,7 @@ def run_case(rank: int, world: int, case: Case) -> dict[str, Any]:
         grad, whole = parameter.grad, part_of(grads[name], parameter)
         if getattr(parameter, "pipe_tied", False):
             grad = grad.clone()
-            dist.all_reduce(grad, group=mesh.ends_group("pp"))
+            dist.all_reduce(grad, group=mesh.first_and_last_group("pp"))
         if hasattr(parameter, "expert_ids") and mesh.group("edp") is not None:
             grad = grad.clone()
             dist.all_reduce(grad, group=mesh.group("edp"))

@@ -117,7 +117,7 @@ def gradients(rank: int, world: int, parallel: dict[str, Any]) -> tuple[list[tor
 def watched() -> Iterator[list[str]]:
     """What happens in which order."""
     events: list[str] = []
-    start, wait, mm = collectives.start_exchange, collectives.Started.wait, torch.mm
+    start, wait, mm = collectives.start_ring_shift, collectives.AsyncCollective.wait, torch.mm
 
     def note(event: str, call: Any) -> Any:
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -127,9 +127,9 @@ def watched() -> Iterator[list[str]]:
         return noted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "start_exchange", note("start", start))
-        patch.setattr(tensor, "start_exchange", note("start", start))
-        patch.setattr(collectives.Started, "wait", note("wait", wait))
+        patch.setattr(collectives, "start_ring_shift", note("start", start))
+        patch.setattr(tensor, "start_ring_shift", note("start", start))
+        patch.setattr(collectives.AsyncCollective, "wait", note("wait", wait))
         patch.setattr(torch, "mm", note("mm", mm))
         yield events
 

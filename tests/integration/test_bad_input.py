@@ -14,7 +14,7 @@ from megatron.optimus.checkpoint import store
 from megatron.optimus.data.dataset import InstanceSet, Split, check_contents
 from megatron.optimus.data.indexed import IndexedDatasetWriter
 from megatron.optimus.data.order import samples_at
-from megatron.optimus.platform import environment as launch_env
+from megatron.optimus.platform.environment import free_port
 from tests.integration.conftest import TINY, Program, command_of, environment
 
 
@@ -59,7 +59,7 @@ def test_no_rank_waits_for_one_that_failed(tmp_path: Path, pretrain: Program) ->
 
 
 def test_ranks_with_other_options_end_with_the_difference(tmp_path: Path, tokens: Path) -> None:
-    ranks, port = [], launch_env.free_port()
+    ranks, port = [], free_port()
     for rank, lr in enumerate(("1e-3", "2e-3")):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
         env = environment() | {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}

@@ -29,7 +29,7 @@ from megatron.optimus.ops.triton.tiles import (
     sum_bytes,
     tiles_for,
 )
-from megatron.optimus.platform import environment as launch_env
+from megatron.optimus.platform import environment
 
 H200 = Hardware("H200, 9.0, triton 3", 132, 232448, has_engine=True, keeps_last_stage=True)
 ADA = Hardware("L40S, 8.9, triton 3", 142, 101376, has_engine=False, keeps_last_stage=False)
@@ -299,8 +299,8 @@ def test_many_processes_write_at_once_and_no_entry_is_lost(file: Path) -> None:
 
 
 def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
-    assert launch_env.tiles_file() == file
+    assert environment.tiles_file() == file
     for unset in ("", None):
         monkeypatch.setenv("OPTIMUS_TILES", "") if unset == "" else monkeypatch.delenv("OPTIMUS_TILES")
         monkeypatch.setenv("HOME", "/home/of/someone")
-        assert launch_env.tiles_file() == Path("/home/of/someone/.cache/optimus/triton_tiles.json")
+        assert environment.tiles_file() == Path("/home/of/someone/.cache/optimus/triton_tiles.json")

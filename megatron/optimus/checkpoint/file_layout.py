@@ -136,7 +136,7 @@ def make_plan(
             files[keys.index(mine)], first, len(own), not before, is_first_of_node, files if ranks.rank == 0 else []
         )
 
-    return ranks.together(plan, task, CheckpointError)
+    return ranks.run_on_all_ranks(plan, task, CheckpointError)
 
 
 def _plan_file(node: int, number: int, shares: list[dict[str, Any]]) -> FilePlan:

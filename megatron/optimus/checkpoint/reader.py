@@ -61,7 +61,7 @@ def read(path: Path, manifest: Manifest, requests: Sequence[TensorSlice], ranks:
     """
     requests = [request for request in requests if request.start < request.stop]
     task = f"loading {path}"
-    ranks.together(lambda: [matching_entry(path, manifest, r, cast) for r in requests], task, CheckpointError)
+    ranks.run_on_all_ranks(lambda: [matching_entry(path, manifest, r, cast) for r in requests], task, CheckpointError)
     entries = list(manifest.tensors.values())
     numbers = {(entry.name, entry.kind): number for number, entry in enumerate(entries)}
     wanted = [[numbers[r.name, r.kind], r.start, r.stop, r.box] for r in requests]
@@ -70,7 +70,7 @@ def read(path: Path, manifest: Manifest, requests: Sequence[TensorSlice], ranks:
     _, error = attempt(lambda: _run(path, manifest, schedule, requests, everyone, numbers, ranks))
     failure = ranks.first_failure(error)
     if failure is not None:
-        raise ranks.relayed(failure, error, task, DamagedError) from error
+        raise ranks.failure_error(failure, error, task, DamagedError) from error
 
 
 def _schedule(entries: list[TensorEntry], everyone: list[list[list]], rank: int) -> _Schedule:

@@ -25,7 +25,7 @@ from typing import Any
 from megatron.optimus.checkpoint import commit
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.shards import parse_json, read_small_file
-from megatron.optimus.platform.host import boot_id
+from megatron.optimus.platform.environment import boot_id
 
 CLAIM_NAME = ".claim"
 HEARTBEAT_S = 10.0

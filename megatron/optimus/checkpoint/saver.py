@@ -46,7 +46,7 @@ from megatron.optimus.checkpoint.shards import check_regular
 from megatron.optimus.checkpoint.slices import TensorSlice
 from megatron.optimus.checkpoint.snapshot import Snapshot
 from megatron.optimus.platform import device as devices
-from megatron.optimus.platform.host import node_name
+from megatron.optimus.platform.environment import node_name
 from megatron.optimus.platform.ranks import NO_FAILURE, Ranks, attempt
 
 # Above every failure, so the lowest of all ranks' numbers decides. Done: rank 0 adds the revision, the others more.
@@ -118,11 +118,11 @@ class Saver:
         self._plan(slices, header)
         local = self._local
         if local is not None:
-            self._ranks.together(lambda: commit.make_directory(local), f"making {local}", CheckpointError)
+            self._ranks.run_on_all_ranks(lambda: commit.make_directory(local), f"making {local}", CheckpointError)
         if self._asynchronous:
             snapshot = self._snapshots.setdefault(header.kind, Snapshot(self._device))
             task = "taking host memory for copies of checkpoints"
-            self._ranks.together(lambda: snapshot.reserve(_with_values(slices)), task, CheckpointError)
+            self._ranks.run_on_all_ranks(lambda: snapshot.reserve(_with_values(slices)), task, CheckpointError)
 
     def start(
         self, slices: Sequence[TensorSlice], header: Manifest, *, retain: int | None, began: float | None = None
@@ -216,7 +216,7 @@ class Saver:
         if code == _WORKING:
             if wait and job.task is not None:
                 job.task.join()
-            self._lowest = self._ranks.start_lowest(self._state(job))
+            self._lowest = self._ranks.start_all_reduce_min(self._state(job))
             if not wait:
                 return []
             code = self._lowest()
@@ -232,7 +232,7 @@ class Saver:
             return _WORKING
         error = job.task.error if job.task is not None else None
         if error is not None:
-            return self._ranks.failure_code(error)
+            return self._ranks.encode_failure(error)
         return _DONE + (job.revision if self._ranks.rank == 0 else _MORE)
 
     def _next_phase(self, job: Job, revision: int) -> list[Saved]:
@@ -279,10 +279,10 @@ class Saver:
                     commit.delete_tree(directory)
             except OSError as reason:
                 log.warning("%s could not be removed: %s", directory, reason)
-        failure = self._ranks.failure_of(code)
+        failure = self._ranks.decode_failure(code)
         assert failure is not None
         error = job.task.error if job.task is not None else None
-        raise self._ranks.relayed(failure, error, self._task(job.header), CheckpointError) from error
+        raise self._ranks.failure_error(failure, error, self._task(job.header), CheckpointError) from error
 
     def _task(self, header: Manifest) -> str:
         return f"saving step {header.step} to {self._named}"
@@ -299,11 +299,11 @@ class Saver:
         known = self._plans.get(header.kind)
         answer = _SAME if known is not None and known[0] == own else _OTHER
         if error is not None:
-            answer = self._ranks.failure_code(error)
-        answer = self._ranks.start_lowest(answer)()
-        failure = self._ranks.failure_of(answer)
+            answer = self._ranks.encode_failure(error)
+        answer = self._ranks.start_all_reduce_min(answer)()
+        failure = self._ranks.decode_failure(answer)
         if failure is not None:
-            raise self._ranks.relayed(failure, error, task, CheckpointError) from error
+            raise self._ranks.failure_error(failure, error, task, CheckpointError) from error
         if answer == _SAME:
             assert known is not None
             return known[1]

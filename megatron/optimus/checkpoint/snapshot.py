@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.optimus.checkpoint.slices import TensorSlice
-from megatron.optimus.platform.device import Mark
+from megatron.optimus.platform.device import DeviceEvent
 
 _BLOCK_BYTES = 4 << 30
 _ALIGNED = 16  # of every run, so that it may have any dtype
@@ -113,7 +113,9 @@ class Snapshot:
         self._on_host = self._device.type == "cpu"
         self._stream = None if self._on_host else torch.Stream(self._device)
         self._copied: torch.Event | None = None
-        self._held: tuple[Mark, Mark] | None = None  # around the wait for the last copy, once that is queued
+        self._held: tuple[DeviceEvent, DeviceEvent] | None = (
+            None  # around the wait for the last copy, once that is queued
+        )
         self._blocks: list[torch.Tensor] = []
         self._shape: object = None  # of the state: views are made anew only where a save differs
         self._views: list[torch.Tensor] = []  # one a slice
@@ -166,14 +168,14 @@ class Snapshot:
     def before_update(self) -> None:
         """Queues what follows on the current stream behind the copy. Call before the state changes."""
         if self._copied is not None and self._held is None:  # once: what comes later is behind it too
-            begin = Mark(self._device)
+            begin = DeviceEvent(self._device)
             torch.accelerator.current_stream(self._device).wait_event(self._copied)
-            self._held = begin, Mark(self._device)
+            self._held = begin, DeviceEvent(self._device)
 
     def held_s(self) -> float:
         """Seconds that the device stood still between ``before_update`` and the end of the copy, which is over; nobody
         waits: a device that has not come to the update yet will not stand still."""
-        if self._held is None or not self._held[0].is_passed:
+        if self._held is None or not self._held[0].is_done:
             return 0.0
         return self._held[1].seconds_since(self._held[0])
 

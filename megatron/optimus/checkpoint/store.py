@@ -151,7 +151,7 @@ def load_together(
     ranks = Ranks(group, device)
     path = Path(path)
     manifest = _manifest_together(path, ranks)
-    wanted = ranks.together(lambda: requests(manifest), f"loading {path}", CheckpointError)
+    wanted = ranks.run_on_all_ranks(lambda: requests(manifest), f"loading {path}", CheckpointError)
     reader.read(path, manifest, wanted, ranks, cast=cast)
     return manifest
 
@@ -198,7 +198,7 @@ def _manifest_together(path: Path, ranks: Ranks) -> Manifest:
             _check_directory(path, parse_manifest(data, str(path / MANIFEST_NAME)))
         return data
 
-    data = ranks.together(read, f"loading {path}", DamagedError)
+    data = ranks.run_on_all_ranks(read, f"loading {path}", DamagedError)
     return parse_manifest(ranks.broadcast_bytes(data), str(path / MANIFEST_NAME))
 
 

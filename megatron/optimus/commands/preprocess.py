@@ -20,7 +20,7 @@ from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError, TokenizerType
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.tokenize.preprocess import PreprocessReport, log_progress, preprocess
-from megatron.optimus.platform import environment as launch_env
+from megatron.optimus.platform import environment
 
 logger = logging.getLogger("optimus")
 
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         logger.warning("without --append-eod the model cannot see where a document ends")
     terminal = sys.stderr.isatty()
     try:
-        rank, world_size = launch_env.share() if args.rank is None else (args.rank, args.world_size)
+        rank, world_size = environment.worker_index_and_count() if args.rank is None else (args.rank, args.world_size)
         report = preprocess(
             args.input,
             args.output_prefix,

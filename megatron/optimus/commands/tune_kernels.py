@@ -22,7 +22,7 @@ from megatron.optimus.config.schema import ConfigError, Precision, RunConfig
 from megatron.optimus.ops.triton import tile_cache, tiles
 from megatron.optimus.ops.triton.tiles import Problem
 from megatron.optimus.platform import device as devices
-from megatron.optimus.platform import environment as launch_env
+from megatron.optimus.platform import environment
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2
     except OSError as error:
-        sys.stderr.write(f"error: {launch_env.tiles_file()}: {error.strerror}; name another file in OPTIMUS_TILES\n")
+        sys.stderr.write(f"error: {environment.tiles_file()}: {error.strerror}; name another file in OPTIMUS_TILES\n")
         return 2
     return 0
 
@@ -61,7 +61,7 @@ def tune(config: RunConfig, tokens: int | None, *, again: bool, explain: bool) -
     key = tiles.hardware(device).key
     tile_cache.save(key, {})
     problems, share = problems_of(config, torch.bfloat16, tokens)
-    sys.stdout.write(f"{key}; kept in {launch_env.tiles_file()}\n")
+    sys.stdout.write(f"{key}; kept in {environment.tiles_file()}\n")
     report(problems, share, device, exact_only=config.training.deterministic, again=again, explain=explain)
 
 

@@ -121,7 +121,7 @@ def open_together(prefixes: Sequence[str], ranks: Ranks) -> TokenFiles:
             raise DataError(f"finds other files ({len(prefixes)}) than rank 0; name them in one list, or start again")
         return summarize(prefixes[ranks.rank :: ranks.size])
 
-    own = ranks.together(look, "opening the data", DataError)
+    own = ranks.run_on_all_ranks(look, "opening the data", DataError)
     summaries = [PairSummary(0, 0)] * len(prefixes)
     for rank, data in enumerate(ranks.all_gather_bytes(np.array(own, dtype=np.int64).tobytes())):
         pairs = np.frombuffer(data, np.int64).reshape(-1, 2).tolist()

@@ -13,7 +13,7 @@ import sys
 import time
 from types import FrameType
 
-from megatron.optimus.platform import environment as launch_env
+from megatron.optimus.platform import environment
 
 _GRACE_SECONDS = 10.0  # for the other ranks to leave by themselves, where all were asked to
 _EXPLAINED = 2  # exit code of a rank that has said what is wrong
@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 def run_ranks(command: list[str], num_ranks: int) -> int:
     """Runs ``command`` once per rank and waits for all; returns 0 or the exit code of the first that failed."""
-    port = launch_env.free_port()
+    port = environment.free_port()
     ranks: list[subprocess.Popen[bytes]] = []
     asked: list[int] = []
 
@@ -39,7 +39,7 @@ def run_ranks(command: list[str], num_ranks: int) -> int:
     for rank in range(num_ranks):
         if asked:
             break
-        place = launch_env.of_rank(rank, num_ranks, port)
+        place = environment.for_local_rank(rank, num_ranks, port)
         # Not even kill -9 of the launcher leaves ranks behind that train on.
         outlive = None if prctl is None else lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         ranks.append(subprocess.Popen(command, env=place, preexec_fn=outlive))  # noqa: PLW1509 - one C call, no lock

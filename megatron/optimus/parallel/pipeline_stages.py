@@ -138,7 +138,7 @@ def make_p2p_groups(mesh: Mesh, config: ParallelConfig, device: torch.device) ->
     if config.virtual_pipeline_model_parallel_size == 1:
         return None
     pp, v_shape = mesh.size("pp"), config.pipeline_schedule is PipelineSchedule.ZBV
-    groups = mesh.more_groups("pp", 2 * num_p2p_groups(pp, v_shape=v_shape))
+    groups = mesh.new_groups("pp", 2 * num_p2p_groups(pp, v_shape=v_shape))
     for group in groups:
         # A communicator starts when all its ranks first use it, which in a schedule is at different times.
         dist.all_reduce(torch.zeros(1, device=device), group=group)

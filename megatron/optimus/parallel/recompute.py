@@ -3,8 +3,8 @@
 Selective recomputation (bits 1, 2 and 4 of arXiv 2604.00785) covers the experts, attention and the norms. A module is
 recomputed inside its communication: the input of a tensor-parallel region and tokens from other ranks are kept, routers
 are not recomputed, and collectives inside a module (context parallelism, norms over split heads) keep their results
-(``recorded`` in platform/collectives.py). So nothing is communicated or routed twice, and ranks need not recompute in
-the same order.
+(``recording_contexts`` in platform/collectives.py). So nothing is communicated or routed twice, and ranks need not
+recompute in the same order.
 
 Offloading keeps the saved activations of the first layers in host memory. Copies run in the stream of the computation.
 """
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.optimus.config.schema import ParallelConfig, Recompute
 from megatron.optimus.models.decoder import Block
-from megatron.optimus.platform.collectives import recorded
+from megatron.optimus.platform.collectives import recording_contexts
 
 MIN_OFFLOADED_BYTES = 2**16  # smaller tensors cost more to move than they free
 
@@ -64,7 +64,7 @@ def recompute_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
             return forward(*args)
         # No module draws random numbers, so there is no generator state to restore.
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=recorded)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=recording_contexts)
 
     return run
 

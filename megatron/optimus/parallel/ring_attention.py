@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron.optimus.layers.documents import Documents
 from megatron.optimus.layers.partial_attention import attend_part, attend_part_backward, merge
-from megatron.optimus.platform.collectives import Started, once, start_exchange
+from megatron.optimus.platform.collectives import AsyncCollective, compute_once, start_ring_shift
 
 
 class Span(NamedTuple):
@@ -105,8 +105,8 @@ class _Ring(torch.autograd.Function):
     ) -> Tensor:
         ctx.group, ctx.bounds = group, bounds
         lse_BHS = torch.empty(q_BHSd.shape[:3], dtype=torch.float32, device=q_BHSd.device)
-        out_BHSd = once(_forward, q_BHSd, kv_2BGSd, lse_BHS, group, bounds)
-        lse_BHS = once(lambda: lse_BHS)
+        out_BHSd = compute_once(_forward, q_BHSd, kv_2BGSd, lse_BHS, group, bounds)
+        lse_BHS = compute_once(lambda: lse_BHS)
         ctx.save_for_backward(q_BHSd, kv_2BGSd, out_BHSd, lse_BHS)
         return out_BHSd
 
@@ -157,7 +157,7 @@ def _backward(
     varying = bounds is not None
     dq_BHSd = torch.empty_like(q_BHSd, dtype=torch.float32)
     dkv_2BGSd = torch.empty_like(kv_2BGSd, dtype=torch.float32)
-    following: Started | None = None  # gradients of these keys and values from the ranks they have visited
+    following: AsyncCollective | None = None  # gradients of these keys and values from the ranks they have visited
     for step in range(size):
         arriving = _send_to_next(kv_2BGSd, group) if step < size - 1 else None
         parts = []
@@ -194,5 +194,5 @@ def _add(
             total.add_(more)
 
 
-def _send_to_next(x: Tensor, group: dist.ProcessGroup) -> Started:
-    return start_exchange(x, torch.empty_like(x), 1, group)
+def _send_to_next(x: Tensor, group: dist.ProcessGroup) -> AsyncCollective:
+    return start_ring_shift(x, torch.empty_like(x), 1, group)

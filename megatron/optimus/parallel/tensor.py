@@ -36,21 +36,21 @@ from megatron.optimus.models.partition import split_parameter
 from megatron.optimus.moe.router import Router, RouterStats
 from megatron.optimus.ops import Routing
 from megatron.optimus.platform.collectives import (
+    all_gather_blocks,
     all_gather_rows,
+    all_gather_without_grad,
+    compute_once,
     copy_to_ranks,
     gather_columns,
-    gather_in_blocks,
-    gather_rows,
-    is_recorded,
-    is_replayed,
-    once,
+    is_recording,
+    is_replaying,
     reduce_scatter_rows,
     start_all_gather,
     start_all_reduce,
-    start_exchange,
     start_reduce_scatter,
-    sum_for_parts,
+    start_ring_shift,
     sum_over_ranks,
+    sum_over_ranks_both_ways,
 )
 from megatron.optimus.platform.mesh import Mesh
 
@@ -130,10 +130,10 @@ class _ColumnParallelLinear(torch.autograd.Function):
             all_TD, outputs = _blockwise_products(all_TD, weights, ranks)
         else:
             if ranks.sequence_parallel:
-                all_TD = once(gather_rows, all_TD, ranks.group)
+                all_TD = compute_once(all_gather_without_grad, all_TD, ranks.group)
             outputs = [F.linear(all_TD, weight) for weight in weights]
         ctx.ranks, ctx.shape = ranks, x.shape
-        ctx.gathers = ranks.sequence_parallel and not is_recorded()
+        ctx.gathers = ranks.sequence_parallel and not is_recording()
         ctx.save_for_backward(x.flatten(0, 1) if ctx.gathers else all_TD, *weights)
         shape = (1, len(all_TD)) if ranks.sequence_parallel else x.shape[:-1]
         return tuple(output.view(*shape, -1) for output in outputs)
@@ -165,19 +165,19 @@ def _blockwise_products(x_TD: Tensor, weights: Sequence[Tensor], ranks: TensorGr
         All ranks' rows [t * T, D], and for each weight their products [t * T, D_out]. Without recomputation nobody
         reads the rows, and this rank's own are not written.
     """
-    replayed = is_replayed()
-    all_TD = once(lambda: all_TD) if replayed else x_TD.new_empty(ranks.size * len(x_TD), x_TD.shape[1])
+    replayed = is_replaying()
+    all_TD = compute_once(lambda: all_TD) if replayed else x_TD.new_empty(ranks.size * len(x_TD), x_TD.shape[1])
     outputs = [x_TD.new_empty(len(all_TD), len(weight)) for weight in weights]
     # Recomputation multiplies the same blocks, so that it gives the same bits.
     blocks = (
-        enumerate(all_TD.chunk(ranks.size)) if replayed else gather_in_blocks(x_TD.contiguous(), all_TD, ranks.group)
+        enumerate(all_TD.chunk(ranks.size)) if replayed else all_gather_blocks(x_TD.contiguous(), all_TD, ranks.group)
     )
     for index, rows in blocks:
         for output, weight in zip(outputs, weights, strict=True):
             torch.mm(rows, weight.t(), out=output.chunk(ranks.size)[index])
-    if is_recorded() and not replayed:
+    if is_recording() and not replayed:
         all_TD.chunk(ranks.size)[ranks.index].copy_(x_TD)
-        all_TD = once(lambda: all_TD)
+        all_TD = compute_once(lambda: all_TD)
     return all_TD, outputs
 
 
@@ -195,14 +195,14 @@ class _OverlappedRowParallelLinear(torch.autograd.Function):
         x_TW = x.flatten(0, 1)
         ctx.save_for_backward(x_TW, weight_DW)
         rows = len(x_TW) // ranks.size
-        if is_replayed():  # the result leaves the recomputed module, so nothing reads it a second time
+        if is_replaying():  # the result leaves the recomputed module, so nothing reads it a second time
             return x.new_empty(1, rows, len(weight_DW))
         blocks, parts = x_TW.chunk(ranks.size), x.new_empty(ranks.size, rows, len(weight_DW))
         arriving = []
         for step in range(1, ranks.size):
             product = blocks[(ranks.index + step) % ranks.size] @ weight_DW.t()
             source = (ranks.index - step) % ranks.size
-            arriving.append(start_exchange(product, parts[source], step, ranks.group))
+            arriving.append(start_ring_shift(product, parts[source], step, ranks.group))
         torch.mm(blocks[ranks.index], weight_DW.t(), out=parts[ranks.index])
         for started in arriving:
             started.wait()
@@ -216,7 +216,7 @@ class _OverlappedRowParallelLinear(torch.autograd.Function):
         grad_RD = grads[0].flatten(0, 1).contiguous()
         all_TD = grad_RD.new_empty(len(x_TW), grad_RD.shape[1])
         dx_TW = torch.empty_like(x_TW)
-        for index, rows in gather_in_blocks(grad_RD, all_TD, ranks.group):
+        for index, rows in all_gather_blocks(grad_RD, all_TD, ranks.group):
             torch.mm(rows, weight_DW, out=dx_TW.chunk(ranks.size)[index])
         all_TD.chunk(ranks.size)[ranks.index].copy_(grad_RD)
         dweight = all_TD.t() @ x_TW if ctx.needs_input_grad[1] else None
@@ -235,7 +235,7 @@ class TensorParallelRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x32 = x.float()
-        mean = sum_for_parts(x32.square().sum(dim=-1, keepdim=True), self.group) / self.width
+        mean = sum_over_ranks_both_ways(x32.square().sum(dim=-1, keepdim=True), self.group) / self.width
         return (x32 * torch.rsqrt(mean + self.eps) * self.weight.float()).to(x.dtype)
 
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from megatron.optimus.config.checks import check, gradient_accumulation_steps
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError, RunConfig
-from megatron.optimus.platform import environment as launch_env
+from megatron.optimus.platform import environment
 
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
 
@@ -59,8 +59,8 @@ def build(config: RunConfig, rank: int, world_size: int) -> Built:
     from megatron.optimus.training.pipeline_schedule import build_schedule
 
     imported = time.perf_counter()
-    for name, value in launch_env.of_rank(rank, world_size, 29500).items():
-        launch_env.set_default(name, value)
+    for name, value in environment.for_local_rank(rank, world_size, 29500).items():
+        environment.set_default(name, value)
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     init_engine(dist.default_pg_timeout)
     mesh = Mesh(config.parallel, rank=rank, world_size=world_size)
@@ -99,8 +99,8 @@ def build_in_a_process(words: Sequence[str], rank: int, world_size: int) -> Buil
     Raises ConfigError with the last line of what the process said, if it fails.
     """
     command = [sys.executable, "-m", __name__, str(rank), str(world_size), *words]
-    environment = launch_env.current() | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": ":".join(filter(None, sys.path))}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    variables = environment.current() | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": ":".join(filter(None, sys.path))}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["nothing"]
         raise ConfigError(f"rank {rank} of {world_size} could not be built: {lines[-1]}")

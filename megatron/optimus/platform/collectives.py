@@ -5,8 +5,8 @@ that all ranks have the same number, which costs neither padding nor an exchange
 A group of None is a group of one: the collective is then the identity.
 
 Recomputation of activations must not communicate again: it would pay twice, and ranks would have to recompute in the
-same order. ``recorded`` gives the two contexts for a computation and its repetition; inside them every collective of
-the forward keeps its result, and the repetition takes it from there.
+same order. ``recording_contexts`` gives the two contexts for a computation and its repetition; inside them every
+collective of the forward keeps its result, and the repetition takes it from there.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Group = dist.ProcessGroup | None
 _current = threading.local()  # backward passes, and so repetitions, may run in threads of their own
 
 
-def recorded() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts in which ``once`` keeps results, and in which it gives them back in the same order."""
+def recording_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts in which ``compute_once`` keeps results, and in which it gives them back in the same order."""
     results: list[Any] = []
     return _Recording(results, is_replay=False), _Recording(results, is_replay=True)
 
@@ -49,7 +49,7 @@ class _Recording(AbstractContextManager[None]):
         _current.record = self._outer
 
 
-def once(compute: Callable[..., Tensor], *args: Any) -> Tensor:
+def compute_once(compute: Callable[..., Tensor], *args: Any) -> Tensor:
     """``compute(*args)``, or what it gave when the computation under repetition was first run."""
     record = getattr(_current, "record", None)
     if record is None:
@@ -62,12 +62,12 @@ def once(compute: Callable[..., Tensor], *args: Any) -> Tensor:
     return result
 
 
-def is_recorded() -> bool:
+def is_recording() -> bool:
     """Whether results are kept for, or taken in, a repetition."""
     return getattr(_current, "record", None) is not None
 
 
-def is_replayed() -> bool:
+def is_replaying() -> bool:
     """Whether this is the repetition."""
     record = getattr(_current, "record", None)
     return record is not None and record[0] is not None
@@ -115,7 +115,7 @@ def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
     return x if group is None else _AllReduce.apply(x, group, True, False)
 
 
-def sum_for_parts(x: Tensor, group: Group) -> Tensor:
+def sum_over_ranks_both_ways(x: Tensor, group: Group) -> Tensor:
     """The sum of the ranks' x on all of them, each of which uses it for a part of the work; the backward sums too."""
     return x if group is None else _AllReduce.apply(x, group, True, True)
 
@@ -129,7 +129,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | None) -> Tensor:
         ctx.group, ctx.rows_per_rank = group, rows_per_rank
-        return once(_all_gather, x, group, rows_per_rank)
+        return compute_once(_all_gather, x, group, rows_per_rank)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -140,7 +140,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | None) -> Tensor:
         ctx.group, ctx.rows_per_rank = group, rows_per_rank
-        return once(_reduce_scatter, x, group, rows_per_rank)
+        return compute_once(_reduce_scatter, x, group, rows_per_rank)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -151,7 +151,7 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.send, ctx.receive, ctx.group = send, receive, group
-        return once(_all_to_all, x, send, receive, group)
+        return compute_once(_all_to_all, x, send, receive, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -163,7 +163,7 @@ class _PendingAllToAll:
 
     def __init__(self, send: list[int], receive: list[int], group: dist.ProcessGroup) -> None:
         self.send, self.receive, self.group = send, receive, group
-        self.started: Started | None = None
+        self.started: AsyncCollective | None = None
 
     def start(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
         """Begins to exchange x; what is returned fills up until ``end``."""
@@ -215,7 +215,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, in_forward: bool, in_backward: bool) -> Tensor:
         ctx.group, ctx.in_backward = group, in_backward
-        return once(_all_reduce, x, group) if in_forward else x.view_as(x)
+        return compute_once(_all_reduce, x, group) if in_forward else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -226,7 +226,7 @@ class _GatherColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group, ctx.width = group, x.shape[1]
-        return once(_all_gather, x.t(), group, None).t()
+        return compute_once(_all_gather, x.t(), group, None).t()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -239,7 +239,7 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-class Started:
+class AsyncCollective:
     """Communication under way. Work that does not need its result is queued before ``wait``."""
 
     def __init__(
@@ -260,35 +260,39 @@ class Started:
         return self.result if self._finish is None else self._finish(self.result)
 
 
-def start_all_gather(x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | None = None) -> Started:
+def start_all_gather(x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | None = None) -> AsyncCollective:
     """[T_r, ...] on rank r -> [sum T_r, ...]; outside autograd."""
     x = _padded(_to_send(x), rows_per_rank)
     out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
     work = all_gather_single(out, x, group=group, async_op=True)
-    return Started(work, out, x, None if rows_per_rank is None else lambda out: _without_padding(out, rows_per_rank))
+    return AsyncCollective(
+        work, out, x, None if rows_per_rank is None else lambda out: _without_padding(out, rows_per_rank)
+    )
 
 
-def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | None = None) -> Started:
+def start_reduce_scatter(
+    x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | None = None
+) -> AsyncCollective:
     """[sum T_r, ...] of each rank -> this rank's T_r rows of their sum; outside autograd."""
     x = _with_padding(_to_send(x), rows_per_rank)
     out = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
     work = reduce_scatter_single(out, x, group=group, async_op=True)
     rows = None if rows_per_rank is None else rows_per_rank[dist.get_rank(group)]
-    return Started(work, out, x, None if rows is None else lambda out: out[:rows])
+    return AsyncCollective(work, out, x, None if rows is None else lambda out: out[:rows])
 
 
-def start_all_to_all(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Started:
+def start_all_to_all(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> AsyncCollective:
     """As ``all_to_all_rows``; outside autograd."""
     x, out = _to_send(x), x.new_empty(sum(receive), *x.shape[1:])
-    return Started(dist.all_to_all_single(out, x, receive, send, group=group, async_op=True), out, x)
+    return AsyncCollective(dist.all_to_all_single(out, x, receive, send, group=group, async_op=True), out, x)
 
 
-def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Started:
+def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> AsyncCollective:
     """The ranks' sum, in place; outside autograd."""
-    return Started(dist.all_reduce(x, group=group, async_op=True), x, x)
+    return AsyncCollective(dist.all_reduce(x, group=group, async_op=True), x, x)
 
 
-def start_exchange(x: Tensor, out: Tensor, step: int, group: dist.ProcessGroup) -> Started:
+def start_ring_shift(x: Tensor, out: Tensor, step: int, group: dist.ProcessGroup) -> AsyncCollective:
     """x goes to the rank ``step`` places on in the group, round and round; ``out`` is filled by the one as far before.
 
     Both are contiguous. Point-to-point, and outside autograd. All ranks call it with the same step.
@@ -299,23 +303,23 @@ def start_exchange(x: Tensor, out: Tensor, step: int, group: dist.ProcessGroup) 
     works = dist.batch_isend_irecv(
         [dist.P2POp(dist.isend, _to_send(x), following, group), dist.P2POp(dist.irecv, out, previous, group)]
     )
-    return Started(works, out, x)
+    return AsyncCollective(works, out, x)
 
 
-def gather_in_blocks(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
+def all_gather_blocks(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
     """(rank, its x) for every rank of the group, this one first and the others as they come.
 
     [T, ...] each, contiguous; they come to lie in ``out`` [size * T, ...], but for this rank's own. Outside autograd.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     blocks = out.chunk(size)
-    arriving = [start_exchange(x, blocks[(rank - step) % size], step, group) for step in range(1, size)]
+    arriving = [start_ring_shift(x, blocks[(rank - step) % size], step, group) for step in range(1, size)]
     yield rank, x
     for step, started in enumerate(arriving, start=1):
         yield (rank - step) % size, started.wait()
 
 
-def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_gather_without_grad(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``start_all_gather`` and its end."""
     return start_all_gather(x, group).wait()
 

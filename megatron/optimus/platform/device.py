@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megatron.optimus.config.schema import Backend, ConfigError, Device
-from megatron.optimus.platform import environment as launch_env
-from megatron.optimus.platform.environment import LaunchEnv, Launcher
+from megatron.optimus.platform import environment
+from megatron.optimus.platform.environment import Launcher, RankEnvironment
 
 _BACKENDS = {"cuda": Backend.NCCL, "xpu": Backend.XCCL, "cpu": Backend.GLOO}
 
@@ -85,7 +83,7 @@ def synchronize(device: torch.device) -> None:
         _accelerator(device.type).synchronize(device)
 
 
-class Mark:
+class DeviceEvent:
     """A point in the work queued on a device: passed when all that was queued before is done. Nobody waits for it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -97,10 +95,10 @@ class Mark:
             self._event.record(module.current_stream(device))
 
     @property
-    def is_passed(self) -> bool:
+    def is_done(self) -> bool:
         return self._event is None or bool(self._event.query())
 
-    def seconds_since(self, earlier: Mark) -> float:
+    def seconds_since(self, earlier: DeviceEvent) -> float:
         """Between the passing of both, by the device's clock; waits until this one is passed."""
         if self._event is None:
             return self._time - earlier._time
@@ -108,7 +106,7 @@ class Mark:
         return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
-class HostCopy:
+class AsyncHostCopy:
     """Tensors of one device on their way to the host; the host does not wait for them before ``read``."""
 
     def __init__(self, *tensors: Tensor) -> None:
@@ -177,7 +175,7 @@ def without_peer_access(device: torch.device, others: list[int]) -> list[int]:
     return [other for other in seen if not torch.cuda.can_device_access_peer(device, other)]
 
 
-def runs_behind(device: torch.device) -> bool:
+def is_asynchronous(device: torch.device) -> bool:
     """Whether work is queued on ``device`` while the host goes on."""
     return device.type != "cpu"
 
@@ -210,29 +208,22 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
     return None
 
 
-def seed_all(seed: int) -> None:
-    """Seeds Python, numpy and torch on every device of this process."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 def set_deterministic(enabled: bool) -> None:
     """Refuses (RuntimeError at the call) kernels whose result can change from run to run. Call before the first one."""
     if enabled:
-        launch_env.set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not deterministic without it
-        launch_env.set_default("NCCL_ALGO", "^NVLS")  # switches that reduce add in the order of arrival
+        environment.set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not deterministic without it
+        environment.set_default("NCCL_ALGO", "^NVLS")  # switches that reduce add in the order of arrival
     torch.use_deterministic_algorithms(enabled)
     torch.backends.cudnn.benchmark = False
 
 
-def set_cpu_threads(launch: LaunchEnv) -> int:
+def set_cpu_threads(launch: RankEnvironment) -> int:
     """Gives this rank OMP_NUM_THREADS, or else its share of the node's cores, and returns it.
 
     torchrun would leave one thread to each rank, no launcher all cores to each. mpiexec and srun may have bound the
     process to cores of its own; those are not divided again.
     """
-    asked = launch_env.threads_asked_for()
+    asked = environment.requested_threads()
     if asked is not None:
         torch.set_num_threads(asked)
         return asked

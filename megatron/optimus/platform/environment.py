@@ -42,7 +42,7 @@ class Launcher(str, Enum):
 
 
 @dataclass(frozen=True)
-class LaunchEnv:
+class RankEnvironment:
     """This process's place in the run."""
 
     rank: int
@@ -72,7 +72,7 @@ class LaunchEnv:
             raise ConfigError(f"MASTER_PORT={self.master_port} is not a port; use 1024 to 65535")
 
 
-def detect(environ: Mapping[str, str] | None = None) -> LaunchEnv:
+def detect(environ: Mapping[str, str] | None = None) -> RankEnvironment:
     """This process's place, from ``environ`` (default: of the process).
 
     Raises ConfigError where variables contradict each other or nothing says where rank 0 listens.
@@ -80,7 +80,7 @@ def detect(environ: Mapping[str, str] | None = None) -> LaunchEnv:
     env = os.environ if environ is None else environ
     found = _rank_and_size(env)
     if found is None:
-        return LaunchEnv(0, 1, 0, 1, "127.0.0.1", free_port(), Launcher.ALONE)
+        return RankEnvironment(0, 1, 0, 1, "127.0.0.1", free_port(), Launcher.ALONE)
     launcher, rank, world_size = found
     stated_local_size = _local_size(env, launcher)
     # A guess too high only costs CPU threads; one too low would oversubscribe the node.
@@ -89,10 +89,10 @@ def detect(environ: Mapping[str, str] | None = None) -> LaunchEnv:
     single_node = world_size in (1, stated_local_size)
     port = _integer(env, "MASTER_PORT")
     address = env.get("MASTER_ADDR") or _master_addr(env, launcher, single_node)
-    return LaunchEnv(rank, world_size, local_rank, local_size, address, port or _port_of_job(env), launcher)
+    return RankEnvironment(rank, world_size, local_rank, local_size, address, port or _port_of_job(env), launcher)
 
 
-def share(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
+def worker_index_and_count(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
     """(index, number) of this process among those that divide independent work, such as files, between them.
 
     Processes of one launch as ``detect`` finds them, times the tasks of a SLURM job array. Unlike ``detect`` it needs
@@ -111,7 +111,7 @@ def share(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
     return number * size + rank, tasks * size
 
 
-def export(launch: LaunchEnv, device_type: str) -> None:
+def export(launch: RankEnvironment, device_type: str) -> None:
     """Writes the place as torchrun's variables, for libraries that read nothing else (DeepSpeed: LOCAL_RANK).
 
     ``device_type`` ("cpu", "cuda" or "xpu") keeps DeepSpeed from choosing another device than ours.
@@ -132,7 +132,7 @@ def current() -> dict[str, str]:
     return dict(os.environ)
 
 
-def of_rank(rank: int, num_ranks: int, master_port: int) -> dict[str, str]:
+def for_local_rank(rank: int, num_ranks: int, master_port: int) -> dict[str, str]:
     """The environment of this process plus torchrun's variables for one of ``num_ranks`` ranks of this machine."""
     return {
         **os.environ,
@@ -150,7 +150,7 @@ def set_default(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 
 
-def threads_asked_for() -> int | None:
+def requested_threads() -> int | None:
     """OMP_NUM_THREADS (of nested levels, the first), if the user has set it. torchrun's own 1, which it gives to every
     process where nothing was said, is no such wish. Raises ConfigError for what is no positive number."""
     text = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
@@ -170,6 +170,19 @@ def tiles_file() -> Path:
         return Path(named)
     home = os.path.expanduser("~")  # a user without a home, as in some containers, stays "~"
     return Path(tempfile.gettempdir() if home == "~" else home) / ".cache/optimus/triton_tiles.json"
+
+
+def node_name() -> str:
+    """What the ranks of one machine share and no other machine has: some clusters call every node ``localhost``."""
+    return f"{socket.gethostname()} {boot_id()}"
+
+
+def boot_id() -> str:
+    """Of the running kernel; empty where it tells none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def free_port() -> int:

@@ -51,12 +51,12 @@ class Mesh:
         within = self._group_of(ranks[first : first + self.node_size])
         return within, self._group_of(ranks[place % self.node_size :: self.node_size])
 
-    def ends_group(self, axis: str) -> dist.ProcessGroup | None:
+    def first_and_last_group(self, axis: str) -> dist.ProcessGroup | None:
         """The first and the last rank of an axis; None on ranks between them. Collective over these two."""
         ranks = self._ranks[axis]
         return self._group_of([ranks[0], ranks[-1]]) if self.rank in (ranks[0], ranks[-1]) else None
 
-    def more_groups(self, axis: str, count: int) -> list[dist.ProcessGroup]:
+    def new_groups(self, axis: str, count: int) -> list[dist.ProcessGroup]:
         """Groups of the same ranks with communicators of their own, made at every call. Collective over the axis."""
         return [dist.new_group(self._ranks[axis], use_local_synchronization=True) for _ in range(count)]
 

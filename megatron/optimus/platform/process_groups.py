@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron.optimus.config.schema import Backend, ConfigError
 from megatron.optimus.platform.device import backend_for
-from megatron.optimus.platform.environment import LaunchEnv, Launcher
+from megatron.optimus.platform.environment import Launcher, RankEnvironment
 
 logger = logging.getLogger("optimus")
 
@@ -21,7 +21,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def init(launch: LaunchEnv, device: torch.device, backend: Backend, timeout: timedelta) -> None:
+def init(launch: RankEnvironment, device: torch.device, backend: Backend, timeout: timedelta) -> None:
     """Joins the process group of all ranks; returns when all of them have come. Collective.
 
     ``timeout`` bounds the meeting and every later collective. Raises ConfigError where rank 0 cannot listen or some
@@ -56,7 +56,7 @@ def init(launch: LaunchEnv, device: torch.device, backend: Backend, timeout: tim
 _GONE = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "remote process exited")
 
 
-def lost_peer(error: RuntimeError) -> str | None:
+def lost_peer_reason(error: RuntimeError) -> str | None:
     """What a collective said, if it failed because another rank has ended, and not for a reason of its own."""
     text = str(error)
     if "gloo" not in text and not isinstance(error, dist.DistError):

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-RELAYED = "optimus_relayed"  # attribute of an error that another rank reports
+REPORTED_BY_ANOTHER_RANK = "optimus_reported_by_another_rank"  # attribute of an error that another rank reports
 NO_FAILURE = 1 << 62
 _ERRNO_LIMIT = 1 << 12
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class Ranks:
         rows = everyone.cpu().view(self.size, -1).numpy()
         return [rows[rank, :length].tobytes() for rank, length in enumerate(lengths)]
 
-    def start_lowest(self, value: int) -> Callable[[], int]:
+    def start_all_reduce_min(self, value: int) -> Callable[[], int]:
         """Begins to find the lowest of the ranks' numbers; the result waits for it. Collective."""
         if self.size == 1:
             return lambda: value
@@ -115,22 +115,22 @@ class Ranks:
 
         return result
 
-    def failure_code(self, error: Exception | None) -> int:
-        """A number for ``start_lowest``: lower than NO_FAILURE for an error, and the lower the lower the rank."""
+    def encode_failure(self, error: Exception | None) -> int:
+        """A number for ``start_all_reduce_min``: below NO_FAILURE for an error, and the lower the lower the rank."""
         if error is None:
             return NO_FAILURE
         number = error.errno or 0 if isinstance(error, OSError) else 0
         return self.rank * _ERRNO_LIMIT + min(number, _ERRNO_LIMIT - 1)
 
-    def failure_of(self, code: int) -> tuple[int, int] | None:
-        """(rank, errno or 0) that ``failure_code`` gave; None for NO_FAILURE and above."""
+    def decode_failure(self, code: int) -> tuple[int, int] | None:
+        """(rank, errno or 0) that ``encode_failure`` gave; None for NO_FAILURE and above."""
         return None if code >= NO_FAILURE else divmod(code, _ERRNO_LIMIT)
 
     def first_failure(self, error: Exception | None) -> tuple[int, int] | None:
         """(rank, errno or 0) of the lowest rank that gave an error; None when no rank did. Collective."""
-        return self.failure_of(self.start_lowest(self.failure_code(error))())
+        return self.decode_failure(self.start_all_reduce_min(self.encode_failure(error))())
 
-    def together(self, action: Callable[[], T], task: str, error_type: type[Exception]) -> T:
+    def run_on_all_ranks(self, action: Callable[[], T], task: str, error_type: type[Exception]) -> T:
         """Runs ``action`` on every rank; its result, if it succeeded everywhere. Collective.
 
         Raises ``error_type`` on every rank when it raised anything on any rank, naming the rank. ``action`` must not
@@ -140,9 +140,9 @@ class Ranks:
         failure = self.first_failure(error)
         if failure is None:
             return result  # type: ignore[return-value]  # no error, so this is the action's own result
-        raise self.relayed(failure, error, task, error_type) from error
+        raise self.failure_error(failure, error, task, error_type) from error
 
-    def relayed(
+    def failure_error(
         self, failure: tuple[int, int], error: Exception | None, task: str, error_type: type[Exception]
     ) -> Exception:
         """The error to raise for ``first_failure``'s answer, with this rank's own reason if it has one."""
@@ -152,5 +152,5 @@ class Ranks:
         else:
             rank, reason = first, os.strerror(number) if number else "see the message of that rank"
         raised = error_type(f"{task} failed on rank {rank}: {reason}")
-        setattr(raised, RELAYED, self.rank != first)  # the first rank that failed speaks for all
+        setattr(raised, REPORTED_BY_ANOTHER_RANK, self.rank != first)  # the first rank that failed speaks for all
         return raised

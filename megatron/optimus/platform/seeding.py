@@ -20,6 +20,13 @@ def generator_for(seed: int, *names: str | int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
 
 
+def seed_all(seed: int) -> None:
+    """Seeds Python, numpy and torch on every device of this process."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def rng_state(device: torch.device) -> torch.Tensor:
     """The state of every random generator of this process, 1-D uint8; as long on every rank with such a device."""
     version, internal, gauss = random.getstate()

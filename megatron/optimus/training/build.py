@@ -67,12 +67,12 @@ def build_data(config: RunConfig, mesh: Mesh, device: torch.device) -> RunData:
     """
     ranks = Ranks(None, device)
     sources, files = _open(config, ranks)
-    return ranks.together(lambda: _loaders(config, mesh, device, sources, files), "opening the data", DataError)
+    return ranks.run_on_all_ranks(lambda: _loaders(config, mesh, device, sources, files), "opening the data", DataError)
 
 
 def _open(config: RunConfig, ranks: Ranks) -> tuple[Sources, TokenFiles]:
     """What the training data are, and the files of these and of the validation and test sets, each once."""
-    sources = ranks.together(lambda: read_sources(config.data), "reading what the data is", DataError)
+    sources = ranks.run_on_all_ranks(lambda: read_sources(config.data), "reading what the data is", DataError)
     sets = config.data.valid_sets | config.data.test_sets
     further = [prefix for prefixes in sets.values() for prefix in prefixes]
     return sources, open_together(list(dict.fromkeys([*sources.prefixes, *further])), ranks)
@@ -107,7 +107,7 @@ def build_evaluation_data(config: RunConfig, mesh: Mesh, device: torch.device) -
             logger.warning("not evaluated: %s", problem)
         return found
 
-    return ranks.together(loaders, "opening the data", DataError)
+    return ranks.run_on_all_ranks(loaders, "opening the data", DataError)
 
 
 def _loaders(config: RunConfig, mesh: Mesh, device: torch.device, sources: Sources, files: TokenFiles) -> RunData:

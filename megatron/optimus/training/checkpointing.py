@@ -45,7 +45,7 @@ class Checkpoints:
         self._tried: Manifest | None = None  # the last checkpoint that resume looked at
         self.kept: dict[str, Any] = {}  # plain values that full checkpoints carry; after resume, those of its own
         self.found_none = False  # resume kept the initial weights
-        self._claim = self._ranks.together(
+        self._claim = self._ranks.run_on_all_ranks(
             lambda: Claim(self._root) if mesh.rank == 0 else None, f"claiming {self._root}", CheckpointError
         )
         self._saver = Saver(
@@ -207,7 +207,7 @@ class Checkpoints:
 
     def _resolve(self, path: Path) -> Path:
         """The checkpoint meant by ``load``, as rank 0 finds it."""
-        name = self._ranks.together(
+        name = self._ranks.run_on_all_ranks(
             lambda: str(store.resolve(path)) if self._mesh.rank == 0 else "", f"loading {path}", CheckpointError
         )
         return Path(self._ranks.broadcast_bytes(name.encode()).decode())

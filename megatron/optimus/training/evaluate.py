@@ -39,7 +39,7 @@ def loss_over(
     size = config.training.global_batch_size  # while the batch size is ramped up too: every validation is the same
 
     def read(number: int) -> list[Batch]:
-        batches = ranks.together(partial(loader.batch, number * size), "reading validation data", DataError)
+        batches = ranks.run_on_all_ranks(partial(loader.batch, number * size), "reading validation data", DataError)
         return [batch.to(device) for batch in batches]
 
     return validation_loss(schedule, map(read, range(loader.num_batches)), config.model, mesh)
@@ -93,4 +93,4 @@ def evaluate_sets(
             folder.mkdir(parents=True, exist_ok=True)
             (folder / FILE_NAME).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
-    ranks.together(write, f"writing {FILE_NAME}", TrainingError)
+    ranks.run_on_all_ranks(write, f"writing {FILE_NAME}", TrainingError)

@@ -35,7 +35,7 @@ def settle_tiles(config: RunConfig, device: torch.device, dtype: torch.dtype) ->
     def choose() -> dict[str, Table]:
         return _chosen(config, device, dtype) if ranks.rank == 0 else {}
 
-    own = ranks.together(choose, "choosing the tiles of expert kernels", TrainingError)
+    own = ranks.run_on_all_ranks(choose, "choosing the tiles of expert kernels", TrainingError)
     sent = ranks.broadcast_bytes(json.dumps(tile_cache.records(own)).encode())
     tiles.use(tile_cache.parse(json.loads(sent))[0])
 

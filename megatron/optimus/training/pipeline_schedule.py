@@ -58,7 +58,7 @@ def build_schedule(config: RunConfig, engine: Engine, mesh: Mesh, device: torch.
         hidden_shape = (1, training.micro_batch_size * length // mesh.size("tp"), config.model.hidden_size)
     tied = _tied_weight(engine.module)
     if tied is not None:  # both stages add their gradients up; the sum over the two makes them one
-        ends = mesh.ends_group("pp")
+        ends = mesh.first_and_last_group("pp")
         assert ends is not None
         engine.optimizer.sum_over(tied, ends)
     pipeline = Pipeline(

@@ -53,8 +53,8 @@ class PendingReport:
     def __init__(self, totals: _Totals, outcome: Tensor) -> None:
         assert totals.scalars is not None
         loads = [] if totals.counts_LE is None else [totals.counts_LE]
-        self._outcome = devices.HostCopy(outcome)
-        self._totals = devices.HostCopy(totals.scalars, *loads)
+        self._outcome = devices.AsyncHostCopy(outcome)
+        self._totals = devices.AsyncHostCopy(totals.scalars, *loads)
 
     def read(self) -> StepReport:
         """What happened."""

@@ -15,15 +15,15 @@ import torch
 
 from megatron.optimus.platform import device as devices
 
-_Spans = list[tuple[devices.Mark, devices.Mark]]
+_Spans = list[tuple[devices.DeviceEvent, devices.DeviceEvent]]
 
 
 @dataclass
 class StepTime:
     """One step; its figures, in seconds, wait for its end."""
 
-    begin: devices.Mark
-    end: devices.Mark | None = None  # None while it is queued
+    begin: devices.DeviceEvent
+    end: devices.DeviceEvent | None = None  # None while it is queued
     pauses: _Spans = field(default_factory=list)
     single: _Spans = field(default_factory=list)  # pauses that do not come again
     data: _Spans = field(default_factory=list)
@@ -58,7 +58,7 @@ class StepClock:
 
     def restart(self) -> None:
         """A step begins here."""
-        self._step = StepTime(devices.Mark(self._device))
+        self._step = StepTime(devices.DeviceEvent(self._device))
 
     def pause(self, *, is_single: bool = False) -> AbstractContextManager[None]:
         """What is done inside is no part of a step: from where the device is done with what was queued before, until it
@@ -71,13 +71,13 @@ class StepClock:
 
     @contextmanager
     def _span(self, spans: _Spans) -> Iterator[None]:
-        begin = devices.Mark(self._device)
+        begin = devices.DeviceEvent(self._device)
         yield
-        spans.append((begin, devices.Mark(self._device)))
+        spans.append((begin, devices.DeviceEvent(self._device)))
 
     def end_step(self) -> StepTime:
         """Call when a step has been queued; what follows belongs to the next one."""
         step = self._step
-        step.end = devices.Mark(self._device)
+        step.end = devices.DeviceEvent(self._device)
         self._step = StepTime(step.end)
         return step

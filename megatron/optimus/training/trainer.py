@@ -19,7 +19,7 @@ from megatron.optimus.data.loader import Batch
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.platform.ranks import Ranks
-from megatron.optimus.platform.stopping import StopRequest
+from megatron.optimus.platform.signals import StopRequest
 from megatron.optimus.training.build import build_data, build_model
 from megatron.optimus.training.checkpointing import Checkpoints
 from megatron.optimus.training.deferred_logger import QueuedStep, Teller
@@ -47,7 +47,7 @@ class Trainer:
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device) -> None:
         self.config, self.mesh, self.device = config, mesh, device
         self.ranks = Ranks(None, device)
-        self.runs_behind, self.clock = devices.runs_behind(device), StepClock(device)
+        self.runs_behind, self.clock = devices.is_asynchronous(device), StepClock(device)
         self.data = build_data(config, mesh, device)
         self.model = build_model(config, mesh, device)
         self.engine = build_engine(
@@ -90,7 +90,7 @@ class Trainer:
             StopRequest() as stop,
             profiler,
         ):
-            self.ranks.together(first, "reading the first batches", DataError)
+            self.ranks.run_on_all_ranks(first, "reading the first batches", DataError)
             self.clock.restart()
             while self._pass_over() < self.last_step:
                 self._check_devices()
@@ -131,7 +131,7 @@ class Trainer:
                     # A signal to one rank, or data that one cannot read, is the same end for all.
                     unfinished = teller.stop_requested and self.step < self.last_step
                     if unfinished:
-                        self.ranks.together(train.check, f"reading beyond step {self.step}", DataError)
+                        self.ranks.run_on_all_ranks(train.check, f"reading beyond step {self.step}", DataError)
                     return 128 + (stop.signal or signal.SIGTERM) if unfinished else 0
         return 0
 
@@ -141,7 +141,7 @@ class Trainer:
     def _open_reporter(self) -> Reporter:
         total = self.batch_sizes.after(self.consumed_samples, self.last_step - self.step)
         ends = {"first_step": self.step, "last_step": self.last_step, "total_samples": total}
-        return self.ranks.together(
+        return self.ranks.run_on_all_ranks(
             lambda: Reporter(self.config, self.mesh, **ends), "opening the outputs", TrainingError
         )
 

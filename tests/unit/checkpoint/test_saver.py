@@ -20,7 +20,7 @@ from megatron.optimus.checkpoint import (
     saver,
     snapshot,
 )
-from megatron.optimus.platform import host
+from megatron.optimus.platform import environment
 from megatron.optimus.platform.ranks import Ranks
 from tests.unit.checkpoint.helpers import (
     CONFIG,
@@ -239,14 +239,14 @@ def test_a_save_like_the_one_before_exchanges_one_number_before_the_copy(tmp_pat
     it, slices = Saver(tmp_path), owned(whole_state(1))
     it.prepare(slices, header(0))
     said = []
-    for name in ("broadcast", "start_lowest", "all_gather_bytes"):
+    for name in ("broadcast", "start_all_reduce_min", "all_gather_bytes"):
         call = getattr(Ranks, name)
         monkeypatch.setattr(
             Ranks, name, lambda self, given, name=name, call=call: said.append(name) or call(self, given)
         )
     monkeypatch.setattr(snapshot, "_copy", lambda *_: said.append("copy"))
     it.start(slices, header(1), retain=1)
-    assert said == ["start_lowest", "copy"]
+    assert said == ["start_all_reduce_min", "copy"]
     monkeypatch.undo()
     it.drain()
 
@@ -333,11 +333,11 @@ def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch, gate):
 
 def test_machines_of_one_name_do_not_share_a_file(monkeypatch):
     """Parts of one page written by two machines would get lost on a network disk."""
-    monkeypatch.setattr(host.socket, "gethostname", lambda: "localhost")
-    here = host.node_name()
-    assert here == host.node_name()
-    monkeypatch.setattr(host, "boot_id", lambda: "another")
-    assert host.node_name() != here
+    monkeypatch.setattr(environment.socket, "gethostname", lambda: "localhost")
+    here = environment.node_name()
+    assert here == environment.node_name()
+    monkeypatch.setattr(environment, "boot_id", lambda: "another")
+    assert environment.node_name() != here
 
 
 def test_a_rename_that_was_done_and_not_acknowledged(tmp_path, monkeypatch):

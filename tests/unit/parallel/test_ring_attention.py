@@ -82,7 +82,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, list[int]]]:
 
     ranks = SimpleNamespace(get_rank=lambda place: place.rank, get_world_size=lambda place: place.size)
     monkeypatch.setattr(ring, "dist", ranks)
-    monkeypatch.setattr(ring, "start_exchange", lambda x, out, step, place: place.exchange(x, out, step))
+    monkeypatch.setattr(ring, "start_ring_shift", lambda x, out, step, place: place.exchange(x, out, step))
     monkeypatch.setattr(ring, "spans", begin_step)
     monkeypatch.setattr(ring, "attend_part", forward)
     monkeypatch.setattr(ring, "attend_part_backward", backward)

@@ -2,19 +2,17 @@
 
 import itertools
 import os
-import random
 import time
 import types
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 
 from megatron.optimus.config.schema import Backend, ConfigError, Device
 from megatron.optimus.platform import device as device_module
 from megatron.optimus.platform.device import (
-    Mark,
+    DeviceEvent,
     backend_for,
     device_name,
     memory_allocated,
@@ -22,13 +20,12 @@ from megatron.optimus.platform.device import (
     peak_memory,
     pick,
     reset_peak_memory,
-    seed_all,
     set_cpu_threads,
     set_deterministic,
     set_device,
     synchronize,
 )
-from megatron.optimus.platform.environment import LaunchEnv, Launcher
+from megatron.optimus.platform.environment import Launcher, RankEnvironment
 
 CPU = torch.device("cpu")
 
@@ -90,9 +87,9 @@ def test_accelerator_calls() -> None:
 
 
 def test_marks_are_passed_in_their_order_on_a_cpu() -> None:
-    first = Mark(CPU)
+    first = DeviceEvent(CPU)
     time.sleep(0.02)
-    second = Mark(CPU)
+    second = DeviceEvent(CPU)
     assert 0.02 <= second.seconds_since(first) < 5 and first.seconds_since(first) == 0.0
 
 
@@ -120,8 +117,8 @@ def test_marks_of_accelerators_are_timed_events_of_the_present_stream(
             return 1500.0 if calls[-1] == "waits" else -1.0  # milliseconds
 
     monkeypatch.setattr(torch, kind, types.SimpleNamespace(Event=Event, current_stream=str))
-    first, second = (Mark(torch.device(kind, 3)) for _ in range(2))
-    assert calls == [f"{kind}:3"] * 2 and not second.is_passed
+    first, second = (DeviceEvent(torch.device(kind, 3)) for _ in range(2))
+    assert calls == [f"{kind}:3"] * 2 and not second.is_done
     assert second.seconds_since(first) == 1.5
 
 
@@ -145,12 +142,12 @@ def test_marks_measure_the_device_and_nobody_waits_for_them() -> None:
     synchronize(device)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        marks, events = [Mark(device)], [event()]
+        marks, events = [DeviceEvent(device)], [event()]
         for times in (400, 0, 400):
             work(times)
-            marks.append(Mark(device))
+            marks.append(DeviceEvent(device))
             events.append(event())
-        assert not marks[-1].is_passed, "the host did not wait"
+        assert not marks[-1].is_done, "the host did not wait"
     finally:
         torch.cuda.set_sync_debug_mode("default")
     by_marks = [later.seconds_since(earlier) for earlier, later in itertools.pairwise(marks)]
@@ -159,7 +156,7 @@ def test_marks_measure_the_device_and_nobody_waits_for_them() -> None:
     assert by_marks == pytest.approx(by_events, rel=0.05, abs=2e-3)  # other processes' work may come between the two
     assert by_marks[0] > 10 * by_marks[1] >= 0.0
     time.sleep(0.2)
-    assert Mark(device).seconds_since(marks[-1]) >= 0.2, "a mark on an idle device is passed when it is taken"
+    assert DeviceEvent(device).seconds_since(marks[-1]) >= 0.2, "a mark on an idle device is passed when it is taken"
 
 
 def test_peak_flops() -> None:
@@ -170,17 +167,6 @@ def test_peak_flops() -> None:
     assert peak_flops("Intel(R) Data Center GPU Max 1550", torch.bfloat16) == 367e12
     assert peak_flops("NVIDIA H200", torch.float64) is None
     assert peak_flops("cpu", torch.bfloat16) is None
-
-
-def test_seed_all() -> None:
-    def draws() -> tuple[float, float, float]:
-        return random.random(), float(np.random.rand()), float(torch.rand(()))
-
-    seed_all(2**40 + 3)
-    first = draws()
-    assert draws() != first
-    seed_all(2**40 + 3)
-    assert draws() == first
 
 
 def test_deterministic_refuses_unstable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +214,7 @@ def test_cpu_threads(
     cores: types.SimpleNamespace, launcher: Launcher, local_size: int, mine: int, threads: int
 ) -> None:
     cores.mine = mine
-    launch = LaunchEnv(0, local_size, 0, local_size, "127.0.0.1", 29500, launcher)
+    launch = RankEnvironment(0, local_size, 0, local_size, "127.0.0.1", 29500, launcher)
     assert set_cpu_threads(launch) == threads
     assert torch.get_num_threads() == threads
 
@@ -244,14 +230,14 @@ def test_threads_that_the_user_asked_for(
     monkeypatch.setenv("OMP_NUM_THREADS", asked)
     if by_torchrun:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert set_cpu_threads(LaunchEnv(0, 2, 0, 2, "127.0.0.1", 29500, Launcher.TORCHRUN)) == threads
+    assert set_cpu_threads(RankEnvironment(0, 2, 0, 2, "127.0.0.1", 29500, Launcher.TORCHRUN)) == threads
     assert torch.get_num_threads() == threads
 
 
 def test_a_number_of_threads_that_is_none(cores: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "0")
     with pytest.raises(ConfigError, match="OMP_NUM_THREADS='0' is not a number of threads"):
-        set_cpu_threads(LaunchEnv(0, 1, 0, 1, "127.0.0.1", 29500, Launcher.ALONE))
+        set_cpu_threads(RankEnvironment(0, 1, 0, 1, "127.0.0.1", 29500, Launcher.ALONE))
 
 
 def test_work_beside_is_done_at_once_on_cpu() -> None:

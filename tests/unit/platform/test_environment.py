@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.optimus.config.schema import ConfigError
-from megatron.optimus.platform import environment as launch_env
-from megatron.optimus.platform.environment import LaunchEnv, Launcher, detect
+from megatron.optimus.platform import environment
+from megatron.optimus.platform.environment import Launcher, RankEnvironment, detect
 
 TORCHRUN = {
     "RANK": "5",
@@ -33,7 +33,7 @@ SLURM = {
 
 @pytest.fixture
 def no_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_env, "_has_mpi4py", lambda: False)
+    monkeypatch.setattr(environment, "_has_mpi4py", lambda: False)
 
 
 @pytest.fixture
@@ -43,11 +43,11 @@ def mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("mpi4py")
     module.MPI = types.SimpleNamespace(COMM_WORLD=world)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mpi4py", module)
-    monkeypatch.setattr(launch_env, "_has_mpi4py", lambda: True)
+    monkeypatch.setattr(environment, "_has_mpi4py", lambda: True)
 
 
 def test_torchrun() -> None:
-    assert detect(TORCHRUN) == LaunchEnv(5, 8, 1, 4, "node7", 1234, Launcher.TORCHRUN)
+    assert detect(TORCHRUN) == RankEnvironment(5, 8, 1, 4, "node7", 1234, Launcher.TORCHRUN)
 
 
 def test_torchrun_started_by_another_launcher_counts_first() -> None:
@@ -72,7 +72,7 @@ def test_pals_on_aurora(tmp_path: Path) -> None:
     nodes = tmp_path / "nodes"
     nodes.write_text("x1.hsn.cm.aurora.alcf.anl.gov\nx2.hsn.cm.aurora.alcf.anl.gov\n")
     env = {**PALS, "PBS_NODEFILE": str(nodes), "PBS_JOBID": "8123456.aurora-pbs"}
-    expected = LaunchEnv(13, 24, 1, 12, "x1.hsn.cm.aurora.alcf.anl.gov", 23456, Launcher.MPI)
+    expected = RankEnvironment(13, 24, 1, 12, "x1.hsn.cm.aurora.alcf.anl.gov", 23456, Launcher.MPI)
     assert detect(env) == expected
     assert detect({**env, "MASTER_ADDR": "x9", "MASTER_PORT": "77"}).master_addr == "x9"
     assert detect({**env, "MASTER_PORT": "77"}).master_port == 77
@@ -83,9 +83,9 @@ def test_ranks_without_a_size_take_it_from_world_size_or_mpi(
     rank_name: str, mpi4py: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     env = {rank_name: "13", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "12"}
-    assert detect(env) == LaunchEnv(13, 24, 1, 12, "root", 29500, Launcher.MPI)
+    assert detect(env) == RankEnvironment(13, 24, 1, 12, "root", 29500, Launcher.MPI)
     assert detect({**env, "WORLD_SIZE": "36"}).world_size == 36
-    monkeypatch.setattr(launch_env, "_has_mpi4py", lambda: False)
+    monkeypatch.setattr(environment, "_has_mpi4py", lambda: False)
     with pytest.raises(ConfigError, match=r"rank 13 .* WORLD_SIZE=<n>\) or pip install mpi4py"):
         detect(env)
 
@@ -93,7 +93,7 @@ def test_ranks_without_a_size_take_it_from_world_size_or_mpi(
 def test_open_mpi_and_mpich_on_one_machine_need_nothing_else(no_mpi4py: None) -> None:
     open_mpi = {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")}
     open_mpi |= {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "PMIX_RANK": "1", "SLURM_PROCID": "0"}
-    expected = LaunchEnv(1, 2, 1, 2, "127.0.0.1", 29500, Launcher.MPI)
+    expected = RankEnvironment(1, 2, 1, 2, "127.0.0.1", 29500, Launcher.MPI)
     assert detect(open_mpi) == expected
     assert detect({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}) == expected
 
@@ -105,12 +105,12 @@ def test_mpich_on_several_machines_asks_mpi_for_the_first(mpi4py: None) -> None:
 
 
 def test_srun() -> None:
-    assert detect(SLURM) == LaunchEnv(5, 6, 1, 2, "nid003", 24711, Launcher.SLURM)
+    assert detect(SLURM) == RankEnvironment(5, 6, 1, 2, "nid003", 24711, Launcher.SLURM)
 
 
 def test_srun_with_few_variables() -> None:
     env = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7"}
-    assert detect(env) == LaunchEnv(1, 4, 1, 4, "10.0.0.7", 29500, Launcher.SLURM)
+    assert detect(env) == RankEnvironment(1, 4, 1, 4, "10.0.0.7", 29500, Launcher.SLURM)
     assert detect({**SLURM, "SLURM_NODEID": "9"}).local_world_size == 6  # not in the list: the cautious guess
 
 
@@ -154,7 +154,7 @@ def test_export_is_what_torchrun_would_say(monkeypatch: pytest.MonkeyPatch) -> N
     for name in [*TORCHRUN, "DS_ACCELERATOR"]:
         monkeypatch.setenv(name, "left over")  # and restored after the test
     launch = detect(SLURM)
-    launch_env.export(launch, "cpu")
+    environment.export(launch, "cpu")
     assert os.environ["DS_ACCELERATOR"] == "cpu"
     read_back = detect(dict(os.environ))
     assert read_back.launcher is Launcher.TORCHRUN
@@ -164,5 +164,5 @@ def test_export_is_what_torchrun_would_say(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_set_default_leaves_the_users_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTIMUS_TEST_A", "user")
-    launch_env.set_default("OPTIMUS_TEST_A", "ours")
+    environment.set_default("OPTIMUS_TEST_A", "ours")
     assert os.environ["OPTIMUS_TEST_A"] == "user"

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.optimus.config.schema import Backend, ConfigError
-from megatron.optimus.platform.environment import LaunchEnv, Launcher, detect, free_port
-from megatron.optimus.platform.process_groups import init, lost_peer, shutdown
+from megatron.optimus.platform.environment import Launcher, RankEnvironment, detect, free_port
+from megatron.optimus.platform.process_groups import init, lost_peer_reason, shutdown
 
 CPU = torch.device("cpu")
 MINUTE = timedelta(minutes=1)
@@ -46,12 +46,12 @@ def test_a_rank_that_is_gone_is_told_from_other_errors() -> None:
         import os, sys, torch, torch.distributed as dist
         from datetime import timedelta
         from megatron.optimus.config.schema import Backend
-        from megatron.optimus.platform import process_groups as distributed
-        from megatron.optimus.platform.environment import LaunchEnv, Launcher
+        from megatron.optimus.platform import process_groups
+        from megatron.optimus.platform.environment import RankEnvironment, Launcher
         from megatron.optimus.platform.process_exit import exit_process
         rank = int(sys.argv[1])
-        launch = LaunchEnv(rank, 2, rank, 2, "127.0.0.1", int(sys.argv[2]), Launcher.MPI)
-        distributed.init(launch, torch.device("cpu"), Backend.AUTO, timedelta(seconds=60))
+        launch = RankEnvironment(rank, 2, rank, 2, "127.0.0.1", int(sys.argv[2]), Launcher.MPI)
+        process_groups.init(launch, torch.device("cpu"), Backend.AUTO, timedelta(seconds=60))
         dist.all_reduce(torch.ones(1))
         if rank == 1:
             os._exit(0)
@@ -60,13 +60,13 @@ def test_a_rank_that_is_gone_is_told_from_other_errors() -> None:
                 dist.all_reduce(torch.ones(1))
         except RuntimeError as error:
             print(error)
-            exit_process(0 if distributed.lost_peer(error) else 1)
+            exit_process(0 if process_groups.lost_peer_reason(error) else 1)
     """)
     port, root = str(free_port()), Path(__file__).parents[3]
     ranks = [subprocess.Popen([sys.executable, "-c", program, str(rank), port], cwd=root) for rank in range(2)]
     assert [rank.wait(120) for rank in ranks] == [0, 0]
-    assert lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
-    assert lost_peer(RuntimeError("a pipe of its own: Broken pipe")) is None
+    assert lost_peer_reason(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
+    assert lost_peer_reason(RuntimeError("a pipe of its own: Broken pipe")) is None
 
 
 def test_two_processes_without_torchrun() -> None:
@@ -74,15 +74,15 @@ def test_two_processes_without_torchrun() -> None:
         import sys, torch, torch.distributed as dist
         from datetime import timedelta
         from megatron.optimus.config.schema import Backend
-        from megatron.optimus.platform import process_groups as distributed
-        from megatron.optimus.platform.environment import LaunchEnv, Launcher
+        from megatron.optimus.platform import process_groups
+        from megatron.optimus.platform.environment import RankEnvironment, Launcher
         from megatron.optimus.platform.process_exit import exit_process
         rank = int(sys.argv[1])
-        launch = LaunchEnv(rank, 2, rank, 2, "127.0.0.1", int(sys.argv[2]), Launcher.MPI)
-        distributed.init(launch, torch.device("cpu"), Backend.AUTO, timedelta(seconds=60))
+        launch = RankEnvironment(rank, 2, rank, 2, "127.0.0.1", int(sys.argv[2]), Launcher.MPI)
+        process_groups.init(launch, torch.device("cpu"), Backend.AUTO, timedelta(seconds=60))
         total = torch.tensor([float(rank + 1)])
         dist.all_reduce(total)
-        distributed.shutdown()
+        process_groups.shutdown()
         exit_process(0 if total.item() == 3.0 else 3)
     """)
     port = str(free_port())
@@ -96,7 +96,7 @@ def test_two_processes_without_torchrun() -> None:
 
 
 def test_ranks_that_do_not_come() -> None:
-    launch = LaunchEnv(0, 2, 0, 2, "127.0.0.1", free_port(), Launcher.SLURM)
+    launch = RankEnvironment(0, 2, 0, 2, "127.0.0.1", free_port(), Launcher.SLURM)
     with pytest.raises(ConfigError) as info:
         init(launch, CPU, Backend.AUTO, timedelta(seconds=1))
     for part in ("rank 0 of 2 (slurm)", f"127.0.0.1:{launch.master_port}", "within 1 s", "all ranks were started"):
@@ -107,7 +107,7 @@ def test_a_port_that_is_taken() -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        launch = LaunchEnv(0, 1, 0, 1, "127.0.0.1", taken.getsockname()[1], Launcher.TORCHRUN)
+        launch = RankEnvironment(0, 1, 0, 1, "127.0.0.1", taken.getsockname()[1], Launcher.TORCHRUN)
         with pytest.raises(ConfigError, match=r"MASTER_PORT is free"):
             init(launch, CPU, Backend.AUTO, timedelta(seconds=2))
         init(dataclasses.replace(launch, launcher=Launcher.ALONE), CPU, Backend.AUTO, MINUTE)  # meets nobody

@@ -1,8 +1,11 @@
-"""Named generators."""
+"""Named generators, and the seed of every other generator."""
 
+import random
+
+import numpy as np
 import torch
 
-from megatron.optimus.platform.seeding import generator_for
+from megatron.optimus.platform.seeding import generator_for, seed_all
 
 
 def draw(seed: int, *names: str | int) -> list[float]:
@@ -32,3 +35,14 @@ def test_the_global_generator_is_left_alone() -> None:
     torch.manual_seed(7)
     draw(1, "x")
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_seed_all() -> None:
+    def draws() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    seed_all(2**40 + 3)
+    first = draws()
+    assert draws() != first
+    seed_all(2**40 + 3)
+    assert draws() == first

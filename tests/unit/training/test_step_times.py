@@ -63,15 +63,15 @@ class Machine:
 
 
 def imitate(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Mark:
+    class DeviceEvent:
         def __init__(self, device: torch.device) -> None:
             self.at = max(machine.host, machine.device)
 
-        def seconds_since(self, earlier: Mark) -> float:
+        def seconds_since(self, earlier: DeviceEvent) -> float:
             machine.wait(self.at)
             return self.at - earlier.at
 
-    monkeypatch.setattr(devices, "Mark", Mark, raising=False)
+    monkeypatch.setattr(devices, "DeviceEvent", DeviceEvent, raising=False)
     monkeypatch.setattr(devices, "synchronize", machine.synchronize)
     monkeypatch.setattr(time, "perf_counter", lambda: machine.host)
 

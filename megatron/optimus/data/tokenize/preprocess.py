@@ -38,7 +38,7 @@ from megatron.optimus.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron.optimus.data.tokenize.corpus import LineBatch, expand_inputs, parse_batch, read_batches
 from megatron.optimus.data.tokenize.tokenizer import Ids, Tokenizer, build_tokenizer
 from megatron.optimus.data.tokenize.work_parts import Part, PartPlan, fingerprint
-from megatron.optimus.platform import environment as launch_env
+from megatron.optimus.platform import environment
 
 logger = logging.getLogger("optimus")
 
@@ -106,7 +106,7 @@ def _start_worker(recipe: _Recipe) -> None:
     # when all is done: taking interpreter and vocabulary apart, object by object, is as long as tokenizing a megabyte
     atexit.register(os._exit, 0)
     # the library's own threads, times the number of workers, would fight for the cores; it reads this from C
-    launch_env.set_default("TOKENIZERS_PARALLELISM", "false")
+    environment.set_default("TOKENIZERS_PARALLELISM", "false")
     _Worker.recipe = recipe
     _Worker.tokenizer = build_tokenizer(recipe.tokenizer_type, recipe.tokenizer_model)
 

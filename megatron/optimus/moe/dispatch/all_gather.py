@@ -29,7 +29,7 @@ from megatron.optimus.moe.dispatch.ownership import Ownership
 from megatron.optimus.ops import Routing
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.collectives import (
-    Started,
+    AsyncCollective,
     exchange_row_counts,
     reduce_scatter_rows,
     start_all_gather,
@@ -52,7 +52,7 @@ class _StartedAllGather(NamedTuple):
 
     pending: _AsyncAllGather
     link: Tensor
-    x: Started
+    x: AsyncCollective
 
 
 @register(TokenDispatcherType.ALLGATHER)

@@ -41,7 +41,7 @@ from megatron.optimus.moe.dispatch.ownership import Ownership
 from megatron.optimus.ops import Routing
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.collectives import (
-    Started,
+    AsyncCollective,
     all_to_all_rows,
     start_all_to_all,
     start_all_to_all_rows,
@@ -87,7 +87,7 @@ class _Hop:
         exchange = dist.all_to_all_single(receive_PC, send_PC, group=self.group, async_op=True)
         positions = [_positions(needed_PT) for needed_PT in needed]  # while the counts travel
         exchange.wait()
-        send_CP, receive_CP = (counts_PC.T.tolist() for counts_PC in devices.HostCopy(send_PC, receive_PC).read())
+        send_CP, receive_CP = (counts_PC.T.tolist() for counts_PC in devices.AsyncHostCopy(send_PC, receive_PC).read())
         return [_ExchangePlan(*plan) for plan in zip(positions, send_CP, receive_CP, strict=True)]
 
     def _needed(self, destination_TK: Tensor) -> Tensor:
@@ -96,7 +96,9 @@ class _Hop:
         needed_PT = (destination_TK.t() == destinations_P[:, None, None]).any(dim=1)
         return needed_PT if self.num_shards == 1 else needed_PT.repeat_interleave(self.num_shards, dim=0)
 
-    def start_dispatch(self, x_TD: Tensor, choices_T2K: Tensor, plan: _ExchangePlan) -> tuple[Started, Started]:
+    def start_dispatch(
+        self, x_TD: Tensor, choices_T2K: Tensor, plan: _ExchangePlan
+    ) -> tuple[AsyncCollective, AsyncCollective]:
         """Starts to send rows and their packed choices, outside autograd."""
         splits, num_sent = (plan.input_splits, plan.output_splits), sum(plan.input_splits)
         # The rows take longest, so they leave before the choices are copied into their order.
@@ -148,8 +150,8 @@ class _StartedAllToAll(NamedTuple):
 
     pending: _AsyncAllToAll
     links: tuple[Tensor, Tensor]
-    x: Started
-    choices: Started
+    x: AsyncCollective
+    choices: AsyncCollective
 
     @classmethod
     def begin(

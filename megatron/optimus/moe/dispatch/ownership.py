@@ -88,5 +88,5 @@ def read_placements(config: RunConfig, mesh: Mesh, device: torch.device) -> tupl
         from_json(data.decode(), path, **sizes)
         return data
 
-    data = ranks.together(read, f"reading moe_expert_placement_file={path}", ConfigError)
+    data = ranks.run_on_all_ranks(read, f"reading moe_expert_placement_file={path}", ConfigError)
     return from_json(ranks.broadcast_bytes(data).decode(), path, **sizes)

@@ -150,7 +150,7 @@ def _require_support(kind: TokenDispatcherType, mesh: Mesh, device: torch.device
         if reason is not None:
             raise ConfigError(reason)
 
-    Ranks(None, device).together(check, f"moe_token_dispatcher_type={kind.value}", ConfigError)
+    Ranks(None, device).run_on_all_ranks(check, f"moe_token_dispatcher_type={kind.value}", ConfigError)
 
 
 def _candidates(

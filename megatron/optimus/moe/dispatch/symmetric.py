@@ -190,7 +190,7 @@ def _allocate(group: dist.ProcessGroup, ranks: Ranks, shape: BufferShape, device
     from torch.distributed import _symmetric_memory as symmetric
 
     num_bytes = buffer_regions(shape, ranks.size)[1]
-    memory = ranks.together(
+    memory = ranks.run_on_all_ranks(
         lambda: symmetric.empty(num_bytes, dtype=torch.uint8, device=device),
         f"moe_token_dispatcher_type=symmetric ({REMEDY}): allocating {num_bytes / 2**20:.0f} MiB of shared memory",
         ConfigError,

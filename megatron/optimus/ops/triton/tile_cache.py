@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron.optimus.ops.triton.tiles import CANDIDATES, Entry, Table, as_record, of_record
-from megatron.optimus.platform import environment as launch_env
+from megatron.optimus.platform import environment
 
 logger = logging.getLogger("optimus")
 _FORMAT = 1
 
 
 def load(path: Path | None = None) -> dict[str, Table]:
-    """Valid entries of the file (default: ``launch_env.tiles_file``) by device; none where there is no file."""
-    path = launch_env.tiles_file() if path is None else path
+    """Valid entries of the file (default: ``environment.tiles_file``) by device; none where there is no file."""
+    path = environment.tiles_file() if path is None else path
     tables, num_illegal = parse(_read(path))
     if num_illegal:
         logger.warning("tuned tiles: %d entries of %s are none of this version's and are not used", num_illegal, path)
@@ -61,7 +61,7 @@ def records(tables: Mapping[str, Mapping[str, Entry]]) -> dict[str, dict[str, An
 
 def save(device: str, entries: Mapping[str, Entry], path: Path | None = None) -> None:
     """Adds a device's entries to the file, over those of the same problems. Raises OSError if it cannot be written."""
-    path = launch_env.tiles_file() if path is None else path
+    path = environment.tiles_file() if path is None else path
     path.parent.mkdir(parents=True, exist_ok=True)
     with _turn(path):
         devices = dict(_read(path))

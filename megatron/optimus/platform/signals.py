@@ -1,8 +1,12 @@
-"""A signal asks a run to end well: the step goes on to its end, is saved, and then all ranks leave together.
+"""SIGINT while a program starts, SIGPIPE in commands that print, and signals that ask a training run to stop.
 
-Schedulers send SIGTERM before they kill, people press Ctrl-C, terminals are closed. Ranks hear of it at different
-moments, so a rank only notes the wish; the reduction that every step makes carries it to all, and they leave after the
-same step.
+Importing torch takes seconds, and an interrupt during an import prints a page of traceback. A program therefore calls
+``end_on_sigint`` before its imports and ``raise_on_sigint`` where its own handling of KeyboardInterrupt begins. A
+SIGINT that is ignored, as in a background job of a shell, stays ignored.
+
+While a run trains, ``StopRequest`` records the first of SIGTERM (sent by schedulers before they kill a job), SIGINT
+(Ctrl-C) and SIGHUP (a closed terminal). Ranks receive it at different moments, so it only sets a flag: the reduction
+that every step makes anyway carries the flag to all ranks, which then save and leave after the same step.
 """
 
 from __future__ import annotations
@@ -17,6 +21,23 @@ from typing import Any
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # One wish arrives several times: from the terminal, from the launcher, from mpiexec. Only a later one means "now".
 _ECHO_SECONDS = 1.0
+
+
+def end_on_sigint() -> None:
+    """From here on SIGINT ends the process at once, by the signal."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def raise_on_sigint() -> None:
+    """From here on SIGINT is a KeyboardInterrupt, as usual in Python."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def end_on_sigpipe() -> None:
+    """From here on a reader of this program's output that has enough, such as ``head``, ends it silently."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 class StopRequest:
