@@ -1,12 +1,12 @@
-"""Collectives that autograd understands: each forward beside its transpose, which is its backward.
+"""Collectives with a backward for autograd, asynchronous ones without, and their results under recomputation.
 
 All work on dim 0 ("rows"). ``rows_per_rank`` gives the rows of each rank of the group when they differ; None means
 that all ranks have the same number, which costs neither padding nor an exchange of counts.
 A group of None is a group of one: the collective is then the identity.
 
-Recomputation of activations must not communicate again: it would pay twice, and ranks would have to recompute in the
-same order. ``recording_contexts`` gives the two contexts for a computation and its repetition; inside them every
-collective of the forward keeps its result, and the repetition takes it from there.
+Recomputation of activations must not communicate again: that would double the traffic, and ranks would have to
+recompute in the same order. ``recording_contexts`` returns the two contexts for a forward pass and its recomputation:
+in the first every collective keeps its result, in the second it returns the result kept.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from megatron.optimus.platform.process_groups import all_gather_single, reduce_s
 Group = dist.ProcessGroup | None
 
 
-_current = threading.local()  # backward passes, and so repetitions, may run in threads of their own
+_current = threading.local()  # backward passes, and so recomputations, may run in their own threads
 
 
 def recording_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts in which ``compute_once`` keeps results, and in which it gives them back in the same order."""
+    """Returns a context in which ``compute_once`` keeps results, and one in which it returns them in the same order."""
     results: list[Any] = []
     return _Recording(results, is_replay=False), _Recording(results, is_replay=True)
 
 
 class _Recording(AbstractContextManager[None]):
-    """Keeps results in a list, or takes them from it: as often as it is entered, since a backward that is split in two
-    (zero-bubble pipelines) repeats the computation twice."""
+    """Keeps results in a list, or reads them from it. It can be entered again, as a backward that is split in two
+    (zero-bubble pipelines) recomputes twice."""
 
     def __init__(self, results: list[Any], *, is_replay: bool) -> None:
         self._results, self._is_replay = results, is_replay
@@ -50,7 +50,7 @@ class _Recording(AbstractContextManager[None]):
 
 
 def compute_once(compute: Callable[..., Tensor], *args: Any) -> Tensor:
-    """``compute(*args)``, or what it gave when the computation under repetition was first run."""
+    """Returns ``compute(*args)``, or under recomputation the result that the forward pass kept."""
     record = getattr(_current, "record", None)
     if record is None:
         return compute(*args)
@@ -58,23 +58,23 @@ def compute_once(compute: Callable[..., Tensor], *args: Any) -> Tensor:
     if replay is not None:
         return next(replay).detach()
     result = compute(*args)
-    results.append(result.detach())  # an alias: autograd will hang its graph on the tensor that is returned
+    results.append(result.detach())  # detached, as autograd attaches its graph to the tensor that is returned
     return result
 
 
 def is_recording() -> bool:
-    """Whether results are kept for, or taken in, a repetition."""
+    """Whether results are kept for a recomputation, or read in it."""
     return getattr(_current, "record", None) is not None
 
 
 def is_replaying() -> bool:
-    """Whether this is the repetition."""
+    """Whether this is the recomputation."""
     record = getattr(_current, "record", None)
     return record is not None and record[0] is not None
 
 
 def exchange_row_counts(num_rows: int, group: Group, device: torch.device) -> list[int]:
-    """Rows of every rank of the group, in rank order. Waits for the device once."""
+    """Returns the number of rows of every rank of the group, in rank order. Waits for the device once."""
     if group is None:
         return [num_rows]
     mine = torch.tensor([num_rows], dtype=torch.int64, device=device)
@@ -84,44 +84,44 @@ def exchange_row_counts(num_rows: int, group: Group, device: torch.device) -> li
 
 
 def all_gather_rows(x: Tensor, group: Group, rows_per_rank: list[int] | None = None) -> Tensor:
-    """[T_r, ...] on rank r -> [sum T_r, ...] on every rank; the backward sums gradients over ranks."""
+    """All-gathers rows: [T_r, ...] on rank r -> [sum T_r, ...] on every rank. Backward: reduce-scatter."""
     return x if group is None else _AllGather.apply(x, group, rows_per_rank)
 
 
 def reduce_scatter_rows(x: Tensor, group: Group, rows_per_rank: list[int] | None = None) -> Tensor:
-    """[sum T_r, ...] on every rank -> the sum over ranks of this rank's rows [T_r, ...]."""
+    """Reduce-scatters rows: [sum T_r, ...] on every rank -> the sum of its rows [T_r, ...]. Backward: all-gather."""
     return x if group is None else _ReduceScatter.apply(x, group, rows_per_rank)
 
 
 def all_to_all_rows(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
-    """Blocks of ``send`` rows go to the ranks of the group, blocks of ``receive`` rows come back, in rank order."""
+    """Sends ``send[r]`` rows to rank r and receives ``receive[r]`` from it, in rank order. Backward: the reverse."""
     return x if group is None else _AllToAll.apply(x, send, receive, group)
 
 
 def start_all_to_all_rows(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> PendingRows:
-    """``all_to_all_rows`` started: what is queued before ``wait`` is computed beside it, and in the backward that
-    whose forward lies between the two."""
+    """Starts ``all_to_all_rows``; it overlaps with the work queued before ``wait``, and the backward's all-to-all with
+    the backward of that work."""
     pending = _PendingAllToAll(send, receive, group)
     return PendingRows(_StartAllToAll.apply(x, pending), pending)
 
 
 def copy_to_ranks(x: Tensor, group: Group) -> Tensor:
-    """The same x on all ranks, each of which uses it for a part of the work; the backward sums their gradients."""
+    """Identity; backward: all-reduce. For an input that every rank has and uses for its part of the work."""
     return x if group is None else _AllReduce.apply(x, group, False, True)
 
 
 def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
-    """The sum of the ranks' x on all of them, which then all do the same; the backward hands the gradient on."""
+    """All-reduce; backward: identity. For a sum that all ranks then use in the same way."""
     return x if group is None else _AllReduce.apply(x, group, True, False)
 
 
 def sum_over_ranks_both_ways(x: Tensor, group: Group) -> Tensor:
-    """The sum of the ranks' x on all of them, each of which uses it for a part of the work; the backward sums too."""
+    """All-reduce; backward: all-reduce. For a sum that each rank uses for its part of the work."""
     return x if group is None else _AllReduce.apply(x, group, True, True)
 
 
 def gather_columns(x: Tensor, group: Group) -> Tensor:
-    """[T, V_r] on rank r -> [T, sum V_r] on all ranks, which then all do the same; equal V_r on all ranks."""
+    """All-gathers columns: [T, V_r] on rank r -> [T, sum V_r], with equal V_r. Backward: this rank's columns."""
     return x if group is None else _GatherColumns.apply(x, group)
 
 
@@ -159,14 +159,14 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _PendingAllToAll:
-    """What the two ends of an all-to-all know of each other, in the forward and for the gradients in the backward."""
+    """State shared by the start and the end of an all-to-all, in the forward and in the backward."""
 
     def __init__(self, send: list[int], receive: list[int], group: dist.ProcessGroup) -> None:
         self.send, self.receive, self.group = send, receive, group
         self.started: AsyncCollective | None = None
 
     def start(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        """Begins to exchange x; what is returned fills up until ``end``."""
+        """Starts to exchange x; the tensor returned is valid after ``end``."""
         self.started = start_all_to_all(x, send, receive, self.group)
         return self.started.result
 
@@ -177,7 +177,7 @@ class _PendingAllToAll:
 
 
 class PendingRows:
-    """Rows on their way; ``wait`` is to be called once."""
+    """An all-to-all that was started; ``wait`` returns its rows and is to be called once."""
 
     def __init__(self, sent: Tensor, pending: _PendingAllToAll) -> None:
         self._sent, self._pending = sent, pending
@@ -187,7 +187,7 @@ class PendingRows:
 
 
 class _StartAllToAll(torch.autograd.Function):
-    """Its output only ties the two ends together: rows that have not arrived must not be seen by autograd."""
+    """Starts the exchange. Its output only links the graph's two nodes: autograd must not see rows too early."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, pending: _PendingAllToAll) -> Tensor:
@@ -240,7 +240,7 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class AsyncCollective:
-    """Communication under way. Work that does not need its result is queued before ``wait``."""
+    """A collective that was started; work that does not need its result can be queued before ``wait``."""
 
     def __init__(
         self,
@@ -250,9 +250,9 @@ class AsyncCollective:
         finish: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._works = works if isinstance(works, list) else [works]
-        self.result = result  # not there before ``wait``
-        self._source = source  # must live until it has been read
-        self._finish = finish  # what is left to be done with the result
+        self.result = result  # valid after ``wait``
+        self._source = source  # must live until the collective has read it
+        self._finish = finish  # applied to the result, such as removing padding
 
     def wait(self) -> Tensor:
         for work in self._works:
@@ -261,7 +261,7 @@ class AsyncCollective:
 
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | None = None) -> AsyncCollective:
-    """[T_r, ...] on rank r -> [sum T_r, ...]; outside autograd."""
+    """Starts an all-gather, [T_r, ...] on rank r -> [sum T_r, ...]; outside autograd."""
     x = _padded(_to_send(x), rows_per_rank)
     out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
     work = all_gather_single(out, x, group=group, async_op=True)
@@ -273,7 +273,7 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[in
 def start_reduce_scatter(
     x: Tensor, group: dist.ProcessGroup, rows_per_rank: list[int] | None = None
 ) -> AsyncCollective:
-    """[sum T_r, ...] of each rank -> this rank's T_r rows of their sum; outside autograd."""
+    """Starts a reduce-scatter, [sum T_r, ...] on each rank -> this rank's T_r rows of the sum; outside autograd."""
     x = _with_padding(_to_send(x), rows_per_rank)
     out = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
     work = reduce_scatter_single(out, x, group=group, async_op=True)
@@ -282,20 +282,20 @@ def start_reduce_scatter(
 
 
 def start_all_to_all(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> AsyncCollective:
-    """As ``all_to_all_rows``; outside autograd."""
+    """Starts ``all_to_all_rows``; outside autograd."""
     x, out = _to_send(x), x.new_empty(sum(receive), *x.shape[1:])
     return AsyncCollective(dist.all_to_all_single(out, x, receive, send, group=group, async_op=True), out, x)
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> AsyncCollective:
-    """The ranks' sum, in place; outside autograd."""
+    """Starts an all-reduce in place; outside autograd."""
     return AsyncCollective(dist.all_reduce(x, group=group, async_op=True), x, x)
 
 
 def start_ring_shift(x: Tensor, out: Tensor, step: int, group: dist.ProcessGroup) -> AsyncCollective:
-    """x goes to the rank ``step`` places on in the group, round and round; ``out`` is filled by the one as far before.
+    """Starts to send x to rank + step and to receive ``out`` from rank - step, modulo the group's size.
 
-    Both are contiguous. Point-to-point, and outside autograd. All ranks call it with the same step.
+    Both tensors are contiguous. Point-to-point, outside autograd. All ranks call it with the same step.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     following = dist.get_global_rank(group, (rank + step) % size)
@@ -307,9 +307,12 @@ def start_ring_shift(x: Tensor, out: Tensor, step: int, group: dist.ProcessGroup
 
 
 def all_gather_blocks(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """(rank, its x) for every rank of the group, this one first and the others as they come.
+    """Yields (rank, its x) for every rank of the group: this rank's first, the others as they arrive.
 
-    [T, ...] each, contiguous; they come to lie in ``out`` [size * T, ...], but for this rank's own. Outside autograd.
+    Args:
+        x: this rank's block, contiguous [T, ...].
+        out: [size * T, ...], filled with the blocks of all ranks except this rank's own.
+        group: the ranks. Outside autograd.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     blocks = out.chunk(size)
@@ -320,7 +323,7 @@ def all_gather_blocks(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Itera
 
 
 def all_gather_without_grad(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``start_all_gather`` and its end."""
+    """All-gathers rows of equal number on every rank; outside autograd."""
     return start_all_gather(x, group).wait()
 
 
@@ -346,19 +349,19 @@ def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: dist.Proc
 
 
 def _to_send(x: Tensor) -> Tensor:
-    """Without its graph: a library's threads let go of what was sent, and of its graph, some time after ``wait``."""
+    """Contiguous and detached: communication threads release the tensor, and its graph, some time after ``wait``."""
     return x.detach().contiguous()
 
 
 def _padded(x: Tensor, rows_per_rank: list[int] | None) -> Tensor:
-    """Rows of zeros up to the largest rank's count: the backends move equal blocks only."""
+    """Pads with zero rows to the largest rank's count, as backends gather equal blocks only."""
     if rows_per_rank is None or x.shape[0] == max(rows_per_rank):
         return x
     return torch.cat([x, x.new_zeros(max(rows_per_rank) - x.shape[0], *x.shape[1:])])
 
 
 def _with_padding(x: Tensor, rows_per_rank: list[int] | None) -> Tensor:
-    """All ranks' rows, each rank's padded."""
+    """Pads the rows of each rank."""
     if rows_per_rank is None:
         return x
     return torch.cat([_padded(block, rows_per_rank) for block in x.split(rows_per_rank)])

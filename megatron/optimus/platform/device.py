@@ -1,4 +1,7 @@
-"""The only place that knows cuda from xpu from cpu (kernels in ops/ aside). Everything else gets a ``torch.device``."""
+"""Everything that differs between CUDA, XPU and CPU, except for the kernels in ops/ and deepspeed_ext.
+
+Other modules take a ``torch.device`` and call these functions; torch.cuda and torch.xpu are named in this file only.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +36,19 @@ _PEAK_FLOPS: list[tuple[str, dict[torch.dtype, float]]] = [
 
 
 def default_kind() -> str:
-    """The first of cuda, xpu and cpu that torch sees here."""
+    """Returns the first of "cuda", "xpu" and "cpu" that torch finds on this machine."""
     return "cuda" if torch.cuda.is_available() else "xpu" if torch.xpu.is_available() else "cpu"
 
 
 def pick(device: Device, local_rank: int) -> torch.device:
-    """The device of this rank; ``auto`` prefers cuda, then xpu, then cpu.
+    """Returns the device of this rank; ``auto`` prefers cuda, then xpu, then cpu.
 
-    Raises ConfigError where the kind is missing or a node has more ranks than devices.
+    Args:
+        device: the option ``device``.
+        local_rank: number of this rank on its node, which is the number of its device.
+
+    Raises:
+        ConfigError: where there is no such device, or a node has more ranks than devices.
     """
     kind = device.value
     if device is Device.AUTO:
@@ -64,13 +72,13 @@ def _accelerator(kind: str) -> ModuleType:
 
 
 def set_device(device: torch.device) -> None:
-    """Makes ``device`` the default of its kind; nothing to do on cpu."""
+    """Makes ``device`` the current device of this process; does nothing on cpu."""
     if device.type != "cpu":
         _accelerator(device.type).set_device(device)
 
 
 def backend_for(device: torch.device, backend: Backend) -> str:
-    """The torch.distributed backend; ``auto`` by device. Raises ConfigError where it cannot serve the device."""
+    """Returns the torch.distributed backend. Raises ConfigError where it cannot move tensors of the device."""
     own = _BACKENDS[device.type]
     if backend not in (Backend.AUTO, Backend.GLOO, own):
         raise ConfigError(f"distributed_backend={backend.value} does not serve {device.type}; use {own.value} or auto")
@@ -84,11 +92,11 @@ def synchronize(device: torch.device) -> None:
 
 
 class DeviceEvent:
-    """A point in the work queued on a device: passed when all that was queued before is done. Nobody waits for it."""
+    """A timing event on the current stream of a device, recorded when it is created; the host clock on cpu."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: Any = None
-        self._time = time.perf_counter()  # a cpu queues nothing
+        self._time = time.perf_counter()  # for cpu, where work is done when its call returns
         if device.type != "cpu":
             module = _accelerator(device.type)
             self._event = module.Event(enable_timing=True)
@@ -96,10 +104,11 @@ class DeviceEvent:
 
     @property
     def is_done(self) -> bool:
+        """Whether all work queued before the event is done; does not wait."""
         return self._event is None or bool(self._event.query())
 
     def seconds_since(self, earlier: DeviceEvent) -> float:
-        """Between the passing of both, by the device's clock; waits until this one is passed."""
+        """Returns the device's time between two events; waits for this one."""
         if self._event is None:
             return self._time - earlier._time
         self._event.synchronize()
@@ -107,7 +116,7 @@ class DeviceEvent:
 
 
 class AsyncHostCopy:
-    """Tensors of one device on their way to the host; the host does not wait for them before ``read``."""
+    """A copy of tensors from one device to the host that does not block the host before ``read``."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._copies = list(tensors)
@@ -120,7 +129,7 @@ class AsyncHostCopy:
             self._event.record()
 
     def read(self) -> list[Tensor]:
-        """The copies; waits until the device has come as far as to make them, not for what was queued later."""
+        """Returns the copies; waits for them, but not for work that was queued later."""
         if self._event is not None:
             self._event.synchronize()
         return self._copies
@@ -128,14 +137,20 @@ class AsyncHostCopy:
 
 @functools.cache
 def _side_stream(device: torch.device) -> Any:
-    return _accelerator(device.type).Stream(device, priority=-1)  # else it would wait for what it is to run beside
+    return _accelerator(device.type).Stream(
+        device, priority=-1
+    )  # else its work would wait for the work it is to overlap
 
 
 def on_side_stream(device: torch.device, work: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:
-    """Queues ``work``, after all that is queued so far and beside what will be; later work waits for it from where the
-    function that is returned is called, which gives its results. On cpu it is done at once.
+    """Runs ``work`` on a side stream, after all work queued so far and overlapping with what is queued next.
 
-    What it reads must live until then.
+    Args:
+        device: device of the work; on cpu it runs at once.
+        work: queues kernels and returns their results; the tensors it reads must live until the results are fetched.
+
+    Returns:
+        A function that makes the current stream wait for ``work`` and returns its results.
     """
     if device.type == "cpu":
         results = work()
@@ -149,7 +164,7 @@ def on_side_stream(device: torch.device, work: Callable[[], Sequence[Tensor]]) -
     def join() -> Sequence[Tensor]:
         here = module.current_stream(device)
         here.wait_event(done)
-        for result in results:  # they belong to the other stream's memory, which must not be used again too early
+        for result in results:  # allocated on the side stream, which must not reuse their memory too early
             result.record_stream(here)
         return results
 
@@ -157,51 +172,50 @@ def on_side_stream(device: torch.device, work: Callable[[], Sequence[Tensor]]) -
 
 
 def overlaps_collectives(device: torch.device) -> bool:
-    """Whether exchanges by the collective library are started beside computation that fills the device.
+    """Whether to overlap the expert dispatch's collectives with GEMMs that fill the device.
 
-    Not on CUDA, where they are kernels: the blocks of a persistent product hold the registers of every multiprocessor,
-    so an exchange waits for them or delays those whose place it takes, each of which has a fixed share of the tiles.
-    Four H200, Mula-20B with four layers, experts over all, all-gather: a step of 128.5 ms with nothing beside the
-    router and the last product of the experts' backward, 129.8 with both (a backward in halves takes 1% longer than a
-    whole one, too; benchmarks/results/layout_speed_moe20b_h200x4.json). Copy engines take no multiprocessors: what they
-    move is started beside (moe/dispatch/symmetric.py). On XPU it is not measured.
+    Not on CUDA: NCCL's collectives are kernels, and the blocks of a persistent GEMM hold the registers of every
+    multiprocessor, so that a collective waits for them or delays those whose place it takes. Overlapping made a step of
+    Mula-20B with four layers on four H200 1% slower (benchmarks/results/layout_speed_moe20b_h200x4.json). Transfers by
+    copy engines take no multiprocessors and do overlap (moe/dispatch/symmetric.py). Not measured on XPU.
     """
     return device.type != "cuda"
 
 
 def without_peer_access(device: torch.device, others: list[int]) -> list[int]:
-    """Which of the CUDA devices with these numbers, as far as this process sees them, cannot share memory with it."""
+    """Returns those of the CUDA devices ``others``, if visible here, that have no peer access to ``device``."""
     seen = [other for other in others if other != device.index and other < torch.cuda.device_count()]
     return [other for other in seen if not torch.cuda.can_device_access_peer(device, other)]
 
 
 def is_asynchronous(device: torch.device) -> bool:
-    """Whether work is queued on ``device`` while the host goes on."""
+    """Whether kernels of ``device`` run asynchronously to the host."""
     return device.type != "cpu"
 
 
 def memory_allocated(device: torch.device) -> int:
-    """Bytes of live tensors; 0 on cpu, where torch keeps no count."""
+    """Returns the bytes of live tensors; 0 on cpu, where torch keeps no count."""
     return 0 if device.type == "cpu" else int(_accelerator(device.type).memory_allocated(device))
 
 
 def peak_memory(device: torch.device) -> int:
-    """Largest ``memory_allocated`` since the start or ``reset_peak_memory``; 0 on cpu."""
+    """Returns the largest ``memory_allocated`` since the start or ``reset_peak_memory``; 0 on cpu."""
     return 0 if device.type == "cpu" else int(_accelerator(device.type).max_memory_allocated(device))
 
 
 def reset_peak_memory(device: torch.device) -> None:
+    """Restarts the measurement of ``peak_memory``."""
     if device.type != "cpu":
         _accelerator(device.type).reset_peak_memory_stats(device)
 
 
 def device_name(device: torch.device) -> str:
-    """The product name ("NVIDIA H200"), or "cpu"."""
+    """Returns the product name ("NVIDIA H200"), or "cpu"."""
     return "cpu" if device.type == "cpu" else str(_accelerator(device.type).get_device_name(device))
 
 
 def peak_flops(name: str, dtype: torch.dtype) -> float | None:
-    """Dense peak in FLOP/s of the device called ``name`` in ``dtype``; None where unknown (MFU is then null)."""
+    """Returns the dense peak in FLOP/s of a device by its name; None where unknown (MFU is then null)."""
     for part, peaks in _PEAK_FLOPS:
         if part in name:
             return peaks.get(dtype)
@@ -209,24 +223,24 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
 
 
 def set_deterministic(enabled: bool) -> None:
-    """Refuses (RuntimeError at the call) kernels whose result can change from run to run. Call before the first one."""
+    """Makes torch refuse kernels that are not deterministic (RuntimeError at the call); call before the first."""
     if enabled:
         environment.set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not deterministic without it
-        environment.set_default("NCCL_ALGO", "^NVLS")  # switches that reduce add in the order of arrival
+        environment.set_default("NCCL_ALGO", "^NVLS")  # in-switch reductions add in the order of arrival
     torch.use_deterministic_algorithms(enabled)
     torch.backends.cudnn.benchmark = False
 
 
 def set_cpu_threads(launch: RankEnvironment) -> int:
-    """Gives this rank OMP_NUM_THREADS, or else its share of the node's cores, and returns it.
+    """Sets torch's CPU threads to OMP_NUM_THREADS or else to an equal share of the node's cores, and returns it.
 
-    torchrun would leave one thread to each rank, no launcher all cores to each. mpiexec and srun may have bound the
-    process to cores of its own; those are not divided again.
+    torchrun would give each rank one thread, and a start without a launcher all cores. mpiexec and srun may have bound
+    the process to its own cores; those are not divided again.
     """
-    asked = environment.requested_threads()
-    if asked is not None:
-        torch.set_num_threads(asked)
-        return asked
+    requested = environment.requested_threads()
+    if requested is not None:
+        torch.set_num_threads(requested)
+        return requested
     count = os.cpu_count() or 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else count  # macOS cannot bind
     is_bound = launch.launcher in (Launcher.MPI, Launcher.SLURM) and cores < count

@@ -1,6 +1,6 @@
-"""Who am I among the processes of this run? The only reader (and writer) of the process environment.
+"""Reads rank, local rank and world size from the launcher's environment; no other module uses os.environ.
 
-Launchers tell a process its place through variables of their own:
+Launchers pass these through variables of their own:
 
     torchrun                 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
     mpiexec (Open MPI)       OMPI_COMM_WORLD_{RANK,SIZE,LOCAL_RANK,LOCAL_SIZE}
@@ -35,6 +35,8 @@ _DEFAULT_PORT = 29500
 
 
 class Launcher(str, Enum):
+    """The launcher whose variables were found."""
+
     TORCHRUN = "torchrun"
     MPI = "mpi"
     SLURM = "slurm"
@@ -43,7 +45,7 @@ class Launcher(str, Enum):
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """This process's place in the run."""
+    """Rank and world size of this process, and where rank 0 listens."""
 
     rank: int
     world_size: int
@@ -73,9 +75,10 @@ class RankEnvironment:
 
 
 def detect(environ: Mapping[str, str] | None = None) -> RankEnvironment:
-    """This process's place, from ``environ`` (default: of the process).
+    """Reads the rank environment from ``environ`` (default: that of this process).
 
-    Raises ConfigError where variables contradict each other or nothing says where rank 0 listens.
+    Raises:
+        ConfigError: where variables contradict each other, or nothing says where rank 0 listens.
     """
     env = os.environ if environ is None else environ
     found = _rank_and_size(env)
@@ -93,10 +96,10 @@ def detect(environ: Mapping[str, str] | None = None) -> RankEnvironment:
 
 
 def worker_index_and_count(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
-    """(index, number) of this process among those that divide independent work, such as files, between them.
+    """Returns (index, count) of this process among those that share independent work, such as files.
 
-    Processes of one launch as ``detect`` finds them, times the tasks of a SLURM job array. Unlike ``detect`` it needs
-    no address of rank 0, as these never talk. A PBS array does not say how many tasks it has.
+    Counts the processes of one launch, as ``detect`` does, times the tasks of a SLURM job array. Unlike ``detect`` it
+    needs no address of rank 0, as these processes do not communicate. PBS does not tell the number of an array's tasks.
     """
     env = os.environ if environ is None else environ
     found = _rank_and_size(env)
@@ -112,9 +115,11 @@ def worker_index_and_count(environ: Mapping[str, str] | None = None) -> tuple[in
 
 
 def export(launch: RankEnvironment, device_type: str) -> None:
-    """Writes the place as torchrun's variables, for libraries that read nothing else (DeepSpeed: LOCAL_RANK).
+    """Sets torchrun's variables in this process, for libraries that read nothing else (DeepSpeed: LOCAL_RANK).
 
-    ``device_type`` ("cpu", "cuda" or "xpu") keeps DeepSpeed from choosing another device than ours.
+    Args:
+        launch: what to write.
+        device_type: "cpu", "cuda" or "xpu", so that DeepSpeed chooses the same accelerator.
     """
     os.environ.update(
         RANK=str(launch.rank),
@@ -128,12 +133,12 @@ def export(launch: RankEnvironment, device_type: str) -> None:
 
 
 def current() -> dict[str, str]:
-    """A copy of this process's environment, for those who start other processes."""
+    """Returns a copy of this process's environment, to start other processes with."""
     return dict(os.environ)
 
 
 def for_local_rank(rank: int, num_ranks: int, master_port: int) -> dict[str, str]:
-    """The environment of this process plus torchrun's variables for one of ``num_ranks`` ranks of this machine."""
+    """Returns this environment plus torchrun's variables for one of ``num_ranks`` ranks on this machine."""
     return {
         **os.environ,
         "RANK": str(rank),
@@ -151,8 +156,13 @@ def set_default(name: str, value: str) -> None:
 
 
 def requested_threads() -> int | None:
-    """OMP_NUM_THREADS (of nested levels, the first), if the user has set it. torchrun's own 1, which it gives to every
-    process where nothing was said, is no such wish. Raises ConfigError for what is no positive number."""
+    """Returns OMP_NUM_THREADS (its first level) if the user has set it, else None.
+
+    The 1 that torchrun sets where the user set nothing does not count.
+
+    Raises:
+        ConfigError: where it is not a positive number.
+    """
     text = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if not text or (text == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
         return None
@@ -164,7 +174,7 @@ def requested_threads() -> int | None:
 
 
 def tiles_file() -> Path:
-    """Where tuned tiles of the Triton kernels are kept: OPTIMUS_TILES, or a file in the user's cache."""
+    """Returns the file of tuned Triton tile sizes: OPTIMUS_TILES, or one in the user's cache folder."""
     named = os.environ.get("OPTIMUS_TILES", "")
     if named:
         return Path(named)
@@ -173,12 +183,12 @@ def tiles_file() -> Path:
 
 
 def node_name() -> str:
-    """What the ranks of one machine share and no other machine has: some clusters call every node ``localhost``."""
+    """Returns a name that is unique to this machine; the host name is not, where every node is called ``localhost``."""
     return f"{socket.gethostname()} {boot_id()}"
 
 
 def boot_id() -> str:
-    """Of the running kernel; empty where it tells none."""
+    """Returns the boot id of the running kernel; empty where there is none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -186,13 +196,14 @@ def boot_id() -> str:
 
 
 def free_port() -> int:
+    """Returns a TCP port that is free on this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def rendezvous_port() -> int:
-    """A port for rank 0 of a run, which may start on another node: free here, and outside of the range that systems
+    """Returns a port for rank 0, which may run on another node: free here, and not one of those that operating systems
     give to outgoing connections."""
     for port in random.sample(range(20000, 30000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -202,7 +213,7 @@ def rendezvous_port() -> int:
 
 
 def _integer(env: Mapping[str, str], *names: str) -> int | None:
-    """The first of the variables that is set. Raises ConfigError unless it is a whole number >= 0."""
+    """Returns the first of the variables that is set. Raises ConfigError unless it is a whole number >= 0."""
     for name in names:
         text = env.get(name, "").strip()
         if text:
@@ -213,7 +224,7 @@ def _integer(env: Mapping[str, str], *names: str) -> int | None:
 
 
 def _rank_and_size(env: Mapping[str, str]) -> tuple[Launcher, int, int] | None:
-    """(launcher, rank, world size), or None when nothing launched us."""
+    """Returns (launcher, rank, world size), or None without a launcher."""
     for launcher, rank_name, size_names in (
         (Launcher.TORCHRUN, "RANK", ("WORLD_SIZE",)),
         (Launcher.MPI, "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
@@ -297,7 +308,7 @@ def _first_slurm_host(nodes: str) -> str:
 
 
 def _port_of_job(env: Mapping[str, str]) -> int:
-    """A port that all ranks of a job agree on and two jobs on one node seldom share."""
+    """Returns a port from the job's number: the same on all ranks, seldom that of another job on the node."""
     digits = re.match(r"\d+", env.get("SLURM_JOB_ID") or env.get("PBS_JOBID") or "")
     return 20000 + int(digits[0]) % 10000 if digits else _DEFAULT_PORT
 

@@ -1,4 +1,4 @@
-"""The logger "optimus": rank 0 speaks, the others only complain."""
+"""The logger "optimus": rank 0 logs at INFO, other ranks log warnings and errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 
 def counted(number: int, noun: str) -> str:
-    """ "1 rank", "2 ranks" """
+    """Returns the number with its noun in singular or plural: "1 rank", "2 ranks"."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
@@ -28,7 +28,7 @@ class _StdoutHandler(logging.StreamHandler):
 
 
 def setup(rank: int) -> logging.Logger:
-    """Sets the logger up and returns it; a second call replaces the first.
+    """Configures the logger and returns it; a second call replaces the first.
 
     Rank 0 writes ``[time] message`` from INFO on, every other rank ``[time] rank <r>: message`` from WARNING on.
     """

@@ -1,4 +1,4 @@
-"""Start and end of torch.distributed, the same for one process and for thousands."""
+"""Joins and leaves torch.distributed's process group of all ranks."""
 
 from __future__ import annotations
 
@@ -22,15 +22,21 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def init(launch: RankEnvironment, device: torch.device, backend: Backend, timeout: timedelta) -> None:
-    """Joins the process group of all ranks; returns when all of them have come. Collective.
+    """Joins the process group of all ranks and returns when all of them have joined. Collective.
 
-    ``timeout`` bounds the meeting and every later collective. Raises ConfigError where rank 0 cannot listen or some
-    ranks do not come.
+    Args:
+        launch: this process's rank and where rank 0 listens.
+        device: the device of this rank.
+        backend: ``distributed_backend``; AUTO chooses by device.
+        timeout: limit of the rendezvous and of every later collective.
+
+    Raises:
+        ConfigError: where rank 0 cannot listen or some ranks do not join.
     """
     if dist.is_initialized():
         raise RuntimeError("torch.distributed is already initialised; call shutdown() first")
     address = f"[{launch.master_addr}]" if ":" in launch.master_addr else launch.master_addr  # IPv6
-    # A process alone has nobody to meet: no port, which another program could have taken since it was found free.
+    # A single process needs no port, which another program could have taken since it was found free.
     is_alone = launch.launcher is Launcher.ALONE
     try:
         dist.init_process_group(
@@ -57,7 +63,7 @@ _GONE = ("Connection reset by peer", "Connection closed by peer", "Broken pipe",
 
 
 def lost_peer_reason(error: RuntimeError) -> str | None:
-    """What a collective said, if it failed because another rank has ended, and not for a reason of its own."""
+    """Returns the reason in a collective's error if it failed because another rank has ended; None for other errors."""
     text = str(error)
     if "gloo" not in text and not isinstance(error, dist.DistError):
         return None
@@ -71,7 +77,7 @@ def shutdown() -> None:
 
 
 def leave_after_error(leave: Callable[[], None], seconds: float = 5.0) -> None:
-    """Calls ``leave``, which destroys process groups, and returns when it has ended, or after ``seconds``.
+    """Calls ``leave``, which destroys process groups, and returns when it is done, or after ``seconds``.
 
     A collective that waits for a rank that will not come holds the destruction of its group up to the collective's own
     time-out, which is minutes or hours. The thread that waits is then left behind; the process can still end.

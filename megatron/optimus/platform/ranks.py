@@ -1,6 +1,7 @@
-"""How ranks that each did something alone agree whether all of them succeeded.
+"""Runs work on all ranks of a process group, and turns an error on one rank into an error on every rank.
 
-One small all-reduce each: whatever fails on any rank, every rank learns it at the same point and none waits forever.
+Each rank does its part without communicating; one small all-reduce then tells all ranks whether any of them failed. So
+every rank raises at the same point, and no rank waits in a later collective for one that has left.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-REPORTED_BY_ANOTHER_RANK = "optimus_reported_by_another_rank"  # attribute of an error that another rank reports
+# Attribute of an error: True on every rank but the first that failed, whose message is the one to print.
+REPORTED_BY_ANOTHER_RANK = "optimus_reported_by_another_rank"
 NO_FAILURE = 1 << 62
 _ERRNO_LIMIT = 1 << 12
 T = TypeVar("T")
@@ -22,7 +24,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """The action's result or its error: a rank that fails must still take part in the agreement that follows."""
+    """Returns (result, None) or (None, error): a rank that fails must still join the collective that follows."""
     try:
         return action(), None
     except Exception as error:
@@ -30,15 +32,18 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 @functools.cache
-def _stream_aside(device: torch.device) -> torch.Stream:
-    """One for all: they are given out of a small pool, so that a new one each time would come to be that of a copy."""
+def _side_stream(device: torch.device) -> torch.Stream:
+    """The stream of these collectives. One for all, as torch reuses a small pool of streams: a new one each time would
+    sometimes be one that copies run on."""
     return torch.Stream(device)
 
 
 class Ranks:
-    """The ranks that act together: a process group (None: all ranks, or this process alone without one).
+    """The ranks of a process group, with small host-side collectives over them.
 
-    ``device``: where the group's backend wants its tensors ("cpu" for gloo, the rank's accelerator for nccl, xccl).
+    Args:
+        group: the process group; None is all ranks, or this process where torch.distributed is not initialised.
+        device: where the group's backend takes tensors: "cpu" for gloo, the rank's accelerator for nccl and xccl.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device | str) -> None:
@@ -50,7 +55,7 @@ class Ranks:
 
     @classmethod
     def alone(cls) -> Ranks:
-        """This process by itself, whatever process groups exist."""
+        """Returns a group of this process only, whatever process groups exist."""
         ranks = cls.__new__(cls)
         ranks._group, ranks._device, ranks.rank, ranks.size = None, "cpu", 0, 1
         return ranks
@@ -64,7 +69,7 @@ class Ranks:
         return self._device
 
     def broadcast(self, values: list[int]) -> list[int]:
-        """Rank 0's integers (below 2^63), on every rank."""
+        """Returns rank 0's integers (below 2^63) on every rank. Collective."""
         if self.size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.int64, device=self._device)
@@ -72,7 +77,7 @@ class Ranks:
         return tensor.tolist()
 
     def broadcast_bytes(self, data: bytes) -> bytes:
-        """Rank 0's bytes, on every rank. Collective."""
+        """Returns rank 0's bytes on every rank. Collective."""
         [size] = self.broadcast([len(data)])
         if self.size == 1 or size == 0:
             return data
@@ -84,7 +89,7 @@ class Ranks:
         return tensor.cpu().numpy().tobytes()
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, in rank order, on every rank. Collective; padded to the longest."""
+        """Returns the bytes of all ranks in rank order. Collective; messages are padded to the longest."""
         if self.size == 1:
             return [data]
         sizes = torch.zeros(self.size, dtype=torch.int64, device=self._device)
@@ -98,12 +103,12 @@ class Ranks:
         return [rows[rank, :length].tobytes() for rank, length in enumerate(lengths)]
 
     def start_all_reduce_min(self, value: int) -> Callable[[], int]:
-        """Begins to find the lowest of the ranks' numbers; the result waits for it. Collective."""
+        """Starts an all-reduce of the minimum; the function returned waits for it and returns it. Collective."""
         if self.size == 1:
             return lambda: value
-        # On a stream of its own: reading the result must not wait for the computation that was queued meanwhile.
+        # On its own stream: reading the result must not wait for the computation that was queued meanwhile.
         is_cpu = torch.device(self._device).type == "cpu"
-        stream = contextlib.nullcontext() if is_cpu else _stream_aside(torch.device(self._device))
+        stream = contextlib.nullcontext() if is_cpu else _side_stream(torch.device(self._device))
         with stream:
             tensor = torch.tensor([value], dtype=torch.int64, device=self._device)
             work = dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
@@ -116,25 +121,33 @@ class Ranks:
         return result
 
     def encode_failure(self, error: Exception | None) -> int:
-        """A number for ``start_all_reduce_min``: below NO_FAILURE for an error, and the lower the lower the rank."""
+        """Returns a number whose minimum over ranks is the first rank's failure; NO_FAILURE where ``error`` is None."""
         if error is None:
             return NO_FAILURE
         number = error.errno or 0 if isinstance(error, OSError) else 0
         return self.rank * _ERRNO_LIMIT + min(number, _ERRNO_LIMIT - 1)
 
     def decode_failure(self, code: int) -> tuple[int, int] | None:
-        """(rank, errno or 0) that ``encode_failure`` gave; None for NO_FAILURE and above."""
+        """Returns the (rank, errno or 0) of an ``encode_failure`` number; None for NO_FAILURE and above."""
         return None if code >= NO_FAILURE else divmod(code, _ERRNO_LIMIT)
 
     def first_failure(self, error: Exception | None) -> tuple[int, int] | None:
-        """(rank, errno or 0) of the lowest rank that gave an error; None when no rank did. Collective."""
+        """Returns (rank, errno or 0) of the lowest rank that has an error; None where no rank has. Collective."""
         return self.decode_failure(self.start_all_reduce_min(self.encode_failure(error))())
 
     def run_on_all_ranks(self, action: Callable[[], T], task: str, error_type: type[Exception]) -> T:
-        """Runs ``action`` on every rank; its result, if it succeeded everywhere. Collective.
+        """Runs ``action`` on every rank and raises on all of them if it failed on any. Collective.
 
-        Raises ``error_type`` on every rank when it raised anything on any rank, naming the rank. ``action`` must not
-        communicate: the others could not know that one has left.
+        Args:
+            action: this rank's part; must not communicate, as other ranks could not know that one has left.
+            task: what is done, for the message: "<task> failed on rank <r>: <reason>".
+            error_type: class of the error to raise.
+
+        Returns:
+            This rank's result.
+
+        Raises:
+            error_type: on every rank, where ``action`` raised on any rank.
         """
         result, error = attempt(action)
         failure = self.first_failure(error)
@@ -145,12 +158,12 @@ class Ranks:
     def failure_error(
         self, failure: tuple[int, int], error: Exception | None, task: str, error_type: type[Exception]
     ) -> Exception:
-        """The error to raise for ``first_failure``'s answer, with this rank's own reason if it has one."""
+        """Returns the error to raise for what ``first_failure`` returned, with this rank's reason if it has one."""
         first, number = failure
         if error is not None:
             rank, reason = self.rank, str(error)
         else:
             rank, reason = first, os.strerror(number) if number else "see the message of that rank"
         raised = error_type(f"{task} failed on rank {rank}: {reason}")
-        setattr(raised, REPORTED_BY_ANOTHER_RANK, self.rank != first)  # the first rank that failed speaks for all
+        setattr(raised, REPORTED_BY_ANOTHER_RANK, self.rank != first)
         return raised

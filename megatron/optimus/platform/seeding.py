@@ -1,4 +1,4 @@
-"""Random numbers named by purpose, so that they do not depend on which rank draws them or in what order."""
+"""Seeds: random generators named by purpose, whose numbers depend on neither rank nor order; state of all others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def generator_for(seed: int, *names: str | int) -> torch.Generator:
-    """A CPU generator that depends on ``seed`` and ``names`` alone: the same weights on every layout and device.
+    """Returns a CPU generator that depends on ``seed`` and ``names`` only: the same weights on every layout and device.
 
     CPU because CUDA and XPU generators give other numbers. Its state follows from 32 bits (all that torch's CPU
     generator takes from a seed) of a sha256.
@@ -28,7 +28,7 @@ def seed_all(seed: int) -> None:
 
 
 def rng_state(device: torch.device) -> torch.Tensor:
-    """The state of every random generator of this process, 1-D uint8; as long on every rank with such a device."""
+    """Returns the state of every random generator of this process, 1-D uint8; its length depends on the device type."""
     version, internal, gauss = random.getstate()
     numpy = np.random.get_state(legacy=False)
     assert isinstance(numpy, dict) and numpy["bit_generator"] == "MT19937"
@@ -45,7 +45,7 @@ def rng_state(device: torch.device) -> torch.Tensor:
 
 
 def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
-    """Puts back what ``rng_state`` gave on a process with such a device."""
+    """Restores what ``rng_state`` returned on a process with the same type of device."""
     sizes = [8 * (1 + 625 + 3 + 624), 16, len(torch.get_rng_state())]
     first, second, cpu, own = state.cpu().split([*sizes, len(state) - sum(sizes)])
     version, *internal = first.clone().view(torch.int64).tolist()

@@ -19,31 +19,31 @@ from types import TracebackType
 from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# One wish arrives several times: from the terminal, from the launcher, from mpiexec. Only a later one means "now".
+# One request arrives several times: from the terminal, the launcher and mpiexec. Only a later one means "now".
 _ECHO_SECONDS = 1.0
 
 
 def end_on_sigint() -> None:
-    """From here on SIGINT ends the process at once, by the signal."""
+    """Makes SIGINT end the process at once and without a traceback."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def raise_on_sigint() -> None:
-    """From here on SIGINT is a KeyboardInterrupt, as usual in Python."""
+    """Makes SIGINT raise KeyboardInterrupt again, Python's default."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def end_on_sigpipe() -> None:
-    """From here on a reader of this program's output that has enough, such as ``head``, ends it silently."""
+    """Makes the process end silently when the reader of its output closes the pipe, as ``head`` does."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 class StopRequest:
-    """Listens while it is entered. The first signal sets ``signal``; another one a second later ends the process.
+    """Context manager that records the first stop signal in ``signal``; one a second later ends the process.
 
-    Outside of the main thread, where Python hands out no signals, it never hears one.
+    Outside of the main thread, where Python delivers no signals, it does nothing.
     """
 
     def __init__(self) -> None:
