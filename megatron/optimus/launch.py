@@ -1,7 +1,7 @@
-"""Starts pretraining: ``python -m megatron.optimus.launch [launcher options] [options of megatron.optimus.pretrain]``.
+"""The command ``optimus launch``: starts the ranks of ``optimus pretrain``.
 
-On one machine it starts the ranks itself; in a PBS or SLURM job it composes the mpiexec or srun line from the
-scheduler's own variables. ``--dry-run`` prints the command, its environment and what the run would be, on any machine.
+On one machine it starts the ranks itself; in a PBS or SLURM job it builds the mpiexec or srun command line from the
+scheduler's variables. ``--dry-run`` prints the command, its environment and the run's configuration, on any machine.
 """
 
 from __future__ import annotations
@@ -21,16 +21,13 @@ from megatron.optimus.platform import signals
 if __name__ == "__main__":
     signals.end_on_sigint()
 
-
 from megatron.optimus.config.checks import check, check_trainable
 from megatron.optimus.config.load import Parser, load, one_of_names, whole_number
 from megatron.optimus.config.schema import ConfigError, RunConfig
 from megatron.optimus.describe import describe
-from megatron.optimus.launcher.allocation import detect
-from megatron.optimus.launcher.compose import Launch, LaunchOptions, Mpi, Starter, compose
-from megatron.optimus.launcher.local import run_ranks
-from megatron.optimus.launcher.systems import SYSTEMS
-from megatron.optimus.launcher.watch import Outcome, run_until_done, run_watched
+from megatron.optimus.launcher.cluster import SYSTEMS, detect_allocation
+from megatron.optimus.launcher.command import Launch, LaunchMethod, LaunchOptions, Mpi, build_launch
+from megatron.optimus.launcher.supervisor import AttemptResult, run_local_ranks, run_monitored, run_with_restarts
 from megatron.optimus.platform import environment
 from megatron.optimus.training.metrics import FILE_NAME
 
@@ -44,33 +41,43 @@ _LOCAL_RANKS_PER_CORE = 16
 
 
 @dataclass(frozen=True)
-class Request:
+class LaunchRequest:
+    """The command line of ``optimus launch``."""
+
     launch_options: LaunchOptions
     max_restarts: int
     stall_seconds: float | None
     dry_run: bool
-    options: list[str]  # for megatron.optimus.pretrain
+    options: list[str]  # the command line of pretrain
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, that of the first rank that failed, or 2 for a wrong command line."""
+    """Runs ``optimus launch``.
+
+    Args:
+        argv: the launcher's options and those of pretrain; None takes those of this process.
+
+    Returns:
+        0, the exit code of the first rank that failed, or 2 for a wrong command line.
+    """
     logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     try:
         request = _parse(argv)
         env = environment.current()
-        config = load(request.options, other_flags=_parser().flags).config  # names misspelt flags of the launcher, too
-        launch = compose(detect(env), request.launch_options, request.options, env)
+        run = load(request.options, other_flags=_parser().flags)  # whose errors propose the launcher's flags too
+        config = run.config
+        launch = build_launch(detect_allocation(env), request.launch_options, request.options, env)
         if request.dry_run:
             sys.stdout.write(_describe(launch, config))
             return 0
-        check(config, launch.world_size)  # here, once: not by thousands of ranks, after minutes in a queue
+        check(config, launch.world_size)  # once and before the ranks start, not by thousands of ranks
         check_trainable(config)
         _check_ranks(launch)
-        starter = launch.command(launch.hosts, "")[0]
-        if launch.starter is not Starter.LOCAL and shutil.which(starter) is None:
+        program = launch.command(launch.hosts, "")[0]
+        if launch.method is not LaunchMethod.LOCAL and shutil.which(program) is None:
             raise ConfigError(
-                f"{starter} is not on PATH; start from a job's first node, load the module that brings it, or see what "
-                "would run with --dry-run"
+                f"{program} is not on PATH; start from a job's first node, load the module that provides it, or print "
+                "the command with --dry-run"
             )
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -81,46 +88,44 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check_ranks(launch: Launch) -> None:
     cores = os.cpu_count() or 1
     most = max(64, _LOCAL_RANKS_PER_CORE * cores)
-    if launch.starter is Starter.LOCAL and launch.ranks_per_node > most:
+    if launch.method is LaunchMethod.LOCAL and launch.ranks_per_node > most:
         raise ConfigError(
             f"--nproc-per-node={launch.ranks_per_node} is more than this machine of {cores} cores can start; use at "
             f"most {most}"
         )
 
 
-def _run(launch: Launch, request: Request, env: dict[str, str], metrics: Path) -> int:
-    """``metrics``: where rank 0 writes a line for every step."""
-    watched = request.max_restarts > 0 or request.stall_seconds is not None
-    if launch.starter is Starter.LOCAL and not watched:
-        return run_ranks(list(launch.program), launch.ranks_per_node)
-    if launch.starter is Starter.LOCAL:  # a launcher of its own, so that one pipe carries the output of all ranks
+def _run(launch: Launch, request: LaunchRequest, env: dict[str, str], metrics: Path) -> int:
+    """Runs the launch with restarts; ``metrics`` is the file to which rank 0 appends a line for every step."""
+    is_supervised = request.max_restarts > 0 or request.stall_seconds is not None
+    if launch.method is LaunchMethod.LOCAL and not is_supervised:
+        return run_local_ranks(list(launch.program), launch.ranks_per_node)
+    if launch.method is LaunchMethod.LOCAL:  # by another launcher, so that one pipe carries the output of all ranks
         inner = ["--launcher", "local", "--nproc-per-node", str(launch.ranks_per_node), *request.options]
         command = [sys.executable, "-m", "megatron.optimus.launch", *inner]
-        return run_until_done(
-            lambda hosts: run_watched(command, env, request.stall_seconds, metrics), (), (), request.max_restarts
+        return run_with_restarts(
+            lambda hosts: run_monitored(command, env, request.stall_seconds, metrics), (), (), request.max_restarts
         )
     with tempfile.TemporaryDirectory(prefix="optimus-launch-") as folder:
         hostfile = Path(folder) / "hosts"
 
-        def attempt_on(hosts: Sequence[str]) -> Outcome:
+        def attempt_on(hosts: Sequence[str]) -> AttemptResult:
             hostfile.write_text("".join(f"{host}\n" for host in hosts), encoding="utf-8")
             command = launch.command(hosts, str(hostfile))
-            return run_watched(command, {**env, **launch.environment(hosts)}, request.stall_seconds, metrics)
+            return run_monitored(command, {**env, **launch.environment(hosts)}, request.stall_seconds, metrics)
 
-        return run_until_done(attempt_on, launch.hosts, launch.spares, request.max_restarts)
+        return run_with_restarts(attempt_on, launch.hosts, launch.spares, request.max_restarts)
 
 
 def _describe(launch: Launch, config: RunConfig) -> str:
-    """What ``--dry-run`` prints. Raises ConfigError for a run that could not work, before a job waits in a queue."""
+    """Returns what ``--dry-run`` prints. Raises ConfigError for a run that cannot work."""
     nodes, per_node = launch.num_nodes, launch.ranks_per_node
-    lines = [
-        f"# {nodes} node{'s' * (nodes > 1)} x {per_node} ranks = {launch.world_size} ranks, {launch.starter.value}"
-    ]
+    lines = [f"# {nodes} node{'s' * (nodes > 1)} x {per_node} ranks = {launch.world_size} ranks, {launch.method.value}"]
     if launch.spares:
         lines.append(f"# {len(launch.spares)} spare node{'s' * (len(launch.spares) > 1)}: {', '.join(launch.spares)}")
-    kept = {name: setting.value for name, setting in launch.kept.items()}
-    if launch.starter is not Starter.LOCAL:
-        for name, value in {**kept, **launch.environment(launch.hosts)}.items():
+    users = {name: setting.value for name, setting in launch.user_settings.items()}
+    if launch.method is not LaunchMethod.LOCAL:
+        for name, value in {**users, **launch.environment(launch.hosts)}.items():
             lines.append(f"export {name}={shlex.quote(value)}  # {launch.reason(name)}")
         lines.append(" ".join(map(_quote, launch.command(launch.hosts, "HOSTFILE"))))
     else:
@@ -134,44 +139,44 @@ def _quote(word: str) -> str:
 
 
 def _parser() -> Parser:
-    """The launcher's own flags; ``--dry-run`` prints the command beside what it prints of the run."""
+    """Returns the parser of the launcher's options; all others are those of pretrain."""
     result = Parser("launch", _DESCRIPTION)
-    whole, starters, kinds = whole_number(), [s.value for s in Starter], [m.value for m in Mpi]
-    ranks = "ranks on a node (default: what --system or the scheduler says)"
+    whole, methods, mpis = whole_number(), [m.value for m in LaunchMethod], [m.value for m in Mpi]
+    ranks = "ranks on a node (default: from --system or the scheduler)"
     result.add_argument("--nproc-per-node", type=whole, metavar="N", help=ranks)
     nodes = "nodes to use; further nodes of the job are spares (default: all)"
     result.add_argument("--nodes", type=whole, metavar="N", help=nodes)
-    starter = f"what starts the ranks: {', '.join(starters)} (default: auto)"
-    result.add_argument("--launcher", type=one_of_names(starters), metavar="NAME", default="auto", help=starter)
-    mpi = f"whose mpiexec: {', '.join(kinds)} (default: pals on aurora, else mpich)"
-    result.add_argument("--mpi", type=one_of_names(kinds), metavar="NAME", help=mpi)
-    system = f"defaults of a machine: {', '.join(SYSTEMS)} (default: generic)"
+    method = f"program that starts the ranks: {', '.join(methods)} (default: auto)"
+    result.add_argument("--launcher", type=one_of_names(methods), metavar="NAME", default="auto", help=method)
+    mpi = f"MPI that mpiexec belongs to: {', '.join(mpis)} (default: pals on aurora, else mpich)"
+    result.add_argument("--mpi", type=one_of_names(mpis), metavar="NAME", help=mpi)
+    system = f"machine whose defaults to use: {', '.join(SYSTEMS)} (default: generic)"
     result.add_argument("--system", type=one_of_names(SYSTEMS), metavar="NAME", default="generic", help=system)
-    cores = "cores of each rank, in the words of the starter; none turns it off"
+    cores = "CPU cores of each rank, in the syntax of the launcher; none: no binding"
     result.add_argument("--cpu-bind", metavar="TEXT", help=cores)
-    restarts = "start again after a failure, on spare nodes where there are some (default: 0)"
+    restarts = "restarts after a failure, on spare nodes if there are any (default: 0)"
     result.add_argument("--max-restarts", type=whole_number(0), metavar="N", default=0, help=restarts)
     stall = "seconds without output after which the ranks are stopped (default: never)"
     result.add_argument("--stall-timeout", type=whole, metavar="SECONDS", help=stall)
-    dry_run = "print the command, its environment and what the run would be, then stop"
+    dry_run = "print the command, its environment and the run's configuration, then stop"
     result.add_argument("--dry-run", action="store_true", help=dry_run)
     return result
 
 
-def _parse(argv: Sequence[str] | None) -> Request:
-    """Takes the launcher's flags out of the command line; all other words are for pretrain."""
+def _parse(argv: Sequence[str] | None) -> LaunchRequest:
+    """Splits the command line into the launcher's options and those of pretrain."""
     args, options = _parser().parse_own(argv)
     launch_options = LaunchOptions(
         nproc_per_node=args.nproc_per_node,
         nodes=args.nodes,
-        starter=Starter(args.launcher),
+        method=LaunchMethod(args.launcher),
         mpi=None if args.mpi is None else Mpi(args.mpi),
         system=SYSTEMS[args.system],
         cpu_bind=args.cpu_bind,
         port=environment.rendezvous_port(),
     )
     stall = None if args.stall_timeout is None else float(args.stall_timeout)
-    return Request(launch_options, args.max_restarts, stall, args.dry_run, options)
+    return LaunchRequest(launch_options, args.max_restarts, stall, args.dry_run, options)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from megatron.optimus.launch import main
-from megatron.optimus.launcher.local import run_ranks
+from megatron.optimus.launcher.supervisor import run_local_ranks
 from tests.integration.conftest import ROOT, TINY, environment
 
 
 def ranks(program: str, count: int = 3) -> int:
-    return run_ranks([sys.executable, "-c", program], count)
+    return run_local_ranks([sys.executable, "-c", program], count)
 
 
 def test_every_rank_gets_its_place() -> None:
@@ -47,8 +47,12 @@ def test_a_rank_that_explained_itself_is_not_explained_again(capfd: pytest.Captu
 
 def test_termination_reaches_the_ranks() -> None:
     rank = "import time; print(1, flush=True); time.sleep(60)"
-    start = f"sys.exit(run_ranks({[sys.executable, '-c', rank]}, 2))"
-    words = [sys.executable, "-c", f"from megatron.optimus.launcher.local import run_ranks; import sys; {start}"]
+    start = f"sys.exit(run_local_ranks({[sys.executable, '-c', rank]}, 2))"
+    words = [
+        sys.executable,
+        "-c",
+        f"from megatron.optimus.launcher.supervisor import run_local_ranks; import sys; {start}",
+    ]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, env=environment())
     assert process.stdout is not None
     for _ in range(2):
@@ -77,8 +81,8 @@ def test_a_signal_to_one_rank_saves_the_step_on_all(tmp_path: Path, tokens: Path
 
 def test_no_rank_outlives_the_launcher(tmp_path: Path) -> None:
     rank = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(60)"  # whole lines, also unbuffered
-    start = f"run_ranks({[sys.executable, '-c', rank]}, 2)"
-    words = [sys.executable, "-c", f"from megatron.optimus.launcher.local import run_ranks; {start}"]
+    start = f"run_local_ranks({[sys.executable, '-c', rank]}, 2)"
+    words = [sys.executable, "-c", f"from megatron.optimus.launcher.supervisor import run_local_ranks; {start}"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment())
     assert process.stdout is not None
     pids = [int(process.stdout.readline()) for _ in range(2)]

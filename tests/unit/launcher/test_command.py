@@ -1,13 +1,12 @@
-"""The composed command lines: every rank gets started once, on the right nodes, with the right environment."""
+"""The command lines that start ranks: every rank gets started once, on the right nodes, with the right environment."""
 
 from __future__ import annotations
 
 import pytest
 
 from megatron.optimus.config.schema import ConfigError
-from megatron.optimus.launcher.allocation import Allocation, Scheduler
-from megatron.optimus.launcher.compose import LaunchOptions, Mpi, Starter, compose
-from megatron.optimus.launcher.systems import AURORA, GENERIC
+from megatron.optimus.launcher.cluster import AURORA, GENERIC, Allocation, Scheduler
+from megatron.optimus.launcher.command import LaunchMethod, LaunchOptions, Mpi, build_launch
 
 PBS = Allocation(Scheduler.PBS, tuple(f"x{n}.hostmgmt.site" for n in range(5)))
 SLURM = Allocation(Scheduler.SLURM, ("g1", "g2", "g3"), devices_per_node=8)
@@ -19,7 +18,7 @@ def value_after(words: list[str], flag: str) -> str:
 
 
 def test_aurora() -> None:
-    launch = compose(PBS, LaunchOptions(nodes=4, system=AURORA), ["--preset", "mula-1b"], {})
+    launch = build_launch(PBS, LaunchOptions(nodes=4, system=AURORA), ["--preset", "mula-1b"], {})
     words = launch.command(launch.hosts, "FILE")
     assert launch.world_size == 48
     assert launch.spares == ("x4.hostmgmt.site",)
@@ -47,9 +46,11 @@ def test_aurora_binds_every_rank_and_no_worker_shares_its_cores() -> None:
 
 
 def test_the_binding_list_is_for_its_number_of_ranks_only() -> None:
-    assert compose(PBS, LaunchOptions(system=AURORA, nproc_per_node=6), [], {}).cpu_bind is None
-    assert compose(PBS, LaunchOptions(system=AURORA, cpu_bind="none"), [], {}).cpu_bind is None
-    assert compose(PBS, LaunchOptions(system=AURORA, nproc_per_node=6, cpu_bind="depth"), [], {}).cpu_bind == "depth"
+    assert build_launch(PBS, LaunchOptions(system=AURORA, nproc_per_node=6), [], {}).cpu_bind is None
+    assert build_launch(PBS, LaunchOptions(system=AURORA, cpu_bind="none"), [], {}).cpu_bind is None
+    assert (
+        build_launch(PBS, LaunchOptions(system=AURORA, nproc_per_node=6, cpu_bind="depth"), [], {}).cpu_bind == "depth"
+    )
 
 
 def test_workers_cores_are_for_their_number_of_ranks_and_workers_only() -> None:
@@ -58,77 +59,81 @@ def test_workers_cores_are_for_their_number_of_ranks_and_workers_only() -> None:
         (LaunchOptions(system=AURORA, nproc_per_node=6), {}),
         (LaunchOptions(system=AURORA), {"CCL_WORKER_COUNT": "4"}),
     ):
-        launch = compose(PBS, launch_options, [], env)
+        launch = build_launch(PBS, launch_options, [], env)
         assert "CCL_WORKER_AFFINITY" not in launch.environment(launch.hosts)
-        mine = compose(PBS, launch_options, [], {**env, "CCL_WORKER_AFFINITY": "1,2"})
+        mine = build_launch(PBS, launch_options, [], {**env, "CCL_WORKER_AFFINITY": "1,2"})
         assert "CCL_WORKER_AFFINITY" not in mine.environment(mine.hosts)
-    assert "CCL_WORKER_AFFINITY" in compose(PBS, LaunchOptions(system=AURORA), [], {}).settings
+    assert "CCL_WORKER_AFFINITY" in build_launch(PBS, LaunchOptions(system=AURORA), [], {}).settings
 
 
 def test_the_users_environment_wins() -> None:
-    launch = compose(PBS, LaunchOptions(system=AURORA), [], {"CCL_ATL_TRANSPORT": "ofi", "MASTER_ADDR": "head"})
+    launch = build_launch(PBS, LaunchOptions(system=AURORA), [], {"CCL_ATL_TRANSPORT": "ofi", "MASTER_ADDR": "head"})
     added = launch.environment(launch.hosts)
     assert "CCL_ATL_TRANSPORT" not in added
     assert "MASTER_ADDR" not in added
-    assert launch.kept["CCL_ATL_TRANSPORT"].value == "ofi"
+    assert launch.user_settings["CCL_ATL_TRANSPORT"].value == "ofi"
 
 
 def test_every_setting_has_a_reason() -> None:
     for system, env in ((AURORA, {}), (AURORA, {"MASTER_PORT": "1234"}), (GENERIC, {})):
-        launch = compose(PBS, LaunchOptions(nproc_per_node=12, system=system), [], env)
-        assert all(len(launch.reason(name)) > 10 for name in {**launch.environment(PBS.hosts), **launch.kept})
+        launch = build_launch(PBS, LaunchOptions(nproc_per_node=12, system=system), [], env)
+        assert all(len(launch.reason(name)) > 10 for name in {**launch.environment(PBS.hosts), **launch.user_settings})
 
 
 def test_slurm() -> None:
-    launch = compose(SLURM, LaunchOptions(), ["--lr", "1"], {})
+    launch = build_launch(SLURM, LaunchOptions(), ["--lr", "1"], {})
     words = launch.command(launch.hosts, "FILE")
     assert words[0] == "srun"
     assert [value_after(words, f"--{name}") for name in ("nodes", "ntasks", "ntasks-per-node")] == ["3", "24", "8"]
     assert "--kill-on-bad-exit=1" in words
     assert "--nodelist" not in words
-    fewer = compose(SLURM, LaunchOptions(nodes=2), [], {})
+    fewer = build_launch(SLURM, LaunchOptions(nodes=2), [], {})
     assert value_after(fewer.command(("g1", "g3"), "FILE"), "--nodelist") == "g1,g3"
 
 
 def test_other_mpis() -> None:
-    launch = compose(PBS, LaunchOptions(nproc_per_node=2, mpi=Mpi.OPENMPI), [], {})
+    launch = build_launch(PBS, LaunchOptions(nproc_per_node=2, mpi=Mpi.OPENMPI), [], {})
     words = launch.command(launch.hosts, "FILE")
     assert value_after(words, "--map-by") == "ppr:2:node"
     exported = [words[i + 1] for i, word in enumerate(words) if word == "-x"]
     assert exported == ["MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"]
     own = {"MASTER_ADDR": "head", "FI_MR_CACHE_MONITOR": "memhooks"}
-    words = compose(PBS, LaunchOptions(system=AURORA, mpi=Mpi.OPENMPI), [], own).command(PBS.hosts, "FILE")
+    words = build_launch(PBS, LaunchOptions(system=AURORA, mpi=Mpi.OPENMPI), [], own).command(PBS.hosts, "FILE")
     assert {words[i + 1] for i, word in enumerate(words) if word == "-x"} >= own.keys()
-    words = compose(PBS, LaunchOptions(nproc_per_node=2), [], {}).command(PBS.hosts, "FILE")
+    words = build_launch(PBS, LaunchOptions(nproc_per_node=2), [], {}).command(PBS.hosts, "FILE")
     assert (value_after(words, "-n"), value_after(words, "-ppn"), value_after(words, "-f")) == ("10", "2", "FILE")
 
 
 def test_torchrun_on_several_nodes_is_started_once_a_node() -> None:
-    launch = compose(SLURM, LaunchOptions(starter=Starter.TORCHRUN), [], {})
+    launch = build_launch(SLURM, LaunchOptions(method=LaunchMethod.TORCHRUN), [], {})
     words = launch.command(launch.hosts, "FILE")
     assert [value_after(words, f"--{name}") for name in ("ntasks", "ntasks-per-node")] == ["3", "1"]
     assert [value_after(words, f"--{name}") for name in ("nnodes", "nproc-per-node")] == ["3", "8"]
     assert value_after(words, "--rdzv-endpoint") == "g1:29500"
     assert "WORLD_SIZE" not in launch.environment(launch.hosts)  # torchrun sets its own
-    own = compose(SLURM, LaunchOptions(starter=Starter.TORCHRUN), [], {"MASTER_ADDR": "head"})
+    own = build_launch(SLURM, LaunchOptions(method=LaunchMethod.TORCHRUN), [], {"MASTER_ADDR": "head"})
     assert value_after(own.command(own.hosts, "FILE"), "--rdzv-endpoint") == "head:29500"
-    alone = compose(NOWHERE, LaunchOptions(starter=Starter.TORCHRUN, nproc_per_node=2), [], {}).command((), "FILE")
+    alone = build_launch(NOWHERE, LaunchOptions(method=LaunchMethod.TORCHRUN, nproc_per_node=2), [], {}).command(
+        (), "FILE"
+    )
     assert "--standalone" in alone
     assert "mpiexec" not in alone
 
 
 def test_every_run_has_a_port_of_its_own_unless_one_is_given() -> None:
-    for starter in (Starter.TORCHRUN, Starter.SRUN):
-        first, second = (compose(SLURM, LaunchOptions(starter=starter, port=port), [], {}) for port in (20001, 20002))
+    for method in (LaunchMethod.TORCHRUN, LaunchMethod.SRUN):
+        first, second = (
+            build_launch(SLURM, LaunchOptions(method=method, port=port), [], {}) for port in (20001, 20002)
+        )
         assert first.environment(first.hosts)["MASTER_PORT"] == "20001"
-        given = compose(SLURM, LaunchOptions(starter=starter, port=20003), [], {"MASTER_PORT": "30000"})
+        given = build_launch(SLURM, LaunchOptions(method=method, port=20003), [], {"MASTER_PORT": "30000"})
         assert "MASTER_PORT" not in given.environment(given.hosts)
-        if starter is Starter.TORCHRUN:
+        if method is LaunchMethod.TORCHRUN:
             words = [launch.command(launch.hosts, "FILE") for launch in (first, second, given)]
             assert [value_after(w, "--rdzv-endpoint") for w in words] == ["g1:20001", "g1:20002", "g1:30000"]
             assert len({value_after(w, "--rdzv-id") for w in words}) == 3  # of one id, they would join each other
     with pytest.raises(ConfigError, match="MASTER_PORT='x' is not a port"):
-        compose(SLURM, LaunchOptions(), [], {"MASTER_PORT": "x"})
+        build_launch(SLURM, LaunchOptions(), [], {"MASTER_PORT": "x"})
 
 
 @pytest.mark.parametrize(
@@ -142,4 +147,4 @@ def test_every_run_has_a_port_of_its_own_unless_one_is_given() -> None:
 )
 def test_what_cannot_be_started(allocation: Allocation, launch_options: LaunchOptions, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        compose(allocation, launch_options, [], {})
+        build_launch(allocation, launch_options, [], {})

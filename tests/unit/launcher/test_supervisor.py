@@ -10,8 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron.optimus.launcher import watch
-from megatron.optimus.launcher.watch import STALLED, Outcome, lost_hosts, next_hosts, run_until_done, run_watched
+from megatron.optimus.launcher import supervisor
+from megatron.optimus.launcher.supervisor import (
+    STALLED,
+    AttemptResult,
+    lost_hosts,
+    replace_hosts,
+    run_monitored,
+    run_with_restarts,
+)
 
 HOSTS, SPARES = ["x1.a.b", "x2.a.b", "x3.a.b"], ["x8.a.b", "x9.a.b"]
 
@@ -31,38 +38,38 @@ def test_nodes_named_as_lost(line: str, lost: list[str]) -> None:
 
 
 def test_lost_nodes_leave_for_good() -> None:
-    assert next_hosts(HOSTS, SPARES, ["x2.a.b"], 0) == (["x1.a.b", "x8.a.b", "x3.a.b"], ["x9.a.b"])
+    assert replace_hosts(HOSTS, SPARES, ["x2.a.b"], 0) == (["x1.a.b", "x8.a.b", "x3.a.b"], ["x9.a.b"])
 
 
 def test_without_a_name_nodes_take_turns() -> None:
-    hosts, spares = next_hosts(HOSTS, SPARES, [], 0)
+    hosts, spares = replace_hosts(HOSTS, SPARES, [], 0)
     assert (hosts, spares) == (["x8.a.b", "x2.a.b", "x3.a.b"], ["x9.a.b", "x1.a.b"])
-    assert next_hosts(hosts, spares, [], 1)[0] == ["x8.a.b", "x9.a.b", "x3.a.b"]
+    assert replace_hosts(hosts, spares, [], 1)[0] == ["x8.a.b", "x9.a.b", "x3.a.b"]
 
 
 def test_without_spares_the_nodes_stay() -> None:
-    assert next_hosts(HOSTS, [], ["x2.a.b"], 0) == (HOSTS, [])
+    assert replace_hosts(HOSTS, [], ["x2.a.b"], 0) == (HOSTS, [])
 
 
 class Attempts:
     """Plays the given outcomes and notes the nodes of each attempt."""
 
-    def __init__(self, *outcomes: Outcome) -> None:
+    def __init__(self, *outcomes: AttemptResult) -> None:
         self.outcomes = list(outcomes)
         self.nodes: list[list[str]] = []
 
-    def __call__(self, hosts: Sequence[str]) -> Outcome:
+    def __call__(self, hosts: Sequence[str]) -> AttemptResult:
         self.nodes.append(list(hosts))
         return self.outcomes[len(self.nodes) - 1]
 
 
-def ended(code: int, *lines: str, interrupted: bool = False, has_trained: bool = True) -> Outcome:
-    return Outcome(code, lines, interrupted, has_trained)
+def ended(code: int, *lines: str, interrupted: bool = False, has_trained: bool = True) -> AttemptResult:
+    return AttemptResult(code, lines, interrupted, has_trained)
 
 
 def test_two_attempts_without_a_step_end_it() -> None:
     attempts = Attempts(ended(1), ended(9, has_trained=False), ended(9, has_trained=False), ended(0))
-    assert run_until_done(attempts, HOSTS, SPARES, max_restarts=20) == 9
+    assert run_with_restarts(attempts, HOSTS, SPARES, max_restarts=20) == 9
     assert len(attempts.nodes) == 3
 
 
@@ -84,25 +91,25 @@ def test_steps_are_counted_where_they_are_written(what: str, is_first: bool, tmp
     if not is_first:
         metrics.write_text("{}\n" * 3)
     program = [sys.executable, "-c", DOES[what], str(metrics), "a"]
-    outcome = run_watched(program, dict(os.environ), None, metrics)
+    outcome = run_monitored(program, dict(os.environ), None, metrics)
     assert outcome.code == 0, outcome.last_lines
     assert outcome.has_trained is what.startswith("a step")
 
 
 def test_between_attempts_a_signal_ends_the_launcher(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    run_watched([sys.executable, "-c", ""], dict(os.environ), None, tmp_path / "none")
+    run_monitored([sys.executable, "-c", ""], dict(os.environ), None, tmp_path / "none")
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(supervisor, "_LONGEST_PAUSE", 0.0)
 
 
 def test_goes_on_with_a_spare_until_it_succeeds() -> None:
     attempts = Attempts(ended(1, "x2: shepherd died from signal 9"), ended(STALLED), ended(0))
-    assert run_until_done(attempts, HOSTS, SPARES, max_restarts=5) == 0
+    assert run_with_restarts(attempts, HOSTS, SPARES, max_restarts=5) == 0
     assert attempts.nodes == [
         ["x1.a.b", "x2.a.b", "x3.a.b"],
         ["x1.a.b", "x8.a.b", "x3.a.b"],
@@ -111,20 +118,20 @@ def test_goes_on_with_a_spare_until_it_succeeds() -> None:
 
 
 @pytest.mark.parametrize("last", [ended(2), ended(143, interrupted=True)])
-def test_ends_on_a_users_mistake_or_wish(last: Outcome) -> None:
+def test_ends_on_a_users_mistake_or_wish(last: AttemptResult) -> None:
     attempts = Attempts(last)
-    assert run_until_done(attempts, HOSTS, SPARES, max_restarts=5) == last.code
+    assert run_with_restarts(attempts, HOSTS, SPARES, max_restarts=5) == last.code
     assert len(attempts.nodes) == 1
 
 
 def test_gives_up_with_the_last_code() -> None:
     attempts = Attempts(ended(1), ended(7))
-    assert run_until_done(attempts, [], [], max_restarts=1) == 7
+    assert run_with_restarts(attempts, [], [], max_restarts=1) == 7
 
 
 def test_output_passes_through(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     program = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
-    outcome = run_watched([sys.executable, "-c", program], dict(os.environ), None, tmp_path / "none")
+    outcome = run_monitored([sys.executable, "-c", program], dict(os.environ), None, tmp_path / "none")
     assert outcome.code == 3
     assert sorted(line.strip() for line in outcome.last_lines) == ["err", "out"]
     assert "out" in capfd.readouterr().out
@@ -132,6 +139,6 @@ def test_output_passes_through(capfd: pytest.CaptureFixture[str], tmp_path: Path
 
 def test_silence_is_stopped(tmp_path: Path) -> None:
     program = "import time; print('alive', flush=True); time.sleep(60)"
-    outcome = run_watched([sys.executable, "-c", program], dict(os.environ), 1.0, tmp_path / "none")
+    outcome = run_monitored([sys.executable, "-c", program], dict(os.environ), 1.0, tmp_path / "none")
     assert outcome.code == STALLED
     assert outcome.last_lines == ("alive\n",)
