@@ -165,7 +165,7 @@ def _parser() -> Parser:
 
 def _parse(argv: Sequence[str] | None) -> LaunchRequest:
     """Splits the command line into the launcher's options and those of pretrain."""
-    args, options = _parser().parse_own(argv)
+    args, options = _parser().parse_known(argv)
     launch_options = LaunchOptions(
         nproc_per_node=args.nproc_per_node,
         nodes=args.nodes,

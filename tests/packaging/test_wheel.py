@@ -58,6 +58,11 @@ def test_top_levels(wheel: zipfile.ZipFile) -> None:
     assert modules <= set(files), "every module of the tree is in the wheel"
 
 
+def test_presets(wheel: zipfile.ZipFile) -> None:
+    presets = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megatron/optimus/config/presets").glob("*.yaml")}
+    assert presets and presets <= set(wheel.namelist())
+
+
 def test_name_and_requirements(wheel: zipfile.ZipFile) -> None:
     (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     metadata = wheel.read(name).decode()

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.optimus.config.load import Parser, Run, load, whole_number
-from megatron.optimus.config.options import build, overrides
+from megatron.optimus.config.options import build, read_sections
 from megatron.optimus.config.presets import PRESETS
 from megatron.optimus.config.schema import ConfigError, RunConfig
 from megatron.optimus.planner.fake_world import build_in_a_process, built_text
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, 1 where the layout does not fit the memory, or 2 after one line that says what is wrong."""
     parser = _parser()
     try:
-        args, run_words = parser.parse_own(argv)
+        args, run_words = parser.parse_known(argv)
         run = load(run_words, "plan", other_flags=parser.flags)
         machine = machine_named(args.system or "h200")
         if args.weak_scaling is not None:
@@ -125,7 +125,7 @@ def as_json(given: Plan | None, refusal: str, found: Findings | None) -> dict[st
 
 
 def scale(config: RunConfig, machine: Machine, out: Path) -> int:
-    paper = PAPER if config.model == build(overrides(PRESETS["mula-220b-a10b"], "preset")).model else {}
+    paper = PAPER if config.model == build(read_sections(PRESETS["mula-220b-a10b"], "preset")).model else {}
     curves = {
         "predicted, bf16 gradients, nothing overlapped": weak_scaling(as_the_paper(config), machine, paper),
         "predicted, as this library runs it": weak_scaling(config, machine, paper),

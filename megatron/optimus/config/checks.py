@@ -1,7 +1,7 @@
-"""Rules that involve several sections or the number of ranks. One small function a rule; RULES runs in order.
+"""Checks across sections of the configuration and against the number of ranks.
 
-A rule returns the message of what is wrong, with the values that would work, or None. Later rules may rely on earlier
-ones, so the first complaint is the one the user sees.
+Each rule is a function whose docstring states what must hold; it returns None, or a message with the values that would
+work. RULES is their order: a rule may rely on those before it, and the user sees the first message.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from pathlib import Path
 
 from megatron.optimus.config.duration import batch_sizes, check_batch_sizes, schedule_lengths
 from megatron.optimus.config.layout import Layout
-from megatron.optimus.config.memory_checks import offloaded_layers_exist, recomputed_layers_exist, zero_stage_fits
 from megatron.optimus.config.schema import (
     ConfigError,
     ContextCommunication,
     Device,
     OptimizerName,
     PipelineSchedule,
+    Recompute,
     RunConfig,
+    StateDtype,
     TokenDispatcherType,
     TokenizerType,
     divisors,
@@ -31,9 +32,17 @@ Rule = Callable[[RunConfig, int], "str | None"]
 
 
 def micro_batches(config: RunConfig, world_size: int) -> list[int]:
-    """Micro-batches per rank and optimizer step, ascending: of every stage of a batch-size ramp, full batches last.
+    """Returns the micro-batches per rank and optimizer step, for each stage of a batch-size ramp in ascending order.
 
-    Raises ConfigError where one is not whole.
+    Args:
+        config: the run.
+        world_size: number of ranks.
+
+    Returns:
+        One number for each batch size; the last is that of the full batch.
+
+    Raises:
+        ConfigError: where a global batch is not a whole number of micro-batches on every rank.
     """
     dp = Layout.from_config(config.parallel, world_size).dp
     sizes, size = batch_sizes(config.training), config.training.micro_batch_size
@@ -42,34 +51,34 @@ def micro_batches(config: RunConfig, world_size: int) -> list[int]:
 
 
 def gradient_accumulation_steps(config: RunConfig, world_size: int) -> int:
-    """Micro-batches per rank and optimizer step of a full batch. Raises ConfigError where that is not whole."""
+    """Returns the micro-batches per rank and step of a full batch. Raises ConfigError as ``micro_batches`` does."""
     return micro_batches(config, world_size)[-1]
 
 
 def check(config: RunConfig, world_size: int) -> None:
-    """Raises ConfigError for the first rule that the run breaks on ``world_size`` ranks."""
+    """Raises ConfigError for the first rule that the run violates on ``world_size`` ranks."""
     for rule in RULES:
         _raise_if(rule(config, world_size))
 
 
 def check_optimizer(config: RunConfig) -> None:
-    """Raises ConfigError for an optimizer or ZeRO stage that cannot train at the layout."""
+    """Raises ConfigError for an optimizer or ZeRO stage that does not support the parallel layout."""
     tensor_parallel = config.parallel.tensor_model_parallel_size
     if config.optimizer.optimizer is OptimizerName.MUON and tensor_parallel > 1:
         raise ConfigError(
             f"optimizer=muon needs whole matrices, and tensor_model_parallel_size={tensor_parallel} splits them; "
             "use tensor_model_parallel_size=1 or another optimizer"
         )
-    _raise_if(zero_stage_fits(config))
+    _raise_if(_zero_stage_problem(config))
 
 
 def check_trainable(config: RunConfig) -> None:
-    """``check_optimizer``, and ConfigError for data or a tokenizer that are missing: not part of a dry run."""
+    """Raises ConfigError as ``check_optimizer`` does, and for missing data or tokenizer. A dry run needs neither."""
     check_optimizer(config)
     only_sets = config.training.skip_train and bool(config.data.valid_data_path or config.data.test_data_path)
     if not config.data.data_path and config.data.data_file_list is None and not only_sets:
         raise ConfigError(
-            "data_path is empty: name the prefixes of the .bin/.idx pairs that tools/preprocess_data.py wrote, "
+            "data_path is empty: name the prefixes of the .bin/.idx pairs that `optimus preprocess` wrote, "
             "for example --data-path data/corpus (for data/corpus.bin and data/corpus.idx), "
             "or a blend in --data-file-list"
         )
@@ -86,6 +95,28 @@ def check_trainable(config: RunConfig) -> None:
         )
 
 
+def _zero_stage_problem(config: RunConfig) -> str | None:
+    """Returns the option that DeepSpeed's ZeRO, which runs zero_stage=3, does not support, with a remedy; or None."""
+    optimizer, parallel = config.optimizer, config.parallel
+    stage = optimizer.zero_stage
+    if stage == 0:
+        return "zero_stage=0: use 1, which shards optimizer states, or 2 or 3"
+    if stage < 3:
+        offloads = [name for name in ("optimizer_cpu_offload", "param_cpu_offload") if getattr(optimizer, name)]
+        return f"{offloads[0]} needs zero_stage=3, this run has zero_stage={stage}" if offloads else None
+    for axis in ("tensor_model", "pipeline_model", "expert_model", "context"):
+        name = f"{axis}_parallel_size"
+        size = getattr(parallel, name)
+        if size > 1:
+            return f"zero_stage=3 shards over data-parallel ranks alone, but {name}={size}; use 1, or zero_stage=1 or 2"
+    if optimizer.optimizer is not OptimizerName.ADAM:
+        return f"zero_stage=3 needs optimizer=adam, not {optimizer.optimizer.value}; or use zero_stage=1 or 2"
+    if optimizer.optimizer_state_dtype is not StateDtype.FP32:
+        kept = optimizer.optimizer_state_dtype.value
+        return f"zero_stage=3 keeps states in fp32, not optimizer_state_dtype={kept}; or use zero_stage=1 or 2"
+    return None
+
+
 def _raise_if(message: str | None) -> None:
     if message:
         raise ConfigError(message)
@@ -100,17 +131,45 @@ def _message_of(check: Callable[..., object], *arguments: object) -> str | None:
 
 
 def sizes_fit_ranks(config: RunConfig, world_size: int) -> str | None:
+    """The parallel sizes divide the number of ranks."""
     return _message_of(Layout.from_config, config.parallel, world_size)
 
 
+def recomputed_layers_exist(config: RunConfig, world_size: int) -> str | None:
+    """``recompute_num_layers`` is at most the number of layers and has modules to recompute."""
+    parallel, num_layers = config.parallel, config.model.num_layers
+    count = parallel.recompute_num_layers
+    if not count:
+        return None
+    if not parallel.recompute_modules:
+        modules = " ".join(module.value for module in Recompute)
+        return (
+            f"recompute_num_layers={count} without recompute_modules recomputes nothing; "
+            f"name modules (--recompute-modules {modules}), or leave recompute_num_layers out"
+        )
+    if count <= num_layers:
+        return None
+    return f"recompute_num_layers={count} exceeds num_layers={num_layers}; use at most {num_layers}; default: all"
+
+
+def offloaded_layers_exist(config: RunConfig, world_size: int) -> str | None:
+    """``cpu_offloading_num_layers`` is at most the number of layers."""
+    count, num_layers = config.parallel.cpu_offloading_num_layers, config.model.num_layers
+    if count <= num_layers:
+        return None
+    return f"cpu_offloading_num_layers={count} exceeds num_layers={num_layers}; use at most {num_layers}, 0 for none"
+
+
 def experts_need_a_moe_model(config: RunConfig, world_size: int) -> str | None:
+    """Expert parallelism needs a model with experts."""
     ep = config.parallel.expert_model_parallel_size
     if ep == 1 or config.model.is_moe:
         return None
-    return f"expert_model_parallel_size={ep} but num_experts=0: a dense model has no experts to share; use 1"
+    return f"expert_model_parallel_size={ep} but num_experts=0: a dense model has no experts; use 1"
 
 
 def expert_parallel_divides_experts(config: RunConfig, world_size: int) -> str | None:
+    """``expert_model_parallel_size`` divides the number of experts."""
     ep, experts = config.parallel.expert_model_parallel_size, config.model.num_experts
     if experts % ep == 0:
         return None
@@ -119,18 +178,22 @@ def expert_parallel_divides_experts(config: RunConfig, world_size: int) -> str |
     return f"expert_model_parallel_size={ep} must divide num_experts={experts}; use {one_of(values)}"
 
 
-def only_all_to_all_travels_in_chunks(config: RunConfig, world_size: int) -> str | None:
-    chunks, transport = config.parallel.moe_dispatch_chunks, config.parallel.moe_token_dispatcher_type
-    if chunks == 1 or transport is TokenDispatcherType.ALLTOALL:
+def only_all_to_all_sends_chunks(config: RunConfig, world_size: int) -> str | None:
+    """Only the all-to-all dispatcher sends tokens in chunks."""
+    chunks, dispatcher = config.parallel.moe_dispatch_chunks, config.parallel.moe_token_dispatcher_type
+    if chunks == 1 or dispatcher is TokenDispatcherType.ALLTOALL:
         return None
     return (
-        f"moe_dispatch_chunks={chunks} with moe_token_dispatcher_type={transport.value}: only alltoall travels in "
-        "parts; use alltoall, or 1"
+        f"moe_dispatch_chunks={chunks} with moe_token_dispatcher_type={dispatcher.value}: only alltoall sends "
+        "tokens in chunks; use alltoall, or 1"
     )
 
 
 def hierarchical_dispatch_fits_nodes(config: RunConfig, world_size: int) -> str | None:
-    """Where the user says what a node is; what the launcher says is checked when the ranks have met."""
+    """The hierarchical dispatcher needs experts over several nodes of the size given by the user.
+
+    The launcher's node size is not known yet; it is checked when the process group has been initialised.
+    """
     parallel = config.parallel
     layout = Layout.from_config(parallel, world_size)
     is_hierarchical = parallel.moe_token_dispatcher_type is TokenDispatcherType.HIERARCHICAL
@@ -139,8 +202,11 @@ def hierarchical_dispatch_fits_nodes(config: RunConfig, world_size: int) -> str 
     return layout.hierarchy_problem(parallel.moe_hierarchical_node_size)
 
 
-def symmetric_dispatch_has_whole_experts_on_cuda(config: RunConfig, world_size: int) -> str | None:
-    """What the options tell; nodes and links are looked at when the ranks have met."""
+def symmetric_dispatch_needs_cuda_and_whole_experts(config: RunConfig, world_size: int) -> str | None:
+    """The symmetric-memory dispatcher needs CUDA devices and experts that are not split.
+
+    Its GPUs must also be on one node with peer access, which is checked when the process group has been initialised.
+    """
     parallel, name = config.parallel, "moe_token_dispatcher_type=symmetric"
     if parallel.moe_token_dispatcher_type is not TokenDispatcherType.SYMMETRIC:
         return None
@@ -153,6 +219,7 @@ def symmetric_dispatch_has_whole_experts_on_cuda(config: RunConfig, world_size: 
 
 
 def tensor_parallel_divides_model(config: RunConfig, world_size: int) -> str | None:
+    """``tensor_model_parallel_size`` divides every size of the model that it splits."""
     tp, model = config.parallel.tensor_model_parallel_size, config.model
     sizes = {
         "num_attention_heads": model.num_attention_heads,
@@ -167,17 +234,18 @@ def tensor_parallel_divides_model(config: RunConfig, world_size: int) -> str | N
         if value % tp:
             remedy = f"use {one_of(divisors(value))}"
             if name == "vocab_size":
-                remedy = f"use vocab_size={-(-value // tp) * tp}: rows without a token do no harm"
+                remedy = f"use vocab_size={-(-value // tp) * tp}: unused rows are harmless"
             return f"tensor_model_parallel_size={tp} must divide {name}={value}; {remedy}"
     return None
 
 
 def expert_tensor_parallel_divides_experts(config: RunConfig, world_size: int) -> str | None:
+    """``expert_tensor_parallel_size`` divides the inner width of the experts."""
     etp, model = config.parallel.expert_tensor_parallel_size, config.model
     if etp == 1:
         return None
     if not model.is_moe:
-        return f"expert_tensor_parallel_size={etp} but num_experts=0: a dense model has no experts to split; use 1"
+        return f"expert_tensor_parallel_size={etp} but num_experts=0: a dense model has no experts; use 1"
     if model.moe_ffn_hidden_size % etp == 0:
         return None
     values = one_of(divisors(model.moe_ffn_hidden_size))
@@ -187,6 +255,7 @@ def expert_tensor_parallel_divides_experts(config: RunConfig, world_size: int) -
 
 
 def experts_under_tensor_parallelism_need_split_tokens(config: RunConfig, world_size: int) -> str | None:
+    """An MoE model under tensor parallelism needs sequence parallelism."""
     tp = config.parallel.tensor_model_parallel_size
     if tp == 1 or config.parallel.sequence_parallel or not config.model.is_moe:
         return None
@@ -197,22 +266,24 @@ def experts_under_tensor_parallelism_need_split_tokens(config: RunConfig, world_
 
 
 def overlap_needs_split_tokens(config: RunConfig, world_size: int) -> str | None:
+    """``tp_comm_overlap`` needs tensor parallelism with sequence parallelism."""
     parallel = config.parallel
     if not parallel.tp_comm_overlap or (parallel.tensor_model_parallel_size > 1 and parallel.sequence_parallel):
         return None
     return (
         f"tp_comm_overlap=True with tensor_model_parallel_size={parallel.tensor_model_parallel_size} and "
-        f"sequence_parallel={parallel.sequence_parallel}: there are no tokens to send; use "
+        f"sequence_parallel={parallel.sequence_parallel}: there are no tokens to communicate; use "
         "tensor_model_parallel_size=2 or more with sequence_parallel=True, or tp_comm_overlap=False"
     )
 
 
 def sequence_divides(config: RunConfig, world_size: int) -> str | None:
+    """Context and sequence parallelism divide the tokens of a micro-batch."""
     parallel, training = config.parallel, config.training
     cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
     unit, why = cp, f"context_parallel_size={cp}"
     if cp > 1 and parallel.cp_comm_type is ContextCommunication.P2P:
-        unit, why = 2 * cp, f"2 x context_parallel_size={cp} (p2p gives each rank an early and a late piece)"
+        unit, why = 2 * cp, f"2 x context_parallel_size={cp} (p2p gives each rank an early and a late chunk)"
     length = training.seq_length
     if length % unit:
         near = one_of([size for size in (length // unit * unit, (length // unit + 1) * unit) if size])
@@ -228,6 +299,7 @@ def sequence_divides(config: RunConfig, world_size: int) -> str | None:
 
 
 def context_parallel_divides_heads(config: RunConfig, world_size: int) -> str | None:
+    """All-to-all context parallelism divides the attention heads of a rank."""
     parallel = config.parallel
     cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
     heads = config.model.num_attention_heads // tp
@@ -240,10 +312,12 @@ def context_parallel_divides_heads(config: RunConfig, world_size: int) -> str | 
 
 
 def layers_fit_stages(config: RunConfig, world_size: int) -> str | None:
+    """The layers can be split over the pipeline's stages."""
     return _message_of(stage_layers, config.model, config.parallel, config.training.seq_length)
 
 
 def schedule_fits_chunks(config: RunConfig, world_size: int) -> str | None:
+    """The pipeline schedule supports the number of model chunks per rank."""
     parallel = config.parallel
     schedule, chunks = parallel.pipeline_schedule, parallel.virtual_pipeline_model_parallel_size
     if parallel.pipeline_model_parallel_size == 1:
@@ -260,6 +334,7 @@ def schedule_fits_chunks(config: RunConfig, world_size: int) -> str | None:
 
 
 def micro_batches_fit_schedule(config: RunConfig, world_size: int) -> str | None:
+    """The pipeline schedule supports the number of micro-batches of every batch size."""
     parallel = config.parallel
     stages = parallel.pipeline_model_parallel_size
     if stages == 1 or parallel.pipeline_schedule is PipelineSchedule.ONE_F_ONE_B:
@@ -269,10 +344,12 @@ def micro_batches_fit_schedule(config: RunConfig, world_size: int) -> str | None
 
 
 def batch_divides(config: RunConfig, world_size: int) -> str | None:
+    """Every global batch is a whole number of micro-batches on every rank."""
     return _message_of(micro_batches, config, world_size)
 
 
 def sequence_fits_positions(config: RunConfig, world_size: int) -> str | None:
+    """``seq_length`` is at most ``max_position_embeddings``."""
     length, limit = config.training.seq_length, config.model.max_position_embeddings
     if length <= limit:
         return None
@@ -280,20 +357,22 @@ def sequence_fits_positions(config: RunConfig, world_size: int) -> str | None:
 
 
 def samples_count_in_samples(config: RunConfig, world_size: int) -> str | None:
+    """Schedule options in samples need ``train_samples``."""
     names = ("lr_warmup_samples", "lr_decay_samples", "lr_wsd_decay_samples")
     given = [name for name in names if getattr(config.optimizer, name) is not None]
     if not given or config.training.train_samples is not None:
         return None
     steps = given[0].replace("samples", "iters")
     return (
-        f"{given[0]}={getattr(config.optimizer, given[0])} in a run counted in steps, train_iters="
+        f"{given[0]}={getattr(config.optimizer, given[0])} in a run measured in steps, train_iters="
         f"{config.training.train_iters}; use {steps}, or train_samples"
     )
 
 
 def warmup_fits_run(config: RunConfig, world_size: int) -> str | None:
+    """The warm-up ends before the learning-rate decay does."""
     warmup, end, _ = schedule_lengths(config.optimizer, config.training)
-    if warmup <= end:  # which lr_decay_* may put beyond the run's end: a longer schedule cut short on purpose
+    if warmup <= end:  # lr_decay_* may lie beyond the run's end: a longer schedule that is cut short on purpose
         return None
     if config.training.train_samples is None:
         return f"lr_warmup_iters={warmup} exceeds train_iters={end}; use at most {end}, or set lr_decay_iters"
@@ -301,6 +380,7 @@ def warmup_fits_run(config: RunConfig, world_size: int) -> str | None:
 
 
 def validation_has_data(config: RunConfig, world_size: int) -> str | None:
+    """Evaluation has a validation or test set."""
     _, valid, test = parse_split(config.data.split)
     if config.data.valid_data_path or (config.training.skip_train and config.data.test_data_path):
         return None
@@ -318,6 +398,7 @@ def validation_has_data(config: RunConfig, world_size: int) -> str | None:
 
 
 def vocabulary_holds_bytes(config: RunConfig, world_size: int) -> str | None:
+    """The byte-level tokenizer's 257 tokens fit the vocabulary."""
     if config.data.tokenizer_type is not TokenizerType.BYTE or config.model.vocab_size >= 257:
         return None
     return (
@@ -326,6 +407,7 @@ def vocabulary_holds_bytes(config: RunConfig, world_size: int) -> str | None:
 
 
 def backend_serves_device(config: RunConfig, world_size: int) -> str | None:
+    """The distributed backend can move tensors of the device."""
     device, backend = config.parallel.device, config.parallel.distributed_backend
     served = {"nccl": Device.CUDA, "xccl": Device.XPU}.get(backend.value)  # gloo moves tensors of every device
     if served is None or device in (served, Device.AUTO):
@@ -334,6 +416,7 @@ def backend_serves_device(config: RunConfig, world_size: int) -> str | None:
 
 
 def profiled_ranks_exist(config: RunConfig, world_size: int) -> str | None:
+    """``profile_ranks`` are ranks of the run."""
     ranks = config.logging.profile_ranks
     wrong = [rank for rank in ranks if not 0 <= rank < world_size]
     if not config.logging.profile or (ranks and not wrong):
@@ -342,6 +425,7 @@ def profiled_ranks_exist(config: RunConfig, world_size: int) -> str | None:
 
 
 def only_own_optimizer_skips_spikes(config: RunConfig, world_size: int) -> str | None:
+    """``grad_norm_spike_sigma`` needs zero_stage 1 or 2."""
     sigma, stage = config.optimizer.grad_norm_spike_sigma, config.optimizer.zero_stage
     if sigma == 0 or stage < 3:
         return None
@@ -357,8 +441,8 @@ RULES: list[Rule] = [
     experts_need_a_moe_model,
     expert_parallel_divides_experts,
     hierarchical_dispatch_fits_nodes,
-    only_all_to_all_travels_in_chunks,
-    symmetric_dispatch_has_whole_experts_on_cuda,
+    only_all_to_all_sends_chunks,
+    symmetric_dispatch_needs_cuda_and_whole_experts,
     tensor_parallel_divides_model,
     expert_tensor_parallel_divides_experts,
     experts_under_tensor_parallelism_need_split_tokens,

@@ -1,4 +1,4 @@
-"""Options that are a choice: one enum each, whose values are the words of the command line and of files."""
+"""The enums of options; their values are what the command line and configuration files contain."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ class Normalization(str, Enum):
 
 
 class QKNormScope(str, Enum):
-    FULL = "full"  # one statistic and one scale over all heads together: OLMoE, Mula
-    HEAD = "head"  # a statistic per head, one scale of its width shared by all heads: Qwen3
+    FULL = "full"  # mean square and scale over all heads together: OLMoE, Mula
+    HEAD = "head"  # mean square of each head, one scale shared by all heads: Qwen3
 
 
 class RotaryScaling(str, Enum):
     NONE = "none"
     LINEAR = "linear"  # every frequency divided by the factor (arXiv 2306.15595)
-    LLAMA3 = "llama3"  # low frequencies divided, high ones kept, a ramp between (arXiv 2407.21783)
+    LLAMA3 = "llama3"  # low frequencies divided, high ones kept, interpolated between (arXiv 2407.21783)
 
 
 class ScoreFunction(str, Enum):
@@ -28,16 +28,16 @@ class ScoreFunction(str, Enum):
 
 class LoadBalancing(str, Enum):
     NONE = "none"
-    AUX_LOSS = "aux_loss"  # statistics of one micro-batch of one rank
-    GLOBAL_AUX_LOSS = "global_aux_loss"  # statistics of the global batch
+    AUX_LOSS = "aux_loss"  # token fractions of one micro-batch on one rank
+    GLOBAL_AUX_LOSS = "global_aux_loss"  # token fractions of the global batch
 
 
 class TokenDispatcherType(str, Enum):
-    ALLGATHER = "allgather"  # all-gather in, reduce-scatter out: the paper's
-    ALLTOALL = "alltoall"  # each token once to every rank that has one of its experts
-    HIERARCHICAL = "hierarchical"  # each token once to every such node, there once to every such rank
-    SYMMETRIC = "symmetric"  # as alltoall, by GPUs of one node that read and write each other's memory
-    AUTO = "auto"  # the fastest of these as measured at the start; with --deterministic allgather
+    ALLGATHER = "allgather"  # all-gather before the experts, reduce-scatter after: the paper's
+    ALLTOALL = "alltoall"  # sends a token once to every rank that has one of its experts
+    HIERARCHICAL = "hierarchical"  # sends a token once to every such node, and there once to every such rank
+    SYMMETRIC = "symmetric"  # as alltoall, through symmetric memory of the GPUs of one node
+    AUTO = "auto"  # the fastest of these, measured at the start; with --deterministic allgather
 
 
 class ExpertPlacement(str, Enum):
@@ -47,20 +47,20 @@ class ExpertPlacement(str, Enum):
 
 class PipelineSchedule(str, Enum):
     ONE_F_ONE_B = "1f1b"
-    INTERLEAVED_1F1B = "interleaved-1f1b"  # several chunks of layers per rank: a smaller bubble, more messages
+    INTERLEAVED_1F1B = "interleaved-1f1b"  # several model chunks per rank: a smaller bubble, more messages
     INTERLEAVED_ZERO_BUBBLE = "interleaved-zero-bubble"  # weight gradients fill the bubble (arXiv 2401.10241)
-    ZBV = "zbv"  # zero bubble in V shape, two chunks per rank
+    ZBV = "zbv"  # zero bubble with two model chunks per rank in V shape
 
 
 class ContextCommunication(str, Enum):
-    A2A = "a2a"  # Ulysses: all-to-all, each rank then has all positions of some heads
-    P2P = "p2p"  # ring attention: keys and values go round, each rank keeps its positions
+    A2A = "a2a"  # Ulysses: an all-to-all gives each rank all positions of some heads
+    P2P = "p2p"  # ring attention: keys and values pass through all ranks
 
 
 class Recompute(str, Enum):
-    """Parts of a layer whose activations are recomputed in the backward; bits 1, 2 and 4 of arXiv 2604.00785."""
+    """Modules of a layer whose activations are recomputed in the backward; bits 1, 2 and 4 of arXiv 2604.00785."""
 
-    MOE = "moe"  # the experts, shared ones too; the dense MLP in a layer without experts
+    MOE = "moe"  # experts and shared experts, or the dense MLP of a layer without experts
     ATTENTION = "attention"
     NORM = "norm"
 
@@ -71,7 +71,7 @@ class Precision(str, Enum):
 
 
 class OptimizerName(str, Enum):
-    ADAM = "adam"  # AdamW: weight decay on the weights
+    ADAM = "adam"  # AdamW: decoupled weight decay
     SGD = "sgd"
     MUON = "muon"  # for hidden matrices; AdamW for embeddings, output projection and norms
     LION = "lion"
@@ -80,7 +80,7 @@ class OptimizerName(str, Enum):
 class StateDtype(str, Enum):
     FP32 = "fp32"
     BF16 = "bf16"
-    INT8 = "int8"  # a scale for every 256 elements
+    INT8 = "int8"  # with a scale for every 256 elements
 
 
 class MuonLRAdjustment(str, Enum):
@@ -93,26 +93,26 @@ class LRDecayStyle(str, Enum):
     LINEAR = "linear"
     CONSTANT = "constant"
     INVERSE_SQUARE_ROOT = "inverse-square-root"  # lr * sqrt(warm-up steps / steps), not below min_lr
-    WSD = "WSD"  # warm-up, stable, decay (arXiv 2404.06395): constant, then down in the last lr_wsd_decay_iters steps
+    WSD = "WSD"  # warm-up, stable, decay (arXiv 2404.06395): constant, then a decay over lr_wsd_decay_iters steps
 
 
 class WSDDecayStyle(str, Enum):
     LINEAR = "linear"
     COSINE = "cosine"
-    EXPONENTIAL = "exponential"  # halves as it goes
+    EXPONENTIAL = "exponential"  # 2 * 0.5**progress - 1
     MINUS_SQRT = "minus_sqrt"  # 1 - sqrt(progress) (arXiv 2405.18392)
 
 
 class TokenizerType(str, Enum):
-    HF = "HuggingFaceTokenizer"  # a tokenizer.json or a folder that holds one
+    HF = "HuggingFaceTokenizer"  # a tokenizer.json, or a folder with one
     SENTENCEPIECE = "SentencePieceTokenizer"
-    TIKTOKEN = "TikTokenizer"  # a .tiktoken file of ranks
+    TIKTOKEN = "TikTokenizer"  # a .tiktoken file
     BYTE = "ByteLevelTokenizer"  # 256 bytes + end of document, no file
 
 
 class Packing(str, Enum):
-    NONE = "none"  # instances are windows of the stream of documents
-    BEST_FIT = "best-fit"  # of whole documents, few of them cut
+    NONE = "none"  # samples are windows of the token stream
+    BEST_FIT = "best-fit"  # samples are packed with whole documents, few of which are split
 
 
 class Backend(str, Enum):

@@ -1,8 +1,8 @@
-"""How many samples each optimizer step takes, where a run ends, and what its schedules count in: pure arithmetic.
+"""Batch size of each optimizer step, length of a run, and lengths of its learning-rate schedule.
 
-A run is counted in steps (``train_iters``) or in samples (``train_samples``). While its batch size is ramped up the two
-are no longer proportional, so a ramp needs samples, and so does everything that is a function of the run's progress:
-of where a step begins in the order of samples, which is the whole state of the data.
+A run is measured in steps (``train_iters``) or in samples (``train_samples``). During a batch-size ramp the two are not
+proportional, so a ramp needs ``train_samples``. A position is the number of samples consumed before a step, which is
+the whole state of the data.
 """
 
 from __future__ import annotations
@@ -19,24 +19,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Samples of the optimizer step that begins at a position; the position alone decides, whatever came before.
+    """The batch size as a function of the position at which a step begins.
 
-    ``full``: ``global_batch_size``. ``ramp``: nothing, or ``rampup_batch_size``: the first size, what each stage adds,
-    and the samples over which the stages have equal shares. A step that begins within a stage has its size, also where
-    it reaches into the next one.
+    A step that begins in a stage of the ramp has that stage's size, also where it reaches into the next stage.
+
+    Args:
+        full: ``global_batch_size``.
+        ramp: empty, or ``rampup_batch_size``: the first size, the increment of each stage, and the samples of the ramp,
+            which its stages divide evenly.
     """
 
     full: int
     ramp: tuple[int, ...] = ()
 
     def at(self, position: int) -> int:
+        """Returns the batch size of the step that begins at ``position``."""
         if not self.ramp:
             return self.full
         first, increment, samples = self.ramp
         return min(self.full, first + increment * (position * self._num_increments // samples))
 
     def stages(self) -> list[tuple[int, int]]:
-        """(first position, batch size) of every stage; with more stages than samples some are empty."""
+        """Returns (first position, batch size) of every stage; with more stages than samples some are empty."""
         if not self.ramp:
             return [(0, self.full)]
         first, increment, samples = self.ramp
@@ -44,8 +48,8 @@ class BatchSizes:
         return [(-(-number * samples // count), first + number * increment) for number in range(count + 1)]
 
     def after(self, position: int, steps: int) -> int:
-        """Where the step begins that comes ``steps`` steps after the one that begins at ``position``."""
-        for size, end in self._legs():
+        """Returns the position ``steps`` steps after ``position``."""
+        for size, end in self._stage_ends():
             if end is None:
                 return position + max(0, steps) * size
             taken = max(0, min(steps, -(-(end - position) // size)))
@@ -53,12 +57,12 @@ class BatchSizes:
         return position
 
     def steps(self, position: int, end: int) -> int:
-        """Whole steps from ``position`` that do not reach beyond ``end``."""
+        """Returns the number of whole steps between ``position`` and ``end``."""
         count = 0
-        for size, leg_end in self._legs():
+        for size, stage_end in self._stage_ends():
             taken = max(0, (end - position) // size)
-            if leg_end is not None:
-                taken = max(0, min(taken, -(-(leg_end - position) // size)))
+            if stage_end is not None:
+                taken = max(0, min(taken, -(-(stage_end - position) // size)))
             count, position = count + taken, position + taken * size
         return count
 
@@ -67,21 +71,25 @@ class BatchSizes:
         first, increment, _ = self.ramp
         return (self.full - first) // increment
 
-    def _legs(self) -> Iterator[tuple[int, int | None]]:
-        """(batch size, position where it ends) of every stage; the last has no end."""
+    def _stage_ends(self) -> Iterator[tuple[int, int | None]]:
+        """Yields (batch size, first position after the stage) of every stage; None for the last."""
         stages = self.stages()
         ends = [first for first, _ in stages[1:]]
         yield from zip((size for _, size in stages), [*ends, None], strict=True)
 
 
 def batch_sizes(training: TrainingConfig) -> BatchSizes:
+    """Returns the batch sizes of a run."""
     return BatchSizes(training.global_batch_size, tuple(training.rampup_batch_size))
 
 
 def last_step(training: TrainingConfig, step: int = 0, position: int = 0) -> int:
-    """Number of the last optimizer step of a run that has done ``step`` steps and stands at ``position``.
+    """Returns the number of a run's last optimizer step.
 
-    With ``train_samples`` the whole steps that still fit count, so a run that goes on with other sizes ends there too.
+    Args:
+        training: with ``train_samples``, the run ends with the last whole step that fits.
+        step: steps done, possibly with other batch sizes.
+        position: samples consumed in them.
     """
     if training.train_samples is None:
         return training.train_iters
@@ -89,12 +97,12 @@ def last_step(training: TrainingConfig, step: int = 0, position: int = 0) -> int
 
 
 def total_samples(training: TrainingConfig) -> int:
-    """Samples that the whole run takes."""
+    """Returns the samples of the whole run."""
     return batch_sizes(training).after(0, last_step(training))
 
 
 class ScheduleLengths(NamedTuple):
-    """In samples where ``train_samples`` is given, else in steps."""
+    """Lengths of the learning-rate schedule, in samples where ``train_samples`` is given, else in steps."""
 
     warmup: int
     decay_end: int
@@ -102,7 +110,7 @@ class ScheduleLengths(NamedTuple):
 
 
 def schedule_lengths(optimizer: OptimizerConfig, training: TrainingConfig) -> ScheduleLengths:
-    """The parts of the learning rate's schedule. In a run counted in samples an option in steps means full batches."""
+    """Returns the schedule's lengths. In a run measured in samples, an option in steps counts full batches."""
     if training.train_samples is None:
         end = optimizer.lr_decay_iters or training.train_iters
         return ScheduleLengths(optimizer.lr_warmup_iters, end, optimizer.lr_wsd_decay_iters or 0)
@@ -118,7 +126,7 @@ def schedule_lengths(optimizer: OptimizerConfig, training: TrainingConfig) -> Sc
 
 
 def check_schedule(optimizer: OptimizerConfig) -> None:
-    """Raises ConfigError for a warm-up longer than the decay, and for WSD without its length or the other way round."""
+    """Raises ConfigError for a warm-up longer than the decay, and for WSD without its decay length or vice versa."""
     for unit in ("iters", "samples"):
         warmup, end = getattr(optimizer, f"lr_warmup_{unit}"), getattr(optimizer, f"lr_decay_{unit}")
         require(
@@ -130,7 +138,7 @@ def check_schedule(optimizer: OptimizerConfig) -> None:
     style = optimizer.lr_decay_style.value
     require(
         style != "WSD" or bool(given),
-        "lr_decay_style=WSD needs lr_wsd_decay_iters, the steps in which the rate goes down; use a tenth of all",
+        "lr_decay_style=WSD needs lr_wsd_decay_iters, the steps of the final decay; use a tenth of all",
     )
     require(
         style == "WSD" or not given,
@@ -139,19 +147,19 @@ def check_schedule(optimizer: OptimizerConfig) -> None:
 
 
 def check_duration(training: TrainingConfig) -> None:
-    """Raises ConfigError for a ramp that leads nowhere, and for a run without a step."""
+    """Raises ConfigError for a ramp that does not end at the full batch, and for a run without a step."""
     ramp, full, samples = training.rampup_batch_size, training.global_batch_size, training.train_samples
     if ramp:
         example = "for example 32 32 1000000"
         require(
             len(ramp) == 3 and min(ramp) >= 1,
-            f"rampup_batch_size={_words(ramp)}: give three whole numbers above 0, the first batch size, what each "
-            f"stage adds and the samples of the ramp, {example}",
+            f"rampup_batch_size={_words(ramp)}: give three whole numbers above 0, the first batch size, the "
+            f"increment of each stage and the samples of the ramp, {example}",
         )
         require(
             samples is not None,
-            f"rampup_batch_size={_words(ramp)} needs a run counted in samples: give them as train_samples, which takes "
-            "the place of train_iters",
+            f"rampup_batch_size={_words(ramp)} needs a run measured in samples: set train_samples, which "
+            "replaces train_iters",
         )
         first, increment, _ = ramp
         require(first < full, f"rampup_batch_size begins with {first}, which must be below global_batch_size={full}")

@@ -1,14 +1,14 @@
-"""One named grid of ranks with two views of it.
+"""The grid of ranks, with a dense view for attention and an expert view for MoE layers: sizes and groups of every axis.
 
 Dense view, outermost axis first: (pp, dp, cp, tp). Expert view of the same ranks: (pp, edp, ep, etp), independent of
-how the dense view cuts them. Inside a pipeline stage, the dp*cp*tp ranks in order are cut into consecutive runs of
-ep*etp ranks: the run shares the experts of a layer, spread over ``ep`` ranks, each expert split over ``etp`` of them.
-Ranks at the same place of different runs hold the same experts (axis ``edp``). Consecutive ranks sit in one node, so
+how the dense view divides them. Inside a pipeline stage, the dp*cp*tp ranks in order form consecutive groups of ep*etp
+ranks: a group has all experts of a layer, distributed over ``ep`` ranks, each expert split over ``etp`` of them. Ranks
+with the same index in different groups hold the same experts (axis ``edp``). Consecutive ranks are on one node, so
 expert traffic stays inside it as long as ep*etp <= ranks per node.
 
-Axes that join others: ``dense`` (dp, cp) are the ranks that hold the same non-expert weights, ``sequence`` (cp, tp)
-those that share one micro-batch, ``stage`` (dp, cp, tp) all of a pipeline stage, ``model`` (pp, tp) those that cut one
-copy of the non-expert weights, ``experts`` (ep, etp) those that together hold each expert of a layer once.
+Combined axes: ``dense`` (dp, cp) are the ranks that hold the same non-expert weights, ``sequence`` (cp, tp) those that
+share a micro-batch, ``stage`` (dp, cp, tp) all ranks of a pipeline stage, ``model`` (pp, tp) those that hold one copy
+of the non-expert weights, ``experts`` (ep, etp) those that together hold each expert of a layer once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AXES = (*DENSE_AXES, "world", "dense", "sequence", "stage", "model", "edp", "ep"
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of every axis for a world size; pure arithmetic, no process group."""
+    """The size of every axis; arithmetic only, without process groups."""
 
     pp: int
     dp: int
@@ -38,7 +38,7 @@ class Layout:
 
     @classmethod
     def from_config(cls, config: ParallelConfig, world_size: int) -> Layout:
-        """Raises ConfigError, with the sizes that would work, when they do not fit the number of ranks."""
+        """Returns the layout of ``world_size`` ranks. Raises ConfigError where the sizes do not divide them."""
         tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
         cp, ep = config.context_parallel_size, config.expert_model_parallel_size
         etp = config.expert_tensor_parallel_size
@@ -66,10 +66,11 @@ class Layout:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return self.pp * self.dp * self.cp * self.tp
 
     def hierarchy_problem(self, node_size: int) -> str | None:
-        """Why tokens cannot reach experts node by node, with the remedy; None when they can."""
+        """Returns why the hierarchical dispatcher does not support nodes of this size, with a remedy; or None."""
         ranks, shards = self.ep * self.etp, self.etp
         if ranks % node_size == 0 and 1 < node_size < ranks and node_size % shards == 0:
             return None
@@ -82,11 +83,11 @@ class Layout:
         )
 
     def groups(self, axis: str) -> list[list[int]]:
-        """All groups of ranks along an axis, each in axis order; together they hold every rank once."""
+        """Returns all groups of ranks along an axis, each in axis order; every rank is in one of them."""
         return self._lines(axis).tolist()
 
     def group_of(self, axis: str, rank: int) -> list[int]:
-        """The ranks along an axis through ``rank``, in axis order."""
+        """Returns the ranks along an axis through ``rank``, in axis order."""
         lines = self._lines(axis)
         line, _ = np.argwhere(lines == rank)[0]
         return lines[line].tolist()

@@ -1,7 +1,7 @@
-"""The command-line parser of every program, and the run that a command line describes: preset < file < flags.
+"""The command-line parser of every command, and the run that a command line describes: preset < file < flags.
 
-``Parser`` is argparse with this project's habits: every mistake is a ``ConfigError`` of one line, an unknown flag names
-its nearest neighbour, flags are never abbreviated, ``--num_layers`` is ``--num-layers``, and of a flag given twice the
+``Parser`` is argparse with these rules: every mistake is a ``ConfigError`` of one line, an unknown flag comes with the
+most similar one, flags are never abbreviated, ``--num_layers`` is ``--num-layers``, and of a flag given twice the
 last one counts. ``add_run_options`` gives a parser one flag for each option of the schema.
 """
 
@@ -15,7 +15,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NoReturn
 
-from megatron.optimus.config.options import OPTIONS, SECTIONS, Option, build, did_you_mean, overrides, parse, parse_all
+from megatron.optimus.config.options import (
+    OPTIONS,
+    SECTIONS,
+    Option,
+    build,
+    did_you_mean,
+    parse,
+    parse_all,
+    read_sections,
+)
 from megatron.optimus.config.presets import PRESETS
 from megatron.optimus.config.schema import ConfigError, RunConfig
 from megatron.optimus.config.serialize import read_file
@@ -75,7 +84,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(
         self, program: str = "", description: str = "", other_flags: Iterable[str] = (), **options: Any
     ) -> None:
-        if program:  # else an action below a subcommand, which argparse names itself
+        if program:  # empty for the actions of a subcommand, which argparse names
             options = {"prog": f"optimus {program}", "usage": f"optimus {program} [options]"} | options
         super().__init__(description=description, formatter_class=_Help, allow_abbrev=False, **options)
         self._other_flags = tuple(other_flags)
@@ -96,8 +105,8 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(_WRONG_VALUE.sub(r"\1=\2", message).removeprefix("argument "))
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        """Parses all words. Raises ConfigError; SystemExit with code 0 after ``--help``."""
-        args, rest = self.parse_own(argv)
+        """Parses the command line. Raises ConfigError; SystemExit with code 0 after ``--help``."""
+        args, rest = self.parse_known(argv)
         for position, word in enumerate(rest):
             if word.startswith("--") and word != "--":
                 flag, _, value = word.partition("=")
@@ -110,8 +119,8 @@ class Parser(argparse.ArgumentParser):
             raise ConfigError(f"unexpected argument {rest[0]!r}; options look like --num-layers 16")
         return args
 
-    def parse_own(self, argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-        """Parses the words that belong to this parser; all others are returned in their order."""
+    def parse_known(self, argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+        """Parses the options of this parser; returns them and all other words in order."""
         words = list(sys.argv[1:] if argv is None else argv)
         if self.add_help and self._subparsers is None and ("--help" in words or "-h" in words):
             self.print_help()
@@ -120,7 +129,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _normalized(words: Sequence[str]) -> list[str]:
-    """Spells flags with dashes, and joins a negative number to its flag: argparse would take it for a flag."""
+    """Replaces underscores in flags by dashes and joins negative numbers to flags: argparse takes them for flags."""
     result: list[str] = []
     for word in words:
         flag, equals, value = word.partition("=")
@@ -134,7 +143,7 @@ def _normalized(words: Sequence[str]) -> list[str]:
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """One line an option, however long its text, so that ``grep`` finds it whole."""
+    """Prints one line for each option, however long its help, so that ``grep`` finds all of it."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=_FLAG_COLUMN + 2, width=10_000)
@@ -156,7 +165,7 @@ def whole_number(least: int = 1) -> Any:
 
 
 def one_of_names(names: Iterable[str]) -> Any:
-    """Returns an argparse type that accepts the given names and proposes the nearest one for others."""
+    """Returns an argparse type that accepts the given names and proposes the most similar one for others."""
     known = list(names)
 
     def convert(text: str) -> str:
@@ -186,7 +195,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
-    """Words are kept as text, so that values of flags and of files are converted by the same code."""
+    """Keeps words as text: options.py converts the values of flags and of files."""
     words: dict[str, Any] = {"dest": f"option.{option.name}", "default": argparse.SUPPRESS}
     text = f"{option.help} [{_default(option)}]".replace("%", "%%")
     if option.is_list:
@@ -200,13 +209,13 @@ def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
 
 
 def read_run(args: argparse.Namespace) -> Run:
-    """Builds the run from what a parser with ``add_run_options`` has read. Raises ConfigError."""
+    """Builds the run from the result of a parser with ``add_run_options``. Raises ConfigError."""
     values: dict[str, Any] = {}
     if args.preset is not None:
         if args.preset not in PRESETS:
             hint = did_you_mean(args.preset, PRESETS, "")
             raise ConfigError(f"--preset={args.preset!r} is not one of {', '.join(PRESETS)}{'; ' * bool(hint)}{hint}")
-        values.update(overrides(PRESETS[args.preset], f"preset {args.preset}"))
+        values.update(read_sections(PRESETS[args.preset], f"preset {args.preset}"))
     if args.config is not None:
         values.update(read_file(args.config))
     words = {key.removeprefix("option."): word for key, word in vars(args).items() if key.startswith("option.")}

@@ -1,7 +1,7 @@
-"""Every option of a run as one table, and the conversion of what a user wrote into the option's type.
+"""The table of all options, and the conversion of user input into an option's type.
 
-Two spellings reach us: text (a flag on the command line) and parsed values (YAML, JSON, presets). Both end in
-``convert``, so a value means the same wherever it is written.
+Input is either text (a flag on the command line) or parsed values (YAML, JSON, presets). Both end in ``convert``, so a
+value means the same wherever it is written.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
 
 @dataclass(frozen=True)
 class Option:
-    """One field of one section."""
+    """One field of a section of the schema."""
 
     section: str
     name: str
-    type: type  # int, float, bool, str, an Enum; of one element when is_list
+    type: type  # int, float, bool, str or an Enum; with is_list that of an element
     is_list: bool
     is_optional: bool
     default: Any
@@ -36,11 +36,12 @@ class Option:
 
     @property
     def flag(self) -> str:
+        """The flag on the command line."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def expected(self) -> str:
-        """The type as an error message says it."""
+        """The type in words, for error messages."""
         name = {int: "an integer", float: "a number", bool: "true or false", str: "text"}.get(self.type)
         name = name or one_of(member.value for member in self.type)  # type: ignore[attr-defined]
         return f"a list of {name}" if self.is_list else f"{name} or none" if self.is_optional else name
@@ -68,7 +69,7 @@ OPTIONS: dict[str, Option] = _options()
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate meant by ``name``: the only one that contains it, else the most alike, else None."""
+    """Returns the candidate most like ``name``: the only one that contains it, else the most similar, else None."""
     name = name.lower().replace("-", "_")
     spelled = {candidate.replace("-", "_"): candidate for candidate in candidates}
     part = name.strip("_")
@@ -87,6 +88,7 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, candidates: Iterable[str], otherwise: str) -> str:
+    """Returns "did you mean CANDIDATE?", or ``otherwise`` where none is similar."""
     close = nearest(name, candidates)
     return f"did you mean {close}?" if close else otherwise
 
@@ -113,7 +115,16 @@ def _convert_one(option: Option, value: Any, where: str) -> Any:
 
 
 def convert(option: Option, value: Any, where: str) -> Any:
-    """``value`` as the option's type; ``where`` names it in messages. Raises ConfigError, never rounds or guesses."""
+    """Converts a parsed value into the option's type without rounding.
+
+    Args:
+        option: the option.
+        value: from YAML, JSON or a preset.
+        where: what messages call it, such as "run.yaml: model.num_layers".
+
+    Raises:
+        ConfigError: for a value of another type.
+    """
     if option.is_optional and (value is None or value == "none"):
         return None
     if option.is_list:
@@ -124,14 +135,14 @@ def convert(option: Option, value: Any, where: str) -> Any:
 
 
 def parse_all(option: Option, words: list[str], where: str) -> list[Any]:
-    """The words of an option that is a list; for one of integers a word may be a list itself, such as [0]*3+[1]*13."""
+    """Converts the words of a list option; a word for integers may be a list itself, such as [0]*3+[1]*13."""
     lists = [parse_integers(word) if option.type is int and "[" in word else None for word in words]
     found = [[parse(option, word, where)] if part is None else part for word, part in zip(words, lists, strict=True)]
     return [value for part in found for value in part]
 
 
 def parse(option: Option, text: str, where: str) -> Any:
-    """One command-line word as the option's (element) type. Raises ConfigError."""
+    """Converts one word of the command line into the option's (element) type. Raises ConfigError."""
     value: Any = text
     if option.type is int and text != "none":
         try:
@@ -143,26 +154,34 @@ def parse(option: Option, text: str, where: str) -> Any:
     return _convert_one(option, value, where) if option.is_list else convert(option, value, where)
 
 
-def _shown(value: Any) -> str:
-    """Of a value that may be a whole section, enough to recognise it."""
+def _shortened(value: Any) -> str:
+    """Returns at most 100 characters of a value that may be a whole section."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def overrides(data: Any, source: str) -> dict[str, Any]:
-    """``{section: {option: value}}`` as ``{option: converted value}``. ``source`` (a file, a preset) opens messages.
+def read_sections(data: Any, source: str) -> dict[str, Any]:
+    """Converts the sections of a file or preset.
 
-    Raises ConfigError for unknown sections and options, options in the wrong section, and wrong types.
+    Args:
+        data: ``{section: {option: value}}``.
+        source: the file or preset, for messages.
+
+    Returns:
+        ``{option: converted value}``.
+
+    Raises:
+        ConfigError: for unknown sections and options, options in the wrong section, and wrong types.
     """
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{source}: expected sections ({', '.join(SECTIONS)}), got {_shown(data)}")
+        raise ConfigError(f"{source}: expected sections ({', '.join(SECTIONS)}), got {_shortened(data)}")
     result: dict[str, Any] = {}
     for section, values in data.items():
         if section not in SECTIONS:
             if section in OPTIONS:
                 raise ConfigError(f"{source}: {section}={values!r} belongs into section {OPTIONS[section].section}")
             hint = did_you_mean(str(section), SECTIONS, f"sections are {', '.join(SECTIONS)}")
-            raise ConfigError(f"{source}: unknown section {section!r} (value {_shown(values)}); {hint}")
+            raise ConfigError(f"{source}: unknown section {section!r} (value {_shortened(values)}); {hint}")
         if values is None:  # "model:" with nothing below it
             continue
         if not isinstance(values, Mapping):
@@ -182,7 +201,7 @@ def overrides(data: Any, source: str) -> dict[str, Any]:
 
 
 def build(values: Mapping[str, Any]) -> RunConfig:
-    """A run from ``{option: value}``; options not named keep their defaults. Raises ConfigError by section rules."""
+    """Builds a run from ``{option: value}`` and the defaults. Raises ConfigError where a section's own checks fail."""
     sections = {
         section: cls(**{name: value for name, value in values.items() if OPTIONS[name].section == section})
         for section, cls in SECTIONS.items()

@@ -1,8 +1,8 @@
-"""Placement of experts on the ranks of an expert-parallel group: the arithmetic, and the file that stores one.
+"""Placement of experts on the ranks of an expert-parallel group, and the file that stores one.
 
-A placement of one layer is, for each rank, the numbers in the model of its experts in local order; every rank has the
-same number of experts. Weights, checkpoints and initial values are found by these numbers, so a placement changes where
-experts are and not the model: a run can be resumed with another one.
+The placement of a layer lists, for each rank, the global ids of its experts in local order; every rank has the same
+number of experts. Weights, checkpoints and initial values are addressed by global id, so a placement does not change
+the model, and a run can be resumed with another one.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 from megatron.optimus.config.schema import ConfigError, ExpertPlacement
 
-LayerPlacement = tuple[tuple[int, ...], ...]  # for each rank, the numbers in the model of its experts
+LayerPlacement = tuple[tuple[int, ...], ...]  # for each rank, the global ids of its experts
 
 
 def regular_placement(num_experts: int, num_ranks: int, placement: ExpertPlacement) -> LayerPlacement:
-    """The placement that ``moe_expert_placement`` names; ``num_ranks`` divides ``num_experts``."""
+    """Returns the placement of option ``moe_expert_placement``; ``num_ranks`` divides ``num_experts``."""
     per_rank = num_experts // num_ranks
     if placement is ExpertPlacement.CONTIGUOUS:
         return tuple(tuple(range(rank * per_rank, (rank + 1) * per_rank)) for rank in range(num_ranks))
@@ -25,15 +25,15 @@ def regular_placement(num_experts: int, num_ranks: int, placement: ExpertPlaceme
 
 
 def balanced_placement(load_E: Sequence[int], num_ranks: int) -> LayerPlacement:
-    """Spreads the load evenly over ranks that each have the same number of experts.
+    """Returns a placement that balances the load of ranks with the same number of experts each.
 
     The longest-processing-time rule assigns the busiest remaining expert to the least loaded rank that has room. Then
     experts of the busiest rank are swapped with those of others as long as that lowers its load. The result is not
     always optimal (that is NP-hard), and never busier than the rule alone.
 
     Args:
-        load_E: tokens (or any measure) of each expert.
-        num_ranks: ranks; divides the number of experts.
+        load_E: load of each expert, such as its tokens.
+        num_ranks: number of ranks; divides the number of experts.
 
     Returns:
         The placement, experts of a rank in ascending order.
@@ -51,7 +51,7 @@ def balanced_placement(load_E: Sequence[int], num_ranks: int) -> LayerPlacement:
 
 
 def _swap_one(load_E: Sequence[int], ranks: list[list[int]], loads: list[int]) -> bool:
-    """Makes the swap with the busiest rank that leaves the busier of the two least loaded; False where none helps."""
+    """Swaps an expert of the busiest rank so that the higher load of both ranks is lowest; False where none helps."""
     busiest = max(range(len(ranks)), key=lambda rank: loads[rank])
     best: tuple[int, int, int, int] | None = None
     for rank in range(len(ranks)):
@@ -73,13 +73,13 @@ def _swap_one(load_E: Sequence[int], ranks: list[list[int]], loads: list[int]) -
 
 
 def busiest_over_mean(load_E: Sequence[int], placement: LayerPlacement) -> float:
-    """Load of the busiest rank divided by the mean; 1 is perfect, and the value without any load."""
+    """Returns the load of the busiest rank divided by the mean of ranks; 1 is perfect balance, or no load."""
     loads = [sum(load_E[expert] for expert in experts) for experts in placement]
     return max(loads) * len(loads) / total if (total := sum(loads)) else 1.0
 
 
 def to_json(layers: Sequence[LayerPlacement]) -> str:
-    """The text of a ``moe_expert_placement_file`` for the MoE layers in their order."""
+    """Returns the content of a ``moe_expert_placement_file`` for the MoE layers in order."""
     return json.dumps({"experts_of_ranks_of_layers": layers}) + "\n"
 
 
@@ -99,10 +99,10 @@ def from_json(
         The placement of each MoE layer.
 
     Raises:
-        ConfigError: where they are not placements of such a model over such ranks.
+        ConfigError: where the file does not hold placements of such a model over such ranks.
     """
     wanted = f"{num_layers} layers of {num_ranks} ranks with {num_experts // num_ranks} of {num_experts} experts each"
-    remedy = f"moe_expert_placement_file={source} must hold {wanted}; write it with tools/expert_balance.py"
+    remedy = f"moe_expert_placement_file={source} must hold {wanted}; write it with `optimus expert-balance`"
     try:
         record: Any = json.loads(text)
         layers = tuple(tuple(tuple(map(int, rank)) for rank in layer) for layer in record["experts_of_ranks_of_layers"])

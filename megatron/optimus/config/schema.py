@@ -1,9 +1,9 @@
-"""The typed sections of a run. Every field is an option with Megatron's name where Megatron has one.
+"""The options of a run in typed sections, with Megatron's names where Megatron has the option.
 
 A field is a flag: ``num_layers`` is ``--num-layers`` on the command line and ``model: {num_layers: ...}`` in a file.
 Field names are unique over all sections, so a flag needs no prefix. ``metadata["help"]`` is the flag's help text.
-Rules that involve one section live in its ``__post_init__`` (a section cannot exist with impossible values); rules
-across sections live in checks.py, the choices (enums) in choices.py. Comparisons are written so that NaN fails them.
+Checks within a section are in its ``__post_init__``, those across sections in checks.py; the enums are in choices.py.
+Comparisons are written so that NaN fails them.
 """
 
 from __future__ import annotations
@@ -50,51 +50,63 @@ from megatron.optimus.config.values import (
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """Shape of the decoder. Defaults are those of the Mula-1B family that do not change with size."""
+    """Shape of the decoder. Defaults are those of the Mula models that do not depend on size."""
 
-    num_layers: int = option(16, "decoder blocks")
+    num_layers: int = option(16, "number of transformer layers")
     hidden_size: int = option(2048, "model width D")
-    num_attention_heads: int = option(16, "query heads")
-    num_query_groups: int | None = option(None, "key/value heads; default: num_attention_heads")
+    num_attention_heads: int = option(16, "attention heads of the queries")
+    num_query_groups: int | None = option(None, "attention heads of keys and values; default: num_attention_heads")
     kv_channels: int | None = option(None, "width of one head; default: hidden_size / num_attention_heads")
     ffn_hidden_size: int = option(8192, "inner width of the dense MLP (layers without experts)")
-    vocab_size: int = option(50304, "rows of the embedding; token ids must be below it")
-    max_position_embeddings: int = option(4096, "longest sequence the exported model claims")
-    normalization: Normalization = option(Normalization.RMSNORM, "norm before attention and MLP, and the final one")
+    vocab_size: int = option(50304, "rows of the embedding table; token ids must be below it")
+    max_position_embeddings: int = option(4096, "longest sequence; written to the exported model")
+    normalization: Normalization = option(
+        Normalization.RMSNORM, "norm before attention, before the MLP and after the last layer"
+    )
     norm_epsilon: float = option(1e-5, "added to the variance in every norm")
     qk_layernorm: bool = option(True, "RMSNorm of queries and keys, before RoPE")
-    qk_layernorm_scope: QKNormScope = option(QKNormScope.FULL, "over all heads together, or over each head")
+    qk_layernorm_scope: QKNormScope = option(
+        QKNormScope.FULL, "full: norm over all heads together; head: over each head"
+    )
     clip_qkv: float | None = option(None, "clamp queries, keys and values to [-x, x]")
-    add_qkv_bias: bool = option(False, "biases of queries, keys and values (Qwen2)")
+    add_qkv_bias: bool = option(False, "add biases to the projections of queries, keys and values (Qwen2)")
     rotary_base: float = option(10000.0, "RoPE theta")
-    rotary_scaling: RotaryScaling = option(RotaryScaling.NONE, "stretching of RoPE beyond the trained positions")
-    rotary_scaling_factor: float = option(8.0, "how many times longer (unused without rotary_scaling)")
-    rotary_low_freq_factor: float = option(1.0, "llama3: frequencies of fewer turns over the trained positions stretch")
-    rotary_high_freq_factor: float = option(4.0, "llama3: frequencies with more turns than this are kept")
-    rotary_original_positions: int = option(8192, "llama3: positions before stretching")
-    untie_embeddings_and_output_weights: bool = option(True, "the output projection has weights of its own")
+    rotary_scaling: RotaryScaling = option(
+        RotaryScaling.NONE, "scaling of RoPE frequencies beyond the trained positions"
+    )
+    rotary_scaling_factor: float = option(8.0, "context extension factor of rotary_scaling")
+    rotary_low_freq_factor: float = option(
+        1.0, "llama3: frequencies with fewer rotations over the original positions are divided"
+    )
+    rotary_high_freq_factor: float = option(4.0, "llama3: frequencies with more rotations are kept")
+    rotary_original_positions: int = option(8192, "llama3: original positions, before scaling")
+    untie_embeddings_and_output_weights: bool = option(True, "use separate weights for the output projection")
     output_z_loss_coeff: float = option(
-        0.0, "weight of the z-loss of the output's logits (PaLM: 1e-4), in gradients only"
+        0.0, "weight of the z-loss of the output logits (PaLM: 1e-4); it is part of gradients, not of the reported loss"
     )
     init_method_std: float = option(0.02, "standard deviation of the normal initialisation")
-    num_experts: int = option(0, "routed experts per layer; 0 makes every layer dense")
+    num_experts: int = option(0, "routed experts per layer; 0: dense model")
     moe_layer_freq: list[int] = option(
-        [1], "layers with experts: N, every N-th from the first on; or a 0 or 1 for each, as in '[0]*3+[1]*13'"
+        [1], "layers with experts: N for every N-th layer from the first, or a 0 or 1 for each, such as '[0]*3+[1]*13'"
     )
     moe_ffn_hidden_size: int = option(1024, "inner width F of one expert")
     moe_shared_expert_intermediate_size: int = option(
-        0, "inner width of the shared experts in all, which every token passes beside its own; 0: there are none"
+        0, "total inner width of the shared experts, which process every token; 0: no shared experts"
     )
-    moe_shared_expert_gate: bool = option(False, "weigh what shared experts give a token by the sigmoid of a product")
-    moe_router_topk: int = option(8, "experts per token K")
+    moe_shared_expert_gate: bool = option(False, "scale the output of the shared experts by a sigmoid gate")
+    moe_router_topk: int = option(8, "experts per token (top-k)")
     moe_router_score_function: ScoreFunction = option(ScoreFunction.SOFTMAX, "scores from router logits, in fp32")
-    moe_router_norm_topk_prob: bool = option(False, "rescale the K chosen scores to sum to one (OLMoE, Mula: no)")
+    moe_router_norm_topk_prob: bool = option(False, "normalise the top-k scores to sum to one (OLMoE, Mula: no)")
     moe_router_load_balancing_type: LoadBalancing = option(LoadBalancing.AUX_LOSS, "load-balancing loss")
     moe_aux_loss_coeff: float = option(0.01, "weight of the load-balancing loss (mean over layers)")
     moe_z_loss_coeff: float = option(0.0, "weight of the router z-loss (mean over layers)")
-    moe_router_enable_expert_bias: bool = option(False, "aux-loss-free balancing: a bias per expert steers selection")
-    moe_router_bias_update_rate: float = option(1e-3, "step of that bias after each optimizer step")
-    moe_router_force_load_balancing: bool = option(False, "benchmarks only: ignore the router, spread tokens evenly")
+    moe_router_enable_expert_bias: bool = option(
+        False, "aux-loss-free load balancing: a bias per expert added to the scores for selection"
+    )
+    moe_router_bias_update_rate: float = option(1e-3, "update of the expert bias after each optimizer step")
+    moe_router_force_load_balancing: bool = option(
+        False, "benchmarks only: distribute tokens evenly instead of by the router"
+    )
 
     def __post_init__(self) -> None:
         at_least(self, 1, "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
@@ -139,8 +151,8 @@ class ModelConfig:
             self.is_moe or self.moe_layer_freq == [1],
             f"moe_layer_freq={shown(self.moe_layer_freq)} with num_experts=0: leave it out, or set num_experts",
         )
-        weighs_something = shared > 0 or not self.moe_shared_expert_gate
-        require(weighs_something, "moe_shared_expert_gate=True: set moe_shared_expert_intermediate_size, or use False")
+        gate_has_experts = shared > 0 or not self.moe_shared_expert_gate
+        require(gate_has_experts, "moe_shared_expert_gate=True: set moe_shared_expert_intermediate_size, or use False")
 
     @property
     def is_moe(self) -> bool:
@@ -149,59 +161,72 @@ class ModelConfig:
 
     @property
     def moe_layers(self) -> Sequence[int]:
-        """Numbers of the layers that have experts, ascending."""
+        """Indices of the layers with experts, ascending."""
         return layers_of_pattern(self.moe_layer_freq, self.num_layers) if self.is_moe else []
 
     @property
     def has_dense_layers(self) -> bool:
+        """Whether any layer has a dense MLP."""
         return len(self.moe_layers) < self.num_layers
 
     @property
     def head_dim(self) -> int:
+        """Width of one attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def num_kv_heads(self) -> int:
+        """Attention heads of keys and values."""
         return self.num_query_groups or self.num_attention_heads
 
 
 @dataclass(kw_only=True)
 class ParallelConfig:
-    tensor_model_parallel_size: int = option(1, "ranks that share one layer's matrices")
-    pipeline_model_parallel_size: int = option(1, "stages of the pipeline")
-    pipeline_schedule: PipelineSchedule = option(PipelineSchedule.ONE_F_ONE_B, "order of the micro-batches")
-    virtual_pipeline_model_parallel_size: int = option(1, "chunks of layers per pipeline rank")
-    decoder_first_pipeline_num_layers: int | None = option(None, "layers of the first stage; default: as others")
-    decoder_last_pipeline_num_layers: int | None = option(None, "layers of the last stage; default: as others")
-    context_parallel_size: int = option(1, "ranks that share one sequence")
-    expert_model_parallel_size: int = option(1, "ranks that share the experts of one layer")
-    expert_tensor_parallel_size: int = option(1, "ranks that share one expert's matrices; 1: experts are whole")
-    sequence_parallel: bool = option(True, "tensor parallelism: norms and residuals on shards of the tokens")
+    """How the model is distributed over ranks."""
+
+    tensor_model_parallel_size: int = option(1, "tensor parallelism: ranks over which a layer's matrices are split")
+    pipeline_model_parallel_size: int = option(1, "pipeline parallelism: number of stages")
+    pipeline_schedule: PipelineSchedule = option(PipelineSchedule.ONE_F_ONE_B, "pipeline schedule")
+    virtual_pipeline_model_parallel_size: int = option(1, "model chunks per pipeline rank")
+    decoder_first_pipeline_num_layers: int | None = option(
+        None, "layers of the first pipeline stage; default: balanced"
+    )
+    decoder_last_pipeline_num_layers: int | None = option(None, "layers of the last pipeline stage; default: balanced")
+    context_parallel_size: int = option(1, "context parallelism: ranks over which a sequence is split")
+    expert_model_parallel_size: int = option(
+        1, "expert parallelism: ranks over which a layer's experts are distributed"
+    )
+    expert_tensor_parallel_size: int = option(1, "tensor parallelism of experts; 1: experts are not split")
+    sequence_parallel: bool = option(
+        True, "with tensor parallelism, split tokens over its ranks in norms and residuals"
+    )
     tp_comm_overlap: bool = option(
-        False, "tensor parallelism: send one rank's tokens in and out of it while others' are multiplied"
+        False, "with tensor parallelism, overlap its collectives with GEMMs, one rank's tokens at a time"
     )
     cp_comm_type: ContextCommunication = option(
         ContextCommunication.A2A, "context parallelism: a2a (Ulysses) or p2p (ring)"
     )
-    recompute_modules: list[Recompute] = option([], "parts recomputed in the backward: moe, attention, norm")
-    recompute_num_layers: int | None = option(None, "first layers of each stage that recompute; default: all of them")
-    cpu_offloading_num_layers: int = option(0, "first layers of each stage whose activations wait in host memory")
+    recompute_modules: list[Recompute] = option(
+        [], "modules whose activations are recomputed in the backward: moe, attention, norm"
+    )
+    recompute_num_layers: int | None = option(None, "recompute in the first N layers of each stage; default: all")
+    cpu_offloading_num_layers: int = option(0, "keep activations of the first N layers of each stage in host memory")
     moe_token_dispatcher_type: TokenDispatcherType = option(
-        TokenDispatcherType.ALLGATHER, "how tokens reach their experts"
+        TokenDispatcherType.ALLGATHER, "token dispatcher: how tokens are sent to their experts"
     )
     moe_dispatch_chunks: int = option(
-        1, "alltoall: parts in which a layer's tokens travel, each while experts work on another"
+        1, "alltoall: chunks of a layer's tokens; sending one overlaps with the experts' work on another"
     )
     moe_hierarchical_node_size: int | None = option(
-        None, "ranks that the hierarchical dispatcher takes for a node; default: ranks of a node as launched"
+        None, "ranks per node for the hierarchical dispatcher; default: as launched"
     )
-    moe_expert_placement: ExpertPlacement = option(ExpertPlacement.CONTIGUOUS, "which rank owns which expert")
+    moe_expert_placement: ExpertPlacement = option(ExpertPlacement.CONTIGUOUS, "assignment of experts to ranks")
     moe_expert_placement_file: str | None = option(
-        None, "which rank owns which expert of each layer, from tools/expert_balance.py, instead of the above"
+        None, "file with the assignment of every layer's experts to ranks, from `optimus expert-balance`"
     )
-    device: Device = option(Device.AUTO, "where to run")
-    distributed_backend: Backend = option(Backend.AUTO, "collectives; auto: nccl, xccl or gloo by device")
-    distributed_timeout_minutes: float = option(10.0, "a collective that takes longer ends the run")
+    device: Device = option(Device.AUTO, "device type; auto: cuda, xpu or cpu, the first that is found")
+    distributed_backend: Backend = option(Backend.AUTO, "backend of collectives; auto: nccl, xccl or gloo by device")
+    distributed_timeout_minutes: float = option(10.0, "time limit of a collective, after which the run ends")
 
     def __post_init__(self) -> None:
         at_least(self, 1, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -215,47 +240,56 @@ class ParallelConfig:
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
-    optimizer: OptimizerName = option(OptimizerName.ADAM, "adam is AdamW; muon takes AdamW for what is not a matrix")
-    optimizer_state_dtype: StateDtype = option(StateDtype.FP32, "how moments are kept; master weights are fp32")
+    """Optimizer, ZeRO sharding, learning-rate schedule and gradient clipping."""
+
+    optimizer: OptimizerName = option(
+        OptimizerName.ADAM, "adam is AdamW; muon uses AdamW for parameters that are not hidden matrices"
+    )
+    optimizer_state_dtype: StateDtype = option(StateDtype.FP32, "dtype of moments; master weights are fp32")
     zero_stage: int = option(
         1,
-        "1: optimizer states sharded (non-experts over DP, experts over replicas); 2: gradients too; "
-        "3: parameters too, by DeepSpeed's own optimizer (data parallelism alone)",
+        "1: shard optimizer states (of experts over their replicas, of others over data parallel ranks); 2: gradients "
+        "too; 3: parameters too, by DeepSpeed's own ZeRO (data parallelism only)",
     )
-    optimizer_cpu_offload: bool = option(False, "zero_stage=3: master weights and moments in host memory")
-    param_cpu_offload: bool = option(False, "zero_stage=3: parameters in host memory until they are needed")
-    overlap_grad_reduce: bool = option(True, "reduce gradients while backward runs")
-    overlap_param_gather: bool = option(True, "gather updated weights while the next forward runs")
-    accumulate_allreduce_grads_in_fp32: bool = option(True, "add up micro-batches in fp32, else in bf16")
-    grad_reduce_in_bf16: bool = option(False, "sum over ranks in bf16: half the bytes")
-    ddp_bucket_size: int | None = option(None, "elements reduced at a time; default: 67,108,864")
+    optimizer_cpu_offload: bool = option(False, "zero_stage=3: keep master weights and moments in host memory")
+    param_cpu_offload: bool = option(False, "zero_stage=3: keep parameters in host memory until they are used")
+    overlap_grad_reduce: bool = option(True, "overlap gradient reduction with the backward")
+    overlap_param_gather: bool = option(True, "overlap the all-gather of updated parameters with the next forward")
+    accumulate_allreduce_grads_in_fp32: bool = option(
+        True, "accumulate gradients of micro-batches in fp32, else in bf16"
+    )
+    grad_reduce_in_bf16: bool = option(False, "reduce gradients over ranks in bf16: half the bytes")
+    ddp_bucket_size: int | None = option(None, "elements of a gradient bucket; default: 67,108,864")
     lr: float = option(4e-4, "peak learning rate")
     min_lr: float = option(4e-5, "learning rate at the start of warm-up and at the end")
     lr_decay_style: LRDecayStyle = option(LRDecayStyle.COSINE, "shape of the decay after warm-up")
     lr_decay_iters: int | None = option(None, "steps until min_lr; default: train_iters")
-    lr_decay_samples: int | None = option(None, "the same in samples, with train_samples, its default")
-    lr_wsd_decay_iters: int | None = option(None, "WSD: the last steps of lr_decay_iters, in which the rate goes down")
-    lr_wsd_decay_samples: int | None = option(None, "the same in samples, with train_samples")
-    lr_wsd_decay_style: WSDDecayStyle = option(WSDDecayStyle.LINEAR, "WSD: shape of that decay")
-    lr_warmup_iters: int = option(0, "linear warm-up steps; with train_samples, so many full batches")
-    lr_warmup_samples: int | None = option(None, "the same in samples, with train_samples")
-    weight_decay: float = option(0.1, "decoupled weight decay, on every parameter as in the paper unless excluded")
-    weight_decay_norms: bool = option(True, "decay the weights of norms")
-    weight_decay_biases: bool = option(True, "decay biases")
-    weight_decay_embeddings: bool = option(True, "decay embedding and output projection")
-    adam_beta1: float = option(0.9, "first-moment decay")
-    adam_beta2: float = option(0.95, "second-moment decay")
-    adam_eps: float = option(1e-8, "added to the root of the second moment")
-    lion_beta1: float = option(0.9, "share of the momentum in Lion's direction")
-    lion_beta2: float = option(0.99, "decay of Lion's momentum")
-    sgd_momentum: float = option(0.9, "decay of SGD's momentum")
-    muon_momentum: float = option(0.95, "decay of Muon's momentum (Nesterov)")
-    muon_num_ns_steps: int = option(5, "Newton-Schulz iterations that orthogonalise an update")
-    muon_adjust_lr_fn: MuonLRAdjustment = option(MuonLRAdjustment.MATCH_RMS_ADAMW, "lr of a matrix by its shape")
-    clip_grad: float = option(1.0, "largest global gradient norm; 0 switches clipping off")
-    clip_grad_after_warmup: bool = option(False, "clip from the end of warm-up on only, as the Optimus paper does")
+    lr_decay_samples: int | None = option(None, "the same in samples; needs train_samples, which is its default")
+    lr_wsd_decay_iters: int | None = option(None, "WSD: steps of the decay at the end of lr_decay_iters")
+    lr_wsd_decay_samples: int | None = option(None, "the same in samples; needs train_samples")
+    lr_wsd_decay_style: WSDDecayStyle = option(WSDDecayStyle.LINEAR, "WSD: shape of the decay")
+    lr_warmup_iters: int = option(0, "steps of linear warm-up; with train_samples, full batches")
+    lr_warmup_samples: int | None = option(None, "the same in samples; needs train_samples")
+    weight_decay: float = option(0.1, "decoupled weight decay, by default of every parameter")
+    weight_decay_norms: bool = option(True, "apply weight decay to norms")
+    weight_decay_biases: bool = option(True, "apply weight decay to biases")
+    weight_decay_embeddings: bool = option(True, "apply weight decay to embedding and output projection")
+    adam_beta1: float = option(0.9, "decay rate of the first moment")
+    adam_beta2: float = option(0.95, "decay rate of the second moment")
+    adam_eps: float = option(1e-8, "added to the square root of the second moment")
+    lion_beta1: float = option(0.9, "weight of the momentum in Lion's update")
+    lion_beta2: float = option(0.99, "decay rate of Lion's momentum")
+    sgd_momentum: float = option(0.9, "decay rate of SGD's momentum")
+    muon_momentum: float = option(0.95, "decay rate of Muon's Nesterov momentum")
+    muon_num_ns_steps: int = option(5, "Muon: Newton-Schulz iterations of the orthogonalisation")
+    muon_adjust_lr_fn: MuonLRAdjustment = option(
+        MuonLRAdjustment.MATCH_RMS_ADAMW, "Muon: scale of the learning rate by a matrix's shape"
+    )
+    clip_grad: float = option(1.0, "clip gradients to this global norm; 0: no clipping")
+    clip_grad_after_warmup: bool = option(False, "clip gradients only after the warm-up, as the Optimus paper does")
     grad_norm_spike_sigma: float = option(
-        0.0, "skip updates whose gradient norm is so many standard deviations above the last 128 steps' mean; 0: never"
+        0.0,
+        "skip a step whose gradient norm exceeds the mean of the last 128 by this many standard deviations; 0: never",
     )
 
     def __post_init__(self) -> None:
@@ -274,28 +308,28 @@ class OptimizerConfig:
 
 @dataclass(kw_only=True)
 class TrainingConfig:
-    train_iters: int = option(1000, "optimizer steps in all")
+    """Length of the run, batch sizes, precision and evaluation."""
+
+    train_iters: int = option(1000, "total optimizer steps")
     train_samples: int | None = option(
-        None, "sequences in all, instead of train_iters; schedules then count in samples"
+        None, "total sequences, instead of train_iters; schedules are then measured in samples"
     )
-    micro_batch_size: int = option(1, "sequences per rank and forward pass")
-    global_batch_size: int = option(8, "sequences per optimizer step over all ranks")
+    micro_batch_size: int = option(1, "sequences per data parallel rank and forward pass")
+    global_batch_size: int = option(8, "sequences per optimizer step, over all ranks")
     rampup_batch_size: list[int] = option(
-        [], "first batch size, what each stage adds, samples until global_batch_size; with train_samples"
+        [], "batch-size ramp: first batch size, increment, samples until global_batch_size; needs train_samples"
     )
     seq_length: int = option(2048, "tokens per sequence")
-    params_dtype: Precision = option(Precision.BF16, "dtype of weights and activations; the master copy is fp32")
-    seed: int = option(1234, "initial weights and data order")
-    eval_interval: int = option(100, "steps between validations; 0 switches them off")
-    eval_iters: int = option(10, "global batches per validation")
-    skip_train: bool = option(False, "only evaluate: loss over eval_iters batches of the validation and test shares")
-    iterations_to_skip: list[int] = option(
-        [], "steps that are left out: their samples are passed over, nothing is trained"
-    )
-    exit_interval: int = option(0, "stop (after saving) when the step is a multiple of this; 0: never")
-    deterministic: bool = option(False, "refuse kernels whose result can change from run to run")
+    params_dtype: Precision = option(Precision.BF16, "dtype of weights and activations; master weights are fp32")
+    seed: int = option(1234, "seed of initial weights and data order")
+    eval_interval: int = option(100, "steps between evaluations on validation data; 0: never")
+    eval_iters: int = option(10, "global batches per evaluation")
+    skip_train: bool = option(False, "evaluate only: loss over eval_iters batches of the validation and test data")
+    iterations_to_skip: list[int] = option([], "steps to skip: their samples are consumed without training")
+    exit_interval: int = option(0, "save and stop at a step that is a multiple of this; 0: never")
+    deterministic: bool = option(False, "use deterministic kernels only; others raise an error")
     tune_kernels: bool = option(
-        False, "at the start, time tiles of the Triton expert kernels for shapes without tuned ones, and keep the best"
+        False, "at the start, autotune the Triton expert kernels for shapes without tuned tile sizes"
     )
 
     def __post_init__(self) -> None:
@@ -311,31 +345,37 @@ class TrainingConfig:
 
 @dataclass(kw_only=True)
 class DataConfig:
-    data_path: list[str] = option([], "prefixes of .bin/.idx pairs, or weight prefix weight prefix ...")
-    data_file_list: str | None = option(None, "blend instead of data_path: lines 'weight prefix corpus', or YAML/JSON")
-    max_data_epochs: float | None = option(None, "refuse to read any corpus more often than this; default: repeat")
-    split: str = option("969,30,1", "shares of training, validation and test")
+    """Token files, their split and blend, and how samples are made of documents."""
+
+    data_path: list[str] = option([], "prefixes of .bin/.idx pairs, or WEIGHT PREFIX WEIGHT PREFIX ...")
+    data_file_list: str | None = option(
+        None, "file with the blend, instead of data_path: lines WEIGHT PREFIX CORPUS, or YAML or JSON"
+    )
+    max_data_epochs: float | None = option(None, "error if a corpus would be repeated more often; default: no limit")
+    split: str = option("969,30,1", "proportions of training, validation and test data")
     valid_data_path: list[str] = option(
-        [], "further validation sets, NAME=PREFIX or PREFIX each: whole .bin/.idx pairs, a loss for each name"
+        [], "further validation sets, NAME=PREFIX or PREFIX of .bin/.idx pairs; each name has its own loss"
     )
     test_data_path: list[str] = option(
-        [], "test sets, as valid_data_path has them: evaluated after the last step, and with skip_train"
+        [], "test sets, as in valid_data_path; evaluated after the last step and with skip_train"
     )
-    tokenizer_type: TokenizerType = option(TokenizerType.HF, "kind of tokenizer")
-    tokenizer_model: str | None = option(None, "its file or folder; copied into exports")
-    packing: Packing = option(Packing.NONE, "what a sample is made of: a stretch of documents, or whole ones")
+    tokenizer_type: TokenizerType = option(TokenizerType.HF, "type of the tokenizer")
+    tokenizer_model: str | None = option(None, "file or folder of the tokenizer; copied into exported models")
+    packing: Packing = option(
+        Packing.NONE, "none: a sample is a window of the token stream; best-fit: it is packed with whole documents"
+    )
     add_extra_token_to_sequence: bool = option(
-        False, "read one token more than seq_length, as the label of the last position, which else has none"
+        False, "read seq_length + 1 tokens, so that the last position has a label"
     )
-    reset_attention_mask: bool = option(False, "attention inside documents only")
-    reset_position_ids: bool = option(False, "positions count from the beginning of each document")
-    eod_mask_loss: bool = option(False, "no loss at the position of an end-of-document token")
-    fim_rate: float = option(0.0, "share of documents turned into fill-in-the-middle tasks; training only")
-    fim_spm_rate: float = option(0.5, "share of those whose suffix comes first")
-    fim_prefix_token: str = option("<fim_prefix>", "the tokenizer's name of that sentinel")
-    fim_middle_token: str = option("<fim_middle>", "the tokenizer's name of that sentinel")
-    fim_suffix_token: str = option("<fim_suffix>", "the tokenizer's name of that sentinel")
-    pin_memory: bool = option(True, "batches in page-locked memory, copied to an accelerator while it computes")
+    reset_attention_mask: bool = option(False, "restrict attention to the tokens of a document")
+    reset_position_ids: bool = option(False, "restart position ids at each document")
+    eod_mask_loss: bool = option(False, "mask the loss at end-of-document tokens")
+    fim_rate: float = option(0.0, "fraction of training documents turned into fill-in-the-middle tasks")
+    fim_spm_rate: float = option(0.5, "fraction of these with the suffix before the prefix (SPM)")
+    fim_prefix_token: str = option("<fim_prefix>", "token before the prefix of a fill-in-the-middle task")
+    fim_middle_token: str = option("<fim_middle>", "token before the middle of a fill-in-the-middle task")
+    fim_suffix_token: str = option("<fim_suffix>", "token before the suffix of a fill-in-the-middle task")
+    pin_memory: bool = option(True, "put batches into page-locked memory and copy them asynchronously")
 
     @property
     def valid_sets(self) -> dict[str, list[str]]:
@@ -349,7 +389,7 @@ class DataConfig:
 
     @property
     def needs_eod(self) -> bool:
-        """Whether the id of the end-of-document token must be known; packing finds documents in the index."""
+        """Whether the end-of-document token must be known; packing takes documents from the index."""
         by_document = self.reset_attention_mask or self.reset_position_ids or self.eod_mask_loss
         return self.fim_rate > 0 or (by_document and self.packing is Packing.NONE)
 
@@ -365,22 +405,28 @@ class DataConfig:
         positive(self, "max_data_epochs")
         for name in ("fim_rate", "fim_spm_rate"):
             rate = getattr(self, name)
-            require(0 <= rate <= 1, f"{name}={rate} is a share; use 0 to 1")
+            require(0 <= rate <= 1, f"{name}={rate} is a fraction; use 0 to 1")
 
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
+    """Where and when checkpoints are saved, and what a run starts from."""
+
     save: str | None = option(None, "folder of checkpoints; default: <run_dir>/checkpoints")
-    load: str | None = option(None, "folder or one checkpoint to start from; default: newest one in save")
-    save_interval: int = option(1000, "steps between full checkpoints; 0: only the last step")
-    save_retain: int = option(2, "newest full checkpoints to keep")
-    model_only_save_interval: int = option(0, "steps between checkpoints of the weights alone, all kept; 0: none")
-    async_save: bool = option(True, "write beside training, from a copy in host memory")
-    save_local_dir: str | None = option(None, "folder on a disk of each node: written first, then copied to save")
-    load_optim: bool = option(
-        True, "take moments from load; without them step, rate and data position go on all the same"
+    load: str | None = option(
+        None, "folder of checkpoints, or a checkpoint, to start from; default: the newest in save"
     )
-    finetune: bool = option(False, "take only the weights from load: step, data position and moments start anew")
+    save_interval: int = option(1000, "steps between full checkpoints; 0: only after the last step")
+    save_retain: int = option(2, "number of full checkpoints to keep")
+    model_only_save_interval: int = option(0, "steps between checkpoints of weights only, which are all kept; 0: none")
+    async_save: bool = option(True, "save asynchronously, from a copy in host memory")
+    save_local_dir: str | None = option(
+        None, "folder on a local disk of each node: checkpoints are written there first, then copied to save"
+    )
+    load_optim: bool = option(
+        True, "load optimizer states; without them step, learning rate and data position still continue"
+    )
+    finetune: bool = option(False, "load weights only: step, data position and optimizer states start anew")
 
     def __post_init__(self) -> None:
         at_least(self, 0, "save_interval", "model_only_save_interval")
@@ -394,21 +440,23 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True)
 class LoggingConfig:
-    run_dir: str = option("runs/optimus", "metrics.jsonl, checkpoints and pictures of this run")
-    log_interval: int = option(1, "steps between progress lines; metrics.jsonl gets every step")
-    tensorboard_dir: str | None = option(None, "also write TensorBoard events here")
-    wandb_project: str | None = option(None, "also log to this project of Weights & Biases")
-    wandb_exp_name: str | None = option(None, "name of the run there; default: that of run_dir")
+    """Folder of the run, metrics and profiling."""
+
+    run_dir: str = option("runs/optimus", "folder of the run: metrics.jsonl, checkpoints, plots")
+    log_interval: int = option(1, "steps between log lines; metrics.jsonl has every step")
+    tensorboard_dir: str | None = option(None, "folder of TensorBoard events; default: none are written")
+    wandb_project: str | None = option(None, "Weights & Biases project; default: no logging there")
+    wandb_exp_name: str | None = option(None, "name of the Weights & Biases run; default: the name of run_dir")
     device_peak_tflops: float | None = option(
-        None, "dense peak of a device in params_dtype, which MFU is a share of; default: of the devices known"
+        None, "dense peak of a device in params_dtype, for MFU; default: by the device's name, if known"
     )
     straggler_check_interval: int = option(
-        0, "at the start and every so many steps, time the same products on every device, name slow ones; 0: never"
+        0, "steps between checks for slow devices, by timing the same GEMMs on all, also at the start; 0: never"
     )
     profile: bool = option(False, "record a few steps with torch.profiler into <run_dir>/profile")
-    profile_step_start: int = option(10, "first of them, counted from the start or resumption of the run")
-    profile_step_end: int = option(12, "last of them")
-    profile_ranks: list[int] = option([0], "ranks that record")
+    profile_step_start: int = option(10, "first step to record, counted from the start or resumption of the run")
+    profile_step_end: int = option(12, "last step to record")
+    profile_ranks: list[int] = option([0], "ranks that record a profile")
 
     def __post_init__(self) -> None:
         at_least(self, 1, "log_interval", "profile_step_start", "profile_step_end")
@@ -428,7 +476,7 @@ class LoggingConfig:
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """Everything one run needs: one typed value."""
+    """All options of a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

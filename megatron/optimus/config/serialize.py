@@ -1,4 +1,4 @@
-"""A run as plain data and back, exactly; reading of configuration files."""
+"""Converts a run to and from plain data and YAML without loss, and reads configuration files."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 import yaml
 
-from megatron.optimus.config.options import build, overrides
+from megatron.optimus.config.options import build, read_sections
 from megatron.optimus.config.schema import ConfigError, RunConfig
 
 
 def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """``{section: {option: value}}`` of JSON types only; enums become their values."""
+    """Returns ``{section: {option: value}}`` with JSON types only; enums become their values."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, list):
@@ -33,19 +33,19 @@ def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
 
 
 def from_dict(data: Mapping[str, Any], source: str = "configuration") -> RunConfig:
-    """The inverse of ``to_dict``; options not named keep their defaults. Raises ConfigError opened by ``source``."""
-    return build(overrides(data, source))
+    """Inverts ``to_dict``; missing options have their defaults. Raises ConfigError, with ``source`` in front."""
+    return build(read_sections(data, source))
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Text that ``--config`` reads back to the same run."""
+    """Returns YAML from which ``--config`` reads the same run."""
     return yaml.safe_dump(to_dict(config), sort_keys=False)
 
 
 def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """ "training.global_batch_size 8 -> 16" for every option that differs between two ``to_dict`` results.
+    """Lists the options that differ between two ``to_dict`` results, as "training.global_batch_size 8 -> 16".
 
-    Only what bears on the training itself: when something is logged, validated or saved may change freely.
+    Options that do not affect training, such as intervals of logging, evaluation and saving, are left out.
     """
     free = {"exit_interval", "eval_interval", "eval_iters", "skip_train", "iterations_to_skip"}
     free |= {"valid_data_path", "test_data_path"}
@@ -59,7 +59,7 @@ def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML where a key given twice in one mapping is an error, and a date is text (run_dir: 2026-01-05)."""
+    """A SafeLoader that refuses a key given twice in a mapping and keeps dates as text (run_dir: 2026-01-05)."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - the name and shape are the parent's
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
@@ -69,7 +69,7 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
         for key_node, _ in node.value:
-            if not isinstance(key_node, yaml.ScalarNode) or key_node.value == "<<":  # merging repeats keys on purpose
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.value == "<<":  # a merge may repeat keys
                 continue
             line = key_node.start_mark.line + 1
             if key_node.value in seen:
@@ -88,13 +88,13 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """The sections of a .yaml, .yml or .json file as ``{option: converted value}``. Raises ConfigError."""
+    """Reads a .yaml, .yml or .json file into ``{option: converted value}``. Raises ConfigError."""
     data = read_plain(path)
-    return overrides({} if data is None else data, path)
+    return read_sections({} if data is None else data, path)
 
 
 def read_plain(path: str) -> Any:
-    """What a .yaml, .yml or .json file holds, as lists, mappings, text and numbers. Raises ConfigError."""
+    """Reads a .yaml, .yml or .json file into lists, mappings, text and numbers. Raises ConfigError."""
     suffix = Path(path).suffix.lower()
     if suffix not in (".yaml", ".yml", ".json"):
         raise ConfigError(f"{path}: the name of a configuration file must end in .yaml, .yml or .json")
@@ -112,6 +112,6 @@ def read_plain(path: str) -> Any:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     except RecursionError as error:
-        raise ConfigError(f"{path}: lists or mappings lie too deep in each other") from error
+        raise ConfigError(f"{path}: lists or mappings are nested too deeply") from error
     except ValueError as error:  # a ConfigError from above, or a scalar that only looks like a YAML number
         raise ConfigError(f"{path}: {error}") from error

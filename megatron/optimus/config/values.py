@@ -1,4 +1,4 @@
-"""What the sections of a run are made of: a field with its help, the rules on one value, the error of a wrong one."""
+"""Parts of schema.py: fields with help texts, checks on single values, and ConfigError."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """A value the user gave cannot be used. The message names the key, the value, and the remedy."""
+    """A value from the user cannot be used. The message has the option, the value and the remedy."""
 
 
 def one_of(values: Iterable[object]) -> str:
-    """ "1, 2, 4 or 8": the way messages list the values that would work."""
+    """Joins values for a message: "1, 2, 4 or 8"."""
     words = [str(value) for value in values]
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def divisors(number: int) -> list[int]:
-    """For messages: in ascending order; of a number beyond 10^12 only those up to 10^6, and what they leave."""
+    """Returns the divisors in ascending order; of a number above 10^12 only those up to 10^6 and their cofactors."""
     if number < 1:
         return []
     small = [candidate for candidate in range(1, math.isqrt(min(number, 10**12)) + 1) if number % candidate == 0]
@@ -29,16 +29,16 @@ def divisors(number: int) -> list[int]:
 
 
 def option(default: Any, help: str) -> Any:
-    """A field with help text; a list default is copied for each instance."""
+    """Returns a dataclass field with a help text; a list default is copied for each instance."""
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata={"help": help})
     return field(default=default, metadata={"help": help})
 
 
 def parse_split(text: str) -> tuple[Fraction, Fraction, Fraction]:
-    """Shares of training, validation and test, adding up to one, from "969,30,1" (missing numbers are 0).
+    """Parses ``split`` ("969,30,1") into the fractions of training, validation and test, which sum to one.
 
-    Exact, so that every rank cuts at the same token. Raises ConfigError.
+    Fractions are exact, so that every rank splits at the same token; missing numbers are 0. Raises ConfigError.
     """
     try:
         numbers = [Fraction(part.strip()) for part in text.split(",")]
@@ -54,10 +54,18 @@ def parse_split(text: str) -> tuple[Fraction, Fraction, Fraction]:
 
 
 def parse_named_prefixes(words: Iterable[str], option: str) -> dict[str, list[str]]:
-    """Names, each with its prefixes in order, from "web=data/web", or "data/web" whose name is "web".
+    """Parses named sets of token files.
 
-    Words with one name belong together. What is before the first = is a name unless it holds a /. Raises ConfigError
-    that names the ``option``.
+    Args:
+        words: "web=data/web", or "data/web" whose name is then "web"; several words may have the same name. What is
+            before the first = is a name unless it contains a slash.
+        option: the option they belong to, for messages.
+
+    Returns:
+        The prefixes of each name, in order.
+
+    Raises:
+        ConfigError: for a word that is neither, a reserved name, or a prefix given twice.
     """
     found: dict[str, list[str]] = {}
     for word in words:
@@ -92,19 +100,20 @@ def _is_number(text: str) -> bool:
 
 
 def require(condition: bool, message: str) -> None:
+    """Raises ConfigError with the message unless the condition holds."""
     if not condition:
         raise ConfigError(message)
 
 
 def at_least(section: object, limit: float, *names: str) -> None:
-    """Each named field is >= limit, or None."""
+    """Raises ConfigError unless each named field is None or at least ``limit``."""
     for name in names:
         value = getattr(section, name)
         require(value is None or value >= limit, f"{name}={value} is too small; use {limit} or more")
 
 
 def positive(section: object, *names: str) -> None:
-    """Each named real-valued field is > 0, or None."""
+    """Raises ConfigError unless each named field is None or above 0."""
     for name in names:
         value = getattr(section, name)
         require(value is None or value > 0, f"{name}={value} must be above 0")

@@ -1,11 +1,13 @@
 """The presets against the published parameter counts, by closed formulas."""
 
+from pathlib import Path
+
 import pytest
 
 from megatron.optimus.config.checks import check, gradient_accumulation_steps
 from megatron.optimus.config.load import load
-from megatron.optimus.config.presets import PRESETS
-from megatron.optimus.config.schema import ModelConfig, Normalization
+from megatron.optimus.config.presets import PRESETS, read_preset
+from megatron.optimus.config.schema import ConfigError, ModelConfig, Normalization
 
 
 def count(model: ModelConfig, experts: int) -> int:
@@ -81,6 +83,28 @@ def test_every_preset_passes_the_checks_at_its_own_scale(preset: str) -> None:
     config = load(["--preset", preset]).config
     parallel = config.parallel
     check(config, parallel.expert_model_parallel_size * parallel.pipeline_model_parallel_size)
+
+
+def test_a_preset_overrides_what_it_extends(tmp_path: Path) -> None:
+    (tmp_path / "_part.yaml").write_text("model: {num_layers: 2, hidden_size: 8}\ntraining: {seed: 1}\n")
+    (tmp_path / "small.yaml").write_text("extends: _part\nmodel: {num_layers: 3}\n")
+    (tmp_path / "large.yaml").write_text("extends: small\nmodel: {hidden_size: 16}\noptimizer: {lr: 1.0e-3}\n")
+    assert read_preset("large", tmp_path) == {
+        "model": {"num_layers": 3, "hidden_size": 16},
+        "training": {"seed": 1},
+        "optimizer": {"lr": 1e-3},
+    }
+    assert not [name for name in PRESETS if name.startswith("_")]
+
+
+def test_presets_that_extend_each_other_or_nothing_there_is(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("extends: b\n")
+    (tmp_path / "b.yaml").write_text("extends: a\n")
+    (tmp_path / "c.yaml").write_text("extends: d\n")
+    with pytest.raises(ConfigError, match="preset a: a extends b extends a"):
+        read_preset("a", tmp_path)
+    with pytest.raises(ConfigError, match=r"d\.yaml: cannot be read"):
+        read_preset("c", tmp_path)
 
 
 def test_mula_tiny_is_a_moe_for_one_or_two_processes() -> None:

@@ -58,7 +58,7 @@ from megatron.optimus.config.schema import (
         (TrainingConfig, {"micro_batch_size": 0}, ["micro_batch_size=0"]),
         (TrainingConfig, {"rampup_batch_size": [4, 2]}, ["rampup_batch_size=4 2", "three whole numbers"]),
         (TrainingConfig, {"rampup_batch_size": [4, 0, 9], "train_samples": 99}, ["=4 0 9", "above 0"]),
-        (TrainingConfig, {"rampup_batch_size": [4, 2, 9]}, ["=4 2 9 needs", "train_samples", "place of train_iters"]),
+        (TrainingConfig, {"rampup_batch_size": [4, 2, 9]}, ["=4 2 9 needs", "train_samples", "replaces train_iters"]),
         (TrainingConfig, {"rampup_batch_size": [8, 2, 9], "train_samples": 99}, ["begins with 8", "batch_size=8"]),
         (TrainingConfig, {"rampup_batch_size": [2, 4, 9], "train_samples": 99}, ["increment 4", "8 - 2 = 6", "use 3"]),
         (TrainingConfig, {"train_samples": 7}, ["train_samples=7", "batch of 8"]),
