@@ -9,7 +9,7 @@ sparse files, so that 220 B parameters need no disk. ``--release``: each finishe
 compared byte by byte with what the source holds, and its blocks are freed (the file keeps its size), so that the
 destination needs room for one file only. On a tmpfs holes cost nothing to read.
 
-The export runs in this process, by the function that tools/convert_checkpoint.py calls. What is reported is the peak of
+The export runs in this process, by the function that `optimus convert` calls. What is reported is the peak of
 its anonymous memory and of its resident set (which counts mapped file pages too), the conversion alone; ``read_bytes``:
 what it read, from the disk or its cache, mapped files not counted.
 """
@@ -39,12 +39,12 @@ from provenance import commit
 
 from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, Manifest, Piece, TensorEntry
 from megatron.optimus.checkpoint.shards import shard_header
+from megatron.optimus.commands.convert import parse_size
 from megatron.optimus.config.presets import PRESETS
 from megatron.optimus.config.schema import RunConfig
 from megatron.optimus.config.serialize import from_dict, to_dict
 from megatron.optimus.convert import Options, convert, hf_files
 from megatron.optimus.models.hf_map import HFTensor, parameter_shapes, to_hf
-from tools.convert_checkpoint import size
 
 MARK, BLOCK = 1024, 1 << 24
 KINDS = {"full": ("master", "F32", 4), "model": ("weight", "BF16", 2)}
@@ -175,9 +175,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--num-layers", type=int, help="default: the preset's; fewer leave every tensor as large")
     parser.add_argument("--kind", choices=sorted(KINDS), default="full", help="fp32 masters, or bf16 weights alone")
     parser.add_argument("--filled", action="store_true", help="random numbers everywhere")
-    parser.add_argument("--verify", action="store_true", help="as tools/convert_checkpoint.py --verify")
+    parser.add_argument("--verify", action="store_true", help="as optimus convert --verify")
     parser.add_argument("--release", action="store_true", help="check each file and free its blocks")
-    parser.add_argument("--max-shard-size", type=size, default=size("5GB"))
+    parser.add_argument("--max-shard-size", type=parse_size, default=parse_size("5GB"))
     parser.add_argument("--folder", type=Path, help="where to work; default: the temporary folder")
     parser.add_argument("--output", type=Path, help="JSON file; default: only print")
     args = parser.parse_args()

@@ -5,7 +5,7 @@
 
 A stand-in for a 2 T token run: seven corpora in sparse files, 1.5 epochs of the small ones, other weights for the last
 tenth. Written are the largest distance from the share over windows all along the run, the time to find a sample
-anywhere, and the picture of tools/inspect_data.py.
+anywhere, and the picture of `optimus inspect-data`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data_startup import write_sparse_pair
 
+from megatron.optimus.commands.inspect_data import plot_shares
 from megatron.optimus.config.schema import DataConfig
 from megatron.optimus.data.dataset import Split
 from megatron.optimus.data.mixture import Mixture
 from megatron.optimus.data.sources import read_sources
-from tools.inspect_data import draw_shares
 
 GIGA, SEQ_LENGTH, SAMPLES = 10**9, 4096, 488_281_250
 CORPORA = {  # tokens in 1e9, weight, weight in the last tenth
@@ -87,7 +87,7 @@ def main() -> int:
         print(json.dumps(result, indent=1))
         if args.output:
             Path(f"{args.output}.json").write_text(json.dumps(result, indent=1) + "\n")
-            draw_shares(mixture, SAMPLES, Path(f"{args.output}.png"))
+            plot_shares(mixture, SAMPLES, Path(f"{args.output}.png"))
     return 0
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Throughput of tools/preprocess_data.py against the tokenizer library alone, and against a plain loop over a pool.
+"""Throughput of `optimus preprocess` against the tokenizer library alone, and against a plain loop over a pool.
 
     python benchmarks/data_preprocess.py --output benchmarks/results/data_preprocess.json
 

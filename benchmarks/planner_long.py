@@ -3,7 +3,7 @@
     python benchmarks/planner_long.py --search         minutes; benchmarks/results/planner_long.json, and the table
     python benchmarks/planner_long.py --write          what is planned for these layouts today, into docs/planner.md
 
-Each case is a search of tools/plan.py with nothing but the length, the batch and the transport of experts given: once
+Each case is a search of `optimus plan` with nothing but the length, the batch and the transport of experts given: once
 with all-gather, once with all-to-all, of which the faster counts. On Aurora, where the ring has no kernel, the search
 is among Ulysses' layouts. Nodes are the fewest of 1, 2, 4, ... on which something fits. On any machine, nothing is run.
 """

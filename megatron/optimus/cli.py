@@ -1,4 +1,4 @@
-"""The command ``optimus``: one subcommand a verb; ``python -m megatron.optimus`` is the same in a source tree."""
+"""The command ``optimus`` and its subcommands; ``python -m megatron.optimus`` is the same in a source tree."""
 
 from __future__ import annotations
 
@@ -10,23 +10,29 @@ from typing import NoReturn
 from megatron.optimus.platform import signals
 from megatron.optimus.platform.process_exit import run_program
 
-# Subcommand: (module with main(argv), what it does). Modules are imported when called: --help needs no torch.
+# Subcommand: (module with main(argv), help). A module is imported when it is called, so that --help needs no torch.
 COMMANDS = {
-    "pretrain": ("megatron.optimus.pretrain", "train a model: one rank of it"),
+    "pretrain": ("megatron.optimus.pretrain", "train a model, as one rank"),
     "launch": ("megatron.optimus.launch", "start the ranks of pretrain, on this machine or in a PBS or SLURM job"),
     "plan": ("megatron.optimus.commands.plan", "predict memory, communication and time of a run, and search layouts"),
     "preprocess": ("megatron.optimus.commands.preprocess", "tokenize JSON lines, parquet or text into .bin/.idx files"),
     "train-tokenizer": ("megatron.optimus.commands.train_tokenizer", "train a byte-level BPE tokenizer"),
-    "inspect-data": ("megatron.optimus.commands.inspect_data", "look into token files, or what a run reads from them"),
+    "inspect-data": (
+        "megatron.optimus.commands.inspect_data",
+        "inspect token files, or the samples that a run reads from them",
+    ),
     "convert": ("megatron.optimus.commands.convert", "convert a checkpoint from or to other formats"),
-    "verify": ("megatron.optimus.commands.verify", "check, list or compare checkpoints"),
-    "expert-balance": ("megatron.optimus.commands.expert_balance", "report the load of experts, and balance it"),
-    "tune-kernels": ("megatron.optimus.commands.tune_kernels", "time tiles of the Triton expert kernels on this GPU"),
+    "verify": ("megatron.optimus.commands.verify", "verify, list or compare checkpoints"),
+    "expert-balance": (
+        "megatron.optimus.commands.expert_balance",
+        "report the load of experts, and compute a balanced placement",
+    ),
+    "tune-kernels": ("megatron.optimus.commands.tune_kernels", "autotune the Triton expert kernels on this GPU"),
 }
 
 
 def run(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs a subcommand and ends the process with its exit code: what the command ``optimus`` calls."""
+    """Runs a subcommand and ends the process with its exit code; the entry point of the command ``optimus``."""
     run_program(lambda: main(argv))
 
 
@@ -34,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand.
 
     Args:
-        argv: the subcommand and its words; None takes those of this process.
+        argv: the subcommand and its options; None takes those of this process.
 
     Returns:
         The subcommand's exit code; 2 after one line where there is no such subcommand.

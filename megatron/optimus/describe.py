@@ -1,4 +1,4 @@
-"""What a run would be, without running it: configuration, parameter counts, and each rank's share."""
+"""The text of ``--dry-run``: configuration, parameter counts, parallel layout and length of a run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ GIB = 2**30
 
 
 def describe(config: RunConfig, world_size: int) -> str:
-    """The text of ``--dry-run``. Raises ConfigError for a combination that cannot work.
+    """Returns the text of ``--dry-run``.
 
-    Without a launcher (one rank) the smallest number of ranks that the layout needs is described.
+    Args:
+        config: the run.
+        world_size: number of ranks; with 1 (no launcher), the smallest number that the layout needs is described.
+
+    Raises:
+        ConfigError: for options that do not fit together.
     """
     if world_size == 1:
         world_size = smallest_world(config)
@@ -28,7 +33,7 @@ def describe(config: RunConfig, world_size: int) -> str:
 
 
 def smallest_world(config: RunConfig) -> int:
-    """Fewest ranks that the parallel sizes allow."""
+    """Returns the smallest number of ranks that the parallel sizes divide."""
     parallel = config.parallel
     dense = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
@@ -49,7 +54,7 @@ def _layout_lines(config: RunConfig, world_size: int) -> list[str]:
     training = config.training
     weight_bytes = 2 if training.params_dtype is Precision.BF16 else 4
     experts = counts.expert // (layout.ep * layout.etp * layout.pp)
-    others = (counts.total - counts.expert) // (layout.pp * layout.tp)  # stages taken as equal
+    others = (counts.total - counts.expert) // (layout.pp * layout.tp)  # as if all stages were equal
     states = 12 * (experts / layout.edp + others / (layout.dp * layout.cp))
     lines = [
         f"layout of {counted(world_size, 'rank')}: "

@@ -118,7 +118,7 @@ def resolve(path: Path) -> Path:
             if found is not None:
                 return found
     foreign = [name for name in _FOREIGN if (path / name).exists()]
-    remedy = f"; {foreign[0]} is of another format: convert it first, tools/convert_checkpoint.py" if foreign else ""
+    remedy = f"; {foreign[0]} is of another format: convert it first with `optimus convert`" if foreign else ""
     raise CheckpointError(
         f"{path}: holds no complete checkpoint (neither {MANIFEST_NAME} nor step-* folders with one){remedy}"
     )

@@ -5,7 +5,7 @@
     optimus convert runs/demo mcore --to megatron --target-tensor-parallel-size 2
     optimus convert deepspeed_run ours --to optimus --model-config config.json
 
-Exit code 0 when the destination is complete, 2 with one line on stderr when nothing was written.
+Exit code: 0, or 2 where nothing was written, after one line that says what is wrong.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from megatron.optimus.convert.names import NAMES
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def _size(text: str) -> int:
-    """Returns the bytes of "5GB", "200MB" or a plain number."""
+def parse_size(text: str) -> int:
+    """Returns the number of bytes of a text such as "5GB", "200MB" or "1000"."""
     match = re.fullmatch(r"(\d+) *([KMG]B)?", text.strip().upper())
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB or 200MB")
@@ -35,41 +35,45 @@ def _size(text: str) -> int:
 
 
 def _parser() -> Parser:
-    result = Parser("convert", __doc__ or "", usage="optimus convert SOURCE DESTINATION --to FORMAT [options]")
-    result.add_argument("source", type=Path, help="folder of a checkpoint, or of checkpoints (the newest one)")
-    result.add_argument("destination", type=Path, help="folder to create")
-    result.add_argument("--to", choices=FORMATS, required=True, help="format of the destination")
-    result.add_argument(
+    parser = Parser("convert", __doc__ or "", usage="optimus convert SOURCE DESTINATION --to FORMAT [options]")
+    parser.add_argument("source", type=Path, help="folder of a checkpoint, or of checkpoints (the newest one)")
+    parser.add_argument("destination", type=Path, help="folder to create")
+    parser.add_argument("--to", choices=FORMATS, required=True, help="format of the destination")
+    parser.add_argument(
         "--dtype",
         choices=("fp32", "bf16", "source"),
         help="dtype to write; default: as stored, for a full checkpoint the run's params_dtype",
     )
-    result.add_argument("--tokenizer", type=Path, help="tokenizer.json or its folder; default: the run's own")
-    result.add_argument("--max-shard-size", type=_size, default=DEFAULT_MAX_SHARD_BYTES, help="per file; default 5GB")
-    result.add_argument("--model-config", type=Path, help="config.json or YAML, where the source has none")
-    result.add_argument("--names", choices=NAMES, default="optimus", help="of parameters, for zero and universal")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json or its folder; default: the run's own")
+    size = "largest size of a file; default: 5GB"
+    parser.add_argument("--max-shard-size", type=parse_size, default=DEFAULT_MAX_SHARD_BYTES, help=size)
+    parser.add_argument("--model-config", type=Path, help="config.json or YAML of the model, for sources without")
+    parser.add_argument("--names", choices=NAMES, default="optimus", help="names of parameters, for zero and universal")
     for kind in ("tensor", "pipeline", "expert"):
-        result.add_argument(
-            f"--target-{kind}-parallel-size", type=whole_number(), default=1, help="ranks, for megatron"
+        parser.add_argument(
+            f"--target-{kind}-parallel-size",
+            type=whole_number(),
+            default=1,
+            help=f"{kind} parallel size of the destination, for megatron",
         )
-    result.add_argument(
+    parser.add_argument(
         "--transformer-impl",
         choices=("transformer_engine", "local"),
         default="transformer_engine",
         help="names of modules, for megatron",
     )
-    result.add_argument("--overwrite", action="store_true", help="replace an earlier conversion")
-    result.add_argument("--verify", action="store_true", help="read the result back and compare every tensor")
-    result.add_argument("--dry-run", action="store_true", help="list the tensors, write nothing")
-    return result
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier conversion")
+    parser.add_argument("--verify", action="store_true", help="read the result back and compare every tensor")
+    parser.add_argument("--dry-run", action="store_true", help="list the tensors, write nothing")
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, 2 after one line that says what is wrong, or 130 after an interrupt."""
+    """Runs ``optimus convert``; returns 0, 2 after one line that says what is wrong, or 130 after an interrupt."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     try:
         args = _parser().parse(argv)
-        done = convert(
+        result = convert(
             args.source,
             args.destination,
             to=args.to,
@@ -95,11 +99,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"interrupted; {args.destination} is as it was", file=sys.stderr)
         return 130
     if args.dry_run:
-        for tensor in done.tensors:
+        for tensor in result.tensors:
             dtype = str(tensor.dtype).removeprefix("torch.")
             print(f"{tensor.name}  {dtype}  {list(tensor.shape)}  {tensor.num_bytes:,} bytes")
     verb = "would write" if args.dry_run else "wrote"
-    print(f"{verb} {done.destination}: {len(done.tensors)} tensors, {done.num_bytes:,} bytes, from {done.source}")
+    size = f"{len(result.tensors)} tensors, {result.num_bytes:,} bytes"
+    print(f"{verb} {result.destination}: {size}, from {result.source}")
     if args.verify and not args.dry_run:
-        print(f"read back and compared: {done.compared} tensors, all equal")
+        print(f"read back and compared: {result.compared} tensors, all equal")
     return 0

@@ -1,10 +1,13 @@
-"""Report how evenly experts load their ranks in a run, and balance them by another placement.
+"""Report how evenly a run's experts load their ranks, and compute a placement that balances them.
 
-optimus expert-balance runs/mula-7b
-optimus expert-balance runs/mula-7b --ranks 16 --out balance.json --write-placement placement.json
+    optimus expert-balance runs/mula-7b
+    optimus expert-balance runs/mula-7b --ranks 16 --out balance.json --write-placement placement.json
 
-Reads <run>/expert_load.json, which a run writes at each validation and at its end; the load is that of all steps of
-its last process, or of --last-step. The placement file goes to --moe-expert-placement-file, at the next start too.
+Reads <run>/expert_load.json, which a run writes at each evaluation and at its end. The load is the sum over all steps
+since the run was last started, or of its last step with --last-step. Give the placement file to
+--moe-expert-placement-file at the next start.
+
+Exit code: 0, or 2 after one line that says what is wrong.
 """
 
 from __future__ import annotations
@@ -21,11 +24,11 @@ from megatron.optimus.training.expert_load import FILE_NAME, LOADS, BalanceRepor
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0, or 2 after one line that says what is wrong."""
+    """Runs ``optimus expert-balance``; returns the exit code."""
     parser = Parser("expert-balance", __doc__ or "", usage="optimus expert-balance RUN [options]")
     parser.add_argument("run", type=Path, help=f"a run's folder, or its {FILE_NAME}")
-    parser.add_argument("--ranks", type=whole_number(), help="expert-parallel size to plan for; default: the run's")
-    parser.add_argument("--last-step", action="store_true", help="the load of the last step written, not of all")
+    parser.add_argument("--ranks", type=whole_number(), help="expert parallel size to balance for; default: the run's")
+    parser.add_argument("--last-step", action="store_true", help="use the load of the last step, not of all")
     parser.add_argument("--out", type=Path, help="write the report as JSON")
     parser.add_argument("--write-placement", type=Path, help="write the balanced placement")
     try:
@@ -33,30 +36,31 @@ def main(argv: list[str] | None = None) -> int:
         path = args.run / FILE_NAME if args.run.is_dir() else args.run
         found = report(path, args.ranks, last_step_only=args.last_step)
         if args.out is not None:
-            write(args.out, json.dumps(as_record(found), indent=1) + "\n")
+            write_text(args.out, json.dumps(report_to_dict(found), indent=1) + "\n")
         if args.write_placement is not None:
-            write(args.write_placement, to_json([layer.placement for layer in found.layers]))
+            write_text(args.write_placement, to_json([layer.placement for layer in found.layers]))
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    sys.stdout.write("\n".join(table(found)) + "\n")
+    sys.stdout.write("\n".join(format_report(found)) + "\n")
     return 0
 
 
-def write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Writes a file; raises ConfigError where that fails."""
     try:
         path.write_text(text)
     except OSError as error:  # without a file name where the disk is full
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def as_record(found: BalanceReport) -> dict[str, object]:
-    """The report for a file: multiples of the mean load, layer by layer, and their means."""
+def report_to_dict(found: BalanceReport) -> dict[str, object]:
+    """Returns the report as JSON types: multiples of the mean load of each layer, and their means."""
     return {**dataclasses.asdict(found), "mean_over_layers": found.means}
 
 
-def table(found: BalanceReport) -> list[str]:
-    """Lines to print."""
+def format_report(found: BalanceReport) -> list[str]:
+    """Returns the lines to print."""
     rows = [(str(number), [getattr(layer, name) for name in LOADS]) for number, layer in enumerate(found.layers)]
     rows.append(("mean", list(found.means.values())))
     gain = 1 - found.means["balanced"] / found.means["present"]

@@ -1,11 +1,13 @@
-"""Look into token files, or into what a run reads from them.
+"""Inspect token files, or the samples that a run reads from them.
 
-optimus inspect-data stats data/corpus_text_document --histogram lengths.png
-optimus inspect-data show data/corpus_text_document --documents 0 5 --tokenizer-model tokenizer/
-optimus inspect-data check data/*.idx --vocab-size 50304
-optimus inspect-data duplicates data/a data/b --split 969,30,1
-optimus inspect-data sample 123456 --data-file-list blend.yaml --seq-length 4096 --seed 1234 ...
-optimus inspect-data blend --data-file-list blend.yaml --seq-length 4096 --samples 1000000 --picture b.png
+    optimus inspect-data stats data/corpus_text_document --histogram lengths.png
+    optimus inspect-data show data/corpus_text_document --documents 0 5 --tokenizer-model tokenizer/
+    optimus inspect-data check data/*.idx --vocab-size 50304
+    optimus inspect-data duplicates data/a data/b --split 969,30,1
+    optimus inspect-data sample 123456 --data-file-list blend.yaml --seq-length 4096 --seed 1234 ...
+    optimus inspect-data blend --data-file-list blend.yaml --seq-length 4096 --samples 1000000 --picture b.png
+
+Exit code: 0, 1 where duplicates were found, or 2 after one line that says what is wrong.
 """
 
 from __future__ import annotations
@@ -30,59 +32,65 @@ from megatron.optimus.data.tokenize.tokenizer import Tokenizer, build_tokenizer
 from megatron.optimus.platform.log import counted
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
+def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser("inspect-data", __doc__ or "", usage="optimus inspect-data ACTION [options]")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", prog="optimus inspect-data")
     files = Parser(add_help=False)
-    files.add_argument("prefixes", nargs="+", help="pairs, with or without .bin or .idx")
+    files.add_argument("prefixes", nargs="+", help="prefixes of .bin/.idx pairs, with or without .bin or .idx")
     text = Parser(add_help=False)
     text.add_argument("--tokenizer-type", choices=[t.value for t in TokenizerType], default=TokenizerType.HF.value)
-    text.add_argument("--tokenizer-model", help="file or folder; without one ids are shown")
+    text.add_argument("--tokenizer-model", help="file or folder of the tokenizer; default: show token ids")
     data = Parser(add_help=False)
-    data.add_argument("--data-path", nargs="+", default=[])
-    data.add_argument("--data-file-list")
-    data.add_argument("--split", default="969,30,1")
-    data.add_argument("--seq-length", type=int, required=True)
-    data.add_argument("--seed", type=int, default=1234)
+    data.add_argument("--data-path", nargs="+", default=[], help="as in training")
+    data.add_argument("--data-file-list", help="as in training")
+    data.add_argument("--split", default="969,30,1", help="as in training; default: 969,30,1")
+    data.add_argument("--seq-length", type=int, required=True, help="as in training")
+    data.add_argument("--seed", type=int, default=1234, help="as in training; default: 1234")
 
-    stats = actions.add_parser("stats", parents=[files], help="documents, tokens, lengths")
-    stats.add_argument("--histogram", help="PNG to write")
-    show = actions.add_parser("show", parents=[files, text], help="documents as text")
-    show.add_argument("--documents", nargs="+", type=int, default=[0], help="numbers, from 0; negative: from the end")
-    check = actions.add_parser("check", parents=[files], help="every entry of the indices, and every token id")
-    check.add_argument("--vocab-size", type=whole_number())
-    same = actions.add_parser("duplicates", parents=[files], help="documents that two splits have in common")
-    same.add_argument("--split", default="969,30,1")
-    same.add_argument("--anywhere", action="store_true", help="also within a split")
-    sample = actions.add_parser("sample", parents=[data, text], help="what sample k of a run contains")
-    sample.add_argument("position", type=whole_number(0))
-    sample.add_argument("--packing", choices=[p.value for p in Packing], default=Packing.NONE.value)
-    blend = actions.add_parser("blend", parents=[data], help="shares and epochs of each corpus in a run")
-    blend.add_argument("--samples", type=whole_number(), required=True, help="length of the run")
-    blend.add_argument("--picture", help="PNG of the realised shares, of two corpora or more")
+    stats = actions.add_parser("stats", parents=[files], help="count documents and tokens")
+    stats.add_argument("--histogram", help="PNG of document lengths to write")
+    show = actions.add_parser("show", parents=[files, text], help="print documents as text")
+    show.add_argument(
+        "--documents", nargs="+", type=int, default=[0], help="numbers of documents, from 0; negative: from the end"
+    )
+    check = actions.add_parser("check", parents=[files], help="check every entry of the index files and every token id")
+    check.add_argument("--vocab-size", type=whole_number(), help="token ids must be below it")
+    same = actions.add_parser("duplicates", parents=[files], help="find documents that are in two splits")
+    same.add_argument("--split", default="969,30,1", help="as in training; default: 969,30,1")
+    same.add_argument("--anywhere", action="store_true", help="also find duplicates within a split")
+    sample = actions.add_parser("sample", parents=[data, text], help="print a sample of a run")
+    sample.add_argument("position", type=whole_number(0), help="number of the sample, from 0")
+    sample.add_argument(
+        "--packing", choices=[p.value for p in Packing], default=Packing.NONE.value, help="as in training"
+    )
+    blend = actions.add_parser("blend", parents=[data], help="print the samples and epochs of each corpus in a run")
+    blend.add_argument("--samples", type=whole_number(), required=True, help="samples of the run")
+    blend.add_argument("--picture", help="PNG of the proportions of two or more corpora, to write")
     return parser.parse(argv)
 
 
-def tokenizer_of(args: argparse.Namespace) -> Tokenizer | None:
+def load_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
+    """Returns the tokenizer of the command line, or None."""
     kind = TokenizerType(args.tokenizer_type)
     return build_tokenizer(kind, args.tokenizer_model) if args.tokenizer_model or kind is TokenizerType.BYTE else None
 
 
-def as_text(tokenizer: Tokenizer | None, ids: np.ndarray) -> str:
-    """Ids that the tokenizer does not have give no text, so it is said that they are there."""
+def tokens_to_text(tokenizer: Tokenizer | None, ids: np.ndarray) -> str:
+    """Returns the tokens as text, or their ids without a tokenizer; adds a line where ids are not the tokenizer's."""
     if tokenizer is None:
         return " ".join(map(str, ids.tolist()))
-    foreign = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
+    unknown = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
     text = tokenizer.decode(ids.tolist())
-    if foreign.size:
+    if unknown.size:
         text += (
-            f"\n[{foreign.size} of {ids.size} ids, like {foreign[0]}, are not among the tokenizer's "
-            f"{tokenizer.vocab_size}: the tokens are another one's]"
+            f"\n[{unknown.size} of {ids.size} ids, such as {unknown[0]}, are not among the tokenizer's "
+            f"{tokenizer.vocab_size}: the file is of another tokenizer]"
         )
     return text
 
 
-def stats(args: argparse.Namespace) -> None:
+def print_stats(args: argparse.Namespace) -> None:
+    """Action ``stats``."""
     total = Statistics()
     for prefix in args.prefixes:
         one = Statistics()
@@ -96,8 +104,9 @@ def stats(args: argparse.Namespace) -> None:
         total.save_histogram(Path(args.histogram), f"{total.documents} documents, {total.tokens} tokens")
 
 
-def show(args: argparse.Namespace) -> None:
-    tokenizer = tokenizer_of(args)
+def print_documents(args: argparse.Namespace) -> None:
+    """Action ``show``."""
+    tokenizer = load_tokenizer(args)
     for prefix in args.prefixes:
         data = IndexedDataset(prefix)
         bounds = document_bounds(data)
@@ -107,10 +116,11 @@ def show(args: argparse.Namespace) -> None:
                 raise DataError(f"{prefix}: document {number} of {count}")
             start, stop = bounds[number % count], bounds[number % count + 1]
             print(f"--- {prefix} document {number % count}: {stop - start} tokens from {start}")
-            print(as_text(tokenizer, data.tokens[start:stop]))
+            print(tokens_to_text(tokenizer, data.tokens[start:stop]))
 
 
-def check(args: argparse.Namespace) -> None:
+def check_files(args: argparse.Namespace) -> None:
+    """Action ``check``."""
     for prefix in args.prefixes:
         data = IndexedDataset(prefix)
         if args.vocab_size is not None:
@@ -118,7 +128,8 @@ def check(args: argparse.Namespace) -> None:
         print(f"{prefix}: ok, {data.document_index.size - 1} documents, {data.tokens_total} tokens, {data.dtype.name}")
 
 
-def duplicates(args: argparse.Namespace) -> int:
+def print_duplicates(args: argparse.Namespace) -> int:
+    """Action ``duplicates``; returns 1 where there are any."""
     count = 0
     for found in find_duplicates(args.prefixes, args.split, across_splits=not args.anywhere):
         count += 1
@@ -128,7 +139,8 @@ def duplicates(args: argparse.Namespace) -> int:
     return 1 if count else 0
 
 
-def mixture_of(args: argparse.Namespace) -> Mixture | InstanceSet:
+def open_training_data(args: argparse.Namespace) -> Mixture | InstanceSet:
+    """Returns the training data of the command line: a blend, or one corpus."""
     sources = read_sources(DataConfig(data_path=args.data_path, data_file_list=args.data_file_list))
     options: dict[str, Any] = {"split": args.split}
     if "packing" in args:
@@ -138,8 +150,9 @@ def mixture_of(args: argparse.Namespace) -> Mixture | InstanceSet:
     return InstanceSet(sources.prefixes, args.seq_length, **options)
 
 
-def sample(args: argparse.Namespace) -> None:
-    data, tokenizer = mixture_of(args), tokenizer_of(args)
+def print_sample(args: argparse.Namespace) -> None:
+    """Action ``sample``."""
+    data, tokenizer = open_training_data(args), load_tokenizer(args)
     if isinstance(data, Mixture):
         corpus, epoch, instance, prefix, ranges = data.sample(args.position)
     else:
@@ -150,14 +163,15 @@ def sample(args: argparse.Namespace) -> None:
     for start, stop in ranges:
         document, first = document_at(file, start)
         print(f"--- tokens [{start}, {stop}), from token {start - first} of document {document}")
-        print(as_text(tokenizer, file.tokens[start:stop]))
+        print(tokens_to_text(tokenizer, file.tokens[start:stop]))
 
 
-def blend(args: argparse.Namespace) -> None:
-    data = mixture_of(args)
+def print_blend(args: argparse.Namespace) -> None:
+    """Action ``blend``."""
+    data = open_training_data(args)
     if not isinstance(data, Mixture):
         if args.picture:
-            raise DataError("--picture draws shares of two corpora or more; this data is one corpus")
+            raise DataError("--picture plots the proportions of two or more corpora; this data is one corpus")
         print(f"all: {len(data)} instances, {args.samples / len(data):.4f} epochs")
         return
     for plan in data.plan(args.samples):
@@ -166,11 +180,11 @@ def blend(args: argparse.Namespace) -> None:
             f"({100 * plan.samples / args.samples:.4f} %), {plan.epochs:.4f} epochs"
         )
     if args.picture:
-        draw_shares(data, args.samples, Path(args.picture))
+        plot_shares(data, args.samples, Path(args.picture))
 
 
-def draw_shares(data: Mixture, samples: int, path: Path) -> None:
-    """Left: realised share of each corpus over the run; right: by how many samples each is off its share."""
+def plot_shares(data: Mixture, samples: int, path: Path) -> None:
+    """Plots the proportion of each corpus over the run (left) and its distance from the target in samples (right)."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -181,27 +195,34 @@ def draw_shares(data: Mixture, samples: int, path: Path) -> None:
     counts = np.array([data.counts(position) for position in positions])
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     left.stackplot(positions[1:], 100 * np.diff(counts, axis=0).T / steps, labels=data.names)
-    left.set(xlabel="samples", ylabel="share of the samples in %", title="realised shares", ylim=(0, 100))
+    left.set(xlabel="samples", ylabel="samples of the corpus in %", title="proportions", ylim=(0, 100))
     left.legend(loc="lower left", fontsize="small")
     window = min(samples, 2000)
     corpora, shares = data.corpora_at(0, window), data.shares()
     for i, name in enumerate(data.names):
         off = np.cumsum(corpora == i) - np.arange(1, window + 1) * shares[i]
         right.plot(off, lw=0.7, label=name)
-    right.set(xlabel="samples", ylabel="samples ahead of the share", title="the first samples", ylim=(-1.1, 1.1))
+    right.set(xlabel="samples", ylabel="samples ahead of the target", title="the first samples", ylim=(-1.1, 1.1))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0, 1 where duplicates were found, or 2 after one line that says what is wrong."""
-    actions = {"stats": stats, "show": show, "check": check, "duplicates": duplicates, "sample": sample, "blend": blend}
+    """Runs ``optimus inspect-data``; returns the exit code."""
+    actions = {
+        "stats": print_stats,
+        "show": print_documents,
+        "check": check_files,
+        "duplicates": print_duplicates,
+        "sample": print_sample,
+        "blend": print_blend,
+    }
     try:
-        args = parse_args(argv)
+        args = _parse(argv)
         if "prefixes" in args:
             args.prefixes = list(dict.fromkeys(p.removesuffix(".bin").removesuffix(".idx") for p in args.prefixes))
         return actions[args.action](args) or 0
-    except OSError as error:  # of a picture or a closed pipe; those of data files are DataErrors
+    except OSError as error:  # of a plot or a closed pipe; errors of data files are DataErrors
         what = error.filename or "the output"
         print(f"error: {what}: cannot be written: {error.strerror}", file=sys.stderr)
         return 2

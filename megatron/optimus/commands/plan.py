@@ -1,12 +1,12 @@
 """Predict what a run needs and how fast it is, before it is queued.
 
-    optimus plan --preset mula-220b-a10b --nodes 1024 --system aurora      the layout given, and the best ones
-    optimus plan --preset mula-7b-a1b --nodes 1 --micro-batch-size 8 --explain         with all the arithmetic
-    optimus plan --preset mula-220b-a10b --weak-scaling weak_scaling       OUT.png and OUT.md
-    optimus plan --preset mula-220b-a10b --nodes 1024 --system aurora --check-build     builds a real rank
+    optimus plan --preset mula-220b-a10b --nodes 1024 --system aurora
+    optimus plan --preset mula-7b-a1b --nodes 1 --micro-batch-size 8 --explain
+    optimus plan --preset mula-220b-a10b --weak-scaling weak_scaling
+    optimus plan --preset mula-220b-a10b --nodes 1024 --system aurora --check-build
 
-Every option of the training program can follow; the search keeps the ones that are named. A pipeline's layers are split
-as the program splits them, which is printed. Needs no GPU, and torch only for --check-build.
+Prints the layout of the command line and the best layouts found. All options of `optimus pretrain` can follow; the
+search does not vary those given as flags. Needs no GPU, and torch only for --check-build.
 
 Exit code: 0, 1 where the layout does not fit the memory, or 2 after one line that says what is wrong.
 """
@@ -36,18 +36,18 @@ MOST_RANKS = 1_000_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, 1 where the layout does not fit the memory, or 2 after one line that says what is wrong."""
+    """Runs ``optimus plan``; returns the exit code."""
     parser = _parser()
     try:
         args, run_words = parser.parse_known(argv)
         run = load(run_words, "plan", other_flags=parser.flags)
         machine = machine_named(args.system or "h200")
         if args.weak_scaling is not None:
-            return scale(run.config, machine_named(args.system or "aurora"), args.weak_scaling)
-        world_size = ranks(args, machine)
+            return write_weak_scaling(run.config, machine_named(args.system or "aurora"), args.weak_scaling)
+        world_size = _num_ranks(args, machine)
         if args.check_build:
             return check_build(run_words, world_size, as_json_object=args.json)
-        return report(run, world_size, machine, args)
+        return print_plan(run, world_size, machine, args)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
@@ -56,25 +56,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     result = Parser("plan", __doc__ or "")
     result.add_argument(
-        "--system", metavar="NAME", help="h200 (measured) or aurora (public and assumed figures) [h200]"
+        "--system", metavar="NAME", help="machine: h200 (measured) or aurora (public and assumed figures) [h200]"
     )
     result.add_argument("--nodes", type=whole_number(), metavar="N", help="nodes of the system")
     result.add_argument("--world-size", type=whole_number(), metavar="N", help="ranks; instead of --nodes")
     result.add_argument(
-        "--top", type=whole_number(0), metavar="N", default=10, help="best layouts to list; 0: none [10]"
+        "--top", type=whole_number(0), metavar="N", default=10, help="number of best layouts to list; 0: no search [10]"
     )
-    result.add_argument("--explain", action="store_true", help="parts of a layer, collectives, constants with sources")
-    result.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    result.add_argument(
+        "--explain",
+        action="store_true",
+        help="also print the modules of a layer, collectives, and constants with their sources",
+    )
+    result.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     curve = (
-        "the curve from 384 to 12,288 ranks [of aurora], into OUT.png and OUT.md; mula-220b-a10b's beside the paper's"
+        "weak scaling from 384 to 12,288 ranks [of aurora], into OUT.png and OUT.md; of mula-220b-a10b with the paper's"
     )
     result.add_argument("--weak-scaling", type=Path, metavar="OUT", help=curve)
-    result.add_argument("--check-build", action="store_true", help="build the first and last rank of the real program")
+    result.add_argument(
+        "--check-build", action="store_true", help="build the model of the first and last rank and measure it"
+    )
     return result
 
 
-def ranks(args: argparse.Namespace, machine: Machine) -> int:
-    """Returns the number of ranks. Raises ConfigError for one that is too large, or given twice and not the same."""
+def _num_ranks(args: argparse.Namespace, machine: Machine) -> int:
+    """Returns the number of ranks. Raises ConfigError where it is too large, or --nodes and --world-size contradict."""
     of_nodes = (args.nodes or 1) * machine.devices_per_node
     size: int = args.world_size or of_nodes
     if args.nodes is not None and size != of_nodes:
@@ -86,8 +92,8 @@ def ranks(args: argparse.Namespace, machine: Machine) -> int:
     return size
 
 
-def report(run: Run, world_size: int, machine: Machine, args: argparse.Namespace) -> int:
-    """Prints the layout given and the best ones; returns the exit code. The search varies no option given by a flag."""
+def print_plan(run: Run, world_size: int, machine: Machine, args: argparse.Namespace) -> int:
+    """Prints the plan of the run's layout and the best layouts; returns the exit code."""
     config, top = run.config, args.top
     given: Plan | None = None
     refusal = ""
@@ -99,20 +105,20 @@ def report(run: Run, world_size: int, machine: Machine, args: argparse.Namespace
         refusal = str(error)
     found = search(config, world_size, machine, named=set(run.given), keep=top) if top else None
     if args.json:
-        sys.stdout.write(json.dumps(as_json(given, refusal, found), indent=1) + "\n")
+        sys.stdout.write(json.dumps(_format_json(given, refusal, found), indent=1) + "\n")
     else:
-        sys.stdout.write(as_text(given, refusal, found, world_size, explain=args.explain))
+        sys.stdout.write(_format_text(given, refusal, found, world_size, explain=args.explain))
     if given is None:
         return 0 if found is not None and found.best else 2
     return 0 if given.fits else 1
 
 
-def as_text(given: Plan | None, refusal: str, found: Findings | None, world_size: int, *, explain: bool) -> str:
+def _format_text(given: Plan | None, refusal: str, found: Findings | None, world_size: int, *, explain: bool) -> str:
     text = f"the layout given is refused: {refusal}\n" if given is None else plan_text(given, explain=explain)
     return text if found is None else text + "\n" + findings_text(found, world_size)
 
 
-def as_json(given: Plan | None, refusal: str, found: Findings | None) -> dict[str, Any]:
+def _format_json(given: Plan | None, refusal: str, found: Findings | None) -> dict[str, Any]:
     result: dict[str, Any] = {"plan": None if given is None else plan_json(given), "refusal": refusal or None}
     if found is not None:
         result["search"] = {
@@ -124,7 +130,8 @@ def as_json(given: Plan | None, refusal: str, found: Findings | None) -> dict[st
     return result
 
 
-def scale(config: RunConfig, machine: Machine, out: Path) -> int:
+def write_weak_scaling(config: RunConfig, machine: Machine, out: Path) -> int:
+    """Writes the weak-scaling table and plot; returns 0."""
     paper = PAPER if config.model == build(read_sections(PRESETS["mula-220b-a10b"], "preset")).model else {}
     curves = {
         "predicted, bf16 gradients, nothing overlapped": weak_scaling(as_the_paper(config), machine, paper),
@@ -142,6 +149,7 @@ def scale(config: RunConfig, machine: Machine, out: Path) -> int:
 
 
 def check_build(words: list[str], world_size: int, *, as_json_object: bool) -> int:
+    """Builds the first and the last rank in processes of their own and prints what they hold; returns 0."""
     built = []
     for rank in sorted({0, world_size - 1}):
         built.append(build_in_a_process(words, rank, world_size))

@@ -3,9 +3,11 @@
     optimus preprocess --input corpus/*.jsonl.gz --output-prefix data/corpus \
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/ --append-eod --workers 8
 
-writes data/corpus_text_document.bin and .idx, whose common prefix is what --data-path of the training command takes.
-Under mpiexec, srun or a SLURM job array each process takes its share of the files; --rank and --world-size say so
-elsewhere. A run that was killed goes on when it is started again in the same way.
+writes data/corpus_text_document.bin and .idx; give their common prefix to --data-path of `optimus pretrain`. Under
+mpiexec, srun or a SLURM job array the processes divide the files; elsewhere set --rank and --world-size. A command that
+was killed continues when it is started again with the same options.
+
+Exit code: 0, 1 after one line about the data, or 2 after one about the command line.
 """
 
 from __future__ import annotations
@@ -25,24 +27,36 @@ from megatron.optimus.platform import environment
 logger = logging.getLogger("optimus")
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
+def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser("preprocess", __doc__ or "")
     parser.add_argument(
         "--input", nargs="+", required=True, help="files, globs or folders: .jsonl, .parquet, .txt; .gz, .zst"
     )
-    parser.add_argument("--output-prefix", required=True, help="writes <prefix>_<key>_document.bin and .idx")
-    parser.add_argument("--json-keys", nargs="+", default=["text"], help="keys to tokenize, one pair of files each")
-    parser.add_argument("--tokenizer-type", choices=[t.value for t in TokenizerType], default=TokenizerType.HF.value)
+    parser.add_argument(
+        "--output-prefix", required=True, help="prefix of the files to write: <prefix>_<key>_document.bin and .idx"
+    )
+    parser.add_argument(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        help="keys to tokenize, each into its own pair of files; default: text",
+    )
+    parser.add_argument(
+        "--tokenizer-type",
+        choices=[t.value for t in TokenizerType],
+        default=TokenizerType.HF.value,
+        help="default: HuggingFaceTokenizer",
+    )
     parser.add_argument("--tokenizer-model", help="file or folder of the tokenizer")
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     parser.add_argument(
-        "--workers", type=whole_number(), default=os.cpu_count() or 1, help="processes; default: one a core"
+        "--workers", type=whole_number(), default=os.cpu_count() or 1, help="processes; default: one per core"
     )
-    parser.add_argument("--skip-malformed", action="store_true", help="leave malformed lines out and count them")
-    parser.add_argument("--partitions", type=int, help="cut the input into so many parts; default: 1 GiB each")
-    parser.add_argument("--per-file", action="store_true", help="a pair <prefix>/<file>_<key>_document for each file")
-    parser.add_argument("--rank", type=int, help="of this process; default: what the launcher says")
-    parser.add_argument("--world-size", type=int, help="processes that share the work; default: what the launcher says")
+    parser.add_argument("--skip-malformed", action="store_true", help="skip malformed lines and count them")
+    parser.add_argument("--partitions", type=int, help="number of parts of the input; default: parts of 1 GiB")
+    parser.add_argument("--per-file", action="store_true", help="write <prefix>/<file>_<key>_document for each file")
+    parser.add_argument("--rank", type=int, help="number of this process; default: from the launcher")
+    parser.add_argument("--world-size", type=int, help="processes that divide the files; default: from the launcher")
     parser.add_argument("--log-interval", type=whole_number(), default=10000, help="documents between progress lines")
     args = parser.parse(argv)
     if (args.rank is None) != (args.world_size is None):
@@ -50,8 +64,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def show_bar(report: PreprocessReport) -> None:
-    """The progress line of a terminal: rewritten in place."""
+def show_progress_bar(report: PreprocessReport) -> None:
+    """Rewrites the progress bar of the terminal."""
     width, seconds = 30, max(report.seconds, 1e-9)
     done = round(width * min(1.0, report.progress))
     left = seconds * (1 - report.progress) / report.progress if report.progress > 0 else 0.0
@@ -63,16 +77,18 @@ def show_bar(report: PreprocessReport) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0, 1 after one line on the data, 2 after one on the command line, 130 after an interrupt."""
+    """Runs ``optimus preprocess``; returns the exit code, 130 after an interrupt."""
     try:
-        args = parse_args(argv)
+        args = _parse(argv)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds, so temporary files go
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # an exception, so that temporary files are deleted
     if not args.append_eod:
-        logger.warning("without --append-eod the model cannot see where a document ends")
+        logger.warning("without --append-eod the model does not see where a document ends")
     terminal = sys.stderr.isatty()
     try:
         rank, world_size = environment.worker_index_and_count() if args.rank is None else (args.rank, args.world_size)
@@ -90,25 +106,25 @@ def main(argv: list[str] | None = None) -> int:
             per_file=args.per_file,
             rank=rank,
             world_size=world_size,
-            show_progress=show_bar if terminal else None,
+            show_progress=show_progress_bar if terminal else None,
         )
     except (DataError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; start it again to go on after the last finished part", file=sys.stderr)
+        print("interrupted; the same command continues after the last finished part", file=sys.stderr)
         return 130
     if terminal:
         sys.stderr.write("\n")
     log_progress(report)
     if report.parts_found:
-        print(f"{report.parts_found} parts were there already, {report.parts} were done now")
+        print(f"{report.parts_found} parts were done before, {report.parts} now")
     if not report.merged:
-        print("this process's parts are done; the last process to finish joins all of them")
+        print("the parts of this process are done; the last process to finish merges all parts")
         return 0
     if report.empty_documents:
         logger.warning("%d documents have no tokens", report.empty_documents)
     for prefix, tokens in report.tokens.items():
         print(f"{prefix}.bin {prefix}.idx: {tokens} tokens")
-    print(f"{report.documents} documents, {report.malformed} malformed left out")
+    print(f"{report.documents} documents, {report.malformed} malformed lines skipped")
     return 0

@@ -1,6 +1,10 @@
-"""Train a byte-level BPE tokenizer on JSON lines; the folder it writes also loads in transformers.
+"""Train a byte-level BPE tokenizer on JSON lines.
 
-optimus train-tokenizer --input corpus.jsonl --vocab-size 8192 --output tokenizer/
+    optimus train-tokenizer --input corpus.jsonl --vocab-size 8192 --output tokenizer/
+
+The folder it writes also loads in transformers.
+
+Exit code: 0, 1 after one line about the data, or 2 after one about the command line.
 """
 
 from __future__ import annotations
@@ -17,14 +21,16 @@ from megatron.optimus.data.tokenize.tokenizer import build_tokenizer, train_bpe
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0, or 1 after one line that says what is wrong with the data, 2 with the command line."""
+    """Runs ``optimus train-tokenizer``; returns the exit code."""
     parser = Parser("train-tokenizer", __doc__ or "")
     parser.add_argument("--input", nargs="+", required=True, help="JSON-lines files or globs; .gz and .zst too")
-    parser.add_argument("--vocab-size", type=whole_number(), required=True, help="entries, at least 257")
+    parser.add_argument("--vocab-size", type=whole_number(), required=True, help="number of tokens, at least 257")
     parser.add_argument("--output", required=True, help="folder to write")
-    parser.add_argument("--json-key", "--json-keys", default="text", help="key that holds the text")
-    parser.add_argument("--special-tokens", nargs="*", default=[], help="names, for example <fim_prefix> <fim_middle>")
-    parser.add_argument("--skip-malformed", action="store_true", help="leave malformed lines out and count them")
+    parser.add_argument("--json-key", "--json-keys", default="text", help="key of the text; default: text")
+    parser.add_argument(
+        "--special-tokens", nargs="*", default=[], help="special tokens, such as <fim_prefix> <fim_middle>"
+    )
+    parser.add_argument("--skip-malformed", action="store_true", help="skip malformed lines and count them")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     started = time.monotonic()
     try:

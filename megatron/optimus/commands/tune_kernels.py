@@ -1,10 +1,10 @@
-"""Time the candidates of the Triton expert kernels on this machine's GPU and keeps the fastest for later runs.
+"""Autotune the tile sizes of the Triton expert kernels on this GPU, for later runs.
 
     optimus tune-kernels --preset mula-7b-a1b --micro-batch-size 4 --seq-length 4096
     optimus tune-kernels --preset mula-7b-a1b --tokens 16384 --expert-model-parallel-size 4 --explain
 
-Every option of the training program can follow; the shapes are those of one rank of that run. Runs where expert layers
-are Triton's take them from the file that is written (docs/expert_kernels.md).
+All options of `optimus pretrain` can follow; the shapes are those of one rank of that run. Runs whose expert layers use
+the Triton backend read the tile sizes from the file that is written (docs/expert_kernels.md).
 
 Exit code: 0, or 2 after one line that says what is wrong.
 """
@@ -26,12 +26,14 @@ from megatron.optimus.platform import environment
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, or 2 after one line that says what is wrong."""
+    """Runs ``optimus tune-kernels``; returns the exit code."""
     parser = Parser("tune-kernels", __doc__ or "")
-    tokens = "tokens of a rank [micro_batch_size * seq_length, its part under context and sequence parallelism]"
+    tokens = "tokens of a rank [micro_batch_size * seq_length, divided by context and sequence parallelism]"
     parser.add_argument("--tokens", type=whole_number(), metavar="N", help=tokens)
-    parser.add_argument("--again", action="store_true", help="also shapes that have tuned tiles")
-    parser.add_argument("--explain", action="store_true", help="every candidate with its time, or why it is left out")
+    parser.add_argument("--again", action="store_true", help="also tune shapes that have been tuned")
+    parser.add_argument(
+        "--explain", action="store_true", help="print every candidate with its time, or why it was not timed"
+    )
     add_run_options(parser)
     try:
         args = parser.parse(argv)
@@ -46,28 +48,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def tune(config: RunConfig, tokens: int | None, *, again: bool, explain: bool) -> None:
-    """Raises ConfigError or BackendUnavailableError where there is nothing to tune, OSError before anything is timed
-    where the result could not be kept."""
+    """Times the candidates of every shape of the run and saves the fastest.
+
+    Raises:
+        ConfigError: for a run without kernels to tune.
+        BackendUnavailableError: where Triton does not run on this device.
+        OSError: before anything is timed, where the result cannot be saved.
+    """
     from megatron.optimus.training.kernel_tuning import problems_of
 
     if not config.model.is_moe:
         raise ConfigError(f"num_experts={config.model.num_experts}: a model without experts has no expert kernels")
     if config.training.params_dtype is Precision.FP32:
-        raise ConfigError("params_dtype=fp32: the Triton kernels have 16 bits only; use bf16")
+        raise ConfigError("params_dtype=fp32: the Triton kernels support bf16 only; use bf16")
     device = devices.pick(config.parallel.device, 0)
     devices.set_device(device)
-    ops.set_backend("triton")  # on Hopper auto takes another
+    ops.set_backend("triton")  # on Hopper auto selects the CUDA backend
     ops.resolve(device, torch.bfloat16)
     key = tiles.hardware(device).key
     tile_cache.save(key, {})
     problems, share = problems_of(config, torch.bfloat16, tokens)
-    sys.stdout.write(f"{key}; kept in {environment.tiles_file()}\n")
-    report(problems, share, device, exact_only=config.training.deterministic, again=again, explain=explain)
+    sys.stdout.write(f"{key}; saved in {environment.tiles_file()}\n")
+    tune_problems(problems, share, device, exact_only=config.training.deterministic, again=again, explain=explain)
 
 
-def report(
+def tune_problems(
     problems: list[Problem], share: float, device: torch.device, *, exact_only: bool, again: bool, explain: bool
 ) -> None:
+    """Tunes each problem and prints the outcome; ``share``: fraction of its rows whose expert is on this rank."""
     from megatron.optimus.ops.triton.tune import line, tune_missing
 
     for problem in dict.fromkeys(problems):

@@ -1,10 +1,11 @@
-"""Check checkpoints, list what they hold, and compare two.
+"""Verify the hashes of checkpoints, list their tensors, or compare two checkpoints.
 
-    optimus verify runs/demo/checkpoints              every checkpoint of a folder (or run)
+    optimus verify runs/demo/checkpoints
     optimus verify runs/demo/checkpoints/step-00000300 --list
-    optimus verify FIRST --compare SECOND             largest difference of every tensor
+    optimus verify FIRST --compare SECOND
 
-Exit code: 0 good (or equal), 1 damaged (or different), 2 wrong usage.
+Exit code: 0 where all are good or equal, 1 where one is damaged or different, or 2 after one line that says what is
+wrong with the command line.
 """
 
 from __future__ import annotations
@@ -23,12 +24,19 @@ from megatron.optimus.config.schema import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 where all is good or equal, 1 where something is damaged or different, 2 for wrong usage."""
+    """Runs ``optimus verify``; returns the exit code."""
     parser = Parser("verify", __doc__ or "", usage="optimus verify PATH [options]")
     parser.add_argument("path", type=Path, help="a checkpoint, a folder of them, or a run")
-    parser.add_argument("--list", action="store_true", help="also name every tensor, with its hash-checked pieces")
-    parser.add_argument("--compare", type=Path, metavar="OTHER", help="compare with another checkpoint")
-    parser.add_argument("--jobs", type=whole_number(), default=min(8, os.cpu_count() or 1), help="files read at a time")
+    parser.add_argument("--list", action="store_true", help="also print every tensor")
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        metavar="OTHER",
+        help="print the largest difference of every tensor to another checkpoint",
+    )
+    parser.add_argument(
+        "--jobs", type=whole_number(), default=min(8, os.cpu_count() or 1), help="files to read at a time"
+    )
     try:
         options = parser.parse(argv)
         for path in filter(None, (options.path, options.compare)):
@@ -46,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _checkpoints(path: Path) -> list[Path]:
-    """All that ``path`` means, oldest first."""
+    """Returns the checkpoints of a path, oldest first."""
     if (path / MANIFEST_NAME).exists():
         return [path]
     for root in (path, path / "checkpoints"):

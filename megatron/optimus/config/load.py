@@ -59,7 +59,7 @@ def load(argv: Sequence[str] | None = None, program: str = "pretrain", other_fla
     """Reads a run from a command line that holds run options only.
 
     Args:
-        argv: words without the program's name; None takes those of this process.
+        argv: the options; None takes those of this process.
         program: the subcommand whose help ``--help`` prints.
         other_flags: flags of the calling program, proposed for misspelt ones.
 

@@ -71,9 +71,7 @@ def idx_path(prefix: str | os.PathLike[str]) -> Path:
 def no_such_file(path: Path) -> DataError:
     """The error for a file of a pair that is missing. Names pairs beside it whose names only go on from there."""
     near = sorted(str(other.with_suffix("")) for other in path.parent.glob(glob.escape(path.stem) + "_*.idx"))
-    hint = (
-        f"; did you mean {' or '.join(near[:3])}?" if near else ", of a pair that tools/preprocess_data.py has written"
-    )
+    hint = f"; did you mean {' or '.join(near[:3])}?" if near else ", of a pair that `optimus preprocess` has written"
     return DataError(f"{path}: no such file; give the prefix without .bin or .idx{hint}")
 
 

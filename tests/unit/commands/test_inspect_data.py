@@ -49,7 +49,7 @@ def test_documents_as_text(folder: Path) -> None:
     with IndexedDatasetWriter(folder / "foreign", np.int32) as writer:
         writer.add_document([104, 105, 257, 70000])
     out = inspect("show", folder / "foreign", *BYTES)[1]
-    assert "hi\n[2 of 4 ids, like 257, are not among the tokenizer's 257: the tokens are another one's]" in out
+    assert "hi\n[2 of 4 ids, such as 257, are not among the tokenizer's 257: the file is of another tokenizer]" in out
 
 
 def test_full_check(folder: Path, tmp_path: Path) -> None:
@@ -85,12 +85,12 @@ def test_a_sample_and_a_blend(folder: Path, tmp_path: Path) -> None:
     code, out = inspect("blend", *data, "--samples", 400, "--picture", tmp_path / "no" / "b.png")
     assert code == 2 and "no/b.png: cannot be written: No such file or directory" in out
     code, out = inspect("blend", *data, "--samples", 0)
-    assert code == 2 and "--samples: '0' must be a whole number of 1 or more" in out
+    assert code == 2 and "--samples='0' must be a whole number of 1 or more" in out
     code, out = inspect("sample", -5, *data)
     assert code == 2 and "position: '-5' must be a whole number of 0 or more" in out
     for words, message in (
-        (("blend", *data, "--samples", 0), "--samples: '0' must be a whole number of 1 or more"),
-        (("check", folder / "a", "--vocab-size", "x"), "--vocab-size: 'x' must be a whole number of 1 or more"),
+        (("blend", *data, "--samples", 0), "--samples='0' must be a whole number of 1 or more"),
+        (("check", folder / "a", "--vocab-size", "x"), "--vocab-size='x' must be a whole number of 1 or more"),
         (("blend", "--data-path", folder / "a", *data[2:], "--samples", 4, "--picture", "x.png"), "one corpus"),
     ):
         code, out = inspect(*words)

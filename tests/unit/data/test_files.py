@@ -174,7 +174,7 @@ DAMAGE = st.one_of(
 def test_small_indices_are_checked_whole_before_the_run(
     tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, bytes]]
 ) -> None:
-    """Whatever the full check of tools/inspect_data.py refuses, and nothing else; the same after the start."""
+    """Whatever the full check of `optimus inspect-data` refuses, and nothing else; the same after the start."""
     prefix = str(tmp_path_factory.mktemp("changed") / "f")
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         for i in range(40):

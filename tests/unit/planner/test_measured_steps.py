@@ -71,7 +71,7 @@ def test_the_documents_curve_is_the_raw_files() -> None:
     assert raw in PAGE.read_text()
     config = load("--preset mula-220b-a10b".split()).config
     curves = {"": weak_scaling(as_the_paper(config), AURORA), " ": weak_scaling(config, AURORA)}
-    assert table(curves).splitlines()[2:] == raw.splitlines()[2:], "run tools/plan.py --weak-scaling again"
+    assert table(curves).splitlines()[2:] == raw.splitlines()[2:], "run optimus plan --weak-scaling again"
 
 
 def test_results_left_out_exist() -> None:

@@ -1,4 +1,4 @@
-"""Documents in, token files out: the work of tools/preprocess_data.py.
+"""Documents in, token files out: the work of `optimus preprocess`.
 
 Worker processes read ranges of about a megabyte, and do the rest (JSON, tokenizer, narrowing to the file's
 element type); one process, which also reads what cannot be read in ranges, hands them out and writes tokens. Results

@@ -238,7 +238,7 @@ def build_tokenizer(kind: TokenizerType, path: str | os.PathLike[str] | None) ->
         return ByteLevelTokenizer()
     if path is None:
         raise DataError(
-            f"{kind.value} needs --tokenizer-model, its file or folder; train one with tools/train_tokenizer.py, or "
+            f"{kind.value} needs --tokenizer-model, its file or folder; train one with `optimus train-tokenizer`, or "
             f"use --tokenizer-type {TokenizerType.BYTE.value}, which needs none"
         )
     if kind is TokenizerType.TIKTOKEN:
@@ -276,7 +276,7 @@ def _tokenizer_file(path: Path) -> Path:
         )
     raise DataError(
         f"{path}: no such file or folder; --tokenizer-model must be a local tokenizer.json or a folder that holds one "
-        "(nothing is downloaded); train one with tools/train_tokenizer.py"
+        "(nothing is downloaded); train one with `optimus train-tokenizer`"
     )
 
 

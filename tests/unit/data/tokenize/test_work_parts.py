@@ -17,7 +17,7 @@ from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.indexed import IndexedDataset
 from megatron.optimus.data.tokenize.corpus import read_documents, split_file
 from megatron.optimus.data.tokenize.preprocess import PreprocessReport, preprocess
-from megatron.optimus.platform.environment import share
+from megatron.optimus.platform.environment import worker_index_and_count
 from tests.unit.commands.test_preprocess_data import BYTES, call, command, failed
 
 TEXTS = [f"document {i}: " + "word " * (i * 37 % 90) for i in range(900)]
@@ -105,14 +105,14 @@ def test_ranks_share_the_parts_largest_first(folder: Path, expected: list[bytes]
 
 
 def test_places_of_launchers_and_arrays() -> None:
-    assert share({}) == (0, 1)
-    assert share({"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "0"}) == (3, 8)
+    assert worker_index_and_count({}) == (0, 1)
+    assert worker_index_and_count({"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "0"}) == (3, 8)
     array = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_MIN": "1"}
     array["SLURM_ARRAY_TASK_STEP"] = "2"
-    assert share(array) == (3, 4)
-    assert share({**array, "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}) == (7, 8)
+    assert worker_index_and_count(array) == (3, 4)
+    assert worker_index_and_count({**array, "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}) == (7, 8)
     with pytest.raises(ConfigError, match="SLURM_ARRAY_TASK_ID=7"):
-        share({"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_COUNT": "4"})
+        worker_index_and_count({"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_COUNT": "4"})
 
 
 def test_killed_and_started_again(expected: list[bytes], tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_killed_and_started_again(expected: list[bytes], tmp_path: Path) -> None
     )
     again = call("tools/preprocess_data.py", *arguments)
     assert again.returncode == 0, again.stderr
-    assert f"{len(finished)} parts were there already, {6 - len(finished)} were done now" in again.stdout
+    assert f"{len(finished)} parts were done before, {6 - len(finished)} now" in again.stdout
     assert result(output / "x") == expected and len(list(output.iterdir())) == 2
 
 
