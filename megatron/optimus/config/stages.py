@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.optimus.config.layer_costs import head_cost, layer_cost
+from megatron.optimus.config.costs import head_cost, layer_cost
 from megatron.optimus.config.schema import (
     ConfigError,
     ModelConfig,

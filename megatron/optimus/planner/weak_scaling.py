@@ -63,7 +63,7 @@ def table(curves: dict[str, list[Point]]) -> str:
             for point in points
         ]
         lines.append(
-            f"| {made.world_size:,} | {made.shares[0].layout.dp} | "
+            f"| {made.world_size:,} | {made.ranks[0].layout.dp} | "
             + " | ".join(cells)
             + f" | {'' if paper is None else f'{100 * paper:.0f}%'} |"
         )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from megatron.optimus.config.checks import check
+from megatron.optimus.config.costs import FP32
 from megatron.optimus.config.load import load
-from megatron.optimus.planner.activations import CPU, layer_parts
+from megatron.optimus.models.activations import CPU, layer_parts
 from megatron.optimus.planner.communication import collectives, num_communicators
 from megatron.optimus.planner.memory import memory_of
-from megatron.optimus.planner.parameters import num_parameters
-from megatron.optimus.planner.ring import FP32
-from megatron.optimus.planner.share import Share, shares
+from megatron.optimus.planner.optimizer_state import num_parameters
+from megatron.optimus.planner.rank_plan import RankPlan, rank_plans
 from tests.helpers import run_distributed
 from tests.unit.planner.cases import (
     MIXED,
@@ -49,7 +49,7 @@ def test_parameters_and_states_are_those_of_the_real_optimizer() -> None:
     [built] = run_distributed(states_in_fake_worlds, 1, WORLDS, timeout=200)
     for (words, rank, world), (numel, sizes) in zip(WORLDS, built, strict=True):
         config = load(words.split()).config if words.startswith("--preset") else run(words)
-        members = shares(config, world)
+        members = rank_plans(config, world)
         share = members[rank // (world // len(members))]
         states = memory_of(share).states
         planned = dict(
@@ -98,7 +98,7 @@ def test_activations_of_a_layer_are_what_a_forward_leaves(world: int) -> None:
     for words, more, fewer in zip(deep, kept, kept[len(deep) :], strict=False):
         config = run(words)
         check(config, world)
-        planned = memory_of(shares(config, world)[0], CPU).saved_per_layer[0]
+        planned = memory_of(rank_plans(config, world)[0], CPU).saved_per_layer[0]
         assert planned == pytest.approx((more - fewer) / 2, rel=0.01), words
 
 
@@ -127,7 +127,8 @@ def test_peaks_of_rings_and_of_blocks_on_their_way_are_those_of_a_real_layer() -
         check(config, 4)
         within = 0.02 if "bf16" in words else 0.01  # log-sum-exps, left out, weigh more
         parts = {
-            part.name: part for part in layer_parts(shares(config, 4)[0], CPU, frozenset(), is_moe=False, offload=False)
+            part.name: part
+            for part in layer_parts(rank_plans(config, 4)[0], CPU, frozenset(), is_moe=False, offload=False)
         }
         for name in ranks[0]:
             part, (forward, backward) = parts[name], (max(each[name][i] for each in ranks) for i in range(2))
@@ -171,12 +172,12 @@ def test_collectives_are_those_of_a_real_step(world: int) -> None:
     found = run_distributed(collectives_of_a_step, world, SENT[world])
     for rank, of_cases in enumerate(found):
         for words, (measured, groups) in zip(SENT[world], of_cases, strict=True):
-            members = shares(run(words), world)
+            members = rank_plans(run(words), world)
             assert measured == _sent_by_kind(members[rank // (world // len(members))]), (words, rank)
             assert groups == num_communicators(members[0]), (words, rank)
 
 
-def _sent_by_kind(share: Share) -> dict[str, int]:
+def _sent_by_kind(share: RankPlan) -> dict[str, int]:
     planned: dict[str, int] = {}
     for one in collectives(share, CPU):
         planned[one.kind.value] = planned.get(one.kind.value, 0) + one.payload * one.count

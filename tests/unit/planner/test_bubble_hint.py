@@ -8,9 +8,9 @@ import re
 import pytest
 
 from megatron.optimus.config.load import load
-from megatron.optimus.planner.bubble_hint import bubble_hint, enough_micro_batches
 from megatron.optimus.planner.hardware import AURORA, H200
 from megatron.optimus.planner.plan import Plan, plan
+from megatron.optimus.planner.search import bubble_hint, enough_micro_batches
 from tests.unit.planner.test_planner import script
 
 LARGE = "--preset mula-220b-a10b"
@@ -58,7 +58,7 @@ def test_the_hint_ends_with_the_bubbles_limit(schedule: str) -> None:
     assert len(remedies) == 1
     larger = enough_micro_batches(planned(f"{SMALL}{schedule} --global-batch-size 16"))
     assert larger is not None and f"--global-batch-size {larger.config.training.global_batch_size}," in remedies.pop()
-    assert larger.shares[0].micro_batches % 4 == 0 and larger.time.bubble_share <= 0.10
+    assert larger.ranks[0].micro_batches % 4 == 0 and larger.time.bubble_share <= 0.10
 
 
 def test_one_micro_batch_and_no_pipeline() -> None:
