@@ -25,9 +25,9 @@ import torch  # noqa: E402
 from provenance import commit  # noqa: E402
 
 from megatron.optimus.config.load import load  # noqa: E402
+from megatron.optimus.config.rank_plan import rank_plans  # noqa: E402
 from megatron.optimus.models.activations import CPU  # noqa: E402
 from megatron.optimus.planner.memory import memory_of  # noqa: E402
-from megatron.optimus.planner.rank_plan import rank_plans  # noqa: E402
 from tests.helpers import run_distributed  # noqa: E402
 
 LENGTHS = [16384, 32768, 65536, 131072]

@@ -296,9 +296,9 @@ def measure(args: argparse.Namespace) -> None:
 
 def compare(path: Path) -> bool:
     """Prints the table; whether every peak is within LIMIT."""
+    from megatron.optimus.config.rank_plan import rank_plans
     from megatron.optimus.planner.hardware import H200
     from megatron.optimus.planner.memory import memory_of
-    from megatron.optimus.planner.rank_plan import rank_plans
     from megatron.optimus.planner.step_time import step_time
 
     results = json.loads(path.read_text())["results"]

@@ -25,8 +25,8 @@ import overlap_systems
 import torch
 from layout_speed_programs import run_config
 
+from megatron.optimus.config.rank_plan import rank_plans
 from megatron.optimus.planner.hardware import H200
-from megatron.optimus.planner.rank_plan import rank_plans
 from megatron.optimus.planner.report import layout_words
 from megatron.optimus.planner.step_time import step_time
 

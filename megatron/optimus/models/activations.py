@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 from megatron.optimus.config.costs import FP32, INT32, INT64, PartMemory
-from megatron.optimus.config.rank_sizes import RankSizes
+from megatron.optimus.config.rank_plan import RankPlan
 from megatron.optimus.config.schema import ContextCommunication, Normalization, QKNormScope, Recompute
 from megatron.optimus.moe.traffic import dispatcher_traffic
 
@@ -64,7 +64,7 @@ CPU = Kernels(  # csrc/cpu
 
 
 def layer_parts(
-    sizes: RankSizes, kernels: Kernels, recompute: frozenset[Recompute], *, is_moe: bool, offload: bool
+    rank: RankPlan, kernels: Kernels, recompute: frozenset[Recompute], *, is_moe: bool, offload: bool
 ) -> list[PartMemory]:
     """Lists the parts of one layer in the order of the forward.
 
@@ -72,26 +72,26 @@ def layer_parts(
     """
     again = Recompute.MOE in recompute
     if is_moe:
-        mlp = _experts(sizes, kernels, again)
+        mlp = _experts(rank, kernels, again)
     else:
-        mlp = [_mlp("mlp", sizes, kernels, sizes.model.ffn_hidden_size, recomputes=again)]
+        mlp = [_mlp("mlp", rank, kernels, rank.model.ffn_hidden_size, recomputes=again)]
     norms = Recompute.NORM in recompute
     parts = [
-        _norm("attention norm", sizes, kernels, recomputes=norms),
-        _attention(sizes, kernels, recompute),
-        _norm("mlp norm", sizes, kernels, recomputes=norms),
+        _norm("attention norm", rank, kernels, recomputes=norms),
+        _attention(rank, kernels, recompute),
+        _norm("mlp norm", rank, kernels, recomputes=norms),
         *mlp,
     ]
     return [part.offloaded() for part in parts] if offload else parts
 
 
-def _norm(name: str, sizes: RankSizes, kernels: Kernels, *, recomputes: bool) -> PartMemory:
+def _norm(name: str, rank: RankPlan, kernels: Kernels, *, recomputes: bool) -> PartMemory:
     """A norm keeps its input, the residual; its output, which the part behind keeps; and statistics."""
-    tokens, width, stream = sizes.tokens_outside, sizes.model.hidden_size, sizes.stream
-    if sizes.model.normalization is Normalization.LAYERNORM_NONPARAMETRIC and kernels.fused_elementwise:
+    tokens, width, stream = rank.tokens_outside, rank.model.hidden_size, rank.stream
+    if rank.model.normalization is Normalization.LAYERNORM_NONPARAMETRIC and kernels.fused_elementwise:
         part = PartMemory(name, 2 * stream + 2 * FP32 * tokens, stream, 2 * stream)
         return part.recomputed(2 * stream) if recomputes else part
-    if sizes.model.normalization is Normalization.LAYERNORM_NONPARAMETRIC:
+    if rank.model.normalization is Normalization.LAYERNORM_NONPARAMETRIC:
         wide = tokens * width * FP32
         part = PartMemory(name, wide + 2 * FP32 * tokens + stream, wide, 3 * wide)
         return part.recomputed(2 * stream) if recomputes else part
@@ -100,9 +100,9 @@ def _norm(name: str, sizes: RankSizes, kernels: Kernels, *, recomputes: bool) ->
     return part.recomputed(2 * stream) if recomputes else part
 
 
-def _attention(sizes: RankSizes, kernels: Kernels, recompute: frozenset[Recompute]) -> PartMemory:
-    model, layout, element, tokens = sizes.model, sizes.layout, sizes.element, sizes.tokens
-    queries, keys = sizes.queries, sizes.keys
+def _attention(rank: RankPlan, kernels: Kernels, recompute: frozenset[Recompute]) -> PartMemory:
+    model, layout, element, tokens = rank.model, rank.layout, rank.element, rank.tokens
+    queries, keys = rank.queries, rank.keys
     head_tokens = tokens * model.num_attention_heads // layout.tp
     normed = queries + keys
     norm = 0
@@ -119,21 +119,21 @@ def _attention(sizes: RankSizes, kernels: Kernels, recompute: frozenset[Recomput
     if model.clip_qkv is not None:
         norm += (queries + 2 * keys) * element
     core = head_tokens * FP32 + (queries + 2 * keys + queries) * element
-    if layout.cp > 1 and sizes.config.parallel.cp_comm_type is ContextCommunication.A2A:
+    if layout.cp > 1 and rank.config.parallel.cp_comm_type is ContextCommunication.A2A:
         per_rank = model.num_kv_heads // layout.tp
         repeats = math.lcm(per_rank, layout.cp) // per_rank
         core += (2 * keys * (repeats - 1) + queries) * element  # the output a second time, in its own positions
-    gathered = sizes.gathered
-    outside = sizes.stream
+    gathered = rank.gathered
+    outside = rank.stream
     # Of RoPE: fp32 copies, or its result beside what it has read, which lives to the end of the forward by name.
     rope = max(queries, keys) * element if kernels.fused_elementwise else 4 * max(queries, keys) * FP32
     read = (queries + keys) * element if kernels.fused_elementwise else rope + queries * element
     weights = (2 * queries + 2 * keys) // tokens * model.hidden_size * element
     gradients = (3 * queries + 2 * keys) * element + outside
-    forward = max(gathered + read, _leaving(sizes))
+    forward = max(gathered + read, _leaving(rank))
     backward = gathered + gradients + max(rope, weights)
-    if layout.cp > 1 and sizes.config.parallel.cp_comm_type is ContextCommunication.P2P:
-        ring = ring_sizes(sizes, kernels)
+    if layout.cp > 1 and rank.config.parallel.cp_comm_type is ContextCommunication.P2P:
+        ring = ring_sizes(rank, kernels)
         # What RoPE has read lives to the end of the forward, by name; with norms it is kept for the backward anyway.
         read = 0 if model.qk_layernorm else (queries + keys) * element
         forward = max(forward, read + forward_bytes(ring))
@@ -142,8 +142,8 @@ def _attention(sizes: RankSizes, kernels: Kernels, recompute: frozenset[Recomput
     part = PartMemory("attention", norm + core, forward, backward)
     if Recompute.ATTENTION in recompute:
         # What came from other ranks is not asked for again.
-        kept = gathered if sizes.config.parallel.sequence_parallel else 0
-        if layout.cp > 1 and sizes.config.parallel.cp_comm_type is ContextCommunication.A2A:
+        kept = gathered if rank.config.parallel.sequence_parallel else 0
+        if layout.cp > 1 and rank.config.parallel.cp_comm_type is ContextCommunication.A2A:
             kept += (2 * queries + 2 * keys) * element
         elif layout.cp > 1:
             kept += queries * element + head_tokens * FP32
@@ -151,73 +151,73 @@ def _attention(sizes: RankSizes, kernels: Kernels, recompute: frozenset[Recomput
     return part
 
 
-def ring_sizes(sizes: RankSizes, kernels: Kernels) -> RingSizes:
-    """The sizes of ring attention on this rank."""
-    heads = sizes.model.num_attention_heads // sizes.layout.tp
+def ring_sizes(rank: RankPlan, kernels: Kernels) -> RingSizes:
+    """The rank of ring attention on this rank."""
+    heads = rank.model.num_attention_heads // rank.layout.tp
     scratch, repeats = kernels.ring_scratch, kernels.ring_repeats
-    if sizes.config.training.deterministic and kernels.multiprocessors:
+    if rank.config.training.deterministic and kernels.multiprocessors:
         # Contiguous copies of gradient and output; a sum for each group of blocks that work on the same head; gradients
         # of keys and values for every query head.
-        scratch = 2 * sizes.element + FP32 * -(-kernels.multiprocessors // (sizes.sequences * heads))
+        scratch = 2 * rank.element + FP32 * -(-kernels.multiprocessors // (rank.sequences * heads))
         repeats = True
-    workspace, ranks = kernels.ring_workspace, sizes.layout.cp
-    return RingSizes(sizes.queries, sizes.keys, sizes.element, ranks, scratch, workspace, repeats)
+    workspace, ranks = kernels.ring_workspace, rank.layout.cp
+    return RingSizes(rank.queries, rank.keys, rank.element, ranks, scratch, workspace, repeats)
 
 
-def _leaving(sizes: RankSizes) -> int:
+def _leaving(rank: RankPlan) -> int:
     """Bytes to sum a split layer's results over the tensor-parallel ranks: partial sums and result.
 
     In blocks (--tp-comm-overlap) also those of the other ranks' tokens, all on their way when the last one is made.
     """
-    tp, partial = sizes.layout.tp, sizes.gathered
-    in_blocks = sizes.config.parallel.tp_comm_overlap
-    return partial + sizes.stream + (partial * (tp - 1) // tp if in_blocks else 0)
+    tp, partial = rank.layout.tp, rank.gathered
+    in_blocks = rank.config.parallel.tp_comm_overlap
+    return partial + rank.stream + (partial * (tp - 1) // tp if in_blocks else 0)
 
 
-def _mlp(name: str, sizes: RankSizes, kernels: Kernels, width: int, *, recomputes: bool) -> PartMemory:
+def _mlp(name: str, rank: RankPlan, kernels: Kernels, width: int, *, recomputes: bool) -> PartMemory:
     """An MLP keeps gate, up, silu(gate) unless its product with up is one kernel, and that product.
 
     ``width``: the inner one.
     """
-    layout, element, tokens = sizes.layout, sizes.element, sizes.tokens
+    layout, element, tokens = rank.layout, rank.element, rank.tokens
     inner = tokens * width // layout.tp * element
-    gathered = sizes.gathered
-    outside = sizes.stream
-    weights = 2 * (inner // tokens) * sizes.model.hidden_size
+    gathered = rank.gathered
+    outside = rank.stream
+    weights = 2 * (inner // tokens) * rank.model.hidden_size
     saved = (3 if kernels.fused_elementwise else 4) * inner
-    part = PartMemory(name, saved, _leaving(sizes), gathered + outside + 2 * inner + max(inner, weights))
+    part = PartMemory(name, saved, _leaving(rank), gathered + outside + 2 * inner + max(inner, weights))
     if recomputes:
-        part = part.recomputed(gathered if sizes.config.parallel.sequence_parallel else 0)
+        part = part.recomputed(gathered if rank.config.parallel.sequence_parallel else 0)
     return part
 
 
-def _shared_experts(sizes: RankSizes, kernels: Kernels, gathered: int, *, recomputes: bool) -> PartMemory:
+def _shared_experts(rank: RankPlan, kernels: Kernels, gathered: int, *, recomputes: bool) -> PartMemory:
     """The MLP, and what the gate's product keeps.
 
     Beside it lie the ``gathered`` rows of the routed experts, in the backward their gradients, and the gradient of the
     layer's input.
     """
-    model, tokens, element, stream = sizes.model, sizes.tokens_outside, sizes.element, sizes.stream
-    part = _mlp("shared experts", sizes, kernels, model.moe_shared_expert_intermediate_size, recomputes=recomputes)
+    model, tokens, element, stream = rank.model, rank.tokens_outside, rank.element, rank.stream
+    part = _mlp("shared experts", rank, kernels, model.moe_shared_expert_intermediate_size, recomputes=recomputes)
     gate = stream + tokens * element if model.moe_shared_expert_gate else 0
     return PartMemory(part.name, part.saved + gate, part.forward + gathered, part.backward + gathered + stream)
 
 
-def rows_in_expert_order(sizes: RankSizes, kernels: Kernels) -> int:
+def rows_in_expert_order(rank: RankPlan, kernels: Kernels) -> int:
     """Computes P, room for every choice of every row, whichever experts are chosen."""
-    slots = dispatcher_traffic(sizes).rows(sizes) * sizes.model.moe_router_topk
-    local = sizes.model.num_experts // sizes.layout.ep
+    slots = dispatcher_traffic(rank).rows(rank) * rank.model.moe_router_topk
+    local = rank.model.num_experts // rank.layout.ep
     if kernels.row_tile == 1:
         return slots
     return (slots // kernels.row_tile + min(local, slots)) * kernels.row_tile + kernels.row_tile
 
 
-def _experts(sizes: RankSizes, kernels: Kernels, recomputes: bool) -> list[PartMemory]:
+def _experts(rank: RankPlan, kernels: Kernels, recomputes: bool) -> list[PartMemory]:
     """Router, exchange of tokens, shared experts beside it, and experts."""
-    model, element = sizes.model, sizes.element
-    tokens, topk, stream = sizes.tokens_outside, model.moe_router_topk, sizes.stream
-    dispatcher, exchanges = dispatcher_traffic(sizes), sizes.expert_ranks > 1
-    rows = dispatcher.rows(sizes)
+    model, element = rank.model, rank.element
+    tokens, topk, stream = rank.tokens_outside, model.moe_router_topk, rank.stream
+    dispatcher, exchanges = dispatcher_traffic(rank), rank.expert_ranks > 1
+    rows = dispatcher.rows(rank)
     scores = tokens * model.num_experts * FP32
     numbers = tokens * topk * INT64
     gathered = rows * model.hidden_size * element if exchanges else 0
@@ -226,9 +226,9 @@ def _experts(sizes: RankSizes, kernels: Kernels, recomputes: bool) -> list[PartM
     router = PartMemory(
         "router", 2 * scores + numbers + 4 * tokens * FP32, stream * FP32 // element + early, 3 * stream
     )
-    sent = dispatcher.saved_bytes(sizes, recomputes=recomputes)
+    sent = dispatcher.saved_bytes(rank, recomputes=recomputes)
     exchange = PartMemory("exchange", sent, gathered, gathered + stream)
-    experts = _expert_products(sizes, kernels, rows)
+    experts = _expert_products(rank, kernels, rows)
     kept = gathered + rows * topk * FP32  # the rows and their weights
     indices = 0 if kernels.keeps_order else rows * topk * INT32 * int(exchanges)
     experts = PartMemory(
@@ -239,7 +239,7 @@ def _experts(sizes: RankSizes, kernels: Kernels, recomputes: bool) -> list[PartM
         experts = experts.recomputed(arguments)
     if not model.moe_shared_expert_intermediate_size:
         return [router, exchange, experts]
-    shared = _shared_experts(sizes, kernels, gathered, recomputes=recomputes)
+    shared = _shared_experts(rank, kernels, gathered, recomputes=recomputes)
     # The shared experts' result waits for that of the routed ones.
     waiting = 0 if model.moe_shared_expert_gate else stream
     return [
@@ -250,18 +250,18 @@ def _experts(sizes: RankSizes, kernels: Kernels, recomputes: bool) -> list[PartM
     ]
 
 
-def _expert_products(sizes: RankSizes, kernels: Kernels, rows: int) -> PartMemory:
+def _expert_products(rank: RankPlan, kernels: Kernels, rows: int) -> PartMemory:
     """The grouped products keep hidden [T K, 2F], but no rows, activation or gradients (csrc/cuda/moe_mlp.cpp)."""
-    model, element = sizes.model, sizes.element
-    local = model.num_experts // sizes.layout.ep
-    order, inner = rows_in_expert_order(sizes, kernels), model.moe_ffn_hidden_size // sizes.layout.etp
+    model, element = rank.model, rank.element
+    local = model.num_experts // rank.layout.ep
+    order, inner = rows_in_expert_order(rank, kernels), model.moe_ffn_hidden_size // rank.layout.etp
     slots = rows * model.moe_router_topk
     wide, narrow = order * model.hidden_size * element, order * inner * element
     hidden = 2 * slots * inner * element
     index = (order + slots) * INT32 + order // kernels.row_tile * INT32 if kernels.keeps_order else 0
     weights = 3 * local * inner * model.hidden_size * element
-    if kernels.adds_gradients and sizes.adds_expert_gradients:  # 16-bit buffers are added to from fp32
-        weights = 0 if sizes.gradient_element == FP32 else weights * FP32 // element
+    if kernels.adds_gradients and rank.adds_expert_gradients:  # 16-bit buffers are added to from fp32
+        weights = 0 if rank.gradient_element == FP32 else weights * FP32 // element
     rows_in = rows * model.hidden_size * element
     if not kernels.counts_workspace:
         return PartMemory("experts", hidden, rows_in, rows_in + weights)
@@ -269,43 +269,48 @@ def _expert_products(sizes: RankSizes, kernels: Kernels, rows: int) -> PartMemor
     return PartMemory("experts", hidden + index, wide + narrow + rows_in, backward)
 
 
-def _keeps_16_bits(sizes: RankSizes, kernels: Kernels) -> bool:
+def _keeps_16_bits(rank: RankPlan, kernels: Kernels) -> bool:
     """Whether logits are never brought to fp32."""
-    return kernels.fused_elementwise and sizes.element == 2
+    return kernels.fused_elementwise and rank.element == 2
 
 
-def loss_chunk(sizes: RankSizes, kernels: Kernels) -> int:
+def loss_chunk(rank: RankPlan, kernels: Kernels) -> int:
     """Number of logits held at once."""
-    return LOSS_CHUNK * (2 if _keeps_16_bits(sizes, kernels) else 1)
+    return LOSS_CHUNK * (2 if _keeps_16_bits(rank, kernels) else 1)
 
 
-def head_parts(sizes: RankSizes, kernels: Kernels) -> list[PartMemory]:
+def head_parts(rank: RankPlan, kernels: Kernels) -> list[PartMemory]:
     """Final norm, and output projection with loss, which makes its gradients in the forward (layers/loss.py)."""
-    model, element, tokens = sizes.model, sizes.element, sizes.tokens
-    outside = sizes.stream
-    norm = _norm("final norm", sizes, kernels, recomputes=False)
+    model, element, tokens = rank.model, rank.element, rank.tokens
+    outside = rank.stream
+    norm = _norm("final norm", rank, kernels, recomputes=False)
     norm = PartMemory(norm.name, norm.saved - outside, norm.forward, norm.backward)  # the loss does not keep its output
     stream = tokens * model.hidden_size * element
-    vocabulary = model.vocab_size // sizes.layout.tp
+    vocabulary = model.vocab_size // rank.layout.tp
     weight = vocabulary * model.hidden_size
-    rows = max(1, loss_chunk(sizes, kernels) // vocabulary)
+    rows = max(1, loss_chunk(rank, kernels) // vocabulary)
     first, second = (min(rows, max(0, tokens - start)) * vocabulary for start in (0, rows))
     # In fp32 twice at once (exponentials), or beside gradients and a part of the weight's. While the second chunk's
     # logits are made and brought to fp32, those of the first and their gradients are still there.
     logits = max(2 * first * FP32, first * (FP32 + element) + weight * element)
     if second:
         logits = max(logits, (first + second) * (FP32 + element))
-    if _keeps_16_bits(sizes, kernels):
+    if _keeps_16_bits(rank, kernels):
         logits = (first + second) * element  # the weight's gradient is added to by its product
     saved = stream + weight * FP32
-    loss = PartMemory("loss", saved, outside + sizes.gathered + logits, stream + weight * element)
+    loss = PartMemory("loss", saved, outside + rank.gathered + logits, stream + weight * element)
     return [norm, loss]
 
 
-def embedding_part(sizes: RankSizes) -> PartMemory:
+def rope_table_bytes(rank: RankPlan) -> int:
+    """Bytes of cos and sin in fp32, which all layers share."""
+    return 2 * rank.config.training.seq_length * rank.model.head_dim * FP32
+
+
+def embedding_part(rank: RankPlan) -> PartMemory:
     """The embedding keeps nothing but token numbers; its gradient is as large as the table."""
-    table = sizes.model.vocab_size // sizes.layout.tp * sizes.model.hidden_size * sizes.element
-    return PartMemory("embedding", 0, sizes.tokens * sizes.model.hidden_size * sizes.element, table)
+    table = rank.model.vocab_size // rank.layout.tp * rank.model.hidden_size * rank.element
+    return PartMemory("embedding", 0, rank.tokens * rank.model.hidden_size * rank.element, table)
 
 
 # ---- ring attention (ring_attention.py and partial_attention.py)
@@ -317,7 +322,7 @@ def embedding_part(sizes: RankSizes) -> PartMemory:
 @dataclass(frozen=True)
 class RingSizes:
     """``scratch``: bytes that the kernel's backward allocates for itself, for each element of its queries;
-    ``workspace``: and besides. ``repeats``: key/value heads are repeated where query heads sizes them."""
+    ``workspace``: and besides. ``repeats``: key/value heads are repeated where query heads share them."""
 
     queries: int
     keys: int

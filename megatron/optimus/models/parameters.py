@@ -8,9 +8,12 @@ declares it here.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from megatron.optimus.config.rank_plan import RankPlan
 from megatron.optimus.config.schema import ModelConfig, Normalization, QKNormScope
 
 
@@ -39,6 +42,17 @@ class ParameterSpec:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class RankParameter:
+    """What a rank holds of one parameter."""
+
+    numel: int
+    kind: ParameterKind
+    is_expert: bool
+    is_cut: bool  # tensor-parallel ranks hold different parts
+    is_tied: bool = False  # another pipeline stage has a copy
 
 
 @dataclass(frozen=True)
@@ -142,4 +156,50 @@ def _mlp(prefix: str, width: int, inner: int) -> dict[str, ParameterSpec]:
         f"{prefix}.gate_proj.weight": ParameterSpec((inner, width), split_dim=0),
         f"{prefix}.up_proj.weight": ParameterSpec((inner, width), split_dim=0),
         f"{prefix}.down_proj.weight": ParameterSpec((width, inner), split_dim=1),
+    }
+
+
+# ---- what one rank holds of them
+
+
+def rank_parameters(rank: RankPlan) -> Counter[RankParameter]:
+    """Counts the parameters of a rank that are alike."""
+    found: Counter[RankParameter] = Counter()
+    for is_moe, layers in ((True, rank.num_moe_layers), (False, rank.num_dense_layers)):
+        if layers:
+            for one in parameters_of_layer(rank, is_moe=is_moe).values():
+                found[one] += layers
+    return found + Counter(parameters_of_ends(rank).values())
+
+
+def num_parameters(rank: RankPlan) -> int:
+    """Elements of a rank's parameters."""
+    return sum(one.numel * count for one, count in rank_parameters(rank).items())
+
+
+def parameters_of_layer(rank: RankPlan, *, is_moe: bool) -> dict[str, RankParameter]:
+    """A rank's parts of one layer's parameters, by their names in it and in the model's order."""
+    return _cut(rank, layer_parameters(rank.model, is_moe=is_moe))
+
+
+def parameters_of_ends(rank: RankPlan) -> dict[str, RankParameter]:
+    """Those outside of layers, in the model's order. A tied matrix is its embedding, on the last stage too."""
+    is_tied = not rank.model.untie_embeddings_and_output_weights
+    is_apart = is_tied and rank.has_embedding != rank.has_head  # another stage has the other copy
+    specs = {EMBEDDING: vocabulary_matrix(rank.model)} if rank.has_embedding or is_apart else {}
+    specs |= head_parameters(rank.model) if rank.has_head else {}
+    return _cut(rank, specs, tied=(EMBEDDING, HEAD) if is_apart else ())
+
+
+def _cut(rank: RankPlan, specs: Mapping[str, ParameterSpec], tied: tuple[str, ...] = ()) -> dict[str, RankParameter]:
+    tp = rank.layout.tp
+    return {
+        name: RankParameter(
+            spec.numel // (rank.expert_ranks if spec.is_expert else tp if spec.split_dim is not None else 1),
+            spec.kind,
+            spec.is_expert,
+            is_cut=tp > 1 and spec.split_dim is not None,
+            is_tied=name in tied,
+        )
+        for name, spec in specs.items()
     }

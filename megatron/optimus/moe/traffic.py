@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.optimus.config.costs import FP32, INT32, INT64, Collective, Hiding, Kind
-from megatron.optimus.config.rank_sizes import RankSizes
+from megatron.optimus.config.rank_plan import RankPlan
 from megatron.optimus.config.schema import LoadBalancing, TokenDispatcher
 
 
-def router_traffic(sizes: RankSizes, layers: int) -> Iterator[Collective]:
+def router_traffic(rank: RankPlan, layers: int) -> Iterator[Collective]:
     """The collectives of the load-balancing loss in ``layers`` passes through a router."""
-    kind, layout = sizes.model.moe_router_load_balancing_type, sizes.layout
+    kind, layout = rank.model.moe_router_load_balancing_type, rank.layout
     if kind is LoadBalancing.NONE:
         return
     is_global = kind is LoadBalancing.GLOBAL_AUX_LOSS
     size = layout.dp * layout.cp * layout.tp if is_global else layout.cp * layout.tp
     axis = "stage" if is_global else "sequence"
-    yield Collective(axis, Kind.ALL_REDUCE, "counts of experts", size, sizes.model.num_experts * INT64, layers)
+    yield Collective(axis, Kind.ALL_REDUCE, "counts of experts", size, rank.model.num_experts * INT64, layers)
 
 
 class DispatcherTraffic:
@@ -30,22 +30,22 @@ class DispatcherTraffic:
     sends_before_router = False  # tokens leave before the router has chosen
 
     @staticmethod
-    def rows(sizes: RankSizes) -> int:
+    def rows(rank: RankPlan) -> int:
         """Rows that the experts of a rank are given."""
-        return sizes.tokens_outside * sizes.expert_ranks
+        return rank.tokens_outside * rank.expert_ranks
 
     @staticmethod
-    def saved_bytes(sizes: RankSizes, *, recomputes: bool) -> int:
+    def saved_bytes(rank: RankPlan, *, recomputes: bool) -> int:
         """Bytes besides the rows that a layer keeps for its backward. ``recomputes``: so its experts do."""
         return 0
 
     @staticmethod
-    def shared_bytes(sizes: RankSizes) -> int:
+    def shared_bytes(rank: RankPlan) -> int:
         """Bytes of memory that a rank shares with its peers, for all layers."""
         return 0
 
     @staticmethod
-    def collectives(sizes: RankSizes, layers: int, *, overlaps: bool) -> Iterator[Collective]:
+    def collectives(rank: RankPlan, layers: int, *, overlaps: bool) -> Iterator[Collective]:
         """The collectives of ``layers`` passes, forward and backward. ``overlaps``: the device computes beside them."""
         yield from ()
 
@@ -56,10 +56,10 @@ class AllGather(DispatcherTraffic):
     sends_before_router = True
 
     @staticmethod
-    def collectives(sizes: RankSizes, layers: int, *, overlaps: bool) -> Iterator[Collective]:
-        size, rows = sizes.expert_ranks, sizes.tokens_outside * sizes.expert_ranks
+    def collectives(rank: RankPlan, layers: int, *, overlaps: bool) -> Iterator[Collective]:
+        size, rows = rank.expert_ranks, rank.tokens_outside * rank.expert_ranks
         router, last = (Hiding.ROUTER, Hiding.LAST_PRODUCT) if overlaps else (Hiding.NOTHING,) * 2
-        wide, weights = rows * sizes.model.hidden_size * sizes.element, rows * sizes.model.moe_router_topk * FP32
+        wide, weights = rows * rank.model.hidden_size * rank.element, rows * rank.model.moe_router_topk * FP32
         yield Collective("experts", Kind.ALL_GATHER, "tokens to experts", size, wide, layers, router)
         yield Collective("experts", Kind.ALL_GATHER, "router weights, expert numbers", size, 2 * weights, layers)
         yield Collective("experts", Kind.REDUCE_SCATTER, "sums from experts", size, wide, layers)
@@ -72,25 +72,25 @@ class AllToAll(DispatcherTraffic):
     """A rank gets the tokens that need one of its experts, each once."""
 
     @staticmethod
-    def rows(sizes: RankSizes) -> int:
-        return rows_needed(sizes)
+    def rows(rank: RankPlan) -> int:
+        return rows_needed(rank)
 
     @staticmethod
-    def saved_bytes(sizes: RankSizes, *, recomputes: bool) -> int:
-        return sizes.tokens_outside * sizes.expert_ranks * INT32  # where each token's copies are among the rows sent
+    def saved_bytes(rank: RankPlan, *, recomputes: bool) -> int:
+        return rank.tokens_outside * rank.expert_ranks * INT32  # where each token's copies are among the rows sent
 
     @staticmethod
-    def collectives(sizes: RankSizes, layers: int, *, overlaps: bool) -> Iterator[Collective]:
-        size, rows = sizes.expert_ranks, rows_needed(sizes)
+    def collectives(rank: RankPlan, layers: int, *, overlaps: bool) -> Iterator[Collective]:
+        size, rows = rank.expert_ranks, rows_needed(rank)
         there, last = (Hiding.SHARED, Hiding.LAST_PRODUCT) if overlaps else (Hiding.NOTHING,) * 2
-        wide, weights = rows * sizes.model.hidden_size * sizes.element, rows * sizes.model.moe_router_topk * FP32
+        wide, weights = rows * rank.model.hidden_size * rank.element, rows * rank.model.moe_router_topk * FP32
         yield Collective("experts", Kind.ALL_TO_ALL, "numbers of rows", size, size * INT64, layers)
         for purpose, count, hiding in (
             ("tokens", layers, there),
             ("results, their gradients", 2 * layers, Hiding.NOTHING),
             ("gradients from experts", layers, last),
         ):
-            yield from _in_chunks(sizes, purpose, wide, count, hiding, overlaps=overlaps)
+            yield from _in_chunks(rank, purpose, wide, count, hiding, overlaps=overlaps)
         yield Collective("experts", Kind.ALL_TO_ALL, "router weights, expert numbers", size, 2 * weights, layers)
         yield Collective("experts", Kind.ALL_TO_ALL, "gradients of router weights", size, weights, layers, last)
 
@@ -99,7 +99,7 @@ class Hierarchical(AllToAll):
     """Counted as all-to-all over the whole group: what travels between nodes once is not told apart."""
 
     @staticmethod
-    def saved_bytes(sizes: RankSizes, *, recomputes: bool) -> int:
+    def saved_bytes(rank: RankPlan, *, recomputes: bool) -> int:
         return 0
 
 
@@ -107,23 +107,23 @@ class Symmetric(DispatcherTraffic):
     """Ranks read each other's memory: what all-to-all moves, in rows as all-gather has them."""
 
     @staticmethod
-    def saved_bytes(sizes: RankSizes, *, recomputes: bool) -> int:
+    def saved_bytes(rank: RankPlan, *, recomputes: bool) -> int:
         """Of each row whether it is needed, and its experts here."""
-        indices = 0 if recomputes else sizes.model.moe_router_topk * INT32
-        return Symmetric.rows(sizes) * (1 + indices)
+        indices = 0 if recomputes else rank.model.moe_router_topk * INT32
+        return Symmetric.rows(rank) * (1 + indices)
 
     @staticmethod
-    def shared_bytes(sizes: RankSizes) -> int:
+    def shared_bytes(rank: RankPlan) -> int:
         """Own tokens, the answers of all others, choices and their gradients."""
-        choices = sizes.tokens_outside * sizes.model.moe_router_topk
-        rows = Symmetric.rows(sizes)
-        return rows * sizes.model.hidden_size * sizes.element + choices * (INT32 + 2 * FP32)
+        choices = rank.tokens_outside * rank.model.moe_router_topk
+        rows = Symmetric.rows(rank)
+        return rows * rank.model.hidden_size * rank.element + choices * (INT32 + 2 * FP32)
 
     @staticmethod
-    def collectives(sizes: RankSizes, layers: int, *, overlaps: bool) -> Iterator[Collective]:
-        size, rows, row = sizes.expert_ranks, Symmetric.rows(sizes), sizes.model.hidden_size * sizes.element
-        choices = rows * sizes.model.moe_router_topk
-        needed, copies = rows_needed(sizes) * row, Hiding.LAST_PRODUCT  # whole blocks, by the copy engines
+    def collectives(rank: RankPlan, layers: int, *, overlaps: bool) -> Iterator[Collective]:
+        size, rows, row = rank.expert_ranks, Symmetric.rows(rank), rank.model.hidden_size * rank.element
+        choices = rows * rank.model.moe_router_topk
+        needed, copies = rows_needed(rank) * row, Hiding.LAST_PRODUCT  # whole blocks, by the copy engines
         yield Collective("experts", Kind.ALL_TO_ALL, "tokens, results, their gradients", size, needed, 3 * layers)
         yield Collective("experts", Kind.ALL_TO_ALL, "gradients from experts", size, rows * row, layers, copies)
         yield Collective("experts", Kind.ALL_GATHER, "router weights", size, choices * FP32, layers)
@@ -141,29 +141,29 @@ DISPATCHERS: dict[TokenDispatcher, type[DispatcherTraffic]] = {
 }
 
 
-def dispatcher_traffic(sizes: RankSizes) -> type[DispatcherTraffic]:
+def dispatcher_traffic(rank: RankPlan) -> type[DispatcherTraffic]:
     """The declaration of the dispatcher that a run uses."""
-    return DISPATCHERS[sizes.config.parallel.moe_token_dispatcher_type] if sizes.expert_ranks > 1 else DispatcherTraffic
+    return DISPATCHERS[rank.config.parallel.moe_token_dispatcher_type] if rank.expert_ranks > 1 else DispatcherTraffic
 
 
-def rows_needed(sizes: RankSizes) -> int:
+def rows_needed(rank: RankPlan) -> int:
     """Tokens of the group that need an expert of one rank, each counted once, when all experts are equally likely."""
-    experts, here = sizes.model.num_experts, sizes.model.num_experts // sizes.layout.ep
+    experts, here = rank.model.num_experts, rank.model.num_experts // rank.layout.ep
     absent = 1.0  # probability that none of a token's K experts, drawn evenly without repetition, is here
-    for draw in range(sizes.model.moe_router_topk):
+    for draw in range(rank.model.moe_router_topk):
         absent *= max(0, experts - here - draw) / (experts - draw)
-    return round(sizes.tokens_outside * sizes.expert_ranks * (1.0 - absent))
+    return round(rank.tokens_outside * rank.expert_ranks * (1.0 - absent))
 
 
 def _in_chunks(
-    sizes: RankSizes, purpose: str, payload: int, count: int, hiding: Hiding, *, overlaps: bool
+    rank: RankPlan, purpose: str, payload: int, count: int, hiding: Hiding, *, overlaps: bool
 ) -> Iterator[Collective]:
     """All-to-alls that travel in chunks, each beside another's products: one of them is always alone.
 
     ``hiding``: what they hide behind in one chunk. Where collectives take multiprocessors from products, chunks gained
     nothing.
     """
-    chunks, size = sizes.config.parallel.moe_dispatch_chunks, sizes.expert_ranks
+    chunks, size = rank.config.parallel.moe_dispatch_chunks, rank.expert_ranks
     if chunks > 1:
         beside = Hiding.PRODUCTS if overlaps else Hiding.NOTHING
         yield Collective("experts", Kind.ALL_TO_ALL, purpose, size, payload // chunks, count * (chunks - 1), beside)

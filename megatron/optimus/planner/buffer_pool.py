@@ -13,20 +13,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from megatron.optimus.models.parameters import EMBEDDING, FINAL_NORM, GRADIENT_ORDER, HEAD
+from megatron.optimus.config.rank_plan import RankPlan
+from megatron.optimus.models.parameters import (
+    EMBEDDING,
+    FINAL_NORM,
+    GRADIENT_ORDER,
+    HEAD,
+    RankParameter,
+    parameters_of_ends,
+    parameters_of_layer,
+)
 from megatron.optimus.planner.optimizer_state import (
     ALIGNMENT,
     BufferKey,
     FlatBuffer,
-    RankParameter,
     buffer_key,
     flat_buffers_by_key,
-    parameters_of_ends,
-    parameters_of_layer,
     round_up,
 )
 from megatron.optimus.planner.pipeline import rank_order
-from megatron.optimus.planner.rank_plan import RankPlan
 
 IN_FLIGHT = 4  # buckets on their way before the next one waits for the oldest
 

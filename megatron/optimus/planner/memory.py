@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.optimus.config.costs import FP32, INT64, PartMemory
+from megatron.optimus.config.costs import INT64, PartMemory
+from megatron.optimus.config.rank_plan import RankPlan
 from megatron.optimus.config.schema import Recompute
-from megatron.optimus.models.activations import CUDA, Kernels, embedding_part, head_parts, layer_parts
-from megatron.optimus.models.parameters import EMBEDDING, HEAD
+from megatron.optimus.models.activations import CUDA, Kernels, embedding_part, head_parts, layer_parts, rope_table_bytes
+from megatron.optimus.models.parameters import EMBEDDING, HEAD, parameters_of_ends, parameters_of_layer
 from megatron.optimus.moe.traffic import dispatcher_traffic
 from megatron.optimus.planner.buffer_pool import PoolBytes, buffer_pool, waiting_bytes
 from megatron.optimus.planner.optimizer_state import (
@@ -15,12 +16,9 @@ from megatron.optimus.planner.optimizer_state import (
     StateBytes,
     decoded_states,
     flat_buffers,
-    parameters_of_ends,
-    parameters_of_layer,
     sent_copies,
     total_state_bytes,
 )
-from megatron.optimus.planner.rank_plan import RankPlan
 
 # Not counted by hand: cuBLAS takes 32 MiB for each stream it works on, two here (an H200's default).
 LIBRARIES = 64 * 2**20
@@ -29,7 +27,7 @@ MUON_BATCH = 2**26  # elements that Muon orthogonalises at once
 
 @dataclass(frozen=True)
 class Moment:
-    """A time at which much is alive: bytes besides what always stays."""
+    """A moment of a step at which much is alive: bytes besides what always stays."""
 
     name: str
     activations: int  # saved for a backward
@@ -91,7 +89,7 @@ def memory_of(rank: RankPlan, kernels: Kernels = CUDA) -> Memory:
 
 
 def _layers(rank: RankPlan, kernels: Kernels, kinds: list[bool]) -> list[list[PartMemory]]:
-    """The parts of each layer of a chunk; recomputation and offloading take its first ones."""
+    """Lists the parts of each layer of a chunk; recomputation and offloading apply to its first layers."""
     parallel = rank.config.parallel
     chosen = frozenset(parallel.recompute_modules)
     limit = rank.num_layers if parallel.recompute_num_layers is None else parallel.recompute_num_layers
@@ -107,7 +105,7 @@ def _layers(rank: RankPlan, kernels: Kernels, kinds: list[bool]) -> list[list[Pa
 
 
 def _of_a_step(rank: RankPlan, layers: list[list[PartMemory]], head: list[PartMemory]) -> list[Moment]:
-    """Forward and backward of the micro-batch with most others alive, the last layer first, as backward goes."""
+    """Moments of forward and backward of the micro-batch with most others alive, in the order of the backward."""
     saved = [sum(part.saved for part in parts) for parts in layers]
     chunks = [sum(saved[first : first + len(chunk)]) for first, chunk in _places(rank)]
     ends = sum(part.saved for part in head)
@@ -138,9 +136,10 @@ def _of_a_step(rank: RankPlan, layers: list[list[PartMemory]], head: list[PartMe
 
 
 def _of_a_first_backward(rank: RankPlan, layers: list[list[PartMemory]], pool: PoolBytes) -> list[Moment]:
-    """Stage 2's first backward, which does not know yet when a bucket is complete. Relative to what stays.
+    """Moments of stage 2's first backward, which does not know yet when a bucket is complete.
 
-    All its gradients wait for its end, and the pool has no buffers before, unless all backwards are so.
+    All its gradients wait for its end, and the pool has no buffers before, unless all backwards are so. Relative to
+    what stays.
     """
     if not pool.buffers:
         return []
@@ -176,7 +175,10 @@ def _places(rank: RankPlan) -> list[tuple[int, range]]:
 
 
 def _around_the_step(flat: list[FlatBuffer], states: StateBytes, others: int, sent: int) -> list[Moment]:
-    """The start, when weights still lie outside of their flat buffers, and the optimizer. Relative to what stays."""
+    """Moments of the start, when weights still lie outside of their flat buffers, and of the optimizer's step.
+
+    Relative to what stays.
+    """
     moments = [Moment("start", 0, states.parameters - states.states - others)]
     if sent:
         moments.append(Moment("end of backward, gradients on their way", 0, sent))
@@ -187,22 +189,20 @@ def _around_the_step(flat: list[FlatBuffer], states: StateBytes, others: int, se
 
 
 def _muon_workspace(matrices: list[FlatBuffer]) -> int:
-    """Updates in bf16, the iteration's matrices (optimizers/muon.py), and matrices that travel both ways."""
+    """Muon's updates in bf16, the matrices of its iteration (optimizers/muon.py), and those that travel both ways."""
     largest = max(matrices, key=lambda buffer: buffer.shard)
     travelling = 4 * largest.shard if largest.group_size > 1 else 0
     return 2 * largest.shard + 8 * min(MUON_BATCH, largest.bucket) + travelling
 
 
 def _buffers(rank: RankPlan) -> int:
-    model, training, layout = rank.model, rank.config.training, rank.layout
+    """Bytes of the batch, tables, stages' inputs and outputs, memory shared with other ranks, and libraries."""
     shared = dispatcher_traffic(rank).shared_bytes(rank) if rank.num_moe_layers else 0
-    tables = 2 * training.seq_length * model.head_dim * FP32
     batch = rank.micro_batches * rank.tokens * 2 * INT64
-    hidden = rank.stream
     travelling = 0
-    for stage in rank.stages if layout.pp > 1 else []:
+    for stage in rank.stages if rank.layout.pp > 1 else []:
         # torch gives each micro-batch a buffer for what comes in, from before and, in the backward, from behind.
         ends = (stage > 0) + (stage < rank.num_stages - 1)
         kept = rank.micro_batches if stage == rank.num_stages - 1 else rank.chunks_in_flight // len(rank.stages)
-        travelling += (ends * rank.micro_batches + kept) * hidden
-    return tables + batch + travelling + shared + LIBRARIES
+        travelling += (ends * rank.micro_batches + kept) * rank.stream
+    return rope_table_bytes(rank) + batch + travelling + shared + LIBRARIES

@@ -7,38 +7,16 @@ group's size (deepspeed_ext/zero/partition.py). Tests hold every byte against th
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron.optimus.config.rank_sizes import RankSizes
+from megatron.optimus.config.rank_plan import RankPlan
 from megatron.optimus.config.schema import OptimizerName, StateDtype
-from megatron.optimus.models.parameters import (
-    EMBEDDING,
-    HEAD,
-    ParameterKind,
-    ParameterSpec,
-    head_parameters,
-    layer_parameters,
-    vocabulary_matrix,
-)
-from megatron.optimus.planner.rank_plan import RankPlan
+from megatron.optimus.models.parameters import ParameterKind, RankParameter, rank_parameters
 
 ALIGNMENT = 256  # elements
 DEFAULT_BUCKET = 1 << 26  # elements
 STATE_BLOCK = 256  # elements of an 8-bit state that share a scale
-
-
-@dataclass(frozen=True)
-class RankParameter:
-    """What a rank holds of one parameter."""
-
-    numel: int
-    kind: ParameterKind
-    is_expert: bool
-    is_cut: bool  # tensor-parallel ranks hold different parts
-    is_tied: bool = False  # another pipeline stage has a copy
 
 
 @dataclass(frozen=True)
@@ -92,52 +70,6 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-# ---- parameters
-
-
-def parameters(rank: RankPlan) -> Counter[RankParameter]:
-    """Counts the parameters of a rank that are alike."""
-    found: Counter[RankParameter] = Counter()
-    for is_moe, layers in ((True, rank.num_moe_layers), (False, rank.num_dense_layers)):
-        if layers:
-            for one in parameters_of_layer(rank, is_moe=is_moe).values():
-                found[one] += layers
-    return found + Counter(parameters_of_ends(rank).values())
-
-
-def num_parameters(rank: RankPlan) -> int:
-    """Elements of a rank's parameters."""
-    return sum(one.numel * count for one, count in parameters(rank).items())
-
-
-def parameters_of_layer(sizes: RankSizes, *, is_moe: bool) -> dict[str, RankParameter]:
-    """A rank's parts of one layer's parameters, by their names in it and in the model's order."""
-    return _cut(sizes, layer_parameters(sizes.model, is_moe=is_moe))
-
-
-def parameters_of_ends(rank: RankPlan) -> dict[str, RankParameter]:
-    """Those outside of layers, in the model's order. A tied matrix is its embedding, on the last stage too."""
-    is_tied = not rank.model.untie_embeddings_and_output_weights
-    is_apart = is_tied and rank.has_embedding != rank.has_head  # another stage has the other copy
-    specs = {EMBEDDING: vocabulary_matrix(rank.model)} if rank.has_embedding or is_apart else {}
-    specs |= head_parameters(rank.model) if rank.has_head else {}
-    return _cut(rank, specs, tied=(EMBEDDING, HEAD) if is_apart else ())
-
-
-def _cut(sizes: RankSizes, specs: Mapping[str, ParameterSpec], tied: tuple[str, ...] = ()) -> dict[str, RankParameter]:
-    tp = sizes.layout.tp
-    return {
-        name: RankParameter(
-            spec.numel // (sizes.expert_ranks if spec.is_expert else tp if spec.split_dim is not None else 1),
-            spec.kind,
-            spec.is_expert,
-            is_cut=tp > 1 and spec.split_dim is not None,
-            is_tied=name in tied,
-        )
-        for name, spec in specs.items()
-    }
-
-
 # ---- flat buffers
 
 BufferKey = tuple[bool, ...]
@@ -161,7 +93,7 @@ def flat_buffers_by_key(rank: RankPlan) -> dict[BufferKey, FlatBuffer]:
     """The flat buffers of a rank, those of experts last."""
     layout = rank.layout
     members: dict[BufferKey, list[tuple[int, int]]] = {}
-    for parameter, count in parameters(rank).items():
+    for parameter, count in rank_parameters(rank).items():
         members.setdefault(buffer_key(rank, parameter), []).append((parameter.numel, count))
     limit = rank.config.optimizer.ddp_bucket_size or DEFAULT_BUCKET
     return {

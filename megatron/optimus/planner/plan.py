@@ -7,20 +7,21 @@ from functools import cached_property
 
 from megatron.optimus.config.checks import check
 from megatron.optimus.config.costs import Collective
+from megatron.optimus.config.rank_plan import RankPlan, first_of_each_kind, rank_plans
 from megatron.optimus.config.schema import ConfigError, RunConfig, TokenDispatcher, one_of
 from megatron.optimus.models.activations import CUDA
-from megatron.optimus.planner.communication import collectives, num_communicators
+from megatron.optimus.parallel.traffic import num_communicators
+from megatron.optimus.planner.communication import collectives
 from megatron.optimus.planner.hardware import Machine
 from megatron.optimus.planner.memory import Memory, memory_of
-from megatron.optimus.planner.rank_plan import RankPlan, first_of_each_kind, rank_plans
 from megatron.optimus.planner.step_time import StepTime, step_time
 
-MODELLED_STAGES = (1, 2)  # those of our optimizer
+MODELLED_STAGES = (1, 2)  # ZeRO stages of our optimizer
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Made by ``plan``; the run has passed the trainer's own checks."""
+    """A plan of one run, made by ``plan``; the run has passed the trainer's own checks."""
 
     config: RunConfig
     world_size: int
@@ -45,12 +46,12 @@ class Plan:
 
     @cached_property
     def communicators(self) -> int:
-        """That a rank is in; a rank in the middle of a pipeline in one less where the embedding is tied."""
+        """Communicators that a rank is in; one fewer in the middle of a pipeline where the embedding is tied."""
         return num_communicators(self.ranks[0])
 
     @property
     def usable(self) -> float:
-        """Bytes for live tensors."""
+        """Bytes that a rank has for live tensors."""
         return self.machine.usable(self.communicators)
 
     @property

@@ -1,4 +1,4 @@
-"""A plan as text and as JSON."""
+"""Writes plans as text and as JSON."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from megatron.optimus.config.costs import Collective
 from megatron.optimus.config.schema import RunConfig
+from megatron.optimus.models.parameters import num_parameters
 from megatron.optimus.planner.communication import sent_by_axis
 from megatron.optimus.planner.hardware import Figure, Machine
 from megatron.optimus.planner.memory import Memory
-from megatron.optimus.planner.optimizer_state import num_parameters
 from megatron.optimus.planner.plan import Plan
 from megatron.optimus.planner.search import Findings, bubble_hint
 from megatron.optimus.planner.step_time import seconds
@@ -23,7 +23,7 @@ def gib(size: float) -> str:
 
 
 def layout_words(config: RunConfig, world_size: int) -> str:
-    """ "pp 8, ep 12, dp 384, micro-batch 1, recompute moe": sizes of one are left out."""
+    """Describes a layout, as in "pp 8, ep 12, dp 384, micro-batch 1, recompute moe"; sizes of one are left out."""
     parallel = config.parallel
     sizes = {
         "tp": parallel.tensor_model_parallel_size,
@@ -44,7 +44,7 @@ def layout_words(config: RunConfig, world_size: int) -> str:
 
 
 def layout_options(config: RunConfig) -> str:
-    """What the search varies, as options of the training program."""
+    """Writes what the search varies as options of the training program."""
     parallel = config.parallel
     values: dict[str, object] = {
         "tensor-model-parallel-size": parallel.tensor_model_parallel_size,
@@ -61,7 +61,7 @@ def layout_options(config: RunConfig) -> str:
 
 
 def split_words(plan: Plan) -> str:
-    """How the layers are cut: those of each pipeline rank, chunk by chunk, and who decided it."""
+    """Describes the layers of each pipeline rank, chunk by chunk, and who decided the split."""
     each = ["+".join(str(len(chunk)) for chunk in rank.chunks) for rank in plan.ranks]
     runs = [(words, len(list(alike))) for words, alike in groupby(each)]
     ranks = ", ".join(words if number == 1 else f"{number} x {words}" for words, number in runs)
@@ -75,7 +75,7 @@ def split_words(plan: Plan) -> str:
 
 
 def plan_text(plan: Plan, *, explain: bool) -> str:
-    """Memory of the first, the last and the fullest pipeline rank, what is sent, and the time."""
+    """Writes the memory of the first, the last and the fullest pipeline rank, what is sent, and the time."""
     machine = plan.machine
     lines = [f"{plan.world_size} x {machine.device}: {layout_words(plan.config, plan.world_size)}"]
     if not machine.is_measured:
@@ -89,7 +89,7 @@ def plan_text(plan: Plan, *, explain: bool) -> str:
 
 
 def shown(plan: Plan) -> list[Memory]:
-    """Of the first, the last and the fullest pipeline rank, each once."""
+    """Picks the first, the last and the fullest pipeline rank, each once."""
     ranks = sorted({0, len(plan.ranks) - 1, plan.worst.pipeline_rank})
     return [plan.memories[rank] for rank in ranks]
 
@@ -171,7 +171,7 @@ def _collective_lines(plan: Plan) -> list[str]:
 
 
 def figures(machine: Machine) -> dict[str, Figure]:
-    """Every constant of a machine by name."""
+    """Lists every constant of a machine by name."""
     return {name: value for name, value in vars(machine).items() if isinstance(value, Figure)}
 
 
@@ -184,7 +184,7 @@ def machine_lines(machine: Machine) -> list[str]:
 
 
 def findings_text(found: Findings, world_size: int) -> str:
-    """The best layouts, and why the others are not among them."""
+    """Writes the best layouts, and why the others are not among them."""
     lines = [f"best of {found.tried} layouts tried, by predicted tokens/s"]
     for number, made in enumerate(found.best, start=1):
         time = made.time
@@ -213,7 +213,7 @@ def findings_text(found: Findings, world_size: int) -> str:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """Everything of a plan; bytes, seconds and shares."""
+    """Makes an object with everything of a plan: bytes, seconds and shares."""
     time = plan.time
     return {
         "system": plan.machine.name,

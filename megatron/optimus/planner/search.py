@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from megatron.optimus.config.rank_plan import first_of_each_kind
 from megatron.optimus.config.schema import (
     ConfigError,
     ContextCommunication,
@@ -18,7 +19,6 @@ from megatron.optimus.config.schema import (
 from megatron.optimus.planner.hardware import Machine
 from megatron.optimus.planner.optimizer_state import total_state_bytes
 from megatron.optimus.planner.plan import Plan, plan
-from megatron.optimus.planner.rank_plan import first_of_each_kind
 
 _ALL = [Recompute.MOE, Recompute.ATTENTION, Recompute.NORM]
 RECOMPUTATION: list[list[Recompute]] = [[], _ALL[:1], _ALL[:2], _ALL]

@@ -15,14 +15,15 @@ import math
 from dataclasses import dataclass
 
 from megatron.optimus.config.costs import FP32, Collective, Hiding, Kind, Work
+from megatron.optimus.config.rank_plan import RankPlan, groups_alike
 from megatron.optimus.config.schema import OptimizerName, PipelineSchedule
 from megatron.optimus.models.activations import CUDA, Kernels, layer_parts
+from megatron.optimus.models.parameters import rank_parameters
 from megatron.optimus.models.work import head_work, last_product_work, layer_work, router_work, shared_work
 from megatron.optimus.planner.communication import collectives
 from megatron.optimus.planner.hardware import Machine
-from megatron.optimus.planner.optimizer_state import flat_buffers, parameters
+from megatron.optimus.planner.optimizer_state import flat_buffers
 from megatron.optimus.planner.pipeline import bubble_seconds
-from megatron.optimus.planner.rank_plan import RankPlan, groups_alike
 from megatron.optimus.training.flops import flops_per_token
 
 SHORT, LONG = 4096, 131072  # tokens of a sequence to which the rates of attention belong
@@ -31,8 +32,10 @@ PER_STEP = ("dense", "edp")  # axes along which a rank communicates once a step,
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step, of the slowest rank; ``compute``, ``exposed``, ``bubble``, ``update`` and ``launching`` are
-    the whole."""
+    """Seconds of one step of the slowest rank.
+
+    ``compute``, ``exposed``, ``bubble``, ``update`` and ``launching`` add up to the whole.
+    """
 
     compute: float  # of all micro-batches, slowed down by communication beside it
     exposed: float  # communication with nothing beside it
@@ -60,7 +63,7 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """Of the peak, recomputation not counted as useful."""
+        """Model FLOPs utilisation: recomputation is not counted as useful."""
         return self.tokens_per_second_per_device * self.flops_per_token / self.peak
 
     @property
@@ -76,7 +79,7 @@ def gradient_work(rank: RankPlan, kernels: Kernels) -> Work:
     kept = rank.gradient_element
     again = (rank.micro_batches - 1) / rank.micro_batches  # all but the first read what is there
     traffic = 0.0
-    for parameter, count in parameters(rank).items():
+    for parameter, count in rank_parameters(rank).items():
         if parameter.is_expert and kernels.adds_gradients and rank.adds_expert_gradients:
             per_element = 3.0 * kept - rank.element  # cleared, read and written, where a gradient apart was written
         else:
@@ -154,8 +157,10 @@ def _leaves_node(one: Collective, rank: RankPlan, machine: Machine) -> bool:
 
 
 def attention_rate(rank: RankPlan, machine: Machine) -> float:
-    """FLOP/s of attention, causal counted at half: the time of an operation is linear in 1 / length between the two
-    lengths for which there are figures."""
+    """FLOP/s of attention, causal counted at half.
+
+    The time of an operation is linear in 1 / length between the two lengths for which there are figures.
+    """
     short, long = 1 / machine.attention.value, 1 / machine.attention_long.value
     length = min(max(rank.config.training.seq_length, SHORT), LONG)
     rate = 1 / (long + (short - long) * (1 / length - 1 / LONG) / (1 / SHORT - 1 / LONG))
@@ -227,7 +232,7 @@ def _of_data(rank: RankPlan, machine: Machine, window: float) -> tuple[float, fl
 
 
 def stage_seconds(rank: RankPlan, whole: float, machine: Machine) -> list[float]:
-    """``whole``, a rank's seconds for one micro-batch, shared out over its chunks by what is computed there."""
+    """Splits ``whole``, a rank's seconds for one micro-batch, over its chunks by what is computed there."""
     head = compute_seconds(head_work(rank, machine.kernels), rank, machine) if rank.has_head else 0.0
     kinds = {kind for chunk in rank.kinds for kind in chunk}
     works = {kind: layer_work(rank, frozenset(), machine.kernels, is_moe=kind) for kind in kinds}

@@ -238,8 +238,8 @@ class PeakWatch(Watch):
 
 def peaks_of_parts(words: str, rank: int, world: int) -> dict[str, tuple[int, int]]:
     """Of attention and mlp of a layer: most bytes alive in the forward, and in the backward."""
+    from megatron.optimus.config.rank_plan import rank_plans
     from megatron.optimus.layers.rope import rope_at, rope_table
-    from megatron.optimus.planner.rank_plan import rank_plans
     from megatron.optimus.platform.mesh import Mesh
     from megatron.optimus.training.build import build_model
 

@@ -7,11 +7,12 @@ import pytest
 from megatron.optimus.config.checks import check
 from megatron.optimus.config.costs import FP32
 from megatron.optimus.config.load import load
+from megatron.optimus.config.rank_plan import RankPlan, rank_plans
 from megatron.optimus.models.activations import CPU, layer_parts
-from megatron.optimus.planner.communication import collectives, num_communicators
+from megatron.optimus.models.parameters import num_parameters
+from megatron.optimus.parallel.traffic import num_communicators
+from megatron.optimus.planner.communication import collectives
 from megatron.optimus.planner.memory import memory_of
-from megatron.optimus.planner.optimizer_state import num_parameters
-from megatron.optimus.planner.rank_plan import RankPlan, rank_plans
 from tests.helpers import run_distributed
 from tests.unit.planner.cases import (
     MIXED,

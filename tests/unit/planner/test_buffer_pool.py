@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.optimus.config.load import load
+from megatron.optimus.config.rank_plan import RankPlan, rank_plans
 from megatron.optimus.models.parameters import EMBEDDING
 from megatron.optimus.planner.buffer_pool import BackwardReplay, buffer_pool, chunks_in_order, gradients_of, replay
 from megatron.optimus.planner.memory import memory_of
-from megatron.optimus.planner.rank_plan import RankPlan, rank_plans
 from tests.helpers import run_distributed
 from tests.unit.planner.cases import MIXED, MOE, SHARED, batch_of, run
 

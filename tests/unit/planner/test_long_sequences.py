@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from megatron.optimus.config.load import load
+from megatron.optimus.config.rank_plan import rank_plans
 from megatron.optimus.config.schema import Recompute
 from megatron.optimus.models.activations import XPU, half_the_keys, half_the_queries, ring_sizes, sums_bytes
 from megatron.optimus.models.work import layer_work
 from megatron.optimus.planner.hardware import AURORA, H200, Machine
-from megatron.optimus.planner.rank_plan import rank_plans
 from megatron.optimus.planner.step_time import attention_rate, step_time
 from tests.unit.planner.test_planner import script
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron.optimus.config.load import load
+from megatron.optimus.config.rank_plan import rank_plans
 from megatron.optimus.planner.hardware import AURORA, H200
-from megatron.optimus.planner.rank_plan import rank_plans
 from megatron.optimus.planner.step_time import step_time
 from megatron.optimus.planner.weak_scaling import as_the_paper, table, weak_scaling
 from tests.distributed.curves import MODEL

@@ -9,11 +9,11 @@ import pytest
 
 from megatron.optimus.config.layout import Layout
 from megatron.optimus.config.load import load
+from megatron.optimus.config.rank_plan import RankPlan
 from megatron.optimus.config.schema import PipelineSchedule
 from megatron.optimus.planner.hardware import H200
 from megatron.optimus.planner.pipeline import rank_order, seconds_of
 from megatron.optimus.planner.plan import plan
-from megatron.optimus.planner.rank_plan import RankPlan
 from megatron.optimus.planner.report import plan_text
 from megatron.optimus.planner.step_time import busy
 from tests.unit.parallel.test_pipeline_p2p import KIND, actions_of

@@ -19,17 +19,17 @@ import torch
 from megatron.optimus.config.checks import check
 from megatron.optimus.config.costs import Work
 from megatron.optimus.config.load import load
+from megatron.optimus.config.rank_plan import rank_plans
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.models.activations import CUDA
+from megatron.optimus.models.parameters import num_parameters
 from megatron.optimus.models.work import shared_work
 from megatron.optimus.moe.traffic import dispatcher_traffic, rows_needed
 from megatron.optimus.parallel.stages import stage_plan
 from megatron.optimus.planner.communication import collectives
 from megatron.optimus.planner.hardware import AURORA, H200, MACHINES
 from megatron.optimus.planner.memory import memory_of
-from megatron.optimus.planner.optimizer_state import num_parameters
 from megatron.optimus.planner.plan import plan
-from megatron.optimus.planner.rank_plan import rank_plans
 from megatron.optimus.planner.report import figures
 from megatron.optimus.planner.search import search
 from megatron.optimus.planner.step_time import busy, compute_seconds, micro_batch_work, seconds, step_time

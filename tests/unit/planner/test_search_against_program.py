@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import RunConfig
+from megatron.optimus.models.parameters import num_parameters
 from megatron.optimus.planner.hardware import AURORA, H200
 from megatron.optimus.planner.memory import memory_of
-from megatron.optimus.planner.optimizer_state import num_parameters
 from megatron.optimus.planner.plan import Plan
 from megatron.optimus.planner.search import search
 from tests.helpers import run_distributed
