@@ -17,7 +17,7 @@ from megatron.optimus.models.activations import XPU, half_the_keys, half_the_que
 from megatron.optimus.models.work import layer_work
 from megatron.optimus.planner.hardware import AURORA, H200, Machine
 from megatron.optimus.planner.step_time import attention_rate, step_time
-from tests.unit.planner.test_planner import script
+from tests.unit.planner.test_plan import script
 
 BEFORE = script("benchmarks/planner_steps.py").BEFORE  # as what is compared with was measured
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks/results"

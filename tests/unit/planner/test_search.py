@@ -11,7 +11,7 @@ from megatron.optimus.config.load import load
 from megatron.optimus.planner.hardware import AURORA, H200
 from megatron.optimus.planner.plan import Plan, plan
 from megatron.optimus.planner.search import bubble_hint, enough_micro_batches
-from tests.unit.planner.test_planner import script
+from tests.unit.planner.test_plan import script
 
 LARGE = "--preset mula-220b-a10b"
 SMALL = "--preset mula-1b --micro-batch-size 2 --pipeline-model-parallel-size 4"

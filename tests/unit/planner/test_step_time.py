@@ -14,7 +14,7 @@ from megatron.optimus.planner.hardware import AURORA, H200
 from megatron.optimus.planner.step_time import step_time
 from megatron.optimus.planner.weak_scaling import as_the_paper, table, weak_scaling
 from tests.distributed.curves import MODEL
-from tests.unit.planner.test_planner import ROOT, script
+from tests.unit.planner.test_plan import ROOT, script
 
 PAGE = ROOT / "docs/planner.md"
 WITHIN = 0.10
