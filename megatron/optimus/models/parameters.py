@@ -96,6 +96,16 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: spec.shape for name, spec in parameters(config).items()}
 
 
+def parameter_spec(config: ModelConfig, name: str) -> ParameterSpec:
+    """Finds one parameter of the whole model. Raises KeyError when it has none of that name."""
+    if not name.startswith("layers."):
+        return ({EMBEDDING: vocabulary_matrix(config)} | head_parameters(config))[name]
+    _, layer, in_layer = name.split(".", 2)
+    if not layer.isdecimal() or str(int(layer)) != layer or int(layer) >= config.num_layers:
+        raise KeyError(name)
+    return layer_parameters(config, is_moe=int(layer) in config.moe_layers)[in_layer]
+
+
 def count_parameters(config: ModelConfig) -> ParameterCounts:
     """Counts of the whole model."""
     specs = parameters(config).values()

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 
 from megatron.optimus.config.schema import ModelConfig, Normalization, ParallelConfig, QKNormScope
 from megatron.optimus.models.decoder import Decoder
-from megatron.optimus.models.parameters import GRADIENT_ORDER, ParameterKind, layer_parameters, parameters
+from megatron.optimus.models.parameters import (
+    GRADIENT_ORDER,
+    ParameterKind,
+    layer_parameters,
+    parameter_spec,
+    parameters,
+)
 from tests.helpers import run_distributed
 
 BASE = dict(num_layers=3, hidden_size=16, num_attention_heads=4, num_query_groups=2, vocab_size=32)
@@ -35,6 +42,13 @@ def test_names_shapes_and_order_are_the_decoders() -> None:
             model = Decoder(config)
         found = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
         assert [(name, spec.shape) for name, spec in parameters(config).items()] == found, config
+        assert all(parameter_spec(config, name) == spec for name, spec in parameters(config).items())
+
+
+@pytest.mark.parametrize("name", ["layers.3.mlp_norm.weight", "layers.01.mlp_norm.weight", "layers.0.router", "norm"])
+def test_a_parameter_that_the_model_has_not_is_a_key_error(name: str) -> None:
+    with pytest.raises(KeyError):
+        parameter_spec(ModelConfig(**BASE), name)
 
 
 def test_kinds_follow_from_names_and_every_gradient_has_its_place() -> None:

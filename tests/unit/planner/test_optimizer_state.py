@@ -1,11 +1,15 @@
-"""The planner's bytes of parameters, gradients and states against those of the real optimizer."""
+"""The planner's flat buffers, and bytes of parameters, gradients and states, against the real optimizer's."""
 
 from __future__ import annotations
 
+import random
+
+from deepspeed_ext.zero.partition import flat_layout
 from megatron.optimus.config.load import load
 from megatron.optimus.config.rank_plan import rank_plans
 from megatron.optimus.models.parameters import num_parameters
 from megatron.optimus.planner.memory import memory_of
+from megatron.optimus.planner.optimizer_state import FlatBuffer
 from tests.helpers import run_distributed
 from tests.unit.planner.cases import MIXED, MOE, SHARED, run, states_in_fake_worlds
 
@@ -41,3 +45,17 @@ def test_parameters_and_states_are_those_of_the_real_optimizer() -> None:
         )
         assert num_parameters(share) == numel, words
         assert planned == {key: sizes[key] for key in planned}, words
+
+
+def test_flat_buffers_are_cut_as_the_optimizer_cuts_them() -> None:
+    draw = random.Random(5)
+    for _ in range(300):
+        numels = [draw.randrange(1, 10 ** draw.randrange(1, 7)) for _ in range(draw.randrange(1, 20))]
+        ranks, limit = draw.choice([1, 2, 3, 8, 12, 96]), draw.choice([1, 5000, 10**5, 10**7])
+        layout = flat_layout([(str(number), numel) for number, numel in enumerate(numels)], ranks, limit)
+        planned = FlatBuffer(False, False, ranks, tuple((numel, 1) for numel in numels), limit)
+        assert (planned.numel, planned.shard) == (layout.numel, layout.shard_numel)
+        assert (planned.num_buckets, min(planned.bucket, planned.numel)) == (
+            len(layout.buckets),
+            layout.buckets[0].numel,
+        )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.models.huggingface.architectures import architecture_of
-from megatron.optimus.models.parameters import parameter_shapes
+from megatron.optimus.models.parameters import parameter_spec
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def to_hf(config: ModelConfig, name: str) -> list[HFTensor]:
     Raises KeyError when the model has no parameter of that name, ConfigError when no Hugging Face architecture fits.
     """
     architecture = architecture_of(config)
-    shape = parameter_shapes(config)[name]
+    shape = parameter_spec(config, name).shape
     if name in _TOP_LEVEL:
         return [HFTensor(_TOP_LEVEL[name], shape)]
     _, layer, in_layer = name.split(".", 2)
