@@ -69,10 +69,11 @@ def memory_of(rank: RankPlan, kernels: Kernels = CUDA) -> Memory:
     """Adds up the memory of one rank in training, the optimizer included."""
     flat, states = flat_buffers(rank), total_state_bytes(rank)
     pool, buffers = buffer_pool(rank), _buffers(rank)
-    layers = [parts for chunk in rank.kinds for parts in _layers(rank, kernels, chunk)]
+    chunks = [_layers(rank, kernels, kinds) for kinds in rank.kinds]
+    layers = [parts for chunk in chunks for parts in chunk]
     head = head_parts(rank, kernels) if rank.has_head else []
-    moments = _of_a_step(rank, layers, head)
-    moments += _of_a_first_backward(rank, layers, pool)
+    moments = _of_a_step(rank, chunks, head)
+    moments += _of_a_first_backward(rank, chunks[-1], pool)
     moments += _around_the_step(flat, states, pool.buffers + buffers, sent_copies(rank, flat))
     if decoded := decoded_states(rank, flat):
         moments.append(Moment("save", 0, decoded))
@@ -81,7 +82,7 @@ def memory_of(rank: RankPlan, kernels: Kernels = CUDA) -> Memory:
         states,
         pool.buffers,
         buffers,
-        tuple(sum(part.saved for part in parts) for parts in layers),
+        tuple(map(_saved, layers)),
         (*(layers[-1] if layers else ()), *head, *([embedding_part(rank)] if rank.has_embedding else [])),
         rank.chunks_in_flight,
         tuple(moments),
@@ -104,25 +105,28 @@ def _layers(rank: RankPlan, kernels: Kernels, kinds: list[bool]) -> list[list[Pa
     return result
 
 
-def _of_a_step(rank: RankPlan, layers: list[list[PartMemory]], head: list[PartMemory]) -> list[Moment]:
-    """Moments of forward and backward of the micro-batch with most others alive, in the order of the backward."""
-    saved = [sum(part.saved for part in parts) for parts in layers]
-    chunks = [sum(saved[first : first + len(chunk)]) for first, chunk in _places(rank)]
-    ends = sum(part.saved for part in head)
-    others = (rank.chunks_in_flight - 1) * max(chunks, default=0)
-    everything = others + (chunks[-1] if rank.layout.pp > 1 and chunks else sum(saved))
+def _saved(parts: list[PartMemory]) -> int:
+    return sum(part.saved for part in parts)
+
+
+def _of_a_step(rank: RankPlan, chunks: list[list[list[PartMemory]]], head: list[PartMemory]) -> list[Moment]:
+    """Moments of forward and backward of the micro-batch with most others alive, in the order of the backward.
+
+    ``chunks``: the parts of each layer of each chunk.
+    """
+    saved = [sum(map(_saved, chunk)) for chunk in chunks]
+    ends, last = _saved(head), chunks[-1]
+    alive = everything = (rank.chunks_in_flight - 1) * max(saved) + saved[-1]
     moments = []
     if head:
         norm, loss = head
         moments.append(Moment("loss", everything + ends, loss.forward))
         moments.append(Moment("loss, backward", everything + ends, loss.backward))
         moments.append(Moment("final norm, backward", everything + norm.saved, norm.backward))
-    alive = everything
-    last = layers[-len(rank.chunks[-1]) :] if rank.layout.pp > 1 else layers
     seen: set[int] = set()  # of layers alike the last has most others alive
     for place, parts in enumerate(reversed(last)):
         if id(parts) in seen:
-            alive -= sum(part.saved for part in parts)
+            alive -= _saved(parts)
             continue
         seen.add(id(parts))
         where = f"layer {len(last) - place} of {len(last)}"
@@ -139,39 +143,25 @@ def _of_a_first_backward(rank: RankPlan, layers: list[list[PartMemory]], pool: P
     """Moments of stage 2's first backward, which does not know yet when a bucket is complete.
 
     All its gradients wait for its end, and the pool has no buffers before, unless all backwards are so. Relative to
-    what stays.
+    what stays. ``layers``: the parts of each layer of the last chunk.
     """
     if not pool.buffers:
         return []
-    chunk, kinds = rank.chunks[-1], rank.kinds[-1]
-    own = layers[-len(chunk) :]
-    alive = (rank.chunks_in_flight - 1) * sum(part.saved for parts in own for part in parts)
+    kinds, saved = rank.kinds[-1], list(map(_saved, layers))
+    alive = (rank.chunks_in_flight - 1) * sum(saved)
     ends = parameters_of_ends(rank) if rank.has_head else {}
     if HEAD in ends:  # the embedding's gradient comes last; of a tied one the head's part is there from the beginning
         ends.pop(EMBEDDING, None)
     waiting = waiting_bytes(rank, ends.values())
     moments, free = [], 0 if pool.waits_always else pool.buffers
     each = {is_moe: waiting_bytes(rank, parameters_of_layer(rank, is_moe=is_moe).values()) for is_moe in set(kinds)}
-    saved = [sum(part.saved for part in parts) for parts in own]
-    for place in reversed(range(len(own))):
-        most = max(
-            sum(part.saved for part in own[place][: number + 1]) + part.backward
-            for number, part in enumerate(own[place])
-        )
+    for place, parts in reversed(list(enumerate(layers))):
+        most = max(_saved(parts[: number + 1]) + part.backward for number, part in enumerate(parts))
         before = alive + sum(saved[:place])
-        name = f"first backward, layer {place + 1} of {len(own)}"
+        name = f"first backward, layer {place + 1} of {len(layers)}"
         moments.append(Moment(name, before, most + waiting - free))
         waiting += each[kinds[place]]
     return [*moments, Moment("first backward, end", alive, pool.first_end - pool.buffers)]
-
-
-def _places(rank: RankPlan) -> list[tuple[int, range]]:
-    """Of each chunk: the number on this rank of its first layer, and its layers."""
-    places, first = [], 0
-    for chunk in rank.chunks:
-        places.append((first, chunk))
-        first += len(chunk)
-    return places
 
 
 def _around_the_step(flat: list[FlatBuffer], states: StateBytes, others: int, sent: int) -> list[Moment]:
