@@ -43,7 +43,8 @@ from megatron.optimus.config.presets import PRESETS
 from megatron.optimus.config.schema import RunConfig
 from megatron.optimus.config.serialize import from_dict, to_dict
 from megatron.optimus.convert import Options, convert, hf_files
-from megatron.optimus.models.hf_map import HFTensor, parameter_shapes, to_hf
+from megatron.optimus.models.huggingface.names import HFTensor, to_hf
+from megatron.optimus.models.parameters import parameter_shapes
 from tools.convert_checkpoint import size
 
 MARK, BLOCK = 1024, 1 << 24

@@ -25,9 +25,9 @@ import torch  # noqa: E402
 from provenance import commit  # noqa: E402
 
 from megatron.optimus.config.load import load  # noqa: E402
-from megatron.optimus.planner.activations import CPU  # noqa: E402
+from megatron.optimus.config.rank_plan import rank_plans  # noqa: E402
+from megatron.optimus.models.activations import CPU  # noqa: E402
 from megatron.optimus.planner.memory import memory_of  # noqa: E402
-from megatron.optimus.planner.share import shares  # noqa: E402
 from tests.helpers import run_distributed  # noqa: E402
 
 LENGTHS = [16384, 32768, 65536, 131072]
@@ -79,7 +79,7 @@ def steps(rank: int, world: int, options: str, length: int) -> dict[str, Any]:
 
 
 def planned_mib(ranks: int, options: str) -> float:
-    [share] = shares(load(options.split()).config, ranks)
+    [share] = rank_plans(load(options.split()).config, ranks)
     return memory_of(share, CPU).worst.total / 2**20
 
 

@@ -297,9 +297,9 @@ def measure(args: argparse.Namespace) -> None:
 
 def compare(path: Path) -> bool:
     """Prints the table; whether every peak is within LIMIT."""
+    from megatron.optimus.config.rank_plan import rank_plans
     from megatron.optimus.planner.hardware import H200
     from megatron.optimus.planner.memory import memory_of
-    from megatron.optimus.planner.share import shares
     from megatron.optimus.planner.step_time import step_time
 
     results = json.loads(path.read_text())["results"]
@@ -311,7 +311,7 @@ def compare(path: Path) -> bool:
             print(f"| {result['case']} | {result['rank']} | {result['error'].strip().splitlines()[-1][:80]} |")
             continue
         config = load(words_of(result["command"], result["ranks"], "auto", "x")).config
-        members = shares(config, result["ranks"])
+        members = rank_plans(config, result["ranks"])
         memory = memory_of(members[result["rank"] // (result["ranks"] // len(members))])
         error = memory.peak / result["peak_bytes"] - 1
         good &= abs(error) <= LIMIT

@@ -21,8 +21,9 @@ from megatron.optimus.convert.hf_files import (
 from megatron.optimus.convert.request import Options, Plan, Written, part_items
 from megatron.optimus.convert.source import WEIGHT, Foreign, ForeignSource, Source
 from megatron.optimus.convert.tensor_map import Part, below, rows_of
-from megatron.optimus.models.hf_config import hf_config, model_config_from_hf
-from megatron.optimus.models.hf_map import parameter_shapes, to_hf
+from megatron.optimus.models.huggingface.config import hf_config, model_config_from_hf
+from megatron.optimus.models.huggingface.names import to_hf
+from megatron.optimus.models.parameters import parameter_shapes
 
 _GENERATION = "generation_config.json"
 

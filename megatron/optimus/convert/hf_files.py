@@ -1,4 +1,4 @@
-"""Hugging Face model folders: reading and writing their files (names and shapes are models/hf_map.py's business)."""
+"""Hugging Face model folders: reading and writing their files (tensors: models/huggingface/names.py)."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from megatron.optimus.convert.hf import hf_parts
 from megatron.optimus.convert.megatron_map import EMBEDDINGS, megatron_parts
 from megatron.optimus.convert.source import Foreign
 from megatron.optimus.convert.tensor_map import Part, whole
-from megatron.optimus.models.hf_map import parameter_shapes
+from megatron.optimus.models.parameters import parameter_shapes
 
 NAMES = ("optimus", "hf", "hf-native-moe")
 _IGNORED = re.compile(r".*(\.inv_freq|\._extra_state|\.rotary_pos_emb\..*)")

@@ -23,7 +23,7 @@ from megatron.optimus.config.serialize import from_dict, to_dict
 from megatron.optimus.convert.hf_files import split_by_size, token_ids_of
 from megatron.optimus.convert.request import DTYPES, Options, Plan, Written
 from megatron.optimus.convert.source import MASTER, MOMENTS, WEIGHT, Source, same_names, units
-from megatron.optimus.models.hf_map import parameter_shapes
+from megatron.optimus.models.parameters import parameter_shapes
 
 TOKEN_IDS_FIELD = "hf_token_ids"  # in a manifest's metadata: what an imported model's config.json named
 GENERATION_FIELD = "hf_generation_config"  # and its generation_config.json

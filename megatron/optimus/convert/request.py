@@ -14,7 +14,7 @@ from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.shards import ShardItem
 from megatron.optimus.convert.source import MOMENTS, WEIGHT, Source
 from megatron.optimus.convert.tensor_map import Part, gather
-from megatron.optimus.models.hf_map import parameter_shapes
+from megatron.optimus.models.parameters import parameter_shapes
 
 DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -17,7 +17,7 @@ from megatron.optimus.config.schema import RunConfig
 from megatron.optimus.config.serialize import from_dict, read_file, to_dict
 from megatron.optimus.convert.hf_files import read_json, token_ids_of, write_json
 from megatron.optimus.convert.source import Source
-from megatron.optimus.models.hf_config import model_config_from_hf
+from megatron.optimus.models.huggingface.config import model_config_from_hf
 
 SIDECAR = "optimus_model.json"
 

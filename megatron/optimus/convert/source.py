@@ -14,7 +14,7 @@ from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.shards import dtype_name
 from megatron.optimus.config.schema import ModelConfig, RunConfig
 from megatron.optimus.convert.tensor_map import Part, Scatter, row_width
-from megatron.optimus.models.hf_map import parameter_shapes
+from megatron.optimus.models.parameters import parameter_shapes
 
 WEIGHT, MASTER, MOMENTS = "weight", "master", ("exp_avg", "exp_avg_sq")
 Key = tuple[str, str]  # our parameter name, kind

@@ -1,4 +1,4 @@
-"""One rank of the real program, built at any world size with nobody else there.
+"""Builds one rank of the real program at any world size, in a process without its peers.
 
 torch's "fake" process group answers every collective at once without communicating, and tensors on the meta device
 have shapes and no memory. All that a start does with ranks and sizes runs for real: the checks, the grid of ranks and
@@ -26,7 +26,7 @@ RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
 
 @dataclass(frozen=True)
 class Built:
-    """What building a rank took, and what it made."""
+    """What building a rank took, and what was built."""
 
     rank: int
     world_size: int
@@ -68,7 +68,7 @@ def build(config: RunConfig, rank: int, world_size: int) -> Built:
     device = torch.device("meta")
     model = build_model(config, mesh, device)
     modelled = time.perf_counter()
-    # What has no meaning without data: moving weights to a device or to replicas, reading counters.
+    # Without data these mean nothing: moving weights to a device or to replicas, reading counters.
     model.to = lambda *args, **kwargs: model  # type: ignore[method-assign]
     Engine._broadcast_model = Engine._report_progress = lambda *args: None  # type: ignore[method-assign,assignment]
     engine = build_engine(model, config, mesh, gradient_accumulation_steps(config, world_size))
@@ -108,7 +108,7 @@ def build_in_a_process(words: Sequence[str], rank: int, world_size: int) -> Buil
 
 
 def built_text(built: Built) -> str:
-    """A few lines on one rank."""
+    """Describes one rank in a few lines."""
     groups = ", ".join(f"{axis} {size}" for axis, size in built.groups.items() if size > 1)
     sizes = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in built.optimizer_bytes.items())
     return (

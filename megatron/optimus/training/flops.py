@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megatron.optimus.config.layer_costs import head_cost, layer_cost
+from megatron.optimus.config.costs import head_cost, layer_cost
 from megatron.optimus.config.schema import ModelConfig
 
 
 def flops_per_token(model: ModelConfig, seq_length: int) -> float:
-    """FLOPs that one token costs in training, forward and backward: 2 for each multiply-add of config/layer_costs.py in
+    """FLOPs that one token costs in training, forward and backward: 2 for each multiply-add of config/costs.py in
     a sequence of that length, and backward costs twice the forward."""
     dense, moe = (layer_cost(model, seq_length, is_moe=is_moe).total for is_moe in (False, True))
     moe_layers = len(model.moe_layers)

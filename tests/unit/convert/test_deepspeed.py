@@ -19,8 +19,8 @@ from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.convert import Options, convert, open_source
 from megatron.optimus.convert.names import parts_under
 from megatron.optimus.convert.tensor_map import gather
-from megatron.optimus.models.hf_config import hf_config
-from megatron.optimus.models.hf_map import parameter_shapes
+from megatron.optimus.models.huggingface.config import hf_config
+from megatron.optimus.models.parameters import parameter_shapes
 from tests.helpers import run_distributed
 from tests.unit.convert import stock_deepspeed as stock
 from tests.unit.convert.test_damage import damaged, tensors_of

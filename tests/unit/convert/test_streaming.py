@@ -22,7 +22,7 @@ from megatron.optimus.config.schema import ModelConfig, RunConfig
 from megatron.optimus.config.serialize import from_dict, to_dict
 from megatron.optimus.convert import FORMATS, Options, convert, open_source
 from megatron.optimus.convert.source import units
-from megatron.optimus.models.hf_map import parameter_shapes
+from megatron.optimus.models.parameters import parameter_shapes
 
 _ROOT = Path(__file__).parents[3]
 _MB = 1 << 20

@@ -238,8 +238,8 @@ class PeakWatch(Watch):
 
 def peaks_of_parts(words: str, rank: int, world: int) -> dict[str, tuple[int, int]]:
     """Of attention and mlp of a layer: most bytes alive in the forward, and in the backward."""
+    from megatron.optimus.config.rank_plan import rank_plans
     from megatron.optimus.layers.rope import rope_at, rope_table
-    from megatron.optimus.planner.share import shares
     from megatron.optimus.platform.mesh import Mesh
     from megatron.optimus.training.build import build_model
 
@@ -249,7 +249,7 @@ def peaks_of_parts(words: str, rank: int, world: int) -> dict[str, tuple[int, in
     positions_BS = batch_of(config, mesh).positions_BS
     rope = rope_table(config.training.seq_length, config.model, torch.device("cpu"))
     rope = rope if positions_BS is None else rope_at(rope, positions_BS)
-    share = shares(config, world)[0]
+    share = rank_plans(config, world)[0]
     rows = (1, share.tokens_outside) if mesh.size("tp") > 1 else (share.sequences, share.tokens // share.sequences)
     found, dtype = {}, next(model.parameters()).dtype
     for name, part in (("attention", lambda x: model.layers[0].attention(x, rope)), ("mlp", model.layers[0].mlp)):

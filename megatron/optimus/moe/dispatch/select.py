@@ -144,7 +144,10 @@ def _dispatch_and_combine(dispatcher: TokenDispatcher, x_TD: Tensor, routing: Ro
 
 
 def _require_support(kind: TokenDispatcherType, mesh: Mesh, device: torch.device) -> None:
-    reason = dispatcher_classes()[kind].unsupported_reason(mesh, device)
+    dispatcher = dispatcher_classes()[kind]
+    if dispatcher.runs_everywhere:
+        return
+    reason = dispatcher.unsupported_reason(mesh, device)
 
     def check() -> None:
         if reason is not None:

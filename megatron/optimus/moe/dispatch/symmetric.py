@@ -346,6 +346,8 @@ class SymmetricDispatcher(TokenDispatcher):
     in x, its gradient, and the gradient of y; they are never read. All ranks have the same number of tokens.
     """
 
+    runs_everywhere = False
+
     def __init__(self, group: dist.ProcessGroup, ownership: Ownership) -> None:
         self.group = group
         self.ownership = ownership

@@ -1,4 +1,8 @@
-"""One rank of a run: which layers it holds, which tokens it sees, and how many micro-batches are alive on it."""
+"""Says what one rank of a run holds and works on: layers, micro-batches, tokens, and widths of elements.
+
+Pure arithmetic on the configuration. The parts of the program that declare their costs (config/costs.py) take it, and
+the planner adds them up.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,16 @@ from functools import cached_property
 
 from megatron.optimus.config.checks import gradient_accumulation_steps
 from megatron.optimus.config.layout import Layout
-from megatron.optimus.config.schema import ModelConfig, PipelineSchedule, Precision, RunConfig, TokenDispatcherType
+from megatron.optimus.config.schema import ModelConfig, PipelineSchedule, Precision, RunConfig
 from megatron.optimus.config.stages import stage_layers, stages_of_rank
 
 
 @dataclass(frozen=True)
-class Share:
-    """A rank at ``pipeline_rank`` of the pipeline; all ranks there have the same share. The run must pass the checks
-    of config/checks.py."""
+class RankPlan:
+    """A rank at ``pipeline_rank`` of the pipeline; all ranks there are alike.
+
+    The run must pass the checks of config/checks.py.
+    """
 
     config: RunConfig
     layout: Layout
@@ -25,17 +31,12 @@ class Share:
     def model(self) -> ModelConfig:
         return self.config.model
 
-    @property
-    def element(self) -> int:
-        """Bytes of a weight and of an activation."""
-        return 2 if self.config.training.params_dtype is Precision.BF16 else 4
+    # ---- layers and micro-batches
 
     @cached_property
     def micro_batches(self) -> int:
-        """Of this rank in one optimizer step."""
+        """Micro-batches of a rank in one optimizer step."""
         return gradient_accumulation_steps(self.config, self.layout.world_size)
-
-    # ---- layers
 
     @cached_property
     def num_stages(self) -> int:
@@ -96,7 +97,7 @@ class Share:
         warm_up = (chunks - 1) * per_round + 2 * (pp - 1 - self.pipeline_rank)
         return min(chunks * total, warm_up + 1)
 
-    # ---- tokens of one micro-batch
+    # ---- tokens and activations of one micro-batch
 
     @property
     def sequences(self) -> int:
@@ -114,50 +115,79 @@ class Share:
         return self.tokens // self.layout.tp if splits else self.tokens
 
     @property
+    def stream(self) -> int:
+        """Bytes of the residual stream outside of regions that tensor parallelism splits."""
+        return self.tokens_outside * self.model.hidden_size * self.element
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of it that tensor-parallel ranks gather for such a region; 0 without tensor parallelism."""
+        return self.tokens * self.model.hidden_size * self.element if self.layout.tp > 1 else 0
+
+    @property
+    def queries(self) -> int:
+        """Elements of a layer's queries."""
+        return self.tokens * self.model.num_attention_heads * self.model.head_dim // self.layout.tp
+
+    @property
+    def keys(self) -> int:
+        """Elements of a layer's keys, of which there are as many values."""
+        return self.tokens * self.model.num_kv_heads * self.model.head_dim // self.layout.tp
+
+    @property
     def expert_ranks(self) -> int:
         """Ranks that together hold each expert of a layer once."""
         return self.layout.ep * self.layout.etp
 
-    @property
-    def rows(self) -> int:
-        """Rows that this rank's experts are given: all tokens of its group with all-gather and symmetric memory, with
-        all-to-all those that need an expert here."""
-        transport = self.config.parallel.moe_token_dispatcher_type
-        if self.expert_ranks == 1 or transport in (TokenDispatcherType.ALLGATHER, TokenDispatcherType.SYMMETRIC):
-            return self.tokens_outside * self.expert_ranks
-        return self.rows_needed
+    # ---- bytes of an element
 
     @property
-    def rows_needed(self) -> int:
-        """Tokens of the group that need an expert here, each counted once, when all experts are equally likely."""
-        return round(self.tokens_outside * self.expert_ranks * self.share_of_tokens_needed)
+    def element(self) -> int:
+        """Of a weight and of an activation."""
+        return 2 if self.config.training.params_dtype is Precision.BF16 else 4
 
     @property
-    def share_of_tokens_needed(self) -> float:
-        """Probability that a token needs a given rank, its K experts drawn evenly without repetition."""
-        experts, here = self.model.num_experts, self.model.num_experts // self.layout.ep
-        absent = 1.0
-        for draw in range(self.model.moe_router_topk):
-            absent *= max(0, experts - here - draw) / (experts - draw)
-        return 1.0 - absent
+    def gradient_element(self) -> int:
+        """Of a gradient as micro-batches are added up."""
+        return 4 if self.config.optimizer.accumulate_allreduce_grads_in_fp32 else 2
+
+    @property
+    def sent_gradient_element(self) -> int:
+        """Of a gradient on the wire."""
+        return 2 if self.config.optimizer.grad_reduce_in_bf16 else self.gradient_element
+
+    @property
+    def adds_expert_gradients(self) -> bool:
+        """Whether the backward adds experts' gradients where they are kept, so that they never exist apart.
+
+        So it is where whole gradients are kept and a backward is in one piece (ops/main_grads.py).
+        """
+        is_whole = self.config.optimizer.zero_stage == 1 or self.layout.edp == 1
+        return is_whole and not self.splits_backward
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the pipeline computes gradients of weights apart from those of activations."""
+        split = (PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV)
+        return self.layout.pp > 1 and self.config.parallel.pipeline_schedule in split
 
 
-def shares(config: RunConfig, world_size: int) -> list[Share]:
-    """The share of a rank of every pipeline rank, in order."""
+def rank_plans(config: RunConfig, world_size: int) -> list[RankPlan]:
+    """Makes the plan of one rank of every pipeline rank, in order."""
     layout = Layout.from_config(config.parallel, world_size)
     layers = tuple(stage_layers(config.model, config.parallel, config.training.seq_length))
-    return [Share(config, layout, layers, rank) for rank in range(layout.pp)]
+    return [RankPlan(config, layout, layers, rank) for rank in range(layout.pp)]
 
 
-def different(members: list[Share]) -> list[Share]:
+def first_of_each_kind(ranks: list[RankPlan]) -> list[RankPlan]:
     """Of pipeline ranks that hold alike the first, which has most micro-batches in flight: enough for any extreme."""
-    return [alike[0] for alike in groups_alike(members)]
+    return [alike[0] for alike in groups_alike(ranks)]
 
 
-def groups_alike(members: list[Share]) -> list[list[Share]]:
-    """Pipeline ranks that hold alike together."""
-    found: dict[tuple[object, ...], list[Share]] = {}
-    for share in members:
-        key = (tuple(map(tuple, share.kinds)), share.has_embedding, share.has_head)
-        found.setdefault(key, []).append(share)
+def groups_alike(ranks: list[RankPlan]) -> list[list[RankPlan]]:
+    """Groups the pipeline ranks that hold alike."""
+    found: dict[tuple[object, ...], list[RankPlan]] = {}
+    for rank in ranks:
+        key = (tuple(map(tuple, rank.kinds)), rank.has_embedding, rank.has_head)
+        found.setdefault(key, []).append(rank)
     return list(found.values())

@@ -16,23 +16,24 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.optimus.commands import plan as plan_command
 from megatron.optimus.config.checks import check
+from megatron.optimus.config.costs import Work
 from megatron.optimus.config.load import load
+from megatron.optimus.config.rank_plan import rank_plans
 from megatron.optimus.config.schema import ConfigError
+from megatron.optimus.models.activations import CUDA
+from megatron.optimus.models.parameters import num_parameters
+from megatron.optimus.models.work import shared_work
+from megatron.optimus.moe.traffic import dispatcher_traffic, rows_needed
 from megatron.optimus.parallel.pipeline_stages import stage_plan
-from megatron.optimus.planner.activations import CUDA
 from megatron.optimus.planner.communication import collectives
 from megatron.optimus.planner.hardware import AURORA, H200, MACHINES
 from megatron.optimus.planner.memory import memory_of
-from megatron.optimus.planner.parameters import num_parameters
 from megatron.optimus.planner.plan import plan
 from megatron.optimus.planner.report import figures
 from megatron.optimus.planner.search import search
-from megatron.optimus.planner.share import shares
-from megatron.optimus.planner.step_time import busy, compute_seconds, seconds, step_time
+from megatron.optimus.planner.step_time import busy, compute_seconds, micro_batch_work, seconds, step_time
 from megatron.optimus.planner.weak_scaling import PAPER, weak_scaling
-from megatron.optimus.planner.work import Work, micro_batch_work, shared_work
 from megatron.optimus.platform.device import peak_flops
 from megatron.optimus.training.flops import flops_per_token
 
@@ -71,7 +72,7 @@ def test_peaks_and_steps_measured_on_h200_are_predicted() -> None:
     cases = measured()
     assert len({result["case"] for _, _, result in cases}) >= 8
     for config, ranks, result in cases:
-        members = shares(config, ranks)
+        members = rank_plans(config, ranks)
         memory = memory_of(members[result["rank"] // (ranks // len(members))])
         assert memory.peak == pytest.approx(result["peak_bytes"], rel=0.05), result["case"]
         step = statistics.median(result["step_s"][2:])
@@ -80,12 +81,12 @@ def test_peaks_and_steps_measured_on_h200_are_predicted() -> None:
 
 def test_gradients_that_wait_in_stage_2s_first_backward_are_a_peak_where_activations_are_few() -> None:
     words = "--preset mula-7b-a1b --zero-stage 2 --seq-length 4096 --global-batch-size 128 --micro-batch-size "
-    [share], [larger] = (shares(load(f"{words}{size}".split()).config, 16) for size in (1, 8))
+    [share], [larger] = (rank_plans(load(f"{words}{size}".split()).config, 16) for size in (1, 8))
     few, many = memory_of(share), memory_of(larger)
     bf16 = 2 * num_parameters(share)
-    assert few.lent == many.lent
+    assert few.pool == many.pool
     assert few.worst.name == "first backward, end"
-    assert bf16 < few.peak - few.states.total - few.buffers < bf16 + few.lent
+    assert bf16 < few.peak - few.states.total - few.buffers < bf16 + few.pool
     assert many.worst.name == "layer 16 of 16, experts, backward"
     moments = [moment for moment in few.moments if moment.name.startswith("first backward, layer")]
     layer = bf16 // share.num_layers
@@ -140,7 +141,7 @@ def test_symmetric_memory_moves_what_all_to_all_moves_and_holds_what_all_gather_
     )
 
     def of(transport: str) -> tuple[float, int, int]:
-        [share] = shares(load([*words.split(), transport]).config, 4)
+        [share] = rank_plans(load([*words.split(), transport]).config, 4)
         sent = sum(one.sent for one in collectives(share, CUDA) if one.payload > 2**25 and one.axis == "experts")
         memory = memory_of(share)
         return sent, memory.buffers, sum(memory.saved_per_layer)
@@ -162,7 +163,7 @@ def test_exchange_hides_behind_shared_experts(transport: str) -> None:
         "--moe-shared-expert-intermediate-size "
     )
     beside = replace(H200, kernels=replace(H200.kernels, overlaps_collectives=True))
-    none, narrow, wide = (shares(load(f"{words}{inner}".split()).config, 4)[0] for inner in (0, 64, 65536))
+    none, narrow, wide = (rank_plans(load(f"{words}{inner}".split()).config, 4)[0] for inner in (0, 64, 65536))
     (_, exposed, total), (_, less, same), (_, least, again) = (busy(share, beside) for share in (none, narrow, wide))
     assert total == same == again
     assert exposed - less == pytest.approx(2 * compute_seconds(shared_work(narrow), narrow, beside) / 3)  # two layers
@@ -179,8 +180,8 @@ def test_exchange_hides_behind_the_router_and_the_last_product(transport: str) -
         "--preset mula-20b-a2b --num-layers 2 --seq-length 4096 --micro-batch-size 4 --global-batch-size 16 "
         f"--expert-model-parallel-size 4 --device cuda --moe-token-dispatcher-type {transport}"
     )
-    [share] = shares(load(words.split()).config, 4)
-    wide = share.rows_needed if transport == "alltoall" else share.rows
+    [share] = rank_plans(load(words.split()).config, 4)
+    wide = dispatcher_traffic(share).rows(share)
     combine = 2 * 0.75 * wide * 2048 * 2 / H200.inside.value  # two layers, three of four ranks
     narrow = 2 * 0.75 * wide * 8 * 4 / H200.inside.value if transport != "symmetric" else 0.0
     calls = (1 if transport == "symmetric" else 2) * 2 * 2 * H200.latency.value
@@ -199,7 +200,7 @@ def test_exchange_hides_behind_the_router_and_the_last_product(transport: str) -
     assert behind_router == pytest.approx(router if transport == "allgather" else 0.0, abs=1e-12)
     # Experts whose products are shorter than the transfer hide no more than they take.
     small = load(f"{words} --moe-ffn-hidden-size 32".split()).config
-    [share] = shares(small, 4)
+    [share] = rank_plans(small, 4)
     window = 2 * 4 * 4 * 4096 * 8 * 2048 * 32 / H200.experts.value
     gained = busy(share, whole_backward)[1] - busy(share, beside)[1]
     assert gained == pytest.approx(window) and window < combine
@@ -210,7 +211,7 @@ def test_parts_of_an_all_to_all_cost_kernels_and_hide_all_but_one_where_collecti
         "--preset mula-20b-a2b --num-layers 2 --seq-length 4096 --micro-batch-size 4 --global-batch-size 16 "
         "--expert-model-parallel-size 4 --device cuda --moe-token-dispatcher-type alltoall --moe-dispatch-chunks"
     )
-    [whole], [parts] = (shares(load([*words.split(), n]).config, 4) for n in ("1", "3"))
+    [whole], [parts] = (rank_plans(load([*words.split(), n]).config, 4) for n in ("1", "3"))
     (compute, exposed, total), (more, still, same) = busy(whole, H200), busy(parts, H200)
     latency = 2 * 2 * 2 * 4 * H200.latency.value  # two further parts, two layers, four exchanges, two hops
     assert same == pytest.approx(total + latency) and still == pytest.approx(exposed + latency)
@@ -218,9 +219,9 @@ def test_parts_of_an_all_to_all_cost_kernels_and_hide_all_but_one_where_collecti
     again = 2 * 2 * (weights * (2 * 2 + 2 * 4) / H200.traffic.value + H200.layer_time.value)
     assert more - compute == pytest.approx(again)
     beside = replace(H200, kernels=replace(H200.kernels, overlaps_collectives=True))
-    wide = 2 * 4 * 0.75 * parts.rows_needed * 2048 * 2 / H200.inside.value
+    wide = 2 * 4 * 0.75 * rows_needed(parts) * 2048 * 2 / H200.inside.value
     hidden = busy(parts, beside)[2] - busy(parts, beside)[1]
-    narrow = 2 * 0.75 * parts.rows_needed * 8 * 4 / H200.inside.value  # of router weights, beside the last product
+    narrow = 2 * 0.75 * rows_needed(parts) * 8 * 4 / H200.inside.value  # of router weights, beside the last product
     calls = 2 * (4 * 2 + 1) * 2 * H200.latency.value
     assert hidden == pytest.approx(wide * 2 / 3 + narrow + calls, rel=1e-6)
 
@@ -241,7 +242,7 @@ def test_a_pipeline_of_dense_layers_and_experts_has_the_programs_layers_and_all_
         "--moe-shared-expert-intermediate-size 1024 --moe-shared-expert-gate --global-batch-size 16 --seq-length 4096"
     )
     config = load(words.split()).config
-    members = shares(config, 4)
+    members = rank_plans(config, 4)
     for rank, share in enumerate(members):
         assert share.layers == stage_plan(config.model, config.parallel, 4096, rank).layers
     assert [len(layers) for layers in members[0].layers] == [7, 4, 3, 2]
@@ -259,7 +260,7 @@ def test_weak_scaling_falls_and_levels_off() -> None:
     assert efficiencies[0] == 1.0
     assert efficiencies == sorted(efficiencies, reverse=True)
     assert efficiencies[-1] > 0.85
-    assert all(point.plan.shares[0].micro_batches == 8 for point in points)
+    assert all(point.plan.ranks[0].micro_batches == 8 for point in points)
 
 
 def test_every_constant_has_a_source_and_peaks_agree_with_the_trainers() -> None:
@@ -305,13 +306,13 @@ def test_symmetric_memory_is_nobody_s_concern_where_nothing_travels() -> None:
     ],
 )
 def test_bad_input_is_one_clear_error(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan_command.main(words.split()) == 2
+    assert script("tools/plan.py").main(words.split()) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
 
 def test_the_command_line_shows_a_plan_and_its_json(capsys: pytest.CaptureFixture[str]) -> None:
-    main = plan_command.main
+    main = script("tools/plan.py").main
     words = "--preset mula-220b-a10b --nodes 1024 --system aurora --global-batch-size 12288 --top 0".split()
     words += "--recompute-modules moe attention norm".split()
     assert main([*words, "--explain"]) == 0
@@ -326,7 +327,7 @@ def test_the_command_line_shows_a_plan_and_its_json(capsys: pytest.CaptureFixtur
 
 
 def test_the_best_layout_comes_as_options_that_give_it(capsys: pytest.CaptureFixture[str]) -> None:
-    main = plan_command.main
+    main = script("tools/plan.py").main
     words = "--preset mula-20b-a2b --nodes 8 --system aurora --global-batch-size 768".split()
     main([*words, "--top", "1"])
     best, options = capsys.readouterr().out.split("\n  1. ")[1].split("\n")[:2]
@@ -336,13 +337,13 @@ def test_the_best_layout_comes_as_options_that_give_it(capsys: pytest.CaptureFix
 
 def test_sizes_that_leave_nothing_to_try_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--preset mula-7b-a1b --nodes 1 --pipeline-model-parallel-size 5"
-    assert plan_command.main(words.split()) == 2
+    assert script("tools/plan.py").main(words.split()) == 2
     assert "the sizes named on the command line do not divide 8 ranks" in capsys.readouterr().out
 
 
 def test_the_papers_curve_stands_beside_its_own_model_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for preset, paper in (("mula-220b-a10b", "97%"), ("mula-7b-a1b", "")):
-        assert plan_command.main(["--preset", preset, "--weak-scaling", str(tmp_path / "v1.2")]) == 0
+        assert script("tools/plan.py").main(["--preset", preset, "--weak-scaling", str(tmp_path / "v1.2")]) == 0
         assert capsys.readouterr().out.splitlines()[3].split("|")[-2].strip() == paper
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v1.2.md", "v1.2.png"]
 

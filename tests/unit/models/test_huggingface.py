@@ -12,10 +12,10 @@ from megatron.optimus.config.schema import (
     RotaryScaling,
     ScoreFunction,
 )
-from megatron.optimus.models.decoder import Decoder
-from megatron.optimus.models.hf_config import hf_config, model_config_from_hf
-from megatron.optimus.models.hf_families import family_of
-from megatron.optimus.models.hf_map import parameter_shapes, to_hf
+from megatron.optimus.models.huggingface.architectures import architecture_of
+from megatron.optimus.models.huggingface.config import hf_config, model_config_from_hf
+from megatron.optimus.models.huggingface.names import to_hf
+from megatron.optimus.models.parameters import parameter_shapes
 
 _MOE = ModelConfig(
     num_layers=2,
@@ -76,16 +76,9 @@ _EXPRESSIBLE = {
 _WITH_DENSE_LAYERS = (_QWEN3_MOE_DENSE_FIRST, _QWEN2_MOE_EVERY_SECOND)
 
 
-@pytest.mark.parametrize("config", [*_EXPRESSIBLE.values(), *_WITH_DENSE_LAYERS, _DENSE_MULA])
-def test_shapes_are_the_decoders(config):
-    with torch.device("meta"):
-        model = Decoder(config)
-    assert parameter_shapes(config) == {name: tuple(p.shape) for name, p in model.named_parameters()}
-
-
 @pytest.mark.parametrize("model_type", _EXPRESSIBLE)
-def test_the_family_follows_from_the_options(model_type):
-    assert family_of(_EXPRESSIBLE[model_type]).model_type == model_type
+def test_the_architecture_follows_from_the_options(model_type):
+    assert architecture_of(_EXPRESSIBLE[model_type]).model_type == model_type
 
 
 @pytest.mark.parametrize("config", [*_EXPRESSIBLE.values(), *_WITH_DENSE_LAYERS])
@@ -237,7 +230,7 @@ def test_unsupported_fields_are_named(changes, message):
         (_LLAMA, {"clip_qkv": 3.0}, "clip_qkv=3.0 is not supported for model_type 'llama'"),
     ],
 )
-def test_unsupported_fields_of_other_families_are_named(config, changes, message):
+def test_unsupported_fields_of_other_architectures_are_named(config, changes, message):
     with pytest.raises(ConfigError, match=message):
         model_config_from_hf(hf_config(config, "float32") | changes)
 

@@ -1,4 +1,4 @@
-"""The planner's buffers of ZeRO stage 2 against those that the real optimizer lends, event by event."""
+"""The planner's buffer pool of ZeRO stage 2 against that of the real optimizer, event by event."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.optimus.config.load import load
-from megatron.optimus.planner.lending import Backwards, chunks_in_order, gradients_of, lending, play
+from megatron.optimus.config.rank_plan import RankPlan, rank_plans
+from megatron.optimus.models.parameters import EMBEDDING
+from megatron.optimus.planner.buffer_pool import BackwardReplay, buffer_pool, chunks_in_order, gradients_of, replay
 from megatron.optimus.planner.memory import memory_of
-from megatron.optimus.planner.share import Share, shares
 from tests.helpers import run_distributed
 from tests.unit.planner.cases import MIXED, MOE, SHARED, batch_of, run
 
@@ -101,10 +102,10 @@ def _real_events(rank: int, world: int, words: str) -> list[Event]:
     return events
 
 
-class Noting(Backwards):
-    """The planner's buffers, with the same events."""
+class Noting(BackwardReplay):
+    """The planner's pool, with the same events."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: RankPlan) -> None:
         super().__init__(gradients_of(share))
         self._share = share
         self.events: list[Event] = []
@@ -116,11 +117,11 @@ class Noting(Backwards):
     def _note_layers(self, reached: int | None) -> None:
         """Those whose backward begins before the next gradient comes; None: all that are left."""
         while self._chunk_layers and (reached is None or self._chunk_layers[0] >= reached):
-            self.events.append(("layer", self._chunk_layers.pop(0), self.lent, self.made))
+            self.events.append(("layer", self._chunk_layers.pop(0), self.acquired, self.made))
 
     def _arrive(self, slot: int) -> None:
         number, name = self.gradients.names[slot]
-        if number is not None or (name == "embedding" and self._share.has_embedding):  # else it comes before all layers
+        if number is not None or (name == EMBEDDING and self._share.has_embedding):  # else it comes before all layers
             self._note_layers(number)
         super()._arrive(slot)
 
@@ -128,8 +129,8 @@ class Noting(Backwards):
         self._note_layers(None)
         super()._end(waiting)
 
-    def _lend(self, bucket: Any) -> None:
-        super()._lend(bucket)
+    def _acquire(self, bucket: Any) -> None:
+        super()._acquire(bucket)
         self.events.append(("lend", self.buckets.index(bucket)))
 
     def _keep(self, bucket: Any) -> None:
@@ -141,14 +142,14 @@ class Noting(Backwards):
         if bucket.has_peers:
             self.events.append(("sent", self.buckets.index(bucket)))
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         bucket = self._sent[0]
-        super()._give_back()
+        super()._release()
         self.events.append(("_give_back", self.buckets.index(bucket)))
 
     def step(self) -> None:
         super().step()
-        self.events.append(("step", self.lent, self.made))
+        self.events.append(("step", self.acquired, self.made))
 
 
 @pytest.fixture(scope="module")
@@ -158,19 +159,19 @@ def measured() -> list[list[list[Event]]]:
 
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_buffers_are_lent_as_the_program_lends_them(measured: list[list[list[Event]]], case: int) -> None:
-    members = shares(run(CASES[case] + " --zero-stage 2"), WORLD)
+    members = rank_plans(run(CASES[case] + " --zero-stage 2"), WORLD)
     for rank, of_cases in enumerate(measured):
         share = members[rank // (WORLD // len(members))]
-        play = Noting(share)
+        replayed = Noting(share)
         for _ in range(STEPS):
             for chunk in chunks_in_order(share, share.micro_batches):
-                play.backward(chunk)
-            play.step()
+                replayed.backward(chunk)
+            replayed.step()
         *events, (size, at_end) = of_cases[case]
-        assert play.events == events, (CASES[case], rank)
-        assert play.made * play.buffer_bytes == size == memory_of(share).lent
-        assert 0 < size < len(play.buckets) * play.buffer_bytes
-        assert play.first_end == at_end, (CASES[case], rank)
+        assert replayed.events == events, (CASES[case], rank)
+        assert replayed.made * replayed.buffer_bytes == size == memory_of(share).pool
+        assert 0 < size < len(replayed.buckets) * replayed.buffer_bytes
+        assert replayed.first_end == at_end, (CASES[case], rank)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +185,6 @@ def test_further_micro_batches_need_no_further_buffers(layers: str, bucket: int)
         f"--ddp-bucket-size {bucket} {layers}"
     )
     config = load([*words.split(), "--global-batch-size", "32"]).config
-    for share in shares(config, 2 * config.parallel.pipeline_model_parallel_size):
+    for share in rank_plans(config, 2 * config.parallel.pipeline_model_parallel_size):
         assert share.micro_batches == 16
-        assert lending(share) == play(gradients_of(share), tuple(chunks_in_order(share, 16)))
+        assert buffer_pool(share) == replay(gradients_of(share), tuple(chunks_in_order(share, 16)))

@@ -9,12 +9,12 @@ import pytest
 
 from megatron.optimus.config.layout import Layout
 from megatron.optimus.config.load import load
+from megatron.optimus.config.rank_plan import RankPlan
 from megatron.optimus.config.schema import PipelineSchedule
 from megatron.optimus.planner.hardware import H200
 from megatron.optimus.planner.pipeline import rank_order, seconds_of
 from megatron.optimus.planner.plan import plan
 from megatron.optimus.planner.report import plan_text
-from megatron.optimus.planner.share import Share
 from megatron.optimus.planner.step_time import busy
 from tests.unit.parallel.test_pipeline_stages import KIND, actions_of
 
@@ -46,7 +46,7 @@ def test_a_pipeline_waits_as_torchs_schedule_does_with_the_loads_of_its_stages(w
 
 def alone(made: Any) -> list[float]:
     """Seconds of each stage for one micro-batch, each on a rank of its own."""
-    layers = made.shares[0].layers
+    layers = made.ranks[0].layers
     one_each = replace(
         made.config.parallel,
         pipeline_model_parallel_size=len(layers),
@@ -54,7 +54,7 @@ def alone(made: Any) -> list[float]:
         pipeline_schedule=PipelineSchedule.ONE_F_ONE_B,
     )
     layout, config = Layout.from_config(one_each, len(layers)), replace(made.config, parallel=one_each)
-    stages = [Share(config, layout, layers, stage) for stage in range(len(layers))]
+    stages = [RankPlan(config, layout, layers, stage) for stage in range(len(layers))]
     return [sum(busy(share, H200)[:2]) / share.micro_batches for share in stages]
 
 

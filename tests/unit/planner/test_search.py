@@ -7,11 +7,11 @@ import re
 
 import pytest
 
-from megatron.optimus.commands import plan as plan_command
 from megatron.optimus.config.load import load
-from megatron.optimus.planner.bubble_hint import bubble_hint, enough_micro_batches
 from megatron.optimus.planner.hardware import AURORA, H200
 from megatron.optimus.planner.plan import Plan, plan
+from megatron.optimus.planner.search import bubble_hint, enough_micro_batches
+from tests.unit.planner.test_plan import script
 
 LARGE = "--preset mula-220b-a10b"
 SMALL = "--preset mula-1b --micro-batch-size 2 --pipeline-model-parallel-size 4"
@@ -23,8 +23,9 @@ def planned(words: str, ranks: int = 8) -> Plan:
 
 
 def test_the_large_presets_own_batch_on_1024_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    tool = script("tools/plan.py")
     command = f"{LARGE} --nodes 1024 --system aurora --top 0".split()
-    assert plan_command.main(command) == 0
+    assert tool.main(command) == 0
     found = re.search(
         r"^bubble (\d+)% of the step: 2 micro-batches a step \(global batch 3072\) over 8 pipeline stages; "
         r"--global-batch-size (\d+), (\d+) micro-batches, would make it (\d+)%$",
@@ -40,7 +41,7 @@ def test_the_large_presets_own_batch_on_1024_nodes(capsys: pytest.CaptureFixture
     assert batch == count * 1536 and count % 8 == 0
     assert (now, then) == (round(100 * shares[3072]), round(100 * shares[batch])) and now > 50
     assert shares[batch] <= 0.10 < shares[batch - 1536 * 8]
-    assert plan_command.main([*command, "--global-batch-size", str(batch)]) == 0
+    assert tool.main([*command, "--global-batch-size", str(batch)]) == 0
     assert "micro-batches a step" not in capsys.readouterr().out
 
 
@@ -57,7 +58,7 @@ def test_the_hint_ends_with_the_bubbles_limit(schedule: str) -> None:
     assert len(remedies) == 1
     larger = enough_micro_batches(planned(f"{SMALL}{schedule} --global-batch-size 16"))
     assert larger is not None and f"--global-batch-size {larger.config.training.global_batch_size}," in remedies.pop()
-    assert larger.shares[0].micro_batches % 4 == 0 and larger.time.bubble_share <= 0.10
+    assert larger.ranks[0].micro_batches % 4 == 0 and larger.time.bubble_share <= 0.10
 
 
 def test_one_micro_batch_and_no_pipeline() -> None:
@@ -82,11 +83,12 @@ def test_a_larger_batch_that_does_not_fit_or_that_the_run_does_not_allow() -> No
 
 
 def test_the_list_and_json_have_it(capsys: pytest.CaptureFixture[str]) -> None:
+    tool = script("tools/plan.py")
     words = f"{SMALL} --global-batch-size 16 --world-size 8 --tensor-model-parallel-size 1 --top 2".split()
-    assert plan_command.main(words) == 0
+    assert tool.main(words) == 0
     text = capsys.readouterr().out
     assert text.count("over 4 pipeline stages; --global-batch-size") == 2 and "\nthe first has bubble" in text
-    assert plan_command.main([*words, "--json"]) == 0
+    assert tool.main([*words, "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     times = [one["time"] for one in (made["plan"], *made["search"]["best"])]
     assert [time["bubble_hint"] is not None for time in times] == [time["bubble_share"] > 0.20 for time in times]

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from megatron.optimus.config.load import load
+from megatron.optimus.config.rank_plan import rank_plans
 from megatron.optimus.planner.hardware import AURORA, H200
-from megatron.optimus.planner.share import shares
 from megatron.optimus.planner.step_time import step_time
 from megatron.optimus.planner.weak_scaling import as_the_paper, table, weak_scaling
 from tests.distributed.curves import MODEL
-from tests.unit.planner.test_planner import ROOT, script
+from tests.unit.planner.test_plan import ROOT, script
 
 PAGE = ROOT / "docs/planner.md"
 WITHIN = 0.10
@@ -50,7 +50,7 @@ def test_steps_of_a_small_model_take_as_long_as_their_host() -> None:
     planned = {}
     for size in seconds:
         config = load(f"{MODEL} --device cuda --micro-batch-size {size}".split()).config
-        planned[size] = step_time(shares(config, 1), H200)
+        planned[size] = step_time(rank_plans(config, 1), H200)
         assert planned[size].launching > 0.6 * planned[size].total
     more = steps * (planned[4].total - planned[8].total)
     assert more == pytest.approx(seconds[4] - seconds[8], rel=0.03)
