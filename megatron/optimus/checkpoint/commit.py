@@ -21,6 +21,8 @@ import secrets
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.optimus.platform.files import delete_tree, sync_directory
+
 _COMMITTED = re.compile(r"(step|model)-(\d{8,12})(?:\.r([1-9]\d{0,5}))?")
 _TRANSIENT = re.compile(r"\.(?:step|model)-\d{8,12}(?:\.r\d+)?\.(?:tmp|old)-[0-9a-f]{16}")
 _PREFIXES = {"full": "step", "model": "model"}
@@ -66,44 +68,6 @@ def temporary_path(root: Path, step: int, nonce: int, kind: str = "full") -> Pat
     return root / f".{Committed(step, 0, kind).name}.tmp-{nonce:016x}"
 
 
-def make_directory(path: Path) -> None:
-    """Makes a directory and what is missing above it, durably; it may exist."""
-    if path.is_dir():
-        return
-    make_directory(path.parent)
-    try:
-        os.mkdir(path)
-    except FileExistsError:
-        return
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Makes the directory's entries (creations, renames) durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Writes a new file and syncs it."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        write_at(descriptor, memoryview(data), 0)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """Writes all of ``data``; one call of the system takes 2 GiB at most, and may take less."""
-    done = 0
-    while done < len(data):
-        done += os.pwrite(descriptor, data[done:], offset + done)
-
-
 def commit(root: Path, temporary: Path, step: int, kind: str = "full") -> Committed:
     """Gives a complete directory its final name, durably. The manifest must be in it already."""
     sync_directory(temporary)
@@ -144,13 +108,3 @@ def delete_committed(path: Path) -> None:
     os.rename(path, hidden)
     sync_directory(path.parent)  # else a crash could undo the rename and keep the deletions below
     delete_tree(hidden)
-
-
-def delete_tree(path: Path) -> None:
-    """Deletes a directory with all it holds; links in it are removed, not followed."""
-    for entry in list(os.scandir(path)):
-        if entry.is_dir(follow_symlinks=False):
-            delete_tree(Path(entry.path))
-        else:
-            os.unlink(entry.path)
-    os.rmdir(path)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from megatron.optimus.checkpoint import commit
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.file_layout import HASH_BYTES, OwnPiece, SavePlan
 from megatron.optimus.checkpoint.manifest import Manifest
 from megatron.optimus.checkpoint.shards import tensor_bytes, torch_dtype
 from megatron.optimus.checkpoint.snapshot import Snapshot
 from megatron.optimus.checkpoint.writer import PieceWriter
+from megatron.optimus.platform import files
 
 _COPY_BYTES = 16 << 20
 
@@ -98,7 +98,7 @@ def copy(job: Job, local: Path) -> None:
 
 def _write_own(job: Job, directory: Path, data: Callable[[OwnPiece, int], Iterator[memoryview]]) -> None:
     plan = job.plan
-    commit.make_directory(directory)  # every rank: on a network disk rank 0's may not be visible yet
+    files.make_directory(directory)  # every rank: on a network disk rank 0's may not be visible yet
     job.digests = []
     writer = PieceWriter(directory / plan.file.name)
     try:
@@ -123,6 +123,6 @@ def _write_own(job: Job, directory: Path, data: Callable[[OwnPiece, int], Iterat
         return
     descriptor = os.open(directory / plan.file.hashes, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
-        commit.write_at(descriptor, memoryview(b"".join(job.digests)), plan.first * HASH_BYTES)
+        files.write_at(descriptor, memoryview(b"".join(job.digests)), plan.first * HASH_BYTES)
     finally:
         os.close(descriptor)

@@ -46,6 +46,7 @@ from megatron.optimus.checkpoint.shards import check_regular
 from megatron.optimus.checkpoint.slices import TensorSlice
 from megatron.optimus.checkpoint.snapshot import Snapshot
 from megatron.optimus.platform import device as devices
+from megatron.optimus.platform import files as disk
 from megatron.optimus.platform.host import node_name
 from megatron.optimus.platform.ranks import NO_FAILURE, Ranks, attempt
 
@@ -75,7 +76,7 @@ class Saver:
     ``root``: the folder of checkpoints, seen by all ranks. ``device``: where the slices live and where the group wants
     its small tensors. ``asynchronous``: False saves in ``start``, from the live tensors, without a copy in memory.
     ``node``: the ranks that give the same name share ``files_per_node`` files; default: those of one host. ``local``: a
-    folder on a disk of each node that is written first; it holds nothing when a save is over. ``check_claim``: called
+    folder on a disk of each node that is written first; it holds nothing when a save is over. ``check_lock``: called
     by rank 0 before every commit; raises when the folder is no longer ours.
     """
 
@@ -89,7 +90,7 @@ class Saver:
         node: str | None = None,
         files_per_node: int = FILES_PER_NODE,
         local: Path | str | None = None,
-        check_claim: Callable[[], None] = lambda: None,
+        check_lock: Callable[[], None] = lambda: None,
     ) -> None:
         self._named = Path(root)
         self._root = self._named.absolute()  # the threads go on, whatever folder the program moves to
@@ -101,7 +102,7 @@ class Saver:
         if local is not None:  # two runs may share the disk, not the folder
             folder = f"{xxhash.xxh3_64_hexdigest(str(self._root).encode())}-{node or socket.gethostname()}"
             self._local = Path(local).absolute() / folder
-        self._check_claim = check_claim
+        self._check_lock = check_lock
         self._plans: dict[str, tuple[list[OwnPiece], SavePlan]] = {}
         self._snapshots: dict[str, Snapshot] = {}
         self._jobs: deque[Job] = deque()
@@ -118,7 +119,7 @@ class Saver:
         self._plan(slices, header)
         local = self._local
         if local is not None:
-            self._ranks.together(lambda: commit.make_directory(local), f"making {local}", CheckpointError)
+            self._ranks.together(lambda: disk.make_directory(local), f"making {local}", CheckpointError)
         if self._asynchronous:
             snapshot = self._snapshots.setdefault(header.kind, Snapshot(self._device))
             task = "taking host memory for copies of checkpoints"
@@ -276,7 +277,7 @@ class Saver:
         for directory in unfinished:
             try:
                 if directory.is_dir():
-                    commit.delete_tree(directory)
+                    disk.delete_tree(directory)
             except OSError as reason:
                 log.warning("%s could not be removed: %s", directory, reason)
         failure = self._ranks.failure_of(code)
@@ -340,7 +341,7 @@ class Saver:
                 self._commit(job)
             if job.plan.tidies_node:
                 for leftover in list(local.parent.iterdir()):  # of killed saves too
-                    commit.delete_tree(leftover)
+                    disk.delete_tree(leftover)
 
         return [lambda: write(job, local), lambda: copy(job, local), end]
 
@@ -352,8 +353,8 @@ class Saver:
             check_regular(job.temporary / file, size)
         data = replace(job.header, files=files, tensors=tensors).to_bytes()
         remove_hashes(job.temporary, plan.files)
-        commit.write_synced(job.temporary / MANIFEST_NAME, data)
-        self._check_claim()
+        disk.write_new(job.temporary / MANIFEST_NAME, data)
+        self._check_lock()
         saved = commit.commit(self._root, job.temporary, job.header.step, job.header.kind)
         job.revision = saved.revision
         commit.prune(self._root, saved, job.retain)

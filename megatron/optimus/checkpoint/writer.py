@@ -21,8 +21,9 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from megatron.optimus.checkpoint import commit, direct
+from megatron.optimus.checkpoint import direct
 from megatron.optimus.checkpoint.direct import ALIGNED, REFUSALS
+from megatron.optimus.platform import files
 
 BLOCK_BYTES = 16 << 20
 
@@ -51,18 +52,18 @@ class SharedFile:
         high = low + (len(block) - low) // ALIGNED * ALIGNED
         for start, stop in ((0, low), (high, len(block))):
             if start < stop:
-                commit.write_at(self._buffered, block[start:stop], offset + start)
+                files.write_at(self._buffered, block[start:stop], offset + start)
         if low < high:
             self._write_pages(block[low:high], offset + low)
 
     def _write_pages(self, pages: memoryview, offset: int) -> None:
         if self._direct is not None:
             try:
-                commit.write_at(self._direct, pages, offset)
+                files.write_at(self._direct, pages, offset)
                 return
             except OSError as error:  # also the rest of a short write, which need not begin with a page
                 self._without_direct(error)
-        commit.write_at(self._buffered, pages, offset)
+        files.write_at(self._buffered, pages, offset)
 
     def _without_direct(self, error: OSError) -> None:
         """Goes on through the cache if that is what the file system wants; raises ``error`` if it is another."""

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-from megatron.optimus.checkpoint.commit import sync_directory
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.manifest import MANIFEST_NAME
 from megatron.optimus.convert import hf, megatron, optimus, universal, zero
 from megatron.optimus.convert.request import DEFAULT_MAX_SHARD_BYTES, Options, Plan, Written
 from megatron.optimus.convert.source import WEIGHT, Source, units
 from megatron.optimus.convert.torch_files import check_bytes
+from megatron.optimus.platform.files import sync_directory
 
 __all__ = ["DEFAULT_MAX_SHARD_BYTES", "FORMATS", "Conversion", "Options", "Written", "convert", "open_source"]
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from megatron.optimus.checkpoint.commit import write_synced
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.manifest import parse_json
 from megatron.optimus.checkpoint.shards import ShardItem, ShardReader, torch_dtype, write_shard
+from megatron.optimus.platform.files import write_new
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -123,7 +123,7 @@ def write_weights(directory: Path, items: list[ShardItem], max_bytes: int) -> No
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    write_synced(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+    write_new(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from megatron.optimus.checkpoint.commit import sync_directory, write_synced
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.shards import ShardItem, read_small_file
 from megatron.optimus.config.schema import ConfigError, Normalization, RunConfig
@@ -35,6 +34,7 @@ from megatron.optimus.convert.source import WEIGHT, Foreign, ForeignSource, Sour
 from megatron.optimus.convert.tensor_map import Part
 from megatron.optimus.convert.torch_files import Spool, read_torch, write_torch
 from megatron.optimus.convert.zero import flat_names
+from megatron.optimus.platform.files import sync_directory, write_new
 
 _POINTER = "latest_checkpointed_iteration.txt"
 _FILE = "model_optim_rng.pt"
@@ -183,7 +183,7 @@ def plan(source: Source, options: Options) -> Plan:
             sync_directory(folder)
         spool.close()
         write_sidecar(directory / folder_name, source)
-        write_synced(directory / _POINTER, str(source.step).encode())
+        write_new(directory / _POINTER, str(source.step).encode())
 
     listed = [Written(item.key, item.dtype, item.shape) for item in items]
     return Plan(listed, write, MegatronSource)

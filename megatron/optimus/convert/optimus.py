@@ -13,7 +13,6 @@ import torch
 import xxhash
 
 from megatron.optimus.checkpoint.chunks import CHUNK_BYTES, Chunk, ShardFiles
-from megatron.optimus.checkpoint.commit import write_synced
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, Manifest, Piece, TensorEntry
 from megatron.optimus.checkpoint.shards import ShardItem, dtype_name, torch_dtype, write_shard
@@ -24,6 +23,7 @@ from megatron.optimus.convert.hf_files import split_by_size, token_ids_of
 from megatron.optimus.convert.request import DTYPES, Options, Plan, Written
 from megatron.optimus.convert.source import MASTER, MOMENTS, WEIGHT, Source, same_names, units
 from megatron.optimus.models.hf_map import parameter_shapes
+from megatron.optimus.platform.files import write_new
 
 TOKEN_IDS_FIELD = "hf_token_ids"  # in a manifest's metadata: what an imported model's config.json named
 GENERATION_FIELD = "hf_generation_config"  # and its generation_config.json
@@ -197,7 +197,7 @@ def plan(source: Source, options: Options) -> Plan:
             key: TensorEntry(*key, dtype_name(written.dtype), written.shape, tuple(pieces[key]))
             for key, written in listed.items()
         }
-        write_synced(directory / MANIFEST_NAME, _manifest(source, files, tensors, full=full).to_bytes())
+        write_new(directory / MANIFEST_NAME, _manifest(source, files, tensors, full=full).to_bytes())
 
     return Plan(list(listed.values()), write, OptimusSource)
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.optimus.checkpoint.commit import sync_directory
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.shards import ShardItem, tensor_bytes
+from megatron.optimus.platform.files import sync_directory
 
 
 def _importer() -> ModuleType:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from megatron.optimus.checkpoint.commit import sync_directory, write_synced
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.convert.names import parts_under, plain_name, recognise_names
 from megatron.optimus.convert.request import Options, Plan, Written, part_items
@@ -22,6 +21,7 @@ from megatron.optimus.convert.sidecar import describe, write_sidecar
 from megatron.optimus.convert.source import MASTER, MOMENTS, Foreign, ForeignSource, Source
 from megatron.optimus.convert.torch_files import Spool, read_torch, write_torch
 from megatron.optimus.convert.zero import model_states, tagged
+from megatron.optimus.platform.files import sync_directory, write_new
 
 _FILES = {MASTER: "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
 # DeepSpeed pairs its parameter groups with those in the file and silently leaves out what has no partner. An empty
@@ -131,7 +131,7 @@ def plan(source: Source, options: Options) -> Plan:
         state = {"param_groups": [{} for _ in range(_GROUPS)], "ds_version": "0.19.8"}
         write_torch(zero / "optimizer_state.pt", state)
         write_torch(directory / tag / "mp_rank_00_model_states.pt", model_states(source, dict(source.buffers)))
-        write_synced(directory / "latest_universal", tag.encode())
+        write_new(directory / "latest_universal", tag.encode())
         write_sidecar(directory, source)
 
     return Plan(listed, write, UniversalSource)

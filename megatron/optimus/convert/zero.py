@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from megatron.optimus.checkpoint.commit import write_synced
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.shards import ShardItem, read_small_file
 from megatron.optimus.convert.names import parts_under, plain_name, recognise_names
@@ -36,6 +35,7 @@ from megatron.optimus.convert.source import (
     same_names,
 )
 from megatron.optimus.convert.torch_files import Spool, read_torch, write_torch
+from megatron.optimus.platform.files import write_new
 
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 _MODEL_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -217,7 +217,7 @@ def plan(source: Source, options: Options) -> Plan:
         for file, group in experts.items():
             write_torch(folder / file, spool.collect(group))
             spool.close()
-        write_synced(directory / "latest", tag.encode())
+        write_new(directory / "latest", tag.encode())
         write_sidecar(directory, source)
 
     return Plan([Written(item.key, item.dtype, item.shape) for item in items], write, ZeroSource)
