@@ -28,7 +28,7 @@ if __name__ == "__main__":
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.convert import DEFAULT_MAX_SHARD_BYTES, FORMATS, Options, convert
-from megatron.optimus.convert.names import NAMES
+from megatron.optimus.convert.deepspeed import NAMES
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 

@@ -20,7 +20,7 @@ from megatron.optimus.checkpoint import (
     save,
     store,
 )
-from megatron.optimus.checkpoint.snapshot import Snapshot, adjacent_runs
+from megatron.optimus.checkpoint.snapshot import Snapshot, coalesce
 from megatron.optimus.config.load import load as config_of
 from megatron.optimus.platform import files
 from megatron.optimus.platform.mesh import Mesh
@@ -216,7 +216,7 @@ def _count_copies(rank, world, folder):
         views = snapshot.take(slices)
         equal = all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(views, expected, strict=True))
         others = sum(piece.kind in ("buffer", "rng") for piece in slices)
-        found.append((len(slices), len(adjacent_runs(slices)) - others, buffers, equal))
+        found.append((len(slices), len(coalesce(slices)) - others, buffers, equal))
     trainer.close()
     trainer.engine.destroy()
     shutdown_engine()

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.optimus.checkpoint.errors import CheckpointError
-from megatron.optimus.checkpoint.shards import parse_json, read_small_file
+from megatron.optimus.checkpoint.untrusted import parse_json, read_small_file
 from megatron.optimus.platform import files
 from megatron.optimus.platform.host import boot_id
 

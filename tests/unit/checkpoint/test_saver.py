@@ -223,11 +223,11 @@ def test_what_is_prepared_is_not_made_again_by_the_first_save(tmp_path, monkeypa
     it.prepare(slices, header(0))
     assert not names(tmp_path)  # nothing is written
     monkeypatch.setattr(saver, "make_plan", lambda *_: pytest.fail("planned again"))
-    blocks = it._snapshots["full"]._blocks
-    assert sum(len(block) for block in blocks) >= sum(piece.tensor.nbytes for piece in slices)
+    buffers = it._snapshots["full"]._buffers
+    assert sum(len(buffer) for buffer in buffers) >= sum(piece.tensor.nbytes for piece in slices)
     it.start(slices, header(7), retain=1)
     [saved] = it.drain()
-    assert all(a is b for a, b in zip(it._snapshots["full"]._blocks, blocks, strict=True))
+    assert all(a is b for a, b in zip(it._snapshots["full"]._buffers, buffers, strict=True))
     requests = whole_requests(whole_state(1))
     load(saved.path, requests)
     assert_holds(requests, whole_state(1))
