@@ -14,15 +14,15 @@ from megatron.optimus.checkpoint import (
     Manifest,
     Saver,
     TensorSlice,
-    commit,
     latest,
     load,
     load_newest,
     save,
     store,
 )
-from megatron.optimus.checkpoint.snapshot import Snapshot, adjacent_runs
+from megatron.optimus.checkpoint.snapshot import Snapshot, coalesce
 from megatron.optimus.config.load import load as config_of
+from megatron.optimus.platform import files
 from megatron.optimus.platform.mesh import Mesh
 from tests.helpers import run_distributed
 from tests.integration.conftest import TINY, write_corpus
@@ -85,7 +85,7 @@ def _save_with_full_disk(rank, world, root, failing, function):
         def full(*args, **kwargs):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        setattr(commit, function, full)
+        setattr(files, function, full)
     try:
         _save(root, 2, rank, world, 2)
     except CheckpointError as error:
@@ -93,7 +93,7 @@ def _save_with_full_disk(rank, world, root, failing, function):
     return "saved"
 
 
-@pytest.mark.parametrize("failing, function", [(3, "write_at"), (0, "write_at"), (0, "write_synced")])
+@pytest.mark.parametrize("failing, function", [(3, "write_at"), (0, "write_at"), (0, "write_new")])
 def test_a_full_disk_on_one_rank_is_an_error_on_all(tmp_path, failing, function):
     answers = run_distributed(_save_with_full_disk, 4, tmp_path, failing, function)
     for answer in answers:
@@ -161,7 +161,7 @@ def _save_async(rank, world, root, failing, name):
             def full(*args):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-            pytest.MonkeyPatch().setattr(f"megatron.optimus.checkpoint.{name}", full)
+            pytest.MonkeyPatch().setattr(f"megatron.optimus.{name}", full)
         state = whole_state(step)
         slices = layout_slices(state, rank, world, 2, interleaved=False, loading=False)
         try:
@@ -178,7 +178,7 @@ def _save_async(rank, world, root, failing, name):
     return seen
 
 
-@pytest.mark.parametrize("failing, name", [(0, "commit.write_at"), (3, "snapshot.Snapshot.take")])
+@pytest.mark.parametrize("failing, name", [(0, "platform.files.write_at"), (3, "checkpoint.snapshot.Snapshot.take")])
 def test_saving_beside_training(tmp_path, failing, name):
     """A disk that is full while it is written, or host memory that fails while it is filled."""
     answers = run_distributed(_save_async, 4, tmp_path, failing, name)
@@ -216,7 +216,7 @@ def _count_copies(rank, world, folder):
         views = snapshot.take(slices)
         equal = all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(views, expected, strict=True))
         others = sum(piece.kind in ("buffer", "rng") for piece in slices)
-        found.append((len(slices), len(adjacent_runs(slices)) - others, buffers, equal))
+        found.append((len(slices), len(coalesce(slices)) - others, buffers, equal))
     trainer.close()
     trainer.engine.destroy()
     shutdown_engine()

@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from megatron.optimus.checkpoint import CheckpointError, Manifest, Saved, Saver, TensorSlice, state, store
-from megatron.optimus.checkpoint.run_lock import Claim
+from megatron.optimus.checkpoint.run_lock import RunLock
 from megatron.optimus.config.schema import RunConfig
 from megatron.optimus.config.serialize import changed_options, to_dict
 from megatron.optimus.data.loader import position_after_change
@@ -45,15 +45,15 @@ class Checkpoints:
         self._tried: Manifest | None = None  # the last checkpoint that resume looked at
         self.kept: dict[str, Any] = {}  # plain values that full checkpoints carry; after resume, those of its own
         self.found_none = False  # resume kept the initial weights
-        self._claim = self._ranks.together(
-            lambda: Claim(self._root) if mesh.rank == 0 else None, f"claiming {self._root}", CheckpointError
+        self._lock = self._ranks.together(
+            lambda: RunLock(self._root) if mesh.rank == 0 else None, f"locking {self._root}", CheckpointError
         )
         self._saver = Saver(
             self._root,
             device=device,
             asynchronous=config.checkpoint.async_save,
             local=config.checkpoint.save_local_dir,
-            check_claim=self._claim.check if self._claim is not None else lambda: None,
+            check_lock=self._lock.check if self._lock is not None else lambda: None,
         )
 
     # ---- saving
@@ -99,9 +99,9 @@ class Checkpoints:
         return times
 
     def close(self) -> None:
-        """Gives the folder free. Local."""
-        if self._claim is not None:
-            self._claim.release()
+        """Releases the run's lock file. Local."""
+        if self._lock is not None:
+            self._lock.release()
 
     def _note(self, saved: list[Saved]) -> None:
         for one in saved:

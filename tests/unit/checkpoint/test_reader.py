@@ -1,4 +1,4 @@
-"""Chunks that are read where they belong."""
+"""Chunks: where they are read to, past the page cache or not, and how many files stay open."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.optimus.checkpoint import DamagedError, Manifest, Saver, TensorSlice, load, load_manifest
-from megatron.optimus.checkpoint import chunks as module
+from megatron.optimus.checkpoint import reader as module
 from megatron.optimus.checkpoint.verify import find_damage
 
 
@@ -34,7 +34,7 @@ def test_bytes_are_read_into_the_tensor_that_wants_them(
     read = module.ShardFiles.read
 
     def noted(
-        self: module.ShardFiles, chunk: module.Chunk, buffer: torch.Tensor, *, is_paged: bool = False
+        self: module.ShardFiles, chunk: module.ReadChunk, buffer: torch.Tensor, *, is_paged: bool = False
     ) -> torch.Tensor:
         targets.append(buffer.data_ptr())
         return read(self, chunk, buffer, is_paged=is_paged)
@@ -140,7 +140,7 @@ def test_of_many_files_only_some_are_open(tmp_path: Path, monkeypatch: pytest.Mo
     buffer = torch.empty(entry.numel * 4, dtype=torch.uint8)
     before = len(os.listdir("/proc/self/fd"))
     for one in (*pieces, *pieces[::-1]):
-        data = files.read(next(module.chunks_of(entry, one)), buffer)
+        data = files.read(next(module.chunks_of(one)), buffer)
         assert torch.equal(data.view(torch.float32), whole.flatten())
         assert len(os.listdir("/proc/self/fd")) - before <= 2 * 2
     files.close()
