@@ -36,6 +36,7 @@ def run_config(args: argparse.Namespace) -> Any:
 
 def build(system: str, config: Any, mesh: Any, device: torch.device) -> Any:
     """The engine of a system around a fresh model."""
+    from megatron.optimus.context import RunContext
     from megatron.optimus.training.engine import build_engine
 
     model = build_model(config, mesh, device)
@@ -46,7 +47,7 @@ def build(system: str, config: Any, mesh: Any, device: torch.device) -> Any:
         return build_stock(int(system[-1]), model, config, mesh)
     if system == "so":
         return build_so(model, config, mesh)
-    return build_engine(model, config_of(system, config), mesh, 1)
+    return build_engine(RunContext.of(config_of(system, config), mesh, device), model)
 
 
 def config_of(system: str, config: Any) -> Any:
@@ -60,10 +61,10 @@ def config_of(system: str, config: Any) -> Any:
 
 def build_model(config: Any, mesh: Any, device: torch.device) -> Any:
     """The training program's model with weights drawn on the device: its own, drawn on the host, take minutes."""
+    from megatron.optimus.context import DTYPES
     from megatron.optimus.models.decoder import Decoder
     from megatron.optimus.models.initialize import _materialize
-    from megatron.optimus.parallel.apply import parallelize
-    from megatron.optimus.training.build import DTYPES, connect
+    from megatron.optimus.parallel.apply import connect, parallelize
 
     with torch.device("meta"):
         model = Decoder(config.model)

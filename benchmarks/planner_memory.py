@@ -115,6 +115,7 @@ def data_parallel(words: list[str], ranks: int) -> int:
 
 def run_case(words: list[str], rank: int, ranks: int, device: torch.device) -> dict[str, Any]:
     """One configuration on this rank."""
+    from megatron.optimus.context import RunContext
     from megatron.optimus.platform.mesh import Mesh
     from megatron.optimus.training import build
     from megatron.optimus.training.trainer import Trainer
@@ -124,7 +125,7 @@ def run_case(words: list[str], rank: int, ranks: int, device: torch.device) -> d
     before = devices.memory_allocated(device)
     devices.reset_peak_memory(device)
     began = time.perf_counter()
-    trainer = Trainer(config, Mesh(config.parallel, rank=rank, world_size=ranks), device)
+    trainer = Trainer(RunContext.of(config, Mesh(config.parallel, rank=rank, world_size=ranks), device))
     trainer.checkpoints.after_step = lambda *args, **kwargs: None  # type: ignore[method-assign]
     result: dict[str, Any] = {
         "built_bytes": devices.memory_allocated(device) - before,

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
+from megatron.optimus.context import RunContext
 from megatron.optimus.platform import interrupts
 
 if __name__ == "__main__":
@@ -108,10 +109,11 @@ def pretrain(config: RunConfig, launch: LaunchEnv) -> int:
             local_world_size=launch.local_world_size,
         )
         logger.info("%s on %s", mesh.describe(), devices.device_name(device))
+        run = RunContext(config, mesh, device, ranks)
         if config.training.skip_train:
-            evaluate(config, mesh, device)
+            evaluate(run)
             return 0
-        trainer = Trainer(config, mesh, device)
+        trainer = Trainer(run)
         code = trainer.fit()
         trainer.close()
         return code

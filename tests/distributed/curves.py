@@ -41,6 +41,7 @@ def curve(rank: int, world: int, words: str, steps: int, order: int = 0) -> list
     """
     from megatron.optimus.config.checks import check
     from megatron.optimus.config.load import load
+    from megatron.optimus.context import RunContext
     from megatron.optimus.data.loader import Batch
     from megatron.optimus.parallel.context import own_positions
     from megatron.optimus.platform.mesh import Mesh
@@ -55,11 +56,12 @@ def curve(rank: int, world: int, words: str, steps: int, order: int = 0) -> list
     check(config, world)
     init_engine(timedelta(seconds=60))
     mesh = Mesh(config.parallel, rank=rank, world_size=world)
-    model = build_model(config, mesh, device)
+    run = RunContext.of(config, mesh, device)
+    model = build_model(run)
     size, replicas = config.training.micro_batch_size, mesh.size("dp")
     accumulation = SEQUENCES // size // replicas
-    engine = build_engine(model, config, mesh, accumulation)
-    schedule = build_schedule(config, engine, mesh, device)
+    engine = build_engine(run, model)
+    schedule = build_schedule(run, engine)
     positions = own_positions(LENGTH, config.parallel, mesh)
     positions = None if positions is None else positions.to(device)
 
@@ -76,7 +78,7 @@ def curve(rank: int, world: int, words: str, steps: int, order: int = 0) -> list
     for step, tokens in enumerate(corpus(steps)):
         for group in engine.optimizer.param_groups:
             group["lr"] = LR * min(1.0, (step + 1) / WARM_UP)
-        report = train_step(engine, schedule, batches(tokens), config.model, mesh)
+        report = train_step(run, engine, schedule, batches(tokens))
         if before is not None:
             losses.append(before.read().loss)
         before = report

@@ -23,6 +23,7 @@ from megatron.optimus.checkpoint import (
 )
 from megatron.optimus.checkpoint.snapshot import Snapshot, adjacent_runs
 from megatron.optimus.config.load import load as config_of
+from megatron.optimus.context import RunContext
 from megatron.optimus.platform.mesh import Mesh
 from tests.helpers import run_distributed
 from tests.integration.conftest import TINY, write_corpus
@@ -204,7 +205,8 @@ def _count_copies(rank, world, folder):
     words = [*TINY, "--expert-model-parallel-size", "2", "--moe-router-enable-expert-bias", "--params-dtype", "bf16"]
     words += ["--train-iters", "2", "--run-dir", f"{folder}/run", "--data-path", f"{folder}/counting"]
     config = config_of(words).config
-    trainer = Trainer(config, Mesh(config.parallel, rank=rank, world_size=world), torch.device("cpu"))
+    mesh = Mesh(config.parallel, rank=rank, world_size=world)
+    trainer = Trainer(RunContext.of(config, mesh, torch.device("cpu")))
     trainer.fit()
     optimizer = trainer.engine.optimizer
     buffers = sum(1 + len(f.rule.state_kinds) for f in optimizer.families for _ in f.buckets)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.optimus.config.load import load
+from megatron.optimus.context import RunContext
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.training.health import TrainingError
@@ -49,7 +50,8 @@ def _run(rank: int, world: int, folder: str, what: str, runs_behind: bool) -> di
     run_dir = Path(folder) / f"{what}-{runs_behind}"
     words = [*TINY, *OPTIONS, "--train-iters", "11", "--run-dir", str(run_dir), "--data-path", f"{folder}/counting"]
     config = load(words).config
-    trainer = Trainer(config, Mesh(config.parallel, rank=rank, world_size=world), torch.device("cpu"))
+    mesh = Mesh(config.parallel, rank=rank, world_size=world)
+    trainer = Trainer(RunContext.of(config, mesh, torch.device("cpu")))
     assert trainer.engine.optimizer._copies == []  # what a save reads is not held while the first step runs
     trainer.runs_behind = runs_behind
     _break(trainer, what)

@@ -24,6 +24,7 @@ from megatron.optimus.config.schema import (
     TokenDispatcher,
     TrainingConfig,
 )
+from megatron.optimus.context import RunContext
 from megatron.optimus.moe.dispatch import symmetric
 from megatron.optimus.moe.dispatch.select import settle_transport
 from megatron.optimus.moe.layer import MoE
@@ -143,11 +144,12 @@ def probe_measures_it(rank: int, world: int) -> list[str]:
     )
     device = torch.device("cuda", rank)
     mesh = Mesh(config.parallel, rank=rank, world_size=world)
+    run = RunContext.of(config, mesh, device)
     wrong = []
-    if settle_transport(config, mesh, device, torch.bfloat16) is not config.parallel:
+    if settle_transport(run) is not config.parallel:
         wrong.append("symmetric was asked for and not taken")
     config.parallel.moe_token_dispatcher_type = TokenDispatcher.AUTO
-    taken = settle_transport(config, mesh, device, torch.bfloat16).moe_token_dispatcher_type
+    taken = settle_transport(run).moe_token_dispatcher_type
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, taken.value)
     if len(set(everyone)) > 1 or taken is TokenDispatcher.AUTO:

@@ -23,6 +23,7 @@ from megatron.optimus.config.schema import (
     PipelineSchedule,
     RunConfig,
 )
+from megatron.optimus.context import RunContext
 from megatron.optimus.data.loader import Batch
 from megatron.optimus.layers.labels import NO_LABEL
 from megatron.optimus.ops import main_grad_of
@@ -62,11 +63,12 @@ def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Ten
     config = run_config(case)
     check(config, world)
     mesh = Mesh(config.parallel, rank=rank, world_size=world)
-    model = build_model(config, mesh, torch.device("cpu"))
+    run = RunContext.of(config, mesh, torch.device("cpu"))
+    model = build_model(run)
     positions = own_positions(LENGTH, config.parallel, mesh)
     accumulation = SEQUENCES // BATCH // mesh.size("dp")
-    engine = build_engine(model, config, mesh, accumulation)
-    schedule = build_schedule(config, engine, mesh, torch.device("cpu"))
+    engine = build_engine(run, model)
+    schedule = build_schedule(run, engine)
     experts = [weight for layer in model.moe_layers() for weight in layer.experts.parameters()]
     fuses = fuses and config.optimizer.zero_stage == 1
     additions = _count_additions(experts, fuses=fuses)
@@ -85,7 +87,7 @@ def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Ten
         for weight in experts if fuses else ():  # what a first gradient is written over
             if weight.main_grad is not None:
                 weight.main_grad.fill_(torch.nan)
-        report = train_step(engine, schedule, own_batches(step), config.model, mesh).read()
+        report = train_step(run, engine, schedule, own_batches(step)).read()
         assert report.dropped_tokens == 0 and not report.skipped
         lines += [report.loss, report.aux_loss, report.z_loss, report.grad_norm, report.router_entropy or 0.0]
         lines += [slots for load in report.expert_load_LE for slots in load]
@@ -97,7 +99,7 @@ def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Ten
     assert sent == [STEPS * _reductions_of_a_step(engine, schedule, config, accumulation)]
     if listens:
         check_launches(events, schedule, engine, mesh)
-    lines.append(validation_loss(schedule, [own_batches(STEPS)], config.model, mesh))
+    lines.append(validation_loss(run, schedule, [own_batches(STEPS)]))
     engine.optimizer.sync_params_from_master()
     for parameter in model.parameters():
         if getattr(parameter, "pipe_tied", False):  # the copies of two stages have the same bits
@@ -156,7 +158,7 @@ def by_hand(case: Case) -> Tensor:
     from megatron.optimus.training.build import build_model
 
     config = run_config(case)
-    model = build_model(config, Mesh(config.parallel, rank=0, world_size=1), torch.device("cpu"))
+    model = build_model(RunContext.of(config, Mesh(config.parallel, rank=0, world_size=1), torch.device("cpu")))
     batches = [micro_batch(number, case) for number in range(SEQUENCES // BATCH)]
     logits_TV = torch.cat([model(batch.tokens_BS).logits_BSV.flatten(0, 1) for batch in batches])
     labels_T = torch.cat([batch.labels_BS.flatten() for batch in batches])

@@ -16,10 +16,12 @@ from megatron.optimus.config.schema import (
     ExpertPlacement,
     ModelConfig,
     ParallelConfig,
+    Precision,
     RunConfig,
     TokenDispatcher,
     TrainingConfig,
 )
+from megatron.optimus.context import RunContext
 from megatron.optimus.moe.dispatch import symmetric
 from megatron.optimus.moe.dispatch.base import ExpertRows, OverlappedWork, no_work
 from megatron.optimus.moe.dispatch.collective import AllToAllDispatcher
@@ -40,7 +42,9 @@ def config_of(transport: TokenDispatcher, *, ep: int = 4, deterministic: bool = 
     return RunConfig(
         model=ModelConfig(num_layers=1, **sizes),  # type: ignore[arg-type]
         parallel=ParallelConfig(expert_model_parallel_size=ep, moe_token_dispatcher_type=transport),
-        training=TrainingConfig(seq_length=8, micro_batch_size=2, deterministic=deterministic),
+        training=TrainingConfig(
+            seq_length=8, micro_batch_size=2, deterministic=deterministic, params_dtype=Precision.FP32
+        ),
     )
 
 
@@ -111,7 +115,7 @@ def one_rank(rank: int, world: int) -> dict[str, Any]:
         mesh = Mesh(config.parallel, rank=rank, world_size=world, local_world_size=local_world_size)
         before = torch.get_rng_state()
         try:
-            settled = settle_transport(config, mesh, CPU, torch.float32)
+            settled = settle_transport(RunContext.of(config, mesh, CPU))
         except ConfigError as error:
             return f"error: {error}"
         assert torch.equal(before, torch.get_rng_state())

@@ -27,7 +27,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import xxhash
 
 from megatron.optimus.checkpoint import commit
@@ -70,21 +69,20 @@ class Saved:
 
 
 class Saver:
-    """Writes the checkpoints of one run. Every method is collective over ``group`` (None: all ranks).
+    """Writes the checkpoints of one run. Every method is collective over ``ranks`` (None: all ranks, on the CPU).
 
-    ``root``: the folder of checkpoints, seen by all ranks. ``device``: where the slices live and where the group wants
-    its small tensors. ``asynchronous``: False saves in ``start``, from the live tensors, without a copy in memory.
-    ``node``: the ranks that give the same name share ``files_per_node`` files; default: those of one host. ``local``: a
-    folder on a disk of each node that is written first; it holds nothing when a save is over. ``check_claim``: called
-    by rank 0 before every commit; raises when the folder is no longer ours.
+    ``root``: the folder of checkpoints, seen by all ranks. The slices live on ``ranks.device``. ``asynchronous``: False
+    saves in ``start``, from the live tensors, without a copy in memory. ``node``: the ranks that give the same name
+    share ``files_per_node`` files; default: those of one host. ``local``: a folder on a disk of each node that is
+    written first; it holds nothing when a save is over. ``check_claim``: called by rank 0 before every commit; raises
+    when the folder is no longer ours.
     """
 
     def __init__(
         self,
         root: Path,
         *,
-        group: dist.ProcessGroup | None = None,
-        device: torch.device | str = "cpu",
+        ranks: Ranks | None = None,
         asynchronous: bool = True,
         node: str | None = None,
         files_per_node: int = FILES_PER_NODE,
@@ -93,8 +91,8 @@ class Saver:
     ) -> None:
         self._named = Path(root)
         self._root = self._named.absolute()  # the threads go on, whatever folder the program moves to
-        self._ranks = Ranks(group, device)
-        self._device = device
+        self._ranks = ranks or Ranks(None, "cpu")
+        self._device = self._ranks.device
         self._asynchronous = asynchronous
         self._node, self._files_per_node = node or node_name(), files_per_node
         self._local = None

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron.optimus.checkpoint import chunks, commit, reader
 from megatron.optimus.checkpoint.errors import CheckpointError, DamagedError, UnknownVersionError
@@ -47,18 +46,17 @@ def save(
     consumed_samples: int,
     config: dict[str, Any],
     metadata: dict[str, Any],
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
+    ranks: Ranks | None = None,
     retain: int | None = 2,
 ) -> Path:
-    """Writes and commits one checkpoint; returns its directory. Collective over ``group`` (None: all ranks).
+    """Writes and commits one checkpoint; returns its directory. Collective over ``ranks`` (None: all, on the CPU).
 
     The arguments, and what is raised, are those of ``saver.Saver``, which a training loop uses instead. ``kind``:
     "full" or "model". ``config``, ``metadata``: JSON objects, taken from rank 0. A step that is already there is saved
     again beside it and then replaces it.
     """
     header = Manifest(kind, step, consumed_samples, config, metadata, {}, {})
-    saver = Saver(Path(root), group=group, device=device, asynchronous=False)
+    saver = Saver(Path(root), ranks=ranks, asynchronous=False)
     return saver.start(list(slices), header, retain=retain)[-1].path
 
 
@@ -141,14 +139,13 @@ def load_together(
     requests: Requests,
     *,
     cast: bool = False,
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
+    ranks: Ranks | None = None,
 ) -> Manifest:
-    """Like ``load`` for all ranks of ``group`` at once, each byte read by one of them. Collective.
+    """Like ``load`` for all ``ranks`` at once (None: all ranks, on the CPU), each byte read by one of them. Collective.
 
     ``requests``: from the manifest, what this rank wants; local. Raises CheckpointError on every rank.
     """
-    ranks = Ranks(group, device)
+    ranks = ranks or Ranks(None, "cpu")
     path = Path(path)
     manifest = _manifest_together(path, ranks)
     wanted = ranks.together(lambda: requests(manifest), f"loading {path}", CheckpointError)
@@ -161,8 +158,7 @@ def load_newest(
     requests: Requests,
     *,
     cast: bool = False,
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
+    ranks: Ranks | None = None,
 ) -> tuple[Path, Manifest] | None:
     """Loads the newest full checkpoint of which every wanted byte is good; None when ``root`` never had one.
 
@@ -171,14 +167,14 @@ def load_newest(
     newest good one is of another version of the format, or when what is asked for does not fit the checkpoint.
     """
     root = Path(root)
-    ranks = Ranks(group, device)
+    ranks = ranks or Ranks(None, "cpu")
     candidates = commit.list_committed(root) if ranks.rank == 0 else []
     [count] = ranks.broadcast([len(candidates)])
     for index in range(count):
         step, revision = ranks.broadcast(list(candidates[-1 - index][:2]) if candidates else [0, 0])
         path = root / commit.Committed(step, revision).name
         try:
-            return path, load_together(path, requests, cast=cast, group=group, device=device)
+            return path, load_together(path, requests, cast=cast, ranks=ranks)
         except DamagedError as error:
             if ranks.rank == 0 or error.__cause__ is not None:
                 log.warning("checkpoint %s is damaged, trying the one before: %s", path, error)

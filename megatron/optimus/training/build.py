@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from megatron.optimus.config.duration import total_samples
 from megatron.optimus.config.schema import Packing, RunConfig, parse_split
+from megatron.optimus.context import RunContext
 from megatron.optimus.data.dataset import InstanceSet, Split
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles, open_together
@@ -26,23 +27,21 @@ from megatron.optimus.moe.dispatch.ownership import read_placements
 from megatron.optimus.moe.dispatch.select import settle_transport
 from megatron.optimus.parallel.apply import connect, parallelize
 from megatron.optimus.parallel.context import own_positions
-from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.platform.ranks import Ranks
-from megatron.optimus.training.engine import DTYPES
 from megatron.optimus.training.kernel_tuning import settle_tiles
 from megatron.optimus.training.step import own_part
 
 logger = logging.getLogger("optimus")
 
 
-def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> Decoder:
+def build_model(run: RunContext) -> Decoder:
     """This rank's share of the model with its initial weights, on the device. Collective."""
-    dtype = DTYPES[config.training.params_dtype]
+    config, mesh, device, dtype = run.config, run.mesh, run.device, run.dtype
     with torch.device("meta"):
         model = Decoder(config.model)
-    placements = read_placements(config, mesh, device)
-    parallel = settle_transport(config, mesh, device, dtype)
-    settle_tiles(replace(config, parallel=parallel), device, dtype)
+    placements = read_placements(run)
+    parallel = settle_transport(run)
+    settle_tiles(run.with_parallel(parallel))
     parallelize(model, mesh, parallel, config.training.seq_length, placements)
     initialize_weights(model, seed=config.training.seed, device=device, dtype=dtype)
     connect(model, mesh)
@@ -59,14 +58,13 @@ class RunData:
     test: dict[str, BatchLoader]  # by name
 
 
-def build_data(config: RunConfig, mesh: Mesh, device: torch.device) -> RunData:
+def build_data(run: RunContext) -> RunData:
     """Loaders of this rank's training and validation batches; each validation is one fixed set. Collective.
 
     Raises DataError on every rank if the data cannot be used on any.
     """
-    ranks = Ranks(None, device)
-    sources, files = _open(config, ranks)
-    return ranks.together(lambda: _loaders(config, mesh, device, sources, files), "opening the data", DataError)
+    sources, files = _open(run.config, run.ranks)
+    return run.ranks.together(lambda: _loaders(run, sources, files), "opening the data", DataError)
 
 
 def _open(config: RunConfig, ranks: Ranks) -> tuple[Sources, TokenFiles]:
@@ -77,14 +75,14 @@ def _open(config: RunConfig, ranks: Ranks) -> tuple[Sources, TokenFiles]:
     return sources, open_together(list(dict.fromkeys([*sources.prefixes, *further])), ranks)
 
 
-def build_evaluation_data(config: RunConfig, mesh: Mesh, device: torch.device) -> dict[str, BatchLoader]:
+def build_evaluation_data(run: RunContext) -> dict[str, BatchLoader]:
     """Loaders of VALIDATION and TEST, those of the two whose share holds a global batch, and of the further validation
     and test sets. Collective.
 
     Raises DataError on every rank if there are none, if a further set is too small, or if the data cannot be used.
     """
-    ranks = Ranks(None, device)
-    sources, files = _open(config, ranks)
+    config = run.config
+    sources, files = _open(config, run.ranks)
 
     def loaders() -> dict[str, BatchLoader]:
         options, _ = _documents(config)
@@ -95,21 +93,22 @@ def build_evaluation_data(config: RunConfig, mesh: Mesh, device: torch.device) -
         for name, part in parts.items():
             try:
                 instances = _instances(config, sources, files, part)
-                found[name] = _loader(config, mesh, device, options, None, instances, part)
+                found[name] = _loader(run, options, None, instances, part)
             except DataError as error:
                 problems.append(f"{name}: {error}")
         for option, sets in (("valid_data_path", config.data.valid_sets), ("test_data_path", config.data.test_sets)):
-            found.update(_further_sets(sets, option, config, mesh, device, options, files))
+            found.update(_further_sets(run, sets, option, options, files))
         if not found:
             raise DataError("; ".join(problems))
         for problem in problems:
             logger.warning("not evaluated: %s", problem)
         return found
 
-    return ranks.together(loaders, "opening the data", DataError)
+    return run.ranks.together(loaders, "opening the data", DataError)
 
 
-def _loaders(config: RunConfig, mesh: Mesh, device: torch.device, sources: Sources, files: TokenFiles) -> RunData:
+def _loaders(run: RunContext, sources: Sources, files: TokenFiles) -> RunData:
+    config = run.config
     train = _instances(config, sources, files, Split.TRAIN)
     total = total_samples(config.training)
     if isinstance(train, Mixture):
@@ -118,33 +117,27 @@ def _loaders(config: RunConfig, mesh: Mesh, device: torch.device, sources: Sourc
         plan = [CorpusPlan("all", len(sources.prefixes), train.num_tokens, len(train), total)]
     log_plan(plan, total, config.data.max_data_epochs)
     options, fim = _documents(config)
-    loader = partial(_loader, config, mesh, device, options)
+    loader = partial(_loader, run, options)
     valid = {}
     if config.training.eval_interval > 0:
         if parse_split(config.data.split)[Split.VALID] > 0:
             valid[VALIDATION] = loader(None, _instances(config, sources, files, Split.VALID), Split.VALID)
-        valid.update(_further_sets(config.data.valid_sets, "valid_data_path", config, mesh, device, options, files))
-    test = _further_sets(config.data.test_sets, "test_data_path", config, mesh, device, options, files)
+        valid.update(_further_sets(run, config.data.valid_sets, "valid_data_path", options, files))
+    test = _further_sets(run, config.data.test_sets, "test_data_path", options, files)
     return RunData(loader(fim, train, Split.TRAIN), valid, test)
 
 
 def _further_sets(
-    sets: dict[str, list[str]],
-    option: str,
-    config: RunConfig,
-    mesh: Mesh,
-    device: torch.device,
-    options: SampleOptions,
-    files: TokenFiles,
+    run: RunContext, sets: dict[str, list[str]], option: str, options: SampleOptions, files: TokenFiles
 ) -> dict[str, BatchLoader]:
     """Loaders of the sets that an option names, each of whole files in their order."""
-    loaders = {}
+    loaders, config = {}, run.config
     for name, prefixes in sets.items():
         try:
             instances = InstanceSet(
                 prefixes, config.training.seq_length, split="0,1,0", **_reading(config, files, Split.VALID)
             )
-            loaders[name] = _loader(config, mesh, device, options, None, instances, Split.VALID)
+            loaders[name] = _loader(run, options, None, instances, Split.VALID)
         except DataError as error:
             raise DataError(f"{option}, set {name}: {error}") from error
     return loaders
@@ -195,15 +188,13 @@ def _documents(config: RunConfig) -> tuple[SampleOptions, FillInTheMiddle | None
 
 
 def _loader(
-    config: RunConfig,
-    mesh: Mesh,
-    device: torch.device,
+    run: RunContext,
     options: SampleOptions,
     fim: FillInTheMiddle | None,
     instances: InstanceSet | Mixture,
     part: Split,
 ) -> BatchLoader:
-    training = config.training
+    config, mesh, training = run.config, run.mesh, run.config.training
     return BatchLoader(
         instances,
         seq_length=training.seq_length,
@@ -218,5 +209,5 @@ def _loader(
         options=options,
         fim=fim,
         keep=partial(own_part, positions_S=own_positions(training.seq_length, config.parallel, mesh)),
-        pin_for=device if config.data.pin_memory else None,
+        pin_for=run.device if config.data.pin_memory else None,
     )

@@ -10,17 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 
 from megatron.optimus.checkpoint import CheckpointError, Manifest, Saved, Saver, TensorSlice, state, store
 from megatron.optimus.checkpoint.run_lock import Claim
-from megatron.optimus.config.schema import RunConfig
 from megatron.optimus.config.serialize import changed_options, to_dict
+from megatron.optimus.context import RunContext
 from megatron.optimus.data.loader import position_after_change
 from megatron.optimus.models.decoder import Decoder
-from megatron.optimus.platform.mesh import Mesh
-from megatron.optimus.platform.ranks import Ranks
 from megatron.optimus.platform.seeding import rng_state, set_rng_state
 from megatron.optimus.training.engine import Engine, training_state
 from megatron.optimus.version import __version__
@@ -33,10 +30,10 @@ logger = logging.getLogger("optimus")
 class Checkpoints:
     """The checkpoints of one run. Building it and every method are collective over all ranks, except where noted."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, model: Decoder, engine: Engine) -> None:
-        self._config, self._mesh, self._device = config, mesh, device
+    def __init__(self, run: RunContext, model: Decoder, engine: Engine) -> None:
+        config, mesh = run.config, run.mesh
+        self._config, self._mesh, self._device, self._ranks = config, mesh, run.device, run.ranks
         self._model, self._state = model, training_state(engine)
-        self._ranks = Ranks(None, device)
         self._root = Path(config.checkpoint.save or Path(config.logging.run_dir) / "checkpoints")
         # Both as of the start: while a run saves, training stands still, and a folder's files may be exchanged.
         self._packages = _packages()
@@ -50,7 +47,7 @@ class Checkpoints:
         )
         self._saver = Saver(
             self._root,
-            device=device,
+            ranks=run.ranks,
             asynchronous=config.checkpoint.async_save,
             local=config.checkpoint.save_local_dir,
             check_claim=self._claim.check if self._claim is not None else lambda: None,
@@ -175,14 +172,14 @@ class Checkpoints:
         )
 
     def _resume(self) -> tuple[int, int]:
-        options, device = self._config.checkpoint, self._device
-        found = store.load_newest(self._root, self._all_requests, device=device)
+        options = self._config.checkpoint
+        found = store.load_newest(self._root, self._all_requests, ranks=self._ranks)
         has_moments, position_counts = True, True
         if found is None and options.load is not None:
             path = self._resolve(Path(options.load))
             has_moments, position_counts = options.load_optim and not options.finetune, not options.finetune
             requests = self._all_requests if has_moments else self._weight_requests
-            found = path, store.load_together(path, requests, cast=True, device=device)
+            found = path, store.load_together(path, requests, cast=True, ranks=self._ranks)
         if found is None:
             self.found_none = True
             logger.info("starting from initial weights (seed %d)", self._config.training.seed)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 import deepspeed_ext
+from megatron.optimus.config.checks import gradient_accumulation_steps
 from megatron.optimus.config.schema import OptimizerName, Precision, RunConfig
+from megatron.optimus.context import RunContext
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.mesh import Mesh
@@ -18,7 +20,6 @@ from megatron.optimus.training.parameter_groups import param_groups
 
 Engine = deepspeed_ext.EPEngine
 TrainingState = deepspeed_ext.EPZeroOptimizer | deepspeed_ext.Stage3States  # what a checkpoint reads and writes
-DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
 
 _OPTIMIZERS: dict[OptimizerName, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
     OptimizerName.ADAM: torch.optim.AdamW,
@@ -28,13 +29,14 @@ _OPTIMIZERS: dict[OptimizerName, Callable[[list[dict[str, Any]]], torch.optim.Op
 }
 
 
-def build_engine(model: Decoder, config: RunConfig, mesh: Mesh, accumulation_steps: int) -> Engine:
+def build_engine(run: RunContext, model: Decoder) -> Engine:
     """DeepSpeed's engine around the model, with the EP-aware sharded optimizer; with zero_stage=3, DeepSpeed's own."""
+    config = run.config
     engine, *_ = deepspeed_ext.initialize(
         model=model,
         optimizer=_OPTIMIZERS[config.optimizer.optimizer](param_groups(model, config.optimizer)),
-        config=deepspeed_config(config, accumulation_steps),
-        groups=_groups(model, mesh),
+        config=deepspeed_config(config, gradient_accumulation_steps(config, run.mesh.layout.world_size)),
+        groups=_groups(model, run.mesh),
     )
     return engine
 

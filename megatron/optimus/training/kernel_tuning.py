@@ -13,27 +13,27 @@ import time
 import torch
 
 from megatron.optimus.config.schema import RunConfig, TokenDispatcher
+from megatron.optimus.context import RunContext
 from megatron.optimus.moe.dispatch.select import messages_of
 from megatron.optimus.ops.backend import runs_triton
 from megatron.optimus.ops.triton import tile_cache, tiles
 from megatron.optimus.ops.triton.tiles import Problem, Table
-from megatron.optimus.platform.ranks import Ranks
 from megatron.optimus.training.health import TrainingError
 
 logger = logging.getLogger("optimus")
 
 
-def settle_tiles(config: RunConfig, device: torch.device, dtype: torch.dtype) -> None:
+def settle_tiles(run: RunContext) -> None:
     """Makes every rank use rank 0's tiles; nothing to do without experts, or on meta. Collective over all ranks.
 
     Raises TrainingError on every rank where rank 0 fails.
     """
-    if not config.model.is_moe or device.type == "meta":
+    ranks = run.ranks
+    if not run.config.model.is_moe or run.device.type == "meta":
         return
-    ranks = Ranks(None, device)
 
     def choose() -> dict[str, Table]:
-        return _chosen(config, device, dtype) if ranks.rank == 0 else {}
+        return _chosen(run.config, run.device, run.dtype) if ranks.rank == 0 else {}
 
     own = ranks.together(choose, "choosing the tiles of expert kernels", TrainingError)
     sent = ranks.broadcast_bytes(json.dumps(tile_cache.records(own)).encode())

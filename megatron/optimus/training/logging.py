@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from megatron.optimus.config.schema import RunConfig
 from megatron.optimus.config.serialize import to_dict, to_yaml
-from megatron.optimus.platform.mesh import Mesh
+from megatron.optimus.context import RunContext
 from megatron.optimus.training.build import VALIDATION
 from megatron.optimus.training.expert_load import ExpertLoad
 from megatron.optimus.training.metrics import MetricsWriter, StepMetrics
@@ -24,12 +23,13 @@ logger = logging.getLogger("optimus")
 class Reporter:
     """On rank 0 a writer of every output that the configuration asks for; on other ranks nothing."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh, *, first_step: int, last_step: int, total_samples: int) -> None:
+    def __init__(self, run: RunContext, *, first_step: int, last_step: int, total_samples: int) -> None:
         """``first_step``: steps done before; ``total_samples``: those that the last step will have consumed.
 
         Raises OSError where nothing can be written, ConfigError for a missing package, a tracker's own errors; all on
         rank 0 alone.
         """
+        config, mesh = run.config, run.mesh
         self._silent = mesh.rank != 0
         self._has_failed = False
         if self._silent:

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from megatron.optimus.config.checks import micro_batches
 from megatron.optimus.config.schema import ModelConfig, RunConfig
+from megatron.optimus.context import RunContext
 from megatron.optimus.data.loader import Batch
 from megatron.optimus.models.decoder import Decoder, DecoderOutput
 from megatron.optimus.moe.router import Router, RouterStats
 from megatron.optimus.parallel.pipeline import Chunk, Pipeline
 from megatron.optimus.parallel.pipeline_p2p import make_p2p_groups
 from megatron.optimus.parallel.stages import stage_plan
-from megatron.optimus.platform.mesh import Mesh
-from megatron.optimus.training.engine import DTYPES, Engine, set_micro_batches
+from megatron.optimus.training.engine import Engine, set_micro_batches
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ class Schedule(Protocol):
         """Forward only."""
 
 
-def build_schedule(config: RunConfig, engine: Engine, mesh: Mesh, device: torch.device) -> Schedule:
+def build_schedule(run: RunContext, engine: Engine) -> Schedule:
     """The schedule of a run; collective."""
+    config, mesh, device = run.config, run.mesh, run.device
     group = mesh.group("pp")
     if group is None:
         return WholeModel(engine, config.model)
@@ -71,7 +72,7 @@ def build_schedule(config: RunConfig, engine: Engine, mesh: Mesh, device: torch.
         tokens_shape=(training.micro_batch_size, length),
         hidden_shape=hidden_shape,
         positions=training.seq_length,
-        dtype=DTYPES[training.params_dtype],
+        dtype=run.dtype,
         device=device,
         backward_hooks=Reductions(engine, config),
         p2p_groups=make_p2p_groups(mesh, parallel, device),

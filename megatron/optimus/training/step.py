@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megatron.optimus.config.schema import ModelConfig
+from megatron.optimus.context import RunContext
 from megatron.optimus.data.loader import Batch
 from megatron.optimus.layers.labels import NO_LABEL
 from megatron.optimus.platform import device as devices
@@ -145,11 +146,10 @@ def own_part(batch: Batch, positions_S: Tensor | None) -> Batch:
 
 
 def train_step(
+    run: RunContext,
     engine: Engine,
     schedule: Schedule,
     batches: Sequence[Batch],
-    config: ModelConfig,
-    mesh: Mesh,
     before_update: Callable[[], None] = lambda: None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> PendingReport:
@@ -158,6 +158,7 @@ def train_step(
     ``before_update``: called before anything changes that a checkpoint holds. ``stop_requested``: whether this rank was
     asked to end the run; the report says whether any was. Nothing here waits for the device.
     """
+    config, mesh = run.config.model, run.mesh
     totals = _Totals(config)
     with record_function(FORWARD_BACKWARD):
         seen = schedule.forward_backward(batches, _labels_each(batches, mesh))
@@ -191,12 +192,12 @@ def _labels_each(batches: Sequence[Batch], mesh: Mesh) -> float | Tensor:
 
 
 @torch.no_grad()
-def validation_loss(schedule: Schedule, batches: Iterable[Sequence[Batch]], config: ModelConfig, mesh: Mesh) -> float:
+def validation_loss(run: RunContext, schedule: Schedule, batches: Iterable[Sequence[Batch]]) -> float:
     """Mean cross-entropy per token over the given global batches, in nats. Collective."""
-    totals = _Totals(config)
+    totals = _Totals(run.config.model)
     for global_batch in batches:
         for record, batch in zip(schedule.evaluate(global_batch), global_batch, strict=True):
             totals.add(record, batch)
-    totals.reduce(mesh.group("world"))
+    totals.reduce(run.mesh.group("world"))
     assert totals.scalars is not None
     return (totals.scalars[0] / totals.scalars[1].clamp(min=1)).item()

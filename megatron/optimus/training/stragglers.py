@@ -16,9 +16,9 @@ from statistics import median_low
 
 import torch
 
+from megatron.optimus.context import RunContext
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.log import counted
-from megatron.optimus.platform.ranks import Ranks
 
 logger = logging.getLogger("optimus")
 
@@ -36,10 +36,10 @@ class Timing:
     seconds: float
 
 
-def check_devices(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> list[Timing]:
+def check_devices(run: RunContext) -> list[Timing]:
     """Times every rank's device and tells of the slow ones, slowest first, which are returned. Collective."""
-    own = json.dumps([socket.gethostname(), time_products(device, dtype)])
-    found = [json.loads(data) for data in ranks.all_gather_bytes(own.encode())]
+    own = json.dumps([socket.gethostname(), time_products(run.device, run.dtype)])
+    found = [json.loads(data) for data in run.ranks.all_gather_bytes(own.encode())]
     timings = [Timing(rank, host, seconds) for rank, (host, seconds) in enumerate(found)]
     slow = slow_ones(timings)
     usual = median_low(timing.seconds for timing in timings)

@@ -9,21 +9,16 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import torch
-
-from megatron.optimus.config.checks import gradient_accumulation_steps
 from megatron.optimus.config.duration import batch_sizes, last_step
-from megatron.optimus.config.schema import RunConfig
+from megatron.optimus.context import RunContext
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.loader import Batch
 from megatron.optimus.platform import device as devices
-from megatron.optimus.platform.mesh import Mesh
-from megatron.optimus.platform.ranks import Ranks
 from megatron.optimus.platform.stopping import StopRequest
 from megatron.optimus.training.build import build_data, build_model
 from megatron.optimus.training.checkpointing import Checkpoints
 from megatron.optimus.training.deferred_logger import QueuedStep, Teller
-from megatron.optimus.training.engine import DTYPES, build_engine
+from megatron.optimus.training.engine import build_engine
 from megatron.optimus.training.evaluate import evaluate_sets, loss_over
 from megatron.optimus.training.flops import flops_per_token, mfu
 from megatron.optimus.training.health import Health, TrainingError
@@ -44,17 +39,15 @@ _NORMS = "recent_grad_norms"  # in a checkpoint
 class Trainer:
     """One run on this rank. Building it and every method are collective over all ranks."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device) -> None:
-        self.config, self.mesh, self.device = config, mesh, device
-        self.ranks = Ranks(None, device)
+    def __init__(self, run: RunContext) -> None:
+        config, device = run.config, run.device
+        self.run, self.config, self.mesh, self.device, self.ranks = run, config, run.mesh, device, run.ranks
         self.runs_behind, self.clock = devices.runs_behind(device), StepClock(device)
-        self.data = build_data(config, mesh, device)
-        self.model = build_model(config, mesh, device)
-        self.engine = build_engine(
-            self.model, config, mesh, gradient_accumulation_steps(config, mesh.layout.world_size)
-        )
-        self.schedule = build_schedule(config, self.engine, mesh, device)
-        self.checkpoints = Checkpoints(config, mesh, device, self.model, self.engine)
+        self.data = build_data(run)
+        self.model = build_model(run)
+        self.engine = build_engine(run, self.model)
+        self.schedule = build_schedule(run, self.engine)
+        self.checkpoints = Checkpoints(run, self.model, self.engine)
         # Optimizer steps done; position in the order of samples, which is the whole state of the data.
         self.step, self.consumed_samples = self.checkpoints.resume()
         self.first_step = self.step
@@ -74,8 +67,7 @@ class Trainer:
         """
         code = self._train()
         if self.data.test and self.step >= self.last_step:
-            how = (self.schedule, self.config, self.mesh, self.device, self.ranks)
-            evaluate_sets(self.data.test, self.step, *how)
+            evaluate_sets(self.run, self.data.test, self.step, self.schedule)
         return code
 
     def _train(self) -> int:
@@ -141,9 +133,7 @@ class Trainer:
     def _open_reporter(self) -> Reporter:
         total = self.batch_sizes.after(self.consumed_samples, self.last_step - self.step)
         ends = {"first_step": self.step, "last_step": self.last_step, "total_samples": total}
-        return self.ranks.together(
-            lambda: Reporter(self.config, self.mesh, **ends), "opening the outputs", TrainingError
-        )
+        return self.ranks.together(lambda: Reporter(self.run, **ends), "opening the outputs", TrainingError)
 
     def _train_step(self, batches: list[Batch], stop: StopRequest) -> PendingReport:
         def stop_requested() -> bool:
@@ -152,11 +142,10 @@ class Trainer:
             return failure is not None or stop.signal is not None
 
         return train_step(
+            self.run,
             self.engine,
             self.schedule,
             batches,
-            self.config.model,
-            self.mesh,
             before_update=self.checkpoints.before_update,
             stop_requested=stop_requested,  # while the device works; a rank that cannot go on must not leave alone
         )
@@ -178,7 +167,7 @@ class Trainer:
         interval = self.config.logging.straggler_check_interval
         if interval > 0 and (self.step - self.first_step) % interval == 0:
             with self.clock.pause():
-                check_devices(self.ranks, self.device, DTYPES[self.config.training.params_dtype])
+                check_devices(self.run)
 
     def _tell_batch_size(self) -> None:
         size = self.batch_sizes.at(self.consumed_samples)
@@ -214,9 +203,8 @@ class Trainer:
 
     def _validate(self) -> dict[str, float]:
         """The loss over every validation set, by its name."""
-        how = (self.schedule, self.config, self.mesh, self.device, self.ranks)
         with self.clock.pause():
-            return {name: loss_over(loader, *how) for name, loader in self.data.valid.items()}
+            return {name: loss_over(self.run, loader, self.schedule) for name, loader in self.data.valid.items()}
 
     def _line(self, lr: float, took: StepTime, samples: int) -> Callable[[StepReport], StepMetrics]:
         """The metrics of the step of ``samples`` just queued, from what it did."""
@@ -224,7 +212,7 @@ class Trainer:
         tokens = samples * training.seq_length / self.mesh.layout.world_size
         flops = flops_per_token(model, training.seq_length)
         told = self.config.logging.device_peak_tflops
-        known = devices.peak_flops(devices.device_name(self.device), DTYPES[training.params_dtype])
+        known = devices.peak_flops(devices.device_name(self.device), self.run.dtype)
         peak = known if told is None else told * 1e12
         now: dict[str, Any] = {  # what the host knows when the step has been queued
             "step": self.step,

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import RunConfig
+from megatron.optimus.context import RunContext
 
 BASE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --vocab-size 512 --seq-length 32 "
@@ -151,7 +152,7 @@ def bytes_kept(words: str, rank: int, world: int) -> int:
 
     config = run(words)
     mesh = Mesh(config.parallel, rank=rank, world_size=world)
-    model = build_model(config, mesh, torch.device("cpu"))
+    model = build_model(RunContext.of(config, mesh, torch.device("cpu")))
     batch = batch_of(config, mesh)
     watch = Watch(is_alone=True)
     with watch:
@@ -177,10 +178,11 @@ def _collectives_of_a_step(rank: int, world: int, words: str) -> tuple[dict[str,
     config = run(words)
     mesh = Mesh(config.parallel, rank=rank, world_size=world)
     steps = config.training.global_batch_size // config.training.micro_batch_size // mesh.size("dp")
-    engine = build_engine(build_model(config, mesh, torch.device("cpu")), config, mesh, steps)
+    context = RunContext.of(config, mesh, torch.device("cpu"))
+    engine = build_engine(context, build_model(context))
     starting, watch = Watch(), Watch()
     with starting:
-        schedule = build_schedule(config, engine, mesh, torch.device("cpu"))
+        schedule = build_schedule(context, engine)
     batches = [batch_of(config, mesh) for _ in range(steps)]
     with watch:
         schedule.forward_backward(batches, 1)
@@ -245,7 +247,7 @@ def peaks_of_parts(words: str, rank: int, world: int) -> dict[str, tuple[int, in
 
     config = run(words)
     mesh = Mesh(config.parallel, rank=rank, world_size=world)
-    model = build_model(config, mesh, torch.device("cpu"))
+    model = build_model(RunContext.of(config, mesh, torch.device("cpu")))
     positions_BS = batch_of(config, mesh).positions_BS
     rope = rope_table(config.training.seq_length, config.model, torch.device("cpu"))
     rope = rope if positions_BS is None else rope_at(rope, positions_BS)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.optimus.config.load import load
+from megatron.optimus.context import RunContext
 from megatron.optimus.planner.lending import Backwards, chunks_in_order, gradients_of, lending, play
 from megatron.optimus.planner.memory import memory_of
 from megatron.optimus.planner.share import Share, shares
@@ -53,8 +54,9 @@ def _real_events(rank: int, world: int, words: str) -> list[Event]:
     config = run(words)
     mesh = Mesh(config.parallel, rank=rank, world_size=world)
     steps = config.training.global_batch_size // config.training.micro_batch_size // mesh.size("dp")
-    engine = build_engine(build_model(config, mesh, torch.device("cpu")), config, mesh, steps)
-    schedule = build_schedule(config, engine, mesh, torch.device("cpu"))
+    context = RunContext.of(config, mesh, torch.device("cpu"))
+    engine = build_engine(context, build_model(context))
+    schedule = build_schedule(context, engine)
     sync = engine.optimizer._sync
     ring, place = sync._ring, {bucket: number for number, bucket in enumerate(sync.buckets)}
     events: list[Event] = []

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.optimus.config.load import load
+from megatron.optimus.context import RunContext
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.training.logging import Reporter
 from tests.unit.training.test_metrics import metrics
@@ -21,7 +23,9 @@ def test_a_full_disk_is_told_once_and_the_run_goes_on(
     config = load(["--preset", "mula-tiny", "--run-dir", str(tmp_path)]).config
     mesh = Mesh(config.parallel, rank=0, world_size=1)
     logging.getLogger("optimus").propagate = True
-    with Reporter(config, mesh, first_step=0, last_step=9, total_samples=9) as reporter:
+    with Reporter(
+        RunContext.of(config, mesh, torch.device("cpu")), first_step=0, last_step=9, total_samples=9
+    ) as reporter:
         reporter.write(metrics(1), [[3, 1]], {})
         disk, reporter._metrics._file = reporter._metrics._file, open("/dev/full", "w", buffering=1)  # noqa: SIM115
         for step in (2, 3):
@@ -60,7 +64,9 @@ def test_a_closed_terminal_and_a_tracker_out_of_reach_do_not_end_the_run(
     config = load(["--preset", "mula-tiny", "--run-dir", str(tmp_path), "--log-interval", "1"]).config
     mesh = Mesh(config.parallel, rank=0, world_size=1)
     logging.getLogger("optimus").propagate = True
-    with Reporter(config, mesh, first_step=0, last_step=9, total_samples=9) as reporter:
+    with Reporter(
+        RunContext.of(config, mesh, torch.device("cpu")), first_step=0, last_step=9, total_samples=9
+    ) as reporter:
         tracker = Gone()
         reporter._trackers.append(tracker)
         monkeypatch.setattr(sys, "stdout", Gone())

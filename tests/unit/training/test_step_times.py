@@ -20,6 +20,7 @@ from torch.profiler import ProfilerAction
 
 from megatron.optimus.config.duration import batch_sizes
 from megatron.optimus.config.load import load
+from megatron.optimus.context import RunContext
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.platform.ranks import Ranks
@@ -129,8 +130,10 @@ class Run:
         self.costs, self.queued, self.ends = costs, list[float](), list[float]()  # of steps
         config = load([*OPTIONS, "--run-dir", str(folder), *options.split()]).config
         trainer = self.trainer = Trainer.__new__(Trainer)
-        trainer.config, trainer.mesh = config, Mesh(config.parallel, rank=0, world_size=1)
-        trainer.device, trainer.ranks, trainer.runs_behind = torch.device("cpu"), Ranks.alone(), True
+        mesh, device = Mesh(config.parallel, rank=0, world_size=1), torch.device("cpu")
+        trainer.run = RunContext(config, mesh, device, Ranks.alone())
+        trainer.config, trainer.mesh, trainer.device, trainer.ranks = config, mesh, device, trainer.run.ranks
+        trainer.runs_behind = True
         trainer.data = SimpleNamespace(train=self, valid={"validation": None}, test={})  # type: ignore[assignment]
         trainer.engine = SimpleNamespace(module=nn.Module(), optimizer=SimpleNamespace(param_groups=[]))
         trainer.schedule, trainer.checkpoints = None, self  # type: ignore[assignment]

@@ -7,6 +7,9 @@ import logging
 import pytest
 import torch
 
+from megatron.optimus.config.load import load
+from megatron.optimus.context import RunContext
+from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.platform.ranks import Ranks
 from megatron.optimus.training import stragglers
 from megatron.optimus.training.stragglers import Timing, check_devices, describe, slow_ones, time_products
@@ -31,7 +34,9 @@ def test_every_rank_is_asked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
     monkeypatch.setattr(stragglers, "time_products", lambda device, dtype: 0.002)
     ranks = Ranks.alone()
     monkeypatch.setattr(ranks, "all_gather_bytes", lambda own: [own, own, b'["other", 0.005]'])
-    [slow] = check_devices(ranks, torch.device("cpu"), torch.float32)
+    config = load(["--preset", "mula-tiny"]).config
+    mesh = Mesh(config.parallel, rank=0, world_size=1)
+    [slow] = check_devices(RunContext(config, mesh, torch.device("cpu"), ranks))
     assert (slow.rank, slow.host, slow.seconds) == (2, "other", 0.005)
     assert "3 ranks took 2.00 ms" in caplog.text and "rank 2 on other (2.50x)" in caplog.text
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.optimus.config.schema import ConfigError, ParallelConfig, RunConfig, TokenDispatcher
+from megatron.optimus.context import RunContext
 from megatron.optimus.moe.dispatch.base import Dispatcher
 from megatron.optimus.moe.dispatch.collective import build_dispatcher
 from megatron.optimus.moe.dispatch.ownership import Ownership
@@ -54,11 +55,12 @@ def messages_of(config: RunConfig, dtype: torch.dtype) -> Messages:
     return Messages(num_tokens, model.hidden_size, model.num_experts, model.moe_router_topk, dtype)
 
 
-def settle_transport(config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> ParallelConfig:
+def settle_transport(run: RunContext) -> ParallelConfig:
     """``config.parallel`` with a transport instead of "auto", the same on all ranks. Collective over all of them.
 
     Raises ConfigError on every rank where the transport that is asked for does not fit the nodes or devices.
     """
+    config, mesh, device = run.config, run.mesh, run.device
     parallel = config.parallel
     transport = parallel.moe_token_dispatcher_type
     if mesh.group("experts") is None:
@@ -66,7 +68,7 @@ def settle_transport(config: RunConfig, mesh: Mesh, device: torch.device, dtype:
     if transport in (TokenDispatcher.ALLGATHER, TokenDispatcher.ALLTOALL):
         return parallel
     if transport is TokenDispatcher.SYMMETRIC:
-        _demand_shared_memory(mesh, device)
+        _demand_shared_memory(run)
         return parallel
     problem = _hierarchy_problem(mesh, device)
     if transport is TokenDispatcher.HIERARCHICAL:
@@ -80,7 +82,7 @@ def settle_transport(config: RunConfig, mesh: Mesh, device: torch.device, dtype:
         return replace(parallel, moe_token_dispatcher_type=WITHOUT_PROBE)
     problems = {
         TokenDispatcher.HIERARCHICAL: problem,
-        TokenDispatcher.SYMMETRIC: _on_all_ranks(_own_symmetric_problem(mesh, device), device),
+        TokenDispatcher.SYMMETRIC: _on_all_ranks(_own_symmetric_problem(mesh, device), run.ranks),
     }
     ownership = Ownership.regular(
         config.model.num_experts, mesh.size("ep"), parallel.moe_expert_placement, parallel.expert_tensor_parallel_size
@@ -88,10 +90,10 @@ def settle_transport(config: RunConfig, mesh: Mesh, device: torch.device, dtype:
     candidates = [TokenDispatcher.ALLGATHER, TokenDispatcher.ALLTOALL]
     candidates += [name for name, problem in problems.items() if problem is None]
     dispatchers = {name: build_dispatcher(name, mesh, ownership) for name in candidates}
-    messages = messages_of(config, dtype)
+    messages = messages_of(config, run.dtype)
     symmetric = dispatchers.get(TokenDispatcher.SYMMETRIC)
     if isinstance(symmetric, SymmetricDispatcher):
-        problem = _on_all_ranks(_memory_problem(symmetric, messages, device), device)
+        problem = _on_all_ranks(_memory_problem(symmetric, messages, device), run.ranks)
         problems[TokenDispatcher.SYMMETRIC] = problem
         if problem is not None:
             del dispatchers[TokenDispatcher.SYMMETRIC]
@@ -153,19 +155,19 @@ def _hierarchy_problem(mesh: Mesh, device: torch.device) -> str | None:
     )
 
 
-def _demand_shared_memory(mesh: Mesh, device: torch.device) -> None:
-    problem = _own_symmetric_problem(mesh, device)
+def _demand_shared_memory(run: RunContext) -> None:
+    problem = _own_symmetric_problem(run.mesh, run.device)
 
     def check() -> None:
         if problem is not None:
             raise ConfigError(problem)
 
-    Ranks(None, device).together(check, "moe_token_dispatcher_type=symmetric", ConfigError)
+    run.ranks.together(check, "moe_token_dispatcher_type=symmetric", ConfigError)
 
 
-def _on_all_ranks(problem: str | None, device: torch.device) -> str | None:
+def _on_all_ranks(problem: str | None, ranks: Ranks) -> str | None:
     """What this rank or another one cannot; None on every rank where no rank has a problem. Collective over all."""
-    failure = Ranks(None, device).first_failure(None if problem is None else ConfigError(problem))
+    failure = ranks.first_failure(None if problem is None else ConfigError(problem))
     return problem if failure is None or problem is not None else f"rank {failure[0]} cannot"
 
 
