@@ -83,18 +83,20 @@ def ours(words: Sequence[str], device: torch.device, change: Callable[[Any], Non
     from megatron.optimus.data.loader import Batch
     from megatron.optimus.parallel.context import own_positions
     from megatron.optimus.platform.mesh import Mesh
-    from megatron.optimus.training import build
+    from megatron.optimus.platform.metrics import Recorder
+    from megatron.optimus.training import engine as engines
+    from megatron.optimus.training.data import own_part
     from megatron.optimus.training.engine import build_engine
     from megatron.optimus.training.pipeline_schedule import build_schedule
-    from megatron.optimus.training.step import own_part, train_step
+    from megatron.optimus.training.trainer import train_step
 
-    build.initialize_weights = draw_on_device
+    engines.initialize_weights = draw_on_device
     config = run_config(words, device)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     check(config, ranks)
     mesh = Mesh(config.parallel, rank=rank, world_size=ranks)
     run = RunContext.of(config, mesh, device)
-    model = build.build_model(run)
+    model = engines.build_model(run)
     change(model)
     micro_batches = gradient_accumulation_steps(config, ranks)
     engine = build_engine(run, model)
@@ -106,9 +108,11 @@ def ours(words: Sequence[str], device: torch.device, change: Callable[[Any], Non
     whole = [Batch(*parts) for parts in zip(tokens_BS.split(size), labels_BS.split(size), strict=True)]
     batches = [own_part(batch, None if positions is None else positions.to(device)) for batch in whole]
 
+    recorder = Recorder(run.ranks)
+
     def queue() -> Callable[[], float]:
-        pending = train_step(run, engine, schedule, batches)
-        return lambda: pending.read().loss
+        pending = train_step(run, engine, schedule, recorder, batches)
+        return lambda: pending.read().metrics["loss"]
 
     return Program.queued(
         queue,

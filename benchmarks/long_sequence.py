@@ -56,10 +56,11 @@ def steps(rank: int, world: int, options: str, length: int) -> dict[str, Any]:
     from megatron.optimus.data.loader import Batch
     from megatron.optimus.parallel.context import own_positions
     from megatron.optimus.platform.mesh import Mesh
-    from megatron.optimus.training.build import build_model
-    from megatron.optimus.training.engine import build_engine, init_engine
+    from megatron.optimus.platform.metrics import Recorder
+    from megatron.optimus.training.data import own_part
+    from megatron.optimus.training.engine import build_engine, build_model, init_engine
     from megatron.optimus.training.pipeline_schedule import build_schedule
-    from megatron.optimus.training.step import own_part, train_step
+    from megatron.optimus.training.trainer import train_step
 
     config, device = load(options.split()).config, torch.device("cpu")
     init_engine(timedelta(seconds=300))
@@ -74,7 +75,7 @@ def steps(rank: int, world: int, options: str, length: int) -> dict[str, Any]:
     before = memory_kib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the largest size so far is forgotten
     began = time.perf_counter()
-    loss = train_step(run, engine, schedule, [batch]).read().loss
+    loss = train_step(run, engine, schedule, Recorder(run.ranks), [batch]).read().metrics["loss"]
     seconds = time.perf_counter() - began
     engine.destroy()
     return {"loss": loss, "seconds": seconds, "mib": (memory_kib("VmHWM") - before) / 1024}

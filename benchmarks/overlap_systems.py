@@ -83,8 +83,7 @@ def build_so(model: torch.nn.Module, config: Any, mesh: Any) -> Any:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     import deepspeed_ext
-    from megatron.optimus.training.engine import deepspeed_config
-    from megatron.optimus.training.parameter_groups import param_groups
+    from megatron.optimus.training.engine import deepspeed_config, param_groups
 
     peers = mesh.group("ep")
 
@@ -128,7 +127,7 @@ def build_stock(stage: int, model: torch.nn.Module, config: Any, mesh: Any) -> A
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.utils import groups
 
-    from megatron.optimus.training.parameter_groups import param_groups
+    from megatron.optimus.training.engine import param_groups
 
     experts = [p for p in model.parameters() if hasattr(p, "group_name")]
     spread = mesh.size("ep") > 1

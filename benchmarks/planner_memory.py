@@ -117,10 +117,10 @@ def run_case(words: list[str], rank: int, ranks: int, device: torch.device) -> d
     """One configuration on this rank."""
     from megatron.optimus.context import RunContext
     from megatron.optimus.platform.mesh import Mesh
-    from megatron.optimus.training import build
+    from megatron.optimus.training import engine as engines
     from megatron.optimus.training.trainer import Trainer
 
-    build.initialize_weights = draw_on_device
+    engines.initialize_weights = draw_on_device
     config = load(words).config
     before = devices.memory_allocated(device)
     devices.reset_peak_memory(device)
@@ -134,7 +134,7 @@ def run_case(words: list[str], rank: int, ranks: int, device: torch.device) -> d
         "optimizer_bytes": trainer.engine.optimizer.memory_bytes(),
     }
     times: list[float] = []
-    train_step = trainer._train_step
+    train_step = trainer._queue_step
 
     def timed(*args: Any) -> Any:
         devices.synchronize(device)
@@ -144,7 +144,7 @@ def run_case(words: list[str], rank: int, ranks: int, device: torch.device) -> d
         times.append(time.perf_counter() - start)
         return report
 
-    trainer._train_step = timed  # type: ignore[method-assign]
+    trainer._queue_step = timed  # type: ignore[method-assign]
     trainer.fit()
     result["peak_bytes"] = devices.peak_memory(device) - before
     result["step_s"] = times
@@ -190,7 +190,7 @@ def watch_parts(trainer: Any, device: torch.device) -> dict[str, list[float]]:
     if model.lm_head is not None:
         watch("lm_head", model.lm_head)
     batches = [batch.to(device) for batch in trainer.data.train.batch(trainer.consumed_samples)]
-    trainer._train_step(batches, StopRequest())
+    trainer._queue_step(batches, StopRequest())
     found["after_last_part"] = [0, devices.peak_memory(device)]
     for hook in hooks:
         hook.remove()

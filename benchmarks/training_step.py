@@ -51,7 +51,7 @@ from training_step_peers import PEERS, count
 
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform import environment as launch_env
-from megatron.optimus.training.flops import flops_per_token
+from megatron.optimus.training.timing import flops_per_token
 
 PRESETS = {"dense": "mula-1b", "moe": "mula-7b-a1b"}
 SYSTEMS = ("ours", *PEERS)

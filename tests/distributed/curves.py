@@ -45,10 +45,11 @@ def curve(rank: int, world: int, words: str, steps: int, order: int = 0) -> list
     from megatron.optimus.data.loader import Batch
     from megatron.optimus.parallel.context import own_positions
     from megatron.optimus.platform.mesh import Mesh
-    from megatron.optimus.training.build import build_model
-    from megatron.optimus.training.engine import build_engine, init_engine
+    from megatron.optimus.platform.metrics import Recorder
+    from megatron.optimus.training.data import own_part
+    from megatron.optimus.training.engine import build_engine, build_model, init_engine
     from megatron.optimus.training.pipeline_schedule import build_schedule
-    from megatron.optimus.training.step import own_part, train_step
+    from megatron.optimus.training.trainer import train_step
 
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -73,17 +74,18 @@ def curve(rank: int, world: int, words: str, steps: int, order: int = 0) -> list
         own = [each[number * replicas + mesh.index("dp")] for number in range(accumulation)]
         return [own_part(Batch(t[:, :-1].contiguous(), t[:, 1:].contiguous()), positions) for t in own]
 
+    recorder = Recorder(run.ranks)
     losses: list[float] = []
     before = None  # read when the next step has been queued, else the device would wait for the host
     for step, tokens in enumerate(corpus(steps)):
         for group in engine.optimizer.param_groups:
             group["lr"] = LR * min(1.0, (step + 1) / WARM_UP)
-        report = train_step(run, engine, schedule, batches(tokens))
+        report = train_step(run, engine, schedule, recorder, batches(tokens))
         if before is not None:
-            losses.append(before.read().loss)
+            losses.append(before.read().metrics["loss"])
         before = report
     assert before is not None
-    losses.append(before.read().loss)
+    losses.append(before.read().metrics["loss"])
     engine.destroy()
     return losses
 

@@ -58,14 +58,14 @@ def _run(rank: int, world: int, folder: str, what: str, runs_behind: bool) -> di
     file = run_dir / "metrics.jsonl"
     queued: list[int] = []  # lines in the file when a step has been queued
     saved: dict[int, int] = {}  # and when a checkpoint begins
-    train_step, save = trainer._train_step, trainer.checkpoints._save
+    queue_step, save = trainer._queue_step, trainer.checkpoints._save
 
     biases = [buffer for name, buffer in trainer.model.named_buffers() if "expert_bias" in name]
     moved: list[bool] = []  # the experts' biases, in each step
 
-    def counting(batches: Any, stop: Any) -> Any:
+    def counting(*args: Any) -> Any:
         before = torch.cat(biases).clone()
-        report = train_step(batches, stop)
+        report = queue_step(*args)
         moved.append(not torch.equal(before, torch.cat(biases)))
         queued.append(len(file.read_text().splitlines()))
         return report
@@ -74,7 +74,7 @@ def _run(rank: int, world: int, folder: str, what: str, runs_behind: bool) -> di
         saved[step] = len(file.read_text().splitlines())
         save(kind, step, consumed_samples)
 
-    trainer._train_step, trainer.checkpoints._save = counting, saving  # type: ignore[method-assign]
+    trainer._queue_step, trainer.checkpoints._save = counting, saving  # type: ignore[method-assign]
     error = ""
     try:
         trainer.fit()

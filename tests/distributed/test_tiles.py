@@ -67,7 +67,7 @@ def one_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
     def settle(**training: Any) -> None:
         config = config_of(**training)
         mesh = Mesh(config.parallel, rank=rank, world_size=world)
-        settling.settle_tiles(RunContext.of(config, mesh, CPU))
+        settling.select_tiles(RunContext.of(config, mesh, CPU))
 
     settle(tune_kernels=True)  # the CPU's own kernels
     found["nothing to tune"] = list(lines)

@@ -30,6 +30,7 @@ from megatron.optimus.ops import main_grad_of
 from megatron.optimus.parallel.context import own_positions
 from megatron.optimus.parallel.stages import SPLIT_BACKWARDS
 from megatron.optimus.platform.mesh import Mesh
+from megatron.optimus.platform.metrics import Recorder
 from tests.distributed.bucket_launches import check_launches, chunks_of, record_launches
 from tests.distributed.layouts import BATCH, LENGTH, deviation, inputs_of, part_of, refusal
 from tests.distributed.layouts import Case as LayoutCase
@@ -55,10 +56,14 @@ def micro_batch(number: int, case: Case) -> Batch:
 
 def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Tensor, dict[str, Any]]:
     """All numbers of the steps' reports and the validation loss, in a row; the parameters afterwards."""
-    from megatron.optimus.training.build import build_model  # they import deepspeed
-    from megatron.optimus.training.engine import build_engine
+    from megatron.optimus.training.data import own_part
+    from megatron.optimus.training.engine import (
+        build_engine,
+        build_model,  # they import deepspeed
+    )
+    from megatron.optimus.training.evaluate import validation_loss
     from megatron.optimus.training.pipeline_schedule import build_schedule
-    from megatron.optimus.training.step import own_part, train_step, validation_loss
+    from megatron.optimus.training.trainer import train_step
 
     config = run_config(case)
     check(config, world)
@@ -77,7 +82,7 @@ def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Ten
         numbers = [step * 100 + micro * mesh.size("dp") + mesh.index("dp") for micro in range(accumulation)]
         return [own_part(micro_batch(number, case), positions) for number in numbers]
 
-    lines: list[float] = []
+    recorder, lines = Recorder(run.ranks), list[float]()
     buckets, sent = engine.optimizer._sync.buckets, [0]
     for bucket in buckets:
         bucket.start_reduce = _counted(bucket.start_reduce, sent, 0)  # type: ignore[method-assign]
@@ -87,9 +92,11 @@ def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Ten
         for weight in experts if fuses else ():  # what a first gradient is written over
             if weight.main_grad is not None:
                 weight.main_grad.fill_(torch.nan)
-        report = train_step(run, engine, schedule, own_batches(step)).read()
-        assert report.dropped_tokens == 0 and not report.skipped
-        lines += [report.loss, report.aux_loss, report.z_loss, report.grad_norm, report.router_entropy or 0.0]
+        report = train_step(run, engine, schedule, recorder, own_batches(step)).read()
+        metrics = report.metrics
+        assert metrics.get("dropped_tokens", 0) == 0 and not report.skipped
+        lines += [metrics["loss"], metrics.get("aux_loss", 0.0), metrics.get("z_loss", 0.0), report.grad_norm]
+        lines.append(metrics.get("router_entropy", 0.0))
         lines += [slots for load in report.expert_load_LE for slots in load]
         # Where weight gradients are computed apart they take the ordinary way.
         if config.parallel.pipeline_schedule not in SPLIT_BACKWARDS:
@@ -155,7 +162,7 @@ def serial(rank: int, world: int) -> dict[str, Trained]:
 
 def by_hand(case: Case) -> Tensor:
     """Loss and gradient norm of the first step in plain PyTorch: of the mean over the labels that exist."""
-    from megatron.optimus.training.build import build_model
+    from megatron.optimus.training.engine import build_model
 
     config = run_config(case)
     model = build_model(RunContext.of(config, Mesh(config.parallel, rank=0, world_size=1), torch.device("cpu")))

@@ -12,7 +12,7 @@ Shapes: B sequences of a micro-batch, S positions (this rank's part of them), D 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +32,6 @@ from megatron.optimus.config.schema import ConfigError, PipelineSchedule
 from megatron.optimus.layers.documents import Documents
 from megatron.optimus.layers.rope import rope_at, rope_table
 from megatron.optimus.models.decoder import Decoder
-from megatron.optimus.moe.router import RouterStats
 from megatron.optimus.parallel.pipeline_p2p import P2PGroups
 from megatron.optimus.parallel.stages import SPLIT_BACKWARDS, StageLayers, StagePlan
 
@@ -68,22 +67,10 @@ class StageInput(Protocol):
     def positions_BS(self) -> Tensor | None: ...
 
 
-@dataclass
-class StepRecord:
-    """What this rank's chunks saw since ``clear``; loss_sums only on the rank of the last stage."""
-
-    loss_sums: list[Tensor] = field(default_factory=list)  # one a micro-batch
-    stats: dict[int, list[RouterStats]] = field(default_factory=dict)  # layer -> one a micro-batch, detached
-
-    def clear(self) -> None:
-        self.loss_sums.clear()
-        self.stats.clear()
-
-
 class Chunk(nn.Module):
     """One stage: consecutive layers, with the embedding before the first and the final norm after the last."""
 
-    def __init__(self, model: Decoder, stage: int, plan: StagePlan, positions: int, record: StepRecord) -> None:
+    def __init__(self, model: Decoder, stage: int, plan: StagePlan, positions: int) -> None:
         super().__init__()
         self.config = model.config
         self.positions = positions
@@ -92,7 +79,6 @@ class Chunk(nn.Module):
         self.layers = StageLayers({number: model.layers[number] for number in plan.layers[stage]})
         self.final_norm = model.final_norm if is_last else None
         self.lm_head = model.lm_head if is_last else None  # used by the loss; listed here so that its gradient is taken
-        self.record = record
         self.aux_weight = AuxWeight(0.0, 0.0)  # of the step; the pipeline knows it
         self.batch: StageInput | None = None  # the micro-batch of the next forward, for what is not in its input
 
@@ -105,20 +91,13 @@ class Chunk(nn.Module):
         if self.embedding is not None:
             x = self.embedding(x)
         losses = []
-        for number, layer in self.layers.named_children():
-            x, stats = layer(x, rope, documents)
-            if stats is not None:
-                losses.append(self._account(int(number), layer, stats))
+        for layer in self.layers.children():
+            x, router = layer(x, rope, documents)
+            if router is not None:
+                losses.append(self.aux_weight.aux * router.aux_loss + self.aux_weight.z * router.z_loss)
         if losses and torch.is_grad_enabled():
             x = _AttachLoss.apply(x, torch.stack(losses).sum())
         return x if self.final_norm is None else self.final_norm(x)
-
-    def _account(self, index: int, layer: nn.Module, stats: RouterStats) -> Tensor:
-        """Notes the layer's statistics; returns its part of the step's loss."""
-        self.record.stats.setdefault(index, []).append(RouterStats(*(value.detach() for value in stats)))
-        if torch.is_grad_enabled():
-            layer.moe.router.record_micro_batch(stats.counts_E)  # type: ignore[union-attr,operator]
-        return self.aux_weight.aux * stats.aux_loss + self.aux_weight.z * stats.z_loss
 
 
 @dataclass(frozen=True)
@@ -246,10 +225,10 @@ class Pipeline:
         self.model, self.plan, self.group, self.device = model, plan, group, device
         self.backward_hooks = backward_hooks or _NoHooks()
         self.batches: Sequence[StageInput] = ()
-        self.record = StepRecord()
-        self._chunks = {stage: Chunk(model, stage, plan, positions, self.record) for stage in plan.mine}
+        self._loss_sums: list[Tensor] = []
+        self._chunks = {stage: Chunk(model, stage, plan, positions) for stage in plan.mine}
         self._kind, self._v_shape = schedule, schedule is PipelineSchedule.ZBV
-        self._labels_each: Tensor | float = 1
+        self.labels_per_micro_batch: Tensor | float = 1
         self._tokens = torch.empty(tokens_shape, dtype=torch.int64, device="meta")
         # requires_grad: from these shapes alone torch decides whether a gradient comes back.
         self._hidden = torch.empty(hidden_shape, dtype=dtype, device="meta", requires_grad=True)
@@ -286,34 +265,36 @@ class Pipeline:
     def _loss(self, hidden_BSD: Tensor, labels_BS: Tensor) -> Tensor:
         """The micro-batch's share of the step's mean cross-entropy."""
         loss_sum = self.model.lm_head(hidden_BSD, labels_BS)
-        self.record.loss_sums.append(loss_sum.detach())
-        return loss_sum / self._labels_each / self.num_micro_batches
+        self._loss_sums.append(loss_sum.detach())
+        return loss_sum / self.labels_per_micro_batch / self.num_micro_batches
 
-    def forward_backward(self, batches: Sequence[StageInput], labels_each: Tensor | float) -> StepRecord:
-        """Accumulates the gradients of the mean loss over the micro-batches; what was seen on the way.
+    def forward_backward(self, batches: Sequence[StageInput], labels_each: Tensor | float) -> list[Tensor]:
+        """Accumulates the gradients of the mean loss over the micro-batches; returns each one's sum of losses, on the
+        rank of the last stage.
 
         ``labels_each``: labels that count in a micro-batch, on average over all of them.
         """
         if len(batches) != self.num_micro_batches:
             self._plan_steps(len(batches))
         self.backward_hooks.begin(len(batches))
-        self.record.clear()
-        self.batches, self._labels_each = batches, labels_each
+        self._loss_sums = []
+        self.batches, self.labels_per_micro_batch = batches, labels_each
         tokens = (torch.cat([batch.tokens_BS for batch in batches]),) if 0 in self._chunks else ()
         target = torch.cat([batch.labels_BS for batch in batches]) if self.is_last else None
         losses: list[Tensor] | None = [] if self.is_last else None
         self._schedule.step(*tokens, target=target, losses=losses, return_outputs=False)
-        return self.record
+        return self._loss_sums
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[StageInput]) -> StepRecord:
-        """Forward only, for any number of micro-batches: stage after stage, all micro-batches in each.
+    def evaluate(self, batches: Sequence[StageInput]) -> list[Tensor]:
+        """As ``forward_backward``, but forward only and for any number of micro-batches: stage after stage, all
+        micro-batches in each.
 
         Our own loop: the zero-bubble schedules of torch cannot run without their backward (seen with 2.13). What
         travels keeps to ``p2p_groups``: over one communicator a rank that sends all of them before it receives one
         waits for a rank that sends each before it receives the next.
         """
-        self.record.clear()
+        self._loss_sums = []
         sent: list[Any] = []
         kept: list[Tensor] = []  # until their sends are done
         at_hand: dict[int, list[Tensor]] = {0: [batch.tokens_BS for batch in batches]}  # inputs of stages, if here
@@ -332,7 +313,7 @@ class Pipeline:
                     kept.append(output)
         for work in sent:
             work.wait()
-        return self.record
+        return self._loss_sums
 
     def _receive(self, stage: int) -> Tensor:
         hidden_BSD = torch.empty(self._hidden.shape, dtype=self._hidden.dtype, device=self.device)

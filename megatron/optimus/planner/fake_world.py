@@ -55,8 +55,7 @@ def build(config: RunConfig, rank: int, world_size: int) -> Built:
     from megatron.optimus.config.layout import AXES
     from megatron.optimus.context import RunContext
     from megatron.optimus.platform.mesh import Mesh
-    from megatron.optimus.training.build import build_model
-    from megatron.optimus.training.engine import Engine, build_engine, init_engine
+    from megatron.optimus.training.engine import Engine, build_engine, build_model, init_engine
     from megatron.optimus.training.pipeline_schedule import build_schedule
 
     imported = time.perf_counter()

@@ -29,7 +29,7 @@ from megatron.optimus.planner.work import (
     shared_work,
     update_work,
 )
-from megatron.optimus.training.flops import flops_per_token
+from megatron.optimus.training.timing import flops_per_token
 
 SHORT, LONG = 4096, 131072  # tokens of a sequence to which the rates of attention belong
 PER_STEP = ("dense", "edp")  # axes along which a rank communicates once a step, not in every micro-batch

@@ -1,4 +1,4 @@
-"""Where the model meets DeepSpeed: the one file of the package that imports deepspeed_ext."""
+"""The model of a run, its optimizer, and DeepSpeed's engine around both; alone imports deepspeed_ext for training."""
 
 from __future__ import annotations
 
@@ -7,19 +7,25 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import deepspeed_ext
 from megatron.optimus.config.checks import gradient_accumulation_steps
-from megatron.optimus.config.schema import OptimizerName, Precision, RunConfig
+from megatron.optimus.config.schema import OptimizerConfig, OptimizerName, Precision, RunConfig
 from megatron.optimus.context import RunContext
 from megatron.optimus.models.decoder import Decoder
+from megatron.optimus.models.initialize import initialize_weights
+from megatron.optimus.moe.dispatch.ownership import read_placements
+from megatron.optimus.moe.dispatch.select import settle_transport
+from megatron.optimus.parallel.apply import connect, parallelize
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.mesh import Mesh
-from megatron.optimus.training.parameter_groups import param_groups
+from megatron.optimus.training.kernel_tuning import select_tiles
 
 Engine = deepspeed_ext.EPEngine
 TrainingState = deepspeed_ext.EPZeroOptimizer | deepspeed_ext.Stage3States  # what a checkpoint reads and writes
+
+ParamGroup = dict[str, Any]
 
 _OPTIMIZERS: dict[OptimizerName, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
     OptimizerName.ADAM: torch.optim.AdamW,
@@ -27,6 +33,20 @@ _OPTIMIZERS: dict[OptimizerName, Callable[[list[dict[str, Any]]], torch.optim.Op
     OptimizerName.MUON: deepspeed_ext.Muon,
     OptimizerName.LION: deepspeed_ext.Lion,
 }
+
+
+def build_model(run: RunContext) -> Decoder:
+    """This rank's share of the model with its initial weights, on the device. Collective."""
+    config, mesh = run.config, run.mesh
+    with torch.device("meta"):
+        model = Decoder(config.model)
+    placements = read_placements(run)
+    parallel = settle_transport(run)
+    select_tiles(run.with_parallel(parallel))
+    parallelize(model, mesh, parallel, config.training.seq_length, placements)
+    initialize_weights(model, seed=config.training.seed, device=run.device, dtype=run.dtype)
+    connect(model, mesh)
+    return model
 
 
 def build_engine(run: RunContext, model: Decoder) -> Engine:
@@ -39,6 +59,76 @@ def build_engine(run: RunContext, model: Decoder) -> Engine:
         groups=_groups(model, run.mesh),
     )
     return engine
+
+
+def param_groups(model: nn.Module, config: OptimizerConfig) -> list[ParamGroup]:
+    """The trainable parameters in the model's order, grouped by what happens to them; no group is empty.
+
+    Weight decay leaves out what the configuration excludes. Muon takes the matrices between embedding and output
+    projection (experts one by one, gate and up projection apart); its other parameters get AdamW.
+    """
+    if config.optimizer is OptimizerName.MUON:
+        _mark_stacked(model)
+    members: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            key = (_is_hidden_matrix(name, parameter), _is_decayed(name, parameter, config))
+            if config.optimizer is not OptimizerName.MUON:
+                key = (False, key[1])
+            members.setdefault(key, []).append(parameter)
+    options = {
+        "lr": config.lr,
+        "state_dtype": config.optimizer_state_dtype.value,
+        **_options(config),
+    }
+    groups = []
+    for (is_matrix, is_decayed), parameters in members.items():
+        group = {"params": parameters, **options, "weight_decay": config.weight_decay if is_decayed else 0.0}
+        if config.optimizer is OptimizerName.MUON:
+            group["use_muon"] = is_matrix
+        groups.append(group)
+    return groups
+
+
+def _options(config: OptimizerConfig) -> ParamGroup:
+    adam = {"betas": (config.adam_beta1, config.adam_beta2)}
+    if config.optimizer is OptimizerName.ADAM:
+        return {**adam, "eps": config.adam_eps}
+    if config.optimizer is OptimizerName.LION:
+        return {"betas": (config.lion_beta1, config.lion_beta2)}
+    if config.optimizer is OptimizerName.SGD:
+        return {"momentum": config.sgd_momentum, "decoupled_weight_decay": True}
+    assert config.optimizer is OptimizerName.MUON, f"say which options {config.optimizer.value} has"
+    return {
+        **adam,
+        "adam_eps": config.adam_eps,
+        "momentum": config.muon_momentum,
+        "ns_steps": config.muon_num_ns_steps,
+        "adjust_lr_fn": config.muon_adjust_lr_fn.value,
+    }
+
+
+def _is_embedding(name: str) -> bool:
+    return name.endswith(("embedding.weight", "lm_head.weight"))
+
+
+def _is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.dim() >= 2 and not _is_embedding(name)
+
+
+def _is_decayed(name: str, parameter: nn.Parameter, config: OptimizerConfig) -> bool:
+    if _is_embedding(name):
+        return config.weight_decay_embeddings
+    if name.endswith("bias"):
+        return config.weight_decay_biases
+    return parameter.dim() >= 2 or config.weight_decay_norms
+
+
+def _mark_stacked(model: nn.Module) -> None:
+    """Says of tensors that hold two projections that they do."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("gate_up_weight"):
+            parameter.stacked_matrices = 2  # type: ignore[attr-defined]
 
 
 def training_state(engine: Engine) -> TrainingState:

@@ -1,25 +1,27 @@
-"""The loss on data that no step has seen: of a checkpoint at any layout, of a run between its steps and at its end."""
+"""Evaluation on held-out data: between the steps of a run, at its end, or of a checkpoint at any layout."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.context import RunContext
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.loader import Batch, BatchLoader
-from megatron.optimus.training.build import build_evaluation_data, build_model
 from megatron.optimus.training.checkpointing import Checkpoints
-from megatron.optimus.training.engine import build_engine
+from megatron.optimus.training.data import build_evaluation_data, num_labels
+from megatron.optimus.training.engine import build_engine, build_model
 from megatron.optimus.training.health import TrainingError
 from megatron.optimus.training.pipeline_schedule import Schedule, build_schedule
-from megatron.optimus.training.step import validation_loss
 
 FILE_NAME = "evaluation.json"
 
@@ -27,9 +29,12 @@ logger = logging.getLogger("optimus")
 
 
 def loss_over(run: RunContext, loader: BatchLoader, schedule: Schedule) -> float:
-    """Mean cross-entropy in nats per label over all batches of ``loader``. Collective."""
+    """Mean cross-entropy in nats per label over all batches of ``loader``. Collective.
+
+    Raises DataError on every rank where one cannot read its batches.
+    """
     assert loader.num_batches is not None
-    size = run.config.training.global_batch_size  # while the batch size is ramped up too: every validation is the same
+    size = run.config.training.global_batch_size  # during a batch-size ramp too: every validation is the same
 
     def read(number: int) -> list[Batch]:
         batches = run.ranks.together(partial(loader.batch, number * size), "reading validation data", DataError)
@@ -38,11 +43,23 @@ def loss_over(run: RunContext, loader: BatchLoader, schedule: Schedule) -> float
     return validation_loss(run, schedule, map(read, range(loader.num_batches)))
 
 
-def evaluate(run: RunContext) -> None:
-    """What ``skip_train`` asks for: writes ``<run_dir>/evaluation.json``. Collective.
+def validation_loss(run: RunContext, schedule: Schedule, batches: Iterable[Sequence[Batch]]) -> float:
+    """Mean cross-entropy in nats per label over global batches, each given as this rank's micro-batches. Collective."""
+    total = torch.zeros(2, dtype=torch.float64, device=run.device)  # sum of losses, labels
+    for own in batches:
+        # Empty where another pipeline stage has the loss.
+        for loss_sum, batch in zip(schedule.evaluate(own), own, strict=False):
+            total += torch.stack([loss_sum.double(), torch.full_like(total[0], num_labels(batch))])
+    if (world := run.mesh.group("world")) is not None:
+        dist.all_reduce(total, group=world)
+    return (total[0] / total[1].clamp(min=1)).item()
 
-    The checkpoint is the one a training run would take up; nothing is trained and no checkpoint written. Raises
-    CheckpointError where there is none, DataError without data, on every rank.
+
+def evaluate(run: RunContext) -> None:
+    """Evaluates the checkpoint that a training run would resume from, as ``skip_train`` asks for. Collective.
+
+    Writes ``<run_dir>/evaluation.json``; nothing is trained and no checkpoint is written. Raises CheckpointError where
+    there is no checkpoint, DataError without data, on every rank.
     """
     loaders = build_evaluation_data(run)
     model = build_model(run)
@@ -59,7 +76,7 @@ def evaluate(run: RunContext) -> None:
 
 
 def evaluate_sets(run: RunContext, loaders: Mapping[str, BatchLoader], step: int, schedule: Schedule) -> None:
-    """Writes the loss over every set, by its name, and the ``step`` into ``<run_dir>/evaluation.json``. Collective.
+    """Writes the loss over every set and the number of the step to ``<run_dir>/evaluation.json``. Collective.
 
     Raises DataError or TrainingError on every rank where one cannot read or write.
     """

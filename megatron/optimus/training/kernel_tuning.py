@@ -23,7 +23,7 @@ from megatron.optimus.training.health import TrainingError
 logger = logging.getLogger("optimus")
 
 
-def settle_tiles(run: RunContext) -> None:
+def select_tiles(run: RunContext) -> None:
     """Makes every rank use rank 0's tiles; nothing to do without experts, or on meta. Collective over all ranks.
 
     Raises TrainingError on every rank where rank 0 fails.

@@ -60,7 +60,7 @@ class StepProfiler:
         if not self._is_on or self._profile is not None or not self._begin <= step <= self._last:
             return
         warmup, active = max(0, self._first - step), self._last - max(self._first, step) + 1
-        with self._clock.pause(is_single=True):
+        with self._clock.pause(recurs=False):
             self._handles = _mark_modules(self._model)
             self._profile = profile(
                 activities=activities(self._device),
@@ -76,7 +76,7 @@ class StepProfiler:
             return
         is_last = step >= self._last
         is_edge = step + 1 == self._first or is_last
-        with self._clock.pause(is_single=True) if is_edge else nullcontext():
+        with self._clock.pause(recurs=False) if is_edge else nullcontext():
             if is_edge:
                 devices.synchronize(self._device)
             self._profile.step()

@@ -106,7 +106,7 @@ def batch_of(config: RunConfig, mesh: Any) -> Any:
     """This rank's part of a micro-batch of random tokens."""
     from megatron.optimus.data.loader import Batch
     from megatron.optimus.parallel.context import own_positions
-    from megatron.optimus.training.step import own_part
+    from megatron.optimus.training.data import own_part
 
     training = config.training
     tokens = torch.randint(0, config.model.vocab_size, (training.micro_batch_size, training.seq_length + 1))
@@ -148,7 +148,7 @@ def alone_in_worlds(
 def bytes_kept(words: str, rank: int, world: int) -> int:
     """What one forward leaves alive for its backward."""
     from megatron.optimus.platform.mesh import Mesh
-    from megatron.optimus.training.build import build_model
+    from megatron.optimus.training.engine import build_model
 
     config = run(words)
     mesh = Mesh(config.parallel, rank=rank, world_size=world)
@@ -171,8 +171,7 @@ def collectives_of_a_step(rank: int, world: int, cases: list[str]) -> list[tuple
 
 def _collectives_of_a_step(rank: int, world: int, words: str) -> tuple[dict[str, int], int]:
     from megatron.optimus.platform.mesh import Mesh
-    from megatron.optimus.training.build import build_model
-    from megatron.optimus.training.engine import build_engine
+    from megatron.optimus.training.engine import build_engine, build_model
     from megatron.optimus.training.pipeline_schedule import build_schedule
 
     config = run(words)
@@ -243,7 +242,7 @@ def peaks_of_parts(words: str, rank: int, world: int) -> dict[str, tuple[int, in
     from megatron.optimus.layers.rope import rope_at, rope_table
     from megatron.optimus.planner.share import shares
     from megatron.optimus.platform.mesh import Mesh
-    from megatron.optimus.training.build import build_model
+    from megatron.optimus.training.engine import build_model
 
     config = run(words)
     mesh = Mesh(config.parallel, rank=rank, world_size=world)

@@ -47,8 +47,7 @@ def _real_events(rank: int, world: int, words: str) -> list[Event]:
     from deepspeed_ext.zero.gradients import GradientSync
     from deepspeed_ext.zero.ring import Ring
     from megatron.optimus.platform.mesh import Mesh
-    from megatron.optimus.training.build import build_model
-    from megatron.optimus.training.engine import build_engine
+    from megatron.optimus.training.engine import build_engine, build_model
     from megatron.optimus.training.pipeline_schedule import build_schedule
 
     config = run(words)

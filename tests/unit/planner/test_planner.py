@@ -33,7 +33,7 @@ from megatron.optimus.planner.step_time import busy, compute_seconds, seconds, s
 from megatron.optimus.planner.weak_scaling import PAPER, weak_scaling
 from megatron.optimus.planner.work import Work, micro_batch_work, shared_work
 from megatron.optimus.platform.device import peak_flops
-from megatron.optimus.training.flops import flops_per_token
+from megatron.optimus.training.timing import flops_per_token
 
 ROOT = Path(__file__).resolve().parents[3]
 SYMMETRIC = (

@@ -1,13 +1,16 @@
-"""Model and data of a run, as its configuration describes them."""
+"""The batches of a run: loaders of its training, validation and test data."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from megatron.optimus.config.duration import total_samples
 from megatron.optimus.config.schema import Packing, RunConfig, parse_split
@@ -16,36 +19,17 @@ from megatron.optimus.data.dataset import InstanceSet, Split
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles, open_together
 from megatron.optimus.data.fim import FillInTheMiddle
-from megatron.optimus.data.loader import BatchLoader
+from megatron.optimus.data.loader import Batch, BatchLoader
 from megatron.optimus.data.mixture import CorpusPlan, Mixture, log_plan
 from megatron.optimus.data.samples import SampleOptions
 from megatron.optimus.data.sources import Sources, read_sources
 from megatron.optimus.data.tokenize.tokenizer import build_tokenizer
-from megatron.optimus.models.decoder import Decoder
-from megatron.optimus.models.initialize import initialize_weights
-from megatron.optimus.moe.dispatch.ownership import read_placements
-from megatron.optimus.moe.dispatch.select import settle_transport
-from megatron.optimus.parallel.apply import connect, parallelize
+from megatron.optimus.layers.labels import NO_LABEL
 from megatron.optimus.parallel.context import own_positions
+from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.platform.ranks import Ranks
-from megatron.optimus.training.kernel_tuning import settle_tiles
-from megatron.optimus.training.step import own_part
 
 logger = logging.getLogger("optimus")
-
-
-def build_model(run: RunContext) -> Decoder:
-    """This rank's share of the model with its initial weights, on the device. Collective."""
-    config, mesh, device, dtype = run.config, run.mesh, run.device, run.dtype
-    with torch.device("meta"):
-        model = Decoder(config.model)
-    placements = read_placements(run)
-    parallel = settle_transport(run)
-    settle_tiles(run.with_parallel(parallel))
-    parallelize(model, mesh, parallel, config.training.seq_length, placements)
-    initialize_weights(model, seed=config.training.seed, device=device, dtype=dtype)
-    connect(model, mesh)
-    return model
 
 
 VALIDATION, TEST = "validation", "test"  # the shares of ``split`` beside the names of further validation sets
@@ -211,3 +195,43 @@ def _loader(
         keep=partial(own_part, positions_S=own_positions(training.seq_length, config.parallel, mesh)),
         pin_for=run.device if config.data.pin_memory else None,
     )
+
+
+def own_part(batch: Batch, positions_S: Tensor | None) -> Batch:
+    """The part of a micro-batch that a context-parallel rank works on; None: all of it. Documents stay whole."""
+    if positions_S is None:
+        return batch
+    tokens_BS, labels_BS = batch.tokens_BS[:, positions_S], batch.labels_BS[:, positions_S]
+    if batch.positions_BS is None:
+        places_BS = positions_S.expand_as(tokens_BS).contiguous()
+    else:
+        places_BS = batch.positions_BS[:, positions_S]
+    num_labels = batch.num_labels
+    if batch.is_same and num_labels is not None:  # the parts' mean: over all of them the sum is that of the labels
+        num_labels *= positions_S.numel() / batch.labels_BS.shape[1]
+    elif num_labels is not None:
+        num_labels = int((labels_BS != NO_LABEL).sum())
+    return Batch(tokens_BS, labels_BS, batch.documents, places_BS, num_labels, batch.is_same)
+
+
+def num_labels(batch: Batch) -> float:
+    """Labels that count in a micro-batch; a fraction where context-parallel ranks share them out evenly."""
+    return batch.tokens_BS.numel() if batch.num_labels is None else batch.num_labels
+
+
+def labels_per_micro_batch(batches: Sequence[Batch], mesh: Mesh) -> float | Tensor:
+    """Labels that count in a micro-batch, averaged over all micro-batches of all ranks.
+
+    Collective where samples differ in their labels; else every rank knows it.
+    """
+    if batches[0].num_labels is None:
+        return batches[0].labels_BS.numel()
+    if batches[0].is_same:
+        return batches[0].num_labels
+    own = sum(batch.num_labels or 0 for batch in batches)
+    mean = torch.full((), own / len(batches), dtype=torch.float64, device=batches[0].labels_BS.device)
+    group, ranks = mesh.group("dense"), mesh.size("dense")
+    if group is not None:
+        dist.all_reduce(mean, group=group)
+        mean /= ranks
+    return mean.clamp(min=1 / (len(batches) * ranks)).float()  # a batch without any label has the loss 0, not 0 / 0
