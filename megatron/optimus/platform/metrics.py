@@ -8,7 +8,8 @@ Only a training step records: evaluation does not, nor does the repetition of a 
 (parallel/recompute.py), whose values were recorded in its first run.
 
 Ranks may record different names, as the stages of a pipeline do. They exchange their names in the first step. A name
-that a rank records later makes all ranks exchange them again; its values count from the second step after on.
+that a rank records later makes all ranks exchange them again when they read that step; its values count in the steps
+that are queued after that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The batches of a run: loaders of its training, validation and test data."""
+"""The data of a run: loaders of its training, validation and test batches, and what a step needs to know of a batch."""
 
 from __future__ import annotations
 
@@ -32,27 +32,29 @@ from megatron.optimus.platform.ranks import Ranks
 logger = logging.getLogger("optimus")
 
 
-VALIDATION, TEST = "validation", "test"  # the shares of ``split`` beside the names of further validation sets
+VALIDATION, TEST = "validation", "test"  # names of the shares of ``split``, beside those of the named sets
 
 
 @dataclass(frozen=True)
 class RunData:
+    """The loaders of a training run on this rank."""
+
     train: BatchLoader
     valid: dict[str, BatchLoader]  # by name: VALIDATION, and further sets; none when validation is off
     test: dict[str, BatchLoader]  # by name
 
 
 def build_data(run: RunContext) -> RunData:
-    """Loaders of this rank's training and validation batches; each validation is one fixed set. Collective.
+    """Builds the loaders of a training run; every validation reads the same batches. Collective.
 
-    Raises DataError on every rank if the data cannot be used on any.
+    Raises DataError on every rank if the data cannot be used on any rank.
     """
     sources, files = _open(run.config, run.ranks)
     return run.ranks.together(lambda: _loaders(run, sources, files), "opening the data", DataError)
 
 
 def _open(config: RunConfig, ranks: Ranks) -> tuple[Sources, TokenFiles]:
-    """What the training data are, and the files of these and of the validation and test sets, each once."""
+    """Opens the files of the training data and of the named validation and test sets, each once."""
     sources = ranks.together(lambda: read_sources(config.data), "reading what the data is", DataError)
     sets = config.data.valid_sets | config.data.test_sets
     further = [prefix for prefixes in sets.values() for prefix in prefixes]
@@ -60,10 +62,10 @@ def _open(config: RunConfig, ranks: Ranks) -> tuple[Sources, TokenFiles]:
 
 
 def build_evaluation_data(run: RunContext) -> dict[str, BatchLoader]:
-    """Loaders of VALIDATION and TEST, those of the two whose share holds a global batch, and of the further validation
-    and test sets. Collective.
+    """Builds the loaders of an evaluation, by name. Collective.
 
-    Raises DataError on every rank if there are none, if a further set is too small, or if the data cannot be used.
+    They are VALIDATION and TEST, where the share of ``split`` holds a global batch, and the named validation and test
+    sets. Raises DataError on every rank if there are none, if a named set is too small, or if the data cannot be used.
     """
     config = run.config
     sources, files = _open(config, run.ranks)
@@ -114,7 +116,7 @@ def _loaders(run: RunContext, sources: Sources, files: TokenFiles) -> RunData:
 def _further_sets(
     run: RunContext, sets: dict[str, list[str]], option: str, options: SampleOptions, files: TokenFiles
 ) -> dict[str, BatchLoader]:
-    """Loaders of the sets that an option names, each of whole files in their order."""
+    """Loaders of the sets that an option names; each reads whole files in their order."""
     loaders, config = {}, run.config
     for name, prefixes in sets.items():
         try:
@@ -135,7 +137,7 @@ def _instances(config: RunConfig, sources: Sources, files: TokenFiles, part: Spl
 
 
 def _reading(config: RunConfig, files: TokenFiles, part: Split) -> dict[str, Any]:
-    """How instances are cut and read, whatever the files."""
+    """Options of cutting and reading instances that do not depend on the files."""
     return {
         "part": part,
         "files": files,
@@ -146,7 +148,7 @@ def _reading(config: RunConfig, files: TokenFiles, part: Split) -> dict[str, Any
 
 
 def _documents(config: RunConfig) -> tuple[SampleOptions, FillInTheMiddle | None]:
-    """What is done to documents. Raises DataError if the tokenizer cannot be read or lacks a token."""
+    """How documents are treated. Raises DataError if the tokenizer cannot be read or lacks a token."""
     data = config.data
     tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model) if data.needs_eod else None
     options = SampleOptions(
@@ -198,7 +200,10 @@ def _loader(
 
 
 def own_part(batch: Batch, positions_S: Tensor | None) -> Batch:
-    """The part of a micro-batch that a context-parallel rank works on; None: all of it. Documents stay whole."""
+    """The part of a micro-batch that a context-parallel rank works on.
+
+    ``positions_S``: the positions of this rank in each sequence; None: all of them. Documents stay whole.
+    """
     if positions_S is None:
         return batch
     tokens_BS, labels_BS = batch.tokens_BS[:, positions_S], batch.labels_BS[:, positions_S]
@@ -207,7 +212,7 @@ def own_part(batch: Batch, positions_S: Tensor | None) -> Batch:
     else:
         places_BS = batch.positions_BS[:, positions_S]
     num_labels = batch.num_labels
-    if batch.is_same and num_labels is not None:  # the parts' mean: over all of them the sum is that of the labels
+    if batch.is_same and num_labels is not None:  # the mean over the parts, whose sum is the number of labels
         num_labels *= positions_S.numel() / batch.labels_BS.shape[1]
     elif num_labels is not None:
         num_labels = int((labels_BS != NO_LABEL).sum())

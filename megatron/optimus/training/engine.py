@@ -1,4 +1,7 @@
-"""The model of a run, its optimizer, and DeepSpeed's engine around both; alone imports deepspeed_ext for training."""
+"""The model of a run, its optimizer, and DeepSpeed's engine around both.
+
+Of the training program this file alone imports deepspeed_ext.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ _OPTIMIZERS: dict[OptimizerName, Callable[[list[dict[str, Any]]], torch.optim.Op
 
 
 def build_model(run: RunContext) -> Decoder:
-    """This rank's share of the model with its initial weights, on the device. Collective."""
+    """Builds this rank's share of the model with its initial weights, on the device. Collective."""
     config, mesh = run.config, run.mesh
     with torch.device("meta"):
         model = Decoder(config.model)
@@ -50,7 +53,7 @@ def build_model(run: RunContext) -> Decoder:
 
 
 def build_engine(run: RunContext, model: Decoder) -> Engine:
-    """DeepSpeed's engine around the model, with the EP-aware sharded optimizer; with zero_stage=3, DeepSpeed's own."""
+    """Wraps the model in DeepSpeed's engine, with the EP-aware sharded optimizer; zero_stage=3 has DeepSpeed's own."""
     config = run.config
     engine, *_ = deepspeed_ext.initialize(
         model=model,
@@ -62,10 +65,10 @@ def build_engine(run: RunContext, model: Decoder) -> Engine:
 
 
 def param_groups(model: nn.Module, config: OptimizerConfig) -> list[ParamGroup]:
-    """The trainable parameters in the model's order, grouped by what happens to them; no group is empty.
+    """Groups the trainable parameters by how the optimizer updates them, in the model's order; no group is empty.
 
-    Weight decay leaves out what the configuration excludes. Muon takes the matrices between embedding and output
-    projection (experts one by one, gate and up projection apart); its other parameters get AdamW.
+    Weight decay leaves out the parameters that the configuration excludes. Muon updates the matrices between embedding
+    and output projection (experts one by one, gate and up projection apart); its other parameters get AdamW.
     """
     if config.optimizer is OptimizerName.MUON:
         _mark_stacked(model)
@@ -125,32 +128,34 @@ def _is_decayed(name: str, parameter: nn.Parameter, config: OptimizerConfig) -> 
 
 
 def _mark_stacked(model: nn.Module) -> None:
-    """Says of tensors that hold two projections that they do."""
+    """Marks the tensors that hold two projections, which Muon orthogonalises apart."""
     for name, parameter in model.named_parameters():
         if name.endswith("gate_up_weight"):
             parameter.stacked_matrices = 2  # type: ignore[attr-defined]
 
 
 def training_state(engine: Engine) -> TrainingState:
-    """What a checkpoint holds of the engine, whoever's optimizer it has."""
+    """The optimizer state of an engine as a checkpoint reads and writes it, at every ZeRO stage."""
     if isinstance(engine.optimizer, deepspeed_ext.EPZeroOptimizer):
         return engine.optimizer
     return deepspeed_ext.Stage3States(engine)
 
 
 def set_micro_batches(engine: Engine, count: int) -> None:
-    """Micro-batches of the next step and those after it. Between steps, on every rank alike."""
+    """Sets the number of micro-batches from the next step on. Call it between steps, on every rank alike."""
     if count == engine.gradient_accumulation_steps():
         return
     engine.set_train_batch_size(count * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
-    # For zero_stage=3, whose engine is DeepSpeed's own: it takes a step when this is a multiple of the count, and would
-    # cut the next one short. deepspeed_ext's has done it.
+    # DeepSpeed's own engine (zero_stage=3) steps when micro_steps is a multiple of the count, and would cut the next
+    # step short. deepspeed_ext's engine resets it by itself.
     engine.micro_steps = 0
 
 
 def step_outcome(engine: Engine) -> Tensor:
-    """float64 [2]: gradient norm of the last step, 1.0 if it was skipped. On the device, without waiting for it; with
-    zero_stage=3 on the host."""
+    """Gradient norm of the last step, and 1.0 if the step was skipped: float64 [2].
+
+    It is on the device, without waiting for it; with zero_stage=3 it is on the host.
+    """
     optimizer = engine.optimizer
     if isinstance(optimizer, deepspeed_ext.EPZeroOptimizer):
         return optimizer.outcome.double()
@@ -158,7 +163,7 @@ def step_outcome(engine: Engine) -> Tensor:
 
 
 def deepspeed_config(config: RunConfig, accumulation_steps: int) -> dict[str, Any]:
-    """The configuration of DeepSpeed's engine; nothing in it makes the host wait for the device."""
+    """The configuration of DeepSpeed's engine. Nothing in it makes the host wait for the device."""
     optimizer = config.optimizer
     # A pipeline runs the backwards of all micro-batches between two calls of the engine, which sees them as one.
     in_stages = config.parallel.pipeline_model_parallel_size > 1
@@ -205,5 +210,5 @@ def init_engine(timeout: timedelta) -> None:
 
 
 def shutdown_engine() -> None:
-    """Leaves every process group, DeepSpeed's included; a live one can abort the process at exit."""
+    """Leaves every process group, DeepSpeed's included: one that is alive can abort the process at exit."""
     deepspeed_ext.shutdown()

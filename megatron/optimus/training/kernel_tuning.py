@@ -1,7 +1,8 @@
-"""The tiles of a run's Triton expert kernels: chosen on rank 0 before the first step, the same on every rank.
+"""Selects the tile sizes of Triton's expert kernels before the first step, the same on every rank.
 
-Rank 0 reads the tuned tiles on disk and, with ``tune_kernels``, first times the candidates for shapes that have none.
-Nothing is timed later. With ``deterministic`` only tiles that gave the default's very bits are taken.
+Rank 0 reads the tuned tiles from disk; with ``tune_kernels`` it first times the candidates for shapes that have none.
+Nothing is timed after the first step has begun. With ``deterministic`` only tiles are used whose results equal the
+default tiles' bit for bit.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ logger = logging.getLogger("optimus")
 
 
 def select_tiles(run: RunContext) -> None:
-    """Makes every rank use rank 0's tiles; nothing to do without experts, or on meta. Collective over all ranks.
+    """Makes every rank use rank 0's tiles; does nothing for a model without experts or on the meta device. Collective.
 
     Raises TrainingError on every rank where rank 0 fails.
     """
@@ -65,10 +66,10 @@ def _chosen(config: RunConfig, device: torch.device, dtype: torch.dtype) -> dict
 
 
 def problems_of(config: RunConfig, dtype: torch.dtype, num_tokens: int | None = None) -> tuple[list[Problem], float]:
-    """Problems of an expert layer on one rank, and the share of the slots it sees whose expert it has.
+    """The matrix products of an expert layer on one rank, and the share of the slots whose expert is on that rank.
 
-    ``num_tokens``: of a rank, before they travel to experts; default: those of a micro-batch. All-to-all brings a token
-    once to each rank that has one of its experts, taken as chosen evenly: there the number of rows is an expectation.
+    ``num_tokens``: of a rank, before dispatch; default: those of a micro-batch. All-to-all sends a token once to each
+    rank that has one of its experts; how many rows that gives is estimated for experts that are chosen evenly.
     """
     model, parallel, optimizer = config.model, config.parallel, config.optimizer
     ep, etp, topk = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size, model.moe_router_topk

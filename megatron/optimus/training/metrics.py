@@ -75,7 +75,7 @@ def numbers(metrics: StepMetrics) -> dict[str, float]:
 
 
 def to_json(metrics: StepMetrics) -> str:
-    """One line without its end. JSON knows no NaN or infinity: null, and ``"nonfinite": true`` says so."""
+    """One line without its end. A NaN or infinity becomes null, and ``"nonfinite": true`` says so."""
     record = flat(metrics)
     for key in ("peak_memory_gib", "skipped", "valid_loss", "pause_s", "save_stall_s", "save_drain_s"):
         if record[key] is None:
@@ -87,7 +87,7 @@ def to_json(metrics: StepMetrics) -> str:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """All lines, in order. A last line without its end (the process died while writing) is left out.
+    """Reads all lines, in order. A last line without its end (the process died while writing) is left out.
 
     Raises ValueError with the line number for anything else that is not a JSON object with a step.
     """
@@ -109,10 +109,10 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 
 class MetricsWriter:
-    """Appends to ``<run_dir>/metrics.jsonl``. Only rank 0 may create one."""
+    """Appends to ``<run_dir>/metrics.jsonl``. Exists on rank 0 only."""
 
     def __init__(self, run_dir: str | Path, resume_step: int = 0) -> None:
-        """Lines of steps after ``resume_step`` belong to work that was lost: they are removed. 0 starts anew."""
+        """Removes the lines of steps after ``resume_step``, which belong to work that was lost; 0 starts anew."""
         self.path = Path(run_dir) / FILE_NAME
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():

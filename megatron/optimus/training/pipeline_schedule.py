@@ -39,7 +39,7 @@ class Schedule(Protocol):
 
 
 def build_schedule(run: RunContext, engine: Engine) -> Schedule:
-    """The schedule of a run; collective."""
+    """Builds the schedule of a run. Collective."""
     config, mesh, device = run.config, run.mesh, run.device
     group = mesh.group("pp")
     if group is None:
@@ -140,18 +140,18 @@ class GradientReduction:
 
 
 def _tied_weight(model: Decoder) -> nn.Parameter | None:
-    """The embedding, where another pipeline stage has it as well."""
+    """The embedding weight, where another pipeline stage has a copy of it; else None."""
     return next((parameter for parameter in model.parameters() if getattr(parameter, "pipe_tied", False)), None)
 
 
 def routers_of(model: Decoder) -> dict[int, Router]:
-    """Routers of the layers that are here, by the layer's number in the model."""
+    """The routers of this rank's layers, by the layer's number in the model."""
     blocks = ((int(number), block) for number, block in model.layers.named_children())
     return {number: block.moe.router for number, block in blocks if block.is_moe}  # type: ignore[union-attr,misc]
 
 
 class WholeModel:
-    """No pipeline: micro-batch after micro-batch through the engine."""
+    """The schedule without pipeline parallelism: one micro-batch after the other goes through the engine."""
 
     def __init__(self, engine: Engine, config: ModelConfig) -> None:
         self.engine, self.config = engine, config
@@ -182,7 +182,7 @@ class WholeModel:
 
 
 class Stages:
-    """A pipeline; for the engine all its micro-batches are one."""
+    """The schedule of a pipeline. The engine sees all micro-batches of a step as one."""
 
     def __init__(self, engine: Engine, pipeline: Pipeline) -> None:
         self.engine, self.pipeline = engine, pipeline

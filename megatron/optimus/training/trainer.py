@@ -197,7 +197,12 @@ class Trainer:
             profiler.before(self.step + 1)
             batches = self._next_batches()
             lr = self._set_rates()
-            queued = self._queue_step(batches, lr, stop)
+            result = train_step(
+                *(self.run, self.engine, self.schedule, self.recorder, batches),
+                before_update=self.checkpoints.before_update,
+                stop_requested=partial(self._is_asked_to_stop, stop),  # a rank that cannot go on must not leave alone
+            )
+            queued = self._count_step(result, lr)
             profiler.after(self.step)
 
             # Log the step before this one while the device is at this one; log this one too where something needs it.
@@ -241,24 +246,19 @@ class Trainer:
         optimizer.skip_above = self.health.largest_norm(step + 1)
         return lr
 
-    def _queue_step(self, batches: Sequence[Batch], lr: float, stop: StopRequest) -> QueuedStep:
-        """Queues a step on the device and counts it."""
+    def _is_asked_to_stop(self, stop: StopRequest) -> bool:
+        """Whether this rank got a signal, or cannot read the batches to come. Waits for those that are read ahead."""
+        with self.clock.data():
+            failure = self.data.train.failure()
+        return failure is not None or stop.signal is not None
 
-        def stop_requested() -> bool:
-            with self.clock.data():  # waits for the batches that are read ahead
-                failure = self.data.train.failure()
-            return failure is not None or stop.signal is not None
-
-        result = train_step(
-            *(self.run, self.engine, self.schedule, self.recorder, batches),
-            before_update=self.checkpoints.before_update,
-            stop_requested=stop_requested,
-        )
-        samples = self.batch_sizes.at(self.consumed_samples)
+    def _count_step(self, result: PendingResult, lr: float) -> QueuedStep:
+        """Counts the step that has just been queued."""
+        samples, time = self.batch_sizes.at(self.consumed_samples), self.clock.end_step()
         self.step += 1
         self.consumed_samples += samples
         return QueuedStep(
-            *(self.step, result, self.clock.end_step(), lr, samples, self.consumed_samples),
+            *(self.step, result, time, lr, samples, self.consumed_samples),
             peak_memory=devices.peak_memory(self.run.device),
             checkpoint_times=self.checkpoints.take_times(),
         )
