@@ -50,6 +50,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from megatron.optimus.platform.ranks import Ranks
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from checkpoint_io_summary import summary
@@ -181,8 +183,8 @@ class Bench:
         self.ways = {"buffered": 0} | ({"direct": O_DIRECT} if accepts_direct(folder) else {})
         self.plain = folder / f"plain-{self.rank}"
         files = options.files_per_node
-        self.foreground = Saver(folder / "saved", device=device, asynchronous=False, files_per_node=files)
-        self.background = Saver(folder / "saved", device=device, files_per_node=files)
+        self.foreground = Saver(folder / "saved", ranks=Ranks(None, device), asynchronous=False, files_per_node=files)
+        self.background = Saver(folder / "saved", ranks=Ranks(None, device), files_per_node=files)
         self.step = 0
         self.number = torch.ones((), device=device)
         self.prepare_s = timed(lambda: self.background.prepare(self.slices, self._header()))
@@ -300,7 +302,7 @@ class Bench:
         for one in self.slices:
             one.tensor.zero_()
         forget(self.folder)
-        seconds = timed(lambda: load_together(path, lambda manifest: self.slices, device=self.device))
+        seconds = timed(lambda: load_together(path, lambda manifest: self.slices, ranks=Ranks(None, self.device)))
         if self._over_ranks([self._sums() != sums]) != [0]:
             raise SystemExit(f"{path} was not loaded as it was saved")
         return {"load_s": seconds}

@@ -36,6 +36,7 @@ def run_config(args: argparse.Namespace) -> Any:
 
 def build(system: str, config: Any, mesh: Any, device: torch.device) -> Any:
     """The engine of a system around a fresh model."""
+    from megatron.optimus.context import RunContext
     from megatron.optimus.training.engine import build_engine
 
     model = build_model(config, mesh, device)
@@ -46,7 +47,7 @@ def build(system: str, config: Any, mesh: Any, device: torch.device) -> Any:
         return build_stock(int(system[-1]), model, config, mesh)
     if system == "so":
         return build_so(model, config, mesh)
-    return build_engine(model, config_of(system, config), mesh, 1)
+    return build_engine(RunContext.of(config_of(system, config), mesh, device), model)
 
 
 def config_of(system: str, config: Any) -> Any:
@@ -60,11 +61,11 @@ def config_of(system: str, config: Any) -> Any:
 
 def build_model(config: Any, mesh: Any, device: torch.device) -> Any:
     """The training program's model with weights drawn on the device: its own, drawn on the host, take minutes."""
+    from megatron.optimus.context import DTYPES
     from megatron.optimus.models.decoder import Decoder
     from megatron.optimus.models.initialize import _materialize
     from megatron.optimus.parallel.apply import parallelize
     from megatron.optimus.parallel.tensor import register_gradient_sums
-    from megatron.optimus.training.build import DTYPES
 
     with torch.device("meta"):
         model = Decoder(config.model)
@@ -83,8 +84,7 @@ def build_so(model: torch.nn.Module, config: Any, mesh: Any) -> Any:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     import deepspeed_ext
-    from megatron.optimus.training.engine import deepspeed_config
-    from megatron.optimus.training.parameter_groups import param_groups
+    from megatron.optimus.training.engine import deepspeed_config, param_groups
 
     peers = mesh.group("ep")
 
@@ -128,7 +128,7 @@ def build_stock(stage: int, model: torch.nn.Module, config: Any, mesh: Any) -> A
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.utils import groups
 
-    from megatron.optimus.training.parameter_groups import param_groups
+    from megatron.optimus.training.engine import param_groups
 
     experts = [p for p in model.parameters() if hasattr(p, "group_name")]
     spread = mesh.size("ep") > 1

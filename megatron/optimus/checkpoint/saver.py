@@ -28,7 +28,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import xxhash
 
 from megatron.optimus.checkpoint import commit
@@ -66,12 +65,11 @@ class Saved:
 
 
 class Saver:
-    """Writes the checkpoints of one run. Every method is collective over ``group``, except where it says local.
+    """Writes the checkpoints of one run. Every method is collective over ``ranks``, except where it says local.
 
     Args:
         root: the folder of checkpoints, seen by all ranks.
-        group: None: all ranks.
-        device: where the slices are, and where the group's backend wants its small tensors.
+        ranks: None: all ranks, on the CPU. ``ranks.device`` is where the slices are.
         asynchronous: False saves inside ``start``, from the live tensors, without a copy in memory.
         node: ranks that give the same name share ``files_per_node`` files; None: the ranks of one host.
         files_per_node: at most.
@@ -83,8 +81,7 @@ class Saver:
         self,
         root: Path,
         *,
-        group: dist.ProcessGroup | None = None,
-        device: torch.device | str = "cpu",
+        ranks: Ranks | None = None,
         asynchronous: bool = True,
         node: str | None = None,
         files_per_node: int = FILES_PER_NODE,
@@ -93,8 +90,8 @@ class Saver:
     ) -> None:
         self._named = Path(root)
         self._root = self._named.absolute()  # the threads go on, whatever folder the program moves to
-        self._ranks = Ranks(group, device)
-        self._device = device
+        self._ranks = ranks or Ranks(None, "cpu")
+        self._device = self._ranks.device
         self._asynchronous = asynchronous
         self._node, self._files_per_node = node or node_name(), files_per_node
         self._local = None

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron.optimus.checkpoint import commit, reader
 from megatron.optimus.checkpoint.errors import CheckpointError, DamagedError, UnknownVersionError
@@ -48,11 +47,10 @@ def save(
     consumed_samples: int,
     config: dict[str, Any],
     metadata: dict[str, Any],
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
+    ranks: Ranks | None = None,
     retain: int | None = 2,
 ) -> Path:
-    """Writes and commits one checkpoint. Collective over ``group``. A training loop uses ``saver.Saver`` instead.
+    """Writes and commits one checkpoint. Collective over ``ranks``. A training loop uses ``saver.Saver`` instead.
 
     Args:
         root: the folder of checkpoints, seen by all ranks.
@@ -62,8 +60,7 @@ def save(
         consumed_samples: training sequences seen so far.
         config: the run's configuration, plain JSON; that of rank 0 is written.
         metadata: plain JSON of the caller's; that of rank 0 is written.
-        group: None: all ranks.
-        device: where the slices are, and where the group's backend wants its small tensors.
+        ranks: None: all ranks, on the CPU. ``ranks.device`` is where the slices are.
         retain: how many of the newest checkpoints of this kind stay; None keeps all.
 
     Returns:
@@ -73,7 +70,7 @@ def save(
         CheckpointError: on every rank when any rank fails.
     """
     header = Manifest(kind, step, consumed_samples, config, metadata, {}, {})
-    saver = Saver(Path(root), group=group, device=device, asynchronous=False)
+    saver = Saver(Path(root), ranks=ranks, asynchronous=False)
     return saver.start(list(slices), header, retain=retain)[-1].path
 
 
@@ -179,17 +176,15 @@ def load_together(
     requests: Requests,
     *,
     cast: bool = False,
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
+    ranks: Ranks | None = None,
 ) -> Manifest:
-    """Fills the requests of all ranks at once; every byte is read by one of them. Collective over ``group``.
+    """Fills the requests of all ranks at once; every byte is read by one of them. Collective over ``ranks``.
 
     Args:
         path: the checkpoint's directory, seen by all ranks.
         requests: returns what this rank wants of the checkpoint with this manifest. It must not communicate.
         cast: convert between floating-point dtypes instead of refusing them.
-        group: None: all ranks.
-        device: where the group's backend wants its tensors.
+        ranks: None: all ranks, on the CPU.
 
     Returns:
         The manifest.
@@ -197,7 +192,7 @@ def load_together(
     Raises:
         CheckpointError: on every rank, as ``load`` on any of them.
     """
-    ranks = Ranks(group, device)
+    ranks = ranks or Ranks(None, "cpu")
     path = Path(path)
     manifest = _manifest_together(path, ranks)
     wanted = ranks.together(lambda: requests(manifest), f"loading {path}", CheckpointError)
@@ -210,10 +205,9 @@ def load_newest(
     requests: Requests,
     *,
     cast: bool = False,
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
+    ranks: Ranks | None = None,
 ) -> tuple[Path, Manifest] | None:
-    """Loads the newest full checkpoint of which every wanted byte is good. Collective over ``group``.
+    """Loads the newest full checkpoint of which every wanted byte is good. Collective over ``ranks``.
 
     A damaged checkpoint is logged with the tensor's name, and the one before it is tried.
 
@@ -221,8 +215,7 @@ def load_newest(
         root: the folder of checkpoints.
         requests: as for ``load_together``; called again for every checkpoint that is tried.
         cast: convert between floating-point dtypes instead of refusing them.
-        group: None: all ranks.
-        device: where the group's backend wants its tensors.
+        ranks: None: all ranks, on the CPU.
 
     Returns:
         Directory and manifest; None when ``root`` has never had a checkpoint.
@@ -232,14 +225,14 @@ def load_newest(
             the newest good one is of another version of the format, or when a request does not fit it.
     """
     root = Path(root)
-    ranks = Ranks(group, device)
+    ranks = ranks or Ranks(None, "cpu")
     candidates = commit.list_committed(root) if ranks.rank == 0 else []
     [count] = ranks.broadcast([len(candidates)])
     for index in range(count):
         step, revision = ranks.broadcast(list(candidates[-1 - index][:2]) if candidates else [0, 0])
         path = root / commit.Committed(step, revision).name
         try:
-            return path, load_together(path, requests, cast=cast, group=group, device=device)
+            return path, load_together(path, requests, cast=cast, ranks=ranks)
         except DamagedError as error:
             if ranks.rank == 0 or error.__cause__ is not None:
                 log.warning("checkpoint %s is damaged, trying the one before: %s", path, error)

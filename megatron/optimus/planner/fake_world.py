@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from megatron.optimus.config.checks import check, gradient_accumulation_steps
+from megatron.optimus.config.checks import check
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError, RunConfig
 from megatron.optimus.platform import environment as launch_env
@@ -53,9 +53,9 @@ def build(config: RunConfig, rank: int, world_size: int) -> Built:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from megatron.optimus.config.layout import AXES
+    from megatron.optimus.context import RunContext
     from megatron.optimus.platform.mesh import Mesh
-    from megatron.optimus.training.build import build_model
-    from megatron.optimus.training.engine import Engine, build_engine, init_engine
+    from megatron.optimus.training.engine import Engine, build_engine, build_model, init_engine
     from megatron.optimus.training.pipeline_schedule import build_schedule
 
     imported = time.perf_counter()
@@ -65,14 +65,14 @@ def build(config: RunConfig, rank: int, world_size: int) -> Built:
     init_engine(dist.default_pg_timeout)
     mesh = Mesh(config.parallel, rank=rank, world_size=world_size)
     grouped = time.perf_counter()
-    device = torch.device("meta")
-    model = build_model(config, mesh, device)
+    run = RunContext.of(config, mesh, torch.device("meta"))
+    model = build_model(run)
     modelled = time.perf_counter()
     # Without data these mean nothing: moving weights to a device or to replicas, reading counters.
     model.to = lambda *args, **kwargs: model  # type: ignore[method-assign]
     Engine._broadcast_model = Engine._report_progress = lambda *args: None  # type: ignore[method-assign,assignment]
-    engine = build_engine(model, config, mesh, gradient_accumulation_steps(config, world_size))
-    build_schedule(config, engine, mesh, device)
+    engine = build_engine(run, model)
+    build_schedule(run, engine)
     done = time.perf_counter()
     families = engine.optimizer.families
     return Built(

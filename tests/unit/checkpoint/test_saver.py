@@ -365,11 +365,11 @@ def test_save_and_load_on_an_accelerator(tmp_path, asynchronous):
     def on_device(pieces):
         return [TensorSlice(p.name, p.kind, p.global_shape, p.start, p.stop, p.tensor.to(device)) for p in pieces]
 
-    it = Saver(tmp_path, device=device, asynchronous=asynchronous)
+    it = Saver(tmp_path, ranks=Ranks(None, device), asynchronous=asynchronous)
     it.start(on_device(owned(whole_state(1))), header(1), retain=2)
     it.before_update()
     it.drain()
     requests = on_device(whole_requests(whole_state(1)))
-    assert load_newest(tmp_path, lambda manifest: requests, device=device) is not None
+    assert load_newest(tmp_path, lambda manifest: requests, ranks=Ranks(None, device)) is not None
     state = {key: tensor.to(device) for key, tensor in whole_state(1).items()}
     assert_holds(requests, state)

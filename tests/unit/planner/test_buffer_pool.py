@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron.optimus.config.load import load
 from megatron.optimus.config.rank_plan import RankPlan, rank_plans
+from megatron.optimus.context import RunContext
 from megatron.optimus.models.parameters import EMBEDDING
 from megatron.optimus.planner.buffer_pool import BackwardReplay, buffer_pool, chunks_in_order, gradients_of, replay
 from megatron.optimus.planner.memory import memory_of
@@ -47,15 +48,15 @@ def _real_events(rank: int, world: int, words: str) -> list[Event]:
     from deepspeed_ext.zero.gradients import GradientSync
     from deepspeed_ext.zero.ring import Ring
     from megatron.optimus.platform.mesh import Mesh
-    from megatron.optimus.training.build import build_model
-    from megatron.optimus.training.engine import build_engine
+    from megatron.optimus.training.engine import build_engine, build_model
     from megatron.optimus.training.pipeline_schedule import build_schedule
 
     config = run(words)
     mesh = Mesh(config.parallel, rank=rank, world_size=world)
     steps = config.training.global_batch_size // config.training.micro_batch_size // mesh.size("dp")
-    engine = build_engine(build_model(config, mesh, torch.device("cpu")), config, mesh, steps)
-    schedule = build_schedule(config, engine, mesh, torch.device("cpu"))
+    context = RunContext.of(config, mesh, torch.device("cpu"))
+    engine = build_engine(context, build_model(context))
+    schedule = build_schedule(context, engine)
     sync = engine.optimizer._sync
     ring, place = sync._ring, {bucket: number for number, bucket in enumerate(sync.buckets)}
     events: list[Event] = []

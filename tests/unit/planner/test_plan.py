@@ -35,7 +35,7 @@ from megatron.optimus.planner.search import search
 from megatron.optimus.planner.step_time import busy, compute_seconds, micro_batch_work, seconds, step_time
 from megatron.optimus.planner.weak_scaling import PAPER, weak_scaling
 from megatron.optimus.platform.device import peak_flops
-from megatron.optimus.training.flops import flops_per_token
+from megatron.optimus.training.timing import flops_per_token
 
 ROOT = Path(__file__).resolve().parents[3]
 SYMMETRIC = (

@@ -1,4 +1,4 @@
-"""What the user watches: one live line on a terminal, plain lines everywhere else."""
+"""The progress of a run on standard output: one live line on a terminal, plain lines everywhere else."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron.optimus.context import RunContext
 from megatron.optimus.training.metrics import StepMetrics, flat
+from megatron.optimus.training.trackers import StepRange
 
 if TYPE_CHECKING:
     from rich.progress import Progress as LiveBar
 
-_KEPT = 0.9  # of a step's weight in the mean time of a token behind the ETA, with each step after it
+_DECAY = 0.9  # a step's weight in the mean time of a token, behind the ETA, falls by this factor a step
+
+
+def open_tracker(run: RunContext, steps: StepRange) -> Progress:
+    """The progress of every run."""
+    interval = run.config.logging.log_interval
+    return Progress(steps.last, steps.total_tokens, steps.first, interval, run.mesh.layout.world_size)
 
 
 @dataclass
@@ -28,7 +36,7 @@ class _Pace:
 
 
 class Progress:
-    """Shows steps as they end. Only rank 0 may create one; ``close`` it, also after an error, to free the terminal."""
+    """Shows steps as they end. ``close`` it, also after an error, to free the terminal."""
 
     def __init__(
         self, total_steps: int, total_tokens: int, first_step: int = 0, log_interval: int = 1, num_devices: int = 1
@@ -48,8 +56,8 @@ class Progress:
             self._task = self._bar.add_task("", total=total_steps, completed=first_step, text="")
             self._bar.start()
 
-    def update(self, metrics: StepMetrics) -> None:
-        """Takes the metrics of one step."""
+    def log(self, metrics: StepMetrics) -> None:
+        """Shows one step."""
         tokens = metrics.tokens_per_second_per_device * metrics.step_time_s * self.num_devices
         self._since_line.add(tokens, metrics.step_time_s)
         tokens_per_second = self._since_line.tokens / self._since_line.seconds
@@ -68,11 +76,11 @@ class Progress:
             self._since_line = _Pace()
 
     def _seconds_left(self, metrics: StepMetrics, tokens: float) -> float:
-        """Of the run: steps at the pace of the last ones, and pauses in the proportion that they have had."""
+        """Time left of the run: steps at the pace of the last ones, and pauses in proportion as so far."""
         self._num_steps += 1
-        if self._num_steps == 2:  # the first one pays for warming up, and counts only while it is the only one
+        if self._num_steps == 2:  # the first step includes warming up, and counts only while it is the only one
             self._recent, self._steps_s, self._pauses_s = _Pace(), 0.0, 0.0
-        self._recent = _Pace(_KEPT * self._recent.tokens, _KEPT * self._recent.seconds)
+        self._recent = _Pace(_DECAY * self._recent.tokens, _DECAY * self._recent.seconds)
         self._recent.add(tokens, metrics.step_time_s)
         self._steps_s += metrics.step_time_s
         self._pauses_s += metrics.pause_s or 0.0

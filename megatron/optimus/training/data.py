@@ -1,91 +1,74 @@
-"""Model and data of a run, as its configuration describes them."""
+"""The data of a run: loaders of its training, validation and test batches, and what a step needs to know of a batch."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from megatron.optimus.config.duration import total_samples
 from megatron.optimus.config.schema import Packing, RunConfig, parse_split
+from megatron.optimus.context import RunContext
 from megatron.optimus.data.dataset import InstanceSet, Split
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles, open_together
 from megatron.optimus.data.fim import FillInTheMiddle
-from megatron.optimus.data.loader import BatchLoader
+from megatron.optimus.data.loader import Batch, BatchLoader
 from megatron.optimus.data.mixture import CorpusPlan, Mixture, log_plan
 from megatron.optimus.data.samples import SampleOptions
 from megatron.optimus.data.sources import Sources, read_sources
 from megatron.optimus.data.tokenize.tokenizer import build_tokenizer
-from megatron.optimus.models.decoder import Decoder
-from megatron.optimus.models.initialize import initialize_weights
-from megatron.optimus.moe.dispatch.ownership import read_placements
-from megatron.optimus.moe.dispatch.select import select_dispatcher
-from megatron.optimus.parallel.apply import parallelize
+from megatron.optimus.layers import NO_LABEL
 from megatron.optimus.parallel.context import own_positions
-from megatron.optimus.parallel.tensor import register_gradient_sums
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.platform.ranks import Ranks
-from megatron.optimus.training.engine import DTYPES
-from megatron.optimus.training.kernel_tuning import settle_tiles
-from megatron.optimus.training.step import own_part
 
 logger = logging.getLogger("optimus")
 
 
-def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> Decoder:
-    """This rank's share of the model with its initial weights, on the device. Collective."""
-    dtype = DTYPES[config.training.params_dtype]
-    with torch.device("meta"):
-        model = Decoder(config.model)
-    placements = read_placements(config, mesh, device)
-    parallel = select_dispatcher(config, mesh, device, dtype)
-    settle_tiles(replace(config, parallel=parallel), device, dtype)
-    parallelize(model, mesh, parallel, config.training.seq_length, placements)
-    initialize_weights(model, seed=config.training.seed, device=device, dtype=dtype)
-    register_gradient_sums(model, mesh)
-    return model
-
-
-VALIDATION, TEST = "validation", "test"  # the shares of ``split`` beside the names of further validation sets
+VALIDATION, TEST = "validation", "test"  # names of the shares of ``split``, beside those of the named sets
 
 
 @dataclass(frozen=True)
 class RunData:
+    """The loaders of a training run on this rank."""
+
     train: BatchLoader
     valid: dict[str, BatchLoader]  # by name: VALIDATION, and further sets; none when validation is off
     test: dict[str, BatchLoader]  # by name
 
 
-def build_data(config: RunConfig, mesh: Mesh, device: torch.device) -> RunData:
-    """Loaders of this rank's training and validation batches; each validation is one fixed set. Collective.
+def build_data(run: RunContext) -> RunData:
+    """Builds the loaders of a training run; every validation reads the same batches. Collective.
 
-    Raises DataError on every rank if the data cannot be used on any.
+    Raises DataError on every rank if the data cannot be used on any rank.
     """
-    ranks = Ranks(None, device)
-    sources, files = _open(config, ranks)
-    return ranks.together(lambda: _loaders(config, mesh, device, sources, files), "opening the data", DataError)
+    sources, files = _open(run.config, run.ranks)
+    return run.ranks.together(lambda: _loaders(run, sources, files), "opening the data", DataError)
 
 
 def _open(config: RunConfig, ranks: Ranks) -> tuple[Sources, TokenFiles]:
-    """What the training data are, and the files of these and of the validation and test sets, each once."""
+    """Opens the files of the training data and of the named validation and test sets, each once."""
     sources = ranks.together(lambda: read_sources(config.data), "reading what the data is", DataError)
     sets = config.data.valid_sets | config.data.test_sets
     further = [prefix for prefixes in sets.values() for prefix in prefixes]
     return sources, open_together(list(dict.fromkeys([*sources.prefixes, *further])), ranks)
 
 
-def build_evaluation_data(config: RunConfig, mesh: Mesh, device: torch.device) -> dict[str, BatchLoader]:
-    """Loaders of VALIDATION and TEST, those of the two whose share holds a global batch, and of the further validation
-    and test sets. Collective.
+def build_evaluation_data(run: RunContext) -> dict[str, BatchLoader]:
+    """Builds the loaders of an evaluation, by name. Collective.
 
-    Raises DataError on every rank if there are none, if a further set is too small, or if the data cannot be used.
+    They are VALIDATION and TEST, where the share of ``split`` holds a global batch, and the named validation and test
+    sets. Raises DataError on every rank if there are none, if a named set is too small, or if the data cannot be used.
     """
-    ranks = Ranks(None, device)
-    sources, files = _open(config, ranks)
+    config = run.config
+    sources, files = _open(config, run.ranks)
 
     def loaders() -> dict[str, BatchLoader]:
         options, _ = _documents(config)
@@ -96,21 +79,22 @@ def build_evaluation_data(config: RunConfig, mesh: Mesh, device: torch.device) -
         for name, part in parts.items():
             try:
                 instances = _instances(config, sources, files, part)
-                found[name] = _loader(config, mesh, device, options, None, instances, part)
+                found[name] = _loader(run, options, None, instances, part)
             except DataError as error:
                 problems.append(f"{name}: {error}")
         for option, sets in (("valid_data_path", config.data.valid_sets), ("test_data_path", config.data.test_sets)):
-            found.update(_further_sets(sets, option, config, mesh, device, options, files))
+            found.update(_further_sets(run, sets, option, options, files))
         if not found:
             raise DataError("; ".join(problems))
         for problem in problems:
             logger.warning("not evaluated: %s", problem)
         return found
 
-    return ranks.together(loaders, "opening the data", DataError)
+    return run.ranks.together(loaders, "opening the data", DataError)
 
 
-def _loaders(config: RunConfig, mesh: Mesh, device: torch.device, sources: Sources, files: TokenFiles) -> RunData:
+def _loaders(run: RunContext, sources: Sources, files: TokenFiles) -> RunData:
+    config = run.config
     train = _instances(config, sources, files, Split.TRAIN)
     total = total_samples(config.training)
     if isinstance(train, Mixture):
@@ -119,33 +103,27 @@ def _loaders(config: RunConfig, mesh: Mesh, device: torch.device, sources: Sourc
         plan = [CorpusPlan("all", len(sources.prefixes), train.num_tokens, len(train), total)]
     log_plan(plan, total, config.data.max_data_epochs)
     options, fim = _documents(config)
-    loader = partial(_loader, config, mesh, device, options)
+    loader = partial(_loader, run, options)
     valid = {}
     if config.training.eval_interval > 0:
         if parse_split(config.data.split)[Split.VALID] > 0:
             valid[VALIDATION] = loader(None, _instances(config, sources, files, Split.VALID), Split.VALID)
-        valid.update(_further_sets(config.data.valid_sets, "valid_data_path", config, mesh, device, options, files))
-    test = _further_sets(config.data.test_sets, "test_data_path", config, mesh, device, options, files)
+        valid.update(_further_sets(run, config.data.valid_sets, "valid_data_path", options, files))
+    test = _further_sets(run, config.data.test_sets, "test_data_path", options, files)
     return RunData(loader(fim, train, Split.TRAIN), valid, test)
 
 
 def _further_sets(
-    sets: dict[str, list[str]],
-    option: str,
-    config: RunConfig,
-    mesh: Mesh,
-    device: torch.device,
-    options: SampleOptions,
-    files: TokenFiles,
+    run: RunContext, sets: dict[str, list[str]], option: str, options: SampleOptions, files: TokenFiles
 ) -> dict[str, BatchLoader]:
-    """Loaders of the sets that an option names, each of whole files in their order."""
-    loaders = {}
+    """Loaders of the sets that an option names; each reads whole files in their order."""
+    loaders, config = {}, run.config
     for name, prefixes in sets.items():
         try:
             instances = InstanceSet(
                 prefixes, config.training.seq_length, split="0,1,0", **_reading(config, files, Split.VALID)
             )
-            loaders[name] = _loader(config, mesh, device, options, None, instances, Split.VALID)
+            loaders[name] = _loader(run, options, None, instances, Split.VALID)
         except DataError as error:
             raise DataError(f"{option}, set {name}: {error}") from error
     return loaders
@@ -159,7 +137,7 @@ def _instances(config: RunConfig, sources: Sources, files: TokenFiles, part: Spl
 
 
 def _reading(config: RunConfig, files: TokenFiles, part: Split) -> dict[str, Any]:
-    """How instances are cut and read, whatever the files."""
+    """Options of cutting and reading instances that do not depend on the files."""
     return {
         "part": part,
         "files": files,
@@ -170,7 +148,7 @@ def _reading(config: RunConfig, files: TokenFiles, part: Split) -> dict[str, Any
 
 
 def _documents(config: RunConfig) -> tuple[SampleOptions, FillInTheMiddle | None]:
-    """What is done to documents. Raises DataError if the tokenizer cannot be read or lacks a token."""
+    """How documents are treated. Raises DataError if the tokenizer cannot be read or lacks a token."""
     data = config.data
     tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model) if data.needs_eod else None
     options = SampleOptions(
@@ -196,15 +174,13 @@ def _documents(config: RunConfig) -> tuple[SampleOptions, FillInTheMiddle | None
 
 
 def _loader(
-    config: RunConfig,
-    mesh: Mesh,
-    device: torch.device,
+    run: RunContext,
     options: SampleOptions,
     fim: FillInTheMiddle | None,
     instances: InstanceSet | Mixture,
     part: Split,
 ) -> BatchLoader:
-    training = config.training
+    config, mesh, training = run.config, run.mesh, run.config.training
     return BatchLoader(
         instances,
         seq_length=training.seq_length,
@@ -219,5 +195,48 @@ def _loader(
         options=options,
         fim=fim,
         keep=partial(own_part, positions_S=own_positions(training.seq_length, config.parallel, mesh)),
-        pin_for=device if config.data.pin_memory else None,
+        pin_for=run.device if config.data.pin_memory else None,
     )
+
+
+def own_part(batch: Batch, positions_S: Tensor | None) -> Batch:
+    """The part of a micro-batch that a context-parallel rank works on.
+
+    ``positions_S``: the positions of this rank in each sequence; None: all of them. Documents stay whole.
+    """
+    if positions_S is None:
+        return batch
+    tokens_BS, labels_BS = batch.tokens_BS[:, positions_S], batch.labels_BS[:, positions_S]
+    if batch.positions_BS is None:
+        places_BS = positions_S.expand_as(tokens_BS).contiguous()
+    else:
+        places_BS = batch.positions_BS[:, positions_S]
+    num_labels = batch.num_labels
+    if batch.is_same and num_labels is not None:  # the mean over the parts, whose sum is the number of labels
+        num_labels *= positions_S.numel() / batch.labels_BS.shape[1]
+    elif num_labels is not None:
+        num_labels = int((labels_BS != NO_LABEL).sum())
+    return Batch(tokens_BS, labels_BS, batch.documents, places_BS, num_labels, batch.is_same)
+
+
+def num_labels(batch: Batch) -> float:
+    """Labels that count in a micro-batch; a fraction where context-parallel ranks share them out evenly."""
+    return batch.tokens_BS.numel() if batch.num_labels is None else batch.num_labels
+
+
+def labels_per_micro_batch(batches: Sequence[Batch], mesh: Mesh) -> float | Tensor:
+    """Labels that count in a micro-batch, averaged over all micro-batches of all ranks.
+
+    Collective where samples differ in their labels; else every rank knows it.
+    """
+    if batches[0].num_labels is None:
+        return batches[0].labels_BS.numel()
+    if batches[0].is_same:
+        return batches[0].num_labels
+    own = sum(batch.num_labels or 0 for batch in batches)
+    mean = torch.full((), own / len(batches), dtype=torch.float64, device=batches[0].labels_BS.device)
+    group, ranks = mesh.group("dense"), mesh.size("dense")
+    if group is not None:
+        dist.all_reduce(mean, group=group)
+        mean /= ranks
+    return mean.clamp(min=1 / (len(batches) * ranks)).float()  # a batch without any label has the loss 0, not 0 / 0

@@ -24,8 +24,7 @@ from megatron.optimus.config.schema import (
     RunConfig,
 )
 from megatron.optimus.models.decoder import Decoder
-from megatron.optimus.training.engine import _OPTIMIZERS
-from megatron.optimus.training.parameter_groups import param_groups
+from megatron.optimus.training.engine import _OPTIMIZERS, param_groups
 
 SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 32, "moe_ffn_hidden_size": 8}
 

@@ -20,23 +20,23 @@ from torch.profiler import ProfilerAction
 
 from megatron.optimus.config.duration import batch_sizes
 from megatron.optimus.config.load import load
+from megatron.optimus.context import RunContext
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.mesh import Mesh
+from megatron.optimus.platform.metrics import Recorder
 from megatron.optimus.platform.ranks import Ranks
 from megatron.optimus.training import profiling
 from megatron.optimus.training import trainer as training
-from megatron.optimus.training.flops import flops_per_token
 from megatron.optimus.training.health import Health
 from megatron.optimus.training.lr_schedule import RateSchedule
 from megatron.optimus.training.metrics import read_metrics
-from megatron.optimus.training.step import StepReport
-from megatron.optimus.training.timing import StepClock
-from megatron.optimus.training.trainer import Trainer
+from megatron.optimus.training.timing import StepClock, flops_per_token
+from megatron.optimus.training.trainer import StepResult, Trainer
 
 TOKENS = 4 * 64  # of a step
 OPTIONS = "--preset mula-tiny --device cpu --global-batch-size 4 --micro-batch-size 4 --seq-length 64".split()
 OPTIONS += ["--device-peak-tflops", "2"]
-REPORT = StepReport(3.0, 0.0, 0.0, 1.0, False, 1.0, [[1, 1]], 0)
+RESULT = StepResult({"loss": 3.0}, 1.0, skipped=False, expert_load_LE=[[1, 1]], stop_requested=False)
 
 
 class Machine:
@@ -85,7 +85,7 @@ class Costs:
     reduce: float = 0.01  # the sums at its end, on the device
     first_step: float = 0.0  # more, in the first one
     read: float = 0.0  # a batch, by the thread that reads ahead
-    tell: float = 0.0  # writing a line
+    log: float = 0.0  # writing a line
     validate: float = 0.5  # on the device
     save: float = 0.3
     check: float = 0.2  # on the device
@@ -129,25 +129,28 @@ class Run:
         self.costs, self.queued, self.ends = costs, list[float](), list[float]()  # of steps
         config = load([*OPTIONS, "--run-dir", str(folder), *options.split()]).config
         trainer = self.trainer = Trainer.__new__(Trainer)
-        trainer.config, trainer.mesh = config, Mesh(config.parallel, rank=0, world_size=1)
-        trainer.device, trainer.ranks, trainer.runs_behind = torch.device("cpu"), Ranks.alone(), True
+        mesh, device = Mesh(config.parallel, rank=0, world_size=1), torch.device("cpu")
+        trainer.run = RunContext(config, mesh, device, Ranks.alone())
+        trainer.config, trainer.runs_behind = config, True
+        trainer.queued, trainer.stop_requested, trainer.logged_batch_size = None, False, 0
+        trainer.recorder = Recorder(trainer.run.ranks)
         trainer.data = SimpleNamespace(train=self, valid={"validation": None}, test={})  # type: ignore[assignment]
         trainer.engine = SimpleNamespace(module=nn.Module(), optimizer=SimpleNamespace(param_groups=[]))
         trainer.schedule, trainer.checkpoints = None, self  # type: ignore[assignment]
-        trainer.step = trainer.first_step = trainer.consumed_samples = trainer._told_size = 0
+        trainer.step = trainer.first_step = trainer.consumed_samples = 0
         trainer.batch_sizes, trainer.rates = (
             batch_sizes(config.training),
             RateSchedule(config.optimizer, config.training),
         )
         trainer.last_step, trainer.health = config.training.train_iters, Health()
-        trainer.clock = StepClock(trainer.device)
+        trainer.clock = StepClock(device)
         monkeypatch.setattr(training, "train_step", self.train_step)
         monkeypatch.setattr(training, "loss_over", self.validate)
         monkeypatch.setattr(training, "check_devices", self.check_devices)
         monkeypatch.setattr(profiling, "profile", lambda **arguments: Profile(machine, costs, **arguments))
-        if costs.tell:
-            write = training.Reporter.write
-            monkeypatch.setattr(training.Reporter, "write", lambda *args: (machine.queue(costs.tell, 0), write(*args)))
+        if costs.log:
+            log = training.MetricsLogger.log
+            monkeypatch.setattr(training.MetricsLogger, "log", lambda *args: (machine.queue(costs.log, 0), log(*args)))
         trainer.fit()
         self.lines = read_metrics(folder / "metrics.jsonl")
         self.seconds = [line["step_time_s"] for line in self.lines]
@@ -161,9 +164,9 @@ class Run:
         end = machine.device
         self.ends.append(end)
 
-        def read() -> StepReport:
+        def read() -> StepResult:
             machine.wait(end)
-            return REPORT
+            return RESULT
 
         return SimpleNamespace(read=read)
 
@@ -251,7 +254,7 @@ def test_a_step_takes_what_the_device_takes(run: Callable[..., Run], room: float
 @pytest.mark.parametrize(("launch", "step"), [(0.01, 0.09), (0.08, 0.01)])
 def test_steps_and_pauses_add_up_to_the_run(run: Callable[..., Run], launch: float, step: float) -> None:
     """Also where the device waits for the host, which writes a line of every step, too."""
-    found = run(ALL, Costs(launch=launch, step=step, tell=0.03))
+    found = run(ALL, Costs(launch=launch, step=step, log=0.03))
     pauses = sum(line.get("pause_s", 0.0) for line in found.lines) + 1.0 + 5.0  # of the profile
     assert sum(found.seconds) + pauses == pytest.approx(found.ends[-1] - found.began)
 
