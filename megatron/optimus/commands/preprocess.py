@@ -101,8 +101,8 @@ def main(argv: list[str] | None = None) -> int:
     if terminal:
         sys.stderr.write("\n")
     log_progress(report)
-    if report.parts_found:
-        print(f"{report.parts_found} parts were there already, {report.parts} were done now")
+    if report.partitions_found:
+        print(f"{report.partitions_found} parts were there already, {report.partitions_done} were done now")
     if not report.merged:
         print("this process's parts are done; the last process to finish joins all of them")
         return 0

@@ -15,13 +15,12 @@ from torch import Tensor
 from megatron.optimus.config.duration import total_samples
 from megatron.optimus.config.schema import Packing, RunConfig, parse_split
 from megatron.optimus.context import RunContext
-from megatron.optimus.data.dataset import InstanceSet, Split
+from megatron.optimus.data.dataset import InstanceSet, SampleOptions, Split
 from megatron.optimus.data.errors import DataError
-from megatron.optimus.data.files import TokenFiles, open_together
+from megatron.optimus.data.files import TokenFiles, open_on_all_ranks
 from megatron.optimus.data.fim import FillInTheMiddle
 from megatron.optimus.data.loader import Batch, BatchLoader
 from megatron.optimus.data.mixture import CorpusPlan, Mixture, log_plan
-from megatron.optimus.data.samples import SampleOptions
 from megatron.optimus.data.sources import Sources, read_sources
 from megatron.optimus.data.tokenize.tokenizer import build_tokenizer
 from megatron.optimus.layers import NO_LABEL
@@ -58,7 +57,7 @@ def _open(config: RunConfig, ranks: Ranks) -> tuple[Sources, TokenFiles]:
     sources = ranks.together(lambda: read_sources(config.data), "reading what the data is", DataError)
     sets = config.data.valid_sets | config.data.test_sets
     further = [prefix for prefixes in sets.values() for prefix in prefixes]
-    return sources, open_together(list(dict.fromkeys([*sources.prefixes, *further])), ranks)
+    return sources, open_on_all_ranks(list(dict.fromkeys([*sources.prefixes, *further])), ranks)
 
 
 def build_evaluation_data(run: RunContext) -> dict[str, BatchLoader]:

@@ -60,13 +60,13 @@ def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[byt
     place = tmp_path_factory.mktemp("expected")
     (place / "all.jsonl").write_bytes(json_lines(TEXTS))
     report = run([place / "all.jsonl"], place / "x")
-    assert (report.documents, report.parts) == (900, 1)
+    assert (report.documents, report.partitions_done) == (900, 1)
     return result(place / "x")
 
 
 def test_every_format_in_a_folder(folder: Path, expected: list[bytes], tmp_path: Path) -> None:
     report = run([folder], tmp_path / "x")
-    assert (report.documents, report.parts, report.malformed) == (900, 5, 0)
+    assert (report.documents, report.partitions_done, report.malformed) == (900, 5, 0)
     assert report.tokens == {f"{tmp_path}/x_text_document": sum(len(text) + 1 for text in TEXTS)}
     assert result(tmp_path / "x") == expected
     assert len(list(tmp_path.iterdir())) == 2
@@ -98,10 +98,10 @@ def test_ranks_share_the_parts_largest_first(folder: Path, expected: list[bytes]
     reports = [run([folder], tmp_path / "x", rank=rank, world_size=3) for rank in (2, 0)]
     assert [report.merged for report in reports] == [False, False] and not (tmp_path / "x_text_document.idx").exists()
     last = run([folder], tmp_path / "x", rank=1, world_size=3)
-    assert last.merged and last.documents == 900 and [r.parts for r in [*reports, last]] == [1, 2, 2]
+    assert last.merged and last.documents == 900 and [r.partitions_done for r in [*reports, last]] == [1, 2, 2]
     assert result(tmp_path / "x") == expected and len(list(tmp_path.iterdir())) == 2
     idle = run([folder], tmp_path / "y", rank=7, world_size=8)
-    assert (idle.parts, idle.merged) == (0, False) and not (tmp_path / "y.parts").exists()
+    assert (idle.partitions_done, idle.merged) == (0, False) and not (tmp_path / "y.parts").exists()
 
 
 def test_places_of_launchers_and_arrays() -> None:
@@ -156,16 +156,16 @@ def test_changed_input_is_noticed(tmp_path: Path) -> None:
 def test_a_pair_per_file(folder: Path, tmp_path: Path) -> None:
     options = {"per_file": True}
     first = run([folder], tmp_path / "out", rank=0, world_size=2, **options)
-    assert (first.parts, first.merged) == (3, True)
+    assert (first.partitions_done, first.merged) == (3, True)
     second = run([folder], tmp_path / "out", **options)
-    assert (second.parts, second.parts_found, second.documents) == (2, 3, 900)
+    assert (second.partitions_done, second.partitions_found, second.documents) == (2, 3, 900)
     names = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.idx")}
     assert names == {f"{name}_text_document.idx" for name in ("a", "b", "c", "d", "sub/e")}
     assert len(IndexedDataset(tmp_path / "out" / "b_text_document")) == 300
     source = folder / "a.jsonl"
     os.utime(source, ns=(1, 1))  # another file under the same name is done again, others are not
     third = run([folder], tmp_path / "out", **options)
-    assert (third.parts, third.parts_found) == (1, 4)
+    assert (third.partitions_done, third.partitions_found) == (1, 4)
 
 
 def test_errors_of_other_formats(tmp_path: Path) -> None:
