@@ -68,7 +68,7 @@ def tune(config: RunConfig, tokens: int | None, *, again: bool, explain: bool) -
 def report(
     problems: list[Problem], share: float, device: torch.device, *, exact_only: bool, again: bool, explain: bool
 ) -> None:
-    from megatron.optimus.ops.triton.tune import line, tune_missing
+    from megatron.optimus.ops.triton.autotune import line, tune_missing
 
     for problem in dict.fromkeys(problems):
         known = {} if again else {k: e for k, e in tiles.table(device).items() if e.is_exact or not exact_only}

@@ -50,7 +50,7 @@ def _chosen(config: RunConfig, device: torch.device, dtype: torch.dtype) -> dict
     tiles.use(None)
     entries = {k: e for k, e in tiles.table(device).items() if e.is_exact or not training.deterministic}
     if training.tune_kernels:
-        from megatron.optimus.ops.triton.tune import line, tune_missing
+        from megatron.optimus.ops.triton.autotune import line, tune_missing
 
         started = time.monotonic()
         problems, share = problems_of(config, dtype)

@@ -63,7 +63,7 @@ CASES = {  # tokens of a rank, width, choices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_rows_go_out_and_their_sums_come_back(name: str, dtype: torch.dtype) -> None:
-    from megatron.optimus.ops.triton import peers
+    from megatron.optimus.ops.triton import symmetric_memory
 
     num_tokens, width, how = CASES[name]
     owner_E, local_E = Ownership.regular(EXPERTS, RANKS, ExpertPlacement.CONTIGUOUS).owner_and_local_id(
@@ -79,25 +79,25 @@ def test_rows_go_out_and_their_sums_come_back(name: str, dtype: torch.dtype) -> 
     own_outputs, products = [], torch.zeros((), dtype=torch.float64, device=DEVICE)
     owners = owner_E[torch.cat(indices)]
     for rank in range(RANKS):
-        all_indices, all_weights, needed = peers.read_choices(
+        all_indices, all_weights, needed = symmetric_memory.read_choices(
             addresses(numbers), addresses(weights), owner_E, local_E, rank, *indices[0].shape
         )
         assert torch.equal(all_weights, torch.cat(weights))
         assert torch.equal(all_indices, torch.where(owners == rank, local_E[torch.cat(indices)], -1).int())
         assert torch.equal(needed.bool(), (owners == rank).any(1))
-        rows = filled_with_nan(lambda: peers.pull_rows(addresses(x), needed, rank, width, dtype))  # noqa: B023
+        rows = filled_with_nan(lambda: symmetric_memory.pull_rows(addresses(x), needed, rank, width, dtype))  # noqa: B023
         assert rows.dtype == dtype and torch.equal(rows[needed.bool()], torch.cat(x)[needed.bool()])
         assert rows[~needed.bool()].isnan().all()  # nothing else travels
         y = torch.randn(RANKS * num_tokens, width, device=DEVICE, dtype=dtype)
         products += (rows * y)[needed.bool()].double().sum()
         y[~needed.bool()] = torch.nan  # never read
-        peers.push_rows(y.nan_to_num(7.0), needed, addresses(outputs), rank)  # 7 arrives nowhere
+        symmetric_memory.push_rows(y.nan_to_num(7.0), needed, addresses(outputs), rank)  # 7 arrives nowhere
         gradient = torch.where(all_indices >= 0, all_weights * (rank + 1), torch.nan)
-        peers.push_weight_gradients(gradient, all_indices, addresses(dweights), rank)
+        symmetric_memory.push_weight_gradients(gradient, all_indices, addresses(dweights), rank)
         own_outputs.append(y)
     back = torch.zeros((), dtype=torch.float64, device=DEVICE)
     for rank in range(RANKS):
-        total = peers.sum_outputs(own_outputs[rank], outputs[rank], indices[rank], owner_E, rank, RANKS)
+        total = symmetric_memory.sum_outputs(own_outputs[rank], outputs[rank], indices[rank], owner_E, rank, RANKS)
         mine = slice(rank * num_tokens, (rank + 1) * num_tokens)
         others = torch.tensor([place for place in range(RANKS) if place != rank], device=DEVICE)
         came = (owner_E[indices[rank]][None] == others[:, None, None]).any(2)

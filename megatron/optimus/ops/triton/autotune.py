@@ -1,4 +1,4 @@
-"""Times the candidates of tiles.py on a device and says which is the fastest. Never called by an operation itself.
+"""Autotuning: times the candidates of tiles.py on a device and picks the fastest. No operation calls it by itself.
 
 For each problem the candidates are compiled side by side in threads, run once, compared with the default's result, and
 timed in rotation on the device's own events. The default stays unless another is faster by more than what timings
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.optimus.ops.triton import gemm, index, rows, tile_cache
+from megatron.optimus.ops.triton import grouped_gemm, permute, row_order, tile_cache
 from megatron.optimus.ops.triton.tiles import Entry, Problem, Table, Tiles, bucket, fitting, hardware, table
 
 logger = logging.getLogger("optimus")
@@ -43,7 +43,7 @@ class Work(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What tuning one problem has shown."""
+    """The result of tuning one problem."""
 
     problem: Problem
     default: Tiles
@@ -68,13 +68,13 @@ def time_runs(runs: Sequence[Callable[[], object]], device: torch.device) -> lis
     spans: list[list[tuple[torch.Event, torch.Event]]] = [[] for _ in runs]
     for number in range(rounds):
         for place in range(len(runs)):
-            turn = (place + number) % len(runs)
+            candidate = (place + number) % len(runs)
             span = module.Event(enable_timing=True), module.Event(enable_timing=True)
             other.zero_()
             span[0].record()
-            runs[turn]()
+            runs[candidate]()
             span[1].record()
-            spans[turn].append(span)
+            spans[candidate].append(span)
     module.synchronize(device)
     return [1e3 * statistics.median(begin.elapsed_time(end) for begin, end in own) for own in spans]
 
@@ -224,8 +224,8 @@ class _Data:
         shape = (self.num_tokens, self.topk)
         places = torch.rand(shape, device=device, generator=self.generator) / local_share * problem.experts
         indices = torch.where(places < problem.experts, places, -1.0).int().clamp_(max=problem.experts - 1)
-        self.order = index.order_rows(indices, problem.experts)
-        self.num_rows, self.num_used = self.order.slot_P.numel(), int(self.order.num_tiles) * index.ROW_TILE
+        self.order = row_order.order_rows(indices, problem.experts)
+        self.num_rows, self.num_used = self.order.slot_P.numel(), int(self.order.num_tiles) * row_order.ROW_TILE
         self.is_padding = self.order.slot_P < 0
         self.num_slots = int((~self.is_padding).sum())
 
@@ -248,7 +248,7 @@ def _product(problem: Problem, data: _Data) -> Work:
         gate_up = data.random(experts, 2 * height, width, scale=width**-0.5)
 
         def up(tiles: Tiles) -> tuple[Tensor, ...]:
-            hidden, activation = gemm.up_swiglu(x, gate_up, order, tiles, without_padding=True)
+            hidden, activation = grouped_gemm.up_swiglu(x, gate_up, order, tiles, without_padding=True)
             return hidden[: data.num_slots], activation[: data.num_used]
 
         return Work(up, _nothing, None)
@@ -257,7 +257,7 @@ def _product(problem: Problem, data: _Data) -> Work:
     weight = data.random(*shape, scale=width**-0.5)
 
     def run(tiles: Tiles) -> tuple[Tensor, ...]:
-        return (gemm.rows_times_weight(x, weight, order, transposed=transposed, tiles=tiles),)
+        return (grouped_gemm.rows_times_weight(x, weight, order, transposed=transposed, tiles=tiles),)
 
     return Work(run, _nothing, data.num_used)
 
@@ -266,27 +266,27 @@ def _gradient(problem: Problem, data: _Data) -> Work:
     kernel, dtype, experts, height, width, _ = problem
     a, b, order = data.rows(height), data.rows(width), data.order
     if kernel == "weight_gradient":
-        return Work(lambda tiles: (gemm.weight_gradient(a, b, order, tiles=tiles),), _nothing, None)
+        return Work(lambda tiles: (grouped_gemm.weight_gradient(a, b, order, tiles=tiles),), _nothing, None)
     dtype = torch.float32 if kernel.endswith("fp32") else dtype
     main = torch.zeros(experts, height, width, dtype=dtype, device=data.device)
-    return Work(lambda tiles: (gemm.weight_gradient(a, b, order, main, tiles),), main.zero_, None)
+    return Work(lambda tiles: (grouped_gemm.weight_gradient(a, b, order, main, tiles),), main.zero_, None)
 
 
 def _rows(problem: Problem, data: _Data) -> Work:
     width, order, topk = problem.width, data.order, data.topk
     if problem.kernel == "spread_rows":
         x = data.random(data.num_tokens, width)
-        return Work(lambda tiles: (rows.spread_rows(x, order, topk, tiles=tiles),), _nothing, data.num_used)
+        return Work(lambda tiles: (permute.spread_rows(x, order, topk, tiles=tiles),), _nothing, data.num_used)
     if problem.kernel == "sum_rows":
         values, out = data.rows(width), data.random(data.num_tokens, width)
-        return Work(lambda tiles: (rows.sum_rows(values, order, None, topk, out, tiles),), _nothing, None)
+        return Work(lambda tiles: (permute.sum_rows(values, order, None, topk, out, tiles),), _nothing, None)
     hidden, gradient = data.random(data.num_slots, 2 * width), data.rows(width)
     row_weight = torch.rand(data.num_rows, device=data.device, generator=data.generator)
     row_weight.masked_fill_(data.is_padding, 0.0)
     changed = gradient.clone()
 
     def run(tiles: Tiles) -> tuple[Tensor, ...]:
-        dhidden, dweights = rows.swiglu_backward_(changed, hidden, row_weight, order, topk, tiles)
+        dhidden, dweights = permute.swiglu_backward_(changed, hidden, row_weight, order, topk, tiles)
         return dhidden[: data.num_used], changed[: data.num_used], dweights
 
     return Work(run, lambda: changed.copy_(gradient), None)

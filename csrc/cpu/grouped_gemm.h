@@ -1,11 +1,11 @@
-// The pieces of the expert layer that moe_mlp.cpp and grouped.cpp share: weights packed, rows summed, weights' gradients.
+// What the expert layer's products share: packed weights, sums of a token's rows, gradients of weights.
 #pragma once
 
 #include <algorithm>
 #include <type_traits>
 
 #include "gemm.h"
-#include "order.h"
+#include "row_order.h"
 #include "schedule.h"
 
 namespace optimus::cpu {

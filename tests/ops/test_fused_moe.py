@@ -22,6 +22,7 @@ from tests.ops.cases import (
     TOLERANCE,
     Case,
     case_with_answer,
+    expected,
     make_inputs,
     mismatches,
     mutated,
@@ -120,6 +121,24 @@ def test_the_comparison_sees_a_single_wrong_slot(mutation: str) -> None:
     assert any(line.startswith("y:") for line in bad) and any(line.startswith("dx:") for line in bad)
 
 
+def test_the_reference_is_exact_in_fp64() -> None:
+    """What other tests compare with is itself held against the token-by-token computation."""
+    for name, case in CASES.items():
+        inputs = [t.double() if t.is_floating_point() else t for t in make_inputs(case, torch.float32)]
+        got = values_and_gradients(reference.moe_mlp, inputs)
+        assert not mismatches(got, expected(inputs), 1e-12), name
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_the_layer_compiles_as_one_graph(backend: str) -> None:
+    torch.compiler.reset()  # a compiled function keeps its backend
+    ops.set_backend(backend)
+    inputs = make_inputs(Case(12, 16, 8, 3, 2), torch.float32)
+    compiled = torch.compile(ops.moe_mlp, backend="aot_eager", fullgraph=True)
+    got, want = values_and_gradients(compiled, inputs), values_and_gradients(ops.moe_mlp, inputs)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
 def test_reference_gradients_by_finite_differences() -> None:
     inputs = make_inputs(Case(5, 4, 3, 3, 2, "some_foreign"), torch.float64, seed=3)
     leaves = [t.double().requires_grad_() for t in inputs[:4]]
@@ -153,14 +172,15 @@ def test_triton_looks_at_an_index_before_narrowing_it(index: int, monkeypatch: p
     from triton.runtime import interpreter
     from triton.runtime.errors import InterpreterError
 
-    ops.set_backend("triton")
+    from megatron.optimus.ops.triton.row_order import order_rows
+
     indices = torch.tensor([[0, 1], [index, 2]])
-    order = ops.sort_slots(indices, 4, torch.float16)  # assertions are off
-    assert order.rows_TK[1, 0] == -1 and order.counts_E.tolist() == [1, 1, 1, 0]
+    order = order_rows(indices, 4)  # assertions are off
+    assert order.row_N[2] == -1 and order.count_E.tolist() == [1, 1, 1, 0]
     options = dataclasses.replace(interpreter.interpreter_builder.options, debug=True)
     monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
     with pytest.raises(InterpreterError, match="an expert index is outside"):
-        ops.sort_slots(indices, 4, torch.float16)
+        order_rows(indices, 4)
 
 
 def test_wrong_arguments_raise_before_anything_runs() -> None:
@@ -206,9 +226,9 @@ def test_compiled_operations_pass_opcheck() -> None:
     for add in (True, False):
         into = (*saved, *places, add, add)
         torch.library.opcheck(torch.ops.optimus.moe_mlp_backward_into.default, into, test_utils=checks)
-    order = ops.sort_slots(indices, CASES["some_foreign"].experts, torch.float32)
-    combined = (hidden, order.rows_N, order.plan[0], None, x.shape[0])
-    torch.library.opcheck(torch.ops.optimus.cpu_combine.default, combined, test_utils=checks)
+    positions = torch.arange(2 * len(x), dtype=torch.int32).view(-1, 2)
+    copies = torch.cat((x, x)).detach()
+    torch.library.opcheck(torch.ops.optimus.cpu_sum_copies.default, (copies, positions), test_utils=checks)
 
 
 @pytest.mark.gpu

@@ -1,8 +1,8 @@
 # mypy: disable-error-code=no-untyped-def
-"""Kernels that read and write the memory of other GPUs of the node: tokens to the ranks whose experts they need.
+"""Kernels of the symmetric-memory token dispatcher: they read and write the memory of other GPUs of the node.
 
 A peer's memory is given by its address: ``..._at_P``, int64 [P] on the device, one for each rank of the group in order,
-this rank's own among them. Nothing here waits for another rank: moe/dispatch/symmetric.py says who may write when.
+this rank's own among them. Nothing here waits for another rank: the barriers are in moe/dispatch/symmetric.py.
 
 Every kernel goes over peers fastest and begins at its own rank: at any time each rank talks with all others, and no
 rank is asked by all of them at once.
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.optimus.ops.triton.rows import _block
+from megatron.optimus.ops.triton.permute import _block
 
 _TILE = 8192  # elements that a program moves at once: enough bytes under way to cover a link's latency
 _CHOICE_ROWS = 128

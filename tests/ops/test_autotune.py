@@ -23,7 +23,7 @@ from tests.ops.targets import HAS_CUDA, INTERPRETED
 if not (HAS_CUDA or INTERPRETED):
     pytest.skip("neither CUDA nor Triton's interpreter", allow_module_level=True)
 
-from megatron.optimus.ops.triton import gemm, index, rows, tune
+from megatron.optimus.ops.triton import autotune, grouped_gemm, permute, row_order
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda", None if INTERPRETED else 0)
 DTYPE = torch.float16  # the interpreter has no bf16 product
@@ -43,15 +43,15 @@ def _file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def use_engine(monkeypatch: pytest.MonkeyPatch, engine: bool) -> None:
     """Descriptors from the host, or those that kernels make where there is no memory engine."""
     machine = tiles_module.hardware(DEVICE)._replace(has_engine=engine)
-    for module in (tiles_module, gemm):
+    for module in (tiles_module, grouped_gemm):
         monkeypatch.setattr(module, "hardware", lambda device: machine)
 
 
 @functools.cache
-def order() -> index.RowOrder:
+def order() -> row_order.RowOrder:
     experts = torch.cat([torch.full((n,), e) for e, n in enumerate(COUNTS)] + [torch.tensor([-1, -1])])
     experts = experts[torch.randperm(len(experts), generator=torch.Generator().manual_seed(0))]
-    return index.order_rows(experts[:, None].to(DEVICE), len(COUNTS))
+    return row_order.order_rows(experts[:, None].to(DEVICE), len(COUNTS))
 
 
 def in_rows(width: int, seed: int) -> Tensor:
@@ -79,8 +79,8 @@ def product_errors(kernel: str, tiles: Tiles) -> list[str]:
     wrong = []
     if kernel == "up_swiglu":
         x, weight = in_rows(D, 1), weights(2 * F, D)
-        hidden, activation = gemm.up_swiglu(x, weight, order(), tiles)
-        kept, again = gemm.up_swiglu(x, weight, order(), tiles, without_padding=True)
+        hidden, activation = grouped_gemm.up_swiglu(x, weight, order(), tiles)
+        kept, again = grouped_gemm.up_swiglu(x, weight, order(), tiles, without_padding=True)
         for e in range(len(COUNTS)):
             want = of_expert(x, e) @ weight[e].double().T
             gate, up = want.chunk(2, dim=1)
@@ -95,7 +95,7 @@ def product_errors(kernel: str, tiles: Tiles) -> list[str]:
     elif kernel.startswith("rows_times_weight"):
         transposed = kernel.endswith("_t")
         x, weight = in_rows(D, 2), weights(F, D) if transposed else weights(D, F)
-        got = gemm.rows_times_weight(x, weight, order(), transposed=transposed, tiles=tiles)
+        got = grouped_gemm.rows_times_weight(x, weight, order(), transposed=transposed, tiles=tiles)
         for e in range(len(COUNTS)):
             of_e = weight[e].double()
             if not is_close(of_expert(got, e), of_expert(x, e) @ (of_e.T if transposed else of_e), 2e-3):
@@ -104,7 +104,7 @@ def product_errors(kernel: str, tiles: Tiles) -> list[str]:
         a, b = in_rows(D, 3), in_rows(F, 4)
         out = weights(D, F).to(torch.float32 if kernel.endswith("fp32") else DTYPE) if "add" in kernel else None
         before = 0.0 if out is None else out.double()
-        got = gemm.weight_gradient(a, b, order(), out, tiles)
+        got = grouped_gemm.weight_gradient(a, b, order(), out, tiles)
         want = torch.stack([of_expert(a, e).T @ of_expert(b, e) for e in range(len(COUNTS))]) + before
         if not is_close(got, want, 2e-6 if kernel.endswith("fp32") else 2e-3):
             wrong.append("gradient")
@@ -132,19 +132,19 @@ def different(kernel: str) -> list[Tiles]:
 
 def test_every_candidate_of_the_other_kernels_is_right() -> None:
     width = 1100  # of the rows: more than most candidates take at once, and no multiple of it
-    plan = index.order_rows(torch.tensor([[0], [-1], [0]], device=DEVICE), 1)
+    plan = row_order.order_rows(torch.tensor([[0], [-1], [0]], device=DEVICE), 1)
     used, place = plan.slot_P >= 0, plan.slot_P.clamp(min=0).long()
-    num_used = int(plan.num_tiles) * index.ROW_TILE
+    num_used = int(plan.num_tiles) * row_order.ROW_TILE
 
     def random(*shape: int, seed: int) -> Tensor:
         return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DTYPE).to(DEVICE)
 
     x, values = random(3, width, seed=5), random(used.numel(), width, seed=6)
     for tiles in different("spread_rows"):
-        got = rows.spread_rows(x, plan, 1, tiles=tiles)
+        got = permute.spread_rows(x, plan, 1, tiles=tiles)
         assert torch.equal(got[used], x[place[used]]) and not got[:num_used][~used[:num_used]].any(), tiles
     for tiles in different("sum_rows"):
-        got = rows.sum_rows(values, plan, None, 1, torch.empty_like(x), tiles)
+        got = permute.sum_rows(values, plan, None, 1, torch.empty_like(x), tiles)
         assert torch.equal(got[place[used]], values[used]) and not got[plan.row_N < 0].any(), tiles
     plan.num_tiles.fill_(2)  # of two: slot 1 in the very last row
     plan.slot_P[-1] = 1
@@ -161,7 +161,7 @@ def test_every_candidate_of_the_other_kernels_is_right() -> None:
     kept[:2], kept[-1] = hidden[:2], hidden[-1]
     for tiles in different("swiglu_backward"):
         changed = da.clone()
-        dhidden, dweights = rows.swiglu_backward_(changed, kept, weight, plan, 1, tiles)
+        dhidden, dweights = permute.swiglu_backward_(changed, kept, weight, plan, 1, tiles)
         assert is_close(dhidden[used], want_hidden[used], 2e-3) and is_close(changed[used], activation[used], 2e-3)
         assert is_close(dweights[place[used], 0], want_weight[used], 1e-5), tiles
         assert not dhidden[~used].any() and not changed[~used].any(), tiles
@@ -174,7 +174,7 @@ def test_a_whole_layer_with_other_tiles_than_the_default(monkeypatch: pytest.Mon
         asked.append(Problem(kernel, like.dtype, experts, height, width, tiles_module.bucket(slots)))
         return CANDIDATES[kernel][-1]
 
-    for module in (gemm, rows):
+    for module in (grouped_gemm, permute):
         monkeypatch.setattr(module, "tiles_for", last)
     use_engine(monkeypatch, not INTERPRETED and tiles_module.hardware(DEVICE).has_engine)
     case = Case(11, 19, 13, 2, 2, "some_foreign")
@@ -207,13 +207,13 @@ def three_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def break_tiles(monkeypatch: pytest.MonkeyPatch, broken: Tiles, how: Callable[[Tensor], Tensor]) -> None:
-    right = gemm.rows_times_weight
+    right = grouped_gemm.rows_times_weight
 
     def wrong(*args: object, tiles: Tiles, **options: object) -> Tensor:
         out = right(*args, tiles=tiles, **options)  # type: ignore[arg-type]
         return how(out) if tiles == broken else out
 
-    monkeypatch.setattr(gemm, "rows_times_weight", wrong)
+    monkeypatch.setattr(grouped_gemm, "rows_times_weight", wrong)
 
 
 @pytest.mark.usefixtures("three_candidates")
@@ -224,7 +224,7 @@ def test_the_fastest_is_taken_and_a_tie_stays_with_the_default() -> None:
         ((50.0, 60.0, 20.0), LITTLE, 20.0),
         ((50.0, 49.5, 70.0), LARGE, 50.0),
     ):
-        [outcome] = tune.tune([SMALL, SMALL], DEVICE, clock=FakeClock(*times))
+        [outcome] = autotune.tune([SMALL, SMALL], DEVICE, clock=FakeClock(*times))
         assert outcome.entry is not None and outcome.left_out == {}
         assert outcome.entry[:3] == (best, microseconds, 50.0)
         assert outcome.microseconds == dict(zip((LARGE, MIDDLE, LITTLE), times, strict=True))
@@ -237,10 +237,10 @@ def test_what_does_not_run_is_left_out_with_its_reason(monkeypatch: pytest.Monke
         raise RuntimeError("out of resource: shared memory, Required: 300000\nmore")
 
     break_tiles(monkeypatch, LITTLE, fail)
-    [outcome] = tune.tune([SMALL], DEVICE, clock=FakeClock(50.0, 40.0))
+    [outcome] = autotune.tune([SMALL], DEVICE, clock=FakeClock(50.0, 40.0))
     assert outcome.entry is not None and outcome.entry.tiles == MIDDLE
     assert outcome.left_out == {LITTLE: "RuntimeError: out of resource: shared memory, Required: 300000"}
-    assert "1 left out" in tune.line(outcome)
+    assert "1 left out" in autotune.line(outcome)
 
 
 @pytest.mark.usefixtures("three_candidates")
@@ -249,7 +249,7 @@ def test_a_candidate_with_another_result_is_rejected_before_it_is_timed(
     element: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One element of the used rows is off by what a lost step of the sum would be."""
-    used = tune.make_work(SMALL, DEVICE, 1.0).num_used
+    used = autotune.make_work(SMALL, DEVICE, 1.0).num_used
     assert used is not None
 
     def shift(out: Tensor) -> Tensor:
@@ -257,13 +257,13 @@ def test_a_candidate_with_another_result_is_rejected_before_it_is_timed(
         return out
 
     break_tiles(monkeypatch, MIDDLE, shift)
-    [outcome] = tune.tune([SMALL], DEVICE, clock=FakeClock(50.0, 40.0))
+    [outcome] = autotune.tune([SMALL], DEVICE, clock=FakeClock(50.0, 40.0))
     assert (
         list(outcome.left_out) == [MIDDLE] and "another result than the default's: off by" in outcome.left_out[MIDDLE]
     )
     assert outcome.entry is not None and outcome.entry.tiles == LITTLE  # timed second
     break_tiles(monkeypatch, LITTLE, lambda out: out * float("nan"))
-    [outcome] = tune.tune([SMALL], DEVICE, clock=FakeClock(50.0))
+    [outcome] = autotune.tune([SMALL], DEVICE, clock=FakeClock(50.0))
     assert set(outcome.left_out) == {MIDDLE, LITTLE}
 
 
@@ -275,9 +275,9 @@ def test_other_bits_are_noted_and_refused_where_only_the_same_will_do(monkeypatc
         return out
 
     break_tiles(monkeypatch, MIDDLE, last_bit)
-    [outcome] = tune.tune([SMALL], DEVICE, clock=FakeClock(50.0, 40.0))
-    assert outcome.entry == Entry(MIDDLE, 40.0, 50.0, is_exact=False) and "other bits" in tune.line(outcome)
-    [outcome] = tune.tune([SMALL], DEVICE, exact_only=True, clock=FakeClock(50.0, 40.0))
+    [outcome] = autotune.tune([SMALL], DEVICE, clock=FakeClock(50.0, 40.0))
+    assert outcome.entry == Entry(MIDDLE, 40.0, 50.0, is_exact=False) and "other bits" in autotune.line(outcome)
+    [outcome] = autotune.tune([SMALL], DEVICE, exact_only=True, clock=FakeClock(50.0, 40.0))
     assert outcome.left_out == {MIDDLE: "other bits than the default's"}
     assert outcome.entry == Entry(LITTLE, 40.0, 50.0, is_exact=True)
 
@@ -285,15 +285,15 @@ def test_other_bits_are_noted_and_refused_where_only_the_same_will_do(monkeypatc
 @pytest.mark.usefixtures("three_candidates")
 def test_no_time_and_no_memory_leave_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock(50.0)
-    [outcome] = tune.tune([SMALL], DEVICE, seconds=-1.0, clock=clock)
-    assert outcome.entry is None and clock.calls == 0 and "tuning took longer" in tune.line(outcome)
+    [outcome] = autotune.tune([SMALL], DEVICE, seconds=-1.0, clock=clock)
+    assert outcome.entry is None and clock.calls == 0 and "tuning took longer" in autotune.line(outcome)
 
     def full(*args: object) -> None:
         raise torch.OutOfMemoryError("tried to allocate 80 GiB")
 
-    monkeypatch.setattr(tune, "make_work", full)
-    [outcome] = tune.tune([SMALL], DEVICE, clock=clock)
-    assert outcome.entry is None and "out of memory: tried to allocate 80 GiB" in tune.line(outcome)
+    monkeypatch.setattr(autotune, "make_work", full)
+    [outcome] = autotune.tune([SMALL], DEVICE, clock=clock)
+    assert outcome.entry is None and "out of memory: tried to allocate 80 GiB" in autotune.line(outcome)
 
 
 @pytest.mark.usefixtures("three_candidates")
@@ -301,13 +301,13 @@ def test_a_second_start_takes_them_from_disk(_file: Path) -> None:
     like, clock = torch.empty(0, dtype=DTYPE, device=DEVICE), FakeClock(50.0, 60.0, 30.0)
     assert tiles_for(SMALL.kernel, like, *SMALL[2:]) == LARGE
     assert tiles_module.summary(DEVICE) == "default tiles"
-    entries, [outcome] = tune.tune_missing([SMALL], DEVICE, {}, clock=clock)
+    entries, [outcome] = autotune.tune_missing([SMALL], DEVICE, {}, clock=clock)
     assert entries == {str(SMALL): outcome.entry}
     assert tiles_for(SMALL.kernel, like, *SMALL[2:]) == LARGE, "the choice of a process does not change under it"
     tiles_module.use(None)  # a process that begins
     assert tiles_for(SMALL.kernel, like, *SMALL[2:]) == LITTLE
     assert tiles_module.summary(DEVICE) == "1 tuned tiles"
-    again, none = tune.tune_missing([SMALL], DEVICE, tiles_module.table(DEVICE), clock=clock)
+    again, none = autotune.tune_missing([SMALL], DEVICE, tiles_module.table(DEVICE), clock=clock)
     assert again == entries and none == [] and clock.calls == 1
     assert list(tile_cache.load(_file)) == [tiles_module.hardware(DEVICE).key]
 
@@ -318,10 +318,10 @@ def test_what_keeps_every_bit_takes_no_faster_entrys_place(_file: Path, monkeypa
     key = tiles_module.hardware(DEVICE).key
     tile_cache.save(key, {str(SMALL): faster})
     tiles_module.use(None)
-    entries, _ = tune.tune_missing([SMALL], DEVICE, {}, exact_only=True, clock=FakeClock(50.0, 60.0, 30.0))
+    entries, _ = autotune.tune_missing([SMALL], DEVICE, {}, exact_only=True, clock=FakeClock(50.0, 60.0, 30.0))
     assert entries[str(SMALL)].tiles == LITTLE
     assert tile_cache.load(_file)[key][str(SMALL)] == faster
-    tune.tune_missing([SMALL], DEVICE, {}, clock=FakeClock(50.0, 60.0, 30.0))
+    autotune.tune_missing([SMALL], DEVICE, {}, clock=FakeClock(50.0, 60.0, 30.0))
     assert tile_cache.load(_file)[key][str(SMALL)].tiles == LITTLE
 
 
@@ -332,14 +332,14 @@ def test_entries_that_cannot_be_kept_are_used_all_the_same(
     _file.write_text("in the way")
     monkeypatch.setenv("OPTIMUS_TILES", str(_file / "below a file"))
     with caplog.at_level("WARNING", logger="optimus"):
-        entries, _ = tune.tune_missing([SMALL], DEVICE, {}, clock=FakeClock(50.0, 40.0))
+        entries, _ = autotune.tune_missing([SMALL], DEVICE, {}, clock=FakeClock(50.0, 40.0))
     assert entries[str(SMALL)].tiles == MIDDLE
     assert [r.getMessage() for r in caplog.records if "cannot be kept" in r.getMessage()]
 
 
 def test_foreign_slots_are_part_of_the_problem_but_no_work() -> None:
     problem = SMALL._replace(slots=4096)
-    whole, part = (tune.make_work(problem, DEVICE, share).num_used for share in (1.0, 0.25))
+    whole, part = (autotune.make_work(problem, DEVICE, share).num_used for share in (1.0, 0.25))
     assert whole is not None and part is not None and part < 0.5 * whole
 
 
@@ -388,16 +388,16 @@ def test_a_small_layer_is_tuned_for_real() -> None:
     """Every kernel is timed; with what was chosen the layer is right, bitwise repeatable, and launched from disk."""
     case, dtype = CASES["some_foreign"], torch.bfloat16
     problems = layer_problems(case.experts, case.width, case.inner, case.topk, case.tokens, dtype)
-    entries, outcomes = tune.tune_missing(problems, DEVICE, {})
+    entries, outcomes = autotune.tune_missing(problems, DEVICE, {})
     assert set(entries) == set(map(str, problems))
     for outcome in outcomes:
-        assert outcome.entry is not None and len(outcome.microseconds) > 1, tune.line(outcome)
+        assert outcome.entry is not None and len(outcome.microseconds) > 1, autotune.line(outcome)
         assert all(0 < t < 1e5 for t in outcome.microseconds.values())
         assert not any("another result" in reason for reason in outcome.left_out.values()), outcome.left_out
     tiles_module.use(None)
     like = torch.empty(0, dtype=dtype, device=DEVICE)
     assert all(tiles_for(p.kernel, like, *p[2:]) == entries[str(p)].tiles for p in problems)
-    assert tune.tune_missing(problems, DEVICE, tiles_module.table(DEVICE))[1] == []
+    assert autotune.tune_missing(problems, DEVICE, tiles_module.table(DEVICE))[1] == []
     ops.set_backend("triton")
     inputs = make_inputs(case, dtype)
     on_device = [t.to(DEVICE) for t in inputs]

@@ -1,4 +1,4 @@
-#include "order.h"
+#include "row_order.h"
 
 #include <ATen/Parallel.h>
 
@@ -60,26 +60,6 @@ SortedSlots sort_slots(const at::Tensor& indices, int64_t num_experts) {
     rows[n] = local ? row : -1;
   }
   return sorted;
-}
-
-Order checked_order(const at::Tensor* slots, const at::Tensor* rows, const at::Tensor& offsets, int64_t num_slots) {
-  const int64_t num_experts = offsets.numel() - 3;
-  TORCH_CHECK_VALUE(num_experts >= 1, "offsets hold ", offsets.numel(), " elements; expected E + 3");
-  const Order order{slots ? slots->const_data_ptr<int32_t>() : nullptr, rows ? rows->const_data_ptr<int32_t>() : nullptr,
-                    offsets.const_data_ptr<int32_t>(), num_slots, num_experts,
-                    offsets.const_data_ptr<int32_t>()[num_experts]};
-  TORCH_CHECK_VALUE(order.offsets[0] == 0 && order.offsets[num_experts + 2] == num_slots, "an order's offsets run from ",
-                    order.offsets[0], " to ", order.offsets[num_experts + 2], "; expected 0 to ", num_slots);
-  for (int64_t e = 0; e < num_experts + 2; ++e)
-    TORCH_CHECK_VALUE(order.offsets[e] <= order.offsets[e + 1], "an order's offsets fall from ", order.offsets[e], " to ",
-                      order.offsets[e + 1]);
-  for (int64_t n = 0; n < num_slots; ++n) {
-    TORCH_CHECK_VALUE(!slots || (order.slots[n] >= 0 && order.slots[n] < num_slots), "an order's slots hold ",
-                      order.slots[n], "; expected values in [0, ", num_slots, ")");
-    TORCH_CHECK_VALUE(!rows || (order.rows[n] >= -1 && order.rows[n] < num_slots), "an order's rows hold ",
-                      order.rows[n], "; expected values in [-1, ", num_slots, ")");
-  }
-  return order;
 }
 
 void for_each(int64_t count, const std::function<void(const std::function<int64_t()>& next)>& work) {

@@ -42,10 +42,10 @@ def expert_rows(values_TD: Tensor, indices_T1: Tensor, expert: int) -> Tensor:
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_row_order_is_stable_and_complete(counts: list[int]) -> None:
-    from megatron.optimus.ops.triton import index
+    from megatron.optimus.ops.triton import row_order
 
     indices = make_indices(counts)
-    order = index.order_rows(indices, len(counts))
+    order = row_order.order_rows(indices, len(counts))
     assert order.count_E.tolist() == counts
     row_N, slot_P = order.row_N.tolist(), order.slot_P.tolist()
     for expert, count in enumerate(counts):
@@ -53,7 +53,7 @@ def test_row_order_is_stable_and_complete(counts: list[int]) -> None:
         first = int(order.first_row_E[expert])
         assert slot_P[first : first + count] == slots
         assert [row_N[n] for n in slots] == list(range(first, first + count))
-        shifts = order.tile_shift[first // index.ROW_TILE : -(-(first + count) // index.ROW_TILE)].tolist()
+        shifts = order.tile_shift[first // row_order.ROW_TILE : -(-(first + count) // row_order.ROW_TILE)].tolist()
         assert set(shifts) <= {first - sum(counts[:expert])} and bool(shifts) == (count > 0)
     assert sum(slot >= 0 for slot in slot_P) == sum(counts)
     assert all(row_N[n] == -1 for n, e in enumerate(indices[:, 0].tolist()) if e < 0)
@@ -62,20 +62,20 @@ def test_row_order_is_stable_and_complete(counts: list[int]) -> None:
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_hidden_without_padding_has_the_rows_of_slots_and_nothing_else(counts: list[int]) -> None:
-    from megatron.optimus.ops.triton import gemm, index, rows
+    from megatron.optimus.ops.triton import grouped_gemm, permute, row_order
 
     indices = make_indices(counts)
-    order = index.order_rows(indices, len(counts))
+    order = row_order.order_rows(indices, len(counts))
     generator = torch.Generator().manual_seed(2)
     x, weight = (
         torch.randn(*shape, generator=generator).to(torch.float16).to(DEVICE)
         for shape in ((len(indices), 40), (len(counts), 2 * 24, 40))
     )
-    x_rows = rows.spread_rows(x, order, 1)
-    padded, _ = gemm.up_swiglu(x_rows, weight, order)
+    x_rows = permute.spread_rows(x, order, 1)
+    padded, _ = grouped_gemm.up_swiglu(x_rows, weight, order)
     torch.use_deterministic_algorithms(True)  # new tensors are NaN
     try:
-        kept, _ = gemm.up_swiglu(x_rows, weight, order, without_padding=True)
+        kept, _ = grouped_gemm.up_swiglu(x_rows, weight, order, without_padding=True)
     finally:
         torch.use_deterministic_algorithms(False)
     assert len(kept) == len(indices)
@@ -91,24 +91,24 @@ def test_weight_gradient(
     counts: list[int], dtype: torch.dtype, out_dtype: torch.dtype | str | None, accumulate: bool
 ) -> None:
     """A new gradient, one added to a main gradient or written over it: every expert's product in fp64, rounded once."""
-    from megatron.optimus.ops.triton import gemm, index, rows
+    from megatron.optimus.ops.triton import grouped_gemm, permute, row_order
 
     generator = torch.Generator().manual_seed(1)
     indices = make_indices(counts)
-    order = index.order_rows(indices, len(counts))
+    order = row_order.order_rows(indices, len(counts))
     a, b = (torch.randn(len(indices), width, generator=generator).to(dtype).to(DEVICE) for width in (40, 72))
-    a_rows, b_rows = (rows.spread_rows(t, order, 1) for t in (a, b))
+    a_rows, b_rows = (permute.spread_rows(t, order, 1) for t in (a, b))
     want = torch.stack(
         [expert_rows(a, indices, e).T.double() @ expert_rows(b, indices, e).double() for e in range(len(counts))]
     )
     if out_dtype is None:
-        got = gemm.weight_gradient(a_rows, b_rows, order)
+        got = grouped_gemm.weight_gradient(a_rows, b_rows, order)
         assert got.dtype == dtype
     else:
         main = torch.randn(len(counts), 40, 72, generator=generator) * 3
         main = main.to(dtype if out_dtype == "same" else torch.float32).to(DEVICE)
         want = want + main.double() if accumulate else want
-        got = gemm.weight_gradient(
+        got = grouped_gemm.weight_gradient(
             a_rows, b_rows, order, out=main if accumulate else main.fill_(torch.nan), accumulate=accumulate
         )
         assert got.data_ptr() == main.data_ptr()
@@ -117,9 +117,9 @@ def test_weight_gradient(
 
 
 def test_weight_gradient_refuses_an_out_that_does_not_fit() -> None:
-    from megatron.optimus.ops.triton import gemm, index
+    from megatron.optimus.ops.triton import grouped_gemm, row_order
 
-    order = index.order_rows(make_indices([4, 4]), 2)
+    order = row_order.order_rows(make_indices([4, 4]), 2)
     a = torch.zeros(order.slot_P.shape[0], 16, dtype=torch.float16, device=DEVICE)
     wrong = [
         torch.zeros(2, 16, 8, device=DEVICE),
@@ -128,7 +128,7 @@ def test_weight_gradient_refuses_an_out_that_does_not_fit() -> None:
     ]
     for out in wrong:
         with pytest.raises(ValueError, match="weight_gradient: out"):
-            gemm.weight_gradient(a, a, order, out=out)
+            grouped_gemm.weight_gradient(a, a, order, out=out)
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
-// The run-time route: a small C library, compiled by any C++17 compiler against libsycl, that lets Intel's SYCL runtime
+// JIT compilation: a small C library, compiled by any C++17 compiler against libsycl, that lets Intel's SYCL runtime
 // compile the kernel files and runs them on its CPU device, directly on the memory of PyTorch CPU tensors.
 // megatron/optimus/ops/sycl.py builds and calls it. It is for tests: it shows that the kernels are right, not fast.
 #include "kernel_list.hpp"
-#include "table.hpp"
+#include "operations.hpp"
 
 #include <cstdlib>
 #include <cstring>

@@ -1,5 +1,5 @@
-// Every operation by name, on arrays: the one entrance of both routes. megatron/optimus/ops/sycl.py says what each
-// argument is; here each is checked before anything is launched.
+// Table of all operations by name, on arrays: each checks its arguments before it launches anything. What an argument
+// means: megatron/optimus/ops/sycl.py.
 #pragma once
 
 #include "moe_mlp.hpp"
@@ -63,24 +63,6 @@ inline void sort_slots_op(Launcher& launcher, Arguments a) {  // indices, slots,
               static_cast<int32_t*>(a[3].data), static_cast<int32_t*>(a[4].data));
 }
 
-inline void gather_rows_op(Launcher& launcher, Arguments a) {  // x, slots, offsets, out
-  check_float(a[0], "x");
-  check_dims(a[0], "x", 2);
-  check_dims(a[1], "slots", 1);
-  const DType type = a[0].type();
-  const int64_t width = a[0].size(1), num_slots = a[1].size(0);
-  count32(width, "D", 1);
-  check(a[0], "x", type, {a[0].size(0), width});
-  check(a[3], "out", type, {num_slots, width});
-  const int32_t topk = topk_of(num_slots, a[0].size(0));
-  const Order order = checked_order(launcher, a[2], num_slots, &a[1], nullptr);
-  const int32_t is_packed = packed(type, width, {a[0].data, a[3].data});
-  const RowGrid grid(launcher, num_slots, width, type, is_packed);
-  launcher.launch(std::string("gather_rows_") + name_of(type), grid.groups, grid.items,
-                  static_cast<const void*>(a[0].data), order.slots, order.offsets, order.num_experts, topk, width,
-                  a[3].data, is_packed);
-}
-
 inline void combine_op(Launcher& launcher, Arguments a) {  // expert_rows, rows, offsets, weights or absent, y
   check_float(a[0], "expert_rows");
   check_dims(a[0], "expert_rows", 2);
@@ -97,43 +79,7 @@ inline void combine_op(Launcher& launcher, Arguments a) {  // expert_rows, rows,
   launch_combine(launcher, type, a[0].data, order, weights, num_tokens, width, a[4].data);
 }
 
-// dy, expert_rows, slots, offsets, weights, drows, dweights
-inline void combine_backward_op(Launcher& launcher, Arguments a) {
-  check_float(a[0], "dy");
-  check_dims(a[0], "dy", 2);
-  check_dims(a[4], "weights", 2);
-  const DType type = a[0].type();
-  const int64_t num_tokens = a[0].size(0), width = a[0].size(1), topk = a[4].size(1), num_slots = num_tokens * topk;
-  count32(width, "D", 1);
-  count32(topk, "K", 1);
-  check(a[0], "dy", type, {num_tokens, width});
-  check(a[1], "expert_rows", type, {num_slots, width});
-  check(a[4], "weights", DType::f32, {num_tokens, topk});
-  check(a[5], "drows", type, {num_slots, width});
-  check(a[6], "dweights", DType::f32, {num_tokens, topk});
-  const Order order = checked_order(launcher, a[3], num_slots, &a[2], nullptr);
-  const int32_t is_packed = packed(type, width, {a[0].data, a[1].data, a[5].data});
-  launcher.launch(std::string("combine_backward_") + name_of(type), sycl::range<1>(num_slots),
-                  sycl::range<1>(row_items(launcher, width, type, is_packed)), static_cast<const void*>(a[0].data),
-                  static_cast<const void*>(a[1].data), order.slots, order.offsets, order.num_experts,
-                  static_cast<const float*>(a[4].data), static_cast<int32_t>(topk), width, a[5].data,
-                  static_cast<float*>(a[6].data), is_packed);
-}
-
-inline void swiglu_op(Launcher& launcher, Arguments a) {  // hidden, offsets, activation
-  check_float(a[0], "hidden");
-  check_dims(a[0], "hidden", 2);
-  check_dims(a[2], "activation", 2);
-  const DType type = a[0].type();
-  const int64_t num_slots = a[0].size(0), inner = a[2].size(1);
-  count32(2 * inner, "2F", 2);
-  check(a[0], "hidden", type, {num_slots, 2 * inner});
-  check(a[2], "activation", type, {num_slots, inner});
-  launch_swiglu(launcher, type, a[0].data, checked_order(launcher, a[1], num_slots, nullptr, nullptr), inner,
-                a[2].data);
-}
-
-// hidden, grad, slots, offsets, weights or absent, dhidden, weighted, dweights (absent without weights)
+// hidden, grad, slots, offsets, weights, dhidden, weighted, dweights
 inline void swiglu_backward_op(Launcher& launcher, Arguments a) {
   check_float(a[0], "hidden");
   check_dims(a[1], "grad", 2);
@@ -144,63 +90,38 @@ inline void swiglu_backward_op(Launcher& launcher, Arguments a) {
   check(a[1], "grad", type, {num_slots, inner});
   check(a[5], "dhidden", type, {num_slots, 2 * inner});
   check(a[6], "weighted", type, {num_slots, inner});
-  const bool weighted = !a[4].absent();
-  if (weighted) {
-    check_dims(a[4], "weights", 2);
-    const int64_t topk = a[4].size(1);
-    check(a[4], "weights", DType::f32, {topk == 0 ? 0 : num_slots / topk, topk});
-    if (a[4].size(0) * topk != num_slots) fail("weights hold ", a[4].size(0) * topk, " slots; expected ", num_slots);
-    check(a[7], "dweights", DType::f32, {a[4].size(0), topk});
-  }
+  check_dims(a[4], "weights", 2);
+  const int64_t topk = a[4].size(1);
+  check(a[4], "weights", DType::f32, {topk == 0 ? 0 : num_slots / topk, topk});
+  if (a[4].size(0) * topk != num_slots) fail("weights hold ", a[4].size(0) * topk, " slots; expected ", num_slots);
+  check(a[7], "dweights", DType::f32, {a[4].size(0), topk});
   const Order order = checked_order(launcher, a[3], num_slots, &a[2], nullptr);
-  launch_swiglu_backward(launcher, type, a[0].data, a[1].data, order,
-                         weighted ? static_cast<const float*>(a[4].data) : nullptr, inner, a[5].data, a[6].data,
-                         weighted ? static_cast<float*>(a[7].data) : nullptr);
+  launch_swiglu_backward(launcher, type, a[0].data, a[1].data, order, static_cast<const float*>(a[4].data), inner,
+                         a[5].data, a[6].data, static_cast<float*>(a[7].data));
 }
 
-// a, weight [E, O, I], slots or absent, offsets, out. transposed: out = a @ weight.T, else out = a @ weight.
-inline void gemm_rows_op(Launcher& launcher, Arguments a, bool transposed) {
-  check_float(a[0], "a");
-  check_dims(a[0], "a", 2);
+// dout, weight [E, O, I], slots or absent, offsets, out: out = dout @ weight
+inline void gemm_input_gradient_op(Launcher& launcher, Arguments a) {
+  check_float(a[0], "dout");
+  check_dims(a[0], "dout", 2);
   check_dims(a[1], "weight", 3);
   check_dims(a[4], "out", 2);
   const DType type = a[0].type();
   const int64_t num_slots = a[4].size(0);
-  const int64_t depth = a[1].size(transposed ? 2 : 1), cols = a[1].size(transposed ? 1 : 2);
+  const int64_t depth = a[1].size(1), cols = a[1].size(2);
   count32(depth, "depth", 1);
   count32(cols, "cols", 1);
   const bool gathered = !a[2].absent();
-  check(a[0], "a", type, {gathered ? a[0].size(0) : num_slots, depth});
+  check(a[0], "dout", type, {gathered ? a[0].size(0) : num_slots, depth});
   check(a[1], "weight", type, {a[3].size(0) - 3, a[1].size(1), a[1].size(2)});
   check(a[4], "out", type, {num_slots, cols});
   const int32_t topk = gathered ? topk_of(num_slots, a[0].size(0)) : 1;
   const Order order = checked_order(launcher, a[3], num_slots, gathered ? &a[2] : nullptr, nullptr);
-  launch_gemm_rows(launcher, type, a[0].data, a[1].data, order.slots, topk, order, depth, cols, transposed, a[4].data);
+  launch_gemm_rows(launcher, type, a[0].data, a[1].data, order.slots, topk, order, depth, cols, false, a[4].data);
 }
 
-// a, weight [E, 2F, depth], slots or absent, offsets, hidden, activation
-inline void gemm_swiglu_op(Launcher& launcher, Arguments a) {
-  check_float(a[0], "a");
-  check_dims(a[0], "a", 2);
-  check_dims(a[1], "weight", 3);
-  check_dims(a[5], "activation", 2);
-  const DType type = a[0].type();
-  const int64_t num_slots = a[5].size(0), depth = a[0].size(1), inner = a[5].size(1);
-  count32(depth, "depth", 1);
-  count32(2 * inner, "2F", 2);
-  const bool gathered = !a[2].absent();
-  check(a[0], "a", type, {gathered ? a[0].size(0) : num_slots, depth});
-  check(a[1], "weight", type, {a[3].size(0) - 3, 2 * inner, depth});
-  check(a[4], "hidden", type, {num_slots, 2 * inner});
-  check(a[5], "activation", type, {num_slots, inner});
-  const int32_t topk = gathered ? topk_of(num_slots, a[0].size(0)) : 1;
-  const Order order = checked_order(launcher, a[3], num_slots, gathered ? &a[2] : nullptr, nullptr);
-  launch_gemm_swiglu(launcher, type, a[0].data, a[1].data, order.slots, topk, order, depth, inner, a[4].data,
-                     a[5].data);
-}
-
-// left, right, slots, offsets, out. A gathered operand is in token order and read through the slots.
-inline void gemm_weights_op(Launcher& launcher, Arguments a, bool gather_left, bool gather_right, bool accumulate) {
+// left, right, slots, offsets, out: the operand that is in token order, left or right, is read through the slots.
+inline void gemm_weight_gradient_op(Launcher& launcher, Arguments a, bool gather_left, bool accumulate) {
   check_float(a[0], "left");
   check_float(a[4], "out");
   check_dims(a[0], "left", 2);
@@ -213,14 +134,12 @@ inline void gemm_weights_op(Launcher& launcher, Arguments a, bool gather_left, b
   count32(left_width, "left width", 1);
   count32(right_width, "right width", 1);
   check(a[0], "left", type, {gather_left ? a[0].size(0) : num_slots, left_width});
-  check(a[1], "right", type, {gather_right ? a[1].size(0) : num_slots, right_width});
+  check(a[1], "right", type, {gather_left ? num_slots : a[1].size(0), right_width});
   const Order order = checked_order(launcher, a[3], num_slots, &a[2], nullptr);
   check(a[4], "out", out_type, {order.num_experts, left_width, right_width});
-  const int32_t topk =
-      gather_left ? topk_of(num_slots, a[0].size(0)) : gather_right ? topk_of(num_slots, a[1].size(0)) : 1;
+  const int32_t topk = topk_of(num_slots, a[gather_left ? 0 : 1].size(0));
   launch_gemm_weights(launcher, type, out_type, a[0].data, a[1].data, gather_left ? order.slots : nullptr,
-                      gather_right ? order.slots : nullptr, topk, order, left_width, right_width, accumulate,
-                      a[4].data);
+                      gather_left ? nullptr : order.slots, topk, order, left_width, right_width, accumulate, a[4].data);
 }
 
 struct RouterShape {
@@ -265,14 +184,9 @@ void router_topk_backward_op(Launcher& launcher, Arguments a) {
 inline const std::map<std::string, Operation>& operations() {
   static const std::map<std::string, Operation> table = {
       {"sort_slots", {5, sort_slots_op}},
-      {"gather_rows", {4, gather_rows_op}},
       {"combine", {5, combine_op}},
-      {"combine_backward", {7, combine_backward_op}},
-      {"swiglu", {3, swiglu_op}},
       {"swiglu_backward", {8, swiglu_backward_op}},
-      {"gemm_forward", {5, [](Launcher& l, Arguments a) { gemm_rows_op(l, a, true); }}},
-      {"gemm_input_gradient", {5, [](Launcher& l, Arguments a) { gemm_rows_op(l, a, false); }}},
-      {"gemm_swiglu", {6, gemm_swiglu_op}},
+      {"gemm_input_gradient", {5, gemm_input_gradient_op}},
       {"router_topk_softmax", {5, router_topk_op<false, false>}},
       {"router_topk_softmax_normalized", {5, router_topk_op<false, true>}},
       {"router_topk_sigmoid", {5, router_topk_op<true, false>}},
@@ -281,15 +195,14 @@ inline const std::map<std::string, Operation>& operations() {
       {"router_topk_backward_softmax_normalized", {5, router_topk_backward_op<false, true>}},
       {"router_topk_backward_sigmoid", {5, router_topk_backward_op<true, false>}},
       {"router_topk_backward_sigmoid_normalized", {5, router_topk_backward_op<true, true>}},
-      {"gemm_weight_gradient", {5, [](Launcher& l, Arguments a) { gemm_weights_op(l, a, false, false, false); }}},
-      {"gemm_weight_gradient_add", {5, [](Launcher& l, Arguments a) { gemm_weights_op(l, a, false, false, true); }}},
-      {"gemm_weight_gradient_left", {5, [](Launcher& l, Arguments a) { gemm_weights_op(l, a, true, false, false); }}},
+      {"gemm_weight_gradient_left",
+       {5, [](Launcher& l, Arguments a) { gemm_weight_gradient_op(l, a, true, false); }}},
       {"gemm_weight_gradient_left_add",
-       {5, [](Launcher& l, Arguments a) { gemm_weights_op(l, a, true, false, true); }}},
+       {5, [](Launcher& l, Arguments a) { gemm_weight_gradient_op(l, a, true, true); }}},
       {"gemm_weight_gradient_right",
-       {5, [](Launcher& l, Arguments a) { gemm_weights_op(l, a, false, true, false); }}},
+       {5, [](Launcher& l, Arguments a) { gemm_weight_gradient_op(l, a, false, false); }}},
       {"gemm_weight_gradient_right_add",
-       {5, [](Launcher& l, Arguments a) { gemm_weights_op(l, a, false, true, true); }}},
+       {5, [](Launcher& l, Arguments a) { gemm_weight_gradient_op(l, a, false, true); }}},
       {"moe_mlp", {7, [](Launcher& l, Arguments a) { moe_mlp(l, a[0], a[1], a[2], a[3], a[4], a[5], a[6]); }}},
       {"moe_mlp_backward", {11, [](Launcher& l, Arguments a) {
                               moe_mlp_backward(l, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10]);

@@ -1,4 +1,4 @@
-// Slots in expert order on the CPU, and how work is spread over threads.
+// Row order (slots sorted by expert) on the CPU, loops over threads, and scratch memory.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -27,7 +27,7 @@ struct Order {
   const int32_t* offsets;  // [E+3] first row of each expert; then num_rows, N, N
   int64_t num_slots, num_experts, num_rows;
 
-  // Of one expert each, equal ones of about that many rows at most, whole tiles of so many rows but for the last.
+  // Cuts each expert's rows into equal blocks of at most about `most` rows, whole tiles of `tile` rows but for the last.
   std::vector<RowBlock> blocks(int64_t most, int64_t tile) const;
 };
 
@@ -38,12 +38,8 @@ struct SortedSlots {
 };
 SortedSlots sort_slots(const at::Tensor& indices, int64_t num_experts);
 
-// The order behind tensors given from outside; null pointers leave one out. Raises ValueError for contents that would
-// make a kernel read or write outside its arguments.
-Order checked_order(const at::Tensor* slots, const at::Tensor* rows, const at::Tensor& offsets, int64_t num_slots);
-
-// Calls work once on each thread; items come from next(), in [0, count), until it returns count. Items are independent
-// and each is done whole by one thread, so which thread gets it changes nothing.
+// Dynamic work queue: calls work once on each thread; next() returns items in [0, count), then count. Items are
+// independent and each is done by one thread, so the result does not depend on which thread takes it.
 void for_each(int64_t count, const std::function<void(const std::function<int64_t()>& next)>& work);
 
 // fp32 memory for one call, from the buffers that the calling thread kept of earlier calls: touching fresh pages of the

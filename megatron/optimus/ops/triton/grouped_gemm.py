@@ -2,7 +2,7 @@
 """Grouped matrix products over rows in expert order: persistent grids, tiles by the tensor memory engine
 where there is one, fused SwiGLU. Sizes of tiles: tiles.py.
 
-Legend: P rows (padded per expert, see index.py), D model width, F inner width, E experts. Sums are fp32.
+Legend: P rows (padded per expert, see row_order.py), D model width, F inner width, E experts. Sums are fp32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron.optimus.ops.triton.index import RowOrder
+from megatron.optimus.ops.triton.row_order import RowOrder
 from megatron.optimus.ops.triton.tiles import ROW_TILE, Tiles, hardware, num_programs, tiles_for
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from megatron.optimus import ops
-from tests.ops.targets import INTERPRETED, SINGLE_TARGETS
+from tests.ops.targets import INTERPRETED, ROUTER_TARGETS
 
-each_target = pytest.mark.parametrize(("backend", "device"), SINGLE_TARGETS)
+each_target = pytest.mark.parametrize(("backend", "device"), ROUTER_TARGETS)
 
 SHAPES = {  # rows, destinations, width, share of positions in use
     "some": (37, 5, 24, 0.6),

@@ -1,5 +1,5 @@
 # mypy: disable-error-code=no-untyped-def
-"""Kernels that move rows: gather into expert order, sum back into token order. Bound by memory bandwidth."""
+"""Permute tokens into expert order and sum them back (unpermute); SwiGLU's backward. Bound by memory bandwidth."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.optimus.ops.triton.index import RowOrder
+from megatron.optimus.ops.triton.row_order import RowOrder
 from megatron.optimus.ops.triton.tiles import ROW_TILE, Tiles, tiles_for
 
 
@@ -186,7 +186,7 @@ def swiglu_backward_(
 ) -> tuple[Tensor, Tensor]:
     """From the gradient of the unweighted activation: dhidden [P, 2F] and the router weights' gradient, fp32 [T, K].
 
-    ``hidden_N2F``: as ``gemm.up_swiglu`` gives it without padding.
+    ``hidden_N2F``: as ``grouped_gemm.up_swiglu`` gives it without padding.
 
     ``grad_PF`` becomes weight * activation, which the gradient of the down projection needs. A kernel of its own,
     because the same work in the epilogue of the product before it takes longer there (2.7 ms against 1.5 + 0.8 ms on an

@@ -1,9 +1,9 @@
-"""Rows sent to several places, and summed when they are back: the two are each other's gradient.
+"""Rows copied to several positions, and the sum of a row's copies: each is the other's gradient.
 
-Where copies lie is said by positions: int32 [T, P], the place of a row's copy for each of P destinations among all S
-copies, -1 where none goes. Each of 0..S-1 occurs once. Neither operation sorts, adds by atomics or needs the host, and
-both are bitwise the same from run to run. On a GPU, where looking would mean waiting, values are trusted; on the CPU
-they are checked.
+Token dispatchers send a token to the ranks of its experts and sum what comes back. ``positions`` [T, P], int32, hold
+the index of a row's copy for each of P destinations among all S copies, -1 for none; each of 0..S-1 occurs once.
+Neither operation sorts, uses atomics or needs the host, and both give the same bits in every run. Positions are checked
+on the CPU; on a GPU, where that would mean waiting, they are trusted.
 """
 
 from __future__ import annotations
@@ -15,17 +15,30 @@ import torch
 from torch import Tensor
 
 from megatron.optimus.ops import reference
+from megatron.optimus.ops.autograd_guards import (
+    can_be_read,
+    carries_tangent,
+    first_derivative_only,
+    lacks_values,
+    refuse_tangents,
+)
 from megatron.optimus.ops.backend import Backend, kernels, resolve_routing
-from megatron.optimus.ops.forward_mode import carries_tangent, refuse_tangents
-from megatron.optimus.ops.second_derivatives import first_derivative_only
-from megatron.optimus.ops.shapes_only import can_be_read, lacks_values
 
 
 def copy_rows(x_TD: Tensor, positions_TP: Tensor, num_copies: int) -> Tensor:
-    """Each row at each of its positions: [T, D] -> [S, D] with S = ``num_copies``. Gradient: ``sum_copies``.
+    """Copies each row to each of its positions; the gradient is ``sum_copies``.
 
-    Raises ValueError for positions that are not int32 [T, P] on the rows' device or, on the CPU, other than each of
-    0..S-1 once and -1.
+    Args:
+        x_TD: rows [T, D], floating.
+        positions_TP: int32 [T, P] on the rows' device; -1 for none.
+        num_copies: S.
+
+    Returns:
+        [S, D] in x's dtype.
+
+    Raises:
+        ValueError: positions are not int32 [T, P] on the rows' device or, on the CPU, hold anything but each of 0..S-1
+            once and -1.
     """
     _check("copy_rows", x_TD, positions_TP)
     if positions_TP.shape[0] != x_TD.shape[0]:
@@ -37,9 +50,17 @@ def copy_rows(x_TD: Tensor, positions_TP: Tensor, num_copies: int) -> Tensor:
 
 
 def sum_copies(y_SD: Tensor, positions_TP: Tensor) -> Tensor:
-    """The sum of each row's copies, in the order of P and in at least fp32, rounded once: [S, D] -> [T, D].
+    """Sums each row's copies, in the order of P and in at least fp32, rounded once; the gradient is ``copy_rows``.
 
-    Gradient: ``copy_rows``. Raises ValueError for positions as ``copy_rows`` does.
+    Args:
+        y_SD: copies [S, D], floating.
+        positions_TP: int32 [T, P] on the copies' device; -1 for none.
+
+    Returns:
+        [T, D] in y's dtype.
+
+    Raises:
+        ValueError: as for ``copy_rows``.
     """
     _check("sum_copies", y_SD, positions_TP)
     _check_values("sum_copies", positions_TP, y_SD.shape[0])
@@ -67,15 +88,14 @@ def _check_values(name: str, positions: Tensor, num_copies: int) -> None:
         raise ValueError(f"{name}: positions hold {int(wrong)}; expected values in [-1, {num_copies})")
     times = torch.bincount(used, minlength=num_copies)
     if (times != 1).any():
-        place = int((times != 1).nonzero()[0])
+        index = int((times != 1).nonzero()[0])
         raise ValueError(
-            f"{name}: positions hold {place} {int(times[place])} times; expected each of {num_copies} once"
+            f"{name}: positions hold {index} {int(times[index])} times; expected each of {num_copies} once"
         )
 
 
 def _kernels(rows: Tensor, name: str) -> ModuleType | Any:
-    """The module that has ``name`` for these rows. Rows of router weights are fp32 where experts have 16 bits: every
-    backend's kernels take all dtypes up to fp32 here."""
+    """The module that has ``name`` for these rows: kernels take all dtypes up to fp32, as router weights are fp32."""
     backend = resolve_routing(rows.device)
     if backend == Backend.REFERENCE or rows.dtype is torch.float64 or not hasattr(kernels(backend), name):
         return reference

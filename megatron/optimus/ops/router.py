@@ -1,6 +1,6 @@
-"""From router logits to the order of rows: choice of experts, counts, and stable order, all without the host.
+"""The router: logits, choice of experts, their gradients, and the slots of each expert. Nothing waits for the host.
 
-Legend: T tokens, K experts per token, E experts, N = T*K slots, P rows (see ``reference.RowOrder``).
+Legend: T tokens, D model width, K experts per token, E experts.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 
 from megatron.optimus.ops import reference
-from megatron.optimus.ops.backend import Backend, kernels, resolve, resolve_routing
-from megatron.optimus.ops.forward_mode import carries_tangent, refuse_tangents, reverse_mode_only
-from megatron.optimus.ops.reference import Routing, RowOrder
-from megatron.optimus.ops.second_derivatives import refuse
-from megatron.optimus.ops.shapes_only import can_be_read
+from megatron.optimus.ops.autograd_guards import (
+    can_be_read,
+    carries_tangent,
+    refuse_gradient,
+    refuse_tangents,
+    reverse_mode_only,
+)
+from megatron.optimus.ops.backend import Backend, kernels, resolve_routing
+from megatron.optimus.ops.reference import Routing
 
 
 def route(
@@ -27,14 +31,30 @@ def route(
     normalize: bool = False,
     selection_bias_E: Tensor | None = None,
 ) -> tuple[Routing, Tensor, Tensor]:
-    """A linear router: K experts per token as ``router_topk`` chooses them, fp32 logits [T, E] (of fp64 the reference's
-    are fp64), under autocast, too, and x for the experts.
+    """Linear router: chooses K experts for each token and gives their weights.
 
-    Give the experts the x returned: the gradient of both is then one tensor, rounded once, and needs no addition. It is
-    saved for the backward as it is, without an fp32 copy. In bf16 on NVIDIA GPUs the tensor cores multiply, in one
-    kernel with the choice for up to 128 experts: exact products, sums in fp32 in another order; the logits' gradient
-    keeps all 24 bits. See ``reference.route``. Raises ValueError if x is not [T, D], weight not [E, D], one of them not
-    floating, all not on one device, K not in [1, E], or the bias not [E].
+    Logits are products and sums in fp32 (fp64 on the reference for fp64), under autocast too. Of equal scores the lower
+    expert is taken. NaN counts as the largest score (plus bias, if any): a divergence is not hidden by other experts.
+    In bf16 on NVIDIA GPUs the tensor cores multiply, in one kernel with the choice for up to 128 experts: exact
+    products, sums in fp32 in another order; the logits' gradient keeps all 24 bits. x is saved as it is, without an
+    fp32 copy. ``reference.route`` is the specification.
+
+    Args:
+        x_TD: tokens [T, D], floating.
+        weight_ED: the router's weight [E, D], floating.
+        topk: K, 1 to E.
+        sigmoid: scores are a sigmoid of the logits rather than a softmax over E.
+        normalize: divide the K weights of a token by their sum.
+        selection_bias_E: [E], added to the scores for the choice only (aux-loss-free balancing, arXiv 2408.15664).
+
+    Returns:
+        The routing (weights [T, K], indices [T, K], scores [T, E]), the fp32 logits [T, E], and x for the experts. Give
+        the experts this x: router and experts then share one gradient of x, rounded once, without an addition.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or K is outside [1, E].
+        BackendUnavailableError: the backend that was set cannot run here.
+        RuntimeError: forward-mode AD on a backend other than the reference.
     """
     fits = x_TD.dim() == 2 and weight_ED.dim() == 2 and x_TD.shape[1] == weight_ED.shape[1]
     if x_TD.device != weight_ED.device:
@@ -48,66 +68,34 @@ def route(
     _check_choice("route", topk, num_experts, bias, x_TD.device)
     if _has_kernel(x_TD.device, num_experts):
         refuse_tangents("route", x_TD, weight_ED, bias)
-        *routing, logits_TE, x_too_TD = _Route.apply(x_TD, weight_ED, topk, sigmoid, normalize, bias)
-        return Routing(*routing), logits_TE, x_too_TD
+        *routing, logits_TE, x_out_TD = _Route.apply(x_TD, weight_ED, topk, sigmoid, normalize, bias)
+        return Routing(*routing), logits_TE, x_out_TD
     if carries_tangent(x_TD, weight_ED):
-        logits_TE, x_too_TD = reference.router_logits(x_TD, weight_ED), x_TD
+        logits_TE, x_out_TD = reference.router_logits(x_TD, weight_ED), x_TD
     else:
-        logits_TE, x_too_TD = _Logits.apply(x_TD, weight_ED)
+        logits_TE, x_out_TD = _Logits.apply(x_TD, weight_ED)
     choice = reference.router_topk(logits_TE, topk, sigmoid=sigmoid, normalize=normalize, selection_bias_E=bias)
-    return choice, logits_TE, x_too_TD
-
-
-def router_topk(
-    logits_TE: Tensor,
-    topk: int,
-    *,
-    sigmoid: bool = False,
-    normalize: bool = False,
-    selection_bias_E: Tensor | None = None,
-) -> Routing:
-    """Chooses K experts per token; see ``reference.router_topk``. Of equal scores the lower expert number is taken. NaN
-    counts as the largest score (plus bias, if there is one), so that a divergence is not hidden by other experts.
-
-    Raises ValueError if the logits are not floating [T, E], K is not in [1, E], or the bias is not [E] on their device.
-    The fast backends take fp32 logits; a router in another dtype, or one of more experts than Triton's kernel holds,
-    runs in plain PyTorch.
-    """
-    if logits_TE.dim() != 2 or not logits_TE.is_floating_point():
-        raise ValueError(f"router_topk: {logits_TE.dtype} logits {tuple(logits_TE.shape)}; expected floating [T, E]")
-    bias, num_experts = selection_bias_E, logits_TE.shape[1]
-    _check_choice("router_topk", topk, num_experts, bias, logits_TE.device)
-    if logits_TE.dtype != torch.float32 or not _has_kernel(logits_TE.device, num_experts):
-        return reference.router_topk(logits_TE, topk, sigmoid=sigmoid, normalize=normalize, selection_bias_E=bias)
-    refuse_tangents("router_topk", logits_TE, bias)
-    return Routing(*_router_topk(logits_TE, topk, sigmoid, normalize, bias))
+    return choice, logits_TE, x_out_TD
 
 
 def expert_counts(indices_TK: Tensor, num_experts: int) -> Tensor:
-    """Slots per expert, int64 [E]; slots marked -1 count for nobody.
+    """Counts the slots of each expert.
 
-    Raises ValueError for indices that are not [T, K] of int32 or int64 or, on the CPU, outside [-1, E).
+    Args:
+        indices_TK: chosen experts [T, K], int32 or int64 in [-1, E); -1 counts for none.
+        num_experts: E.
+
+    Returns:
+        int64 [E], on the device of the indices.
+
+    Raises:
+        ValueError: indices are not [T, K] of int32 or int64 or, on the CPU, one is outside [-1, E).
     """
     _check_indices("expert_counts", indices_TK, num_experts)
     if resolve_routing(indices_TK.device) == Backend.REFERENCE:
         check_values("expert_counts", indices_TK, num_experts)
         return reference.expert_counts(indices_TK, num_experts)
     return _expert_counts(indices_TK, num_experts)
-
-
-def sort_slots(indices_TK: Tensor, num_experts: int, dtype: torch.dtype) -> RowOrder:
-    """The order in which experts process slots; counts stay on the device.
-
-    ``dtype``: of the rows to be ordered, since each backend lays rows out its own way; use the order with rows of this
-    dtype only. Raises ValueError for indices that are not [T, K] of int32 or int64, and for a value outside [-1, E)
-    where the host can see it (CPU). On a GPU, where looking would mean waiting, such a value stops the device with an
-    assertion (Triton, and the reference on NVIDIA GPUs) or turns every sum over slots into NaN (SYCL).
-    """
-    _check_indices("sort_slots", indices_TK, num_experts)
-    if resolve(indices_TK.device, dtype) == Backend.REFERENCE:
-        check_values("sort_slots", indices_TK, num_experts)
-        return reference.sort_slots(indices_TK, num_experts)
-    return RowOrder.of(_sort_slots(indices_TK, num_experts, dtype))
 
 
 def _check_choice(name: str, topk: int, num_experts: int, bias: Tensor | None, device: torch.device) -> None:
@@ -136,7 +124,7 @@ def _check_indices(name: str, indices: Tensor, num_experts: int) -> None:
 
 
 def check_values(name: str, indices: Tensor, num_experts: int) -> None:
-    """For the reference alone, which would take expert E for one that is elsewhere; kernels check for themselves."""
+    """Raises ValueError for an index outside [-1, E). For the reference, which would take E for a foreign expert."""
     if not can_be_read(indices):
         return
     wrong = (indices < -1) | (indices >= num_experts)
@@ -147,7 +135,7 @@ def check_values(name: str, indices: Tensor, num_experts: int) -> None:
 
 
 class _Logits(torch.autograd.Function):
-    """Of the reference: plain PyTorch, but for what is saved and for x's gradient, which is rounded once."""
+    """Logits of the reference: plain PyTorch, but it saves no fp32 copy of x, and rounds x's gradient once."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,7 +176,7 @@ class _Route(torch.autograd.Function):
 
 
 def _linear_gradients(dlogits: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of x, to which dx is added, and of weight: in the logits' dtype, fp32 or fp64, rounded once."""
+    """Gradients of x, to which dx is added, and of weight: in the logits' dtype, fp32 or fp64, rounded once."""
     wide = dlogits.dtype
     with reference.without_autocast(x.device):
         sum_TD, dweight_ED = dlogits @ weight.to(wide), dlogits.t() @ x.to(wide)
@@ -260,68 +248,4 @@ def _(indices: Tensor, num_experts: int) -> Tensor:
     return indices.new_empty(num_experts, dtype=torch.int64)
 
 
-@torch.library.custom_op("optimus::sort_slots", mutates_args=())
-def _sort_slots(indices: Tensor, num_experts: int, dtype: torch.dtype) -> list[Tensor]:
-    order = kernels(resolve(indices.device, dtype)).sort_slots(indices.contiguous(), num_experts)
-    return order.tensors()
-
-
-@_sort_slots.register_fake
-def _(indices: Tensor, num_experts: int, dtype: torch.dtype) -> list[Tensor]:
-    sizes = kernels(resolve(indices.device, dtype)).order_sizes(indices.numel(), num_experts)
-    order = RowOrder.of([indices.new_empty(size, dtype=torch.int32) for size in sizes])
-    return order._replace(rows_TK=order.rows_TK.view(indices.shape)).tensors()
-
-
-@torch.library.custom_op("optimus::router_topk", mutates_args=())
-def _router_topk(
-    logits: Tensor, topk: int, sigmoid: bool, normalize: bool, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    bias = None if bias is None else bias.float().contiguous()
-    return kernels(resolve_routing(logits.device)).router_topk(logits.contiguous(), topk, sigmoid, normalize, bias)
-
-
-@_router_topk.register_fake
-def _(logits: Tensor, topk: int, sigmoid: bool, normalize: bool, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    indices = logits.new_empty(logits.shape[0], topk, dtype=torch.int64)
-    return logits.new_empty(logits.shape[0], topk), indices, logits.new_empty(logits.shape)
-
-
-@torch.library.custom_op("optimus::router_topk_backward", mutates_args=())
-def _router_topk_backward(
-    scores: Tensor, indices: Tensor, dweights: Tensor, dscores: Tensor | None, sigmoid: bool, normalize: bool
-) -> Tensor:
-    arguments = (None if t is None else t.contiguous() for t in (scores, indices, dweights, dscores))
-    return kernels(resolve_routing(scores.device)).router_topk_backward(*arguments, sigmoid, normalize)
-
-
-@_router_topk_backward.register_fake
-def _(
-    scores: Tensor, indices: Tensor, dweights: Tensor, dscores: Tensor | None, sigmoid: bool, normalize: bool
-) -> Tensor:
-    return scores.new_empty(scores.shape)
-
-
-def _setup_router(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, _, ctx.sigmoid, ctx.normalize, _ = inputs
-    _, indices, scores = output
-    ctx.save_for_backward(scores, indices)
-    ctx.mark_non_differentiable(indices)
-    ctx.set_materialize_grads(False)  # zeros for the scores, which no loss may have used, would be [T, E]
-
-
-@reverse_mode_only("router_topk")
-def _router_gradient(
-    ctx: Any, dweights: Tensor | None, _dindices: Any, dscores: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    if dweights is None and dscores is None:
-        return None, None, None, None, None
-    scores, indices = ctx.saved_tensors
-    dweights = scores.new_zeros(indices.shape) if dweights is None else dweights
-    dlogits = _router_topk_backward(scores, indices, dweights, dscores, ctx.sigmoid, ctx.normalize)
-    return dlogits, None, None, None, None
-
-
-_router_topk.register_autograd(_router_gradient, setup_context=_setup_router)
-for _name in ("route_backward", "router_topk_backward"):
-    refuse(f"optimus::{_name}")
+refuse_gradient("optimus::route_backward")
