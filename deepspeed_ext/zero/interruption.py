@@ -11,7 +11,7 @@ from deepspeed_ext.config_checks import in_one_line
 from deepspeed_ext.zero.failures import Failures
 
 if TYPE_CHECKING:
-    from deepspeed_ext.zero.gradients import GradientSync
+    from deepspeed_ext.zero.gradient_hooks import GradientReducer
 
 _graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)  # -1: no backward runs in this thread
 
@@ -20,8 +20,8 @@ class BackwardWatch:
     """Knows of ``engine.backward`` because the engine says so, and of ``loss.backward()`` because autograd has gone on
     to another graph before the gradients' side has ended the one before."""
 
-    def __init__(self, sync: GradientSync, failures: Failures, hooks: BackwardHookStateManager) -> None:
-        self._sync, self._failures, self._hooks = sync, failures, hooks
+    def __init__(self, sync: GradientReducer, failures: Failures, hooks: BackwardHookStateManager) -> None:
+        self._reducer, self._failures, self._hooks = sync, failures, hooks
         self._error: Exception | None = None
         self._task = -1  # autograd's number of the present backward, where it has told of itself
 
@@ -36,13 +36,13 @@ class BackwardWatch:
     def begin(self) -> None:
         """A backward begins, or goes on."""
         task = _graph_task()
-        if task != -1 or self._sync.has_ended:
+        if task != -1 or self._reducer.has_ended:
             self._task = task
 
     def notice(self) -> bool:
         """Before a backward or a step: ends the one that was interrupted, if there was one, and notes a failure.
         Whether it was reduced."""
-        if self._error is None and not self._sync.has_ended and self._task != -1:
+        if self._error is None and not self._reducer.has_ended and self._task != -1:
             self._error = RuntimeError("see its own message")
         if self._error is None:
             return False
@@ -59,7 +59,7 @@ class BackwardWatch:
     def give_up(self) -> bool:
         """Ends the backward that is under way, if there is one. Whether it was reduced."""
         self._error, self._task = None, -1
-        if self._sync.has_ended:
+        if self._reducer.has_ended:
             return False
         self._hooks.backward_active_depth = 0  # DeepSpeed's, which counts it as under way
-        return self._sync.end_interrupted()
+        return self._reducer.end_interrupted()

@@ -1,10 +1,10 @@
 """EPZeroOptimizer: ZeRO stages 1 and 2 whose expert states are sharded over the ranks that hold the same experts.
 
-One step, as data walks: backward leaves p.grad -> hooks collect gradients in buckets (gradients.py); complete buckets
-are reduce-scattered over their family's group while backward goes on; one global norm; clip factor, skip flag and step
-number stay on the device (step_state.py); each bucket's rule updates masters, states and parameters of this rank's
-shard in one pass; the group gathers the bucket's other shards (publish.py) while the next one is updated. The host
-waits for nothing.
+One step, as data walks: backward leaves p.grad -> hooks collect gradients in buckets (gradient_hooks.py); complete
+buckets are reduce-scattered over their family's group while backward goes on; one global norm; clip factor, skip flag
+and step number stay on the device (step_state.py); each bucket's rule updates masters, states and parameters of this
+rank's shard in one pass; the group gathers the bucket's other shards (publish.py) while the next one is updated. The
+host waits for nothing.
 
 Scale: the engine divides each loss by the accumulation steps, and a gradient sums over the family's group, so dividing
 by the number of ranks of the DENSE group gives the mean over the global batch. That holds for experts too: through
@@ -39,7 +39,7 @@ from deepspeed_ext.zero.checkpoint import StateShard
 from deepspeed_ext.zero.deepspeed_files import DeepSpeedFiles
 from deepspeed_ext.zero.failures import Failures
 from deepspeed_ext.zero.family import Family
-from deepspeed_ext.zero.gradients import GradientSync
+from deepspeed_ext.zero.gradient_hooks import GradientReducer
 from deepspeed_ext.zero.interruption import BackwardWatch
 from deepspeed_ext.zero.norm import global_norm
 from deepspeed_ext.zero.offload import HostStates
@@ -92,10 +92,12 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self.device = self.families[0].masters.device
         self._failures = Failures(self._norm_groups, self.device)
         self.fail = self._failures.note
-        self._sync = GradientSync(self.families, positions, self.options, self._failures)
-        self._watch = BackwardWatch(self._sync, self._failures, self._backward_hook_state)
+        self._reducer = GradientReducer(self.families, positions, self.options, self._failures)
+        self._watch = BackwardWatch(self._reducer, self._failures, self._backward_hook_state)
         self.interrupt = self._watch.interrupt
-        self._publisher = ParamPublisher(self.families, self._sync.buckets, module, self.options.overlap_param_gather)
+        self._publisher = ParamPublisher(
+            self.families, self._reducer.buckets, module, self.options.overlap_param_gather
+        )
         self._family_of = {bucket: family for family in self.families for bucket in family.buckets}
         divisor = dist.get_world_size(groups.dense) if self.options.average else 1
         self._state = StepState(self.device, divisor, self.options)
@@ -106,7 +108,7 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self._holds_back = False
         self._tells_previous = self._was_previous_skipped = False
         self._init_engine_attributes()
-        self._host = HostStates(self.families, self._sync.settle_buffers)
+        self._host = HostStates(self.families, self._reducer.settle_buffers)
         self.require_on_device = self._host.require
         full_access.attach(self.families, divisor, lambda: self._reduced, self._require_at_rest)
 
@@ -160,7 +162,7 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self._watch.begin()
         super().set_gradient_accumulation_boundary(is_boundary)
         self.has_begun = True
-        self._sync.arm((is_boundary or self.options.reduces_each_backward) and not self._holds_back, only)
+        self._reducer.arm((is_boundary or self.options.reduces_each_backward) and not self._holds_back, only)
 
     def notice_interruption(self) -> None:
         """Before a backward or a step: a backward that an exception has ended since counts as a failure of this rank,
@@ -177,14 +179,14 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
             if param in wanted
             for index, _ in family.pieces[name]
         }
-        return [bucket for bucket in self._sync.buckets if bucket in found]
+        return [bucket for bucket in self._reducer.buckets if bucket in found]
 
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
         """Launches what backward has not launched yet. Called by the engine at the boundary. Collective.
 
         Backward and this may run again before a step; the sums then add up.
         """
-        self._sync.end_backward(reduce=True)
+        self._reducer.end_backward(reduce=True)
         self._reduced = True
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
@@ -200,11 +202,11 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         if each and not self.is_gradient_accumulation_boundary() and not self._holds_back:
             self.reduce_gradients()
         else:
-            self._sync.end_backward(reduce=False)
+            self._reducer.end_backward(reduce=False)
 
     def finish_reduction(self) -> None:
         """Waits (on a GPU: makes the stream wait) until ``shard.grad`` of every bucket is the sum over its group."""
-        self._sync.finish()
+        self._reducer.finish()
         for bucket, group in self._further_sums:
             dist.all_reduce(bucket.shard.grad, group=group)
 
@@ -231,14 +233,14 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         """Drops all gradients of the present step, reduced or not."""
         self.has_begun = False
         self._watch.give_up()
-        if not (self._reduced or self._sync.is_dirty):
+        if not (self._reduced or self._reducer.is_dirty):
             return
         self.require_on_device("zero_grad", "lp_grads")
         for family in self.families:
             for param in family.params.values():
                 param.grad = None
-        self._sync.finish()
-        self._sync.forget()
+        self._reducer.finish()
+        self._reducer.forget()
         self._reduced = False
 
     # ---- the step
@@ -252,9 +254,9 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
             raise ValueError("EPZeroOptimizer.step takes no closure; run forward and backward through the engine")
         self.require_on_device("step")
         self.notice_interruption()
-        if not self._reduced or self._sync.has_events:
+        if not self._reduced or self._reducer.has_arrivals:
             self.reduce_gradients()
-        self._sync.check_all_sent()
+        self._reducer.check_all_sent()
         self._publisher.wait()  # what no forward has waited for: a gather must not cross the update that follows
         self.finish_reduction()
         counted = [b.shard.grad for f in self.families if f.in_norm for b in f.buckets]
@@ -273,7 +275,7 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
                 family.rule.update_family_(shards, family.exchange, family_options, scalars)
             bucket.start_gather()
         self._publisher.finish_step()
-        self._sync.forget()
+        self._reducer.forget()
         self._reduced = self.has_begun = False
         self._copies.clear()
         self._was_previous_skipped = self._state.settle()
@@ -400,5 +402,5 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
     def destroy(self) -> None:
         """Removes all hooks; the model keeps its parameters."""
         self._publisher.close()
-        self._sync.close()
+        self._reducer.close()
         full_access.detach([param for family in self.families for param in family.params.values()])

@@ -23,7 +23,7 @@ def _launched_early(rank: int) -> list[int]:
     optimizer = sharded(model)
     seen: list[int] = []
     model.layers[0].weight.register_hook(  # type: ignore[union-attr]
-        lambda _: seen.append(sum(bucket.is_reduced for bucket in optimizer._sync.buckets))
+        lambda _: seen.append(sum(bucket.is_reduced for bucket in optimizer._reducer.buckets))
     )
     for step in range(3):
         take_step(model, optimizer, step, rank, use_side=True)
@@ -48,7 +48,7 @@ def _awaited(rank: int) -> tuple[int, list[int], bool]:
     """Buckets being gathered after step(), then as each layer is reached; whether a state dict waits for all."""
     model = Stack()
     optimizer = sharded(model, overlap_param_gather=True)
-    buckets = optimizer._sync.buckets
+    buckets = optimizer._reducer.buckets
 
     def pending() -> int:
         return sum(bucket._gathering is not None for bucket in buckets)
@@ -302,7 +302,7 @@ def _memory(rank: int, world: int) -> list[tuple[int, int, int]]:
         for step in range(2):
             train_step(engine, step, rank)
         optimizer = engine.optimizer
-        ring = sum(buffer.nbytes for buffer in optimizer._sync._ring.free())
+        ring = sum(buffer.nbytes for buffer in optimizer._reducer._pool.free_buffers())
         frozen = sum(p.nbytes for p in engine.module.parameters() if not p.requires_grad)
         found = _live_bytes() - before - ring - frozen
         # 2P + gradients + 12 bytes for each element of this rank's shards, padding included in P and shards; parameters
@@ -354,7 +354,8 @@ def _buffers_of_stage_2(rank: int, world: int) -> tuple[int, int]:
     )
     engine.backward(engine(torch.ones(1, 16)).sum())
     engine.step()
-    result = len(engine.optimizer._sync._ring.free()), sum(len(family.buckets) for family in engine.optimizer.families)
+    num_buckets = sum(len(family.buckets) for family in engine.optimizer.families)
+    result = len(engine.optimizer._reducer._pool.free_buffers()), num_buckets
     engine.destroy()
     deepspeed_ext.shutdown()
     return result

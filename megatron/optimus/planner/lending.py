@@ -1,6 +1,6 @@
 """ZeRO stage 2: the buffers that buckets borrow for gradients, by playing backwards through without tensors.
 
-What deepspeed_ext/zero/{gradients,ring}.py do, bucket by bucket: a bucket borrows a buffer when the first of its
+What deepspeed_ext/zero/{gradient_hooks,bucket}.py do, bucket by bucket: a bucket borrows a buffer when the first of its
 gradients is moved there, is sent when all are there and all before it have been sent, and gives the buffer back when
 somebody needs one and IN_FLIGHT are on their way. Buffers that were made stay. In the first backward of a chunk nothing
 is moved before its end: until then all gradients wait where the backward has left them. A test holds this against the
@@ -30,7 +30,7 @@ from megatron.optimus.planner.parameters import (
 from megatron.optimus.planner.pipeline import rank_order
 from megatron.optimus.planner.share import Share
 
-IN_FLIGHT = 4  # deepspeed_ext/zero/ring.py
+IN_FLIGHT = 4  # deepspeed_ext/zero/bucket.py: MAX_IN_FLIGHT
 # In which order the gradients of a layer come. The experts' come from one node of autograd, in the order of its inputs.
 ARRIVALS = (
     *("experts_gate_up", "experts_down", "shared_gate", "down", "up", "gate", "router", "mlp_norm"),
@@ -142,7 +142,6 @@ class Bucket:
     has_peers: bool
     slots: list[int] = field(default_factory=list)  # places of parameters, the last ones first
     missing: int = 0  # gradients that have not come in this backward
-    surprises: bool = False  # a gradient is not expected yet, see Backwards
     is_known: bool = False
     is_open: bool = False  # has storage
     is_reduced: bool = False
@@ -180,10 +179,6 @@ class Backwards:
             self._where[slot] = made[key][start // size : (start + numel - 1) // size + 1]
             for bucket in self._where[slot]:
                 bucket.slots.append(slot)
-            # Gradients that are added where they are kept are not expected before the first step is over, except those
-            # of parameters in several buckets, which are counted one by one.
-            if not self.gradients.waiting[slot] and len(self._where[slot]) == 1:
-                self._where[slot][0].surprises = True
         return sorted((one for own in made.values() for one in own), key=lambda one: -min(one.slots, default=0))
 
     # ---- a backward
@@ -217,13 +212,10 @@ class Backwards:
                 self._open(bucket)
         for bucket in where:
             bucket.missing -= 1
-            if self._is_complete(bucket):
+            if not bucket.missing:
                 self._open(bucket)
-                while self._next < len(self._now) and self._is_complete(self._now[self._next]):
+                while self._next < len(self._now) and not self._now[self._next].missing:
                     self._launch(self._now[self._next])
-
-    def _is_complete(self, bucket: Bucket) -> bool:
-        return not bucket.missing and (self.has_settled or not bucket.surprises)
 
     def _end(self, waiting: set[int]) -> None:
         """Moves the gradients that wait, bucket by bucket, and sends what is left."""

@@ -1,6 +1,6 @@
 """Parameters of one rank and what the sharded optimizer keeps for them, byte for byte.
 
-The arithmetic of deepspeed_ext/zero/{partition,family,gradients}.py without its objects: parameters that are updated
+The arithmetic of deepspeed_ext/zero/{partition,flat_buffer}.py without its objects: parameters that are updated
 alike form a family, each starts at a multiple of ALIGNMENT elements, a family is padded to a multiple of its group.
 A test holds both against each other.
 """
