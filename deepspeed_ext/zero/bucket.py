@@ -12,8 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from deepspeed_ext.optimizers.base import Shard
 from deepspeed_ext.zero.options import ZeroOptions
-from deepspeed_ext.zero.partition import BucketLayout
-from deepspeed_ext.zero.partition import Piece as TensorRange
+from deepspeed_ext.zero.partition import BucketLayout, TensorRange
 
 MAX_IN_FLIGHT = 4  # reductions of stage 2 before the next bucket waits for the oldest
 
@@ -23,10 +22,19 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class Bucket:
-    """Full-size gradients in ``storage``, this rank's share of everything in ``shard``.
+    """One bucket: full-size gradients in ``storage``, what this rank owns of everything in ``shard``.
 
-    ``storage`` is a slice of the family's buffer (stage 1, or a group of one rank), or lent by the ring while the
-    bucket is open (stage 2). Reduction happens in place: this rank's slice of what is sent becomes the sum.
+    Reduction happens in place: this rank's slice of what is sent becomes the sum.
+
+    Args:
+        layout: where its parameters lie.
+        group: the process group over which it is reduced and gathered; None: this rank alone.
+        rank: this rank's in the group.
+        shard: what this rank owns.
+        param: the bucket's slice of the parameters' flat buffer.
+        storage: its slice of the gradients' flat buffer (stage 1, or a group of one rank); None: it acquires a buffer
+            of the pool while it is open (stage 2).
+        options: the optimizer's.
     """
 
     def __init__(
@@ -62,7 +70,7 @@ class Bucket:
     # ---- gradients
 
     def start_reduce(self) -> None:
-        """Starts summing storage over the group; every part of it must have been written. Collective."""
+        """Starts the reduce-scatter of storage; every part of it must have been written. Collective."""
         if not self.has_peers:
             return
         assert self.storage is not None and self._sent is None
@@ -72,7 +80,7 @@ class Bucket:
         self.is_reduced = True
 
     def collect(self) -> None:
-        """Waits (on a GPU: makes the stream wait) for the reduction and puts its result where it belongs."""
+        """Waits (on a GPU: makes the stream wait) for the reduction and adds its result to this step's sum."""
         if self._sent is None:
             return
         assert self.storage is not None
@@ -91,7 +99,7 @@ class Bucket:
         self._sent = self._reduction = None
 
     def reopen(self) -> None:
-        """Makes room for gradients after a reduction in the same step; the reduced part is set aside."""
+        """Makes room for gradients after a reduction in the same step: keeps the reduced shard beside storage."""
         self.collect()
         if not self._is_summed:
             assert self.storage is not None
@@ -102,7 +110,10 @@ class Bucket:
         self.is_reduced = False
 
     def finish_gradient(self) -> Tensor:
-        """The summed gradient of this rank's shard, also set as ``shard.grad``; all reductions must have started."""
+        """Returns the summed gradient of this rank's shard and sets it as ``shard.grad``.
+
+        All reductions of the step must have started. Waits (on a GPU: makes the stream wait) for them.
+        """
         self.collect()
         if self._is_summed:
             assert self._sum is not None
@@ -113,34 +124,34 @@ class Bucket:
         return self.shard.grad
 
     def forget_gradient(self) -> None:
-        """After a step: the next gradients start a new sum."""
+        """Starts a new sum, after a step."""
         self.is_reduced = False
         self._is_summed = False
 
     # ---- parameters
 
     def start_gather(self) -> None:
-        """Starts gathering all ranks' new parameters of the bucket. Collective."""
+        """Starts the all-gather of the bucket's new parameters. Collective."""
         if self.has_peers:
             self._gathering = all_gather(self.param, self.shard.param, group=self.group, async_op=True)
 
     @property
     def is_gathering(self) -> bool:
-        """Whether nobody has waited yet for the parameters."""
+        """Whether an all-gather has started for which nobody has waited yet."""
         return self._gathering is not None
 
     def finish_gather(self) -> None:
-        """Waits (on a GPU: makes the stream wait) until the bucket's parameters are here."""
+        """Waits (on a GPU: makes the stream wait) for the all-gather."""
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
 
     def gradient_tensors(self) -> list[Tensor]:
-        """What holds gradients of the bucket: its storage, and sums beside it."""
+        """Returns the tensors that hold gradients of the bucket: its storage, and the sum beside it."""
         return [held for held in (self.storage, self._sum) if held is not None]
 
     def gradient_bytes(self) -> int:
-        """Bytes that the bucket holds for gradients beside ``storage``."""
+        """Returns the bytes that the bucket holds for gradients beside ``storage``."""
         return 0 if self._sum is None else self._sum.nbytes
 
 
@@ -239,8 +250,8 @@ class BucketState:
             storage = self.bucket.storage
             assert storage is not None
             views = {}
-            for state, piece in self.ranges.items():
-                flat = storage[piece.offset : piece.offset + piece.stop - piece.start]
+            for state, part in self.ranges.items():
+                flat = storage[part.where]
                 views[state] = flat.view(state.param.shape) if len(state.buckets) == 1 else flat
             self._places[key] = views, [views[state] for state in self.whole]
         return self._places[key]

@@ -28,42 +28,42 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_ext.zero.bucket import Bucket, BucketState, BufferPool, ParamState
-from deepspeed_ext.zero.failures import Failures
-from deepspeed_ext.zero.family import Family
+from deepspeed_ext.zero.flat_buffer import FlatBuffer
 from deepspeed_ext.zero.options import ZeroOptions
 from deepspeed_ext.zero.partition import launch_order
+from deepspeed_ext.zero.sync_errors import StepErrors
 
 logger = logging.getLogger("deepspeed_ext")
 
 
 class GradientReducer:
-    """Collects and reduces the gradients of all families on one rank.
+    """Collects and reduces the gradients of all flat buffers on one rank.
 
-    Errors in a gradient do not raise in backward, where other ranks would wait: they are recorded in ``failures``.
+    Errors in a gradient do not raise in backward, where other ranks would wait: they are recorded in ``errors``.
 
     Args:
-        families: the flat buffers, whose buckets are reduced.
+        flat_buffers: their buckets are reduced.
         positions: each parameter's position in forward order.
         options: the optimizer's.
-        failures: takes errors of this rank.
+        errors: takes the errors of this rank.
     """
 
     def __init__(
         self,
-        families: Sequence[Family],
+        flat_buffers: Sequence[FlatBuffer],
         positions: dict[nn.Parameter, int],
         options: ZeroOptions,
-        failures: Failures,
+        errors: StepErrors,
     ) -> None:
         self._options = options
-        self._failures = failures
+        self._errors = errors
         self._params: list[ParamState] = []
         states: list[BucketState] = []
-        for family in families:
-            own = [BucketState(bucket) for bucket in family.buckets]
+        for flat_buffer in flat_buffers:
+            own = [BucketState(bucket) for bucket in flat_buffer.buckets]
             states += own
-            for name, param in family.params.items():
-                self._add_param(family, own, name, param)
+            for name, param in flat_buffer.params.items():
+                self._add_param(flat_buffer, own, name, param)
         members = [[positions[param.param] for param in state.ranges] for state in states]
         self._queue = [states[index] for index in launch_order(members)]
         self.buckets = [state.bucket for state in self._queue]  # in launch order
@@ -93,16 +93,18 @@ class GradientReducer:
         """Whether gradients have arrived since the last step."""
         return self._was_dirty or self.has_arrivals
 
-    def _add_param(self, family: Family, states: Sequence[BucketState], name: str, param: nn.Parameter) -> None:
+    def _add_param(
+        self, flat_buffer: FlatBuffer, states: Sequence[BucketState], name: str, param: nn.Parameter
+    ) -> None:
         own = ParamState(name, param)
         self._params.append(own)
-        for index, piece in family.pieces[name]:
-            states[index].ranges[own] = piece
+        for index, part in flat_buffer.ranges[name]:
+            states[index].ranges[own] = part
             own.buckets.append(states[index])
         arrived = self._hook_of(own)
         own.handle = param.register_post_accumulate_grad_hook(arrived)
-        if family.grad_buffer is not None:
-            param.main_grad = family.grad_buffer[family.place(name)].view(param.shape)  # type: ignore[attr-defined]
+        if flat_buffer.grad_buffer is not None:
+            param.main_grad = flat_buffer.grad_buffer[flat_buffer.slice_of(name)].view(param.shape)  # type: ignore[attr-defined]
             param.main_grad_holds_sum = self._main_grad_question_of(own)  # type: ignore[attr-defined]
             param.main_grad_ready = self._main_grad_ready_of(own, arrived)  # type: ignore[attr-defined]
 
@@ -174,7 +176,7 @@ class GradientReducer:
     def _refuse_late(self, param: ParamState) -> None:
         param.param.grad = None
         number = param.buckets[0].arrivals.count(param)
-        self._failures.note(
+        self._errors.record(
             RuntimeError(
                 f"parameter {param.name!r} got gradient number {number} of one backward after its bucket had been "
                 f"reduced, because it got {param.expected} in earlier ones; set overlap_comm=false for models whose "
@@ -215,7 +217,7 @@ class GradientReducer:
         if not self._has_settled:
             param.adds_unasked = True
         elif not param.adds_unasked and not all(param in state.filled for state in param.buckets):
-            self._failures.note(
+            self._errors.record(
                 RuntimeError(
                     f"parameter {param.name!r} got a gradient added to main_grad, which holds no sum: all who did so "
                     "in the first step asked main_grad_holds_sum(), so it is not zeroed; ask, or do not in the first "
@@ -268,9 +270,9 @@ class GradientReducer:
             for state in param.buckets:
                 self._open(state)
                 places, gradients = added if param in state.filled else copied
-                piece = state.ranges[param]
+                part = state.ranges[param]
                 places.append(state.places()[0][param])
-                gradients.append(gradient if len(param.buckets) == 1 else gradient[piece.start : piece.stop])
+                gradients.append(gradient if len(param.buckets) == 1 else gradient[part.start : part.stop])
                 state.filled.add(param)
         for (places, gradients), move in ((copied, torch._foreach_copy_), (added, torch._foreach_add_)):
             if places:
@@ -279,7 +281,7 @@ class GradientReducer:
             param.param.grad = None
 
     def _refuse_sparse(self, param: ParamState, gradient: Tensor) -> None:
-        self._failures.note(
+        self._errors.record(
             ValueError(
                 f"parameter {param.name!r} got a {gradient.layout} gradient; sparse gradients cannot be sharded, "
                 "compute it with sparse=False"
@@ -335,7 +337,7 @@ class GradientReducer:
         self._begin()
 
     def end_interrupted(self) -> bool:
-        """Ends a backward that an exception has ended, instead of ``end_backward``.
+        """Ends a backward that an exception has interrupted, instead of ``end_backward``.
 
         Other ranks, which may have come further, wait for what it was to reduce, so it is reduced all the same. Its
         gradients are good for nothing but ``forget``.
@@ -368,11 +370,11 @@ class GradientReducer:
     # ---- around the step
 
     def check_all_sent(self) -> None:
-        """Records a failure where stage 2 holds gradients that no reduction took. Called before a step."""
+        """Records an error where stage 2 holds gradients that no reduction took. Called before a step."""
         for state in self._queue:
             if state.buffer is not None and not state.bucket.is_reduced:
                 name = next(iter(state.ranges)).name
-                self._failures.note(
+                self._errors.record(
                     RuntimeError(
                         f"parameter {name!r} or one beside it got a gradient in a backward that was said not to reach "
                         "it; give its bucket to set_gradient_accumulation_boundary(only=...)"

@@ -334,7 +334,7 @@ def _stops_asking(rank: int, world: int) -> tuple[list[str], list[bool]]:
     parameter; which of the two places is zero when a step begins."""
     run = Run(rank, True, overlap_comm=False)  # a gradient more than expected would come after the reduction
     errors: list[Exception] = []
-    run.optimizer._reducer._failures.note = errors.append  # each of them would skip a step
+    run.optimizer._reducer._errors.record = errors.append  # each of them would skip a step
     first, second = run.experts[:2]
     run.backward(0, False)
     second.main_grad_ready()  # type: ignore[attr-defined]
