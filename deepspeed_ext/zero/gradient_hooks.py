@@ -167,7 +167,7 @@ class GradientReducer:
         """Moves the gradients of a bucket that is complete with this one, and launches what can be launched."""
         if state.is_launched:
             self._refuse_late(param)
-        elif state.has_all() and not self._moves_at_end:
+        elif not self._moves_at_end and state.has_all():
             self._move_all(state)
             state.is_complete = True
             while self._is_armed and self._next < len(self._now) and self._now[self._next].is_complete:
@@ -213,7 +213,7 @@ class GradientReducer:
         return ready
 
     def _check_unasked(self, param: ParamState) -> None:
-        """A producer has added to main_grad without asking whether it holds a sum."""
+        """Checks that a producer that has not asked whether main_grad holds a sum has added to one."""
         if not self._has_settled:
             param.adds_unasked = True
         elif not param.adds_unasked and not all(param in state.filled for state in param.buckets):
@@ -356,7 +356,8 @@ class GradientReducer:
         for state in self._queue:
             state.learn()
         new = [state for state in self._now if not state.is_known]
-        unused = {param.name: None for state in new for param in state.ranges if param not in state.arrivals}
+        arrived = {param for state in new for param in state.arrivals}
+        unused = {param.name: None for state in new for param in state.ranges if param not in arrived}
         if unused and self._options.overlap_comm:
             logger.info(
                 "%d parameters got no gradient in the first backward (%r first); their buckets and all later ones are "
