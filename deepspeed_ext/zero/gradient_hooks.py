@@ -233,7 +233,8 @@ class GradientReducer:
         gradients = [gradient for param in state.params if (gradient := param.grad) is not None]
         if gradients:
             self._open(state)
-        num_filled = len(filled.intersection(whole)) if filled else 0
+        is_full = len(filled) == len(state.ranges)
+        num_filled = len(whole) if is_full else len(filled and filled.intersection(whole))
         if gradients and len(gradients) == len(whole) and num_filled in (0, len(whole)):
             move = torch._foreach_add_ if num_filled else torch._foreach_copy_
             try:
@@ -243,7 +244,8 @@ class GradientReducer:
                 if all(gradient.layout == torch.strided for gradient in gradients):
                     raise
             else:
-                filled.update(whole)
+                if not num_filled:
+                    filled.update(whole)
                 for moved in state.params:
                     moved.grad = None
                 gradients = []
