@@ -91,10 +91,10 @@ def build_so(model: torch.nn.Module, config: Any, mesh: Any) -> Any:
     class Optimizer(deepspeed_ext.EPZeroOptimizer):
         def finish_reduction(self) -> None:
             super().finish_reduction()
-            dense = [family for family in self.families if family.key.expert_group is None]
-            for family in dense:
-                family.in_norm = mesh.index("ep") == 0
-            buckets = [bucket for family in dense for bucket in family.buckets]
+            dense = [flat_buffer for flat_buffer in self.flat_buffers if flat_buffer.key.expert_group is None]
+            for flat_buffer in dense:
+                flat_buffer.in_norm = mesh.index("ep") == 0
+            buckets = [bucket for flat_buffer in dense for bucket in flat_buffer.buckets]
             for work in [dist.all_reduce(b.shard.grad, group=peers, async_op=True) for b in buckets]:
                 work.wait()
 

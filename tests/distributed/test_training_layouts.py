@@ -83,7 +83,7 @@ def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Ten
         return [own_part(micro_batch(number, case), positions) for number in numbers]
 
     recorder, lines = Recorder(run.ranks), list[float]()
-    buckets, sent = engine.optimizer._sync.buckets, [0]
+    buckets, sent = engine.optimizer._reducer.buckets, [0]
     for bucket in buckets:
         bucket.start_reduce = _counted(bucket.start_reduce, sent, 0)  # type: ignore[method-assign]
     listens = config.parallel.virtual_pipeline_model_parallel_size > 1 and case.optimizer == SMALL_BUCKETS
@@ -130,7 +130,7 @@ def _count_additions(experts: list[Any], *, fuses: bool) -> list[int]:
 def _reductions_of_a_step(engine: Any, schedule: Any, config: RunConfig, accumulation: int) -> int:
     """With ZeRO stage 2 every micro-batch is reduced, but of several chunks no bucket that the backward does not
     reach."""
-    num_buckets = len(engine.optimizer._sync.buckets)
+    num_buckets = len(engine.optimizer._reducer.buckets)
     if config.optimizer.zero_stage != 2:
         return num_buckets
     chunks = chunks_of(schedule)

@@ -135,7 +135,6 @@ class Bucket:
     has_peers: bool
     slots: list[int] = field(default_factory=list)  # places of parameters, the last ones first
     missing: int = 0  # gradients that have not come in this backward
-    surprises: bool = False  # a gradient is not expected yet, see BackwardReplay
     is_known: bool = False
     is_open: bool = False  # has storage
     is_reduced: bool = False
@@ -173,10 +172,6 @@ class BackwardReplay:
             self._where[slot] = made[key][start // size : (start + numel - 1) // size + 1]
             for bucket in self._where[slot]:
                 bucket.slots.append(slot)
-            # Gradients that are added where they are kept are not expected before the first step is over, except those
-            # of parameters in several buckets, which are counted one by one.
-            if not self.gradients.waiting[slot] and len(self._where[slot]) == 1:
-                self._where[slot][0].surprises = True
         return sorted((one for own in made.values() for one in own), key=lambda one: -min(one.slots, default=0))
 
     # ---- a backward
@@ -210,13 +205,10 @@ class BackwardReplay:
                 self._open(bucket)
         for bucket in where:
             bucket.missing -= 1
-            if self._is_complete(bucket):
+            if not bucket.missing:
                 self._open(bucket)
-                while self._next < len(self._now) and self._is_complete(self._now[self._next]):
+                while self._next < len(self._now) and not self._now[self._next].missing:
                     self._launch(self._now[self._next])
-
-    def _is_complete(self, bucket: Bucket) -> bool:
-        return not bucket.missing and (self.has_settled or not bucket.surprises)
 
     def _end(self, waiting: set[int]) -> None:
         """Moves the gradients that wait, bucket by bucket, and sends what is left."""

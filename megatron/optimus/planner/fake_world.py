@@ -74,7 +74,7 @@ def build(config: RunConfig, rank: int, world_size: int) -> Built:
     engine = build_engine(run, model)
     build_schedule(run, engine)
     done = time.perf_counter()
-    families = engine.optimizer.families
+    buffers = engine.optimizer.flat_buffers
     return Built(
         rank=rank,
         world_size=world_size,
@@ -87,8 +87,8 @@ def build(config: RunConfig, rank: int, world_size: int) -> Built:
         groups={axis: mesh.size(axis) for axis in AXES},
         layers=[int(name) for name, _ in model.layers.named_children()],
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        buckets=sum(len(family.buckets) for family in families),
-        bucket_pieces=sum(len(b.layout.shard_pieces(family.rank)) for family in families for b in family.buckets),
+        buckets=sum(len(buffer.buckets) for buffer in buffers),
+        bucket_pieces=sum(len(b.layout.shard_ranges(buffer.rank)) for buffer in buffers for b in buffer.buckets),
         optimizer_bytes=engine.optimizer.memory_bytes(),
     )
 

@@ -45,8 +45,8 @@ def _real_events(rank: int, world: int, words: str) -> list[Event]:
     """What happens to the buffers of this rank in some steps: lent, sent, given back; and at the start of each layer's
     backward how many are lent and how many there are. In the end: bytes of all buffers, and the most that buffers and
     waiting gradients had in a backward at whose end all are moved."""
-    from deepspeed_ext.zero.gradients import GradientSync
-    from deepspeed_ext.zero.ring import Ring
+    from deepspeed_ext.zero.bucket import BufferPool
+    from deepspeed_ext.zero.gradient_hooks import GradientReducer
     from megatron.optimus.platform.mesh import Mesh
     from megatron.optimus.training.engine import build_engine, build_model
     from megatron.optimus.training.pipeline_schedule import build_schedule
@@ -57,29 +57,29 @@ def _real_events(rank: int, world: int, words: str) -> list[Event]:
     context = RunContext.of(config, mesh, torch.device("cpu"))
     engine = build_engine(context, build_model(context))
     schedule = build_schedule(context, engine)
-    sync = engine.optimizer._sync
-    ring, place = sync._ring, {bucket: number for number, bucket in enumerate(sync.buckets)}
+    reducer = engine.optimizer._reducer
+    pool, place = reducer._pool, {bucket: number for number, bucket in enumerate(reducer.buckets)}
     events: list[Event] = []
-    at_ends, parameters, open_bucket = [0], list(engine.module.parameters()), GradientSync._open
+    at_ends, parameters, open_bucket = [0], list(engine.module.parameters()), GradientReducer._open
 
     def count() -> tuple[int, int]:
-        lent = sum(entry.lent is not None for entry in sync._queue)
-        return lent, lent + len(ring.free())
+        lent = sum(state.buffer is not None for state in reducer._queue)
+        return lent, lent + len(pool.free_buffers())
 
-    def noting(kind: str) -> Any:
-        function = getattr(Ring, kind)
+    def noting(kind: str, method: str) -> Any:
+        function = getattr(BufferPool, method)
 
-        def call(self: Ring, entry: Any) -> None:
+        def call(self: BufferPool, entry: Any) -> None:
             function(self, entry)
             events.append((kind, place[entry.bucket]))
 
         return call
 
-    def opening(self: GradientSync, entry: Any) -> None:
+    def opening(self: GradientReducer, entry: Any) -> None:
         open_bucket(self, entry)
         if not self._is_armed:
             waiting = sum(parameter.grad.nbytes for parameter in parameters if parameter.grad is not None)
-            at_ends.append(waiting + count()[1] * ring._numel * engine.optimizer.options.communication_dtype.itemsize)
+            at_ends.append(waiting + count()[1] * pool._numel * engine.optimizer.options.communication_dtype.itemsize)
 
     def watch(number: int, layer: torch.nn.Module) -> None:
         def reached(gradient: torch.Tensor) -> None:
@@ -90,15 +90,16 @@ def _real_events(rank: int, world: int, words: str) -> list[Event]:
     for name, layer in engine.module.layers.named_children():
         watch(int(name), layer)
     with pytest.MonkeyPatch.context() as patch:
-        for kind in ("lend", "sent", "keep", "_give_back"):
-            patch.setattr(Ring, kind, noting(kind))
-        patch.setattr(GradientSync, "_open", opening)
+        methods = {"lend": "acquire", "sent": "mark_in_flight", "keep": "keep", "_give_back": "_release"}
+        for kind, method in methods.items():
+            patch.setattr(BufferPool, method, noting(kind, method))
+        patch.setattr(GradientReducer, "_open", opening)
         for _ in range(STEPS):
             schedule.forward_backward([batch_of(config, mesh) for _ in range(steps)], 1)
             engine.step()
             engine.optimizer.wait_for_params()
             events.append(("step", *count()))
-    events.append((sum(buffer.nbytes for buffer in ring.free()), max(at_ends)))
+    events.append((sum(buffer.nbytes for buffer in pool.free_buffers()), max(at_ends)))
     dist.barrier()
     return events
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.zero.partition import ALIGNMENT, ParamSpec, flat_layout, group_by_family, launch_order
+from deepspeed_ext.zero.partition import ALIGNMENT, ParamSpec, flat_layout, group_by_buffer, launch_order
 from megatron.optimus.config.presets import PRESETS
 from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.models.decoder import Decoder
@@ -29,13 +29,13 @@ def test_every_element_has_exactly_one_owner(numels: list[int], group_size: int,
         start += bucket.numel
         for rank in range(group_size):
             end = 0
-            for piece in bucket.shard_pieces(rank):
-                assert piece.start < piece.stop and piece.offset >= end, "pieces must not overlap in the shard"
-                end = piece.offset + piece.stop - piece.start
+            for part in bucket.shard_ranges(rank):
+                assert part.start < part.stop and part.offset >= end, "parts must not overlap in the shard"
+                end = part.offset + part.stop - part.start
                 assert end <= bucket.shard_numel
-                whole = next(p for p in bucket.pieces if p.name == piece.name)
-                assert rank * bucket.shard_numel + piece.offset - whole.offset == piece.start - whole.start
-                owned.setdefault(piece.name, []).append((piece.start, piece.stop))
+                whole = next(p for p in bucket.ranges if p.name == part.name)
+                assert rank * bucket.shard_numel + part.offset - whole.offset == part.start - whole.start
+                owned.setdefault(part.name, []).append((part.start, part.stop))
     assert start == layout.numel
     for i, numel in enumerate(numels):
         position = 0
@@ -54,10 +54,10 @@ def test_padding_alignment_and_bucket_size(numels: list[int], group_size: int, b
     for bucket in layout.buckets:
         assert bucket.shard_numel % ALIGNMENT == 0
         assert bucket.numel <= max(bucket_numel + unit - 1, unit)
-        covered = sum(p.stop - p.start for p in bucket.pieces) + sum(stop - start for start, stop in bucket.gaps())
+        covered = sum(p.stop - p.start for p in bucket.ranges) + sum(stop - start for start, stop in bucket.gaps())
         assert covered == bucket.numel
-        for piece in bucket.pieces:
-            assert piece.offset % ALIGNMENT == 0 and piece.start % ALIGNMENT == 0
+        for part in bucket.ranges:
+            assert part.offset % ALIGNMENT == 0 and part.start % ALIGNMENT == 0
 
 
 def test_a_layout_without_parameters() -> None:
@@ -65,21 +65,21 @@ def test_a_layout_without_parameters() -> None:
     assert layout.numel == 4 * ALIGNMENT == layout.padding and layout.shard_numel == ALIGNMENT
 
 
-def test_families_are_separate_and_ordered() -> None:
+def test_flat_buffers_are_separate_and_ordered() -> None:
     specs = [ParamSpec("a", 5, "dense"), ParamSpec("x", 70, "expert"), ParamSpec("b", 3, "dense")]
-    assert group_by_family(specs, {"dense": 4, "expert": 1}) == {"dense": ["a", "b"], "expert": ["x"]}
+    assert group_by_buffer(specs, {"dense": 4, "expert": 1}) == {"dense": ["a", "b"], "expert": ["x"]}
 
 
 @pytest.mark.parametrize(
     ("specs", "message"),
     [
-        ([ParamSpec("a", 1, "f"), ParamSpec("a", 1, "g")], "families 'f' and 'g'"),
+        ([ParamSpec("a", 1, "f"), ParamSpec("a", 1, "g")], "flat buffers 'f' and 'g'"),
         ([ParamSpec("a", 1, "unknown")], "no process group"),
     ],
 )
-def test_bad_families(specs: list[ParamSpec[str]], message: str) -> None:
+def test_bad_flat_buffers(specs: list[ParamSpec[str]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        group_by_family(specs, {"f": 1, "g": 1})
+        group_by_buffer(specs, {"f": 1, "g": 1})
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_bad_layouts(params: list[tuple[str, int]], group_size: int, bucket_nume
     with pytest.raises(ValueError, match=message):
         flat_layout(params, group_size, bucket_numel)
     with pytest.raises(ValueError, match="rank=1"):
-        flat_layout([], 1, 1).buckets[0].shard_pieces(1)
+        flat_layout([], 1, 1).buckets[0].shard_ranges(1)
 
 
 def test_buckets_are_launched_as_backward_completes_them() -> None:
@@ -124,7 +124,7 @@ def _parameters(config: ModelConfig) -> list[tuple[str, int, bool]]:
 def test_padding_is_below_a_thousandth_at_real_sizes(
     preset: str, stages: int, dense_ranks: int, expert_parallel: int
 ) -> None:
-    """One pipeline stage's share of the layers; a family pads its end only."""
+    """One pipeline stage's share of the layers; a flat buffer pads its end only."""
     model = ModelConfig(**PRESETS[preset]["model"])
     layers = model.num_layers // stages
     params = [p for p in _parameters(model) if not p[0].startswith("layers.") or int(p[0].split(".")[1]) < layers]
@@ -143,6 +143,6 @@ def test_mula_220b_over_12288_ranks_is_planned_within_a_second() -> None:
     params = [(f"layers.{i}.{j}", 3072 * 3072) for i in range(72) for j in range(12)]
     began = time.perf_counter()
     layout = flat_layout(params, 12_288, 1 << 26)
-    pieces = [bucket.shard_pieces(rank) for rank in (0, 6_000, 12_287) for bucket in layout.buckets]
+    parts = [bucket.shard_ranges(rank) for rank in (0, 6_000, 12_287) for bucket in layout.buckets]
     assert time.perf_counter() - began < 1.0
-    assert layout.padding / layout.numel < 1e-3 and any(pieces)
+    assert layout.padding / layout.numel < 1e-3 and any(parts)

@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.zero.matrix_partition import (
     MatrixPlan,
-    SegmentMap,
+    ShardMap,
     WholeMatrix,
     matrices_of,
-    plan_family,
+    plan_flat_buffer,
     plan_matrices,
     smallest_load,
 )
-from deepspeed_ext.zero.partition import FamilyLayout, flat_layout
+from deepspeed_ext.zero.partition import BufferLayout, flat_layout
 
 Shapes = dict[str, tuple[tuple[int, ...], int]]
 
 
-def lay_out(shapes: Shapes, ranks: int, bucket_numel: int) -> FamilyLayout:
+def lay_out(shapes: Shapes, ranks: int, bucket_numel: int) -> BufferLayout:
     return flat_layout([(name, math.prod(shape)) for name, (shape, _) in shapes.items()], ranks, bucket_numel)
 
 
@@ -40,31 +40,30 @@ def test_every_element_of_every_matrix_lies_once_in_the_shards_and_has_one_owner
 ) -> None:
     shapes = {f"w{index}": entry for index, entry in enumerate(given)}
     layout = lay_out(shapes, ranks, bucket_numel)
-    plan = plan_family(layout, shapes)
+    plan = plan_flat_buffer(layout, shapes)
     assert len(plan.owners) == len(plan.matrices) and set(plan.owners) <= set(range(ranks))
     end = dict.fromkeys(shapes, 0)
     for matrix in plan.matrices:  # in order: no gap, no overlap
         assert matrix.start == end[matrix.name]
         end[matrix.name] += matrix.numel
     assert end == {name: math.prod(shape) for name, (shape, _) in shapes.items()}
-    where, used = SegmentMap(layout), set()
-    pieces = {rank: [bucket.shard_pieces(rank) for bucket in layout.buckets] for rank in range(ranks)}
-    for index, matrix in enumerate(plan.matrices):
+    shard_map, used = ShardMap(layout), set()
+    shards = {rank: [bucket.shard_ranges(rank) for bucket in layout.buckets] for rank in range(ranks)}
+    for matrix in plan.matrices:
         position = 0
-        for segment in where.segments(index, matrix):
-            assert segment.matrix == index and segment.start == position < segment.stop
-            position = segment.stop
-            place = (segment.rank, segment.bucket, segment.offset)
-            assert place not in used
+        for part in shard_map.shard_ranges(matrix):
+            place = (part.rank, part.bucket, part.offset)
+            assert place not in used and part.numel > 0
             used.add(place)
             # What the layout says lies there is this part of this matrix.
-            first = matrix.start + segment.start
+            first = matrix.start + position
+            position += part.numel
             assert any(
-                piece.name == matrix.name
-                and piece.start <= first
-                and first + segment.stop - segment.start <= piece.stop
-                and segment.offset - piece.offset == first - piece.start
-                for piece in pieces[segment.rank][segment.bucket]
+                owned.name == matrix.name
+                and owned.start <= first
+                and first + part.numel <= owned.stop
+                and part.offset - owned.offset == first - owned.start
+                for owned in shards[part.rank][part.bucket]
             )
         assert position == matrix.numel
     assert max(plan.loads) <= sum(plan.loads) / ranks + max(matrix.cost for matrix in plan.matrices)
@@ -115,17 +114,17 @@ def best_imbalance(plan: MatrixPlan) -> float:
     return smallest * plan.group_size / sum(plan.loads)
 
 
-def moved_share(layout: FamilyLayout, plan: MatrixPlan) -> float:
-    where = SegmentMap(layout)
-    parts = [s for index, matrix in enumerate(plan.matrices) for s in where.segments(index, matrix)]
-    return sum(s.stop - s.start for s in parts if s.rank != plan.owners[s.matrix]) / layout.numel
+def moved_share(layout: BufferLayout, plan: MatrixPlan) -> float:
+    shard_map = ShardMap(layout)
+    held = ((owner, shard_map.shard_ranges(matrix)) for matrix, owner in zip(plan.matrices, plan.owners, strict=True))
+    return sum(part.numel for owner, parts in held for part in parts if part.rank != owner) / layout.numel
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 16, 32])
 def test_mula_7b_is_balanced_and_its_experts_hardly_move(ranks: int) -> None:
     for shapes, limit in zip(moe(16, 2048, 1024, 64, 64), (0.7, 0.1), strict=True):
         layout = lay_out(shapes, ranks, 1 << 26)
-        plan = plan_family(layout, shapes)
+        plan = plan_flat_buffer(layout, shapes)
         assert imbalance(plan) <= 1.05
         assert moved_share(layout, plan) <= limit
         assert layout.padding <= 1e-3 * layout.numel
@@ -134,18 +133,18 @@ def test_mula_7b_is_balanced_and_its_experts_hardly_move(ranks: int) -> None:
 def test_where_whole_matrices_allow_no_balance_the_plan_reaches_the_bound() -> None:
     dense, expert = moe(8, 3072, 1536, 20, 240)
     for shapes, ranks in ((dense, 1536), (expert, 128)):
-        plan = plan_family(lay_out(shapes, ranks, 1 << 26), shapes)
+        plan = plan_flat_buffer(lay_out(shapes, ranks, 1 << 26), shapes)
         assert imbalance(plan) > 1.05
         assert imbalance(plan) == pytest.approx(best_imbalance(plan))
 
 
 def test_mula_220b_over_12288_ranks_is_planned_in_under_a_second() -> None:
-    """All 8 pipeline stages, both families, layouts included: what no rank has to do alone."""
+    """All 8 pipeline stages, both flat buffers, layouts included: what no rank has to do alone."""
     started = time.process_time()
     for _ in range(8):
         dense, expert = moe(8, 3072, 1536, 240 // 12, 240)
         for shapes, ranks in ((dense, 12_288 // 8), (expert, 12_288 // 8 // 12)):
-            plan = plan_family(lay_out(shapes, ranks, 1 << 26), shapes)
+            plan = plan_flat_buffer(lay_out(shapes, ranks, 1 << 26), shapes)
             assert imbalance(plan) == pytest.approx(best_imbalance(plan))
     assert time.process_time() - started < 1.0
 

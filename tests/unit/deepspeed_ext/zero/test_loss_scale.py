@@ -10,9 +10,8 @@ import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-from deepspeed_ext.zero.loss_scale import LossScale, LossScaleOptions
-from deepspeed_ext.zero.options import ZeroOptions
-from deepspeed_ext.zero.step_state import StepState
+from deepspeed_ext.zero.grad_scaling import LossScale, StepState
+from deepspeed_ext.zero.options import LossScaleOptions, ZeroOptions
 
 CPU = torch.device("cpu")
 GRID = list(itertools.product((1, 2, 5), (1, 2, 3), (False, True), (1.0, 2.0**12)))

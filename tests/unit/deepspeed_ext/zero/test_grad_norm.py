@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from deepspeed_ext.zero.norm import sum_of_squares, total_of_squares
+from deepspeed_ext.zero.grad_scaling import StepState, sum_of_squares, total_of_squares
 from deepspeed_ext.zero.options import ZeroOptions
-from deepspeed_ext.zero.step_state import StepState
 
 
 @pytest.mark.parametrize("numel", [0, 1, 4095, 4096, 4097, 100_003])
