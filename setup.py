@@ -16,7 +16,7 @@ from pathlib import Path
 
 from setuptools import setup
 
-_CPU = ("gemm", "gemm_vector", "gemm_amx", "swiglu", "order", "schedule", "moe_mlp", "grouped", "router")
+_CPU = ("gemm", "gemm_vector", "gemm_amx", "swiglu", "row_order", "schedule", "moe_mlp", "row_copies", "router")
 SOURCES = ["csrc/bindings.cpp", *(f"csrc/cpu/{name}.cpp" for name in _CPU)]
 SYCL_SOURCES = ["csrc/sycl/xpu.sycl"]
 CUDA_SOURCES = [f"csrc/cuda/{name}" for name in ("moe_mlp.cpp", "layer.cpp", "row_order.cu", "grouped_gemm.cu")]

@@ -50,15 +50,18 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from megatron.optimus.platform.ranks import Ranks
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from checkpoint_io_summary import summary
 from provenance import commit
 
-from megatron.optimus.checkpoint import Manifest, Saved, Saver, TensorSlice, direct, load_together
-from megatron.optimus.checkpoint.chunks import AHEAD
-from megatron.optimus.checkpoint.file_layout import FILES_PER_NODE
-from megatron.optimus.checkpoint.snapshot import adjacent_runs
+from megatron.optimus.checkpoint import Manifest, Saved, Saver, TensorSlice, load_together
+from megatron.optimus.checkpoint.reader import AHEAD
+from megatron.optimus.checkpoint.save_plan import FILES_PER_NODE
+from megatron.optimus.checkpoint.shards import ALIGNED, O_DIRECT
+from megatron.optimus.checkpoint.snapshot import coalesce
 from megatron.optimus.config.schema import Backend, Device
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.process_exit import run_program
@@ -118,16 +121,16 @@ def accepts_direct(folder: Path) -> bool:
     """Whether files there can be written past the page cache."""
     path = folder / f"direct-{os.getpid()}"
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | direct.FLAG, 0o666)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | O_DIRECT, 0o666)
         try:
-            os.pwrite(descriptor, pages(direct.ALIGNED), 0)
+            os.pwrite(descriptor, pages(ALIGNED), 0)
         finally:
             os.close(descriptor)
     except OSError:
         return False
     finally:
         path.unlink(missing_ok=True)
-    return bool(direct.FLAG)
+    return bool(O_DIRECT)
 
 
 def write_plain(path: Path, data: memoryview, size: int, flags: int) -> None:
@@ -173,15 +176,15 @@ class Bench:
         self.slices = build_state(int(options.gib * (1 << 30)), self.rank, self.world, device, options.scattered)
         self.own_bytes = sum(len(s.tensor) * s.tensor.element_size() for s in self.slices)
         self.plain_bytes = int(min(self.own_bytes, options.plain_gib * (1 << 30) / self.world))
-        self.plain_bytes -= self.plain_bytes % direct.ALIGNED
+        self.plain_bytes -= self.plain_bytes % ALIGNED
         self.all_bytes, self.all_plain_bytes = self._over_ranks([self.own_bytes, self.plain_bytes])
         self.buffers = pages(AHEAD * BLOCK)
         self.source = pages((min(self.plain_bytes >> 24, 63) + 1) * BLOCK)
-        self.ways = {"buffered": 0} | ({"direct": direct.FLAG} if accepts_direct(folder) else {})
+        self.ways = {"buffered": 0} | ({"direct": O_DIRECT} if accepts_direct(folder) else {})
         self.plain = folder / f"plain-{self.rank}"
         files = options.files_per_node
-        self.foreground = Saver(folder / "saved", device=device, asynchronous=False, files_per_node=files)
-        self.background = Saver(folder / "saved", device=device, files_per_node=files)
+        self.foreground = Saver(folder / "saved", ranks=Ranks(None, device), asynchronous=False, files_per_node=files)
+        self.background = Saver(folder / "saved", ranks=Ranks(None, device), files_per_node=files)
         self.step = 0
         self.number = torch.ones((), device=device)
         self.prepare_s = timed(lambda: self.background.prepare(self.slices, self._header()))
@@ -299,7 +302,7 @@ class Bench:
         for one in self.slices:
             one.tensor.zero_()
         forget(self.folder)
-        seconds = timed(lambda: load_together(path, lambda manifest: self.slices, device=self.device))
+        seconds = timed(lambda: load_together(path, lambda manifest: self.slices, ranks=Ranks(None, self.device)))
         if self._over_ranks([self._sums() != sums]) != [0]:
             raise SystemExit(f"{path} was not loaded as it was saved")
         return {"load_s": seconds}
@@ -347,7 +350,7 @@ def report(bench: Bench, rounds: list[dict[str, list[float]]], options: argparse
         "stopped": bench.stopped,
         "prepare_s": round(bench.prepare_s, 4),
         "tensors": len(bench.slices),
-        "copies": len(adjacent_runs(bench.slices)),
+        "copies": len(coalesce(bench.slices)),
         **summary(counted, bench.all_bytes, bench.all_plain_bytes),
         "first_round": rounds[0],
         "rounds": rounds[1:],

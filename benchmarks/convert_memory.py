@@ -37,14 +37,16 @@ import torch
 import xxhash
 from provenance import commit
 
-from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, Manifest, Piece, TensorEntry
+from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredPiece, TensorEntry
 from megatron.optimus.checkpoint.shards import shard_header
+from megatron.optimus.checkpoint.slices import Region
 from megatron.optimus.commands.convert import parse_size
 from megatron.optimus.config.presets import PRESETS
 from megatron.optimus.config.schema import RunConfig
 from megatron.optimus.config.serialize import from_dict, to_dict
-from megatron.optimus.convert import Options, convert, hf_files
-from megatron.optimus.models.hf_map import HFTensor, parameter_shapes, to_hf
+from megatron.optimus.convert import Options, convert, hf
+from megatron.optimus.models.huggingface.names import HFTensor, to_hf
+from megatron.optimus.models.parameters import parameter_shapes
 
 MARK, BLOCK = 1024, 1 << 24
 KINDS = {"full": ("master", "F32", 4), "model": ("weight", "BF16", 2)}
@@ -83,7 +85,7 @@ def write_source(folder: Path, run: RunConfig, kind: str, filled: bool) -> int:
                     digest.update(zeros[: min(BLOCK, left - offset)])
             sparse.truncate(len(header) + width * count)
         files[file] = len(header) + width * count
-        piece = Piece(file, "x", 0, count, digest.hexdigest())
+        piece = StoredPiece(name, stored, dtype, Region(shape, 0, count), "x", file, digest.hexdigest())
         tensors[name, stored] = TensorEntry(name, stored, dtype, shape, (piece,))
         total += width * count
     (folder / MANIFEST_NAME).write_bytes(Manifest(kind, 1, 0, to_dict(run), {}, files, tensors).to_bytes())
@@ -191,9 +193,9 @@ def main() -> None:
     torch.set_num_threads(1)
     run = from_dict(PRESETS[args.preset])
     run.model.num_layers = args.num_layers or run.model.num_layers
-    checked = Checked(run, args.filled, hf_files.write_shard)
+    checked = Checked(run, args.filled, hf.write_shard)
     if args.release:
-        hf_files.write_shard = checked
+        hf.write_shard = checked
     folder = Path(tempfile.mkdtemp(prefix="convert_memory-", dir=args.folder))
     try:
         (folder / "source").mkdir()

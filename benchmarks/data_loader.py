@@ -26,12 +26,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.optimus.data.dataset import InstanceSet, Split
+from megatron.optimus.data.dataset import InstanceSet, SampleOptions, Split
 from megatron.optimus.data.fim import FillInTheMiddle
 from megatron.optimus.data.indexed import IndexedDatasetWriter
 from megatron.optimus.data.loader import BatchLoader
 from megatron.optimus.data.mixture import Mixture
-from megatron.optimus.data.samples import SampleOptions
 from megatron.optimus.data.sources import Corpus, Sources
 from megatron.optimus.data.tokenize.tokenizer import HuggingFaceTokenizer, train_bpe
 

@@ -44,14 +44,14 @@ TOKENS_PER_DOCUMENT = 1000
 
 def write_sparse_pair(prefix: Path, tokens: int, *, entries: bool = False) -> None:
     """Sizes, header and ends of a pair of ``tokens`` uint16 tokens; between is a hole, or the index's true entries."""
-    from megatron.optimus.data.indexed import _HEADER, MAGIC, VERSION
+    from megatron.optimus.data.index_reader import HEADER, MAGIC, VERSION
 
     documents = tokens // TOKENS_PER_DOCUMENT
     last = tokens - (documents - 1) * TOKENS_PER_DOCUMENT
     with open(f"{prefix}.bin", "wb") as stream:
         stream.truncate(2 * tokens)
     with open(f"{prefix}.idx", "wb") as stream:
-        stream.write(_HEADER.pack(MAGIC, VERSION, 8, documents, documents + 1))
+        stream.write(HEADER.pack(MAGIC, VERSION, 8, documents, documents + 1))
         if entries:
             sizes = np.full(documents, TOKENS_PER_DOCUMENT, np.int32)
             sizes[-1] = last
@@ -151,10 +151,9 @@ def measure(path: str, position: int, *, together: bool = False) -> dict[str, ob
 def measure_alone(path: str, position: int) -> dict[str, object]:
     """One rank's start in a process without torch: all of its memory, the interpreter and numpy included."""
     from megatron.optimus.config.schema import DataConfig
-    from megatron.optimus.data.dataset import Split, check_contents
+    from megatron.optimus.data.dataset import SampleOptions, Split, check_contents, make_sample
     from megatron.optimus.data.files import TokenFiles
-    from megatron.optimus.data.mixture import Mixture, mixed_rows
-    from megatron.optimus.data.samples import SampleOptions, make_sample
+    from megatron.optimus.data.mixture import Mixture, shuffled_rows
     from megatron.optimus.data.sources import read_sources
 
     before, started = memory(), time.perf_counter()
@@ -162,7 +161,7 @@ def measure_alone(path: str, position: int) -> dict[str, object]:
     check_contents(sources.prefixes[RANKS // 2 :: RANKS], VOCABULARY)
     files = TokenFiles(sources.prefixes)
     train = Mixture(sources, SEQ_LENGTH, split="969,30,1", part=Split.TRAIN, seed=1, files=files, vocab_size=VOCABULARY)
-    own = train.ids_at(position, GLOBAL_BATCH)[mixed_rows(GLOBAL_BATCH, position)[RANKS // 2 :: RANKS]]
+    own = train.ids_at(position, GLOBAL_BATCH)[shuffled_rows(GLOBAL_BATCH, position)[RANKS // 2 :: RANKS]]
     rows = [make_sample(train.read(i), SEQ_LENGTH, SampleOptions()) for i in own.tolist()]
     assert len(rows) == GLOBAL_BATCH // RANKS and "torch" not in sys.modules
     after = memory()
@@ -179,7 +178,7 @@ def open_with_others(path: str, rank: int, store: str) -> dict[str, object]:
     import torch.distributed as dist
 
     from megatron.optimus.config.schema import DataConfig
-    from megatron.optimus.data.files import open_together
+    from megatron.optimus.data.files import open_on_all_ranks
     from megatron.optimus.data.sources import read_sources
     from megatron.optimus.platform.ranks import Ranks
 
@@ -187,7 +186,7 @@ def open_with_others(path: str, rank: int, store: str) -> dict[str, object]:
     prefixes, ranks = read_sources(DataConfig(data_file_list=path)).prefixes, Ranks(None, "cpu")
     ranks.broadcast([0])  # everybody is here
     started = time.perf_counter()
-    files = open_together(prefixes, ranks)
+    files = open_on_all_ranks(prefixes, ranks)
     return {"seconds_open_together": round(time.perf_counter() - started, 3), "tokens": int(files.tokens.sum())}
 
 

@@ -37,7 +37,8 @@ from provenance import commit
 
 from megatron.optimus.config.layout import Layout
 from megatron.optimus.config.schema import LoadBalancing, ModelConfig, ParallelConfig, TokenDispatcherType
-from megatron.optimus.moe.dispatch.select import MessageShape, measure
+from megatron.optimus.moe.dispatch.base import MessageShape
+from megatron.optimus.moe.dispatch.select import measure
 from megatron.optimus.moe.layer import MoE
 from megatron.optimus.parallel.expert import apply_expert_parallelism
 from megatron.optimus.platform import device as devices

@@ -21,11 +21,11 @@ from layout_speed_programs import LR, Program, random_tokens, run_config
 from torch import Tensor, nn
 
 from megatron.optimus.config.schema import ModelConfig
+from megatron.optimus.context import DTYPES
 from megatron.optimus.layers.loss import LMHead
 from megatron.optimus.layers.norm import build_norm
 from megatron.optimus.layers.rope import rope_table
 from megatron.optimus.models.decoder import Block, Decoder
-from megatron.optimus.training.engine import DTYPES
 
 # ---- the pipeline
 

@@ -14,6 +14,7 @@ from weights_on_device import draw_on_device
 
 from megatron.optimus.config.checks import check, gradient_accumulation_steps
 from megatron.optimus.config.load import load
+from megatron.optimus.context import RunContext
 from megatron.optimus.moe.dispatch.base import ExpertRows, TokenDispatcher, no_work
 from megatron.optimus.platform import device as devices
 
@@ -83,31 +84,36 @@ def ours(words: Sequence[str], device: torch.device, change: Callable[[Any], Non
     from megatron.optimus.data.loader import Batch
     from megatron.optimus.parallel.context import own_positions
     from megatron.optimus.platform.mesh import Mesh
-    from megatron.optimus.training import build
+    from megatron.optimus.platform.metrics import Recorder
+    from megatron.optimus.training import engine as engines
+    from megatron.optimus.training.data import own_part
     from megatron.optimus.training.engine import build_engine
     from megatron.optimus.training.pipeline_schedule import build_schedule
-    from megatron.optimus.training.step import own_part, train_step
+    from megatron.optimus.training.trainer import train_step
 
-    build.initialize_weights = draw_on_device
+    engines.initialize_weights = draw_on_device
     config = run_config(words, device)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     check(config, ranks)
     mesh = Mesh(config.parallel, rank=rank, world_size=ranks)
-    model = build.build_model(config, mesh, device)
+    run = RunContext.of(config, mesh, device)
+    model = engines.build_model(run)
     change(model)
     micro_batches = gradient_accumulation_steps(config, ranks)
-    engine = build_engine(model, config, mesh, micro_batches)
+    engine = build_engine(run, model)
     for group in engine.optimizer.param_groups:
         group["lr"] = LR
-    schedule = build_schedule(config, engine, mesh, device)
+    schedule = build_schedule(run, engine)
     size, positions = config.training.micro_batch_size, own_positions(config.training.seq_length, config.parallel, mesh)
     tokens_BS, labels_BS = random_tokens(config, size * micro_batches, mesh.index("dp"), device)
     whole = [Batch(*parts) for parts in zip(tokens_BS.split(size), labels_BS.split(size), strict=True)]
     batches = [own_part(batch, None if positions is None else positions.to(device)) for batch in whole]
 
+    recorder = Recorder(run.ranks)
+
     def queue() -> Callable[[], float]:
-        pending = train_step(engine, schedule, batches, config.model, mesh)
-        return lambda: pending.read().loss
+        pending = train_step(run, engine, schedule, recorder, batches)
+        return lambda: pending.read().metrics["loss"]
 
     return Program.queued(
         queue,
@@ -186,9 +192,9 @@ def attention_alone(words: Sequence[str], device: torch.device, ranks: int, repe
 
     ``by_ring``: with the kernels that ring attention uses for a part of the keys, without exchange and merging.
     """
+    from megatron.optimus.context import DTYPES
     from megatron.optimus.layers.attention import causal_attention
     from megatron.optimus.layers.partial_attention import attend_part, attend_part_backward
-    from megatron.optimus.training.engine import DTYPES
 
     config = run_config(words, device)
     model, training = config.model, config.training

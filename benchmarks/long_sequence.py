@@ -25,9 +25,9 @@ import torch  # noqa: E402
 from provenance import commit  # noqa: E402
 
 from megatron.optimus.config.load import load  # noqa: E402
-from megatron.optimus.planner.activations import CPU  # noqa: E402
+from megatron.optimus.config.rank_plan import rank_plans  # noqa: E402
+from megatron.optimus.models.activations import CPU  # noqa: E402
 from megatron.optimus.planner.memory import memory_of  # noqa: E402
-from megatron.optimus.planner.share import shares  # noqa: E402
 from tests.helpers import run_distributed  # noqa: E402
 
 LENGTHS = [16384, 32768, 65536, 131072]
@@ -52,19 +52,22 @@ def memory_kib(field: str) -> int:
 def steps(rank: int, world: int, options: str, length: int) -> dict[str, Any]:
     from datetime import timedelta
 
+    from megatron.optimus.context import RunContext
     from megatron.optimus.data.loader import Batch
     from megatron.optimus.parallel.context import own_positions
     from megatron.optimus.platform.mesh import Mesh
-    from megatron.optimus.training.build import build_model
-    from megatron.optimus.training.engine import build_engine, init_engine
+    from megatron.optimus.platform.metrics import Recorder
+    from megatron.optimus.training.data import own_part
+    from megatron.optimus.training.engine import build_engine, build_model, init_engine
     from megatron.optimus.training.pipeline_schedule import build_schedule
-    from megatron.optimus.training.step import own_part, train_step
+    from megatron.optimus.training.trainer import train_step
 
     config, device = load(options.split()).config, torch.device("cpu")
     init_engine(timedelta(seconds=300))
     mesh = Mesh(config.parallel, rank=rank, world_size=world)
-    engine = build_engine(build_model(config, mesh, device), config, mesh, 1)
-    schedule = build_schedule(config, engine, mesh, device)
+    run = RunContext.of(config, mesh, device)
+    engine = build_engine(run, build_model(run))
+    schedule = build_schedule(run, engine)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 512, (1, length + 1), generator=generator)
     whole = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
@@ -72,14 +75,14 @@ def steps(rank: int, world: int, options: str, length: int) -> dict[str, Any]:
     before = memory_kib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the largest size so far is forgotten
     began = time.perf_counter()
-    loss = train_step(engine, schedule, [batch], config.model, mesh).read().loss
+    loss = train_step(run, engine, schedule, Recorder(run.ranks), [batch]).read().metrics["loss"]
     seconds = time.perf_counter() - began
     engine.destroy()
     return {"loss": loss, "seconds": seconds, "mib": (memory_kib("VmHWM") - before) / 1024}
 
 
 def planned_mib(ranks: int, options: str) -> float:
-    [share] = shares(load(options.split()).config, ranks)
+    [share] = rank_plans(load(options.split()).config, ranks)
     return memory_of(share, CPU).worst.total / 2**20
 
 

@@ -204,7 +204,7 @@ def _alone(params: list[torch.nn.Parameter], model: torch.nn.Module, per_bucket:
         options=deepspeed_ext.ZeroOptions(overlap_param_gather=True, bucket_numel=bucket_numel),
         module=model,
     )
-    for bucket in optimizer._publisher.buckets:
+    for bucket in optimizer._param_gather.buckets:
         bucket.start_gather = partial(setattr, bucket, "_gathering", _Arrived())  # type: ignore[method-assign]
     return optimizer
 
@@ -247,7 +247,7 @@ def host_cost(count: int, device: torch.device, per_bucket: int) -> dict[str, fl
     optimizer.destroy()
     return {
         "parameters": count,
-        "buckets": len(optimizer._publisher.buckets),
+        "buckets": len(optimizer._param_gather.buckets),
         "forward_ms": statistics.median(forward_ms[5:]) - bare_forward_ms,
         "hooks_ms": statistics.median(hook_ms[5:]),
         "step_ms": statistics.median(step_ms[5:]),

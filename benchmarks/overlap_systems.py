@@ -36,6 +36,7 @@ def run_config(args: argparse.Namespace) -> Any:
 
 def build(system: str, config: Any, mesh: Any, device: torch.device) -> Any:
     """The engine of a system around a fresh model."""
+    from megatron.optimus.context import RunContext
     from megatron.optimus.training.engine import build_engine
 
     model = build_model(config, mesh, device)
@@ -46,7 +47,7 @@ def build(system: str, config: Any, mesh: Any, device: torch.device) -> Any:
         return build_stock(int(system[-1]), model, config, mesh)
     if system == "so":
         return build_so(model, config, mesh)
-    return build_engine(model, config_of(system, config), mesh, 1)
+    return build_engine(RunContext.of(config_of(system, config), mesh, device), model)
 
 
 def config_of(system: str, config: Any) -> Any:
@@ -60,11 +61,11 @@ def config_of(system: str, config: Any) -> Any:
 
 def build_model(config: Any, mesh: Any, device: torch.device) -> Any:
     """The training program's model with weights drawn on the device: its own, drawn on the host, take minutes."""
+    from megatron.optimus.context import DTYPES
     from megatron.optimus.models.decoder import Decoder
     from megatron.optimus.models.initialize import _materialize
     from megatron.optimus.parallel.apply import parallelize
     from megatron.optimus.parallel.tensor import register_gradient_sums
-    from megatron.optimus.training.build import DTYPES
 
     with torch.device("meta"):
         model = Decoder(config.model)
@@ -83,18 +84,17 @@ def build_so(model: torch.nn.Module, config: Any, mesh: Any) -> Any:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     import deepspeed_ext
-    from megatron.optimus.training.engine import deepspeed_config
-    from megatron.optimus.training.parameter_groups import param_groups
+    from megatron.optimus.training.engine import deepspeed_config, param_groups
 
     peers = mesh.group("ep")
 
     class Optimizer(deepspeed_ext.EPZeroOptimizer):
         def finish_reduction(self) -> None:
             super().finish_reduction()
-            dense = [family for family in self.families if family.key.expert_group is None]
-            for family in dense:
-                family.in_norm = mesh.index("ep") == 0
-            buckets = [bucket for family in dense for bucket in family.buckets]
+            dense = [flat_buffer for flat_buffer in self.flat_buffers if flat_buffer.key.expert_group is None]
+            for flat_buffer in dense:
+                flat_buffer.in_norm = mesh.index("ep") == 0
+            buckets = [bucket for flat_buffer in dense for bucket in flat_buffer.buckets]
             for work in [dist.all_reduce(b.shard.grad, group=peers, async_op=True) for b in buckets]:
                 work.wait()
 
@@ -128,7 +128,7 @@ def build_stock(stage: int, model: torch.nn.Module, config: Any, mesh: Any) -> A
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.utils import groups
 
-    from megatron.optimus.training.parameter_groups import param_groups
+    from megatron.optimus.training.engine import param_groups
 
     experts = [p for p in model.parameters() if hasattr(p, "group_name")]
     spread = mesh.size("ep") > 1

@@ -115,16 +115,17 @@ def data_parallel(words: list[str], ranks: int) -> int:
 
 def run_case(words: list[str], rank: int, ranks: int, device: torch.device) -> dict[str, Any]:
     """One configuration on this rank."""
+    from megatron.optimus.context import RunContext
     from megatron.optimus.platform.mesh import Mesh
-    from megatron.optimus.training import build
-    from megatron.optimus.training.trainer import Trainer
+    from megatron.optimus.training import engine as engines
+    from megatron.optimus.training import trainer as training
 
-    build.initialize_weights = draw_on_device
+    engines.initialize_weights = draw_on_device
     config = load(words).config
     before = devices.memory_allocated(device)
     devices.reset_peak_memory(device)
     began = time.perf_counter()
-    trainer = Trainer(config, Mesh(config.parallel, rank=rank, world_size=ranks), device)
+    trainer = training.Trainer(RunContext.of(config, Mesh(config.parallel, rank=rank, world_size=ranks), device))
     trainer.checkpoints.after_step = lambda *args, **kwargs: None  # type: ignore[method-assign]
     result: dict[str, Any] = {
         "built_bytes": devices.memory_allocated(device) - before,
@@ -133,18 +134,19 @@ def run_case(words: list[str], rank: int, ranks: int, device: torch.device) -> d
         "optimizer_bytes": trainer.engine.optimizer.memory_bytes(),
     }
     times: list[float] = []
-    train_step = trainer._train_step
+    train_step = training.train_step
 
-    def timed(*args: Any) -> Any:
+    def timed(*args: Any, **more: Any) -> Any:
         devices.synchronize(device)
         start = time.perf_counter()
-        report = train_step(*args)
+        report = train_step(*args, **more)
         devices.synchronize(device)
         times.append(time.perf_counter() - start)
         return report
 
-    trainer._train_step = timed  # type: ignore[method-assign]
+    training.train_step = timed  # type: ignore[assignment]
     trainer.fit()
+    training.train_step = train_step
     result["peak_bytes"] = devices.peak_memory(device) - before
     result["step_s"] = times
     if device.type != "cpu":
@@ -189,7 +191,7 @@ def watch_parts(trainer: Any, device: torch.device) -> dict[str, list[float]]:
     if model.lm_head is not None:
         watch("lm_head", model.lm_head)
     batches = [batch.to(device) for batch in trainer.data.train.batch(trainer.consumed_samples)]
-    trainer._train_step(batches, StopRequest())
+    trainer._queue_step(batches, StopRequest())
     found["after_last_part"] = [0, devices.peak_memory(device)]
     for hook in hooks:
         hook.remove()
@@ -297,9 +299,9 @@ def measure(args: argparse.Namespace) -> None:
 
 def compare(path: Path) -> bool:
     """Prints the table; whether every peak is within LIMIT."""
+    from megatron.optimus.config.rank_plan import rank_plans
     from megatron.optimus.planner.hardware import H200
     from megatron.optimus.planner.memory import memory_of
-    from megatron.optimus.planner.share import shares
     from megatron.optimus.planner.step_time import step_time
 
     results = json.loads(path.read_text())["results"]
@@ -311,7 +313,7 @@ def compare(path: Path) -> bool:
             print(f"| {result['case']} | {result['rank']} | {result['error'].strip().splitlines()[-1][:80]} |")
             continue
         config = load(words_of(result["command"], result["ranks"], "auto", "x")).config
-        members = shares(config, result["ranks"])
+        members = rank_plans(config, result["ranks"])
         memory = memory_of(members[result["rank"] // (result["ranks"] // len(members))])
         error = memory.peak / result["peak_bytes"] - 1
         good &= abs(error) <= LIMIT

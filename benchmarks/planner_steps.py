@@ -25,9 +25,9 @@ import overlap_systems
 import torch
 from layout_speed_programs import run_config
 
+from megatron.optimus.config.rank_plan import rank_plans
 from megatron.optimus.planner.hardware import H200
 from megatron.optimus.planner.report import layout_words
-from megatron.optimus.planner.share import shares
 from megatron.optimus.planner.step_time import step_time
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -145,7 +145,7 @@ def _variant(config: Any) -> str:
 
 
 def _row(file: str, preset: str, config: Any, ranks: int, measured: float) -> Row:
-    predicted = step_time(shares(config, ranks), H200 if file in TODAY else BEFORE).total * 1e3
+    predicted = step_time(rank_plans(config, ranks), H200 if file in TODAY else BEFORE).total * 1e3
     model = preset.split("-")[1].upper()  # mula-7b-a1b
     layout, length = layout_words(config, ranks), config.training.seq_length
     return Row(file, f"{model}, {_variant(config)}; {layout}, sequence {length:,}", ranks, measured, predicted)

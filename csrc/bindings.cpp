@@ -34,18 +34,9 @@ TORCH_LIBRARY(optimus, m) {
   m.def(
       "cuda_moe_mlp_backward_up_weights(Tensor dhidden, Tensor x_rows, Tensor order, int tokens, int topk, "
       "Tensor(a!) dgate_up, bool add) -> ()");
-  // The kernels behind megatron/optimus/ops/grouped.py and routing.py on cpu tensors, all contiguous. offsets: [E+3].
-  m.def("cpu_sort_slots(Tensor indices, int num_experts) -> (Tensor slots, Tensor rows, Tensor counts, Tensor offsets)");
-  m.def("cpu_gather_rows(Tensor x, Tensor slots, Tensor offsets) -> Tensor");
-  m.def("cpu_combine(Tensor rows, Tensor row_of_slot, Tensor offsets, Tensor? weights, int num_tokens) -> Tensor");
-  m.def(
-      "cpu_combine_backward(Tensor dy, Tensor rows, Tensor slots, Tensor offsets, Tensor weights) -> "
-      "(Tensor drows, Tensor dweights)");
-  m.def("cpu_swiglu(Tensor hidden, Tensor offsets) -> Tensor");
-  m.def("cpu_swiglu_backward(Tensor hidden, Tensor grad, Tensor offsets) -> Tensor");
-  m.def("cpu_grouped_linear(Tensor x, Tensor weight, Tensor offsets, bool transposed) -> Tensor");
-  m.def("cpu_grouped_linear_swiglu(Tensor x, Tensor weight, Tensor offsets) -> (Tensor activation, Tensor hidden)");
-  m.def("cpu_grouped_weight_gradient(Tensor dout, Tensor x, Tensor offsets, Tensor(a!) out, bool accumulate) -> ()");
+  // On contiguous cpu tensors. positions: int32 [T, P], -1 for none.
+  m.def("cpu_sum_copies(Tensor copies, Tensor positions) -> Tensor");
+  m.def("cpu_expert_counts(Tensor indices, int num_experts) -> Tensor");
   m.def(
       "cpu_router_topk(Tensor logits, int topk, bool sigmoid, bool normalize, Tensor? bias) -> "
       "(Tensor weights, Tensor indices, Tensor scores)");
@@ -56,7 +47,7 @@ TORCH_LIBRARY(optimus, m) {
   // later calls (empty: the fastest).
   m.def("cpu_instruction_sets() -> str");
   m.def("cpu_use_instructions(str name) -> ()");
-  // One kernel-level operation of csrc/sycl/table.hpp on tensors of one Intel GPU; outputs are among the arguments.
+  // One operation of csrc/sycl/operations.hpp on tensors of one Intel GPU; outputs are among the arguments.
   m.def("sycl_run(str name, Tensor(a!)[] arguments) -> ()");
 }
 

@@ -8,10 +8,9 @@ from deepspeed_ext.engine import EPEngine
 from deepspeed_ext.groups import ZeroGroups, init_distributed, run_program, shutdown
 from deepspeed_ext.initialize import initialize
 from deepspeed_ext.optimizers import Lion, Muon
-from deepspeed_ext.zero.checkpoint import StateShard
 from deepspeed_ext.zero.optimizer import EPZeroOptimizer
 from deepspeed_ext.zero.options import ZeroOptions
-from deepspeed_ext.zero.stage3 import Stage3States
+from deepspeed_ext.zero.sharded_state import Stage3States, StateShard
 
 __all__ = [
     "EPEngine",

@@ -13,8 +13,7 @@ from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from deepspeed_ext.config_checks import number, optimizer_params, own_section, refuse_auto
 from deepspeed_ext.optimizers import Lion
-from deepspeed_ext.zero.loss_scale import LossScaleOptions
-from deepspeed_ext.zero.options import DEFAULT_BUCKET_NUMEL, ZeroOptions
+from deepspeed_ext.zero.options import DEFAULT_BUCKET_NUMEL, LossScaleOptions, ZeroOptions
 
 _OWN_OPTIONS = {"overlap_param_gather": False, "clip_after_steps": 0, "reduce_each_micro_batch": False}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -13,9 +13,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_ext import universal
 from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of, world_group
-from deepspeed_ext.zero.agreement import same_everywhere, together
 from deepspeed_ext.zero.optimizer import EPZeroOptimizer
 from deepspeed_ext.zero.options import ZeroOptions
+from deepspeed_ext.zero.sync_errors import require_same_on_all_ranks, run_on_all_ranks
 
 
 class EPEngineMixin:
@@ -67,7 +67,7 @@ class EPEngineMixin:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = f"{tuple(loss.shape)}, requires_grad={loss.requires_grad}" if torch.is_tensor(loss) else repr(loss)
             raise ValueError(f"engine.backward needs a scalar loss that forward computed with gradients, got {what}")
-        self.optimizer.notice_interruption()
+        self.optimizer.end_interrupted_backward()
         # DeepSpeed tells the optimizer through a hook on the engine's outputs, which a loss need not come through.
         self.optimizer.set_gradient_accumulation_boundary(self.is_gradient_accumulation_boundary())  # type: ignore[attr-defined]
         if not scale_wrt_gas:  # a tensor of its own: forward's hook on its outputs would divide by the steps after all
@@ -131,9 +131,9 @@ class EPEngineMixin:
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
         if not self.optimizer.has_begun:  # its gradients would be zeros, and weight decay and momentum change weights
             words = "engine.step() without a backward since the last step; call engine.backward(loss) first"
-            self.optimizer.fail(RuntimeError(words))
+            self.optimizer.record_error(RuntimeError(words))
         self._refuse_unfrozen()
-        with self.optimizer.telling_previous_step():
+        with self.optimizer.reporting_previous_step():
             super()._take_model_step(*args, **kwargs)  # type: ignore[misc]
         self.__dict__["_has_stepped"] = True
 
@@ -142,7 +142,7 @@ class EPEngineMixin:
             if param.requires_grad:
                 param.grad = None
                 words = f"parameter {name!r} was frozen when the engine was built and is not trained by it; build the "
-                self.optimizer.fail(RuntimeError(words + "engine with it trainable, and freeze it after that"))
+                self.optimizer.record_error(RuntimeError(words + "engine with it trainable, and freeze it after that"))
 
     def was_step_applied(self) -> bool:
         """Whether the last ``step()`` updated the weights. Waits for the device."""
@@ -164,7 +164,7 @@ class EPEngineMixin:
         optimizer = self.__dict__.get("optimizer")
         if not isinstance(optimizer, EPZeroOptimizer):
             self.__dict__["_skipped_before"] = value
-        elif not optimizer.is_telling_previous_step:  # inside, the engine counts what the optimizer counts itself
+        elif not optimizer.is_reporting_previous_step:  # inside, the engine counts what the optimizer counts itself
             self.__dict__["_skipped_before"] = value - optimizer.skipped_steps
 
     # ---- checkpoints
@@ -198,8 +198,8 @@ class EPEngineMixin:
                 load_module_only,
                 custom_load_fn,
             )
-        folder = together(lambda: universal.locate(load_dir, tag), world_group())
-        same_everywhere("the universal checkpoint to load", folder.name, world_group())
+        folder = run_on_all_ranks(lambda: universal.locate(load_dir, tag), world_group())
+        require_same_on_all_ranks("the universal checkpoint to load", folder.name, world_group())
         universal.load_optimizer(self.optimizer, folder, load_optimizer_states and not load_module_only)
         client_state = universal.load_engine(
             self, folder, load_counters=not load_module_only, load_scheduler=load_lr_scheduler_states
@@ -209,8 +209,8 @@ class EPEngineMixin:
     def _get_all_zero_checkpoints(self, load_dir: str, tag: str) -> Any:
         """DeepSpeed's; what one rank cannot read is an error on all, which would wait for it else."""
         read = super()._get_all_zero_checkpoints  # type: ignore[misc]
-        found = together(lambda: read(load_dir, tag), world_group())
-        same_everywhere("whether the optimizer's file is there", found is not None, world_group())
+        found = run_on_all_ranks(lambda: read(load_dir, tag), world_group())
+        require_same_on_all_ranks("whether the optimizer's file is there", found is not None, world_group())
         return found
 
     @torch.no_grad()

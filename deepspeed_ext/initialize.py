@@ -27,16 +27,16 @@ from deepspeed_ext.groups import (
     world_group,
 )
 from deepspeed_ext.optimizers import rule_for
-from deepspeed_ext.zero.agreement import (
+from deepspeed_ext.zero.deepspeed_api import is_attached
+from deepspeed_ext.zero.options import ZeroOptions
+from deepspeed_ext.zero.sync_errors import (
     Signatures,
-    check_agreement,
+    check_same_parameters,
     gather,
     parameter_signatures,
-    same_everywhere,
-    together,
+    require_same_on_all_ranks,
+    run_on_all_ranks,
 )
-from deepspeed_ext.zero.full_access import is_attached
-from deepspeed_ext.zero.options import ZeroOptions
 
 logger = logging.getLogger("deepspeed_ext")
 
@@ -89,8 +89,8 @@ def initialize(
         marked = None if is_expert is None else mark_experts(model, is_expert)
         return model, resolved, reason_for_deepspeed(resolved, model, mesh_param), marked
 
-    model, config, reason, marked = together(read, world_group())
-    same_everywhere("who runs the optimizer", reason or "deepspeed_ext", world_group())
+    model, config, reason, marked = run_on_all_ranks(read, world_group())
+    require_same_on_all_ranks("who runs the optimizer", reason or "deepspeed_ext", world_group())
     _log_choice(reason)
     _warn(config, reason, gather(marked, world_group()).values())
     passed_on = {
@@ -180,13 +180,13 @@ def _prepare(
             raise ValueError(f"expert groups {unknown} have no process group; given: {sorted(groups.expert)}")
         return optimizer, options, parsed, signatures
 
-    optimizer, options, parsed, signatures = together(build, world_group())
-    same_everywhere("gradient_accumulation_steps", parsed.gradient_accumulation_steps, world_group())
+    optimizer, options, parsed, signatures = run_on_all_ranks(build, world_group())
+    require_same_on_all_ranks("gradient_accumulation_steps", parsed.gradient_accumulation_steps, world_group())
     if groups is None:
         # A rank without experts still takes part in creating everybody's groups.
         names = gather({name for name in signatures if name is not None}, world_group())
         groups = build_groups(set().union(*names.values()))
-    check_agreement(signatures, groups, options)
+    check_same_parameters(signatures, groups, options)
     return optimizer, groups, options, parsed
 
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of, world_group
 from deepspeed_ext.torch_files import Shell, check_bytes, read_torch
-from deepspeed_ext.zero.agreement import gather, together
 from deepspeed_ext.zero.optimizer import EPZeroOptimizer
+from deepspeed_ext.zero.sync_errors import gather, run_on_all_ranks
 
 _MODEL_STATES = "mp_rank_00_model_states.pt"
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
@@ -106,7 +106,7 @@ def load_optimizer(optimizer: EPZeroOptimizer, folder: Path, load_states: bool) 
     Raises ValueError on every rank, before anything has changed, if a file is missing, damaged or of another shape on
     any.
     """
-    names = {param: name for family in optimizer.families for name, param in family.params.items()}
+    names = {param: name for flat_buffer in optimizer.flat_buffers for name, param in flat_buffer.params.items()}
     places = _Places(optimizer.groups, names)
     copies: list[tuple[Tensor, Tensor]] = []
     steps: set[int] = set()
@@ -127,7 +127,7 @@ def load_optimizer(optimizer: EPZeroOptimizer, folder: Path, load_states: bool) 
         general = folder / "zero/optimizer_state.pt"
         return read_torch(general) if load_states and general.exists() else {}
 
-    general = together(read, world_group())
+    general = run_on_all_ranks(read, world_group())
     for target, value in copies:
         target.copy_(value)
     optimizer.sync_params_from_master()
@@ -172,7 +172,7 @@ def loss_scale_state(scaler: Any) -> dict[str, float] | None:
 def load_engine(engine: Any, folder: Path, *, load_counters: bool, load_scheduler: bool) -> dict[str, Any]:
     """Buffers and frozen parameters, counters and scheduler from the model states; returns what else is in them."""
     path = folder / _MODEL_STATES
-    header = together(lambda: read_torch(path) if path.exists() else {}, world_group())
+    header = run_on_all_ranks(lambda: read_torch(path) if path.exists() else {}, world_group())
     header = header if isinstance(header, dict) else {}
     _load_module(engine.module, header.get("module"))
     if not load_counters:

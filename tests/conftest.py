@@ -18,7 +18,7 @@ with contextlib.suppress(ImportError):  # whoever runs tests without it misses t
 
 # Tests for GPUs that take longest, most of all those that start processes or compile dozens of kernels. Begun last they
 # would run alone at the end.
-LONGEST = ("tests/distributed/", "tests/ops/test_tune.py", "tests/integration/")
+LONGEST = ("tests/distributed/", "tests/ops/test_autotune.py", "tests/integration/")
 
 
 def pytest_configure() -> None:

@@ -1,6 +1,7 @@
 #include "gemm.h"
 
 #include <c10/util/Exception.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <atomic>
@@ -88,6 +89,15 @@ void multiply(const Engine& engine, const float* a, const float* b, int64_t num_
     }
   }
   if (engine.end) engine.end();
+}
+
+TORCH_LIBRARY_IMPL(optimus, CompositeExplicitAutograd, m) {
+  m.impl("cpu_instruction_sets", [] {
+    std::string names;
+    for (const std::string& name : instruction_sets()) names += (names.empty() ? "" : ",") + name;
+    return names;
+  });
+  m.impl("cpu_use_instructions", [](std::string name) { use_instructions(name); });
 }
 
 }  // namespace optimus::cpu

@@ -10,7 +10,7 @@
 #include <emmintrin.h>
 #endif
 
-#include "products.h"
+#include "grouped_gemm.h"
 #include "swiglu.h"
 
 namespace optimus::cpu {

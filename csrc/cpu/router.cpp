@@ -1,7 +1,7 @@
-// Choice of experts per token: scores, top-K and renormalisation in one pass over the logits, and its gradient.
+// Router: scores, top-K and renormalisation of each token in one pass over the logits, its gradient, and expert counts.
 #include <torch/library.h>
 
-#include "order.h"
+#include "row_order.h"
 #include "swiglu.h"
 
 namespace optimus::cpu {
@@ -95,9 +95,24 @@ Tensor router_topk_backward(const Tensor& scores, const Tensor& indices, const T
   return dlogits;
 }
 
+// Slots of each expert, int64 [E]; -1 counts for none. Raises ValueError for an index outside [-1, E).
+Tensor expert_counts(const Tensor& indices, int64_t num_experts) {
+  const Tensor flat = indices.to(at::kLong).contiguous();
+  const int64_t* expert = flat.const_data_ptr<int64_t>();
+  Tensor counts = at::zeros({num_experts}, flat.options());
+  int64_t* count = counts.mutable_data_ptr<int64_t>();
+  for (int64_t n = 0; n < flat.numel(); ++n) {
+    TORCH_CHECK_VALUE(expert[n] >= -1 && expert[n] < num_experts, "indices hold ", expert[n],
+                      "; expected values in [-1, ", num_experts, ")");
+    if (expert[n] >= 0) ++count[expert[n]];
+  }
+  return counts;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(optimus, CPU, m) {
+  m.impl("cpu_expert_counts", &expert_counts);
   m.impl("cpu_router_topk", &router_topk);
   m.impl("cpu_router_topk_backward", &router_topk_backward);
 }

@@ -1,8 +1,8 @@
-// Which thread takes which rows: blocks of one expert each, handed out so that an expert stays with a thread.
+// Block scheduler: assigns blocks of rows, of one expert each, to threads so that an expert stays with a thread.
 //
 // A thread takes the blocks of an expert one after another, so the expert's packed weights and the sums of its gradients
 // stay in that core's caches; where no untouched expert is left, it helps with the one that has most blocks to come.
-// What has to happen in the order of an expert's blocks does, whoever runs them: results do not depend on the threads.
+// in_order keeps the order of an expert's blocks whichever threads run them: results do not depend on the threads.
 #pragma once
 
 #include <atomic>
@@ -11,7 +11,7 @@
 #include <mutex>
 #include <vector>
 
-#include "order.h"
+#include "row_order.h"
 
 namespace optimus::cpu {
 
@@ -30,7 +30,7 @@ class Schedule {
   int64_t slots() const { return threads_; }  // experts under way at once, at most
   int64_t most_rows() const { return most_rows_; }
 
-  // Calls work once on each thread, with a function that gives its next task, the one before being done, or false.
+  // Calls work once on each thread, with a function that finishes the thread's task and returns its next one, or false.
   using Next = std::function<bool(Task&)>;
   void run(const std::function<void(const Next& next)>& work);
 

@@ -16,7 +16,7 @@ enum class StoreMode : int { kWrite, kWriteWide, kAdd };
 
 constexpr int kRowTile = 128;  // an expert's rows start at a multiple of it
 
-// Where each slot's row is; megatron/optimus/ops/triton/index.py says what the tensors hold.
+// Where each slot's row is; megatron/optimus/ops/triton/row_order.py says what the tensors hold.
 struct Order {
   const int* slot;         // [P], -1 for padding
   const int* first_row;    // [E]

@@ -7,7 +7,7 @@ namespace optimus::cuda {
 
 struct Sizes {
   int tokens, topk, width, inner, experts;
-  int rows() const;  // P that suffice for any routing, as index.py's max_rows says
+  int rows() const;  // P that suffice for any routing, as row_order.py's max_rows says
 };
 
 constexpr int kForwardProducts = 2, kBackwardProducts = 5;

@@ -1,12 +1,9 @@
-// Every kernel, with the file that holds it. The ahead-of-time route takes the kernels' addresses from this list, and
-// the run-time route refuses a name that is not on it: what continuous integration runs is what a GPU build finds.
+// Every kernel, with the file that holds it. The ahead-of-time build takes the kernels' addresses from this list, and JIT
+// compilation refuses a name that is not on it: what continuous integration runs is what a GPU build finds.
 #pragma once
 
 #define OPTIMUS_KERNELS_PER_TYPE(X, type)   \
-  X(rows, gather_rows_##type)               \
-  X(rows, combine_##type)                   \
-  X(rows, combine_backward_##type)          \
-  X(swiglu, swiglu_##type)                  \
+  X(permute, combine_##type)                \
   X(swiglu, swiglu_backward_##type)         \
   X(grouped_gemm, gemm_rows_##type##_64)    \
   X(grouped_gemm, gemm_rows_##type##_16)    \
@@ -15,15 +12,15 @@
   X(grouped_gemm, gemm_weights_##type##_64) \
   X(grouped_gemm, gemm_weights_##type##_16)
 
-#define OPTIMUS_KERNELS(X)          \
-  X(order, count_slots_i32)         \
-  X(order, count_slots_i64)         \
-  X(order, scan_blocks)             \
-  X(order, scan_bins)               \
-  X(order, place_slots_i32)         \
-  X(order, place_slots_i64)         \
-  X(router, router_topk)            \
-  X(router, router_topk_backward)   \
-  OPTIMUS_KERNELS_PER_TYPE(X, f32)  \
-  OPTIMUS_KERNELS_PER_TYPE(X, bf16) \
+#define OPTIMUS_KERNELS(X)                  \
+  X(row_order, count_slots_i32)             \
+  X(row_order, count_slots_i64)             \
+  X(row_order, scan_blocks)                 \
+  X(row_order, scan_bins)                   \
+  X(row_order, place_slots_i32)             \
+  X(row_order, place_slots_i64)             \
+  X(router, router_topk)                    \
+  X(router, router_topk_backward)           \
+  OPTIMUS_KERNELS_PER_TYPE(X, f32)          \
+  OPTIMUS_KERNELS_PER_TYPE(X, bf16)         \
   OPTIMUS_KERNELS_PER_TYPE(X, f16)

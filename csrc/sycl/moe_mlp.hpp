@@ -5,7 +5,7 @@
 // out of SwiGLU's backward (swiglu.sycl) instead of from the experts' outputs.
 #pragma once
 
-#include "ops.hpp"
+#include "launch.hpp"
 
 namespace optimus {
 

@@ -1,4 +1,4 @@
-// Element types of the SYCL kernels and what every kernel file needs. Device code; see README.md for the two routes.
+// Element types of the SYCL kernels and what every kernel file needs. Device code; see README.md for how it is compiled.
 //
 // bf16 and fp16 are bits in memory and fp32 in registers, converted by integer arithmetic: the kernels then ask no
 // optional aspect of a device (Intel's CPU device has no fp16 on most processors), and every device rounds alike.
@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-// Functions of global scope are what the ahead-of-time route names as &kernel; the run-time compiler finds kernels by
+// Functions of global scope are what the ahead-of-time build names as &kernel; the JIT compiler finds kernels by
 // their unmangled name.
 #ifdef OPTIMUS_COMPILED_AT_RUN_TIME
 #define OPTIMUS_LINKAGE extern "C"

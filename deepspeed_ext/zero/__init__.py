@@ -1,1 +1,1 @@
-"""The EP-aware ZeRO-1 optimizer: ownership (partition), flat buffers (family), norm, agreement, and the step."""
+"""The EP-aware ZeRO-1 optimizer: ownership (partition), flat buffers (flat_buffer), norm, agreement, and the step."""

@@ -1,4 +1,4 @@
-"""Brings whole matrices to their owners and results back; ownership and places are matrix_partition.py's."""
+"""Exchange of whole matrices: parts go to the owner ranks, results return; matrix_partition.py decides the owners."""
 
 from __future__ import annotations
 
@@ -9,36 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_ext.zero.matrix_partition import MatrixPlan, SegmentMap, WholeMatrix, plan_family
-from deepspeed_ext.zero.partition import FamilyLayout
+from deepspeed_ext.zero.matrix_partition import MatrixPlan, ShardMap, WholeMatrix, plan_flat_buffer
+from deepspeed_ext.zero.partition import BufferLayout, ShardRange
 
-# A stretch of whole matrices of one shape that lies in the owner's own shard is worked on in place from this length;
-# shorter ones are put together with others of their shape, because many small products leave a GPU idle.
+# Whole matrices of one shape that lie one after the other in the owner's own shard are worked on in place if they have
+# this many elements; fewer are put together with others of their shape: many small products leave a GPU idle.
 _IN_PLACE_NUMEL = 1 << 24
 
 
 @dataclass(frozen=True)
-class _Copy:
-    """``numel`` elements at ``offset`` of the update of shard ``bucket``, and at ``place`` of the stage."""
+class _MatrixBatch:
+    """``count`` matrices of (rows, columns), one after the other.
 
-    bucket: int
-    offset: int
-    place: int
-    numel: int
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """``numel`` elements at ``offset`` of the update of shard ``bucket``."""
-
-    bucket: int
-    offset: int
-    numel: int
-
-
-@dataclass(frozen=True)
-class _Stretch:
-    """``count`` matrices of (rows, columns) from ``offset``; of a shard's update, or with bucket -1 of the stage."""
+    They begin at ``offset`` of the update of shard ``bucket``; with bucket -1: of the stage.
+    """
 
     bucket: int
     offset: int
@@ -51,64 +35,74 @@ class _Stretch:
 
 
 class MatrixExchange:
-    """The matrices of one family on one rank (implements rules.base.WholeMatrices).
+    """The matrices of one flat buffer on one rank (implements optimizers.base.WholeMatrices).
 
-    ``shapes``: for each parameter of ``layout`` its shape and number of stacked matrices. ``group``: the family's, None
-    if this rank is its only one. Building it needs no communication: every rank computes the same plan.
+    Matrices that this rank owns and that do not lie in one of its shards in sufficient number are collected in a stage,
+    a tensor of all of them. Building this needs no communication: every rank computes the same plan.
+
+    Args:
+        layout: of the flat buffer.
+        shapes: for each parameter its shape and its number of stacked matrices.
+        rank: this rank's in the group.
+        group: the buffer's process group; None: this rank alone.
     """
 
     def __init__(
         self,
-        layout: FamilyLayout,
+        layout: BufferLayout,
         shapes: Mapping[str, tuple[Sequence[int], int]],
         rank: int,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self.plan: MatrixPlan = plan_family(layout, shapes)
+        self.plan: MatrixPlan = plan_flat_buffer(layout, shapes)
         self._group = group
         self._shape_of = {matrix.name: (matrix.rows, matrix.columns) for matrix in self.plan.matrices}
         self._runs = [self._find_runs(layout, index, rank) for index in range(len(layout.buckets))]
-        self._in_place: list[_Stretch] = []  # worked on where they are
-        self._staged: list[_Stretch] = []  # worked on in the stage
-        self._kept: list[_Copy] = []  # this rank's parts of its own staged matrices
-        self._sent: list[list[_Sent]] = [[] for _ in range(self.plan.group_size)]  # by owner, by matrix and element
-        self._received: list[list[tuple[int, int]]] = [[] for _ in range(self.plan.group_size)]  # stage place, numel
-        self.travelling_numel = 0  # elements of the whole family that go to another rank (and return)
+        self._in_place: list[_MatrixBatch] = []  # worked on where they are
+        self._staged: list[_MatrixBatch] = []  # worked on in the stage
+        self._kept: list[
+            tuple[ShardRange, int]
+        ] = []  # this rank's parts of its own staged matrices, place in the stage
+        num_ranks = self.plan.group_size
+        self._sent: list[list[ShardRange]] = [[] for _ in range(num_ranks)]  # by owner, in the order of matrices
+        self._received: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]  # place in the stage, elements
+        self.travelling_numel = 0  # elements of the whole flat buffer that are sent to another rank (and return)
         self._stage_numel = 0
-        self._find_places(SegmentMap(layout), rank)
+        self._find_places(ShardMap(layout), rank)
 
-    def _find_runs(self, layout: FamilyLayout, bucket: int, rank: int) -> list[tuple[int, int, tuple[int, int]]]:
+    def _find_runs(self, layout: BufferLayout, bucket: int, rank: int) -> list[tuple[int, int, tuple[int, int]]]:
         runs: list[tuple[int, int, tuple[int, int]]] = []
-        for piece in layout.buckets[bucket].shard_pieces(rank):
-            start, stop, shape = piece.offset, piece.offset + piece.stop - piece.start, self._shape_of[piece.name]
+        for part in layout.buckets[bucket].shard_ranges(rank):
+            start, stop, shape = part.offset, part.offset + part.numel, self._shape_of[part.name]
             if runs and runs[-1][1] == start and runs[-1][2] == shape:
                 start = runs.pop()[0]
             runs.append((start, stop, shape))
         return runs
 
-    def _find_places(self, where: SegmentMap, rank: int) -> None:
+    def _find_places(self, shard_map: ShardMap, rank: int) -> None:
+        """Decides for every matrix where it is worked on and which of its parts travel."""
         matrices, owners = self.plan.matrices, self.plan.owners
-        self._in_place = self._find_stretches(where, rank)
+        self._in_place = self._find_batches(shard_map, rank)
         in_place = {
-            (stretch.bucket, stretch.offset + i * stretch.numel // stretch.count)
-            for stretch in self._in_place
-            for i in range(stretch.count)
+            (batch.bucket, batch.offset + i * batch.numel // batch.count)
+            for batch in self._in_place
+            for i in range(batch.count)
         }
         for index in sorted(range(len(matrices)), key=lambda index: (matrices[index].rows, matrices[index].columns)):
             matrix, owner = matrices[index], owners[index]
-            segments = list(where.segments(index, matrix))
-            self.travelling_numel += sum(s.stop - s.start for s in segments if s.rank != owner)
-            if owner == rank and (segments[0].bucket, segments[0].offset) in in_place and len(segments) == 1:
+            parts = list(shard_map.shard_ranges(matrix))
+            self.travelling_numel += sum(part.numel for part in parts if part.rank != owner)
+            if owner == rank and (parts[0].bucket, parts[0].offset) in in_place and len(parts) == 1:
                 continue
-            for segment in segments:
-                numel = segment.stop - segment.start
-                place = self._stage_numel + segment.start
-                if owner == rank and segment.rank == rank:
-                    self._kept.append(_Copy(segment.bucket, segment.offset, place, numel))
+            place = self._stage_numel
+            for part in parts:
+                if owner == rank and part.rank == rank:
+                    self._kept.append((part, place))
                 elif owner == rank:
-                    self._received[segment.rank].append((place, numel))
-                elif segment.rank == rank:
-                    self._sent[owner].append(_Sent(segment.bucket, segment.offset, numel))
+                    self._received[part.rank].append((place, part.numel))
+                elif part.rank == rank:
+                    self._sent[owner].append(part)
+                place += part.numel
             if owner == rank:
                 self._add_staged(matrix)
 
@@ -117,75 +111,72 @@ class MatrixExchange:
         if self._staged and self._staged[-1].shape == shape:
             last = self._staged.pop()
             start, count = last.offset, last.count + 1
-        self._staged.append(_Stretch(-1, start, count, shape))
+        self._staged.append(_MatrixBatch(-1, start, count, shape))
         self._stage_numel += matrix.numel
 
-    def _find_stretches(self, where: SegmentMap, rank: int) -> list[_Stretch]:
-        """Long stretches of this rank's matrices that lie whole and one after the other in one of its shards."""
-        stretches: list[_Stretch] = []
-        for index, (matrix, owner) in enumerate(zip(self.plan.matrices, self.plan.owners, strict=True)):
+    def _find_batches(self, shard_map: ShardMap, rank: int) -> list[_MatrixBatch]:
+        """Large batches of this rank's matrices that lie whole and one after the other in one of its shards."""
+        batches: list[_MatrixBatch] = []
+        for matrix, owner in zip(self.plan.matrices, self.plan.owners, strict=True):
             if owner != rank:
                 continue
-            first, *others = where.segments(index, matrix)
+            first, *others = shard_map.shard_ranges(matrix)
             if others or first.rank != rank:
                 continue
             shape = (matrix.rows, matrix.columns)
-            last = stretches[-1] if stretches else None
+            last = batches[-1] if batches else None
             if last and (last.bucket, last.offset + last.numel, last.shape) == (first.bucket, first.offset, shape):
-                stretches[-1] = _Stretch(last.bucket, last.offset, last.count + 1, shape)
+                batches[-1] = _MatrixBatch(last.bucket, last.offset, last.count + 1, shape)
             else:
-                stretches.append(_Stretch(first.bucket, first.offset, 1, shape))
-        return [stretch for stretch in stretches if stretch.numel >= _IN_PLACE_NUMEL]
+                batches.append(_MatrixBatch(first.bucket, first.offset, 1, shape))
+        return [batch for batch in batches if batch.numel >= _IN_PLACE_NUMEL]
 
     def runs(self, shard: int) -> Sequence[tuple[int, int, tuple[int, int]]]:
         """See WholeMatrices.runs."""
         return self._runs[shard]
 
     def transform(self, updates: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> None:
-        """See WholeMatrices.transform. Matrices that need not travel are worked on while others do."""
-        to_owner = _Wire(self._sent, self._received, self._group if self.travelling_numel else None, updates[0])
-        to_owner.start([_part(updates[c.bucket], c.offset, c.numel) for copies in self._sent for c in copies])
-        for stretch in self._in_place:
-            _apply(function, updates[stretch.bucket], stretch)
+        """See WholeMatrices.transform. Matrices that are not sent are worked on while others are."""
+        sent = [_of_shard(updates, part) for parts in self._sent for part in parts]
+        to_owner = _AllToAll(self._sent, self._received, self._group if self.travelling_numel else None, updates[0])
+        to_owner.start(sent)
+        for batch in self._in_place:
+            _apply(function, updates[batch.bucket], batch)
         stage = updates[0].new_empty(self._stage_numel)
-        _copy(
-            [_part(stage, c.place, c.numel) for c in self._kept],
-            [_part(updates[c.bucket], c.offset, c.numel) for c in self._kept],
-        )
-        places = [_part(stage, place, numel) for parts in self._received for place, numel in parts]
+        kept = [_of_shard(updates, part) for part, _ in self._kept]
+        kept_places = [stage[place : place + part.numel] for part, place in self._kept]
+        _copy(kept_places, kept)
+        places = [stage[place : place + numel] for parts in self._received for place, numel in parts]
         to_owner.finish(places)
-        for stretch in self._staged:
-            _apply(function, stage, stretch)
+        for batch in self._staged:
+            _apply(function, stage, batch)
         back = to_owner.reversed()
         back.start(places)
-        _copy(
-            [_part(updates[c.bucket], c.offset, c.numel) for c in self._kept],
-            [_part(stage, c.place, c.numel) for c in self._kept],
-        )
-        back.finish([_part(updates[c.bucket], c.offset, c.numel) for copies in self._sent for c in copies])
+        _copy(kept, kept_places)
+        back.finish(sent)
 
 
-class _Wire:
-    """One all-to-all: parts of this rank go out in the order of their destinations, others come in by source."""
+class _AllToAll:
+    """One all-to-all: this rank's parts are sent in the order of their owners, others come in by source rank."""
 
     def __init__(
         self,
-        sent: Sequence[Sequence[_Sent]],
+        sent: Sequence[Sequence[ShardRange]],
         received: Sequence[Sequence[tuple[int, int]]],
         group: dist.ProcessGroup | None,
         like: Tensor,
     ) -> None:
-        self._out = [sum(copy.numel for copy in copies) for copies in sent]
+        self._out = [sum(part.numel for part in parts) for parts in sent]
         self._in = [sum(numel for _, numel in parts) for parts in received]
         self._group = group
         self._like = like
         self._work: dist.Work | None = None
 
-    def reversed(self) -> _Wire:
-        """The way back."""
-        wire = _Wire([], [], self._group, self._like)
-        wire._out, wire._in = self._in, self._out
-        return wire
+    def reversed(self) -> _AllToAll:
+        """Returns the way back."""
+        back = _AllToAll([], [], self._group, self._like)
+        back._out, back._in = self._in, self._out
+        return back
 
     def start(self, parts: Sequence[Tensor]) -> None:
         """Sends ``parts``. Collective, unless no rank of the group sends anything."""
@@ -198,7 +189,7 @@ class _Wire:
         )
 
     def finish(self, parts: Sequence[Tensor]) -> None:
-        """Waits (on a GPU: makes the stream wait) and puts what came into ``parts``."""
+        """Waits (on a GPU: makes the stream wait) and copies what was received into ``parts``."""
         if self._group is None:
             return
         assert self._work is not None
@@ -206,8 +197,8 @@ class _Wire:
         _copy(parts, self._buffer.split([part.numel() for part in parts]) if parts else [])
 
 
-def _part(tensor: Tensor, offset: int, numel: int) -> Tensor:
-    return tensor[offset : offset + numel]
+def _of_shard(updates: Sequence[Tensor], part: ShardRange) -> Tensor:
+    return updates[part.bucket][part.offset : part.offset + part.numel]
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -215,6 +206,6 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(targets), list(sources))
 
 
-def _apply(function: Callable[[Tensor], Tensor], tensor: Tensor, stretch: _Stretch) -> None:
-    batch_BMN = _part(tensor, stretch.offset, stretch.numel).view(stretch.count, *stretch.shape)
+def _apply(function: Callable[[Tensor], Tensor], tensor: Tensor, batch: _MatrixBatch) -> None:
+    batch_BMN = tensor[batch.offset : batch.offset + batch.numel].view(batch.count, *batch.shape)
     batch_BMN.copy_(function(batch_BMN))

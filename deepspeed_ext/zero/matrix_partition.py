@@ -1,13 +1,13 @@
 """Which rank works on which whole matrix: pure functions for optimizers whose update needs whole matrices (Muon).
 
 Masters and states stay in the flat layout of partition.py: equal shards for any number of ranks, padding of 0.1% or
-less, views of parameters, checkpoints as for element-wise rules. What needs a whole matrix is only a step in between,
-so every matrix (every expert of a 3-D weight is one) gets one owner, to which its parts travel and from which the
-result returns. An owner is by preference the rank that holds most of the matrix anyway; with many matrices a rank
-almost nothing travels.
+less, views of parameters, checkpoints as for element-wise optimizers. Only one step of the update needs whole matrices,
+so every matrix (every expert of a 3-D weight is one) gets one owner rank, to which its parts are sent and from which
+the result returns. The owner is by preference the rank that holds most of the matrix; with many matrices a rank almost
+nothing is sent.
 
-A buffer layout of whole matrices instead, one shard of matrices a rank, would have to pad every shard to the largest:
-the dense matrices of one stage of Mula-220B, 32 over 1,536 ranks, would take 48 times their size.
+A flat buffer of whole matrices instead, one shard of matrices a rank, would have to pad every shard to the largest: the
+dense matrices of one stage of Mula-220B, 32 over 1,536 ranks, would take 48 times their size.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from deepspeed_ext.optimizers.base import count_matrices
-from deepspeed_ext.zero.partition import BucketLayout, FamilyLayout
+from deepspeed_ext.zero.partition import BucketLayout, BufferLayout, ShardRange, TensorRange
 
-# A holder keeps its matrix as long as its load stays within this factor of the best possible largest load.
+# A rank keeps the matrix that it holds as long as its load stays within this factor of the best possible largest load.
 _SLACK = 1.02
 
 
 @dataclass(frozen=True)
 class WholeMatrix:
-    """``rows * columns`` elements from element ``start`` of the flattened parameter ``name``."""
+    """A matrix of ``rows * columns`` elements from element ``start`` of the flattened parameter ``name``."""
 
     name: str
     start: int
@@ -36,29 +36,18 @@ class WholeMatrix:
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return self.rows * self.columns
 
     @property
     def cost(self) -> int:
-        """Newton-Schulz on it, up to a factor that is the same for all: products with its smaller Gram matrix."""
+        """Cost of Newton-Schulz, up to a factor that is the same for all: products with the smaller Gram matrix."""
         return self.numel * min(self.rows, self.columns)
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Elements [start, stop) of matrix number ``matrix`` of the plan, at ``offset`` of the rank's shard of a bucket."""
-
-    matrix: int
-    rank: int
-    bucket: int
-    offset: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
 class MatrixPlan:
-    """The owner (rank of the group) of every matrix."""
+    """The owner rank, in the group, of every matrix."""
 
     group_size: int
     matrices: tuple[WholeMatrix, ...]
@@ -74,14 +63,17 @@ class MatrixPlan:
 
 
 def matrices_of(name: str, shape: Sequence[int], stacked: int = 1) -> list[WholeMatrix]:
-    """The matrices of one parameter, see rules.base.count_matrices."""
+    """Returns the matrices of one parameter, see ``optimizers.base.count_matrices``."""
     count, (rows, columns) = count_matrices(name, shape, stacked)
     return [WholeMatrix(name, index * rows * columns, rows, columns) for index in range(count) if rows * columns]
 
 
 def smallest_load(costs: Iterable[int], group_size: int) -> float:
-    """A lower bound on the largest load of ``group_size`` ranks: the mean, and for every k that of the k + 1 cheapest
-    of the k * group_size + 1 dearest, two of which share a rank at least k + 1 deep."""
+    """Returns a lower bound on the largest load of ``group_size`` ranks.
+
+    The mean is one; for every k, so is the cost of the k + 1 cheapest of the k * group_size + 1 dearest matrices,
+    because some rank has at least k + 1 of these.
+    """
     ordered = sorted(costs, reverse=True)
     bound = sum(ordered) / group_size
     for depth, last in enumerate(range(0, len(ordered), group_size), start=1):
@@ -90,11 +82,19 @@ def smallest_load(costs: Iterable[int], group_size: int) -> float:
 
 
 def plan_matrices(matrices: Sequence[WholeMatrix], holders: Sequence[int], group_size: int) -> MatrixPlan:
-    """An owner for every matrix, balanced by cost; ``holders``: the rank that would like to own each one.
+    """Gives every matrix an owner rank, balanced by cost.
 
-    From the dearest to the cheapest, a matrix goes to its holder while that stays near the best possible load, and
-    what remains goes to the least loaded rank. So the largest load exceeds the mean by less than the dearest matrix.
-    Depends on the arguments alone: every rank computes the same plan.
+    From the dearest to the cheapest, a matrix goes to the rank that holds it while that stays near the best possible
+    load, and what remains goes to the least loaded rank. So the largest load exceeds the mean by less than the dearest
+    matrix. Every rank computes the same plan from the same arguments.
+
+    Args:
+        matrices: all matrices.
+        holders: for each the rank that should own it if possible.
+        group_size: number of ranks.
+
+    Raises:
+        ValueError: there is no rank.
     """
     if group_size < 1:
         raise ValueError(f"group_size={group_size} must be at least 1")
@@ -128,50 +128,54 @@ def _assign(costs: Sequence[int], holders: Sequence[int], group_size: int, limit
     return owners
 
 
-class SegmentMap:
-    """Where the elements of a family's matrices lie in its flat layout."""
+class ShardMap:
+    """Finds where matrices lie in the shards of a flat buffer."""
 
-    def __init__(self, layout: FamilyLayout) -> None:
+    def __init__(self, layout: BufferLayout) -> None:
         self._buckets = layout.buckets
-        self._pieces: dict[str, list[tuple[int, int, int, int]]] = {}  # start, stop, bucket, offset in it
+        self._ranges: dict[str, list[tuple[int, TensorRange]]] = {}  # with bucket numbers, by first element
         for index, bucket in enumerate(layout.buckets):
-            for piece in bucket.pieces:
-                self._pieces.setdefault(piece.name, []).append((piece.start, piece.stop, index, piece.offset))
-        for pieces in self._pieces.values():
-            pieces.sort()
-        self._starts = {name: [piece[0] for piece in pieces] for name, pieces in self._pieces.items()}
+            for part in bucket.ranges:
+                self._ranges.setdefault(part.name, []).append((index, part))
+        for ranges in self._ranges.values():
+            ranges.sort(key=lambda entry: entry[1].start)
+        self._starts = {name: [part.start for _, part in ranges] for name, ranges in self._ranges.items()}
 
-    def segments(self, number: int, matrix: WholeMatrix) -> Iterator[Segment]:
-        """The segments of a matrix in the order of its elements."""
+    def shard_ranges(self, matrix: WholeMatrix) -> Iterator[ShardRange]:
+        """Yields where the matrix lies, in the order of its elements."""
         low, high = matrix.start, matrix.start + matrix.numel
-        pieces = self._pieces[matrix.name]
-        for start, stop, index, offset in pieces[bisect_right(self._starts[matrix.name], low) - 1 :]:
-            if start >= high:
+        for index, part in self._ranges[matrix.name][bisect_right(self._starts[matrix.name], low) - 1 :]:
+            if part.start >= high:
                 return
-            first, last = max(start, low), min(stop, high)
-            yield from self._cut(number, self._buckets[index], index, offset + first - start, first - low, last - first)
+            first, last = max(part.start, low), min(part.stop, high)
+            yield from self._cut(self._buckets[index], index, part.offset + first - part.start, last - first)
 
     @staticmethod
-    def _cut(number: int, bucket: BucketLayout, index: int, place: int, start: int, numel: int) -> Iterator[Segment]:
-        """[place, place + numel) of a bucket, cut at the borders of its shards."""
-        end = start + numel
-        while start < end:
-            rank, offset = divmod(place, bucket.shard_numel)
-            length = min(end - start, bucket.shard_numel - offset)
-            yield Segment(number, rank, index, offset, start, start + length)
-            start, place = start + length, place + length
+    def _cut(bucket: BucketLayout, index: int, start: int, numel: int) -> Iterator[ShardRange]:
+        """``numel`` elements from ``start`` of a bucket, cut at the borders of its shards."""
+        stop = start + numel
+        while start < stop:
+            rank, offset = divmod(start, bucket.shard_numel)
+            length = min(stop - start, bucket.shard_numel - offset)
+            yield ShardRange(rank, index, offset, length)
+            start += length
 
     def main_holder(self, matrix: WholeMatrix) -> int:
-        """The rank that holds most of the matrix, the first of several."""
+        """Returns the rank that holds most of the matrix, the first of several."""
         held: dict[int, int] = {}
-        for segment in self.segments(0, matrix):
-            held[segment.rank] = held.get(segment.rank, 0) + segment.stop - segment.start
+        for part in self.shard_ranges(matrix):
+            held[part.rank] = held.get(part.rank, 0) + part.numel
         return max(held, key=lambda rank: (held[rank], -rank))
 
 
-def plan_family(layout: FamilyLayout, shapes: Mapping[str, tuple[Sequence[int], int]]) -> MatrixPlan:
-    """The plan of one family; ``shapes``: for each parameter its shape and its number of stacked matrices."""
-    where = SegmentMap(layout)
+def plan_flat_buffer(layout: BufferLayout, shapes: Mapping[str, tuple[Sequence[int], int]]) -> MatrixPlan:
+    """Plans the matrices of one flat buffer.
+
+    Args:
+        layout: of the buffer.
+        shapes: for each parameter its shape and its number of stacked matrices.
+    """
+    shard_map = ShardMap(layout)
     matrices = [m for name, (shape, stacked) in shapes.items() for m in matrices_of(name, shape, stacked)]
-    holders = [where.main_holder(matrix) for matrix in matrices]
+    holders = [shard_map.main_holder(matrix) for matrix in matrices]
     return plan_matrices(matrices, holders, layout.buckets[0].group_size)

@@ -1,8 +1,8 @@
-"""``engine.offload_states`` and ``reload_states``: the device's memory of idle states goes to the host and comes back.
+"""Moves idle states from the device to the host and back, for ``engine.offload_states`` and ``reload_states``.
 
-The memory behind a flat buffer is given back and later allocated again behind the same tensors, so that every view into
-it (buckets, shards, ``main_grad``) stays what it is. The model's parameters alone point at their host copies meanwhile:
-a program may read them there.
+The memory behind a flat buffer is freed and later allocated again behind the same tensors, so that every view of it
+(buckets, shards, ``main_grad``) stays valid. Meanwhile the model's parameters, which a program may read, are views of
+their host copies.
 """
 
 from __future__ import annotations
@@ -14,22 +14,27 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor
 
-from deepspeed_ext.zero.family import Family
+from deepspeed_ext.zero.flat_buffer import FlatBuffer
 
 KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads")  # DeepSpeed's names; its fifth is stage 3's
 
 
 class HostStates:
-    """What rests on the host. ``gradients``: called before an offload, ends exchanges and gives gradients' buffers."""
+    """What is on the host.
 
-    def __init__(self, families: Sequence[Family], gradients: Callable[[], list[Tensor]]) -> None:
-        self._families = families
+    Args:
+        flat_buffers: all of the optimizer's.
+        gradients: is called before an offload; waits for reductions and returns all memory that holds gradients.
+    """
+
+    def __init__(self, flat_buffers: Sequence[FlatBuffer], gradients: Callable[[], list[Tensor]]) -> None:
+        self._flat_buffers = flat_buffers
         self._gradients = gradients
-        self._away: dict[str, list[tuple[Tensor, Tensor]]] = {}  # by kind: a tensor of each storage, its bytes
+        self._on_host: dict[str, list[tuple[Tensor, Tensor]]] = {}  # by kind: a tensor of each storage, its bytes
 
     def require(self, what: str, *kinds: str) -> None:
-        """Raises RuntimeError if one of ``kinds``, without any: of all, is on the host."""
-        missing = [kind for kind in self._away if not kinds or kind in kinds]
+        """Raises RuntimeError if one of ``kinds`` (without any: of all kinds) is on the host; ``what`` needs them."""
+        missing = [kind for kind in self._on_host if not kinds or kind in kinds]
         if missing:
             raise RuntimeError(
                 f"{what} needs {', '.join(missing)}, which offload_states() took to the host; call "
@@ -38,47 +43,55 @@ class HostStates:
 
     @torch.no_grad()
     def offload(self, include: Container[OffloadStateTypeEnum] | None, pin_memory: bool) -> None:
-        """Copies what is not there yet to the host and frees it on the device. Waits for the device. Local."""
+        """Copies what is not there yet to the host and frees it on the device. Waits for the device. Local.
+
+        Args:
+            include: the kinds to offload; None: all.
+            pin_memory: whether the host copies are in pinned memory.
+        """
         gradients = self._gradients()
         wanted = [kind for kind in KINDS if include is None or OffloadStateTypeEnum(kind) in include]
         for kind in wanted:
-            if kind not in self._away:
+            if kind not in self._on_host:
                 tensors = gradients if kind == "lp_grads" else self._tensors(kind)
-                self._away[kind] = [(tensor, _copy(tensor, pin_memory)) for tensor in _one_of_each_storage(tensors)]
+                self._on_host[kind] = [(tensor, _copy(tensor, pin_memory)) for tensor in _one_of_each_storage(tensors)]
         _wait()
         for kind in wanted:
             if kind == "lp_params":
-                self._point_params({id(tensor): copy for tensor, copy in self._away[kind]})
-            for tensor, _ in self._away[kind]:
+                self._view_params_in({id(tensor): copy for tensor, copy in self._on_host[kind]})
+            for tensor, _ in self._on_host[kind]:
                 tensor.untyped_storage().resize_(0)
         get_accelerator().empty_cache()
 
     @torch.no_grad()
     def reload(self) -> None:
-        """Brings everything back to where it was. Local."""
-        for kind, copies in self._away.items():
+        """Copies everything back to where it was. Waits for the device. Local."""
+        for kind, copies in self._on_host.items():
             for tensor, copy in copies:
                 tensor.untyped_storage().resize_(copy.numel())
                 _bytes_of(tensor).copy_(copy, non_blocking=True)
             if kind == "lp_params":
-                self._point_params({})
-        _wait()  # the copies' memory is given back now
-        self._away.clear()
+                self._view_params_in({})
+        _wait()  # the copies' memory is freed now
+        self._on_host.clear()
 
     def _tensors(self, kind: str) -> list[Tensor]:
         if kind == "optim_states":
-            shards = [bucket.shard for family in self._families for bucket in family.buckets]
+            shards = [bucket.shard for flat_buffer in self._flat_buffers for bucket in flat_buffer.buckets]
             return [state for shard in shards for state in shard.state.values()]
-        return [family.masters if kind == "hp_params" else family.param_buffer for family in self._families]
+        return [
+            flat_buffer.masters if kind == "hp_params" else flat_buffer.param_buffer
+            for flat_buffer in self._flat_buffers
+        ]
 
-    def _point_params(self, host: dict[int, Tensor]) -> None:
+    def _view_params_in(self, host: dict[int, Tensor]) -> None:
         """Makes the module's parameters views of their flat buffer, or of its copy in ``host``."""
-        for family in self._families:
-            flat = family.param_buffer
+        for flat_buffer in self._flat_buffers:
+            flat = flat_buffer.param_buffer
             if id(flat) in host:
                 flat = host[id(flat)].view(flat.dtype)
-            for name, param in family.params.items():
-                param.data = flat[family.place(name)].view(param.shape)
+            for name, param in flat_buffer.params.items():
+                param.data = flat[flat_buffer.slice_of(name)].view(param.shape)
 
 
 def _one_of_each_storage(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -1,12 +1,12 @@
 """EPZeroOptimizer: ZeRO stages 1 and 2 whose expert states are sharded over the ranks that hold the same experts.
 
-One step, as data walks: backward leaves p.grad -> hooks collect gradients in buckets (gradients.py); complete buckets
-are reduce-scattered over their family's group while backward goes on; one global norm; clip factor, skip flag and step
-number stay on the device (step_state.py); each bucket's rule updates masters, states and parameters of this rank's
-shard in one pass; the group gathers the bucket's other shards (publish.py) while the next one is updated. The host
-waits for nothing.
+One step: backward leaves p.grad -> hooks collect gradients in buckets (gradient_hooks.py); complete buckets are
+reduce-scattered over their flat buffer's group while backward goes on; one global norm; clip factor, skip flag and step
+number stay on the device (grad_scaling.py); each flat buffer's rule updates masters, states and parameters of this
+rank's shards in one pass; the group all-gathers a bucket's parameters (param_all_gather.py) while the next bucket is
+updated. The host waits for nothing.
 
-Scale: the engine divides each loss by the accumulation steps, and a gradient sums over the family's group, so dividing
+Scale: the engine divides each loss by the accumulation steps, and a gradient sums over its buffer's group, so dividing
 by the number of ranks of the DENSE group gives the mean over the global batch. That holds for experts too: through
 the exchange of tokens an expert's gradient already contains the losses of all its expert-parallel peers, and the sum
 over its replicas adds the others.
@@ -32,33 +32,36 @@ from torch import Tensor, nn
 from deepspeed_ext.groups import ZeroGroups
 from deepspeed_ext.optimizers import rule_for
 from deepspeed_ext.optimizers.base import MatrixRule
-from deepspeed_ext.zero import checkpoint, full_access
+from deepspeed_ext.zero import deepspeed_api, sharded_state
 from deepspeed_ext.zero.bucket import Bucket
-from deepspeed_ext.zero.build import build_families, norm_groups
-from deepspeed_ext.zero.checkpoint import StateShard
-from deepspeed_ext.zero.deepspeed_files import DeepSpeedFiles
-from deepspeed_ext.zero.failures import Failures
-from deepspeed_ext.zero.family import Family
-from deepspeed_ext.zero.gradients import GradientSync
-from deepspeed_ext.zero.interruption import BackwardWatch
-from deepspeed_ext.zero.norm import global_norm
+from deepspeed_ext.zero.deepspeed_api import DeepSpeedFiles
+from deepspeed_ext.zero.flat_buffer import FlatBuffer, build_flat_buffers, norm_groups
+from deepspeed_ext.zero.grad_scaling import StepState, global_norm
+from deepspeed_ext.zero.gradient_hooks import GradientReducer
 from deepspeed_ext.zero.offload import HostStates
 from deepspeed_ext.zero.options import ZeroOptions
-from deepspeed_ext.zero.publish import ParamPublisher
-from deepspeed_ext.zero.step_state import StepState
+from deepspeed_ext.zero.param_all_gather import ParamAllGather
+from deepspeed_ext.zero.sharded_state import StateShard
+from deepspeed_ext.zero.sync_errors import BackwardTracker, StepErrors
 
 
 class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
     """Wraps a torch optimizer into sharded fp32 masters and states, updated by the optimizer's rule.
 
-    ``optimizer`` must be fresh; its param_groups keep their options (lr, weight_decay, ...) and get master shards in
-    place of the parameters, so schedulers built on it keep working. ``param_names`` maps parameters to names, in the
-    order in which forward uses them as far as known. ``module``: needed for ``options.overlap_param_gather``.
     Frozen parameters are left out; a parameter without a gradient in a step counts as one with a zero gradient.
     Construction is local; the engine has checked before that all ranks describe the same parameters.
 
-    Raises ValueError for an optimizer that is used or has no rule, an expert group without a process group, or a
-    parameter dtype other than float32, bfloat16 and float16.
+    Args:
+        optimizer: a fresh one. Its param_groups keep their options (lr, weight_decay, ...) and get master shards in
+            place of the parameters, so schedulers built on it keep working.
+        param_names: the parameters' names, in the order in which forward uses them as far as known.
+        groups: the process groups.
+        options: how it works.
+        module: whose forward waits for the parameters; needed for ``options.overlap_param_gather``.
+
+    Raises:
+        ValueError: an optimizer that is used or has no rule, an expert group without a process group, or a parameter
+            dtype other than float32, bfloat16 and float16.
     """
 
     def __init__(
@@ -79,39 +82,41 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self.groups = groups
         self.bit16_groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
         rules = [rule_for(optimizer, group) for group in optimizer.param_groups]
-        self.families = build_families(self.bit16_groups, rules, param_names, groups, self.options)
-        if not self.families:
+        self.flat_buffers = build_flat_buffers(self.bit16_groups, rules, param_names, groups, self.options)
+        if not self.flat_buffers:
             raise ValueError("the optimizer holds no parameter that requires a gradient")
         for index, group in enumerate(optimizer.param_groups):
-            mine = [family for family in self.families if family.key.param_group == index]
-            group["params"] = [bucket.shard.master for family in mine for bucket in family.buckets]
-            for family in mine:
-                family.new_states(group)
+            own = [flat_buffer for flat_buffer in self.flat_buffers if flat_buffer.key.param_group == index]
+            group["params"] = [bucket.shard.master for flat_buffer in own for bucket in flat_buffer.buckets]
+            for flat_buffer in own:
+                flat_buffer.new_states(group)
         positions = {param: index for index, param in enumerate(param_names)}
         self._norm_groups = norm_groups(groups)
-        self.device = self.families[0].masters.device
-        self._failures = Failures(self._norm_groups, self.device)
-        self.fail = self._failures.note
-        self._sync = GradientSync(self.families, positions, self.options, self._failures)
-        self._watch = BackwardWatch(self._sync, self._failures, self._backward_hook_state)
-        self.interrupt = self._watch.interrupt
-        self._publisher = ParamPublisher(self.families, self._sync.buckets, module, self.options.overlap_param_gather)
-        self._family_of = {bucket: family for family in self.families for bucket in family.buckets}
+        self.device = self.flat_buffers[0].masters.device
+        self._errors = StepErrors(self._norm_groups, self.device)
+        self.record_error = self._errors.record
+        self._reducer = GradientReducer(self.flat_buffers, positions, self.options, self._errors)
+        self._tracker = BackwardTracker(self._reducer, self._errors, self._backward_hook_state)
+        self.interrupt = self._tracker.interrupt
+        self._param_gather = ParamAllGather(
+            self.flat_buffers, self._reducer.buckets, module, self.options.overlap_param_gather
+        )
+        self._buffer_of = {bucket: flat_buffer for flat_buffer in self.flat_buffers for bucket in flat_buffer.buckets}
         divisor = dist.get_world_size(groups.dense) if self.options.average else 1
         self._state = StepState(self.device, divisor, self.options)
-        self._copies: list[StateShard] = []  # handed out by state_shards where states are not kept in fp32
+        self._copies: list[StateShard] = []  # returned by state_shards, which decodes states not kept in fp32
         self._further_sums: list[tuple[Bucket, dist.ProcessGroup]] = []
         self._reduced = False
-        self.has_begun = False  # a backward has, or is about to, since the last step
+        self.has_begun = False  # a backward has begun, or is about to, since the last step
         self._holds_back = False
-        self._tells_previous = self._was_previous_skipped = False
+        self._reports_previous = self._was_previous_skipped = False
         self._init_engine_attributes()
-        self._host = HostStates(self.families, self._sync.settle_buffers)
+        self._host = HostStates(self.flat_buffers, self._reducer.settle_buffers)
         self.require_on_device = self._host.require
-        full_access.attach(self.families, divisor, lambda: self._reduced, self._require_at_rest)
+        deepspeed_api.attach(self.flat_buffers, divisor, lambda: self._reduced, self._require_at_rest)
 
     def _init_engine_attributes(self) -> None:
-        """What DeepSpeed's engine reads, and largest norms, clipped to and accepted, which may change every step."""
+        """Sets what DeepSpeed's engine reads, and the norms to clip and to skip above, which may change every step."""
         self.clip_grad, self.skip_above = self.options.max_norm, math.inf
         self.custom_loss_scaler = False
         self.external_loss_scale = self.torch_autocast_gradscaler = None
@@ -127,7 +132,7 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
 
     @property
     def loss_scale(self) -> float:
-        """By which the next loss is multiplied, 1 without fp16. Waits for the device."""
+        """The factor on the next loss, 1 without fp16. Waits for the device."""
         return 1.0 if self.loss_scaler is None else float(self.loss_scaler.scale.item())
 
     @property
@@ -138,7 +143,9 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
     @property
     def loss_scale_state(self) -> dict[str, float] | None:
         """What a checkpoint keeps of the loss scale, the same on every rank and at every layout; None without fp16.
-        Reading waits for the device. Setting None, or setting it without fp16, changes nothing."""
+
+        Reading waits for the device. Setting None, or setting it without fp16, changes nothing.
+        """
         return None if self.loss_scaler is None else self.loss_scaler.state_dict()
 
     @loss_scale_state.setter
@@ -149,78 +156,91 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
     # ---- gradients
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool, only: Sequence[Bucket] | None = None) -> None:
-        """Called by the engine before each backward: is it the last one before a step?
+        """Prepares for a backward. Called by the engine before each.
 
-        ``only``: its reduction takes these buckets (see ``buckets_of``) and leaves others out; on every rank alike, in
-        the order in which they are to be launched.
+        Args:
+            is_boundary: whether it is the last one before a step.
+            only: the buckets (see ``buckets_of``) that its reduction takes, in the order in which they are launched, on
+                every rank alike; None: all.
         """
         self.require_on_device("backward", "lp_params", "lp_grads")
-        if self._watch.is_another():
-            self.notice_interruption()
-        self._watch.begin()
+        if self._tracker.is_in_another_backward():
+            self.end_interrupted_backward()
+        self._tracker.begin()
         super().set_gradient_accumulation_boundary(is_boundary)
         self.has_begun = True
-        self._sync.arm((is_boundary or self.options.reduces_each_backward) and not self._holds_back, only)
+        self._reducer.arm((is_boundary or self.options.reduces_each_backward) and not self._holds_back, only)
 
-    def notice_interruption(self) -> None:
-        """Before a backward or a step: a backward that an exception has ended since counts as a failure of this rank,
-        and the step is skipped on all ranks. ``zero_grad`` drops what that backward has left."""
-        self._reduced |= self._watch.notice()
+    def end_interrupted_backward(self) -> None:
+        """Ends a backward that an exception has interrupted, if there was one. Called before a backward or a step.
+
+        It counts as an error of this rank, and the step is skipped on all ranks. ``zero_grad`` drops what it has left.
+        """
+        self._reduced |= self._tracker.end_interrupted()
 
     def buckets_of(self, params: Iterable[nn.Parameter]) -> list[Bucket]:
-        """The buckets in which any of these parameters lies, in launch order."""
+        """Returns the buckets in which any of these parameters lies, in launch order."""
         wanted = set(params)
         found = {
-            family.buckets[index]
-            for family in self.families
-            for name, param in family.params.items()
+            flat_buffer.buckets[index]
+            for flat_buffer in self.flat_buffers
+            for name, param in flat_buffer.params.items()
             if param in wanted
-            for index, _ in family.pieces[name]
+            for index, _ in flat_buffer.ranges[name]
         }
-        return [bucket for bucket in self._sync.buckets if bucket in found]
+        return [bucket for bucket in self._reducer.buckets if bucket in found]
 
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """Launches what backward has not launched yet. Called by the engine at the boundary. Collective.
+        """Launches the reductions that backward has not launched. Called by the engine at the boundary. Collective.
 
         Backward and this may run again before a step; the sums then add up.
         """
-        self._sync.end_backward(reduce=True)
+        self._reducer.end_backward(reduce=True)
         self._reduced = True
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
-        """The engine's name, after every stage 2 backward, for ``reduce_gradients``."""
+        """Calls ``reduce_gradients``; the engine does so after every stage 2 backward."""
         self.reduce_gradients()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
-        """Stage 2 without managed accumulation: every backward has been reduced already."""
+        """Does nothing: in stage 2 without managed accumulation every backward has been reduced already."""
 
     def backward_epilogue(self, **kwargs: Any) -> None:
-        """Called by the engine after every backward, after the reduction if there was one."""
+        """Ends a backward. Called by the engine after each, after the reduction if there was one."""
         each = self.options.stage == 1 and self.options.reduce_each_micro_batch
         if each and not self.is_gradient_accumulation_boundary() and not self._holds_back:
             self.reduce_gradients()
         else:
-            self._sync.end_backward(reduce=False)
+            self._reducer.end_backward(reduce=False)
 
     def finish_reduction(self) -> None:
         """Waits (on a GPU: makes the stream wait) until ``shard.grad`` of every bucket is the sum over its group."""
-        self._sync.finish()
+        self._reducer.finish()
         for bucket, group in self._further_sums:
             dist.all_reduce(bucket.shard.grad, group=group)
 
     def sum_over(self, param: nn.Parameter, group: dist.ProcessGroup) -> None:
-        """From now on the gradient of ``param`` is summed over ``group`` too, whose ranks have it in families of the
-        same layout and own the same shards: over pipeline stages that share a weight. Local.
+        """Makes every later reduction sum the gradient of ``param`` over ``group`` too. Local.
 
-        Raises ValueError where other parameters are in its family."""
-        [family] = [family for family in self.families if any(param is other for other in family.params.values())]
-        if len(family.params) > 1:
-            raise ValueError(f"a sum over {len(family.params)} parameters for one; mark it with pipe_tied beforehand")
-        self._further_sums += [(bucket, group) for bucket in family.buckets]
+        For pipeline stages that share a weight.
+
+        Args:
+            param: the parameter, which must be alone in its flat buffer.
+            group: ranks that have it in flat buffers of the same layout and own the same shards.
+
+        Raises:
+            ValueError: other parameters are in its flat buffer.
+        """
+        [flat_buffer] = [flat for flat in self.flat_buffers if any(param is other for other in flat.params.values())]
+        if len(flat_buffer.params) > 1:
+            raise ValueError(
+                f"a sum over {len(flat_buffer.params)} parameters for one; mark it with pipe_tied beforehand"
+            )
+        self._further_sums += [(bucket, group) for bucket in flat_buffer.buckets]
 
     @contextmanager
     def hold_reductions(self) -> Iterator[None]:
-        """Backwards inside only accumulate, whatever the boundary (the engine's ``no_sync``)."""
+        """Makes backwards inside only accumulate, whatever the boundary (the engine's ``no_sync``)."""
         self._holds_back = True
         try:
             yield
@@ -230,118 +250,124 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients of the present step, reduced or not."""
         self.has_begun = False
-        self._watch.give_up()
-        if not (self._reduced or self._sync.is_dirty):
+        self._tracker.give_up()
+        if not (self._reduced or self._reducer.is_dirty):
             return
         self.require_on_device("zero_grad", "lp_grads")
-        for family in self.families:
-            for param in family.params.values():
+        for flat_buffer in self.flat_buffers:
+            for param in flat_buffer.params.values():
                 param.grad = None
-        self._sync.finish()
-        self._sync.forget()
+        self._reducer.finish()
+        self._reducer.forget()
         self._reduced = False
 
     # ---- the step
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Norm, clip, update, new parameters on every rank; skipped on all ranks if the norm is not finite (then
-        ``overflow`` is True and masters, states and step_count stay untouched). Does not wait for the device.
-        Collective."""
+        """Computes the norm, clips, updates this rank's shards and gathers the new parameters. Collective.
+
+        If the norm is not finite, the step is skipped on all ranks: ``overflow`` is True and masters, states and
+        step_count stay untouched. Does not wait for the device.
+
+        Raises:
+            ValueError: a closure is given.
+            RuntimeError: the step before failed on some rank, see ``record_error``; the same on every rank.
+        """
         if closure is not None:
             raise ValueError("EPZeroOptimizer.step takes no closure; run forward and backward through the engine")
         self.require_on_device("step")
-        self.notice_interruption()
-        if not self._reduced or self._sync.has_events:
+        self.end_interrupted_backward()
+        if not self._reduced or self._reducer.has_arrivals:
             self.reduce_gradients()
-        self._sync.check_all_sent()
-        self._publisher.wait()  # what no forward has waited for: a gather must not cross the update that follows
+        self._reducer.check_all_sent()
+        self._param_gather.wait()  # what no forward has waited for: an all-gather must not cross the next update
         self.finish_reduction()
-        counted = [b.shard.grad for f in self.families if f.in_norm for b in f.buckets]
-        norm = global_norm(counted + self._failures.counted(), self.device, self._norm_groups)
+        counted = [b.shard.grad for f in self.flat_buffers if f.in_norm for b in f.buckets]
+        norm = global_norm(counted + self._errors.norm_terms(), self.device, self._norm_groups)
         scalars = self._state.scalars(norm, self.clip_grad, self.skip_above)
-        updated: set[Family] = set()
-        for bucket in self._publisher.buckets:
-            family = self._family_of[bucket]
-            family_options = self.param_groups[family.key.param_group]
-            if not isinstance(family.rule, MatrixRule):
-                family.rule.update_(bucket.shard, family_options, scalars)
-            elif family not in updated:  # matrices lie across buckets: all of the family's at once
-                assert family.exchange is not None
-                updated.add(family)
-                shards = [bucket.shard for bucket in family.buckets]
-                family.rule.update_family_(shards, family.exchange, family_options, scalars)
+        updated: set[FlatBuffer] = set()
+        for bucket in self._param_gather.buckets:
+            flat_buffer = self._buffer_of[bucket]
+            group_options = self.param_groups[flat_buffer.key.param_group]
+            if not isinstance(flat_buffer.rule, MatrixRule):
+                flat_buffer.rule.update_(bucket.shard, group_options, scalars)
+            elif flat_buffer not in updated:  # matrices lie across buckets: all of the buffer's at once
+                assert flat_buffer.exchange is not None
+                updated.add(flat_buffer)
+                shards = [bucket.shard for bucket in flat_buffer.buckets]
+                flat_buffer.rule.update_family_(shards, flat_buffer.exchange, group_options, scalars)
             bucket.start_gather()
-        self._publisher.finish_step()
-        self._sync.forget()
+        self._param_gather.finish_step()
+        self._reducer.forget()
         self._reduced = self.has_begun = False
         self._copies.clear()
         self._was_previous_skipped = self._state.settle()
         if self._was_previous_skipped:
-            self._failures.tell()
+            self._errors.raise_on_all_ranks()
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped. Waits for the device, except inside ``telling_previous_step``."""
-        return self._was_previous_skipped if self._tells_previous else self._state.was_skipped
+        """Whether the last step was skipped. Waits for the device, except inside ``reporting_previous_step``."""
+        return self._was_previous_skipped if self._reports_previous else self._state.was_skipped
 
     @property
     def _global_grad_norm(self) -> float | None:
-        return None if self._tells_previous else self._state.grad_norm
+        return None if self._reports_previous else self._state.grad_norm
 
     @property
     def outcome(self) -> Tensor:
-        """Of the last step, without waiting: fp32 [2] on the device, the norm and 1.0 if the step was skipped."""
+        """Norm of the last step and 1.0 if it was skipped, fp32 [2] on the device, without waiting."""
         return self._state.outcome
 
     @property
     def skipped_steps(self) -> int:
-        """Steps skipped since construction. Waits for the device, except inside ``telling_previous_step``."""
-        return self._state.settled_skips if self._tells_previous else self._state.skips
+        """Steps skipped since construction. Waits for the device, except inside ``reporting_previous_step``."""
+        return self._state.settled_skips if self._reports_previous else self._state.skips
 
     @property
-    def is_telling_previous_step(self) -> bool:
-        """Whether ``telling_previous_step`` is active."""
-        return self._tells_previous
+    def is_reporting_previous_step(self) -> bool:
+        """Whether ``reporting_previous_step`` is active."""
+        return self._reports_previous
 
     @contextmanager
-    def telling_previous_step(self) -> Iterator[None]:
-        """Inside, ``overflow`` speaks of the step before the last, which needs no waiting; the norm is None."""
-        self._tells_previous = True
+    def reporting_previous_step(self) -> Iterator[None]:
+        """Makes ``overflow`` report the step before the last inside, which needs no waiting; the norm is None."""
+        self._reports_previous = True
         try:
             yield
         finally:
-            self._tells_previous = False
+            self._reports_previous = False
 
     @torch.no_grad()
     def sync_params_from_master(self) -> None:
-        """Writes the masters into the parameters of every rank; needed after state shards were changed. Collective."""
+        """Writes the masters into the parameters of every rank, after state shards were changed. Collective."""
         self.require_on_device("sync_params_from_master")
-        self._publisher.wait()
-        checkpoint.write_back(self, self._copies)
+        self._param_gather.wait()
+        sharded_state.write_back(self._copies)
         self._copies.clear()
-        for family in self.families:
-            family.write_params_from_masters()
-        for bucket in self._publisher.buckets:
+        for flat_buffer in self.flat_buffers:
+            flat_buffer.write_params_from_masters()
+        for bucket in self._param_gather.buckets:
             bucket.start_gather()
-        self._publisher.finish_step()
+        self._param_gather.finish_step()
         self.wait_for_params()
 
     def wait_for_params(self) -> None:
-        """With overlap_param_gather: makes all new parameters present, before reading them outside of forward."""
-        self._publisher.wait()
+        """Waits for all new parameters; needed with overlap_param_gather to read them outside of forward."""
+        self._param_gather.wait()
 
     def wait_before_forward(self) -> None:
-        """With overlap_param_gather: makes those present that forward uses without calling the modules they are in."""
+        """Waits for the new parameters that forward uses without calling the modules that own them."""
         self.require_on_device("forward", "lp_params")
-        self._publisher.wait_for_uncalled()
+        self._param_gather.wait_for_uncalled()
 
     # ---- state
 
     def _require_at_rest(self, what: str, *kinds: str) -> None:
-        """As ``require_on_device``; and waits for parameters on their way: in fp32 they are the masters."""
+        """As ``require_on_device``; and waits for parameters in flight: in fp32 they are the masters."""
         self.require_on_device(what, *kinds)
-        self._publisher.wait()
+        self._param_gather.wait()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -351,7 +377,7 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
     @property
     def state(self) -> Mapping[Tensor, Any]:
         """Each bucket's states, keyed by its master shard."""
-        return {bucket.shard.master: bucket.shard.state for bucket in self._publisher.buckets}
+        return {bucket.shard.master: bucket.shard.state for bucket in self._param_gather.buckets}
 
     @property
     def step_count(self) -> int:
@@ -363,13 +389,13 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self._state.applied = value
 
     def state_shards(self) -> list[StateShard]:
-        """What this rank owns, parameter by parameter; over a family's group every element has exactly one owner."""
+        """Returns what this rank owns, by parameter. Over a buffer's group every element has exactly one owner."""
         self._require_at_rest("state_shards", "hp_params", "lp_params", "optim_states")
-        self._copies = checkpoint.state_shards(self)
+        self._copies = sharded_state.state_shards(self)
         return self._copies
 
     def forget_copies(self) -> None:
-        """For who has only read ``state_shards``: decoded copies go with the shards, not as late as the next step."""
+        """Drops the decoded copies that ``state_shards`` returned, which nobody wrote to, before the next step does."""
         self._copies = []
 
     def offload_states(
@@ -379,26 +405,37 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """``engine.offload_states``: frees the device's memory of the kinds in ``include`` (None: all) until
-        ``reload_states``. Waits for the device in any case. What needs them meanwhile raises RuntimeError."""
-        self._publisher.wait()
+        """Frees the device's memory of idle states until ``reload_states``, for ``engine.offload_states``.
+
+        Waits for the device in any case. What needs the states meanwhile raises RuntimeError.
+
+        Args:
+            include: the kinds of states; None: all.
+            device: the host's memory is the only one.
+            pin_memory: whether the host copies are in pinned memory.
+            non_blocking: has no effect.
+        """
+        self._param_gather.wait()
         self._copies.clear()
         self._host.offload(include, pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """``engine.reload_states``: everything is where it was, bit by bit. Waits for the device in any case."""
+        """Restores what ``offload_states`` took away, bit by bit. Waits for the device in any case."""
         self._host.reload()
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes on this rank: "parameters", "gradients" (stage 2: without what the ring lends during backward),
-        "masters" and "states" of the rule; "padding" is contained in these."""
+        """Returns the bytes on this rank by kind.
+
+        "parameters", "gradients" (stage 2: without the buffers of the pool), "masters" and "states" of the optimizer;
+        "padding" is contained in these.
+        """
         sizes: Counter[str] = Counter()
-        for family in self.families:
-            sizes.update(family.memory_bytes())
+        for flat_buffer in self.flat_buffers:
+            sizes.update(flat_buffer.memory_bytes())
         return dict(sizes)
 
     def destroy(self) -> None:
-        """Removes all hooks; the model keeps its parameters."""
-        self._publisher.close()
-        self._sync.close()
-        full_access.detach([param for family in self.families for param in family.params.values()])
+        """Removes all hooks. The model keeps its parameters."""
+        self._param_gather.close()
+        self._reducer.close()
+        deepspeed_api.detach([param for flat_buffer in self.flat_buffers for param in flat_buffer.params.values()])

@@ -1,12 +1,10 @@
-"""What a user may choose about the sharded optimizer."""
+"""Options of the sharded optimizer and of the fp16 loss scale."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-
-from deepspeed_ext.zero.loss_scale import LossScaleOptions
 
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -15,17 +13,60 @@ DEFAULT_BUCKET_NUMEL = 1 << 26
 
 
 @dataclass(frozen=True)
-class ZeroOptions:
-    """Every rank must hold the same values.
+class LossScaleOptions:
+    """The loss scale of fp16 training. All but ``initial`` and ``is_dynamic`` apply to a dynamic scale only.
 
-    ``stage``: 1 keeps full-size gradients and reduces them once a step; 2 reduces every micro-batch into a shard and
-    holds full-size gradients of a few buckets only. ``bucket_numel``: elements per bucket. ``grad_dtype``: in which
-    gradients are accumulated; ``comm_dtype``: in which they travel (None: grad_dtype). ``overlap_comm``: reduce while
-    backward runs. ``overlap_param_gather``: step() returns before other ranks' new parameters are here; forward waits
-    for them module by module. ``max_norm``: clip to this gradient norm, 0 never, after ``clip_after_steps`` applied
-    steps. ``average``: divide gradients by the number of data-parallel ranks. ``reduce_each_micro_batch``: stage 1 sums
-    in stage 2's order (ranks first, then micro-batches), which makes the two bitwise equal. ``loss_scale``: of fp16
-    training, None for no scaling.
+    Attributes:
+        initial: the first scale.
+        is_dynamic: whether overflows change it.
+        window: steps without overflow after which the scale doubles.
+        hysteresis: overflows up to the first halving; what is used up comes back when the scale doubles.
+        refills_hysteresis: it comes back after any step without overflow.
+        minimum: the scale never falls below.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    initial: float = 2.0**16
+    is_dynamic: bool = True
+    window: int = 1000
+    hysteresis: int = 2
+    refills_hysteresis: bool = False
+    minimum: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.initial < float("inf") or not 0 < self.minimum < float("inf"):
+            raise ValueError(f"loss scale {self.initial} and min_loss_scale {self.minimum} must be positive and finite")
+        if self.window < 1 or self.hysteresis < 1:
+            raise ValueError(
+                f"loss_scale_window={self.window} and hysteresis={self.hysteresis} must be at least 1; "
+                "hysteresis=1 lowers the scale at every overflow"
+            )
+
+
+@dataclass(frozen=True)
+class ZeroOptions:
+    """The sharded optimizer's options, of which every rank must hold the same values.
+
+    Attributes:
+        stage: 1 keeps full-size gradients and reduces them once a step; 2 reduces every micro-batch into a shard and
+            holds full-size gradients of a few buckets only.
+        bucket_numel: elements of a bucket.
+        grad_dtype: the dtype in which gradients are accumulated.
+        comm_dtype: the dtype in which they travel; None: ``grad_dtype``.
+        overlap_comm: reduce buckets while backward runs.
+        overlap_param_gather: ``step()`` returns before other ranks' new parameters have arrived; forward waits for them
+            module by module.
+        max_norm: clip to this gradient norm; 0: never.
+        clip_after_steps: do so after this number of applied steps.
+        average: divide gradients by the number of data-parallel ranks.
+        reduce_each_micro_batch: stage 1 sums in stage 2's order (ranks first, then micro-batches), which makes the two
+            bitwise equal.
+        loss_scale: of fp16 training; None: no scaling.
+
+    Raises:
+        ValueError: a value is out of range.
     """
 
     stage: int = 1
@@ -41,7 +82,6 @@ class ZeroOptions:
     loss_scale: LossScaleOptions | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a value outside its range."""
         if self.stage not in (1, 2):
             raise ValueError(f"stage={self.stage} is not ours; use 1 or 2")
         if self.bucket_numel < 1:
@@ -56,7 +96,7 @@ class ZeroOptions:
 
     @property
     def communication_dtype(self) -> torch.dtype:
-        """The dtype of gradients on the wire."""
+        """The dtype in which gradients travel."""
         return self.comm_dtype or self.grad_dtype
 
     @property

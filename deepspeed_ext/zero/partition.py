@@ -1,11 +1,10 @@
-"""Who owns which element: pure functions from parameters and group sizes to buckets and shards.
+"""Which rank owns which element: pure functions from parameters and group sizes to buckets and shards.
 
-Parameters that are updated alike form a family (one optimizer parameter group, dense or one expert group, one dtype).
-A family is laid out in one flat buffer, and the buffer is cut into buckets, the units of communication and update.
-Each bucket is cut into one equal shard per rank of the family's process group. ``flat_layout`` lays parameter after
-parameter and cuts anywhere, so only the family's end is padded; a layout for whole matrices has the same form with more
-pieces. Nothing here touches tensors or processes, so a layout for thousands of ranks costs no more than a walk over the
-parameter list.
+Parameters that are updated alike (one optimizer parameter group, dense or one expert group, one dtype) lie one after
+the other in one flat buffer. The buffer is cut into buckets, the units of communication and update, and each bucket
+into one equal shard for each rank of the buffer's process group. Cuts fall anywhere, also inside a parameter, so only
+the end of the buffer is padded. Nothing here touches tensors or processes: a layout for thousands of ranks costs no
+more than a walk over the list of parameters.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-FamilyT = TypeVar("FamilyT", bound=Hashable)
+KeyT = TypeVar("KeyT", bound=Hashable)
 
 # Every parameter and every shard starts at a multiple of this many elements: 512 bytes in bf16, enough for vectorised
 # and TMA loads, and the block length of 8-bit states, whose blocks then fall alike at every number of ranks.
@@ -22,32 +21,61 @@ ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
-class ParamSpec(Generic[FamilyT]):
-    """A parameter as the partitioner sees it: its name, its local element count, and the family it belongs to."""
-
-    name: str
-    numel: int
-    family: FamilyT
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements [start, stop) of a flattened parameter, found at ``offset`` of a bucket or of a shard."""
+class TensorRange:
+    """Elements [start, stop) of the flattened parameter ``name``, found at ``offset`` of a bucket or of a shard."""
 
     name: str
     start: int
     stop: int
     offset: int
 
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    @property
+    def where(self) -> slice:
+        """The same elements in the bucket or shard."""
+        return slice(self.offset, self.offset + self.stop - self.start)
+
+
+@dataclass(frozen=True)
+class ShardRange:
+    """``numel`` elements at ``offset`` of the shard that ``rank`` owns of bucket number ``bucket``."""
+
+    rank: int
+    bucket: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class ParamSpec(Generic[KeyT]):
+    """A parameter as the partitioner sees it.
+
+    Attributes:
+        name: its name, which occurs once.
+        numel: elements on this rank.
+        key: what it has in common with the other parameters of its flat buffer.
+    """
+
+    name: str
+    numel: int
+    key: KeyT
+
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """``group_size`` shards of ``shard_numel`` elements, at ``start`` of the family's buffer; pieces in order."""
+    """A bucket: ``group_size`` shards of ``shard_numel`` elements each, at ``start`` of the flat buffer.
+
+    ``ranges`` says which parameters lie in it, in the order of their offsets.
+    """
 
     start: int
     group_size: int
     shard_numel: int
-    pieces: tuple[Piece, ...]
+    ranges: tuple[TensorRange, ...]
 
     @property
     def numel(self) -> int:
@@ -55,35 +83,36 @@ class BucketLayout:
         return self.group_size * self.shard_numel
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Ranges of the bucket that belong to no parameter."""
+        """Returns the [start, stop) of the bucket's elements that belong to no parameter."""
         gaps, end = [], 0
-        for piece in self.pieces:
-            if piece.offset > end:
-                gaps.append((end, piece.offset))
-            end = piece.offset + piece.stop - piece.start
+        for part in self.ranges:
+            if part.offset > end:
+                gaps.append((end, part.offset))
+            end = part.offset + part.numel
         return gaps + ([(end, self.numel)] if end < self.numel else [])
 
-    def shard_pieces(self, rank: int) -> tuple[Piece, ...]:
-        """What ``rank`` of the group owns, offsets counted in its shard; empty if that is padding.
+    def shard_ranges(self, rank: int) -> tuple[TensorRange, ...]:
+        """Returns what one rank of the group owns, with offsets in its shard; nothing if its shard is padding.
 
-        Raises ValueError for a rank outside the group.
+        Raises:
+            ValueError: the rank is outside the group.
         """
         if not 0 <= rank < self.group_size:
             raise ValueError(f"rank={rank} is outside the group of {self.group_size} ranks")
         low, high = rank * self.shard_numel, (rank + 1) * self.shard_numel
         owned = []
-        for piece in self.pieces:
-            first = max(piece.offset, low)
-            last = min(piece.offset + piece.stop - piece.start, high)
+        for part in self.ranges:
+            first = max(part.offset, low)
+            last = min(part.offset + part.numel, high)
             if first < last:
-                start = piece.start + first - piece.offset
-                owned.append(Piece(piece.name, start, start + last - first, first - low))
+                start = part.start + first - part.offset
+                owned.append(TensorRange(part.name, start, start + last - first, first - low))
         return tuple(owned)
 
 
 @dataclass(frozen=True)
-class FamilyLayout:
-    """One family's flat buffer as consecutive buckets."""
+class BufferLayout:
+    """A flat buffer as consecutive buckets."""
 
     buckets: tuple[BucketLayout, ...]
 
@@ -100,19 +129,26 @@ class FamilyLayout:
     @property
     def padding(self) -> int:
         """Elements of the flat buffer that belong to no parameter."""
-        return self.numel - sum(piece.stop - piece.start for bucket in self.buckets for piece in bucket.pieces)
+        return self.numel - sum(part.numel for bucket in self.buckets for part in bucket.ranges)
 
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def flat_layout(params: Iterable[tuple[str, int]], group_size: int, bucket_numel: int) -> FamilyLayout:
-    """Lays (name, numel) pairs out in the given order, in buckets of about ``bucket_numel`` elements or fewer.
+def flat_layout(params: Iterable[tuple[str, int]], group_size: int, bucket_numel: int) -> BufferLayout:
+    """Lays parameters out one after the other in a flat buffer and cuts it into buckets.
 
-    Buckets are of one length but for the last, a multiple of ``group_size * ALIGNMENT``; a parameter may lie in
-    several. Raises ValueError for a group without ranks, a bucket without elements, a negative size, or a name that
-    occurs twice.
+    Buckets are of one length but for the last, a multiple of ``group_size * ALIGNMENT``. A parameter may lie in
+    several.
+
+    Args:
+        params: (name, number of elements) of each parameter, in the order of the buffer.
+        group_size: ranks of the process group, each of which owns one shard of each bucket.
+        bucket_numel: the number of elements that a bucket should have at most; a shard has at least ``ALIGNMENT``.
+
+    Raises:
+        ValueError: a group without ranks, a bucket without elements, a negative size, or a name that occurs twice.
     """
     if group_size < 1:
         raise ValueError(f"group_size={group_size} must be at least 1")
@@ -136,7 +172,7 @@ def flat_layout(params: Iterable[tuple[str, int]], group_size: int, bucket_numel
     first = 0  # of the parameters that reach into the bucket
     for start in range(0, total, length):
         stop = min(start + length, total)
-        pieces = []
+        ranges = []
         while first < len(placed) and placed[first][2] <= start:
             first += 1
         for name, low, high in placed[first:]:
@@ -144,37 +180,46 @@ def flat_layout(params: Iterable[tuple[str, int]], group_size: int, bucket_numel
                 break
             if low < high:
                 begin = max(low, start)
-                pieces.append(Piece(name, begin - low, min(high, stop) - low, begin - start))
-        buckets.append(BucketLayout(start, group_size, (stop - start) // group_size, tuple(pieces)))
-    return FamilyLayout(tuple(buckets))
+                ranges.append(TensorRange(name, begin - low, min(high, stop) - low, begin - start))
+        buckets.append(BucketLayout(start, group_size, (stop - start) // group_size, tuple(ranges)))
+    return BufferLayout(tuple(buckets))
 
 
-def group_by_family(
-    params: Sequence[ParamSpec[FamilyT]], group_sizes: Mapping[FamilyT, int]
-) -> dict[FamilyT, list[str]]:
-    """Names of each family's parameters in the given order, families in the order of their first parameter.
+def group_by_buffer(params: Sequence[ParamSpec[KeyT]], group_sizes: Mapping[KeyT, int]) -> dict[KeyT, list[str]]:
+    """Groups parameters by flat buffer.
 
-    Raises ValueError if a parameter occurs twice (also in two families) or a family has no group size.
+    Args:
+        params: all parameters.
+        group_sizes: ranks of the process group of each key.
+
+    Returns:
+        The names of each buffer's parameters in the given order; buffers are in the order of their first parameter.
+
+    Raises:
+        ValueError: a parameter occurs twice (also with two keys), or a key has no group size.
     """
-    members: dict[FamilyT, list[str]] = {}
-    owner: dict[str, FamilyT] = {}
+    members: dict[KeyT, list[str]] = {}
+    key_of: dict[str, KeyT] = {}
     for param in params:
-        if param.name in owner:
+        if param.name in key_of:
             raise ValueError(
-                f"parameter {param.name!r} is in families {owner[param.name]!r} and {param.family!r}; "
+                f"parameter {param.name!r} is in the flat buffers {key_of[param.name]!r} and {param.key!r}; "
                 "each element needs exactly one owner"
             )
-        if param.family not in group_sizes:
-            raise ValueError(f"family {param.family!r} of parameter {param.name!r} has no process group")
-        owner[param.name] = param.family
-        members.setdefault(param.family, []).append(param.name)
+        if param.key not in group_sizes:
+            raise ValueError(f"flat buffer {param.key!r} of parameter {param.name!r} has no process group")
+        key_of[param.name] = param.key
+        members.setdefault(param.key, []).append(param.name)
     return members
 
 
 def launch_order(buckets: Sequence[Sequence[int]]) -> list[int]:
-    """Indices of buckets in the order in which backward is expected to complete them.
+    """Returns the indices of buckets in the order in which backward is expected to complete them.
 
-    ``buckets``: for each one the positions of its parameters in forward order. A bucket is complete when its first
-    parameter in forward order has its gradient. A pure function of the model, so all ranks launch alike.
+    A bucket is complete when its first parameter in forward order has its gradient. The order is a pure function of the
+    model, so all ranks launch alike.
+
+    Args:
+        buckets: for each bucket the positions of its parameters in forward order.
     """
     return sorted(range(len(buckets)), key=lambda index: (-min(buckets[index], default=0), index))

@@ -123,8 +123,7 @@ def generate(folder: Path) -> list[str]:
 
 def report(run_dir: Path, preset: str, vocab_size: int, texts: list[str], seconds: float) -> bool:
     """Prints what came out and where it lies; True when the model has learned as much as the demo promises."""
-    from megatron.optimus.training.loss_curve import plot_losses
-    from megatron.optimus.training.metrics import read_metrics
+    from megatron.optimus.training.metrics import plot_losses, read_metrics
 
     metrics = read_metrics(run_dir / "metrics.jsonl")
     uniform = math.log(vocab_size)

@@ -9,7 +9,7 @@ from megatron.optimus.config.duration import batch_sizes, last_step, total_sampl
 from megatron.optimus.config.layout import Layout
 from megatron.optimus.config.schema import Precision, RunConfig, TrainingConfig
 from megatron.optimus.config.serialize import to_yaml
-from megatron.optimus.models.counting import count_parameters
+from megatron.optimus.models.parameters import count_parameters
 from megatron.optimus.platform.log import counted
 
 GIB = 2**30

@@ -1,6 +1,7 @@
-"""Pretrains a model: ``python -m megatron.optimus.pretrain --preset mula-tiny --data-path corpus ...``.
+"""The training program: ``python -m megatron.optimus.pretrain --preset mula-tiny --data-path corpus ...``.
 
-Alone, under torchrun, or under mpiexec/srun; ``--help`` lists every option, ``--dry-run`` shows what would run.
+It runs as one process, under torchrun, or under mpiexec or srun. ``--help`` lists every option, ``--dry-run`` shows
+what would run.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
+from megatron.optimus.context import RunContext
 from megatron.optimus.platform import signals
 
 if __name__ == "__main__":
@@ -43,8 +45,11 @@ USER_ERRORS = (ConfigError, DataError, CheckpointError, TrainingError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code: 0, 2 after a line that says what is wrong, 1 after a line that says
-    that another rank has ended, 128 + n for signal n."""
+    """Runs the command line.
+
+    Returns the exit code: 0; 2 for an error of the user's, which one line explains; 1 where another rank has ended,
+    which one line says too; 128 + n for signal n.
+    """
     rank, met_others = 0, False
     try:
         launch = environment.detect()
@@ -61,9 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except USER_ERRORS as error:
         if rank == 0:
             sys.stderr.write(f"error: {error}\n")
-        elif met_others and not getattr(
-            error, REPORTED_BY_ANOTHER_RANK, False
-        ):  # else rank 0 or the failing rank speaks for all
+        elif met_others and not getattr(error, REPORTED_BY_ANOTHER_RANK, False):  # else another rank prints it
             sys.stderr.write(f"error on rank {rank}: {error}\n")
         return 2
     except RuntimeError as error:
@@ -74,13 +77,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             "same command resumes from the newest checkpoint\n"
         )
         return 1
-    except KeyboardInterrupt:  # before the first step or after the last one; in between the trainer saves and leaves
+    except KeyboardInterrupt:  # before the first step or after the last; in between the trainer saves and ends the run
         sys.stderr.write("interrupted\n" if rank == 0 else "")
         return 128 + signal.SIGINT
 
 
 def pretrain(config: RunConfig, launch: RankEnvironment) -> int:
-    """Sets up this rank, trains, and leaves the process group; returns the exit code. Collective over all ranks."""
+    """Sets up this rank, trains or evaluates, and leaves the process group. Collective over all ranks.
+
+    Returns the exit code of ``Trainer.fit``, or 0 after an evaluation.
+    """
     log.setup(launch.rank)
     device = devices.pick(config.parallel.device, launch.local_rank)
     environment.export(launch, device.type)
@@ -97,7 +103,7 @@ def pretrain(config: RunConfig, launch: RankEnvironment) -> int:
     process_groups.init(launch, device, config.parallel.distributed_backend, timeout)
     init_engine(timeout)
     try:
-        # Each rank looks at its share of the files: an id beyond the vocabulary would fail in the middle of the run.
+        # Each rank checks its share of the token files: an id beyond the vocabulary would fail in the midst of the run.
         ranks = Ranks(None, device)
         _check_same(config, ranks)
         ranks.run_on_all_ranks(lambda: _check_tokens(config, launch), "checking the tokens", DataError)
@@ -109,11 +115,12 @@ def pretrain(config: RunConfig, launch: RankEnvironment) -> int:
             local_world_size=launch.local_world_size,
         )
         logger.info("%s on %s", mesh.describe(), devices.device_name(device))
+        run = RunContext(config, mesh, device, ranks)
         if config.training.skip_train:
-            evaluate(config, mesh, device)
+            evaluate(run)
             code = 0
         else:
-            trainer = Trainer(config, mesh, device)
+            trainer = Trainer(run)
             code = trainer.fit()
             trainer.close()
     except BaseException:
@@ -124,9 +131,9 @@ def pretrain(config: RunConfig, launch: RankEnvironment) -> int:
 
 
 def _check_same(config: RunConfig, ranks: Ranks) -> None:
-    """Raises ConfigError on every rank unless all have rank 0's options. Collective.
+    """Raises ConfigError on every rank unless all ranks have the same options. Collective.
 
-    A file that was edited while ranks read it, or a command line with the time in it, would train something else.
+    They differ where a file was edited while ranks read it, or where the command line contains the time.
     """
     own = to_dict(config)
     first = json.loads(ranks.broadcast_bytes(json.dumps(own).encode()))
@@ -145,6 +152,7 @@ def _check_same(config: RunConfig, ranks: Ranks) -> None:
 
 
 def _check_tokens(config: RunConfig, launch: RankEnvironment) -> None:
+    """Raises DataError for a token id of this rank's share of the files that is outside the vocabulary."""
     data = config.data
     further = (prefix for prefixes in (data.valid_sets | data.test_sets).values() for prefix in prefixes)
     prefixes = list(dict.fromkeys([*read_sources(data).prefixes, *further]))[launch.rank :: launch.world_size]
@@ -153,7 +161,10 @@ def _check_tokens(config: RunConfig, launch: RankEnvironment) -> None:
 
 
 def _make_folders(config: RunConfig, launch: RankEnvironment) -> None:
-    """Raises ConfigError where this rank could not write: before the model is built, not at the first save."""
+    """Makes the folders that this rank writes to, before the model is built rather than at the first save.
+
+    Raises ConfigError where this rank cannot write.
+    """
     folders = {"save_local_dir": config.checkpoint.save_local_dir}
     if launch.rank == 0:
         folders |= {"run_dir": config.logging.run_dir, "tensorboard_dir": config.logging.tensorboard_dir}

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from megatron.optimus.checkpoint.verify import compare
 from megatron.optimus.config.load import load
+from megatron.optimus.context import RunContext
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.training.metrics import read_metrics
 from tests.campaigns.kill_resume import _commit
@@ -60,7 +61,7 @@ def trainer_of(folder: Path, run: str, flags: str, *words: object) -> Any:
     argv = [*OPTIONS, *flags.split(), "--run-dir", folder / run, "--data-path", folder / "corpus", *words]
     config = load([str(word) for word in argv]).config
     mesh = Mesh(config.parallel, rank=dist.get_rank(), world_size=dist.get_world_size())
-    return Trainer(config, mesh, torch.device("cpu"))
+    return Trainer(RunContext.of(config, mesh, torch.device("cpu")))
 
 
 def close(trainer: Any) -> None:

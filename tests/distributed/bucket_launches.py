@@ -51,7 +51,7 @@ def check_launches(events: list[Event], schedule: Any, engine: Any, mesh: Mesh) 
     steps = _in_parts(events, STEPS)
     last = schedule.pipeline.num_micro_batches - 1
     alone = [set(engine.optimizer.buckets_of(chunk.parameters())) for chunk in chunks_of(schedule)]
-    numbers = {bucket: index for index, bucket in enumerate(engine.optimizer._sync.buckets)}
+    numbers = {bucket: index for index, bucket in enumerate(engine.optimizer._reducer.buckets)}
     hooked = schedule.pipeline._schedule.__class__.__name__ == "ScheduleInterleaved1F1B"
     for step, part in enumerate(steps):
         for chunk, reached in enumerate(alone):

@@ -41,13 +41,15 @@ def curve(rank: int, world: int, words: str, steps: int, order: int = 0) -> list
     """
     from megatron.optimus.config.checks import check
     from megatron.optimus.config.load import load
+    from megatron.optimus.context import RunContext
     from megatron.optimus.data.loader import Batch
     from megatron.optimus.parallel.context import own_positions
     from megatron.optimus.platform.mesh import Mesh
-    from megatron.optimus.training.build import build_model
-    from megatron.optimus.training.engine import build_engine, init_engine
+    from megatron.optimus.platform.metrics import Recorder
+    from megatron.optimus.training.data import own_part
+    from megatron.optimus.training.engine import build_engine, build_model, init_engine
     from megatron.optimus.training.pipeline_schedule import build_schedule
-    from megatron.optimus.training.step import own_part, train_step
+    from megatron.optimus.training.trainer import train_step
 
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -55,11 +57,12 @@ def curve(rank: int, world: int, words: str, steps: int, order: int = 0) -> list
     check(config, world)
     init_engine(timedelta(seconds=60))
     mesh = Mesh(config.parallel, rank=rank, world_size=world)
-    model = build_model(config, mesh, device)
+    run = RunContext.of(config, mesh, device)
+    model = build_model(run)
     size, replicas = config.training.micro_batch_size, mesh.size("dp")
     accumulation = SEQUENCES // size // replicas
-    engine = build_engine(model, config, mesh, accumulation)
-    schedule = build_schedule(config, engine, mesh, device)
+    engine = build_engine(run, model)
+    schedule = build_schedule(run, engine)
     positions = own_positions(LENGTH, config.parallel, mesh)
     positions = None if positions is None else positions.to(device)
 
@@ -71,17 +74,18 @@ def curve(rank: int, world: int, words: str, steps: int, order: int = 0) -> list
         own = [each[number * replicas + mesh.index("dp")] for number in range(accumulation)]
         return [own_part(Batch(t[:, :-1].contiguous(), t[:, 1:].contiguous()), positions) for t in own]
 
+    recorder = Recorder(run.ranks)
     losses: list[float] = []
     before = None  # read when the next step has been queued, else the device would wait for the host
     for step, tokens in enumerate(corpus(steps)):
         for group in engine.optimizer.param_groups:
             group["lr"] = LR * min(1.0, (step + 1) / WARM_UP)
-        report = train_step(engine, schedule, batches(tokens), config.model, mesh)
+        report = train_step(run, engine, schedule, recorder, batches(tokens))
         if before is not None:
-            losses.append(before.read().loss)
+            losses.append(before.read().metrics["loss"])
         before = report
     assert before is not None
-    losses.append(before.read().loss)
+    losses.append(before.read().metrics["loss"])
     engine.destroy()
     return losses
 

@@ -82,7 +82,7 @@ class _Run:
         return sum(len(layer._forward_pre_hooks) - 1 for layer in self.layers)
 
     def pending(self) -> int:
-        return sum(bucket.is_gathering for bucket in self.optimizer._sync.buckets)
+        return sum(bucket.is_gathering for bucket in self.optimizer._reducer.buckets)
 
 
 def waits(rank: int, shard: Callable[..., Any]) -> dict[str, Any]:
@@ -160,10 +160,10 @@ def compiled(rank: int) -> dict[str, Any]:
         pending: dict[str, list[int]] = {"after steps": [], "after forwards": []}
         for step in range(4):
             output = engine(torch.full((2, WIDTH), 0.1 * (step + rank)))
-            pending["after forwards"].append(sum(b.is_gathering for b in engine.optimizer._sync.buckets))
+            pending["after forwards"].append(sum(b.is_gathering for b in engine.optimizer._reducer.buckets))
             engine.backward(output.square().mean())
             engine.step()
-            pending["after steps"].append(sum(b.is_gathering for b in engine.optimizer._sync.buckets))
+            pending["after steps"].append(sum(b.is_gathering for b in engine.optimizer._reducer.buckets))
         found[style] = pending["after steps"], pending["after forwards"], output.detach()
         engine.destroy()
     found["cut by"] = str(dict(counters["graph_break"]))

@@ -14,6 +14,7 @@ import torch
 
 from megatron.optimus.checkpoint import store
 from megatron.optimus.config.load import load
+from megatron.optimus.context import RunContext
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.training.metrics import read_metrics
 from tests.helpers import run_distributed
@@ -52,7 +53,8 @@ def _train(rank: int, world: int, folder: str, run: str, options: str) -> None:
     from megatron.optimus.training.trainer import Trainer
 
     config = _config(folder, run, options)
-    trainer = Trainer(config, Mesh(config.parallel, rank=rank, world_size=world), torch.device("cpu"))
+    mesh = Mesh(config.parallel, rank=rank, world_size=world)
+    trainer = Trainer(RunContext.of(config, mesh, torch.device("cpu")))
     staged = config.parallel.pipeline_model_parallel_size > 1
     if staged:  # what torch refuses for few micro-batches, it refuses at once
         assert trainer.schedule.pipeline.num_micro_batches == 4 // config.training.micro_batch_size
@@ -79,7 +81,8 @@ def _runs(rank: int, world: int, folder: str) -> None:
         held_out = f"--data-path {folder}/ends --split 0,1"  # so the share of the split is the whole file too
         options = f"{STAGES} --skip-train --load {folder}/one/checkpoints {held_out}"
         config = _config(folder, "evaluated", options)
-        evaluate(config, Mesh(config.parallel, rank=rank, world_size=world), torch.device("cpu"))
+        mesh = Mesh(config.parallel, rank=rank, world_size=world)
+        evaluate(RunContext.of(config, mesh, torch.device("cpu")))
     shutdown_engine()
 
 

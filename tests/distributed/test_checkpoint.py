@@ -21,8 +21,9 @@ from megatron.optimus.checkpoint import (
     save,
     store,
 )
-from megatron.optimus.checkpoint.snapshot import Snapshot, adjacent_runs
+from megatron.optimus.checkpoint.snapshot import Snapshot, coalesce
 from megatron.optimus.config.load import load as config_of
+from megatron.optimus.context import RunContext
 from megatron.optimus.platform.mesh import Mesh
 from tests.helpers import run_distributed
 from tests.integration.conftest import TINY, write_corpus
@@ -204,10 +205,11 @@ def _count_copies(rank, world, folder):
     words = [*TINY, "--expert-model-parallel-size", "2", "--moe-router-enable-expert-bias", "--params-dtype", "bf16"]
     words += ["--train-iters", "2", "--run-dir", f"{folder}/run", "--data-path", f"{folder}/counting"]
     config = config_of(words).config
-    trainer = Trainer(config, Mesh(config.parallel, rank=rank, world_size=world), torch.device("cpu"))
+    mesh = Mesh(config.parallel, rank=rank, world_size=world)
+    trainer = Trainer(RunContext.of(config, mesh, torch.device("cpu")))
     trainer.fit()
     optimizer = trainer.engine.optimizer
-    buffers = sum(1 + len(f.rule.state_kinds) for f in optimizer.families for _ in f.buckets)
+    buffers = sum(1 + len(f.rule.state_kinds) for f in optimizer.flat_buffers for _ in f.buckets)
     found = []
     for kind in ("full", "model"):
         slices = [piece for piece in trainer.checkpoints._slices(kind)[0] if piece.start < piece.stop]
@@ -216,7 +218,7 @@ def _count_copies(rank, world, folder):
         views = snapshot.take(slices)
         equal = all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(views, expected, strict=True))
         others = sum(piece.kind in ("buffer", "rng") for piece in slices)
-        found.append((len(slices), len(adjacent_runs(slices)) - others, buffers, equal))
+        found.append((len(slices), len(coalesce(slices)) - others, buffers, equal))
     trainer.close()
     trainer.engine.destroy()
     shutdown_engine()

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.optimus.data import files as module
 from megatron.optimus.data.errors import DataError
-from megatron.optimus.data.files import TokenFiles, open_together
+from megatron.optimus.data.files import TokenFiles, open_on_all_ranks
 from megatron.optimus.data.indexed import IndexedDatasetWriter
 from megatron.optimus.platform.ranks import Ranks
 from tests.helpers import run_distributed
@@ -27,7 +27,7 @@ def opened(rank: int, world: int, prefixes: list[str]) -> tuple[list[int], list[
     looked: list[str] = []
     summarize = module.summarize_pair
     module.summarize_pair = lambda prefix: (looked.append(prefix), summarize(prefix))[1]
-    files = open_together(prefixes, Ranks(None, "cpu"))
+    files = open_on_all_ranks(prefixes, Ranks(None, "cpu"))
     assert files.read(4, 2, 3).tolist() == [2, 3, 4]
     return files.tokens.tolist(), files.codes.tolist(), looked
 
@@ -45,7 +45,7 @@ def fails(rank: int, world: int, prefixes: list[str], folder: str) -> str:
     if not prefixes:  # another list on rank 1
         prefixes = [f"{folder}/f{i}" for i in range(3 + (rank == 1))]
     with pytest.raises(DataError) as error:
-        open_together(prefixes, Ranks(None, "cpu"))
+        open_on_all_ranks(prefixes, Ranks(None, "cpu"))
     return str(error.value)
 
 

@@ -16,10 +16,12 @@ from megatron.optimus.config.schema import (
     ExpertPlacement,
     ModelConfig,
     ParallelConfig,
+    Precision,
     RunConfig,
     TokenDispatcherType,
     TrainingConfig,
 )
+from megatron.optimus.context import RunContext
 from megatron.optimus.moe.dispatch import symmetric
 from megatron.optimus.moe.dispatch.all_to_all import AllToAllDispatcher
 from megatron.optimus.moe.dispatch.base import ExpertRows, OverlappedWork, no_work
@@ -44,7 +46,9 @@ def config_of(kind: TokenDispatcherType, *, ep: int = 4, deterministic: bool = F
     return RunConfig(
         model=ModelConfig(num_layers=1, **sizes),  # type: ignore[arg-type]
         parallel=ParallelConfig(expert_model_parallel_size=ep, moe_token_dispatcher_type=kind),
-        training=TrainingConfig(seq_length=8, micro_batch_size=2, deterministic=deterministic),
+        training=TrainingConfig(
+            seq_length=8, micro_batch_size=2, deterministic=deterministic, params_dtype=Precision.FP32
+        ),
     )
 
 
@@ -115,7 +119,7 @@ def one_rank(rank: int, world: int) -> dict[str, Any]:
         mesh = Mesh(config.parallel, rank=rank, world_size=world, local_world_size=local_world_size)
         before = torch.get_rng_state()
         try:
-            selected = select_dispatcher(config, mesh, CPU, torch.float32)
+            selected = select_dispatcher(RunContext.of(config, mesh, CPU))
         except ConfigError as error:
             return f"error: {error}"
         assert torch.equal(before, torch.get_rng_state())

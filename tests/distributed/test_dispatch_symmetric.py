@@ -24,6 +24,7 @@ from megatron.optimus.config.schema import (
     TokenDispatcherType,
     TrainingConfig,
 )
+from megatron.optimus.context import RunContext
 from megatron.optimus.moe.dispatch import symmetric
 from megatron.optimus.moe.dispatch.select import select_dispatcher
 from megatron.optimus.moe.layer import MoE
@@ -146,11 +147,12 @@ def auto_measures_it(rank: int, world: int) -> list[str]:
     )
     device = torch.device("cuda", rank)
     mesh = Mesh(config.parallel, rank=rank, world_size=world)
+    run = RunContext.of(config, mesh, device)
     wrong = []
-    if select_dispatcher(config, mesh, device, torch.bfloat16) is not config.parallel:
+    if select_dispatcher(run) is not config.parallel:
         wrong.append("symmetric was asked for and not taken")
     config.parallel.moe_token_dispatcher_type = TokenDispatcherType.AUTO
-    taken = select_dispatcher(config, mesh, device, torch.bfloat16).moe_token_dispatcher_type
+    taken = select_dispatcher(run).moe_token_dispatcher_type
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, taken.value)
     if len(set(everyone)) > 1 or taken is TokenDispatcherType.AUTO:

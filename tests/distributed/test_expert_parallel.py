@@ -22,6 +22,8 @@ from megatron.optimus.moe.layer import MoE
 from megatron.optimus.parallel.expert import apply_expert_parallelism
 from megatron.optimus.parallel.recompute import recompute_forward
 from megatron.optimus.platform.mesh import Mesh
+from megatron.optimus.platform.metrics import Recorder
+from megatron.optimus.platform.ranks import Ranks
 from tests.helpers import run_distributed
 
 WIDTH, EXPERTS, TOPK = 16, 12, 3
@@ -59,11 +61,14 @@ def tokens_of(rank: int, counts: Sequence[int]) -> torch.Tensor:
     return torch.rand(1, counts[rank], WIDTH)  # positive, so that a positive skew makes the logit of expert 5 large
 
 
-def backward(layer: MoE, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    y, stats = layer(x)
+def backward(layer: MoE, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, and slots routed here less those that experts of this rank processed."""
+    recorder = Recorder(Ranks.alone())
+    with recorder.recording():
+        y, _ = layer(x)
     target = torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view_as(y)
     (y * target).sum().backward()
-    return y.detach(), stats
+    return y.detach(), recorder.values["dropped_tokens"]
 
 
 class Case(NamedTuple):
@@ -103,7 +108,7 @@ def run_case(rank: int, world: int, case: Case) -> dict[str, Any]:
         weight.main_grad, weight.main_grad_ready = torch.zeros_like(weight), lambda: None  # type: ignore[attr-defined]
     x = tokens_of(rank, case.counts).requires_grad_()
     ops.set_backend("reference" if case.halves else "auto")
-    y, stats = backward(layer, x)
+    y, dropped = backward(layer, x)
     dense_grads = {name: p.grad.clone() for name, p in layer.named_parameters() if not name.startswith("experts.")}
     for grad in dense_grads.values():
         dist.all_reduce(grad)
@@ -114,10 +119,8 @@ def run_case(rank: int, world: int, case: Case) -> dict[str, Any]:
         if mesh.group("edp") is not None:
             dist.all_reduce(grad, group=mesh.group("edp"))
         expert_grads[name] = dict(zip(weight.expert_ids, grad, strict=True))
-    processed, routed = stats.processed.clone(), stats.counts_E.sum()
-    dist.all_reduce(processed)
-    dist.all_reduce(routed)
-    return dict(y=y, x_grad=x.grad, dense=dense_grads, experts=expert_grads, dropped=int(routed - processed))
+    dist.all_reduce(dropped)
+    return dict(y=y, x_grad=x.grad, dense=dense_grads, experts=expert_grads, dropped=int(dropped))
 
 
 COUNTS = {
@@ -216,18 +219,18 @@ def auxiliary_rank(rank: int, world: int) -> torch.Tensor:
     config = ParallelConfig(expert_model_parallel_size=2)
     layer = serial_layer(0.0)
     apply_expert_parallelism(layer, config, Mesh(config, rank=rank, world_size=world))
-    stats = layer(tokens_of(rank, [6] * world))[1]
-    (stats.aux_loss + stats.z_loss).backward()
+    losses = layer(tokens_of(rank, [6] * world))[1]
+    (losses.aux_loss + losses.z_loss).backward()
     grad = layer.router.weight.grad
     dist.all_reduce(grad)
-    return torch.cat([stats.aux_loss.detach().view(1), (grad / world).flatten()])
+    return torch.cat([losses.aux_loss.detach().view(1), (grad / world).flatten()])
 
 
 def test_global_balancing_loss_is_that_of_the_whole_batch() -> None:
     """Mean over ranks of the losses, and their gradient, equal one process that sees all tokens."""
     layer = serial_layer(0.0)
-    stats = layer(torch.cat([tokens_of(rank, [6] * 4) for rank in range(4)]))[1]
-    (stats.aux_loss + stats.z_loss).backward()
+    losses = layer(torch.cat([tokens_of(rank, [6] * 4) for rank in range(4)]))[1]
+    (losses.aux_loss + losses.z_loss).backward()
     results = run_distributed(auxiliary_rank, 4)
     torch.testing.assert_close(results[0][1:], layer.router.weight.grad.flatten(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(torch.stack(results)[:, 0].mean(), stats.aux_loss.detach())
+    torch.testing.assert_close(torch.stack(results)[:, 0].mean(), losses.aux_loss.detach())

@@ -14,7 +14,7 @@ from deepspeed_ext.optimizers import Muon, Shard, StepScalars
 from deepspeed_ext.optimizers.muon import MuonRule
 from deepspeed_ext.zero import matrix_exchange
 from deepspeed_ext.zero.matrix_exchange import MatrixExchange
-from deepspeed_ext.zero.partition import FamilyLayout, flat_layout
+from deepspeed_ext.zero.partition import BufferLayout, flat_layout
 from tests.helpers import run_distributed
 
 SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
@@ -34,14 +34,13 @@ def values(seed: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, (shape, _) in SHAPES.items()}
 
 
-def shards_of(layout: FamilyLayout, rank: int, tensors: dict[str, Tensor]) -> list[Tensor]:
+def shards_of(layout: BufferLayout, rank: int, tensors: dict[str, Tensor]) -> list[Tensor]:
     """This rank's part of every bucket."""
     shards = []
     for bucket in layout.buckets:
         shard = torch.zeros(bucket.shard_numel)
-        for piece in bucket.shard_pieces(rank):
-            length = piece.stop - piece.start
-            shard[piece.offset : piece.offset + length] = tensors[piece.name].reshape(-1)[piece.start : piece.stop]
+        for part in bucket.shard_ranges(rank):
+            shard[part.where] = tensors[part.name].reshape(-1)[part.start : part.stop]
         shards.append(shard)
     return shards
 
@@ -68,9 +67,9 @@ def train(rank: int, world: int, bucket_numel: int, in_place_numel: int) -> tupl
     own: dict[str, Tensor] = {}
     for bucket, shard in zip(layout.buckets, shards, strict=True):
         assert torch.equal(shard.param, shard.master.bfloat16())
-        for piece in bucket.shard_pieces(rank):
-            flat = own.setdefault(piece.name, torch.full((math.prod(SHAPES[piece.name][0]),), torch.nan))
-            flat[piece.start : piece.stop] = shard.master[piece.offset : piece.offset + piece.stop - piece.start]
+        for part in bucket.shard_ranges(rank):
+            flat = own.setdefault(part.name, torch.full((math.prod(SHAPES[part.name][0]),), torch.nan))
+            flat[part.start : part.stop] = shard.master[part.where]
     return own, [shard.master for shard in shards], exchange.travelling_numel
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.optimus.config.load import load
+from megatron.optimus.context import RunContext
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.training.health import TrainingError
@@ -44,26 +45,27 @@ def _break(trainer: Any, what: str) -> None:
 
 
 def _run(rank: int, world: int, folder: str, what: str, runs_behind: bool) -> dict[str, Any]:
-    from megatron.optimus.training.trainer import Trainer
+    from megatron.optimus.training import trainer as training
 
     run_dir = Path(folder) / f"{what}-{runs_behind}"
     words = [*TINY, *OPTIONS, "--train-iters", "11", "--run-dir", str(run_dir), "--data-path", f"{folder}/counting"]
     config = load(words).config
-    trainer = Trainer(config, Mesh(config.parallel, rank=rank, world_size=world), torch.device("cpu"))
+    mesh = Mesh(config.parallel, rank=rank, world_size=world)
+    trainer = training.Trainer(RunContext.of(config, mesh, torch.device("cpu")))
     assert trainer.engine.optimizer._copies == []  # what a save reads is not held while the first step runs
     trainer.runs_behind = runs_behind
     _break(trainer, what)
     file = run_dir / "metrics.jsonl"
     queued: list[int] = []  # lines in the file when a step has been queued
     saved: dict[int, int] = {}  # and when a checkpoint begins
-    train_step, save = trainer._train_step, trainer.checkpoints._save
+    train_step, save = training.train_step, trainer.checkpoints._save
 
     biases = [buffer for name, buffer in trainer.model.named_buffers() if "expert_bias" in name]
     moved: list[bool] = []  # the experts' biases, in each step
 
-    def counting(batches: Any, stop: Any) -> Any:
+    def counting(*args: Any, **more: Any) -> Any:
         before = torch.cat(biases).clone()
-        report = train_step(batches, stop)
+        report = train_step(*args, **more)
         moved.append(not torch.equal(before, torch.cat(biases)))
         queued.append(len(file.read_text().splitlines()))
         return report
@@ -72,13 +74,14 @@ def _run(rank: int, world: int, folder: str, what: str, runs_behind: bool) -> di
         saved[step] = len(file.read_text().splitlines())
         save(kind, step, consumed_samples)
 
-    trainer._train_step, trainer.checkpoints._save = counting, saving  # type: ignore[method-assign]
+    training.train_step, trainer.checkpoints._save = counting, saving  # type: ignore[method-assign]
     error = ""
     try:
         trainer.fit()
     except (TrainingError, DataError) as raised:
         error = str(raised)
         trainer.checkpoints.finish()
+    training.train_step = train_step
     trainer.close()
     trainer.engine.destroy()
     lines = [{key: line.get(key) for key in KEYS} for line in read_metrics(file)]

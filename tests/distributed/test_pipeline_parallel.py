@@ -24,6 +24,7 @@ from megatron.optimus.parallel.pipeline import Pipeline
 from megatron.optimus.parallel.pipeline_stages import SPLIT_BACKWARDS, make_p2p_groups, stage_plan
 from megatron.optimus.parallel.tensor import register_gradient_sums
 from megatron.optimus.platform.mesh import Mesh
+from megatron.optimus.training.pipeline_schedule import routers_of
 from tests.distributed.layouts import deviation, part_of, refusal
 from tests.helpers import run_distributed
 
@@ -90,9 +91,8 @@ def serial(case: Case) -> tuple[float, dict[str, torch.Tensor], torch.Tensor]:
         total += loss.item() / case.count
         loss = loss + config.moe_aux_loss_coeff * output.aux_loss + config.moe_z_loss_coeff * output.z_loss
         (loss / case.count).backward()
-        for index, stats in enumerate(output.router_stats):
-            model.moe_layers()[index].router.record_micro_batch(stats.counts_E)
-            counts[config.moe_layers[index]] += stats.counts_E
+    for number, layer in zip(config.moe_layers, model.moe_layers(), strict=True):
+        counts[number] = layer.router.step_counts_E
     return total, {name: p.grad for name, p in model.named_parameters()}, counts
 
 
@@ -173,8 +173,8 @@ def run_case(rank: int, world: int, case: Case) -> dict[str, Any]:
     )
     batches = batches_of(case.count, case)
     with messages_recorded() as messages:
-        before = [loss.item() for loss in pipeline.evaluate(batches).loss_sums]
-    record = pipeline.forward_backward(batches, BATCH * LENGTH)
+        before = [loss.item() for loss in pipeline.evaluate(batches)]
+    loss_sums = pipeline.forward_backward(batches, BATCH * LENGTH)
     loss, grads, counts = serial(case)
     deviations = {}
     for name, parameter in model.named_parameters():
@@ -187,13 +187,13 @@ def run_case(rank: int, world: int, case: Case) -> dict[str, Any]:
             grad = grad.clone()
             dist.all_reduce(grad, group=mesh.group("edp"))
         deviations[name] = deviation(grad, whole)
-    for index, stats in record.stats.items():
-        seen_E = torch.stack([s.counts_E for s in stats]).sum(dim=0)
+    for index, router in routers_of(model).items():
+        seen_E = router.step_counts_E
         if mesh.group("tp") is not None:
             dist.all_reduce(seen_E, group=mesh.group("tp"))
         assert torch.equal(seen_E, counts[index]), f"layer {index}"
     if pipeline.is_last:
-        values = [sum(x.item() for x in record.loss_sums), sum(before)]
+        values = [sum(x.item() for x in loss_sums), sum(before)]
         for value in values:
             assert value / (BATCH * LENGTH * case.count) == pytest.approx(loss, rel=1e-6)
     layers = [list(plan.layers[stage]) for stage in plan.local_stages]

@@ -20,9 +20,11 @@ from megatron.optimus.config.schema import (
     TokenDispatcherType,
     TrainingConfig,
 )
+from megatron.optimus.context import RunContext
 from megatron.optimus.ops.triton import tile_cache
 from megatron.optimus.ops.triton import tiles as tiles_module
 from megatron.optimus.ops.triton.tiles import CANDIDATES, Entry, Hardware, Problem, layer_problems, tiles_for
+from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.training import kernel_tuning as settling
 from megatron.optimus.training.health import TrainingError
 from tests.helpers import run_distributed
@@ -62,16 +64,21 @@ def one_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
     logging.getLogger("optimus").addHandler(handler)
     found: dict[str, Any] = {}
 
-    settling.settle_tiles(config_of(tune_kernels=True), CPU, BF16)  # the CPU's own kernels
+    def settle(**training: Any) -> None:
+        config = config_of(**training)
+        mesh = Mesh(config.parallel, rank=rank, world_size=world)
+        settling.select_tiles(RunContext.of(config, mesh, CPU))
+
+    settle(tune_kernels=True)  # the CPU's own kernels
     found["nothing to tune"] = list(lines)
     settling.runs_triton = lambda device, dtype: True
     tile_cache.save(MACHINE.key, {**entry(UP, rank + 1), **entry(GRADIENT, rank + 2, is_exact=False)})
-    settling.settle_tiles(config_of(), CPU, BF16)
+    settle()
     found["from disk"] = in_use(UP), in_use(GRADIENT)
-    settling.settle_tiles(config_of(deterministic=True), CPU, BF16)
+    settle(deterministic=True)
     found["deterministic"] = in_use(UP), in_use(GRADIENT)
     os.environ["OPTIMUS_TILES"] = f"{folder}/missing/tiles{rank}.json"
-    settling.settle_tiles(config_of(), CPU, BF16)
+    settle()
     found["no file"] = in_use(UP), in_use(GRADIENT)
 
     def fail(config: RunConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -79,7 +86,7 @@ def one_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
 
     settling._chosen = fail
     try:
-        settling.settle_tiles(config_of(), CPU, BF16)
+        settle()
     except TrainingError as error:
         found["error"] = str(error)
     return found

@@ -23,12 +23,14 @@ from megatron.optimus.config.schema import (
     PipelineSchedule,
     RunConfig,
 )
+from megatron.optimus.context import RunContext
 from megatron.optimus.data.loader import Batch
 from megatron.optimus.layers import NO_LABEL
 from megatron.optimus.ops import main_grad_of
 from megatron.optimus.parallel.context import own_positions
 from megatron.optimus.parallel.pipeline_stages import SPLIT_BACKWARDS
 from megatron.optimus.platform.mesh import Mesh
+from megatron.optimus.platform.metrics import Recorder
 from tests.distributed.bucket_launches import check_launches, chunks_of, record_launches
 from tests.distributed.layouts import BATCH, LENGTH, deviation, inputs_of, part_of, refusal
 from tests.distributed.layouts import Case as LayoutCase
@@ -54,19 +56,24 @@ def micro_batch(number: int, case: Case) -> Batch:
 
 def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Tensor, dict[str, Any]]:
     """All numbers of the steps' reports and the validation loss, in a row; the parameters afterwards."""
-    from megatron.optimus.training.build import build_model  # they import deepspeed
-    from megatron.optimus.training.engine import build_engine
+    from megatron.optimus.training.data import own_part
+    from megatron.optimus.training.engine import (
+        build_engine,
+        build_model,  # they import deepspeed
+    )
+    from megatron.optimus.training.evaluate import validation_loss
     from megatron.optimus.training.pipeline_schedule import build_schedule
-    from megatron.optimus.training.step import own_part, train_step, validation_loss
+    from megatron.optimus.training.trainer import train_step
 
     config = run_config(case)
     check(config, world)
     mesh = Mesh(config.parallel, rank=rank, world_size=world)
-    model = build_model(config, mesh, torch.device("cpu"))
+    run = RunContext.of(config, mesh, torch.device("cpu"))
+    model = build_model(run)
     positions = own_positions(LENGTH, config.parallel, mesh)
     accumulation = SEQUENCES // BATCH // mesh.size("dp")
-    engine = build_engine(model, config, mesh, accumulation)
-    schedule = build_schedule(config, engine, mesh, torch.device("cpu"))
+    engine = build_engine(run, model)
+    schedule = build_schedule(run, engine)
     experts = [weight for layer in model.moe_layers() for weight in layer.experts.parameters()]
     fuses = fuses and config.optimizer.zero_stage == 1
     additions = _count_additions(experts, fuses=fuses)
@@ -75,8 +82,8 @@ def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Ten
         numbers = [step * 100 + micro * mesh.size("dp") + mesh.index("dp") for micro in range(accumulation)]
         return [own_part(micro_batch(number, case), positions) for number in numbers]
 
-    lines: list[float] = []
-    buckets, sent = engine.optimizer._sync.buckets, [0]
+    recorder, lines = Recorder(run.ranks), list[float]()
+    buckets, sent = engine.optimizer._reducer.buckets, [0]
     for bucket in buckets:
         bucket.start_reduce = _counted(bucket.start_reduce, sent, 0)  # type: ignore[method-assign]
     listens = config.parallel.virtual_pipeline_model_parallel_size > 1 and case.optimizer == SMALL_BUCKETS
@@ -85,9 +92,11 @@ def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Ten
         for weight in experts if fuses else ():  # what a first gradient is written over
             if weight.main_grad is not None:
                 weight.main_grad.fill_(torch.nan)
-        report = train_step(engine, schedule, own_batches(step), config.model, mesh).read()
-        assert report.dropped_tokens == 0 and not report.skipped
-        lines += [report.loss, report.aux_loss, report.z_loss, report.grad_norm, report.router_entropy or 0.0]
+        report = train_step(run, engine, schedule, recorder, own_batches(step)).read()
+        metrics = report.metrics
+        assert metrics.get("dropped_tokens", 0) == 0 and not report.skipped
+        lines += [metrics["loss"], metrics.get("aux_loss", 0.0), metrics.get("z_loss", 0.0), report.grad_norm]
+        lines.append(metrics.get("router_entropy", 0.0))
         lines += [slots for load in report.expert_load_LE for slots in load]
         # Where weight gradients are computed apart they take the ordinary way.
         if config.parallel.pipeline_schedule not in SPLIT_BACKWARDS:
@@ -97,7 +106,7 @@ def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Ten
     assert sent == [STEPS * _reductions_of_a_step(engine, schedule, config, accumulation)]
     if listens:
         check_launches(events, schedule, engine, mesh)
-    lines.append(validation_loss(schedule, [own_batches(STEPS)], config.model, mesh))
+    lines.append(validation_loss(run, schedule, [own_batches(STEPS)]))
     engine.optimizer.sync_params_from_master()
     for parameter in model.parameters():
         if getattr(parameter, "pipe_tied", False):  # the copies of two stages have the same bits
@@ -121,7 +130,7 @@ def _count_additions(experts: list[Any], *, fuses: bool) -> list[int]:
 def _reductions_of_a_step(engine: Any, schedule: Any, config: RunConfig, accumulation: int) -> int:
     """With ZeRO stage 2 every micro-batch is reduced, but of several chunks no bucket that the backward does not
     reach."""
-    num_buckets = len(engine.optimizer._sync.buckets)
+    num_buckets = len(engine.optimizer._reducer.buckets)
     if config.optimizer.zero_stage != 2:
         return num_buckets
     chunks = chunks_of(schedule)
@@ -153,10 +162,10 @@ def serial(rank: int, world: int) -> dict[str, Trained]:
 
 def by_hand(case: Case) -> Tensor:
     """Loss and gradient norm of the first step in plain PyTorch: of the mean over the labels that exist."""
-    from megatron.optimus.training.build import build_model
+    from megatron.optimus.training.engine import build_model
 
     config = run_config(case)
-    model = build_model(config, Mesh(config.parallel, rank=0, world_size=1), torch.device("cpu"))
+    model = build_model(RunContext.of(config, Mesh(config.parallel, rank=0, world_size=1), torch.device("cpu")))
     batches = [micro_batch(number, case) for number in range(SEQUENCES // BATCH)]
     logits_TV = torch.cat([model(batch.tokens_BS).logits_BSV.flatten(0, 1) for batch in batches])
     labels_T = torch.cat([batch.labels_BS.flatten() for batch in batches])

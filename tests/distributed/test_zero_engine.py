@@ -216,13 +216,13 @@ CALLS: list[Callable[[Initialize], Iterator[float]]] = [
 
 def _bytes_left(engine: Engine, kind: str) -> int:
     tensors: list[torch.Tensor] = []
-    for family in engine.optimizer.families:
+    for flat_buffer in engine.optimizer.flat_buffers:
         if kind == "optim_states":
-            tensors += [state for bucket in family.buckets for state in bucket.shard.state.values()]
+            tensors += [state for bucket in flat_buffer.buckets for state in bucket.shard.state.values()]
         elif kind == "lp_grads":
-            tensors += [held for bucket in family.buckets for held in bucket.gradient_tensors()]
+            tensors += [held for bucket in flat_buffer.buckets for held in bucket.gradient_tensors()]
         else:
-            tensors.append(family.masters if kind == "hp_params" else family.param_buffer)
+            tensors.append(flat_buffer.masters if kind == "hp_params" else flat_buffer.param_buffer)
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 

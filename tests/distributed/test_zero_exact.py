@@ -96,7 +96,7 @@ def _train(rank: int, world: int, ep_sizes: tuple[int, ...], config: dict[str, A
         "params_follow": params_follow,
         "step_count": engine.optimizer.step_count,
         "grads_left": any(p.grad is not None for p in engine.module.parameters()),
-        "buckets": sum(len(family.buckets) for family in engine.optimizer.families),
+        "buckets": sum(len(flat_buffer.buckets) for flat_buffer in engine.optimizer.flat_buffers),
     }
 
 
@@ -137,7 +137,7 @@ def _assert_close(states: dict[str, Any], expected: dict[str, Any], tolerance: f
 
 
 def _zero(stage: int, **options: Any) -> dict[str, Any]:
-    """Buckets of 1,024 elements, the least that four ranks allow: every family but the smallest has several."""
+    """Buckets of 1,024 elements, the least that four ranks allow: every flat buffer but the smallest has several."""
     return {"zero_optimization": {"stage": stage, "reduce_bucket_size": 1000, **options}}
 
 

@@ -23,7 +23,7 @@ def _launched_early(rank: int) -> list[int]:
     optimizer = sharded(model)
     seen: list[int] = []
     model.layers[0].weight.register_hook(  # type: ignore[union-attr]
-        lambda _: seen.append(sum(bucket.is_reduced for bucket in optimizer._sync.buckets))
+        lambda _: seen.append(sum(bucket.is_reduced for bucket in optimizer._reducer.buckets))
     )
     for step in range(3):
         take_step(model, optimizer, step, rank, use_side=True)
@@ -48,7 +48,7 @@ def _awaited(rank: int) -> tuple[int, list[int], bool]:
     """Buckets being gathered after step(), then as each layer is reached; whether a state dict waits for all."""
     model = Stack()
     optimizer = sharded(model, overlap_param_gather=True)
-    buckets = optimizer._sync.buckets
+    buckets = optimizer._reducer.buckets
 
     def pending() -> int:
         return sum(bucket._gathering is not None for bucket in buckets)
@@ -302,33 +302,33 @@ def _memory(rank: int, world: int) -> list[tuple[int, int, int]]:
         for step in range(2):
             train_step(engine, step, rank)
         optimizer = engine.optimizer
-        ring = sum(buffer.nbytes for buffer in optimizer._sync._ring.free())
+        pool = sum(buffer.nbytes for buffer in optimizer._reducer._pool.free_buffers())
         frozen = sum(p.nbytes for p in engine.module.parameters() if not p.requires_grad)
-        found = _live_bytes() - before - ring - frozen
+        found = _live_bytes() - before - pool - frozen
         # 2P + gradients + 12 bytes for each element of this rank's shards, padding included in P and shards; parameters
         # in fp32 are the masters: 4P and 8
-        experts = [f for f in optimizer.families if f.key.expert_group is not None]
+        experts = [f for f in optimizer.flat_buffers if f.key.expert_group is not None]
         assert {f.group_size for f in experts} == {world // 2}
         expected = 0
-        for family in optimizer.families:
-            full, own = family.layout.numel, family.layout.numel // family.group_size
+        for flat_buffer in optimizer.flat_buffers:
+            full, own = flat_buffer.layout.numel, flat_buffer.layout.numel // flat_buffer.group_size
             gradient = 4 if accumulate == "fp32" else 2
             expected += width * full + (12 if width == 2 else 8) * own
             expected += gradient * (own if stage == 2 else full)
-            expected += gradient * own if each and family.group_size > 1 else 0
+            expected += gradient * own if each and flat_buffer.group_size > 1 else 0
         sizes = optimizer.memory_bytes()
         stated = sum(size for kind, size in sizes.items() if kind != "padding")
         assert stated == expected, (stated, expected)
-        padding = sum(f.layout.padding * width for f in optimizer.families)
+        padding = sum(f.layout.padding * width for f in optimizer.flat_buffers)
         assert sizes["padding"] >= padding
         kept = [shard["master"] for shard in optimizer.state_dict()["shards"]]
         stored = {master.untyped_storage().data_ptr(): master.untyped_storage().nbytes() for master in kept}
-        owned = 4 * sum(family.layout.shard_numel for family in optimizer.families)
+        owned = 4 * sum(flat_buffer.layout.shard_numel for flat_buffer in optimizer.flat_buffers)
         assert sum(stored.values()) == owned, "a file holds this rank's masters, not the buffer that they are in"
         del kept
-        results.append((found, expected, ring))
+        results.append((found, expected, pool))
         engine.destroy()
-        del engine, optimizer, experts, family
+        del engine, optimizer, experts, flat_buffer
     deepspeed_ext.shutdown()
     return results
 
@@ -338,7 +338,7 @@ def test_memory_is_what_the_formula_says() -> None:
     for results in run_distributed(_memory, 4):
         for found, expected, _ in results:
             assert expected <= found <= expected + 3000, (found, expected)
-        assert [ring > 0 for _, _, ring in results] == [False, False, True, False, False, True]
+        assert [pool > 0 for _, _, pool in results] == [False, False, True, False, False, True]
 
 
 def _buffers_of_stage_2(rank: int, world: int) -> tuple[int, int]:
@@ -354,13 +354,14 @@ def _buffers_of_stage_2(rank: int, world: int) -> tuple[int, int]:
     )
     engine.backward(engine(torch.ones(1, 16)).sum())
     engine.step()
-    result = len(engine.optimizer._sync._ring.free()), sum(len(family.buckets) for family in engine.optimizer.families)
+    num_buckets = sum(len(flat_buffer.buckets) for flat_buffer in engine.optimizer.flat_buffers)
+    result = len(engine.optimizer._reducer._pool.free_buffers()), num_buckets
     engine.destroy()
     deepspeed_ext.shutdown()
     return result
 
 
-def test_stage_2_lends_a_few_buffers_in_the_first_backward_too() -> None:
+def test_stage_2_acquires_few_buffers_in_the_first_backward_too() -> None:
     """It does not know yet when a bucket is complete, and reduces at the end; not with a buffer for each bucket."""
-    for lent, buckets in run_distributed(_buffers_of_stage_2, 2):
-        assert lent <= 4 + 2 < 12 <= buckets, (lent, buckets)  # those in flight, and those that a weight reaches into
+    for made, buckets in run_distributed(_buffers_of_stage_2, 2):
+        assert made <= 4 + 2 < 12 <= buckets, (made, buckets)  # those in flight, and those that a weight reaches into

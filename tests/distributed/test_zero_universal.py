@@ -16,7 +16,7 @@ from torch import nn
 
 import deepspeed_ext
 from megatron.optimus.convert import Options, convert
-from megatron.optimus.models.hf_config import hf_config
+from megatron.optimus.models.huggingface.config import hf_config
 from tests.helpers import run_distributed
 from tests.unit.convert import stock_deepspeed as stock
 from tests.unit.convert.test_deepspeed import merged, moe_config

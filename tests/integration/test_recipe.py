@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.optimus.training.health import Recent
+from megatron.optimus.training.health import RecentValues
 from megatron.optimus.training.metrics import read_metrics
 from tests.integration.conftest import Program
 from tests.integration.test_pretrain import numbers, succeed, tensors
@@ -69,7 +69,7 @@ def test_steps_left_out_change_nothing_and_a_resumed_run_leaves_out_the_same(tmp
         f"--micro-batch-size 1 --iterations-to-skip 10 45 --lr 1e-4 --min-lr 1e-4 --grad-norm-spike-sigma {SIGMA}"
     ).split()
     succeed(train(unbroken, *options))
-    lines, recent = read_metrics(unbroken / "metrics.jsonl"), Recent()
+    lines, recent = read_metrics(unbroken / "metrics.jsonl"), RecentValues()
     for line in lines:
         is_spike = line["grad_norm"] > recent.limit(line["step"], SIGMA)
         assert line.get("skipped", False) == is_spike, line

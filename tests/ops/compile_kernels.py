@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron.optimus.ops.triton import gemm
+from megatron.optimus.ops.triton import grouped_gemm
 from megatron.optimus.ops.triton.tiles import CANDIDATES, Tiles
 
 KERNELS = ("up_swiglu", "rows_times_weight_t", "weight_gradient", "weight_gradient_add", "weight_gradient_add_fp32")
@@ -32,17 +32,17 @@ def source(kernel: str, tiles: Tiles, by_engine: bool) -> ASTSource:
     constants: dict[str, Any] = {"BM": bm, "BN": bn, "BK": bk, "NUM_PROGRAMS": 100, "BY_ENGINE": by_engine}
     order = {"tile_expert_ptr": "*i32", "num_tiles_ptr": "*i32", "num_rows": "i32", "num_experts": "i32"}
     if kernel == "up_swiglu":
-        function: Any = gemm._up_swiglu
+        function: Any = grouped_gemm._up_swiglu
         signature = {"x": tensor([bm, bk]), "gate_up": tensor([1, 2, bn, bk]), "hidden_ptr": "*bf16"}
         signature |= {"activation": tensor([bm, bn // 2]), "slot_ptr": "*i32", "tile_expert_ptr": "*i32"}
         signature |= {"tile_shift_ptr": "*i32", "num_tiles_ptr": "*i32", "num_rows": "i32", "num_experts": "i32"}
         constants.update(F=HEIGHT, D=WIDTH, ROW_TILE=128, WITHOUT_PADDING=True)
     elif kernel == "rows_times_weight_t":
-        function = gemm._rows_times_weight
+        function = grouped_gemm._rows_times_weight
         signature = {"a": tensor([bm, bk]), "b": tensor([1, bn, bk]), "c": tensor([bm, bn]), **order}
         constants.update(N=HEIGHT, K=WIDTH, TRANSPOSED=True, ROW_TILE=128)
     else:
-        function, adds, wide = gemm._weight_gradient, "add" in kernel, kernel.endswith("fp32")
+        function, adds, wide = grouped_gemm._weight_gradient, "add" in kernel, kernel.endswith("fp32")
         out = tensor([1, bm, bn // 4 if adds or wide else bn], "fp32" if wide else "bf16")
         signature = {"a": tensor([bk, bm]), "b": tensor([bk, bn]), "c": out}
         signature |= {"first_row_ptr": "*i32", "count_ptr": "*i32", "by_size_ptr": "*i32"}

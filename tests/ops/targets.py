@@ -32,9 +32,8 @@ TARGETS = [
 ]
 
 
-# Router, copies and single operations of "cuda" are Triton's very functions, which test_single_contract.py holds: a
-# second run of the same kernels would show nothing more.
-SINGLE_TARGETS = [target for target in TARGETS if target.id != "cuda"]
+# Router, counts and copies of the backend "cuda" are Triton's (ops/backend.py): a second run would show nothing more.
+ROUTER_TARGETS = [target for target in TARGETS if target.id != "cuda"]
 
 
 def each_target_and_dtype(targets: Sequence[Any], dtypes: Iterable[torch.dtype]) -> pytest.MarkDecorator:

@@ -10,11 +10,11 @@ from torch import Tensor
 from megatron.optimus import ops
 from megatron.optimus.layers.loss import linear_cross_entropy_sum
 from megatron.optimus.ops import elementwise
-from tests.ops.targets import SINGLE_TARGETS
+from tests.ops.targets import ROUTER_TARGETS
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # of the largest value
 DTYPES = list(TOLERANCE)
-each = pytest.mark.parametrize(("backend", "device"), [t for t in SINGLE_TARGETS if t.id in ("reference", "triton")])
+each = pytest.mark.parametrize(("backend", "device"), [t for t in ROUTER_TARGETS if t.id in ("reference", "triton")])
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 

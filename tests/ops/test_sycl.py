@@ -125,8 +125,8 @@ def test_a_kernel_that_drops_one_slot_or_one_weight_is_seen(tmp_path: Path) -> N
     for path in SOURCES.iterdir():
         shutil.copy(path, tmp_path)
     for file, right, wrong in (
-        ("order.sycl", "bin < num_experts ? row : -1", "bin < num_experts && first + i != 17 ? row : -1"),
-        ("rows.sycl", "weights ? weights[slot] : 1.0f", "weights && slot != 17 ? weights[slot] : 0.0f"),
+        ("row_order.sycl", "bin < num_experts ? row : -1", "bin < num_experts && first + i != 17 ? row : -1"),
+        ("permute.sycl", "weights ? weights[slot] : 1.0f", "weights && slot != 17 ? weights[slot] : 0.0f"),
     ):
         text = (tmp_path / file).read_text()
         assert text.count(right) == 1
@@ -138,11 +138,11 @@ def test_a_kernel_that_drops_one_slot_or_one_weight_is_seen(tmp_path: Path) -> N
     y = sycl.combine(rows, order, weights, case.tokens)
 
     wrong_runtime = sycl._Runtime(tmp_path)
-    wrong_order = [torch.empty_like(t) for t in (order.slots_P, order.rows_N, order.plan[0], order.counts_E)]
+    wrong_order = [torch.empty_like(t) for t in order]
     wrong_runtime.run("sort_slots", [indices, *wrong_order])
     assert (wrong_order[1] != order.rows_N).nonzero().tolist() == [[17]] and wrong_order[1][17] == -1
     wrong_y = torch.empty_like(y)
-    wrong_runtime.run("combine", [rows, order.rows_N, order.plan[0], weights, wrong_y])
+    wrong_runtime.run("combine", [rows, order.rows_N, order.offsets, weights, wrong_y])
     assert (wrong_y != y).any(-1).nonzero().tolist() == [[17 // case.topk]]
     assert mismatches({"y": wrong_y}, {"y": y.double()}, TOLERANCE[torch.float32])
 
@@ -160,17 +160,17 @@ def test_addresses_that_allow_no_sixteen_bytes_give_the_same() -> None:
 @marked
 def test_a_broken_runtime_is_an_error_that_names_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "types.hpp").write_text((SOURCES / "types.hpp").read_text())
-    (tmp_path / "rows.sycl").write_text("this is no C++")
+    (tmp_path / "permute.sycl").write_text("this is no C++")
     case = CASES["one_token"]
     x, *_, indices, _dy = make_inputs(case, torch.float32)
     order = sycl.sort_slots(indices, case.experts)
     runtime = sycl._Runtime(tmp_path)
-    arguments = [x, order.slots_P, order.plan[0], x.new_empty(case.topk, case.width)]
-    with pytest.raises(RuntimeError, match=r"rows\.sycl does not compile"):
-        runtime.run("gather_rows", arguments)
-    (tmp_path / "rows.sycl").unlink()
-    with pytest.raises(RuntimeError, match=r"cannot read .*rows\.sycl"):
-        runtime.run("gather_rows", arguments)
+    arguments = [x.new_empty(case.topk, case.width), order.rows_N, order.offsets, x.new_empty(0), x]
+    with pytest.raises(RuntimeError, match=r"permute\.sycl does not compile"):
+        runtime.run("combine", arguments)
+    (tmp_path / "permute.sycl").unlink()
+    with pytest.raises(RuntimeError, match=r"cannot read .*permute\.sycl"):
+        runtime.run("combine", arguments)
     monkeypatch.setattr(importlib.metadata, "files", lambda package: [])
     with pytest.raises(RuntimeError, match=r"package intel-sycl-rt holds no libsycl\.so; reinstall it"):
         sycl._Runtime()
@@ -192,44 +192,43 @@ def test_an_index_out_of_range_raises_where_it_can_be_read_and_shows_as_nan_on_a
 @marked
 def test_wrong_arguments_raise_and_nothing_runs() -> None:
     case = CASES["odd_tokens"]
-    x, gate_up, _down, weights, indices, _ = make_inputs(case, torch.float32)
-    order = sycl.sort_slots(indices, case.experts)
-    slots, rows, (_counts, (offsets,)) = order.slots_P, order.rows_N, order[2:]
+    dy, _gate_up, down, weights, indices, _ = make_inputs(case, torch.float32)
+    slots, rows, offsets, counts = sycl.sort_slots(indices, case.experts)
     N, D = indices.numel(), case.width
-    out = torch.full((N, D), 7.0)
-    y = torch.full((case.tokens, D), 7.0)
+    da, rows_out = torch.full((N, case.inner), 7.0), torch.full((N, D), 7.0)
+    y, ddown = torch.full((case.tokens, D), 7.0), torch.full(down.shape, 7.0)
+    swapped = offsets[[0, 2, 1, 3, 4, 5, 6]]
+    product, gradient, sums = "gemm_input_gradient", "gemm_weight_gradient_left", "combine"
     wrong: list[tuple[str, str, list[Tensor | None]]] = [
-        ("x has dtype unsupported; expected f32, bf16 or f16", "gather_rows", [x.double(), slots, offsets, out]),
-        ("out has dtype f32; expected bf16", "gather_rows", [x.bfloat16(), slots, offsets, out]),
-        ("slots has dtype i64; expected i32", "gather_rows", [x, slots.long(), offsets, out]),
-        (r"out has shape \[262, 32\]; expected \[261, 32\]", "gather_rows", [x, slots[:-1], offsets, out]),
-        (r"x is not contiguous \(strides \[1, 131\]\)", "gather_rows", [x.T.contiguous().T, slots, offsets, out]),
-        ("slots are not a multiple of T = 130", "gather_rows", [x[:-1], slots, offsets, out]),
-        ("offsets run from 0 to 262; expected 0 to N = 131", "gather_rows", [x, slots[:131], offsets, out[:131]]),
-        ("offsets fall from", "gather_rows", [x, slots, offsets[[0, 2, 1, 3, 4, 5, 6]], out]),
-        ("slots hold 262; expected", "gather_rows", [x, slots + 1, offsets, out]),
-        ("rows hold -2; expected", "combine", [out, rows * 0 - 2, offsets, None, y]),
-        ("weights has dtype bf16; expected f32", "combine", [out, rows, offsets, weights.bfloat16(), y]),
-        (r"weight has shape \[3, 48, 32\]", "gemm_forward", [x, gate_up[1:], slots, offsets, out.new_empty(N, 48)]),
-        ("out has dtype bf16; expected f32", "gemm_weight_gradient", [out, out, slots, offsets, out[None].bfloat16()]),
-        ("hidden has shape", "swiglu", [out, offsets, out]),
-        ("combine takes 5 arguments, not 2", "combine", [out, rows]),
-        ("no SYCL operation combined", "combined", [out]),
-        ("but others are on", "gather_rows", [x, slots.to("meta"), offsets, out]),
-        ("SYCL kernels run on xpu and cpu tensors, not meta", "swiglu", [out.to("meta")]),
-        ("indices must be i32 or i64", "sort_slots", [indices.short(), slots, rows, offsets, _counts]),
-        ("counts has dtype i64; expected i32", "sort_slots", [indices, slots, rows, offsets, _counts.long()]),
+        ("dout has dtype unsupported; expected f32, bf16 or f16", product, [dy.double(), down, slots, offsets, da]),
+        ("weight has dtype f32; expected bf16", product, [dy.bfloat16(), down, slots, offsets, da]),
+        ("slots has dtype i64; expected i32", product, [dy, down, slots.long(), offsets, da]),
+        (r"slots has shape \[261\]; expected \[262\]", product, [dy, down, slots[:-1], offsets, da]),
+        (r"dout is not contiguous \(strides \[1, 131\]\)", product, [dy.T.contiguous().T, down, slots, offsets, da]),
+        ("slots are not a multiple of T = 130", product, [dy[:-1], down, slots, offsets, da]),
+        (r"weight has shape \[3, 32, 24\]", product, [dy, down[1:], slots, offsets, da]),
+        ("offsets run from 0 to 262; expected 0 to N = 131", product, [dy, down, slots[:131], offsets, da[:131]]),
+        ("offsets fall from", product, [dy, down, slots, swapped, da]),
+        ("slots hold 262; expected", product, [dy, down, slots + 1, offsets, da]),
+        ("rows hold -2; expected", sums, [rows_out, rows * 0 - 2, offsets, None, y]),
+        ("weights has dtype bf16; expected f32", sums, [rows_out, rows, offsets, weights.bfloat16(), y]),
+        ("out has dtype bf16; expected f32", gradient, [dy, da, slots, offsets, ddown.bfloat16()]),
+        ("hidden has shape", "swiglu_backward", [da, da, slots, offsets, weights, da, da, weights]),
+        ("combine takes 5 arguments, not 2", sums, [rows_out, rows]),
+        ("no SYCL operation combined", "combined", [rows_out]),
+        ("but others are on", product, [dy, down, slots.to("meta"), offsets, da]),
+        ("SYCL kernels run on xpu and cpu tensors, not meta", sums, [rows_out.to("meta")]),
+        ("indices must be i32 or i64", "sort_slots", [indices.short(), slots, rows, offsets, counts]),
+        ("counts has dtype i64; expected i32", "sort_slots", [indices, slots, rows, offsets, counts.long()]),
     ]
     slots_before = slots.clone()
     for message, name, arguments in wrong:
         with pytest.raises(ValueError, match=message):
             sycl._run(name, *arguments)
-    assert (out == 7).all() and (y == 7).all() and torch.equal(slots, slots_before)
+    assert all((t == 7).all() for t in (da, rows_out, y, ddown)) and torch.equal(slots, slots_before)
     for sizes in ((0, 512, 64), (1025, 512, 64), (256, 2000, 64), (256, 512, 32)):
         with pytest.raises(ValueError, match="expected"):
             sycl.set_work_sizes(*sizes)
-    with pytest.raises(ValueError, match="gathered='both'; use None, 'dout' or 'x'"):
-        sycl.grouped_weight_gradient(x, x, order, gathered="both")
 
 
 @marked

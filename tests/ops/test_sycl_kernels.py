@@ -27,12 +27,11 @@ def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     assert error <= TOLERANCE[dtype], f"{error:.2e} > {TOLERANCE[dtype]:.0e}"
 
 
-def order_of(case: Case, seed: int = 0) -> tuple[reference.RowOrder, Tensor, list[Tensor]]:
-    """The order by the kernels, the token of each local row, and the case's inputs."""
+def order_of(case: Case, seed: int = 0) -> tuple[sycl.RowOrder, reference.RowOrder, Tensor, list[Tensor]]:
+    """The order by the kernels and the reference's, the slot of each local row, and the case's inputs."""
     inputs = make_inputs(case, torch.float32, seed=seed)
-    order = sycl.sort_slots(inputs[4], case.experts)
-    slots = reference.sort_slots(inputs[4], case.experts).slots_P.long()
-    return order, slots[: int(order.plan[0][case.experts])], inputs
+    order, want = sycl.sort_slots(inputs[4], case.experts), reference.sort_slots(inputs[4], case.experts)
+    return order, want, want.slots_N[: int(order.offsets[case.experts])], inputs
 
 
 @each_size
@@ -44,45 +43,35 @@ def test_order_and_counts(name: str, index_dtype: torch.dtype, sizes: tuple[int,
     want = reference.sort_slots(indices, case.experts)
     sycl.set_work_sizes(*sizes)
     got = sycl.sort_slots(indices, case.experts)
-    for name_of_tensor in ("slots_P", "rows_N", "counts_E"):
-        assert torch.equal(getattr(got, name_of_tensor), getattr(want, name_of_tensor)), name_of_tensor
-    assert torch.equal(got.plan[0], want.plan[0])
+    first_rows = [0, *want.counts_E.cumsum(0).tolist(), indices.numel(), indices.numel()]
+    assert got.slots_N.tolist() == want.slots_N.tolist() and got.rows_N.tolist() == want.rows_TK.flatten().tolist()
+    assert got.counts_E.tolist() == want.counts_E.tolist() and got.offsets.tolist() == first_rows
 
 
 @each_size
 @each_dtype
 @pytest.mark.parametrize("width", [1, 7, 24, 200])
 @pytest.mark.parametrize("name", ["no_tokens", "one_token", "odd_tokens", "some_foreign", "none_local"])
-def test_gather_and_combine(name: str, width: int, dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+def test_combine(name: str, width: int, dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
     case = MORE_CASES[name]
-    order, slots, (*_, weights, _indices, _dy) = order_of(case)
-    num_rows, num_slots = len(slots), weights.numel()
-    g = torch.Generator().manual_seed(1)
-    x, dy = (torch.randn(case.tokens, width, generator=g).to(dtype) for _ in range(2))
-    rows = torch.randn(num_slots, width, generator=g).to(dtype)
+    order, _, slots, (*_, weights, _indices, _dy) = order_of(case)
+    num_slots = weights.numel()
+    rows = torch.randn(num_slots, width, generator=torch.Generator().manual_seed(1)).to(dtype)
     sycl.set_work_sizes(*sizes)
-
-    assert torch.equal(sycl.gather_rows(x, order)[:num_rows], x[slots // case.topk])
-
-    by_slot = torch.zeros(num_slots, width).index_copy(0, slots, rows[:num_rows].float())
+    by_slot = torch.zeros(num_slots, width).index_copy(0, slots, rows[: len(slots)].float())
     by_slot = by_slot.view(case.tokens, case.topk, width)
     assert_close(sycl.combine(rows, order, None, case.tokens), by_slot.sum(1), dtype)
     want = (by_slot * weights.unsqueeze(-1)).sum(1)
     assert_close(sycl.combine(rows, order, weights, case.tokens), want, dtype)
-
-    drows, dweights = sycl.combine_backward(dy, rows, order, weights)
-    weight_of_row = weights.reshape(-1)[slots].unsqueeze(-1)
-    assert_close(drows[:num_rows], weight_of_row * dy[slots // case.topk].float(), dtype)
-    assert_close(dweights, (by_slot * dy.float().unsqueeze(1)).sum(-1), torch.float32)
 
 
 @each_size
 @each_dtype
 @pytest.mark.parametrize("inner", [1, 13, 24, 136])
 @pytest.mark.parametrize("name", ["one_token", "odd_tokens", "some_foreign"])
-def test_swiglu(name: str, inner: int, dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+def test_swiglu_backward(name: str, inner: int, dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
     case = MORE_CASES[name]
-    order, slots, (*_, weights, _indices, _dy) = order_of(case)
+    order, _, slots, (*_, weights, _indices, _dy) = order_of(case)
     num_rows, num_slots = len(slots), weights.numel()
     g = torch.Generator().manual_seed(2)
     hidden = (3 * torch.randn(num_slots, 2 * inner, generator=g)).to(dtype)
@@ -91,28 +80,37 @@ def test_swiglu(name: str, inner: int, dtype: torch.dtype, sizes: tuple[int, int
 
     leaf = hidden[:num_rows].double().requires_grad_()
     activation = reference.swiglu(leaf)
-    assert_close(sycl.swiglu(hidden, order)[:num_rows], activation, dtype)
-
     weight_of_row = weights.reshape(-1)[slots].double().unsqueeze(-1)
-    for used in (weights, None):
-        factor = torch.ones_like(weight_of_row) if used is None else weight_of_row
-        (want,) = torch.autograd.grad(activation, leaf, factor * grad[:num_rows], retain_graph=True)
-        dhidden, weighted, dweights = sycl.swiglu_backward(hidden, grad, order, used)
-        assert_close(dhidden[:num_rows], want, dtype)
-        assert_close(weighted[:num_rows], factor * activation, dtype)
-        if dweights is not None:
-            by_row = (activation * grad[:num_rows]).sum(-1)
-            assert_close(
-                dweights.reshape(-1), torch.zeros(num_slots).double().index_copy(0, slots, by_row), torch.float32
-            )
+    (want,) = torch.autograd.grad(activation, leaf, weight_of_row * grad[:num_rows], retain_graph=True)
+    dhidden, weighted, dweights = sycl.swiglu_backward(hidden, grad, order, weights)
+    assert_close(dhidden[:num_rows], want, dtype)
+    assert_close(weighted[:num_rows], weight_of_row * activation, dtype)
+    by_row = (activation * grad[:num_rows]).sum(-1)
+    by_slot = torch.zeros(num_slots).double().index_copy(0, slots, by_row)
+    assert_close(dweights.reshape(-1), by_slot, torch.float32)
 
 
 @each_dtype
 @pytest.mark.parametrize("tile", [64, 16])
 @each_case
-def test_grouped_gemm(name: str, tile: int, dtype: torch.dtype) -> None:
+def test_products_of_the_forward(name: str, tile: int, dtype: torch.dtype) -> None:
+    """The up projection, whose rows before SwiGLU are kept, and what the down projection makes of them."""
     case = MORE_CASES[name]
-    order, slots, _inputs = order_of(case)
+    _, order, slots, _ = order_of(case)
+    inputs = make_inputs(case, dtype)
+    sycl.set_work_sizes(tile=tile)
+    y, [hidden] = sycl.moe_mlp_forward(*inputs[:5])
+    x, gate_up, down, weights = (t.double() for t in inputs[:4])
+    assert_close(hidden[: len(slots)], reference.grouped_linear(x[slots // case.topk], gate_up, order), dtype)
+    assert_close(y, reference.moe_mlp(x, gate_up, down, weights, inputs[4]), dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("tile", [64, 16])
+@each_case
+def test_products_of_the_backward(name: str, tile: int, dtype: torch.dtype) -> None:
+    case = MORE_CASES[name]
+    order, compact, slots, _inputs = order_of(case)
     num_rows, num_slots, counts = len(slots), case.tokens * case.topk, order.counts_E
     token = slots // case.topk
     g = torch.Generator().manual_seed(3)
@@ -122,35 +120,23 @@ def test_grouped_gemm(name: str, tile: int, dtype: torch.dtype) -> None:
     x_N, dout_N = (torch.randn(num_slots, w, generator=g).to(dtype) for w in (in_width, out_width))
     sycl.set_work_sizes(tile=tile)
 
-    def want(x: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def want(x: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
         x, w = x.double().requires_grad_(), weight.double().requires_grad_()
-        y = reference.grouped_linear(x, w, order)
-        return y, *torch.autograd.grad(y, (x, w), dout.double())
+        return torch.autograd.grad(reference.grouped_linear(x, w, compact), (x, w), dout.double())
 
-    y, dx, dw = want(x_N[:num_rows], dout_N[:num_rows])
-    assert_close(sycl.grouped_linear(x_N, weight, order)[:num_rows], y, dtype)
-    assert_close(sycl.grouped_input_gradient(dout_N, weight, order)[:num_rows], dx, dtype)
-    got = sycl.grouped_weight_gradient(dout_N, x_N, order)
-    assert_close(got, dw, dtype)
-    assert not got[counts == 0].any()
-    activation, hidden = sycl.grouped_linear_swiglu(x_N, weight, order)
-    assert_close(hidden[:num_rows], y, dtype)
-    assert_close(activation[:num_rows], reference.swiglu(y.detach()), dtype)
-
-    y, dx, dw = want(x_T[token], dout_T[token])
-    assert_close(sycl.grouped_linear(x_T, weight, order, gathered=True)[:num_rows], y, dtype)
-    activation, hidden = sycl.grouped_linear_swiglu(x_T, weight, order, gathered=True)
-    assert_close(hidden[:num_rows], y, dtype)
-    assert_close(activation[:num_rows], reference.swiglu(y.detach()), dtype)
-    assert_close(sycl.grouped_input_gradient(dout_T, weight, order, gathered=True)[:num_rows], dx, dtype)
-    for out_dtype in {dtype, torch.float32}:
-        before = torch.randn(dw.shape, generator=g).to(out_dtype)
-        for gathered, dout, x in (("dout", dout_T, x_N), ("x", dout_N, x_T)):
+    for gathered, dout, rows in ((False, dout_N, dout_N[:num_rows]), (True, dout_T, dout_T[token])):
+        dx = sycl.grouped_input_gradient(dout, weight, order, gathered=gathered)
+        assert_close(dx[:num_rows], want(x_N[:num_rows], rows)[0], dtype)
+    for gathered, dout, x in (("dout", dout_T, x_N), ("x", dout_N, x_T)):
+        dout_rows = dout[token] if gathered == "dout" else dout[:num_rows]
+        gradient = want(x[token] if gathered == "x" else x[:num_rows], dout_rows)[1]
+        got = sycl.grouped_weight_gradient(dout, x, order, gathered=gathered)
+        assert_close(got, gradient, dtype)
+        assert not got[counts == 0].any()
+        for out_dtype in {dtype, torch.float32}:
+            before = torch.randn(gradient.shape, generator=g).to(out_dtype)
             added = before.clone()
             sycl.grouped_weight_gradient(dout, x, order, added, gathered=gathered)
-            dout_rows = dout[token] if gathered == "dout" else dout[:num_rows]
-            x_rows = x[token] if gathered == "x" else x[:num_rows]
-            gradient = want(x_rows, dout_rows)[2]
             assert_close(added, before + gradient, out_dtype)
             sycl.grouped_weight_gradient(dout, x, order, added.fill_(torch.nan), False, gathered=gathered)
             assert_close(added, gradient, out_dtype)

@@ -22,31 +22,23 @@ BESIDE = Path(sys.prefix) / "triton"
 CASES = ("one_token", "no_token", "odd_widths", "empty_experts", "some_foreign", "none_local")
 LAYER_CASES = ("one_expert_exists", "all_to_one", "every_expert")
 TESTS = {
-    "tests/ops/test_moe_mlp.py": (
+    "tests/ops/test_fused_moe.py": (
         "triton and (may_hold_anything or is_kept or narrowing or non_contiguous or opcheck or "
         f"(values and float16 and ({' or '.join((*CASES, *LAYER_CASES))})))"
     ),
-    "tests/ops/test_peers.py": "",
-    "tests/ops/test_single.py": (
-        "triton and ((order_and_counts and int32) or (values and float16) or "
-        "((composed or main_gradient) and not float32 and not bfloat16)) and "
-        f"({' or '.join(CASES[1:5])})"
-    ),
+    "tests/ops/test_symmetric_memory.py": "",
     "tests/ops/test_main_grads.py": (
         "triton and float16 and ((twice and (no_token or (one_token and fp32))) or "
         "(whatever and ((one_token and fp32) or (odd_widths and own))))"
     ),
-    "tests/ops/test_copies.py": "triton and (not values or some or wide or none or row)",
+    "tests/ops/test_row_copies.py": "triton and (not values or some or wide or none or row)",
     "tests/ops/test_router.py": (
         "triton and ((values and (130 or 9)) or alone or equal or reaches or underflow or (autocast and float32) or "
-        "(linear and 72 and float16))"
+        "(linear and 72 and float16) or (expert_counts and int32) or refused or opcheck)"
     ),
-    "tests/ops/test_single_contract.py": "triton",
-    "tests/ops/test_second_derivatives.py": "triton",
-    "tests/ops/test_forward_mode.py": "triton and (jvp or numbers or tangent)",
-    "tests/ops/test_shapes_only.py": "triton",
-    "tests/ops/test_triton_gpu_kernels.py": "router",
-    "tests/ops/test_tune.py": "not for_real",
+    "tests/ops/test_autograd_guards.py": "triton and (second or jvp or numbers or tangent or fake or meta)",
+    "tests/ops/test_triton_kernels.py": "router or row_order",
+    "tests/ops/test_autotune.py": "not for_real",
     "tests/ops/test_elementwise.py": (
         "triton and (loss or computes or (not 64 and not 2048 and float32) or (gaps and 9 and float16))"
     ),

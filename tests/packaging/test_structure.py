@@ -16,6 +16,7 @@ PACKAGE = ROOT / "megatron" / "optimus"
 LAYERS = [
     ["config"],
     ["platform"],
+    ["context"],
     ["ops"],
     ["layers"],
     ["moe"],

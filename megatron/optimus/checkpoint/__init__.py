@@ -1,4 +1,15 @@
-"""Checkpoints: safetensors shards and a JSON manifest, committed by one rename (docs/checkpoint_format.md)."""
+"""Checkpoints: safetensors files and a JSON manifest, committed by one rename (docs/checkpoint_format.md).
+
+slices.py      what a range of a tensor is: read it first
+store.py       save, find and load
+state.py       a model and its optimizer as slices
+manifest.py    what a checkpoint holds; shards.py: its safetensors files; untrusted.py: reading small files
+saver.py       saving beside training: save_plan.py (who writes what), snapshot.py (the copy in host memory),
+               writer.py (one rank's writing), commit.py (names, rename, deletion)
+reader.py      loading at any layout, every byte once
+verify.py      checking and comparing without loading
+run_lock.py    one job at a time may write
+"""
 
 from megatron.optimus.checkpoint.errors import CheckpointError, DamagedError
 from megatron.optimus.checkpoint.manifest import Manifest

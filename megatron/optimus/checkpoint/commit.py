@@ -1,4 +1,4 @@
-"""Directories of checkpoints: their names, and how one becomes visible in a single rename.
+"""The directories of checkpoints: their names, how one is committed by a rename, and how old ones are deleted.
 
     root/step-00000100              committed, full
     root/step-00000100.r1           the same step saved again; supersedes the one before
@@ -6,10 +6,9 @@
     root/.step-00000120.tmp-<nonce> being written (or left by a killed save)
     root/.step-00000080.old-<nonce> being deleted
 
-A name without a leading dot appears only by renaming a complete, synced directory, so whatever instant a process or a
-machine dies at, the committed ones are whole. Saving a step again takes a new name instead of replacing: no instant
-exists at which neither the old nor the new one is there. Everything that changes the file system goes through ``os``
-functions, one call each, so that a test can stop between any two of them.
+A name without a leading dot appears only by renaming a complete, synced directory, so committed checkpoints are whole
+at whatever instant a process or a machine dies. Saving a step again takes a new name instead of replacing the old
+directory, so at no instant are both missing.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ import secrets
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.optimus.platform.files import delete_tree, sync_directory
+
 _COMMITTED = re.compile(r"(step|model)-(\d{8,12})(?:\.r([1-9]\d{0,5}))?")
 _TRANSIENT = re.compile(r"\.(?:step|model)-\d{8,12}(?:\.r\d+)?\.(?:tmp|old)-[0-9a-f]{16}")
 _PREFIXES = {"full": "step", "model": "model"}
@@ -29,7 +30,7 @@ log = logging.getLogger("optimus")
 
 
 class Committed(NamedTuple):
-    """One committed checkpoint; of one kind, they sort by age."""
+    """The name of a committed checkpoint, taken apart. Those of one kind sort by age."""
 
     step: int
     revision: int
@@ -41,7 +42,7 @@ class Committed(NamedTuple):
 
 
 def list_committed(root: Path, kind: str = "full") -> list[Committed]:
-    """Committed checkpoints of ``root``, oldest first; empty when there is no such directory."""
+    """Lists the committed checkpoints of ``root``, oldest first; none when there is no such directory."""
     found = []
     if root.is_dir():
         for entry in os.scandir(root):
@@ -52,7 +53,7 @@ def list_committed(root: Path, kind: str = "full") -> list[Committed]:
 
 
 def parse_name(name: str) -> Committed | None:
-    """What the name of a committed directory says; None for any other name, and for a second spelling of a step."""
+    """Takes the name of a committed directory apart; None for any other name, other spellings of a step included."""
     match = _COMMITTED.fullmatch(name)
     if match is None:
         return None
@@ -62,50 +63,12 @@ def parse_name(name: str) -> Committed | None:
 
 
 def temporary_path(root: Path, step: int, nonce: int, kind: str = "full") -> Path:
-    """Where step ``step`` is written before it is committed; ``nonce``: below 2^63, the same on all ranks."""
+    """The directory in which a step is written before its commit. ``nonce``: below 2^63, the same on all ranks."""
     return root / f".{Committed(step, 0, kind).name}.tmp-{nonce:016x}"
 
 
-def make_directory(path: Path) -> None:
-    """Makes a directory and what is missing above it, durably; it may exist."""
-    if path.is_dir():
-        return
-    make_directory(path.parent)
-    try:
-        os.mkdir(path)
-    except FileExistsError:
-        return
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Makes the directory's entries (creations, renames) durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Writes a new file and syncs it."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        write_at(descriptor, memoryview(data), 0)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """Writes all of ``data``; one call of the system takes 2 GiB at most, and may take less."""
-    done = 0
-    while done < len(data):
-        done += os.pwrite(descriptor, data[done:], offset + done)
-
-
 def commit(root: Path, temporary: Path, step: int, kind: str = "full") -> Committed:
-    """Gives a complete directory its final name, durably. The manifest must be in it already."""
+    """Renames a complete directory, manifest included, to its final name, durably."""
     sync_directory(temporary)
     revisions = [item.revision for item in list_committed(root, kind) if item.step == step]
     item = Committed(step, max(revisions) + 1 if revisions else 0, kind)
@@ -119,10 +82,15 @@ def commit(root: Path, temporary: Path, step: int, kind: str = "full") -> Commit
 
 
 def prune(root: Path, saved: Committed, retain: int | None) -> None:
-    """Deletes what ``saved`` makes superfluous: older ones beyond ``retain``, its predecessors, leftovers of kills.
+    """Deletes older checkpoints, earlier revisions of the same step, and what killed saves have left.
 
-    ``retain``: newest of this kind to keep; None keeps all steps. Never touches checkpoints newer than ``saved`` or of
-    the other kind. Failing to delete is logged, not raised: the save has succeeded.
+    Checkpoints newer than ``saved`` or of the other kind are never touched. A failure is logged and not raised, because
+    the save itself has succeeded.
+
+    Args:
+        root: the folder of checkpoints.
+        saved: the checkpoint that has just been committed.
+        retain: how many of the newest of its kind stay; None keeps all steps.
     """
     try:
         items = [item for item in list_committed(root, saved.kind) if item <= saved]
@@ -130,7 +98,7 @@ def prune(root: Path, saved: Committed, retain: int | None) -> None:
         keep = set(newest_of_step if retain is None else newest_of_step[-retain:])
         for item in items:
             if item not in keep:
-                delete_committed(root / item.name)
+                _delete_committed(root / item.name)
         for entry in list(os.scandir(root)):
             if _TRANSIENT.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                 delete_tree(Path(entry.path))
@@ -138,19 +106,9 @@ def prune(root: Path, saved: Committed, retain: int | None) -> None:
         log.warning("old checkpoints in %s could not all be deleted: %s", root, error)
 
 
-def delete_committed(path: Path) -> None:
-    """Deletes a committed directory; first takes its name away, so that a kill in between leaves no half checkpoint."""
+def _delete_committed(path: Path) -> None:
+    """Deletes a committed directory. It is renamed first, so that a kill meanwhile leaves no half checkpoint."""
     hidden = path.with_name(f".{path.name}.old-{secrets.token_hex(8)}")
     os.rename(path, hidden)
     sync_directory(path.parent)  # else a crash could undo the rename and keep the deletions below
     delete_tree(hidden)
-
-
-def delete_tree(path: Path) -> None:
-    """Deletes a directory with all it holds; links in it are removed, not followed."""
-    for entry in list(os.scandir(path)):
-        if entry.is_dir(follow_symlinks=False):
-            delete_tree(Path(entry.path))
-        else:
-            os.unlink(entry.path)
-    os.rmdir(path)

@@ -1,4 +1,4 @@
-"""The one error of this package that a user can meet."""
+"""The errors of this package, of which users see CheckpointError."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ class CheckpointError(ValueError):
 
 
 class UnknownVersionError(CheckpointError):
-    """A checkpoint is whole, and of a format that this program does not read: no other may silently take its place."""
+    """A checkpoint is whole, but of a format that this program does not read. No older one may silently replace it."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint's bytes are not what was written, or not there: another checkpoint may do."""
+    """Bytes of a checkpoint are missing or are not those that were written. An older checkpoint may be used instead."""

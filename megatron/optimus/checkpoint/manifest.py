@@ -1,8 +1,8 @@
 """The manifest: what a checkpoint holds, where every element lies, and the hash of every piece.
 
-It is the only file that gives a checkpoint its meaning, so the reader trusts nothing: types, ranges, names, duplicate
-keys, NaN, and that the pieces of every tensor cover it exactly once. The file protects itself with a hash in its first
-bytes (docs/checkpoint_format.md). JSON only: reading a manifest can run no code.
+Only this file gives a checkpoint its meaning, so its reader trusts nothing: it checks types, numbers, names, duplicate
+keys, NaN, and that the pieces of every tensor cover it exactly once. A hash in its first bytes protects the file itself
+(docs/checkpoint_format.md). It is JSON, so reading it can run no code.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import json
 import math
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from megatron.optimus.checkpoint.coverage import check_coverage
 from megatron.optimus.checkpoint.errors import CheckpointError, UnknownVersionError
-from megatron.optimus.checkpoint.shards import DTYPE_BYTES, parse_json, read_small_file
-from megatron.optimus.checkpoint.slices import Box, Place, box_fits, box_numel
+from megatron.optimus.checkpoint.shards import DTYPE_BYTES
+from megatron.optimus.checkpoint.slices import Box, Region, box_fits, box_numel, check_coverage
+from megatron.optimus.checkpoint.untrusted import parse_json, read_small_file
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_NAME = "optimus-checkpoint"
@@ -37,30 +37,45 @@ _PIECE_FIELDS = ("file", "key", "start", "stop", "xxh3_128")
 _PREFIX = b'{"xxh3_128": "'
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Elements [start, stop) of a flattened ``box`` (None: the whole tensor): 1-D tensor ``key`` in ``file``."""
+@dataclass(frozen=True, slots=True)
+class StoredPiece:
+    """A region of a named tensor as a file holds it: the one-dimensional tensor ``key`` of a safetensors file.
 
-    file: str
+        name, kind    layers.3.attention.qkv.weight, exp_avg     which tensor
+        dtype         F32                                        safetensors' name
+        region        shape, start, stop, box                    which elements of it (slices.py has a picture)
+        file, key     node-00000-1.safetensors, ...              where they are
+        xxh3_128      32 hex digits                              hash of their bytes
+
+    While a save is planned, ``file`` and then ``xxh3_128`` are still empty.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    region: Region
     key: str
-    start: int
-    stop: int
-    xxh3_128: str  # of the piece's bytes as stored, 32 hex digits
-    box: Box | None = None
+    file: str = ""
+    xxh3_128: str = ""
 
-    def place(self, shape: tuple[int, ...]) -> Place:
-        return Place(shape, self.start, self.stop, self.box)
+    @property
+    def numel(self) -> int:
+        return self.region.numel
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One global tensor. ``dtype`` is safetensors' name ("F32", "BF16", ...)."""
+    """A tensor of the whole model and the pieces that cover it. ``dtype`` is safetensors' name ("F32", "BF16", ...)."""
 
     name: str
     kind: str
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]  # sorted by start
+    pieces: tuple[StoredPiece, ...]  # sorted by start
 
     @property
     def numel(self) -> int:
@@ -69,7 +84,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A whole checkpoint. ``kind``: "full" (can be resumed from) or "model" (weights only)."""
+    """Everything about a checkpoint but the tensors' data. ``kind`` is "full" (training resumes from it) or "model"."""
 
     kind: str
     step: int
@@ -78,7 +93,7 @@ class Manifest:
     metadata: dict[str, Any]
     files: dict[str, int]  # file name -> bytes
     tensors: dict[tuple[str, str], TensorEntry] = field(repr=False)  # (name, kind) -> entry
-    layout: dict[str, Any] = field(default_factory=dict)  # of the ranks that saved: for people, no reader needs it
+    layout: dict[str, Any] = field(default_factory=dict)  # sizes of the saving ranks' axes; no reader needs it
     packages: dict[str, Any] = field(default_factory=dict)  # package -> version, "python" included
     tokenizer_xxh3_128: str | None = None  # of the tokenizer's file
 
@@ -88,7 +103,7 @@ class Manifest:
         return xxhash.xxh3_128_hexdigest(json.dumps(self.config, sort_keys=True, separators=(",", ":")).encode())
 
     def to_bytes(self) -> bytes:
-        """The file's bytes. Raises CheckpointError when config or metadata are not plain JSON (NaN is not)."""
+        """Builds the file's bytes. Raises CheckpointError when config or metadata are not plain JSON (NaN is not)."""
         body = {
             "format": FORMAT_NAME,
             "version": FORMAT_VERSION,
@@ -122,8 +137,8 @@ def tensor_to_json(entry: TensorEntry) -> dict[str, Any]:
         "dtype": entry.dtype,
         "shape": list(entry.shape),
         "pieces": [
-            {"file": p.file, "key": p.key, "start": p.start, "stop": p.stop, "xxh3_128": p.xxh3_128}
-            | ({} if p.box is None else {"box": p.box})
+            {"file": p.file, "key": p.key, "start": p.region.start, "stop": p.region.stop, "xxh3_128": p.xxh3_128}
+            | ({} if p.region.box is None else {"box": p.region.box})
             for p in entry.pieces
         ],
     }
@@ -136,7 +151,16 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def parse_manifest(data: bytes, source: str) -> Manifest:
-    """Validates a manifest's bytes; ``source`` opens every error message."""
+    """Parses and validates the bytes of a manifest.
+
+    Args:
+        data: the whole file.
+        source: opens every error's message.
+
+    Raises:
+        UnknownVersionError: another format or version.
+        CheckpointError: damaged, or a field is wrong; the message names it.
+    """
     hash_end = len(_PREFIX) + 32
     claimed = data[len(_PREFIX) : hash_end]
     if not data.startswith(_PREFIX) or xxhash.xxh3_128_hexdigest(data[hash_end:]).encode() != claimed:
@@ -178,7 +202,7 @@ def parse_manifest(data: bytes, source: str) -> Manifest:
     _check_files(manifest, source)
     for entry in manifest.tensors.values():
         where = f"{source}: tensor {entry.name} ({entry.kind})"
-        check_coverage(where, entry.shape, [piece.place(entry.shape) for piece in entry.pieces])
+        check_coverage(where, entry.shape, [piece.region for piece in entry.pieces])
     return manifest
 
 
@@ -187,7 +211,7 @@ def _is_hash(value: Any) -> bool:
 
 
 def parse_tensors(items: list[Any], source: str) -> dict[tuple[str, str], TensorEntry]:
-    """Validates a list of tensors field by field (their coverage is the manifest's business)."""
+    """Validates a list of tensors field by field. The caller checks that their pieces cover them."""
     tensors: dict[tuple[str, str], TensorEntry] = {}
     for index, item in enumerate(items):
         where = f"{source}: tensors[{index}]"
@@ -207,22 +231,26 @@ def parse_tensors(items: list[Any], source: str) -> dict[tuple[str, str], Tensor
         sizes = tuple(_count({"shape": size}, "shape", where) for size in shape)
         if math.prod(sizes) > _MAX_INT:
             raise CheckpointError(f"{where}: shape {sizes} has too many elements")
-        pieces = [_parse_piece(piece, sizes, where) for piece in _typed(item, "pieces", list, where)]
-        pieces.sort(key=lambda piece: piece.start)
-        tensors[name, kind] = TensorEntry(name, kind, item["dtype"], sizes, tuple(pieces))
+        entry = TensorEntry(name, kind, item["dtype"], sizes, ())
+        pieces = [_parse_piece(piece, entry, where) for piece in _typed(item, "pieces", list, where)]
+        pieces.sort(key=lambda piece: piece.region.start)
+        tensors[name, kind] = replace(entry, pieces=tuple(pieces))
     return tensors
 
 
-def _parse_piece(item: Any, shape: tuple[int, ...], where: str) -> Piece:
+def _parse_piece(item: Any, entry: TensorEntry, where: str) -> StoredPiece:
     where = f"{where}: pieces"
     _exact_fields(item, _PIECE_FIELDS, where, optional="box")
-    piece = Piece(
-        file=_typed(item, "file", str, where),
+    start, stop = _count(item, "start", where), _count(item, "stop", where)
+    box = _parse_box(item["box"], entry.shape, where) if "box" in item else None
+    piece = StoredPiece(
+        entry.name,
+        entry.kind,
+        entry.dtype,
+        Region(entry.shape, start, stop, box),
         key=_typed(item, "key", str, where),
-        start=_count(item, "start", where),
-        stop=_count(item, "stop", where),
+        file=_typed(item, "file", str, where),
         xxh3_128=_typed(item, "xxh3_128", str, where),
-        box=_parse_box(item["box"], shape, where) if "box" in item else None,
     )
     if not _FILE_NAME.fullmatch(piece.file):
         raise CheckpointError(f"{where}: file {piece.file[:200]!r} is not a plain .safetensors name")
@@ -230,10 +258,10 @@ def _parse_piece(item: Any, shape: tuple[int, ...], where: str) -> Piece:
         raise CheckpointError(f"{where}: key has {len(piece.key)} characters, limit {_MAX_KEY}")
     if not _is_hash(piece.xxh3_128):
         raise CheckpointError(f"{where}: xxh3_128 {piece.xxh3_128[:100]!r} is not 32 hex digits")
-    if piece.start >= piece.stop:
-        raise CheckpointError(f"{where}: start {piece.start} is not below stop {piece.stop}")
-    if piece.box is not None and piece.stop > box_numel(piece.box):
-        raise CheckpointError(f"{where}: stop {piece.stop} is beyond the {box_numel(piece.box)} elements of its box")
+    if start >= stop:
+        raise CheckpointError(f"{where}: start {start} is not below stop {stop}")
+    if box is not None and stop > box_numel(box):
+        raise CheckpointError(f"{where}: stop {stop} is beyond the {box_numel(box)} elements of its box")
     return piece
 
 
@@ -248,7 +276,7 @@ def _parse_box(value: Any, shape: tuple[int, ...], where: str) -> Box:
 
 
 def _check_files(manifest: Manifest, source: str) -> None:
-    """Every piece is in a listed file, no two share a key, and no file is smaller than what it should hold."""
+    """Checks that every piece is in a listed file, no two share a key, and no file is smaller than its pieces."""
     held = dict.fromkeys(manifest.files, 0)
     seen: set[tuple[str, str]] = set()
     for entry in manifest.tensors.values():
@@ -259,7 +287,7 @@ def _check_files(manifest: Manifest, source: str) -> None:
             if (piece.file, piece.key) in seen:
                 raise CheckpointError(f"{where}: key {piece.key!r} of {piece.file} is used twice")
             seen.add((piece.file, piece.key))
-            held[piece.file] += (piece.stop - piece.start) * DTYPE_BYTES[entry.dtype]
+            held[piece.file] += piece.num_bytes
     for name, size in held.items():
         if size > manifest.files[name]:
             raise CheckpointError(f"{source}: files: {name} has {manifest.files[name]} bytes, its pieces need {size}")

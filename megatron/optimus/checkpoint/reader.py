@@ -1,43 +1,261 @@
 """Reading: every needed byte leaves the file system once, whatever the number of ranks, and is verified on the way.
 
-All ranks tell each other what they want. From that, each works out the same assignment: one rank reads a piece, a rank
-that wants most of it where possible, the least loaded one among equals; at the layout that saved, everybody reads its
-own. The reader hashes while it reads and passes on, point to point, what others want. Nothing larger than a few chunks
-is in memory beside the tensors that are filled.
+All ranks tell each other what they want. From that, each computes the same assignment: a piece is read by one rank, one
+that wants most of it, the least loaded among equals; at the layout that saved, every rank reads its own pieces. The
+reading rank hashes while it reads and sends other ranks, point to point, what they want. Beside the tensors that are
+filled, no more than a few chunks are in memory.
 """
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Sequence
+import os
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import xxhash
 
-from megatron.optimus.checkpoint.chunks import Chunk, ReadAhead, ShardFiles, chunks_of
 from megatron.optimus.checkpoint.errors import CheckpointError, DamagedError
-from megatron.optimus.checkpoint.manifest import Manifest, TensorEntry
-from megatron.optimus.checkpoint.shards import DTYPE_BYTES, dtype_name, torch_dtype
-from megatron.optimus.checkpoint.slices import Part, Place, TensorSlice, common_parts
+from megatron.optimus.checkpoint.manifest import Manifest, StoredPiece, TensorEntry
+from megatron.optimus.checkpoint.shards import ALIGNED, DTYPE_BYTES, ShardFile, dtype_name, torch_dtype
+from megatron.optimus.checkpoint.slices import Overlap, Region, TensorSlice, overlaps
 from megatron.optimus.platform.ranks import Ranks, attempt
 
+CHUNK_BYTES = (16 << 20) - 4 * ALIGNED  # with the pages around it a power of two, as pinned memory is
+AHEAD = min(8, max(3, (os.cpu_count() or 1) // 2))  # chunks that threads read while one is being used
+MAX_OPEN = 256  # files of one checkpoint at a time, of two descriptors each: 1,024 is a usual limit of a process
+_HEADER_BYTES_PER_PIECE = 8192  # more than the longest key, in JSON's escapes, and its numbers can need
 _FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+# ---- one rank: chunks of files, read ahead
+
+
+@dataclass(frozen=True)
+class ReadChunk:
+    """As much of a stored piece as is read in one go: elements [start, stop), counted in the piece."""
+
+    piece: StoredPiece
+    start: int
+    stop: int
+
+    @property
+    def region(self) -> Region:
+        shape, begin, _, box = self.piece.region
+        return Region(shape, begin + self.start, begin + self.stop, box)
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.stop - self.start) * DTYPE_BYTES[self.piece.dtype]
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop == self.piece.numel
+
+
+def chunks_of(piece: StoredPiece, start: int = 0, stop: int | None = None) -> Iterator[ReadChunk]:
+    """Cuts elements [start, stop) of a piece (None: to its end) into chunks, in order."""
+    size = CHUNK_BYTES // DTYPE_BYTES[piece.dtype]
+    stop = piece.numel if stop is None else stop
+    for first in range(start, stop, size):
+        yield ReadChunk(piece, first, min(first + size, stop))
+
+
+class ShardFiles:
+    """The open safetensors files of one checkpoint, and the bytes of its chunks. Threads may share it."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self._path, self._manifest = path, manifest
+        self._num_pieces: dict[str, int] = defaultdict(int)
+        for entry in manifest.tensors.values():
+            for piece in entry.pieces:
+                self._num_pieces[piece.file] += 1
+        self._files: dict[str, tuple[ShardFile, int]] = {}  # with the number of threads reading it; latest last
+        self._lock = threading.Lock()
+
+    def read(self, chunk: ReadChunk, buffer: torch.Tensor, *, is_paged: bool = False) -> torch.Tensor:
+        """Reads a chunk's bytes without verifying them.
+
+        Args:
+            chunk: what to read.
+            buffer: uint8, on the host, at least as long as the chunk.
+            is_paged: ``buffer`` is one of ``pages``; the disk may then fill it without the kernel's copy.
+
+        Returns:
+            The chunk's bytes, a view of ``buffer``: at its beginning, or if ``is_paged`` anywhere in it.
+
+        Raises:
+            DamagedError: the bytes are not there; the message names the tensor.
+        """
+        where, piece = self.where(chunk.piece), chunk.piece
+        with self._open(piece.file) as file:
+            stored = file.tensors.get(piece.key)
+            if stored is None:
+                raise DamagedError(f"{where}: key {piece.key!r} is missing: header is damaged")
+            if (stored.dtype, stored.shape) != (piece.dtype, (piece.numel,)):
+                raise DamagedError(f"{where}: header is damaged: it says {stored.dtype} {stored.shape}")
+            offset = stored.offset + chunk.start * DTYPE_BYTES[piece.dtype]
+            begin, data = 0, buffer[: chunk.num_bytes]
+            try:
+                if is_paged:
+                    begin = file.read_pages(buffer.numpy().data, offset, chunk.num_bytes)
+                else:
+                    file.read_into(data.numpy().data, offset)
+            except CheckpointError as error:
+                raise DamagedError(f"{where}: {error}") from error
+        return buffer[begin : begin + chunk.num_bytes]
+
+    def check(self, piece: StoredPiece, found: str) -> None:
+        """Raises DamagedError naming the tensor unless ``found`` is the hash of the piece."""
+        if found != piece.xxh3_128:
+            raise DamagedError(f"{self.where(piece)}: damaged: xxh3_128 is {found}, the manifest says {piece.xxh3_128}")
+
+    def where(self, piece: StoredPiece) -> str:
+        _, start, stop, box = piece.region
+        of_box = "" if box is None else f" of box {box}"
+        place = f"elements [{start}, {stop}){of_box} in {self._path / piece.file}"
+        return f"tensor {piece.name} ({piece.kind}) {place}"
+
+    @contextmanager
+    def _open(self, name: str) -> Iterator[ShardFile]:
+        """Opens a file and keeps it open meanwhile. Of thousands, only the latest stay open."""
+        with self._lock:
+            file, users = self._files.pop(name, (None, 0))
+            if file is None:
+                unused = [key for key, (_, others) in self._files.items() if others == 0]
+                for key in unused[: max(0, len(self._files) + 1 - MAX_OPEN)]:
+                    self._files.pop(key)[0].close()
+                limit = _HEADER_BYTES_PER_PIECE * (1 + self._num_pieces[name])
+                try:
+                    file = ShardFile(self._path / name, self._manifest.files[name], limit)
+                except CheckpointError as error:
+                    raise DamagedError(f"{error}; it holds {contents(self._manifest, name)}") from error
+            self._files[name] = file, users + 1
+        try:
+            yield file
+        finally:
+            with self._lock:
+                file, users = self._files[name]
+                self._files[name] = file, users - 1
+
+    def close(self) -> None:
+        for file, _ in self._files.values():
+            file.close()
+        self._files.clear()
+
+
+class ReadAhead:
+    """Gives chunks one after the other, verified, while threads read the next ones.
+
+    Args:
+        files: where they are.
+        chunks: all chunks, in the order of ``next``; those of a piece follow each other.
+        target_of: the memory (uint8, on the host) that a chunk is read into directly; None: a buffer of this object.
+        device: buffers are pinned beside it if it is an accelerator, so that copies from them need not wait.
+    """
+
+    def __init__(
+        self,
+        files: ShardFiles,
+        chunks: Sequence[ReadChunk],
+        target_of: Callable[[ReadChunk], torch.Tensor | None] = lambda chunk: None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._files, self._chunks, self._device = files, chunks, torch.device(device)
+        self._targets = [target_of(chunk) for chunk in chunks]
+        self._threads = ThreadPoolExecutor(AHEAD, "checkpoint")
+        self._pending: deque[tuple[Future[torch.Tensor], torch.Tensor | None]] = deque()
+        # Used again and again, since fresh memory costs as much time as the disk. One is in use while AHEAD are filled.
+        buffered = [chunk.num_bytes for chunk, target in zip(chunks, self._targets, strict=True) if target is None]
+        pin, size = self._device.type != "cpu", max(buffered, default=0)
+        count = min(AHEAD, len(buffered)) + 1 if buffered else 0
+        self._free = deque(pages(size, pin) for _ in range(count))
+        self._in_use: torch.Tensor | None = None
+        self._copied: dict[int, torch.Event] = {}  # by buffer: what must have happened before it is filled again
+        self._started = self._given = 0
+        self._hash = xxhash.xxh3_128()
+
+    def next(self) -> torch.Tensor:
+        """Returns the next chunk's elements, 1-D, valid until the call after. Raises DamagedError naming the tensor."""
+        self._take_back()
+        while self._started < len(self._chunks) and len(self._pending) < AHEAD:
+            self._start(self._chunks[self._started], self._targets[self._started])
+        chunk = self._chunks[self._given]
+        self._given += 1
+        future, self._in_use = self._pending.popleft()
+        data = future.result()
+        if chunk.start == 0:
+            self._hash.reset()
+        self._hash.update(data.numpy().data)
+        if chunk.is_last:
+            self._files.check(chunk.piece, self._hash.hexdigest())
+        return data.view(torch_dtype(chunk.piece.dtype))
+
+    def _start(self, chunk: ReadChunk, target: torch.Tensor | None) -> None:
+        buffer = None
+        if target is None:
+            buffer = self._free.popleft()
+            copied = self._copied.pop(buffer.data_ptr(), None)
+            if copied is not None:
+                copied.synchronize()
+            target = buffer
+        future = self._threads.submit(self._files.read, chunk, target, is_paged=buffer is not None)
+        self._pending.append((future, buffer))
+        self._started += 1
+
+    def _take_back(self) -> None:
+        """Takes the buffer in use back; copies from it may still be under way."""
+        buffer, self._in_use = self._in_use, None
+        if buffer is None:
+            return
+        if self._device.type != "cpu":
+            self._copied[buffer.data_ptr()] = torch.accelerator.current_stream(self._device).record_event()
+        self._free.append(buffer)
+
+    def close(self) -> None:
+        """Waits for the threads and for copies from the buffers, and closes the files."""
+        self._take_back()
+        for copied in self._copied.values():
+            copied.synchronize()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._files.close()
+
+
+def pages(size: int, pin: bool = False) -> torch.Tensor:
+    """Host memory that begins on a page and has room for ``size`` bytes and the pages around them in a file."""
+    memory = torch.empty(size + 3 * ALIGNED, dtype=torch.uint8, pin_memory=pin)
+    first = -memory.data_ptr() % ALIGNED
+    return memory[first : first + size + 2 * ALIGNED]
+
+
+def contents(manifest: Manifest, file: str) -> str:
+    """Names the tensors that a file holds, for the message about its loss."""
+    names = [e.name for e in manifest.tensors.values() if any(p.file == file for p in e.pieces)]
+    names = list(dict.fromkeys(names))
+    return f"{', '.join(names[:3])}" + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
+
+
+# ---- all ranks: who reads what
 
 
 @dataclass
 class _Schedule:
-    """What this rank reads in each round, and what it gets from others in it."""
+    """What this rank reads in each round, and what it receives from other ranks in it."""
 
-    chunks: list[Chunk] = field(default_factory=list)
-    incoming: dict[int, list[tuple[int, Chunk]]] = field(default_factory=dict)  # round -> (reader, chunk)
+    chunks: list[ReadChunk] = field(default_factory=list)
+    incoming: dict[int, list[tuple[int, ReadChunk]]] = field(default_factory=dict)  # round -> (reader, chunk)
     num_rounds: int = 0
 
 
-def matching_entry(path: Path, manifest: Manifest, request: TensorSlice, cast: bool) -> TensorEntry:
-    """The stored tensor that ``request`` asks for. Raises CheckpointError where name, shape or dtype differ."""
+def _matching_entry(path: Path, manifest: Manifest, request: TensorSlice, cast: bool) -> TensorEntry:
+    """Finds the stored tensor that ``request`` asks for. Raises CheckpointError where name, shape or dtype differ."""
     where = f"{path}: tensor {request.name} ({request.kind})"
     entry = manifest.tensors.get((request.name, request.kind))
     if entry is None:
@@ -54,14 +272,22 @@ def matching_entry(path: Path, manifest: Manifest, request: TensorSlice, cast: b
 
 
 def read(path: Path, manifest: Manifest, requests: Sequence[TensorSlice], ranks: Ranks, *, cast: bool) -> None:
-    """Fills every request from the checkpoint directory ``path``. Collective over ``ranks``.
+    """Fills every request from a checkpoint. Collective over ``ranks``.
 
-    Raises CheckpointError on every rank for a request that does not fit the checkpoint, DamagedError on every rank for
-    bytes that are not what the manifest says; requests may then be partly filled.
+    Args:
+        path: the checkpoint's directory.
+        manifest: of that directory.
+        requests: what this rank wants; their tensors are written into.
+        ranks: that load together.
+        cast: convert between floating-point dtypes instead of refusing them.
+
+    Raises:
+        CheckpointError: on every rank for a request that does not fit the checkpoint.
+        DamagedError: on every rank for bytes that are not what the manifest says; requests may then be partly filled.
     """
     requests = [request for request in requests if request.start < request.stop]
     task = f"loading {path}"
-    ranks.run_on_all_ranks(lambda: [matching_entry(path, manifest, r, cast) for r in requests], task, CheckpointError)
+    ranks.run_on_all_ranks(lambda: [_matching_entry(path, manifest, r, cast) for r in requests], task, CheckpointError)
     entries = list(manifest.tensors.values())
     numbers = {(entry.name, entry.kind): number for number, entry in enumerate(entries)}
     wanted = [[numbers[r.name, r.kind], r.start, r.stop, r.box] for r in requests]
@@ -74,29 +300,28 @@ def read(path: Path, manifest: Manifest, requests: Sequence[TensorSlice], ranks:
 
 
 def _schedule(entries: list[TensorEntry], everyone: list[list[list]], rank: int) -> _Schedule:
-    """The same assignment on every rank, and this rank's part of it."""
-    interested: dict[int, list[tuple[int, Place]]] = defaultdict(list)
+    """Computes the assignment, which is the same on every rank, and returns this rank's part of it."""
+    wanted_by: dict[int, list[tuple[int, Region]]] = defaultdict(list)
     for asker, wanted in enumerate(everyone):
         for number, start, stop, box in wanted:
-            interested[number].append((asker, _place(entries[number], start, stop, box)))
-    pieces = [(entries[number], piece, number) for number in interested for piece in entries[number].pieces]
-    # The order in which a rank writes (plan.py): its own pieces then follow each other in the file.
-    pieces.sort(key=lambda item: (item[1].file, -DTYPE_BYTES[item[0].dtype], item[2], item[1].start))
+            wanted_by[number].append((asker, _region(entries[number], start, stop, box)))
+    pieces = [(piece, number) for number in wanted_by for piece in entries[number].pieces]
+    # The order in which a rank writes (save_plan.py): its own pieces then follow each other in the file.
+    pieces.sort(key=lambda item: (item[0].file, -DTYPE_BYTES[item[0].dtype], item[1], item[0].region.start))
     load = [0] * len(everyone)
     rounds = [0] * len(everyone)
     schedule = _Schedule()
-    for entry, piece, number in pieces:
-        place = piece.place(entry.shape)
+    for piece, number in pieces:
         shares: dict[int, int] = defaultdict(int)
-        for asker, wanted_place in interested[number]:
-            shares[asker] += sum(part.numel for part, _ in common_parts(place, wanted_place))
+        for asker, region in wanted_by[number]:
+            shares[asker] += sum(overlap.numel for overlap in overlaps(piece.region, region))
         askers = {asker: share for asker, share in shares.items() if share}
         if not askers:
             continue
         most = max(askers.values())
         reader = min((a for a, share in askers.items() if share == most), key=lambda a: (load[a], a))
-        load[reader] += (piece.stop - piece.start) * DTYPE_BYTES[entry.dtype]
-        for chunk in chunks_of(entry, piece):
+        load[reader] += piece.num_bytes
+        for chunk in chunks_of(piece):
             if reader == rank:
                 schedule.chunks.append(chunk)
             elif rank in askers:
@@ -106,8 +331,8 @@ def _schedule(entries: list[TensorEntry], everyone: list[list[list]], rank: int)
     return schedule
 
 
-def _place(entry: TensorEntry, start: int, stop: int, box: list[list[int]] | None) -> Place:
-    return Place(entry.shape, start, stop, None if box is None else tuple((a, b) for a, b in box))
+def _region(entry: TensorEntry, start: int, stop: int, box: list[list[int]] | None) -> Region:
+    return Region(entry.shape, start, stop, None if box is None else tuple((low, high) for low, high in box))
 
 
 def _run(
@@ -119,16 +344,16 @@ def _run(
     numbers: dict[tuple[str, str], int],
     ranks: Ranks,
 ) -> None:
-    """All rounds. A rank that fails goes on with zeros, so that no other waits for it, and raises at the end."""
+    """Runs all rounds. A rank that fails goes on with zeros, so that no other waits for it, and raises at the end."""
     targets: dict[tuple[str, str], list[TensorSlice]] = defaultdict(list)
     for request in requests:
         targets[request.name, request.kind].append(request)
     entries = list(manifest.tensors.values())
-    askers: dict[int, list[tuple[int, Place]]] = defaultdict(list)
+    askers: dict[int, list[tuple[int, Region]]] = defaultdict(list)
     for rank, wanted in enumerate(everyone):
         for number, start, stop, box in wanted:
             if rank != ranks.rank:
-                askers[number].append((rank, _place(entries[number], start, stop, box)))
+                askers[number].append((rank, _region(entries[number], start, stop, box)))
     source = ReadAhead(
         ShardFiles(path, manifest), schedule.chunks, lambda chunk: _own_memory(chunk, targets), ranks.device
     )
@@ -141,9 +366,9 @@ def _run(
                 data, error = attempt(source.next) if failed is None else (None, failed)
                 failed = failed or error
                 if data is None:
-                    data = torch.zeros(own.stop - own.start, dtype=torch_dtype(own.entry.dtype))
+                    data = torch.zeros(own.stop - own.start, dtype=torch_dtype(own.piece.dtype))
                 _fill(own, data, targets)
-                outgoing = _outgoing(own, data, askers[numbers[own.entry.name, own.entry.kind]], ranks)
+                outgoing = _outgoing(own, data, askers[numbers[own.piece.name, own.piece.kind]], ranks)
             _exchange(outgoing, schedule.incoming.get(index, []), targets, ranks)
     finally:
         source.close()
@@ -151,62 +376,62 @@ def _run(
         raise failed
 
 
-def _own_memory(chunk: Chunk, targets: dict[tuple[str, str], list[TensorSlice]]) -> torch.Tensor | None:
-    """Where all of a chunk belongs, byte for byte and in one stretch of host memory; None if there is no such place."""
-    wanted = targets[chunk.entry.name, chunk.entry.kind]
-    parts = [(request, target) for request in wanted for _, target in common_parts(chunk.place, request.place)]
-    if len(parts) != 1:
+def _own_memory(chunk: ReadChunk, targets: dict[tuple[str, str], list[TensorSlice]]) -> torch.Tensor | None:
+    """The host memory into which a whole chunk can be read as it is, in one stretch; None if there is no such."""
+    wanted = targets[chunk.piece.name, chunk.piece.kind]
+    found = [(request, overlap) for request in wanted for overlap in overlaps(chunk.region, request.region)]
+    if len(found) != 1:
         return None
-    request, target = parts[0]
-    view = target.view(request.tensor)
-    is_same = request.tensor.dtype == torch_dtype(chunk.entry.dtype) and request.tensor.device.type == "cpu"
+    request, overlap = found[0]
+    view = overlap.in_second(request.tensor)
+    is_same = request.tensor.dtype == torch_dtype(chunk.piece.dtype) and request.tensor.device.type == "cpu"
     if not is_same or view.numel() != chunk.stop - chunk.start or not view.is_contiguous():
         return None
     return view.detach().reshape(-1).view(torch.uint8)
 
 
-def _fill(chunk: Chunk, data: torch.Tensor, targets: dict[tuple[str, str], list[TensorSlice]]) -> None:
+def _fill(chunk: ReadChunk, data: torch.Tensor, targets: dict[tuple[str, str], list[TensorSlice]]) -> None:
     with torch.no_grad():
-        for request in targets[chunk.entry.name, chunk.entry.kind]:
-            for source, target in common_parts(chunk.place, request.place):
-                view = target.view(request.tensor)
+        for request in targets[chunk.piece.name, chunk.piece.kind]:
+            for overlap in overlaps(chunk.region, request.region):
+                view = overlap.in_second(request.tensor)
                 if view.data_ptr() != data.data_ptr():  # else it was read there
-                    view.copy_(source.view(data), non_blocking=True)
+                    view.copy_(overlap.in_first(data), non_blocking=True)
 
 
-def _parts_for(chunk: Chunk, places: Sequence[Place]) -> list[Part]:
-    """What of a chunk goes to a rank that asks for these places; sender and receiver compute it alike."""
-    return [source for place in places for source, _ in common_parts(chunk.place, place)]
+def _sent(chunk: ReadChunk, regions: Sequence[Region]) -> list[Overlap]:
+    """What of a chunk goes to a rank that asks for these regions; sender and receiver compute it alike."""
+    return [overlap for region in regions for overlap in overlaps(chunk.region, region)]
 
 
 def _outgoing(
-    chunk: Chunk, data: torch.Tensor, askers: list[tuple[int, Place]], ranks: Ranks
+    chunk: ReadChunk, data: torch.Tensor, askers: list[tuple[int, Region]], ranks: Ranks
 ) -> list[tuple[int, torch.Tensor]]:
-    places: dict[int, list[Place]] = defaultdict(list)
-    for rank, place in askers:
-        places[rank].append(place)
+    regions: dict[int, list[Region]] = defaultdict(list)
+    for rank, region in askers:
+        regions[rank].append(region)
     result = []
-    for rank, asked in places.items():
-        parts = [part.view(data).reshape(-1) for part in _parts_for(chunk, asked)]
-        if parts:
-            result.append((rank, torch.cat(parts).view(torch.uint8).to(ranks.device)))
+    for rank, asked in regions.items():
+        sent = [overlap.in_first(data).reshape(-1) for overlap in _sent(chunk, asked)]
+        if sent:
+            result.append((rank, torch.cat(sent).view(torch.uint8).to(ranks.device)))
     return result
 
 
 def _exchange(
     outgoing: list[tuple[int, torch.Tensor]],
-    incoming: list[tuple[int, Chunk]],
+    incoming: list[tuple[int, ReadChunk]],
     targets: dict[tuple[str, str], list[TensorSlice]],
     ranks: Ranks,
 ) -> None:
-    """One round of messages between ranks, and what came into the tensors that want it."""
+    """Exchanges one round of messages and copies what has arrived into the tensors that want it."""
     arrived = []
     operations = []
     for reader, chunk in incoming:
-        wanted = targets[chunk.entry.name, chunk.entry.kind]
-        numel = sum(part.numel for part in _parts_for(chunk, [request.place for request in wanted]))
+        wanted = targets[chunk.piece.name, chunk.piece.kind]
+        numel = sum(overlap.numel for overlap in _sent(chunk, [request.region for request in wanted]))
         if numel:
-            buffer = torch.empty(numel * DTYPE_BYTES[chunk.entry.dtype], dtype=torch.uint8, device=ranks.device)
+            buffer = torch.empty(numel * DTYPE_BYTES[chunk.piece.dtype], dtype=torch.uint8, device=ranks.device)
             arrived.append((chunk, wanted, buffer))
             operations.append(dist.P2POp(dist.irecv, buffer, group=ranks.group, group_peer=reader))
     for rank, buffer in outgoing:
@@ -216,9 +441,9 @@ def _exchange(
             work.wait()
     with torch.no_grad():
         for chunk, wanted, buffer in arrived:
-            flat, position = buffer.view(torch_dtype(chunk.entry.dtype)), 0
+            flat, position = buffer.view(torch_dtype(chunk.piece.dtype)), 0
             for request in wanted:
-                for source, target in common_parts(chunk.place, request.place):
-                    view = target.view(request.tensor)
-                    view.copy_(flat[position : position + source.numel].view(view.shape))
-                    position += source.numel
+                for overlap in overlaps(chunk.region, request.region):
+                    view = overlap.in_second(request.tensor)
+                    view.copy_(flat[position : position + overlap.numel].view(view.shape))
+                    position += overlap.numel

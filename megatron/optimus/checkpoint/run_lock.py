@@ -1,12 +1,11 @@
-"""One writer per folder: a small file says which process that is.
+"""The lock file of a run's checkpoint folder: one job at a time may write there.
 
-    root/.claim    {"host": ..., "pid": ..., "process": ..., "boot": ..., "nonce": ...}
+    root/.claim    {"host": ..., "pid": ..., "process": ..., "boot": ..., "space": ..., "nonce": ...}
 
-On the host that wrote it, whether the process still lives is simply looked up (its number and its start, so that a
-number used again fools nobody). Elsewhere its heartbeat tells: the owner renews the file's time stamp every few
-seconds, and who finds it watches for a while. A claim without a heartbeat is stale and is taken over. The owner looks
-before every commit whether the claim is still its own, so even two jobs that mistake each other for dead do not both
-commit.
+A job that finds a lock of its own host looks up whether the owning process still lives, by its number and its start
+time, so that a reused process number is not mistaken for it. On another host it watches the file's time stamp, which
+the owner renews every few seconds (the heartbeat). The lock of a dead owner is taken over. The owner checks before a
+commit that the lock is still its own, so two jobs which mistake each other for dead do not both commit.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron.optimus.checkpoint import commit
 from megatron.optimus.checkpoint.errors import CheckpointError
-from megatron.optimus.checkpoint.shards import parse_json, read_small_file
+from megatron.optimus.checkpoint.untrusted import parse_json, read_small_file
+from megatron.optimus.platform import files
 from megatron.optimus.platform.environment import boot_id
 
-CLAIM_NAME = ".claim"
+LOCK_NAME = ".claim"
 HEARTBEAT_S = 10.0
 TIMEOUT_S = 60.0  # without a heartbeat for this long, the owner counts as dead
 _MAX_BYTES = 1 << 16
@@ -35,27 +34,33 @@ _MAX_BYTES = 1 << 16
 log = logging.getLogger("optimus")
 
 
-class Claim:
-    """The right to write into ``root``, from construction until ``release``. For one rank of the job.
+class RunLock:
+    """The right to write into a checkpoint folder, held from construction until ``release``, by one rank.
 
-    ``heartbeat_s``, ``timeout_s``: seconds between renewals, and without one until the owner counts as dead; watching
-    takes at most the latter. Raises CheckpointError, naming the owner and the remedy, when another live process has it.
+    Args:
+        root: the folder of checkpoints; it is made where it is missing.
+        heartbeat_s: seconds between renewals of the file's time stamp.
+        timeout_s: seconds without a heartbeat after which an owner on another host counts as dead; construction waits
+            that long at most.
+
+    Raises:
+        CheckpointError: another live process holds the lock; the message names it and the remedy.
     """
 
     def __init__(self, root: Path, *, heartbeat_s: float = HEARTBEAT_S, timeout_s: float = TIMEOUT_S) -> None:
-        self._path = Path(root).absolute() / CLAIM_NAME
+        self._path = Path(root).absolute() / LOCK_NAME
         self._own = _this_process() | {"nonce": secrets.token_hex(8)}
         self._timeout_s = timeout_s
         self._stop = threading.Event()
-        commit.make_directory(Path(root))
+        files.make_directory(Path(root))
         while not self._take():
             self._remove_if_stale()
-        self._heartbeat = threading.Thread(target=self._renew, args=(heartbeat_s,), name="claim", daemon=True)
+        self._heartbeat = threading.Thread(target=self._renew, args=(heartbeat_s,), name="run-lock", daemon=True)
         self._heartbeat.start()
         atexit.register(self.release)
 
     def check(self) -> None:
-        """Raises CheckpointError when the claim is another's or gone."""
+        """Raises CheckpointError when the lock is gone or belongs to another process."""
         owner = _read(self._path)
         if owner != self._own:
             raise CheckpointError(
@@ -63,7 +68,7 @@ class Claim:
             )
 
     def release(self) -> None:
-        """Gives the right back, if it is still ours."""
+        """Removes the lock file, unless another process has taken it over."""
         atexit.unregister(self.release)
         self._stop.set()
         self._heartbeat.join()
@@ -71,9 +76,9 @@ class Claim:
             os.unlink(self._path)
 
     def _take(self) -> bool:
-        """Whether the claim is ours now. The file appears with its content, or not at all."""
-        fresh = self._path.with_name(f"{CLAIM_NAME}.{self._own['nonce']}")
-        commit.write_synced(fresh, json.dumps(self._own).encode())
+        """Tries to create the lock file, with all its content at once; True if this process holds it now."""
+        fresh = self._path.with_name(f"{LOCK_NAME}.{self._own['nonce']}")
+        files.write_new(fresh, json.dumps(self._own).encode())
         try:
             os.link(fresh, self._path)
         except FileExistsError:
@@ -83,7 +88,7 @@ class Claim:
         return True
 
     def _remove_if_stale(self) -> None:
-        """Removes the claim of a dead owner; raises for a live one."""
+        """Removes the lock of a dead owner; raises CheckpointError for a live one."""
         owner = _read(self._path)
         if owner is None:
             return  # released meanwhile
@@ -94,12 +99,12 @@ class Claim:
                 f"{self._path}"
             )
         log.warning("%s: taking over from %s, which is dead", self._path.parent, _text(owner))
-        aside = self._path.with_name(f"{CLAIM_NAME}.{self._own['nonce']}")
+        aside = self._path.with_name(f"{LOCK_NAME}.{self._own['nonce']}")
         try:
             os.rename(self._path, aside)
         except FileNotFoundError:
             return  # another job was faster
-        if _read(aside) != owner:  # it was, and this is its new claim: give it back
+        if _read(aside) != owner:  # another job was faster, and this is its new lock: put it back
             try:
                 os.link(aside, self._path)
             except FileExistsError:
@@ -115,7 +120,7 @@ class Claim:
         while time.monotonic() < deadline:
             time.sleep(min(1.0, self._timeout_s / 20))
             if _heartbeat_of(self._path) != first:
-                return _read(self._path) is None  # gone: the next look decides
+                return _read(self._path) is None  # released: the next try to take it decides
         return True
 
     def _renew(self, heartbeat_s: float) -> None:
@@ -143,7 +148,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _start_of(pid: object) -> str | None:
-    """When the process began, in the kernel's ticks; None when it is not alive (a zombie is not)."""
+    """Start time of a process in the kernel's ticks; None when it is not alive (a zombie is not)."""
     try:
         fields = Path(f"/proc/{int(str(pid))}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):
@@ -152,7 +157,7 @@ def _start_of(pid: object) -> str | None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The claim, None when there is none. One that makes no sense belongs to nobody alive that we could name."""
+    """The owner that the lock file names; None without a file, {} where the content makes no sense."""
     try:
         return parse_json(read_small_file(path, _MAX_BYTES), str(path))
     except CheckpointError:

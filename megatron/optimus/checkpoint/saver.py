@@ -1,14 +1,15 @@
-"""Saving beside training: snapshot, background writing, and a commit that all ranks agree on without waiting.
+"""Saving beside training: a snapshot, background writing, and a commit that all ranks agree on without waiting.
 
-    main thread                          background threads (no collectives there)
-    start: snapshot of the own slices    every rank: hash and write the own pieces, sync
-    poll at each step boundary: one      rank 0, when all have written: manifest, rename, prune
-    tiny all-reduce whose result is
-    read at the next boundary
+    main thread                          background threads (which never communicate)
+    start: snapshot of this rank's       every rank: hash and write its own pieces, sync
+      slices                             rank 0, when all have written: manifest, rename, prune
+    poll at each step boundary: one
+      tiny all-reduce whose result is
+      read at the next boundary
 
-Every decision follows from a reduced number, so all ranks take it at the same boundary. A save that finds the one
-before unfinished waits for it: no step is lost that the interval promised. An error of any rank's thread is raised on
-every rank, at the same boundary, after the unfinished directory is gone.
+Every decision follows from a reduced number, so all ranks take it at the same boundary. A save that finds the previous
+one unfinished waits for it: no checkpoint is left out that the interval promised. An error in any rank's thread is
+raised on every rank, at the same boundary, after the unfinished directory has been removed.
 
 With a disk of its own on each node, the pieces are written there first, which frees the host memory for the next save,
 and are then copied, verified, to the folder that all ranks see.
@@ -27,31 +28,25 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import xxhash
 
 from megatron.optimus.checkpoint import commit
 from megatron.optimus.checkpoint.errors import CheckpointError
-from megatron.optimus.checkpoint.file_layout import (
-    FILES_PER_NODE,
-    OwnPiece,
-    SavePlan,
-    make_plan,
-    own_pieces,
-    remove_hashes,
-)
-from megatron.optimus.checkpoint.job import Job, Task, copy, write
-from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, Manifest
-from megatron.optimus.checkpoint.shards import check_regular
+from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredPiece
+from megatron.optimus.checkpoint.save_plan import FILES_PER_NODE, SavePlan, make_plan, pieces_of
 from megatron.optimus.checkpoint.slices import TensorSlice
 from megatron.optimus.checkpoint.snapshot import Snapshot
+from megatron.optimus.checkpoint.untrusted import check_regular
+from megatron.optimus.checkpoint.writer import Job, Task, copy, write
 from megatron.optimus.platform import device as devices
+from megatron.optimus.platform import files
 from megatron.optimus.platform.environment import node_name
 from megatron.optimus.platform.ranks import NO_FAILURE, Ranks, attempt
 
-# Above every failure, so the lowest of all ranks' numbers decides. Done: rank 0 adds the revision, the others more.
+# All are above every failure's number, so the lowest of the ranks' numbers decides. To _DONE rank 0 adds the revision
+# under which it has committed, and the other ranks add _MORE, so that rank 0's number is the lowest.
 _WORKING, _DONE, _MORE = NO_FAILURE, NO_FAILURE + 1, 1 << 32
-_OTHER, _SAME = NO_FAILURE, NO_FAILURE + 1  # the slices of this save, compared with those of the one before
+_OTHER, _SAME = NO_FAILURE, NO_FAILURE + 1  # the slices of this save, compared with those of the previous one
 
 log = logging.getLogger("optimus")
 
@@ -64,61 +59,65 @@ class Saved:
     kind: str
     step: int
     num_bytes: int  # of the file that this rank wrote to
-    stall_s: float  # training stood still on this rank: while it began, and the device where its update met the copy
+    stall_s: float  # in which training stood still on this rank: the host in ``start``, the device before its update
     drain_s: float  # from the start of the save until all ranks knew that it was committed
     hash_wait_s: float  # in which this rank wrote nothing because it was hashing
 
 
 class Saver:
-    """Writes the checkpoints of one run. Every method is collective over ``group`` (None: all ranks).
+    """Writes the checkpoints of one run. Every method is collective over ``ranks``, except where it says local.
 
-    ``root``: the folder of checkpoints, seen by all ranks. ``device``: where the slices live and where the group wants
-    its small tensors. ``asynchronous``: False saves in ``start``, from the live tensors, without a copy in memory.
-    ``node``: the ranks that give the same name share ``files_per_node`` files; default: those of one host. ``local``: a
-    folder on a disk of each node that is written first; it holds nothing when a save is over. ``check_claim``: called
-    by rank 0 before every commit; raises when the folder is no longer ours.
+    Args:
+        root: the folder of checkpoints, seen by all ranks.
+        ranks: None: all ranks, on the CPU. ``ranks.device`` is where the slices are.
+        asynchronous: False saves inside ``start``, from the live tensors, without a copy in memory.
+        node: ranks that give the same name share ``files_per_node`` files; None: the ranks of one host.
+        files_per_node: at most.
+        local: a folder on a disk of each node that is written first; it is empty when a save is over.
+        check_lock: rank 0 calls it before every commit; it raises when the folder belongs to another job now.
     """
 
     def __init__(
         self,
         root: Path,
         *,
-        group: dist.ProcessGroup | None = None,
-        device: torch.device | str = "cpu",
+        ranks: Ranks | None = None,
         asynchronous: bool = True,
         node: str | None = None,
         files_per_node: int = FILES_PER_NODE,
         local: Path | str | None = None,
-        check_claim: Callable[[], None] = lambda: None,
+        check_lock: Callable[[], None] = lambda: None,
     ) -> None:
         self._named = Path(root)
         self._root = self._named.absolute()  # the threads go on, whatever folder the program moves to
-        self._ranks = Ranks(group, device)
-        self._device = device
+        self._ranks = ranks or Ranks(None, "cpu")
+        self._device = self._ranks.device
         self._asynchronous = asynchronous
         self._node, self._files_per_node = node or node_name(), files_per_node
         self._local = None
         if local is not None:  # two runs may share the disk, not the folder
             folder = f"{xxhash.xxh3_64_hexdigest(str(self._root).encode())}-{node or socket.gethostname()}"
             self._local = Path(local).absolute() / folder
-        self._check_claim = check_claim
-        self._plans: dict[str, tuple[list[OwnPiece], SavePlan]] = {}
+        self._check_lock = check_lock
+        self._plans: dict[str, tuple[list[StoredPiece], SavePlan]] = {}
         self._snapshots: dict[str, Snapshot] = {}
         self._jobs: deque[Job] = deque()
         self._first_nonce, self._num_saves = 0, 0  # of temporary directories; drawn with the first plan
         self._stall_s: float | None = None
-        self._lowest: Callable[[], int] | None = None  # the all-reduce begun at the boundary before
+        self._lowest: Callable[[], int] | None = None  # result of the all-reduce begun at the previous boundary
 
     # ---- what a training loop calls
 
     def prepare(self, slices: Sequence[TensorSlice], header: Manifest) -> None:
-        """Does before the first step what the first ``start`` with such arguments would stand still for: agreeing on
-        who writes what, host memory for the copy, the folder on the node's disk. Raises as ``start`` does.
+        """Does the slow part of the first ``start`` with such arguments ahead of time, before the first step.
+
+        That is the exchange of who writes what, the host memory for the copy, and the folder on the node's disk.
+        Raises as ``start`` does.
         """
         self._plan(slices, header)
         local = self._local
         if local is not None:
-            self._ranks.run_on_all_ranks(lambda: commit.make_directory(local), f"making {local}", CheckpointError)
+            self._ranks.run_on_all_ranks(lambda: files.make_directory(local), f"making {local}", CheckpointError)
         if self._asynchronous:
             snapshot = self._snapshots.setdefault(header.kind, Snapshot(self._device))
             task = "taking host memory for copies of checkpoints"
@@ -127,15 +126,20 @@ class Saver:
     def start(
         self, slices: Sequence[TensorSlice], header: Manifest, *, retain: int | None, began: float | None = None
     ) -> list[Saved]:
-        """Begins to save; returns what had to be finished first, and this one too unless saving is asynchronous.
+        """Begins a save, after finishing the previous one of the same kind or of an earlier step.
 
-        ``slices``: what this rank writes; over all ranks they must cover every element of every tensor exactly once.
-        ``header``: a manifest without files and tensors; rank 0's counts. ``retain``: newest checkpoints of this kind
-        to keep, this one included; None keeps all. ``began``: since when training stands still for this save, in
-        ``time.perf_counter``'s seconds; None: since now.
+        Args:
+            slices: what this rank writes. Over all ranks they cover every element of every tensor exactly once.
+            header: a manifest without files and tensors; that of rank 0 is used.
+            retain: how many of the newest checkpoints of this kind stay, this one included; None keeps all.
+            began: ``time.perf_counter`` when training began to stand still for this save; None: now.
 
-        Raises CheckpointError on every rank when any rank fails, naming the rank; the unfinished directory is removed
-        and the earlier checkpoints stay as they were.
+        Returns:
+            What had to be finished first, and without ``asynchronous`` this checkpoint too.
+
+        Raises:
+            CheckpointError: on every rank when any rank fails; the message names the rank. The unfinished directory is
+                removed and the earlier checkpoints stay as they were.
         """
         began = time.perf_counter() if began is None else began
         if retain is not None and retain < 1:
@@ -161,7 +165,9 @@ class Saver:
         job.local = self._local / temporary.name if self._local is not None else None
         job.phases = self._phases(job)
         _, error = attempt(lambda: self._take(job, _with_values(slices)))
-        if error is not None:  # told with this rank's writing: an answer now would come after what is being copied
+        if (
+            error is not None
+        ):  # reported with this rank's writing; an exchange now would wait for the other ranks' copies
             job.phases[0] = partial(_fail, error)
         self._jobs.append(job)
         if len(self._jobs) == 1:
@@ -171,30 +177,30 @@ class Saver:
         return finished if self._asynchronous else finished + self.drain()
 
     def _take(self, job: Job, slices: list[TensorSlice]) -> None:
-        """What the job will write: a copy under way to host memory, or the live tensors."""
+        """Gives the job the tensors to write: a copy to host memory that has been started, or the live ones."""
         if self._asynchronous:
             job.snapshot = self._snapshots.setdefault(job.header.kind, Snapshot(self._device))
             job.tensors = job.snapshot.take(slices)
         else:
             job.tensors = [piece.tensor for piece in slices]
-            devices.synchronize(torch.device(self._device))  # the writing thread has another stream
+            devices.synchronize(torch.device(self._device))  # the writing thread uses another stream
 
     def before_update(self) -> None:
-        """Call before the state changes after ``start``. Local."""
+        """Queues the coming update behind copies that are under way. Call it before every optimizer step. Local."""
         for snapshot in self._snapshots.values():
             snapshot.before_update()
 
     def poll(self) -> list[Saved]:
-        """Call at every step boundary: what has been committed since. Does not wait. Raises as ``start`` does."""
+        """Returns what has been committed since; does not wait. Call it at every step boundary. Raises as ``start``."""
         return self._advance(wait=False)
 
     def take_stall(self) -> float | None:
-        """Seconds that the caller has spent in here since the last call; None where no save was in flight. Local."""
+        """Returns the seconds spent in here since the last call; None where no save was in flight. Local."""
         stall, self._stall_s = self._stall_s, None
         return stall
 
     def drain(self) -> list[Saved]:
-        """Waits until nothing is in flight. Raises as ``start`` does."""
+        """Waits until no save is in flight; returns those that were. Raises as ``start`` does."""
         finished = []
         while self._jobs:
             finished += self._advance(wait=True)
@@ -236,8 +242,10 @@ class Saver:
         return _DONE + (job.revision if self._ranks.rank == 0 else _MORE)
 
     def _next_phase(self, job: Job, revision: int) -> list[Saved]:
-        """All ranks have finished the phase: written -> (copied ->) committed, as ``revision``. Exchanges nothing: it
-        would wait behind the step that has been queued."""
+        """Goes on when all ranks have finished a phase: written -> (copied ->) committed, under ``revision``.
+
+        It exchanges nothing, because an exchange would wait behind the step that has been queued.
+        """
         job.phase += 1
         if job.phase == 1 and job.snapshot is not None:
             held_s = job.snapshot.held_s()
@@ -265,7 +273,7 @@ class Saver:
         return [saved]
 
     def _abandon(self, code: int) -> None:
-        """Some rank failed: nobody writes any more, then rank 0 clears up and every rank raises."""
+        """Ends a save in which some rank failed: waits for all writing, removes what is unfinished, and raises."""
         job = self._jobs[0]
         self._jobs.clear()
         if job.task is not None:
@@ -276,7 +284,7 @@ class Saver:
         for directory in unfinished:
             try:
                 if directory.is_dir():
-                    commit.delete_tree(directory)
+                    files.delete_tree(directory)
             except OSError as reason:
                 log.warning("%s could not be removed: %s", directory, reason)
         failure = self._ranks.decode_failure(code)
@@ -290,9 +298,9 @@ class Saver:
     # ---- planning
 
     def _plan(self, slices: Sequence[TensorSlice], header: Manifest) -> SavePlan:
-        """The plan of the save before if the slices are the same on every rank, else a new one.
+        """Returns the previous save's plan if the slices are the same on every rank, else makes a new one.
 
-        That and whether any rank refuses its arguments is one number's exchange.
+        One exchange of one number tells both that and whether any rank refuses its arguments.
         """
         task = self._task(header)
         own, error = attempt(lambda: self._check(slices, header))
@@ -314,14 +322,14 @@ class Saver:
             [self._first_nonce] = self._ranks.broadcast([secrets.randbits(62)])
         return plan
 
-    def _check(self, slices: Sequence[TensorSlice], header: Manifest) -> list[OwnPiece]:
+    def _check(self, slices: Sequence[TensorSlice], header: Manifest) -> list[StoredPiece]:
         if header.kind not in ("full", "model"):
             raise CheckpointError(f"kind={header.kind!r}: must be 'full' or 'model'")
         if not 0 <= header.step < 10**12:
             raise CheckpointError(f"step={header.step}: must be in 0 ... 10^12-1")
         if self._ranks.rank == 0:
-            header.to_bytes()  # config and metadata are plain JSON
-        return own_pieces(slices)
+            header.to_bytes()  # raises unless config and metadata are plain JSON
+        return pieces_of(slices)
 
     # ---- background threads
 
@@ -339,21 +347,20 @@ class Saver:
             if is_first:
                 self._commit(job)
             if job.plan.tidies_node:
-                for leftover in list(local.parent.iterdir()):  # of killed saves too
-                    commit.delete_tree(leftover)
+                for leftover in list(local.parent.iterdir()):  # also those of killed saves
+                    files.delete_tree(leftover)
 
         return [lambda: write(job, local), lambda: copy(job, local), end]
 
     def _commit(self, job: Job) -> None:
-        """Rank 0, when all pieces are written: the manifest, the name, and what is superfluous now."""
-        plan = job.plan
-        files, tensors = plan.entries(job.temporary)
-        for file, size in files.items():
+        """Commits a save whose pieces are all written, on rank 0: manifest, rename, deletion of older checkpoints."""
+        sizes, tensors = job.plan.entries(job.temporary)
+        for file, size in sizes.items():
             check_regular(job.temporary / file, size)
-        data = replace(job.header, files=files, tensors=tensors).to_bytes()
-        remove_hashes(job.temporary, plan.files)
-        commit.write_synced(job.temporary / MANIFEST_NAME, data)
-        self._check_claim()
+        data = replace(job.header, files=sizes, tensors=tensors).to_bytes()
+        job.plan.remove_hashes(job.temporary)
+        files.write_new(job.temporary / MANIFEST_NAME, data)
+        self._check_lock()
         saved = commit.commit(self._root, job.temporary, job.header.step, job.header.kind)
         job.revision = saved.revision
         commit.prune(self._root, saved, job.retain)

@@ -1,7 +1,7 @@
-"""Safetensors files: a streaming writer, and a reader that trusts nothing but the manifest.
+"""Safetensors files: a writer that streams, and a reader that trusts nothing but the manifest.
 
-The writer is our own because the library's keeps the whole file in memory and hides the operating system's error
-(a full disk must be told from a bug). The format: 8 bytes little-endian header length, JSON header, raw data.
+The format: 8 bytes little-endian header length, JSON header, raw data. The library's own writer keeps the whole file in
+memory and hides the operating system's error, but a full disk must be told from a bug; so files are written here.
 """
 
 from __future__ import annotations
@@ -9,20 +9,18 @@ from __future__ import annotations
 import errno
 import json
 import math
+import mmap
 import os
-import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
 
-from megatron.optimus.checkpoint import direct
-from megatron.optimus.checkpoint.direct import ALIGNED
 from megatron.optimus.checkpoint.errors import CheckpointError
+from megatron.optimus.checkpoint.untrusted import check_regular, parse_json
 
 _TORCH_DTYPES = {
     "F64": torch.float64,
@@ -39,6 +37,11 @@ _TORCH_DTYPES = {
 _DTYPE_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 DTYPE_BYTES = {name: dtype.itemsize for name, dtype in _TORCH_DTYPES.items()}
 _WIDEST = max(DTYPE_BYTES.values())
+
+# Reads and writes past the page cache, and how a file system refuses them.
+O_DIRECT = getattr(os, "O_DIRECT", 0)
+ALIGNED = max(4096, mmap.PAGESIZE)  # of addresses, offsets and lengths; no disk here asks for more
+DIRECT_REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _DIRECT_BYTES = 1 << 20  # smaller reads gain from what the kernel reads ahead
 
 
@@ -57,8 +60,8 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class ShardItem:
-    """One tensor to write: ``read`` is called once, when its turn has come, and may return it on any device."""
+class WriteItem:
+    """A tensor to write. ``read`` is called once, when it is written, and may return the tensor on any device."""
 
     key: str
     dtype: torch.dtype
@@ -76,11 +79,20 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def write_shard(path: Path, items: Iterable[ShardItem], metadata: dict[str, str] | None = None) -> dict[str, str]:
+def write_shard(path: Path, items: Iterable[WriteItem], metadata: dict[str, str] | None = None) -> dict[str, str]:
     """Writes a new safetensors file, one tensor in memory at a time, and syncs it to the disk.
 
-    Returns the xxh3-128 of every tensor's bytes by key. Raises OSError as the operating system gives it, and
-    CheckpointError when two items share a key or an item does not deliver what it announced.
+    Args:
+        path: the file, which must not exist.
+        items: what to write; wide dtypes come first in the file.
+        metadata: the header's ``__metadata__``.
+
+    Returns:
+        The xxh3-128 of every tensor's bytes by key, 32 hex digits each.
+
+    Raises:
+        OSError: as the operating system gives it.
+        CheckpointError: two items share a key, or an item delivers another dtype or size than it announced.
     """
     ordered = sorted(items, key=lambda item: -item.dtype.itemsize)  # stable; keeps every tensor aligned to its dtype
     header = shard_header([(item.key, dtype_name(item.dtype), item.shape) for item in ordered], metadata)
@@ -102,9 +114,14 @@ def write_shard(path: Path, items: Iterable[ShardItem], metadata: dict[str, str]
 
 
 def shard_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None = None) -> bytes:
-    """The first bytes of a safetensors file whose (key, dtype name, shape) follow each other in this order.
+    """Builds the first bytes of a safetensors file: length and header.
 
-    Raises CheckpointError when two tensors share a key.
+    Args:
+        tensors: (key, dtype name, shape) in the order in which their data follow.
+        metadata: the header's ``__metadata__``.
+
+    Raises:
+        CheckpointError: two tensors share a key.
     """
     header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     offset = 0
@@ -119,35 +136,8 @@ def shard_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: 
     return len(text).to_bytes(8, "little") + text
 
 
-def read_small_file(path: Path, limit: int) -> bytes:
-    """A regular file's bytes; refuses links, special files and anything above ``limit`` bytes."""
-    check_regular(path)
-    size = path.stat().st_size
-    if size > limit:
-        raise CheckpointError(f"{path}: {size} bytes, limit {limit}")
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def check_regular(path: Path, size: int | None = None) -> None:
-    """Raises CheckpointError unless ``path`` itself (not what it links to) is a file, of ``size`` bytes if given."""
-    try:
-        status = path.lstat()
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(
-            f"{path}: not a regular file (links are not followed inside a checkpoint); put a copy there, or let "
-            "huggingface_hub download it with local_dir"
-        )
-    if size is not None and status.st_size != size:
-        raise CheckpointError(f"{path}: has {status.st_size} bytes, the manifest says {size}")
-
-
-class StoredTensor(NamedTuple):
-    """One entry of a safetensors header. ``offset``: of its first byte in the file."""
+class HeaderEntry(NamedTuple):
+    """One entry of a safetensors header. ``offset`` counts bytes from the beginning of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -156,10 +146,15 @@ class StoredTensor(NamedTuple):
 
 
 class ShardFile:
-    """An open safetensors file of ours: where its tensors lie, and their raw bytes.
+    """An open safetensors file of a checkpoint: where its tensors lie, and their raw bytes.
 
-    ``num_bytes``: the file's size as the manifest says; ``max_header``: more is refused unread. Raises CheckpointError
-    for anything that is not a regular file of that size with a header that makes sense.
+    Args:
+        path: the file.
+        num_bytes: its size as the manifest says.
+        max_header: a longer header is refused unread.
+
+    Raises:
+        CheckpointError: not a regular file of that size with a valid header.
     """
 
     def __init__(self, path: Path, num_bytes: int, max_header: int) -> None:
@@ -171,7 +166,7 @@ class ShardFile:
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
         try:
-            self._direct: int | None = os.open(path, flags | direct.FLAG)
+            self._direct: int | None = os.open(path, flags | O_DIRECT)
         except OSError:  # then the file is read through the page cache
             self._direct = None
         self._is_direct = self._direct is not None
@@ -181,7 +176,7 @@ class ShardFile:
             self.close()
             raise
 
-    def _read_header(self, num_bytes: int, max_header: int) -> dict[str, StoredTensor]:
+    def _read_header(self, num_bytes: int, max_header: int) -> dict[str, HeaderEntry]:
         length = int.from_bytes(self._bytes(0, 8), "little")
         if length > min(max_header, num_bytes - 8):
             raise CheckpointError(f"{self.path}: header is damaged: it claims {length} bytes")
@@ -192,7 +187,7 @@ class ShardFile:
         for key, item in header.items():
             try:
                 start, stop = item["data_offsets"]
-                entry = StoredTensor(str(item["dtype"]), tuple(item["shape"]), begin + start, stop - start)
+                entry = HeaderEntry(str(item["dtype"]), tuple(item["shape"]), begin + start, stop - start)
                 good = 0 <= start <= stop <= num_bytes - begin
                 good = good and math.prod(entry.shape) * DTYPE_BYTES[entry.dtype] == entry.num_bytes
             except (TypeError, ValueError, KeyError):
@@ -208,7 +203,7 @@ class ShardFile:
         return bytes(data)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fills ``buffer`` with the file's bytes from ``offset`` on. May be called from several threads."""
+        """Fills ``buffer`` with the file's bytes from ``offset`` on. Several threads may call it."""
         done = 0
         while done < len(buffer):
             try:
@@ -220,19 +215,25 @@ class ShardFile:
             done += count
 
     def read_pages(self, buffer: memoryview, offset: int, count: int) -> int:
-        """Reads ``count`` bytes of the file from ``offset`` on into ``buffer``; returns at which byte they begin there.
+        """Reads bytes into a buffer, past the page cache where the file system allows that and it pays.
 
-        Past the page cache where the file system can and it pays; ``buffer`` begins on a page and has two to spare.
+        Args:
+            buffer: begins on a page and has two pages more than ``count`` bytes need.
+            offset: of the first byte in the file.
+            count: bytes to read.
+
+        Returns:
+            The position in ``buffer`` at which they begin.
         """
         low, high = offset // ALIGNED * ALIGNED, -(-(offset + count) // ALIGNED) * ALIGNED
         if self._is_direct and self._direct is not None and count >= _DIRECT_BYTES and offset % _WIDEST == 0:
             try:
                 found = os.preadv(self._direct, [buffer[: high - low]], low)
             except OSError as error:
-                if error.errno not in (*direct.REFUSALS, errno.EFAULT):  # the last: memory that a driver has mapped
+                if error.errno not in (*DIRECT_REFUSALS, errno.EFAULT):  # the last: memory that a driver has mapped
                     raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from error
                 self._is_direct, found = False, 0
-            if found >= offset - low + count:  # else the file is shorter, which the other way reports
+            if found >= offset - low + count:  # else the file is shorter, which the read below reports
                 return offset - low
         self.read_into(buffer[:count], offset)
         return 0
@@ -241,62 +242,3 @@ class ShardFile:
         os.close(self._descriptor)
         if self._direct is not None:
             os.close(self._direct)
-
-
-class ShardReader:
-    """An open safetensors file of anybody. Tensors are memory-mapped: only what is touched is read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        if path.exists() and not path.is_file():  # a pipe would keep us waiting
-            raise CheckpointError(f"{path}: not a regular file")
-        try:
-            self._file = safe_open(str(path), framework="pt", device="cpu")
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: header is damaged: {error}; copy the file again") from error
-        self.keys = frozenset(self._file.keys())
-
-    def describe(self, key: str) -> tuple[str, tuple[int, ...]]:
-        """(dtype name, shape) of a tensor, from the header alone."""
-        view = self._file.get_slice(key)
-        return view.get_dtype(), tuple(view.get_shape())
-
-    def read(self, key: str) -> torch.Tensor:
-        try:
-            return self._file.get_tensor(key)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self.path}: tensor {key}: cannot be read: {error}; copy the file again") from error
-
-
-def parse_json(data: bytes, source: str) -> dict[str, Any]:
-    """A JSON object without duplicate keys, NaN or infinities. Raises CheckpointError, opened by ``source``."""
-    try:
-        body = json.loads(
-            data.decode("utf-8"),
-            object_pairs_hook=_unique_keys,
-            parse_constant=_refuse_constant,
-            parse_float=_finite_float,
-        )
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{source}: not valid JSON: {str(error)[:300]}") from error
-    if not isinstance(body, dict):
-        raise CheckpointError(f"{source}: must be a JSON object, is {type(body).__name__}")
-    return body
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("an object has the same key twice")
-    return result
-
-
-def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not a JSON number")
-
-
-def _finite_float(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError("a number is too large for a double")
-    return value

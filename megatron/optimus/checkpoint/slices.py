@@ -1,9 +1,23 @@
-"""Pieces of tensors, and the arithmetic that places them.
+"""Ranges of tensors: the only notion of layout in checkpoints. Start reading this package here.
 
-Every stored or requested piece is one element range of one flattened *box* of a global tensor; without a box, of the
-whole tensor. That is the only notion of layout in this package. Data parallelism (ZeRO) cuts ranges, expert parallelism
-takes rows of dim 0, tensor parallelism takes boxes (columns, or rows of each half of a merged weight), pipelines take
-names; ``local_boxes`` and ``global_ranges`` say which global places a rank's own flattened parameter holds.
+What a rank holds, wants or has stored of a tensor of the whole model is a *region* of it: the elements [start, stop) of
+a flattened *box*, which is a rectangular block of the tensor (None: all of it).
+
+    a tensor of shape (4, 6)        box ((0, 4), (3, 6)), columns 3 to 5: the share of the second of two
+        . . . # # #                 tensor-parallel ranks. Flattened, it has 12 elements. ZeRO gives the
+        . . . # # #                 first half of them, start=0 and stop=6, to one data-parallel rank (#),
+        . . . o o o                 and the second half, start=6 and stop=12, to another (o).
+        . . . o o o
+
+ZeRO makes ranges, expert parallelism takes rows of dim 0, tensor parallelism takes boxes (columns, or rows of each half
+of a merged weight), and pipeline stages take names. Four classes speak of ranges:
+
+    Region         here          where the elements lie: shape, start, stop, box
+    TensorSlice    here          a region of a named tensor, with this rank's memory for it: saved from, loaded into
+    StoredPiece    manifest.py   a region of a named tensor as a file holds it, with its hash
+    ReadChunk      reader.py     as much of a stored piece as is read in one go
+
+An optimizer gives its states as shards (state.py); they become slices there.
 """
 
 from __future__ import annotations
@@ -11,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import NamedTuple
 
 import torch
@@ -19,8 +34,11 @@ from megatron.optimus.checkpoint.errors import CheckpointError
 
 Box = tuple[tuple[int, int], ...]  # [start, stop) in every dimension of the global tensor
 
+_PAIRWISE = 64  # a group this small that no cut divides is compared pair by pair
+_MAX_WORK_PER_BOX = 256
 
-class Place(NamedTuple):
+
+class Region(NamedTuple):
     """Elements [start, stop) of the flattened ``box`` (None: everything) of a tensor of ``shape``."""
 
     shape: tuple[int, ...]
@@ -28,32 +46,37 @@ class Place(NamedTuple):
     stop: int
     box: Box | None = None
 
-
-class Part(NamedTuple):
-    """A block inside a 1-D tensor: ``flat[offset : offset + prod(sizes)].view(sizes)[window]``."""
-
-    offset: int
-    sizes: tuple[int, ...]
-    window: Box
-
-    def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The block, n-dimensional, sharing memory with ``flat``."""
-        block = flat[self.offset : self.offset + math.prod(self.sizes)].view(self.sizes)
-        return block[tuple(slice(low, high) for low, high in self.window)]
-
     @property
     def numel(self) -> int:
-        return box_numel(self.window)
+        return self.stop - self.start
+
+    def boxes(self) -> list[Box]:
+        """The same elements as boxes of the global tensor, in order."""
+        box = self.box if self.box is not None else tuple((0, size) for size in self.shape)
+        sizes = [stop - start for start, stop in box]
+        return [
+            tuple((low + origin, high + origin) for (low, high), (origin, _) in zip(inner, box, strict=True))
+            for inner in range_boxes(sizes, self.start, self.stop)
+        ]
 
 
 @dataclass(frozen=True)
 class TensorSlice:
     """Elements [start, stop) of the flattened ``box`` (None: all) of the global tensor ``name``, held in ``tensor``.
 
-    ``kind``: "master", "exp_avg", "exp_avg_sq" (fp32 optimizer state), "weight" (the parameter as the model computes
-    with it), "buffer", "rng", or another lower-case word. ``tensor``: 1-D, contiguous, ``stop - start`` elements, any
-    device; ``save`` reads it, ``load`` writes into it. ``stored_dtype``: what ``save`` casts to; None: its own.
-    Raises CheckpointError when these do not fit together.
+    Args:
+        name: of the tensor in the whole model.
+        kind: "master", "exp_avg", "exp_avg_sq" (fp32 optimizer state), "weight" (the parameter as the model computes
+            with it), "buffer", "rng", or another lower-case word.
+        global_shape: of the whole tensor.
+        start: first element, counted in the flattened box.
+        stop: the element after the last.
+        tensor: 1-D, contiguous, ``stop - start`` elements, on any device. ``save`` reads it, ``load`` writes into it.
+        box: [start, stop) in every dimension of the whole tensor.
+        stored_dtype: what ``save`` casts to; None: the dtype of ``tensor``.
+
+    Raises:
+        CheckpointError: these do not fit together.
     """
 
     name: str
@@ -82,13 +105,16 @@ class TensorSlice:
             )
 
     @property
-    def place(self) -> Place:
-        return Place(tuple(self.global_shape), self.start, self.stop, self.box)
+    def region(self) -> Region:
+        return Region(tuple(self.global_shape), self.start, self.stop, self.box)
 
     @property
     def dtype(self) -> torch.dtype:
-        """As stored."""
+        """The dtype it is stored in."""
         return self.stored_dtype or self.tensor.dtype
+
+
+# ---- boxes
 
 
 def box_fits(box: Box, shape: Sequence[int]) -> bool:
@@ -100,8 +126,14 @@ def box_numel(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
 
 
+def _intersection(first: Box, second: Box) -> Box | None:
+    """The box that two boxes share; None when they share no element."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
+    return common if all(low < high for low, high in common) else None
+
+
 def range_boxes(sizes: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Elements [start, stop) of a flattened block of ``sizes``, as at most 2 * dims - 1 boxes in flat order."""
+    """Cuts elements [start, stop) of a flattened block of ``sizes`` into at most 2 * dims - 1 boxes, in order."""
     if start >= stop:
         return []
     if not sizes:
@@ -121,60 +153,85 @@ def range_boxes(sizes: Sequence[int], start: int, stop: int) -> list[Box]:
     return boxes + [((last, last + 1), *box) for box in range_boxes(rest, 0, stop)]
 
 
-def global_boxes(place: Place) -> list[Box]:
-    """The place as boxes of the global tensor, in the order of its elements."""
-    box = place.box if place.box is not None else tuple((0, size) for size in place.shape)
-    sizes = [stop - start for start, stop in box]
-    return [
-        tuple((low + origin, high + origin) for (low, high), (origin, _) in zip(part, box, strict=True))
-        for part in range_boxes(sizes, place.start, place.stop)
-    ]
+# ---- what two regions share
 
 
-def common_parts(first: Place, second: Place) -> Iterator[tuple[Part, Part]]:
-    """Blocks that two places of one tensor share, as parts of the 1-D tensors that hold them, in a fixed order."""
-    if first.box is None and second.box is None:
-        low, high = max(first.start, second.start), min(first.stop, second.stop)
-        if low < high:
-            index = ((0, high - low),)
-            yield Part(low - first.start, (high - low,), index), Part(low - second.start, (high - low,), index)
+class Overlap(NamedTuple):
+    """A box of elements that two regions share. Each region has it inside a larger box, ``first`` and ``second``.
+
+    The integer beside a larger box is the element of the region's own 1-D tensor with which that box begins.
+    """
+
+    box: Box
+    first: tuple[Box, int]
+    second: tuple[Box, int]
+
+    @property
+    def numel(self) -> int:
+        return box_numel(self.box)
+
+    def in_first(self, flat: torch.Tensor) -> torch.Tensor:
+        """The shared elements, n-dimensional, as a view of the first region's 1-D tensor."""
+        return _window(flat, *self.first, self.box)
+
+    def in_second(self, flat: torch.Tensor) -> torch.Tensor:
+        """The shared elements, n-dimensional, as a view of the second region's 1-D tensor."""
+        return _window(flat, *self.second, self.box)
+
+
+def _window(flat: torch.Tensor, outer: Box, offset: int, inner: Box) -> torch.Tensor:
+    block = flat[offset : offset + box_numel(outer)].view([stop - start for start, stop in outer])
+    return block[tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(inner, outer, strict=True))]
+
+
+def overlaps(first: Region, second: Region) -> Iterator[Overlap]:
+    """The boxes of elements that two regions of one tensor share, in an order that depends on the regions alone."""
+    if first.box is None and second.box is None:  # ranges of the same flattened tensor: boxes in its one dimension
+        common = _intersection(((first.start, first.stop),), ((second.start, second.stop),))
+        if common is not None:
+            yield Overlap(common, (((first.start, first.stop),), 0), (((second.start, second.stop),), 0))
         return
     others = _with_offsets(second)
     for box, offset in _with_offsets(first):
         for other, other_offset in others:
-            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True))
-            if all(low < high for low, high in common):
-                yield _part(box, offset, common), _part(other, other_offset, common)
+            common = _intersection(box, other)
+            if common is not None:
+                yield Overlap(common, (box, offset), (other, other_offset))
 
 
-def _with_offsets(place: Place) -> list[tuple[Box, int]]:
+def _with_offsets(region: Region) -> list[tuple[Box, int]]:
     result, offset = [], 0
-    for box in global_boxes(place):
+    for box in region.boxes():
         result.append((box, offset))
         offset += box_numel(box)
     return result
 
 
-def _part(box: Box, offset: int, common: Box) -> Part:
-    sizes = tuple(stop - start for start, stop in box)
-    index = tuple((low - start, high - start) for (low, high), (start, _) in zip(common, box, strict=True))
-    return Part(offset, sizes, index)
+# ---- from a rank's own parameter to regions of the global one
 
 
 def global_ranges(
     global_shape: Sequence[int], expert_ids: Sequence[int] | None, local_start: int, local_stop: int
 ) -> list[tuple[int, int, int]]:
-    """Where elements [local_start, local_stop) of a flattened local parameter lie in the flattened global tensor.
+    """Finds where elements of a flattened local parameter lie in the flattened global tensor.
 
-    ``expert_ids[r]`` is the index along the global dim 0 of row r of the local dim 0; None: the local parameter is the
-    global one. Returns ``(global_start, global_stop, local_start)`` in local order, split where neighbouring local rows
-    are not neighbours globally; ``local_start`` counts from the beginning of the local parameter. Raises
-    CheckpointError for a range or an expert number outside the parameter.
+    Args:
+        global_shape: of the global tensor.
+        expert_ids: ``expert_ids[r]`` is the index along the global dim 0 of row r of the local dim 0; None: the local
+            parameter is the global one.
+        local_start: first element of the local parameter that is asked for.
+        local_stop: the element after the last.
+
+    Returns:
+        ``(global_start, global_stop, local_start)`` in local order, split where neighbouring local rows are not
+        neighbours globally. ``local_start`` counts from the beginning of the local parameter.
+
+    Raises:
+        CheckpointError: a range or an expert number is outside the parameter.
     """
     row = math.prod(global_shape[1:])
     local_numel = math.prod(global_shape) if expert_ids is None else len(expert_ids) * row
-    if not 0 <= local_start <= local_stop <= local_numel:
-        raise CheckpointError(f"[{local_start}, {local_stop}) is no range of a parameter of {local_numel} elements")
+    _check_range(local_start, local_stop, local_numel)
     if local_start == local_stop:
         return []
     if expert_ids is None:
@@ -194,58 +251,120 @@ def global_ranges(
     return ranges
 
 
-def local_boxes(
-    global_shape: Sequence[int],
-    dim: int,
-    rank: int,
-    size: int,
-    *,
-    parts: int = 1,
-    expert_ids: Sequence[int] | None = None,
-) -> list[Box]:
-    """The boxes that, flattened one after the other, are tensor-parallel rank ``rank``'s own flattened parameter.
-
-    Dim ``dim`` of the global tensor is cut into ``size`` equal shares; with ``parts`` > 1 it is that many equal
-    matrices stacked (gate and up, or query, key and value), each cut by itself. ``expert_ids``: as in
-    ``global_ranges``, for experts that are cut as well. Raises CheckpointError where the cut does not go even.
-    """
-    length = global_shape[dim]
-    if length % (parts * size) or not 0 <= rank < size:
-        raise CheckpointError(f"dim {dim} of {tuple(global_shape)} cannot give share {rank} of {size} in {parts} parts")
-    share, part_length = length // parts // size, length // parts
-    starts = [part * part_length + rank * share for part in range(parts)]
-    rows: list[tuple[int, int]] = [(0, global_shape[0])]
-    if dim > 0 and expert_ids is not None:
-        rows = [(expert, expert + 1) for expert in expert_ids]
-    elif dim > 0 and parts > 1:
-        rows = [(row, row + 1) for row in range(global_shape[0])]
-        if dim > 1:
-            raise CheckpointError(f"stacked parts in dim {dim} are not supported: dim 0 or 1")
-    boxes = []
-    for row in rows if dim > 0 else [(0, 0)]:
-        for start in starts:
-            box = [(0, extent) for extent in global_shape]
-            if dim > 0:
-                box[0] = row
-            box[dim] = (start, start + share)
-            boxes.append(tuple(box))
-    return boxes
-
-
-def place_in_boxes(
+def regions_in_boxes(
     global_shape: Sequence[int], boxes: Sequence[Box], local_start: int, local_stop: int
-) -> list[tuple[Place, int]]:
-    """Where elements [local_start, local_stop) of a flattened local parameter made of ``boxes`` lie globally.
+) -> list[tuple[Region, int]]:
+    """Finds where elements of a flattened local parameter lie that is made of boxes of the global tensor.
 
-    Returns ``(place, local_start)`` in local order. Raises CheckpointError for a range outside the parameter.
+    Args:
+        global_shape: of the global tensor.
+        boxes: flattened one after the other, they are the local parameter.
+        local_start: first element of the local parameter that is asked for.
+        local_stop: the element after the last.
+
+    Returns:
+        ``(region, local_start)`` in local order.
+
+    Raises:
+        CheckpointError: the range is outside the parameter.
     """
-    places, position = [], 0
+    regions, position = [], 0
     for box in boxes:
         numel = box_numel(box)
         low, high = max(local_start, position), min(local_stop, position + numel)
         if low < high:
-            places.append((Place(tuple(global_shape), low - position, high - position, box), low))
+            regions.append((Region(tuple(global_shape), low - position, high - position, box), low))
         position += numel
-    if not 0 <= local_start <= local_stop <= position:
-        raise CheckpointError(f"[{local_start}, {local_stop}) is no range of a parameter of {position} elements")
-    return places
+    _check_range(local_start, local_stop, position)
+    return regions
+
+
+def _check_range(start: int, stop: int, numel: int) -> None:
+    if not 0 <= start <= stop <= numel:
+        raise CheckpointError(f"[{start}, {stop}) is no range of a parameter of {numel} elements")
+
+
+# ---- coverage
+
+
+def check_coverage(where: str, shape: tuple[int, ...], regions: Sequence[Region]) -> None:
+    """Checks that regions cover a tensor exactly once.
+
+    Ranges of the whole tensor are sorted and compared with their neighbours. Boxes are cut apart along any dimension
+    in which they fall into separate groups, again and again; real layouts (grids with ragged edges) need no more. The
+    work is bounded, so a hostile manifest cannot keep the reader busy.
+
+    Args:
+        where: opens the error's message.
+        shape: of the tensor.
+        regions: all of them of this tensor.
+
+    Raises:
+        CheckpointError: an element is missing or covered twice, or the work exceeds its bound.
+    """
+    if all(region.box is None for region in regions):
+        _check_ranges(where, shape, regions)
+        return
+    boxes = [box for region in regions for box in region.boxes()]
+    twice = _covered_twice(where, boxes)
+    if twice is not None:
+        text = ", ".join(f"{start}:{stop}" for start, stop in twice)
+        raise CheckpointError(f"{where}: pieces: [{text}] is covered twice")
+    covered = sum(map(box_numel, boxes))
+    if covered != math.prod(shape):
+        raise CheckpointError(f"{where}: pieces: {math.prod(shape) - covered} elements of shape {shape} are missing")
+
+
+def _check_ranges(where: str, shape: tuple[int, ...], regions: Sequence[Region]) -> None:
+    position, numel = 0, math.prod(shape)
+    for region in sorted(regions, key=lambda region: region.start):
+        if region.start != position:
+            problem = "covered twice" if region.start < position else "missing"
+            low, high = sorted((region.start, position))
+            raise CheckpointError(f"{where}: pieces: elements [{low}, {high}) are {problem}")
+        position = region.stop
+    if position != numel:
+        problem = "missing" if position < numel else f"beyond its shape {shape}"
+        low, high = sorted((position, numel))
+        raise CheckpointError(f"{where}: pieces: elements [{low}, {high}) are {problem}")
+
+
+def _covered_twice(where: str, boxes: list[Box]) -> Box | None:
+    """A box that two of ``boxes`` share; None when there is none."""
+    groups, work = [boxes], 0
+    while groups:
+        group = groups.pop()
+        work += len(group)
+        if work > _MAX_WORK_PER_BOX * len(boxes):
+            raise CheckpointError(f"{where}: pieces: their placement is too irregular to be checked")
+        if len(group) < 2:
+            continue
+        for dim in range(len(group[0])):
+            apart = _separate(group, dim)
+            if len(apart) > 1:
+                groups += apart
+                break
+        else:
+            found = _first_common(sorted(group)[:_PAIRWISE] if len(group) > _PAIRWISE else group)
+            if found is not None:
+                return found
+            if len(group) > _PAIRWISE:  # among so many boxes that no cut divides, two are nearly always the same
+                raise CheckpointError(f"{where}: pieces: their placement is too irregular to be checked")
+    return None
+
+
+def _separate(boxes: list[Box], dim: int) -> list[list[Box]]:
+    """Groups of boxes whose intervals in ``dim`` touch those of no other group."""
+    groups: list[list[Box]] = []
+    end = -1
+    for box in sorted(boxes, key=lambda box: box[dim]):
+        if box[dim][0] >= end:
+            groups.append([])
+        groups[-1].append(box)
+        end = max(end, box[dim][1])
+    return groups
+
+
+def _first_common(boxes: list[Box]) -> Box | None:
+    shared = (_intersection(first, second) for first, second in combinations(boxes, 2))
+    return next((box for box in shared if box is not None), None)

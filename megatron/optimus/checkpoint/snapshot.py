@@ -1,11 +1,11 @@
 """A copy of the training state in host memory, taken while the next step's forward and backward already run.
 
 Only the optimizer's step changes what is saved. So on an accelerator the copy runs on a stream of its own beside the
-next forward and backward, and whoever is about to update calls ``before_update`` first: the update is queued behind the
-copy, and the host does not wait. On the CPU the copy is done when ``take`` returns.
+next forward and backward, and whoever is about to update the state calls ``before_update`` first: the update is queued
+behind the copy, and the host does not wait. On the CPU the copy is done when ``take`` returns.
 
 A stream takes about a thousand copies before it makes the host wait, and a rank may have thousands of slices. But they
-are parts of a few flat buffers: what lies side by side there lies so on the host too, and is one copy.
+are parts of a few flat buffers, so neighbouring slices are coalesced: they are one copy and lie side by side there too.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from megatron.optimus.checkpoint.slices import TensorSlice
 from megatron.optimus.platform.device import DeviceEvent
 
-_BLOCK_BYTES = 4 << 30
-_ALIGNED = 16  # of every run, so that it may have any dtype
+_BUFFER_BYTES = 4 << 30
+_ALIGNED = 16  # start of every copy, so that it may have any dtype
 _GAP_BYTES = 4096  # cheaper to copy than to begin anew; parameters in a bucket are aligned to less
-_RUN_BYTES = 128 << 20  # long enough for the bus; and so much, a cast on the device may need beside the state
+_COPY_BYTES = 128 << 20  # long enough for the bus; a cast on the device may need as much beside the state
 
 
-class Run(NamedTuple):
-    """Slices that one copy takes together: their indices, and where each begins in it, counted in elements."""
+class CoalescedCopy(NamedTuple):
+    """Slices that are copied together: their indices, and the element of the copy at which each begins."""
 
     indices: list[int]
     offsets: list[int]
@@ -36,14 +36,19 @@ class Run(NamedTuple):
         return self.offsets[-1] + last.stop - last.start
 
 
-def adjacent_runs(slices: Sequence[TensorSlice], most_bytes: int = _RUN_BYTES) -> list[Run]:
-    """Slices that follow each other in one storage, alike in dtypes, with no gap but that of an alignment.
+def coalesce(slices: Sequence[TensorSlice], most_bytes: int = _COPY_BYTES) -> list[CoalescedCopy]:
+    """Groups slices that follow each other in one storage and have the same dtypes, with at most small gaps.
 
-    A run has ``most_bytes`` of its storage at most, unless one slice has more. Their order is that of their first
-    slices, wherever the storages happen to lie, so that the same slices in other memory give the same runs.
+    Args:
+        slices: in any order.
+        most_bytes: a copy takes no more of its storage, unless a single slice is larger.
+
+    Returns:
+        The copies in the order of their first slices, wherever the storages lie in memory: so the same slices in other
+        memory are grouped alike.
     """
     order = sorted(range(len(slices)), key=lambda index: slices[index].tensor.data_ptr())
-    runs: list[Run] = []
+    copies: list[CoalescedCopy] = []
     alike: object = None
     first = stop = limit = 0
     for index in order:
@@ -53,28 +58,36 @@ def adjacent_runs(slices: Sequence[TensorSlice], most_bytes: int = _RUN_BYTES) -
         end = begin + (piece.stop - piece.start) * itemsize
         offset, rest = divmod(begin - first, itemsize)
         if 0 <= begin - stop <= _GAP_BYTES and kind == alike and end <= limit and rest == 0:
-            runs[-1].indices.append(index)
-            runs[-1].offsets.append(offset)
+            copies[-1].indices.append(index)
+            copies[-1].offsets.append(offset)
         else:
-            runs.append(Run([index], [0]))
+            copies.append(CoalescedCopy([index], [0]))
             storage = tensor.untyped_storage()  # another one may begin where this ends
             first, alike, limit = begin, kind, min(storage.data_ptr() + storage.nbytes(), begin + most_bytes)
         stop = end
-    return sorted(runs, key=lambda run: min(run.indices))
+    return sorted(copies, key=lambda copy: min(copy.indices))
 
 
-def place_in_blocks(lengths: Sequence[int], block_bytes: int = _BLOCK_BYTES) -> tuple[list[tuple[int, int]], list[int]]:
-    """Where each of ``lengths`` bytes goes: (block, first byte in it), and every block's size.
+def pack_into_buffers(
+    lengths: Sequence[int], buffer_bytes: int = _BUFFER_BYTES
+) -> tuple[list[tuple[int, int]], list[int]]:
+    """Distributes copies over host buffers that waste little pinned memory.
 
-    Pinned memory is given out in powers of two: 21 GB at once would be 32 GiB. So blocks hold ``block_bytes``, a power
-    of two, or less; what is longer has one of its own. Where more than an eighth of the memory would be waste, as in
-    the last one, what it holds goes to blocks of half the size.
+    Pinned memory is given out in powers of two: 21 GB at once would be 32 GiB. So a buffer holds ``buffer_bytes``, a
+    power of two, or less, and a longer copy has a buffer of its own. Where more than an eighth of a buffer would be
+    waste, as in the last one, what it holds goes to buffers of half the size.
+
+    Args:
+        lengths: bytes of each copy.
+        buffer_bytes: of a full buffer.
+
+    Returns:
+        For each copy its (buffer, first byte in it); the bytes of each buffer.
     """
     places = [(0, 0)] * len(lengths)
     sizes: list[int] = []
-    for group in _blocks(
-        [(-(-length // _ALIGNED) * _ALIGNED, index) for index, length in enumerate(lengths)], block_bytes
-    ):
+    aligned = [(-(-length // _ALIGNED) * _ALIGNED, index) for index, length in enumerate(lengths)]
+    for group in _pack(aligned, buffer_bytes):
         position = 0
         for length, index in group:
             places[index] = len(sizes), position
@@ -83,30 +96,30 @@ def place_in_blocks(lengths: Sequence[int], block_bytes: int = _BLOCK_BYTES) -> 
     return places, sizes
 
 
-def _blocks(items: list[tuple[int, int]], block_bytes: int) -> list[list[tuple[int, int]]]:
-    """(aligned length, index) of what shares a block, block by block."""
+def _pack(items: list[tuple[int, int]], buffer_bytes: int) -> list[list[tuple[int, int]]]:
+    """(aligned length, index) of what shares a buffer, buffer by buffer: each goes into the first that has room."""
     groups: list[list[tuple[int, int]]] = []
     sizes: list[int] = []
-    fitting = 0  # blocks before this one are full enough
+    fitting = 0  # buffers before this one are full enough
     for length, index in items:
-        block = next((b for b in range(fitting, len(sizes)) if sizes[b] + length <= block_bytes), len(sizes))
-        if block == len(sizes):
+        buffer = next((b for b in range(fitting, len(sizes)) if sizes[b] + length <= buffer_bytes), len(sizes))
+        if buffer == len(sizes):
             groups.append([])
             sizes.append(0)
-        groups[block].append((length, index))
-        sizes[block] += length
-        while fitting < len(sizes) and sizes[fitting] >= block_bytes - block_bytes // 64:
+        groups[buffer].append((length, index))
+        sizes[buffer] += length
+        while fitting < len(sizes) and sizes[fitting] >= buffer_bytes - buffer_bytes // 64:
             fitting += 1
     result = []
     for group, size in zip(groups, sizes, strict=True):
         taken = 1 << (size - 1).bit_length() if size else 0
         is_wasteful = taken - size > taken // 8 and len(group) > 1
-        result += _blocks(group, taken // 2) if is_wasteful else [group]
+        result += _pack(group, taken // 2) if is_wasteful else [group]
     return result
 
 
 class Snapshot:
-    """Host memory for one kind of checkpoint, pinned beside an accelerator, used again by every save."""
+    """Host memory for one kind of checkpoint, pinned beside an accelerator and used again by every save."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
@@ -114,79 +127,82 @@ class Snapshot:
         self._stream = None if self._on_host else torch.Stream(self._device)
         self._copied: torch.Event | None = None
         self._held: tuple[DeviceEvent, DeviceEvent] | None = (
-            None  # around the wait for the last copy, once that is queued
+            None  # around the update's wait for the last copy, once that is queued
         )
-        self._blocks: list[torch.Tensor] = []
-        self._shape: object = None  # of the state: views are made anew only where a save differs
+        self._buffers: list[torch.Tensor] = []
+        self._layout: object = None  # of the state; the views are made anew only when it changes
         self._views: list[torch.Tensor] = []  # one a slice
-        self._run_views: list[torch.Tensor] = []  # one a run
-        self._sources: Sequence[TensorSlice] = ()  # decoded states are ours alone: they must outlive the copy
+        self._copy_views: list[torch.Tensor] = []  # one a coalesced copy
+        self._sources: Sequence[TensorSlice] = ()  # decoded states are held by nobody else: they must outlive the copy
 
     def reserve(self, slices: Sequence[TensorSlice]) -> None:
-        """Takes the memory that a copy of ``slices`` will need: pinning gigabytes takes seconds."""
-        self._place(slices, adjacent_runs(slices))
+        """Allocates the memory that a copy of ``slices`` will need; pinning gigabytes takes seconds."""
+        self._allocate(slices, coalesce(slices))
 
     @torch.no_grad()
     def take(self, slices: Sequence[TensorSlice]) -> list[torch.Tensor]:
-        """Starts the copy; returns one 1-D host tensor per slice, in its stored dtype, filled after ``wait``."""
-        runs = adjacent_runs(slices)
-        self._place(slices, runs)
-        sources = [slices[run.indices[0]].tensor.as_strided((run.numel(slices),), (1,)) for run in runs]
+        """Starts the copy. Returns one 1-D host tensor per slice, in its stored dtype, filled after ``wait``."""
+        copies = coalesce(slices)
+        self._allocate(slices, copies)
+        sources = [slices[copy.indices[0]].tensor.as_strided((copy.numel(slices),), (1,)) for copy in copies]
         if self._stream is None:
-            _copy(sources, self._run_views)
+            _copy(sources, self._copy_views)
         else:
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
             self._sources, self._held = slices, None
             with self._stream:
-                _copy(sources, self._run_views)
+                _copy(sources, self._copy_views)
                 self._copied = self._stream.record_event()
         return list(self._views)
 
-    def _place(self, slices: Sequence[TensorSlice], runs: list[Run]) -> None:
+    def _allocate(self, slices: Sequence[TensorSlice], copies: list[CoalescedCopy]) -> None:
         lengths = [(piece.stop - piece.start, piece.dtype) for piece in slices]
-        if (runs, lengths) == self._shape:
+        if (copies, lengths) == self._layout:
             return
-        self._shape = None
-        dtypes = [lengths[run.indices[0]][1] for run in runs]
-        sizes = [run.numel(slices) * dtype.itemsize for run, dtype in zip(runs, dtypes, strict=True)]
-        places, block_sizes = place_in_blocks(sizes)
-        if [len(block) for block in self._blocks] != block_sizes:
-            self._blocks = self._views = self._run_views = []  # gone before the next ones are made
-            self._blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=not self._on_host) for size in block_sizes]
-        self._run_views = [
-            self._blocks[block][start : start + size].view(dtype)
-            for dtype, size, (block, start) in zip(dtypes, sizes, places, strict=True)
+        self._layout = None
+        dtypes = [lengths[copy.indices[0]][1] for copy in copies]
+        sizes = [copy.numel(slices) * dtype.itemsize for copy, dtype in zip(copies, dtypes, strict=True)]
+        places, buffer_sizes = pack_into_buffers(sizes)
+        if [len(buffer) for buffer in self._buffers] != buffer_sizes:
+            self._buffers = self._views = self._copy_views = []  # freed before the next ones are allocated
+            pin = not self._on_host
+            self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for size in buffer_sizes]
+        self._copy_views = [
+            self._buffers[buffer][start : start + size].view(dtype)
+            for dtype, size, (buffer, start) in zip(dtypes, sizes, places, strict=True)
         ]
         views = {
             index: view[offset : offset + lengths[index][0]]
-            for run, view in zip(runs, self._run_views, strict=True)
-            for index, offset in zip(*run, strict=True)
+            for copy, view in zip(copies, self._copy_views, strict=True)
+            for index, offset in zip(*copy, strict=True)
         }
         self._views = [views[index] for index in range(len(slices))]
-        self._shape = (runs, lengths)
+        self._layout = (copies, lengths)
 
     def before_update(self) -> None:
-        """Queues what follows on the current stream behind the copy. Call before the state changes."""
-        if self._copied is not None and self._held is None:  # once: what comes later is behind it too
+        """Queues what follows on the current stream behind the copy. Call it before the state changes."""
+        if self._copied is not None and self._held is None:  # once: what is queued later is behind the copy too
             begin = DeviceEvent(self._device)
             torch.accelerator.current_stream(self._device).wait_event(self._copied)
             self._held = begin, DeviceEvent(self._device)
 
     def held_s(self) -> float:
-        """Seconds that the device stood still between ``before_update`` and the end of the copy, which is over; nobody
-        waits: a device that has not come to the update yet will not stand still."""
+        """Seconds that the device stood still between ``before_update`` and the end of the copy, which must be over.
+
+        Does not wait: 0 where the device has not come to the update yet, because then it will not stand still.
+        """
         if self._held is None or not self._held[0].is_done:
             return 0.0
         return self._held[1].seconds_since(self._held[0])
 
     def wait(self) -> None:
-        """Returns when the copy is complete; any thread may call it."""
+        """Waits until the copy is complete. Any thread may call it."""
         if self._copied is not None:
             self._copied.synchronize()
             self._sources = ()
 
 
 def _copy(sources: list[torch.Tensor], views: list[torch.Tensor]) -> None:
-    """One call for all: training stands still meanwhile."""
+    """Copies all in one call, because training stands still meanwhile."""
     if views:
         torch._foreach_copy_(views, sources, non_blocking=True)

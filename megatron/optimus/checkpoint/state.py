@@ -1,7 +1,7 @@
-"""What of a model and its optimizer goes into a checkpoint, as slices of global tensors.
+"""The state of a model and its optimizer as slices of global tensors.
 
-The same slices serve both directions: they are live views, so ``store.save`` reads the training state through them and
-``store.load`` writes into it.
+The same slices serve saving and loading: they are live views, so ``store.save`` reads the training state through them
+and ``store.load`` writes into it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from megatron.optimus.checkpoint.manifest import Manifest
-from megatron.optimus.checkpoint.slices import Place, TensorSlice, global_ranges, place_in_boxes
+from megatron.optimus.checkpoint.slices import Region, TensorSlice, global_ranges, regions_in_boxes
 
 
 class StateShard(Protocol):
-    """The part of one parameter's optimizer state that this rank owns (deepspeed_ext's StateShard)."""
+    """The part of one parameter's optimizer state that this rank owns, as deepspeed_ext's StateShard has it."""
 
     @property
     def name(self) -> str: ...
@@ -33,17 +33,17 @@ class StateShard(Protocol):
 
 
 class ShardedOptimizer(Protocol):
-    """An optimizer whose states are sharded over ranks (deepspeed_ext's)."""
+    """An optimizer whose states are sharded over ranks, as that of deepspeed_ext is."""
 
     def state_shards(self) -> Sequence[StateShard]: ...
 
 
 def global_name_shape(name: str, param: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-    """A parameter's name and shape in the whole model.
+    """Returns a parameter's name and shape in the whole model.
 
-    A parameter sharded by experts carries ``expert_ids`` and DeepSpeed's ``group_name`` ("ep_size_4"), which says over
-    how many ranks its dim 0 is spread. One that tensor parallelism cut carries ``global_shape`` and ``global_boxes``,
-    the boxes of the whole tensor that are, flattened one after the other, its own elements (slices.local_boxes).
+    A parameter sharded by experts has ``expert_ids``, and DeepSpeed's ``group_name`` ("ep_size_4") that says over how
+    many ranks its dim 0 is spread. One that tensor parallelism has cut has ``global_shape`` and ``global_boxes``: boxes
+    of the whole tensor that, flattened one after the other, are its own elements.
     """
     whole = getattr(param, "global_shape", None)
     if whole is not None:
@@ -57,55 +57,75 @@ def global_name_shape(name: str, param: torch.Tensor) -> tuple[str, tuple[int, .
 
 
 def training_slices(model: nn.Module, optimizer: ShardedOptimizer, *, buffers: bool) -> list[TensorSlice]:
-    """Everything a run resumes from but random generators: this rank's master weights and moments, and the buffers.
+    """Makes the slices of a full checkpoint except random generators: master weights, moments and buffers of this rank.
 
-    ``buffers``: True to load (every rank needs them); to save, True on one rank only (all hold the same).
+    Args:
+        model: on this rank.
+        optimizer: with this rank's shards.
+        buffers: to load, True, since every rank needs them; to save, True on one rank only, since all hold the same.
     """
     slices = []
     for shard in optimizer.state_shards():
         slices += _slices(shard.name, shard.param, shard.start, shard.stop, shard.tensors)
-    return slices + (buffer_slices(model) if buffers else [])
+    return slices + (_buffer_slices(model) if buffers else [])
 
 
 def weight_slices(model: nn.Module, optimizer: ShardedOptimizer, *, buffers: bool) -> list[TensorSlice]:
-    """What a model-only checkpoint holds: the parameters as the model computes with them (kind "weight"), and buffers.
+    """Makes the slices of a model-only checkpoint: the parameters as the model computes with them, and buffers.
 
     Each rank gives the part whose masters it owns, cast to the parameter's dtype when it is stored: the same bits as
-    the parameter, spread over all ranks, and right whether or not the last update has been published to it.
+    the parameter, spread over all ranks, and right even before the last update's all-gather of parameters.
+
+    Args:
+        model: on this rank.
+        optimizer: with this rank's shards.
+        buffers: True on one rank only.
     """
     slices = []
     for shard in optimizer.state_shards():
-        parts = _master_slices(shard, "weight")
-        slices += [replace(part, stored_dtype=shard.param.dtype) for part in parts]
-    return slices + (buffer_slices(model) if buffers else [])
+        slices += [replace(one, stored_dtype=shard.param.dtype) for one in _master_slices(shard, "weight")]
+    return slices + (_buffer_slices(model) if buffers else [])
 
 
 def model_slices(model: nn.Module, *, dense: bool, experts: bool) -> list[TensorSlice]:
-    """A model without an optimizer: its parameters (kind "weight") and persistent buffers, whole as this rank has them.
+    """Makes the slices of a model without an optimizer: parameters (kind "weight") and buffers as this rank has them.
 
-    To load, both are True. To save, ``dense`` is True on one rank (it writes the buffers too), ``experts`` on one
-    replica of every expert (the ranks with expert-data-parallel index 0).
+    Args:
+        model: on this rank.
+        dense: include what is no expert's. To load, True; to save, True on one rank, which writes the buffers too.
+        experts: include experts. To load, True; to save, True on one replica of every expert.
     """
     slices = []
     for name, param in model.named_parameters():
         if experts if hasattr(param, "expert_ids") else dense:
             slices += _slices(name, param, 0, param.numel(), {"weight": param.detach().view(-1)})
-    return slices + (buffer_slices(model) if dense else [])
+    return slices + (_buffer_slices(model) if dense else [])
 
 
 def weight_requests(model: nn.Module, optimizer: ShardedOptimizer, manifest: Manifest) -> list[TensorSlice]:
-    """Only the weights of a checkpoint, full or model-only, into the optimizer's master weights; buffers where stored.
+    """Makes requests that load only the weights of a checkpoint into the optimizer's master weights, and its buffers.
 
-    To be loaded with ``cast``. Moments and step are left alone. The caller then writes the masters into the parameters
+    Load them with ``cast``. The moments stay as they are. Afterwards the caller writes the masters into the parameters
     (``optimizer.sync_params_from_master()``).
+
+    Args:
+        model: on this rank.
+        optimizer: with this rank's shards.
+        manifest: of a full or a model-only checkpoint.
     """
     kind = "master" if manifest.kind == "full" else "weight"
-    slices = [part for shard in optimizer.state_shards() for part in _master_slices(shard, kind)]
-    return slices + [part for part in buffer_slices(model) if (part.name, "buffer") in manifest.tensors]
+    slices = [one for shard in optimizer.state_shards() for one in _master_slices(shard, kind)]
+    return slices + [one for one in _buffer_slices(model) if (one.name, "buffer") in manifest.tensors]
 
 
 def rng_slices(states: Mapping[str, torch.Tensor], rank: int, world_size: int) -> list[TensorSlice]:
-    """States of random generators (1-D, the same length on every rank) as rows of one tensor each, kind "rng"."""
+    """Makes slices of random generators' states: each kind of state is one tensor, kind "rng", with a row a rank.
+
+    Args:
+        states: name -> 1-D tensor, equally long on every rank.
+        rank: the row.
+        world_size: rows.
+    """
     return [
         TensorSlice(name, "rng", (world_size, len(state)), rank * len(state), (rank + 1) * len(state), state)
         for name, state in states.items()
@@ -119,24 +139,23 @@ def _master_slices(shard: StateShard, kind: str) -> list[TensorSlice]:
 def _slices(
     name: str, param: torch.Tensor, start: int, stop: int, tensors: Mapping[str, torch.Tensor]
 ) -> list[TensorSlice]:
-    """``tensors``: of each kind, elements [start, stop) of the flattened local parameter."""
+    """Slices of elements [start, stop) of the flattened local parameter, which ``tensors`` holds of each kind."""
     name, shape = global_name_shape(name, param)
     boxes = getattr(param, "global_boxes", None)
     if boxes is not None:
-        placed = place_in_boxes(shape, boxes, start, stop)
+        regions = regions_in_boxes(shape, boxes, start, stop)
     else:
         ranges = global_ranges(shape, getattr(param, "expert_ids", None), start, stop)
-        placed = [(Place(shape, low, high), local) for low, high, local in ranges]
+        regions = [(Region(shape, low, high), local) for low, high, local in ranges]
     slices = []
     for kind, tensor in tensors.items():
-        for place, local in placed:
-            begin = local - start
-            part = tensor[begin : begin + place.stop - place.start]
-            slices.append(TensorSlice(name, kind, shape, place.start, place.stop, part, place.box))
+        for region, local in regions:
+            values = tensor[local - start : local - start + region.numel]
+            slices.append(TensorSlice(name, kind, shape, region.start, region.stop, values, region.box))
     return slices
 
 
-def buffer_slices(model: nn.Module) -> list[TensorSlice]:
+def _buffer_slices(model: nn.Module) -> list[TensorSlice]:
     persistent = model.state_dict().keys()
     return [
         TensorSlice(name, "buffer", tuple(buffer.shape), 0, buffer.numel(), buffer.view(-1))

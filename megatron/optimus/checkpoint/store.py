@@ -1,9 +1,9 @@
-"""Saving and loading checkpoints: any layout out, any layout in.
+"""Saves, finds and loads checkpoints: written at any layout of ranks, read at any other.
 
-Save (saver.py): the ranks of a node write the slices they own into one safetensors file of a fresh directory; when all
-have succeeded, rank 0 writes the manifest and renames the directory. Load (reader.py): every rank asks for the slices
-it needs; they are put together from whatever pieces overlap. Both speak only of places in global tensors, so no layout
-is special.
+A save (saver.py) lets the ranks of a node write the slices they own into a few safetensors files of a fresh directory;
+when all have succeeded, rank 0 writes the manifest and renames the directory. A load (reader.py) fills the slices that
+every rank asks for from whatever stored pieces overlap them. Both speak only of regions of global tensors (slices.py),
+so no layout is special.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from megatron.optimus.checkpoint import chunks, commit, reader
+from megatron.optimus.checkpoint import commit, reader
 from megatron.optimus.checkpoint.errors import CheckpointError, DamagedError, UnknownVersionError
 from megatron.optimus.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -27,8 +26,9 @@ from megatron.optimus.checkpoint.manifest import (
     read_manifest,
 )
 from megatron.optimus.checkpoint.saver import Saver
-from megatron.optimus.checkpoint.shards import check_regular, read_small_file
+from megatron.optimus.checkpoint.shards import torch_dtype
 from megatron.optimus.checkpoint.slices import TensorSlice
+from megatron.optimus.checkpoint.untrusted import check_regular, read_small_file
 from megatron.optimus.platform.ranks import Ranks
 
 log = logging.getLogger("optimus")
@@ -47,23 +47,39 @@ def save(
     consumed_samples: int,
     config: dict[str, Any],
     metadata: dict[str, Any],
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
+    ranks: Ranks | None = None,
     retain: int | None = 2,
 ) -> Path:
-    """Writes and commits one checkpoint; returns its directory. Collective over ``group`` (None: all ranks).
+    """Writes and commits one checkpoint. Collective over ``ranks``. A training loop uses ``saver.Saver`` instead.
 
-    The arguments, and what is raised, are those of ``saver.Saver``, which a training loop uses instead. ``kind``:
-    "full" or "model". ``config``, ``metadata``: JSON objects, taken from rank 0. A step that is already there is saved
-    again beside it and then replaces it.
+    Args:
+        root: the folder of checkpoints, seen by all ranks.
+        step: a step that is already there is saved again beside it and then replaces it.
+        slices: what this rank writes. Over all ranks they cover every element of every tensor exactly once.
+        kind: "full" or "model".
+        consumed_samples: training sequences seen so far.
+        config: the run's configuration, plain JSON; that of rank 0 is written.
+        metadata: plain JSON of the caller's; that of rank 0 is written.
+        ranks: None: all ranks, on the CPU. ``ranks.device`` is where the slices are.
+        retain: how many of the newest checkpoints of this kind stay; None keeps all.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        CheckpointError: on every rank when any rank fails.
     """
     header = Manifest(kind, step, consumed_samples, config, metadata, {}, {})
-    saver = Saver(Path(root), group=group, device=device, asynchronous=False)
+    saver = Saver(Path(root), ranks=ranks, asynchronous=False)
     return saver.start(list(slices), header, retain=retain)[-1].path
 
 
 def load_manifest(path: Path) -> Manifest:
-    """The validated manifest of one checkpoint directory, whose files are there with the right sizes."""
+    """Reads and validates the manifest of a checkpoint directory, and checks that its files have the right sizes.
+
+    Raises:
+        CheckpointError: the manifest or a file is missing or wrong; the message names it.
+    """
     path = Path(path)
     manifest = read_manifest(path)
     _check_directory(path, manifest)
@@ -71,7 +87,7 @@ def load_manifest(path: Path) -> Manifest:
 
 
 def _check_directory(path: Path, manifest: Manifest) -> None:
-    """The files are there, and the manifest is this directory's own."""
+    """Checks that the files are there and that the manifest belongs to this directory."""
     named = commit.parse_name(path.name)
     if named is not None and (named.step, named.kind) != (manifest.step, manifest.kind):
         found = f"{manifest.kind!r} checkpoint of step {manifest.step}"
@@ -80,14 +96,23 @@ def _check_directory(path: Path, manifest: Manifest) -> None:
         try:
             check_regular(path / name, size)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; it holds {chunks.contents(manifest, name)}") from error
+            raise CheckpointError(f"{error}; it holds {reader.contents(manifest, name)}") from error
 
 
 def latest(root: Path, kind: str = "full") -> Path | None:
-    """The newest committed checkpoint that is complete (manifest valid, files there); None when there is none.
+    """Finds the newest committed checkpoint that is complete: its manifest is valid and its files are there.
 
-    Hashes are not checked here: loading does. Incomplete ones are logged and passed over; one of another version of the
-    format raises CheckpointError.
+    Hashes are not checked here but when it is loaded. Incomplete checkpoints are logged and passed over.
+
+    Args:
+        root: the folder of checkpoints.
+        kind: "full" or "model".
+
+    Returns:
+        Its directory; None when there is none.
+
+    Raises:
+        CheckpointError: the newest is of another version of the format.
     """
     for item in reversed(commit.list_committed(Path(root), kind)):
         path = Path(root) / item.name
@@ -103,9 +128,12 @@ def latest(root: Path, kind: str = "full") -> Path | None:
 
 
 def resolve(path: Path) -> Path:
-    """The checkpoint meant by ``path``: itself, or the newest complete one of a checkpoints or run folder.
+    """Finds the checkpoint that ``path`` means: itself, or the newest complete one of a run or of its checkpoints.
 
-    A model-only one is taken where no full one is. Raises CheckpointError.
+    A model-only checkpoint is taken where there is no full one.
+
+    Raises:
+        CheckpointError: there is none.
     """
     path = Path(path)
     if not path.exists():
@@ -125,12 +153,19 @@ def resolve(path: Path) -> Path:
 
 
 def load(path: Path, requests: Iterable[TensorSlice], *, cast: bool = False, manifest: Manifest | None = None) -> None:
-    """Fills every request's tensor from the checkpoint directory ``path``. Local: each rank calls it for itself.
+    """Fills the tensors of requests from a checkpoint. Local: each rank calls it for itself.
 
-    Reads the pieces that overlap a request, each once, and checks their hashes. ``cast``: convert between
-    floating-point dtypes instead of refusing them. ``manifest``: what ``load_manifest(path)`` gave, to spare a second
-    reading. Raises CheckpointError for a tensor that is not there, has another shape or dtype, or is damaged; tensors
-    may then be partly filled.
+    Every piece that overlaps a request is read once, whole, and its hash is checked.
+
+    Args:
+        path: the checkpoint's directory.
+        requests: what is wanted; their tensors are written into.
+        cast: convert between floating-point dtypes instead of refusing them.
+        manifest: what ``load_manifest(path)`` returned, which saves reading it again.
+
+    Raises:
+        CheckpointError: a tensor is not there, has another shape or dtype, or is damaged; requests may then be partly
+            filled.
     """
     path = Path(path)
     reader.read(path, manifest or load_manifest(path), list(requests), Ranks.alone(), cast=cast)
@@ -141,14 +176,23 @@ def load_together(
     requests: Requests,
     *,
     cast: bool = False,
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
+    ranks: Ranks | None = None,
 ) -> Manifest:
-    """Like ``load`` for all ranks of ``group`` at once, each byte read by one of them. Collective.
+    """Fills the requests of all ranks at once; every byte is read by one of them. Collective over ``ranks``.
 
-    ``requests``: from the manifest, what this rank wants; local. Raises CheckpointError on every rank.
+    Args:
+        path: the checkpoint's directory, seen by all ranks.
+        requests: returns what this rank wants of the checkpoint with this manifest. It must not communicate.
+        cast: convert between floating-point dtypes instead of refusing them.
+        ranks: None: all ranks, on the CPU.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        CheckpointError: on every rank, as ``load`` on any of them.
     """
-    ranks = Ranks(group, device)
+    ranks = ranks or Ranks(None, "cpu")
     path = Path(path)
     manifest = _manifest_together(path, ranks)
     wanted = ranks.run_on_all_ranks(lambda: requests(manifest), f"loading {path}", CheckpointError)
@@ -161,24 +205,34 @@ def load_newest(
     requests: Requests,
     *,
     cast: bool = False,
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
+    ranks: Ranks | None = None,
 ) -> tuple[Path, Manifest] | None:
-    """Loads the newest full checkpoint of which every wanted byte is good; None when ``root`` never had one.
+    """Loads the newest full checkpoint of which every wanted byte is good. Collective over ``ranks``.
 
-    Collective, as ``load_together``. A damaged checkpoint is logged with the tensor's name and the one before it is
-    tried. Raises CheckpointError when there are checkpoints and none is good (starting anew would hide that), when the
-    newest good one is of another version of the format, or when what is asked for does not fit the checkpoint.
+    A damaged checkpoint is logged with the tensor's name, and the one before it is tried.
+
+    Args:
+        root: the folder of checkpoints.
+        requests: as for ``load_together``; called again for every checkpoint that is tried.
+        cast: convert between floating-point dtypes instead of refusing them.
+        ranks: None: all ranks, on the CPU.
+
+    Returns:
+        Directory and manifest; None when ``root`` has never had a checkpoint.
+
+    Raises:
+        CheckpointError: on every rank when there are checkpoints and none is good (a fresh start would hide that), when
+            the newest good one is of another version of the format, or when a request does not fit it.
     """
     root = Path(root)
-    ranks = Ranks(group, device)
+    ranks = ranks or Ranks(None, "cpu")
     candidates = commit.list_committed(root) if ranks.rank == 0 else []
     [count] = ranks.broadcast([len(candidates)])
     for index in range(count):
         step, revision = ranks.broadcast(list(candidates[-1 - index][:2]) if candidates else [0, 0])
         path = root / commit.Committed(step, revision).name
         try:
-            return path, load_together(path, requests, cast=cast, group=group, device=device)
+            return path, load_together(path, requests, cast=cast, ranks=ranks)
         except DamagedError as error:
             if ranks.rank == 0 or error.__cause__ is not None:
                 log.warning("checkpoint %s is damaged, trying the one before: %s", path, error)
@@ -188,13 +242,13 @@ def load_newest(
 
 
 def _manifest_together(path: Path, ranks: Ranks) -> Manifest:
-    """The manifest as rank 0 read it, on every rank. Raises DamagedError on every rank."""
+    """Reads the manifest on rank 0 and gives it to every rank. Raises DamagedError on every rank."""
 
     def read() -> bytes:
         if ranks.rank > 0:
             return b""
         data = read_small_file(path / MANIFEST_NAME, MAX_MANIFEST_BYTES)
-        with contextlib.suppress(UnknownVersionError):  # which is no damage; all ranks meet it below
+        with contextlib.suppress(UnknownVersionError):  # no damage: all ranks raise it below
             _check_directory(path, parse_manifest(data, str(path / MANIFEST_NAME)))
         return data
 
@@ -203,8 +257,8 @@ def _manifest_together(path: Path, ranks: Ranks) -> Manifest:
 
 
 def everything(manifest: Manifest) -> list[TensorSlice]:
-    """Requests for every tensor of a checkpoint, whole, in host memory; for tools and tests."""
+    """Makes requests for every tensor of a checkpoint, whole, in new host memory. For tools and tests."""
     return [
-        TensorSlice(e.name, e.kind, e.shape, 0, e.numel, torch.empty(e.numel, dtype=reader.torch_dtype(e.dtype)))
+        TensorSlice(e.name, e.kind, e.shape, 0, e.numel, torch.empty(e.numel, dtype=torch_dtype(e.dtype)))
         for e in manifest.tensors.values()
     ]

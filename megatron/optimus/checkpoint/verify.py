@@ -1,4 +1,4 @@
-"""Checking a checkpoint without loading it, and comparing two, in parallel and one piece or tensor at a time."""
+"""Checks a checkpoint without loading it, and compares two checkpoints, one piece or tensor at a time a thread."""
 
 from __future__ import annotations
 
@@ -9,16 +9,27 @@ from pathlib import Path
 import torch
 import xxhash
 
-from megatron.optimus.checkpoint.chunks import ShardFiles, chunks_of, pages
 from megatron.optimus.checkpoint.errors import DamagedError
-from megatron.optimus.checkpoint.manifest import Manifest, Piece, TensorEntry
+from megatron.optimus.checkpoint.manifest import Manifest, StoredPiece, TensorEntry
+from megatron.optimus.checkpoint.reader import ShardFiles, chunks_of, pages
 from megatron.optimus.checkpoint.shards import torch_dtype
 from megatron.optimus.checkpoint.slices import TensorSlice
 from megatron.optimus.checkpoint.store import load, load_manifest
 
 
 def verify(path: Path, *, jobs: int = 1) -> Manifest:
-    """Checks every byte of a checkpoint; returns its manifest. Raises CheckpointError naming the first bad tensor."""
+    """Checks every byte of a checkpoint.
+
+    Args:
+        path: its directory.
+        jobs: threads.
+
+    Returns:
+        Its manifest.
+
+    Raises:
+        CheckpointError: something is wrong; the message names the first bad tensor.
+    """
     manifest = load_manifest(path)
     damage = find_damage(path, manifest, jobs=jobs)
     if damage:
@@ -27,23 +38,23 @@ def verify(path: Path, *, jobs: int = 1) -> Manifest:
 
 
 def find_damage(path: Path, manifest: Manifest, *, jobs: int = 1) -> list[str]:
-    """One line for every piece whose bytes are not what the manifest says, naming tensor and file."""
+    """Returns one line for every piece whose bytes are not what the manifest says, naming tensor and file."""
     files = ShardFiles(Path(path), manifest)
 
-    def check(pair: tuple[TensorEntry, Piece]) -> str | None:
+    def check(piece: StoredPiece) -> str | None:
         digest = xxhash.xxh3_128()
         try:
             buffer = torch.empty(0, dtype=torch.uint8)
-            for chunk in chunks_of(*pair):
+            for chunk in chunks_of(piece):
                 buffer = buffer if len(buffer) else pages(chunk.num_bytes)
                 digest.update(files.read(chunk, buffer, is_paged=True).numpy().data)
-            files.check(chunk, digest.hexdigest())
+            files.check(piece, digest.hexdigest())
         except DamagedError as error:
             return str(error)
         return None
 
-    pieces = [(entry, piece) for entry in manifest.tensors.values() for piece in entry.pieces]
-    pieces.sort(key=lambda pair: (pair[1].file, pair[1].key))
+    pieces = [piece for entry in manifest.tensors.values() for piece in entry.pieces]
+    pieces.sort(key=lambda piece: (piece.file, piece.key))
     try:
         with ThreadPoolExecutor(jobs) as threads:
             return [line for line in threads.map(check, pieces) if line is not None]
@@ -53,7 +64,7 @@ def find_damage(path: Path, manifest: Manifest, *, jobs: int = 1) -> list[str]:
 
 @dataclass(frozen=True)
 class Difference:
-    """How one tensor differs between two checkpoints. ``reason`` instead of numbers where they cannot be compared."""
+    """How a tensor differs between two checkpoints. ``reason`` says why where it cannot be compared."""
 
     name: str
     kind: str
@@ -68,7 +79,19 @@ class Difference:
 
 
 def compare(first: Path, second: Path, *, jobs: int = 1) -> list[Difference]:
-    """Every tensor of either checkpoint against the other's, verified while read. Raises CheckpointError if damaged."""
+    """Compares every tensor of two checkpoints; hashes are checked on the way.
+
+    Args:
+        first: a checkpoint's directory.
+        second: the other's.
+        jobs: threads.
+
+    Returns:
+        One Difference for every tensor of either checkpoint.
+
+    Raises:
+        CheckpointError: one of them is damaged.
+    """
     manifests = load_manifest(first), load_manifest(second)
     keys = list(dict.fromkeys([*manifests[0].tensors, *manifests[1].tensors]))
     with ThreadPoolExecutor(jobs) as threads:

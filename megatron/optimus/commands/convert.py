@@ -21,7 +21,7 @@ from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.convert import DEFAULT_MAX_SHARD_BYTES, FORMATS, Options, convert
-from megatron.optimus.convert.names import NAMES
+from megatron.optimus.convert.deepspeed import NAMES
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 

@@ -24,7 +24,7 @@ from megatron.optimus.config.schema import ConfigError, DataConfig, Packing, Tok
 from megatron.optimus.data.dataset import InstanceSet, Split
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.indexed import IndexedDataset
-from megatron.optimus.data.inspection import Statistics, document_at, document_bounds, find_duplicates
+from megatron.optimus.data.inspection import Statistics, document_at, document_offsets, find_duplicates
 from megatron.optimus.data.mixture import Mixture
 from megatron.optimus.data.order import sample_at
 from megatron.optimus.data.sources import read_sources
@@ -109,7 +109,7 @@ def print_documents(args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(args)
     for prefix in args.prefixes:
         data = IndexedDataset(prefix)
-        bounds = document_bounds(data)
+        bounds = document_offsets(data)
         count = bounds.size - 1
         for number in args.documents:
             if not -count <= number < count:

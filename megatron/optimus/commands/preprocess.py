@@ -117,8 +117,8 @@ def main(argv: list[str] | None = None) -> int:
     if terminal:
         sys.stderr.write("\n")
     log_progress(report)
-    if report.parts_found:
-        print(f"{report.parts_found} parts were done before, {report.parts} now")
+    if report.partitions_found:
+        print(f"{report.partitions_found} parts were done before, {report.partitions_done} now")
     if not report.merged:
         print("the parts of this process are done; the last process to finish merges all parts")
         return 0

@@ -76,7 +76,7 @@ def tune_problems(
     problems: list[Problem], share: float, device: torch.device, *, exact_only: bool, again: bool, explain: bool
 ) -> None:
     """Tunes each problem and prints the outcome; ``share``: fraction of its rows whose expert is on this rank."""
-    from megatron.optimus.ops.triton.tune import line, tune_missing
+    from megatron.optimus.ops.triton.autotune import line, tune_missing
 
     for problem in dict.fromkeys(problems):
         known = {} if again else {k: e for k, e in tiles.table(device).items() if e.is_exact or not exact_only}

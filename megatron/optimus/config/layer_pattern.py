@@ -1,4 +1,4 @@
-"""Which layers have experts: ``moe_layer_freq`` as Megatron spells it, one number or a 0 or 1 for each layer."""
+"""Reads ``moe_layer_freq``, which says which layers have experts: one number, or a 0 or 1 for each layer."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def check_layer_pattern(freq: Sequence[int], num_layers: int) -> None:
 
 
 def layers_of_pattern(freq: Sequence[int], num_layers: int) -> Sequence[int]:
-    """Numbers of the layers with experts, ascending: every N-th from the first on, or those that have a 1."""
+    """Lists the layers with experts, ascending: every N-th from the first on, or those that have a 1."""
     if len(freq) == 1:
         return range(0, num_layers, freq[0])  # no list: a damaged file may say a billion layers
     return [layer for layer, has_experts in enumerate(freq) if has_experts]
 
 
 def shown(freq: Sequence[int]) -> str:
+    """Writes a pattern for a message, a long one cut short."""
     words = [str(number) for number in freq]
     return " ".join(words if len(words) <= 20 else [*words[:20], "..."])
 
 
 def parse_integers(text: str) -> list[int] | None:
-    """The list that an expression like ``([0]*3+[1]*58)`` stands for: lists of whole numbers, + and *; None for
-    anything else."""
+    """Evaluates an expression like ``([0]*3+[1]*58)``: lists of whole numbers, + and *. None for anything else."""
     try:
         found = _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -43,7 +43,7 @@ def parse_integers(text: str) -> list[int] | None:
 
 
 def _value(node: ast.expr) -> int | list[int]:
-    """Raises ValueError for what is neither."""
+    """Evaluates a node to a number or a list of them. Raises ValueError for what is neither."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List):

@@ -1,4 +1,4 @@
-"""Consecutive layers over the stages of a pipeline so that the slowest rank is fastest: pure arithmetic.
+"""Splits consecutive layers over pipeline stages so that the slowest rank is as fast as possible: pure arithmetic.
 
 ``ranks`` are the stages of every rank. Layers that all cost the same are dealt one by one, which no split betters.
 Where they differ, the dealt split is improved by moving layers over single boundaries, then by a search for a split
@@ -23,10 +23,15 @@ Ranks = tuple[tuple[int, ...], ...]
 def balanced(
     costs: tuple[int, ...], ranks: Ranks, head_cost: int, fixed: tuple[int | None, int | None]
 ) -> tuple[int, ...]:
-    """Layers of every stage. ``costs``: of the layers; ``head_cost``: of what the last stage does besides; ``fixed``:
-    layers of the first and the last stage, where they are given: then the other stages begin with as many each.
+    """Finds the number of layers of every stage.
 
     The equal split, where it is possible and no found one has a faster slowest rank.
+
+    Args:
+        costs: cost of each layer.
+        ranks: stages of each rank.
+        head_cost: cost of what the last stage does besides its layers.
+        fixed: layers of the first and of the last stage, where given; the other stages then begin with as many each.
     """
     num_layers, num_stages = len(costs), sum(map(len, ranks))
     given = {stage: size for stage, size in zip((0, num_stages - 1), fixed, strict=True) if size is not None}
@@ -42,7 +47,7 @@ def balanced(
 
 
 def _dealt(total: int, num_layers: int, ranks: Ranks, head_cost: int) -> list[int]:
-    """Every layer at the mean cost, in units of a ``num_layers``-th of it."""
+    """Deals layers one by one, each at the mean cost ``total / num_layers``; loads are in units of 1 / num_layers."""
     num_stages = sum(map(len, ranks))
     sizes = [1] * num_stages
     heads = [0] * (num_stages - 1) + [head_cost * num_layers]
@@ -56,7 +61,7 @@ def _dealt(total: int, num_layers: int, ranks: Ranks, head_cost: int) -> list[in
 
 
 class _Balance:
-    """Splits of given layers, and what they cost."""
+    """Evaluates and improves splits of given layers."""
 
     def __init__(self, costs: Sequence[int], ranks: Ranks, head_cost: int, given: Mapping[int, int]) -> None:
         self.sums = [0, *accumulate(costs)]  # of the layers before each
@@ -83,7 +88,7 @@ class _Balance:
         return max(self.loads(sizes))
 
     def improved(self, sizes: list[int]) -> list[int]:
-        """A split whose slowest rank is faster; ``sizes`` if there is none."""
+        """Finds a split whose slowest rank is faster; ``sizes`` if there is none."""
         best = sizes
         found: list[int] | None = sizes
         while found is not None:
@@ -114,8 +119,11 @@ class _Balance:
         return sizes
 
     def _within(self, stage: int, start: int, spare: tuple[int, ...]) -> list[int] | None:
-        """Sizes of ``stage`` and those behind it for the layers from ``start`` on, no rank costing more than it has to
-        ``spare``. None if there are none, or none was found in the looks that are left."""
+        """Searches sizes of ``stage`` and those behind it for the layers from ``start`` on.
+
+        No rank may cost more than it has to ``spare``. None if there are no such sizes, or none was found in the looks
+        that are left.
+        """
         if stage == self.num_stages:
             return []
         later = [space for space, last in zip(spare, self.last_of, strict=True) if last >= stage]
@@ -134,7 +142,7 @@ class _Balance:
         return None
 
     def _ends(self, stage: int, start: int, spare: int) -> list[int]:
-        """Where the stage may end, the most promising first."""
+        """Lists where the stage may end, the most promising first."""
         behind = self.num_stages - 1 - stage
         spare -= self.head_cost if not behind else 0
         most = min(bisect_right(self.sums, self.sums[start] + spare) - 1, self.num_layers - behind)

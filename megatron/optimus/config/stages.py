@@ -1,4 +1,4 @@
-"""Which layers of the model a pipeline stage holds: pure arithmetic.
+"""Assigns the layers of the model to pipeline stages: pure arithmetic.
 
 With ``chunks`` model chunks per rank (virtual pipeline) there are pp * chunks stages. Stage s lies on rank s mod pp in
 a loop; in V shape (two chunks) the second half runs back, so that the last stage is on the rank of the first.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.optimus.config.layer_costs import head_cost, layer_cost
+from megatron.optimus.config.costs import head_cost, layer_cost
 from megatron.optimus.config.schema import (
     ConfigError,
     ModelConfig,
@@ -30,7 +30,7 @@ def layers_of_stages(
     last: int | None = None,
     head_cost: int = 0,
 ) -> list[range]:
-    """The layers of every one of the pp * chunks stages, in order.
+    """Splits the layers over the pp * chunks stages, in order.
 
     ``costs``: of every layer; ``head_cost``: of the head on the last stage, in the same unit. ``first``, ``last``:
     layers of the first and the last stage, where the user fixes them; the rest must divide by the others. The split
@@ -56,10 +56,10 @@ def layers_of_stages(
 
 
 def stage_layers(model: ModelConfig, parallel: ParallelConfig, seq_length: int) -> list[range]:
-    """The layers of every stage that a configuration asks for, by what they cost in a sequence of that length. Raises
-    ConfigError for layers that do not fit.
+    """Splits the layers as a configuration asks, by what they cost in a sequence of that length.
 
-    Attention counts with its length: the longer the sequences, the fewer layers the head is worth.
+    Attention counts with its length: the longer the sequences, the fewer layers the head is worth. Raises ConfigError
+    for layers that do not fit.
     """
     dense, moe = (layer_cost(model, seq_length, is_moe=is_moe).total for is_moe in (False, True))
     costs = [dense] * model.num_layers
@@ -82,7 +82,7 @@ def _ranges(sizes: Sequence[int]) -> list[range]:
 
 
 def stages_of_rank(rank: int, pp: int, chunks: int, *, v_shape: bool) -> list[int]:
-    """The stages of a pipeline rank, in the order of its chunks."""
+    """Lists the stages of a pipeline rank, in the order of its chunks."""
     if v_shape:
         return [rank, 2 * pp - 1 - rank]
     return [rank + pp * chunk for chunk in range(chunks)]
@@ -100,5 +100,5 @@ def check_micro_batches(num_micro_batches: int, pp: int) -> None:
 
 
 def num_p2p_groups(pp: int, *, v_shape: bool) -> int:
-    """Communicators for each direction between stages of several chunks (parallel/pipeline_stages.py)."""
+    """Counts the communicators for each direction between stages with several chunks (parallel/pipeline_stages.py)."""
     return 4 if v_shape else 2 + pp % 2

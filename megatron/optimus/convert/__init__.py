@@ -1,7 +1,7 @@
 """Conversion of whole models between formats, streaming and bit-exact (docs/converters.md).
 
-A source format says which tensors of our model it holds and reads any range of them; a destination format says what it
-will write and asks for the ranges it needs. One tensor is in memory at a time; the result appears by one rename.
+A source gives any range of our model's tensors; a destination asks for the ranges it needs and writes them. One matrix
+is in memory at a time, and the result appears by one rename. formats.py has the interface and says how to add a format.
 """
 
 from __future__ import annotations
@@ -15,26 +15,25 @@ from pathlib import Path
 
 import torch
 
-from megatron.optimus.checkpoint.commit import sync_directory
 from megatron.optimus.checkpoint.errors import CheckpointError
-from megatron.optimus.checkpoint.manifest import MANIFEST_NAME
-from megatron.optimus.convert import hf, megatron, optimus, universal, zero
-from megatron.optimus.convert.request import DEFAULT_MAX_SHARD_BYTES, Options, Plan, Written
-from megatron.optimus.convert.source import WEIGHT, Source, units
+from megatron.optimus.convert import deepspeed, hf, megatron, optimus
+from megatron.optimus.convert.formats import (
+    DEFAULT_MAX_SHARD_BYTES,
+    WEIGHT,
+    Options,
+    OutputTensor,
+    Source,
+    matrices,
+)
 from megatron.optimus.convert.torch_files import check_bytes
+from megatron.optimus.platform.files import sync_directory
 
-__all__ = ["DEFAULT_MAX_SHARD_BYTES", "FORMATS", "Conversion", "Options", "Written", "convert", "open_source"]
+__all__ = ["DEFAULT_MAX_SHARD_BYTES", "FORMATS", "Conversion", "Options", "OutputTensor", "convert", "open_source"]
 
-FORMATS = ("hf", "optimus", "megatron", "zero", "universal")
-_PLANS: dict[str, Callable[[Source, Options], Plan]] = {
-    "hf": hf.plan,
-    "optimus": optimus.plan,
-    "megatron": megatron.plan,
-    "zero": zero.plan,
-    "universal": universal.plan,
-}
-# What a folder written here has at its top, so that --overwrite never deletes anything else.
-_OUR_MARKS = {"config.json", MANIFEST_NAME, "latest", "latest_universal", "latest_checkpointed_iteration.txt"}
+_FORMATS = {one.name: one for one in (hf.FORMAT, optimus.FORMAT, megatron.FORMAT, deepspeed.ZERO, deepspeed.UNIVERSAL)}
+FORMATS = tuple(_FORMATS)
+# In this order, since a universal checkpoint may stand beside the ZeRO checkpoint that it was made from.
+_RECOGNISED = (optimus.FORMAT, hf.FORMAT, deepspeed.UNIVERSAL, deepspeed.ZERO, megatron.FORMAT)
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Conversion:
 
     source: Path
     destination: Path
-    tensors: list[Written]
+    tensors: list[OutputTensor]
     compared: int = 0  # tensors that were read back and found equal
 
     @property
@@ -62,14 +61,25 @@ def convert(
     dry_run: bool = False,
     verify: bool = False,
 ) -> Conversion:
-    """Converts one model. ``source``: a folder in any of ``FORMATS``, recognised by what it holds.
+    """Converts a model to another format.
 
-    ``options``: how the destination is written. ``model_config``: a Hugging Face config.json or one of our
-    configuration files, for sources that do not say what the model looks like. ``overwrite``: replace an earlier
-    conversion. ``dry_run``: only list the tensors. ``verify``: read the result back before it appears and compare every
-    tensor bit for bit.
+    Args:
+        source: a folder in any of ``FORMATS``, recognised by what it holds.
+        destination: a folder; it appears in one step.
+        to: one of ``FORMATS``.
+        options: how the destination is written.
+        model_config: a Hugging Face config.json or one of our configuration files, for sources that do not say what the
+            model looks like.
+        overwrite: replace an earlier conversion.
+        dry_run: only list the tensors.
+        verify: read the result back before it appears and compare every tensor bit for bit.
 
-    Raises CheckpointError or ConfigError; the destination is then as it was.
+    Returns:
+        What was, or would be, written.
+
+    Raises:
+        CheckpointError: the source is damaged or cannot be converted; the destination is then as it was.
+        ConfigError: the model's configuration has no equivalent; the destination is then as it was.
     """
     source, destination = Path(source), Path(destination)
     if to not in FORMATS:
@@ -87,15 +97,15 @@ def _convert(
     if to == source.format and to != "megatron":  # which can be laid out anew
         raise CheckpointError(f"--to {to}: {source.path} already is in {to!r} format; another is wanted here")
     _check_destination(source.path, destination, overwrite)
-    plan = _PLANS[to](source, options)
+    prepared = _FORMATS[to].destination(source, options)
     compared = 0
 
     def write(directory: Path) -> None:
         nonlocal compared
-        plan.write(directory)
+        prepared.write(directory)
         source.finish()
         if verify:
-            written = plan.open(directory)
+            written = prepared.open(directory)
             try:
                 compared = _compare(source, written, options.dtype)
             finally:
@@ -104,28 +114,21 @@ def _convert(
     if not dry_run:
         for file in source.files_to_check():
             check_bytes(file)
-        _write_atomically(destination, write)
-    return Conversion(source.path, destination, plan.tensors, compared)
+        _write_directory(destination, write)
+    return Conversion(source.path, destination, prepared.tensors, compared)
 
 
 def open_source(path: Path, model_config: Path | None = None) -> Source:
     """Recognises and opens a checkpoint. Raises CheckpointError or ConfigError saying what is wrong with it."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder")
-    if not (path / MANIFEST_NAME).exists():
-        if hf.recognise(path):
-            return hf.HFSource(path)
-        if universal.recognise(path):
-            return universal.UniversalSource(path, model_config)
-        if zero.recognise(path):
-            return zero.ZeroSource(path, model_config)
-        if megatron.recognise(path):
-            return megatron.MegatronSource(path, model_config)
-    return optimus.OptimusSource(path)
+    # What no format recognises may be a run or a folder of our checkpoints; otherwise the error says what is expected.
+    found = next((one for one in _RECOGNISED if one.recognise(path)), optimus.FORMAT)
+    return found.open(path, model_config)
 
 
 def _compare(source: Source, written: Source, dtype: str | None) -> int:
-    """Reads everything back; returns how many tensors. Raises CheckpointError naming the first that differs."""
+    """Compares what was written with the source; returns how many tensors. Raises CheckpointError for a difference."""
     compared = set()
     for name, buffer in written.buffers.items():
         if name not in source.buffers or not torch.equal(buffer, source.buffers[name]):
@@ -135,7 +138,7 @@ def _compare(source: Source, written: Source, dtype: str | None) -> int:
             from_kind = source.weight_kind(dtype)
         else:
             from_kind = kind if kind in source.kinds else source.weight_kind("fp32")
-        for name, start, stop in units(written.model):
+        for name, start, stop in matrices(written.model):
             found = written.read(name, kind, start, stop)
             expected = source.read(name, from_kind, start, stop).to(found.dtype)
             if not torch.equal(found.view(torch.uint8), expected.contiguous().view(torch.uint8)):
@@ -159,12 +162,12 @@ def _check_destination(source: Path, destination: Path, overwrite: bool) -> None
     content = {entry.name for entry in os.scandir(destination)}
     if content and not overwrite:
         raise CheckpointError(f"{destination}: not empty; choose another destination or add --overwrite")
-    if content and not content & _OUR_MARKS:
+    if content and not content & {one.mark for one in _FORMATS.values()}:
         raise CheckpointError(f"{destination}: is no converted model, so --overwrite does not delete it")
 
 
-def _write_atomically(destination: Path, write: Callable[[Path], None]) -> None:
-    """Lets ``write`` fill a folder beside the destination, then renames it."""
+def _write_directory(destination: Path, write: Callable[[Path], None]) -> None:
+    """Lets ``write`` fill a folder beside the destination, then renames that folder."""
     destination = destination.resolve()
     temporary = destination.with_name(f".{destination.name}.tmp-{secrets.token_hex(8)}")
     try:

@@ -16,25 +16,35 @@ from typing import Any
 
 import torch
 
-from megatron.optimus.checkpoint.commit import sync_directory, write_synced
 from megatron.optimus.checkpoint.errors import CheckpointError
-from megatron.optimus.checkpoint.shards import ShardItem, read_small_file
+from megatron.optimus.checkpoint.shards import WriteItem
+from megatron.optimus.checkpoint.untrusted import read_small_file
 from megatron.optimus.config.schema import ConfigError, Normalization, RunConfig
+from megatron.optimus.convert.deepspeed import flat_names
+from megatron.optimus.convert.formats import (
+    WEIGHT,
+    Destination,
+    ForeignSource,
+    Format,
+    Options,
+    Source,
+    TensorInfo,
+    output_tensors,
+    write_items,
+)
 from megatron.optimus.convert.megatron_args import arguments_of, model_from_arguments
 from megatron.optimus.convert.megatron_map import (
     EMBEDDINGS,
     EXPERT_BIAS,
     Rank,
     key_of,
-    megatron_parts,
+    megatron_tensors,
     padded_vocabulary,
 )
-from megatron.optimus.convert.request import Options, Plan, Written, part_items
 from megatron.optimus.convert.sidecar import Description, read_model_config, read_sidecar, write_sidecar
-from megatron.optimus.convert.source import WEIGHT, Foreign, ForeignSource, Source
-from megatron.optimus.convert.tensor_map import Part
+from megatron.optimus.convert.tensor_map import ForeignTensor
 from megatron.optimus.convert.torch_files import Spool, read_torch, write_torch
-from megatron.optimus.convert.zero import flat_names
+from megatron.optimus.platform.files import sync_directory, write_new
 
 _POINTER = "latest_checkpointed_iteration.txt"
 _FILE = "model_optim_rng.pt"
@@ -57,14 +67,14 @@ def _iteration_folder(path: Path) -> Path:
     return folder
 
 
-def recognise(path: Path) -> bool:
+def _recognise(path: Path) -> bool:
     return (path / _POINTER).is_file() or (
         path.is_dir() and any(_RANK_FOLDER.fullmatch(f.name) for f in path.iterdir())
     )
 
 
 class MegatronSource(ForeignSource):
-    """Weights of all ranks."""
+    """The weights in the files of all ranks."""
 
     def __init__(self, path: Path, model_config: Path | None = None) -> None:
         folder = _iteration_folder(path)
@@ -90,20 +100,20 @@ class MegatronSource(ForeignSource):
         if embedding is None or embedding.dim() != 2:
             raise CheckpointError(f"{self._files[0, 0, 0]}: has no {' or '.join(EMBEDDINGS)}")
         tp = max(rank[0] for rank in found) + 1
-        parts = megatron_parts(self.model, found, vocabulary=embedding.shape[0] * tp)
+        tensors = megatron_tensors(self.model, found, vocabulary=embedding.shape[0] * tp)
         single = len(found) == 1
         self._tensors = {
             name if single else key_of(rank, name): tensor
             for rank, one in found.items()
             for name, tensor in one.items()
         }
-        known = {part.key for part in parts}
+        known = {tensor.key for tensor in tensors}
         if not self.model.untie_embeddings_and_output_weights:  # a copy of the tied matrix that needs no reading
             for key in [key for key in self._tensors if key.endswith("output_layer.weight") and key not in known]:
                 del self._tensors[key]
-        described = {key: Foreign(tensor.dtype, tuple(tensor.shape)) for key, tensor in self._tensors.items()}
-        self.place(parts, {WEIGHT: described})
-        self._check_copies(parts)
+        described = {key: TensorInfo(tensor.dtype, tuple(tensor.shape)) for key, tensor in self._tensors.items()}
+        self.map_tensors(tensors, {WEIGHT: described})
+        self._check_copies(tensors)
 
     def files_to_check(self) -> list[Path]:
         return list(self._files.values())
@@ -112,7 +122,7 @@ class MegatronSource(ForeignSource):
         return self._tensors[key]
 
     def _nonparametric_norms(self, found: dict[Rank, dict[str, torch.Tensor]]) -> None:
-        """A LayerNorm whose scales are one and shifts zero is one without parameters; any other has no equivalent."""
+        """Drops the parameters of LayerNorm, whose scales must be one and shifts zero; others have no equivalent."""
         if self.model.normalization is not Normalization.LAYERNORM_NONPARAMETRIC:
             return
         for rank, tensors in found.items():
@@ -125,7 +135,7 @@ class MegatronSource(ForeignSource):
                     )
 
     def _take_buffers(self, found: dict[Rank, dict[str, torch.Tensor]]) -> None:
-        """The biases of aux-loss-free balancing are small and the same on all ranks of a stage."""
+        """Takes the biases of aux-loss-free balancing, which are small and the same on all ranks of a stage."""
         first = 0
         for stage in range(max(rank[1] for rank in found) + 1):
             layers = {int(m[1]) for name in found[0, stage, 0] if (m := re.search(r"\.layers\.(\d+)\.", name))}
@@ -138,29 +148,29 @@ class MegatronSource(ForeignSource):
                     )
             first += len(layers)
 
-    def _check_copies(self, parts: list[Part]) -> None:
-        """Norms and tied matrices that ranks should have alike: if they differ, taking one would hide a damaged run."""
-        originals = {part.blocks: part.key for part in parts if not part.copy}
-        for part in parts:
-            small_or_tied = 1 in (part.rows, part.columns) or part.key.endswith("output_layer.weight")
-            if part.copy and small_or_tied and part.blocks in originals:
-                original = originals[part.blocks]
-                if not torch.equal(self._tensors[part.key], self._tensors[original]):
-                    raise CheckpointError(f"{self.path}: the ranks' copies differ: {part.key} and {original}")
+    def _check_copies(self, tensors: list[ForeignTensor]) -> None:
+        """Compares norms and tied matrices that ranks should have alike; taking one would hide a damaged run."""
+        originals = {tensor.submatrices: tensor.key for tensor in tensors if not tensor.copy}
+        for tensor in tensors:
+            small_or_tied = 1 in (tensor.rows, tensor.columns) or tensor.key.endswith("output_layer.weight")
+            if tensor.copy and small_or_tied and tensor.submatrices in originals:
+                original = originals[tensor.submatrices]
+                if not torch.equal(self._tensors[tensor.key], self._tensors[original]):
+                    raise CheckpointError(f"{self.path}: the ranks' copies differ: {tensor.key} and {original}")
 
 
-def plan(source: Source, options: Options) -> Plan:
-    """A "release"-style folder of weights for tp x pp x ep ranks."""
+def _destination(source: Source, options: Options) -> Destination:
+    """Prepares a folder of weights for tp x pp x ep ranks."""
     c = source.model
     if c.num_layers % options.pp:
         raise CheckpointError(f"--target-pipeline-parallel-size {options.pp} must divide num_layers={c.num_layers}")
     ranks = [(t, p, e) for t in range(options.tp) for p in range(options.pp) for e in range(options.ep)]
     rows = padded_vocabulary(c, options.tp)
-    parts = megatron_parts(c, dict.fromkeys(ranks), vocabulary=rows, transformer_engine=options.transformer_engine)
+    tensors = megatron_tensors(c, dict.fromkeys(ranks), vocabulary=rows, transformer_engine=options.transformer_engine)
     kind = source.weight_kind(options.dtype)
-    items = part_items(source, parts, kind, options)
+    items = write_items(source, tensors, kind, options)
     single = len(ranks) == 1
-    groups: dict[Rank, list[ShardItem]] = {
+    groups: dict[Rank, list[WriteItem]] = {
         rank: [item for item in items if single or item.key.startswith(key_of(rank, ""))] for rank in ranks
     }
     arguments = arguments_of(source, options, rows)
@@ -169,28 +179,27 @@ def plan(source: Source, options: Options) -> Plan:
     def write(directory: Path) -> None:
         spool = Spool(directory)
         for rank, group in groups.items():
-            tensors = {key.split(":")[-1]: tensor for key, tensor in spool.collect(group).items()}
-            tensors |= _extras(source, options, rank, tensors)
+            model = {key.split(":")[-1]: tensor for key, tensor in spool.collect(group).items()}
+            model |= _extras(source, options, rank, model)
             folder = directory / folder_name / _rank_folder(rank, options)
             folder.mkdir(parents=True)
             content = {
                 "args": argparse.Namespace(**arguments),
                 "checkpoint_version": 3.0,
                 "iteration": source.step,
-                "model": tensors,
+                "model": model,
             }
             write_torch(folder / _FILE, content)
             sync_directory(folder)
         spool.close()
         write_sidecar(directory / folder_name, source)
-        write_synced(directory / _POINTER, str(source.step).encode())
+        write_new(directory / _POINTER, str(source.step).encode())
 
-    listed = [Written(item.key, item.dtype, item.shape) for item in items]
-    return Plan(listed, write, MegatronSource)
+    return Destination(output_tensors(items), write, MegatronSource)
 
 
 def _extras(source: Source, options: Options, rank: Rank, tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What Megatron has and we do not (the parameters of LayerNorm), and the balancing biases of this stage."""
+    """Makes what Megatron has and we do not (parameters of LayerNorm), and the balancing biases of this stage."""
     c, extras = source.model, {}
     per_stage = c.num_layers // options.pp
     dtype = next(iter(tensors.values())).dtype
@@ -222,7 +231,7 @@ def _rank_folder(rank: Rank, options: Options) -> str:
 
 
 def _rank_files(folder: Path) -> dict[Rank, Path]:
-    """The files of all ranks; a single suffix is the pipeline rank unless only expert parallelism can explain it."""
+    """Finds the files of all ranks. A single suffix is the pipeline rank unless the run had only expert parallelism."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
     if (folder / ".metadata").exists() or (folder / "common.pt").exists():
@@ -280,3 +289,6 @@ def _describe(file: Path, first: dict[str, Any], model_config: Path | None) -> D
         raise CheckpointError(f"{file}: args: {error}") from error
     samples = values.get("consumed_train_samples")
     return Description(RunConfig(model=model), 0, samples if type(samples) is int and samples >= 0 else 0)
+
+
+FORMAT = Format("megatron", _POINTER, _recognise, MegatronSource, _destination)

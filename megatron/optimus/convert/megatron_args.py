@@ -1,4 +1,4 @@
-"""Megatron's command-line arguments, as its checkpoints carry them, in our options and back."""
+"""Translates Megatron's command-line arguments, as its checkpoints carry them, to our options and back."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from megatron.optimus.config.schema import (
     RotaryScaling,
     ScoreFunction,
 )
-from megatron.optimus.convert.request import Options
-from megatron.optimus.convert.source import Source
+from megatron.optimus.convert.formats import Options, Source
 
 # Arguments with one supported value; an argument that is absent has it.
 _CONSTANTS: dict[str, tuple[Any, ...]] = {
@@ -65,9 +64,9 @@ _LLAMA3 = {"rotary_low_freq_factor": 1.0, "rotary_high_freq_factor": 4.0, "rotar
 
 
 def model_from_arguments(args: Mapping[str, Any]) -> ModelConfig:
-    """Our options. Raises ConfigError naming the argument that is missing or not supported."""
+    """Translates to our options. Raises ConfigError naming the argument that is missing or not supported."""
     for name, allowed in _CONSTANTS.items():
-        if name in args and not any((args[name] == value) is True for value in allowed):  # not a tensor's opinion
+        if name in args and not any((args[name] == value) is True for value in allowed):  # a tensor's == is no bool
             raise ConfigError(f"{name}={args[name]!r} is not supported; only {allowed[0]!r} is")
     options: dict[str, Any] = {name: _number(args, name, kind) for name, kind in _NUMBERS.items()}
     options |= {
@@ -130,7 +129,7 @@ def _moe_options(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def arguments_of(source: Source, options: Options, padded_vocab_size: int) -> dict[str, Any]:
-    """What Megatron reads with --use-checkpoint-args, in its types."""
+    """Builds what Megatron reads with --use-checkpoint-args, in its types."""
     c = source.model
     dense_norm = c.normalization is Normalization.RMSNORM
     result: dict[str, Any] = {name: values[0] for name, values in _CONSTANTS.items()}

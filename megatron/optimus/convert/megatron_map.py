@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping
 
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.config.schema import ModelConfig, Normalization, QKNormScope
-from megatron.optimus.convert.tensor_map import Block, Part
+from megatron.optimus.convert.tensor_map import ForeignTensor, Submatrix
 
 Rank = tuple[int, int, int]  # tensor-, pipeline-, expert-parallel
 EMBEDDINGS = ("embedding.word_embeddings.weight", "language_model.embedding.word_embeddings.weight")
@@ -52,17 +52,18 @@ EXPERT_BIAS = "mlp.router.expert_bias"
 
 
 def key_of(rank: Rank, name: str) -> str:
-    """The foreign tensor ``name`` in the file of one rank."""
+    """The key of the tensor ``name`` in the file of one rank."""
     return f"{rank[0]}.{rank[1]}.{rank[2]}:{name}"
 
 
 def padded_vocabulary(model: ModelConfig, tp: int, divisor: int = 128) -> int:
+    """Rows of the embedding over all ranks, with the padding that Megatron adds."""
     unit = divisor * tp
     return -(-model.vocab_size // unit) * unit
 
 
 class _Names:
-    """Chooses among spellings: the one that is there, or when writing the wanted one."""
+    """Chooses among spellings of a name: the one that a file has, or the one to write."""
 
     def __init__(self, present: Collection[str] | None, transformer_engine: bool, grouped: bool) -> None:
         self._present = present
@@ -82,36 +83,42 @@ class _Names:
         return self.choose(spellings, prefix, fused=self._grouped, number=number)
 
 
-def megatron_parts(
+def megatron_tensors(
     model: ModelConfig,
     files: Mapping[Rank, Collection[str] | None],
     *,
     vocabulary: int | None = None,
     transformer_engine: bool = False,
-) -> list[Part]:
-    """All tensors of all ranks. ``files``: which ranks there are, and the names found in their files (None to write).
+) -> list[ForeignTensor]:
+    """Lists all tensors of all ranks. With a single rank their keys are the bare names, else ``key_of``.
 
-    ``vocabulary``: padded rows of the embedding over all ranks. With a single rank, keys are the bare names. Raises
-    CheckpointError when the model cannot be laid out so.
+    Args:
+        model: the whole model.
+        files: the ranks, each with the names found in its file; None when it is to be written.
+        vocabulary: padded rows of the embedding over all ranks; None: ``vocab_size``.
+        transformer_engine: when writing, the names with Transformer Engine rather than those of the local modules.
+
+    Raises:
+        CheckpointError: the model cannot be laid out on these ranks.
     """
     tp, pp, ep = (max(rank[axis] for rank in files) + 1 for axis in range(3))
     _check_layout(model, tp, ep)
-    parts: list[Part] = []
+    tensors: list[ForeignTensor] = []
     first = 0
     for stage in range(pp):
         present = files[0, stage, 0]
         count = model.num_layers // pp if present is None else _count_layers(present)
         for rank in (rank for rank in files if rank[1] == stage):
             names = _Names(files[rank], transformer_engine, transformer_engine)
-            own = _RankParts(model, rank, (tp, pp, ep), names, single=len(files) == 1)
+            own = _RankTensors(model, rank, (tp, pp, ep), names, single=len(files) == 1)
             own.ends(vocabulary or model.vocab_size)
             for index in range(count):
                 own.layer(first + index, index)
-            parts += own.parts
+            tensors += own.tensors
         first += count
     if first != model.num_layers:
         raise CheckpointError(f"the files hold {first} layers, the configuration says num_layers={model.num_layers}")
-    return parts
+    return tensors
 
 
 def _count_layers(present: Collection[str]) -> int:
@@ -133,33 +140,33 @@ def _check_layout(model: ModelConfig, tp: int, ep: int) -> None:
         raise CheckpointError(f"expert-parallel size {ep}: the model has no experts")
 
 
-class _RankParts:
+class _RankTensors:
     """The tensors in one rank's file."""
 
     def __init__(
         self, model: ModelConfig, rank: Rank, sizes: tuple[int, int, int], names: _Names, *, single: bool
     ) -> None:
-        self.parts: list[Part] = []
+        self.tensors: list[ForeignTensor] = []
         self._model, self._rank, self._names, self._single = model, rank, names, single
         self._tp, self._pp, self._ep = sizes
         self._index = rank[0]
         self._has_norm_weights = model.normalization is Normalization.RMSNORM
 
-    def _add(self, name: str, shape: tuple[int, ...], blocks: list[Block], *, same: bool, padding: int = 0) -> None:
-        """``same``: all tensor-parallel ranks have it. What is no expert's is the same on all expert-parallel ranks."""
+    def _add(self, name: str, shape: tuple[int, ...], held: list[Submatrix], *, same: bool) -> None:
+        """Adds a tensor. ``same``: all tensor-parallel ranks have it, as expert-parallel ones have all but experts."""
         is_expert = ".experts." in name
         copy = (same and self._rank[0] > 0) or (not is_expert and self._rank[2] > 0)
         key = name if self._single else key_of(self._rank, name)
-        self.parts.append(Part(key, shape, tuple(blocks), padding=padding, copy=copy))
+        self.tensors.append(ForeignTensor(key, shape, tuple(held), copy=copy))
 
     def ends(self, vocabulary: int) -> None:
-        """Embedding on the first stage; final norm and output projection on the last."""
+        """Adds the embedding on the first stage, final norm and output projection on the last."""
         c = self._model
         if self._rank[1] == 0:
             self._vocabulary(self._names.choose(EMBEDDINGS), "embedding.weight", vocabulary, copy=False)
         if self._rank[1] == self._pp - 1:
             if self._has_norm_weights:
-                whole = [Block("final_norm.weight", 0, c.hidden_size, 0, 1)]
+                whole = [Submatrix("final_norm.weight", 0, c.hidden_size, 0, 1)]
                 self._add(self._names.choose(_FINAL_NORMS), (c.hidden_size,), whole, same=True)
             if c.untie_embeddings_and_output_weights:
                 self._vocabulary(self._names.choose(_OUTPUTS), "lm_head.weight", vocabulary, copy=False)
@@ -175,26 +182,27 @@ class _RankParts:
         rows, width = vocabulary // self._tp, self._model.hidden_size
         start = self._index * rows
         real = max(0, min(rows, self._model.vocab_size - start))
-        blocks = [Block(ours, start, real, 0, width)] if real else []
+        held = (Submatrix(ours, start, real, 0, width),) if real else ()
         key = name if self._single else key_of(self._rank, name)
-        self.parts.append(Part(key, (rows, width), tuple(blocks), padding=rows - real, copy=copy or self._rank[2] > 0))
+        copy = copy or self._rank[2] > 0
+        self.tensors.append(ForeignTensor(key, (rows, width), held, padding=rows - real, copy=copy))
 
     def layer(self, layer: int, index: int) -> None:
-        """``index``: its number on this stage."""
+        """Adds a layer; ``index`` is its number on this stage."""
         ours = f"layers.{layer}."
         c, names = self._model, self._names
-        prefix = f"{'decoder'}.layers.{index}."
+        prefix = f"decoder.layers.{index}."
         legacy = f"language_model.encoder.layers.{index}."
         if names.choose((prefix + _QKV[0], legacy + _QKV[1])).startswith(legacy):
             prefix = legacy
         is_moe = layer in c.moe_layers
         if self._has_norm_weights:
-            for spellings, part, fusable in (
+            for spellings, norm, fusable in (
                 (_ATTENTION_NORM, "attention_norm", True),
                 (_MLP_NORM, "mlp_norm", not is_moe),
             ):
-                block = Block(f"{ours}{part}.weight", 0, c.hidden_size, 0, 1)
-                self._add(names.norm(spellings, prefix, fusable=fusable), (c.hidden_size,), [block], same=True)
+                whole = Submatrix(f"{ours}{norm}.weight", 0, c.hidden_size, 0, 1)
+                self._add(names.norm(spellings, prefix, fusable=fusable), (c.hidden_size,), [whole], same=True)
         self._attention(ours + "attention.", prefix)
         if is_moe:
             self._experts(ours + "moe.", prefix)
@@ -205,11 +213,13 @@ class _RankParts:
         self._mlp(ours + "mlp.", names_of_two, c.ffn_hidden_size)
 
     def _mlp(self, ours: str, names: tuple[str, str], width: int) -> None:
-        """``names``: Megatron's, of gate and up together and of down. ``width``: the inner one, over all ranks."""
+        """Adds an MLP. ``names``: of gate and up together and of down. ``width``: the inner one, over all ranks."""
         outer, inner = self._model.hidden_size, width // self._tp
-        halves = [Block(f"{ours}{half}_proj.weight", self._index * inner, inner, 0, outer) for half in ("gate", "up")]
+        halves = [
+            Submatrix(f"{ours}{half}_proj.weight", self._index * inner, inner, 0, outer) for half in ("gate", "up")
+        ]
         self._add(names[0], (2 * inner, outer), halves, same=False)
-        down = [Block(f"{ours}down_proj.weight", 0, outer, self._index * inner, inner)]
+        down = [Submatrix(f"{ours}down_proj.weight", 0, outer, self._index * inner, inner)]
         self._add(names[1], (outer, inner), down, same=False)
 
     def _shared_experts(self, ours: str, prefix: str) -> None:
@@ -217,7 +227,7 @@ class _RankParts:
         two = f"{prefix}linear_fc1.weight", f"{prefix}linear_fc2.weight"
         self._mlp(ours + "mlp.", two, c.moe_shared_expert_intermediate_size)
         if c.moe_shared_expert_gate:
-            gate = Block(f"{ours}gate.weight", 0, 1, 0, c.hidden_size)
+            gate = Submatrix(f"{ours}gate.weight", 0, 1, 0, c.hidden_size)
             self._add(f"{prefix}gate_weight", (1, c.hidden_size), [gate], same=True)
 
     def _attention(self, ours: str, prefix: str) -> None:
@@ -225,39 +235,39 @@ class _RankParts:
         groups = c.num_kv_heads // self._tp
         per_group = c.num_attention_heads // c.num_kv_heads * c.head_dim
         heads = [
-            (part, group * size, size)
+            (proj, group * size, size)
             for group in range(self._index * groups, (self._index + 1) * groups)
-            for part, size in (("q", per_group), ("k", c.head_dim), ("v", c.head_dim))
+            for proj, size in (("q", per_group), ("k", c.head_dim), ("v", c.head_dim))
         ]
         rows = groups * (per_group + 2 * c.head_dim)
-        blocks = [Block(f"{ours}{part}_proj.weight", row, size, 0, c.hidden_size) for part, row, size in heads]
-        self._add(names.choose(_QKV, prefix), (rows, c.hidden_size), blocks, same=False)
+        weights = [Submatrix(f"{ours}{proj}_proj.weight", row, size, 0, c.hidden_size) for proj, row, size in heads]
+        self._add(names.choose(_QKV, prefix), (rows, c.hidden_size), weights, same=False)
         if c.add_qkv_bias:
-            blocks = [Block(f"{ours}{part}_proj.bias", row, size, 0, 1) for part, row, size in heads]
-            self._add(names.choose(_QKV_BIAS, prefix), (rows,), blocks, same=False)
+            biases = [Submatrix(f"{ours}{proj}_proj.bias", row, size, 0, 1) for proj, row, size in heads]
+            self._add(names.choose(_QKV_BIAS, prefix), (rows,), biases, same=False)
         width = groups * per_group
-        block = Block(f"{ours}o_proj.weight", 0, c.hidden_size, self._index * width, width)
-        self._add(names.choose(_PROJECTION, prefix), (c.hidden_size, width), [block], same=False)
+        columns = Submatrix(f"{ours}o_proj.weight", 0, c.hidden_size, self._index * width, width)
+        self._add(names.choose(_PROJECTION, prefix), (c.hidden_size, width), [columns], same=False)
         if c.qk_layernorm:
             per_head = c.qk_layernorm_scope is QKNormScope.HEAD
-            for part, own in (("q", width), ("k", groups * c.head_dim)):
+            for proj, own in (("q", width), ("k", groups * c.head_dim)):
                 size, start = (c.head_dim, 0) if per_head else (own, self._index * own)
-                name = f"{prefix}self_attention.{part}_layernorm.weight"
-                self._add(name, (size,), [Block(f"{ours}{part}_norm.weight", start, size, 0, 1)], same=per_head)
+                name = f"{prefix}self_attention.{proj}_layernorm.weight"
+                self._add(name, (size,), [Submatrix(f"{ours}{proj}_norm.weight", start, size, 0, 1)], same=per_head)
 
     def _experts(self, ours: str, prefix: str) -> None:
         c, names = self._model, self._names
-        router = [Block(f"{ours}router.weight", 0, c.num_experts, 0, c.hidden_size)]
+        router = [Submatrix(f"{ours}router.weight", 0, c.num_experts, 0, c.hidden_size)]
         self._add(names.choose(_ROUTER, prefix), (c.num_experts, c.hidden_size), router, same=True)
         count, inner = c.num_experts // self._ep, c.moe_ffn_hidden_size // self._tp
         for number in range(count):
             expert = self._rank[2] * count + number
             top = 2 * expert * c.moe_ffn_hidden_size + self._index * inner
             halves = [
-                Block(f"{ours}experts.gate_up_weight", top + half * c.moe_ffn_hidden_size, inner, 0, c.hidden_size)
+                Submatrix(f"{ours}experts.gate_up_weight", top + half * c.moe_ffn_hidden_size, inner, 0, c.hidden_size)
                 for half in (0, 1)
             ]
             self._add(names.expert(_EXPERT_FC1, prefix, number), (2 * inner, c.hidden_size), halves, same=False)
             rows = expert * c.hidden_size
-            down = [Block(f"{ours}experts.down_weight", rows, c.hidden_size, self._index * inner, inner)]
+            down = [Submatrix(f"{ours}experts.down_weight", rows, c.hidden_size, self._index * inner, inner)]
             self._add(names.expert(_EXPERT_FC2, prefix, number), (c.hidden_size, inner), down, same=False)

@@ -1,10 +1,11 @@
-"""Our own checkpoints as source and destination."""
+"""Our own checkpoints as a source, read and hashed once, and as a destination."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,30 @@ from typing import Any
 import torch
 import xxhash
 
-from megatron.optimus.checkpoint.chunks import CHUNK_BYTES, Chunk, ShardFiles
-from megatron.optimus.checkpoint.commit import write_synced
 from megatron.optimus.checkpoint.errors import CheckpointError
-from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, Manifest, Piece, TensorEntry
-from megatron.optimus.checkpoint.shards import ShardItem, dtype_name, torch_dtype, write_shard
-from megatron.optimus.checkpoint.slices import Place, common_parts
+from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredPiece, TensorEntry
+from megatron.optimus.checkpoint.reader import CHUNK_BYTES, ReadChunk, ShardFiles, chunks_of
+from megatron.optimus.checkpoint.shards import WriteItem, dtype_name, torch_dtype, write_shard
+from megatron.optimus.checkpoint.slices import Region, overlaps
 from megatron.optimus.checkpoint.store import load_manifest, resolve
 from megatron.optimus.config.serialize import from_dict, to_dict
-from megatron.optimus.convert.hf_files import split_by_size, token_ids_of
-from megatron.optimus.convert.request import DTYPES, Options, Plan, Written
-from megatron.optimus.convert.source import MASTER, MOMENTS, WEIGHT, Source, same_names, units
-from megatron.optimus.models.hf_map import parameter_shapes
+from megatron.optimus.convert.formats import (
+    DTYPES,
+    MASTER,
+    MOMENTS,
+    WEIGHT,
+    Destination,
+    Format,
+    Options,
+    OutputTensor,
+    Source,
+    check_names,
+    matrices,
+    split_by_size,
+)
+from megatron.optimus.convert.sidecar import token_ids_of
+from megatron.optimus.models.parameters import parameter_shapes
+from megatron.optimus.platform.files import write_new
 
 TOKEN_IDS_FIELD = "hf_token_ids"  # in a manifest's metadata: what an imported model's config.json named
 GENERATION_FIELD = "hf_generation_config"  # and its generation_config.json
@@ -35,7 +48,6 @@ BUFFER = "buffer"
 class _Hashed:
     """How far a piece has been hashed: its first ``count`` elements."""
 
-    entry: TensorEntry
     count: int = 0
     digest: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
 
@@ -43,7 +55,7 @@ class _Hashed:
 class OptimusSource(Source):
     """A full or model-only checkpoint.
 
-    A piece is verified when its last byte has been read, in ``finish`` at the latest: what was made of it must not be
+    A piece is verified when its last byte has been read, in ``finish`` at the latest; what was made of it must not be
     used before.
     """
 
@@ -70,14 +82,14 @@ class OptimusSource(Source):
         self._files = ShardFiles(path, manifest)
         self.resources.append(self._files)
         self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-        self._verified: set[Piece] = set()
-        self._hashed: dict[Piece, _Hashed] = {}  # of which a beginning has been read
+        self._verified: set[StoredPiece] = set()
+        self._hashed: dict[StoredPiece, _Hashed] = {}  # of which a beginning has been read
         shapes = parameter_shapes(self.model)
         for kind in (MASTER, *MOMENTS) if manifest.kind == "full" else (WEIGHT,):
             stored = {name: entry for (name, entry_kind), entry in manifest.tensors.items() if entry_kind == kind}
             if not stored and kind in MOMENTS:
                 continue
-            same_names(path, set(stored), set(shapes))
+            check_names(path, set(stored), set(shapes))
             for name, entry in stored.items():
                 if entry.shape != shapes[name]:
                     raise CheckpointError(f"{path}: {name} has shape {entry.shape}, its config says {shapes[name]}")
@@ -98,108 +110,103 @@ class OptimusSource(Source):
     def _load(self, entry: TensorEntry, start: int, stop: int) -> torch.Tensor:
         """Reads what is wanted of each piece and hashes it on the way, as long as one range follows the other.
 
-        A piece of which another part is wanted first is hashed whole before.
+        Where a later range of a piece is wanted first, the piece is hashed whole before and then read again.
         """
         tensor = torch.empty(stop - start, dtype=torch_dtype(entry.dtype))
-        wanted = Place(entry.shape, start, stop)
+        wanted = Region(entry.shape, start, stop)
         for piece in self._touching(entry, wanted):
-            low, high = 0, piece.stop - piece.start  # of the piece; what a box has of a range is not one range
-            if piece.box is None:
-                low, high = max(start, piece.start) - piece.start, min(stop, piece.stop) - piece.start
-            if piece not in self._verified and low != self._hashed.setdefault(piece, _Hashed(entry)).count:
+            low, high = 0, piece.numel  # of the piece; what a box has of a range is not one range
+            if piece.region.box is None:
+                first = piece.region.start
+                low, high = max(start, first) - first, min(stop, piece.region.stop) - first
+            if piece not in self._verified and low != self._hashed.setdefault(piece, _Hashed()).count:
                 self._hash_rest(piece)
-            for chunk in _ranges(entry, piece, low, high):
-                parts = list(common_parts(chunk.place, wanted))
-                if not parts and piece in self._verified:
+            for chunk in chunks_of(piece, low, high):
+                found = list(overlaps(chunk.region, wanted))
+                if not found and piece in self._verified:
                     continue
-                data = self._read(chunk)
-                for source, target in parts:
-                    target.view(tensor).copy_(source.view(data.view(tensor.dtype)))
+                data = self._read(chunk).view(tensor.dtype)
+                for overlap in found:
+                    overlap.in_second(tensor).copy_(overlap.in_first(data))
         return tensor
 
-    def _hash_rest(self, piece: Piece) -> None:
-        """Raises DamagedError naming the tensor."""
-        progress = self._hashed[piece]
-        for chunk in _ranges(progress.entry, piece, progress.count, piece.stop - piece.start):
+    def _hash_rest(self, piece: StoredPiece) -> None:
+        """Reads and hashes what has not been read of a piece. Raises DamagedError naming the tensor."""
+        for chunk in chunks_of(piece, self._hashed[piece].count):
             self._read(chunk)
 
-    def _read(self, chunk: Chunk) -> torch.Tensor:
-        """The chunk's bytes; those of a piece that is being hashed follow what has been hashed of it."""
+    def _read(self, chunk: ReadChunk) -> torch.Tensor:
+        """Reads a chunk's bytes. Those of a piece that is being hashed follow what has been hashed of it."""
         data, piece = self._files.read(chunk, self._buffer), chunk.piece
         progress = self._hashed.get(piece)
         if progress is not None:
             progress.digest.update(data.numpy().data)
             progress.count = chunk.stop
             if chunk.is_last:
-                self._files.check(chunk, progress.digest.hexdigest())
+                self._files.check(piece, progress.digest.hexdigest())
                 self._verified.add(piece)
                 del self._hashed[piece]
         return data
 
-    def _touching(self, entry: TensorEntry, wanted: Place) -> Iterator[Piece]:
-        if any(piece.box is not None for piece in entry.pieces):
-            yield from (p for p in entry.pieces if any(common_parts(p.place(entry.shape), wanted)))
+    def _touching(self, entry: TensorEntry, wanted: Region) -> Iterator[StoredPiece]:
+        if any(piece.region.box is not None for piece in entry.pieces):
+            yield from (piece for piece in entry.pieces if any(overlaps(piece.region, wanted)))
             return
-        first = bisect_right(entry.pieces, wanted.start, key=lambda piece: piece.start) - 1
-        yield from takewhile(lambda piece: piece.start < wanted.stop, entry.pieces[max(0, first) :])
+        first = bisect_right(entry.pieces, wanted.start, key=lambda piece: piece.region.start) - 1
+        yield from takewhile(lambda piece: piece.region.start < wanted.stop, entry.pieces[max(0, first) :])
 
 
-def _ranges(entry: TensorEntry, piece: Piece, low: int, high: int) -> Iterator[Chunk]:
-    """Elements [low, high) of a piece in chunks of what is read in one go."""
-    size = CHUNK_BYTES // torch_dtype(entry.dtype).itemsize
-    for first in range(low, high, size):
-        yield Chunk(entry, piece, first, min(first + size, high))
+def _destination(source: Source, options: Options) -> Destination:
+    """Prepares a checkpoint that training goes on from, if the source has masters and moments; else a model-only one.
 
-
-def plan(source: Source, options: Options) -> Plan:
-    """A checkpoint that training goes on from, if the source has masters and moments; else a model-only one.
-
-    One piece per matrix, so the experts of a layer are never put together in memory.
+    Every matrix is a piece of its own, so the experts of a layer are never put together in memory.
     """
     full = source.is_full and options.dtype is None
     kinds = (MASTER, *MOMENTS) if full else (source.weight_kind(options.dtype),)
     shapes = parameter_shapes(source.model)
-    listed: dict[tuple[str, str], Written] = {}
-    items: list[ShardItem] = []
-    placed: dict[str, tuple[str, str, int, int]] = {}  # key in our file -> name, kind, range
+    outputs: dict[tuple[str, str], OutputTensor] = {}
+    items: list[WriteItem] = []
+    pieces: dict[str, StoredPiece] = {}  # by key in the file; which file and which hash is not known yet
 
-    def add(name: str, kind: str, start: int, stop: int, dtype: torch.dtype, read: Any) -> None:
+    def add(
+        output: OutputTensor, name: str, kind: str, start: int, stop: int, read: Callable[[], torch.Tensor]
+    ) -> None:
+        outputs.setdefault((name, kind), output)
         key = f"{name}/{kind}/{start}"
-        placed[key] = (name, kind, start, stop)
-        items.append(ShardItem(key, dtype, (stop - start,), read))
+        pieces[key] = StoredPiece(name, kind, dtype_name(output.dtype), Region(output.shape, start, stop), key)
+        items.append(WriteItem(key, output.dtype, (stop - start,), read))
 
     for kind in kinds:
-        for name, start, stop in units(source.model):
-            dtype = source.dtypes[name, kind]
-            if options.dtype in DTYPES:
-                dtype = DTYPES[options.dtype]
-            out = kind if full else WEIGHT
-            listed.setdefault((name, out), Written(name if out == WEIGHT else f"{name} ({out})", dtype, shapes[name]))
-            read = lambda name=name, kind=kind, start=start, stop=stop, dtype=dtype: (  # noqa: E731
-                source.read(name, kind, start, stop).to(dtype)
-            )
-            add(name, out, start, stop, dtype, read)
+        for name, start, stop in matrices(source.model):
+            dtype = DTYPES.get(options.dtype or "", source.dtypes[name, kind])
+            output = OutputTensor(f"{name} ({kind})" if full else name, dtype, shapes[name])
+            read = partial(_read_as, source, name, kind, start, stop, dtype)
+            add(output, name, kind if full else WEIGHT, start, stop, read)
     for name, buffer in source.buffers.items():
-        listed[name, BUFFER] = Written(f"{name} ({BUFFER})", buffer.dtype, tuple(buffer.shape))
-        add(name, BUFFER, 0, buffer.numel(), buffer.dtype, lambda buffer=buffer: buffer.reshape(-1))
+        output = OutputTensor(f"{name} ({BUFFER})", buffer.dtype, tuple(buffer.shape))
+        add(output, name, BUFFER, 0, buffer.numel(), partial(buffer.reshape, -1))
 
     def write(directory: Path) -> None:
-        files: dict[str, int] = {}
-        pieces: dict[tuple[str, str], list[Piece]] = {key: [] for key in listed}
+        sizes: dict[str, int] = {}
+        written: dict[tuple[str, str], list[StoredPiece]] = {key: [] for key in outputs}
         groups = split_by_size(items, options.max_shard_bytes)
         for number, group in enumerate(groups, start=1):
             file = f"weights-{number:05d}-of-{len(groups):05d}.safetensors"
             for key, digest in write_shard(directory / file, group).items():
-                name, kind, start, stop = placed[key]
-                pieces[name, kind].append(Piece(file, key, start, stop, digest))
-            files[file] = (directory / file).stat().st_size
+                piece = replace(pieces[key], file=file, xxh3_128=digest)
+                written[piece.name, piece.kind].append(piece)
+            sizes[file] = (directory / file).stat().st_size
         tensors = {
-            key: TensorEntry(*key, dtype_name(written.dtype), written.shape, tuple(pieces[key]))
-            for key, written in listed.items()
+            key: TensorEntry(*key, dtype_name(output.dtype), output.shape, tuple(written[key]))
+            for key, output in outputs.items()
         }
-        write_synced(directory / MANIFEST_NAME, _manifest(source, files, tensors, full=full).to_bytes())
+        write_new(directory / MANIFEST_NAME, _manifest(source, sizes, tensors, full=full).to_bytes())
 
-    return Plan(list(listed.values()), write, OptimusSource)
+    return Destination(list(outputs.values()), write, OptimusSource)
+
+
+def _read_as(source: Source, name: str, kind: str, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+    return source.read(name, kind, start, stop).to(dtype)
 
 
 def _manifest(
@@ -211,3 +218,10 @@ def _manifest(
         return Manifest("model", 0, 0, {part: run[part] for part in ("model", "data")}, metadata, files, tensors)
     metadata[OPTIMIZER_STEPS_FIELD] = source.step if source.optimizer_steps is None else source.optimizer_steps
     return Manifest("full", source.step, source.consumed_samples, run, metadata, files, tensors)
+
+
+def _recognise(path: Path) -> bool:
+    return (path / MANIFEST_NAME).exists()
+
+
+FORMAT = Format("optimus", MANIFEST_NAME, _recognise, lambda path, _: OptimusSource(path), _destination)

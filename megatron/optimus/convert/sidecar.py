@@ -1,30 +1,35 @@
-"""The model's options beside formats that have no place for them.
+"""What a source must know about its model besides the tensors, and the JSON files that say it.
 
-DeepSpeed's files say nothing about the model, Megatron's only what its own arguments can express. What we write there
-gets a small file with our options, so that it converts back without help; a foreign checkpoint gets them from
-``--model-config``.
+DeepSpeed's files say nothing about the model, Megatron's only what its own arguments can express. What is written here
+in these formats gets a small file with all options beside it (the sidecar), so that it converts back without help.
+Checkpoints of others get the options from ``--model-config``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import stat
 from pathlib import Path
 from typing import Any
 
 from megatron.optimus.checkpoint.errors import CheckpointError
+from megatron.optimus.checkpoint.untrusted import parse_json
 from megatron.optimus.config.options import build
 from megatron.optimus.config.schema import RunConfig
 from megatron.optimus.config.serialize import from_dict, read_file, to_dict
-from megatron.optimus.convert.hf_files import read_json, token_ids_of, write_json
-from megatron.optimus.convert.source import Source
-from megatron.optimus.models.hf_config import model_config_from_hf
+from megatron.optimus.convert.formats import Source
+from megatron.optimus.models.huggingface.config import model_config_from_hf
+from megatron.optimus.platform.files import write_new
 
 SIDECAR = "optimus_model.json"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_MAX_JSON_BYTES = 1 << 28
 
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What a source needs to know besides its tensors."""
+    """What a source must know about its model besides the tensors."""
 
     run: RunConfig
     step: int = 0
@@ -34,6 +39,7 @@ class Description:
 
 
 def write_sidecar(directory: Path, source: Source) -> None:
+    """Writes the description of a source beside tensors that do not carry it."""
     write_json(
         directory / SIDECAR,
         {
@@ -47,7 +53,7 @@ def write_sidecar(directory: Path, source: Source) -> None:
 
 
 def read_sidecar(directory: Path) -> Description | None:
-    """What ``write_sidecar`` wrote; None where there is none."""
+    """Reads what ``write_sidecar`` wrote; None where there is none. Raises CheckpointError naming what is wrong."""
     path = directory / SIDECAR
     if not path.exists():
         return None
@@ -66,7 +72,7 @@ def read_sidecar(directory: Path) -> Description | None:
 
 
 def read_model_config(path: Path) -> Description:
-    """``--model-config``: a Hugging Face config.json (or its folder), or one of our configuration files."""
+    """Reads ``--model-config``: a Hugging Face config.json (or its folder), or one of our configuration files."""
     path = path / "config.json" if path.is_dir() else path
     if path.suffix == ".json":
         content = read_json(path)
@@ -76,7 +82,16 @@ def read_model_config(path: Path) -> Description:
 
 
 def describe(path: Path, model_config: Path | None, what: str) -> Description:
-    """The options of a checkpoint in ``path``. Raises CheckpointError saying how to give them."""
+    """Finds the description of a checkpoint: from ``--model-config``, else from its sidecar.
+
+    Args:
+        path: the folder that a sidecar would be in.
+        model_config: ``--model-config``, or None.
+        what: the format's files, in words for the error.
+
+    Raises:
+        CheckpointError: there is neither; the message says how to give it.
+    """
     if model_config is not None:
         return read_model_config(model_config)
     found = read_sidecar(path)
@@ -86,3 +101,33 @@ def describe(path: Path, model_config: Path | None, what: str) -> Description:
             "configuration with --model-config"
         )
     return found
+
+
+# ---- JSON
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object of at most 256 MB. Links are followed, since the Hugging Face cache is made of them."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe would not return
+            raise CheckpointError(f"{path}: not a regular file")
+        size = status.st_size
+        if size > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: {size} bytes, limit {_MAX_JSON_BYTES}")
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    try:
+        return parse_json(data, str(path))
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; it is damaged, copy it again") from error
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    write_new(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+
+
+def token_ids_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The token ids that a config.json or generation_config.json names."""
+    return {name: config[name] for name in TOKEN_IDS if config.get(name) is not None}

@@ -1,9 +1,18 @@
-"""Where the elements of a foreign tensor lie in ours: the one description that every format shares.
+"""Where the elements of a foreign tensor lie in ours: the one description of layouts that every format shares.
 
-A foreign tensor, seen as a matrix, is a stack of blocks; a block is a rectangle of one of our tensors, seen as the
-matrix of its rows (a 3-D expert weight is its experts' rows one below the other; a 1-D tensor is a column). That covers
-one matrix per expert (Hugging Face), fused and interleaved projections (Megatron's QKV, its bias, and SwiGLU), and
-slices along either dim (tensor parallelism). Reading and writing are copies of rectangles, so both are exact.
+A foreign tensor, seen as a matrix, is a stack of submatrices of ours. One of our tensors is seen as the matrix of its
+rows: a 3-D expert weight is the rows of all experts one below the other, a 1-D tensor is a column.
+
+    Megatron's fused QKV           ours
+    +-----------------+
+    | q rows of head 0|  <-------  rows 0 to 3 of q_proj.weight
+    | k row of head 0 |  <-------  row 0 of k_proj.weight
+    | v row of head 0 |  <-------  row 0 of v_proj.weight
+    | q rows of head 1|  <-------  rows 4 to 7 of q_proj.weight
+    |       ...       |
+
+This covers one matrix per expert (Hugging Face), fused and interleaved projections (Megatron's QKV, its bias, and
+SwiGLU), and cuts along either dim (tensor parallelism). Reading and writing only copy elements, so both are exact.
 """
 
 from __future__ import annotations
@@ -28,7 +37,7 @@ def row_width(shape: tuple[int, ...]) -> int:
 
 
 @dataclass(frozen=True)
-class Block:
+class Submatrix:
     """Rows [row, row + rows) and columns [column, column + columns) of our tensor ``name``."""
 
     name: str
@@ -39,16 +48,21 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A foreign tensor ``key`` of ``shape``: blocks of equal width, one below the other.
+class ForeignTensor:
+    """A tensor of another format: submatrices of ours, equally wide, one below the other.
 
-    ``padding``: rows of zeros that follow them (vocabularies are padded). ``copy``: the same elements are also in
-    another part, from which they are read (norms and routers of further tensor-parallel ranks).
+    Args:
+        key: its name in the file.
+        shape: of the foreign tensor.
+        submatrices: from top to bottom.
+        padding: rows of zeros below them (vocabularies are padded).
+        copy: the same elements are also in another foreign tensor, from which they are read (norms and routers of
+            further tensor-parallel ranks).
     """
 
     key: str
     shape: tuple[int, ...]
-    blocks: tuple[Block, ...]
+    submatrices: tuple[Submatrix, ...]
     padding: int = 0
     copy: bool = False
 
@@ -61,87 +75,107 @@ class Part:
         return math.prod(self.shape) // self.columns
 
 
-def whole(key: str, name: str, shape: tuple[int, ...], *, copy: bool = False) -> Part:
-    """Our tensor under another name."""
+def rows_of(key: str, name: str, shape: tuple[int, ...], start: int = 0) -> ForeignTensor:
+    """A foreign tensor of ``shape`` whose elements follow each other in our tensor ``name``, from ``start`` on."""
     width = row_width(shape)
-    return Part(key, shape, (Block(name, 0, math.prod(shape) // width, 0, width),), copy=copy)
+    return ForeignTensor(key, shape, (Submatrix(name, start // width, math.prod(shape) // width, 0, width),))
 
 
-def rows_of(key: str, name: str, shape: tuple[int, ...], start: int) -> Part:
-    """A 2-D (or whole 1-D) foreign tensor that begins at element ``start`` of our tensor ``name``."""
-    width = row_width(shape)
-    return Part(key, shape, (Block(name, start // width, math.prod(shape) // width, 0, width),))
-
-
-def below(first: Part, second: Part) -> Part:
-    """One foreign tensor of the rows of both, those of ``first`` on top; ValueError where they are not as wide."""
+def below(first: ForeignTensor, second: ForeignTensor) -> ForeignTensor:
+    """One foreign tensor of the rows of both, those of ``first`` on top. Raises ValueError if they differ in width."""
     if first.columns != second.columns:
         raise ValueError(f"{first.key}: rows of {second.columns} columns below rows of {first.columns}")
     shape = (first.rows + second.rows, first.columns)
-    return Part(first.key, shape, first.blocks + second.blocks)
+    return ForeignTensor(first.key, shape, first.submatrices + second.submatrices)
 
 
-def gather(part: Part, shapes: Shapes, read: ReadRange, dtype: torch.dtype) -> torch.Tensor:
-    """The foreign tensor, made of ranges of ours."""
-    if len(part.blocks) == 1 and not part.padding and part.columns == row_width(shapes[part.blocks[0].name]):
-        [block] = part.blocks  # nothing to put together: no second copy
-        start, size = block.row * block.columns, block.rows * block.columns
-        return read(block.name, start, start + size).to(dtype).view(part.shape)
-    result = torch.zeros(part.shape, dtype=dtype)
-    stack, at = result.view(part.rows, part.columns), 0
-    for block in part.blocks:
-        width = row_width(shapes[block.name])
-        rows = read(block.name, block.row * width, (block.row + block.rows) * width).view(block.rows, width)
-        stack[at : at + block.rows] = rows[:, block.column : block.column + block.columns].to(dtype)
-        at += block.rows
+def assemble(tensor: ForeignTensor, shapes: Shapes, read: ReadRange, dtype: torch.dtype) -> torch.Tensor:
+    """Assembles a foreign tensor from ranges of ours.
+
+    Args:
+        tensor: the foreign tensor.
+        shapes: of our tensors, by name.
+        read: gives a range of one of our tensors.
+        dtype: of the result.
+    """
+    if len(tensor.submatrices) == 1 and not tensor.padding:
+        [only] = tensor.submatrices
+        if tensor.columns == row_width(shapes[only.name]):  # a range of ours as it is: no second copy
+            start, size = only.row * only.columns, only.rows * only.columns
+            return read(only.name, start, start + size).to(dtype).view(tensor.shape)
+    result = torch.zeros(tensor.shape, dtype=dtype)
+    stack, at = result.view(tensor.rows, tensor.columns), 0
+    for sub in tensor.submatrices:
+        width = row_width(shapes[sub.name])
+        rows = read(sub.name, sub.row * width, (sub.row + sub.rows) * width).view(sub.rows, width)
+        stack[at : at + sub.rows] = rows[:, sub.column : sub.column + sub.columns].to(dtype)
+        at += sub.rows
     return result
 
 
-class Scatter:
-    """Ranges of our tensors, put together from foreign ones.
+class RangeReader:
+    """Reads ranges of our tensors from foreign ones.
 
-    Raises CheckpointError when ``parts`` do not hold every element of every tensor exactly once.
+    Args:
+        tensors: all foreign tensors.
+        shapes: of our tensors, by name.
+        where: opens the error's message.
+
+    Raises:
+        CheckpointError: the foreign tensors do not hold as many elements as one of ours has.
     """
 
-    def __init__(self, parts: Iterable[Part], shapes: Shapes, where: str) -> None:
+    def __init__(self, tensors: Iterable[ForeignTensor], shapes: Shapes, where: str) -> None:
         self._shapes = shapes
-        self._blocks: dict[str, list[tuple[Block, Part, int]]] = defaultdict(list)  # block, its part, its row there
-        for part in parts:
+        # For each of our tensors: its submatrices, each with the foreign tensor that holds it and the row there.
+        self._held: dict[str, list[tuple[Submatrix, ForeignTensor, int]]] = defaultdict(list)
+        for tensor in tensors:
             at = 0
-            for block in part.blocks:
-                if not part.copy:
-                    self._blocks[block.name].append((block, part, at))
-                at += block.rows
+            for sub in tensor.submatrices:
+                if not tensor.copy:
+                    self._held[sub.name].append((sub, tensor, at))
+                at += sub.rows
         for name, shape in shapes.items():
-            found = self._blocks[name]
-            found.sort(key=lambda item: (item[0].row, item[0].column))
-            held = sum(block.rows * block.columns for block, _, _ in found)
-            if held != math.prod(shape):
+            held = self._held[name]
+            held.sort(key=lambda item: (item[0].row, item[0].column))
+            numel = sum(sub.rows * sub.columns for sub, _, _ in held)
+            if numel != math.prod(shape):
                 raise CheckpointError(
-                    f"{where}: {name} needs {math.prod(shape)} elements, the tensors found for it hold {held}"
+                    f"{where}: {name} needs {math.prod(shape)} elements, the tensors found for it hold {numel}"
                 )
-        self._rows = {name: [item[0].row for item in found] for name, found in self._blocks.items()}
-        self._tallest = {name: max((b.rows for b, _, _ in found), default=0) for name, found in self._blocks.items()}
+        self._rows = {name: [sub.row for sub, _, _ in held] for name, held in self._held.items()}
+        self._tallest = {name: max((s.rows for s, _, _ in held), default=0) for name, held in self._held.items()}
 
-    def parts_of(self, name: str) -> list[Part]:
-        return [part for _, part, _ in self._blocks[name]]
+    def tensors_of(self, name: str) -> list[ForeignTensor]:
+        """The foreign tensors that hold our tensor ``name``."""
+        return [tensor for _, tensor, _ in self._held[name]]
 
     def read(self, name: str, start: int, stop: int, fetch: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Elements [start, stop) of our tensor, whole rows. ``fetch(key)`` gives a foreign tensor."""
+        """Reads elements [start, stop) of our flattened tensor ``name``, whole rows of it.
+
+        Args:
+            name: of our tensor.
+            start: the first element of a row.
+            stop: the element after the last of a row.
+            fetch: gives a foreign tensor by its key.
+
+        Returns:
+            A 1-D tensor; it shares memory with a foreign tensor where that holds the range in one stretch.
+        """
         width = row_width(self._shapes[name])
         first, last = start // width, stop // width
         result: torch.Tensor | None = None
-        for block, part, at in self._blocks[name][bisect_left(self._rows[name], first - self._tallest[name] + 1) :]:
-            if block.row >= last:
+        for sub, tensor, at in self._held[name][bisect_left(self._rows[name], first - self._tallest[name] + 1) :]:
+            if sub.row >= last:
                 break
-            low, high = max(first, block.row), min(last, block.row + block.rows)
+            low, high = max(first, sub.row), min(last, sub.row + sub.rows)
             if low >= high:
                 continue
-            piece = fetch(part.key).reshape(part.rows, part.columns)[at + low - block.row : at + high - block.row]
-            if high - low == last - first and block.columns == width:
-                return piece.reshape(-1)
+            found = fetch(tensor.key).reshape(tensor.rows, tensor.columns)[at + low - sub.row : at + high - sub.row]
+            if high - low == last - first and sub.columns == width:
+                return found.reshape(-1)
             if result is None:
-                result = torch.empty(last - first, width, dtype=piece.dtype)
-            result[low - first : high - first, block.column : block.column + block.columns] = piece
-        assert result is not None, (name, start, stop)  # coverage was checked
+                result = torch.empty(last - first, width, dtype=found.dtype)
+            result[low - first : high - first, sub.column : sub.column + sub.columns] = found
+        assert result is not None, (name, start, stop)  # the constructor has checked that everything is held
         return result.view(-1)

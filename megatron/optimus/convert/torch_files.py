@@ -1,4 +1,4 @@
-"""Files of torch.save: read by deepspeed_ext's importer, the only caller of torch.load, and written here."""
+"""Files of torch.save: written here, and read by deepspeed_ext's importer, the only caller of torch.load."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.optimus.checkpoint.commit import sync_directory
 from megatron.optimus.checkpoint.errors import CheckpointError
-from megatron.optimus.checkpoint.shards import ShardItem, tensor_bytes
+from megatron.optimus.checkpoint.shards import WriteItem, tensor_bytes
+from megatron.optimus.platform.files import sync_directory
 
 
 def _importer() -> ModuleType:
-    """Brings DeepSpeed, for which only those shall wait who have such files. Its log takes the stream that is standard
-    output at this moment, where programs print their results.
+    """Imports DeepSpeed, which takes seconds, only where there are such files.
+
+    DeepSpeed logs to the stream that is standard output while it is imported, and there programs print their results.
     """
     with redirect_stdout(sys.stderr):
         from deepspeed_ext import torch_files
@@ -28,7 +29,7 @@ def _importer() -> ModuleType:
 
 
 def read_torch(path: Path) -> Any:
-    """What torch.save wrote, with memory-mapped tensors on the CPU. Raises CheckpointError naming file and remedy."""
+    """Reads what torch.save wrote; tensors are memory-mapped, on the CPU. Raises CheckpointError with the remedy."""
     try:
         return _importer().read_torch(path)
     except ValueError as error:
@@ -44,7 +45,7 @@ def check_bytes(path: Path) -> None:
 
 
 def write_torch(path: Path, content: Any) -> None:
-    """torch.save of a new file, synced to the disk."""
+    """Writes a new file by torch.save and syncs it to the disk."""
     with open(path, "xb") as file:
         torch.save(content, file)
         file.flush()
@@ -52,17 +53,17 @@ def write_torch(path: Path, content: Any) -> None:
 
 
 class Spool:
-    """Tensors on disk that behave as if they were in memory, for files that torch.save must write in one go.
+    """Keeps tensors in a scratch file on disk, for files that torch.save must write in one go.
 
-    Every tensor is written to a scratch file as it comes and mapped back, so one at a time is held in memory.
+    Every tensor is written as it comes and mapped back, so one at a time is held in memory.
     """
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / ".spool"
 
-    def collect(self, items: Iterable[ShardItem]) -> dict[str, torch.Tensor]:
-        """The items' tensors by key, each with a storage of its own. Valid until ``close``."""
-        placed: list[tuple[ShardItem, int]] = []
+    def collect(self, items: Iterable[WriteItem]) -> dict[str, torch.Tensor]:
+        """Writes items; returns their tensors by key, each with a storage of its own, valid until ``close``."""
+        placed: list[tuple[WriteItem, int]] = []
         with open(self._path, "wb") as file:
             for item in items:
                 tensor = item.read()
@@ -78,5 +79,6 @@ class Spool:
         return result
 
     def close(self) -> None:
+        """Removes the scratch file."""
         self._path.unlink(missing_ok=True)
         sync_directory(self._path.parent)

@@ -1,28 +1,30 @@
-"""Which corpus the sample at position n comes from, and how many samples of that corpus came before: computed.
+"""The order in which a mixture draws samples from its corpora, computed for any position.
 
 With weights w_i that add up to 1, corpus i has c_i(n) of the first n samples, and for every n and i
 
     |c_i(n) - n w_i| < 1
 
-so no corpus is ever a whole sample ahead or behind. This is the chairman assignment problem (Tijdeman 1980), in
-scheduling the Pfair schedule of one processor (Baruah, Cohen, Plaxton, Varvel 1996): the k-th sample of corpus i (from
-0) must be drawn at one of the positions
+so no corpus is ever a whole sample ahead of or behind its share. This is the chairman assignment problem (Tijdeman
+1980), and in scheduling the Pfair schedule of one processor (Baruah, Cohen, Plaxton, Varvel 1996): the k-th sample of
+corpus i (from 0) must be drawn at one of the positions
 
     floor(k / w_i) <= position < ceil((k + 1) / w_i)
 
-and drawing, at each position, the released sample whose deadline comes first (EDF) finds such an order, as the weights
-add up to 1. EDF alone must start at 0 to know position n. To jump into the middle, positions are cut into blocks of
-B >= 2 / min(w) + 2, and a block is worked out alone, from a state that follows from n directly:
+These are its window, from its release to its deadline. Drawing, at each position, the released sample whose deadline
+comes first (earliest deadline first, EDF) finds such an order, as the weights add up to 1.
 
-- c_i(n) is floor(n w_i) or one more. Write *early* for the corpora that have the one more; how many are early is known
-  (the counts add up to n). If any choice of them can be continued within the bounds, then the choice of those with the
-  earliest deadlines can: the samples that must be drawn before t number sum_i max(0, floor(t w_i) - c_i(n)), and this
-  choice makes the sum smallest for all t at once.
-- Run EDF from that state at the block before: after B positions it is in a state that lies on a correct order (it can
-  be continued, as it came from EDF) and can be reached from the block's start: no window is longer than B, so what must
-  have been drawn in the positions before is bounded by those of the block run through. Such states, at the bounds of
-  all blocks, are the fixed points of the order. The counts do not fall from one to the next, as B w_i >= 2.
-- Between two fixed points EDF runs again, over just the samples that lie between them. By Hall's theorem it succeeds:
+EDF alone must start at 0 to reach position n. To start anywhere, positions are cut into blocks of B >= 2 / min(w) + 2,
+and a block is computed by itself, from the counts c_i at its start, which are computed directly:
+
+- c_i(n) is floor(n w_i) or one more. Call the corpora that have the one more *early*; how many are early is known, as
+  the counts add up to n. If any choice of early corpora can be continued within the windows, then the choice of those
+  with the earliest deadlines can: the samples that must be drawn before t number sum_i max(0, floor(t w_i) - c_i(n)),
+  and this choice makes the sum smallest for all t at once.
+- EDF runs from those counts over the block before. The counts it ends with can be continued, as EDF made them. They can
+  also be reached from the start of the block before: no window is longer than B, so what must have been drawn earlier
+  is limited by that block. These counts, at the boundaries of all blocks, are the fixed points of the order. They do
+  not fall from one boundary to the next, as B w_i >= 2.
+- Between two fixed points EDF runs again, over only the samples that lie between them. By Hall's theorem it succeeds:
   windows inside the block, at its start and at its end are each covered by one of the arguments above.
 
 Memory is O(B) and does not depend on the number of samples; a block costs about a microsecond a position, once.
@@ -32,7 +34,6 @@ Weights are multiples of 2^-40, exact integers in all arithmetic: the order is t
 from __future__ import annotations
 
 import heapq
-import logging
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
@@ -42,27 +43,26 @@ import numpy.typing as npt
 
 from megatron.optimus.config.schema import ConfigError
 
-logger = logging.getLogger("optimus")
-
-UNIT = 1 << 40
+UNIT = 1 << 40  # weights are multiples of 1 / UNIT
 _MIN_BLOCK = 1 << 12
-_MAX_BLOCK = 1 << 21  # positions worked out at once: a few seconds, once a block
+_MAX_BLOCK = 1 << 21  # positions computed at once: a few seconds, once a block
 
 
-class _Jobs(NamedTuple):
-    """Samples to draw within a block, as positions relative to its start, in the order of their release."""
+class _DueSamples(NamedTuple):
+    """Samples to draw within a block, in the order of their release: positions relative to the block's start."""
 
     releases: list[int]
-    keys: list[int]  # deadline * corpora + corpus: the heap's order
+    keys: list[int]  # deadline * number of corpora + corpus: sorts by deadline in the heap
 
 
 class BlendSchedule:
-    """The order of corpora for one set of weights.
+    """The order in which corpora are drawn for one set of weights. No corpus is ever a whole sample off its share.
 
     Args:
         weights: one number >= 0 per corpus, not all 0; only their ratios matter
 
-    Raises ConfigError for impossible weights, or one below about a millionth of their sum.
+    Raises:
+        ConfigError: a weight is impossible, or is below about a millionth of their sum.
     """
 
     def __init__(self, weights: Sequence[float | Fraction]) -> None:
@@ -79,13 +79,14 @@ class BlendSchedule:
         self._block: tuple[int, npt.NDArray[np.int32], npt.NDArray[np.int64]] | None = None
 
     def shares(self) -> list[float]:
-        """Weights that add up to one."""
+        """Returns the weights scaled so that they add up to 1."""
         return [a / UNIT for a in self.numerators]
 
     def at(self, start: int, count: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """For positions [start, start + count): the corpus, and the samples of that corpus at earlier positions.
+        """Finds the corpus at positions [start, start + count), and the samples drawn from it at earlier positions.
 
-        int32 [count] and int64 [count].
+        Returns:
+            (corpora, int32 [count]; samples of that corpus before, int64 [count])
         """
         corpora, drawn = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
         stop = start + count
@@ -99,7 +100,7 @@ class BlendSchedule:
         return np.concatenate(corpora), np.concatenate(drawn)
 
     def counts(self, position: int) -> list[int]:
-        """Samples of each corpus among the first ``position``."""
+        """Counts the samples of each corpus among the first ``position``."""
         number, inside = divmod(position, self.block_length)
         state = self._state(number)
         if not inside:
@@ -108,7 +109,7 @@ class BlendSchedule:
         return [a + int(b) for a, b in zip(state, drawn, strict=True)]
 
     def _load(self, number: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """(corpus, samples of it before) of each position of a block; the last block asked for is kept."""
+        """(corpus, samples of it before) of each position of a block; the last block asked for is cached."""
         if self._block is None or self._block[0] != number:
             state, following = self._state(number), self._state(number + 1)
             order = self._run(number * self.block_length, state, following)
@@ -122,7 +123,7 @@ class BlendSchedule:
         return self._block[1], self._block[2]
 
     def _state(self, number: int) -> list[int]:
-        """Counts at the start of a block: a fixed point."""
+        """Samples of each corpus before a block: a fixed point."""
         if number not in self._fixed:
             start = (number - 1) * self.block_length
             state = self._continuable(start)
@@ -141,27 +142,27 @@ class BlendSchedule:
         return counts
 
     def _run(self, start: int, state: list[int], end_state: list[int] | None = None) -> npt.NDArray[np.int32]:
-        """EDF over one block from ``state``, to ``end_state`` if given: int32 [block_length], corpora."""
-        releases, keys = self._jobs(start, state, end_state)
-        number, next_job = len(keys), 0
+        """Draws a block from ``state`` to ``end_state`` if given: int32 [block_length], the corpus of each position."""
+        releases, keys = self._due_samples(start, state, end_state)
+        number, released = len(keys), 0
         order = [0] * self.block_length
         heap: list[int] = []
         push, pop, corpora = heapq.heappush, heapq.heappop, len(state)
         for position in range(self.block_length):
-            while next_job < number and releases[next_job] <= position:
-                push(heap, keys[next_job])
-                next_job += 1
+            while released < number and releases[released] <= position:
+                push(heap, keys[released])
+                released += 1
             deadline, order[position] = divmod(pop(heap), corpora)
-            assert deadline > position  # the theorem above
+            assert deadline > position  # guaranteed by the theorem in the file's header
         return np.array(order, dtype=np.int32)
 
-    def _jobs(self, start: int, state: list[int], end_state: list[int] | None) -> _Jobs:
+    def _due_samples(self, start: int, state: list[int], end_state: list[int] | None) -> _DueSamples:
         length, corpora = self.block_length, len(state)
         releases, keys = [], []
         for i, a in enumerate(self.numerators):
             if not a:
                 continue
-            if end_state is None:  # all that are released before the end
+            if end_state is None:  # all samples that are released before the end
                 number = -(-(start + length) * a // UNIT) - state[i]
             else:
                 number = end_state[i] - state[i]
@@ -174,7 +175,7 @@ class BlendSchedule:
             keys.append((np.minimum(deadline, length) if end_state is not None else deadline) * corpora + i)
         all_releases, all_keys = np.concatenate(releases), np.concatenate(keys)
         order = np.lexsort((all_keys, all_releases))
-        return _Jobs(all_releases[order].tolist(), all_keys[order].tolist())
+        return _DueSamples(all_releases[order].tolist(), all_keys[order].tolist())
 
 
 def _to_units(weights: Sequence[float | Fraction]) -> list[int]:

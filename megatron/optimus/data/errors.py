@@ -1,5 +1,5 @@
-"""The error of everything that reads or writes training data."""
+"""The error that everything which reads or writes training data raises."""
 
 
 class DataError(ValueError):
-    """A data file or corpus cannot be used. The message names the file, the place in it, and the remedy."""
+    """Raised when a data file or a corpus cannot be used. The message names the file, the position and the remedy."""

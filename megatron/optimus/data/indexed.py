@@ -1,133 +1,84 @@
-"""Megatron's token files: ``<prefix>.bin`` (raw tokens) and ``<prefix>.idx`` (where each sequence lies).
+"""Megatron's indexed datasets: pairs of ``<prefix>.bin`` (raw tokens) and ``<prefix>.idx`` (where each sequence lies).
 
-Everything is little-endian and unpadded. The .idx file, with S sequences and D document bounds:
+``IndexedDataset`` maps a pair into memory, for tools and tests; training reads pairs through ``files.TokenFiles``.
+``IndexedDatasetWriter`` writes one. The format of the .idx file is described in index_reader.py.
 
-    bytes  content
-    9      magic "MMIDIDX\\0\\0"
-    8      uint64 version, 1
-    1      uint8 dtype code of the .bin file (``DTYPES``)
-    8      uint64 S
-    8      uint64 D
-    4 S    int32 tokens of each sequence
-    8 S    int64 byte offset of each sequence in the .bin file
-    8 D    int64 document bounds: document d holds sequences [bounds[d], bounds[d+1]); the first is 0, the last is S
-    S      int8 mode of each sequence; only in multimodal files, ignored here
-
-A damaged index must not crash a run hours later or make it train on noise, so opening a pair checks all of it: sizes of
-both files against the counts, before anything of that size is touched, and every length, offset and bound. Sequences
-must lie back to back and fill the .bin file, as every writer lays them out; a pair whose halves come from different
-corpora fails that.
+A damaged index must not crash a run hours later or make it train on noise, so opening a pair checks all of it: the
+sizes of both files against the counts, before anything of that size is touched, and every length, offset and document
+bound. Sequences must lie back to back and fill the .bin file, as every writer lays them out; a pair whose halves come
+from different corpora fails that.
 """
 
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import secrets
-import struct
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.index_reader import (
+    DTYPES,
+    HEADER,
+    MAGIC,
+    VERSION,
+    IndexReader,
+    bin_path,
+    idx_path,
+    no_such_file,
+)
 
-MAGIC = b"MMIDIDX\x00\x00"
-VERSION = 1
-DTYPES: dict[int, np.dtype[Any]] = {
-    1: np.dtype("u1"),
-    2: np.dtype("i1"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<i4"),
-    5: np.dtype("<i8"),
-    6: np.dtype("<f8"),
-    7: np.dtype("<f4"),
-    8: np.dtype("<u2"),
-}
-_HEADER = struct.Struct("<9sQBQQ")
-HEADER_SIZE = _HEADER.size  # 34 bytes
-_CHUNK = 1 << 20  # elements looked at together: bounds the memory of checks, whatever the counts say
+_CHUNK = 1 << 20  # elements processed together: bounds the memory, whatever the counts say
 _MAX_SEQUENCE = (1 << 31) - 1
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Element type Megatron's tools choose for a vocabulary: uint16 below 65,500 entries, else int32."""
+    """Element type that Megatron's tools choose for a vocabulary: uint16 below 65,500 entries, else int32."""
     return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
 
 
-def bin_path(prefix: str | os.PathLike[str]) -> Path:
-    return Path(f"{os.fspath(prefix)}.bin")
+def check_token_ids(path: str | os.PathLike[str], first: int, tokens: npt.NDArray[np.integer], vocab_size: int) -> None:
+    """Checks that tokens lie within the vocabulary.
 
+    Args:
+        path: .bin file, named in the error
+        first: number of the first token in the file
+        tokens: [T], tokens of the file from ``first`` on
+        vocab_size: entries of the vocabulary
 
-def idx_path(prefix: str | os.PathLike[str]) -> Path:
-    return Path(f"{os.fspath(prefix)}.idx")
-
-
-def no_such_file(path: Path) -> DataError:
-    """The error for a file of a pair that is missing. Names pairs beside it whose names only go on from there."""
-    near = sorted(str(other.with_suffix("")) for other in path.parent.glob(glob.escape(path.stem) + "_*.idx"))
-    hint = f"; did you mean {' or '.join(near[:3])}?" if near else ", of a pair that `optimus preprocess` has written"
-    return DataError(f"{path}: no such file; give the prefix without .bin or .idx{hint}")
-
-
-def _map_file(path: Path) -> npt.NDArray[np.uint8]:
-    """The whole file as read-only bytes, paged in on use. An empty file, which cannot be mapped, gives no bytes."""
-    if not path.stat().st_size:
-        return np.empty(0, dtype=np.uint8)
-    return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
-
-
-class Header(NamedTuple):
-    """Counts of an .idx file, known to fit its size."""
-
-    code: int  # key of DTYPES
-    sequences: int
-    documents: int  # document bounds: documents + 1
-
-
-def parse_header(path: str | os.PathLike[str], raw: bytes, size: int) -> Header:
-    """The header ``raw`` of an .idx file of ``size`` bytes. Raises DataError, naming file and field.
-
-    The counts are compared with the file's size as Python integers, so none can overflow or make anyone allocate.
+    Raises:
+        DataError: an id lies outside [0, vocab_size); names the first such token.
     """
-    if size < HEADER_SIZE or len(raw) < HEADER_SIZE:
-        raise DataError(f"{path}: truncated: {size} bytes, the header alone has {HEADER_SIZE}")
-    magic, version, code, sequences, documents = _HEADER.unpack(raw)
-    if magic != MAGIC:
-        raise DataError(f"{path}: wrong magic {magic!r}, expected {MAGIC!r}; this is no Megatron .idx file")
-    if version != VERSION:
-        raise DataError(f"{path}: version {version} is not supported, only {VERSION}")
-    if code not in DTYPES:
-        raise DataError(f"{path}: unknown dtype code {code}, expected one of {sorted(DTYPES)}")
-    if documents < 1:
-        raise DataError(f"{path}: document count is 0; even an empty file has the bound 0")
-    needed = HEADER_SIZE + 12 * sequences + 8 * documents
-    if size not in (needed, needed + sequences):  # the latter: with modes
-        kind = "truncated" if size < needed else "too long"
-        raise DataError(
-            f"{path}: {kind}: sequence count {sequences} and document count {documents} need {needed} bytes, "
-            f"the file has {size}; write it again"
-        )
-    return Header(code, sequences, documents)
+    if not tokens.size or (int(tokens.max()) < vocab_size and int(tokens.min()) >= 0):
+        return
+    ids = tokens.astype(np.int64)
+    bad = int(np.argmax((ids < 0) | (ids >= vocab_size)))
+    raise DataError(
+        f"{path}: token {first + bad} has id {ids[bad]}, outside the vocabulary of {vocab_size} "
+        f"(ids 0 to {vocab_size - 1}); tokenize with the model's tokenizer or raise vocab_size"
+    )
 
 
 class IndexedDataset:
-    """A .bin/.idx pair, memory-mapped and checked.
+    """A .bin/.idx pair, memory-mapped and checked whole.
 
     Attributes:
         prefix: path without suffix
         dtype: element type of the .bin file
-        sizes: int32 [S], tokens per sequence
+        sizes: int32 [S], tokens of each sequence
         document_index: int64 [D], sequence number at each document bound
         tokens: ``dtype`` [tokens_total], the file's tokens in order, read-only
         tokens_total: int
 
-    Raises DataError, naming file and field, if a file is missing, truncated, too long, or inconsistent.
+    Raises:
+        DataError: a file is missing, truncated, too long or inconsistent; names file and field.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -137,23 +88,30 @@ class IndexedDataset:
             if not path.is_file():
                 raise no_such_file(path)
         try:
-            raw = _map_file(self._idx)
-            self._parse(raw)
-            bin_bytes = _map_file(self._bin)
-            self._check_sequences(bin_bytes.size)
-            self._check_documents()
+            with IndexReader(str(self._idx)) as index:
+                index.check_document_ends()
+                index.check_entries()
+                index.check_bin_size(self._bin, self._bin.stat().st_size)
+                header, self.dtype = index.header, index.dtype
+            raw, self.tokens = _map_file(self._idx), _map_file(self._bin).view(self.dtype)
         except OSError as error:
             raise DataError(f"{self.prefix}: cannot read the .bin/.idx pair: {error}") from error
-        self.tokens: npt.NDArray[Any] = bin_bytes.view(self.dtype)
+        lengths_end = HEADER.size + 4 * header.sequences
+        offsets_end = lengths_end + 8 * header.sequences
+        self.sizes: npt.NDArray[np.int32] = raw[HEADER.size : lengths_end].view("<i4")
+        self._offsets: npt.NDArray[np.int64] = raw[lengths_end:offsets_end].view("<i8")
+        self.document_index: npt.NDArray[np.int64] = raw[offsets_end : offsets_end + 8 * header.documents].view("<i8")
         self.tokens_total = int(self.tokens.size)
 
     def __len__(self) -> int:
         return int(self.sizes.size)
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
-        """Tokens [offset, offset + length) of sequence ``i`` (to its end by default): ``dtype`` [length], a view.
+        """Returns tokens [offset, offset + length) of sequence ``i``, by default to its end: ``dtype`` [length], a
+        view.
 
-        Raises IndexError if the sequence does not exist or does not hold that range.
+        Raises:
+            IndexError: the sequence does not exist or does not hold that range.
         """
         if not 0 <= i < len(self):
             raise IndexError(f"{self.prefix}: sequence {i} of {len(self)}")
@@ -161,87 +119,41 @@ class IndexedDataset:
         length = size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > size:
             raise IndexError(f"{self.prefix}: tokens [{offset}, {offset + length}) of sequence {i}, which has {size}")
-        start = int(self._pointers[i]) // self.dtype.itemsize + offset
+        start = int(self._offsets[i]) // self.dtype.itemsize + offset
         return self.tokens[start : start + length]
 
     def check_token_ids(self, vocab_size: int) -> None:
-        """Reads the whole .bin file; raises DataError at the first token id outside [0, vocab_size)."""
+        """Reads the whole .bin file. Raises DataError at the first token id outside [0, vocab_size)."""
         if self.dtype.kind == "f":
             raise DataError(f"{self._idx}: dtype code says {self.dtype.name}; token ids must be integers")
         if self.dtype.kind == "u" and vocab_size > np.iinfo(self.dtype).max:
             return
         for start in range(0, self.tokens_total, _CHUNK):
-            chunk = self.tokens[start : start + _CHUNK]
-            if int(chunk.max()) >= vocab_size or int(chunk.min()) < 0:
-                values = chunk.astype(np.int64)
-                first = int(np.argmax((values < 0) | (values >= vocab_size)))
-                raise DataError(
-                    f"{self._bin}: token {start + first} has id {values[first]}, outside the vocabulary of "
-                    f"{vocab_size} (ids 0 to {vocab_size - 1}); tokenize with the model's tokenizer or raise vocab_size"
-                )
+            check_token_ids(self._bin, start, self.tokens[start : start + _CHUNK], vocab_size)
 
-    def _parse(self, raw: npt.NDArray[np.uint8]) -> None:
-        code, sequences, documents = parse_header(self._idx, raw[:HEADER_SIZE].tobytes(), raw.size)
-        needed = HEADER_SIZE + 12 * sequences + 8 * documents
-        self.dtype = DTYPES[code]
-        sizes_end = HEADER_SIZE + 4 * sequences
-        pointers_end = sizes_end + 8 * sequences
-        self.sizes: npt.NDArray[np.int32] = raw[HEADER_SIZE:sizes_end].view("<i4")
-        self._pointers: npt.NDArray[np.int64] = raw[sizes_end:pointers_end].view("<i8")
-        self.document_index: npt.NDArray[np.int64] = raw[pointers_end:needed].view("<i8")
 
-    def _check_sequences(self, bin_size: int) -> None:
-        """Lengths are not negative; offsets are their running sum; the .bin file ends where the last sequence does."""
-        position = 0  # byte offset at which the next sequence must begin
-        for start in range(0, len(self), _CHUNK):
-            sizes = self.sizes[start : start + _CHUNK].astype(np.int64)
-            if int(sizes.min()) < 0:
-                bad = int(np.argmax(sizes < 0))
-                raise DataError(f"{self._idx}: sequence {start + bad} has the negative length {sizes[bad]}")
-            ends = position + np.cumsum(sizes) * self.dtype.itemsize
-            expected = np.concatenate(([position], ends[:-1]))
-            wrong = self._pointers[start : start + _CHUNK] != expected
-            if wrong.any():
-                bad = int(np.argmax(wrong))
-                raise DataError(
-                    f"{self._idx}: pointer of sequence {start + bad} is {self._pointers[start + bad]}, but the lengths "
-                    f"before it add up to {expected[bad]} bytes; the index is damaged, write it again"
-                )
-            position = int(ends[-1])
-            if position > bin_size:
-                break
-        if position != bin_size:
-            kind = "truncated" if position > bin_size else "too long"
-            at_least = "at least " if position > bin_size else ""
-            raise DataError(
-                f"{self._bin}: {kind}: {self._idx.name} describes {at_least}{position} bytes of {self.dtype.name}, the "
-                f"file has {bin_size}; it is incomplete or belongs to another index, write the pair again"
-            )
-
-    def _check_documents(self) -> None:
-        bounds = self.document_index
-        if int(bounds[0]) != 0:
-            raise DataError(f"{self._idx}: first document bound is {bounds[0]}, expected 0")
-        if int(bounds[-1]) != len(self):
-            raise DataError(f"{self._idx}: last document bound is {bounds[-1]}, expected {len(self)} (sequence count)")
-        for start in range(0, bounds.size - 1, _CHUNK):
-            chunk = bounds[start : start + _CHUNK + 1]
-            falling = chunk[1:] < chunk[:-1]
-            if falling.any():
-                bad = start + int(np.argmax(falling))
-                raise DataError(f"{self._idx}: document bound {bad + 1} is {bounds[bad + 1]}, after {bounds[bad]}")
+def _map_file(path: Path) -> npt.NDArray[Any]:
+    """The whole file as read-only bytes, paged in on use. An empty file, which cannot be mapped, gives no bytes."""
+    if not path.stat().st_size:
+        return np.empty(0, dtype=np.uint8)
+    return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
 
 
 class IndexedDatasetWriter:
-    """Writes a pair, byte for byte as megatron-core's builder does; a context manager.
+    """Writes a pair, byte for byte as megatron-core's ``IndexedDatasetBuilder`` does. A context manager.
 
     Leaving the block normally commits; an exception removes what was written. Until the commit the data lie under
-    ``<prefix>.bin.<random>.tmp``; an earlier pair of that prefix stays usable until then. The commit flushes both files
-    to disk and renames .bin before .idx, so a reader never sees an index without its data; a kill in the middle can
-    leave a .bin file alone, or temporary files, but not a wrong pair.
+    ``<prefix>.bin.<random>.tmp``, and an earlier pair of that prefix stays usable. The commit flushes both files to
+    disk and renames .bin before .idx, so a reader never sees an index without its data; a kill in the middle can leave
+    a .bin file alone, or temporary files, but not a wrong pair.
 
-    Raises DataError if a token does not fit ``dtype``, a sequence is longer than the format allows, or the disk refuses
-    (full, read-only, over quota).
+    Args:
+        prefix: path without suffix; its folder is made if it is missing
+        dtype: element type of the .bin file, one of ``DTYPES``
+
+    Raises:
+        DataError: the element type is not in the format, a token does not fit it, a sequence is longer than the format
+            allows, or the disk refuses (full, read-only, over quota).
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike) -> None:
@@ -276,9 +188,12 @@ class IndexedDatasetWriter:
             self.abort()
 
     def add_document(self, tokens: npt.ArrayLike, lengths: Sequence[int] | None = None) -> None:
-        """Appends one document: integer (or, for float files, float) ``tokens`` [T], cut into sequences of ``lengths``.
+        """Appends one document.
 
-        By default the document is one sequence, or none if it has no tokens (as Megatron's preprocessing does).
+        Args:
+            tokens: [T], integers, or floats for a file of floats
+            lengths: tokens of each of the document's sequences; by default the document is one sequence, or none if it
+                has no tokens, as in Megatron's preprocessing
         """
         values = np.asarray(tokens)
         if values.size and values.dtype != self.dtype:
@@ -293,8 +208,11 @@ class IndexedDatasetWriter:
         self._document_index.append(len(self._sizes))
 
     def add_documents(self, tokens: npt.NDArray[Any], lengths: Sequence[int]) -> None:
-        """``add_document`` of many at once: ``tokens`` [T] of the file's element type, back to back; each document is
-        one sequence, or none if its length is 0.
+        """Appends many documents, each of which becomes one sequence, or none if it has no tokens.
+
+        Args:
+            tokens: [T], the tokens of all documents back to back, in the file's element type
+            lengths: tokens of each document
         """
         sizes = np.asarray(lengths, dtype=np.int64)
         if tokens.dtype != self.dtype or sizes.sum() != tokens.size or (sizes < 0).any():
@@ -310,7 +228,7 @@ class IndexedDatasetWriter:
         self._document_index.frombytes(bounds.tobytes())
 
     def add_pair(self, prefix: str | os.PathLike[str]) -> None:
-        """Appends all documents of another pair of the same element type. Raises DataError."""
+        """Appends all documents of the pair ``prefix``. Raises DataError if its element type is another one."""
         other = IndexedDataset(prefix)
         if other.dtype != self.dtype:
             raise DataError(f"{prefix}: holds {other.dtype.name}, {self._bin} is to hold {self.dtype.name}")
@@ -321,7 +239,7 @@ class IndexedDatasetWriter:
         self._document_index.frombytes(bounds.tobytes())
 
     def commit(self) -> None:
-        """Makes the pair appear under its final name. Raises DataError, leaving nothing, if the disk refuses."""
+        """Renames the pair to its final name. Raises DataError and removes the files if the disk refuses."""
         try:
             _flush_to_disk(self._stream)
             self._stream.close()
@@ -343,7 +261,7 @@ class IndexedDatasetWriter:
             raise
 
     def abort(self) -> None:
-        """Removes the temporary files; final files are untouched. May be called twice."""
+        """Removes the temporary files and leaves final files alone. May be called twice."""
         with contextlib.suppress(OSError):  # if the buffer cannot be flushed: the file goes anyway
             self._stream.close()
         self._bin_temporary.unlink(missing_ok=True)
@@ -371,7 +289,7 @@ class IndexedDatasetWriter:
     def _write_index(self, index: BinaryIO) -> None:
         sizes = np.frombuffer(self._sizes, dtype=np.intc)
         bounds = np.frombuffer(self._document_index, dtype=np.longlong)
-        index.write(_HEADER.pack(MAGIC, VERSION, self._code, sizes.size, bounds.size))
+        index.write(HEADER.pack(MAGIC, VERSION, self._code, sizes.size, bounds.size))
         index.write(sizes.astype("<i4", copy=False).tobytes())
         position = 0
         for start in range(0, sizes.size, _CHUNK):

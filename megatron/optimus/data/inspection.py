@@ -1,4 +1,4 @@
-"""Looking into token files: documents as text, statistics, and documents that splits or files have in common."""
+"""Looks into token files: where documents lie, statistics, and documents that splits or files have in common."""
 
 from __future__ import annotations
 
@@ -14,29 +14,31 @@ from megatron.optimus.data.dataset import Split, split_range
 from megatron.optimus.data.indexed import IndexedDataset
 
 
-def document_bounds(data: IndexedDataset) -> npt.NDArray[np.int64]:
-    """First token of each document, and the number of tokens: int64 [documents + 1]."""
+def document_offsets(data: IndexedDataset) -> npt.NDArray[np.int64]:
+    """Returns the first token of each document, and at the end the number of tokens: int64 [documents + 1]."""
     ends = np.concatenate(([0], np.cumsum(data.sizes, dtype=np.int64)))
     return ends[data.document_index]
 
 
 @dataclass
 class Statistics:
-    """Of one or more pairs."""
+    """Counts and lengths of the documents of one or more pairs."""
 
     documents: int = 0
-    empty: int = 0
+    empty: int = 0  # documents without tokens
     tokens: int = 0
-    lengths: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    lengths: list[npt.NDArray[np.int64]] = field(default_factory=list)  # tokens of each document, by pair
 
     def add(self, data: IndexedDataset) -> None:
-        lengths = np.diff(document_bounds(data))
+        """Adds the documents of a pair."""
+        lengths = np.diff(document_offsets(data))
         self.documents += lengths.size
         self.empty += int((lengths == 0).sum())
         self.tokens += data.tokens_total
         self.lengths.append(lengths)
 
     def quantiles(self) -> dict[str, int]:
+        """Returns quantiles of the tokens in a document, by name; empty without documents."""
         lengths = np.concatenate(self.lengths) if self.lengths else np.empty(0, np.int64)
         if not lengths.size:
             return {}
@@ -44,7 +46,7 @@ class Statistics:
         return {name: int(np.quantile(lengths, q)) for name, q in names.items()}
 
     def save_histogram(self, path: Path, title: str) -> None:
-        """A picture of the documents' lengths, and of the share of tokens that each length holds. Needs matplotlib."""
+        """Draws the documents' lengths, and the share of tokens that each length holds, as a PNG. Needs matplotlib."""
         import matplotlib as mpl
 
         mpl.use("Agg")
@@ -70,22 +72,27 @@ class Duplicate:
 
     first: tuple[str, int]  # (prefix, document)
     second: tuple[str, int]
-    splits: tuple[str, str]
+    splits: tuple[str, str]  # names of the splits that own tokens of each
 
 
 def find_duplicates(prefixes: Sequence[str], split: str, *, across_splits: bool = True) -> Iterator[Duplicate]:
-    """Documents whose tokens occur in another split too (or, without ``across_splits``, anywhere else).
+    """Finds documents whose tokens occur a second time.
 
-    A document belongs to every split that owns some of its tokens. Compares 128-bit hashes, 40 bytes or so of memory a
-    document; a cut document is compared whole.
+    Compares 128-bit hashes, which take about 40 bytes of memory a document. A document belongs to every split that owns
+    some of its tokens, and is compared whole.
+
+    Args:
+        prefixes: paths of the pairs, without suffix
+        split: shares of training, validation and test
+        across_splits: True: only documents that belong to different splits count; False: all
     """
     seen: dict[int, tuple[str, int, tuple[str, ...]]] = {}
     for prefix in prefixes:
         data = IndexedDataset(prefix)
-        bounds = document_bounds(data)
+        offsets = document_offsets(data)
         ranges = [(part.name.lower(), *split_range(data.tokens_total, split, part)) for part in Split]
-        for number in range(bounds.size - 1):
-            start, stop = int(bounds[number]), int(bounds[number + 1])
+        for number in range(offsets.size - 1):
+            start, stop = int(offsets[number]), int(offsets[number + 1])
             if start == stop:
                 continue
             # as 64-bit numbers, so that pairs of different element types compare
@@ -100,7 +107,7 @@ def find_duplicates(prefixes: Sequence[str], split: str, *, across_splits: bool 
 
 
 def document_at(data: IndexedDataset, token: int) -> tuple[int, int]:
-    """(document that holds a token, its first token)."""
-    bounds = document_bounds(data)
-    number = int(np.searchsorted(bounds, token, side="right")) - 1
-    return number, int(bounds[number])
+    """Finds the document that holds a token: (number of the document, its first token)."""
+    offsets = document_offsets(data)
+    number = int(np.searchsorted(offsets, token, side="right")) - 1
+    return number, int(offsets[number])

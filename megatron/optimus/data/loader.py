@@ -1,16 +1,18 @@
-"""Batches of token ids for one rank.
+"""Loads the micro-batches of one data-parallel rank.
 
-The state of the data is one integer, the number of samples consumed. The optimizer step that starts there uses
-positions [consumed, consumed + global_batch_size), whatever the layout (of a batch-size ramp, the size that holds
-there); a rank's share of them is
+The state of the data is one integer, the number of samples consumed. The optimizer step that starts there uses the
+samples at positions [consumed, consumed + global_batch_size), whatever the layout (with a batch-size ramp, the size
+that the ramp has there); a rank's share of them is
 
     position = consumed + (micro_batch * data_parallel_size + data_parallel_rank) * micro_batch_size + row
 
 so the set of samples of a step depends neither on the data-parallel size nor on the micro-batch size, and a run may
-resume with others. Changing global_batch_size at resume is fine too: positions go on where they were, and nothing is
-skipped or repeated. Changing seq_length cuts the files into other instances: ``position_after_change`` keeps the number
-of tokens consumed (and so epochs, stages and schedules), but the rest of the epoch under way is drawn from the new
+resume with others. global_batch_size may change at a resume too: positions go on where they were, and nothing is
+skipped or repeated. Another seq_length cuts the files into other instances: ``position_after_change`` keeps the number
+of tokens consumed (and so epochs, stages and schedules), but the rest of the current epoch is drawn from the new
 instances without regard to what was read of the old ones; whole epochs after it are exact again.
+
+Shapes: B samples of a micro-batch, S positions.
 """
 
 from __future__ import annotations
@@ -29,63 +31,80 @@ from torch import Tensor
 
 from megatron.optimus.config.duration import BatchSizes, check_batch_sizes
 from megatron.optimus.config.schema import ConfigError
-from megatron.optimus.data.dataset import InstanceSet
+from megatron.optimus.data.dataset import (
+    InstanceSet,
+    LabelledSample,
+    SampleOptions,
+    make_sample,
+    positions_in_documents,
+)
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.fim import FillInTheMiddle
-from megatron.optimus.data.mixture import Mixture, mixed_rows
-from megatron.optimus.data.order import chances, samples_at
-from megatron.optimus.data.samples import Sample, SampleOptions, make_sample, positions
+from megatron.optimus.data.mixture import Mixture, shuffled_rows
+from megatron.optimus.data.order import samples_at, uniform_numbers
 from megatron.optimus.layers import NO_LABEL
 from megatron.optimus.layers.documents import Documents
 from megatron.optimus.platform import device as devices
 
-_KNOWN = 2  # batches that must have been read before the next step
-_AHEAD = _KNOWN + 2  # batches that are being read while a step runs
+_CHECKED_AHEAD = 2  # batches that must have been read before the next step
+_READ_AHEAD = _CHECKED_AHEAD + 2  # batches that are being read while a step runs
 
 
 class Batch(NamedTuple):
-    """One micro-batch; label [b, s] is the token that follows token [b, s], or NO_LABEL."""
+    """One micro-batch, or a context-parallel rank's part of one."""
 
     tokens_BS: Tensor  # int64
-    labels_BS: Tensor  # int64
-    documents: Documents | None = None  # what attention must not cross; None: each row is one document
+    labels_BS: Tensor  # int64, the token to predict after each token, or NO_LABEL
+    documents: Documents | None = None  # attention stays inside these; None: each row is one document
     positions_BS: Tensor | None = None  # int64; None: 0 to S - 1 in each row
-    num_labels: float | None = None  # labels that count; None: all
-    is_same: bool = False  # all micro-batches of the run have ``num_labels``; context-parallel parts on average
+    num_labels: float | None = None  # labels other than NO_LABEL; None: all
+    is_same: bool = False  # whether all micro-batches of the run have as many (context-parallel parts: on average)
 
     def to(self, device: torch.device) -> Batch:
-        """On the device, without waiting for the copies; a pinned batch is copied while the device computes."""
+        """Copies the batch to a device without waiting; a pinned batch is copied while the device computes."""
         tokens, labels = (x.to(device, non_blocking=True) for x in (self.tokens_BS, self.labels_BS))
         documents = None if self.documents is None else self.documents.to(device)
-        places = None if self.positions_BS is None else self.positions_BS.to(device, non_blocking=True)
-        return self._replace(tokens_BS=tokens, labels_BS=labels, documents=documents, positions_BS=places)
+        positions = None if self.positions_BS is None else self.positions_BS.to(device, non_blocking=True)
+        return self._replace(tokens_BS=tokens, labels_BS=labels, documents=documents, positions_BS=positions)
 
     def pin_memory(self) -> Batch:
+        """Copies the batch to page-locked memory."""
         documents = None if self.documents is None else self.documents.pin_memory()
-        places = None if self.positions_BS is None else self.positions_BS.pin_memory()
+        positions = None if self.positions_BS is None else self.positions_BS.pin_memory()
         tokens, labels = self.tokens_BS.pin_memory(), self.labels_BS.pin_memory()
-        return self._replace(tokens_BS=tokens, labels_BS=labels, documents=documents, positions_BS=places)
+        return self._replace(tokens_BS=tokens, labels_BS=labels, documents=documents, positions_BS=positions)
 
 
 class BatchLoader:
-    """Micro-batches of one data-parallel rank.
+    """Loads the micro-batches of one data-parallel rank and reads the next ones in a thread.
 
-    With ``shuffle`` the samples come in the seeded order of order.py, epoch after epoch, without end. Without it they
-    come in file order, once: for validation. Then only whole global batches are given, ``num_batches`` of them, at most
-    ``max_batches`` if that is set. A ``Mixture`` brings its own order, also without ``shuffle``: each corpus has its
-    share of every batch, and one that is too small for its share is repeated.
+    What the thread reads depends on positions only, so reading ahead changes no result. An error in it is raised by the
+    call that asks for that batch; ``failure`` returns it earlier.
 
-    ``ramp``: as ``BatchSizes`` takes it; the batch at a position then has the size that holds there.
-    ``options`` say what is made of documents within a sample; ``fim`` changes some of them, by seed and position alone.
-    ``keep`` is applied to each batch, before ``pin_for``, which names an accelerator: batches then lie in page-locked
-    memory, from which it copies while it computes.
+    Args:
+        instances: what samples are drawn from. A ``Mixture`` brings its own order, also without ``shuffle``: each
+            corpus has its share of every batch, and one that is too small for its share is repeated.
+        seq_length: that of the instances
+        global_batch_size: samples of an optimizer step, over all ranks
+        micro_batch_size: samples of a micro-batch
+        data_parallel_rank: this rank
+        data_parallel_size: number of data-parallel ranks
+        seed: of the order of samples, and of fill in the middle
+        shuffle: True: samples come in the order of order.py, epoch after epoch, without end. False, for validation:
+            they come in file order, once, in ``num_batches`` whole global batches.
+        max_batches: upper limit of ``num_batches``; None: as many as there are
+        ramp: batch-size ramp as ``BatchSizes`` takes it; the batch at a position has the size that the ramp has there
+        options: what is made of documents within a sample
+        fim: reorders some documents, by seed and position alone
+        keep: applied to each batch before it is pinned, to take a context-parallel rank's part of it
+        pin_for: accelerator that copies batches while it computes: batches are put into page-locked memory; None: not
 
-    A thread reads the ``_AHEAD`` batches after the one just given; what it reads depends on positions only, so this
-    changes no result, and an error in it is raised by the call that asks for that batch. ``failure`` tells of it
-    before: ``_KNOWN`` steps ahead, as ranks on accelerators learn what one of them met when they have queued the step
-    after. What is read beyond those may be late without a step waiting for it.
+    Attributes:
+        num_batches: global batches without ``shuffle``; None with it
 
-    Raises ConfigError if the batch sizes do not divide; DataError if there is not even one batch without ``shuffle``.
+    Raises:
+        ConfigError: the batch sizes do not divide.
+        DataError: without ``shuffle`` there is not even one batch.
     """
 
     def __init__(
@@ -129,21 +148,23 @@ class BatchLoader:
             self.num_batches = available if max_batches is None else min(available, max_batches)
         elif max_batches is not None:
             raise ConfigError("max_batches needs shuffle=False")
-        # A thread begins with the first device as its own: pinning there would take memory of another rank's device.
+        # A thread's current device is the first one: pinning there would take memory of another rank's device.
         self._executor = ThreadPoolExecutor(
             1,
             thread_name_prefix="optimus-data",
             initializer=devices.set_device,
             initargs=(pin_for or torch.device("cpu"),),
         )
-        self._ahead: deque[tuple[int, Future[list[Batch]]]] = deque()
+        self._ahead: deque[tuple[int, Future[list[Batch]]]] = deque()  # (position, batch that is being read)
         self._end: int | None = None  # position at which the run ends, where that is known
-        self._left_out: Container[int] = ()  # positions of batches that nobody will ask for
+        self._skipped: Container[int] = ()  # positions of batches that will not be asked for
 
     def sample_ids(self, consumed: int) -> npt.NDArray[np.int64]:
-        """Instances of the whole global batch that starts at position ``consumed``: int64 [size of that batch].
+        """Finds the instances of the global batch that starts at position ``consumed``: int64 [size of that batch].
 
-        Raises ValueError for a negative position, DataError past the last whole batch when not shuffled.
+        Raises:
+            ValueError: the position is negative.
+            DataError: without ``shuffle``, the position lies past the last whole batch.
         """
         size = self._sizes.at(consumed)
         if self._shuffle and isinstance(self._instances, InstanceSet):
@@ -159,50 +180,60 @@ class BatchLoader:
         return np.arange(consumed, consumed + size)
 
     def batch(self, consumed: int) -> list[Batch]:
-        """This rank's micro-batches of the optimizer step that starts at position ``consumed``.
+        """Returns this rank's micro-batches of the optimizer step that starts at position ``consumed``.
 
-        Each int64 [micro_batch_size, seq_length], contiguous. Errors as ``sample_ids``.
+        Each has int64 [micro_batch_size, seq_length] tokens and labels, contiguous. Raises the errors of
+        ``sample_ids``, and DataError if files cannot be read.
         """
-        self._read_ahead(consumed, 1 + _AHEAD)
+        self._read_ahead(consumed, 1 + _READ_AHEAD)
         _, batches = self._ahead.popleft()
         return batches.result()
 
-    def start(self, consumed: int, steps: int, left_out: Container[int] = ()) -> None:
-        """Says that ``steps`` batches will be asked for, from position ``consumed`` on, but those at the positions
-        ``left_out``, and reads the first of them.
+    def start(self, consumed: int, steps: int, skipped: Container[int] = ()) -> None:
+        """Tells the loader which batches the run will ask for, so that it reads no others, and reads the first of them.
 
-        Raises DataError if that cannot be done. Nothing beyond them is read, nor what is left out.
+        Args:
+            consumed: position of the first batch
+            steps: number of batches
+            skipped: positions of those among them that will not be asked for
+
+        Raises:
+            DataError: the first batches cannot be read.
         """
-        self._end, self._left_out = self._sizes.after(consumed, steps), left_out
-        while consumed in left_out:
+        self._end, self._skipped = self._sizes.after(consumed, steps), skipped
+        while consumed in skipped:
             consumed += self._sizes.at(consumed)
         if self._has(consumed):
-            self._read_ahead(consumed, _AHEAD)
+            self._read_ahead(consumed, _READ_AHEAD)
         self.check()
 
     def failure(self) -> BaseException | None:
-        """The first error in the next ``_KNOWN`` batches; waits until they are read."""
-        near = itertools.islice(self._ahead, _KNOWN)
+        """Returns the first error in reading the next two batches, or None; waits until they are read.
+
+        Two, because ranks on accelerators learn of another rank's error only after they have queued the next step. A
+        later batch may still be read without a step waiting for it.
+        """
+        near = itertools.islice(self._ahead, _CHECKED_AHEAD)
         return next(filter(None, (batches.exception() for _, batches in near)), None)
 
     def check(self) -> None:
-        """Raises ``failure``."""
+        """Raises the error that ``failure`` returns, if any."""
         if (error := self.failure()) is not None:
             raise error
 
     def _read_ahead(self, consumed: int, count: int) -> None:
-        """Up to ``count`` batches from position ``consumed`` on are being read; the first of them in any case."""
+        """Starts reading up to ``count`` batches from position ``consumed`` on, the first of them in any case."""
         if not self._ahead or self._ahead[0][0] != consumed:
             self._ahead.clear()
             self._ahead.append((consumed, self._executor.submit(self._read, consumed)))
         position = self._ahead[-1][0] + self._sizes.at(self._ahead[-1][0])
         while len(self._ahead) < count and self._has(position):
-            if position not in self._left_out:
+            if position not in self._skipped:
                 self._ahead.append((position, self._executor.submit(self._read, position)))
             position += self._sizes.at(position)
 
     def close(self) -> None:
-        """Ends the reading thread. The loader cannot be used afterwards."""
+        """Ends the reading thread. The loader cannot be used after that."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def _has(self, consumed: int) -> bool:
@@ -213,38 +244,53 @@ class BatchLoader:
     def _read(self, consumed: int) -> list[Batch]:
         batches = []
         length, read = self._instances.seq_length, self._instances.read
-        for row_places, row_ids in zip(*self._own(consumed), strict=True):
+        for positions, ids in zip(*self._own(consumed), strict=True):
             samples = []
-            for place, i in zip(row_places.tolist(), row_ids.tolist(), strict=True):
-                change = None if self._fim is None else partial(self._fim.apply, chance=chances(self._seed, place))
-                samples.append(make_sample(read(i), length, self._options, change))
+            for position, i in zip(positions.tolist(), ids.tolist(), strict=True):
+                transform = None
+                if self._fim is not None:
+                    transform = partial(self._fim.apply, uniform=uniform_numbers(self._seed, position))
+                samples.append(make_sample(read(i), length, self._options, transform))
             batch = self._keep(self._collate(samples))
             batches.append(batch.pin_memory() if self._pinned else batch)
         return batches
 
-    def _collate(self, samples: list[Sample]) -> Batch:
+    def _collate(self, samples: list[LabelledSample]) -> Batch:
         options, length = self._options, self._instances.seq_length
-        tokens_BS, labels_BS = (torch.from_numpy(np.stack([s[part] for s in samples])) for part in (0, 1))
+        tokens_BS = torch.from_numpy(np.stack([sample.tokens_S for sample in samples]))
+        labels_BS = torch.from_numpy(np.stack([sample.labels_S for sample in samples]))
         starts = [sample.starts for sample in samples]
         documents = Documents.from_starts(starts, length) if options.reset_attention_mask else None
-        places = None
+        positions_BS = None
         if options.reset_position_ids:
-            places = torch.from_numpy(np.stack([positions(own, length) for own in starts]))
+            positions_BS = torch.from_numpy(np.stack([positions_in_documents(own, length) for own in starts]))
         each = self._instances.labels_per_sample
         if each is None or options.eod_mask_loss or self._fim is not None:
-            return Batch(tokens_BS, labels_BS, documents, places, int((labels_BS != NO_LABEL).sum()))
-        return Batch(tokens_BS, labels_BS, documents, places, each * len(samples), is_same=True)
+            return Batch(tokens_BS, labels_BS, documents, positions_BS, int((labels_BS != NO_LABEL).sum()))
+        return Batch(tokens_BS, labels_BS, documents, positions_BS, each * len(samples), is_same=True)
 
     def _own(self, consumed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Positions and instances of this rank's samples: int64 [micro-batches, micro_batch_size] each."""
         ids, size = self.sample_ids(consumed), self._sizes.at(consumed)
-        order = mixed_rows(size, consumed) if isinstance(self._instances, Mixture) else np.arange(size)
+        order = shuffled_rows(size, consumed) if isinstance(self._instances, Mixture) else np.arange(size)
         own = order.reshape(-1, *self._layout)[:, self._rank]
         return consumed + own, ids[own]
 
 
 def position_after_change(consumed: int, old_seq_length: int, new_seq_length: int) -> int:
-    """Samples of ``new_seq_length`` that make up at least the tokens of ``consumed`` samples of ``old_seq_length``."""
+    """Converts a number of consumed samples to another sequence length, so that at least the same tokens are consumed.
+
+    Args:
+        consumed: samples consumed so far
+        old_seq_length: their tokens each
+        new_seq_length: tokens of a sample from now on
+
+    Returns:
+        Samples of ``new_seq_length`` tokens.
+
+    Raises:
+        ConfigError: a length is below 1.
+    """
     if min(old_seq_length, new_seq_length) < 1 or consumed < 0:
         raise ConfigError(f"seq_length={new_seq_length} after {consumed} samples of {old_seq_length}: must be above 0")
     return -(-consumed * old_seq_length // new_seq_length)

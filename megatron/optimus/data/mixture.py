@@ -1,12 +1,12 @@
-"""Several corpora as one order of samples.
+"""A mixture of corpora as one dataset: what Megatron calls a blended dataset.
 
-Sample ``position`` of the run comes from the corpus that the blend's schedule names (blend.py); as the k-th sample
-drawn from that corpus it is the k-th of the corpus's own order (order.py): every instance once, over all its files,
-then every instance again in another order. A corpus's order depends on the seed and its name only, so it stays the
-same when other corpora come and go, and when weights change.
+The schedule of the weights (blend.py) names the corpus that the sample at a position of the run comes from; as the k-th
+sample drawn from that corpus it is the k-th of the corpus's own order (order.py): every instance once, over all its
+files, then every instance again in another order. A corpus's order depends on the seed and its name only, so it stays
+the same when other corpora come and go, and when weights change.
 
-Stages: from a stage's first sample on, a new schedule counts from 0, and each corpus goes on where it was. So nothing
-before that sample is touched by what is planned after it.
+Weights may change in stages: from a stage's first sample on, a new schedule counts from 0, and each corpus goes on
+where it was. So a later stage changes nothing before its first sample.
 """
 
 from __future__ import annotations
@@ -25,33 +25,31 @@ import xxhash
 
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.data.blend import BlendSchedule
-from megatron.optimus.data.dataset import InstanceSet, Split
+from megatron.optimus.data.dataset import InstanceSet, Split, TokenRange, TokenSpan
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles
 from megatron.optimus.data.order import permute_many, sample_at, samples_at
-from megatron.optimus.data.packing import Range
-from megatron.optimus.data.samples import Piece
-from megatron.optimus.data.sources import Sources, Stage
+from megatron.optimus.data.sources import MixtureStage, Sources
 from megatron.optimus.platform.log import counted
 
 logger = logging.getLogger("optimus")
 
-_FEW = 8  # samples up to which the scalar permutation is faster than the vectorised one
+_FEW_SAMPLES = 8  # up to which the scalar permutation is faster than the vectorised one
 
 
-class Sample(NamedTuple):
-    """Where the sample at some position lies."""
+class SampleLocation(NamedTuple):
+    """Where the tokens of the sample at some position lie."""
 
     corpus: str
     epoch: int
     instance: int  # within the corpus
     prefix: str
-    ranges: list[Range]  # of tokens of that file
+    ranges: list[TokenRange]  # of that file
 
 
 @dataclass(frozen=True)
 class CorpusPlan:
-    """What a run of some length takes from a corpus."""
+    """What a run of some length reads of a corpus."""
 
     name: str
     files: int
@@ -61,19 +59,28 @@ class CorpusPlan:
 
     @property
     def epochs(self) -> float:
+        """How often the run reads the corpus."""
         return self.samples / self.instances
 
 
 class Mixture:
-    """Instances of several corpora. Instance numbers run through all corpora, in their order.
+    """The instances of several corpora, numbered corpus after corpus, and the order in which they are drawn.
+
+    A corpus that is too small to have an instance in the validation or test split is missing there, with a warning.
 
     Args:
         sources: corpora and weights; a single corpus is fine
-        seq_length, split, part, files, vocab_size, packing, extra_token: as ``InstanceSet`` takes them
+        seq_length: as ``InstanceSet`` takes it, and likewise split, part, files, vocab_size, packing, extra_token
         seed: of the order within each corpus
 
-    Raises DataError if a corpus cannot be used or is empty, ConfigError for impossible options. Of the validation and
-    test splits a corpus that is too small to have an instance there is left out, with a warning.
+    Attributes:
+        names: names of the corpora
+        corpora: their instances
+        labels_per_sample: positions with a label in each sample; None if samples differ (packing)
+
+    Raises:
+        DataError: a corpus cannot be used, or has no instance in the training split.
+        ConfigError: the options are impossible.
     """
 
     def __init__(
@@ -109,7 +116,7 @@ class Mixture:
             except DataError as error:
                 if part is Split.TRAIN:
                     raise DataError(f"corpus {corpus.name}: {error}") from error
-                logger.warning("corpus %s is left out of the %s split: %s", corpus.name, part.name.lower(), error)
+                logger.warning("corpus %s is not in the %s split: %s", corpus.name, part.name.lower(), error)
                 continue
             self.names.append(corpus.name)
             self.corpora.append(instances)
@@ -119,9 +126,9 @@ class Mixture:
         self.labels_per_sample = self.corpora[0].labels_per_sample
         self._lengths = [len(corpus) for corpus in self.corpora]
         self._ends = list(accumulate(self._lengths))
-        # of a corpus named by its path the last part counts, so that moving the data changes no order
+        # of a corpus named by its path the last component counts, so that moving the data changes no order
         self._seeds = [seed ^ xxhash.xxh3_64_intdigest(Path(name).name.encode()) for name in self.names]
-        self._files_of = [len(sources.corpora[number].prefixes) for number in kept]
+        self._file_counts = [len(sources.corpora[number].prefixes) for number in kept]
         stages = sources.stages if part is Split.TRAIN else sources.stages[:1]
         if part is not Split.TRAIN and stages and not any(stages[0].weights[number] for number in kept):
             raise DataError(
@@ -130,7 +137,7 @@ class Mixture:
             )
         self._plan_stages(stages, kept)
 
-    def _plan_stages(self, stages: Sequence[Stage], kept: list[int]) -> None:
+    def _plan_stages(self, stages: Sequence[MixtureStage], kept: list[int]) -> None:
         if not stages:  # every corpus its share of all instances
             self._schedules = [BlendSchedule(self._lengths)]
             self._firsts = [0]
@@ -147,18 +154,18 @@ class Mixture:
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def read(self, i: int) -> list[Piece]:
-        """The pieces of instance ``i``, as ``InstanceSet.read``."""
+    def read(self, i: int) -> list[TokenSpan]:
+        """Reads the tokens of instance ``i``, as ``InstanceSet.read`` does."""
         corpus, inside = self._split(i)
         return self.corpora[corpus].read(inside)
 
-    def locate(self, i: int) -> tuple[str, list[Range]]:
-        """(prefix of the file, tokens of it) that instance ``i`` is made of."""
+    def locate(self, i: int) -> tuple[str, list[TokenRange]]:
+        """Returns the file, and the ranges of its tokens, that instance ``i`` is made of: (prefix, ranges)."""
         corpus, inside = self._split(i)
         return self.corpora[corpus].locate(inside)
 
     def ids_at(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Instances of the samples at positions [start, start + count): int64 [count]."""
+        """Finds the instances of the samples at positions [start, start + count): int64 [count]."""
         corpora, drawn = self._draws(start, count)
         ids = np.empty(count, dtype=np.int64)
         for corpus in np.unique(corpora).tolist():
@@ -167,30 +174,30 @@ class Mixture:
         return ids
 
     def corpora_at(self, start: int, count: int) -> npt.NDArray[np.int32]:
-        """Corpora of the samples at positions [start, start + count): int32 [count], indices of ``names``."""
+        """Finds the corpora of the samples at positions [start, start + count): int32 [count], indices of ``names``."""
         return self._draws(start, count)[0]
 
-    def sample(self, position: int) -> Sample:
-        """What the sample at a position contains."""
+    def sample(self, position: int) -> SampleLocation:
+        """Finds the tokens of the sample at a position of the run."""
         corpora, drawn = self._draws(position, 1)
         corpus = int(corpora[0])
         epoch, instance = sample_at(int(drawn[0]), self._lengths[corpus], self._seeds[corpus])
-        return Sample(self.names[corpus], epoch, instance, *self.corpora[corpus].locate(instance))
+        return SampleLocation(self.names[corpus], epoch, instance, *self.corpora[corpus].locate(instance))
 
     def counts(self, position: int) -> list[int]:
-        """Samples of each corpus among the first ``position`` of the run."""
+        """Counts the samples of each corpus among the first ``position`` of the run."""
         stage = bisect.bisect_right(self._firsts, position) - 1
         inside = self._schedules[stage].counts(position - self._firsts[stage])
         return [a + b for a, b in zip(self._drawn[stage], inside, strict=True)]
 
     def shares(self) -> list[float]:
-        """Share of each corpus in the first stage."""
+        """Returns the share of each corpus in the first stage; the shares add up to 1."""
         return self._schedules[0].shares()
 
     def plan(self, total_samples: int) -> list[CorpusPlan]:
-        """What a run of ``total_samples`` takes from each corpus."""
+        """Computes what a run of ``total_samples`` reads of each corpus."""
         tokens = [corpus.num_tokens for corpus in self.corpora]
-        rows = zip(self.names, self._files_of, tokens, self._lengths, self.counts(total_samples), strict=True)
+        rows = zip(self.names, self._file_counts, tokens, self._lengths, self.counts(total_samples), strict=True)
         return [CorpusPlan(*row) for row in rows]
 
     def _split(self, i: int) -> tuple[int, int]:
@@ -218,22 +225,35 @@ class Mixture:
     def _order(self, corpus: int, drawn: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Instances of the ``drawn``-th samples of a corpus; these are consecutive numbers."""
         length, seed = self._lengths[corpus], self._seeds[corpus]
-        if drawn.size > _FEW:
+        if drawn.size > _FEW_SAMPLES:
             return samples_at(int(drawn[0]), drawn.size, length, seed)
         return np.array([sample_at(k, length, seed)[1] for k in drawn.tolist()], dtype=np.int64)
 
 
-def mixed_rows(count: int, position: int) -> npt.NDArray[np.int64]:
-    """A fixed shuffling of a batch's ``count`` rows: int64 [count].
+def shuffled_rows(count: int, position: int) -> npt.NDArray[np.int64]:
+    """Returns the order in which the samples of a batch are dealt out to ranks: int64 [count], fixed by the position.
 
-    The schedule spreads the corpora so evenly that with weights 1 and 1 and two ranks, each rank would see one corpus
-    only. Which samples a step has does not change.
+    Without it, the schedule spreads the corpora so evenly that with two equal weights and two ranks, each rank would
+    see one corpus only. Which samples a step has does not change.
+
+    Args:
+        count: samples of the global batch
+        position: of its first sample
     """
     return permute_many(np.arange(count), count, position)
 
 
 def log_plan(plan: Sequence[CorpusPlan], total_samples: int, max_epochs: float | None) -> None:
-    """Says what the run reads of each corpus. Raises DataError if that is more than ``max_epochs`` of one."""
+    """Logs what the run reads of each corpus and enforces the limit of epochs.
+
+    Args:
+        plan: as ``Mixture.plan`` returns it
+        total_samples: samples of the run
+        max_epochs: limit for each corpus; None: none
+
+    Raises:
+        DataError: the run reads a corpus more often than ``max_epochs``.
+    """
     for corpus in plan:
         logger.info(
             "corpus %s: %s, %.3f G tokens, %.4f %% of the samples, %.3f epochs%s",

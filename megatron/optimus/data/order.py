@@ -1,4 +1,4 @@
-"""The order of samples, computed instead of stored.
+"""The shuffled order of samples, computed instead of stored.
 
 Sample ``position`` of a run is instance ``permute(position % n, n, key(seed, position // n))``: nothing to build,
 nothing to save, and any rank can ask for any position at any time. An epoch is a keyed bijection on [0, n), so each
@@ -32,7 +32,7 @@ MAX_INSTANCES = 1 << 62
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the increment of SplitMix64 (Steele, Lea, Flood, 2014)
-_CHANCES = 0x8C61A3D5E27B94F1  # keeps what is drawn within samples apart from the keys of epochs
+_WITHIN_SAMPLES = 0x8C61A3D5E27B94F1  # separates random numbers within samples from the keys of epochs
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 
@@ -46,14 +46,14 @@ def _mix(value: int) -> int:
 
 
 def _mix_many(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """:func:`_mix` of a uint64 array (array arithmetic wraps around, as wanted)."""
+    """Applies ``_mix`` to a uint64 array (array arithmetic wraps around, as wanted)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX_1)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(_MIX_2)
     return values ^ (values >> np.uint64(31))
 
 
 def _round_keys(key: int) -> list[int]:
-    """SplitMix64's first outputs from state ``key``."""
+    """The first outputs of SplitMix64 from state ``key``."""
     return [_mix(key + (i + 1) * _GOLDEN) for i in range(NUM_ROUNDS)]
 
 
@@ -69,14 +69,15 @@ def _check_domain(n: int) -> None:
 
 
 def epoch_key(seed: int, epoch: int) -> int:
-    """The 64-bit key of one epoch's permutation; different for each (seed, epoch) up to 64-bit collisions."""
+    """Returns the 64-bit key of one epoch's permutation: another for each (seed, epoch), up to 64-bit collisions."""
     return _mix(_mix(seed + _GOLDEN) + epoch)
 
 
 def permute(index: int, n: int, key: int) -> int:
-    """Image of ``index`` under the bijection on [0, n) that ``key`` (taken modulo 2^64) selects.
+    """Maps ``index`` by the bijection on [0, n) that ``key`` (taken modulo 2^64) selects.
 
-    Raises ValueError unless 1 <= n <= 2^62 and 0 <= index < n.
+    Raises:
+        ValueError: unless 1 <= n <= 2^62 and 0 <= index < n.
     """
     _check_domain(n)
     if not 0 <= index < n:
@@ -98,7 +99,7 @@ def permute(index: int, n: int, key: int) -> int:
 
 
 def permute_many(indices: npt.ArrayLike, n: int, key: int) -> npt.NDArray[np.int64]:
-    """:func:`permute` of each element of an integer array; returns int64 of the same shape. Same errors."""
+    """Applies ``permute`` to each element of an integer array: int64 of the same shape. Raises the same errors."""
     _check_domain(n)
     indices = np.asarray(indices, dtype=np.int64)
     if indices.size and (int(indices.min()) < 0 or int(indices.max()) >= n):
@@ -124,7 +125,16 @@ def permute_many(indices: npt.ArrayLike, n: int, key: int) -> npt.NDArray[np.int
 
 
 def sample_at(position: int, num_instances: int, seed: int) -> tuple[int, int]:
-    """(epoch, instance) of the sample at ``position`` (0-based, counted over the whole run) among ``num_instances``."""
+    """Finds the instance that the sample at a position of the run is.
+
+    Args:
+        position: number of the sample over the whole run, from 0
+        num_instances: instances of the dataset
+        seed: of the order
+
+    Returns:
+        (epoch, instance)
+    """
     if position < 0:
         raise ValueError(f"position={position} must not be negative")
     _check_domain(num_instances)
@@ -133,24 +143,24 @@ def sample_at(position: int, num_instances: int, seed: int) -> tuple[int, int]:
 
 
 def samples_at(start: int, count: int, num_instances: int, seed: int) -> npt.NDArray[np.int64]:
-    """Instances of the samples at positions [start, start + count): int64 [count]. Equals :func:`sample_at` on each."""
+    """Finds the instances of the samples at positions [start, start + count): int64 [count], as ``sample_at`` does."""
     if start < 0:
         raise ValueError(f"position={start} must not be negative")
     _check_domain(num_instances)
-    parts = []
+    epochs = []
     stop = start + count
     while start < stop:
         epoch, index = divmod(start, num_instances)
         length = min(stop - start, num_instances - index)
         indices = np.arange(index, index + length, dtype=np.int64)
-        parts.append(permute_many(indices, num_instances, epoch_key(seed, epoch)))
+        epochs.append(permute_many(indices, num_instances, epoch_key(seed, epoch)))
         start += length
-    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+    return np.concatenate(epochs) if epochs else np.empty(0, dtype=np.int64)
 
 
-def chances(seed: int, position: int) -> Iterator[float]:
-    """Uniform numbers in [0, 1) for the sample at ``position``, without end; the same on every machine."""
-    state = epoch_key(seed ^ _CHANCES, position)
+def uniform_numbers(seed: int, position: int) -> Iterator[float]:
+    """Yields endless uniform numbers in [0, 1) for the sample at ``position``: the same on every machine."""
+    state = epoch_key(seed ^ _WITHIN_SAMPLES, position)
     while True:
         state = (state + _GOLDEN) & _MASK64
         yield (_mix(state) >> 11) / (1 << 53)

@@ -1,8 +1,10 @@
-"""Which files make which corpus, and in which proportions: the three ways a run names its data.
+"""Reads the options that name the data of a run: corpora, their files, and the weights they are mixed by.
+
+There are three ways to name them:
 
 - ``data_path``: prefixes (one corpus, each file in proportion to its size), or ``weight prefix weight prefix ...``
   (Megatron's form: each prefix is a corpus of its own).
-- ``data_file_list``, a text file with lines ``weight prefix corpus``, as AuroraGPT's lists have them. Files of one
+- ``data_file_list``, a text file with lines ``weight prefix corpus``, the form of AuroraGPT's lists. Files of one
   corpus are drawn in proportion to their sizes; its weight is the sum of theirs. Without a third word the prefix is a
   corpus of its own. Empty lines and lines that begin with # are skipped.
 - ``data_file_list``, a YAML or JSON file, for globs, and for weights that change during the run:
@@ -16,7 +18,7 @@
 
   Where no corpus has a weight, each has its share of all tokens.
 
-Prefixes in a file are relative to the file's folder; an ending .bin or .idx is dropped.
+Prefixes in such a file are relative to its folder; an ending .bin or .idx is dropped.
 """
 
 from __future__ import annotations
@@ -33,54 +35,60 @@ from typing import Any
 from megatron.optimus.config.schema import ConfigError, DataConfig
 from megatron.optimus.config.serialize import read_plain
 
-Weights = tuple[Fraction, ...]
-_MAX_EXPONENT = 100
+_MAX_EXPONENT = 100  # of a weight: an integer with millions of digits would fill the memory
 
 
 @dataclass(frozen=True)
 class Corpus:
+    """A named set of .bin/.idx pairs."""
+
     name: str
-    prefixes: tuple[str, ...]
+    prefixes: tuple[str, ...]  # paths without suffix
 
 
 @dataclass(frozen=True)
-class Stage:
+class MixtureStage:
     """Weights of all corpora from a point of the run on; exactly one of the two starts is set."""
 
-    weights: Weights
+    weights: tuple[Fraction, ...]
     start_tokens: int | None = None
     start_samples: int | None = 0
 
     def first_sample(self, seq_length: int) -> int:
-        """Position of the first sample that begins at or after the start."""
+        """Returns the position of the first sample that begins at or after the start."""
         return -(-self.start_tokens // seq_length) if self.start_tokens is not None else self.start_samples or 0
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Corpora, and the stages of their weights; without stages each corpus has its share of all tokens."""
+    """The data of a run: corpora, and the stages of their weights. Without stages each has its share of all tokens."""
 
     corpora: tuple[Corpus, ...]
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[MixtureStage, ...] = ()
 
     @property
     def is_blend(self) -> bool:
-        """More than plain files: several corpora, or weights that could change."""
+        """True if a ``Mixture`` is needed: there are several corpora, or weights that could change."""
         return bool(self.stages) or len(self.corpora) > 1
 
     @property
     def prefixes(self) -> list[str]:
+        """Prefixes of all corpora."""
         return [prefix for corpus in self.corpora for prefix in corpus.prefixes]
 
 
 def read_sources(config: DataConfig) -> Sources:
-    """Raises ConfigError for weights, names or files that cannot be meant."""
+    """Reads the corpora and weights that ``data_path`` or ``data_file_list`` name.
+
+    Raises:
+        ConfigError: the list cannot be read, a weight is impossible, or a file is named twice.
+    """
     if config.data_file_list is None:
-        sources = _from_words(config.data_path)
+        sources = _from_data_path(config.data_path)
     elif Path(config.data_file_list).suffix.lower() in (".yaml", ".yml", ".json"):
         sources = _from_yaml(config.data_file_list)
     else:
-        sources = _from_lines(config.data_file_list)
+        sources = _from_text_file(config.data_file_list)
     seen: dict[str, str] = {}
     for corpus in sources.corpora:
         for prefix in corpus.prefixes:
@@ -95,7 +103,6 @@ def read_sources(config: DataConfig) -> Sources:
 def _number(text: object) -> Fraction | None:
     try:
         value = Decimal(str(text))
-        # of 1e5000000 the integers would fill the memory
         is_number = not isinstance(text, bool) and abs(value.adjusted()) <= _MAX_EXPONENT
         return Fraction(value) if is_number else None
     except (InvalidOperation, ValueError, OverflowError):  # no number, NaN, infinity
@@ -116,7 +123,7 @@ def _prefix(word: str, folder: Path | None = None) -> str:
     return str(folder / word) if folder is not None else word
 
 
-def _from_words(words: list[str]) -> Sources:
+def _from_data_path(words: list[str]) -> Sources:
     weights = [_number(word) for word in words[::2]]
     if not words or len(words) % 2 or None in weights:
         if len(words) > 1 and weights[0] is not None and not _exists(words[0]):
@@ -127,14 +134,14 @@ def _from_words(words: list[str]) -> Sources:
         return Sources((Corpus("all", tuple(map(_prefix, words))),))
     corpora = tuple(Corpus(_prefix(word), (_prefix(word),)) for word in words[1::2])
     checked = tuple(_weight(word, f"data_path, {path}") for word, path in zip(words[::2], words[1::2], strict=True))
-    return Sources(corpora, (Stage(checked),))
+    return Sources(corpora, (MixtureStage(checked),))
 
 
 def _exists(prefix: str) -> bool:
     return Path(f"{_prefix(prefix)}.idx").exists()
 
 
-def _from_lines(path: str) -> Sources:
+def _from_text_file(path: str) -> Sources:
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()  # some editors write a byte-order mark
     except UnicodeDecodeError as error:
@@ -158,7 +165,7 @@ def _from_lines(path: str) -> Sources:
     if not prefixes:
         raise ConfigError(f"data_file_list={path} names no files")
     corpora = tuple(Corpus(name, tuple(files)) for name, files in prefixes.items())
-    return Sources(corpora, (Stage(tuple(weights.values())),))
+    return Sources(corpora, (MixtureStage(tuple(weights.values())),))
 
 
 def _from_yaml(path: str) -> Sources:
@@ -183,7 +190,10 @@ def _from_yaml(path: str) -> Sources:
         _weight(weight, f"{path}: corpus {name}", zero=bool(stages))
         for name, weight in zip(names, weights, strict=True)
     )
-    parsed = [Stage(first), *(_stage(stage, names, f"{path}: stage {i}") for i, stage in enumerate(stages, start=1))]
+    parsed = [
+        MixtureStage(first),
+        *(_stage(stage, names, f"{path}: stage {i}") for i, stage in enumerate(stages, start=1)),
+    ]
     for i, stage in enumerate(parsed):
         if not any(stage.weights):
             raise ConfigError(f"{path}: {f'stage {i}' if i else 'corpora'}: all weights are 0")
@@ -193,7 +203,7 @@ def _from_yaml(path: str) -> Sources:
     return Sources(tuple(corpora), tuple(parsed))
 
 
-def _stage(value: object, names: list[str], where: str) -> Stage:
+def _stage(value: object, names: list[str], where: str) -> MixtureStage:
     entry = _mapping(value, where, {"start_tokens", "start_samples", "weights"})
     weights = _mapping(entry.get("weights"), f"{where}, weights", set(names))
     if missing := [name for name in names if name not in weights]:
@@ -201,7 +211,7 @@ def _stage(value: object, names: list[str], where: str) -> Stage:
     starts = {key: entry[key] for key in ("start_tokens", "start_samples") if key in entry}
     if len(starts) != 1 or any(isinstance(at, bool) or not isinstance(at, int) or at < 1 for at in starts.values()):
         raise ConfigError(f"{where}: give either start_tokens or start_samples, a whole number above 0; got {starts}")
-    return Stage(
+    return MixtureStage(
         tuple(_weight(weights[name], f"{where}, {name}", zero=True) for name in names),
         starts.get("start_tokens"),
         starts.get("start_samples"),

@@ -18,7 +18,7 @@ from megatron.optimus.layers.mlp import MLP
 from megatron.optimus.layers.norm import build_norm
 from megatron.optimus.layers.rope import RopeTable, rope_at, rope_table
 from megatron.optimus.moe.layer import MoE
-from megatron.optimus.moe.router import RouterStats
+from megatron.optimus.moe.router import RouterLosses
 
 
 class Block(nn.Module):
@@ -37,11 +37,11 @@ class Block(nn.Module):
 
     def forward(
         self, x_BSD: Tensor, rope: RopeTable, documents: Documents | None = None
-    ) -> tuple[Tensor, RouterStats | None]:
+    ) -> tuple[Tensor, RouterLosses | None]:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope, documents)
         if self.is_moe:
-            y_BSD, stats = self.moe(self.mlp_norm(x_BSD))
-            return x_BSD + y_BSD, stats
+            y_BSD, losses = self.moe(self.mlp_norm(x_BSD))
+            return x_BSD + y_BSD, losses
         return x_BSD + self.mlp(self.mlp_norm(x_BSD)), None
 
 
@@ -49,17 +49,17 @@ class Block(nn.Module):
 class DecoderOutput:
     logits_BSV: Tensor | None  # dtype of the weights; None with labels: then they never exist as a whole
     loss_sum: Tensor | None  # fp32 scalar: cross-entropy in nats summed over the labels that count; None without any
-    router_stats: list[RouterStats]  # one per MoE layer
+    router_losses: list[RouterLosses]  # one per MoE layer
 
     @property
     def aux_loss(self) -> Tensor:
         """Load-balancing loss, mean over MoE layers; zero for a dense model."""
-        return self._mean_over_layers([stats.aux_loss for stats in self.router_stats])
+        return self._mean_over_layers([losses.aux_loss for losses in self.router_losses])
 
     @property
     def z_loss(self) -> Tensor:
         """Router z-loss, mean over MoE layers; zero for a dense model."""
-        return self._mean_over_layers([stats.z_loss for stats in self.router_stats])
+        return self._mean_over_layers([losses.z_loss for losses in self.router_losses])
 
     def _mean_over_layers(self, losses: list[Tensor]) -> Tensor:
         return torch.stack(losses).mean() if losses else torch.zeros((), device=self._result.device)
@@ -99,15 +99,15 @@ class Decoder(nn.Module):
         if positions_BS is not None:
             rope = rope_at(rope, positions_BS)
         x_BSD = self.embedding(tokens_BS)
-        router_stats = []
+        router_losses = []
         for layer in self.layers:
-            x_BSD, stats = layer(x_BSD, rope, documents)
-            if stats is not None:
-                router_stats.append(stats)
+            x_BSD, losses = layer(x_BSD, rope, documents)
+            if losses is not None:
+                router_losses.append(losses)
         x_BSD = self.final_norm(x_BSD)
         if labels_BS is not None:
-            return DecoderOutput(None, self.lm_head(x_BSD, labels_BS), router_stats)
-        return DecoderOutput(self.lm_head(x_BSD).view(*tokens_BS.shape, -1), None, router_stats)
+            return DecoderOutput(None, self.lm_head(x_BSD, labels_BS), router_losses)
+        return DecoderOutput(self.lm_head(x_BSD).view(*tokens_BS.shape, -1), None, router_losses)
 
     def moe_layers(self) -> list[MoE]:
         return [module for module in self.modules() if isinstance(module, MoE)]

@@ -1,4 +1,4 @@
-"""Initial weights that depend on the seed and the parameter's name only, never on the layout of ranks.
+"""Draws initial weights that depend on the seed and the parameter's name only, never on the layout of ranks.
 
 Each weight draws from a generator of its own on the CPU; each expert of a 3-D expert weight from one keyed by the
 expert's global number. A rank that holds a part draws the whole and keeps its part, one weight at a time. So any device

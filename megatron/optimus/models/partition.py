@@ -1,4 +1,4 @@
-"""Which part of a whole weight a rank's parameter is: marks on the parameter, and the slice they describe.
+"""Splits a whole weight into ranks' parts, and marks a parameter with the part that it is.
 
 Megatron's marks: ``tensor_model_parallel`` (True: other tensor-parallel ranks have other values), ``partition_dim``,
 ``partition_stride``; and ours: ``partition_index`` of ``partition_count``, ``global_shape`` of the whole weight, and
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 def block_of(whole: Tensor, dim: int, index: int, count: int, stride: int = 1) -> Tensor:
-    """Part ``index`` of ``count`` equal parts along ``dim``, as a view where torch can give one.
+    """Takes part ``index`` of ``count`` equal parts along ``dim``, as a view where torch can give one.
 
     ``stride`` matrices lie one after the other along ``dim`` and each of them is cut: 2 for gate and up in one weight.
     """
@@ -27,7 +27,10 @@ Box = tuple[tuple[int, int], ...]  # [start, stop) in every dimension
 def block_boxes(
     shape: Sequence[int], dim: int, index: int, count: int, stride: int = 1, rows: Sequence[int] | None = None
 ) -> tuple[Box, ...]:
-    """Where ``block_of`` a tensor of ``shape`` comes from, in the order of its elements; ``rows`` of dim 0 only."""
+    """Lists the boxes of a tensor of ``shape`` that ``block_of`` it is made of, in the order of its elements.
+
+    ``rows``: of dim 0 these only.
+    """
     size = shape[dim] // stride  # of one of the matrices
     part = size // count
     whole = [(0, length) for length in shape]
@@ -52,7 +55,7 @@ def split_parameter(
     whole: Sequence[int] | None = None,
     rows: Sequence[int] | None = None,
 ) -> nn.Parameter:
-    """A rank's part of a parameter, with the marks; other attributes are kept.
+    """Makes a rank's part of a parameter, with the marks; other attributes are kept.
 
     ``whole``, ``rows``: where param is ``rows`` of dim 0 of a weight of shape ``whole``.
     """
@@ -74,7 +77,10 @@ def split_parameter(
 
 
 def own_part(whole: Tensor, param: Tensor, *, dropped_dims: int = 0) -> Tensor:
-    """The part of a whole weight that ``param`` is; ``dropped_dims`` leading dims of it are absent from ``whole``."""
+    """Takes the part of a whole weight that ``param`` is.
+
+    ``dropped_dims``: so many leading dims of ``param`` are absent from ``whole``.
+    """
     if not hasattr(param, "partition_dim"):
         return whole
     dim = param.partition_dim - dropped_dims
@@ -83,5 +89,5 @@ def own_part(whole: Tensor, param: Tensor, *, dropped_dims: int = 0) -> Tensor:
 
 
 def whole_shape(param: Tensor) -> tuple[int, ...]:
-    """Shape of the weight of which ``param`` is all or a part."""
+    """Shape of the whole weight of which ``param`` is all or a part."""
     return getattr(param, "global_shape", tuple(param.shape))

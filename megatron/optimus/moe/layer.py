@@ -11,7 +11,8 @@ from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.moe.dispatch.base import TokenDispatcher
 from megatron.optimus.moe.dispatch.local import LocalDispatcher
 from megatron.optimus.moe.experts import Experts, SharedExperts
-from megatron.optimus.moe.router import Router, RouterStats
+from megatron.optimus.moe.router import Router, RouterLosses
+from megatron.optimus.platform import metrics
 
 
 class MoE(nn.Module):
@@ -23,12 +24,14 @@ class MoE(nn.Module):
         self.experts = Experts(config)
         self.shared_experts = SharedExperts(config) if config.moe_shared_expert_intermediate_size else None
         self.dispatcher: TokenDispatcher = LocalDispatcher()
+        # Expert tensor parallelism: the shards of an expert compute the same slots, and the first one counts them.
+        self.is_first_shard = True
 
-    def forward(self, x_BSD: Tensor) -> tuple[Tensor, RouterStats]:
-        """The layer's output [B, S, D] in x's dtype, and the router's statistics."""
+    def forward(self, x_BSD: Tensor) -> tuple[Tensor, RouterLosses]:
+        """The layer's output [B, S, D] in x's dtype, and the router's auxiliary losses."""
         x_TD = x_BSD.flatten(0, 1)
         started = self.dispatcher.start(x_TD)  # beside the router, where a dispatcher needs no choices to send tokens
-        routing, stats, x_TD = self.router(x_TD)
+        routing, losses, x_TD = self.router(x_TD)
         shared: list[Tensor] = []
 
         def overlapped() -> None:
@@ -36,8 +39,11 @@ class MoE(nn.Module):
                 shared.append(self.shared_experts(x_BSD))
 
         y_TD, processed = self.dispatcher.run_experts(self.experts, x_TD, routing, started, overlapped)
+        # Summed over ranks, because experts compute tokens of other ranks. Dropless routing gives 0.
+        routed = routing.indices_TK.numel()
+        metrics.record("dropped_tokens", routed - processed if self.is_first_shard else routed, reduce="sum")
         y_BSD = y_TD.view_as(x_BSD)
         if self.shared_experts is not None:
             [shared_BSD] = shared  # fails for a dispatcher that does not call ``overlapped`` exactly once
             y_BSD = y_BSD + shared_BSD
-        return y_BSD, stats._replace(processed=processed)
+        return y_BSD, losses

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron.optimus import ops
 from megatron.optimus.config.schema import LoadBalancing, ModelConfig, ScoreFunction
+from megatron.optimus.platform import metrics
 
 
 def load_balancing_loss(scores_TE: Tensor, counts_E: Tensor, num_tokens: Tensor | int) -> Tensor:
@@ -55,14 +56,11 @@ def mean_entropy(scores_TE: Tensor) -> Tensor:
     return torch.special.entr(share_TE).sum(dim=-1).mean()
 
 
-class RouterStats(NamedTuple):
-    """Statistics of one layer's router over one micro-batch. Losses are differentiable, the rest is not."""
+class RouterLosses(NamedTuple):
+    """Auxiliary losses of one router over one micro-batch: differentiable fp32 scalars, before their weights."""
 
-    aux_loss: Tensor  # fp32 scalar, unweighted
-    z_loss: Tensor  # fp32 scalar, unweighted
-    counts_E: Tensor  # int64 [E], slots of this rank's tokens for each expert
-    entropy: Tensor  # fp32 scalar, nats
-    processed: Tensor  # int64 scalar, slots that experts on this rank computed, for tokens of any rank
+    aux_loss: Tensor  # load balancing
+    z_loss: Tensor
 
 
 class Router(nn.Module):
@@ -76,7 +74,7 @@ class Router(nn.Module):
         self.balancing = config.moe_router_load_balancing_type
         self.force_uniform = config.moe_router_force_load_balancing
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
-        # Slots per expert over the finished micro-batches of the current optimizer step.
+        # Slots that this rank's tokens sent to each expert in the training forwards since ``finish_step``.
         self.register_buffer("step_counts_E", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
         self.step_counts_E: Tensor
         self.expert_bias: Tensor | None
@@ -86,14 +84,14 @@ class Router(nn.Module):
         # this process has all of them.
         self.balance_group: dist.ProcessGroup | None = None
 
-    def forward(self, x_TD: Tensor) -> tuple[ops.Routing, RouterStats, Tensor]:
+    def forward(self, x_TD: Tensor) -> tuple[ops.Routing, RouterLosses, Tensor]:
         """Routes tokens.
 
         Args:
             x_TD: tokens, in the model's dtype.
 
         Returns:
-            The routing; the statistics; and x for the experts, so that both uses share one gradient (``ops.route``).
+            Routing, auxiliary losses, and x for the experts, so that both uses share one gradient (``ops.route``).
         """
         routing, logits_TE, x_TD = ops.route(
             x_TD, self.weight, self.topk, sigmoid=self.sigmoid, normalize=self.normalize,
@@ -102,14 +100,13 @@ class Router(nn.Module):
         if self.force_uniform:
             routing = self._uniform(routing)
         counts_E = ops.expert_counts(routing.indices_TK, logits_TE.shape[1])
-        stats = RouterStats(
-            aux_loss=self._balancing_loss(routing.scores_TE, counts_E),
-            z_loss=router_z_loss(logits_TE),
-            counts_E=counts_E,
-            entropy=mean_entropy(routing.scores_TE.detach()),
-            processed=counts_E.sum(),
-        )
-        return routing, stats, x_TD
+        losses = RouterLosses(self._balancing_loss(routing.scores_TE, counts_E), router_z_loss(logits_TE))
+        if self.training and torch.is_grad_enabled():
+            self.step_counts_E += counts_E  # routers are never recomputed, so none is counted twice
+            metrics.record("aux_loss", losses.aux_loss)
+            metrics.record("z_loss", losses.z_loss)
+            metrics.record("router_entropy", mean_entropy(routing.scores_TE.detach()))
+        return routing, losses, x_TD
 
     def _balancing_loss(self, scores_TE: Tensor, counts_E: Tensor) -> Tensor:
         if self.balancing is LoadBalancing.NONE:
@@ -133,14 +130,6 @@ class Router(nn.Module):
         if self.expert_bias is not None:
             self.expert_bias = self.expert_bias.float()
         return self
-
-    @torch.no_grad()
-    def record_micro_batch(self, counts_E: Tensor) -> None:
-        """Adds the counts of a finished training micro-batch.
-
-        Apart from ``forward``, so that recomputation cannot count a micro-batch twice.
-        """
-        self.step_counts_E += counts_E
 
     @torch.no_grad()
     def finish_step(self, global_counts_E: Tensor, bias_update_rate: float | Tensor) -> None:

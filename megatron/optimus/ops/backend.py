@@ -1,7 +1,7 @@
-"""Which implementation runs an operation: one choice per device and dtype, logged once, never made silently worse.
+"""Which implementation (backend) runs an operation: one choice for each device and dtype, logged once.
 
-``auto`` takes the fastest implementation present. A part that is missing (no compiler at installation, no triton) is
-named in a warning together with its remedy; asking for it explicitly raises.
+``auto`` takes the fastest backend present. One that is missing (no compiler at installation, no triton) is named in a
+warning with its remedy; asking for it explicitly raises. Nothing slower runs silently.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger("optimus")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _HALF = (torch.bfloat16, torch.float16)
-_NEWEST_COMPILED = "cpu_use_instructions"  # the operation added to csrc/bindings.cpp last
+_NEWEST_COMPILED = "cpu_sum_copies"  # the operation added to csrc/bindings.cpp last
 
 
 class Backend(str, enum.Enum):
@@ -43,10 +43,11 @@ _NATIVE = {
     "xpu": (Backend.SYCL, Backend.TRITON),
 }
 
-# Where the kernels of a backend are: one function per operation, called below autograd with contiguous arguments.
+# The module of each backend's kernels, called below autograd: fused_moe.MoeKernels and, but for cuda, router_topk,
+# router_topk_backward, expert_counts and, if it has them, copy_rows and sum_copies, on contiguous arguments.
 _KERNELS = {
     Backend.CPU: "megatron.optimus.ops.cpu",
-    Backend.TRITON: "megatron.optimus.ops.triton.single",
+    Backend.TRITON: "megatron.optimus.ops.triton.backend",
     Backend.CUDA: "megatron.optimus.ops.cuda",
     Backend.SYCL: "megatron.optimus.ops.sycl",
 }
@@ -61,10 +62,14 @@ _loaded: dict[Backend, ModuleType] = {}
 
 
 def set_backend(backend: Backend | str) -> None:
-    """Fixes the backend of every later call; ``auto`` gives the choice back.
+    """Sets the backend of every later call.
 
-    Raises ValueError for an unknown name. Whether the backend can run is checked when an operation meets a device and
-    dtype: it then raises BackendUnavailableError rather than run something else.
+    Args:
+        backend: a ``Backend`` or its name; ``auto`` (the initial state) takes the fastest one present.
+
+    Raises:
+        ValueError: the name is unknown. Whether the backend can run is checked when an operation is called: that then
+            raises BackendUnavailableError rather than run something else.
     """
     global _selected  # noqa: PLW0603  one process-wide choice is the point
     try:
@@ -75,7 +80,7 @@ def set_backend(backend: Backend | str) -> None:
 
 
 def get_backend() -> Backend:
-    """The backend last set (``auto`` at start)."""
+    """Returns the backend last set (``auto`` at start)."""
     return _selected
 
 
@@ -105,7 +110,7 @@ def resolve_routing(device: torch.device) -> Backend:
 
 
 def runs_triton(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether ``resolve`` would give Triton, without the line that says so and without an error."""
+    """Whether ``resolve`` would return Triton, without logging and without an error."""
     return _choose(_selected, device.type, dtype)[0] is Backend.TRITON
 
 
@@ -156,7 +161,7 @@ def _router(backend: Backend) -> Backend:
 
 
 def _choose(selected: Backend, device_type: str, dtype: torch.dtype) -> tuple[Backend, str | None]:
-    """The backend, and what kept the one that was set, or the device's own, from being it."""
+    """Returns the backend, and why it is not the one that was set or that is the device's first."""
     obstacles = {}
     for backend in _native(device_type) if selected is Backend.AUTO else (selected,):
         obstacle = _obstacle(backend, device_type, dtype)
@@ -175,7 +180,7 @@ def _native(device_type: str) -> tuple[Backend, ...]:
 
 
 def _obstacle(backend: Backend, device_type: str, dtype: torch.dtype) -> str | None:
-    """Why a backend cannot run, with the remedy; None if it can."""
+    """Returns why a backend cannot run, with the remedy; None if it can."""
     if backend in (Backend.AUTO, Backend.REFERENCE):
         return None
     if backend is Backend.CPU and device_type not in ("cpu", "meta"):
@@ -220,7 +225,7 @@ def _triton_error(device_type: str) -> str | None:
 
 
 def _triton_for_intel_error(triton: ModuleType) -> str | None:
-    """The package for NVIDIA GPUs has the same name to Python, and other hardware is called xpu, too."""
+    """Triton for NVIDIA GPUs has the same module name as Triton for Intel's, and other hardware is called xpu too."""
     remedy = "install triton-xpu in its place, in the version that this torch's XPU build asks for"
     if "intel" not in triton.backends.backends:
         return f"this triton ({triton.__version__}) has no backend for Intel GPUs; {remedy}"

@@ -1,6 +1,7 @@
-"""What lies between the products of a dense layer: plain PyTorch (``reference``), or one Triton kernel each on NVIDIA
-GPUs (on Intel's where the router is Triton's, too), where passes over memory are what these operations cost. In a
-compiled graph the compiler fuses the former.
+"""Element-wise operations of dense layers: rotary embedding, SwiGLU, and the two passes of cross-entropy over logits.
+
+Their cost is passes over memory. On NVIDIA GPUs (and on Intel's where the router is Triton's) each is one Triton
+kernel, elsewhere plain PyTorch (``reference``), which the compiler fuses in a compiled graph.
 
 Shapes: B sequences, H heads, S positions, d head width, C tokens of a chunk, V rows of the vocabulary.
 """
@@ -14,19 +15,30 @@ import torch
 from torch import Tensor
 
 from megatron.optimus.ops import reference
+from megatron.optimus.ops.autograd_guards import (
+    first_derivative_only,
+    lacks_values,
+    refuse_tangents,
+    reverse_mode_only,
+)
 from megatron.optimus.ops.backend import Backend, resolve_routing
-from megatron.optimus.ops.forward_mode import refuse_tangents, reverse_mode_only
-from megatron.optimus.ops.second_derivatives import first_derivative_only
-from megatron.optimus.ops.shapes_only import lacks_values
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def rotate(x_BHSd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns each pair (i, i + d/2) of every head by its position's angle, in fp32; see ``reference.rotate``.
+    """Rotary embedding: rotates each pair (i, i + d/2) of every head by its position's angle, in fp32.
 
-    ``cos``, ``sin``: fp32 [S, d] or [B, 1, S, d], both halves alike, without gradients. Raises ValueError for an odd d,
-    or a table that does not fit or is on another device.
+    Args:
+        x_BHSd: queries or keys [B, H, S, d], floating.
+        cos: fp32 [S, d] or [B, 1, S, d], both halves of d alike, without gradient.
+        sin: likewise.
+
+    Returns:
+        [B, H, S, d] in x's dtype.
+
+    Raises:
+        ValueError: d is odd, or a table does not fit or is on another device.
     """
     tables = (tuple(x_BHSd.shape[-2:]), (*x_BHSd.shape[:1], 1, *x_BHSd.shape[-2:]))
     if x_BHSd.dim() != 4 or x_BHSd.shape[-1] % 2 or cos.shape != sin.shape or tuple(cos.shape) not in tables:
@@ -34,7 +46,7 @@ def rotate(x_BHSd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             f"rotate: x {tuple(x_BHSd.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}; expected "
             "[B, H, S, d] with even d and [S, d] or [B, 1, S, d]"
         )
-    _check_place("rotate", x_BHSd, cos, sin)
+    _check_device("rotate", x_BHSd, cos, sin)
     if _kernels_for(x_BHSd) is None:
         return reference.rotate(x_BHSd, cos, sin)
     refuse_tangents("rotate", x_BHSd, cos, sin)
@@ -42,10 +54,18 @@ def rotate(x_BHSd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, two floating tensors of one shape, dtype and device. Raises ValueError if they are not."""
+    """Returns silu(gate) * up.
+
+    Args:
+        gate: floating, any shape.
+        up: of gate's shape, dtype and device.
+
+    Raises:
+        ValueError: the two differ in shape, dtype or device.
+    """
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(f"silu_mul: gate {gate.dtype} {tuple(gate.shape)} and up {up.dtype} {tuple(up.shape)} differ")
-    _check_place("silu_mul", gate, up)
+    _check_device("silu_mul", gate, up)
     if _kernels_for(gate) is None:
         return reference.silu_mul(gate, up)
     refuse_tangents("silu_mul", gate, up)
@@ -53,7 +73,14 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def log_sum_exp(logits_CV: Tensor) -> Tensor:
-    """log(sum(exp(logits))) of each row, fp32 [C]; no gradient. Raises ValueError for what is not floating [C, V]."""
+    """Returns log(sum(exp(logits))) of each row in fp32 [C], without gradient.
+
+    Args:
+        logits_CV: floating [C, V].
+
+    Raises:
+        ValueError: logits are not floating [C, V].
+    """
     _check_logits("log_sum_exp", logits_CV)
     kernels = _kernels_for(logits_CV)
     if kernels is None:
@@ -63,18 +90,29 @@ def log_sum_exp(logits_CV: Tensor) -> Tensor:
 
 
 def keeps_16_bits(x: Tensor) -> bool:
-    """Whether ``log_sum_exp`` and ``cross_entropy_gradient_`` of logits of this dtype and device make no fp32 copy of
-    them."""
+    """Whether ``log_sum_exp`` and ``cross_entropy_gradient_`` need no fp32 copy of logits of this dtype and device."""
     return x.element_size() == 2 and _kernels_for(x) is not None
 
 
 def cross_entropy_gradient_(
     logits_CV: Tensor, lse_C: Tensor, columns_C: Tensor, here_C: Tensor, valid_C: Tensor, z_loss_coeff: float
 ) -> Tensor:
-    """The gradient of the summed cross-entropy with respect to the logits, which may be overwritten; see
-    ``reference.cross_entropy_gradient_``. ``columns_C`` int64 in [0, V), which is not looked at; ``here_C`` and
-    ``valid_C`` bool. Raises ValueError for logits that are not floating [C, V], or rows' values that are not [C] of
-    those dtypes on their device."""
+    """Returns the gradient of the summed cross-entropy and z-loss with respect to the logits.
+
+    Args:
+        logits_CV: floating [C, V]; may be overwritten with the result.
+        lse_C: fp32 [C], ``log_sum_exp`` of the logits (over all tensor-parallel ranks).
+        columns_C: int64 [C] in [0, V), not checked: the label's column.
+        here_C: bool [C], whether the label's column is on this rank.
+        valid_C: bool [C], whether the row counts; others get zero.
+        z_loss_coeff: factor of lse**2 in the loss.
+
+    Returns:
+        [C, V] in the logits' dtype, rounded once from fp32.
+
+    Raises:
+        ValueError: logits are not floating [C, V], or the others are not [C] of these dtypes on their device.
+    """
     _check_logits("cross_entropy_gradient_", logits_CV, lse_C, columns_C, here_C, valid_C)
     kernels = _kernels_for(logits_CV)
     arguments = (lse_C, columns_C, here_C, valid_C, z_loss_coeff)
@@ -84,8 +122,8 @@ def cross_entropy_gradient_(
     return kernels.cross_entropy_gradient_(logits_CV.contiguous(), *arguments)
 
 
-def _check_place(name: str, x: Tensor, *others: Tensor) -> None:
-    """A kernel that is handed the address of other memory reads it without a word."""
+def _check_device(name: str, x: Tensor, *others: Tensor) -> None:
+    """Raises ValueError for another device: a kernel given an address of other memory would read it silently."""
     if not x.is_floating_point():
         raise ValueError(f"{name}: {x.dtype}; expected a floating dtype")
     for other in others:
@@ -95,7 +133,7 @@ def _check_place(name: str, x: Tensor, *others: Tensor) -> None:
 
 def _check_logits(name: str, logits: Tensor, *of_rows: Tensor) -> None:
     """``of_rows``: log-sum-exps, columns, and two of bool."""
-    _check_place(name, logits, *of_rows)
+    _check_device(name, logits, *of_rows)
     wanted = zip(of_rows, (torch.float32, torch.int64, torch.bool, torch.bool), strict=False)  # none of them, or all
     if logits.dim() != 2 or any(t.dtype != dtype or t.shape != logits.shape[:1] for t, dtype in wanted):
         given = [f"{t.dtype} {tuple(t.shape)}" for t in of_rows]
@@ -119,16 +157,16 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BHSd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(x_BHSd, cos, sin, inverse=False)
+        return _rotated(x_BHSd, cos, sin, inverse=False)
 
     @staticmethod
     @first_derivative_only
     @reverse_mode_only("rotate")
     def backward(ctx: Any, grad_BHSd: Tensor) -> tuple[Tensor, None, None]:
-        return _turned(grad_BHSd, *ctx.saved_tensors, inverse=True), None, None
+        return _rotated(grad_BHSd, *ctx.saved_tensors, inverse=True), None, None
 
 
-def _turned(x_BHSd: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool) -> Tensor:
+def _rotated(x_BHSd: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool) -> Tensor:
     kernels = _kernels_for(x_BHSd)
     assert kernels is not None, "chosen before"
     x_BHSd = x_BHSd if x_BHSd.stride(-1) == 1 else x_BHSd.contiguous()

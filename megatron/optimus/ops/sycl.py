@@ -1,12 +1,12 @@
-"""The SYCL kernels (csrc/sycl) on an Intel GPU, or on any x86-64 CPU through Intel's SYCL runtime.
+"""Backend ``sycl``: the SYCL kernels (csrc/sycl) on an Intel GPU, or on any x86-64 CPU through Intel's SYCL runtime.
 
-On ``xpu`` tensors the kernels were compiled ahead of time and are reached through torch.ops. On ``cpu`` tensors the
-very same files are compiled at the first use by the SYCL runtime from PyPI and run on its CPU device: the way to test
-them without a GPU, not a fast one. Everything behind the two entrances is one C++ table of operations, which checks
-every argument before it launches; only ``_run`` here knows that there are two.
+For ``xpu`` tensors the kernels were compiled ahead of time and are reached through torch.ops. For ``cpu`` tensors the
+very same files are compiled at the first use (JIT) by the SYCL runtime from PyPI and run on its CPU device: the way to
+test them without a GPU, not a fast one. On both, one C++ table of operations checks every argument before it launches;
+only ``_run`` here knows that there are two ways.
 
-Shapes and orders as in reference.py. Row tensors have N rows in expert order; the rows from ``offsets[E]`` on belong to
-no local expert and hold nothing.
+Shapes as in reference.py. Row tensors have N rows in expert order; the rows from ``offsets[E]`` on belong to no local
+expert and hold nothing.
 """
 
 from __future__ import annotations
@@ -20,15 +20,12 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron.optimus.ops.forward_mode import reverse_mode_only
-from megatron.optimus.ops.main_grads import keep_for_backward
-from megatron.optimus.ops.reference import RowOrder
-from megatron.optimus.ops.second_derivatives import refuse
+from megatron.optimus.ops.fused_moe import register_moe_mlp
 
 _SOURCES = Path(__file__).resolve().parents[3] / "csrc" / "sycl"
 _BUILD = Path(__file__).resolve().parents[3] / "build" / "sycl"
@@ -70,29 +67,37 @@ def device_name() -> str:
 def set_work_sizes(
     group_items: int = 256, block_slots: int = 512, tile: int = 64, *, check_contents: bool = True
 ) -> None:
-    """Work-group sizes of later calls on cpu tensors; tests run every kernel at several. Raises ValueError.
+    """Sets the work-group sizes of later calls on cpu tensors; tests run every kernel at several.
 
-    group_items: 1 to 1024, along the feature dimension and in scans. block_slots: 1 to 1024, slots counted by a
-    work-group. tile: 64 or 16, rows and columns of a matrix product's tile (256 or 64 work-items).
-    check_contents: whether what indices and orders hold is checked before a launch, which a GPU has no time for.
+    Args:
+        group_items: work-items along the feature dimension and in scans, 1 to 1024.
+        block_slots: slots counted by a work-group, 1 to 1024.
+        tile: rows and columns of a matrix product's tile, 64 or 16 (256 or 64 work-items).
+        check_contents: whether the values of indices and orders are checked before a launch. On a GPU they are not.
+
+    Raises:
+        ValueError: a size is out of range.
     """
     _runtime().configure(group_items, block_slots, tile, check_contents)
 
 
-def order_sizes(num_slots: int, num_experts: int) -> list[int]:
-    """Elements of an order's tensors: slots, rows, counts, offsets."""
-    return [num_slots, num_slots, num_experts, num_experts + 3]
+class RowOrder(NamedTuple):
+    """Rows of slots in expert order, as csrc/sycl/row_order.sycl makes it; all int32."""
+
+    slots_N: Tensor  # slot of each row, foreign slots last
+    rows_N: Tensor  # row of each slot, -1 for a foreign slot
+    offsets: Tensor  # [E+3] first row of each expert, then R, then N twice
+    counts_E: Tensor  # rows of each expert
 
 
 def sort_slots(indices_TK: Tensor, num_experts: int) -> RowOrder:
-    """``reference.sort_slots`` and ``reference.expert_counts``. On xpu, an index outside [-1, E) is sorted to the end
-    and makes the results of ``combine`` NaN; on cpu it raises ValueError."""
+    """``reference.sort_slots``. On xpu, an index outside [-1, E) is sorted to the end and makes the results of
+    ``combine`` NaN; on cpu it raises ValueError."""
     num_slots = indices_TK.numel()
-    slots, rows = (indices_TK.new_empty(num_slots, dtype=torch.int32) for _ in range(2))
-    offsets = indices_TK.new_empty(num_experts + 3, dtype=torch.int32)
-    counts = indices_TK.new_empty(num_experts, dtype=torch.int32)
-    _run("sort_slots", indices_TK, slots, rows, offsets, counts)
-    return RowOrder(slots, rows.view(indices_TK.shape), counts, [offsets])
+    sizes = (num_slots, num_slots, num_experts + 3, num_experts)
+    order = RowOrder(*(indices_TK.new_empty(size, dtype=torch.int32) for size in sizes))
+    _run("sort_slots", indices_TK, *order)
+    return order
 
 
 def expert_counts(indices_TK: Tensor, num_experts: int) -> Tensor:
@@ -100,74 +105,31 @@ def expert_counts(indices_TK: Tensor, num_experts: int) -> Tensor:
     return sort_slots(indices_TK, num_experts).counts_E.long()
 
 
-def gather_rows(x_TD: Tensor, order: RowOrder) -> Tensor:
-    """Rows of tokens in expert order: [T, D] -> [N, D]. Its gradient is ``combine`` without weights."""
-    out = x_TD.new_empty(order.slots_P.numel(), x_TD.shape[1])
-    _run("gather_rows", x_TD, order.slots_P, order.plan[0], out)
-    return out
-
-
 def combine(rows_ND: Tensor, order: RowOrder, weights_TK: Tensor | None, num_tokens: int) -> Tensor:
-    """Sum over each token's local slots, in slot order and fp32, of weight (or one) times row: [N, D] -> [T, D]."""
+    """Sum over each token's local slots, in slot order and fp32, of weight (None: one) times row: [N, D] -> [T, D]."""
     y = rows_ND.new_empty(num_tokens, rows_ND.shape[1])
-    _run("combine", rows_ND, order.rows_N, order.plan[0], weights_TK, y)
+    _run("combine", rows_ND, order.rows_N, order.offsets, weights_TK, y)
     return y
 
 
-def combine_backward(dy_TD: Tensor, rows_ND: Tensor, order: RowOrder, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of the weighted ``combine``: of its rows [N, D] and of its weights [T, K] (fp32)."""
-    drows, dweights = torch.empty_like(rows_ND), torch.empty_like(weights_TK)
-    _run("combine_backward", dy_TD, rows_ND, order.slots_P, order.plan[0], weights_TK, drows, dweights)
-    return drows, dweights
-
-
-def swiglu(hidden_N2F: Tensor, order: RowOrder) -> Tensor:
-    """``reference.swiglu`` of the local rows: [N, 2F] -> [N, F]."""
-    activation = hidden_N2F.new_empty(hidden_N2F.shape[0], hidden_N2F.shape[1] // 2)
-    _run("swiglu", hidden_N2F, order.plan[0], activation)
-    return activation
-
-
 def swiglu_backward(
-    hidden_N2F: Tensor, grad_NF: Tensor, order: RowOrder, weights_TK: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradient of w * swiglu(hidden), w the slot's router weight (None: one), where ``grad_NF`` is the gradient of the
-    activation before the weight. Returns (dhidden [N, 2F], w * swiglu(hidden) [N, F], dw [T, K] fp32 or None)."""
+    hidden_N2F: Tensor, grad_NF: Tensor, order: RowOrder, weights_TK: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of w * swiglu(hidden), w the slot's router weight, from the gradient of the activation without w.
+
+    Returns dhidden [N, 2F], w * swiglu(hidden) [N, F], and dw [T, K] in fp32.
+    """
     dhidden, weighted = torch.empty_like(hidden_N2F), torch.empty_like(grad_NF)
-    dweights = None if weights_TK is None else torch.empty_like(weights_TK)
-    arguments = (hidden_N2F, grad_NF, order.slots_P, order.plan[0], weights_TK, dhidden, weighted, dweights)
+    dweights = torch.empty_like(weights_TK)
+    arguments = (hidden_N2F, grad_NF, order.slots_N, order.offsets, weights_TK, dhidden, weighted, dweights)
     _run("swiglu_backward", *arguments)
     return dhidden, weighted, dweights
 
 
-def swiglu_gradient(hidden_N2F: Tensor, grad_NF: Tensor, order: RowOrder) -> Tensor:
-    """Gradient of ``swiglu``: [N, F] -> [N, 2F]."""
-    return swiglu_backward(hidden_N2F, grad_NF, order, None)[0]
-
-
-def grouped_linear(x: Tensor, weight_EOI: Tensor, order: RowOrder, *, gathered: bool = False) -> Tensor:
-    """Each row times its expert's weight transposed, fp32 sums: [N, I] -> [N, O]. With ``gathered``, x is [T, I] in
-    token order and its rows are gathered as they are read."""
-    out = x.new_empty(order.slots_P.numel(), weight_EOI.shape[1])
-    _run("gemm_forward", x, weight_EOI, order.slots_P if gathered else None, order.plan[0], out)
-    return out
-
-
-def grouped_linear_swiglu(
-    x: Tensor, gate_up_E2FI: Tensor, order: RowOrder, *, gathered: bool = False
-) -> tuple[Tensor, Tensor]:
-    """``swiglu`` in the epilogue of ``grouped_linear``: [N, I] -> activation [N, F] and hidden [N, 2F]."""
-    hidden = x.new_empty(order.slots_P.numel(), gate_up_E2FI.shape[1])
-    activation = x.new_empty(order.slots_P.numel(), gate_up_E2FI.shape[1] // 2)
-    slots = order.slots_P if gathered else None
-    _run("gemm_swiglu", x, gate_up_E2FI, slots, order.plan[0], hidden, activation)
-    return activation, hidden
-
-
 def grouped_input_gradient(dout: Tensor, weight_EOI: Tensor, order: RowOrder, *, gathered: bool = False) -> Tensor:
-    """Gradient of ``grouped_linear`` with respect to x: [N, O] (or [T, O] with ``gathered``) -> [N, I]."""
-    out = dout.new_empty(order.slots_P.numel(), weight_EOI.shape[2])
-    _run("gemm_input_gradient", dout, weight_EOI, order.slots_P if gathered else None, order.plan[0], out)
+    """Each row times its expert's weight, fp32 sums: [N, O] -> [N, I]; or [T, O], gathered while it is read."""
+    out = dout.new_empty(order.slots_N.numel(), weight_EOI.shape[2])
+    _run("gemm_input_gradient", dout, weight_EOI, order.slots_N if gathered else None, order.offsets, out)
     return out
 
 
@@ -175,20 +137,19 @@ def grouped_weight_gradient(
     dout: Tensor,
     x: Tensor,
     order: RowOrder,
-    main_grad: Tensor | None = None,
+    buffer: Tensor | None = None,
     accumulate: bool = True,
     *,
-    gathered: str | None = None,
+    gathered: str,
 ) -> Tensor:
-    """Gradient of ``grouped_linear`` with respect to its weight, [E, O, I] in x's dtype, or added to ``main_grad``, in
-    x's dtype or fp32, or written there if not ``accumulate``. ``gathered``: the operand, "dout" or "x", that is in
-    token order [T, ...]. Raises ValueError."""
-    suffix = {None: "", "dout": "_left", "x": "_right"}.get(gathered)
-    if suffix is None:
-        raise ValueError(f"gathered={gathered!r}; use None, 'dout' or 'x'")
-    result = x.new_empty(order.counts_E.numel(), dout.shape[1], x.shape[1]) if main_grad is None else main_grad
-    name = f"gemm_weight_gradient{suffix}{'' if main_grad is None or not accumulate else '_add'}"
-    _run(name, dout, x, order.slots_P, order.plan[0], result)
+    """dout.T @ x over the rows of each expert, [E, O, I] in x's dtype, added to ``buffer`` or written over it.
+
+    ``gathered``: the operand, "dout" or "x", that is in token order [T, ...]; the other is [N, ...].
+    """
+    side = {"dout": "left", "x": "right"}[gathered]
+    result = x.new_empty(order.counts_E.numel(), dout.shape[1], x.shape[1]) if buffer is None else buffer
+    name = f"gemm_weight_gradient_{side}{'' if buffer is None or not accumulate else '_add'}"
+    _run(name, dout, x, order.slots_N, order.offsets, result)
     return result
 
 
@@ -216,33 +177,27 @@ def _router_name(name: str, sigmoid: bool, normalize: bool) -> str:
     return f"{name}_{'sigmoid' if sigmoid else 'softmax'}{'_normalized' if normalize else ''}"
 
 
-def moe_mlp(x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Tensor, indices_TK: Tensor) -> Tensor:
-    """``reference.moe_mlp`` in SYCL. Saves its arguments and the hidden rows [N, 2F] before SwiGLU."""
+def moe_mlp_forward(
+    x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Tensor, indices_TK: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """See ``fused_moe.MoeKernels``. Saves the hidden rows [N, 2F] before SwiGLU."""
     arguments = (x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
     if x_TD.device.type == "xpu":
         from megatron.optimus.ops import cpu  # registers autograd and shapes of torch.ops.optimus.moe_mlp
 
-        return cpu.moe_mlp(*(t.contiguous() for t in arguments))
-    return _moe_mlp(*arguments)[0]
-
-
-def moe_mlp_forward(
-    x_TD: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, weights_TK: Tensor, indices_TK: Tensor
-) -> tuple[Tensor, list[Tensor]]:
-    """``moe_mlp`` and what its backward needs beside the arguments."""
-    y, hidden = _moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, indices_TK)
+        return cpu.moe_mlp_forward(*(t.contiguous() for t in arguments))
+    y, hidden = _moe_mlp(*arguments)
     return y, [hidden]
 
 
 def moe_mlp_backward_inputs(
     dy_TD: Tensor, arguments: list[Tensor], saved: list[Tensor], down_buffer: Tensor | None, accumulate: bool
 ) -> tuple[Tensor, Tensor | None, Tensor, tuple[Tensor, RowOrder]]:
-    """See ``main_grads.FusedMoE``; the kernels of csrc/sycl/moe_mlp.hpp, in the order that the halves ask for."""
+    """See ``fused_moe.MoeKernels``. The kernels of csrc/sycl/moe_mlp.hpp, in the order that the halves ask for."""
     dy, gate_up, down, weights, indices = (t.contiguous() for t in (dy_TD, *arguments[1:]))
     order = sort_slots(indices, down.shape[0])
     dactivation = grouped_input_gradient(dy, down, order, gathered=True)  # before the router's weights
     dhidden, weighted, dweights = swiglu_backward(saved[0], dactivation, order, weights)
-    assert dweights is not None
     dx = combine(grouped_input_gradient(dhidden, gate_up, order), order, None, dy.shape[0])
     ddown = grouped_weight_gradient(dy, weighted, order, down_buffer, accumulate, gathered="dout")
     return dx, ddown if down_buffer is None else None, dweights, (dhidden, order)
@@ -255,7 +210,7 @@ def moe_mlp_backward_up_weights(
     gate_up_buffer: Tensor | None,
     accumulate: bool,
 ) -> Tensor | None:
-    """See ``main_grads.FusedMoE``."""
+    """See ``fused_moe.MoeKernels``."""
     dhidden, order = pending
     x = arguments[0].contiguous()
     dgate_up = grouped_weight_gradient(dhidden, x, order, gate_up_buffer, accumulate, gathered="x")
@@ -264,16 +219,11 @@ def moe_mlp_backward_up_weights(
 
 @torch.library.custom_op("optimus_sycl::moe_mlp", mutates_args=())
 def _moe_mlp(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """The composed operation on cpu tensors; the composition itself is csrc/sycl/moe_mlp.hpp on both devices."""
+    """The layer on cpu tensors; on both devices it is composed in csrc/sycl/moe_mlp.hpp."""
     x, gate_up, down, weights, indices = (t.contiguous() for t in (x, gate_up, down, weights, indices))
     y, hidden = torch.empty_like(x), x.new_empty(indices.numel(), gate_up.shape[1])
     _run("moe_mlp", x, gate_up, down, weights, indices, y, hidden)
     return y, hidden
-
-
-@_moe_mlp.register_fake
-def _(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(indices.numel(), gate_up.shape[1])
 
 
 @torch.library.custom_op("optimus_sycl::moe_mlp_backward", mutates_args=())
@@ -286,30 +236,11 @@ def _moe_mlp_backward(
     return dx, dgate_up, ddown, dweights
 
 
-@_moe_mlp_backward.register_fake
-def _(
-    dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, indices: Tensor, hidden: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return tuple(t.new_empty(t.shape) for t in (x, gate_up, down, weights))  # type: ignore[return-value]
-
-
-def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    keep_for_backward(ctx, inputs, output[1:])
-
-
-@reverse_mode_only("moe_mlp")
-def _backward(ctx: Any, dy: Tensor | None, _dhidden: None) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return None, None, None, None, None
-    return (*_moe_mlp_backward(dy, *ctx.saved_tensors), None)
-
-
-_moe_mlp.register_autograd(_backward, setup_context=_setup_context)
-refuse("optimus_sycl::moe_mlp_backward")
+register_moe_mlp("optimus_sycl::moe_mlp", _moe_mlp_backward)
 
 
 def _run(name: str, *arguments: Tensor | None) -> None:
-    """Runs one operation of csrc/sycl/table.hpp; None stands for an argument left out. Outputs are written in place."""
+    """Runs one operation of csrc/sycl/operations.hpp, which writes its outputs in place; None: an argument left out."""
     first = arguments[0]
     assert first is not None
     tensors = [first.new_empty(0) if t is None else t.detach() for t in arguments]
@@ -324,7 +255,7 @@ def _run(name: str, *arguments: Tensor | None) -> None:
 
 
 class _Array(ctypes.Structure):
-    """csrc/sycl/launcher.hpp: Array."""
+    """csrc/sycl/launch.hpp: Array."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -344,7 +275,7 @@ def _array(tensor: Tensor) -> _Array:
 
 
 class _Runtime:
-    """The host library, built on demand, and the SYCL queue behind it."""
+    """The host library (csrc/sycl/jit.cpp), built on demand, with its SYCL queue."""
 
     def __init__(self, kernels: Path = _SOURCES) -> None:
         if error := cpu_device_error():
@@ -395,20 +326,20 @@ def _library_folder(package: str, library: str) -> Path:
 
 
 def _build_library() -> Path:
-    """Compiles csrc/sycl/run_time_route.cpp into build/sycl, once per state of the sources and of the SYCL package."""
+    """Compiles csrc/sycl/jit.cpp into build/sycl, once per state of the sources and of the SYCL package."""
     lib = _library_folder("intel-sycl-rt", "libsycl.so")
     parts = [path.read_bytes() for path in sorted(_SOURCES.glob("*.[hc]pp"))]
     parts += [str(lib).encode(), importlib.metadata.version("intel-sycl-rt").encode()]
-    target = _BUILD / f"run_time_route_{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
+    target = _BUILD / f"jit_{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
     if target.exists():
         return target
     _BUILD.mkdir(parents=True, exist_ok=True)
-    command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", str(_SOURCES / "run_time_route.cpp")]
+    command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", str(_SOURCES / "jit.cpp")]
     command += ["-I", str(lib.parent / "include"), "-L", str(lib), "-lsycl", f"-Wl,-rpath,{lib}"]
     with tempfile.TemporaryDirectory(dir=_BUILD) as folder:  # renamed when whole: several processes may build at once
         made = Path(folder) / target.name
         result = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)
         if result.returncode:
-            raise RuntimeError(f"{_SOURCES / 'run_time_route.cpp'} does not compile:\n{result.stderr}")
+            raise RuntimeError(f"{_SOURCES / 'jit.cpp'} does not compile:\n{result.stderr}")
         os.replace(made, target)
     return target

@@ -14,10 +14,7 @@ other gradient is.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron.optimus.config.placement import LayerPlacement, regular_placement
 from megatron.optimus.config.schema import LoadBalancing, ParallelConfig
@@ -25,7 +22,6 @@ from megatron.optimus.models.partition import split_parameter
 from megatron.optimus.moe.dispatch.ownership import Ownership
 from megatron.optimus.moe.dispatch.select import build_dispatcher
 from megatron.optimus.moe.layer import MoE
-from megatron.optimus.moe.router import RouterStats
 from megatron.optimus.platform.mesh import Mesh
 
 
@@ -61,13 +57,6 @@ def apply_expert_parallelism(
         local.group_name = f"ep_size_{ownership.num_ranks}"  # type: ignore[attr-defined]
         setattr(layer.experts, name, local)
     layer.dispatcher = build_dispatcher(config, mesh, ownership)
-    if shard > 0:
-        layer.register_forward_hook(_count_no_rows)
+    layer.is_first_shard = shard == 0
     is_global = layer.router.balancing is LoadBalancing.GLOBAL_AUX_LOSS
     layer.router.balance_group = mesh.group("stage" if is_global else "sequence")
-
-
-def _count_no_rows(layer: nn.Module, args: Any, output: tuple[Tensor, RouterStats]) -> tuple[Tensor, RouterStats]:
-    """Counts no rows on a further shard: the shards of an expert compute the same rows."""
-    y, stats = output
-    return y, stats._replace(processed=torch.zeros_like(stats.processed))

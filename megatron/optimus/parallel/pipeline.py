@@ -12,7 +12,7 @@ Shapes: B sequences of a micro-batch, S positions (this rank's part of them), D 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +32,6 @@ from megatron.optimus.config.schema import ConfigError, PipelineSchedule
 from megatron.optimus.layers.documents import Documents
 from megatron.optimus.layers.rope import rope_at, rope_table
 from megatron.optimus.models.decoder import Decoder
-from megatron.optimus.moe.router import RouterStats
 from megatron.optimus.parallel.pipeline_stages import SPLIT_BACKWARDS, P2PGroups, StageLayers, StagePlan
 
 _SCHEDULES = {
@@ -67,22 +66,10 @@ class StageInput(Protocol):
     def positions_BS(self) -> Tensor | None: ...
 
 
-@dataclass
-class StepRecord:
-    """Losses and statistics of this rank's chunks since ``clear``; loss_sums only on the rank of the last stage."""
-
-    loss_sums: list[Tensor] = field(default_factory=list)  # one a micro-batch
-    stats: dict[int, list[RouterStats]] = field(default_factory=dict)  # layer -> one a micro-batch, detached
-
-    def clear(self) -> None:
-        self.loss_sums.clear()
-        self.stats.clear()
-
-
 class ModelChunk(nn.Module):
     """The module of one stage: consecutive layers, with the embedding in the first and the final norm in the last."""
 
-    def __init__(self, model: Decoder, stage: int, plan: StagePlan, positions: int, record: StepRecord) -> None:
+    def __init__(self, model: Decoder, stage: int, plan: StagePlan, positions: int) -> None:
         super().__init__()
         self.config = model.config
         self.positions = positions
@@ -90,10 +77,8 @@ class ModelChunk(nn.Module):
         self.embedding = model.embedding if stage == 0 else None
         self.layers = StageLayers({number: model.layers[number] for number in plan.layers[stage]})
         self.final_norm = model.final_norm if is_last else None
-        self.lm_head = (
-            model.lm_head if is_last else None
-        )  # the loss applies it; a submodule so that torch computes its gradient
-        self.record = record
+        # The loss applies it. It is a submodule here so that torch computes its gradient.
+        self.lm_head = model.lm_head if is_last else None
         self.aux_weight = AuxWeight(0.0, 0.0)  # of the step; the pipeline sets it
         self.batch: StageInput | None = None  # the micro-batch of the next forward, for what its input does not hold
 
@@ -113,20 +98,13 @@ class ModelChunk(nn.Module):
         if self.embedding is not None:
             x = self.embedding(x)
         losses = []
-        for number, layer in self.layers.named_children():
-            x, stats = layer(x, rope, documents)
-            if stats is not None:
-                losses.append(self._account(int(number), layer, stats))
+        for layer in self.layers.children():
+            x, router = layer(x, rope, documents)
+            if router is not None:
+                losses.append(self.aux_weight.aux * router.aux_loss + self.aux_weight.z * router.z_loss)
         if losses and torch.is_grad_enabled():
             x = _AttachLoss.apply(x, torch.stack(losses).sum())
         return x if self.final_norm is None else self.final_norm(x)
-
-    def _account(self, index: int, layer: nn.Module, stats: RouterStats) -> Tensor:
-        """Records the layer's statistics; returns its part of the step's loss."""
-        self.record.stats.setdefault(index, []).append(RouterStats(*(value.detach() for value in stats)))
-        if torch.is_grad_enabled():
-            layer.moe.router.record_micro_batch(stats.counts_E)  # type: ignore[union-attr,operator]
-        return self.aux_weight.aux * stats.aux_loss + self.aux_weight.z * stats.z_loss
 
 
 @dataclass(frozen=True)
@@ -271,10 +249,10 @@ class Pipeline:
         self.model, self.plan, self.group, self.device = model, plan, group, device
         self.backward_hooks = backward_hooks or _NoHooks()
         self.batches: Sequence[StageInput] = ()
-        self.record = StepRecord()
-        self._chunks = {stage: ModelChunk(model, stage, plan, positions, self.record) for stage in plan.local_stages}
+        self._loss_sums: list[Tensor] = []
+        self._chunks = {stage: ModelChunk(model, stage, plan, positions) for stage in plan.local_stages}
         self._kind, self._v_shape = schedule, schedule is PipelineSchedule.ZBV
-        self._labels_each: Tensor | float = 1
+        self.labels_per_micro_batch: Tensor | float = 1
         self._tokens = torch.empty(tokens_shape, dtype=torch.int64, device="meta")
         # requires_grad: torch decides by this tensor alone whether a stage receives a gradient.
         self._hidden = torch.empty(hidden_shape, dtype=dtype, device="meta", requires_grad=True)
@@ -315,32 +293,33 @@ class Pipeline:
     def _loss(self, hidden_BSD: Tensor, labels_BS: Tensor) -> Tensor:
         """The micro-batch's part of the step's mean cross-entropy."""
         loss_sum = self.model.lm_head(hidden_BSD, labels_BS)
-        self.record.loss_sums.append(loss_sum.detach())
-        return loss_sum / self._labels_each / self.num_micro_batches
+        self._loss_sums.append(loss_sum.detach())
+        return loss_sum / self.labels_per_micro_batch / self.num_micro_batches
 
-    def forward_backward(self, batches: Sequence[StageInput], labels_each: Tensor | float) -> StepRecord:
-        """Accumulates the gradients of the mean loss over the micro-batches.
+    def forward_backward(self, batches: Sequence[StageInput], labels_each: Tensor | float) -> list[Tensor]:
+        """Accumulates the gradients of the mean loss over the micro-batches; returns each one's sum of losses, on the
+        rank of the last stage.
 
         Args:
             batches: the micro-batches of this rank.
             labels_each: labels in a micro-batch, the mean over all of them.
 
         Returns:
-            Losses and statistics of this rank's chunks.
+            The sum of losses of each micro-batch, on the rank of the last stage; elsewhere an empty list.
         """
         if len(batches) != self.num_micro_batches:
             self._plan_steps(len(batches))
         self.backward_hooks.begin(len(batches))
-        self.record.clear()
-        self.batches, self._labels_each = batches, labels_each
+        self._loss_sums = []
+        self.batches, self.labels_per_micro_batch = batches, labels_each
         tokens = (torch.cat([batch.tokens_BS for batch in batches]),) if 0 in self._chunks else ()
         target = torch.cat([batch.labels_BS for batch in batches]) if self.is_last else None
         losses: list[Tensor] | None = [] if self.is_last else None
         self._schedule.step(*tokens, target=target, losses=losses, return_outputs=False)
-        return self.record
+        return self._loss_sums
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[StageInput]) -> StepRecord:
+    def evaluate(self, batches: Sequence[StageInput]) -> list[Tensor]:
         """Runs the forward alone for any number of micro-batches: all of them through one stage, then the next.
 
         Not one of torch's schedules: the zero-bubble ones cannot run without their backward (seen with 2.13). Messages
@@ -348,9 +327,9 @@ class Pipeline:
         that sends each before it receives the next.
 
         Returns:
-            Losses and statistics of this rank's chunks.
+            The sum of losses of each micro-batch, on the rank of the last stage; elsewhere an empty list.
         """
-        self.record.clear()
+        self._loss_sums = []
         sent: list[Any] = []
         kept: list[Tensor] = []  # until their sends are done
         local_inputs: dict[int, list[Tensor]] = {0: [batch.tokens_BS for batch in batches]}  # by stage
@@ -369,7 +348,7 @@ class Pipeline:
                     kept.append(output)
         for work in sent:
             work.wait()
-        return self.record
+        return self._loss_sums
 
     def _receive(self, stage: int) -> Tensor:
         hidden_BSD = torch.empty(self._hidden.shape, dtype=self._hidden.dtype, device=self.device)

@@ -33,7 +33,7 @@ from megatron.optimus.layers.mlp import MLP
 from megatron.optimus.layers.norm import RMSNorm
 from megatron.optimus.models.decoder import Block, Decoder
 from megatron.optimus.models.partition import split_parameter
-from megatron.optimus.moe.router import Router, RouterStats
+from megatron.optimus.moe.router import Router, RouterLosses
 from megatron.optimus.ops import Routing
 from megatron.optimus.platform.collectives import (
     all_gather_blocks,
@@ -359,10 +359,10 @@ def _enclose_in_region(module: Attention | MLP, ranks: TensorGroup) -> None:
         module.register_forward_hook(leave)
 
 
-def _scale_loss_gradients(weight: float) -> Callable[[Router, Any, tuple[Routing, RouterStats]], None]:
+def _scale_loss_gradients(weight: float) -> Callable[[Router, Any, tuple[Routing, RouterLosses]], None]:
     """Scales the gradients of a router's losses; their values stay means over this rank's tokens."""
 
-    def hook(router: nn.Module, args: Any, output: tuple[Routing, RouterStats]) -> None:
+    def hook(router: nn.Module, args: Any, output: tuple[Routing, RouterLosses]) -> None:
         for loss in (output[1].aux_loss, output[1].z_loss):
             if loss.requires_grad:
                 loss.register_hook(lambda grad: grad * weight)

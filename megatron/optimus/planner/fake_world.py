@@ -1,4 +1,4 @@
-"""One rank of the real program, built at any world size with nobody else there.
+"""Builds one rank of the real program at any world size, in a process without its peers.
 
 torch's "fake" process group answers every collective at once without communicating, and tensors on the meta device
 have shapes and no memory. All that a start does with ranks and sizes runs for real: the checks, the grid of ranks and
@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from megatron.optimus.config.checks import check, gradient_accumulation_steps
+from megatron.optimus.config.checks import check
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError, RunConfig
 from megatron.optimus.platform import environment
@@ -26,7 +26,7 @@ RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
 
 @dataclass(frozen=True)
 class Built:
-    """What building a rank took, and what it made."""
+    """What building a rank took, and what was built."""
 
     rank: int
     world_size: int
@@ -53,9 +53,9 @@ def build(config: RunConfig, rank: int, world_size: int) -> Built:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from megatron.optimus.config.layout import AXES
+    from megatron.optimus.context import RunContext
     from megatron.optimus.platform.mesh import Mesh
-    from megatron.optimus.training.build import build_model
-    from megatron.optimus.training.engine import Engine, build_engine, init_engine
+    from megatron.optimus.training.engine import Engine, build_engine, build_model, init_engine
     from megatron.optimus.training.pipeline_schedule import build_schedule
 
     imported = time.perf_counter()
@@ -65,16 +65,16 @@ def build(config: RunConfig, rank: int, world_size: int) -> Built:
     init_engine(dist.default_pg_timeout)
     mesh = Mesh(config.parallel, rank=rank, world_size=world_size)
     grouped = time.perf_counter()
-    device = torch.device("meta")
-    model = build_model(config, mesh, device)
+    run = RunContext.of(config, mesh, torch.device("meta"))
+    model = build_model(run)
     modelled = time.perf_counter()
-    # What has no meaning without data: moving weights to a device or to replicas, reading counters.
+    # Without data these mean nothing: moving weights to a device or to replicas, reading counters.
     model.to = lambda *args, **kwargs: model  # type: ignore[method-assign]
     Engine._broadcast_model = Engine._report_progress = lambda *args: None  # type: ignore[method-assign,assignment]
-    engine = build_engine(model, config, mesh, gradient_accumulation_steps(config, world_size))
-    build_schedule(config, engine, mesh, device)
+    engine = build_engine(run, model)
+    build_schedule(run, engine)
     done = time.perf_counter()
-    families = engine.optimizer.families
+    buffers = engine.optimizer.flat_buffers
     return Built(
         rank=rank,
         world_size=world_size,
@@ -87,8 +87,8 @@ def build(config: RunConfig, rank: int, world_size: int) -> Built:
         groups={axis: mesh.size(axis) for axis in AXES},
         layers=[int(name) for name, _ in model.layers.named_children()],
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        buckets=sum(len(family.buckets) for family in families),
-        bucket_pieces=sum(len(b.layout.shard_pieces(family.rank)) for family in families for b in family.buckets),
+        buckets=sum(len(buffer.buckets) for buffer in buffers),
+        bucket_pieces=sum(len(b.layout.shard_ranges(buffer.rank)) for buffer in buffers for b in buffer.buckets),
         optimizer_bytes=engine.optimizer.memory_bytes(),
     )
 
@@ -108,7 +108,7 @@ def build_in_a_process(words: Sequence[str], rank: int, world_size: int) -> Buil
 
 
 def built_text(built: Built) -> str:
-    """A few lines on one rank."""
+    """Describes one rank in a few lines."""
     groups = ", ".join(f"{axis} {size}" for axis, size in built.groups.items() if size > 1)
     sizes = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in built.optimizer_bytes.items())
     return (

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.optimus.config.schema import ConfigError, one_of
-from megatron.optimus.planner.activations import CUDA, XPU, Kernels
+from megatron.optimus.models.activations import CUDA, XPU, Kernels
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ MACHINES = {machine.name: machine for machine in (H200, AURORA)}
 
 
 def machine_named(name: str) -> Machine:
-    """Raises ConfigError for a machine that is not here."""
+    """Looks a machine up by name. Raises ConfigError for one that is not here."""
     if name not in MACHINES:
         raise ConfigError(f"--system={name!r} is unknown; use {one_of(MACHINES)}")
     return MACHINES[name]

@@ -1,4 +1,4 @@
-"""How long a pipeline takes whose stages take different times: its schedule, played through.
+"""Simulates a pipeline schedule whose stages take different times.
 
 The orders are those of torch's 1F1B and interleaved 1F1B; a test holds them against torch's own. Messages take no time
 of their own (communication.py counts them as work beside computation).
@@ -15,7 +15,7 @@ Action = tuple[bool, int, int]  # is a backward, stage, micro-batch
 
 
 def bubble_seconds(times: Sequence[float], pp: int, micro_batches: int) -> float:
-    """What a step takes longer than the busiest rank works.
+    """Predicts how much longer a step takes than the busiest rank works.
 
     ``times``: seconds of every stage for one micro-batch, forward and backward; stage s lies on rank s mod pp.
     """
@@ -26,9 +26,11 @@ def bubble_seconds(times: Sequence[float], pp: int, micro_batches: int) -> float
 
 
 def rank_order(rank: int, pp: int, chunks: int, micro_batches: int) -> list[Action]:
-    """What a rank computes, in its order: forwards to fill the pipeline, then one forward and one backward by turns.
+    """Lists what a rank computes in its order: forwards to fill the pipeline, then one forward, one backward in turn.
+
     With several chunks, as many micro-batches as there are ranks go through one before the next one; with one chunk and
-    fewer micro-batches than ranks, all forwards come first."""
+    fewer micro-batches than ranks, all forwards come first.
+    """
     together = micro_batches // max(1, micro_batches // pp) if chunks > 1 else micro_batches
     total = chunks * micro_batches
     ahead = (chunks - 1) * together + 2 * (pp - 1 - rank) if chunks > 1 else pp - 1 - rank
@@ -48,7 +50,7 @@ def rank_order(rank: int, pp: int, chunks: int, micro_batches: int) -> list[Acti
 
 
 def seconds_of(orders: Sequence[Sequence[Action]], times: Sequence[float]) -> float:
-    """When the last rank is done: each computes in its order, as soon as what it needs is there."""
+    """Simulates when the last rank is done: each computes in its order, as soon as what it needs is there."""
     last = len(times) - 1
     done: dict[Action, float] = {}
     clocks, places = [0.0] * len(orders), [0] * len(orders)
@@ -72,5 +74,5 @@ def seconds_of(orders: Sequence[Sequence[Action]], times: Sequence[float]) -> fl
             moved |= place > places[rank]
             clocks[rank], places[rank] = clock, place
     if any(place < len(order) for place, order in zip(places, orders, strict=True)):
-        raise RuntimeError("the ranks wait for each other")
+        raise RuntimeError("the simulated schedule deadlocks: every rank waits for another one")
     return max(clocks)

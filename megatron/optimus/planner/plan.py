@@ -1,4 +1,4 @@
-"""One run on one machine, planned: memory of every pipeline rank, what is sent, and the time of a step."""
+"""Plans one run on one machine: memory of every pipeline rank, what is sent, and the time of a step."""
 
 from __future__ import annotations
 
@@ -6,48 +6,52 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.optimus.config.checks import check
+from megatron.optimus.config.costs import Collective
+from megatron.optimus.config.rank_plan import RankPlan, first_of_each_kind, rank_plans
 from megatron.optimus.config.schema import ConfigError, RunConfig, TokenDispatcherType, one_of
-from megatron.optimus.planner.activations import CUDA
-from megatron.optimus.planner.communication import Collective, collectives, num_communicators
+from megatron.optimus.models.activations import CUDA
+from megatron.optimus.parallel.traffic import num_communicators
+from megatron.optimus.planner.communication import collectives
 from megatron.optimus.planner.hardware import Machine
 from megatron.optimus.planner.memory import Memory, memory_of
-from megatron.optimus.planner.share import Share, different, shares
 from megatron.optimus.planner.step_time import StepTime, step_time
 
-MODELLED_STAGES = (1, 2)  # those of our optimizer
+MODELLED_STAGES = (1, 2)  # ZeRO stages of our optimizer
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Made by ``plan``; the run has passed the trainer's own checks."""
+    """A plan of one run, made by ``plan``; the run has passed the trainer's own checks."""
 
     config: RunConfig
     world_size: int
     machine: Machine
 
     @cached_property
-    def shares(self) -> list[Share]:
+    def ranks(self) -> list[RankPlan]:
         """One for each pipeline rank."""
-        return shares(self.config, self.world_size)
+        return rank_plans(self.config, self.world_size)
 
     @cached_property
     def memories(self) -> list[Memory]:
         """One for each pipeline rank. Ranks in the middle of a pipeline differ in what is in flight alone."""
-        return [memory_of(share, self.machine.kernels) for share in self.shares]
+        return [memory_of(rank, self.machine.kernels) for rank in self.ranks]
 
     @cached_property
     def worst(self) -> Memory:
         kernels = self.machine.kernels
-        return max((memory_of(share, kernels) for share in different(self.shares)), key=lambda memory: memory.peak)
+        return max(
+            (memory_of(rank, kernels) for rank in first_of_each_kind(self.ranks)), key=lambda memory: memory.peak
+        )
 
     @cached_property
     def communicators(self) -> int:
-        """That a rank is in; a rank in the middle of a pipeline in one less where the embedding is tied."""
-        return num_communicators(self.shares[0])
+        """Communicators that a rank is in; one fewer in the middle of a pipeline where the embedding is tied."""
+        return num_communicators(self.ranks[0])
 
     @property
     def usable(self) -> float:
-        """Bytes for live tensors."""
+        """Bytes that a rank has for live tensors."""
         return self.machine.usable(self.communicators)
 
     @property
@@ -56,30 +60,30 @@ class Plan:
 
     @cached_property
     def time(self) -> StepTime:
-        return step_time(self.shares, self.machine)
+        return step_time(self.ranks, self.machine)
 
     def collectives(self, pipeline_rank: int) -> list[Collective]:
-        return collectives(self.shares[pipeline_rank], self.machine.kernels)
+        return collectives(self.ranks[pipeline_rank], self.machine.kernels)
 
 
 def plan(config: RunConfig, world_size: int, machine: Machine) -> Plan:
-    """Raises ConfigError for a run that the trainer would refuse."""
+    """Plans a run. Raises ConfigError for one that the trainer refuses, and for a ZeRO stage that is not modelled."""
     check(config, world_size)
     stage = config.optimizer.zero_stage
     if stage not in MODELLED_STAGES:
         raise ConfigError(f"zero_stage={stage} is not planned here, only our optimizer's {one_of(MODELLED_STAGES)}")
     made = Plan(config, world_size, machine)
-    if config.model.is_moe and made.shares[0].expert_ranks > 1:
-        _check_transport(made.shares[0], machine)
+    if config.model.is_moe and made.ranks[0].expert_ranks > 1:
+        _check_dispatcher(made.ranks[0], machine)
     return made
 
 
-def _check_transport(share: Share, machine: Machine) -> None:
-    """What the program finds out when the ranks have met. Only where tokens travel."""
-    parallel, expert_ranks, where = share.config.parallel, share.expert_ranks, ""
+def _check_dispatcher(rank: RankPlan, machine: Machine) -> None:
+    """Raises ConfigError for what the program finds out when the ranks have met. Only where tokens travel."""
+    parallel, expert_ranks, where = rank.config.parallel, rank.expert_ranks, ""
     if parallel.moe_token_dispatcher_type is TokenDispatcherType.HIERARCHICAL:
-        started = min(machine.devices_per_node, share.layout.world_size)
-        problem = share.layout.hierarchy_problem(parallel.moe_hierarchical_node_size or started)
+        started = min(machine.devices_per_node, rank.layout.world_size)
+        problem = rank.layout.hierarchy_problem(parallel.moe_hierarchical_node_size or started)
         if problem is not None:
             raise ConfigError(problem)
     if parallel.moe_token_dispatcher_type is not TokenDispatcherType.SYMMETRIC:

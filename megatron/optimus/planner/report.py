@@ -1,18 +1,18 @@
-"""A plan as text and as JSON."""
+"""Writes plans as text and as JSON."""
 
 from __future__ import annotations
 
 from itertools import groupby
 from typing import Any
 
+from megatron.optimus.config.costs import Collective
 from megatron.optimus.config.schema import RunConfig
-from megatron.optimus.planner.bubble_hint import bubble_hint
-from megatron.optimus.planner.communication import Collective, sent_by_axis
+from megatron.optimus.models.parameters import num_parameters
+from megatron.optimus.planner.communication import sent_by_axis
 from megatron.optimus.planner.hardware import Figure, Machine
 from megatron.optimus.planner.memory import Memory
-from megatron.optimus.planner.parameters import num_parameters
 from megatron.optimus.planner.plan import Plan
-from megatron.optimus.planner.search import Findings
+from megatron.optimus.planner.search import Findings, bubble_hint
 from megatron.optimus.planner.step_time import seconds
 
 GIB = 2**30
@@ -23,7 +23,7 @@ def gib(size: float) -> str:
 
 
 def layout_words(config: RunConfig, world_size: int) -> str:
-    """ "pp 8, ep 12, dp 384, micro-batch 1, recompute moe": sizes of one are left out."""
+    """Describes a layout, as in "pp 8, ep 12, dp 384, micro-batch 1, recompute moe"; sizes of one are left out."""
     parallel = config.parallel
     sizes = {
         "tp": parallel.tensor_model_parallel_size,
@@ -44,7 +44,7 @@ def layout_words(config: RunConfig, world_size: int) -> str:
 
 
 def layout_options(config: RunConfig) -> str:
-    """What the search varies, as options of the training program."""
+    """Writes what the search varies as options of the training program."""
     parallel = config.parallel
     values: dict[str, object] = {
         "tensor-model-parallel-size": parallel.tensor_model_parallel_size,
@@ -61,8 +61,8 @@ def layout_options(config: RunConfig) -> str:
 
 
 def split_words(plan: Plan) -> str:
-    """How the layers are cut: those of each pipeline rank, chunk by chunk, and who decided it."""
-    each = ["+".join(str(len(chunk)) for chunk in share.chunks) for share in plan.shares]
+    """Describes the layers of each pipeline rank, chunk by chunk, and who decided the split."""
+    each = ["+".join(str(len(chunk)) for chunk in rank.chunks) for rank in plan.ranks]
     runs = [(words, len(list(alike))) for words, alike in groupby(each)]
     ranks = ", ".join(words if number == 1 else f"{number} x {words}" for words, number in runs)
     parallel = plan.config.parallel
@@ -75,12 +75,12 @@ def split_words(plan: Plan) -> str:
 
 
 def plan_text(plan: Plan, *, explain: bool) -> str:
-    """Memory of the first, the last and the fullest pipeline rank, what is sent, and the time."""
+    """Writes the memory of the first, the last and the fullest pipeline rank, what is sent, and the time."""
     machine = plan.machine
     lines = [f"{plan.world_size} x {machine.device}: {layout_words(plan.config, plan.world_size)}"]
     if not machine.is_measured:
         lines.append(f"{machine.name}: speeds are public or assumed figures, not measured by us (--explain names each)")
-    if len(plan.shares) > 1:
+    if len(plan.ranks) > 1:
         lines.append(split_words(plan))
     lines += ["", *_memory_lines(plan), "", *_communication_lines(plan), "", *_time_lines(plan)]
     if explain:
@@ -89,18 +89,18 @@ def plan_text(plan: Plan, *, explain: bool) -> str:
 
 
 def shown(plan: Plan) -> list[Memory]:
-    """Of the first, the last and the fullest pipeline rank, each once."""
-    ranks = sorted({0, len(plan.shares) - 1, plan.worst.pipeline_rank})
+    """Picks the first, the last and the fullest pipeline rank, each once."""
+    ranks = sorted({0, len(plan.ranks) - 1, plan.worst.pipeline_rank})
     return [plan.memories[rank] for rank in ranks]
 
 
 def _memory_lines(plan: Plan) -> list[str]:
     columns = shown(plan)
     rows: list[tuple[str, list[str]]] = [
-        ("parameters", [f"{num_parameters(plan.shares[m.pipeline_rank]):,}" for m in columns]),
+        ("parameters", [f"{num_parameters(plan.ranks[m.pipeline_rank]):,}" for m in columns]),
         ("weights", [gib(m.states.parameters) for m in columns]),
         ("gradients", [gib(m.states.gradients) for m in columns]),
-        ("gradient buckets lent", [gib(m.lent) for m in columns]),
+        ("gradient buffer pool", [gib(m.pool) for m in columns]),
         ("master weights", [gib(m.states.masters) for m in columns]),
         ("optimizer states", [gib(m.states.states) for m in columns]),
         ("batch, buffers, libraries", [gib(m.buffers) for m in columns]),
@@ -110,7 +110,7 @@ def _memory_lines(plan: Plan) -> list[str]:
         ("working memory at the peak", [gib(m.worst.working) for m in columns]),
         ("peak", [gib(m.peak) for m in columns]),
     ]
-    name = "pipeline rank" if len(plan.shares) > 1 else "every rank"
+    name = "pipeline rank" if len(plan.ranks) > 1 else "every rank"
     header = f"{'memory, GiB, ' + name:<32}" + "".join(f"{m.pipeline_rank:>16}" for m in columns)
     lines = [header] + [f"{label:<32}" + "".join(f"{cell:>16}" for cell in cells) for label, cells in rows]
     machine = plan.machine
@@ -159,19 +159,19 @@ def _part_lines(memory: Memory) -> list[str]:
 
 
 def _collective_lines(plan: Plan) -> list[str]:
-    share = plan.shares[plan.worst.pipeline_rank]
+    rank = plan.ranks[plan.worst.pipeline_rank]
     head = f"{'axis':<10}{'kind':<16}{'purpose':<34}{'ranks':>7}{'count':>8}{'MiB each':>12}{'s alone':>10}"
     lines = [f"{head}  hidden by"]
-    for one in plan.collectives(share.pipeline_rank):
+    for one in plan.collectives(rank.pipeline_rank):
         lines.append(
             f"{one.axis:<10}{one.kind.value:<16}{one.purpose:<34}{one.size:>7}{one.count:>8}"
-            f"{one.payload / 2**20:>12.2f}{seconds(one, share, plan.machine):>10.4f}  {one.hiding.value}"
+            f"{one.payload / 2**20:>12.2f}{seconds(one, rank, plan.machine):>10.4f}  {one.hiding.value}"
         )
     return lines
 
 
 def figures(machine: Machine) -> dict[str, Figure]:
-    """Every constant of a machine by name."""
+    """Lists every constant of a machine by name."""
     return {name: value for name, value in vars(machine).items() if isinstance(value, Figure)}
 
 
@@ -184,7 +184,7 @@ def machine_lines(machine: Machine) -> list[str]:
 
 
 def findings_text(found: Findings, world_size: int) -> str:
-    """The best layouts, and why the others are not among them."""
+    """Writes the best layouts, and why the others are not among them."""
     lines = [f"best of {found.tried} layouts tried, by predicted tokens/s"]
     for number, made in enumerate(found.best, start=1):
         time = made.time
@@ -213,14 +213,14 @@ def findings_text(found: Findings, world_size: int) -> str:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """Everything of a plan; bytes, seconds and shares."""
+    """Makes an object with everything of a plan: bytes, seconds and shares."""
     time = plan.time
     return {
         "system": plan.machine.name,
         "measured_system": plan.machine.is_measured,
         "ranks": plan.world_size,
         "layout": layout_words(plan.config, plan.world_size),
-        "layers": [[len(chunk) for chunk in share.chunks] for share in plan.shares],  # of pipeline ranks, by chunk
+        "layers": [[len(chunk) for chunk in rank.chunks] for rank in plan.ranks],  # of pipeline ranks, by chunk
         "fits": plan.fits,
         "usable_bytes": round(plan.usable),
         "communicators": plan.communicators,
@@ -247,9 +247,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 def memory_json(plan: Plan, memory: Memory) -> dict[str, Any]:
     return {
         "pipeline_rank": memory.pipeline_rank,
-        "parameters": num_parameters(plan.shares[memory.pipeline_rank]),
+        "parameters": num_parameters(plan.ranks[memory.pipeline_rank]),
         "states": vars(memory.states),
-        "lent_bytes": memory.lent,
+        "lent_bytes": memory.pool,
         "buffer_bytes": memory.buffers,
         "saved_per_layer_bytes": list(memory.saved_per_layer),
         "in_flight": memory.in_flight,

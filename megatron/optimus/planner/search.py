@@ -1,4 +1,4 @@
-"""Layouts of a run that fit a machine, the fastest first, and why others do not."""
+"""Searches the layouts of a run that fit a machine, and the batch that a pipeline with a long bubble would need."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from megatron.optimus.config.rank_plan import first_of_each_kind
 from megatron.optimus.config.schema import (
     ConfigError,
     ContextCommunication,
@@ -16,9 +17,8 @@ from megatron.optimus.config.schema import (
     divisors,
 )
 from megatron.optimus.planner.hardware import Machine
-from megatron.optimus.planner.parameters import families, state_bytes
+from megatron.optimus.planner.optimizer_state import total_state_bytes
 from megatron.optimus.planner.plan import Plan, plan
-from megatron.optimus.planner.share import Share, different
 
 _ALL = [Recompute.MOE, Recompute.ATTENTION, Recompute.NORM]
 RECOMPUTATION: list[list[Recompute]] = [[], _ALL[:1], _ALL[:2], _ALL]
@@ -27,6 +27,9 @@ LONG_SEQUENCE = 16384  # from here on context parallelism is tried
 CONTEXT = [1, 2, 4, 8, 16, 32]
 _MISSES = 40  # layouts just too large that are looked at
 MAX_EXPERT_NODES = 2  # an expert-parallel group is not spread further
+# Of a pipeline's bubble, as shares of a step: above the one there is a hint, which leads to the other or less.
+LONG_BUBBLE, SHORT_BUBBLE = 0.20, 0.10
+MOST_ROUNDS = 256  # micro-batches for each stage that are tried
 
 
 @dataclass
@@ -45,7 +48,10 @@ class Findings:
 
 
 def search(config: RunConfig, world_size: int, machine: Machine, *, named: Set[str], keep: int = 10) -> Findings:
-    """Varies the sizes of the axes, micro-batch and recomputation of a run, except for the options ``named``."""
+    """Searches the fastest layouts that fit, and why others do not.
+
+    Varies the sizes of the axes, micro-batch and recomputation of a run, except for the options ``named``.
+    """
     found = Findings()
     fitting: list[Plan] = []
     large: list[Plan] = []
@@ -69,8 +75,10 @@ def _try_layout(
     fitting: list[Plan],
     large: list[Plan],
 ) -> None:
-    """For each micro-batch the least recomputation that fits: more of it is only slower. A larger micro-batch needs
-    more memory, so the first that fits with none ends the search."""
+    """Tries one layout: for each micro-batch the least recomputation that fits, since more of it is only slower.
+
+    A larger micro-batch needs more memory, so the first that fits with no recomputation at all ends the search.
+    """
     sizes = [config.training.micro_batch_size] if "micro_batch_size" in named else MICRO_BATCHES
     modules = [config.parallel.recompute_modules] if "recompute_modules" in named else RECOMPUTATION
     for size in sizes:
@@ -83,7 +91,7 @@ def _try_layout(
             except ConfigError as error:
                 found.refuse("the trainer's checks", str(error))
                 break  # whatever is recomputed; a larger micro-batch may give each rank of a region a token
-            states = _largest_states(different(made.shares))
+            states = max(total_state_bytes(rank).total for rank in first_of_each_kind(made.ranks))
             if states > made.usable:
                 found.refuse("memory", f"weights, gradients and states alone take {states / 2**30:.1f} GiB")
                 return
@@ -94,10 +102,6 @@ def _try_layout(
             found.refuse("memory", f"{made.worst.peak / 2**30:.1f} GiB of {made.usable / 2**30:.1f} usable")
         else:
             return
-
-
-def _largest_states(members: list[Share]) -> int:
-    return max(sum(state_bytes(share, family).total for family in families(share)) for share in members)
 
 
 def _layouts(config: RunConfig, world_size: int, machine: Machine, named: Set[str]) -> Iterator[dict[str, Any]]:
@@ -133,3 +137,45 @@ def _layouts(config: RunConfig, world_size: int, machine: Machine, named: Set[st
         elif pp > 1 and (schedule is PipelineSchedule.ONE_F_ONE_B) != (chunks == 1):
             continue
         yield changes
+
+
+def enough_micro_batches(made: Plan) -> Plan | None:
+    """Plans the same run with the smallest global batch whose bubble is SHORT_BUBBLE of the step or less.
+
+    It gives each rank a multiple of the stages in micro-batches, which every schedule takes. None if no batch tried
+    has so short a bubble.
+    """
+    layout, training = made.ranks[0].layout, made.config.training
+    for rounds in range(1, MOST_ROUNDS + 1):
+        batch = rounds * layout.pp * training.micro_batch_size * layout.dp
+        if batch <= training.global_batch_size:
+            continue
+        try:
+            larger = plan(
+                replace(made.config, training=replace(training, global_batch_size=batch)), made.world_size, made.machine
+            )
+        except ConfigError:  # a ramp of batch sizes that does not end there, fewer samples than that in the run
+            continue
+        if larger.time.bubble_share <= SHORT_BUBBLE:
+            return larger
+    return None
+
+
+def bubble_hint(made: Plan) -> str:
+    """Says in one line how long the bubble is, why, and the remedy; empty if it is at most LONG_BUBBLE of the step."""
+    if made.time.bubble_share <= LONG_BUBBLE:
+        return ""
+    count, batch = made.ranks[0].micro_batches, made.config.training.global_batch_size
+    cause = (
+        f"bubble {made.time.bubble_share:.0%} of the step: {count} micro-batch{'es' * (count > 1)} a step "
+        f"(global batch {batch}) over {made.ranks[0].layout.pp} pipeline stages"
+    )
+    larger = enough_micro_batches(made)
+    if larger is None:
+        none = f"no batch with a multiple of these that the run allows makes it {SHORT_BUBBLE:.0%}"
+        return f"{cause}; {none}; use fewer stages"
+    needs = f", but needs {larger.worst.peak / 2**30:.2f} of {larger.usable / 2**30:.2f} usable GiB"
+    return (
+        f"{cause}; --global-batch-size {larger.config.training.global_batch_size}, {larger.ranks[0].micro_batches} "
+        f"micro-batches, would make it {larger.time.bubble_share:.0%}{'' if larger.fits else needs}"
+    )

@@ -1,4 +1,4 @@
-"""Predicted time of one optimizer step: operations and bytes over the machine's rates, plus what is not hidden.
+"""Predicts the time of one optimizer step: operations and bytes over the machine's rates, plus what is not hidden.
 
     micro-batch = products / rate + attention / rate + experts / rate + bytes / rate + layers x launch time
                   + communication inside layers (hidden parts at the cost of overlap)
@@ -14,22 +14,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron.optimus.config.schema import PipelineSchedule
-from megatron.optimus.planner.communication import Collective, Hiding, Kind, collectives
+from megatron.optimus.config.costs import FP32, Collective, Hiding, Kind, Work
+from megatron.optimus.config.rank_plan import RankPlan, groups_alike
+from megatron.optimus.config.schema import OptimizerName, PipelineSchedule
+from megatron.optimus.models.activations import CUDA, Kernels, layer_parts
+from megatron.optimus.models.parameters import rank_parameters
+from megatron.optimus.models.work import head_work, last_product_work, layer_work, router_work, shared_work
+from megatron.optimus.planner.communication import collectives
 from megatron.optimus.planner.hardware import Machine
+from megatron.optimus.planner.optimizer_state import flat_buffers
 from megatron.optimus.planner.pipeline import bubble_seconds
-from megatron.optimus.planner.share import Share, groups_alike
-from megatron.optimus.planner.work import (
-    Work,
-    head_work,
-    last_product_work,
-    layer_work,
-    micro_batch_work,
-    router_work,
-    shared_work,
-    update_work,
-)
-from megatron.optimus.training.flops import flops_per_token
+from megatron.optimus.training.timing import flops_per_token
 
 SHORT, LONG = 4096, 131072  # tokens of a sequence to which the rates of attention belong
 PER_STEP = ("dense", "edp")  # axes along which a rank communicates once a step, not in every micro-batch
@@ -37,8 +32,10 @@ PER_STEP = ("dense", "edp")  # axes along which a rank communicates once a step,
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step, of the slowest rank; ``compute``, ``exposed``, ``bubble``, ``update`` and ``launching`` are
-    the whole."""
+    """Seconds of one step of the slowest rank.
+
+    ``compute``, ``exposed``, ``bubble``, ``update`` and ``launching`` add up to the whole.
+    """
 
     compute: float  # of all micro-batches, slowed down by communication beside it
     exposed: float  # communication with nothing beside it
@@ -66,7 +63,7 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """Of the peak, recomputation not counted as useful."""
+        """Model FLOPs utilisation: recomputation is not counted as useful."""
         return self.tokens_per_second_per_device * self.flops_per_token / self.peak
 
     @property
@@ -74,11 +71,68 @@ class StepTime:
         return self.bubble / self.total
 
 
-def bandwidth(axis: str, size: int, share: Share, machine: Machine) -> float:
+# ---- what is done
+
+
+def gradient_work(rank: RankPlan, kernels: Kernels) -> Work:
+    """Counts the moves of one micro-batch's gradients from where backward leaves them to where they add up."""
+    kept = rank.gradient_element
+    again = (rank.micro_batches - 1) / rank.micro_batches  # all but the first read what is there
+    traffic = 0.0
+    for parameter, count in rank_parameters(rank).items():
+        if parameter.is_expert and kernels.adds_gradients and rank.adds_expert_gradients:
+            per_element = 3.0 * kept - rank.element  # cleared, read and written, where a gradient apart was written
+        else:
+            per_element = rank.element + kept * (1 + again)
+        traffic += parameter.numel * count * per_element
+    return Work(traffic=traffic)
+
+
+def update_work(rank: RankPlan) -> Work:
+    """Counts the optimizer's work, once a step: norm and update of this rank's shards."""
+    kept, sent = rank.gradient_element, rank.sent_gradient_element
+    total = Work()
+    for buffer in flat_buffers(rank):
+        moments = 2 if rank.config.optimizer.optimizer is OptimizerName.ADAM else 1
+        width = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256}[rank.config.optimizer.optimizer_state_dtype.value]
+        per_element = 2 * max(kept, sent) + 2 * FP32 + rank.element + 2 * moments * width
+        total += Work(traffic=per_element * buffer.shard)
+        if buffer.is_matrix:
+            side = min(rank.model.hidden_size, rank.model.moe_ffn_hidden_size or rank.model.ffn_hidden_size)
+            steps = rank.config.optimizer.muon_num_ns_steps
+            total += Work(products=steps * 6.0 * side * buffer.shard, traffic=steps * 12.0 * buffer.shard)
+    return total
+
+
+def micro_batch_work(rank: RankPlan, kernels: Kernels = CUDA) -> Work:
+    """Adds up all that a rank does for one micro-batch."""
+    parallel = rank.config.parallel
+    chosen = frozenset(parallel.recompute_modules)
+    limit = rank.num_layers if parallel.recompute_num_layers is None else parallel.recompute_num_layers
+    total = Work()
+    for is_moe in sorted({kind for chunk in rank.kinds for kind in chunk}):
+        count = sum(chunk.count(is_moe) for chunk in rank.kinds)
+        recomputing = sum(chunk[:limit].count(is_moe) for chunk in rank.kinds)
+        total += layer_work(rank, frozenset(), kernels, is_moe=is_moe) * (count - recomputing)
+        total += layer_work(rank, chosen, kernels, is_moe=is_moe) * recomputing
+        offloaded = sum(chunk[: parallel.cpu_offloading_num_layers].count(is_moe) for chunk in rank.kinds)
+        if offloaded:
+            again = chosen if limit else frozenset()
+            parts = layer_parts(rank, kernels, again, is_moe=is_moe, offload=False)
+            total += Work(host=2.0 * sum(part.saved for part in parts) * offloaded)
+    if rank.has_head:
+        total += head_work(rank, kernels)
+    return total + gradient_work(rank, kernels)
+
+
+# ---- how long it takes
+
+
+def bandwidth(axis: str, size: int, rank: RankPlan, machine: Machine) -> float:
     """Bytes/s with which a rank sends along an axis while all groups of the axis communicate."""
-    layout, node = share.layout, machine.devices_per_node
+    layout, node = rank.layout, machine.devices_per_node
     stage = layout.dp * layout.cp * layout.tp
-    stride = {"pp": stage, "dp": layout.cp * layout.tp, "cp": layout.tp, "dense": layout.tp, "edp": share.expert_ranks}
+    stride = {"pp": stage, "dp": layout.cp * layout.tp, "cp": layout.tp, "dense": layout.tp, "edp": rank.expert_ranks}
     apart = stride.get(axis, 1)
     if (size - 1) * apart < node:
         return machine.pair.value if size == 2 else machine.inside.value
@@ -87,34 +141,36 @@ def bandwidth(axis: str, size: int, share: Share, machine: Machine) -> float:
     return min(own, machine.inside.value) if beside > 1 else own
 
 
-def seconds(one: Collective, share: Share, machine: Machine) -> float:
-    """Of all its repetitions in a step, alone."""
-    if one.kind is Kind.ALL_TO_ALL and _leaves_node(one, share, machine):
+def seconds(one: Collective, rank: RankPlan, machine: Machine) -> float:
+    """Predicts the time of all its repetitions in a step, alone."""
+    if one.kind is Kind.ALL_TO_ALL and _leaves_node(one, rank, machine):
         rate = machine.network.value / machine.devices_per_node
     else:
-        rate = bandwidth(one.axis, one.size, share, machine)
+        rate = bandwidth(one.axis, one.size, rank, machine)
     hops = 1.0 if one.kind is Kind.SEND else math.log2(one.size)
     return one.sent / rate + one.count * hops * machine.latency.value
 
 
-def _leaves_node(one: Collective, share: Share, machine: Machine) -> bool:
-    stride = {"cp": share.layout.tp}.get(one.axis, 1)
+def _leaves_node(one: Collective, rank: RankPlan, machine: Machine) -> bool:
+    stride = {"cp": rank.layout.tp}.get(one.axis, 1)
     return one.size * stride > machine.devices_per_node
 
 
-def attention_rate(share: Share, machine: Machine) -> float:
-    """FLOP/s of attention, causal counted at half: the time of an operation is linear in 1 / length between the two
-    lengths for which there are figures."""
+def attention_rate(rank: RankPlan, machine: Machine) -> float:
+    """FLOP/s of attention, causal counted at half.
+
+    The time of an operation is linear in 1 / length between the two lengths for which there are figures.
+    """
     short, long = 1 / machine.attention.value, 1 / machine.attention_long.value
-    length = min(max(share.config.training.seq_length, SHORT), LONG)
+    length = min(max(rank.config.training.seq_length, SHORT), LONG)
     rate = 1 / (long + (short - long) * (1 / length - 1 / LONG) / (1 / SHORT - 1 / LONG))
-    return rate * (machine.attention_deterministic.value if share.config.training.deterministic else 1.0)
+    return rate * (machine.attention_deterministic.value if rank.config.training.deterministic else 1.0)
 
 
-def compute_seconds(work: Work, share: Share, machine: Machine) -> float:
+def compute_seconds(work: Work, rank: RankPlan, machine: Machine) -> float:
     return (
         work.products / machine.products.value
-        + work.attention / attention_rate(share, machine)
+        + work.attention / attention_rate(rank, machine)
         + work.experts / machine.experts.value
         + work.traffic / machine.traffic.value
         + work.layers * machine.layer_time.value
@@ -123,13 +179,13 @@ def compute_seconds(work: Work, share: Share, machine: Machine) -> float:
     )
 
 
-def _windows(share: Share, machine: Machine) -> dict[Hiding, float]:
+def _windows(rank: RankPlan, machine: Machine) -> dict[Hiding, float]:
     """Seconds in a step that communication inside of layers can hide behind; what has no entry hides whole."""
-    layers = share.num_moe_layers * share.micro_batches
-    is_split = share.num_moe_layers and machine.kernels.splits_backward
-    last = compute_seconds(last_product_work(share), share, machine) if is_split else 0.0
-    router = compute_seconds(router_work(share), share, machine) if share.num_moe_layers else 0.0
-    shared = compute_seconds(shared_work(share, machine.kernels), share, machine)  # a third of it in the forward
+    layers = rank.num_moe_layers * rank.micro_batches
+    is_split = rank.num_moe_layers and machine.kernels.splits_backward
+    last = compute_seconds(last_product_work(rank), rank, machine) if is_split else 0.0
+    router = compute_seconds(router_work(rank), rank, machine) if rank.num_moe_layers else 0.0
+    shared = compute_seconds(shared_work(rank, machine.kernels), rank, machine)  # a third of it in the forward
     return {
         Hiding.NOTHING: 0.0,
         Hiding.LAST_PRODUCT: layers * (last + shared * 2 / 3),
@@ -138,15 +194,15 @@ def _windows(share: Share, machine: Machine) -> dict[Hiding, float]:
     }
 
 
-def busy(share: Share, machine: Machine) -> tuple[float, float, float]:
-    """(computing, exposed communication, communication) of all micro-batches of a stage, without its bubble."""
-    compute = compute_seconds(micro_batch_work(share, machine.kernels), share, machine) * share.micro_batches
+def busy(rank: RankPlan, machine: Machine) -> tuple[float, float, float]:
+    """Predicts (computing, exposed communication, communication) of a stage's micro-batches, without its bubble."""
+    compute = compute_seconds(micro_batch_work(rank, machine.kernels), rank, machine) * rank.micro_batches
     exposed = total = 0.0
-    free = _windows(share, machine)
-    for one in collectives(share, machine.kernels):
+    free = _windows(rank, machine)
+    for one in collectives(rank, machine.kernels):
         if one.axis in PER_STEP:
             continue
-        needed = seconds(one, share, machine)
+        needed = seconds(one, rank, machine)
         hidden = min(needed, free.get(one.hiding, needed))
         if one.hiding in free:
             free[one.hiding] -= hidden
@@ -156,15 +212,15 @@ def busy(share: Share, machine: Machine) -> tuple[float, float, float]:
     return compute, exposed, total
 
 
-def _of_data(share: Share, machine: Machine, window: float) -> tuple[float, float, float]:
+def _of_data(rank: RankPlan, machine: Machine, window: float) -> tuple[float, float, float]:
     """(slowdown of what runs beside, exposed, all) of gradients and weights, which can hide behind ``window``."""
     slowed = exposed = total = 0.0
-    forward, backward = window / 3, window * 2 / 3 / share.micro_batches  # the last micro-batch's backward
-    free = {Hiding.BACKWARD: backward, Hiding.FORWARD: forward / share.micro_batches, Hiding.NOTHING: 0.0}
-    for one in collectives(share, machine.kernels):
+    forward, backward = window / 3, window * 2 / 3 / rank.micro_batches  # the last micro-batch's backward
+    free = {Hiding.BACKWARD: backward, Hiding.FORWARD: forward / rank.micro_batches, Hiding.NOTHING: 0.0}
+    for one in collectives(rank, machine.kernels):
         if one.axis not in PER_STEP:
             continue
-        needed = seconds(one, share, machine)
+        needed = seconds(one, rank, machine)
         if one.hiding is Hiding.BACKWARD and one.count > 1:  # stage 2 reduces after every micro-batch
             free[one.hiding] = max(free[one.hiding], window * 2 / 3)
         hidden = min(needed, free[one.hiding])
@@ -175,47 +231,47 @@ def _of_data(share: Share, machine: Machine, window: float) -> tuple[float, floa
     return slowed, exposed, total
 
 
-def stage_seconds(share: Share, whole: float, machine: Machine) -> list[float]:
-    """``whole``, a rank's seconds for one micro-batch, shared out over its chunks by what is computed there."""
-    head = compute_seconds(head_work(share, machine.kernels), share, machine) if share.has_head else 0.0
-    kinds = {kind for chunk in share.kinds for kind in chunk}
-    works = {kind: layer_work(share, frozenset(), machine.kernels, is_moe=kind) for kind in kinds}
-    each = {kind: compute_seconds(work, share, machine) for kind, work in works.items()}
-    own = [sum(each[is_moe] for is_moe in chunk) for chunk in share.kinds]
-    last = share.num_stages - 1
+def stage_seconds(rank: RankPlan, whole: float, machine: Machine) -> list[float]:
+    """Splits ``whole``, a rank's seconds for one micro-batch, over its chunks by what is computed there."""
+    head = compute_seconds(head_work(rank, machine.kernels), rank, machine) if rank.has_head else 0.0
+    kinds = {kind for chunk in rank.kinds for kind in chunk}
+    works = {kind: layer_work(rank, frozenset(), machine.kernels, is_moe=kind) for kind in kinds}
+    each = {kind: compute_seconds(work, rank, machine) for kind, work in works.items()}
+    own = [sum(each[is_moe] for is_moe in chunk) for chunk in rank.kinds]
+    last = rank.num_stages - 1
     return [
         (whole - head) * layers / sum(own) + head * (stage == last)
-        for stage, layers in zip(share.stages, own, strict=True)
+        for stage, layers in zip(rank.stages, own, strict=True)
     ]
 
 
-def _bubble(share: Share, times: list[float]) -> float:
+def _bubble(rank: RankPlan, times: list[float]) -> float:
     """Seconds in which the slowest rank waits; ``times`` of every stage for one micro-batch."""
-    pp, schedule = share.layout.pp, share.config.parallel.pipeline_schedule
+    pp, schedule = rank.layout.pp, rank.config.parallel.pipeline_schedule
     if pp == 1:
         return 0.0
     if schedule not in (PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV):
-        return bubble_seconds(times, pp, share.micro_batches)
+        return bubble_seconds(times, pp, rank.micro_batches)
     # The others work on the first and the last micro-batch; weight gradients, a third of it, fill two thirds.
-    others = sum(times) - sum(times[stage] for stage in share.stages)
-    return others / share.config.parallel.virtual_pipeline_model_parallel_size / 3
+    others = sum(times) - sum(times[stage] for stage in rank.stages)
+    return others / rank.config.parallel.virtual_pipeline_model_parallel_size / 3
 
 
-def step_time(shares: list[Share], machine: Machine) -> StepTime:
-    """Of a run whose pipeline ranks have these shares, each of them once and in order."""
-    groups = groups_alike(shares)
+def step_time(ranks: list[RankPlan], machine: Machine) -> StepTime:
+    """Predicts a step of a run with these pipeline ranks, each of them once and in order."""
+    groups = groups_alike(ranks)
     stages = [busy(group[0], machine) for group in groups]
     slowest = max(range(len(groups)), key=lambda kind: stages[kind][0] + stages[kind][1])
-    times = [0.0] * shares[0].num_stages
+    times = [0.0] * ranks[0].num_stages
     for (compute, exposed, _), group in zip(stages, groups, strict=True):
         chunks = stage_seconds(group[0], (compute + exposed) / group[0].micro_batches, machine)
         for stage, seconds_each in ((s, t) for one in group for s, t in zip(one.stages, chunks, strict=True)):
             times[stage] = seconds_each
-    share, (compute, exposed, communication) = groups[slowest][0], stages[slowest]
-    slowed, bare, data = _of_data(share, machine, compute + exposed)
-    training, bubble = share.config.training, _bubble(share, times)
-    update = compute_seconds(update_work(share), share, machine) + machine.step_time.value
-    passes = max(micro_batch_work(group[0], machine.kernels).layers for group in groups) * share.micro_batches
+    rank, (compute, exposed, communication) = groups[slowest][0], stages[slowest]
+    slowed, bare, data = _of_data(rank, machine, compute + exposed)
+    training, bubble = rank.config.training, _bubble(rank, times)
+    update = compute_seconds(update_work(rank), rank, machine) + machine.step_time.value
+    passes = max(micro_batch_work(group[0], machine.kernels).layers for group in groups) * rank.micro_batches
     without = compute + slowed + exposed + bare + bubble + update
     return StepTime(
         compute=compute + slowed,
@@ -226,7 +282,7 @@ def step_time(shares: list[Share], machine: Machine) -> StepTime:
         communication=communication + data,
         data=data,
         tokens=training.global_batch_size * training.seq_length,
-        devices=share.layout.world_size,
-        flops_per_token=flops_per_token(share.model, training.seq_length),
+        devices=rank.layout.world_size,
+        flops_per_token=flops_per_token(rank.model, training.seq_length),
         peak=machine.peak.value,
     )

@@ -1,4 +1,4 @@
-"""Predicted weak scaling of a run: every rank keeps its work, the number of data-parallel replicas grows."""
+"""Predicts the weak scaling of a run: each rank keeps its work, the number of data-parallel replicas grows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Point:
 def weak_scaling(
     config: RunConfig, machine: Machine, paper: Mapping[int, float] = PAPER, sizes: Sequence[int] = tuple(PAPER)
 ) -> list[Point]:
-    """The curve for a run whose data-parallel ranks have SEQUENCES_EACH sequences each at every size.
+    """Plans a run at every size, its data-parallel ranks with SEQUENCES_EACH sequences each.
 
     ``paper``: the efficiencies to put beside it; empty for a run that the paper does not report.
     """
@@ -42,7 +42,7 @@ def weak_scaling(
 
 
 def as_the_paper(config: RunConfig) -> RunConfig:
-    """The run with the paper's own choices where ours differ: bf16 gradients, nothing hidden behind computation."""
+    """Makes the run with the paper's choices where ours differ: bf16 gradients, nothing hidden behind computation."""
     optimizer = replace(
         config.optimizer,
         accumulate_allreduce_grads_in_fp32=False,
@@ -53,7 +53,7 @@ def as_the_paper(config: RunConfig) -> RunConfig:
 
 
 def table(curves: dict[str, list[Point]]) -> str:
-    """Markdown: efficiency, step and what it takes of gradients and weights for each curve, beside the paper's."""
+    """Writes a Markdown table: efficiency, step and its data-parallel communication, of each curve and of the paper."""
     names = list(curves)
     lines = ["| ranks | dp | " + " | ".join(names) + " | paper |", "|" + "---|" * (3 + len(names))]
     for points in zip(*curves.values(), strict=True):
@@ -63,7 +63,7 @@ def table(curves: dict[str, list[Point]]) -> str:
             for point in points
         ]
         lines.append(
-            f"| {made.world_size:,} | {made.shares[0].layout.dp} | "
+            f"| {made.world_size:,} | {made.ranks[0].layout.dp} | "
             + " | ".join(cells)
             + f" | {'' if paper is None else f'{100 * paper:.0f}%'} |"
         )
@@ -72,7 +72,7 @@ def table(curves: dict[str, list[Point]]) -> str:
 
 
 def draw(curves: dict[str, list[Point]], title: str, path: Path) -> None:
-    """A picture of the curves; needs matplotlib."""
+    """Draws the curves; needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")

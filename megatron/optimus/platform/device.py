@@ -135,6 +135,11 @@ class AsyncHostCopy:
         return self._copies
 
 
+def from_host(tensor: Tensor, device: torch.device) -> Tensor:
+    """A small tensor of the host on ``device``; the host does not wait for the device."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 @functools.cache
 def _side_stream(device: torch.device) -> Any:
     return _accelerator(device.type).Stream(

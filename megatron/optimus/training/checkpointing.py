@@ -1,4 +1,4 @@
-"""What the training loop does about checkpoints: resume, save beside the steps, and finish."""
+"""The checkpoints of a training run: resuming, saving while the run trains, and finishing."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 
 from megatron.optimus.checkpoint import CheckpointError, Manifest, Saved, Saver, TensorSlice, state, store
-from megatron.optimus.checkpoint.run_lock import Claim
-from megatron.optimus.config.schema import RunConfig
+from megatron.optimus.checkpoint.run_lock import RunLock
 from megatron.optimus.config.serialize import changed_options, to_dict
+from megatron.optimus.context import RunContext
 from megatron.optimus.data.loader import position_after_change
 from megatron.optimus.models.decoder import Decoder
-from megatron.optimus.platform.mesh import Mesh
-from megatron.optimus.platform.ranks import Ranks
 from megatron.optimus.platform.seeding import rng_state, set_rng_state
 from megatron.optimus.training.engine import Engine, training_state
 from megatron.optimus.version import __version__
@@ -33,48 +30,48 @@ logger = logging.getLogger("optimus")
 class Checkpoints:
     """The checkpoints of one run. Building it and every method are collective over all ranks, except where noted."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, model: Decoder, engine: Engine) -> None:
-        self._config, self._mesh, self._device = config, mesh, device
+    def __init__(self, run: RunContext, model: Decoder, engine: Engine) -> None:
+        config, mesh = run.config, run.mesh
+        self._config, self._mesh, self._device, self._ranks = config, mesh, run.device, run.ranks
         self._model, self._state = model, training_state(engine)
-        self._ranks = Ranks(None, device)
         self._root = Path(config.checkpoint.save or Path(config.logging.run_dir) / "checkpoints")
-        # Both as of the start: while a run saves, training stands still, and a folder's files may be exchanged.
+        # Read at the start: training waits while a save reads them, and the files may be replaced during the run.
         self._packages = _packages()
         self._tokenizer = _tokenizer_hash(config.data.tokenizer_model) if mesh.rank == 0 else None
         self._drain_s: float | None = None
-        self._tried: Manifest | None = None  # the last checkpoint that resume looked at
-        self.kept: dict[str, Any] = {}  # plain values that full checkpoints carry; after resume, those of its own
-        self.found_none = False  # resume kept the initial weights
-        self._claim = self._ranks.run_on_all_ranks(
-            lambda: Claim(self._root) if mesh.rank == 0 else None, f"claiming {self._root}", CheckpointError
+        self._tried: Manifest | None = None  # the last checkpoint that resume tried to load
+        self.kept: dict[str, Any] = {}  # JSON values that full checkpoints hold; after resume, those of its checkpoint
+        self.found_none = False  # resume has kept the initial weights
+        self._lock = self._ranks.run_on_all_ranks(
+            lambda: RunLock(self._root) if mesh.rank == 0 else None, f"locking {self._root}", CheckpointError
         )
         self._saver = Saver(
             self._root,
-            device=device,
+            ranks=run.ranks,
             asynchronous=config.checkpoint.async_save,
             local=config.checkpoint.save_local_dir,
-            check_claim=self._claim.check if self._claim is not None else lambda: None,
+            check_lock=self._lock.check if self._lock is not None else lambda: None,
         )
 
     # ---- saving
 
     def prepare(self) -> None:
-        """Call before the first step, so that the first save finds what it needs and stops nothing."""
+        """Reserves what saves need, so that the first one does not hold up training. Call before the first step."""
         for kind in ("full", "model") if self._config.checkpoint.model_only_save_interval > 0 else ("full",):
             slices, _ = self._slices(kind)
             self._saver.prepare(slices, self._header(kind, 0, 0))
 
     def before_update(self) -> None:
-        """Call before the optimizer's step: what is being copied must not change. Local."""
+        """Makes the update wait for a copy of the state in flight. Call before the optimizer's step. Local."""
         self._saver.before_update()
 
     def is_due(self, step: int) -> bool:
-        """Whether anything is saved after ``step`` because of its number. Local."""
+        """Whether the save intervals ask for a checkpoint after ``step``. Local."""
         options = self._config.checkpoint
         return _is_due(step, options.save_interval) or _is_due(step, options.model_only_save_interval)
 
     def after_step(self, step: int, consumed_samples: int, *, leaving: bool) -> None:
-        """Saves what is due after ``step``; a run that is ``leaving`` is saved whole and waits for all of it.
+        """Saves what is due after ``step``; a run that is ``leaving`` saves everything and waits until it is written.
 
         Raises CheckpointError on every rank when this save or one in flight failed on any rank.
         """
@@ -89,19 +86,19 @@ class Checkpoints:
             self.finish()
 
     def finish(self) -> None:
-        """Waits for every checkpoint in flight."""
+        """Waits until every checkpoint in flight is written."""
         self._note(self._saver.drain())
 
     def take_times(self) -> dict[str, float | None]:
-        """Fields of the next line of metrics: the stall and the drain since the line before. Local."""
+        """The fields ``save_stall_s`` and ``save_drain_s`` of the next line of metrics. Local."""
         times = {"save_stall_s": self._saver.take_stall(), "save_drain_s": self._drain_s}
         self._drain_s = None
         return times
 
     def close(self) -> None:
-        """Gives the folder free. Local."""
-        if self._claim is not None:
-            self._claim.release()
+        """Releases the run's lock file. Local."""
+        if self._lock is not None:
+            self._lock.release()
 
     def _note(self, saved: list[Saved]) -> None:
         for one in saved:
@@ -114,19 +111,19 @@ class Checkpoints:
         self._note(self._saver.start(slices, header, retain=retain, began=began))
 
     def _slices(self, kind: str) -> tuple[list[TensorSlice], int | None]:
-        """What this rank writes of such a checkpoint, and how many of them are kept."""
+        """The tensors that this rank writes to a checkpoint of this kind, and how many such checkpoints are kept."""
         optimizer, mesh = self._state, self._mesh
-        is_first = mesh.index("dense") == 0 and mesh.index("tp") == 0  # of its pipeline stage: it stores the buffers
+        is_first = mesh.index("dense") == 0 and mesh.index("tp") == 0  # of its pipeline stage; it stores the buffers
         if kind == "full":
             slices = state.training_slices(self._model, optimizer, buffers=is_first) + self._rng_slices()
             retain: int | None = self._config.checkpoint.save_retain
         else:
             slices, retain = state.weight_slices(self._model, optimizer, buffers=is_first), None
-        optimizer.forget_copies()  # fp32 of states in 8 or 16 bits: else they would lie there until a step has ended
-        if mesh.index("tp") > 0:  # what tensor-parallel ranks hold alike is stored by the first of them
+        optimizer.forget_copies()  # fp32 copies of states in 8 or 16 bits, which would live until the next step
+        if mesh.index("tp") > 0:  # the first tensor-parallel rank stores what all of them hold alike
             parts = {name for name, p in self._model.named_parameters() if hasattr(p, "tensor_model_parallel")}
             slices = [piece for piece in slices if piece.name in parts or piece.kind == "rng"]
-        # What another pipeline stage holds as well, and counts: a tied embedding on the last one.
+        # The copy of a tied embedding on the last pipeline stage; the first stage stores it.
         repeated = {name for name, p in self._model.named_parameters() if getattr(p, "ds_pipe_replicated", False)}
         return [piece for piece in slices if piece.name not in repeated], retain
 
@@ -151,7 +148,7 @@ class Checkpoints:
     # ---- resuming
 
     def resume(self) -> tuple[int, int]:
-        """Takes up the newest good checkpoint of this run, else ``load``, else keeps the initial weights.
+        """Loads the newest good checkpoint of this run, else the one in ``load``, else keeps the initial weights.
 
         Returns (optimizer steps done, samples consumed).
         """
@@ -162,7 +159,7 @@ class Checkpoints:
             raise
 
     def _remedy(self) -> str:
-        """For a checkpoint of another shape: what this run asks for that the checkpoint's did not."""
+        """For a checkpoint that does not fit: the options that changed since, and what to do."""
         before = self._tried.config if self._tried is not None else {}
         changes = changed_options(before, to_dict(self._config))
         shape = [text for text in changes if text.startswith(("model.", "optimizer.optimizer "))] if before else []
@@ -175,14 +172,14 @@ class Checkpoints:
         )
 
     def _resume(self) -> tuple[int, int]:
-        options, device = self._config.checkpoint, self._device
-        found = store.load_newest(self._root, self._all_requests, device=device)
+        options = self._config.checkpoint
+        found = store.load_newest(self._root, self._all_requests, ranks=self._ranks)
         has_moments, position_counts = True, True
         if found is None and options.load is not None:
             path = self._resolve(Path(options.load))
             has_moments, position_counts = options.load_optim and not options.finetune, not options.finetune
             requests = self._all_requests if has_moments else self._weight_requests
-            found = path, store.load_together(path, requests, cast=True, device=device)
+            found = path, store.load_together(path, requests, cast=True, ranks=self._ranks)
         if found is None:
             self.found_none = True
             logger.info("starting from initial weights (seed %d)", self._config.training.seed)
@@ -202,11 +199,11 @@ class Checkpoints:
             consumed_samples = position_after_change(manifest.consumed_samples, *lengths)
         what = "" if has_moments and manifest.kind == "full" else " (weights only: the moments start anew)"
         logger.info("resumed from %s: step %d, %d samples consumed%s", path, step, consumed_samples, what)
-        self._tell_changes(manifest)
+        self._log_changes(manifest)
         return step, consumed_samples
 
     def _resolve(self, path: Path) -> Path:
-        """The checkpoint meant by ``load``, as rank 0 finds it."""
+        """The checkpoint that ``load`` names, as rank 0 finds it."""
         name = self._ranks.run_on_all_ranks(
             lambda: str(store.resolve(path)) if self._mesh.rank == 0 else "", f"loading {path}", CheckpointError
         )
@@ -217,7 +214,7 @@ class Checkpoints:
         if manifest.kind == "model":
             return self._weight_requests(manifest)
         before, now = manifest.config.get("optimizer", {}).get("optimizer"), self._config.optimizer.optimizer.value
-        if before not in (None, now):  # states of the same name would be taken for what they are not
+        if before not in (None, now):  # states of the same name would be mistaken
             raise CheckpointError(f"it holds the states of optimizer={before}, this run has optimizer={now}")
         slices = state.training_slices(self._model, self._state, buffers=True)
         self._rng: list[TensorSlice] = []
@@ -236,7 +233,7 @@ class Checkpoints:
         if not self._rng:
             logger.info("random generators start anew: the checkpoint is of other ranks or another kind of device")
 
-    def _tell_changes(self, manifest: Manifest) -> None:
+    def _log_changes(self, manifest: Manifest) -> None:
         for change in changed_options(manifest.config, to_dict(self._config)):
             logger.info("changed since that checkpoint: %s", change)
         if self._mesh.rank > 0:

@@ -1,4 +1,7 @@
-"""Where the model meets DeepSpeed: the one file of the package that imports deepspeed_ext."""
+"""The model of a run, its optimizer, and DeepSpeed's engine around both.
+
+Of the training program this file alone imports deepspeed_ext.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,26 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import deepspeed_ext
-from megatron.optimus.config.schema import OptimizerName, Precision, RunConfig
+from megatron.optimus.config.checks import gradient_accumulation_steps
+from megatron.optimus.config.schema import OptimizerConfig, OptimizerName, Precision, RunConfig
+from megatron.optimus.context import RunContext
 from megatron.optimus.models.decoder import Decoder
+from megatron.optimus.models.initialize import initialize_weights
+from megatron.optimus.moe.dispatch.ownership import read_placements
+from megatron.optimus.moe.dispatch.select import select_dispatcher
+from megatron.optimus.parallel.apply import parallelize
+from megatron.optimus.parallel.tensor import register_gradient_sums
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.mesh import Mesh
-from megatron.optimus.training.parameter_groups import param_groups
+from megatron.optimus.training.kernel_tuning import select_tiles
 
 Engine = deepspeed_ext.EPEngine
 TrainingState = deepspeed_ext.EPZeroOptimizer | deepspeed_ext.Stage3States  # what a checkpoint reads and writes
-DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
+
+ParamGroup = dict[str, Any]
 
 _OPTIMIZERS: dict[OptimizerName, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
     OptimizerName.ADAM: torch.optim.AdamW,
@@ -28,37 +39,124 @@ _OPTIMIZERS: dict[OptimizerName, Callable[[list[dict[str, Any]]], torch.optim.Op
 }
 
 
-def build_engine(model: Decoder, config: RunConfig, mesh: Mesh, accumulation_steps: int) -> Engine:
-    """DeepSpeed's engine around the model, with the EP-aware sharded optimizer; with zero_stage=3, DeepSpeed's own."""
+def build_model(run: RunContext) -> Decoder:
+    """Builds this rank's share of the model with its initial weights, on the device. Collective."""
+    config, mesh = run.config, run.mesh
+    with torch.device("meta"):
+        model = Decoder(config.model)
+    placements = read_placements(run)
+    parallel = select_dispatcher(run)
+    select_tiles(run.with_parallel(parallel))
+    parallelize(model, mesh, parallel, config.training.seq_length, placements)
+    initialize_weights(model, seed=config.training.seed, device=run.device, dtype=run.dtype)
+    register_gradient_sums(model, mesh)
+    return model
+
+
+def build_engine(run: RunContext, model: Decoder) -> Engine:
+    """Wraps the model in DeepSpeed's engine, with the EP-aware sharded optimizer; zero_stage=3 has DeepSpeed's own."""
+    config = run.config
     engine, *_ = deepspeed_ext.initialize(
         model=model,
         optimizer=_OPTIMIZERS[config.optimizer.optimizer](param_groups(model, config.optimizer)),
-        config=deepspeed_config(config, accumulation_steps),
-        groups=_groups(model, mesh),
+        config=deepspeed_config(config, gradient_accumulation_steps(config, run.mesh.layout.world_size)),
+        groups=_groups(model, run.mesh),
     )
     return engine
 
 
+def param_groups(model: nn.Module, config: OptimizerConfig) -> list[ParamGroup]:
+    """Groups the trainable parameters by how the optimizer updates them, in the model's order; no group is empty.
+
+    Weight decay leaves out the parameters that the configuration excludes. Muon updates the matrices between embedding
+    and output projection (experts one by one, gate and up projection apart); its other parameters get AdamW.
+    """
+    if config.optimizer is OptimizerName.MUON:
+        _mark_stacked(model)
+    members: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            key = (_is_hidden_matrix(name, parameter), _is_decayed(name, parameter, config))
+            if config.optimizer is not OptimizerName.MUON:
+                key = (False, key[1])
+            members.setdefault(key, []).append(parameter)
+    options = {
+        "lr": config.lr,
+        "state_dtype": config.optimizer_state_dtype.value,
+        **_options(config),
+    }
+    groups = []
+    for (is_matrix, is_decayed), parameters in members.items():
+        group = {"params": parameters, **options, "weight_decay": config.weight_decay if is_decayed else 0.0}
+        if config.optimizer is OptimizerName.MUON:
+            group["use_muon"] = is_matrix
+        groups.append(group)
+    return groups
+
+
+def _options(config: OptimizerConfig) -> ParamGroup:
+    adam = {"betas": (config.adam_beta1, config.adam_beta2)}
+    if config.optimizer is OptimizerName.ADAM:
+        return {**adam, "eps": config.adam_eps}
+    if config.optimizer is OptimizerName.LION:
+        return {"betas": (config.lion_beta1, config.lion_beta2)}
+    if config.optimizer is OptimizerName.SGD:
+        return {"momentum": config.sgd_momentum, "decoupled_weight_decay": True}
+    assert config.optimizer is OptimizerName.MUON, f"say which options {config.optimizer.value} has"
+    return {
+        **adam,
+        "adam_eps": config.adam_eps,
+        "momentum": config.muon_momentum,
+        "ns_steps": config.muon_num_ns_steps,
+        "adjust_lr_fn": config.muon_adjust_lr_fn.value,
+    }
+
+
+def _is_embedding(name: str) -> bool:
+    return name.endswith(("embedding.weight", "lm_head.weight"))
+
+
+def _is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.dim() >= 2 and not _is_embedding(name)
+
+
+def _is_decayed(name: str, parameter: nn.Parameter, config: OptimizerConfig) -> bool:
+    if _is_embedding(name):
+        return config.weight_decay_embeddings
+    if name.endswith("bias"):
+        return config.weight_decay_biases
+    return parameter.dim() >= 2 or config.weight_decay_norms
+
+
+def _mark_stacked(model: nn.Module) -> None:
+    """Marks the tensors that hold two projections, which Muon orthogonalises apart."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("gate_up_weight"):
+            parameter.stacked_matrices = 2  # type: ignore[attr-defined]
+
+
 def training_state(engine: Engine) -> TrainingState:
-    """What a checkpoint holds of the engine, whoever's optimizer it has."""
+    """The optimizer state of an engine as a checkpoint reads and writes it, at every ZeRO stage."""
     if isinstance(engine.optimizer, deepspeed_ext.EPZeroOptimizer):
         return engine.optimizer
     return deepspeed_ext.Stage3States(engine)
 
 
 def set_micro_batches(engine: Engine, count: int) -> None:
-    """Micro-batches of the next step and those after it. Between steps, on every rank alike."""
+    """Sets the number of micro-batches from the next step on. Call it between steps, on every rank alike."""
     if count == engine.gradient_accumulation_steps():
         return
     engine.set_train_batch_size(count * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
-    # For zero_stage=3, whose engine is DeepSpeed's own: it takes a step when this is a multiple of the count, and would
-    # cut the next one short. deepspeed_ext's has done it.
+    # DeepSpeed's own engine (zero_stage=3) steps when micro_steps is a multiple of the count, and would cut the next
+    # step short. deepspeed_ext's engine resets it by itself.
     engine.micro_steps = 0
 
 
 def step_outcome(engine: Engine) -> Tensor:
-    """float64 [2]: gradient norm of the last step, 1.0 if it was skipped. On the device, without waiting for it; with
-    zero_stage=3 on the host."""
+    """Gradient norm of the last step, and 1.0 if the step was skipped: float64 [2].
+
+    It is on the device, without waiting for it; with zero_stage=3 it is on the host.
+    """
     optimizer = engine.optimizer
     if isinstance(optimizer, deepspeed_ext.EPZeroOptimizer):
         return optimizer.outcome.double()
@@ -66,7 +164,7 @@ def step_outcome(engine: Engine) -> Tensor:
 
 
 def deepspeed_config(config: RunConfig, accumulation_steps: int) -> dict[str, Any]:
-    """The configuration of DeepSpeed's engine; nothing in it makes the host wait for the device."""
+    """The configuration of DeepSpeed's engine. Nothing in it makes the host wait for the device."""
     optimizer = config.optimizer
     # A pipeline runs the backwards of all micro-batches between two calls of the engine, which sees them as one.
     in_stages = config.parallel.pipeline_model_parallel_size > 1
@@ -113,5 +211,5 @@ def init_engine(timeout: timedelta) -> None:
 
 
 def shutdown_engine() -> None:
-    """Leaves every process group, DeepSpeed's included; a live one can abort the process at exit."""
+    """Leaves every process group, DeepSpeed's included: one that is alive can abort the process at exit."""
     deepspeed_ext.shutdown()

@@ -1,7 +1,7 @@
-"""``<run>/expert_load.json``: how many slots of tokens each expert got, and what that means for the experts' ranks.
+"""``<run>/expert_load.json``: how many token slots each expert got, and how balanced that makes the experts' ranks.
 
-In each layer every rank waits for the busiest one. The report says how busy that is, as a multiple of the mean, under
-the placement of the run and under others: what moving experts between ranks would gain.
+In each layer all ranks wait for the busiest one. The report gives the load of the busiest rank as a multiple of the
+mean load, for the placement of the run and for others. That shows what moving experts between ranks would gain.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FILE_NAME = "expert_load.json"
 
 
 class ExpertLoad:
-    """Adds up the load since the start of this process. Only rank 0 may create one."""
+    """Adds up the load of every expert since the start of this process. Exists on rank 0 only."""
 
     def __init__(self, run_dir: Path, config: ParallelConfig) -> None:
         self._path = run_dir / FILE_NAME
@@ -35,7 +35,7 @@ class ExpertLoad:
         self._total_LE: list[list[int]] = []
 
     def add(self, step: int, load_LE: list[list[int]]) -> None:
-        """Takes the load of one step; [] for a dense model."""
+        """Adds one step; ``load_LE`` is [] for a dense model."""
         self._first_step = self._first_step or step
         self._step, self._last_LE = step, load_LE
         total = self._total_LE or [[0] * len(layer) for layer in load_LE]
@@ -44,7 +44,7 @@ class ExpertLoad:
         ]
 
     def write(self) -> None:
-        """Replaces the file; nothing without experts or before the first step."""
+        """Replaces the file; does nothing for a model without experts or before the first step."""
         if not self._total_LE:
             return
         record = {
@@ -56,14 +56,14 @@ class ExpertLoad:
             "moe_expert_placement": self._config.moe_expert_placement.value,
             "moe_expert_placement_file": self._config.moe_expert_placement_file,
         }
-        fresh = self._path.with_suffix(".tmp")  # who reads beside the run, or after a crash, finds a whole file
+        fresh = self._path.with_suffix(".tmp")  # a reader during the run or after a crash finds a whole file
         fresh.write_text(json.dumps(record) + "\n")
         fresh.replace(self._path)
 
 
 @dataclass(frozen=True)
 class LayerBalance:
-    """One layer. Loads of the busiest rank, or expert, as multiples of the mean one; 1 is perfect."""
+    """One layer: the load of the busiest rank, or expert, as a multiple of the mean; 1 is perfect balance."""
 
     busiest_expert: float
     present: float  # busiest rank where experts are now
@@ -79,7 +79,7 @@ LOADS = tuple(field.name for field in fields(LayerBalance) if field.name != "pla
 
 @dataclass(frozen=True)
 class BalanceReport:
-    """A run's layers over ``num_ranks`` ranks."""
+    """The balance of a run's layers over ``num_ranks`` ranks."""
 
     first_step: int
     last_step: int
@@ -88,14 +88,20 @@ class BalanceReport:
 
     @property
     def means(self) -> dict[str, float]:
-        """Over layers: what the experts' part of a step takes, as a multiple of what it would with equal ranks."""
+        """Means over layers: how long the experts' part of a step takes, relative to ranks with equal loads."""
         return {name: sum(getattr(layer, name) for layer in self.layers) / len(self.layers) for name in LOADS}
 
 
 def report(path: Path, num_ranks: int | None = None, *, last_step_only: bool = False) -> BalanceReport:
-    """The balance of a run from its expert_load.json; ``num_ranks``: over so many ranks instead of the run's.
+    """Calculates the balance of a run from its expert_load.json.
 
-    Raises ConfigError for a file that cannot be read, or ranks that do not divide the experts.
+    Args:
+        path: the file.
+        num_ranks: ranks to place the experts on; default: those of the run.
+        last_step_only: use the load of the last step instead of the sum over all steps.
+
+    Raises:
+        ConfigError: the file cannot be read, or ``num_ranks`` does not divide the experts.
     """
     try:
         record: dict[str, Any] = json.loads(path.read_text())

@@ -1,7 +1,8 @@
-"""The tiles of a run's Triton expert kernels: chosen on rank 0 before the first step, the same on every rank.
+"""Selects the tile sizes of Triton's expert kernels before the first step, the same on every rank.
 
-Rank 0 reads the tuned tiles on disk and, with ``tune_kernels``, first times the candidates for shapes that have none.
-Nothing is timed later. With ``deterministic`` only tiles that gave the default's very bits are taken.
+Rank 0 reads the tuned tiles from disk; with ``tune_kernels`` it first times the candidates for shapes that have none.
+Nothing is timed after the first step has begun. With ``deterministic`` only tiles are used whose results equal the
+default tiles' bit for bit.
 """
 
 from __future__ import annotations
@@ -13,27 +14,27 @@ import time
 import torch
 
 from megatron.optimus.config.schema import RunConfig, TokenDispatcherType
+from megatron.optimus.context import RunContext
 from megatron.optimus.moe.dispatch.select import message_shape
 from megatron.optimus.ops.backend import runs_triton
 from megatron.optimus.ops.triton import tile_cache, tiles
 from megatron.optimus.ops.triton.tiles import Problem, Table
-from megatron.optimus.platform.ranks import Ranks
 from megatron.optimus.training.health import TrainingError
 
 logger = logging.getLogger("optimus")
 
 
-def settle_tiles(config: RunConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """Makes every rank use rank 0's tiles; nothing to do without experts, or on meta. Collective over all ranks.
+def select_tiles(run: RunContext) -> None:
+    """Makes every rank use rank 0's tiles; does nothing for a model without experts or on the meta device. Collective.
 
     Raises TrainingError on every rank where rank 0 fails.
     """
-    if not config.model.is_moe or device.type == "meta":
+    ranks = run.ranks
+    if not run.config.model.is_moe or run.device.type == "meta":
         return
-    ranks = Ranks(None, device)
 
     def choose() -> dict[str, Table]:
-        return _chosen(config, device, dtype) if ranks.rank == 0 else {}
+        return _chosen(run.config, run.device, run.dtype) if ranks.rank == 0 else {}
 
     own = ranks.run_on_all_ranks(choose, "choosing the tiles of expert kernels", TrainingError)
     sent = ranks.broadcast_bytes(json.dumps(tile_cache.records(own)).encode())
@@ -49,7 +50,7 @@ def _chosen(config: RunConfig, device: torch.device, dtype: torch.dtype) -> dict
     tiles.use(None)
     entries = {k: e for k, e in tiles.table(device).items() if e.is_exact or not training.deterministic}
     if training.tune_kernels:
-        from megatron.optimus.ops.triton.tune import line, tune_missing
+        from megatron.optimus.ops.triton.autotune import line, tune_missing
 
         started = time.monotonic()
         problems, share = problems_of(config, dtype)
@@ -65,10 +66,10 @@ def _chosen(config: RunConfig, device: torch.device, dtype: torch.dtype) -> dict
 
 
 def problems_of(config: RunConfig, dtype: torch.dtype, num_tokens: int | None = None) -> tuple[list[Problem], float]:
-    """Problems of an expert layer on one rank, and the share of the slots it sees whose expert it has.
+    """The matrix products of an expert layer on one rank, and the share of the slots whose expert is on that rank.
 
-    ``num_tokens``: of a rank, before they travel to experts; default: those of a micro-batch. All-to-all brings a token
-    once to each rank that has one of its experts, taken as chosen evenly: there the number of rows is an expectation.
+    ``num_tokens``: of a rank, before dispatch; default: those of a micro-batch. All-to-all sends a token once to each
+    rank that has one of its experts; how many rows that gives is estimated for experts that are chosen evenly.
     """
     model, parallel, optimizer = config.model, config.parallel, config.optimizer
     ep, etp, topk = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size, model.moe_router_topk
@@ -77,7 +78,7 @@ def problems_of(config: RunConfig, dtype: torch.dtype, num_tokens: int | None = 
     every_row = (
         TokenDispatcherType.ALLGATHER,
         TokenDispatcherType.SYMMETRIC,
-    )  # whether needed here or not
+    )  # has a place, whether needed here or not
     if ep * etp > 1 and parallel.moe_token_dispatcher_type not in every_row:
         reached = 1 - (1 - share) ** topk
         tokens, share = round(tokens * reached / parallel.moe_dispatch_chunks), share / reached

@@ -1,4 +1,4 @@
-"""Learning rate and clipping as pure functions of the progress, so that a resumed run needs no scheduler state."""
+"""Learning rate and gradient clipping as pure functions of the progress; a resumed run needs no scheduler state."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class RateSchedule:
         return config.min_lr + span * _left(progress, config)
 
     def largest_grad_norm(self, step: int, position: int) -> float:
-        """Global gradient norm to which the step is clipped; 0: not at all."""
+        """Global gradient norm to which the step's gradients are clipped; 0 does not clip."""
         is_early = (position if self._in_samples else step) < self._lengths.warmup
         return 0.0 if self._config.clip_grad_after_warmup and is_early else self._config.clip_grad
 
 
 def _left(progress: float, config: OptimizerConfig) -> float:
-    """What is left of the way down to ``min_lr``, from 1 at progress 0; 0 at progress 1 for all but CONSTANT."""
+    """The share of ``lr`` - ``min_lr`` that is left: 1 at progress 0, and 0 at progress 1 except for CONSTANT."""
     style: LRDecayStyle | WSDDecayStyle = config.lr_decay_style
     if style is LRDecayStyle.CONSTANT:
         return 1.0

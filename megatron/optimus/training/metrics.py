@@ -12,12 +12,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megatron.optimus.config.schema import ConfigError
+
 FILE_NAME = "metrics.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One line. None means not applicable (no peak known, a dense model); the last seven are absent where None."""
+    """The numbers of one step. None means not applicable (no peak known, a dense model).
+
+    The fields from ``peak_memory_gib`` on are absent in the file where they are None.
+    """
 
     step: int  # optimizer steps done, from 1
     consumed_tokens: int  # since the start of training
@@ -42,21 +47,35 @@ class StepMetrics:
     pause_s: float | None = None  # before the step, for validation, a checkpoint or a check of devices
     save_stall_s: float | None = None  # since the line before, training waited this long for checkpoints
     save_drain_s: float | None = None  # a checkpoint was committed since the line before, this long after it was begun
+    recorded: dict[str, float] | None = None  # what else platform.metrics.record collected, by name: a key each
+    expert_load_LE: list[list[int]] | None = None  # slots of each expert in each MoE layer; in expert_load.json alone
+
+    def __post_init__(self) -> None:
+        if taken := (self.recorded or {}).keys() & {field.name for field in dataclasses.fields(self)}:
+            raise ValueError(f"metrics.record: {', '.join(sorted(taken))} are fields of every step; use another name")
 
 
 def flat(metrics: StepMetrics) -> dict[str, Any]:
-    """Every number of a step by its key; a validation set's is ``valid_loss/NAME``."""
+    """Every number of a step by its key; that of a named validation set is ``valid_loss/NAME``."""
     record: dict[str, Any] = {}
-    for key, value in dataclasses.asdict(metrics).items():
+    for key in (field.name for field in dataclasses.fields(metrics) if field.name != "expert_load_LE"):
+        value = getattr(metrics, key)
         if key == "valid_losses":
             record.update({f"valid_loss/{name}": loss for name, loss in (value or {}).items()})
+        elif key == "recorded":
+            record.update(value or {})
         else:
             record[key] = value
     return record
 
 
+def numbers(metrics: StepMetrics) -> dict[str, float]:
+    """The numbers of a step that are applicable, by their keys, as trackers show them."""
+    return {name: value for name, value in flat(metrics).items() if value is not None and name != "step"}
+
+
 def to_json(metrics: StepMetrics) -> str:
-    """One line without its end. JSON knows no NaN or infinity: null, and ``"nonfinite": true`` says so."""
+    """One line without its end. A NaN or infinity becomes null, and ``"nonfinite": true`` says so."""
     record = flat(metrics)
     for key in ("peak_memory_gib", "skipped", "valid_loss", "pause_s", "save_stall_s", "save_drain_s"):
         if record[key] is None:
@@ -68,7 +87,7 @@ def to_json(metrics: StepMetrics) -> str:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """All lines, in order. A last line without its end (the process died while writing) is left out.
+    """Reads all lines, in order. A last line without its end (the process died while writing) is left out.
 
     Raises ValueError with the line number for anything else that is not a JSON object with a step.
     """
@@ -90,10 +109,10 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 
 class MetricsWriter:
-    """Appends to ``<run_dir>/metrics.jsonl``. Only rank 0 may create one."""
+    """Appends to ``<run_dir>/metrics.jsonl``. Exists on rank 0 only."""
 
     def __init__(self, run_dir: str | Path, resume_step: int = 0) -> None:
-        """Lines of steps after ``resume_step`` belong to work that was lost: they are removed. 0 starts anew."""
+        """Removes the lines of steps after ``resume_step``, which belong to work that was lost; 0 starts anew."""
         self.path = Path(run_dir) / FILE_NAME
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
@@ -131,3 +150,46 @@ def _keep_up_to(path: Path, step: int) -> None:
         out.flush()
         os.fsync(out.fileno())
     os.replace(fresh, path)
+
+
+def plot_losses(metrics_path: str | Path, out_png: str | Path, title: str, uniform_nats: float) -> None:
+    """Draws training and validation loss over steps, and ``uniform_nats`` = ln(vocabulary), the loss of a guess.
+
+    Raises ConfigError without matplotlib, ValueError when there is no finite loss to draw.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("the loss curve needs a package that is not installed: pip install matplotlib") from error
+    records = read_metrics(metrics_path)
+    train = [(record["step"], record["loss"]) for record in records if record.get("loss") is not None]
+    valid = [(record["step"], record["valid_loss"]) for record in records if record.get("valid_loss") is not None]
+    if not train:
+        raise ValueError(f"{metrics_path} holds no finite loss; train at least one step")
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")  # no pyplot: no global state, no display
+    axes = figure.add_subplot()
+    axes.axhline(uniform_nats, color="0.55", linestyle="--", linewidth=1)
+    axes.annotate(
+        f"uniform guess: ln(vocabulary) = {uniform_nats:.2f}",
+        xy=(1.0, uniform_nats),
+        xycoords=axes.get_yaxis_transform(),
+        xytext=(-6, 5),
+        textcoords="offset points",
+        ha="right",
+        color="0.35",
+    )
+    axes.plot(*zip(*train, strict=True), color="tab:blue", linewidth=1.2, label=f"training (last {train[-1][1]:.2f})")
+    if valid:
+        label = f"validation (last {valid[-1][1]:.2f})"
+        axes.plot(*zip(*valid, strict=True), color="tab:orange", marker="o", markersize=5, linewidth=1, label=label)
+    low = min(loss for _, loss in [*train, *valid])
+    high = max(uniform_nats, *(loss for _, loss in [*train, *valid]))
+    span = max(high - low, 0.1)
+    axes.set_ylim(max(0.0, low - 0.08 * span), high + 0.1 * span)
+    axes.set(title=title, xlabel="optimizer step", ylabel="cross-entropy (nats per token)")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower left" if train[-1][1] > (low + high) / 2 else "center right")
+    Path(out_png).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out_png)

@@ -1,11 +1,9 @@
-"""Forward and backward of a step's micro-batches: on whole models one after the other, or over a pipeline's stages."""
+"""Forward and backward of a step's micro-batches, one after the other or over the stages of a pipeline."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,41 +11,35 @@ from torch import Tensor, nn
 
 from megatron.optimus.config.checks import micro_batches
 from megatron.optimus.config.schema import ModelConfig, RunConfig
+from megatron.optimus.context import RunContext
 from megatron.optimus.data.loader import Batch
-from megatron.optimus.models.decoder import Decoder, DecoderOutput
-from megatron.optimus.moe.router import Router, RouterStats
+from megatron.optimus.models.decoder import Decoder
+from megatron.optimus.moe.router import Router
 from megatron.optimus.parallel.pipeline import ModelChunk, Pipeline
 from megatron.optimus.parallel.pipeline_stages import make_p2p_groups, stage_plan
-from megatron.optimus.platform.mesh import Mesh
-from megatron.optimus.training.engine import DTYPES, Engine, set_micro_batches
-
-
-@dataclass(frozen=True)
-class MicroBatchRecord:
-    """What this rank saw of one micro-batch, without gradients."""
-
-    loss_sum: Tensor | None  # fp32 scalar, nats; None where the loss is on another stage
-    stats: Mapping[int, RouterStats]  # of this rank's MoE layers, by their number in the model
+from megatron.optimus.training.engine import Engine, set_micro_batches
 
 
 class Schedule(Protocol):
-    """Both methods are collective over the ranks of a pipeline."""
+    """Both methods are collective over the ranks of a pipeline. They return each micro-batch's sum of losses (fp32
+    scalars in nats, without gradients), or nothing where another pipeline stage has the loss."""
 
     routers: dict[int, Router]  # of this rank's MoE layers, by their number in the model
 
-    def forward_backward(self, batches: Sequence[Batch], labels_each: float | Tensor) -> list[MicroBatchRecord]:
+    def forward_backward(self, batches: Sequence[Batch], labels_each: float | Tensor) -> list[Tensor]:
         """Accumulates the gradients of the mean over micro-batches; ``engine.step()`` comes next.
 
         Steps may differ in their number of micro-batches, on every rank alike.
         ``labels_each``: labels that count in a micro-batch, on average over those of all ranks.
         """
 
-    def evaluate(self, batches: Sequence[Batch]) -> list[MicroBatchRecord]:
-        """Forward only."""
+    def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """Forward only, in evaluation mode."""
 
 
-def build_schedule(config: RunConfig, engine: Engine, mesh: Mesh, device: torch.device) -> Schedule:
-    """The schedule of a run; collective."""
+def build_schedule(run: RunContext, engine: Engine) -> Schedule:
+    """Builds the schedule of a run. Collective."""
+    config, mesh, device = run.config, run.mesh, run.device
     group = mesh.group("pp")
     if group is None:
         return WholeModel(engine, config.model)
@@ -70,27 +62,22 @@ def build_schedule(config: RunConfig, engine: Engine, mesh: Mesh, device: torch.
         tokens_shape=(training.micro_batch_size, length),
         hidden_shape=hidden_shape,
         positions=training.seq_length,
-        dtype=DTYPES[training.params_dtype],
+        dtype=run.dtype,
         device=device,
-        backward_hooks=Reductions(engine, config),
+        backward_hooks=GradientReduction(engine, config),
         p2p_groups=make_p2p_groups(mesh, parallel, device),
     )
     return Stages(engine, pipeline)
 
 
-class Reduce(Enum):
-    """When a pipeline's gradients are summed over data-parallel ranks."""
+class GradientReduction:
+    """Has the optimizer sum a pipeline's gradients over data-parallel ranks while backwards run.
 
-    IN_LAST_BACKWARD = "while the last backward of a chunk runs, the micro-batches before being added up"
-    IN_EACH_BACKWARD = "as above, for every micro-batch: ZeRO stage 2 keeps no whole gradients"
-
-
-class Reductions:
-    """Tells the optimizer about the backwards of a pipeline, which takes gradients over after each.
-
-    A bucket may lie in several chunks. Stage 1 reduces it in the last backward of the one that finishes last, behind
-    those that lie in that chunk alone and are complete while the backward runs. Which buckets a backward reduces, in
-    which order, follows from the schedule and the layers of the rank, which are the same on all ranks of each group.
+    ZeRO stage 1 adds up the gradients of all micro-batches and reduces them in the last backward of each chunk. Stage 2
+    keeps no whole gradients and reduces them in every backward. A bucket may lie in several chunks: stage 1 reduces it
+    in the last backward of the chunk that finishes last, after the buckets that lie in that chunk alone and are
+    complete earlier. Which buckets a backward reduces, and in which order, follows from the schedule and the layers of
+    the rank, which are the same on all ranks of a data-parallel group.
     """
 
     def __init__(self, engine: Engine, config: RunConfig) -> None:
@@ -101,18 +88,17 @@ class Reductions:
         self._done: Counter[ModelChunk] = Counter()  # backwards of this step, those of inputs alone not counted
         self._finished: tuple[ModelChunk, ...] = ()  # that have no further backward in this step, in their order
         self._is_reduced = False  # by the present backward
-        each = config.optimizer.zero_stage == 2
-        self._when = Reduce.IN_EACH_BACKWARD if each else Reduce.IN_LAST_BACKWARD
+        self._in_each_backward = config.optimizer.zero_stage == 2
 
     def begin(self, num_micro_batches: int) -> None:
         self._num_micro_batches = num_micro_batches
 
     def before(self, micro_batch: int, chunk: ModelChunk, *, is_whole: bool) -> None:
         is_last = is_whole and self._done[chunk] + 1 == self._num_micro_batches
-        self._is_reduced = is_last or (is_whole and self._when is Reduce.IN_EACH_BACKWARD)
+        self._is_reduced = is_last or (is_whole and self._in_each_backward)
         only = None
         if self._num_chunks > 1:
-            completes = is_last and self._when is Reduce.IN_LAST_BACKWARD
+            completes = is_last and not self._in_each_backward
             only = self._completed_by((*self._finished, chunk)) if completes else self._reached_by(chunk)
         self._optimizer.set_gradient_accumulation_boundary(self._is_reduced, only=only)
 
@@ -129,13 +115,13 @@ class Reductions:
             self._finished = ()
 
     def _reached_by(self, chunk: ModelChunk) -> list[Any]:
-        """The buckets that a backward through the chunk brings gradients for."""
+        """The buckets that hold gradients of the chunk."""
         if (chunk,) not in self._buckets:
             self._buckets[(chunk,)] = self._optimizer.buckets_of(chunk.parameters())
         return self._buckets[(chunk,)]
 
     def _completed_by(self, chunks: tuple[ModelChunk, ...]) -> list[Any]:
-        """The buckets that are complete after the last of the chunks and were not before; after all, what is left."""
+        """The buckets that are complete once the last of the chunks is done, and were not before."""
         key = (*chunks, chunks[-1])  # no other key repeats a chunk
         if key not in self._buckets:
             before = self._complete_after(chunks[:-1])
@@ -153,25 +139,25 @@ class Reductions:
 
 
 def _tied_weight(model: Decoder) -> nn.Parameter | None:
-    """The embedding, where another pipeline stage has it as well."""
+    """The embedding weight, where another pipeline stage has a copy of it; else None."""
     return next((parameter for parameter in model.parameters() if getattr(parameter, "pipe_tied", False)), None)
 
 
 def routers_of(model: Decoder) -> dict[int, Router]:
-    """Routers of the layers that are here, by the layer's number in the model."""
+    """The routers of this rank's layers, by the layer's number in the model."""
     blocks = ((int(number), block) for number, block in model.layers.named_children())
     return {number: block.moe.router for number, block in blocks if block.is_moe}  # type: ignore[union-attr,misc]
 
 
 class WholeModel:
-    """No pipeline: micro-batch after micro-batch through the engine."""
+    """The schedule without pipeline parallelism: one micro-batch after the other goes through the engine."""
 
     def __init__(self, engine: Engine, config: ModelConfig) -> None:
         self.engine, self.config = engine, config
         self.routers = routers_of(engine.module)
 
-    def forward_backward(self, batches: Sequence[Batch], labels_each: float | Tensor) -> list[MicroBatchRecord]:
-        seen = []
+    def forward_backward(self, batches: Sequence[Batch], labels_each: float | Tensor) -> list[Tensor]:
+        loss_sums = []
         set_micro_batches(self.engine, len(batches))
         for index, batch in enumerate(batches):
             if index > 0:
@@ -182,49 +168,31 @@ class WholeModel:
                 loss + self.config.moe_aux_loss_coeff * output.aux_loss + self.config.moe_z_loss_coeff * output.z_loss
             )
             self.engine.backward(loss)
-            seen.append(self._record(output))
-            for number, stats in seen[-1].stats.items():
-                self.routers[number].record_micro_batch(stats.counts_E)
-        return seen
+            loss_sums.append(output.loss_sum.detach())
+        return loss_sums
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch]) -> list[MicroBatchRecord]:
+    def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
         model: Decoder = self.engine.module
         model.eval()
         outputs = [model(b.tokens_BS, b.labels_BS, b.documents, b.positions_BS) for b in batches]
         model.train()
-        return [self._record(output) for output in outputs]
-
-    def _record(self, output: DecoderOutput) -> MicroBatchRecord:
-        assert output.loss_sum is not None
-        stats = (RouterStats(*(value.detach() for value in stats)) for stats in output.router_stats)
-        return MicroBatchRecord(output.loss_sum.detach(), dict(zip(self.routers, stats, strict=True)))
+        return [output.loss_sum for output in outputs if output.loss_sum is not None]
 
 
 class Stages:
-    """A pipeline; for the engine all its micro-batches are one."""
+    """The schedule of a pipeline. The engine sees all micro-batches of a step as one."""
 
     def __init__(self, engine: Engine, pipeline: Pipeline) -> None:
         self.engine, self.pipeline = engine, pipeline
         self.routers = routers_of(engine.module)
 
-    def forward_backward(self, batches: Sequence[Batch], labels_each: float | Tensor) -> list[MicroBatchRecord]:
-        self.pipeline.forward_backward(batches, labels_each)
-        return self._records(len(batches))
+    def forward_backward(self, batches: Sequence[Batch], labels_each: float | Tensor) -> list[Tensor]:
+        return self.pipeline.forward_backward(batches, labels_each)
 
-    def evaluate(self, batches: Sequence[Batch]) -> list[MicroBatchRecord]:
+    def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
         model: Decoder = self.engine.module
         model.eval()
-        self.pipeline.evaluate(batches)
+        loss_sums = self.pipeline.evaluate(batches)
         model.train()
-        return self._records(len(batches))
-
-    def _records(self, count: int) -> list[MicroBatchRecord]:
-        record = self.pipeline.record
-        return [
-            MicroBatchRecord(
-                record.loss_sums[index] if self.pipeline.is_last else None,
-                {number: stats[index] for number, stats in sorted(record.stats.items())},
-            )
-            for index in range(count)
-        ]
+        return loss_sums

@@ -1,7 +1,8 @@
-"""A window of steps under torch.profiler: a trace for a timeline viewer, and a table of where the time went.
+"""Profiles a window of steps with torch.profiler: a trace for a timeline viewer, and a table of where the time went.
 
-Modules of the model appear by their names without the layer's number ("layers.attention"), so that the table adds
-layers up; a step's phases as train_step names them. Backward has no modules: autograd's functions are in the trace.
+Modules of the model appear by their names without the layer's number ("layers.attention"), so that the table adds up
+the layers. The phases of a step appear as train_step names them. The backward has no modules; the trace shows
+autograd's functions.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from megatron.optimus.training.timing import StepClock
 logger = logging.getLogger("optimus")
 
 FOLDER = "profile"
-PART = "part: "  # what the ranges of our own begin with
+PART = "part: "  # prefix of the ranges that Optimus marks
 _NUM_ROWS = 40  # of the table of operations
 _MODULES = re.compile(r"(embedding|layers\.\d+\.\w+|layers\.\d+\.moe\.\w+|final_norm|lm_head)$")
 
 
 class StepProfiler:
-    """Watches the steps ``profile_step_start`` to ``profile_step_end`` of this process, on the ranks asked for.
+    """Profiles the steps ``profile_step_start`` to ``profile_step_end`` of this process on the ranks asked for.
 
-    A context around the training loop; local to each rank. What cannot be written is an error line, not the end of a
-    run in which all other ranks would wait.
+    A context manager around the training loop; local to each rank. A profile that cannot be written is logged as an
+    error; to raise it would end this rank alone, and all others would wait.
     """
 
     def __init__(
@@ -53,14 +54,14 @@ class StepProfiler:
         self._folder, self._rank = Path(options.run_dir) / FOLDER, rank
         self._model, self._device, self._clock, self._handles = model, device, clock, list[Any]()
         self._profile: Any = None
-        self._begin = max(first_step + 1, self._first - 1)  # the step before is thrown away: the profiler starts in it
+        self._begin = max(first_step + 1, self._first - 1)  # one step early, to warm up; its figures are dropped
 
     def before(self, step: int) -> None:
-        """Call before step number ``step`` (from 1) is queued; some numbers may be left out."""
+        """Call before step number ``step`` (from 1) is queued; steps may be skipped."""
         if not self._is_on or self._profile is not None or not self._begin <= step <= self._last:
             return
         warmup, active = max(0, self._first - step), self._last - max(self._first, step) + 1
-        with self._clock.pause(is_single=True):
+        with self._clock.pause(recurs=False):
             self._handles = _mark_modules(self._model)
             self._profile = profile(
                 activities=activities(self._device),
@@ -76,7 +77,7 @@ class StepProfiler:
             return
         is_last = step >= self._last
         is_edge = step + 1 == self._first or is_last
-        with self._clock.pause(is_single=True) if is_edge else nullcontext():
+        with self._clock.pause(recurs=False) if is_edge else nullcontext():
             if is_edge:
                 devices.synchronize(self._device)
             self._profile.step()
@@ -105,7 +106,7 @@ class StepProfiler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """A run that ends inside the window has no profile."""
+        """Stops a profile that the end of the run has cut short, and drops it."""
         if self._profile is not None:
             self._profile.on_trace_ready = None
             self._stop()
@@ -113,12 +114,12 @@ class StepProfiler:
 
 
 def activities(device: torch.device) -> list[ProfilerActivity]:
-    """What is recorded where a run is on ``device``: the host, and the device's kernels."""
+    """What torch.profiler records for a run on ``device``: the host, and the device's kernels."""
     return [ProfilerActivity.CPU] + ([] if device.type == "cpu" else [getattr(ProfilerActivity, device.type.upper())])
 
 
 def _mark_modules(model: nn.Module) -> list[Any]:
-    """Ranges around the forward of the model's parts, until the handles returned are removed."""
+    """Marks the forward of the model's parts as ranges of the profile, until the returned handles are removed."""
     handles: list[Any] = []
     for name, module in model.named_modules():
         if not _MODULES.search(name):

@@ -1,8 +1,9 @@
-"""How long steps take, by the clock of the device, which does them while the host is further on.
+"""How long steps take, and how many floating-point operations they are.
 
-A step takes from the end of the one before to its own end; so all steps and what is left out between them add up to the
-run. The host's clock would tell neither: it reads a step when it comes to it, and what it does between two steps may
-cost the device nothing. Hence marks in the device's queue, for which the host never waits.
+Times are those of the device, which runs behind the host. A step lasts from the end of the step before to its own end,
+without pauses (evaluation, checkpoints), so steps and pauses add up to the run. The host's clock cannot measure that:
+what the host does between two steps may cost the device nothing. Hence the clock puts marks into the device's queue,
+for which the host never waits.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron.optimus.config.costs import head_cost, layer_cost
+from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.platform import device as devices
 
 _Spans = list[tuple[devices.DeviceEvent, devices.DeviceEvent]]
@@ -20,28 +23,28 @@ _Spans = list[tuple[devices.DeviceEvent, devices.DeviceEvent]]
 
 @dataclass
 class StepTime:
-    """One step; its figures, in seconds, wait for its end."""
+    """The times of one step in seconds; reading them waits until the device has done the step."""
 
     begin: devices.DeviceEvent
     end: devices.DeviceEvent | None = None  # None while it is queued
     pauses: _Spans = field(default_factory=list)
-    single: _Spans = field(default_factory=list)  # pauses that do not come again
+    unique: _Spans = field(default_factory=list)  # pauses that do not recur, as for the profiler
     data: _Spans = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
-        """Without pauses."""
+        """The step without pauses."""
         assert self.end is not None
-        return self.end.seconds_since(self.begin) - _total(self.pauses) - _total(self.single)
+        return self.end.seconds_since(self.begin) - _total(self.pauses) - _total(self.unique)
 
     @property
     def pause(self) -> float:
-        """Of pauses before the step, but single ones."""
+        """Recurring pauses before the step."""
         return _total(self.pauses)
 
     @property
     def data_wait(self) -> float:
-        """In which the device had nothing to do because data were not there."""
+        """Time in which the device was idle because the next batches had not been read."""
         return _total(self.data)
 
 
@@ -50,23 +53,24 @@ def _total(spans: _Spans) -> float:
 
 
 class StepClock:
-    """The times of a run's steps on this rank's device."""
+    """Times the steps of a run on this rank's device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.restart()
 
     def restart(self) -> None:
-        """A step begins here."""
+        """Begins a step."""
         self._step = StepTime(devices.DeviceEvent(self._device))
 
-    def pause(self, *, is_single: bool = False) -> AbstractContextManager[None]:
-        """What is done inside is no part of a step: from where the device is done with what was queued before, until it
-        is done with this too. Between steps."""
-        return self._span(self._step.single if is_single else self._step.pauses)
+    def pause(self, *, recurs: bool = True) -> AbstractContextManager[None]:
+        """Work inside counts as a pause between steps, not as part of a step. A pause begins when the device has done
+        what was queued before, and ends when it has done this work too. ``recurs``: False leaves it out of the pauses
+        that a step reports, from which the time left is estimated."""
+        return self._span(self._step.pauses if recurs else self._step.unique)
 
     def data(self) -> AbstractContextManager[None]:
-        """Inside the host waits for data. While the device still works that costs nothing."""
+        """Time inside, in which the host waits for data, counts as waiting for data where the device has run dry."""
         return self._span(self._step.data)
 
     @contextmanager
@@ -76,8 +80,27 @@ class StepClock:
         spans.append((begin, devices.DeviceEvent(self._device)))
 
     def end_step(self) -> StepTime:
-        """Call when a step has been queued; what follows belongs to the next one."""
+        """Ends the step that has just been queued, and begins the next."""
         step = self._step
         step.end = devices.DeviceEvent(self._device)
         self._step = StepTime(step.end)
         return step
+
+
+def flops_per_token(model: ModelConfig, seq_length: int) -> float:
+    """FLOPs of one token in training, forward and backward.
+
+    Two for each multiply-add that config/layer_costs.py counts in a sequence of ``seq_length`` tokens; the backward
+    costs twice the forward.
+    """
+    dense, moe = (layer_cost(model, seq_length, is_moe=is_moe).total for is_moe in (False, True))
+    moe_layers = len(model.moe_layers)
+    return 6.0 * (moe_layers * moe + (model.num_layers - moe_layers) * dense + head_cost(model))
+
+
+def mfu(tokens_per_second_per_device: float, flops_per_token: float, peak_flops: float | None) -> float | None:
+    """Model FLOPs utilisation: counted FLOP/s over the device's dense peak (arXiv 2204.02311, appendix B).
+
+    None where the peak is unknown (``platform.device.peak_flops``).
+    """
+    return None if peak_flops is None else tokens_per_second_per_device * flops_per_token / peak_flops

@@ -1,68 +1,163 @@
-"""The training loop: build everything in order, then step, report, validate and save until the last step."""
+"""The training loop: batch, forward and backward, optimizer, metrics, log, evaluate, save.
+
+A step is queued on the device, which runs behind the host. To wait for its numbers before the next step is queued
+would leave the device idle, so a step is logged and judged once the next one has been queued; at once where an
+evaluation, a checkpoint or the end of the run needs it, and on the CPU, which queues nothing. A run that stops because
+it is unhealthy thus trains at most one step too many, and never saves a step that has not been judged.
+"""
 
 from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
+from torch import Tensor
+from torch.profiler import record_function
 
-from megatron.optimus.config.checks import gradient_accumulation_steps
 from megatron.optimus.config.duration import batch_sizes, last_step
-from megatron.optimus.config.schema import RunConfig
+from megatron.optimus.context import RunContext
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.loader import Batch
 from megatron.optimus.platform import device as devices
-from megatron.optimus.platform.mesh import Mesh
-from megatron.optimus.platform.ranks import Ranks
+from megatron.optimus.platform.metrics import PendingTotals, Recorder
 from megatron.optimus.platform.signals import StopRequest
-from megatron.optimus.training.build import build_data, build_model
 from megatron.optimus.training.checkpointing import Checkpoints
-from megatron.optimus.training.deferred_logger import QueuedStep, Teller
-from megatron.optimus.training.engine import DTYPES, build_engine
+from megatron.optimus.training.data import build_data, labels_per_micro_batch, num_labels
+from megatron.optimus.training.engine import Engine, build_engine, build_model, step_outcome
 from megatron.optimus.training.evaluate import evaluate_sets, loss_over
-from megatron.optimus.training.flops import flops_per_token, mfu
-from megatron.optimus.training.health import Health, TrainingError
-from megatron.optimus.training.logging import Reporter
+from megatron.optimus.training.health import Health, TrainingError, check_devices
+from megatron.optimus.training.logging import MetricsLogger
 from megatron.optimus.training.lr_schedule import RateSchedule
 from megatron.optimus.training.metrics import StepMetrics
-from megatron.optimus.training.pipeline_schedule import build_schedule
+from megatron.optimus.training.pipeline_schedule import Schedule, build_schedule
 from megatron.optimus.training.profiling import StepProfiler
-from megatron.optimus.training.step import PendingReport, StepReport, train_step
-from megatron.optimus.training.stragglers import check_devices
-from megatron.optimus.training.timing import StepClock, StepTime
+from megatron.optimus.training.timing import StepClock, StepTime, flops_per_token, mfu
+from megatron.optimus.training.trackers import StepRange
 
 logger = logging.getLogger("optimus")
 
+# Phases of a step in profiles (profiling.py lists what begins with "part: ").
+FORWARD_BACKWARD, OPTIMIZER_STEP = "part: forward and backward", "part: optimizer step"
 _NORMS = "recent_grad_norms"  # in a checkpoint
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did, over the global batch."""
+
+    metrics: dict[str, float]  # everything recorded, by name; "loss" is the cross-entropy per label in nats
+    grad_norm: float  # before clipping
+    skipped: bool  # the update was left out: the gradient norm was not finite or far too large
+    expert_load_LE: list[list[int]]  # slots per expert, of the layers that have experts
+    stop_requested: bool  # a rank was asked to end the run; the same on all
+
+
+class PendingResult:
+    """The result of a step that the device may not have done yet."""
+
+    def __init__(self, totals: PendingTotals, outcome: Tensor, num_experts: int) -> None:
+        self._totals, self._outcome, self._num_experts = totals, devices.AsyncHostCopy(outcome), num_experts
+
+    def read(self) -> StepResult:
+        """Waits until the device has done the step, not for what was queued later."""
+        [outcome], totals = self._outcome.read(), self._totals.read()
+        grad_norm, skipped = outcome.tolist()
+        load_LE = totals.tensor.long().view(-1, self._num_experts).tolist() if self._num_experts else []
+        [stop] = totals.numbers
+        return StepResult(totals.metrics, grad_norm, bool(skipped), load_LE, stop > 0)
+
+
+def train_step(
+    run: RunContext,
+    engine: Engine,
+    schedule: Schedule,
+    recorder: Recorder,
+    batches: Sequence[Batch],
+    before_update: Callable[[], None] = lambda: None,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> PendingResult:
+    """Queues one optimizer step; nothing here waits for the device. Collective.
+
+    The gradient is that of the mean over all labels of the global batch: each micro-batch's sum of losses is divided by
+    the labels that a micro-batch has on average over all ranks, the engine divides by the number of micro-batches, and
+    the optimizer averages over data-parallel ranks.
+
+    Args:
+        batches: this rank's micro-batches, on the device.
+        before_update: called before anything changes that a checkpoint holds.
+        stop_requested: whether this rank was asked to end the run; called while the device works.
+    """
+    with record_function(FORWARD_BACKWARD), recorder.recording():
+        losses = schedule.forward_backward(batches, labels_per_micro_batch(batches, run.mesh))
+    before_update()
+    with record_function(OPTIMIZER_STEP):
+        engine.step()
+
+    # One all-reduce for the metrics of all layers and micro-batches, the load of every expert, and requests to stop.
+    for loss_sum, batch in zip(losses, batches, strict=False):  # none where another pipeline stage has the loss
+        recorder.add("loss", loss_sum, "mean", num_labels(batch))
+    load_LE = _expert_load(run, schedule)
+    totals = recorder.reduce([float(stop_requested())], load_LE)
+    outcome = step_outcome(engine)
+    if load_LE is not None:
+        global_load_LE = totals.tensor.long().view_as(load_LE)
+        rate = torch.where(outcome[1] == 0, run.config.model.moe_router_bias_update_rate, 0.0).to(load_LE.device)
+        for number, router in schedule.routers.items():
+            router.finish_step(global_load_LE[run.config.model.moe_layers.index(number)], rate)
+    return PendingResult(totals, outcome, run.config.model.num_experts if load_LE is not None else 0)
+
+
+def _expert_load(run: RunContext, schedule: Schedule) -> Tensor | None:
+    """Slots that this rank's tokens sent to each expert in this step; zeros for layers of other pipeline stages."""
+    layers, routers = run.config.model.moe_layers, schedule.routers
+    if not layers:
+        return None
+    none_E = torch.zeros(run.config.model.num_experts, dtype=torch.int64, device=run.device)
+    return torch.stack([routers[number].step_counts_E if number in routers else none_E for number in layers])
+
+
+@dataclass(frozen=True)
+class QueuedStep:
+    """A step that the device may not have done yet, and what the host knew when it was queued."""
+
+    step: int
+    result: PendingResult
+    time: StepTime
+    lr: float
+    samples: int
+    consumed_samples: int
+    peak_memory: int  # bytes
+    checkpoint_times: dict[str, float | None]
 
 
 class Trainer:
     """One run on this rank. Building it and every method are collective over all ranks."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device) -> None:
-        self.config, self.mesh, self.device = config, mesh, device
-        self.ranks = Ranks(None, device)
-        self.runs_behind, self.clock = devices.is_asynchronous(device), StepClock(device)
-        self.data = build_data(config, mesh, device)
-        self.model = build_model(config, mesh, device)
-        self.engine = build_engine(
-            self.model, config, mesh, gradient_accumulation_steps(config, mesh.layout.world_size)
-        )
-        self.schedule = build_schedule(config, self.engine, mesh, device)
-        self.checkpoints = Checkpoints(config, mesh, device, self.model, self.engine)
-        # Optimizer steps done; position in the order of samples, which is the whole state of the data.
+    def __init__(self, run: RunContext) -> None:
+        config = run.config
+        self.run, self.config = run, config
+        self.data = build_data(run)
+        self.model = build_model(run)
+        self.engine = build_engine(run, self.model)
+        self.schedule = build_schedule(run, self.engine)
+        self.checkpoints = Checkpoints(run, self.model, self.engine)
+        # Optimizer steps done, and the position in the order of samples, which is the whole state of the data.
         self.step, self.consumed_samples = self.checkpoints.resume()
         self.first_step = self.step
-        self.batch_sizes, self.rates = batch_sizes(config.training), RateSchedule(config.optimizer, config.training)
-        self._told_size = 0  # of a batch-size ramp
         self.last_step = last_step(config.training, self.step, self.consumed_samples)
+        self.batch_sizes, self.rates = batch_sizes(config.training), RateSchedule(config.optimizer, config.training)
         self.health = Health(config.optimizer.grad_norm_spike_sigma)
         self.health.grad_norms.restore(self.checkpoints.kept.get(_NORMS))
+        self.recorder, self.clock = Recorder(run.ranks), StepClock(run.device)
+        self.runs_behind = devices.is_asynchronous(run.device)
+        self.queued: QueuedStep | None = None  # the last step, until it is logged
+        self.stop_requested = False  # of any rank, in a step that has been logged
+        self.logged_batch_size = 0  # of a batch-size ramp
         self.checkpoints.prepare()
 
     def fit(self) -> int:
@@ -72,102 +167,204 @@ class Trainer:
 
         Returns the exit code: 0, or that of the signal as shells report it. Everything up to the last step is saved.
         """
-        code = self._train()
-        if self.data.test and self.step >= self.last_step:
-            how = (self.schedule, self.config, self.mesh, self.device, self.ranks)
-            evaluate_sets(self.data.test, self.step, *how)
-        return code
-
-    def _train(self) -> int:
-        reporter = self._open_reporter()
-        train = self.data.train
-        first = partial(train.start, self.consumed_samples, self.last_step - self.step, self._left_out())
-        watched = self.config.logging, self.engine.module, self.device
-        profiler = StepProfiler(*watched, self.clock, rank=self.mesh.rank, first_step=self.first_step)
-        with (
-            reporter,
-            Teller(reporter, self.health, runs_behind=self.runs_behind) as teller,
-            StopRequest() as stop,
-            profiler,
-        ):
-            self.ranks.run_on_all_ranks(first, "reading the first batches", DataError)
+        options, skipped = self.config.logging, self._starts_of_skipped_steps()
+        profiler = StepProfiler(
+            options, self.engine.module, self.run.device, self.clock, rank=self.run.mesh.rank, first_step=self.step
+        )
+        with self._open_logger() as metrics_logger, StopRequest() as stop, profiler:
+            start = partial(self.data.train.start, self.consumed_samples, self.last_step - self.step, skipped)
+            self.run.ranks.run_on_all_ranks(start, "reading the first batches", DataError)
             self.clock.restart()
-            while self._pass_over() < self.last_step:
-                self._check_devices()
-                self._tell_batch_size()
-                profiler.before(self.step + 1)
-                lr = self._set_rates()
-                with self.clock.data():
-                    read = train.batch(self.consumed_samples)
-                batches = [batch.to(self.device) for batch in read]
-                report = self._train_step(batches, stop)
-                took = self.clock.end_step()
-                self.step += 1
-                profiler.after(self.step)
-                samples = self.batch_sizes.at(self.consumed_samples)
-                self.consumed_samples += samples
-                validate = self._validate if self._is_due("eval") else None
-                try:
-                    teller.add(QueuedStep(self.step, report, self._line(lr, took, samples), validate))
-                    if teller.stop_requested:
-                        second = "; a second signal ends the run at once" if stop.signal is not None else ""
-                        why = "data cannot be read" if train.failure() else "a rank lacks data or was asked to stop"
-                        logger.info("%s: saving step %d%s", "asked to stop" if second else why, self.step, second)
-                    leaving = teller.stop_requested or self._is_due("exit") or self.step == self.last_step
-                    if leaving or self.checkpoints.is_due(self.step):
-                        teller.settle()
-                        self._keep_norms()
-                except DataError:  # in validation, which no step hangs on
-                    logger.info("validation data cannot be read: saving step %d", self.step)
-                    self._keep_norms()
-                    self.checkpoints.after_step(self.step, self.consumed_samples, leaving=True)
-                    raise
-                except TrainingError:
-                    self.checkpoints.finish()  # what was good before is not lost
-                    raise
-                with self.clock.pause() if self.checkpoints.is_due(self.step) else nullcontext():
-                    self.checkpoints.after_step(self.step, self.consumed_samples, leaving=leaving)
-                if leaving:
-                    # A signal to one rank, or data that one cannot read, is the same end for all.
-                    unfinished = teller.stop_requested and self.step < self.last_step
-                    if unfinished:
-                        self.ranks.run_on_all_ranks(train.check, f"reading beyond step {self.step}", DataError)
-                    return 128 + (stop.signal or signal.SIGTERM) if unfinished else 0
+            try:
+                self._train(metrics_logger, stop, profiler)
+            except TrainingError:
+                self.checkpoints.finish()  # those in flight hold steps from before the trouble
+                raise
+            except BaseException:
+                self._log_queued_step(metrics_logger)
+                raise
+        if self.stop_requested and self.step < self.last_step:
+            return 128 + (stop.signal or signal.SIGTERM)
+        if self.data.test and self.step >= self.last_step:
+            evaluate_sets(self.run, self.data.test, self.step, self.schedule)
         return 0
 
-    def _keep_norms(self) -> None:
-        self.checkpoints.kept = {_NORMS: self.health.grad_norms.plain()}
+    def _train(self, metrics_logger: MetricsLogger, stop: StopRequest, profiler: StepProfiler) -> None:
+        """The loop over steps."""
+        training = self.config.training
+        while self._skip_steps() < self.last_step:
+            self._check_devices()
+            profiler.before(self.step + 1)
+            batches = self._next_batches()
+            lr = self._set_rates()
+            result = train_step(
+                *(self.run, self.engine, self.schedule, self.recorder, batches),
+                before_update=self.checkpoints.before_update,
+                stop_requested=partial(self._is_asked_to_stop, stop),  # a rank that cannot go on must not leave alone
+            )
+            queued = self._count_step(result, lr)
+            profiler.after(self.step)
 
-    def _open_reporter(self) -> Reporter:
-        total = self.batch_sizes.after(self.consumed_samples, self.last_step - self.step)
-        ends = {"first_step": self.step, "last_step": self.last_step, "total_samples": total}
-        return self.ranks.run_on_all_ranks(
-            lambda: Reporter(self.config, self.mesh, **ends), "opening the outputs", TrainingError
+            # Log the step before this one while the device is at this one; log this one too where something needs it.
+            if self.queued is not None:
+                self._finish_step(self.queued, metrics_logger)
+            self.queued = queued
+            evaluates = _is_due(self.step, training.eval_interval)
+            evaluates = evaluates or (training.eval_interval > 0 and self.step == self.last_step)
+            leaves = self.stop_requested or self.step == self.last_step or _is_due(self.step, training.exit_interval)
+            if evaluates or leaves or self.checkpoints.is_due(self.step) or not self.runs_behind:
+                self._finish_step(queued, metrics_logger, evaluates=evaluates)
+
+            leaves = leaves or self.stop_requested
+            if self.stop_requested:
+                self._log_stop(stop)
+            self._save(leaving=leaves)
+            if leaves:
+                break
+        # A signal to one rank, or data that one rank cannot read, ends all ranks after the same step.
+        if self.stop_requested and self.step < self.last_step:
+            self.run.ranks.run_on_all_ranks(self.data.train.check, f"reading beyond step {self.step}", DataError)
+
+    def _next_batches(self) -> list[Batch]:
+        """This rank's micro-batches of the next step, on the device."""
+        size = self.batch_sizes.at(self.consumed_samples)
+        if self.batch_sizes.ramp and size != self.logged_batch_size:
+            logger.info("global batches of %d samples from step %d on", size, self.step + 1)
+            self.logged_batch_size = size
+        with self.clock.data():
+            batches = self.data.train.batch(self.consumed_samples)
+        return [batch.to(self.run.device) for batch in batches]
+
+    def _set_rates(self) -> float:
+        """Sets learning rate (returned) and largest gradient norms of the next step."""
+        optimizer, step = self.engine.optimizer, self.step
+        lr = self.rates.learning_rate(step, self.consumed_samples)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        # Not the optimizer's own count of steps: after a restart from weights alone that is smaller than the run's.
+        optimizer.clip_grad = self.rates.largest_grad_norm(step, self.consumed_samples)
+        optimizer.skip_above = self.health.largest_norm(step + 1)
+        return lr
+
+    def _is_asked_to_stop(self, stop: StopRequest) -> bool:
+        """Whether this rank got a signal, or cannot read the batches to come. Waits for those that are read ahead."""
+        with self.clock.data():
+            failure = self.data.train.failure()
+        return failure is not None or stop.signal is not None
+
+    def _count_step(self, result: PendingResult, lr: float) -> QueuedStep:
+        """Counts the step that has just been queued."""
+        samples, time = self.batch_sizes.at(self.consumed_samples), self.clock.end_step()
+        self.step += 1
+        self.consumed_samples += samples
+        return QueuedStep(
+            *(self.step, result, time, lr, samples, self.consumed_samples),
+            peak_memory=devices.peak_memory(self.run.device),
+            checkpoint_times=self.checkpoints.take_times(),
         )
 
-    def _train_step(self, batches: list[Batch], stop: StopRequest) -> PendingReport:
-        def stop_requested() -> bool:
-            with self.clock.data():  # it waits for what is read ahead
-                failure = self.data.train.failure()
-            return failure is not None or stop.signal is not None
+    def _finish_step(self, queued: QueuedStep, metrics_logger: MetricsLogger, *, evaluates: bool = False) -> None:
+        """Waits until the device has done the step, evaluates if that is due, and logs and judges the step.
 
-        return train_step(
-            self.engine,
-            self.schedule,
-            batches,
-            self.config.model,
-            self.mesh,
-            before_update=self.checkpoints.before_update,
-            stop_requested=stop_requested,  # while the device works; a rank that cannot go on must not leave alone
+        Raises TrainingError on every rank where the run is unhealthy. Raises DataError where validation data cannot be
+        read, after the step has been saved.
+        """
+        result = queued.result.read()
+        self.stop_requested = self.stop_requested or result.stop_requested
+        valid_losses: dict[str, float] = {}
+        unreadable: DataError | None = None
+        try:
+            if evaluates:
+                valid_losses = self._evaluate()
+        except DataError as error:
+            unreadable = error
+        metrics_logger.log(self._metrics(queued, result), valid_losses)
+        self.queued = None
+        loss = result.metrics.get("loss", 0.0)
+        self.health.observe(queued.step, loss=loss, grad_norm=result.grad_norm, skipped=result.skipped)
+        if unreadable is not None:
+            logger.info("validation data cannot be read: saving step %d", self.step)
+            self._save(leaving=True)
+            raise unreadable
+
+    def _evaluate(self) -> dict[str, float]:
+        """The loss over every validation set, by its name."""
+        with self.clock.pause():
+            return {name: loss_over(self.run, loader, self.schedule) for name, loader in self.data.valid.items()}
+
+    def _save(self, *, leaving: bool) -> None:
+        """Saves what is due after this step; everything, and waits for it, where the run is ``leaving``."""
+        is_due = self.checkpoints.is_due(self.step)
+        if is_due or leaving:
+            self.checkpoints.kept = {_NORMS: self.health.grad_norms.to_json()}
+        with self.clock.pause() if is_due else nullcontext():
+            self.checkpoints.after_step(self.step, self.consumed_samples, leaving=leaving)
+
+    def _metrics(self, queued: QueuedStep, result: StepResult) -> StepMetrics:
+        """The numbers of a step, as they are logged."""
+        training, model = self.config.training, self.config.model
+        recorded, load_LE = dict(result.metrics), result.expert_load_LE
+        seconds = queued.time.seconds
+        tokens = queued.samples * training.seq_length / self.run.mesh.layout.world_size
+        flops = flops_per_token(model, training.seq_length)
+        peak = self.config.logging.device_peak_tflops
+        known = devices.peak_flops(devices.device_name(self.run.device), self.run.dtype)
+        dropped = recorded.pop("dropped_tokens", None)
+        return StepMetrics(
+            step=queued.step,
+            consumed_tokens=queued.consumed_samples * training.seq_length,
+            global_batch_size=queued.samples,
+            loss=recorded.pop("loss", 0.0),  # 0: no label of the batch counts
+            aux_loss=recorded.pop("aux_loss", None),
+            z_loss=recorded.pop("z_loss", None),
+            grad_norm=result.grad_norm,
+            lr=queued.lr,
+            step_time_s=seconds,
+            data_wait_s=queued.time.data_wait,
+            tokens_per_second_per_device=tokens / seconds,
+            tflops_per_device=tokens / seconds * flops / 1e12,
+            mfu=mfu(tokens / seconds, flops, known if peak is None else peak * 1e12),
+            expert_load_max_over_mean=max((max(load) * len(load) / sum(load) for load in load_LE), default=None),
+            router_entropy=recorded.pop("router_entropy", None),
+            dropped_tokens=None if dropped is None else round(dropped),
+            peak_memory_gib=queued.peak_memory / 2**30 or None,
+            skipped=result.skipped or None,
+            pause_s=queued.time.pause or None,
+            **queued.checkpoint_times,  # type: ignore[arg-type]
+            recorded=recorded,
+            expert_load_LE=load_LE,
         )
 
-    def _left_out(self) -> set[int]:
-        """Where the steps begin in the order of samples that are to be left out; their data need not be readable."""
+    def _open_logger(self) -> MetricsLogger:
+        samples = self.batch_sizes.after(self.consumed_samples, self.last_step - self.step)
+        steps = StepRange(self.step, self.last_step, samples * self.config.training.seq_length)
+        return self.run.ranks.run_on_all_ranks(
+            lambda: MetricsLogger(self.run, steps), "opening the outputs", TrainingError
+        )
+
+    def _log_queued_step(self, metrics_logger: MetricsLogger) -> None:
+        """Logs a step that is done when an error ends the run."""
+        if self.queued is not None:
+            try:
+                metrics_logger.log(self._metrics(self.queued, self.queued.result.read()), {})
+            except RuntimeError:
+                logger.debug("the last step cannot be read", exc_info=True)  # the error that ends the run says why
+
+    def _log_stop(self, stop: StopRequest) -> None:
+        if stop.signal is not None:
+            logger.info("asked to stop: saving step %d; a second signal ends the run at once", self.step)
+        else:
+            why = "data cannot be read" if self.data.train.failure() else "a rank lacks data or was asked to stop"
+            logger.info("%s: saving step %d", why, self.step)
+
+    def _starts_of_skipped_steps(self) -> set[int]:
+        """Positions in the order of samples at which ``iterations_to_skip`` begin; their data need not be readable."""
         numbers = [n for n in self.config.training.iterations_to_skip if self.step < n < self.last_step]
         return {self.batch_sizes.after(self.consumed_samples, n - 1 - self.step) for n in numbers}
 
-    def _pass_over(self) -> int:
-        """Steps done, after those have been counted that are to be left out; the last one of a run never is."""
+    def _skip_steps(self) -> int:
+        """Counts steps of ``iterations_to_skip`` without training them; returns the steps done. The last step of a run
+        is never skipped."""
         while self.step + 1 in self.config.training.iterations_to_skip and self.step + 1 < self.last_step:
             self.step += 1
             self.consumed_samples += self.batch_sizes.at(self.consumed_samples)
@@ -175,84 +372,16 @@ class Trainer:
         return self.step
 
     def _check_devices(self) -> None:
-        interval = self.config.logging.straggler_check_interval
-        if interval > 0 and (self.step - self.first_step) % interval == 0:
+        if _is_due(self.step - self.first_step, self.config.logging.straggler_check_interval):
             with self.clock.pause():
-                check_devices(self.ranks, self.device, DTYPES[self.config.training.params_dtype])
-
-    def _tell_batch_size(self) -> None:
-        size = self.batch_sizes.at(self.consumed_samples)
-        if self.batch_sizes.ramp and size != self._told_size:
-            logger.info("global batches of %d samples from step %d on", size, self.step + 1)
-            self._told_size = size
+                check_devices(self.run)
 
     def close(self) -> None:
-        """Ends the data threads and frees the folder of checkpoints."""
+        """Ends the data threads and releases the folder of checkpoints."""
         self.checkpoints.close()
         for loader in (self.data.train, *self.data.valid.values(), *self.data.test.values()):
             loader.close()
 
-    def _is_due(self, what: str) -> bool:
-        training = self.config.training
-        intervals = {
-            "eval": training.eval_interval,
-            "exit": training.exit_interval,
-        }
-        interval = intervals[what]
-        last = self.step == self.last_step and what == "eval" and interval > 0
-        return last or (interval > 0 and self.step % interval == 0)
 
-    def _set_rates(self) -> float:
-        """Learning rate (returned) and largest gradient norms of the next step."""
-        lr = self.rates.learning_rate(self.step, self.consumed_samples)
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = lr
-        # Not the optimizer's own count of steps: after a restart from weights alone that is younger than the run.
-        self.engine.optimizer.clip_grad = self.rates.largest_grad_norm(self.step, self.consumed_samples)
-        self.engine.optimizer.skip_above = self.health.largest_norm(self.step + 1)
-        return lr
-
-    def _validate(self) -> dict[str, float]:
-        """The loss over every validation set, by its name."""
-        how = (self.schedule, self.config, self.mesh, self.device, self.ranks)
-        with self.clock.pause():
-            return {name: loss_over(loader, *how) for name, loader in self.data.valid.items()}
-
-    def _line(self, lr: float, took: StepTime, samples: int) -> Callable[[StepReport], StepMetrics]:
-        """The metrics of the step of ``samples`` just queued, from what it did."""
-        training, model = self.config.training, self.config.model
-        tokens = samples * training.seq_length / self.mesh.layout.world_size
-        flops = flops_per_token(model, training.seq_length)
-        told = self.config.logging.device_peak_tflops
-        known = devices.peak_flops(devices.device_name(self.device), DTYPES[training.params_dtype])
-        peak = known if told is None else told * 1e12
-        now: dict[str, Any] = {  # what the host knows when the step has been queued
-            "step": self.step,
-            "consumed_tokens": self.consumed_samples * training.seq_length,
-            "global_batch_size": samples,
-            "lr": lr,
-            "peak_memory_gib": devices.peak_memory(self.device) / 2**30 or None,
-            **self.checkpoints.take_times(),
-        }
-
-        def line(report: StepReport) -> StepMetrics:
-            seconds = took.seconds
-            return StepMetrics(
-                loss=report.loss,
-                aux_loss=report.aux_loss if model.is_moe else None,
-                z_loss=report.z_loss if model.is_moe else None,
-                grad_norm=report.grad_norm,
-                skipped=report.skipped or None,
-                step_time_s=seconds,
-                data_wait_s=took.data_wait,
-                pause_s=took.pause or None,
-                tokens_per_second_per_device=tokens / seconds,
-                tflops_per_device=tokens / seconds * flops / 1e12,
-                mfu=mfu(tokens / seconds, flops, peak),
-                expert_load_max_over_mean=report.expert_load_max_over_mean,
-                router_entropy=report.router_entropy,
-                dropped_tokens=report.dropped_tokens if model.is_moe else None,
-                **now,
-            )
-
-        return line
+def _is_due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0

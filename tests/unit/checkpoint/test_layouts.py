@@ -13,21 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron.optimus.checkpoint import CheckpointError, TensorSlice, load, load_manifest, save
-from megatron.optimus.checkpoint.coverage import check_coverage
-from megatron.optimus.checkpoint.slices import (
-    Place,
-    box_numel,
-    common_parts,
-    global_boxes,
-    global_ranges,
-    local_boxes,
-    place_in_boxes,
-    range_boxes,
-)
+from megatron.optimus.checkpoint.slices import Region, box_numel, global_ranges, regions_in_boxes
 from tests.unit.checkpoint.helpers import CONFIG
 
 D, F, E, LAYERS = 6, 8, 8, 4
@@ -94,8 +82,36 @@ def share(numel, index, count):
     return bounds[index], bounds[index + 1]
 
 
-def all_places(layout, name, shape):
-    """(place, is_first): for every rank of the layout what it holds, and whether it is the replica that saves it."""
+def local_boxes(global_shape, dim, rank, size, *, parts=1, expert_ids=None):
+    """The boxes that, flattened one after the other, are tensor-parallel rank ``rank``'s own flattened parameter.
+
+    Dim ``dim`` of the global tensor is cut into ``size`` equal shares; with ``parts`` > 1 it is that many equal
+    matrices stacked (gate and up, or query, key and value), each cut by itself. ``expert_ids``: as in
+    ``global_ranges``, for experts that are cut as well.
+    """
+    length = global_shape[dim]
+    assert length % (parts * size) == 0 and 0 <= rank < size
+    share, part_length = length // parts // size, length // parts
+    starts = [part * part_length + rank * share for part in range(parts)]
+    rows = [(0, global_shape[0])]
+    if dim > 0 and expert_ids is not None:
+        rows = [(expert, expert + 1) for expert in expert_ids]
+    elif dim > 0 and parts > 1:
+        rows = [(row, row + 1) for row in range(global_shape[0])]
+        assert dim == 1
+    boxes = []
+    for row in rows if dim > 0 else [(0, 0)]:
+        for start in starts:
+            box = [(0, extent) for extent in global_shape]
+            if dim > 0:
+                box[0] = row
+            box[dim] = (start, start + share)
+            boxes.append(tuple(box))
+    return boxes
+
+
+def all_regions(layout, name, shape):
+    """(region, is_first): for every rank of the layout what it holds, and whether it is the replica that saves it."""
     _, _, short = name.split(".", 2)
     stage_size = layout.dp * layout.tp
     if short.startswith("experts"):
@@ -108,27 +124,27 @@ def all_places(layout, name, shape):
             if layout.etp == 1:
                 start, stop = share(len(ids) * shape[1] * shape[2], replica, edp)
                 for low, high, _ in global_ranges(shape, ids, start, stop):
-                    yield Place(shape, low, high), True
+                    yield Region(shape, low, high), True
             else:
                 boxes = local_boxes(shape, dim, etp, layout.etp, parts=parts, expert_ids=ids)
                 start, stop = share(sum(map(box_numel, boxes)), replica, edp)
-                yield from ((place, True) for place, _ in place_in_boxes(shape, boxes, start, stop))
+                yield from ((region, True) for region, _ in regions_in_boxes(shape, boxes, start, stop))
         return
     _, dim, parts = DENSE[short]
     for tp, dp in itertools.product(range(layout.tp), range(layout.dp)):
         if dim is None:
             start, stop = share(shape[0], dp, layout.dp)
-            yield Place(shape, start, stop), tp == 0
+            yield Region(shape, start, stop), tp == 0
         else:
             boxes = local_boxes(shape, dim, tp, layout.tp, parts=parts)
             start, stop = share(sum(map(box_numel, boxes)), dp, layout.dp)
-            yield from ((place, True) for place, _ in place_in_boxes(shape, boxes, start, stop))
+            yield from ((region, True) for region, _ in regions_in_boxes(shape, boxes, start, stop))
 
 
-def values_at(whole, place):
+def values_at(whole, region):
     """By the plainest indexing there is."""
-    box = place.box or tuple((0, size) for size in place.shape)
-    return whole[tuple(slice(*interval) for interval in box)].reshape(-1)[place.start : place.stop]
+    box = region.box or tuple((0, size) for size in region.shape)
+    return whole[tuple(slice(*interval) for interval in box)].reshape(-1)[region.start : region.stop]
 
 
 def slices_of(layout, state, *, saving):
@@ -136,14 +152,14 @@ def slices_of(layout, state, *, saving):
         TensorSlice(
             name,
             kind,
-            place.shape,
-            place.start,
-            place.stop,
-            values_at(whole, place).clone() if saving else torch.full((place.stop - place.start,), float("nan")),
-            place.box,
+            region.shape,
+            region.start,
+            region.stop,
+            values_at(whole, region).clone() if saving else torch.full((region.stop - region.start,), float("nan")),
+            region.box,
         )
         for (name, kind), whole in state.items()
-        for place, saves in all_places(layout, name, tuple(whole.shape))
+        for region, saves in all_regions(layout, name, tuple(whole.shape))
         if saves or not saving
     ]
 
@@ -154,7 +170,7 @@ def save_slices(root, slices):
 
 def as_written(loaded, layout, state):
     """Of the slices that all ranks loaded, those that are saved: the first replica's."""
-    keep = [saves for (name, _), whole in state.items() for _, saves in all_places(layout, name, tuple(whole.shape))]
+    keep = [saves for (name, _), whole in state.items() for _, saves in all_regions(layout, name, tuple(whole.shape))]
     return [piece for piece, saves in zip(loaded, keep, strict=True) if saves]
 
 
@@ -175,12 +191,12 @@ def test_there_and_back(first, second, folder, tmp_path):
     there = slices_of(second, state, saving=False)
     load(_SAVED[first], there)
     for piece in there:
-        assert torch.equal(piece.tensor, values_at(state[piece.name, piece.kind], piece.place)), piece.name
+        assert torch.equal(piece.tensor, values_at(state[piece.name, piece.kind], piece.region)), piece.name
     path = save_slices(tmp_path, as_written(there, second, state))
     back = slices_of(first, state, saving=False)
     load(path, back)
     for piece in back:
-        assert torch.equal(piece.tensor, values_at(state[piece.name, piece.kind], piece.place)), piece.name
+        assert torch.equal(piece.tensor, values_at(state[piece.name, piece.kind], piece.region)), piece.name
 
 
 def test_a_wrong_box_is_seen(tmp_path):
@@ -190,7 +206,7 @@ def test_a_wrong_box_is_seen(tmp_path):
         TensorSlice("w", "master", (4, 6), 0, 12, whole[:, i : i + 3].reshape(-1), ((0, 4), (i, i + 3))) for i in (0, 3)
     ]
     path = save_slices(tmp_path, halves)
-    assert sorted(piece.box for piece in load_manifest(path).tensors["w", "master"].pieces) == [
+    assert sorted(piece.region.box for piece in load_manifest(path).tensors["w", "master"].pieces) == [
         ((0, 4), (0, 3)),
         ((0, 4), (3, 6)),
     ]
@@ -202,87 +218,6 @@ def test_a_wrong_box_is_seen(tmp_path):
             TensorSlice("w", "master", (4, 6), 0, 1, torch.zeros(1), wrong)
     with pytest.raises(CheckpointError, match="no range of its 12 elements"):
         TensorSlice("w", "master", (4, 6), 6, 18, torch.zeros(12), ((0, 4), (0, 3)))
-
-
-@st.composite
-def places(draw):
-    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
-    box = tuple(sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape)
-    box = tuple((low, high) for low, high in box)
-    if draw(st.booleans()) or any(low == high for low, high in box):
-        box = None
-    numel = torch.zeros(shape).numel() if box is None else box_numel(box)
-    start = draw(st.integers(0, numel))
-    return Place(shape, start, draw(st.integers(start, numel)), box)
-
-
-@given(places(), st.data())
-def test_common_parts_are_the_common_elements(first, data):
-    second = data.draw(places().filter(lambda place: place.shape == first.shape) if first.shape == () else _like(first))
-    whole = torch.arange(torch.zeros(first.shape).numel()).view(first.shape)
-    a, b = values_at(whole, first), values_at(whole, second)
-    found = torch.full_like(b, -1)
-    for source, target in common_parts(first, second):
-        target.view(found).copy_(source.view(a))
-    expected = torch.where(torch.isin(b, a), b, -1)
-    assert torch.equal(found, expected)
-    parts = [whole[tuple(slice(*i) for i in box)].reshape(-1) for box in global_boxes(first)]
-    assert torch.equal(torch.cat(parts) if parts else a[:0], a)
-    assert len(range_boxes(first.shape, 0, whole.numel())) == 1
-
-
-@st.composite
-def _like(draw, first):
-    box = tuple(tuple(sorted((draw(st.integers(0, n)), draw(st.integers(0, n))))) for n in first.shape)
-    if draw(st.booleans()) or any(low == high for low, high in box):
-        box = None
-    numel = torch.zeros(first.shape).numel() if box is None else box_numel(box)
-    start = draw(st.integers(0, numel))
-    return Place(first.shape, start, draw(st.integers(start, numel)), box)
-
-
-@settings(max_examples=200)
-@given(st.integers(0, 1000), st.integers(1, 12), st.sampled_from(["nothing", "drop", "double", "shift"]))
-def test_coverage_is_checked_exactly(seed, cuts, damage):
-    """A tensor cut at random into boxes is accepted; one box less, more or moved is not."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(limit):
-        return int(torch.randint(limit, (), generator=generator))
-
-    shape = (4, 5, 3)
-    boxes = [tuple((0, size) for size in shape)]
-    for _ in range(cuts):
-        box = boxes.pop(draw(len(boxes)))
-        dim = draw(3)
-        low, high = box[dim]
-        middle = low + draw(high - low + 1)
-        boxes += [(*box[:dim], part, *box[dim + 1 :]) for part in ((low, middle), (middle, high)) if part[0] < part[1]]
-    wrong = boxes[draw(len(boxes))]
-    if damage == "drop":
-        boxes.remove(wrong)
-    elif damage == "double":
-        boxes.append(wrong)
-    elif damage == "shift":
-        moved = tuple((max(0, a - 1), b) for a, b in wrong)
-        if moved == wrong:
-            return
-        boxes[boxes.index(wrong)] = moved
-    pieces = [Place(shape, 0, box_numel(box), box) for box in boxes]
-    if damage == "nothing":
-        check_coverage("w", shape, pieces)
-    else:
-        with pytest.raises(CheckpointError, match=r"covered twice|missing"):
-            check_coverage("w", shape, pieces)
-
-
-def test_a_hostile_placement_does_not_keep_the_reader_busy():
-    """Boxes that no straight cut separates, and thousands that lie on each other."""
-    wheel = [((0, 2), (0, 1)), ((2, 3), (0, 2)), ((1, 3), (2, 3)), ((0, 1), (1, 3)), ((1, 2), (1, 2))]
-    check_coverage("w", (3, 3), [Place((3, 3), 0, box_numel(box), box) for box in wheel])
-    many = [((i, i + 500), (500 - i, 1000 - i)) for i in range(500)]
-    with pytest.raises(CheckpointError, match=r"too irregular|covered twice"):
-        check_coverage("w", (1000, 1000), [Place((1000, 1000), 0, box_numel(box), box) for box in many * 4])
 
 
 _PEAK = """

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.optimus.checkpoint.errors import CheckpointError
-from megatron.optimus.checkpoint.manifest import Manifest, Piece, TensorEntry, parse_manifest, read_manifest
+from megatron.optimus.checkpoint.manifest import Manifest, StoredPiece, TensorEntry, parse_manifest, read_manifest
+from megatron.optimus.checkpoint.slices import Region
 
 _HASH = "0" * 32
 
@@ -21,8 +22,8 @@ def manifest(**changes):
         "F32",
         (2, 3),
         (
-            Piece("rank-00000.safetensors", "w/0", 0, 2, _HASH),
-            Piece("rank-00001.safetensors", "w/2", 2, 6, _HASH),
+            StoredPiece("w", "master", "F32", Region((2, 3), 0, 2), "w/0", "rank-00000.safetensors", _HASH),
+            StoredPiece("w", "master", "F32", Region((2, 3), 2, 6), "w/2", "rank-00001.safetensors", _HASH),
         ),
     )
     values = dict(

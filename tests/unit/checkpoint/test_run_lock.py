@@ -8,7 +8,7 @@ import time
 import pytest
 
 from megatron.optimus.checkpoint.errors import CheckpointError
-from megatron.optimus.checkpoint.run_lock import CLAIM_NAME, Claim
+from megatron.optimus.checkpoint.run_lock import LOCK_NAME, RunLock
 from tests.helpers import _CONTEXT
 from tests.unit.checkpoint.helpers import lose_acknowledgements
 
@@ -16,7 +16,7 @@ _QUICK = {"heartbeat_s": 0.05, "timeout_s": 0.6}
 
 
 def _hold(root, pipe):
-    Claim(root, **_QUICK)
+    RunLock(root, **_QUICK)
     pipe.send("held")
     pipe.recv()
 
@@ -31,98 +31,98 @@ def held_by_another(root):
 
 def test_take_check_release(tmp_path):
     root = tmp_path / "new" / "folder"
-    claim = Claim(root, **_QUICK)
-    claim.check()
-    with pytest.raises(CheckpointError, match=rf"process {os.getpid()} on .* --save.*delete .*{CLAIM_NAME}"):
-        Claim(root, **_QUICK)
-    claim.release()
+    lock = RunLock(root, **_QUICK)
+    lock.check()
+    with pytest.raises(CheckpointError, match=rf"process {os.getpid()} on .* --save.*delete .*{LOCK_NAME}"):
+        RunLock(root, **_QUICK)
+    lock.release()
     assert list(root.iterdir()) == []
-    Claim(root, **_QUICK).release()
+    RunLock(root, **_QUICK).release()
 
 
 def test_a_live_process_is_refused_and_a_killed_one_replaced(tmp_path):
     process, _pipe = held_by_another(tmp_path)
     with pytest.raises(CheckpointError, match=f"process {process.pid} on"):
-        Claim(tmp_path, **_QUICK)
+        RunLock(tmp_path, **_QUICK)
     process.kill()
     process.join()
     started = time.monotonic()
-    claim = Claim(tmp_path, heartbeat_s=0.05, timeout_s=60)
+    lock = RunLock(tmp_path, heartbeat_s=0.05, timeout_s=60)
     assert time.monotonic() - started < 5, "on the same machine nobody waits for a heartbeat"
-    claim.check()
-    claim.release()
+    lock.check()
+    lock.release()
 
 
-def test_a_claim_whose_acknowledgement_was_lost_is_ones_own(tmp_path, monkeypatch):
+def test_a_lock_whose_acknowledgement_was_lost_is_ones_own(tmp_path, monkeypatch):
     lose_acknowledgements(monkeypatch, "link")
-    claim = Claim(tmp_path, **_QUICK)
-    claim.check()
-    claim.release()
+    lock = RunLock(tmp_path, **_QUICK)
+    lock.check()
+    lock.release()
     assert list(tmp_path.iterdir()) == []
 
 
 def foreign(root, **changes):
     owner = {"host": "elsewhere", "boot": "b", "space": "s", "pid": 1, "process": "9", "nonce": "n"} | changes
-    (root / CLAIM_NAME).write_text(json.dumps(owner))
+    (root / LOCK_NAME).write_text(json.dumps(owner))
 
 
-def test_another_machines_claim_without_a_heartbeat_is_taken_after_the_timeout(tmp_path, caplog):
+def test_another_machines_lock_without_a_heartbeat_is_taken_after_the_timeout(tmp_path, caplog):
     foreign(tmp_path)
     started = time.monotonic()
-    claim = Claim(tmp_path, **_QUICK)
+    lock = RunLock(tmp_path, **_QUICK)
     assert time.monotonic() - started >= _QUICK["timeout_s"]
     assert "taking over from process 1 on elsewhere" in caplog.text
-    claim.release()
+    lock.release()
 
 
-def test_another_machines_claim_with_a_heartbeat_is_refused(tmp_path):
+def test_another_machines_lock_with_a_heartbeat_is_refused(tmp_path):
     foreign(tmp_path)
     stop = threading.Event()
 
     def beat():
         while not stop.wait(0.05):
-            os.utime(tmp_path / CLAIM_NAME)
+            os.utime(tmp_path / LOCK_NAME)
 
     thread = threading.Thread(target=beat)
     thread.start()
     try:
         with pytest.raises(CheckpointError, match="process 1 on elsewhere is writing"):
-            Claim(tmp_path, heartbeat_s=0.05, timeout_s=30)
+            RunLock(tmp_path, heartbeat_s=0.05, timeout_s=30)
     finally:
         stop.set()
         thread.join()
 
 
 def test_the_owner_notices_a_takeover_and_does_not_remove_it(tmp_path):
-    claim = Claim(tmp_path, **_QUICK)
+    lock = RunLock(tmp_path, **_QUICK)
     foreign(tmp_path)
     with pytest.raises(CheckpointError, match="no longer owns the folder"):
-        claim.check()
-    claim.release()
-    assert (tmp_path / CLAIM_NAME).exists()
+        lock.check()
+    lock.release()
+    assert (tmp_path / LOCK_NAME).exists()
 
 
 def test_the_heartbeat_goes_on(tmp_path):
-    claim = Claim(tmp_path, heartbeat_s=0.02, timeout_s=1)
-    first = (tmp_path / CLAIM_NAME).stat().st_mtime_ns
+    lock = RunLock(tmp_path, heartbeat_s=0.02, timeout_s=1)
+    first = (tmp_path / LOCK_NAME).stat().st_mtime_ns
     deadline = time.monotonic() + 10
-    while (tmp_path / CLAIM_NAME).stat().st_mtime_ns == first and time.monotonic() < deadline:
+    while (tmp_path / LOCK_NAME).stat().st_mtime_ns == first and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert (tmp_path / CLAIM_NAME).stat().st_mtime_ns > first
-    claim.release()
+    assert (tmp_path / LOCK_NAME).stat().st_mtime_ns > first
+    lock.release()
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"pid": "x; rm -rf /"}', '{"pid": 10e300}', "[]", "\x00" * 100])
-def test_nonsense_in_the_claim_is_a_dead_owner(tmp_path, content):
-    (tmp_path / CLAIM_NAME).write_text(content)
-    claim = Claim(tmp_path, **_QUICK)
-    claim.check()
-    claim.release()
+def test_nonsense_in_the_lock_is_a_dead_owner(tmp_path, content):
+    (tmp_path / LOCK_NAME).write_text(content)
+    lock = RunLock(tmp_path, **_QUICK)
+    lock.check()
+    lock.release()
 
 
 def _race(root, pipe):
     try:
-        Claim(root, **_QUICK)
+        RunLock(root, **_QUICK)
         pipe.send("got it")
         pipe.recv()
     except CheckpointError as error:

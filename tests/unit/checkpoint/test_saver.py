@@ -13,14 +13,13 @@ from megatron.optimus.checkpoint import (
     Manifest,
     Saver,
     TensorSlice,
-    commit,
     load,
     load_manifest,
     load_newest,
     saver,
     snapshot,
 )
-from megatron.optimus.platform import environment
+from megatron.optimus.platform import environment, files
 from megatron.optimus.platform.ranks import Ranks
 from tests.unit.checkpoint.helpers import (
     CONFIG,
@@ -54,13 +53,13 @@ def poll_until(saver, count):
 def gate(monkeypatch):
     """Writing waits until it is opened."""
     event = threading.Event()
-    write_at = commit.write_at
+    write_at = files.write_at
 
     def slow(*args):
         assert event.wait(30)
         write_at(*args)
 
-    monkeypatch.setattr(commit, "write_at", slow)
+    monkeypatch.setattr(files, "write_at", slow)
     yield event
     event.set()
 
@@ -161,7 +160,7 @@ def test_a_disk_of_the_node_that_cannot_be_used_is_named(tmp_path, monkeypatch):
 
     it = Saver(tmp_path / "root", local=tmp_path / "local")
     it.prepare(owned(whole_state(1)), header(0))
-    monkeypatch.setattr(commit, "write_at", full)
+    monkeypatch.setattr(files, "write_at", full)
     it.start(owned(whole_state(1)), header(1), retain=2)
     with pytest.raises(CheckpointError, match=r"saving step 1 to .*/root .*No space left on device: '.*/local/"):
         it.drain()
@@ -185,7 +184,7 @@ def test_an_error_in_the_background_is_raised_at_a_boundary_and_the_saver_goes_o
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(commit, "write_at", full)
+        patch.setattr(files, "write_at", full)
         saver.start(owned(whole_state(2)), header(2), retain=2)
         with pytest.raises(CheckpointError, match=r"saving step 2 to .* failed on rank 0: .*No space left"):
             poll_until(saver, 1)
@@ -224,11 +223,11 @@ def test_what_is_prepared_is_not_made_again_by_the_first_save(tmp_path, monkeypa
     it.prepare(slices, header(0))
     assert not names(tmp_path)  # nothing is written
     monkeypatch.setattr(saver, "make_plan", lambda *_: pytest.fail("planned again"))
-    blocks = it._snapshots["full"]._blocks
-    assert sum(len(block) for block in blocks) >= sum(piece.tensor.nbytes for piece in slices)
+    buffers = it._snapshots["full"]._buffers
+    assert sum(len(buffer) for buffer in buffers) >= sum(piece.tensor.nbytes for piece in slices)
     it.start(slices, header(7), retain=1)
     [saved] = it.drain()
-    assert all(a is b for a, b in zip(it._snapshots["full"]._blocks, blocks, strict=True))
+    assert all(a is b for a, b in zip(it._snapshots["full"]._buffers, buffers, strict=True))
     requests = whole_requests(whole_state(1))
     load(saved.path, requests)
     assert_holds(requests, whole_state(1))
@@ -306,11 +305,11 @@ def test_a_commit_is_known_without_another_exchange(tmp_path, monkeypatch):
     assert saved.path.name == "step-00000001.r1"
 
 
-def test_a_lost_claim_stops_the_commit(tmp_path):
+def test_a_lost_lock_stops_the_commit(tmp_path):
     def check():
         raise CheckpointError("no longer ours")
 
-    it = Saver(tmp_path, asynchronous=False, check_claim=check)
+    it = Saver(tmp_path, asynchronous=False, check_lock=check)
     with pytest.raises(CheckpointError, match="failed on rank 0: no longer ours"):
         it.start(owned(whole_state(1)), header(1), retain=2)
     assert names(tmp_path) == []
@@ -366,11 +365,11 @@ def test_save_and_load_on_an_accelerator(tmp_path, asynchronous):
     def on_device(pieces):
         return [TensorSlice(p.name, p.kind, p.global_shape, p.start, p.stop, p.tensor.to(device)) for p in pieces]
 
-    it = Saver(tmp_path, device=device, asynchronous=asynchronous)
+    it = Saver(tmp_path, ranks=Ranks(None, device), asynchronous=asynchronous)
     it.start(on_device(owned(whole_state(1))), header(1), retain=2)
     it.before_update()
     it.drain()
     requests = on_device(whole_requests(whole_state(1)))
-    assert load_newest(tmp_path, lambda manifest: requests, device=device) is not None
+    assert load_newest(tmp_path, lambda manifest: requests, ranks=Ranks(None, device)) is not None
     state = {key: tensor.to(device) for key, tensor in whole_state(1).items()}
     assert_holds(requests, state)

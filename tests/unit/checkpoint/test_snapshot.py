@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.optimus.checkpoint import TensorSlice
-from megatron.optimus.checkpoint.snapshot import Snapshot, adjacent_runs, place_in_blocks
+from megatron.optimus.checkpoint.snapshot import Snapshot, coalesce, pack_into_buffers
 from tests.unit.checkpoint.helpers import owned, whole_state
 
 
@@ -16,9 +16,9 @@ def piece(tensor, stored=None):
     return TensorSlice("x", "m", (len(tensor),), 0, len(tensor), tensor, stored_dtype=stored)
 
 
-def check(slices, runs, most_bytes=1 << 30):
+def check(slices, copies, most_bytes=1 << 30):
     """They are copied so, in whatever order they come, and the copies are theirs."""
-    assert [run.indices for run in adjacent_runs(slices, most_bytes)] == runs
+    assert [copy.indices for copy in coalesce(slices, most_bytes)] == copies
     for seed in range(3):
         order = random.Random(seed).sample(slices, len(slices))
         views = Snapshot("cpu").take(order)
@@ -51,7 +51,7 @@ def test_slices_that_do_not_fit_together_are_copies_of_their_own():
         piece(flat[::2])
 
 
-def test_a_run_ends_where_it_is_long_enough():
+def test_a_copy_ends_where_it_is_long_enough():
     """The last slice is longer by itself."""
     flat = torch.randn(100)
     bounds = [0, 10, 20, 25, 35, 40, 80, 100]
@@ -78,7 +78,7 @@ def test_host_memory_of_a_snapshot_is_hardly_larger_than_the_state():
     draw = random.Random(3)
     lengths = [draw.choice([4, 12, draw.randrange(1, 3000), draw.randrange(1, 90_000)]) for _ in range(1000)]
     lengths += [300_000, 7]  # longer than a block: has one of its own
-    places, sizes = place_in_blocks(lengths, block_bytes=1 << 17)
+    places, sizes = pack_into_buffers(lengths, buffer_bytes=1 << 17)
     taken: dict[int, list[tuple[int, int]]] = {}
     for (block, start), length in zip(places, lengths, strict=True):
         assert start % 16 == 0
@@ -98,7 +98,7 @@ def test_slices_a_little_larger_than_half_a_power_of_two_waste_little(share, lim
     """Alone in a block, one of 0.51 would waste as much as it holds."""
     draw = random.Random(4)
     lengths = [int((share or draw.uniform(0.5, 1)) * (1 << 15)) for _ in range(40)]
-    _, sizes = place_in_blocks(lengths, block_bytes=1 << 17)
+    _, sizes = pack_into_buffers(lengths, buffer_bytes=1 << 17)
     assert pinned_bytes(sizes) <= limit * sum(lengths)
 
 
@@ -138,7 +138,7 @@ def test_snapshot_on_an_accelerator_is_ordered_before_the_update():
     many = torch.randn(4000, 1000, device=device)  # more slices than a stream takes copies
     slices += [piece(row) for row in many]
     slices += [piece(torch.arange(100.0)), piece(torch.arange(7))]  # already on the host
-    assert len(adjacent_runs(slices)) == 1 + len(pieces) + 1 + 2
+    assert len(coalesce(slices)) == 1 + len(pieces) + 1 + 2
     cast = TensorSlice("cast", "weight", (len(large),), 0, len(large), large, stored_dtype=torch.bfloat16)
     snapshot, held = Snapshot(device), list[float]()
     for _ in range(3):

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from megatron.optimus.checkpoint import (
     CheckpointError,
     TensorSlice,
-    commit,
     latest,
     load,
     load_manifest,
@@ -27,6 +26,7 @@ from megatron.optimus.checkpoint import (
     store,
     verify,
 )
+from megatron.optimus.platform import files
 from tests.helpers import _CONTEXT
 from tests.unit.checkpoint.helpers import CONFIG, assert_holds, find_loadable, owned, whole_requests, whole_state
 
@@ -150,14 +150,14 @@ def test_pruning_failure_does_not_fail_the_save(tmp_path, monkeypatch, caplog):
     assert names(tmp_path) == ["step-00000003"]
 
 
-@pytest.mark.parametrize("target", ["write_at", "write_synced"])
+@pytest.mark.parametrize("target", ["write_at", "write_new"])
 def test_full_disk_leaves_everything_as_it_was(tmp_path, monkeypatch, target):
     save_step(tmp_path, 1)
 
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(commit, target, full)
+    monkeypatch.setattr(files, target, full)
     with pytest.raises(CheckpointError, match=r"saving step 2 .* failed on rank 0: .*No space left on device"):
         save_step(tmp_path, 2)
     assert names(tmp_path) == ["step-00000001"]

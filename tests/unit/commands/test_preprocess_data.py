@@ -113,7 +113,7 @@ def test_malformed_line_late_in_the_corpus(corpus: Path, tmp_path: Path, workers
     assert [file.name for file in tmp_path.iterdir()] == ["bad.jsonl"]
     result = preprocess(*arguments, "--skip-malformed")
     assert result.returncode == 0, result.stderr
-    assert f"left out: {bad}:3001" in result.stderr and "malformed=1" in result.stderr
+    assert f"skipped: {bad}:3001" in result.stderr and "malformed=1" in result.stderr
     assert IndexedDataset(tmp_path / "out_text_document").document_index.size == 4001
 
 
@@ -203,7 +203,7 @@ def test_tokenizer_errors(corpus: Path, tmp_path: Path) -> None:
     )
     assert [file.name for file in tmp_path.iterdir()] == ["bad.jsonl"]
     skipped = call(script, "--input", bad, "--vocab-size", 300, "--output", tmp_path / "t", "--skip-malformed")
-    assert skipped.returncode == 0 and "1 malformed lines left out" in skipped.stderr
+    assert skipped.returncode == 0 and "1 malformed lines skipped" in skipped.stderr
 
 
 def test_standard_library_corpus(tmp_path: Path) -> None:

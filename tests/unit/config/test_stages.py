@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.optimus.config.layer_costs import head_cost, layer_cost
+from megatron.optimus.config.costs import head_cost, layer_cost
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.config.stages import check_micro_batches, layers_of_stages, stage_layers, stages_of_rank

@@ -25,7 +25,7 @@ from megatron.optimus.checkpoint.slices import TensorSlice
 from megatron.optimus.config.schema import ConfigError, ModelConfig, RunConfig
 from megatron.optimus.config.serialize import to_dict
 from megatron.optimus.convert import Options, convert
-from megatron.optimus.models.hf_map import parameter_shapes
+from megatron.optimus.models.parameters import parameter_shapes
 from tests.unit.checkpoint.test_manifest import sealed
 
 _FILES = {  # format -> the files to damage, of each pattern one

@@ -17,10 +17,10 @@ import torch
 from megatron.optimus.checkpoint import CheckpointError, load_manifest
 from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.convert import Options, convert, open_source
-from megatron.optimus.convert.names import parts_under
-from megatron.optimus.convert.tensor_map import gather
-from megatron.optimus.models.hf_config import hf_config
-from megatron.optimus.models.hf_map import parameter_shapes
+from megatron.optimus.convert.deepspeed import named_tensors
+from megatron.optimus.convert.tensor_map import assemble
+from megatron.optimus.models.huggingface.config import hf_config
+from megatron.optimus.models.parameters import parameter_shapes
 from tests.helpers import run_distributed
 from tests.unit.convert import stock_deepspeed as stock
 from tests.unit.convert.test_damage import damaged, tensors_of
@@ -73,15 +73,15 @@ def merged(ranks, ep_size):
 def assert_holds(source, state, names):
     """Every tensor of every kind of an opened checkpoint, under the foreign names."""
     shapes = parameter_shapes(source.model)
-    parts = parts_under(names, source.model)
+    tensors = named_tensors(names, source.model)
     assert source.kinds == set(state)
     for kind, expected in state.items():
-        assert expected.keys() == {part.key for part in parts}
-        for part in parts:
-            dtype = expected[part.key].dtype
-            found = gather(part, shapes, lambda name, a, b, kind=kind: source.read(name, kind, a, b), dtype)
-            assert source.dtypes[part.blocks[0].name, kind] == dtype
-            assert torch.equal(found, expected[part.key]), (kind, part.key)
+        assert expected.keys() == {tensor.key for tensor in tensors}
+        for tensor in tensors:
+            dtype = expected[tensor.key].dtype
+            found = assemble(tensor, shapes, lambda name, a, b, kind=kind: source.read(name, kind, a, b), dtype)
+            assert source.dtypes[tensor.submatrices[0].name, kind] == dtype
+            assert torch.equal(found, expected[tensor.key]), (kind, tensor.key)
 
 
 CASES = {

@@ -11,7 +11,7 @@ from megatron.optimus.checkpoint import CheckpointError, load, load_manifest, mo
 from megatron.optimus.config.schema import ModelConfig, Normalization, QKNormScope, RunConfig, ScoreFunction
 from megatron.optimus.config.serialize import from_dict, to_dict
 from megatron.optimus.convert import Options, convert, open_source
-from megatron.optimus.convert.source import WEIGHT, units
+from megatron.optimus.convert.formats import WEIGHT, matrices
 from megatron.optimus.models.decoder import Decoder
 from tests.helpers import run_distributed
 from tests.unit.convert import megatron_core_model as core
@@ -42,7 +42,7 @@ def our_model(folder):
 
 def assert_same_weights(left, right):
     assert left.dtypes == right.dtypes and left.dtypes
-    for name, start, stop in units(left.model):
+    for name, start, stop in matrices(left.model):
         a, b = left.read(name, WEIGHT, start, stop), right.read(name, WEIGHT, start, stop)
         assert torch.equal(a, b), name
     assert left.buffers.keys() == right.buffers.keys()

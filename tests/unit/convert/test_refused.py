@@ -48,7 +48,7 @@ def test_destination_rules(tmp_path):
 
 
 def test_a_failing_write_leaves_the_destination(tmp_path, monkeypatch):
-    from megatron.optimus.convert import hf_files
+    from megatron.optimus.convert import hf
 
     our_run(tmp_path / "run", our_config(), "full")
     convert(tmp_path / "run", tmp_path / "hf", to="hf")
@@ -57,7 +57,7 @@ def test_a_failing_write_leaves_the_destination(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hf_files, "write_shard", full)
+    monkeypatch.setattr(hf, "write_shard", full)
     with pytest.raises(CheckpointError, match=r"writing .*hf: No space left on device"):
         convert(tmp_path / "run", tmp_path / "hf", to="hf", options=Options("fp32"), overwrite=True)
     assert_same(before, tensors(tmp_path / "hf"))
@@ -78,7 +78,7 @@ def test_damaged_checkpoints_are_not_converted(tmp_path):
 @pytest.mark.parametrize("to", ["hf", "optimus"])
 def test_verify_finds_what_was_written_wrong(tmp_path, monkeypatch, to):
     """One bit changes between writing and reading back; without --verify nobody would know."""
-    from megatron.optimus.convert import hf_files, optimus
+    from megatron.optimus.convert import hf, optimus
 
     def wrong(path, items, *rest):
         result = write_shard(path, items, *rest)
@@ -90,7 +90,7 @@ def test_verify_finds_what_was_written_wrong(tmp_path, monkeypatch, to):
     our_run(tmp_path / "source", our_config(), "model")
     if to == "optimus":
         convert(tmp_path / "source", tmp_path / "hf", to="hf")
-    monkeypatch.setattr(hf_files if to == "hf" else optimus, "write_shard", wrong)
+    monkeypatch.setattr(hf if to == "hf" else optimus, "write_shard", wrong)
     with pytest.raises(CheckpointError, match="read back differ from the source" if to == "hf" else "damaged"):
         convert(tmp_path / ("source" if to == "hf" else "hf"), tmp_path / "out", to=to, verify=True)
     assert not (tmp_path / "out").exists()

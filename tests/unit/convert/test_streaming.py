@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from megatron.optimus.checkpoint import CheckpointError, Manifest, save
-from megatron.optimus.checkpoint.chunks import ShardFiles
-from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, Piece, TensorEntry
+from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, StoredPiece, TensorEntry
+from megatron.optimus.checkpoint.reader import ShardFiles
 from megatron.optimus.checkpoint.shards import shard_header
-from megatron.optimus.checkpoint.slices import TensorSlice
+from megatron.optimus.checkpoint.slices import Region, TensorSlice
 from megatron.optimus.config.presets import PRESETS
 from megatron.optimus.config.schema import ModelConfig, RunConfig
 from megatron.optimus.config.serialize import from_dict, to_dict
 from megatron.optimus.convert import FORMATS, Options, convert, open_source
-from megatron.optimus.convert.source import units
-from megatron.optimus.models.hf_map import parameter_shapes
+from megatron.optimus.convert.formats import matrices
+from megatron.optimus.models.parameters import parameter_shapes
 
 _ROOT = Path(__file__).parents[3]
 _MB = 1 << 20
@@ -119,7 +119,7 @@ def test_every_byte_of_the_source_is_read_once(tmp_path, monkeypatch, to, times)
             convert(tmp_path / "model", tmp_path / "not", to=to, options=options)
         assert not (tmp_path / "not").exists()
         source = open_source(tmp_path / "model")
-        for name, start, stop in units(source.model):
+        for name, start, stop in matrices(source.model):
             if start == 0:
                 source.read(name, "weight", 0, stop // 2 if stop > 256 else stop)
         with pytest.raises(CheckpointError, match="damaged: xxh3_128"):
@@ -141,9 +141,8 @@ def test_every_mula_model_can_be_planned(tmp_path, name):
             sparse.write(header)
             sparse.truncate(len(header) + 2 * numel)
         files[file] = len(header) + 2 * numel
-        tensors[tensor, "weight"] = TensorEntry(
-            tensor, "weight", "BF16", shape, (Piece(file, "x", 0, numel, "0" * 32),)
-        )
+        piece = StoredPiece(tensor, "weight", "BF16", Region(shape, 0, numel), "x", file, "0" * 32)
+        tensors[tensor, "weight"] = TensorEntry(tensor, "weight", "BF16", shape, (piece,))
     config = {section: to_dict(run)[section] for section in ("model", "data")}
     (tmp_path / MANIFEST_NAME).write_bytes(Manifest("model", 0, 0, config, {}, files, tensors).to_bytes())
     total = sum(math.prod(shape) for shape in shapes.values())

@@ -55,7 +55,7 @@ def test_thousands_of_corpora() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(weights=WEIGHTS, start=st.integers(0, 20_000), counts=st.lists(st.integers(0, 3000), min_size=1, max_size=4))
-def test_pieces_equal_the_whole(weights: list[float], start: int, counts: list[int]) -> None:
+def test_any_range_equals_the_whole(weights: list[float], start: int, counts: list[int]) -> None:
     whole = BlendSchedule(weights).at(start, sum(counts))
     schedule, parts = BlendSchedule(weights), []
     for count in counts:

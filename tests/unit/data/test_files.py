@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import tracemalloc
@@ -10,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.optimus.data.dataset import InstanceSet, check_contents
 from megatron.optimus.data.errors import DataError
-from megatron.optimus.data.files import TokenFiles, summarize_pair
-from megatron.optimus.data.index_reader import document_starts
-from megatron.optimus.data.indexed import DTYPES, IndexedDataset, IndexedDatasetWriter
+from megatron.optimus.data.files import TokenFiles
+from megatron.optimus.data.index_reader import DTYPES, summarize_pair
+from megatron.optimus.data.indexed import IndexedDataset, IndexedDatasetWriter
 
 FIXTURES = {"suppress_health_check": [HealthCheck.function_scoped_fixture], "deadline": None}
 
@@ -137,122 +136,11 @@ def test_swapped_and_missing_halves(tmp_path: Path, prefixes: list[str]) -> None
         write(tmp_path / "f5", np.arange(500, 540))
 
 
-@pytest.mark.parametrize("suffix", [".idx", ".bin"])
-@pytest.mark.timeout(20)
-def test_pipes_and_folders_are_no_token_files(tmp_path: Path, suffix: str) -> None:
-    """Opening a pipe that nobody writes to would wait for ever."""
-    prefix = write(tmp_path / "f", np.arange(20))
-    for make in (os.mkfifo, os.mkdir):
-        Path(prefix + suffix).unlink(missing_ok=True)
-        make(prefix + suffix)
-        with pytest.raises(DataError, match=rf"f\{suffix}: is no regular file"):
-            summarize_pair(prefix)
-
-
 def test_ids_over_the_vocabulary_are_found_when_read(prefixes: list[str]) -> None:
     instances = InstanceSet(prefixes, 8, vocab_size=505)
     assert instances.read(0)[0].tokens[0] == 0
     with pytest.raises(DataError, match=r"f5\.bin: token 5 has id 505, outside the vocabulary of 505"):
         instances.read(len(instances) - 4)
-
-
-DAMAGE = st.one_of(
-    st.binary(min_size=1, max_size=1),
-    st.binary(min_size=8, max_size=8),
-    st.sampled_from([(-(2**63)).to_bytes(8, "little", signed=True), (2**62).to_bytes(8, "little"), b"\xff" * 8]),
-)
-
-
-@settings(max_examples=250, deadline=None)
-@example(  # bounds 38 and 39 of 41, whose difference overflows
-    changes=[
-        (34 + 12 * 26 + 8 * 38, (3 << 61).to_bytes(8, "little")),
-        (34 + 12 * 26 + 8 * 39, (5 << 61).to_bytes(8, "little")),
-    ]
-)
-@given(changes=st.lists(st.tuples(st.integers(34, 34 + 20 * 40 + 7), DAMAGE), min_size=1, max_size=4))
-def test_small_indices_are_checked_whole_before_the_run(
-    tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, bytes]]
-) -> None:
-    """Whatever the full check of `optimus inspect-data` refuses, and nothing else; the same after the start."""
-    prefix = str(tmp_path_factory.mktemp("changed") / "f")
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for i in range(40):
-            writer.add_document(np.arange(i % 3))  # a third of the documents are empty
-    size, path = os.path.getsize(f"{prefix}.idx"), Path(f"{prefix}.idx")
-    raw = bytearray(path.read_bytes())
-    for place, value in changes:
-        at = min(place, size - len(value))
-        raw[at : at + len(value)] = value
-    path.write_bytes(raw)
-    for start, stop in ((0, 39), (7, 30)):
-        with contextlib.suppress(DataError):
-            starts = document_starts(str(path), 2, start, stop)
-            assert ((starts >= start) & (starts < stop)).all()
-    try:
-        IndexedDataset(prefix)
-    except DataError:
-        with pytest.raises(DataError, match=rf"{prefix}\.(idx|bin): "):
-            check_contents([prefix], 10)
-    else:
-        check_contents([prefix], 10)
-
-
-def test_what_is_wrong_inside_an_index_is_named(tmp_path: Path) -> None:
-    prefix, documents = str(tmp_path / "f"), 3000
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for _ in range(documents):
-            writer.add_document(np.arange(5))
-    path = Path(f"{prefix}.idx")
-    raw = path.read_bytes()
-    at = {"length": 34, "pointer": 34 + 4 * documents, "bound": 34 + 12 * documents}
-    cases = [
-        ("length", 4, 7, -5, "sequence 7 has the negative length -5"),
-        ("length", 4, 7, 6, "pointer of sequence 8 is 80, but the one before begins at 70 and has 6 tokens"),
-        ("pointer", 8, 0, 2, "pointer of sequence 0 is 2, expected 0"),
-        ("pointer", 8, 2999, 7, "pointer of sequence 2999 is 7|truncated|too long"),
-        ("bound", 8, 9, 2, "document bound 9 is 2, after 8, of 3000 sequences"),
-        ("bound", 8, 9, 3001, "document bound 9 is 3001, after 8, of 3000 sequences"),
-    ]
-    for field, width, number, value, message in cases:
-        place = at[field] + width * number
-        path.write_bytes(raw[:place] + value.to_bytes(width, "little", signed=True) + raw[place + width :])
-        with pytest.raises(DataError, match=message):
-            check_contents([prefix], 10)
-    few = {"max_entries": 512, "max_lengths": 512}
-    for first, found in ((1300, True), (1400, False)):  # of a large index 8 pieces: here of 64 entries of 3,000
-        place = at["length"] + 4 * first
-        path.write_bytes(raw[:place] + b"\xff" * (4 * 100) + raw[place + 4 * 100 :])
-        with pytest.raises(DataError, match=f"sequence {first} has the negative length -1"):
-            check_contents([prefix], 10)
-        if found:
-            with pytest.raises(DataError, match=f"sequence {first} has the negative length -1"):
-                check_contents([prefix], 10, **few)
-        else:
-            check_contents([prefix], 10, **few)
-        # all lengths, where offsets and bounds are too many
-        with pytest.raises(DataError, match=f"sequence {first} has the negative length -1"):
-            check_contents([prefix], 10, max_entries=512)
-    path.write_bytes(raw[: 34 + 4 * 1400] + (7).to_bytes(4, "little") + raw[34 + 4 * 1401 :])
-    check_contents([prefix], 10, **few)
-    with pytest.raises(DataError, match=r"f\.idx: the lengths of its 3000 sequences add up to 30004 bytes, .* 30000;"):
-        check_contents([prefix], 10, max_entries=512)
-
-
-def test_what_is_looked_at_is_shared_out_by_size(tmp_path: Path) -> None:
-    """A large file beside small ones is read whole if all of them together are few entries."""
-    prefixes = [str(tmp_path / name) for name in ("small", "large")]
-    for prefix, documents in zip(prefixes, (10, 900), strict=True):
-        with IndexedDatasetWriter(prefix, np.uint16) as writer:
-            for _ in range(documents):
-                writer.add_document(np.arange(5))
-    path = Path(f"{prefixes[1]}.idx")
-    raw = path.read_bytes()
-    place = 34 + 12 * 900 + 8 * 200  # a bound between the pieces of 64 that 8 x 64 entries would be
-    path.write_bytes(raw[:place] + (2).to_bytes(8, "little") + raw[place + 8 :])
-    with pytest.raises(DataError, match=r"large\.idx: document bound 200 is 2, after 199"):
-        check_contents(prefixes, 10, max_entries=912)
-    check_contents(prefixes, 10, max_entries=512)
 
 
 def test_large_files_are_looked_at_in_pieces(tmp_path: Path) -> None:

@@ -14,12 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.optimus.data.dataset import InstanceSet
+from megatron.optimus.data.dataset import InstanceSet, SampleOptions
 from megatron.optimus.data.fim import FillInTheMiddle
 from megatron.optimus.data.indexed import IndexedDatasetWriter
 from megatron.optimus.data.loader import Batch, BatchLoader
-from megatron.optimus.data.order import chances
-from megatron.optimus.data.samples import SampleOptions
+from megatron.optimus.data.order import uniform_numbers
 from megatron.optimus.data.tokenize.pretoken_cache import SPLIT_PATTERNS
 from megatron.optimus.data.tokenize.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, train_bpe
 
@@ -58,7 +57,7 @@ def undo(tokens: list[int], tokenizer: HuggingFaceTokenizer) -> tuple[str, str, 
 @given(texts=st.lists(st.text(LETTERS, min_size=1, max_size=60), min_size=1, max_size=4), seed=st.integers(0, 2**40))
 def test_a_document_keeps_its_text_and_its_end(tokenizer: HuggingFaceTokenizer, texts: list[str], seed: int) -> None:
     documents = [[*tokenizer.encode(text), 0] for text in texts]
-    changed = fim(tokenizer).apply(np.concatenate(documents), chances(seed, 0))
+    changed = fim(tokenizer).apply(np.concatenate(documents), uniform_numbers(seed, 0))
     ends = np.flatnonzero(changed == 0) + 1
     assert len(ends) == len(texts) and ends[-1] == changed.size
     for text, own in zip(texts, np.split(changed, ends[:-1]), strict=True):
@@ -69,7 +68,7 @@ def test_kinds_shares_and_cuts(tokenizer: HuggingFaceTokenizer) -> None:
     ids = np.array([*tokenizer.encode(TEXT), 0])
     kinds, cuts, unchanged = [], [], 0
     for position in range(600):
-        changed = fim(tokenizer, 0.75, 0.4).apply(ids, chances(7, position))
+        changed = fim(tokenizer, 0.75, 0.4).apply(ids, uniform_numbers(7, position))
         if np.array_equal(changed, ids):
             unchanged += 1
             continue
@@ -81,12 +80,12 @@ def test_kinds_shares_and_cuts(tokenizer: HuggingFaceTokenizer) -> None:
     assert abs(np.mean(cuts) / len(TEXT) - 0.5) < 0.05 and min(cuts) < 10 and max(cuts) > len(TEXT) - 10
     inside = sum(TEXT[cut - 1].isalpha() and TEXT[cut].isalpha() for cut in cuts if 0 < cut < len(TEXT))
     assert inside > 100  # in the middle of words too
-    assert np.array_equal(fim(tokenizer, 0).apply(ids, chances(7, 0)), ids)
+    assert np.array_equal(fim(tokenizer, 0).apply(ids, uniform_numbers(7, 0)), ids)
 
 
 def test_what_has_no_text_is_cut_between_tokens(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
     broken = [*tokenizer.encode("ï")][1:] + tokenizer.encode("ve")  # begins with half a character
-    changed = fim(tokenizer).apply(np.array(broken), chances(0, 0)).tolist()
+    changed = fim(tokenizer).apply(np.array(broken), uniform_numbers(0, 0)).tolist()
     assert sorted(changed) == sorted([*broken, 1, 2, 3])
 
     import sentencepiece
@@ -99,16 +98,16 @@ def test_what_has_no_text_is_cut_between_tokens(tokenizer: HuggingFaceTokenizer,
     assert None not in sentinels and spm.token_id("<none>") is None
     ids = spm.encode("the sum")
     for position in range(20):  # its parts would get a space in front
-        changed = FillInTheMiddle(1.0, 0.0, sentinels, spm).apply(np.array(ids), chances(0, position)).tolist()
+        changed = FillInTheMiddle(1.0, 0.0, sentinels, spm).apply(np.array(ids), uniform_numbers(0, position)).tolist()
         pre, mid, suf = (changed.index(i) for i in sentinels)
         assert spm.decode([*changed[pre + 1 : suf], *changed[mid + 1 :], *changed[suf + 1 : mid]]) == "the sum"
 
 
-def test_chances_are_uniform_and_pinned() -> None:
-    drawn = [value for position in range(500) for value in islice(chances(3, position), 4)]
+def test_random_numbers_are_uniform_and_pinned() -> None:
+    drawn = [value for position in range(500) for value in islice(uniform_numbers(3, position), 4)]
     counts = np.histogram(drawn, 20, (0, 1))[0]
     assert ((counts - 100) ** 2 / 100).sum() < 50  # chi-square, 19 degrees of freedom
-    assert list(islice(chances(1234, 5), 2)) == [0.9828567025079288, 0.45933422876046204]
+    assert list(islice(uniform_numbers(1234, 5), 2)) == [0.9828567025079288, 0.45933422876046204]
     assert abs(np.corrcoef(drawn[:-1], drawn[1:])[0, 1]) < 0.1
 
 
@@ -179,8 +178,8 @@ def test_cuts_near_words_are_those_of_the_whole_text(trained: str, tmp_path: Pat
         state["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [rule, own]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(state), encoding="utf-8")
     fast, slow = HuggingFaceTokenizer(tmp_path), HuggingFaceTokenizer(tmp_path)
-    assert fast.piece_bytes is not None
-    slow.piece_bytes = None
+    assert fast.token_bytes is not None
+    slow.token_bytes = None
     rng = np.random.default_rng(5)
     calls = 0
     for position in range(400):
@@ -190,7 +189,7 @@ def test_cuts_near_words_are_those_of_the_whole_text(trained: str, tmp_path: Pat
         start, stop = np.sort(rng.integers(0, ids.size + 1, 2))
         if start == stop:
             continue
-        wanted, got = (fim(t).apply(ids[start:stop], chances(3, position)) for t in (slow, fast))
+        wanted, got = (fim(t).apply(ids[start:stop], uniform_numbers(3, position)) for t in (slow, fast))
         assert got.tolist() == wanted.tolist(), (text[first : first + 2000], start, stop)
         calls += 1
     assert calls > 300

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.optimus.data.errors import DataError
-from megatron.optimus.data.files import summarize_pair
-from megatron.optimus.data.indexed import DTYPES, IndexedDataset, IndexedDatasetWriter, token_dtype
+from megatron.optimus.data.index_reader import DTYPES, summarize_pair
+from megatron.optimus.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
 
 FIXTURES = {"suppress_health_check": [HealthCheck.function_scoped_fixture], "deadline": None}
 
@@ -214,6 +214,7 @@ def test_flipped_bits_never_crash_or_allocate(tmp_path: Path, flips: list[tuple[
 
 def test_checks_cross_chunk_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.optimus.data.indexed._CHUNK", 4)
+    monkeypatch.setattr("megatron.optimus.data.index_reader._CHUNK_ENTRIES", 4)
     generator = np.random.default_rng(0)
     documents = [[generator.integers(0, 99, size).tolist()] for size in generator.integers(0, 6, 23)]
     prefix = write(tmp_path / "pair", documents)

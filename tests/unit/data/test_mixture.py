@@ -1,4 +1,4 @@
-"""Naming the data, and drawing from several corpora: shares, stages, coverage, resume."""
+"""Drawing from several corpora: shares, stages, coverage, resume."""
 
 from __future__ import annotations
 
@@ -15,58 +15,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.optimus.config.schema import ConfigError, DataConfig
+from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.data.dataset import Split
 from megatron.optimus.data.errors import DataError
-from megatron.optimus.data.indexed import IndexedDatasetWriter
 from megatron.optimus.data.loader import BatchLoader
 from megatron.optimus.data.mixture import Mixture, log_plan
-from megatron.optimus.data.sources import Sources, read_sources
+from megatron.optimus.data.sources import Sources
 
-from .cases import window_of
-
-L = 8
-
-
-def write(prefix: Path, first: int, count: int) -> str:
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    with IndexedDatasetWriter(prefix, np.int32) as writer:
-        for start in range(0, count, 7):
-            writer.add_document(np.arange(first + start, min(first + start + 7, first + count)))
-    return str(prefix)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """web: 3 files, 90 instances, code: 2 files, 30, wiki: 1 file, 10."""
-    folder = tmp_path_factory.mktemp("corpora")
-    for corpus, sizes in (("web", [20, 30, 40]), ("code", [25, 5]), ("wiki", [10])):
-        for i, size in enumerate(sizes):
-            base = {"web": 0, "code": 10_000, "wiki": 20_000}[corpus]
-            write(folder / corpus / f"part-{i}", base + 1000 * i, size * L + 1)
-    return folder
-
-
-def blend(folder: Path, text: str, name: str = "blend.yaml") -> Sources:
-    path = folder / name
-    path.write_text(text)
-    return read_sources(DataConfig(data_file_list=str(path)))
-
-
-YAML = """
-corpora:
-  web: {paths: ["web/*"], weight: 0.6}
-  code: {paths: [code/part-0.bin, code/part-1], weight: 0.3}
-  wiki: {paths: [wiki/part-0], weight: 0.1}
-"""
-STAGES = """
-stages:
-  - {start_samples: 100, weights: {web: 0.2, code: 0.3, wiki: 0.5}}
-  - {start_tokens: 1599, weights: {web: 1, code: 0, wiki: 1}}
-"""
-LINES = (
-    "# weight prefix corpus\n0.1 web/part-0 web\n\n0.2 web/part-1.bin web\n0.3 web/part-2 web\n0.3 code/part-0 code\n"
-)
+from .cases import STAGES, YAML, L, blend, window_of
 
 
 def mixture(
@@ -75,100 +31,8 @@ def mixture(
     return Mixture(sources, L, split=split, part=part, seed=seed, extra_token=extra_token)
 
 
-def test_ways_of_naming_data(folder: Path) -> None:
-    plain = read_sources(DataConfig(data_path=["a", "b.bin", "c.idx"]))
-    assert not plain.is_blend and plain.prefixes == ["a", "b", "c"]
-    words = read_sources(DataConfig(data_path=["2", "a", "0.5", "b"]))
-    assert words.is_blend and words.prefixes == ["a", "b"]
-    assert [float(w) for w in words.stages[0].weights] == [2, 0.5]
-    lines = blend(folder, LINES, "list.txt")
-    assert [corpus.name for corpus in lines.corpora] == ["web", "code"]
-    assert [float(w) for w in lines.stages[0].weights] == [0.6, 0.3]  # exact: the sum of 0.1, 0.2 and 0.3
-    assert lines.prefixes[1] == str(folder / "web/part-1")
-    short = blend(folder, "1 web/part-0\n2 web/part-1\n", "short.txt")
-    assert [corpus.name for corpus in short.corpora] == short.prefixes
-    yaml = blend(folder, YAML + STAGES)
-    assert [len(corpus.prefixes) for corpus in yaml.corpora] == [3, 2, 1]
-    assert [stage.first_sample(L) for stage in yaml.stages] == [0, 100, 200]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["1", "a", "b"], "begins with the weight 1 but"),
-        (["1", "a", "x", "b"], "begins with the weight 1 but"),
-        (["0", "a", "1", "b"], "data_path, a: weight 0 must be a finite number, above 0"),
-        (["1", "a", "-2", "b"], "data_path, b: weight -2"),
-        (["1", "a", "2", "a"], "a is named"),
-        (["a", "b", "a"], "a is named twice"),
-        (["a", "./x/../a"], r"\./x/\.\./a is named twice"),
-    ],
-)
-def test_impossible_words(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        read_sources(DataConfig(data_path=words))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "names no files"),
-        ("0.5\n", "list.txt:1: expected 'weight prefix corpus', got 1 words"),
-        ("1 a b c\n", "got 4 words"),
-        ("1 a b\nx c d\n", "list.txt:2: weight x"),
-        ("inf a b\n", "list.txt:1: weight inf"),
-        ("nan a b\n", "weight nan"),
-        ("0 a b\n", "weight 0"),
-        ("1e999999999 a b\n", "list.txt:1: weight 1e999999999 must be a finite number"),  # would fill the memory
-        ("1 a b\n1 a c\n", "named in corpora b and c"),
-    ],
-)
-def test_impossible_lists(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        blend(tmp_path, text, "list.txt")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[]", "expected names with values"),
-        ("[" * 5000, "too deep"),
-        ("corpora: {}", "no corpora"),
-        ("corpora: {a: {paths: [x], weight: 1}, a: {paths: [y]}}", "given twice"),
-        ("corpora: {a: {path: [x]}}", "unknown path; it takes paths, weight"),
-        ("corpora: {a: {paths: x}}", "paths must be a list"),
-        ("corpora: {a: {paths: ['none*']}}", "no file matches"),
-        ("corpora: {a: {paths: [x], weight: -1}}", "corpus a: weight -1"),
-        ("corpora: {a: {paths: [x], weight: 1}, b: {paths: [y]}}", "corpus b: weight None"),
-        ("corpora: {a: {paths: [x], weight: 0}}", "weight 0"),
-        ("corpora: {a: {paths: [x], weight: true}}", "weight True"),
-        ("corpora: {a: {paths: [x]}}\nstages: [{start_tokens: 5, weights: {a: 1}}]", "every corpus needs a weight"),
-        ("corpora: {a: {paths: [x], weight: 1}}\nstages: [{weights: {a: 1}}]", "start_tokens or start_samples"),
-        ("corpora: {a: {paths: [x], weight: 1}}\nstages: [{start_tokens: 0, weights: {a: 1}}]", "above 0"),
-        ("corpora: {a: {paths: [x], weight: 1}}\nstages: [{start_tokens: 9, weights: {}}]", "no weight for a"),
-        ("corpora: {a: {paths: [x], weight: 1}}\nstages: [{start_tokens: 9, weights: {b: 1}}]", "unknown b"),
-        ("corpora: {a: {paths: [x], weight: 1}}\nstages: [{start_tokens: 9, weights: {a: 0}}]", "all weights are 0"),
-    ],
-)
-def test_impossible_yaml(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        blend(tmp_path, text)
-    assert "blend.yaml" in str(caught.value)
-
-
-def test_a_list_with_a_byte_order_mark(tmp_path: Path) -> None:
-    (tmp_path / "list.txt").write_text("1 a b\n", encoding="utf-8-sig")
-    [corpus] = read_sources(DataConfig(data_file_list=str(tmp_path / "list.txt"))).corpora
-    assert corpus.name == "b"
-
-
-def test_both_ways_at_once() -> None:
-    with pytest.raises(ConfigError, match="both given"):
-        DataConfig(data_path=["a"], data_file_list="b")
-
-
-def test_shares_and_coverage(folder: Path) -> None:
-    mixed = mixture(blend(folder, YAML))
+def test_shares_and_coverage(corpora_folder: Path) -> None:
+    mixed = mixture(blend(corpora_folder, YAML))
     assert (len(mixed), mixed.names) == (130, ["web", "code", "wiki"])
     ids = mixed.ids_at(0, 1000)
     corpora = np.searchsorted([90, 120, 130], ids, side="right")
@@ -184,15 +48,15 @@ def test_shares_and_coverage(folder: Path) -> None:
         assert epochs[0] != epochs[1] and epochs[0] != sorted(epochs[0])
 
 
-def test_reading_and_describing_a_sample(folder: Path) -> None:
-    mixed = mixture(blend(folder, YAML))
+def test_reading_and_describing_a_sample(corpora_folder: Path) -> None:
+    mixed = mixture(blend(corpora_folder, YAML))
     for position in range(0, 200, 7):
         (i,) = mixed.ids_at(position, 1).tolist()
         window, sample = window_of(mixed, i), mixed.sample(position)
         assert (np.diff(window) == 1).all() and mixed.locate(i) == (sample.prefix, sample.ranges)
         base = {"web": 0, "code": 10_000, "wiki": 20_000}[sample.corpus] + 1000 * int(sample.prefix[-1])
         assert window[0] == base + sample.ranges[0][0]
-    shorter = mixture(blend(folder, YAML), extra_token=False)
+    shorter = mixture(blend(corpora_folder, YAML), extra_token=False)
     assert shorter.ids_at(0, 500).tolist() == mixed.ids_at(0, 500).tolist()  # a run may switch at any step
     assert shorter.read(5)[0].tokens.tolist() == mixed.read(5)[0].tokens.tolist()
     assert (shorter.labels_per_sample, mixed.labels_per_sample) == (L - 1, L)
@@ -203,8 +67,8 @@ def test_reading_and_describing_a_sample(folder: Path) -> None:
         mixed.read(130)
 
 
-def test_stages_leave_the_past_alone_and_go_on_where_it_ended(folder: Path) -> None:
-    plain, staged = mixture(blend(folder, YAML)), mixture(blend(folder, YAML + STAGES))
+def test_stages_leave_the_past_alone_and_go_on_where_it_ended(corpora_folder: Path) -> None:
+    plain, staged = mixture(blend(corpora_folder, YAML)), mixture(blend(corpora_folder, YAML + STAGES))
     assert staged.ids_at(0, 100).tolist() == plain.ids_at(0, 100).tolist()
     ids = staged.ids_at(0, 400)
     assert np.concatenate([staged.ids_at(at, 50) for at in range(0, 400, 50)]).tolist() == ids.tolist()
@@ -216,47 +80,49 @@ def test_stages_leave_the_past_alone_and_go_on_where_it_ended(folder: Path) -> N
     for at in range(0, 160, 10):  # no instance is skipped or repeated where a stage begins
         assert sorted(wiki[at : at + 10].tolist()) == list(range(120, 130))
     with pytest.raises(ConfigError, match="stages must follow each other; they start at samples"):
-        mixture(blend(folder, YAML + STAGES.replace("1599", "700")))
+        mixture(blend(corpora_folder, YAML + STAGES.replace("1599", "700")))
 
 
-def test_natural_shares(folder: Path) -> None:
+def test_natural_shares(corpora_folder: Path) -> None:
     mixed = mixture(
-        blend(folder, YAML.replace(", weight: 0.6", "").replace(", weight: 0.3", "").replace(", weight: 0.1", ""))
+        blend(
+            corpora_folder, YAML.replace(", weight: 0.6", "").replace(", weight: 0.3", "").replace(", weight: 0.1", "")
+        )
     )
     assert sorted(mixed.ids_at(0, 130).tolist()) == list(range(130))  # one epoch of everything
 
 
-def test_order_of_a_corpus_does_not_depend_on_its_company(folder: Path) -> None:
-    alone = mixture(blend(folder, "corpora: {code: {paths: ['code/*'], weight: 7}}")).ids_at(0, 60)
-    mixed = mixture(blend(folder, YAML))
+def test_order_of_a_corpus_does_not_depend_on_its_company(corpora_folder: Path) -> None:
+    alone = mixture(blend(corpora_folder, "corpora: {code: {paths: ['code/*'], weight: 7}}")).ids_at(0, 60)
+    mixed = mixture(blend(corpora_folder, YAML))
     assert (mixed.ids_at(0, 200)[mixed.corpora_at(0, 200) == 1] - 90).tolist() == alone.tolist()
-    assert mixture(blend(folder, YAML), seed=4).ids_at(0, 60).tolist() != mixed.ids_at(0, 60).tolist()
+    assert mixture(blend(corpora_folder, YAML), seed=4).ids_at(0, 60).tolist() != mixed.ids_at(0, 60).tolist()
 
 
-def test_splits_of_a_mixture(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_splits_of_a_mixture(corpora_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     seen = {}
     for part in (Split.TRAIN, Split.VALID):
-        mixed = mixture(blend(folder, YAML), part, "70,30,0")
+        mixed = mixture(blend(corpora_folder, YAML), part, "70,30,0")
         seen[part] = {int(token) for i in range(len(mixed)) for token in window_of(mixed, i)}
     assert not seen[Split.TRAIN] & seen[Split.VALID]
     with caplog.at_level(logging.WARNING, logger="optimus"):
-        small = mixture(blend(folder, YAML), Split.VALID, "95,5,0")
-    assert small.names == ["web", "code"] and "corpus wiki is left out of the valid split" in caplog.text
+        small = mixture(blend(corpora_folder, YAML), Split.VALID, "95,5,0")
+    assert small.names == ["web", "code"] and "corpus wiki is not in the valid split" in caplog.text
     later = YAML.replace("weight: 0.6", "weight: 0").replace("weight: 0.3", "weight: 0")
     with pytest.raises(
         DataError, match=r"no corpus that the first stage draws from has an instance in the valid split"
     ):
         mixture(
-            blend(folder, later + "stages: [{start_samples: 100, weights: {web: 1, code: 1, wiki: 0}}]"),
+            blend(corpora_folder, later + "stages: [{start_samples: 100, weights: {web: 1, code: 1, wiki: 0}}]"),
             Split.VALID,
             "95,5,0",
         )
     with pytest.raises(DataError, match=r"corpus wiki: .*too little data"):
-        mixture(blend(folder, YAML), Split.TRAIN, "5,95,0")
+        mixture(blend(corpora_folder, YAML), Split.TRAIN, "5,95,0")
 
 
-def test_plan_and_dry_corpora(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    plan = mixture(blend(folder, YAML)).plan(200)
+def test_plan_and_dry_corpora(corpora_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plan = mixture(blend(corpora_folder, YAML)).plan(200)
     assert [(c.name, c.files, c.instances, c.samples) for c in plan] == [
         ("web", 3, 90, 120),
         ("code", 2, 30, 60),
@@ -292,9 +158,9 @@ def rows(sources: Sources, consumed: int, dp: int, mbs: int, gbs: int = 8) -> li
 
 @settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data())
-def test_stopped_and_resumed_with_other_world_sizes(folder: Path, data: st.DataObject) -> None:
+def test_stopped_and_resumed_with_other_world_sizes(corpora_folder: Path, data: st.DataObject) -> None:
     """The log of sample ids of a run that stops at random steps equals the unbroken one's."""
-    sources = blend(folder, YAML + STAGES)
+    sources = blend(corpora_folder, YAML + STAGES)
     unbroken = [rows(sources, 8 * step, 1, 8) for step in range(30)]
     log, step = [], 0
     while step < 30:
@@ -308,17 +174,18 @@ def test_stopped_and_resumed_with_other_world_sizes(folder: Path, data: st.DataO
     assert log == unbroken
 
 
-def test_global_batch_may_change_at_any_step(folder: Path) -> None:
-    sources = blend(folder, YAML)
+def test_global_batch_may_change_at_any_step(corpora_folder: Path) -> None:
+    sources = blend(corpora_folder, YAML)
     small = [rows(sources, 8 * step, 2, 2) for step in range(6)]
     large = rows(sources, 16, 2, 2, gbs=16), rows(sources, 32, 4, 2, gbs=16)
     for i, batch in enumerate(large):
         assert Counter(batch) == Counter(small[2 * i + 2] + small[2 * i + 3])
 
 
-def test_no_rank_sees_one_corpus_only(folder: Path) -> None:
+def test_no_rank_sees_one_corpus_only(corpora_folder: Path) -> None:
     sources = blend(
-        folder, YAML.replace("0.6", "1").replace("0.3", "1").replace("wiki: {paths: [wiki/part-0], weight: 0.1}", "")
+        corpora_folder,
+        YAML.replace("0.6", "1").replace("0.3", "1").replace("wiki: {paths: [wiki/part-0], weight: 0.1}", ""),
     )
     for rank in range(2):
         reader = loader(sources, dp=2, rank=rank, mbs=1)
@@ -328,8 +195,8 @@ def test_no_rank_sees_one_corpus_only(folder: Path) -> None:
         reader.close()
 
 
-def test_validation_of_a_mixture_is_fixed_and_has_every_corpus(folder: Path) -> None:
-    sources = blend(folder, YAML)
+def test_validation_of_a_mixture_is_fixed_and_has_every_corpus(corpora_folder: Path) -> None:
+    sources = blend(corpora_folder, YAML)
     valid = loader(sources, shuffle=False, max_batches=2)
     assert valid.num_batches == 2
     first = [valid.batch(8 * step)[0].tokens_BS.tolist() for step in range(2)]
@@ -343,26 +210,26 @@ _ROWS_WITHOUT_TORCH = """
 import json, sys
 from megatron.optimus.config.schema import DataConfig
 from megatron.optimus.data.dataset import Split
-from megatron.optimus.data.mixture import Mixture, mixed_rows
-from megatron.optimus.data.samples import SampleOptions, make_sample
+from megatron.optimus.data.mixture import Mixture, shuffled_rows
+from megatron.optimus.data.dataset import SampleOptions, make_sample
 from megatron.optimus.data.sources import read_sources
 sources = read_sources(DataConfig(data_file_list=sys.argv[1]))
 mixture = Mixture(sources, 8, split="1,0,0", part=Split.TRAIN, seed=3)
-ids = mixture.ids_at(16, 8)[mixed_rows(8, 16)[1::2]]
+ids = mixture.ids_at(16, 8)[shuffled_rows(8, 16)[1::2]]
 rows = [make_sample(mixture.read(i), 8, SampleOptions()) for i in ids.tolist()]
 print(json.dumps([[row[0].tolist(), row[1].tolist()] for row in rows]))
 sys.exit("torch was imported" if "torch" in sys.modules else 0)
 """
 
 
-def test_rows_are_made_without_torch(folder: Path) -> None:
+def test_rows_are_made_without_torch(corpora_folder: Path) -> None:
     """So the data's own memory is that of numpy, and tools start fast; rank 1 of 2 gets the same from the loader."""
-    mixture = Mixture(blend(folder, YAML), L, split="1,0,0", part=Split.TRAIN, seed=3)
+    mixture = Mixture(blend(corpora_folder, YAML), L, split="1,0,0", part=Split.TRAIN, seed=3)
     options = {"micro_batch_size": 1, "data_parallel_rank": 1, "data_parallel_size": 2, "seed": 3}
     loader = BatchLoader(mixture, seq_length=L, global_batch_size=8, **options)
     expected = [[batch.tokens_BS[0].tolist(), batch.labels_BS[0].tolist()] for batch in loader.batch(16)]
     loader.close()
-    command = [sys.executable, "-c", _ROWS_WITHOUT_TORCH, str(folder / "blend.yaml")]
+    command = [sys.executable, "-c", _ROWS_WITHOUT_TORCH, str(corpora_folder / "blend.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3])
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == expected

@@ -16,8 +16,7 @@ from deepspeed_ext.config_checks import check_kinds, in_one_line
 from deepspeed_ext.config_keys import TOP_LEVEL_KEYS, unknown_keys
 from deepspeed_ext.ds_config import build_torch_optimizer, reason_for_deepspeed, resolve_config, zero_options
 from deepspeed_ext.initialize import _torch_optimizer
-from deepspeed_ext.zero.loss_scale import LossScaleOptions
-from deepspeed_ext.zero.options import DEFAULT_BUCKET_NUMEL, ZeroOptions
+from deepspeed_ext.zero.options import DEFAULT_BUCKET_NUMEL, LossScaleOptions, ZeroOptions
 
 
 @pytest.mark.parametrize(

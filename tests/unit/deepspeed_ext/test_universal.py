@@ -15,7 +15,8 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
 from deepspeed_ext.torch_files import Shell, read_torch
 from deepspeed_ext.universal import locate, loss_scale_state
-from deepspeed_ext.zero.loss_scale import LossScale, LossScaleOptions
+from deepspeed_ext.zero.grad_scaling import LossScale
+from deepspeed_ext.zero.options import LossScaleOptions
 
 
 @pytest.mark.parametrize("steps", range(0, 40, 3))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from deepspeed_ext.zero.collectives import all_gather, reduce_scatter
+from deepspeed_ext.zero.bucket import all_gather, reduce_scatter
 
 V, D, H, E = 131, 20, 13, 4
 BATCH, SEQ = 2, 5

@@ -1,4 +1,4 @@
-"""Exact sizes of the presets, counted on models built on the meta device, and the text of a dry run."""
+"""Exact sizes of the presets, and the text of a dry run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.describe import describe, smallest_world
-from megatron.optimus.models.counting import count_parameters
-from megatron.optimus.models.hf_config import model_config_from_hf
+from megatron.optimus.models.huggingface.config import model_config_from_hf
+from megatron.optimus.models.parameters import count_parameters
 
 TOTALS = {
     "mula-1b": (1_279_787_008, 1_279_787_008),

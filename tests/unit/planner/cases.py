@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import RunConfig
+from megatron.optimus.context import RunContext
 
 BASE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --vocab-size 512 --seq-length 32 "
@@ -105,7 +106,7 @@ def batch_of(config: RunConfig, mesh: Any) -> Any:
     """This rank's part of a micro-batch of random tokens."""
     from megatron.optimus.data.loader import Batch
     from megatron.optimus.parallel.context import own_positions
-    from megatron.optimus.training.step import own_part
+    from megatron.optimus.training.data import own_part
 
     training = config.training
     tokens = torch.randint(0, config.model.vocab_size, (training.micro_batch_size, training.seq_length + 1))
@@ -147,11 +148,11 @@ def alone_in_worlds(
 def bytes_kept(words: str, rank: int, world: int) -> int:
     """What one forward leaves alive for its backward."""
     from megatron.optimus.platform.mesh import Mesh
-    from megatron.optimus.training.build import build_model
+    from megatron.optimus.training.engine import build_model
 
     config = run(words)
     mesh = Mesh(config.parallel, rank=rank, world_size=world)
-    model = build_model(config, mesh, torch.device("cpu"))
+    model = build_model(RunContext.of(config, mesh, torch.device("cpu")))
     batch = batch_of(config, mesh)
     watch = Watch(is_alone=True)
     with watch:
@@ -170,17 +171,17 @@ def collectives_of_a_step(rank: int, world: int, cases: list[str]) -> list[tuple
 
 def _collectives_of_a_step(rank: int, world: int, words: str) -> tuple[dict[str, int], int]:
     from megatron.optimus.platform.mesh import Mesh
-    from megatron.optimus.training.build import build_model
-    from megatron.optimus.training.engine import build_engine
+    from megatron.optimus.training.engine import build_engine, build_model
     from megatron.optimus.training.pipeline_schedule import build_schedule
 
     config = run(words)
     mesh = Mesh(config.parallel, rank=rank, world_size=world)
     steps = config.training.global_batch_size // config.training.micro_batch_size // mesh.size("dp")
-    engine = build_engine(build_model(config, mesh, torch.device("cpu")), config, mesh, steps)
+    context = RunContext.of(config, mesh, torch.device("cpu"))
+    engine = build_engine(context, build_model(context))
     starting, watch = Watch(), Watch()
     with starting:
-        schedule = build_schedule(config, engine, mesh, torch.device("cpu"))
+        schedule = build_schedule(context, engine)
     batches = [batch_of(config, mesh) for _ in range(steps)]
     with watch:
         schedule.forward_backward(batches, 1)
@@ -238,18 +239,18 @@ class PeakWatch(Watch):
 
 def peaks_of_parts(words: str, rank: int, world: int) -> dict[str, tuple[int, int]]:
     """Of attention and mlp of a layer: most bytes alive in the forward, and in the backward."""
+    from megatron.optimus.config.rank_plan import rank_plans
     from megatron.optimus.layers.rope import rope_at, rope_table
-    from megatron.optimus.planner.share import shares
     from megatron.optimus.platform.mesh import Mesh
-    from megatron.optimus.training.build import build_model
+    from megatron.optimus.training.engine import build_model
 
     config = run(words)
     mesh = Mesh(config.parallel, rank=rank, world_size=world)
-    model = build_model(config, mesh, torch.device("cpu"))
+    model = build_model(RunContext.of(config, mesh, torch.device("cpu")))
     positions_BS = batch_of(config, mesh).positions_BS
     rope = rope_table(config.training.seq_length, config.model, torch.device("cpu"))
     rope = rope if positions_BS is None else rope_at(rope, positions_BS)
-    share = shares(config, world)[0]
+    share = rank_plans(config, world)[0]
     rows = (1, share.tokens_outside) if mesh.size("tp") > 1 else (share.sequences, share.tokens // share.sequences)
     found, dtype = {}, next(model.parameters()).dtype
     for name, part in (("attention", lambda x: model.layers[0].attention(x, rope)), ("mlp", model.layers[0].mlp)):

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from megatron.optimus.config.load import load
+from megatron.optimus.config.rank_plan import rank_plans
 from megatron.optimus.config.schema import Recompute
-from megatron.optimus.planner.activations import XPU, ring_sizes
+from megatron.optimus.models.activations import XPU, half_the_keys, half_the_queries, ring_sizes, sums_bytes
+from megatron.optimus.models.work import layer_work
 from megatron.optimus.planner.hardware import AURORA, H200, Machine
-from megatron.optimus.planner.ring import half_the_keys, half_the_queries, sums_bytes
-from megatron.optimus.planner.share import shares
 from megatron.optimus.planner.step_time import attention_rate, step_time
-from megatron.optimus.planner.work import layer_work
-from tests.unit.planner.test_planner import script
+from tests.unit.planner.test_plan import script
 
 BEFORE = script("benchmarks/planner_steps.py").BEFORE  # as what is compared with was measured
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks/results"
@@ -28,7 +27,7 @@ LONG = "--preset mula-1b --num-layers 4 --seq-length 131072 --max-position-embed
 def long_sequence(ranks: int, words: str) -> Any:
     """The share of a rank that has a part of one sequence of 131,072 tokens; the model's attention is that measured."""
     config = load(f"{LONG} --global-batch-size 1 --context-parallel-size {ranks} {words}".split()).config
-    [share] = shares(config, ranks)
+    [share] = rank_plans(config, ranks)
     return share
 
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import RunConfig
+from megatron.optimus.models.parameters import num_parameters
 from megatron.optimus.planner.hardware import AURORA, H200
 from megatron.optimus.planner.memory import memory_of
-from megatron.optimus.planner.parameters import num_parameters
 from megatron.optimus.planner.plan import Plan
 from megatron.optimus.planner.search import search
 from tests.helpers import run_distributed
@@ -77,7 +77,7 @@ def test_proposed_layouts_are_built_with_the_sizes_that_were_planned() -> None:
     }
     assert all(len(seen) > 1 for seen in sizes.values()), f"the draw has too little in it: {sizes}"
     for one, ends in zip(made, found, strict=True):
-        for share, (parameters, states, layers) in zip((one.shares[0], one.shares[-1]), ends, strict=True):
+        for share, (parameters, states, layers) in zip((one.ranks[0], one.ranks[-1]), ends, strict=True):
             planned = memory_of(share).states
             assert num_parameters(share) == parameters, one.config.parallel
             assert [layer for chunk in share.chunks for layer in chunk] == layers
@@ -95,5 +95,5 @@ def test_numbers_of_a_plan_agree_with_one_another() -> None:
         parts = (time.compute, time.exposed, time.bubble, time.update, time.launching)
         assert abs(sum(parts) - time.total) < 1e-9
         assert min(parts) >= 0 and time.data <= time.communication
-        assert memory.peak == memory.states.total + memory.lent + memory.buffers + memory.worst.total <= one.usable
-        assert sum(share.num_layers for share in one.shares) == one.config.model.num_layers
+        assert memory.peak == memory.states.total + memory.pool + memory.buffers + memory.worst.total <= one.usable
+        assert sum(share.num_layers for share in one.ranks) == one.config.model.num_layers

@@ -1,4 +1,4 @@
-"""Steps out of line are told of, a run that stays broken ends, and a resumed run judges as the unbroken one."""
+"""Outlying steps are skipped, a broken run ends, and slow devices are found and named."""
 
 from __future__ import annotations
 
@@ -7,11 +7,27 @@ import logging
 import math
 
 import pytest
+import torch
 
 from megatron.optimus.config.checks import check
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError
-from megatron.optimus.training.health import MAX_SKIPPED_IN_A_ROW, WINDOW, Health, Recent, TrainingError
+from megatron.optimus.context import RunContext
+from megatron.optimus.platform.mesh import Mesh
+from megatron.optimus.platform.ranks import Ranks
+from megatron.optimus.training import health
+from megatron.optimus.training.health import (
+    MAX_SKIPPED_IN_A_ROW,
+    WINDOW,
+    DeviceTime,
+    Health,
+    RecentValues,
+    TrainingError,
+    check_devices,
+    describe,
+    slow_devices,
+    time_products,
+)
 
 
 def observe(health: Health, step: int, skipped: bool = False, norm: float = math.nan, loss: float = 1.0) -> None:
@@ -37,7 +53,7 @@ def test_a_run_of_nothing_but_spikes_ends_with_their_size() -> None:
 
 
 def test_the_limit_is_that_of_the_window_two_steps_before() -> None:
-    recent = Recent()
+    recent = RecentValues()
     for step in range(1, 34):
         recent.add(step, float(step % 2))
     assert recent.limit(33, 3.0) == math.inf, "of 31 values nothing is concluded"
@@ -52,17 +68,17 @@ def test_the_limit_is_that_of_the_window_two_steps_before() -> None:
 
 
 def test_a_stored_window_judges_alike_and_a_foreign_one_is_ignored() -> None:
-    first, second = Recent(), Recent()
+    first, second = RecentValues(), RecentValues()
     for step in range(1, 500):
         first.add(step, math.sin(step) + 0.1)
-    second.restore(json.loads(json.dumps(first.plain())))
+    second.restore(json.loads(json.dumps(first.to_json())))
     for step in range(500, 503):
         assert first.limit(step, 2.5) == second.limit(step, 2.5) < math.inf
         first.add(step, 0.3)
         second.add(step, 0.3)
     for stored in (None, 7, [3, [1], ["a", 2], [1, None], [1, 2, 3], [1, math.inf]]):
         second.restore(stored)
-        assert second.plain() == []
+        assert second.to_json() == []
 
 
 def test_a_loss_spike_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -86,3 +102,33 @@ def test_stage_three_cannot_skip_by_size() -> None:
     run = load(["--preset", "mula-tiny", "--zero-stage", "3", "--grad-norm-spike-sigma", "6"]).config
     with pytest.raises(ConfigError, match=r"grad_norm_spike_sigma=6.0 with zero_stage=3: use 0, or zero_stage=1 or 2"):
         check(run, 1)
+
+
+def timings(*milliseconds: float) -> list[DeviceTime]:
+    return [DeviceTime(rank, f"node{rank // 2}", value / 1e3) for rank, value in enumerate(milliseconds)]
+
+
+def test_the_slow_are_those_beyond_the_median_slowest_first() -> None:
+    slow = slow_devices(timings(1.0, 1.09, 1.2, 1.0, 3.0, 1.05))
+    assert [t.rank for t in slow] == [4, 2]
+    assert describe(slow, 1e-3) == "rank 4 on node2 (3.00x), rank 2 on node1 (1.20x)"
+    assert slow_devices(timings(1.0, 1.0)) == [] and describe([], 1e-3) == "none"
+    assert [t.rank for t in slow_devices(timings(1.0, 2.0))] == [1], "of two, the slower one"
+    assert describe(slow_devices(timings(*[1.0] * 20, *[2.0] * 11)), 1e-3).endswith("(2.00x), and 3 more")
+
+
+def test_every_rank_is_asked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("optimus").propagate = True
+    caplog.set_level(logging.INFO, "optimus")
+    monkeypatch.setattr(health, "time_products", lambda device, dtype: 0.002)
+    ranks = Ranks.alone()
+    monkeypatch.setattr(ranks, "all_gather_bytes", lambda own: [own, own, b'["other", 0.005]'])
+    config = load(["--preset", "mula-tiny"]).config
+    mesh = Mesh(config.parallel, rank=0, world_size=1)
+    [slow] = check_devices(RunContext(config, mesh, torch.device("cpu"), ranks))
+    assert (slow.rank, slow.host, slow.seconds) == (2, "other", 0.005)
+    assert "3 ranks took 2.00 ms" in caplog.text and "rank 2 on other (2.50x)" in caplog.text
+
+
+def test_the_products_take_time() -> None:
+    assert 0 < time_products(torch.device("cpu"), torch.bfloat16) < 10

@@ -1,41 +1,47 @@
-"""Documents from files: JSON lines (the text under a key), parquet (in a column), plain text (a file is a document).
+"""Reads documents from JSON lines (the text under a key), parquet (in a column) and plain text (a file is a document).
 
-JSON lines and text may be compressed (.gz, .zst). Work is in two halves, the second of which can run in other
+JSON lines and text may be compressed (.gz, .zst). Reading has two halves, the second of which can run in other
 processes: ``read_batches`` cuts files into batches that know where they come from; ``parse_batch`` turns a batch into
-documents. Of uncompressed JSON lines a batch is a range of bytes, which ``parse_batch`` reads: no line goes through a
-pipe.
+documents. A batch of uncompressed JSON lines is a range of bytes, which ``parse_batch`` reads itself: no line goes
+through a pipe between processes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import glob
+import gzip
+import io
 import json
 import logging
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron.optimus.data.errors import DataError
-from megatron.optimus.data.tokenize.raw_bytes import COMPRESSED, open_stream, read_lines
 
 logger = logging.getLogger("optimus")
 
-BATCH_BYTES = 1 << 20
-_BATCHES_LEFT = 16  # the last batches of a range are smaller, so that workers end together,
-_SMALLEST = 4  # down to a quarter
-_LINE_BYTES = 1 << 14  # read beyond a batch for the end of its last line
+BATCH_BYTES = 1 << 20  # uncompressed
+COMPRESSED = (".gz", ".zst")
 _TEXT = (".txt", ".md")
-_IN_FOLDERS = (".jsonl", ".json", ".ndjson", ".parquet", *_TEXT)
+SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", *_TEXT)  # of the files that are read in folders
+
+_LAST_BATCHES = 16  # of a range get smaller, so that workers end together,
+_SMALLEST_FRACTION = 4  # down to a quarter
+_LINE_BYTES = 1 << 14  # read beyond a batch for the end of its last line
 _DECODER = json.JSONDecoder()
-_UNUSUAL_LINES = 16  # of a batch that are tried the fast way
-_SKIP_HINT = "repair the line, or pass --skip-malformed to leave such lines out"
+_MAX_FAILURES = 16  # of the fast parser in a batch, before the slow one takes the rest
+_SKIP_HINT = "repair the line, or pass --skip-malformed to skip such lines"
 
 
 class Format(Enum):
+    """Format of an input file."""
+
     JSON_LINES = "JSON lines"
     TEXT = "text"
     PARQUET = "parquet"
@@ -43,7 +49,7 @@ class Format(Enum):
 
 @dataclass(frozen=True)
 class FileRange:
-    """Bytes [start, stop) of a file; only uncompressed JSON lines are ever cut, at line ends."""
+    """Bytes [start, stop) of a file. Only uncompressed JSON lines are cut into several ranges, at line ends."""
 
     path: str
     start: int
@@ -52,41 +58,38 @@ class FileRange:
 
 @dataclass(frozen=True)
 class LineBatch:
-    """Consecutive lines (or rows, or one text) of one file: what was read of it, or where it is to be read.
-
-    Exactly one is set: ``content``, whole lines or a text; ``rows``, the values of a parquet file's columns;
-    ``source``, for the lines that begin in that range of bytes, the last of which ends by ``limit``. ``first_line``
-    counts from 1, that of a ``source`` from its start. ``position``: bytes of the file's part up to the batch's end,
-    for progress.
-    """
+    """Consecutive lines or rows, or the one text, of one file. Exactly one of content, rows and source is set."""
 
     path: str
-    first_line: int = 1
-    content: bytes | None = None
-    rows: list[list[object]] | None = None
-    source: FileRange | None = None
-    limit: int = 0
+    first_line: int = 1  # from 1; with ``source`` counted from its start
+    content: bytes | None = None  # whole lines, or a text
+    rows: list[list[object]] | None = None  # the values of a parquet file's columns
+    source: FileRange | None = None  # the batch is the lines that begin in this range, which are still to be read,
+    limit: int = 0  # and end by this byte
     format: Format = Format.JSON_LINES
-    position: int = 0
+    position: int = 0  # bytes of the file range up to the batch's end, for progress
 
 
 @dataclass
 class ParsedBatch:
-    """``documents[i]`` holds the texts of one line, one per key; ``malformed`` a message for each line left out.
+    """Documents of a batch."""
 
-    ``num_bytes``: uncompressed bytes of the batch.
-    """
-
-    documents: list[list[str]] = field(default_factory=list)
-    malformed: list[str] = field(default_factory=list)
-    num_bytes: int = 0
+    documents: list[list[str]] = field(default_factory=list)  # for each line its texts, one per key
+    malformed: list[str] = field(default_factory=list)  # a message for each skipped line
+    num_bytes: int = 0  # uncompressed bytes of the batch
 
 
 def expand_inputs(patterns: Iterable[str]) -> list[Path]:
-    """Files named by paths or globs: in the order given, the matches of one glob sorted.
+    """Finds the input files.
 
-    A folder stands for the files below it that can be read, sorted. Raises DataError if a pattern matches no file, or
-    a file is named twice (its documents would count twice).
+    Args:
+        patterns: files, globs, or folders, which stand for the files below them that end in one of ``SUFFIXES``
+
+    Returns:
+        Files in the order of the patterns; the matches of one pattern are sorted.
+
+    Raises:
+        DataError: a pattern matches no file, or a file is named twice (its documents would count twice).
     """
     paths: list[Path] = []
     for pattern in patterns:
@@ -95,7 +98,7 @@ def expand_inputs(patterns: Iterable[str]) -> list[Path]:
         for match in map(Path, matches):
             files += [match] if match.is_file() else sorted(filter(_is_readable, match.rglob("*")))
         if not files:
-            what = f"no file below it ends in {', '.join(_IN_FOLDERS)} (or .gz, .zst)" if matches else "no such file"
+            what = f"no file below it ends in {', '.join(SUFFIXES)} (or .gz, .zst)" if matches else "no such file"
             raise DataError(f"{pattern}: {what}")
         paths.extend(files)
     seen: set[Path] = set()
@@ -109,22 +112,22 @@ def expand_inputs(patterns: Iterable[str]) -> list[Path]:
 
 
 def _inner_suffix(path: Path) -> str:
-    """The suffix that names the format: of a.jsonl.gz, .jsonl"""
+    """The suffix that names the format: .jsonl for a.jsonl.gz"""
     return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix.lower()
 
 
 def _is_readable(path: Path) -> bool:
-    return path.is_file() and _inner_suffix(path) in _IN_FOLDERS
+    return path.is_file() and _inner_suffix(path) in SUFFIXES
 
 
 def format_of(path: Path) -> Format:
-    """By suffix; whatever is not known is taken for JSON lines."""
+    """Returns the format of a file by its suffix: JSON lines, if the suffix is unknown."""
     suffix = _inner_suffix(path)
     return Format.PARQUET if suffix == ".parquet" else Format.TEXT if suffix in _TEXT else Format.JSON_LINES
 
 
 def split_file(path: Path, max_bytes: int) -> list[FileRange]:
-    """The file as ranges of about ``max_bytes``, cut at line ends; one range where a format cannot be cut."""
+    """Cuts a file at line ends into ranges of about ``max_bytes``; one range if its format cannot be cut."""
     size = path.stat().st_size
     whole = FileRange(str(path), 0, size)
     if format_of(path) is not Format.JSON_LINES or path.suffix in COMPRESSED or size <= max_bytes:
@@ -140,9 +143,99 @@ def split_file(path: Path, max_bytes: int) -> list[FileRange]:
     return [FileRange(str(path), start, stop) for start, stop in zip(cuts, [*cuts[1:], size], strict=True)]
 
 
+class _ZstReader(io.RawIOBase):
+    """Reads a .zst stream uncompressed. zstandard's own reader takes a truncated file for a complete one."""
+
+    def __init__(self, stream: BinaryIO, zstandard: Any) -> None:
+        self._stream = stream
+        self._decompressor = zstandard.ZstdDecompressor()
+        self._frame = self._decompressor.decompressobj()
+        self._inside_frame = False
+        self._input = b""
+        self._output = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._output:
+            self._input = self._input or self._stream.read(1 << 17)
+            if not self._input:
+                if self._inside_frame:
+                    raise EOFError("compressed data end before the end-of-frame mark")
+                return 0
+            self._output = self._frame.decompress(self._input)
+            self._inside_frame = not self._frame.eof
+            self._input = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame = self._decompressor.decompressobj()
+        count = min(len(buffer), len(self._output))
+        buffer[:count] = self._output[:count]
+        self._output = self._output[count:]
+        return count
+
+
+def open_stream(path: Path, raw: BinaryIO) -> BinaryIO:
+    """Wraps an open .gz or .zst file so that reading gives uncompressed bytes; returns others as they are."""
+    if path.suffix == ".gz":
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)  # type: ignore[arg-type]
+    if path.suffix == ".zst":
+        try:
+            import zstandard
+        except ImportError as error:
+            raise DataError(f"{path}: reading .zst needs the package zstandard: pip install zstandard") from error
+        return io.BufferedReader(_ZstReader(raw, zstandard), 1 << 20)
+    return raw
+
+
+def read_lines(path: str, start: int, stop: int, limit: int, step: int) -> tuple[int, bytes]:
+    """Reads the lines that begin in bytes [``start``, ``stop``) of a file.
+
+    Args:
+        path: file
+        start: first byte of the range
+        stop: end of the range
+        limit: byte by which the last of these lines ends
+        step: bytes to read beyond ``stop`` for the end of the last line; if it is not there, twice as many, and so on
+
+    Returns:
+        (byte at which the first line begins, all lines)
+
+    Raises:
+        EOFError: the file is shorter.
+        OSError: the file cannot be read.
+    """
+    with open(path, "rb", buffering=0) as stream:
+        begin = max(0, start - 1)  # with the byte before: a line begins at the start if that ends one
+        content, size = _pread(stream.fileno(), begin, min(limit, stop + step)), stop - begin
+        first = content.find(b"\n", 0, size) + 1 if start else 0
+        if start and first in (0, size):
+            return stop, b""
+        end = content.find(b"\n", size - 1) + 1
+        if end or begin + len(content) == limit:
+            return begin + first, content[first : end or len(content)]
+        chunks, at = [content[first:]], begin + len(content)
+        while at < limit and not chunks[-1].endswith(b"\n"):
+            step *= 2
+            chunk = _pread(stream.fileno(), at, min(limit, at + step))
+            chunks.append(chunk[: chunk.find(b"\n") + 1] or chunk)
+            at += len(chunk)
+        return begin + first, b"".join(chunks)
+
+
+def _pread(descriptor: int, start: int, stop: int) -> bytes:
+    content = os.pread(descriptor, stop - start, start)
+    while len(content) < stop - start:
+        more = os.pread(descriptor, stop - start - len(content), start + len(content))
+        if not more:
+            raise EOFError(f"it has shrunk to {start + len(content)} bytes since its size was looked up")
+        content += more
+    return content
+
+
 @contextlib.contextmanager
-def _readable(path: Path, reached: Callable[[], int] | None = None) -> Iterator[None]:
-    """Errors of files and archives become DataErrors that name the line reached, where that is known."""
+def _naming_errors(path: Path, reached: Callable[[], int] | None = None) -> Iterator[None]:
+    """Turns errors of files and archives into DataErrors that name the line reached, where that is known."""
     try:
         yield
     except DataError:
@@ -155,15 +248,23 @@ def _readable(path: Path, reached: Callable[[], int] | None = None) -> Iterator[
         if isinstance(error, PermissionError):
             raise DataError(f"{path}: {error.strerror}; give this user the right to read it") from error
         reason = (error.strerror if isinstance(error, OSError) else None) or error
-        place = str(path) if reached is None else f"{path}:{reached()}"
-        raise DataError(f"{place}: cannot read on: {reason}; the file is damaged or incomplete") from error
+        where = str(path) if reached is None else f"{path}:{reached()}"
+        raise DataError(f"{where}: cannot read on: {reason}; the file is damaged or incomplete") from error
 
 
 def read_batches(files: Iterable[Path | FileRange], keys: Sequence[str] = ("text",)) -> Iterator[LineBatch]:
-    """Batches of up to ``BATCH_BYTES`` uncompressed bytes or a line, in order. Raises DataError for an empty file."""
+    """Yields the batches of files, in order, each of about ``BATCH_BYTES`` or one longer line.
+
+    Args:
+        files: input files, or ranges of them
+        keys: columns to read of parquet files
+
+    Raises:
+        DataError: a file is empty or cannot be read.
+    """
     for file in files:
-        part = _whole(file) if isinstance(file, Path) else file
-        path = Path(part.path)
+        source = _whole(file) if isinstance(file, Path) else file
+        path = Path(source.path)
         kind = format_of(path)
         if kind is Format.PARQUET:
             batches = _parquet_batches(path, keys)
@@ -172,33 +273,33 @@ def read_batches(files: Iterable[Path | FileRange], keys: Sequence[str] = ("text
         elif path.suffix in COMPRESSED:
             batches = _archive_batches(path)
         else:
-            batches = _range_batches(part)
+            batches = _range_batches(source)
         empty = True
         for batch in batches:
             empty = False
             yield batch
         if empty:
-            raise DataError(f"{part.path}: the file is empty; leave it out of the input")
+            raise DataError(f"{source.path}: the file is empty; leave it out of the input")
 
 
 def _whole(path: Path) -> FileRange:
-    with _readable(path):
+    with _naming_errors(path):
         return FileRange(str(path), 0, path.stat().st_size)
 
 
-def _range_batches(part: FileRange) -> Iterator[LineBatch]:
-    start = part.start
-    while start < part.stop:
-        size = min(BATCH_BYTES, max(-(-BATCH_BYTES // _SMALLEST), (part.stop - start) // _BATCHES_LEFT))
-        stop = min(start + size, part.stop)
-        source = FileRange(part.path, start, stop)
-        yield LineBatch(part.path, source=source, limit=part.stop, position=stop - part.start)
+def _range_batches(whole: FileRange) -> Iterator[LineBatch]:
+    start = whole.start
+    while start < whole.stop:
+        size = min(BATCH_BYTES, max(-(-BATCH_BYTES // _SMALLEST_FRACTION), (whole.stop - start) // _LAST_BATCHES))
+        stop = min(start + size, whole.stop)
+        source = FileRange(whole.path, start, stop)
+        yield LineBatch(whole.path, source=source, limit=whole.stop, position=stop - whole.start)
         start = stop
 
 
 def _archive_batches(path: Path) -> Iterator[LineBatch]:
     first, rest = 1, []
-    with _readable(path, lambda: first), open(path, "rb", buffering=1 << 20) as raw:
+    with _naming_errors(path, lambda: first), open(path, "rb", buffering=1 << 20) as raw:
         stream = open_stream(path, raw)
         while chunk := stream.read(BATCH_BYTES):
             end = chunk.rfind(b"\n") + 1
@@ -213,7 +314,7 @@ def _archive_batches(path: Path) -> Iterator[LineBatch]:
 
 
 def _text_batches(path: Path) -> Iterator[LineBatch]:
-    with _readable(path, lambda: 1), open(path, "rb") as raw:
+    with _naming_errors(path, lambda: 1), open(path, "rb") as raw:
         content = open_stream(path, raw).read()
     if content:
         yield LineBatch(str(path), content=content, format=Format.TEXT)
@@ -225,7 +326,7 @@ def _parquet_batches(path: Path, keys: Sequence[str]) -> Iterator[LineBatch]:
     except ImportError as error:
         raise DataError(f"{path}: reading parquet needs the package pyarrow: pip install pyarrow") from error
     first, total = 1, path.stat().st_size
-    with _readable(path, lambda: first), pyarrow.parquet.ParquetFile(path) as table:
+    with _naming_errors(path, lambda: first), pyarrow.parquet.ParquetFile(path) as table:
         names = table.schema_arrow.names
         if missing := [key for key in keys if key not in names]:
             raise DataError(f"{path}: no column {missing[0]!r}; it has {names[:8]} (choose with --json-keys)")
@@ -289,8 +390,8 @@ def _parse_text(content: bytes, keys: Sequence[str]) -> list[str]:
     return [text] * len(keys)
 
 
-def _place(batch: LineBatch, number: int, begin: int) -> str:
-    """file:line. The lines before byte ``begin`` of a file that is read from there are counted now, as they matter."""
+def _file_and_line(batch: LineBatch, number: int, begin: int) -> str:
+    """file:line, for a message. The lines before byte ``begin``, at which the batch starts, are counted only here."""
     if begin:
         with open(batch.path, "rb") as stream:
             while begin and (chunk := stream.read(min(begin, 1 << 22))):
@@ -300,7 +401,7 @@ def _place(batch: LineBatch, number: int, begin: int) -> str:
 
 
 def _texts_at(text: str, at: int, bound: int, keys: Sequence[str]) -> list[str] | None:
-    """What ``_parse_line`` gives, faster, for a line text[at:bound] with nothing unusual about it; else None."""
+    """Parses the line text[at:bound] as ``_parse_line`` does, faster; None if there is anything unusual about it."""
     try:
         record, end = _DECODER.raw_decode(text, at)  # in place: cutting lines out first would copy everything once more
         texts = [record[key] for key in keys]
@@ -318,7 +419,7 @@ def _lines_of(content: bytes, keys: Sequence[str]) -> Iterator[list[str] | bytes
     """The texts of each line, or the line itself, without its end, where ``_parse_line`` is needed."""
     if b"\r" in content:
         content = content.replace(b"\r\n", b"\n")
-    at, unusual = 0, 0
+    at, failures = 0, 0
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError:  # to be found by its line
@@ -328,20 +429,26 @@ def _lines_of(content: bytes, keys: Sequence[str]) -> Iterator[list[str] | bytes
         bound = text.find("\n", at)
         bound = bound if bound >= 0 else len(text)
         # each failure costs a look at the whole batch: the decoder's error counts the lines before it
-        texts = _texts_at(text, at, bound, keys) if unusual < _UNUSUAL_LINES else None
-        unusual += texts is None
+        texts = _texts_at(text, at, bound, keys) if failures < _MAX_FAILURES else None
+        failures += texts is None
         yield text[at:bound].encode("utf-8") if texts is None else texts
         at = bound + 1
 
 
 def parse_batch(batch: LineBatch, keys: Sequence[str], skip_malformed: bool = False) -> ParsedBatch:
-    """The batch's documents. A malformed line raises DataError with file and line, or is noted if they are skipped.
+    """Parses the documents of a batch.
 
-    Raises DataError for a file that has shrunk, or cannot be read any more.
+    Args:
+        batch: one of those that ``read_batches`` yields
+        keys: of the texts in each JSON object, or the columns
+        skip_malformed: whether malformed lines are noted and skipped
+
+    Raises:
+        DataError: a line is malformed (names file and line), or the file has shrunk or cannot be read any more.
     """
     begin, content = 0, batch.content
     if batch.source is not None:
-        with _readable(Path(batch.path)):
+        with _naming_errors(Path(batch.path)):
             begin, content = read_lines(batch.path, batch.source.start, batch.source.stop, batch.limit, _LINE_BYTES)
     if content is None:
         entries: Iterable[Any] = batch.rows or []
@@ -358,7 +465,7 @@ def parse_batch(batch: LineBatch, keys: Sequence[str], skip_malformed: bool = Fa
         try:
             documents.append(_parse_entry(entry, keys, batch.format, is_first=number == 1 and not begin))
         except ValueError as error:
-            message = f"{_place(batch, number, begin)}: {error}"
+            message = f"{_file_and_line(batch, number, begin)}: {error}"
             if not skip_malformed:
                 raise DataError(f"{message}; {_SKIP_HINT}") from error
             parsed.malformed.append(message)
@@ -375,9 +482,15 @@ def _parse_entry(entry: Any, keys: Sequence[str], kind: Format, *, is_first: boo
 
 
 def read_documents(paths: Iterable[Path], key: str = "text", skip_malformed: bool = False) -> Iterator[str]:
-    """Texts of all documents, in order. Warns with the number of lines left out, if any.
+    """Yields the texts of all documents, in order. Logs a warning with the number of skipped lines, if any.
 
-    Raises DataError for a malformed line (unless skipped), an unreadable or empty file, or no document at all.
+    Args:
+        paths: input files
+        key: of the text in each JSON object, or the column
+        skip_malformed: whether malformed lines are skipped
+
+    Raises:
+        DataError: a line is malformed, a file is unreadable or empty, or there is no document at all.
     """
     documents = malformed = 0
     for batch in read_batches(paths, [key]):
@@ -387,6 +500,6 @@ def read_documents(paths: Iterable[Path], key: str = "text", skip_malformed: boo
         for (text,) in parsed.documents:
             yield text
     if malformed:
-        logger.warning("%d malformed lines left out", malformed)
+        logger.warning("%d malformed lines skipped", malformed)
     if not documents:
-        raise DataError(f"no documents in the input ({malformed} malformed lines left out)")
+        raise DataError(f"no documents in the input ({malformed} malformed lines skipped)")

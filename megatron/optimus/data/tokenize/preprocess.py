@@ -1,14 +1,14 @@
-"""Documents in, token files out: the work of `optimus preprocess`.
+"""Tokenizes documents into .bin/.idx pairs: Megatron's preprocessing.
 
-Worker processes read ranges of about a megabyte, and do the rest (JSON, tokenizer, narrowing to the file's
-element type); one process, which also reads what cannot be read in ranges, hands them out and writes tokens. Results
-are written in reading order, so the bytes do not depend on the number of workers. At most a few batches per worker are
-under way: memory does not grow with the corpus.
+Worker processes read ranges of about a megabyte, parse and tokenize them, and convert the ids to the file's element
+type. One process hands the ranges out, reads what cannot be read in ranges, and writes tokens. Results are written in
+reading order, so the bytes do not depend on the number of workers. At most a few batches per worker are pending: memory
+does not grow with the corpus.
 
-The input is cut into parts (parts.py): a file, or a range of a large one. Each is written as a pair of its own, and a
-part that is there is not done again: a killed run goes on with the part it was at. Several processes on several nodes
-share the parts without talking to each other; who finds that all are there joins them, byte for byte what one process
-would have written in one go.
+The input is cut into partitions (partitions.py): a file, or a range of a large one. Each is written as a pair of its
+own, and a finished one is not done again: a killed run continues with the partition it was at. Several processes on
+several nodes share the partitions without communicating; the one that finds all of them done joins them, into the same
+bytes that one process alone would have written.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from megatron.optimus.config.schema import ConfigError, TokenizerType
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron.optimus.data.tokenize.corpus import LineBatch, expand_inputs, parse_batch, read_batches
-from megatron.optimus.data.tokenize.tokenizer import Ids, Tokenizer, build_tokenizer
-from megatron.optimus.data.tokenize.work_parts import Part, PartPlan, fingerprint
+from megatron.optimus.data.tokenize.partitions import Partition, PartitionPlan, fingerprint
+from megatron.optimus.data.tokenize.pretoken_cache import Ids
+from megatron.optimus.data.tokenize.tokenizer import Tokenizer, build_tokenizer
 from megatron.optimus.platform import environment
 
 logger = logging.getLogger("optimus")
@@ -48,21 +49,21 @@ _SHOWN_MALFORMED = 10
 
 @dataclass
 class PreprocessReport:
-    """What was written. ``tokens`` by prefix; an empty document has no sequence and no end-of-document token."""
+    """What has been written, or so far."""
 
-    tokens: dict[str, int] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)  # by prefix of the output
     documents: int = 0
-    empty_documents: int = 0
-    malformed: int = 0
-    input_bytes: int = 0
+    empty_documents: int = 0  # they have no sequence and no end-of-document token
+    malformed: int = 0  # skipped lines
+    input_bytes: int = 0  # uncompressed
     seconds: float = 0.0
-    parts: int = 0  # done by this process
-    parts_found: int = 0  # done before, or by other processes
-    progress: float = 0.0  # share of this process's input that has been read
-    merged: bool = True  # False: other processes have not finished their parts
+    partitions_done: int = 0  # by this process
+    partitions_found: int = 0  # done before, or by other processes
+    progress: float = 0.0  # fraction of this process's input that has been read
+    merged: bool = True  # False: other processes have not finished their partitions
 
     def add(self, other: PreprocessReport) -> None:
-        """Adds the counts of documents and tokens."""
+        """Adds the counts of documents, tokens and bytes of another report."""
         for prefix, tokens in other.tokens.items():
             self.tokens[prefix] = self.tokens.get(prefix, 0) + tokens
         self.documents += other.documents
@@ -73,7 +74,7 @@ class PreprocessReport:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """All a worker needs to know."""
+    """Options of the workers."""
 
     tokenizer_type: TokenizerType
     tokenizer_model: str | None
@@ -85,16 +86,16 @@ class _Recipe:
 
 @dataclass(frozen=True)
 class _EncodedBatch:
-    """Per key: tokens of the batch back to back, and tokens of each document."""
+    """Tokens of a batch."""
 
-    tokens: list[npt.NDArray[Any]]
-    lengths: list[list[int]]
+    tokens: list[npt.NDArray[Any]]  # for each key, the tokens of all documents back to back
+    lengths: list[list[int]]  # for each key, the tokens of each document
     malformed: list[str]
     num_bytes: int
 
 
 class _Worker:
-    """State of a worker process; the tokenizer is built once."""
+    """State of a worker process, in which the tokenizer is built once."""
 
     recipe: _Recipe
     tokenizer: Tokenizer
@@ -103,7 +104,7 @@ class _Worker:
 def _start_worker(recipe: _Recipe) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     threading.Thread(target=_leave_with_parent, daemon=True).start()
-    # when all is done: taking interpreter and vocabulary apart, object by object, is as long as tokenizing a megabyte
+    # at the end of the process: freeing interpreter and vocabulary, object by object, takes as long as tokenizing a MB
     atexit.register(os._exit, 0)
     # the library's own threads, times the number of workers, would fight for the cores; it reads this from C
     environment.set_default("TOKENIZERS_PARALLELISM", "false")
@@ -112,7 +113,7 @@ def _start_worker(recipe: _Recipe) -> None:
 
 
 def _leave_with_parent() -> None:
-    """A parent killed outright cannot stop its workers, which would wait for work forever."""
+    """Ends the worker when its parent ends: a killed parent cannot stop its workers, which would wait forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -125,16 +126,18 @@ def _encode_batch(batch: LineBatch) -> _EncodedBatch:
     tokens, lengths = [], []
     for i in range(len(recipe.keys)):
         documents = tokenizer.encode_batch([texts[i] for texts in parsed.documents])
-        packed = _pack(documents, tokenizer.eod_id if recipe.append_eod else None, recipe.dtype)
-        tokens.append(packed[0])
-        lengths.append(packed[1])
+        joined = _join_documents(documents, tokenizer.eod_id if recipe.append_eod else None, recipe.dtype)
+        tokens.append(joined[0])
+        lengths.append(joined[1])
     return _EncodedBatch(tokens, lengths, parsed.malformed, parsed.num_bytes)
 
 
-def _pack(documents: list[Ids], eod_id: int | None, dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], list[int]]:
-    """Ids of all documents back to back as ``dtype``, each ended by ``eod_id`` if that is given, and their lengths.
+def _join_documents(
+    documents: list[Ids], eod_id: int | None, dtype: np.dtype[Any]
+) -> tuple[npt.NDArray[Any], list[int]]:
+    """(ids of all documents back to back as ``dtype``, each ended by ``eod_id`` if that is given; their lengths)
 
-    Megatron's convention: an empty document stays empty. Raises DataError for an id that ``dtype`` cannot hold.
+    An empty document stays empty, as in Megatron. Raises DataError for an id that ``dtype`` cannot hold.
     """
     lengths = [ids.size for ids in documents]
     if eod_id is not None and documents:
@@ -151,24 +154,24 @@ def _pack(documents: list[Ids], eod_id: int | None, dtype: np.dtype[Any]) -> tup
 
 
 def _encode_all(
-    pool: ProcessPoolExecutor, parts: Sequence[Part], keys: Sequence[str], window: int
-) -> Iterator[tuple[Part, int, _EncodedBatch | None]]:
-    """(part, bytes of it read, result) in reading order, with at most ``window`` batches under way; None ends a part.
+    pool: ProcessPoolExecutor, partitions: Sequence[Partition], keys: Sequence[str], max_pending: int
+) -> Iterator[tuple[Partition, int, _EncodedBatch | None]]:
+    """(partition, bytes of it read, result) in reading order, with at most ``max_pending`` batches in the workers.
 
-    Runs on from one part to the next, so that no worker waits at the end of a part.
+    The result None ends a partition. The next one begins before that, so that no worker waits at the end of one.
     """
-    pending: deque[tuple[Part, int, Future[_EncodedBatch] | None]] = deque()
+    pending: deque[tuple[Partition, int, Future[_EncodedBatch] | None]] = deque()
 
-    def oldest() -> tuple[Part, int, _EncodedBatch | None]:
-        part, position, future = pending.popleft()
-        return part, position, None if future is None else future.result()
+    def oldest() -> tuple[Partition, int, _EncodedBatch | None]:
+        partition, position, future = pending.popleft()
+        return partition, position, None if future is None else future.result()
 
-    for part in parts:
-        for batch in read_batches([part.source], keys):
-            pending.append((part, batch.position, pool.submit(_encode_batch, batch)))
-            if len(pending) >= window:
+    for partition in partitions:
+        for batch in read_batches([partition.source], keys):
+            pending.append((partition, batch.position, pool.submit(_encode_batch, batch)))
+            if len(pending) >= max_pending:
                 yield oldest()
-        pending.append((part, part.num_bytes, None))
+        pending.append((partition, partition.num_bytes, None))
     while pending:
         yield oldest()
 
@@ -190,24 +193,41 @@ def preprocess(
     world_size: int = 1,
     show_progress: Callable[[PreprocessReport], None] | None = None,
 ) -> PreprocessReport:
-    """Tokenizes files, globs or folders into ``<output_prefix>_<key>_document.{bin,idx}`` for each key.
+    """Tokenizes files into ``<output_prefix>_<key>_document.{bin,idx}`` for each key.
 
-    ``partitions``: cut the input into at least so many parts, where it can be cut (uncompressed JSON lines).
-    ``per_file``: a pair ``<output_prefix>/<file>_<key>_document`` for each input file instead of one for all.
-    ``rank``, ``world_size``: of the processes that share the work; the parts, largest first, go round among them.
+    The final files appear only when everything went well; until then finished partitions are kept in
+    ``<output_prefix>.parts``.
 
-    The final files appear only when everything went well; finished parts wait in ``<output_prefix>.parts``. The report
-    counts the whole output, or where other processes are still at work this process's parts. Raises DataError for
-    unusable input (file and line), a missing tokenizer, a corpus without tokens, or a disk that refuses; ConfigError
-    for an option that makes no sense.
+    Args:
+        inputs: files, globs or folders
+        output_prefix: path of the output, without key and suffix
+        tokenizer_type: library of the tokenizer
+        tokenizer_model: its file or folder
+        json_keys: keys of the texts in each JSON object, or columns; each becomes a pair
+        append_eod: whether each document is ended by the tokenizer's end-of-document token
+        workers: worker processes
+        skip_malformed: whether malformed lines are skipped, instead of being an error
+        log_interval: documents between two reports of progress
+        partitions: least number of partitions to cut the input into, where it can be cut (uncompressed JSON lines)
+        per_file: whether each input file becomes a pair ``<output_prefix>/<file>_<key>_document`` of its own
+        rank: of this process, among those that share the work
+        world_size: number of these processes
+        show_progress: called with each report of progress; by default it is logged
+
+    Returns:
+        The report on the whole output, or, while other processes are at work, on this process's partitions.
+
+    Raises:
+        DataError: the input is unusable (names file and line), the tokenizer cannot be read, the corpus has no tokens,
+            or the disk refuses.
+        ConfigError: the options are impossible.
     """
     _check_options(workers, rank, world_size, json_keys)
     started = time.monotonic()
     paths = expand_inputs(inputs)
-    tokenizer = build_tokenizer(tokenizer_type, tokenizer_model)
-    dtype = token_dtype(tokenizer.vocab_size)
+    dtype = token_dtype(build_tokenizer(tokenizer_type, tokenizer_model).vocab_size)
     recipe = _Recipe(tokenizer_type, tokenizer_model, tuple(json_keys), append_eod, skip_malformed, dtype)
-    plan = PartPlan(
+    plan = PartitionPlan(
         paths,
         output_prefix,
         keys=json_keys,
@@ -220,15 +240,10 @@ def preprocess(
     if not mine:
         return PreprocessReport(merged=False)
     plan.begin()
-    missing = [part for part in mine if not plan.is_done(part)]
-    report = PreprocessReport(parts_found=len(mine) - len(missing))
-    _encode_parts(plan, missing, recipe, workers, report, started, show_progress or log_progress, log_interval)
-    if not plan.in_parts or per_file or plan.all_done():
-        report = _finish(plan, mine if per_file else plan.parts, report)
-        if plan.in_parts and not per_file:
-            plan.merge(dtype)
-    else:
-        report.merged = False
+    missing = [partition for partition in mine if not plan.is_done(partition)]
+    report = PreprocessReport(partitions_found=len(mine) - len(missing))
+    _encode_partitions(plan, missing, recipe, workers, report, started, show_progress or log_progress, log_interval)
+    report = _finish(plan, mine, report, dtype)
     report.seconds = time.monotonic() - started
     return report
 
@@ -242,59 +257,70 @@ def _check_options(workers: int, rank: int, world_size: int, json_keys: Sequence
         raise ConfigError(f"json_keys={list(json_keys)} must name one or more different keys")
 
 
-def _finish(plan: PartPlan, parts: Sequence[Part], own: PreprocessReport) -> PreprocessReport:
-    """The report on finished ``parts``, whoever wrote them. Raises DataError where they have no tokens."""
-    total = PreprocessReport(parts=own.parts, parts_found=own.parts_found)
-    for part in parts:
-        total.add(_load_report(plan, part))
-    _check_tokens(total, plan, parts)
+def _finish(
+    plan: PartitionPlan, mine: Sequence[Partition], own: PreprocessReport, dtype: np.dtype[Any]
+) -> PreprocessReport:
+    """Joins the partitions if all are done, and reports on the whole output. Raises DataError if it has no tokens."""
+    is_joined = plan.uses_folder and not plan.per_file
+    if is_joined and not plan.all_done():
+        own.merged = False
+        return own
+    partitions = mine if plan.per_file else plan.partitions
+    total = PreprocessReport(partitions_done=own.partitions_done, partitions_found=own.partitions_found)
+    for partition in partitions:
+        total.add(_load_report(plan, partition))
+    _check_tokens(total, plan, partitions)
+    if is_joined:
+        plan.merge(dtype)
     return total
 
 
-def _check_tokens(report: PreprocessReport, plan: PartPlan, parts: Sequence[Part]) -> None:
-    """Some tokens for every key; a single file of many may have none."""
+def _check_tokens(report: PreprocessReport, plan: PartitionPlan, partitions: Sequence[Partition]) -> None:
+    """Raises DataError unless there are tokens for every key; a single file of many may have none."""
     for key in plan.keys:
-        prefixes = [plan.final_prefix(part, key) for part in parts]
+        prefixes = [plan.final_prefix(partition, key) for partition in partitions]
         if not any(report.tokens[prefix] for prefix in prefixes):
             raise DataError(
                 f"{prefixes[0]}: the input gives no tokens ({report.documents} documents, {report.empty_documents} of "
-                f"them empty, {report.malformed} malformed lines left out)"
+                f"them empty, {report.malformed} malformed lines skipped)"
             )
 
 
-def _load_report(plan: PartPlan, part: Part) -> PreprocessReport:
-    counts = plan.counts(part)
-    tokens = {plan.final_prefix(part, key): number for key, number in counts["tokens"].items()}
+def _load_report(plan: PartitionPlan, partition: Partition) -> PreprocessReport:
+    counts = plan.counts(partition)
+    tokens = {plan.final_prefix(partition, key): number for key, number in counts["tokens"].items()}
     names = ("documents", "empty_documents", "malformed", "input_bytes")
     return PreprocessReport(tokens=tokens, **{name: counts[name] for name in names})
 
 
-def _encode_parts(
-    plan: PartPlan,
-    parts: Sequence[Part],
+def _encode_partitions(
+    plan: PartitionPlan,
+    partitions: Sequence[Partition],
     recipe: _Recipe,
     workers: int,
     report: PreprocessReport,
     started: float,
-    tell: Callable[[PreprocessReport], None],
+    show_progress: Callable[[PreprocessReport], None],
     log_interval: int,
 ) -> None:
-    """Writes the pairs of ``parts``, one part after the other."""
-    if not parts:
+    """Writes the pairs of ``partitions``, one after the other, and adds their counts to ``report``."""
+    if not partitions:
         return
-    to_read, read = sum(part.num_bytes for part in parts), 0
+    to_read, read = sum(partition.num_bytes for partition in partitions), 0
     # spawned, not forked: the tokenizer library's threads do not survive a fork
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (recipe,))
     with ExitStack() as stack:
         stack.callback(pool.shutdown, wait=True, cancel_futures=True)
-        output: _PartOutput | None = None
+        output: _PartitionOutput | None = None
         try:
-            for part, position, encoded in _encode_all(pool, parts, recipe.keys, _BATCHES_PER_WORKER * workers):
+            for partition, position, encoded in _encode_all(
+                pool, partitions, recipe.keys, _BATCHES_PER_WORKER * workers
+            ):
                 if output is None:
-                    output = stack.enter_context(_PartOutput(plan, part, recipe))
+                    output = stack.enter_context(_PartitionOutput(plan, partition, recipe))
                 if encoded is None:
                     output.commit(report)
-                    read += part.num_bytes
+                    read += partition.num_bytes
                     output = None
                     continue
                 before = report.documents + output.report.documents
@@ -304,23 +330,23 @@ def _encode_parts(
                     now = replace(report, tokens=dict(report.tokens), seconds=time.monotonic() - started)
                     now.add(output.report)
                     now.progress = (read + position) / max(1, to_read)
-                    tell(now)
+                    show_progress(now)
         except BrokenProcessPool as error:
             raise DataError(
                 f"{plan.output_prefix}: a worker process died, most likely for lack of memory; use fewer --workers"
             ) from error
 
 
-class _PartOutput(ExitStack):
-    """The pairs of one part, one per key; what has not been committed is removed at the end."""
+class _PartitionOutput(ExitStack):
+    """Writes the pairs of one partition, one per key. At the end those that are not committed are removed."""
 
-    def __init__(self, plan: PartPlan, part: Part, recipe: _Recipe) -> None:
+    def __init__(self, plan: PartitionPlan, partition: Partition, recipe: _Recipe) -> None:
         super().__init__()
-        self._plan, self._part = plan, part
-        self.report = PreprocessReport(tokens={plan.final_prefix(part, key): 0 for key in recipe.keys})
+        self._plan, self._partition = plan, partition
+        self.report = PreprocessReport(tokens={plan.final_prefix(partition, key): 0 for key in recipe.keys})
         self._writers = {}
         for key in recipe.keys:
-            writer = IndexedDatasetWriter(plan.prefix(part, key), recipe.dtype)
+            writer = IndexedDatasetWriter(plan.prefix(partition, key), recipe.dtype)
             self.callback(writer.abort)
             self._writers[key] = writer
 
@@ -334,27 +360,27 @@ class _PartOutput(ExitStack):
             report.tokens[prefix] += tokens.size
             report.empty_documents += lengths.count(0)
         for message in encoded.malformed[: max(0, _SHOWN_MALFORMED - report.malformed - malformed_before)]:
-            logger.warning("left out: %s", message)
+            logger.warning("skipped: %s", message)
         report.malformed += len(encoded.malformed)
         report.documents += len(encoded.lengths[0])
         report.input_bytes += encoded.num_bytes
 
     def commit(self, total: PreprocessReport) -> None:
         """Makes the pairs final and adds their counts to ``total``."""
-        if not self._plan.in_parts:
-            _check_tokens(self.report, self._plan, [self._part])  # a single part is the whole output
+        if not self._plan.uses_folder:
+            _check_tokens(self.report, self._plan, [self._partition])  # a single partition is the whole output
         for writer in self._writers.values():
             writer.commit()
         counts = {name: getattr(self.report, name) for name in ("documents", "empty_documents", "malformed")}
         counts |= {"input_bytes": self.report.input_bytes}
         tokens = dict(zip(self._writers, self.report.tokens.values(), strict=True))
-        self._plan.mark_done(self._part, {**counts, "tokens": tokens})
+        self._plan.mark_done(self._partition, {**counts, "tokens": tokens})
         total.add(self.report)
-        total.parts += 1
+        total.partitions_done += 1
 
 
 def log_progress(report: PreprocessReport) -> None:
-    """One line: documents, tokens, bytes of (uncompressed) input, their rates since the start, and the time to go."""
+    """Logs documents, tokens and uncompressed bytes of input, their rates since the start, and the remaining time."""
     seconds = max(report.seconds, 1e-9)
     rest = seconds * (1 - report.progress) / report.progress if 0 < report.progress <= 1 else 0.0
     logger.info(

@@ -1,7 +1,7 @@
-"""Tokenizers behind one small interface, and training a byte-level BPE.
+"""Tokenizers of several libraries behind one interface, and the training of a byte-level BPE.
 
 Text is only text: a special token's name inside a document (say "<|endoftext|>" in a page about tokenizers) is encoded
-letter by letter, so that no document can forge a document bound.
+letter by letter, so that no document can fake the end of a document.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron.optimus.config.schema import TokenizerType
 from megatron.optimus.data.errors import DataError
-from megatron.optimus.data.tokenize.pretoken_cache import WordTable
-from megatron.optimus.data.tokenize.sentencepiece_cache import SentenceTable
+from megatron.optimus.data.tokenize.pretoken_cache import ByteLevelBPECache, Ids, SentencePieceCache
 
 logger = logging.getLogger("optimus")
 
@@ -28,11 +26,9 @@ END_OF_TEXT = "<|endoftext|>"
 _NUM_BYTES = 256
 _MAX_BPE_SIZE = 1 << 24
 
-Ids = npt.NDArray[np.integer[Any]]
-
 
 class Tokenizer(Protocol):
-    """What data preparation and generation need."""
+    """The tokenizer interface that data preparation, fill in the middle and generation use."""
 
     @property
     def vocab_size(self) -> int:
@@ -43,26 +39,32 @@ class Tokenizer(Protocol):
         """Id that ends a document."""
 
     @property
-    def piece_bytes(self) -> dict[int, bytes] | None:
-        """What each id stands for, if texts are encoded in the pieces of words.py, each by itself; else None."""
+    def token_bytes(self) -> dict[int, bytes] | None:
+        """Bytes that each id stands for, if every text is encoded by its pre-tokens (pretoken_cache.py); else None."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text``; nothing is added at either end."""
+        """Encodes a text; nothing is added at either end."""
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
-        """``encode`` of each text as an array [T] of the library's integer type, faster; may be read-only."""
+        """Encodes texts, faster: for each an array [T] of the library's integer type, which may be read-only."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids``. Special tokens and ids outside the vocabulary have no text."""
+        """Decodes ids. Special tokens and ids outside the vocabulary have no text."""
 
     def token_id(self, name: str) -> int | None:
-        """Id of the special token of that name, None if there is none."""
+        """Returns the id of the special token of that name, or None if there is none."""
 
 
 class HuggingFaceTokenizer:
-    """A ``tokenizer.json`` of the ``tokenizers`` library; ``path`` is that file or a folder that holds it.
+    """A tokenizer of the ``tokenizers`` library.
 
-    The end of a document is ``eos_token`` of the tokenizer_config.json next to it, else "<|endoftext|>".
+    The end of a document is ``eos_token`` of the tokenizer_config.json beside the tokenizer.json, else "<|endoftext|>".
+
+    Args:
+        path: a tokenizer.json, or a folder that holds one
+
+    Raises:
+        DataError: there is no such file, or its vocabulary lacks the token that ends documents.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -86,19 +88,19 @@ class HuggingFaceTokenizer:
                 f'"eos_token" in {file.parent / "tokenizer_config.json"}'
             )
         self.eod_id: int = eod_id
-        self._table = WordTable.of_state(json.loads(self._tokenizer.to_str()), self._encode_with_library)
+        self._cache = ByteLevelBPECache.from_state(json.loads(self._tokenizer.to_str()), self._encode_with_library)
         self._bytes = _bytes_of_tokens(self._tokenizer)
-        self.piece_bytes = self._bytes if self._table is not None and self._table.is_for_all_texts else None
+        self.token_bytes = self._bytes if self._cache is not None and self._cache.is_for_all_texts else None
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
-        batch = self._encode_with_library(texts) if self._table is None else self._table.encode_batch(texts)
-        return [np.fromiter(ids, dtype=np.uint32, count=len(ids)) for ids in batch]
+        return self._encode_with_library(texts) if self._cache is None else self._cache.encode_batch(texts)
 
-    def _encode_with_library(self, texts: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    def _encode_with_library(self, texts: list[str]) -> list[Ids]:
+        batch = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in batch]
 
     def decode(self, ids: Sequence[int]) -> str:
         if self._bytes is None:
@@ -114,9 +116,9 @@ class HuggingFaceTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece ``.model`` file; the end of a document is its end-of-sentence piece."""
+    """A SentencePiece ``.model`` file. The end of a document is its end-of-sentence piece."""
 
-    piece_bytes = None
+    token_bytes = None
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         try:
@@ -139,14 +141,14 @@ class SentencePieceTokenizer:
         self.eod_id: int = self._processor.eos_id()
         if self.eod_id < 0:
             raise DataError(f"{file}: has no end-of-sentence piece to end documents with; train it with eos_id >= 0")
-        self._table = SentenceTable.of_model(self._processor)
+        self._cache = SentencePieceCache.from_processor(self._processor)
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
-        if self._table is not None:
-            return self._table.encode_batch(texts)
+        if self._cache is not None:
+            return self._cache.encode_batch(texts)
         return self._processor.encode(texts, num_threads=1, out_type="numpy")
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -158,14 +160,14 @@ class SentencePieceTokenizer:
 
 
 class TikTokenizer:
-    """A ``.tiktoken`` file: a line per token, its bytes in base64 and its rank.
+    """A ``.tiktoken`` file, which has a line per token: its bytes in base64 and its rank.
 
     A file of the same name with ``.json`` appended may hold {"pattern": regular expression of words,
     "end_of_text": id, "special_tokens": {name: id}}; else words are those of GPT-2, and the end of a document is the
     first id after the ranks.
     """
 
-    piece_bytes = None
+    token_bytes = None
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         try:
@@ -201,8 +203,8 @@ class TikTokenizer:
         return self._encoding.encode_ordinary(text)
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
-        # Not through a WordTable: this library is faster than looking words up in Python. With nothing disallowed and
-        # nothing allowed, the names of special tokens are text, as they are to ``encode_ordinary``.
+        # Without a pretoken cache: this library is faster than a table in Python. With nothing disallowed and nothing
+        # allowed, the names of special tokens are text, as they are to ``encode_ordinary``.
         return [self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -213,11 +215,11 @@ class TikTokenizer:
 
 
 class ByteLevelTokenizer:
-    """The 256 bytes of UTF-8, and 256 to end a document. Needs no file."""
+    """The 256 bytes of UTF-8 as ids, and id 256 to end a document. Needs no file."""
 
     vocab_size = _NUM_BYTES + 1
     eod_id = _NUM_BYTES
-    piece_bytes = None
+    token_bytes = None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -233,7 +235,7 @@ class ByteLevelTokenizer:
 
 
 def build_tokenizer(kind: TokenizerType, path: str | os.PathLike[str] | None) -> Tokenizer:
-    """The tokenizer of ``--tokenizer-type`` and ``--tokenizer-model``. Raises DataError naming path and remedy."""
+    """Builds the tokenizer that ``--tokenizer-type`` and ``--tokenizer-model`` name. Raises DataError."""
     if kind is TokenizerType.BYTE:
         return ByteLevelTokenizer()
     if path is None:
@@ -247,7 +249,7 @@ def build_tokenizer(kind: TokenizerType, path: str | os.PathLike[str] | None) ->
 
 
 def _bytes_of_tokens(tokenizer: Any) -> dict[int, bytes] | None:
-    """What each id stands for, if all that decoding does is to put bytes together ("ByteLevel"), else None.
+    """Bytes that each id stands for, if decoding only joins the bytes of tokens ("ByteLevel"); else None.
 
     A token's name has one character for each of its bytes: itself for most printable Latin-1 characters, and the
     following characters from U+0100 on for the other bytes in their order. Special tokens have no text.
@@ -296,11 +298,20 @@ def _eos_token(config: Path) -> str:
 def train_bpe(
     texts: Iterable[str], vocab_size: int, out_dir: str | os.PathLike[str], special_tokens: Sequence[str] = ()
 ) -> None:
-    """Trains a byte-level BPE with ``vocab_size`` entries and saves it as a folder that ``transformers`` loads.
+    """Trains a byte-level BPE and saves it as a folder that ``transformers`` loads.
 
     Id 0 is "<|endoftext|>", then come ``special_tokens``, the 256 bytes, and merges; the same texts give the same
-    files. A corpus too small for that many merges gives fewer, with a warning. Raises DataError if ``vocab_size`` does
-    not hold special tokens and bytes or is beyond 2^24, and, before training, where the folder cannot be made.
+    files. A corpus too small for that many merges gives fewer, with a warning.
+
+    Args:
+        texts: documents to train on
+        vocab_size: entries of the vocabulary
+        out_dir: folder to write, made before training
+        special_tokens: names of further special tokens
+
+    Raises:
+        DataError: ``vocab_size`` does not hold special tokens and bytes or is beyond 2^24, or the folder cannot be
+            written.
     """
     if "" in special_tokens:
         raise DataError("a special token is empty; give each a name, for example <fim_prefix>")
@@ -368,7 +379,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _write_text(path: Path, text: str) -> None:
-    """Replaces ``path`` at once, so that a kill leaves the old or the new file."""
+    """Replaces a file atomically: a kill leaves the old or the new one."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")

@@ -251,6 +251,8 @@ class HierarchicalDispatcher(TokenDispatcher):
     in fp32 each time.
     """
 
+    runs_everywhere = False
+
     def __init__(self, within: dist.ProcessGroup, across: dist.ProcessGroup, ownership: Ownership) -> None:
         """Makes the dispatcher of one layer.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,8 @@ class MessageShape(NamedTuple):
 
 class TokenDispatcher(ABC):
     """Moves tokens to their experts and the experts' outputs back. Every method is collective over the expert group."""
+
+    runs_everywhere: ClassVar[bool] = True  # False: ``unsupported_reason`` has to be asked
 
     @classmethod
     def unsupported_reason(cls, mesh: Mesh, device: torch.device) -> str | None:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron.optimus.config.placement import LayerPlacement, from_json, regular_placement
-from megatron.optimus.config.schema import ConfigError, ExpertPlacement, RunConfig
-from megatron.optimus.platform.mesh import Mesh
-from megatron.optimus.platform.ranks import Ranks
+from megatron.optimus.config.schema import ConfigError, ExpertPlacement
+from megatron.optimus.context import RunContext
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Ownership:
         return torch.where(owner_E == rank, local_E, -1).to(torch.int32)
 
 
-def read_placements(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple[LayerPlacement, ...] | None:
+def read_placements(run: RunContext) -> tuple[LayerPlacement, ...] | None:
     """Reads ``moe_expert_placement_file`` on rank 0 and sends it to all ranks. Collective.
 
     Returns:
@@ -73,16 +72,16 @@ def read_placements(config: RunConfig, mesh: Mesh, device: torch.device) -> tupl
     Raises:
         ConfigError: on every rank, where the file cannot be read or is not of this model over these ranks.
     """
+    config, ranks = run.config, run.ranks
     path = config.parallel.moe_expert_placement_file
     if path is None:
         return None
     sizes = dict(
-        num_layers=len(config.model.moe_layers), num_experts=config.model.num_experts, num_ranks=mesh.size("ep")
+        num_layers=len(config.model.moe_layers), num_experts=config.model.num_experts, num_ranks=run.mesh.size("ep")
     )
-    ranks = Ranks(None, device)
 
     def read() -> bytes:
-        if mesh.rank > 0:
+        if run.mesh.rank > 0:
             return b""
         data = Path(path).read_bytes()
         from_json(data.decode(), path, **sizes)

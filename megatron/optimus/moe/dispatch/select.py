@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.optimus.config.schema import ConfigError, ParallelConfig, RunConfig, TokenDispatcherType
+from megatron.optimus.context import RunContext
 from megatron.optimus.moe import dispatch
 from megatron.optimus.moe.dispatch.base import REGISTRY, MessageShape, TokenDispatcher
 from megatron.optimus.moe.dispatch.local import LocalDispatcher
@@ -62,7 +63,7 @@ def build_dispatcher(config: ParallelConfig, mesh: Mesh, ownership: Ownership) -
     return dispatcher_classes()[kind].build(config, mesh, ownership)
 
 
-def select_dispatcher(config: RunConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> ParallelConfig:
+def select_dispatcher(run: RunContext) -> ParallelConfig:
     """Replaces "auto" by the fastest dispatcher, and refuses one that these ranks do not support. Collective.
 
     Returns:
@@ -71,20 +72,21 @@ def select_dispatcher(config: RunConfig, mesh: Mesh, device: torch.device, dtype
     Raises:
         ConfigError: on every rank, where the dispatcher asked for does not fit the nodes or devices.
     """
+    config, mesh, device = run.config, run.mesh, run.device
     parallel = config.parallel
     kind = parallel.moe_token_dispatcher_type
     if mesh.group("experts") is None:
         return replace(parallel, moe_token_dispatcher_type=WITHOUT_MEASUREMENT)  # no token travels
     if kind is not TokenDispatcherType.AUTO:
-        _require_support(kind, mesh, device)
+        _require_support(kind, run)
         return parallel
     if config.training.deterministic:
         logger.info(
             "token dispatcher: %s, without a measurement because of deterministic=True", WITHOUT_MEASUREMENT.value
         )
         return replace(parallel, moe_token_dispatcher_type=WITHOUT_MEASUREMENT)
-    shape = message_shape(config, dtype)
-    candidates, reasons = _candidates(config, mesh, device, shape)
+    shape = message_shape(config, run.dtype)
+    candidates, reasons = _candidates(run, shape)
     times = measure(candidates, shape, mesh, device)
     fastest = min(times, key=lambda kind: times[kind])
     _log(times, fastest, shape, mesh, reasons)
@@ -143,20 +145,24 @@ def _dispatch_and_combine(dispatcher: TokenDispatcher, x_TD: Tensor, routing: Ro
     dispatcher.combine(y_RD, rows.handle).backward(dy_TD)
 
 
-def _require_support(kind: TokenDispatcherType, mesh: Mesh, device: torch.device) -> None:
-    reason = dispatcher_classes()[kind].unsupported_reason(mesh, device)
+def _require_support(kind: TokenDispatcherType, run: RunContext) -> None:
+    dispatcher = dispatcher_classes()[kind]
+    if dispatcher.runs_everywhere:
+        return
+    reason = dispatcher.unsupported_reason(run.mesh, run.device)
 
     def check() -> None:
         if reason is not None:
             raise ConfigError(reason)
 
-    Ranks(None, device).run_on_all_ranks(check, f"moe_token_dispatcher_type={kind.value}", ConfigError)
+    run.ranks.run_on_all_ranks(check, f"moe_token_dispatcher_type={kind.value}", ConfigError)
 
 
 def _candidates(
-    config: RunConfig, mesh: Mesh, device: torch.device, shape: MessageShape
+    run: RunContext, shape: MessageShape
 ) -> tuple[dict[TokenDispatcherType, TokenDispatcher], dict[TokenDispatcherType, str]]:
     """Dispatchers that every rank supports, ready for messages of this shape; why each other one is left out."""
+    config, mesh, device = run.config, run.mesh, run.device
     parallel = config.parallel
     ownership = Ownership.regular(
         config.model.num_experts, mesh.size("ep"), parallel.moe_expert_placement, parallel.expert_tensor_parallel_size
@@ -164,11 +170,11 @@ def _candidates(
     candidates: dict[TokenDispatcherType, TokenDispatcher] = {}
     reasons: dict[TokenDispatcherType, str] = {}
     for kind, cls in dispatcher_classes().items():
-        reason = _on_all_ranks(cls.unsupported_reason(mesh, device), device)
+        reason = _on_all_ranks(cls.unsupported_reason(mesh, device), run.ranks)
         if reason is None:
             dispatcher = cls.build(parallel, mesh, ownership)
             # The ranks of this rank's group may have the memory where those of another group have not.
-            reason = _on_all_ranks(_preparation_error(dispatcher, shape, device), device)
+            reason = _on_all_ranks(_preparation_error(dispatcher, shape, device), run.ranks)
         if reason is None:
             candidates[kind] = dispatcher
         else:
@@ -181,9 +187,9 @@ def _preparation_error(dispatcher: TokenDispatcher, shape: MessageShape, device:
     return None if error is None else str(error)
 
 
-def _on_all_ranks(reason: str | None, device: torch.device) -> str | None:
+def _on_all_ranks(reason: str | None, ranks: Ranks) -> str | None:
     """This rank's reason, or that of another one; None on every rank where no rank has a reason. Collective."""
-    failure = Ranks(None, device).first_failure(None if reason is None else ConfigError(reason))
+    failure = ranks.first_failure(None if reason is None else ConfigError(reason))
     return reason if failure is None or reason is not None else f"rank {failure[0]} cannot"
 
 

@@ -235,11 +235,11 @@ class _Exchange:
 
     def combine(self, y_RD: Tensor) -> Tensor:
         """Each rank's outputs [R, D], of which the needed ones are read, to the sum for each own token [T, D]."""
-        from megatron.optimus.ops.triton import peers
+        from megatron.optimus.ops.triton import symmetric_memory
 
         y_RD = self._checked(y_RD)
         self.buffer.begin(Direction.COMBINE)
-        peers.push_rows(y_RD, self.needed_R, self.buffer.pointers_P("outputs"), self.buffer.rank)
+        symmetric_memory.push_rows(y_RD, self.needed_R, self.buffer.pointers_P("outputs"), self.buffer.rank)
         self.buffer.barrier()
         return self._sum(y_RD)
 
@@ -249,11 +249,11 @@ class _Exchange:
         Returns:
             A wait for the gradients of own x [T, D] and own weights [T, K].
         """
-        from megatron.optimus.ops.triton import peers
+        from megatron.optimus.ops.triton import symmetric_memory
 
         buffer, dx_RD, dweights_RK = self.buffer, self._checked(dx_RD), dweights_RK.contiguous()
         buffer.begin(Direction.COMBINE)
-        peers.push_weight_gradients(dweights_RK, self.indices_RK, buffer.pointers_P("dweights"), buffer.rank)
+        symmetric_memory.push_weight_gradients(dweights_RK, self.indices_RK, buffer.pointers_P("dweights"), buffer.rank)
 
         def rest() -> list[Tensor]:
             self._copy_to_peers(dx_RD)
@@ -285,10 +285,10 @@ class _Exchange:
             buffer.outputs_of_ranks[peer][index].copy_(blocks[peer])
 
     def _sum(self, y_RD: Tensor) -> Tensor:
-        from megatron.optimus.ops.triton import peers
+        from megatron.optimus.ops.triton import symmetric_memory
 
         outputs, rank, num_ranks = self.buffer.local("outputs"), self.buffer.rank, self.buffer.num_ranks
-        return peers.sum_outputs(y_RD, outputs, self.indices_TK, self.owner_E, rank, num_ranks)
+        return symmetric_memory.sum_outputs(y_RD, outputs, self.indices_TK, self.owner_E, rank, num_ranks)
 
 
 class _AsyncSymmetric(AsyncDispatch):
@@ -304,22 +304,24 @@ class _AsyncSymmetric(AsyncDispatch):
 
 
 def _pull(buffer: SymmetricBuffer, needed_R: Tensor) -> Tensor:
-    from megatron.optimus.ops.triton import peers
+    from megatron.optimus.ops.triton import symmetric_memory
 
-    return peers.pull_rows(buffer.pointers_P("rows"), needed_R, buffer.rank, buffer.shape.width, buffer.shape.dtype)
+    return symmetric_memory.pull_rows(
+        buffer.pointers_P("rows"), needed_R, buffer.rank, buffer.shape.width, buffer.shape.dtype
+    )
 
 
 def _dispatch_tokens(
     buffer: SymmetricBuffer, x_TD: Tensor, weights_TK: Tensor, indices_TK: Tensor, owner_E: Tensor, local_E: Tensor
 ) -> tuple[Tensor, Tensor, _Exchange]:
     """``_Exchange.dispatch`` of tokens whose choices the other ranks do not know yet."""
-    from megatron.optimus.ops.triton import peers
+    from megatron.optimus.ops.triton import symmetric_memory
 
     buffer.begin(Direction.DISPATCH)
     for name, own in (("rows", x_TD), ("weights", weights_TK), ("indices", indices_TK)):
         buffer.local(name).copy_(own)
     buffer.barrier()
-    indices_RK, weights_RK, needed_R = peers.read_choices(
+    indices_RK, weights_RK, needed_R = symmetric_memory.read_choices(
         buffer.pointers_P("indices"), buffer.pointers_P("weights"), owner_E, local_E, buffer.rank, *indices_TK.shape
     )
     exchange = _Exchange(buffer, indices_TK.contiguous(), owner_E, indices_RK, needed_R)
@@ -345,6 +347,8 @@ class SymmetricDispatcher(TokenDispatcher):
     Rows for which none of this rank's experts is chosen (all their indices are -1) hold whatever was in their memory,
     in x, its gradient, and the gradient of y; they are never read. All ranks have the same number of tokens.
     """
+
+    runs_everywhere = False
 
     def __init__(self, group: dist.ProcessGroup, ownership: Ownership) -> None:
         self.group = group

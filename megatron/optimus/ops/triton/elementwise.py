@@ -1,7 +1,7 @@
 # mypy: disable-error-code=no-untyped-def
-"""What lies between the products of a dense layer, one kernel each: rotary embedding, silu(gate) * up, and of the
-output projection's logits the log-sum-exp and the gradient. Arithmetic in fp32, one rounding; every result is written
-once, by one program, in a fixed order.
+"""Element-wise kernels of dense layers: rotary embedding, silu(gate) * up, and cross-entropy's two passes over logits.
+
+Arithmetic in fp32, one rounding; every result is written once, by one program, in a fixed order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _rotate(
     x_batch, x_position, x_head, out_batch, out_position, out_head,
     HALF: tl.constexpr, WIDTH: tl.constexpr, INVERSE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Pairs (i, i + HALF) of every head turned by their position's angle, or back."""
+    """Rotates pairs (i, i + HALF) of every head by their position's angle, or by the opposite angle."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     batch, position = row // length, row % length
     col = tl.arange(0, WIDTH)[None, :]

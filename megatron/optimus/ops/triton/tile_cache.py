@@ -2,9 +2,9 @@
 
     {"format": 1, "devices": {<Hardware.key>: {<str(problem)>: {"tiles": {...}, "microseconds": ...}}}}
 
-The file is replaced whole (a temporary file, then a rename), so a reader sees the old or the new one. Writers take
-turns by a lock on a file beside it and keep each other's entries; on a file system without locks the last one to write
-may lose another's entries, never the file. What cannot be read is one warning and counts as no tuned tiles.
+The file is replaced whole (a temporary file, then a rename), so a reader sees the old or the new one. Writers hold a
+lock on a file beside it and keep each other's entries; on a file system without locks the last writer may lose
+another's entries, never the file. A file that cannot be read gives one warning and counts as no tuned tiles.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def save(device: str, entries: Mapping[str, Entry], path: Path | None = None) ->
     """Adds a device's entries to the file, over those of the same problems. Raises OSError if it cannot be written."""
     path = environment.tiles_file() if path is None else path
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _turn(path):
+    with _file_lock(path):
         devices = dict(_read(path))
         before = devices.get(device)
         devices[device] = {**(before if isinstance(before, dict) else {}), **records({device: entries})[device]}
@@ -86,13 +86,13 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 @contextlib.contextmanager
-def _turn(path: Path) -> Iterator[None]:
+def _file_lock(path: Path) -> Iterator[None]:
     import fcntl
 
     with open(f"{path}.lock", "ab") as lock:
         with contextlib.suppress(OSError):  # no locks here: see above
             fcntl.flock(lock, fcntl.LOCK_EX)
-        yield  # closing gives the lock back
+        yield  # closing releases the lock
 
 
 def _replace(path: Path, text: str) -> None:

@@ -1,8 +1,8 @@
-"""Which tiles each kernel of the expert layer runs with: candidates, the measured default, the table of tuned ones.
+"""Tile sizes of each kernel of the expert layer: candidates, the measured default, the table of tuned ones.
 
 A kernel asks once for every problem (kernel, dtype, shape) and gets, in this order: the tuned tiles of the problem;
 those of the same problem with twice or half the slots, as the number of rows changes from step to step where experts
-are spread over ranks; the default, which is the first candidate that fits the device. Nothing is timed here: tune.py.
+are spread over ranks; the default, which is the first candidate that fits the device. Timing: autotune.py.
 
 A table is read from disk (tile_cache.py) at the first use, or set by ``use``, as the trainer does on every rank.
 Legend: N = T*K slots, E experts on this device, D model width, F inner width.
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-ROW_TILE = 128  # the rows of each expert begin at a multiple of it (index.py)
+ROW_TILE = 128  # the rows of each expert begin at a multiple of it (row_order.py)
 _ALIGN = 8  # widths are padded to it
 # Registers of one warp, or sub-group. NVIDIA: 255 of 32 lanes; Intel: 256 of 64 bytes, a thread with the large file.
 _NVIDIA_REGISTERS, _INTEL_REGISTERS = 32 * 1024, 16 * 1024
@@ -97,7 +97,7 @@ CANDIDATES: dict[str, tuple[Tiles, ...]] = {
 
 
 class Problem(NamedTuple):
-    """What a choice of tiles is made for."""
+    """The key of a choice of tiles: kernel, dtype and shape."""
 
     kernel: str  # of CANDIDATES
     dtype: torch.dtype
@@ -121,7 +121,7 @@ class Entry(NamedTuple):
 
 
 class Hardware(NamedTuple):
-    """What tiles depend on."""
+    """The properties of a device that tiles depend on."""
 
     key: str  # device, compute capability, version of Triton
     processors: int

@@ -9,6 +9,7 @@ import torch
 
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError, ExpertPlacement
+from megatron.optimus.context import RunContext
 from megatron.optimus.moe.dispatch.ownership import Ownership, read_placements
 from megatron.optimus.platform.mesh import Mesh
 
@@ -21,7 +22,7 @@ def test_what_cannot_be_read_is_named_with_its_option(tmp_path: Path, content: s
     config = load(["--preset", "mula-tiny", "--moe-expert-placement-file", str(file)]).config
     mesh = Mesh(config.parallel, rank=0, world_size=1)
     with pytest.raises(ConfigError, match=rf"reading moe_expert_placement_file=.*p\.json failed on rank 0: .*{reason}"):
-        read_placements(config, mesh, torch.device("cpu"))
+        read_placements(RunContext.of(config, mesh, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("placement", list(ExpertPlacement))

@@ -1,0 +1,221 @@
+"""What DeepSpeed calls on our optimizer and its parameters, apart from the step.
+
+Its engine saves and loads checkpoint files through ``DeepSpeedFiles``; they load only at the layout that wrote them.
+``deepspeed.utils``' ``safe_get_full_*`` and ``safe_set_full_*`` look for ``_hp_mapping`` and four methods on the
+parameter itself, which ``attach`` puts there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepspeed_ext.groups import world_group
+from deepspeed_ext.zero import sharded_state
+from deepspeed_ext.zero.bucket import Bucket
+from deepspeed_ext.zero.flat_buffer import FlatBuffer
+from deepspeed_ext.zero.partition import TensorRange
+from deepspeed_ext.zero.sync_errors import run_on_all_ranks
+
+if TYPE_CHECKING:
+    from deepspeed_ext.zero.optimizer import EPZeroOptimizer
+
+_METHODS = ("get_full_hp_param", "set_full_hp_param", "get_full_hp_grad", "set_full_hp_grad")
+
+
+class DeepSpeedFiles:
+    """The part of EPZeroOptimizer that DeepSpeed's engine calls for its checkpoint files."""
+
+    @property
+    def _whole(self) -> EPZeroOptimizer:
+        return cast("EPZeroOptimizer", self)
+
+    @property
+    def round_robin_bit16_groups(self) -> list[list[nn.Parameter]]:
+        """The parameters by group, from which the engine records shapes."""
+        return self._whole.bit16_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns this rank's shards and their layout. Raises RuntimeError while states are on the host."""
+        optimizer = self._whole
+        optimizer.require_on_device("state_dict", "hp_params", "lp_params", "optim_states")
+        optimizer.wait_for_params()
+        return sharded_state.state_dict(optimizer)
+
+    @torch.no_grad()
+    def load_state_dict(
+        self, state_dict_list: Sequence[Any], load_optimizer_states: bool = True, **engine_options: Any
+    ) -> None:
+        """Restores what ``state_dict`` of the same rank and layout returned, and gathers the parameters. Collective.
+
+        Args:
+            state_dict_list: one entry for each dense rank, of which only this rank's is read.
+            load_optimizer_states: also restore states, options of the parameter groups and the step count.
+            engine_options: the engine's further arguments, which have no meaning here.
+
+        Raises:
+            ValueError: on every rank and before anything has changed, if any entry was written at another layout or by
+                DeepSpeed's own optimizer.
+            RuntimeError: while states are on the host.
+        """
+        optimizer = self._whole
+        optimizer.require_on_device("load_state_dict")
+        own = state_dict_list[dist.get_rank(optimizer.groups.dense)]
+        run_on_all_ranks(lambda: sharded_state.check_state_dict(optimizer, own), world_group())
+        optimizer.wait_for_params()  # in fp32 they are the masters
+        sharded_state.load_state_dict(optimizer, own, load_optimizer_states)
+        optimizer.sync_params_from_master()
+
+    def _restore_from_bit16_weights(self) -> None:
+        self.refresh_fp32_params()
+
+    def refresh_fp32_params(self) -> None:
+        """Sets the masters from the parameters, after the module's weights were loaded without optimizer state.
+
+        Collective.
+
+        Raises:
+            ValueError: on every rank, if ranks hold different experts: DeepSpeed's module file holds those of one rank.
+        """
+        optimizer = self._whole
+        optimizer.require_on_device("refresh_fp32_params", "hp_params", "lp_params")
+        run_on_all_ranks(self._refuse_spread_experts, world_group())  # a pipeline stage may have none
+        optimizer.wait_for_params()
+        for flat_buffer in optimizer.flat_buffers:
+            flat_buffer.read_masters_from_params()
+
+    def _refuse_spread_experts(self) -> None:
+        optimizer = self._whole
+        for flat_buffer in optimizer.flat_buffers:
+            name = flat_buffer.key.expert_group
+            if name is not None and flat_buffer.group_size < dist.get_world_size(optimizer.groups.dense):
+                raise ValueError(
+                    f"DeepSpeed's module file holds only one rank's experts of group {name!r}; load the optimizer "
+                    "states too (load_optimizer_states=True), or use an expert-parallel checkpoint format"
+                )
+
+    def update_lp_params(self) -> None:
+        """DeepSpeed's name for ``sync_params_from_master``."""
+        self._whole.sync_params_from_master()
+
+
+class _FullParam:
+    """Access to whole masters, states and gradients of one parameter.
+
+    Args:
+        flat_buffer: the one that it lies in.
+        name: the parameter's.
+        divisor: of summed gradients.
+        has_gradients: whether gradients have been reduced since the last step.
+        require: is called with what is to be done; raises while states are on the host, and waits for parameters.
+    """
+
+    def __init__(
+        self,
+        flat_buffer: FlatBuffer,
+        name: str,
+        divisor: float,
+        has_gradients: Callable[[], bool],
+        require: Callable[[str], None],
+    ) -> None:
+        self._flat_buffer, self._name = flat_buffer, name
+        self._divisor, self._has_gradients, self._require = divisor, has_gradients, require
+
+    def get_full_hp_param(self, optim_state_key: str | None = None) -> Tensor:
+        """Returns the fp32 master, or the state of that name, of the parameter's shape. Collective over its group."""
+        return self._gather(lambda bucket: self._state(bucket, optim_state_key))
+
+    @torch.no_grad()
+    def set_full_hp_param(self, value: Tensor, optim_state_key: str | None = None) -> None:
+        """Sets what this rank owns of the master, or of the state of that name.
+
+        Weights follow with the next step, or ``sync_params_from_master``; in fp32 at once: they are the masters.
+        """
+        flat = value.reshape(-1)
+        if optim_state_key is None and not self._flat_buffer.has_masters:
+            self._require("access to sharded values")
+            self._flat_buffer.params[self._name].copy_(value.view_as(self._flat_buffer.params[self._name]))
+            return
+        for bucket, part in self._own():
+            state = self._state(bucket, optim_state_key)
+            state[part.where] = flat[part.start : part.stop].to(state)
+            if optim_state_key is not None:
+                self._flat_buffer.rule.write_state(bucket.shard, optim_state_key, state)
+
+    def get_full_hp_grad(self) -> Tensor | None:
+        """Returns the mean gradient in fp32, multiplied by the loss scale. Collective over the parameter's group.
+
+        None before it is reduced, and after the step.
+        """
+        if not self._has_gradients():
+            return None
+        return self._gather(Bucket.finish_gradient) / self._divisor
+
+    @torch.no_grad()
+    def set_full_hp_grad(self, value: Tensor) -> None:
+        """Sets what this rank owns of the mean gradient. Raises RuntimeError where ``get_full_hp_grad`` gives None."""
+        if not self._has_gradients():
+            raise RuntimeError(f"{self._name!r} has no reduced gradient to set: call this after the last backward")
+        flat = value.reshape(-1)
+        for bucket, part in self._own():
+            gradient = bucket.finish_gradient()
+            gradient[part.where] = (flat[part.start : part.stop] * self._divisor).to(gradient)
+
+    def _own(self) -> Iterator[tuple[Bucket, TensorRange]]:
+        """What this rank owns of the parameter, with offsets in the buckets' shards."""
+        self._require("access to sharded values")
+        for index, _ in self._flat_buffer.ranges[self._name]:
+            bucket = self._flat_buffer.buckets[index]
+            for part in bucket.layout.shard_ranges(self._flat_buffer.rank):
+                if part.name == self._name:
+                    yield bucket, part
+
+    @torch.no_grad()
+    def _gather(self, read: Callable[[Bucket], Tensor]) -> Tensor:
+        param = self._flat_buffer.params[self._name]
+        flat = torch.zeros(param.numel(), dtype=torch.float32, device=param.device)
+        for bucket, part in self._own():
+            flat[part.start : part.stop] = read(bucket)[part.where].to(flat)
+        if self._flat_buffer.group_size > 1:
+            dist.all_reduce(flat, group=self._flat_buffer.group)
+        return flat.view(param.shape)
+
+    def _state(self, bucket: Bucket, kind: str | None) -> Tensor:
+        if kind is None:
+            return bucket.shard.master
+        known = self._flat_buffer.rule.state_kinds
+        if kind not in known:
+            raise ValueError(f"the optimizer keeps no state {kind!r} of {self._name!r}; it has {', '.join(known)}")
+        return self._flat_buffer.rule.read_state(bucket.shard, kind)
+
+
+def attach(
+    flat_buffers: Sequence[FlatBuffer],
+    divisor: float,
+    has_gradients: Callable[[], bool],
+    require: Callable[[str], None],
+) -> None:
+    """Gives every parameter what DeepSpeed's ``safe_get_full_*`` look for; arguments as of ``_FullParam``."""
+    for flat_buffer in flat_buffers:
+        for name, param in flat_buffer.params.items():
+            full = _FullParam(flat_buffer, name, divisor, has_gradients, require)
+            param._hp_mapping = None  # type: ignore[attr-defined]
+            for method in _METHODS:
+                setattr(param, method, getattr(full, method))
+
+
+def is_attached(param: nn.Parameter) -> bool:
+    """Whether an optimizer of ours has the parameter."""
+    return isinstance(getattr(getattr(param, _METHODS[0], None), "__self__", None), _FullParam)
+
+
+def detach(params: Sequence[nn.Parameter]) -> None:
+    """Removes what ``attach`` has put there."""
+    for param in params:
+        for name in ("_hp_mapping", *_METHODS):
+            if hasattr(param, name):
+                delattr(param, name)

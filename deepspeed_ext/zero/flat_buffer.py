@@ -1,0 +1,256 @@
+"""Flat buffers on one rank: the parameters, gradients and fp32 masters of a parameter group, cut into buckets.
+
+Sizes, with P parameters in the buffer over n ranks, padding aside: parameters P (the model's dtype; the module's
+parameters are views of it), masters P/n fp32, the optimizer's states. fp32 parameters are their own masters: each
+shard's master is its part of the parameters. Gradients: stage 1 P in grad_dtype, in which the reduction leaves its
+result; stage 2 P/n (the buckets' sums) and the buffers of the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of
+from deepspeed_ext.optimizers.base import Shard, ShardPolicy, UpdateRule, WholeMatrices
+from deepspeed_ext.zero.bucket import Bucket
+from deepspeed_ext.zero.matrix_exchange import MatrixExchange
+from deepspeed_ext.zero.options import ZeroOptions
+from deepspeed_ext.zero.partition import BufferLayout, ParamSpec, TensorRange, flat_layout, group_by_buffer
+
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class FlatBufferKey:
+    """What the parameters of one flat buffer have in common.
+
+    Attributes:
+        param_group: index in the wrapped optimizer's param_groups.
+        expert_group: name of the expert group; None: dense.
+        dtype: of the parameters.
+        is_tensor_replica: the same on all tensor-parallel ranks.
+        is_pipe_replica: another pipeline stage counts these parameters in the norm.
+        is_pipe_tied: another pipeline stage has a copy.
+    """
+
+    param_group: int
+    expert_group: str | None
+    dtype: torch.dtype
+    # Replicated parameters must not share buckets with parts of cut ones: what all ranks repeat has to be summed in the
+    # same order everywhere, or the copies drift apart. The same holds for copies on pipeline stages.
+    is_tensor_replica: bool = False
+    is_pipe_replica: bool = False
+    is_pipe_tied: bool = False
+
+    def __str__(self) -> str:
+        """Returns the text that identifies the buffer in DeepSpeed's checkpoint files, which must not change."""
+        return (
+            f"FamilyKey(param_group={self.param_group!r}, expert_group={self.expert_group!r}, dtype={self.dtype!r}, "
+            f"is_tensor_replica={self.is_tensor_replica!r}, is_pipe_replica={self.is_pipe_replica!r}, "
+            f"is_pipe_tied={self.is_pipe_tied!r})"
+        )
+
+
+class FlatBuffer:
+    """Parameters that are updated alike, with their gradients and masters.
+
+    Building it moves the parameters into the buffer; they stay views of it.
+
+    Args:
+        key: what the parameters have in common.
+        params: the parameters by name.
+        layout: where they lie.
+        group: the process group over which they are sharded; None: this rank alone.
+        rule: updates the shards.
+        options: the optimizer's.
+    """
+
+    def __init__(
+        self,
+        key: FlatBufferKey,
+        params: Mapping[str, nn.Parameter],
+        layout: BufferLayout,
+        group: dist.ProcessGroup | None,
+        rule: UpdateRule,
+        options: ZeroOptions,
+    ) -> None:
+        self.key = key
+        self.group = group
+        self.layout = layout
+        self.params = dict(params)
+        self.rule = rule
+        self.in_norm = True  # False: another rank of the model-parallel group counts these same parameters
+        self.rank = ranks_of(group).index(dist.get_rank())
+        self.group_size = layout.buckets[0].group_size
+        self.exchange: WholeMatrices | None = None
+        if rule.policy is ShardPolicy.MATRIX:
+            matrices = {name: (param.shape, getattr(param, "stacked_matrices", 1)) for name, param in params.items()}
+            self.exchange = MatrixExchange(layout, matrices, self.rank, group)
+        device = next(iter(params.values())).device
+        self.param_buffer = torch.zeros(layout.numel, dtype=key.dtype, device=device)
+        self.has_masters = key.dtype != torch.float32  # beside the parameters
+        self.masters = torch.zeros(layout.shard_numel if self.has_masters else 0, dtype=torch.float32, device=device)
+        self.grad_buffer: Tensor | None = None
+        if options.stage == 1 or self.group_size == 1:
+            self.grad_buffer = torch.zeros(layout.numel, dtype=options.grad_dtype, device=device)
+        self.ranges: dict[str, list[tuple[int, TensorRange]]] = {name: [] for name in params}  # with bucket numbers
+        for index, bucket in enumerate(layout.buckets):
+            for part in bucket.ranges:
+                self.ranges[part.name].append((index, part))
+        self.buckets = self._make_buckets(options)
+        self._move_params_into_buffer()
+        self.read_masters_from_params()
+
+    def _make_buckets(self, options: ZeroOptions) -> list[Bucket]:
+        buckets, first = [], 0
+        for layout in self.layout.buckets:
+            whole = slice(layout.start, layout.start + layout.numel)
+            param = self.param_buffer[whole]
+            own = slice(self.rank * layout.shard_numel, (self.rank + 1) * layout.shard_numel)
+            shard = Shard(
+                master=self.masters[first : first + layout.shard_numel] if self.has_masters else param[own],
+                grad=self.masters.new_empty(0),  # set when the bucket has been reduced
+                param=param[own],
+            )
+            storage = self.grad_buffer[whole] if self.grad_buffer is not None else None
+            buckets.append(Bucket(layout, self.group, self.rank, shard, param, storage, options))
+            first += layout.shard_numel
+        return buckets
+
+    def new_states(self, options: Mapping[str, Any]) -> None:
+        """Creates the optimizer's states of this rank's shards; ``options`` is the optimizer's parameter group."""
+        for bucket in self.buckets:
+            bucket.shard.state = self.rule.new_state(bucket.shard, options)
+
+    def slice_of(self, name: str) -> slice:
+        """Returns where a parameter lies in the flat buffer."""
+        if not self.ranges[name]:  # a parameter without elements
+            return slice(0, 0)
+        index, part = self.ranges[name][0]
+        start = self.layout.buckets[index].start + part.offset
+        return slice(start, start + self.params[name].numel())
+
+    @torch.no_grad()
+    def _move_params_into_buffer(self) -> None:
+        for name, param in self.params.items():
+            view = self.param_buffer[self.slice_of(name)].view(param.shape)
+            view.copy_(param)
+            param.data = view
+
+    @torch.no_grad()
+    def read_masters_from_params(self) -> None:
+        """Sets the masters to the parameters' present values."""
+        for bucket in self.buckets if self.has_masters else ():
+            bucket.shard.master.copy_(bucket.shard.param)
+
+    @torch.no_grad()
+    def write_params_from_masters(self) -> None:
+        """Casts the masters into this rank's part of the parameters; the other parts are not touched."""
+        for bucket in self.buckets if self.has_masters else ():
+            bucket.shard.param.copy_(bucket.shard.master)
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Returns bytes by kind, as ``EPZeroOptimizer.memory_bytes``."""
+        full = 0 if self.grad_buffer is None else self.grad_buffer.nbytes
+        states = sum(tensor.nbytes for bucket in self.buckets for tensor in bucket.shard.state.values())
+        unowned = sum(
+            bucket.shard_numel - sum(part.numel for part in bucket.shard_ranges(self.rank))
+            for bucket in self.layout.buckets
+        )
+        kept = self.masters.nbytes + states
+        each = self.param_buffer.element_size() + (0 if self.grad_buffer is None else self.grad_buffer.element_size())
+        return {
+            "parameters": self.param_buffer.nbytes,
+            "gradients": full + sum(bucket.gradient_bytes() for bucket in self.buckets),
+            "masters": self.masters.nbytes,
+            "states": states,
+            "padding": self.layout.padding * each + unowned * (kept // self.layout.shard_numel),
+        }
+
+
+def _key(index: int, param: nn.Parameter, groups: ZeroGroups) -> FlatBufferKey:
+    """Reads the parameter's marks.
+
+    Tensor-parallel ranks hold different parts of a parameter marked ``tensor_model_parallel = True`` and the same
+    values of any other; pipeline stages repeat those marked ``pipe_tied = True``, all but one of which carry
+    ``ds_pipe_replicated = True``, as in DeepSpeed.
+    """
+    repeats = groups.tensor is not None and len(ranks_of(groups.tensor)) > 1
+    return FlatBufferKey(
+        param_group=index,
+        expert_group=expert_group_name(param),
+        dtype=param.dtype,
+        is_tensor_replica=repeats and not getattr(param, "tensor_model_parallel", False),
+        is_pipe_replica=bool(getattr(param, "ds_pipe_replicated", False)),
+        is_pipe_tied=bool(getattr(param, "pipe_tied", False)),
+    )
+
+
+def build_flat_buffers(
+    param_groups: Sequence[Sequence[nn.Parameter]],
+    rules: Sequence[UpdateRule],
+    param_names: Mapping[nn.Parameter, str],
+    groups: ZeroGroups,
+    options: ZeroOptions,
+) -> list[FlatBuffer]:
+    """Builds one flat buffer per parameter group x expert group x dtype.
+
+    Parameters that are cut, repeated or tied over model-parallel ranks get flat buffers of their own.
+
+    Args:
+        param_groups: the parameters of each of the optimizer's parameter groups.
+        rules: the update rule of each group.
+        param_names: names of all parameters, in the order of the forward.
+        groups: the process groups.
+        options: the optimizer's.
+
+    Returns:
+        The buffers in the order of their first parameters. Inside, parameters are in the opposite of ``param_names``'
+        order, in which backward is expected to reach them.
+
+    Raises:
+        ValueError: a dtype that is not supported, or an expert group without a process group.
+    """
+    positions = {param: index for index, param in enumerate(param_names)}
+    specs: list[ParamSpec[FlatBufferKey]] = []
+    by_name: dict[str, nn.Parameter] = {}
+    sizes: dict[FlatBufferKey, int] = {}
+    for index, members in enumerate(param_groups):
+        for param in sorted(members, key=lambda param: -positions[param]):
+            name = param_names[param]
+            if param.dtype not in SUPPORTED_DTYPES:
+                raise ValueError(f"parameter {name!r} is {param.dtype}; use float32, bfloat16 or float16")
+            key = _key(index, param, groups)
+            if key.expert_group is not None and key.expert_group not in groups.expert:
+                raise ValueError(
+                    f"parameter {name!r} is marked as expert of group {key.expert_group!r}, which has no process "
+                    f"group; known groups: {sorted(groups.expert)}"
+                )
+            sizes[key] = len(ranks_of(groups.of(key.expert_group)))
+            by_name[name] = param
+            specs.append(ParamSpec(name, param.numel(), key))
+    flat_buffers = []
+    for key, names in group_by_buffer(specs, sizes).items():
+        params = {name: by_name[name] for name in names}
+        rule = rules[key.param_group]
+        layout = flat_layout([(name, p.numel()) for name, p in params.items()], sizes[key], options.bucket_numel)
+        flat_buffer = FlatBuffer(key, params, layout, groups.of(key.expert_group), rule, options)
+        flat_buffer.in_norm = not key.is_pipe_replica and (groups.is_first_tensor_rank or not key.is_tensor_replica)
+        flat_buffers.append(flat_buffer)
+    return flat_buffers
+
+
+def norm_groups(groups: ZeroGroups) -> list[dist.ProcessGroup]:
+    """Returns the groups over which squares are summed one after the other so that every rank is counted once."""
+    if groups.model is None:
+        return [groups.dense]
+    if dist.get_world_size(groups.dense) * dist.get_world_size(groups.model) == dist.get_world_size():
+        assert dist.group.WORLD is not None
+        return [dist.group.WORLD]  # together they are all ranks: one reduction
+    return [groups.dense, groups.model]

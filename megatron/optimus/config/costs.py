@@ -1,0 +1,144 @@
+"""The costs of a run as the parts of the program declare them: multiply-adds of a token, bytes kept and bytes sent.
+
+Multiply-adds are behind MFU, the planner's operations and the split of layers over pipeline stages. Counted are the
+multiply-adds of matrix products in one forward that the mathematics needs, per token of a sequence of length S; H
+query heads and G key/value heads of width d, D model width, V vocabulary:
+
+    projections = D·H·d (q) + 2·D·G·d (k, v) + H·d·D (o)
+    attention   = 2 · S/2 · H·d          causal QK^T and PV: half of the S keys on average
+    mlp         = 3·D·F                  dense layer; with experts the shared ones
+    router      = D·E                    with a gate of shared experts + D
+    experts     = K·3·D·F                the K of E that a token takes
+    head        = D·V                    the embedding is a look-up
+
+Norms, RoPE, softmax and everything computed a second time (recomputation, padding) are not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from megatron.optimus.config.schema import ModelConfig
+
+FP32, INT32, INT64 = 4, 4, 8  # bytes of an element
+
+
+class LayerCost(NamedTuple):
+    """Multiply-adds of a token in one layer's forward."""
+
+    projections: int
+    attention: int
+    mlp: int
+    router: int
+    experts: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def layer_cost(model: ModelConfig, seq_length: int, *, is_moe: bool) -> LayerCost:
+    """Counts the multiply-adds of a token in a layer with experts or in a dense one."""
+    width, head_width = model.hidden_size, model.num_attention_heads * model.head_dim
+    projections = 2 * width * head_width + 2 * width * model.num_kv_heads * model.head_dim
+    attention = seq_length * head_width
+    if not is_moe:
+        return LayerCost(projections, attention, mlp=3 * width * model.ffn_hidden_size, router=0, experts=0)
+    return LayerCost(
+        projections,
+        attention,
+        mlp=3 * width * model.moe_shared_expert_intermediate_size,
+        router=width * (model.num_experts + model.moe_shared_expert_gate),
+        experts=model.moe_router_topk * 3 * width * model.moe_ffn_hidden_size,
+    )
+
+
+def head_cost(model: ModelConfig) -> int:
+    """Counts the multiply-adds of a token in the output projection."""
+    return model.hidden_size * model.vocab_size
+
+
+@dataclass(frozen=True)
+class PartMemory:
+    """Bytes that one part of the computation needs for one micro-batch."""
+
+    name: str
+    saved: int = 0  # what the backward keeps
+    forward: int = 0  # the most that its forward needs besides
+    backward: int = 0  # and its backward, gradients of its weights and of its output included
+
+    def recomputed(self, kept: int) -> PartMemory:
+        """The part with only ``kept`` bytes waiting for the backward, which computes the rest again."""
+        dropped = self.saved - kept
+        return PartMemory(self.name, kept, dropped + self.forward, dropped + max(self.forward, self.backward))
+
+    def offloaded(self) -> PartMemory:
+        """The part with what is saved waiting in host memory."""
+        return PartMemory(self.name, 0, self.saved + self.forward, self.saved + self.backward)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations by the unit that does them, and bytes through memory."""
+
+    products: float = 0.0  # FLOPs of dense matrix products
+    attention: float = 0.0
+    experts: float = 0.0  # of the grouped products
+    traffic: float = 0.0  # bytes
+    layers: float = 0.0  # passes through a layer, forward or backward, that the host has to launch
+    host: float = 0.0  # bytes to host memory and back
+    wide: float = 0.0  # FLOPs of products in fp32
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(getattr(self, name) + getattr(other, name) for name in Work.__dataclass_fields__))
+
+    def __mul__(self, factor: float) -> Work:
+        return Work(*(getattr(self, name) * factor for name in Work.__dataclass_fields__))
+
+
+class Kind(str, Enum):
+    """Kinds of collectives."""
+
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_REDUCE = "all-reduce"
+    ALL_TO_ALL = "all-to-all"
+    SEND = "send"
+
+
+class Hiding(str, Enum):
+    """What the device computes while a collective is under way."""
+
+    NOTHING = "nothing"
+    BACKWARD = "the last backward"
+    FORWARD = "the next forward"
+    PRODUCTS = "matrix products beside it"
+    ROUTER = "the router and the shared experts"
+    SHARED = "the shared experts"
+    LAST_PRODUCT = "the last product of the experts' backward, and the shared experts'"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """``count`` equal collectives of a rank in a step, each over ``size`` ranks of an axis.
+
+    ``payload`` is the size of the whole tensor (what an all-gather gives, what a reduce-scatter takes); what a rank
+    sends follows from the ring algorithm: (n - 1) / n of it, twice that for an all-reduce. All-to-all: what leaves the
+    rank.
+    """
+
+    axis: str
+    kind: Kind
+    purpose: str
+    size: int
+    payload: int  # bytes of one
+    count: int
+    hiding: Hiding = Hiding.NOTHING
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank sends in a step."""
+        share = {Kind.ALL_REDUCE: 2 * (self.size - 1) / self.size, Kind.SEND: 1.0}
+        return self.count * self.payload * share.get(self.kind, (self.size - 1) / self.size)

@@ -1,0 +1,37 @@
+"""What every part of a run needs to know about it, built once and passed as one argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron.optimus.config.schema import ParallelConfig, Precision, RunConfig
+from megatron.optimus.platform.mesh import Mesh
+from megatron.optimus.platform.ranks import Ranks
+
+DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """A run as one rank sees it."""
+
+    config: RunConfig
+    mesh: Mesh
+    device: torch.device  # of this rank
+    ranks: Ranks  # all ranks of the run, for errors and small messages
+
+    @classmethod
+    def of(cls, config: RunConfig, mesh: Mesh, device: torch.device) -> RunContext:
+        """The context of all ranks of the process group, or of this process alone where there is no group."""
+        return cls(config, mesh, device, Ranks(None, device))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of weights and activations."""
+        return DTYPES[self.config.training.params_dtype]
+
+    def with_parallel(self, parallel: ParallelConfig) -> RunContext:
+        """The same run with other options of the section ``parallel``."""
+        return replace(self, config=replace(self.config, parallel=parallel))

@@ -1,0 +1,233 @@
+"""Cuts the input of preprocessing into partitions, assigns them to processes, records which are done, and joins them.
+
+A partition is an input file, or a range of lines of a large one. It becomes a pair of its own in the folder
+``<output_prefix>.parts``, with a small JSON file beside it that is written last: by this mark a restarted run, or
+another rank, sees that the partition is done. The folder also holds plan.json, the inputs and options; other inputs or
+options in the same folder are refused, as the result would be a mixture of two corpora. A single partition (one small
+file, one process) needs no folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.optimus.config.schema import ConfigError
+from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.indexed import IndexedDatasetWriter
+from megatron.optimus.data.tokenize.corpus import COMPRESSED, SUFFIXES, FileRange, split_file
+
+MAX_PARTITION_BYTES = 1 << 30  # of an uncompressed file: what a killed run repeats at most
+
+
+@dataclass(frozen=True)
+class Partition:
+    """An input file, or a range of one, that becomes a pair of its own."""
+
+    number: int  # in the order of the output
+    source: FileRange
+    name: str  # of its pair, below the folder of the partitions
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the input, compressed as they are."""
+        return self.source.stop - self.source.start
+
+
+class PartitionPlan:
+    """All partitions of the input, in the order of the output, and the record of which are done.
+
+    Args:
+        paths: input files
+        output_prefix: path of the output, without key and suffix; with ``per_file`` a folder
+        keys: of the texts, each of which becomes a pair
+        recipe: options that the tokens depend on; a partition made with others is not taken for done
+        partitions: least number of partitions to cut the input into, where it can be cut
+        per_file: whether each input file becomes a pair of the output
+        shared: whether several processes work on the output
+
+    Raises:
+        ConfigError: the options are impossible.
+        DataError: two input files would become one pair.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        output_prefix: str,
+        *,
+        keys: Sequence[str],
+        recipe: dict[str, Any],
+        partitions: int | None,
+        per_file: bool,
+        shared: bool,
+    ) -> None:
+        if partitions is not None and (partitions < 1 or per_file):
+            raise ConfigError(f"partitions={partitions} must be at least 1, and does not go with a pair per file")
+        self.output_prefix, self.per_file, self.keys = output_prefix, per_file, list(keys)
+        self._folder = Path(output_prefix) if per_file else Path(f"{output_prefix}.parts")
+        self.partitions: list[Partition] = []
+        if per_file:
+            for name, path in zip(_pair_names(paths), paths, strict=True):
+                self.partitions.append(
+                    Partition(len(self.partitions), FileRange(str(path), 0, path.stat().st_size), name)
+                )
+        else:
+            total = sum(path.stat().st_size for path in paths)
+            limit = min(MAX_PARTITION_BYTES, max(1, -(-total // (partitions or 1))))
+            for path in paths:
+                for source in split_file(path, limit):
+                    self.partitions.append(Partition(len(self.partitions), source, f"{len(self.partitions):06}"))
+        self.uses_folder = per_file or shared or len(self.partitions) > 1
+        described = {key: str(value) for key, value in recipe.items()}
+        times = [Path(partition.source.path).stat().st_mtime_ns for partition in self.partitions]
+        sources = [
+            [partition.source.path, partition.source.start, partition.source.stop, time]
+            for partition, time in zip(self.partitions, times, strict=True)
+        ]
+        self._plan: dict[str, Any] = {"recipe": described, "sources": sources}
+        self._counts: dict[int, dict[str, Any]] = {}  # of finished partitions, by number
+
+    def begin(self) -> None:
+        """Writes plan.json, or compares it with an earlier run's. Raises DataError if inputs or options differ."""
+        if not self.uses_folder or self.per_file:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / "plan.json"
+            if path.exists():
+                found = json.loads(path.read_text(encoding="utf-8"))
+                if found != self._plan:
+                    what = "options" if found.get("recipe") != self._plan["recipe"] else "input files"
+                    raise DataError(
+                        f"{self._folder}: was begun with other {what}; remove the folder to start anew, or use another "
+                        "--output-prefix"
+                    )
+            else:
+                _write_json(path, self._plan)
+        except (OSError, ValueError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"{self._folder}: cannot be used: {error}") from error
+
+    def share(self, rank: int, world_size: int) -> list[Partition]:
+        """Returns the partitions of one process: they are dealt out in turn, the largest first."""
+        by_size = sorted(self.partitions, key=lambda partition: (-partition.num_bytes, partition.number))
+        return by_size[rank::world_size]
+
+    def prefix(self, partition: Partition, key: str) -> str:
+        """Returns the prefix of a partition's own pair."""
+        if not self.uses_folder:
+            return self.final_prefix(partition, key)
+        return f"{self._folder / partition.name}_{key}_document"
+
+    def final_prefix(self, partition: Partition, key: str) -> str:
+        """Returns the prefix of the output that a partition belongs to."""
+        return f"{self._folder / partition.name if self.per_file else self.output_prefix}_{key}_document"
+
+    def is_done(self, partition: Partition) -> bool:
+        """Whether a partition is done. If it is not, removes the temporary files that a killed process left of it."""
+        if not self.uses_folder:
+            return False
+        if self._mark(partition).exists():
+            # the folder's plan.json holds for its partitions; in per-file mode each mark has its own plan
+            if not self.per_file or json.loads(self._mark(partition).read_text())["plan"] == self._own_plan(partition):
+                return True
+            self._mark(partition).unlink()
+        for key in self.keys:
+            for left in self._mark(partition).parent.glob(f"{Path(partition.name).name}_{key}_document.*.tmp"):
+                left.unlink(missing_ok=True)
+        return False
+
+    def mark_done(self, partition: Partition, counts: dict[str, Any]) -> None:
+        """Records that a partition is done, with its counts of documents and tokens."""
+        if not self.uses_folder:
+            self._counts[partition.number] = counts
+            return
+        _write_json(self._mark(partition), {**counts, **({"plan": self._own_plan(partition)} if self.per_file else {})})
+
+    def counts(self, partition: Partition) -> dict[str, Any]:
+        """Returns the counts that ``mark_done`` recorded of a partition."""
+        if partition.number not in self._counts:
+            self._counts[partition.number] = json.loads(self._mark(partition).read_text(encoding="utf-8"))
+        return self._counts[partition.number]
+
+    def all_done(self) -> bool:
+        """Whether every partition is done. If so, reads all counts, before another process joins and removes them."""
+        if not all(self._mark(partition).exists() for partition in self.partitions):
+            return False
+        for partition in self.partitions:
+            self.counts(partition)
+        return True
+
+    def merge(self, dtype: np.dtype[Any]) -> None:
+        """Joins the partitions into the final pairs of element type ``dtype`` and removes them. Raises DataError."""
+        try:
+            for key in self.keys:
+                with IndexedDatasetWriter(f"{self.output_prefix}_{key}_document", dtype) as writer:
+                    for partition in self.partitions:
+                        writer.add_pair(self.prefix(partition, key))
+        except DataError:
+            if self._folder.exists():
+                raise
+            return  # another process has joined them in the meantime
+        gone = self._folder.with_name(f"{self._folder.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            os.rename(self._folder, gone)
+        except FileNotFoundError:
+            return
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def _mark(self, partition: Partition) -> Path:
+        return Path(f"{self._folder / partition.name}.json")
+
+    def _own_plan(self, partition: Partition) -> list[Any]:
+        return [self._plan["recipe"], self._plan["sources"][partition.number]]
+
+
+def fingerprint(model: str | None) -> str:
+    """Hashes a tokenizer's files: a partition made with another tokenizer must not be taken for done.
+
+    Args:
+        model: its file or folder; None gives the empty string
+    """
+    if model is None:
+        return ""
+    path = Path(model)
+    files = [path] if path.is_file() else [path / name for name in ("tokenizer.json", "tokenizer_config.json")]
+    content = b"".join(file.read_bytes() for file in files if file.is_file())
+    return hashlib.sha256(content).hexdigest()
+
+
+def _pair_names(paths: Sequence[Path]) -> list[str]:
+    """Names of the files' pairs: their paths below the folder that all have in common, without suffixes."""
+    common = os.path.commonpath([path.resolve().parent for path in paths])
+    names = []
+    for path in paths:
+        name = os.path.relpath(path.resolve(), common)
+        for suffix in (*COMPRESSED, *SUFFIXES):
+            name = name.removesuffix(suffix)
+        names.append(name)
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"two input files would both become {twice}; rename one")
+    return names
+
+
+def _write_json(path: Path, value: Any) -> None:
+    """Replaces a file atomically, after it has reached the disk."""
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    with open(temporary, "w", encoding="utf-8") as stream:
+        json.dump(value, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, path)

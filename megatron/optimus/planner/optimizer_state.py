@@ -1,0 +1,162 @@
+"""Counts the bytes that a rank keeps for its parameters: weights, gradients, master weights and optimizer states.
+
+The parameters are those that models/parameters.py declares, cut to the rank. The sharded optimizer lays parameters that
+are updated alike into one flat buffer, each at a multiple of ALIGNMENT elements, and pads it to a multiple of its
+group's size (deepspeed_ext/zero/partition.py). Tests hold every byte against the real optimizer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron.optimus.config.rank_plan import RankPlan
+from megatron.optimus.config.schema import OptimizerName, StateDtype
+from megatron.optimus.models.parameters import ParameterKind, RankParameter, rank_parameters
+
+ALIGNMENT = 256  # elements
+DEFAULT_BUCKET = 1 << 26  # elements
+STATE_BLOCK = 256  # elements of an 8-bit state that share a scale
+
+
+@dataclass(frozen=True)
+class FlatBuffer:
+    """Parameters that are updated alike, sharded over ``group_size`` ranks."""
+
+    is_expert: bool
+    is_matrix: bool  # Muon orthogonalises them
+    group_size: int
+    numels: tuple[tuple[int, int], ...]  # (elements, how many such parameters)
+    bucket_limit: int
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the buffer, padding included."""
+        unit = self.group_size * ALIGNMENT
+        used = sum(round_up(numel, ALIGNMENT) * count for numel, count in self.numels)
+        return max(unit, round_up(used, unit))
+
+    @property
+    def shard(self) -> int:
+        """Elements that each rank of the group owns."""
+        return self.numel // self.group_size
+
+    @property
+    def bucket(self) -> int:
+        """Elements of a full bucket."""
+        unit = self.group_size * ALIGNMENT
+        return round_up(-(-self.numel // -(-self.numel // max(self.bucket_limit, unit))), unit)
+
+    @property
+    def num_buckets(self) -> int:
+        return -(-self.numel // self.bucket)
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that stay on a rank from the start to the end of training."""
+
+    parameters: int
+    gradients: int
+    masters: int
+    states: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.masters + self.states
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+# ---- flat buffers
+
+BufferKey = tuple[bool, ...]
+
+
+def buffer_key(rank: RankPlan, parameter: RankParameter) -> BufferKey:
+    """What the parameters of one flat buffer have in common."""
+    options = rank.config.optimizer
+    is_decayed = {
+        ParameterKind.NORM: options.weight_decay_norms,
+        ParameterKind.BIAS: options.weight_decay_biases,
+        ParameterKind.EMBEDDING: options.weight_decay_embeddings,
+        ParameterKind.MATRIX: True,
+    }[parameter.kind]
+    is_matrix = options.optimizer is OptimizerName.MUON and parameter.kind is ParameterKind.MATRIX
+    is_repeated = rank.layout.tp > 1 and not parameter.is_cut
+    return (parameter.is_expert, is_matrix, is_decayed, is_repeated, parameter.is_tied)
+
+
+def flat_buffers_by_key(rank: RankPlan) -> dict[BufferKey, FlatBuffer]:
+    """The flat buffers of a rank, those of experts last."""
+    layout = rank.layout
+    members: dict[BufferKey, list[tuple[int, int]]] = {}
+    for parameter, count in rank_parameters(rank).items():
+        members.setdefault(buffer_key(rank, parameter), []).append((parameter.numel, count))
+    limit = rank.config.optimizer.ddp_bucket_size or DEFAULT_BUCKET
+    return {
+        key: FlatBuffer(key[0], key[1], layout.edp if key[0] else layout.dp * layout.cp, tuple(numels), limit)
+        for key, numels in sorted(members.items(), key=lambda item: item[0][0])
+    }
+
+
+def flat_buffers(rank: RankPlan) -> list[FlatBuffer]:
+    return list(flat_buffers_by_key(rank).values())
+
+
+# ---- bytes
+
+
+def state_bytes(rank: RankPlan, buffer: FlatBuffer) -> StateBytes:
+    """Counts the bytes of one flat buffer, padding included."""
+    kept, sent = rank.gradient_element, rank.sent_gradient_element
+    shard_width = max(kept, sent)
+    is_whole = rank.config.optimizer.zero_stage == 1 or buffer.group_size == 1
+    gradients = buffer.numel * kept if is_whole else 0
+    if buffer.group_size > 1 and (not is_whole or shard_width != kept):
+        gradients += buffer.shard * shard_width
+    moments = num_moments(rank, buffer) * _moment_bytes(rank, buffer)
+    masters = 0 if rank.element == 4 else buffer.shard * 4  # fp32 parameters are their own
+    return StateBytes(buffer.numel * rank.element, gradients, masters, moments)
+
+
+def total_state_bytes(rank: RankPlan) -> StateBytes:
+    """Sums the bytes of all flat buffers of a rank."""
+    each = [state_bytes(rank, buffer) for buffer in flat_buffers(rank)]
+    return StateBytes(*(sum(getattr(one, name) for one in each) for name in StateBytes.__dataclass_fields__))
+
+
+def num_moments(rank: RankPlan, buffer: FlatBuffer) -> int:
+    """States of an element."""
+    options = rank.config.optimizer
+    return {
+        OptimizerName.ADAM: 2,
+        OptimizerName.LION: 1,
+        OptimizerName.SGD: int(options.sgd_momentum > 0),
+        OptimizerName.MUON: 1 if buffer.is_matrix else 2,
+    }[options.optimizer]
+
+
+def _moment_bytes(rank: RankPlan, buffer: FlatBuffer) -> int:
+    width = rank.config.optimizer.optimizer_state_dtype
+    if width is StateDtype.INT8:
+        return buffer.shard + buffer.shard // STATE_BLOCK * 4
+    return buffer.shard * (4 if width is StateDtype.FP32 else 2)
+
+
+def decoded_states(rank: RankPlan, buffers: list[FlatBuffer]) -> int:
+    """fp32 copies that a save holds of states kept in fewer bits. The first save is planned before the first step."""
+    if rank.config.optimizer.optimizer_state_dtype is StateDtype.FP32:
+        return 0
+    moments = 2 if rank.config.optimizer.optimizer is OptimizerName.ADAM else 1
+    return sum(moments * 4 * buffer.shard for buffer in buffers)
+
+
+def sent_copies(rank: RankPlan, buffers: list[FlatBuffer]) -> int:
+    """Copies of gradients in the dtype in which they travel, where that is another: kept until the reduction ends."""
+    sent = rank.sent_gradient_element
+    if rank.gradient_element == sent or rank.config.optimizer.zero_stage == 2:
+        return 0
+    return sum(buffer.numel * sent for buffer in buffers if buffer.group_size > 1)

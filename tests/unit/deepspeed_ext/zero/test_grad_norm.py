@@ -1,0 +1,60 @@
+"""Partial norms, and what a step makes of the whole one."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from deepspeed_ext.zero.grad_scaling import StepState, sum_of_squares, total_of_squares
+from deepspeed_ext.zero.options import ZeroOptions
+
+
+@pytest.mark.parametrize("numel", [0, 1, 4095, 4096, 4097, 100_003])
+def test_sum_of_squares(numel: int) -> None:
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    assert sum_of_squares(x).item() == pytest.approx(x.double().square().sum().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("position", [0, 4999])
+def test_non_finite_shows(bad: float, position: int) -> None:
+    x = torch.ones(5000)
+    x[position] = bad
+    assert not math.isfinite(sum_of_squares(x).item())
+
+
+def test_a_long_constant_does_not_stall() -> None:
+    """One fp32 accumulator stops growing at 2^24 equal addends."""
+    x = torch.full((2**25,), 1.0)
+    assert sum_of_squares(x).item() == pytest.approx(2**25, rel=1e-6)
+
+
+def test_total_over_tensors() -> None:
+    tensors = [torch.full((5000,), 2.0), torch.full((3,), 1.0).bfloat16(), torch.zeros(0)]
+    assert total_of_squares(tensors, torch.device("cpu")).item() == pytest.approx(20003.0, rel=1e-6)
+    assert total_of_squares([], torch.device("cpu")).tolist() == [0.0]
+
+
+def test_scalars_of_a_step_clip_count_and_skip() -> None:
+    state = StepState(torch.device("cpu"), 4, ZeroOptions(max_norm=1.0, clip_after_steps=1))
+    norm = torch.tensor(40.0, dtype=torch.float64)  # of the sum over 4 ranks: the mean's is 10
+    first = state.scalars(norm)
+    assert (first.scale.item(), first.skip.item(), first.step.item()) == (0.25, 0.0, 1.0)
+    assert state.grad_norm == 10.0 and state.applied == 1 and not state.settle()
+    second = state.scalars(norm)
+    assert second.scale.item() == pytest.approx(0.025, rel=1e-6) and second.step.item() == 2
+    assert not state.settle()
+    skipped = state.scalars(torch.tensor(math.nan))
+    assert (skipped.scale.item(), skipped.skip.item(), skipped.step.item()) == (0.0, 1.0, 3.0)
+    assert state.was_skipped and state.applied == 2 and state.skips == 1
+    assert not state.settle() and state.settled_skips == 0, "the host is told one step later"
+    small = state.scalars(norm / 1000)
+    assert (small.scale.item(), small.step.item()) == (0.25, 3.0)
+    assert state.settle() and state.settled_skips == 1 and not state.was_skipped
+    unclipped, clipped = state.scalars(norm, 0.0), state.scalars(norm, 5.0)
+    assert unclipped.scale.item() == 0.25 and clipped.scale.item() == pytest.approx(0.125, rel=1e-6)
+    spike, usual = state.scalars(norm, skip_above=9.99), state.scalars(norm, skip_above=10.0)  # the norm is 10
+    assert (spike.scale.item(), spike.skip.item()) == (0.0, 1.0) and usual.skip.item() == 0.0
+    assert spike.step.item() == usual.step.item() == 6.0, "a step that is skipped does not count"

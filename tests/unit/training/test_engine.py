@@ -1,0 +1,126 @@
+"""Parameter groups: who decays, whom Muon takes, and that every option reaches the optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed_ext.optimizers import rule_for
+from deepspeed_ext.optimizers.adamw import AdamRule
+from deepspeed_ext.optimizers.lion import LionRule
+from deepspeed_ext.optimizers.muon import MuonRule
+from deepspeed_ext.optimizers.sgd import SgdRule
+from megatron.optimus.config.checks import check_trainable
+from megatron.optimus.config.load import load
+from megatron.optimus.config.schema import (
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    OptimizerName,
+    RunConfig,
+)
+from megatron.optimus.models.decoder import Decoder
+from megatron.optimus.training.engine import _OPTIMIZERS, param_groups
+
+SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 32, "moe_ffn_hidden_size": 8}
+
+
+def moe() -> nn.Module:
+    model = Decoder(ModelConfig(num_experts=4, moe_router_topk=2, **SHAPE))  # type: ignore[arg-type]
+    model.register_parameter("some_bias", nn.Parameter(torch.zeros(3)))
+    model.register_parameter("frozen", nn.Parameter(torch.zeros(3, 3), requires_grad=False))
+    return model
+
+
+def names(model: nn.Module, group: dict[str, Any]) -> set[str]:
+    by_parameter = {parameter: name for name, parameter in model.named_parameters()}
+    return {by_parameter[parameter] for parameter in group["params"]}
+
+
+def test_by_default_everything_decays_in_one_group() -> None:
+    model = moe()
+    (group,) = param_groups(model, OptimizerConfig())
+    assert names(model, group) == {name for name, _ in model.named_parameters()} - {"frozen"}
+    assert group["weight_decay"] == 0.1 and group["state_dtype"] == "fp32" and group["betas"] == (0.9, 0.95)
+
+
+@pytest.mark.parametrize(
+    ("option", "spared"),
+    [
+        ("weight_decay_norms", lambda name: "norm" in name),
+        ("weight_decay_biases", lambda name: name == "some_bias"),
+        ("weight_decay_embeddings", lambda name: name in ("embedding.weight", "lm_head.weight")),
+    ],
+)
+def test_each_exclusion_spares_its_kind_and_no_other(option: str, spared: Any) -> None:
+    model = moe()
+    groups = {group["weight_decay"]: group for group in param_groups(model, OptimizerConfig(**{option: False}))}
+    trained = {name for name, _ in model.named_parameters()} - {"frozen"}
+    assert groups.keys() == {0.0, 0.1}
+    assert names(model, groups[0.0]) == {name for name in trained if spared(name)} != set()
+    assert names(model, groups[0.1]) == {name for name in trained if not spared(name)}
+
+
+def test_muon_takes_hidden_matrices_and_knows_stacked_ones() -> None:
+    model = moe()
+    config = OptimizerConfig(optimizer=OptimizerName.MUON, weight_decay_embeddings=False)
+    groups = param_groups(model, config)
+    matrices = set().union(*(names(model, group) for group in groups if group["use_muon"]))
+    assert "layers.0.moe.experts.gate_up_weight" in matrices and "layers.1.attention.q_proj.weight" in matrices
+    others = set().union(*(names(model, group) for group in groups if not group["use_muon"]))
+    assert others == {n for n, _ in model.named_parameters() if "norm" in n} | {
+        "embedding.weight",
+        "lm_head.weight",
+        "some_bias",
+    }
+    assert dict(model.named_parameters())["layers.0.moe.experts.gate_up_weight"].stacked_matrices == 2
+    assert not matrices & others and len(groups) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "reached"),
+    [
+        ("adam", AdamRule, {"betas": (0.8, 0.7), "eps": 1e-5, "lr": 0.5}),
+        ("sgd", SgdRule, {"momentum": 0.4, "decoupled_weight_decay": True, "lr": 0.5}),
+        ("lion", LionRule, {"betas": (0.6, 0.5), "lr": 0.5}),
+        ("muon", MuonRule, {"momentum": 0.3, "ns_steps": 7, "adjust_lr_fn": "original", "adam_eps": 1e-5}),
+    ],
+)
+def test_every_optimizer_gets_its_options(name: str, rule: type, reached: dict[str, Any]) -> None:
+    flags = {
+        "optimizer": name,
+        "lr": 0.5,
+        "adam-beta1": 0.8,
+        "adam-beta2": 0.7,
+        "adam-eps": 1e-5,
+        "sgd-momentum": 0.4,
+        "lion-beta1": 0.6,
+        "lion-beta2": 0.5,
+        "muon-momentum": 0.3,
+        "muon-num-ns-steps": 7,
+        "muon-adjust-lr-fn": "original",
+        "optimizer-state-dtype": "bf16",
+        "weight-decay": 0.25,
+    }
+    config = load([word for flag, value in flags.items() for word in (f"--{flag}", str(value))]).config.optimizer
+    optimizer = _OPTIMIZERS[config.optimizer](param_groups(moe(), config))
+    group = next(group for group in optimizer.param_groups if group.get("use_muon", True))
+    assert isinstance(rule_for(optimizer, group), rule)
+    assert {key: group[key] for key in reached} == reached
+    assert group["state_dtype"] == "bf16" and group["weight_decay"] == 0.25
+
+
+def test_errors() -> None:
+    with pytest.raises(ConfigError, match="optimizer='adamx' is not one of adam, sgd, muon, lion"):
+        load(["--optimizer", "adamx"])
+    with pytest.raises(ConfigError, match=r"lion_beta2=1.0 is out of range"):
+        OptimizerConfig(lion_beta2=1.0)
+    config = RunConfig(optimizer=OptimizerConfig(optimizer=OptimizerName.MUON), data=DataConfig(data_path=["x"]))
+    check_trainable(config)
+    config.parallel.tensor_model_parallel_size = 2
+    with pytest.raises(ConfigError, match="tensor_model_parallel_size=2 splits them"):
+        check_trainable(config)

@@ -1,0 +1,79 @@
+"""Outputs that rank 0 cannot write do not end the run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.optimus.config.load import load
+from megatron.optimus.context import RunContext
+from megatron.optimus.platform.mesh import Mesh
+from megatron.optimus.training.logging import MetricsLogger
+from megatron.optimus.training.trackers import StepRange
+from tests.unit.training.test_metrics import metrics
+
+
+def test_a_full_disk_is_told_once_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load(["--preset", "mula-tiny", "--run-dir", str(tmp_path)]).config
+    mesh = Mesh(config.parallel, rank=0, world_size=1)
+    logging.getLogger("optimus").propagate = True
+    run = RunContext.of(config, mesh, torch.device("cpu"))
+    with MetricsLogger(run, StepRange(0, 9, 9 * config.training.seq_length)) as written:
+        written.log(metrics(1, expert_load_LE=[[3, 1]]), {})
+        disk, written._metrics._file = written._metrics._file, open("/dev/full", "w", buffering=1)  # noqa: SIM115
+        for step in (2, 3):
+            written.log(metrics(step, expert_load_LE=[[3, 1]]), {"validation": 3.0, "web": 2.5})
+        with pytest.raises(OSError):
+            written._metrics._file.close()
+        written._metrics._file = disk
+        written.log(metrics(4, expert_load_LE=[[3, 1]]), {})
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 4]
+    assert json.loads((tmp_path / "expert_load.json").read_text())["total_slots_per_layer_and_expert"] == [[12, 4]]
+    assert [record.message.count("No space left on device") for record in caplog.records] == [1]
+    assert capsys.readouterr().out.count(" valid_loss=3.0000 valid_loss/web=2.5000 ") == 2
+
+
+class Gone:
+    """A terminal that was closed, and a tracker whose service is out of reach."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def isatty(self) -> bool:
+        return False
+
+    def write(self, _: object) -> None:
+        self.calls += 1
+        raise OSError(5, "Input/output error") if self is sys.stdout else ConnectionAbortedError
+
+    log = write
+
+    def close(self) -> None:
+        raise RuntimeError("no such run")
+
+
+def test_a_closed_terminal_and_a_tracker_out_of_reach_do_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 alone would leave, in the step that a closed terminal's SIGHUP asks to save."""
+    config = load(["--preset", "mula-tiny", "--run-dir", str(tmp_path), "--log-interval", "1"]).config
+    mesh = Mesh(config.parallel, rank=0, world_size=1)
+    logging.getLogger("optimus").propagate = True
+    run = RunContext.of(config, mesh, torch.device("cpu"))
+    with MetricsLogger(run, StepRange(0, 9, 9 * config.training.seq_length)) as written:
+        tracker = Gone()
+        written._trackers.append(tracker)
+        monkeypatch.setattr(sys, "stdout", Gone())
+        for step in (1, 2):
+            written.log(metrics(step, expert_load_LE=[[3, 1]]), {})
+        monkeypatch.undo()
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    assert tracker.calls == 2
+    assert [record.message.count("Input/output error") for record in caplog.records] == [1]
