@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from megatron.optimus.context import RunContext
 from megatron.optimus.platform import signals
 
 if __name__ == "__main__":
@@ -27,6 +26,7 @@ from megatron.optimus.config.checks import check, check_trainable
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError, RunConfig
 from megatron.optimus.config.serialize import to_dict
+from megatron.optimus.context import RunContext
 from megatron.optimus.data.dataset import check_contents
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.sources import read_sources

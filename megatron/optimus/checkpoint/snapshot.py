@@ -126,9 +126,8 @@ class Snapshot:
         self._on_host = self._device.type == "cpu"
         self._stream = None if self._on_host else torch.Stream(self._device)
         self._copied: torch.Event | None = None
-        self._held: tuple[DeviceEvent, DeviceEvent] | None = (
-            None  # around the update's wait for the last copy, once that is queued
-        )
+        # Around the update's wait for the last copy, once that is queued.
+        self._held: tuple[DeviceEvent, DeviceEvent] | None = None
         self._buffers: list[torch.Tensor] = []
         self._layout: object = None  # of the state; the views are made anew only when it changes
         self._views: list[torch.Tensor] = []  # one a slice

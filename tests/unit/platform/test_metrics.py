@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.optimus.platform import metrics
+from megatron.optimus.platform.collectives import recording_contexts
 from megatron.optimus.platform.metrics import Recorder
 from megatron.optimus.platform.ranks import Ranks
 
@@ -78,7 +79,7 @@ def test_nothing_is_recorded_outside_of_a_training_step(recorder: Recorder) -> N
 def test_a_recomputed_part_records_once(recorder: Recorder) -> None:
     toy, x = Toy(), torch.ones(2, 4, requires_grad=True)
     with recorder.recording():
-        y = checkpoint(toy, x, use_reentrant=False, context_fn=recorded)
+        y = checkpoint(toy, x, use_reentrant=False, context_fn=recording_contexts)
         y.sum().backward()
     assert recorder.weights == {"toy/input": 1.0, "toy/mean": 1.0}
 
