@@ -1,6 +1,6 @@
 """How long tokens take to their experts and back: every transport, alone and inside a MoE layer, by message size.
 
-On GPUs:  python benchmarks/expert_transport.py --ranks 2 --out benchmarks/results/expert_transport_h200x2.json
+On GPUs:  python benchmarks/expert_transport.py --ranks 4 --out benchmarks/results/expert_transport_h200x4.json
 On a CPU: python benchmarks/expert_transport.py --ranks 4 --node-size 2 --device cpu --tokens 64 256 --width 256 \
               --experts 16 --topk 4 --inner 128 --out benchmarks/results/expert_transport_cpu.json
 

@@ -34,19 +34,11 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks/results", ROOT / "docs/planner.md"
 BEGIN, END = "<!-- begin: benchmarks/planner_steps.py --write -->", "<!-- end -->"
 SUPERSEDED = {  # (file, variant): every variant where it is empty
-    ("layout_speed_pp_one_communicator_h200x4.json", ""),  # one communicator for all stages
-    ("layout_speed_moe20b_before_h200x4.json", ""),  # all-to-all that sorted and waited twice
-    ("layout_speed_before_fused_h200x2.json", "interleaved-1f1b, 2 chunks"),  # as above
-    ("layout_speed_before_fused_h200x2.json", "ring"),  # with FlashAttention-2, before it took torch's preference
-    ("layout_speed_before_fused_h200x2.json", "alltoall"),  # as of the 20B file before
-    ("layout_speed_before_fused_h200x2.json", "alltoall, 2 chunks"),
-    ("layout_speed_moe20b_0_5_h200x4.json", "symmetric"),  # before copy engines carried its gradients
     ("layout_speed_moe20b_h200x4.json", "allgather"),  # beside the router and the experts' last product
     ("layout_speed_moe20b_h200x4.json", "alltoall"),
     ("layout_speed_moe20b_h200x4.json", "symmetric"),  # by a kernel
     ("layout_speed_moe20b_h200x4.json", "symmetric, home last"),
 }
-SPLIT = {("layout_speed_before_fused_h200x2.json", "1f1b"): 8}  # layers of the first stage, where the cut was another
 TAKEN = {  # what was measured under another name and is now what the program does
     ("layout_speed_moe20b_h200x4.json", "allgather, home last"): "allgather",
     ("layout_speed_moe20b_h200x4.json", "symmetric, home by copies"): "symmetric",
@@ -107,9 +99,7 @@ def _layout_speed(file: str, raw: dict[str, Any]) -> Iterator[Row]:
                 continue
             build = variants[TAKEN.get((file, variant), variant)]
             if isinstance(build, sections.Ours) and build.change is None:  # not a peer's, nothing taken out
-                first = SPLIT.get((file, variant))
-                fixed = ["--decoder-first-pipeline-num-layers", str(first)] if first else []
-                config = run_config([*build.words.split(), *fixed], torch.device("cuda"))
+                config = run_config(build.words.split(), torch.device("cuda"))
                 preset = args.moe_preset if name.startswith("moe") else args.preset
                 yield _row(file, preset, config, raw["ranks"], result["step_ms"])
 

@@ -1,6 +1,6 @@
 """What the compiler makes of the CUDA products, which no test of values sees: nothing keeps the tensor cores waiting.
 
-Each of these cost the expert layer 1 to 5% when it was there (docs/expert_kernels.md, "One value a warp").
+Each of these cost the expert layer 1 to 5% when it was there (docs/design/expert_kernels.md, "One value a warp").
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def test_candidates_keep_to_what_the_kernels_assume() -> None:
 
 
 def test_the_default_is_the_measured_one_or_the_first_that_fits() -> None:
-    """The first are what docs/expert_kernels.md measured; on a GPU with less shared memory the next best that fits."""
+    """Those of docs/design/expert_kernels.md are first; on a GPU with less shared memory the next best that fits."""
     for problem in layer_problems(64, 2048, 1024, 8, 16384, torch.bfloat16, torch.float32):
         assert fitting(problem, H200)[0] == CANDIDATES[problem.kernel][0] == chosen(problem)
         small = fitting(problem, ADA)

@@ -69,6 +69,9 @@ def classes_of_attributes(path: Sequence[Function]) -> dict[str, set[str]]:
     """
     found: dict[str, set[str]] = {}
     for entry in dict.fromkeys((entry.path, entry.class_name) for entry in path if entry.class_name):
+        owner = definition(entry[0], str(entry[1]))
+        if not any(getattr(node, "name", "") == "__init__" for node in owner.body):
+            continue  # an interface: its classes hold the attributes
         for node in ast.walk(definition(entry[0], f"{entry[1]}.__init__")):
             if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
                 continue

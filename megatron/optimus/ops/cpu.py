@@ -13,7 +13,7 @@ _C = torch.ops.optimus
 def instruction_sets() -> list[str]:
     """The instruction sets that this processor has and the products have kernels for, fastest first.
 
-    Of amx (fp32 as a sum of bf16 parts, see docs/expert_kernels_cpu_sycl.md), avx512, avx2 and plain.
+    Of amx (fp32 as a sum of bf16 parts, see docs/design/expert_kernels.md), avx512, avx2 and plain.
     """
     return _C.cpu_instruction_sets().split(",")
 

@@ -61,7 +61,6 @@ def test_kernels_of_the_ring_measured_on_h200_are_predicted(kernel: str, within:
     [
         ("layout_speed_h200x2.json", 2, "ulysses", "", H200),
         ("layout_speed_h200x2.json", 2, "ring", "--cp-comm-type p2p", H200),
-        ("layout_speed_before_fused_h200x2.json", 2, "ulysses", "", BEFORE),
         ("layout_speed_cp_h200x4.json", 4, "ulysses", "", BEFORE),
         ("layout_speed_cp_h200x4.json", 4, "ring", "--cp-comm-type p2p", BEFORE),  # with cuDNN's kernels
     ],

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.optimus.commands import plan as plan_command
 from megatron.optimus.config.checks import check
 from megatron.optimus.config.costs import Work
 from megatron.optimus.config.load import load
@@ -306,13 +307,13 @@ def test_symmetric_memory_is_nobody_s_concern_where_nothing_travels() -> None:
     ],
 )
 def test_bad_input_is_one_clear_error(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert script("tools/plan.py").main(words.split()) == 2
+    assert plan_command.main(words.split()) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
 
 def test_the_command_line_shows_a_plan_and_its_json(capsys: pytest.CaptureFixture[str]) -> None:
-    main = script("tools/plan.py").main
+    main = plan_command.main
     words = "--preset mula-220b-a10b --nodes 1024 --system aurora --global-batch-size 12288 --top 0".split()
     words += "--recompute-modules moe attention norm".split()
     assert main([*words, "--explain"]) == 0
@@ -327,7 +328,7 @@ def test_the_command_line_shows_a_plan_and_its_json(capsys: pytest.CaptureFixtur
 
 
 def test_the_best_layout_comes_as_options_that_give_it(capsys: pytest.CaptureFixture[str]) -> None:
-    main = script("tools/plan.py").main
+    main = plan_command.main
     words = "--preset mula-20b-a2b --nodes 8 --system aurora --global-batch-size 768".split()
     main([*words, "--top", "1"])
     best, options = capsys.readouterr().out.split("\n  1. ")[1].split("\n")[:2]
@@ -337,13 +338,13 @@ def test_the_best_layout_comes_as_options_that_give_it(capsys: pytest.CaptureFix
 
 def test_sizes_that_leave_nothing_to_try_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--preset mula-7b-a1b --nodes 1 --pipeline-model-parallel-size 5"
-    assert script("tools/plan.py").main(words.split()) == 2
+    assert plan_command.main(words.split()) == 2
     assert "the sizes named on the command line do not divide 8 ranks" in capsys.readouterr().out
 
 
 def test_the_papers_curve_stands_beside_its_own_model_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for preset, paper in (("mula-220b-a10b", "97%"), ("mula-7b-a1b", "")):
-        assert script("tools/plan.py").main(["--preset", preset, "--weak-scaling", str(tmp_path / "v1.2")]) == 0
+        assert plan_command.main(["--preset", preset, "--weak-scaling", str(tmp_path / "v1.2")]) == 0
         assert capsys.readouterr().out.splitlines()[3].split("|")[-2].strip() == paper
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v1.2.md", "v1.2.png"]
 
@@ -352,7 +353,7 @@ def test_no_plan_needs_torch() -> None:
     import subprocess
 
     code = (
-        "import sys; sys.path.insert(0, 'tools'); import plan; "
+        "import sys; from megatron.optimus.commands import plan; "
         "plan.main('--preset mula-20b-a2b --nodes 8 --system aurora --global-batch-size 768 --top 1'.split()); "
         "assert 'torch' not in sys.modules"
     )

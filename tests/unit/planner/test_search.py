@@ -7,11 +7,11 @@ import re
 
 import pytest
 
+from megatron.optimus.commands import plan as plan_command
 from megatron.optimus.config.load import load
 from megatron.optimus.planner.hardware import AURORA, H200
 from megatron.optimus.planner.plan import Plan, plan
 from megatron.optimus.planner.search import bubble_hint, enough_micro_batches
-from tests.unit.planner.test_plan import script
 
 LARGE = "--preset mula-220b-a10b"
 SMALL = "--preset mula-1b --micro-batch-size 2 --pipeline-model-parallel-size 4"
@@ -23,7 +23,7 @@ def planned(words: str, ranks: int = 8) -> Plan:
 
 
 def test_the_large_presets_own_batch_on_1024_nodes(capsys: pytest.CaptureFixture[str]) -> None:
-    tool = script("tools/plan.py")
+    tool = plan_command
     command = f"{LARGE} --nodes 1024 --system aurora --top 0".split()
     assert tool.main(command) == 0
     found = re.search(
@@ -83,7 +83,7 @@ def test_a_larger_batch_that_does_not_fit_or_that_the_run_does_not_allow() -> No
 
 
 def test_the_list_and_json_have_it(capsys: pytest.CaptureFixture[str]) -> None:
-    tool = script("tools/plan.py")
+    tool = plan_command
     words = f"{SMALL} --global-batch-size 16 --world-size 8 --tensor-model-parallel-size 1 --top 2".split()
     assert tool.main(words) == 0
     text = capsys.readouterr().out

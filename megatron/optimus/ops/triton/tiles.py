@@ -39,7 +39,7 @@ class Tiles(NamedTuple):
         return f"{shape}, {self.warps} warps{stages}"
 
 
-# The first of each is what is fastest on an H200 (docs/expert_kernels.md); the first that fits is a device's default.
+# The first of each is fastest on an H200 (docs/design/expert_kernels.md); the first that fits is a device's default.
 _PRODUCT = (
     Tiles(128, 256, 64, 8, 3, 1),
     Tiles(128, 256, 32, 8, 4, 1),
