@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 
 from device_check import require_device
 
-from deepspeed_ext.optimizers import Lion, Muon, Shard, StepScalars, rule_for
-from deepspeed_ext.optimizers.base import LocalMatrices, MatrixRule
+from deepspeed_ext.optimizers import Lion, Muon, Shard, StepScalars, shard_optimizer_for
+from deepspeed_ext.optimizers.base import LocalMatrices, MatrixOptimizer
 
 BUCKET = 1 << 26  # elements, deepspeed_ext's default
 EXPERTS, INNER, WIDTH = 64, 1024, 2048  # of one Mula-7B layer, three matrices each
@@ -86,7 +86,7 @@ def ours(
 ) -> Callable[[], None]:
     """A step of the optimizer's rule on buckets of one flat buffer."""
     group = optimizer.param_groups[0]
-    rule = rule_for(optimizer, group)
+    rule = shard_optimizer_for(optimizer, group)
     master, grad = random(numel, device, torch.float32, 0.02), random(numel, device, grad_dtype)
     param = torch.empty(numel, dtype=torch.bfloat16, device=device)
     shards = [
@@ -169,8 +169,8 @@ def muon(clock: Clock, device: torch.device, repetitions: int, layers_experts: i
     flops = shape[0] * 5 * (4 * INNER * INNER * WIDTH + 2 * INNER**3)
     optimizer = Muon([torch.zeros(2, 2)], lr=1e-3, ns_dtype=torch.bfloat16)
     group = optimizer.param_groups[0]
-    rule = rule_for(optimizer, group)
-    assert isinstance(rule, MatrixRule)
+    rule = shard_optimizer_for(optimizer, group)
+    assert isinstance(rule, MatrixOptimizer)
     shard = Shard(
         random(numel, device, torch.float32),
         random(numel, device, torch.bfloat16),
@@ -183,7 +183,7 @@ def muon(clock: Clock, device: torch.device, repetitions: int, layers_experts: i
         param.grad = torch.randn_like(param)
     oracle = torch.optim.Muon(params, lr=1e-3)
     steps: dict[str, Callable[[], Any]] = {
-        "Muon, experts of one Mula-7B layer": lambda: rule.update_family_([shard], whole, group, scalars),
+        "Muon, experts of one Mula-7B layer": lambda: rule.update_matrices_([shard], whole, group, scalars),
         "torch.optim.Muon, the same, without bf16 copy": oracle.step,
     }
     rows = []

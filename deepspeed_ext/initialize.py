@@ -26,7 +26,7 @@ from deepspeed_ext.groups import (
     mark_experts,
     world_group,
 )
-from deepspeed_ext.optimizers import rule_for
+from deepspeed_ext.optimizers import shard_optimizer_for
 from deepspeed_ext.zero.agreement import (
     Signatures,
     check_agreement,
@@ -167,7 +167,7 @@ def _prepare(
         optimizer = _torch_optimizer(model, given, model_parameters, config)
         parsed = DeepSpeedConfig(config, mpu)
         for group in optimizer.param_groups:
-            rule_for(optimizer, group)
+            shard_optimizer_for(optimizer, group)
         signatures = parameter_signatures(model, optimizer.param_groups)
         taken = [name for name, param in model.named_parameters() if is_attached(param)]
         if taken:

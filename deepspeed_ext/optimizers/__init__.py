@@ -1,27 +1,27 @@
 """Update rules: the arithmetic of each optimizer on the shards of deepspeed_ext.zero; base.py has the interface."""
 
 from deepspeed_ext.optimizers.base import (
-    MatrixRule,
-    RuleOptimizer,
+    MatrixOptimizer,
     Shard,
+    ShardableOptimizer,
+    ShardOptimizer,
     ShardPolicy,
     StepScalars,
-    UpdateRule,
     WholeMatrices,
 )
 from deepspeed_ext.optimizers.lion import Lion
 from deepspeed_ext.optimizers.muon import Muon
-from deepspeed_ext.optimizers.select import rule_for
+from deepspeed_ext.optimizers.select import shard_optimizer_for
 
 __all__ = [
     "Lion",
-    "MatrixRule",
+    "MatrixOptimizer",
     "Muon",
-    "RuleOptimizer",
     "Shard",
+    "ShardOptimizer",
     "ShardPolicy",
+    "ShardableOptimizer",
     "StepScalars",
-    "UpdateRule",
     "WholeMatrices",
-    "rule_for",
+    "shard_optimizer_for",
 ]

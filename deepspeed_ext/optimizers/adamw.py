@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed_ext.optimizers.base import Shard, StepScalars, UpdateRule
+from deepspeed_ext.optimizers.base import Shard, ShardOptimizer, StepScalars
 from deepspeed_ext.optimizers.kernels import kernels_for
 from deepspeed_ext.optimizers.kernels.options import AdamOptions
 
 
-class AdamRule(UpdateRule):
+class ShardAdam(ShardOptimizer):
     """Options of a group: lr, betas, eps, weight_decay, decoupled_weight_decay (True: AdamW), maximize, state_dtype."""
 
     state_kinds = ("exp_avg", "exp_avg_sq")
     unsigned_kinds = frozenset({"exp_avg_sq"})
 
     def update_(self, shard: Shard, options: Mapping[str, Any], scalars: StepScalars) -> None:
-        """See UpdateRule.update_."""
+        """See ShardOptimizer.update_."""
         kernels_for(shard.master.device.type).adam(shard, AdamOptions.of(options), scalars)

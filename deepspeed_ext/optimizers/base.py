@@ -4,7 +4,7 @@ The sharded optimizer (deepspeed_ext.zero) owns buckets, reduction, norm and pub
 Every rule reads the summed gradient once and writes master, state and parameter, on the device, without the host
 waiting for it: what the step has to know (clip coefficient, skip, step number) comes as 0-dim device tensors.
 
-A new optimizer is one new file: an ``UpdateRule`` with the arithmetic, and a ``RuleOptimizer`` with its options, which
+A new optimizer is one new file: a ``ShardOptimizer`` with the arithmetic, and a ``ShardableOptimizer``, which
 is what users construct. It runs on whole parameters too, without any sharding; tests compare the two.
 """
 
@@ -27,7 +27,7 @@ class ShardPolicy(Enum):
     """What the update of an element depends on. Buckets are cut anywhere under either."""
 
     FLAT = "flat"  # on that element alone: shards are updated one by one
-    MATRIX = "matrix"  # on its whole matrix: a family's shards are updated together, see MatrixRule
+    MATRIX = "matrix"  # on its whole matrix: a family's shards are updated together, see MatrixOptimizer
 
 
 @dataclass
@@ -66,7 +66,7 @@ class StepScalars:
         return cls(*values.unbind())
 
 
-class UpdateRule(ABC):
+class ShardOptimizer(ABC):
     """One optimizer's arithmetic on shards; stateless itself, so that one object serves any number of shards.
 
     ``state_kinds``: names of the element-wise states, under which checkpoints hold them ("exp_avg", ...). ``options``
@@ -120,24 +120,24 @@ class WholeMatrices(Protocol):
         shape, [B, M, N], and returns as many; each matrix passes through it on one rank only.
         """
 
-    def runs(self, shard: int) -> Sequence[tuple[int, int, tuple[int, int]]]:
+    def ranges(self, shard: int) -> Sequence[tuple[int, int, tuple[int, int]]]:
         """Stretches [start, stop) of a shard that belong to matrices of one shape: (start, stop, (rows, columns))."""
 
 
-class MatrixRule(UpdateRule):
+class MatrixOptimizer(ShardOptimizer):
     """A rule whose update of an element depends on its whole matrix; masters and states are flat shards all the same.
 
-    ``update_family_`` takes the place of ``update_``.
+    ``update_matrices_`` takes the place of ``update_``.
     """
 
     policy = ShardPolicy.MATRIX
 
     def update_(self, shard: Shard, options: Mapping[str, Any], scalars: StepScalars) -> None:
         """Not for this kind of rule: raises TypeError."""
-        raise TypeError(f"{type(self).__name__} updates whole families: use update_family_")
+        raise TypeError(f"{type(self).__name__} updates whole families: use update_matrices_")
 
     @abstractmethod
-    def update_family_(
+    def update_matrices_(
         self, shards: Sequence[Shard], matrices: WholeMatrices, options: Mapping[str, Any], scalars: StepScalars
     ) -> None:
         """One step on all shards that a rank owns of one family. Collective over the family's group."""
@@ -154,8 +154,8 @@ class LocalMatrices:
         batch_BMN = updates[0].view(self._count, *self._shape)
         batch_BMN.copy_(function(batch_BMN))
 
-    def runs(self, shard: int) -> Sequence[tuple[int, int, tuple[int, int]]]:
-        """See WholeMatrices.runs."""
+    def ranges(self, shard: int) -> Sequence[tuple[int, int, tuple[int, int]]]:
+        """See WholeMatrices.ranges."""
         return [(0, self._count * self._shape[0] * self._shape[1], self._shape)]
 
 
@@ -174,15 +174,15 @@ def count_matrices(name: str, shape: Sequence[int], stacked: int = 1) -> tuple[i
     return math.prod(leading) * stacked, (rows // stacked, columns)
 
 
-class RuleOptimizer(torch.optim.Optimizer):
-    """Base of this package's torch optimizers: options in param_groups, arithmetic in an UpdateRule.
+class ShardableOptimizer(torch.optim.Optimizer):
+    """Base of this package's torch optimizers: options in param_groups, arithmetic in an ShardOptimizer.
 
     Handed to ``deepspeed_ext.initialize`` only its param_groups serve and the sharded optimizer runs the rule. Used
     alone it is a plain torch optimizer that runs the same rule on each whole parameter, with an fp32 master copy of
     parameters in a lower precision.
     """
 
-    def update_rule(self, group: Mapping[str, Any]) -> UpdateRule:
+    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
         """The rule that updates the parameters of ``group``."""
         raise NotImplementedError
 
@@ -194,13 +194,13 @@ class RuleOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            rule = self.update_rule(group)
+            rule = self.shard_optimizer(group)
             for param in group["params"]:
                 if param.grad is not None:
                     self._step_param(rule, group, param)
         return loss
 
-    def _step_param(self, rule: UpdateRule, group: dict[str, Any], param: Tensor) -> None:
+    def _step_param(self, rule: ShardOptimizer, group: dict[str, Any], param: Tensor) -> None:
         state = self.state[param]
         if not state:
             state["step"] = 0
@@ -217,9 +217,9 @@ class RuleOptimizer(torch.optim.Optimizer):
             shard.state = state["shard"] = rule.new_state(shard, group)
         state["step"] += 1
         scalars = StepScalars.of(param.device, state["step"])
-        if isinstance(rule, MatrixRule):
+        if isinstance(rule, MatrixOptimizer):
             matrices = LocalMatrices(*count_matrices("", param.shape, getattr(param, "stacked_matrices", 1)))
-            rule.update_family_([shard], matrices, group, scalars)
+            rule.update_matrices_([shard], matrices, group, scalars)
         else:
             rule.update_(shard, group, scalars)
         if not param.is_contiguous():

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed_ext.optimizers.base import RuleOptimizer, Shard, StepScalars, UpdateRule
+from deepspeed_ext.optimizers.base import Shard, ShardableOptimizer, ShardOptimizer, StepScalars
 from deepspeed_ext.optimizers.kernels import kernels_for
 from deepspeed_ext.optimizers.kernels.options import LionOptions
 
 
-class LionRule(UpdateRule):
+class ShardLion(ShardOptimizer):
     """Options of a group: lr, betas, weight_decay, maximize, state_dtype."""
 
     state_kinds = ("exp_avg",)
 
     def update_(self, shard: Shard, options: Mapping[str, Any], scalars: StepScalars) -> None:
-        """See UpdateRule.update_."""
+        """See ShardOptimizer.update_."""
         kernels_for(shard.master.device.type).lion(shard, LionOptions.of(options), scalars)
 
 
-class Lion(RuleOptimizer):
+class Lion(ShardableOptimizer):
     """Steps by the sign of an interpolation between momentum and gradient, with decoupled weight decay.
 
     One moment instead of Adam's two. The paper takes an lr 3 to 10 times below AdamW's and a weight_decay larger by
@@ -44,6 +44,6 @@ class Lion(RuleOptimizer):
         options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, {**options, "state_dtype": state_dtype})
 
-    def update_rule(self, group: Mapping[str, Any]) -> UpdateRule:
-        """See RuleOptimizer.update_rule."""
-        return LionRule()
+    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
+        """See ShardableOptimizer.shard_optimizer."""
+        return ShardLion()

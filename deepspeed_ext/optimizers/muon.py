@@ -15,8 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.optimizers.adamw import AdamRule
-from deepspeed_ext.optimizers.base import MatrixRule, RuleOptimizer, Shard, StepScalars, UpdateRule, WholeMatrices
+from deepspeed_ext.optimizers.adamw import ShardAdam
+from deepspeed_ext.optimizers.base import (
+    MatrixOptimizer,
+    Shard,
+    ShardableOptimizer,
+    ShardOptimizer,
+    StepScalars,
+    WholeMatrices,
+)
 from deepspeed_ext.optimizers.kernels import kernels_for
 from deepspeed_ext.optimizers.kernels.options import MomentumOptions
 
@@ -62,16 +69,16 @@ def lr_ratio(adjust_lr_fn: str | None, shape: tuple[int, int]) -> float:
     raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} is unknown; use original or match_rms_adamw")
 
 
-class MuonRule(MatrixRule):
+class ShardMuon(MatrixOptimizer):
     """Options of a group: lr, momentum, nesterov, weight_decay (decoupled), ns_steps, ns_coefficients, eps,
     adjust_lr_fn as in torch.optim.Muon; ns_dtype, maximize, state_dtype."""
 
     state_kinds = ("momentum_buffer",)
 
-    def update_family_(
+    def update_matrices_(
         self, shards: Sequence[Shard], matrices: WholeMatrices, options: Mapping[str, Any], scalars: StepScalars
     ) -> None:
-        """See MatrixRule.update_family_."""
+        """See MatrixOptimizer.update_matrices_."""
         device = shards[0].master.device
         kernels = kernels_for(device.type)
         dtype = options.get("ns_dtype") or (torch.float32 if device.type == "cpu" else torch.bfloat16)
@@ -89,12 +96,12 @@ class MuonRule(MatrixRule):
         matrices.transform(updates, direction)
         lr, decay = float(options["lr"]), 1 - float(options["lr"]) * float(options["weight_decay"])
         for index, (shard, update) in enumerate(zip(shards, updates, strict=True)):
-            for start, stop, shape in matrices.runs(index):
+            for start, stop, shape in matrices.ranges(index):
                 own, rate = slice(start, stop), lr * lr_ratio(options["adjust_lr_fn"], shape)
                 kernels.apply_update(shard.master[own], shard.param[own], update[own], decay, rate, scalars)
 
 
-class Muon(RuleOptimizer):
+class Muon(ShardableOptimizer):
     """Muon for param groups of matrices, AdamW for groups with ``use_muon=False`` (norms, biases, embeddings, output).
 
     The options up to ``adjust_lr_fn`` are torch.optim.Muon's and mean the same; parameters may have more than two
@@ -142,12 +149,12 @@ class Muon(RuleOptimizer):
                         "use_muon=False"
                     )
 
-    def update_rule(self, group: Mapping[str, Any]) -> UpdateRule:
-        """See RuleOptimizer.update_rule."""
-        return MuonRule() if group["use_muon"] else _AdamWOfMuon()
+    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
+        """See ShardableOptimizer.shard_optimizer."""
+        return ShardMuon() if group["use_muon"] else _AdamWOfMuon()
 
 
-class _AdamWOfMuon(AdamRule):
+class _AdamWOfMuon(ShardAdam):
     """AdamW on a group of Muon's, whose ``eps`` is the iteration's."""
 
     def update_(self, shard: Shard, options: Mapping[str, Any], scalars: StepScalars) -> None:

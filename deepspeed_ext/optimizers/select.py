@@ -7,27 +7,27 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.optimizers.adamw import AdamRule
-from deepspeed_ext.optimizers.base import RuleOptimizer, UpdateRule
-from deepspeed_ext.optimizers.muon import MuonRule
-from deepspeed_ext.optimizers.sgd import SgdRule
-from deepspeed_ext.optimizers.wrapped import WrappedRule
+from deepspeed_ext.optimizers.adamw import ShardAdam
+from deepspeed_ext.optimizers.base import ShardableOptimizer, ShardOptimizer
+from deepspeed_ext.optimizers.muon import ShardMuon
+from deepspeed_ext.optimizers.sgd import ShardSGD
+from deepspeed_ext.optimizers.wrapped import WrappedOptimizer
 
 
-def rule_for(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> UpdateRule:
+def shard_optimizer_for(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> ShardOptimizer:
     """The rule for one of ``optimizer``'s param_groups; use the same object for ``new_state`` and ``update_``.
 
     Optimizers of this package name their own. torch's AdamW, Adam, SGD and Muon (not their subclasses, which may
-    compute something else) have fused rules. Any other is taken for element-wise and run as it is, see WrappedRule,
-    which raises ValueError where that would be wrong.
+    compute something else) have fused updates. Any other is taken for element-wise and run as it is, see
+    WrappedOptimizer, which raises ValueError where that would be wrong.
     """
-    if isinstance(optimizer, RuleOptimizer):
-        return optimizer.update_rule(group)
+    if isinstance(optimizer, ShardableOptimizer):
+        return optimizer.shard_optimizer(group)
     kind = type(optimizer)
     if kind in (torch.optim.Adam, torch.optim.AdamW) and not group["amsgrad"]:
-        return AdamRule()
+        return ShardAdam()
     if kind is torch.optim.SGD:
-        return SgdRule(group["momentum"])
+        return ShardSGD(group["momentum"])
     if kind is torch.optim.Muon:
-        return MuonRule()
-    return WrappedRule(optimizer, group)
+        return ShardMuon()
+    return WrappedOptimizer(optimizer, group)

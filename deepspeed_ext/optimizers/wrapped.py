@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.optimizers.base import Shard, StepScalars, UpdateRule
+from deepspeed_ext.optimizers.base import Shard, ShardOptimizer, StepScalars
 
 # Their update of an element depends on others, or on more than a gradient: on a slice they would be wrong.
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
@@ -20,7 +20,7 @@ def _own_options(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) ->
     return {key: value for key, value in group.items() if key in names and key not in ("self", "params")}
 
 
-class WrappedRule(UpdateRule):
+class WrappedOptimizer(ShardOptimizer):
     """Runs ``type(optimizer)`` on each shard's master; the shard's state holds the tensors that optimizer made.
 
     Raises ValueError for optimizers known not to be element-wise, and for those that keep a number besides ``step``
@@ -56,12 +56,12 @@ class WrappedRule(UpdateRule):
         return kept
 
     def new_state(self, shard: Shard, options: Mapping[str, Any]) -> dict[str, Tensor]:
-        """See UpdateRule.new_state."""
+        """See ShardOptimizer.new_state."""
         return self._start(shard.master, options)
 
     @torch.no_grad()
     def update_(self, shard: Shard, options: Mapping[str, Any], scalars: StepScalars) -> None:
-        """See UpdateRule.update_; this one waits for the device."""
+        """See ShardOptimizer.update_; this one waits for the device."""
         if scalars.skip.item():
             return
         master = shard.master

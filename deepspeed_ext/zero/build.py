@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of
-from deepspeed_ext.optimizers.base import UpdateRule
+from deepspeed_ext.optimizers.base import ShardOptimizer
 from deepspeed_ext.zero.family import SUPPORTED_DTYPES, Family, FamilyKey
 from deepspeed_ext.zero.options import ZeroOptions
 from deepspeed_ext.zero.partition import ParamSpec, flat_layout, group_by_family
@@ -31,7 +31,7 @@ def _key(index: int, param: nn.Parameter, groups: ZeroGroups) -> FamilyKey:
 
 def build_families(
     param_groups: Sequence[Sequence[nn.Parameter]],
-    rules: Sequence[UpdateRule],
+    rules: Sequence[ShardOptimizer],
     param_names: Mapping[nn.Parameter, str],
     groups: ZeroGroups,
     options: ZeroOptions,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed_ext.groups import ranks_of
-from deepspeed_ext.optimizers.base import Shard, ShardPolicy, UpdateRule, WholeMatrices
+from deepspeed_ext.optimizers.base import MatrixOptimizer, Shard, ShardOptimizer, WholeMatrices
 from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.matrix_exchange import MatrixExchange
 from deepspeed_ext.zero.options import ZeroOptions
@@ -50,7 +50,7 @@ class Family:
         params: Mapping[str, nn.Parameter],
         layout: FamilyLayout,
         group: dist.ProcessGroup | None,
-        rule: UpdateRule,
+        rule: ShardOptimizer,
         options: ZeroOptions,
     ) -> None:
         self.key = key
@@ -62,7 +62,7 @@ class Family:
         self.rank = ranks_of(group).index(dist.get_rank())
         self.group_size = layout.buckets[0].group_size
         self.exchange: WholeMatrices | None = None
-        if rule.policy is ShardPolicy.MATRIX:
+        if isinstance(rule, MatrixOptimizer):
             matrices = {name: (param.shape, getattr(param, "stacked_matrices", 1)) for name, param in params.items()}
             self.exchange = MatrixExchange(layout, matrices, self.rank, group)
         device = next(iter(params.values())).device

@@ -51,7 +51,7 @@ class _Stretch:
 
 
 class MatrixExchange:
-    """The matrices of one family on one rank (implements rules.base.WholeMatrices).
+    """The matrices of one family on one rank (implements optimizers.base.WholeMatrices).
 
     ``shapes``: for each parameter of ``layout`` its shape and number of stacked matrices. ``group``: the family's, None
     if this rank is its only one. Building it needs no communication: every rank computes the same plan.
@@ -137,8 +137,8 @@ class MatrixExchange:
                 stretches.append(_Stretch(first.bucket, first.offset, 1, shape))
         return [stretch for stretch in stretches if stretch.numel >= _IN_PLACE_NUMEL]
 
-    def runs(self, shard: int) -> Sequence[tuple[int, int, tuple[int, int]]]:
-        """See WholeMatrices.runs."""
+    def ranges(self, shard: int) -> Sequence[tuple[int, int, tuple[int, int]]]:
+        """See WholeMatrices.ranges."""
         return self._runs[shard]
 
     def transform(self, updates: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> None:

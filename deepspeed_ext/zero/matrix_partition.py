@@ -74,7 +74,7 @@ class MatrixPlan:
 
 
 def matrices_of(name: str, shape: Sequence[int], stacked: int = 1) -> list[WholeMatrix]:
-    """The matrices of one parameter, see rules.base.count_matrices."""
+    """The matrices of one parameter, see optimizers.base.count_matrices."""
     count, (rows, columns) = count_matrices(name, shape, stacked)
     return [WholeMatrix(name, index * rows * columns, rows, columns) for index in range(count) if rows * columns]
 

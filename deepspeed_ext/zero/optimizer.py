@@ -30,8 +30,8 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStat
 from torch import Tensor, nn
 
 from deepspeed_ext.groups import ZeroGroups
-from deepspeed_ext.optimizers import rule_for
-from deepspeed_ext.optimizers.base import MatrixRule
+from deepspeed_ext.optimizers import shard_optimizer_for
+from deepspeed_ext.optimizers.base import MatrixOptimizer
 from deepspeed_ext.zero import checkpoint, full_access
 from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.build import build_families, norm_groups
@@ -78,7 +78,7 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self.optimizer = optimizer
         self.groups = groups
         self.bit16_groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
-        rules = [rule_for(optimizer, group) for group in optimizer.param_groups]
+        rules = [shard_optimizer_for(optimizer, group) for group in optimizer.param_groups]
         self.families = build_families(self.bit16_groups, rules, param_names, groups, self.options)
         if not self.families:
             raise ValueError("the optimizer holds no parameter that requires a gradient")
@@ -264,13 +264,13 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         for bucket in self._publisher.buckets:
             family = self._family_of[bucket]
             family_options = self.param_groups[family.key.param_group]
-            if not isinstance(family.rule, MatrixRule):
+            if not isinstance(family.rule, MatrixOptimizer):
                 family.rule.update_(bucket.shard, family_options, scalars)
             elif family not in updated:  # matrices lie across buckets: all of the family's at once
                 assert family.exchange is not None
                 updated.add(family)
                 shards = [bucket.shard for bucket in family.buckets]
-                family.rule.update_family_(shards, family.exchange, family_options, scalars)
+                family.rule.update_matrices_(shards, family.exchange, family_options, scalars)
             bucket.start_gather()
         self._publisher.finish_step()
         self._sync.forget()

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.optimizers import Shard, StepScalars, UpdateRule
+from deepspeed_ext.optimizers import Shard, ShardOptimizer, StepScalars
 
 
 class Shards:
     """``weights`` [n] cut at multiples of ``cut``, each part a shard with a parameter in ``param_dtype``."""
 
     def __init__(
-        self, rule: UpdateRule, options: dict[str, Any], weights: Tensor, cut: int, param_dtype: torch.dtype
+        self, rule: ShardOptimizer, options: dict[str, Any], weights: Tensor, cut: int, param_dtype: torch.dtype
     ) -> None:
         self.rule, self.options, self.step = rule, options, 0
         self.shards = []

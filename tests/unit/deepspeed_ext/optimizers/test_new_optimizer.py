@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ext.optimizers import RuleOptimizer, Shard, StepScalars, UpdateRule, rule_for
+from deepspeed_ext.optimizers import Shard, ShardableOptimizer, ShardOptimizer, StepScalars, shard_optimizer_for
 from tests.unit.deepspeed_ext.optimizers.sharded import Shards, gradients
 
 
-class MeanRule(UpdateRule):
+class MeanRule(ShardOptimizer):
     """Steps along the plain mean of all gradients so far."""
 
     state_kinds = ("mean",)
@@ -26,11 +26,11 @@ class MeanRule(UpdateRule):
         shard.param.copy_(shard.master)
 
 
-class Mean(RuleOptimizer):
+class Mean(ShardableOptimizer):
     def __init__(self, params: Any, lr: float, state_dtype: str = "fp32") -> None:
         super().__init__(params, {"lr": lr, "state_dtype": state_dtype})
 
-    def update_rule(self, group: Mapping[str, Any]) -> UpdateRule:
+    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
         return MeanRule()
 
 
@@ -40,7 +40,7 @@ def test_it_works_alone_and_on_shards_with_every_state_dtype(state_dtype: str, t
     param = torch.nn.Parameter(torch.zeros(1000))
     alone = Mean([param], lr=0.1, state_dtype=state_dtype)
     group = alone.param_groups[0]
-    shards = Shards(rule_for(alone, group), group, torch.zeros(1000), cut=256, param_dtype=torch.bfloat16)
+    shards = Shards(shard_optimizer_for(alone, group), group, torch.zeros(1000), cut=256, param_dtype=torch.bfloat16)
     expected, mean = torch.zeros(1000), torch.zeros(1000)
     for step, gradient in enumerate(grads, start=1):
         param.grad = gradient.clone()
