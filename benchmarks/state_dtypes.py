@@ -22,7 +22,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
 from deepspeed_ext.optimizers import ShardableOptimizer, ShardOptimizer
-from deepspeed_ext.optimizers.adamw import ShardAdam
+from deepspeed_ext.optimizers.elementwise import ShardAdam
 from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights

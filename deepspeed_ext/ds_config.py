@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,19 +12,13 @@ from deepspeed.runtime.precision_config import get_float16_config
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from deepspeed_ext.config_checks import number, optimizer_params, own_section, refuse_auto
-from deepspeed_ext.optimizers import Lion
+from deepspeed_ext.optimizers import OPTIMIZERS
 from deepspeed_ext.zero.loss_scale import LossScaleOptions
 from deepspeed_ext.zero.options import DEFAULT_BUCKET_NUMEL, ZeroOptions
 
 _OWN_OPTIONS = {"overlap_param_gather": False, "clip_after_steps": 0, "reduce_each_micro_batch": False}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DTYPES |= {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "sgd": torch.optim.SGD,
-    "lion": Lion,
-}
 
 
 def resolve_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
@@ -151,9 +145,10 @@ def build_torch_optimizer(config: Mapping[str, Any], params: Iterable[Any]) -> t
         raise ValueError('no optimizer: pass optimizer=, or an "optimizer" section in the configuration')
     kind = str(section.get("type", "")).lower()
     options = optimizer_params(section.get("params") or {})
-    if kind not in _OPTIMIZERS:
+    classes = {name.lower(): optimizer_class for name, optimizer_class in OPTIMIZERS.items()}
+    if kind not in classes:
         raise ValueError(
-            f"optimizer type {section.get('type')!r} is not one of Adam, AdamW, SGD, Lion; pass optimizer="
+            f"optimizer type {section.get('type')!r} is not one of {', '.join(OPTIMIZERS)}; pass optimizer="
         )
     if "max_grad_norm" in options:
         raise ValueError("max_grad_norm is not an optimizer parameter; use gradient_clipping in the configuration")
@@ -167,6 +162,6 @@ def build_torch_optimizer(config: Mapping[str, Any], params: Iterable[Any]) -> t
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
     try:
-        return _OPTIMIZERS[kind](params, **options)
+        return classes[kind](params, **options)
     except TypeError as error:
         raise ValueError(f"optimizer {section['type']!r}: {error}") from error

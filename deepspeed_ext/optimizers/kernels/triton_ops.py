@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deepspeed_ext.optimizers import states
 from deepspeed_ext.optimizers.base import Shard, StepScalars
-from deepspeed_ext.optimizers.kernels.options import AdamOptions, LionOptions, MomentumOptions, SgdOptions
+from deepspeed_ext.optimizers.kernels.options import AdamOptions, LionOptions, MomentumOptions, SGDOptions
 
 # Elements a program, multiples of states.BLOCK, and its warps: on an H200 the fastest, or within 0.2% of it, among 256
 # to 4096 elements and 2 to 8 warps; for 8-bit states the second.
@@ -238,16 +238,26 @@ def _stores_param(master: Tensor, param: Tensor) -> bool:
     return master.data_ptr() != param.data_ptr()
 
 
+def _decay(options: AdamOptions | SGDOptions) -> float:
+    """Factor on the master weights."""
+    return 1 - options.lr * options.weight_decay if options.decoupled_weight_decay else 1.0
+
+
+def _is_coupled(options: AdamOptions | SGDOptions) -> bool:
+    """Whether weight decay is added to the gradient."""
+    return not options.decoupled_weight_decay and options.weight_decay != 0
+
+
 def adam(shard: Shard, options: AdamOptions, scalars: StepScalars) -> None:
     """See reference.adam."""
     numel, block = shard.master.numel(), _block(shard)
     _adam[_grid(numel, block)](
         shard.grad, shard.master, shard.param, *_state(shard, "exp_avg"), *_state(shard, "exp_avg_sq"),
         scalars.scale, scalars.skip, scalars.step, numel,
-        options.lr, 1 - options.lr * options.weight_decay if options.decoupled else 1.0, options.weight_decay,
+        options.lr, _decay(options), options.weight_decay,
         1 - options.beta1, options.beta2, 1 - options.beta2, options.eps,
         LOG_BETA1=_log(options.beta1), LOG_BETA2=_log(options.beta2), MAXIMIZE=options.maximize,
-        COUPLED=not options.decoupled and options.weight_decay != 0,
+        COUPLED=_is_coupled(options),
         STORES_PARAM=_stores_param(shard.master, shard.param), BLOCK=block, num_warps=_WARPS,
     )  # fmt: skip
 
@@ -263,16 +273,16 @@ def lion(shard: Shard, options: LionOptions, scalars: StepScalars) -> None:
     )  # fmt: skip
 
 
-def sgd(shard: Shard, options: SgdOptions, scalars: StepScalars) -> None:
+def sgd(shard: Shard, options: SGDOptions, scalars: StepScalars) -> None:
     """See reference.sgd."""
     numel, block = shard.master.numel(), _block(shard)
     has_momentum = options.momentum > 0
     state = _state(shard, "momentum_buffer") if has_momentum else (shard.master, None)
     _sgd[_grid(numel, block)](
         shard.grad, shard.master, shard.param, *state, scalars.scale, scalars.skip, scalars.step, numel,
-        options.lr, 1 - options.lr * options.weight_decay if options.decoupled else 1.0, options.weight_decay,
+        options.lr, _decay(options), options.weight_decay,
         options.momentum, 1 - options.dampening, MAXIMIZE=options.maximize,
-        COUPLED=not options.decoupled and options.weight_decay != 0, HAS_MOMENTUM=has_momentum,
+        COUPLED=_is_coupled(options), HAS_MOMENTUM=has_momentum,
         NESTEROV=options.nesterov, STORES_PARAM=_stores_param(shard.master, shard.param), BLOCK=block,
         num_warps=_WARPS,
     )  # fmt: skip

@@ -9,10 +9,8 @@ import torch
 from torch import nn
 
 from deepspeed_ext.optimizers import shard_optimizer_for
-from deepspeed_ext.optimizers.adamw import ShardAdam
-from deepspeed_ext.optimizers.lion import ShardLion
+from deepspeed_ext.optimizers.elementwise import ShardAdam, ShardLion, ShardSGD
 from deepspeed_ext.optimizers.muon import ShardMuon
-from deepspeed_ext.optimizers.sgd import ShardSGD
 from megatron.optimus.config.checks import check_trainable
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import (

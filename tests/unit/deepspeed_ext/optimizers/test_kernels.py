@@ -28,7 +28,7 @@ print("all equal")
 def test_cpu_kernels_equal_the_reference(
     case: str, state_dtype: str, grad_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "PIECE", 1024)  # several pieces, the last one partial
+    monkeypatch.setattr(cpu, "CHUNK", 1024)  # several chunks, the last one partial
     assert not mismatches(cpu, case, state_dtype, grad_dtype, "cpu")
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from deepspeed_ext.optimizers import Lion, Muon, Shard, StepScalars, shard_optimizer_for
-from deepspeed_ext.optimizers.adamw import ShardAdam
+from deepspeed_ext.optimizers.elementwise import ShardAdam, ShardSGD
 from deepspeed_ext.optimizers.muon import ShardMuon
-from deepspeed_ext.optimizers.sgd import ShardSGD
 from deepspeed_ext.optimizers.wrapped import WrappedOptimizer
 from tests.unit.deepspeed_ext.optimizers.sharded import Shards, gradients
 
