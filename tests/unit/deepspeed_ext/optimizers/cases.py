@@ -73,7 +73,7 @@ def run(module: ModuleType, case: str, shard: Shard, scalars: StepScalars) -> Te
 
 
 def mismatches(module: ModuleType, case: str, state_dtype: str, grad_dtype: torch.dtype, device: str) -> list[str]:
-    """What differs from the reference after steps 1, 2 and 3, and what a skipped step changes; empty if right."""
+    """What differs from the reference after steps 1, 2 and 3, and what a skipped step changes; empty if equal."""
     bad: list[str] = []
     ours = make_shard(CASES[case][2], state_dtype, grad_dtype, device)
     expected = clone(ours)
