@@ -1,4 +1,4 @@
-"""Speed of one optimizer step on one device, without communication: this package's rules against torch's optimizers.
+"""Speed of one optimizer step on one device, without communication: this package's optimizers against torch's.
 
 On a GPU:  python benchmarks/optimizer_step.py --numel 6919161856 --out benchmarks/results/optimizer_step_h200.json
 On a CPU:  python benchmarks/optimizer_step.py --device cpu --numel 33554432 --threads 1 --out ...
@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 
 from device_check import require_device
 
-from deepspeed_ext.optimizers import Lion, Muon, Shard, StepScalars, rule_for
-from deepspeed_ext.optimizers.base import LocalMatrices, MatrixRule
+from deepspeed_ext.optimizers import Lion, Muon, Shard, StepScalars, shard_optimizer_for
+from deepspeed_ext.optimizers.base import LocalMatrices, MatrixOptimizer
 
 BUCKET = 1 << 26  # elements, deepspeed_ext's default
 EXPERTS, INNER, WIDTH = 64, 1024, 2048  # of one Mula-7B layer, three matrices each
@@ -84,21 +84,21 @@ def random(numel: int, device: torch.device, dtype: torch.dtype, scale: float = 
 def ours(
     optimizer: torch.optim.Optimizer, numel: int, device: torch.device, grad_dtype: torch.dtype
 ) -> Callable[[], None]:
-    """A step of the optimizer's rule on buckets of one flat buffer."""
+    """A step of the optimizer on buckets of one flat buffer."""
     group = optimizer.param_groups[0]
-    rule = rule_for(optimizer, group)
+    shard_optimizer = shard_optimizer_for(optimizer, group)
     master, grad = random(numel, device, torch.float32, 0.02), random(numel, device, grad_dtype)
     param = torch.empty(numel, dtype=torch.bfloat16, device=device)
     shards = [
         Shard(*parts) for parts in zip(master.split(BUCKET), grad.split(BUCKET), param.split(BUCKET), strict=True)
     ]
     for shard in shards:
-        shard.state = rule.new_state(shard, group)
+        shard.state = shard_optimizer.new_state(shard, group)
     scalars = StepScalars.of(device, 10, scale=0.5)
 
     def step() -> None:
         for shard in shards:
-            rule.update_(shard, group, scalars)
+            shard_optimizer.update_(shard, group, scalars)
 
     return step
 
@@ -169,21 +169,21 @@ def muon(clock: Clock, device: torch.device, repetitions: int, layers_experts: i
     flops = shape[0] * 5 * (4 * INNER * INNER * WIDTH + 2 * INNER**3)
     optimizer = Muon([torch.zeros(2, 2)], lr=1e-3, ns_dtype=torch.bfloat16)
     group = optimizer.param_groups[0]
-    rule = rule_for(optimizer, group)
-    assert isinstance(rule, MatrixRule)
+    shard_optimizer = shard_optimizer_for(optimizer, group)
+    assert isinstance(shard_optimizer, MatrixOptimizer)
     shard = Shard(
         random(numel, device, torch.float32),
         random(numel, device, torch.bfloat16),
         torch.empty(numel, dtype=torch.bfloat16, device=device),
     )
-    shard.state = rule.new_state(shard, group)
+    shard.state = shard_optimizer.new_state(shard, group)
     scalars, whole = StepScalars.of(device, 10, scale=0.5), LocalMatrices(shape[0], (INNER, WIDTH))
     params = [torch.nn.Parameter(torch.randn(INNER, WIDTH, device=device)) for _ in range(shape[0])]
     for param in params:
         param.grad = torch.randn_like(param)
     oracle = torch.optim.Muon(params, lr=1e-3)
     steps: dict[str, Callable[[], Any]] = {
-        "Muon, experts of one Mula-7B layer": lambda: rule.update_family_([shard], whole, group, scalars),
+        "Muon, experts of one Mula-7B layer": lambda: shard_optimizer.update_matrices_([shard], whole, group, scalars),
         "torch.optim.Muon, the same, without bf16 copy": oracle.step,
     }
     rows = []

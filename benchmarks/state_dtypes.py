@@ -21,8 +21,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installation
 
-from deepspeed_ext.optimizers import RuleOptimizer, UpdateRule
-from deepspeed_ext.optimizers.adamw import AdamRule
+from deepspeed_ext.optimizers import ShardableOptimizer, ShardOptimizer
+from deepspeed_ext.optimizers.elementwise import ShardAdam
 from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
@@ -41,11 +41,11 @@ MODEL = ModelConfig(
 BYTES = {"fp32": 8.0, "bf16": 4.0, "int8": 2 + 8 / 256}  # two moments
 
 
-class AdamW(RuleOptimizer):
+class AdamW(ShardableOptimizer):
     """The sharded optimizer's AdamW on whole parameters."""
 
-    def update_rule(self, group: Mapping[str, Any]) -> UpdateRule:
-        return AdamRule()
+    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
+        return ShardAdam()
 
 
 def corpus() -> Tensor:

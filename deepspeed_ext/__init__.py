@@ -1,4 +1,4 @@
-"""DeepSpeed's engine with an expert-parallel-aware ZeRO optimizer; usable with any model, see README.md."""
+"""DeepSpeed's engine with a ZeRO optimizer that knows expert parallelism; usable with any model, see README.md."""
 
 import logging
 
@@ -27,7 +27,7 @@ __all__ = [
     "shutdown",
 ]
 
-TESTED_DEEPSPEED = "0.19.8"  # the engine's expectations of its optimizer are not a public interface
+TESTED_DEEPSPEED = "0.19.8"  # what the engine calls of its optimizer is no public interface
 if deepspeed.__version__.split("+")[0] != TESTED_DEEPSPEED:
     logging.getLogger("deepspeed_ext").warning(
         "deepspeed %s is installed; this optimizer was tested with %s only (pip install deepspeed==%s)",

@@ -1,4 +1,4 @@
-"""What is wrong with a DeepSpeed configuration before anything is built: values of a wrong kind."""
+"""Checks of the types and ranges of values in a DeepSpeed configuration, before anything is built."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SECTIONS = (
 
 
 def check_kinds(config: Mapping[str, Any]) -> None:
-    """Raises ValueError for a section that is no object, or a ZeRO stage that is not 0, 1, 2 or 3."""
+    """Checks that sections are objects and the ZeRO stage is 0, 1, 2 or 3; raises ValueError."""
     for name in _SECTIONS:
         section = config.get(name)
         if section is not None and not isinstance(section, Mapping):
@@ -25,8 +25,10 @@ def check_kinds(config: Mapping[str, Any]) -> None:
 
 
 def refuse_auto(config: Mapping[str, Any]) -> None:
-    """Raises ValueError for values "auto", which the Trainer of transformers replaces and nobody here does; some of
-    them DeepSpeed would take for "off" without a word."""
+    """Raises ValueError for values "auto", which only the Trainer of transformers replaces.
+
+    DeepSpeed would silently read some of them as "off".
+    """
     found = sorted(_autos({key: value for key, value in config.items() if key not in ("autotuning", "pipeline")}))
     if found:
         raise ValueError(f'{", ".join(found)}: "auto" is filled in by the Trainer of transformers only; give a value')
@@ -46,14 +48,19 @@ def _example(section: str) -> str:
 
 
 def number(key: str, value: Any) -> float:
-    """``value`` as a float. Raises ValueError for anything but a finite number, text of one included."""
+    """Returns ``value`` as a float. Raises ValueError for anything but a finite number, also for text like "0.1"."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"{key}={value!r} must be a number")
     return float(value)
 
 
 def own_section(section: Mapping[str, Any], defaults: Mapping[str, bool | int]) -> dict[str, Any]:
-    """The section "deepspeed_ext". Raises ValueError for a key without a default, or a value of another kind."""
+    """Returns the section "deepspeed_ext". Raises ValueError for an unknown key or a value of the wrong type.
+
+    Args:
+        section: as configured.
+        defaults: every known key with its default, whose type values must have.
+    """
     for key, value in section.items():
         if key not in defaults:
             near = difflib.get_close_matches(str(key), defaults, n=1)
@@ -67,7 +74,7 @@ def own_section(section: Mapping[str, Any], defaults: Mapping[str, bool | int]) 
 
 
 def optimizer_params(params: Any) -> dict[str, Any]:
-    """The options in "optimizer": {"params": ...}. Raises ValueError where one is text or betas are not two numbers."""
+    """Returns the options in "optimizer": {"params": ...}; raises ValueError for text, or betas that are no pair."""
     if not isinstance(params, Mapping):
         raise ValueError(f'optimizer.params={params!r} must be an object, such as {{"lr": 1e-4}}')
     for key in params.keys() & {"lr", "eps", "weight_decay", "momentum", "dampening"}:
@@ -82,7 +89,10 @@ def optimizer_params(params: Any) -> dict[str, Any]:
 
 
 def in_one_line(error: Exception) -> str:
-    """What an error says, its kind where that alone would not be understood; pydantic's lists become one line."""
+    """Formats an error as one line: its message, preceded by its class unless that is ValueError or AssertionError.
+
+    The list of errors that pydantic raises becomes one line too.
+    """
     if callable(listed := getattr(error, "errors", None)):
         wrong = [(".".join(map(str, entry["loc"])), entry["msg"], entry["input"]) for entry in listed()]
         return f"{error.title}: " + "; ".join(f"{where}={value!r}: {text}" for where, text, value in wrong)  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
-"""Reading a DeepSpeed configuration: which optimizer it asks for, whether it is ours to run, and with which options."""
+"""Reads a DeepSpeed configuration: which optimizer it selects, which engine runs it, and with which options."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,24 +12,24 @@ from deepspeed.runtime.precision_config import get_float16_config
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from deepspeed_ext.config_checks import number, optimizer_params, own_section, refuse_auto
-from deepspeed_ext.optimizers import Lion
+from deepspeed_ext.optimizers import OPTIMIZERS
 from deepspeed_ext.zero.options import DEFAULT_BUCKET_NUMEL, LossScaleOptions, ZeroOptions
 
 _OWN_OPTIONS = {"overlap_param_gather": False, "clip_after_steps": 0, "reduce_each_micro_batch": False}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DTYPES |= {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "sgd": torch.optim.SGD,
-    "lion": Lion,
-}
 
 
 def resolve_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
-    """The configuration as a new dict, from a dict, a JSON path, or ``args.deepspeed_config``, as DeepSpeed takes it.
+    """Returns the configuration as a new dict.
 
-    Raises ValueError if none or two are given, or the file does not exist or holds no JSON object.
+    Args:
+        args: its attribute ``deepspeed_config`` may be the path of a JSON file.
+        config: a dict or the path of a JSON file.
+        config_params: DeepSpeed's old name of ``config``.
+
+    Raises:
+        ValueError: no or two configurations are given, or the file does not exist or holds no JSON object.
     """
     given = config if config is not None else config_params
     from_args = getattr(args, "deepspeed_config", None)
@@ -55,7 +55,7 @@ def resolve_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]
 
 
 def reason_for_deepspeed(config: Mapping[str, Any], model: torch.nn.Module, mesh_param: Any) -> str | None:
-    """Why DeepSpeed's own path runs this configuration, or None if it is ours: ZeRO stage 1 or 2 without offload."""
+    """Returns why DeepSpeed's own optimizer has to run, or None for ZeRO stages 1 and 2 without offload."""
     zero = config.get("zero_optimization") or {}
     stage = zero.get("stage", 0)
     offloaded = [(zero.get(key) or {}).get("device", "none") for key in ("offload_optimizer", "offload_param")]
@@ -73,13 +73,17 @@ def reason_for_deepspeed(config: Mapping[str, Any], model: torch.nn.Module, mesh
 
 
 def zero_options(config: Mapping[str, Any]) -> ZeroOptions:
-    """The sharded optimizer's options from DeepSpeed's keys and the section "deepspeed_ext".
+    """Returns the options of the sharded optimizer.
 
-    DeepSpeed's: zero_optimization.{stage, reduce_bucket_size, overlap_comm}, gradient_clipping,
-    data_types.grad_accum_dtype, communication_data_type. Where they are absent: 2^26 elements, overlap, fp32. Section
-    "deepspeed_ext": overlap_param_gather, clip_after_steps, reduce_each_micro_batch. Section "fp16": the loss scale.
-    Raises ValueError for an unknown key of the section "deepspeed_ext", a value of a wrong kind or out of range,
-    "auto", or masters in 16 bits.
+    Args:
+        config: DeepSpeed's keys zero_optimization.{stage, reduce_bucket_size, overlap_comm}, gradient_clipping,
+            data_types.grad_accum_dtype and communication_data_type (absent: 2^26 elements, overlap, no clipping, fp32);
+            section "fp16": the loss scale; section "deepspeed_ext": overlap_param_gather, clip_after_steps and
+            reduce_each_micro_batch.
+
+    Raises:
+        ValueError: an unknown key in the section "deepspeed_ext", a value of the wrong type or out of range, "auto", or
+            16-bit master weights.
     """
     refuse_auto(config)
     _refuse_narrow_masters(config)
@@ -101,13 +105,13 @@ def zero_options(config: Mapping[str, Any]) -> ZeroOptions:
 
 
 def _loss_scale(config: Mapping[str, Any]) -> LossScaleOptions | None:
-    """Of fp16 parameters, or of fp32 ones under ``torch_autocast`` in fp16; None for bf16 and fp32."""
+    """Returns the loss scale of fp16 parameters, or of fp32 ones under fp16 ``torch_autocast``; None without fp16."""
     section = config.get("fp16") or {}
     autocast = config.get("torch_autocast") or {}
     has_fp16_autocast = autocast.get("enabled") and str(autocast.get("dtype")) in ("float16", "torch.float16", "fp16")
     if not (section.get("enabled") or has_fp16_autocast):
         return None
-    fp16 = get_float16_config({"fp16": section})  # refuses what is out of range
+    fp16 = get_float16_config({"fp16": section})  # raises for values out of range
     if section.get("enabled") and (config.get("bf16") or {}).get("enabled"):
         raise ValueError("fp16 and bf16 are both enabled; enable one")
     return LossScaleOptions(
@@ -140,32 +144,39 @@ def _dtype(key: str, value: str | None) -> torch.dtype:
 
 
 def build_torch_optimizer(config: Mapping[str, Any], params: Iterable[Any]) -> torch.optim.Optimizer:
-    """The torch optimizer of the configuration's "optimizer" section: Adam, AdamW, SGD or Lion, never JIT-compiled.
+    """Builds the torch optimizer that the configuration's section "optimizer" names; nothing is JIT-compiled.
 
-    As in DeepSpeed, "Adam" means decoupled weight decay unless adam_w_mode is false. Raises ValueError for a missing
-    section, another type, or a parameter that is out of range or that torch's optimizer does not take.
+    As in DeepSpeed, "Adam" means decoupled weight decay unless adam_w_mode is false.
+
+    Args:
+        config: {"optimizer": {"type": one of ``optimizers.OPTIMIZERS``, "params": its options}}.
+        params: parameters, or parameter groups.
+
+    Raises:
+        ValueError: the section is missing, the type unknown, or an option unknown or out of range.
     """
     section = config.get("optimizer")
     if not section:
         raise ValueError('no optimizer: pass optimizer=, or an "optimizer" section in the configuration')
     kind = str(section.get("type", "")).lower()
     options = optimizer_params(section.get("params") or {})
-    if kind not in _OPTIMIZERS:
+    classes = {name.lower(): optimizer_class for name, optimizer_class in OPTIMIZERS.items()}
+    if kind not in classes:
         raise ValueError(
-            f"optimizer type {section.get('type')!r} is not one of Adam, AdamW, SGD, Lion; pass optimizer="
+            f"optimizer type {section.get('type')!r} is not one of {', '.join(OPTIMIZERS)}; pass optimizer="
         )
     if "max_grad_norm" in options:
         raise ValueError("max_grad_norm is not an optimizer parameter; use gradient_clipping in the configuration")
     decoupled = options.pop("adam_w_mode", True)
     if kind == "adam" and decoupled:
         kind = "adamw"
-    for key in ("torch_adam", "fp32_optimizer_states"):  # both describe what happens here anyway
+    for key in ("torch_adam", "fp32_optimizer_states"):  # what both ask for is always so
         options.pop(key, None)
     if options.pop("bias_correction", True) is False:
         raise ValueError("bias_correction=false is not supported: torch's Adam and AdamW always correct")
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
     try:
-        return _OPTIMIZERS[kind](params, **options)
+        return classes[kind](params, **options)
     except TypeError as error:
         raise ValueError(f"optimizer {section['type']!r}: {error}") from error

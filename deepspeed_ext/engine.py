@@ -1,4 +1,4 @@
-"""DeepSpeed's engine with our optimizer: two overrides choose it, the others keep it from waiting for the device."""
+"""DeepSpeed's engine with the sharded optimizer of deepspeed_ext, without its waits for the device."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from deepspeed_ext.zero.sync_errors import require_same_on_all_ranks, run_on_all
 
 
 class EPEngineMixin:
-    """Put before a DeepSpeed engine class; needs ``zero_groups``, ``zero_options`` and ZeRO stage 1 or 2.
+    """Mixin that gives a DeepSpeed engine class the EP-aware ZeRO optimizer, for ZeRO stages 1 and 2.
 
-    DeepSpeed learns nothing of the experts (has_moe_layers stays False for MoE classes that are not its own): its norm,
-    reduction and checkpoint code for them is bypassed, ours works from the parameters' marks.
+    DeepSpeed does not know of the experts (``has_moe_layers`` is False for MoE classes that are not its own): its
+    norm, reduction and checkpoint code for them is not used; the sharded optimizer reads the parameters' attributes.
 
-    After a step DeepSpeed's engine asks whether it was skipped, which would make the host wait for the device. Here it
-    is answered for the step before, so ``lr_scheduler`` makes up for a skipped step one step late: after every applied
-    step it has been stepped as often as steps were applied, or once more right after a skipped one. What a user asks
-    (``get_global_grad_norm``, ``skipped_steps``, ``was_step_applied``) is exact and waits.
+    After a step DeepSpeed's engine asks whether it was skipped, which would make the host wait for the device. Here the
+    answer is that of the step before, so ``lr_scheduler`` corrects a skipped step one step late: after an applied step
+    it has been stepped as often as steps were applied, or once more right after a skipped one.
+    ``get_global_grad_norm``, ``skipped_steps`` and ``was_step_applied`` are exact and wait.
     """
 
     zero_groups: ZeroGroups
@@ -35,7 +35,7 @@ class EPEngineMixin:
     optimizer: EPZeroOptimizer
 
     def __init__(self, *args: Any, zero_groups: ZeroGroups, zero_options: ZeroOptions, **kwargs: Any) -> None:
-        # DeepSpeed's constructor builds the optimizer, and nn.Module's forbids ordinary assignment before it has run.
+        # DeepSpeed's constructor builds the optimizer, and nn.Module forbids attributes before its own has run.
         self.__dict__["zero_groups"] = zero_groups
         self.__dict__["zero_options"] = zero_options
         super().__init__(*args, **kwargs)
@@ -43,7 +43,7 @@ class EPEngineMixin:
         self.__dict__["_frozen"] = [(name, param) for name, param in named if not param.requires_grad]
 
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
-        # Stock code would send bf16 with fp32 accumulation to BF16_Optimizer and refuse optimizers it has not tested.
+        # DeepSpeed would choose BF16_Optimizer for bf16 with fp32 accumulation and refuse optimizers it has not tested.
         return "zero_optimization"
 
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer) -> EPZeroOptimizer:
@@ -55,22 +55,26 @@ class EPEngineMixin:
             module=self.module,  # type: ignore[attr-defined]
         )
 
-    # ---- what happens in a step
+    # ---- training step
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's: the module's forward."""
+        """Runs the module's forward."""
         self.optimizer.wait_before_forward()
         return super().forward(*inputs, **kwargs)  # type: ignore[misc]
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
-        """DeepSpeed's. Raises ValueError for a loss that is no scalar tensor, or has no gradient to give."""
+        """Runs backward as DeepSpeed's engine does.
+
+        Raises:
+            ValueError: the loss is no scalar tensor, or requires no gradient.
+        """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = f"{tuple(loss.shape)}, requires_grad={loss.requires_grad}" if torch.is_tensor(loss) else repr(loss)
             raise ValueError(f"engine.backward needs a scalar loss that forward computed with gradients, got {what}")
         self.optimizer.end_interrupted_backward()
-        # DeepSpeed tells the optimizer through a hook on the engine's outputs, which a loss need not come through.
+        # DeepSpeed sets this in a hook on the engine's outputs; a loss that does not depend on them would bypass it.
         self.optimizer.set_gradient_accumulation_boundary(self.is_gradient_accumulation_boundary())  # type: ignore[attr-defined]
-        if not scale_wrt_gas:  # a tensor of its own: forward's hook on its outputs would divide by the steps after all
+        if not scale_wrt_gas:  # the hook on the outputs of forward would divide by the accumulation steps all the same
             loss = loss.clone()
         try:
             return super().backward(loss, retain_graph, scale_wrt_gas)  # type: ignore[misc]
@@ -79,20 +83,24 @@ class EPEngineMixin:
             raise
 
     def zero_grad(self) -> None:
-        """DeepSpeed's: drops all gradients since the last step, accumulated ones too."""
+        """Drops all gradients since the last step, accumulated ones too."""
         super().zero_grad()  # type: ignore[misc]
         self.optimizer.zero_grad()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """DeepSpeed's: backwards inside accumulate and reduce nothing."""
+        """Context in which backwards accumulate gradients without reducing them."""
         with super().no_sync(), self.optimizer.hold_reductions():  # type: ignore[misc]
             yield
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """DeepSpeed's: backwards inside accumulate, one reduction follows; a step comes after it. Memory of stage 2:
-        full-size gradients inside. Raises RuntimeError inside another, in ``no_sync`` or without managed accumulation.
+        """Context in which backwards accumulate gradients; one reduction follows at its end, then comes a step.
+
+        With stage 2, full-size gradients exist inside.
+
+        Raises:
+            RuntimeError: inside another such context or ``no_sync``, or without managed gradient accumulation.
         """
         if self.inside_no_sync_ctxt or not self.managed_gradient_accumulation():  # type: ignore[attr-defined, has-type]
             raise RuntimeError(
@@ -113,13 +121,17 @@ class EPEngineMixin:
         self.optimizer.reduce_gradients()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """DeepSpeed's: updates the weights at the accumulation boundary. Raises RuntimeError if no backward has run."""
+        """Updates the weights at the accumulation boundary. Raises RuntimeError if no backward has run."""
         self.__dict__["_has_stepped"] = False
         super().step(*args, **kwargs)  # type: ignore[misc]
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """DeepSpeed's: another number of micro-batches from the next step on; that step is a whole one. Raises
-        RuntimeError inside a step, ValueError for a size that is no multiple of all ranks' micro-batches."""
+        """Sets the global batch size, and so the number of micro-batches, of the steps that follow.
+
+        Raises:
+            RuntimeError: inside a step.
+            ValueError: the size is no multiple of the micro-batches of all ranks.
+        """
         if self.optimizer.has_begun:
             raise RuntimeError(
                 f"set_train_batch_size({train_batch_size}) inside a step: gradients of some of its micro-batches are "
@@ -129,7 +141,7 @@ class EPEngineMixin:
         self.micro_steps = 0  # DeepSpeed steps when this is a multiple of the micro-batches of a step
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
-        if not self.optimizer.has_begun:  # its gradients would be zeros, and weight decay and momentum change weights
+        if not self.optimizer.has_begun:  # weight decay and momentum would change weights
             words = "engine.step() without a backward since the last step; call engine.backward(loss) first"
             self.optimizer.record_error(RuntimeError(words))
         self._refuse_unfrozen()
@@ -149,12 +161,12 @@ class EPEngineMixin:
         return bool(self.__dict__.get("_has_stepped")) and not self.optimizer.overflow
 
     def get_global_grad_norm(self) -> Any:
-        """Of the last step, before clipping; None before the first. Waits for the device."""
+        """Returns the gradient norm of the last step before clipping, None before the first. Waits for the device."""
         return self.optimizer._global_grad_norm
 
     @property
     def skipped_steps(self) -> int:
-        """Steps skipped because gradients were not finite, those before a resume included. Waits for the device."""
+        """Number of steps skipped for gradients that were not finite, also before a resume. Waits for the device."""
         optimizer = self.__dict__.get("optimizer")
         counted = optimizer.skipped_steps if isinstance(optimizer, EPZeroOptimizer) else 0
         return int(self.__dict__.get("_skipped_before", 0)) + counted
@@ -179,12 +191,18 @@ class EPEngineMixin:
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, Any]:
-        """DeepSpeed's; with ``checkpoint: {load_universal: true}`` a universal checkpoint, at any layout. Collective.
+        """Loads a checkpoint of DeepSpeed's, or with ``checkpoint: {load_universal: true}`` a universal checkpoint.
 
-        Universal ones are read here and no file of theirs can run code (``deepspeed_ext.universal``); DeepSpeed's own
-        files are pickles that DeepSpeed trusts. Gradients of a step that had begun are dropped. Returns (path, what the
-        user saved), the path None if there is nothing to load. Raises ValueError, the same on every rank, for a
-        universal checkpoint that is incomplete or of another model, and for optimizer files that a rank cannot read.
+        A universal checkpoint loads at any layout, and no file of it can run code (``deepspeed_ext.universal``).
+        DeepSpeed's own files are pickles, which it trusts. Gradients of a step that had begun are dropped. Collective
+        over all ranks; the arguments are those of DeepSpeed.
+
+        Returns:
+            The path, None if there is nothing to load, and what the user saved.
+
+        Raises:
+            ValueError: a universal checkpoint is incomplete or of another model, or a rank cannot read its optimizer
+                file; the same on every rank.
         """
         self.zero_grad()  # of the weights that are replaced
         self.micro_steps = 0
@@ -207,7 +225,7 @@ class EPEngineMixin:
         return str(folder), client_state
 
     def _get_all_zero_checkpoints(self, load_dir: str, tag: str) -> Any:
-        """DeepSpeed's; what one rank cannot read is an error on all, which would wait for it else."""
+        """Reads as DeepSpeed does; a file that one rank cannot read raises on all, which would wait for it."""
         read = super()._get_all_zero_checkpoints  # type: ignore[misc]
         found = run_on_all_ranks(lambda: read(load_dir, tag), world_group())
         require_same_on_all_ranks("whether the optimizer's file is there", found is not None, world_group())
@@ -215,7 +233,7 @@ class EPEngineMixin:
 
     @torch.no_grad()
     def _broadcast_model(self) -> None:
-        """Gives every rank of a group the weights of the group's first rank."""
+        """Broadcasts the weights of each group's first rank to the group."""
         for param in self.module.parameters():  # type: ignore[attr-defined]
             group = self.zero_groups.of(expert_group_name(param))
             if len(ranks_of(group)) > 1:

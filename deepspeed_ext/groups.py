@@ -1,4 +1,4 @@
-"""Process groups of the optimizer, the marks that say which parameter is an expert, and set-up and shutdown."""
+"""Process groups of the optimizer, attributes that mark expert parameters, start and end of torch.distributed."""
 
 from __future__ import annotations
 
@@ -23,12 +23,16 @@ _EP_NAME = re.compile(r"ep_size_([1-9][0-9]*)")
 class ZeroGroups:
     """The groups over which gradients are summed and optimizer states are sharded.
 
-    ``dense``: all data-parallel ranks. ``expert``: by group name ("ep_size_N"), the ranks that hold the same experts
-    (expert data parallel); each lies inside ``dense``. None: this rank is the only one that holds its experts.
+    A parameter that tensor parallelism splits has the attribute ``tensor_model_parallel = True``; any other is taken to
+    be the same on all ranks of ``tensor``.
 
-    ``model``: the ranks that together hold one copy of a model cut by tensor and pipeline parallelism, over which the
-    gradient norm is summed as well; ``tensor``: those of its ranks that cut the same layers. A parameter that is cut
-    carries ``tensor_model_parallel = True``; any other is taken to be the same on all ranks of ``tensor``.
+    Attributes:
+        dense: all data-parallel ranks.
+        expert: by group name ("ep_size_N"), the ranks that hold the same experts (expert data parallel), a subset of
+            ``dense``. None: only this rank holds its experts.
+        model: the ranks that together hold one copy of a model split by tensor and pipeline parallelism; the gradient
+            norm is summed over them too.
+        tensor: the ranks of ``model`` that split the same layers.
     """
 
     dense: dist.ProcessGroup
@@ -37,11 +41,11 @@ class ZeroGroups:
     tensor: dist.ProcessGroup | None = None
 
     def of(self, expert_group: str | None) -> dist.ProcessGroup | None:
-        """The group of an expert family, or ``dense`` for None."""
+        """Returns the group of expert parameters by their group name, or ``dense`` for None."""
         return self.dense if expert_group is None else self.expert[expert_group]
 
     def check(self) -> None:
-        """Raises ValueError unless ``dense`` x ``model`` are all ranks. Local."""
+        """Raises ValueError unless ``dense`` x ``model`` are all ranks. Without communication."""
         dense, model = len(ranks_of(self.dense)), len(ranks_of(self.model))
         if dense * model != dist.get_world_size():
             raise ValueError(
@@ -52,17 +56,17 @@ class ZeroGroups:
 
     @property
     def is_first_tensor_rank(self) -> bool:
-        """Whether this rank counts, in the norm, what all ranks of ``tensor`` hold alike."""
+        """Whether this rank adds to the norm the parameters that are the same on all ranks of ``tensor``."""
         return self.tensor is None or dist.get_rank(self.tensor) == 0
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
-    """Global ranks of a group; this rank alone for None, which torch would take for all ranks."""
+    """Returns the global ranks of a group; for None this rank alone, where torch would mean all ranks."""
     return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
 
 
 def world_group() -> dist.ProcessGroup:
-    """All ranks. Raises RuntimeError before torch.distributed is initialised."""
+    """Returns the group of all ranks. Raises RuntimeError before torch.distributed is initialised."""
     world = dist.group.WORLD
     if world is None:
         raise RuntimeError("torch.distributed is not initialised; call deepspeed_ext.init_distributed() first")
@@ -70,9 +74,10 @@ def world_group() -> dist.ProcessGroup:
 
 
 def expert_group_name(param: torch.nn.Parameter) -> str | None:
-    """The expert group of a parameter by DeepSpeed's marks, None for a parameter that every rank holds.
+    """Reads the expert group of a parameter from DeepSpeed's attributes; None for a dense parameter.
 
-    Raises ValueError for a parameter with ``allreduce=False`` and no ``group_name``.
+    Raises:
+        ValueError: the parameter has ``allreduce=False`` and no ``group_name``.
     """
     if getattr(param, "allreduce", True):
         return None
@@ -83,10 +88,18 @@ def expert_group_name(param: torch.nn.Parameter) -> str | None:
 
 
 def mark_experts(model: torch.nn.Module, is_expert: Callable[[str], str | None]) -> int:
-    """Sets DeepSpeed's marks on every parameter for which ``is_expert(name)`` returns a group name; how many it did.
+    """Sets DeepSpeed's attributes ``allreduce`` and ``group_name`` on the expert parameters of a model.
 
-    Raises ValueError if it is no function, returns anything but a name or None, or answers otherwise for another name
-    of one parameter (tied weights).
+    Args:
+        model: its parameters get the attributes.
+        is_expert: returns the expert group of a parameter's name, or None.
+
+    Returns:
+        The number of expert parameters.
+
+    Raises:
+        ValueError: ``is_expert`` is no function, returns anything but a name or None, or returns different groups for
+            two names of one parameter (tied weights).
     """
     if not callable(is_expert):
         raise ValueError(f"is_expert={is_expert!r} must be a function of a parameter's name")
@@ -99,7 +112,7 @@ def mark_experts(model: torch.nn.Module, is_expert: Callable[[str], str | None])
         if first != group_name:
             raise ValueError(
                 f"is_expert returned {first!r} for {other!r} and {group_name!r} for {name!r}, which are one parameter; "
-                "a tied weight belongs to one family"
+                "a tied weight belongs to one group"
             )
         if group_name is not None:
             param.allreduce = False  # type: ignore[attr-defined]
@@ -108,10 +121,14 @@ def mark_experts(model: torch.nn.Module, is_expert: Callable[[str], str | None])
 
 
 def build_groups(expert_groups: Iterable[str]) -> ZeroGroups:
-    """Builds the groups for expert group names "ep_size_N": EP = N consecutive ranks, EDP = ranks with stride N.
+    """Builds process groups for expert groups "ep_size_N": N consecutive ranks share the experts (EP), ranks with
+    stride N hold copies (EDP). Collective over all ranks.
 
-    Collective over all ranks; every rank must pass the same names. Raises ValueError for another kind of name and for
-    an N that does not divide the world, before any communication.
+    Args:
+        expert_groups: names "ep_size_N", the same on every rank.
+
+    Raises:
+        ValueError: another form of name, or an N that does not divide the number of ranks; before any communication.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     sizes: dict[str, int] = {}
@@ -143,17 +160,20 @@ def _new_group(ranks: range) -> dist.ProcessGroup | None:
 def init_distributed(
     dist_backend: str | None = None, *, local_rank: int | None = None, timeout: timedelta | None = None, **kwargs: Any
 ) -> None:
-    """Sets up deepspeed.comm over an initialised torch.distributed, or initialises both from the launcher's variables.
+    """Initialises torch.distributed, if it is not yet, and deepspeed.comm from the launcher's environment variables.
 
-    A process started alone (no launcher variables) becomes a world of one rank. ``local_rank`` is handed to DeepSpeed
-    through LOCAL_RANK where the launcher has not set it. Further arguments go to ``deepspeed.init_distributed``.
-    Calling it twice does nothing.
+    A process without a launcher becomes a world of one rank. A second call does nothing.
+
+    Args:
+        dist_backend: of torch.distributed; None: the accelerator's.
+        local_rank: sets LOCAL_RANK if the launcher has not.
+        timeout: of collectives.
+        kwargs: passed on to ``deepspeed.init_distributed``.
     """
     import deepspeed
     import deepspeed.comm
 
-    # DeepSpeed compiles a shared-memory all-reduce for inference when its CPU backend starts; training never uses it,
-    # and without a compiler the start would fail.
+    # DeepSpeed's CPU backend would compile a shared-memory all-reduce for inference and fail without a compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
@@ -171,10 +191,10 @@ def init_distributed(
 
 
 def shutdown() -> None:
-    """Destroys all process groups, DeepSpeed's references included.
+    """Destroys all process groups and DeepSpeed's references to them.
 
-    A process that exits with live gloo groups sometimes aborts in a destructor; call this last in every program, or let
-    ``run_program`` do it.
+    A process that exits with live gloo groups sometimes aborts in a destructor: call this at the end of a program, or
+    use ``run_program``.
     """
     import deepspeed.comm
 
@@ -189,10 +209,13 @@ def shutdown() -> None:
 def run_program(main: Callable[[], object]) -> NoReturn:
     """Calls ``main``, destroys the process groups and ends the process with the right exit code.
 
-    That is 0, the code of ``sys.exit``, or 1 after the traceback of an error. After a failed or pending collective
-    gloo's threads may abort a process whose interpreter finalizes, and SIGABRT replaces its exit code. Therefore this
-    runs the exit handlers (``atexit``, for at most 60 seconds), flushes stdout and stderr and leaves by ``os._exit``.
-    After an error the groups end with the process, since destroying a group waits for its pending collectives.
+    The exit code is 0, that of ``sys.exit``, or 1 after the traceback of an error. After a failed or pending collective
+    gloo's threads can abort a process whose interpreter finalizes, and SIGABRT would replace the exit code. Therefore
+    this runs the exit handlers (``atexit``, for at most 60 seconds), flushes stdout and stderr and ends by
+    ``os._exit``. After an error the groups are not destroyed, since that would wait for pending collectives.
+
+    Args:
+        main: the program.
     """
     code = 1
     try:

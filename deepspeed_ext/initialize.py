@@ -26,7 +26,7 @@ from deepspeed_ext.groups import (
     mark_experts,
     world_group,
 )
-from deepspeed_ext.optimizers import rule_for
+from deepspeed_ext.optimizers import shard_optimizer_for
 from deepspeed_ext.zero.deepspeed_api import is_attached
 from deepspeed_ext.zero.options import ZeroOptions
 from deepspeed_ext.zero.sync_errors import (
@@ -61,23 +61,31 @@ def initialize(
     groups: ZeroGroups | None = None,
     is_expert: Callable[[str], str | None] | None = None,
 ) -> tuple[Any, Any, Any, Any]:
-    """Builds a training engine; arguments and result are those of ``deepspeed.initialize``, with two additions.
+    """Builds a training engine, as ``deepspeed.initialize`` does, with the EP-aware ZeRO optimizer.
 
-    ``groups``: the process groups to use; by default all ranks are one dense group and the expert group "ep_size_N"
-    has N consecutive ranks. ``is_expert(name)``: the expert group of a parameter, or None; by default DeepSpeed's marks
-    (``param.allreduce = False; param.group_name = "ep_size_N"``) tell.
+    This optimizer runs ZeRO stages 1 and 2 without offload (options: ``ds_config.zero_options``); every other
+    configuration goes to ``deepspeed.initialize`` unchanged. One log line says which. DeepSpeed's throughput timer
+    would wait for the device twice a micro-batch; here it does not, unless the configuration has a section "timers".
+    Collective over all ranks.
 
-    ZeRO stages 1 and 2 without offload are ours (options: ``ds_config.zero_options``); every other configuration goes
-    to ``deepspeed.initialize`` unchanged. One log line says which. DeepSpeed's throughput timer, which by default waits
-    for the device twice a micro-batch, does not wait here unless the configuration has a "timers" section. Returns
-    (engine, optimizer, dataloader or None, lr scheduler or None). Collective over all ranks.
+    Args:
+        groups: the process groups to use. None: all ranks are one dense group, and N consecutive ranks share the
+            experts of the expert group "ep_size_N".
+        is_expert: returns the expert group of a parameter's name, or None for a dense parameter. None: DeepSpeed's
+            attributes decide (``param.allreduce = False``, ``param.group_name = "ep_size_N"``).
 
-    Raises ValueError, the same on every rank, for: a configuration that is missing, no JSON or out of range, on any
-    rank; an expert size that does not divide the ranks; a parameter twice in the optimizer, or in an engine that was
-    not destroyed; sparse embeddings; ranks that disagree on names, shapes, dtypes or order of parameters, on the
-    optimizer's options or the accumulation steps;
-    experts that are spread over ranks where DeepSpeed's own path would run a model whose MoE
-    layers are not DeepSpeed's.
+    The other arguments are those of ``deepspeed.initialize``.
+
+    Returns:
+        (engine, optimizer, dataloader or None, lr scheduler or None).
+
+    Raises:
+        ValueError: the same on every rank, for
+            a configuration that on any rank is missing, no JSON or out of range;
+            an expert-parallel size that does not divide the number of ranks;
+            a parameter that is twice in the optimizer, or in an engine that was not destroyed; sparse embeddings;
+            ranks with different names, shapes, dtypes or order of parameters, optimizer options or accumulation steps;
+            experts spread over ranks, in MoE layers not DeepSpeed's, where DeepSpeed's own optimizer would run.
     """
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
 
@@ -93,15 +101,8 @@ def initialize(
     require_same_on_all_ranks("who runs the optimizer", reason or "deepspeed_ext", world_group())
     _log_choice(reason)
     _warn(config, reason, gather(marked, world_group()).values())
-    passed_on = {
-        "args": args,
-        "model": model,
-        "training_data": training_data,
-        "lr_scheduler": lr_scheduler,
-        "mpu": mpu,
-        "dist_init_required": dist_init_required,
-        "collate_fn": collate_fn,
-    }
+    passed_on = {"args": args, "model": model, "training_data": training_data, "lr_scheduler": lr_scheduler}
+    passed_on |= {"mpu": mpu, "dist_init_required": dist_init_required, "collate_fn": collate_fn}
     if reason is not None:
         _refuse_spread_experts(model, reason)
         in_args = getattr(args, "deepspeed_config", None) is not None
@@ -113,10 +114,10 @@ def initialize(
 
 
 def _refuse_spread_experts(model: nn.Module, reason: str) -> None:
-    """Raises ValueError for experts of which each rank has others: stock code would sum or shard them over all ranks.
+    """Raises ValueError if ranks hold different experts, which DeepSpeed would sum or shard over all ranks.
 
-    It knows experts by its own MoE layers, whatever the marks say. Experts that every rank has are like any other
-    parameter and lose their marks.
+    DeepSpeed recognises experts by its own MoE layers only. Experts that every rank holds are dense parameters to it:
+    their attributes are reset.
     """
     if any(isinstance(module, DeepSpeedMoE) for module in model.modules()):
         return
@@ -138,7 +139,7 @@ def _build_engine(
     groups: ZeroGroups | None,
     passed_on: dict[str, Any],
 ) -> EPEngine:
-    """The engine with our optimizer. ``passed_on``: arguments that DeepSpeed's engine takes as they are."""
+    """Builds the engine with the sharded optimizer. ``passed_on``: arguments for DeepSpeed's engine as they are."""
     config.setdefault("timers", {"throughput": {"synchronized": False}})
     prepared = _prepare(passed_on["model"], optimizer, model_parameters, config, groups, passed_on["mpu"])
     passed_on |= dict(zip(("optimizer", "zero_groups", "zero_options", "config_class"), prepared, strict=True))
@@ -157,7 +158,7 @@ def _prepare(
     groups: ZeroGroups | None,
     mpu: Any,
 ) -> tuple[torch.optim.Optimizer, ZeroGroups, ZeroOptions, DeepSpeedConfig]:
-    """The torch optimizer, groups, options and DeepSpeed's reading of them, after all ranks have compared theirs."""
+    """Builds torch optimizer, groups, options and DeepSpeed's parsed configuration, and compares them across ranks."""
 
     def build() -> tuple[torch.optim.Optimizer, ZeroOptions, DeepSpeedConfig, Signatures]:
         if groups is not None:
@@ -167,7 +168,7 @@ def _prepare(
         optimizer = _torch_optimizer(model, given, model_parameters, config)
         parsed = DeepSpeedConfig(config, mpu)
         for group in optimizer.param_groups:
-            rule_for(optimizer, group)
+            shard_optimizer_for(optimizer, group)
         signatures = parameter_signatures(model, optimizer.param_groups)
         taken = [name for name, param in model.named_parameters() if is_attached(param)]
         if taken:
@@ -183,7 +184,7 @@ def _prepare(
     optimizer, options, parsed, signatures = run_on_all_ranks(build, world_group())
     require_same_on_all_ranks("gradient_accumulation_steps", parsed.gradient_accumulation_steps, world_group())
     if groups is None:
-        # A rank without experts still takes part in creating everybody's groups.
+        # Creating a process group is collective: ranks without experts take part too.
         names = gather({name for name in signatures if name is not None}, world_group())
         groups = build_groups(set().union(*names.values()))
     check_same_parameters(signatures, groups, options)
@@ -219,7 +220,7 @@ def _log_choice(reason: str | None) -> None:
 
 
 def _warn(config: dict[str, Any], reason: str | None, marked: Collection[int | None]) -> None:
-    """``marked``: how many parameters is_expert named on each rank; a rank of a pipeline may have none."""
+    """Logs warnings. ``marked``: number of expert parameters of each rank; a pipeline stage may have none."""
     lines = [unknown_keys(config)]
     if reason is None:
         lines.append(keys_without_effect(config))

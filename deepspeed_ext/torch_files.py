@@ -1,10 +1,10 @@
-"""Files of torch.save: the only place that calls torch.load, and no file can make it run code.
+"""Reads files of torch.save without running code from them; the only module that calls torch.load.
 
-Pickle can name any function. Here tensors and plain containers are what they are, known bookkeeping classes (arguments,
-loss scalers, enums, random states) become empty shells that keep their attributes, and every other name is refused
-before anything is built. Tensors are mapped, not read, and the archive must be uncompressed, so a small file cannot
-become a large allocation. The structure's checksum is compared before torch sees it; those of the tensors, which means
-to read them, by ``check_bytes``. The converters of megatron.optimus read their foreign files here too.
+A pickle can name any function. Here tensors and plain containers are loaded; known bookkeeping classes (arguments, loss
+scalers, enums, random states) become empty ``Shell`` objects with their attributes; any other name raises before
+anything is built. Tensors are memory-mapped and the archive must be uncompressed, so a small file cannot become a large
+allocation. The checksum of the structure is compared before torch reads it; ``check_bytes`` compares those of the
+tensors, for which it has to read them. The converters of megatron.optimus use this module too.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any
 
 import torch
 
-# Their content is bookkeeping, never a tensor of the model.
+# Classes that become a Shell; they hold bookkeeping, never a tensor of the model.
 _SHELLS = re.compile(
     r"argparse\.Namespace|_codecs\.encode|_io\.BytesIO|collections\.\w+|pathlib\.\w+"
     r"|(deepspeed|megatron|numpy|transformer_engine)(\.\w+)+"
 )
-_MAX_PICKLE_BYTES = 1 << 28  # of structure: torch reads it whole, before anything can be refused
+_MAX_PICKLE_BYTES = 1 << 28  # torch reads the pickle whole before any name can be checked
 _CHUNK = 1 << 22
 _REMEDY = "it is damaged, or no file of torch.save's zip format; copy it again, or take another checkpoint"
 
 
 class Shell:
-    """Stands in for an object of a class that is not loaded; keeps the attributes that the file gives it."""
+    """Placeholder for an object of a class that is not loaded, with the attributes that the file gives it."""
 
     def __new__(cls, *_: Any, **__: Any) -> Shell:
         return object.__new__(cls)
@@ -44,7 +44,12 @@ class Shell:
 
 
 def read_torch(path: Path) -> Any:
-    """What torch.save wrote, tensors mapped into memory on the CPU. Raises ValueError naming file, reason, remedy."""
+    """Returns what torch.save wrote, with tensors memory-mapped on the CPU.
+
+    Raises:
+        ValueError: the file is missing, damaged, compressed, or names classes other than bookkeeping; the message names
+            file, reason and remedy.
+    """
     with _archive(path) as archive:
         for entry in archive.infolist():
             _check_entry(entry, path.stat().st_size)
@@ -63,7 +68,7 @@ def read_torch(path: Path) -> Any:
 
 
 def check_bytes(path: Path) -> None:
-    """Reads the whole file and compares every CRC-32 that torch.save left. Raises ValueError as ``read_torch`` does."""
+    """Reads the whole file and compares every CRC-32 of torch.save. Raises ValueError as ``read_torch`` does."""
     with _archive(path) as archive:
         for entry in archive.infolist():
             _check_entry(entry, path.stat().st_size)
@@ -72,7 +77,7 @@ def check_bytes(path: Path) -> None:
 
 @contextmanager
 def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
-    """The file, opened; whatever its bytes provoke inside becomes a ValueError."""
+    """Opens the file; any exception inside becomes a ValueError."""
     try:
         mode = (path.stat() if _is_of_hub(path) else path.lstat()).st_mode
     except OSError as error:
@@ -88,16 +93,16 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _is_of_hub(path: Path) -> bool:
-    """Whether it is a link as huggingface_hub's cache has them: REPOSITORY/snapshots/REVISION/... to REPOSITORY/blobs.
+    """Whether a path is a link of huggingface_hub's cache: REPOSITORY/snapshots/REVISION/... to REPOSITORY/blobs.
 
-    Such a link leads nowhere but into the same download. Any other might lead to anything on the machine.
+    Such a link leads into the same download; any other might lead to any file of the machine.
     """
     folders, target = path.parent.resolve().parents, path.resolve()
     return any(one.name == "snapshots" and target.parent == one.parent / "blobs" for one in folders)
 
 
 def _check_entry(entry: zipfile.ZipInfo, size: int) -> None:
-    """Raises ValueError for what could ask for more memory than the file has bytes."""
+    """Raises ValueError for an entry that could take more memory than the file has bytes."""
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > size:
         raise ValueError(f"{entry.filename} is compressed ({entry.file_size} bytes); torch.save does not compress")
     if entry.filename.endswith(".pkl") and entry.file_size > _MAX_PICKLE_BYTES:
@@ -105,7 +110,7 @@ def _check_entry(entry: zipfile.ZipInfo, size: int) -> None:
 
 
 def _read_through(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
-    """Reading to the end compares the checksum."""
+    """Reads an entry to its end, where zipfile compares the checksum."""
     with archive.open(entry) as file:
         while file.read(_CHUNK):
             pass

@@ -1,13 +1,13 @@
-"""Reading DeepSpeed's universal checkpoints: one folder per parameter with whole fp32 tensors, loaded at any layout.
+"""Loads DeepSpeed's universal checkpoints, one folder per parameter with whole fp32 tensors, at any layout.
 
 latest_universal                                          the tag
-TAG/mp_rank_00_model_states.pt                            counters, scheduler, buffers, what the user saved
+TAG/mp_rank_00_model_states.pt                            counters, scheduler, buffers, client state
 TAG/zero/optimizer_state.pt                               hyperparameters of the groups, the loss scale
-TAG/zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt    masters and states
+TAG/zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt    master weights and states
 
-A rank reads what it owns. Which experts these are, DeepSpeed itself gets wrong on all expert-parallel ranks but the
-first (0.19.8 gives them the first one's): here rank i of n takes the i-th of n parts of a tensor that holds all
-experts, and where every expert is a module of its own (``experts.<number>.``) the modules whose numbers it holds.
+A rank reads what it owns. Of a tensor that holds all experts, expert-parallel rank i of n reads the i-th of n parts;
+where every expert is a module of its own (``experts.<number>.``), it reads the modules with its numbers. (DeepSpeed
+0.19.8 itself gives every expert-parallel rank the experts of the first.)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ENGINE_KEYS |= {"dp_world_size", "mp_world_size", "data_sampler", "random_ltd"}
 
 
 def locate(load_dir: str, tag: str | None) -> Path:
-    """The folder of a tag, or of the one that ``latest_universal`` names. Raises ValueError if there is none."""
+    """Returns the folder of a tag, None: of the one that ``latest_universal`` names. Raises ValueError without one."""
     pointer = Path(load_dir) / "latest_universal"
     if tag is None:
         if not pointer.is_file():
@@ -50,21 +50,21 @@ def locate(load_dir: str, tag: str | None) -> Path:
     return folder
 
 
-class _Places:
-    """Which part of the experts this rank holds. Construction is collective over the dense group."""
+class _ExpertParts:
+    """Finds which part of the experts this rank holds. Construction is collective over the dense group."""
 
     def __init__(self, groups: ZeroGroups, names: Mapping[nn.Parameter, str]) -> None:
         mine = {group: min(ranks_of(ranks)) for group, ranks in groups.expert.items()}
-        everybody = gather(mine, groups.dense).values()
+        all_ranks = gather(mine, groups.dense).values()
         self._first_ranks = {
-            group: sorted({firsts[group] for firsts in everybody if group in firsts}) for group in mine
+            group: sorted({firsts[group] for firsts in all_ranks if group in firsts}) for group in mine
         }
         self._mine = mine
         numbered = [(param, _NUMBERED.fullmatch(name)) for param, name in names.items()]
         self._held = Counter(m[1] + m[3] for param, m in numbered if m and expert_group_name(param) is not None)
 
     def part(self, param: nn.Parameter) -> tuple[int, int]:
-        """(i, n): this rank has the i-th of n parts of the experts; (0, 1) for what is no expert."""
+        """Returns (i, n): this rank holds the i-th of n parts of the experts; (0, 1) for a dense parameter."""
         group = expert_group_name(param)
         if group is None:
             return 0, 1
@@ -72,7 +72,7 @@ class _Places:
         return firsts.index(self._mine[group]), len(firsts)
 
     def name(self, param: nn.Parameter, name: str) -> str:
-        """The name among all experts, where every expert is a module with a number on its rank."""
+        """Returns a parameter's name with the number of its expert among all, where every expert is a module."""
         match = _NUMBERED.fullmatch(name)
         if match is None or expert_group_name(param) is None:
             return name
@@ -80,46 +80,51 @@ class _Places:
         return f"{match[1]}{number}{match[3]}"
 
 
-def _local(zero: Path, param: nn.Parameter, name: str, kind: str, places: _Places) -> Tensor:
-    """The flat tensor of one kind for ``param``, mapped from its file. Raises ValueError if there is none that fits."""
+def _local(zero: Path, param: nn.Parameter, name: str, kind: str, expert_parts: _ExpertParts) -> Tensor:
+    """Maps this rank's part of one file of a parameter, flattened. Raises ValueError if there is none that fits."""
     file = f"{_FILE_OF.get(kind, kind)}.pt"
-    index, parts = places.part(param)
+    index, parts = expert_parts.part(param)
     shape = tuple(param.shape)
     path = zero / name / file
     if parts > 1 and path.exists():
         whole = _tensor(path)
         if tuple(whole.shape) == (shape[0] * parts, *shape[1:]):
             return whole[index * shape[0] : (index + 1) * shape[0]].reshape(-1)
-    path = zero / places.name(param, name) / file
+    path = zero / expert_parts.name(param, name) / file
     whole = _tensor(path)
     if tuple(whole.shape) != shape or (parts > 1 and not _NUMBERED.fullmatch(name)):
         needed = f"{shape}, as one of {parts} parts of the experts" if parts > 1 else str(shape)
-        cut = "; parameters cut by tensor parallelism are not read" if param.numel() < whole.numel() else ""
-        raise ValueError(f"{path} has shape {tuple(whole.shape)}, the model needs {needed}{cut}")
+        split = "; parameters split by tensor parallelism are not read" if param.numel() < whole.numel() else ""
+        raise ValueError(f"{path} has shape {tuple(whole.shape)}, the model needs {needed}{split}")
     return whole.reshape(-1)
 
 
 @torch.no_grad()
 def load_optimizer(optimizer: EPZeroOptimizer, folder: Path, load_states: bool) -> None:
-    """Fills masters and, with ``load_states``, states, step count, hyperparameters and loss scale. Collective.
+    """Loads master weights, and optionally all else of the optimizer. Collective over all ranks.
 
-    Raises ValueError on every rank, before anything has changed, if a file is missing, damaged or of another shape on
-    any.
+    Args:
+        optimizer: is filled.
+        folder: of the tag, see ``locate``.
+        load_states: also load states, step count, hyperparameters and loss scale.
+
+    Raises:
+        ValueError: on every rank, before anything has changed, if any has a missing or damaged file, or another shape.
     """
     names = {param: name for flat_buffer in optimizer.flat_buffers for name, param in flat_buffer.params.items()}
-    places = _Places(optimizer.groups, names)
+    expert_parts = _ExpertParts(optimizer.groups, names)
     copies: list[tuple[Tensor, Tensor]] = []
     steps: set[int] = set()
 
     def read() -> Any:
-        files = sorted([*(folder / "zero").rglob("*.pt"), *folder.glob(_MODEL_STATES)])  # others may lie beside them
+        files = sorted([*(folder / "zero").rglob("*.pt"), *folder.glob(_MODEL_STATES)])  # other files are not read
         for path in files[dist.get_rank() :: dist.get_world_size()]:
-            check_bytes(path)  # each by one rank: whoever needs a part of a file reads no more than that
+            check_bytes(path)  # each file by one rank; afterwards a rank reads only the parts that it needs
         for shard in optimizer.state_shards():
             for kind in shard.tensors if load_states else ["master"]:
-                flat = _local(folder / "zero", shard.param, shard.name, kind, places)
+                flat = _local(folder / "zero", shard.param, shard.name, kind, expert_parts)
                 copies.append((shard.tensors[kind], flat[shard.start : shard.stop]))
-            count = folder / "zero" / places.name(shard.param, shard.name) / "step.pt"
+            count = folder / "zero" / expert_parts.name(shard.param, shard.name) / "step.pt"
             if load_states and count.exists():
                 steps.add(int(read_torch(count)))
         if len(steps) > 1:
@@ -147,7 +152,7 @@ def _tensor(path: Path) -> Tensor:
 
 
 def _load_general(optimizer: EPZeroOptimizer, general: Mapping[str, Any]) -> None:
-    """Hyperparameters, if the file has the same number of groups (converters write more, empty ones), and the scale."""
+    """Loads the loss scale, and the hyperparameters if the number of groups is the same (converters add empty ones)."""
     saved = [dict(group) for group in general.get("param_groups") or []]
     if len(saved) == len(optimizer.param_groups):
         for group, options in zip(optimizer.param_groups, saved, strict=True):
@@ -156,7 +161,10 @@ def _load_general(optimizer: EPZeroOptimizer, general: Mapping[str, Any]) -> Non
 
 
 def loss_scale_state(scaler: Any) -> dict[str, float] | None:
-    """What DeepSpeed's dynamic loss scaler, read as a shell, means for ours; None for anything else."""
+    """Converts DeepSpeed's dynamic loss scaler, read as a Shell, to ``EPZeroOptimizer.loss_scale_state``.
+
+    Returns None for anything else.
+    """
     numbers = dict(vars(scaler)) if isinstance(scaler, Shell) else {}
     if "cur_hysteresis" not in numbers:
         return None
@@ -170,7 +178,17 @@ def loss_scale_state(scaler: Any) -> dict[str, float] | None:
 
 
 def load_engine(engine: Any, folder: Path, *, load_counters: bool, load_scheduler: bool) -> dict[str, Any]:
-    """Buffers and frozen parameters, counters and scheduler from the model states; returns what else is in them."""
+    """Loads buffers, frozen parameters, counters and scheduler from the file of model states. Collective.
+
+    Args:
+        engine: an EPEngine, which is filled.
+        folder: of the tag, see ``locate``.
+        load_counters: False loads buffers and frozen parameters only.
+        load_scheduler: whether the learning-rate scheduler is loaded too.
+
+    Returns:
+        The client state: what else is in the file.
+    """
     path = folder / _MODEL_STATES
     header = run_on_all_ranks(lambda: read_torch(path) if path.exists() else {}, world_group())
     header = header if isinstance(header, dict) else {}
@@ -187,7 +205,7 @@ def load_engine(engine: Any, folder: Path, *, load_counters: bool, load_schedule
 
 @torch.no_grad()
 def _load_module(module: nn.Module, saved: Any) -> None:
-    """What the optimizer does not own: buffers and frozen parameters of the same name and shape."""
+    """Loads buffers and frozen parameters of the same name and shape."""
     frozen = {name: param.data for name, param in module.named_parameters() if not param.requires_grad}
     for name, target in {**dict(module.named_buffers()), **frozen}.items():
         value = saved.get(name) if isinstance(saved, Mapping) else None

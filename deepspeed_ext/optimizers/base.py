@@ -1,11 +1,8 @@
-"""What an update rule is: how one optimizer changes the part of a bucket that a rank owns.
+"""Interfaces between the sharded optimizer (deepspeed_ext.zero) and the arithmetic of each optimizer.
 
-The sharded optimizer (deepspeed_ext.zero) owns buckets, reduction, norm and publishing; a rule owns the arithmetic.
-Every rule reads the summed gradient once and writes master, state and parameter, on the device, without the host
-waiting for it: what the step has to know (clip coefficient, skip, step number) comes as 0-dim device tensors.
-
-A new optimizer is one new file: an ``UpdateRule`` with the arithmetic, and a ``RuleOptimizer`` with its options, which
-is what users construct. It runs on whole parameters too, without any sharding; tests compare the two.
+deepspeed_ext.zero owns flat buffers, reduction, gradient norm and all-gather. A ``ShardOptimizer`` owns the arithmetic:
+it reads the summed gradient once and writes master weights, states and parameters. The host never waits for the device:
+clip coefficient, skip flag and step number are 0-dim device tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Protocol
 
 import torch
@@ -23,22 +19,19 @@ from torch import Tensor
 from deepspeed_ext.optimizers import states
 
 
-class ShardPolicy(Enum):
-    """What the update of an element depends on. Buckets are cut anywhere under either."""
-
-    FLAT = "flat"  # on that element alone: shards are updated one by one
-    MATRIX = "matrix"  # on its whole matrix: a family's shards are updated together, see MatrixRule
-
-
 @dataclass
 class Shard:
-    """What one rank owns of one bucket; all tensors are 1-D, contiguous, of the same length n and on one device.
+    """The part of one bucket that this rank owns: 1-D contiguous tensors of the same length n on one device.
 
-    ``master``: fp32. ``grad``: fp32, bf16 or fp16, the SUM over the group's ranks, unscaled; a rule must not keep it
-    and may overwrite it. ``param``: the model's dtype (fp32, bf16 or fp16), this rank's slice of the bucket's
-    parameters; the rule writes the new values there. It may be ``master`` itself where no other copy exists. ``state``:
-    made by ``new_state``. Elements that belong to no parameter (padding) must hold zeros in master and grad; every rule
-    keeps them at zero.
+    Padding (elements of no parameter) must be zero in ``master`` and ``grad``; every optimizer keeps it at zero.
+
+    Attributes:
+        master: fp32 [n].
+        grad: fp32, bf16 or fp16 [n], the unscaled SUM over the ranks of the group. An optimizer may overwrite it and
+            must not keep it.
+        param: fp32, bf16 or fp16 [n], this rank's slice of the model's parameters, where the new values are written. It
+            is ``master`` itself for fp32 parameters.
+        state: tensors made by ``ShardOptimizer.new_state``.
     """
 
     master: Tensor
@@ -49,10 +42,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class StepScalars:
-    """What a step knows, as 0-dim fp32 tensors on the shard's device; reading them on the host would stall the step.
+    """Scalars of one step as 0-dim fp32 tensors on the shard's device; reading them on the host would stall the step.
 
-    ``scale``: factor on the gradient, clip coefficient / (gradient divisor * loss scale). ``skip``: 1.0 if the norm was
-    not finite: nothing at all may change; else 0.0. ``step``: number of this step if applied, 1 for the first.
+    Attributes:
+        scale: factor on the gradient, clip coefficient / (gradient divisor * loss scale).
+        skip: 1.0 if the gradient norm was not finite, then nothing at all may change; else 0.0.
+        step: number of this step if it is applied, 1 for the first.
     """
 
     scale: Tensor
@@ -61,28 +56,37 @@ class StepScalars:
 
     @classmethod
     def of(cls, device: torch.device, step: int, scale: float = 1.0, skip: bool = False) -> StepScalars:
-        """From host values."""
+        """Copies values of the host to ``device``."""
         values = torch.tensor([scale, float(skip), float(step)], dtype=torch.float32, device=device)
         return cls(*values.unbind())
 
 
-class UpdateRule(ABC):
-    """One optimizer's arithmetic on shards; stateless itself, so that one object serves any number of shards.
+class ShardOptimizer(ABC):
+    """Updates shards of one parameter group. It keeps no state itself, so one object serves any number of shards.
 
-    ``state_kinds``: names of the element-wise states, under which checkpoints hold them ("exp_avg", ...). ``options``
-    in all methods is the live param group, so a changed lr takes effect at the next step; the keys that decide what
-    the state looks like (``state_dtype``) must not change after ``new_state``.
+    ``options`` of all methods is the live parameter group: a changed lr takes effect at the next step. Keys that decide
+    what the states look like (``state_dtype``) must not change after ``new_state``.
+
+    Attributes:
+        state_kinds: names of the element-wise states, under which checkpoints hold them ("exp_avg", ...).
+        unsigned_kinds: states that are never negative; their 8-bit code is finer.
     """
 
-    policy: ShardPolicy = ShardPolicy.FLAT
     state_kinds: tuple[str, ...] = ()
-    unsigned_kinds: frozenset[str] = frozenset()  # states that are never negative; they get the finer 8-bit code
+    unsigned_kinds: frozenset[str] = frozenset()
 
     def new_state(self, shard: Shard, options: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Zero states for a shard, in ``options["state_dtype"]`` ("fp32" by default, "bf16", "int8").
+        """Creates the zero states of a shard.
 
-        "int8" adds one fp32 tensor of block scales per kind, under "<kind>.scale". Raises ValueError for another
-        state_dtype.
+        Args:
+            shard: gives length and device.
+            options: ``state_dtype`` is "fp32" (the default), "bf16" or "int8".
+
+        Returns:
+            One tensor [n] for each of ``state_kinds``, and for int8 its fp32 block scales under "<kind>.scale".
+
+        Raises:
+            ValueError: ``state_dtype`` is unknown.
         """
         state_dtype = states.StateDtype.parse(options.get("state_dtype", "fp32"))
         state: dict[str, Tensor] = {}
@@ -92,55 +96,55 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def update_(self, shard: Shard, options: Mapping[str, Any], scalars: StepScalars) -> None:
-        """One step: new master, state and param of the shard from its gradient; nothing changes if ``scalars.skip``.
+        """Takes one step: writes master, states and parameter of the shard; nothing changes if ``scalars.skip``.
 
-        Launches work on the device and does not wait for it.
+        It queues work on the device and does not wait for it.
         """
 
     def read_state(self, shard: Shard, kind: str) -> Tensor:
-        """One state as fp32 [n]: the live tensor where it is kept in fp32, else a decoded copy."""
+        """Returns one state as fp32 [n]: the live tensor if the state is kept in fp32, else a decoded copy."""
         return states.read(shard.state, kind)
 
     def write_state(self, shard: Shard, kind: str, value: Tensor) -> None:
-        """Sets one state from fp32 [n], rounded to nearest where it is kept in less.
+        """Sets one state from fp32 [n], rounded to nearest if the state is kept in fewer bits.
 
-        Writing what ``read_state`` returned changes no bit. int8 states move between layouts bit for bit as long as
-        every shard and parameter starts at a multiple of ``states.BLOCK`` elements, else blocks are re-encoded.
+        Writing what ``read_state`` returned changes no bit. int8 states move between layouts bit for bit if every shard
+        and parameter starts at a multiple of ``states.BLOCK`` elements; else blocks are encoded anew.
         """
         states.write(shard.state, kind, value)
 
 
 class WholeMatrices(Protocol):
-    """The matrices behind the shards of one family, whose parts may lie on several ranks."""
+    """The whole matrices whose elements lie in the shards of one flat buffer, on several ranks if it is sharded."""
 
     def transform(self, updates: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> None:
-        """Replaces every whole matrix in ``updates`` by what ``function`` makes of it. Collective over the group.
+        """Replaces every whole matrix in ``updates`` by ``function`` of it. Collective over the group.
 
-        ``updates``: one 1-D tensor for each shard, of its length. ``function`` gets any number of matrices of one
-        shape, [B, M, N], and returns as many; each matrix passes through it on one rank only.
+        Args:
+            updates: one 1-D tensor for each shard, of the shard's length.
+            function: gets any number of matrices of one shape, [B, M, N], and returns as many. Each matrix passes
+                through it on one rank only.
         """
 
-    def runs(self, shard: int) -> Sequence[tuple[int, int, tuple[int, int]]]:
-        """Stretches [start, stop) of a shard that belong to matrices of one shape: (start, stop, (rows, columns))."""
+    def ranges(self, shard: int) -> Sequence[tuple[int, int, tuple[int, int]]]:
+        """Returns ranges [start, stop) of a shard that hold matrices of one shape: (start, stop, (rows, columns))."""
 
 
-class MatrixRule(UpdateRule):
-    """A rule whose update of an element depends on its whole matrix; masters and states are flat shards all the same.
+class MatrixOptimizer(ShardOptimizer):
+    """Updates whole matrices, as Muon does. Master weights and states are flat shards, as for any other optimizer.
 
-    ``update_family_`` takes the place of ``update_``.
+    ``update_matrices_`` takes the place of ``update_``.
     """
 
-    policy = ShardPolicy.MATRIX
-
     def update_(self, shard: Shard, options: Mapping[str, Any], scalars: StepScalars) -> None:
-        """Not for this kind of rule: raises TypeError."""
-        raise TypeError(f"{type(self).__name__} updates whole families: use update_family_")
+        """Raises TypeError: one shard does not hold whole matrices."""
+        raise TypeError(f"{type(self).__name__} updates whole matrices; use update_matrices_")
 
     @abstractmethod
-    def update_family_(
+    def update_matrices_(
         self, shards: Sequence[Shard], matrices: WholeMatrices, options: Mapping[str, Any], scalars: StepScalars
     ) -> None:
-        """One step on all shards that a rank owns of one family. Collective over the family's group."""
+        """Takes one step on all shards that a rank owns of one flat buffer. Collective over the buffer's group."""
 
 
 class LocalMatrices:
@@ -154,17 +158,27 @@ class LocalMatrices:
         batch_BMN = updates[0].view(self._count, *self._shape)
         batch_BMN.copy_(function(batch_BMN))
 
-    def runs(self, shard: int) -> Sequence[tuple[int, int, tuple[int, int]]]:
-        """See WholeMatrices.runs."""
+    def ranges(self, shard: int) -> Sequence[tuple[int, int, tuple[int, int]]]:
+        """See WholeMatrices.ranges."""
         return [(0, self._count * self._shape[0] * self._shape[1], self._shape)]
 
 
 def count_matrices(name: str, shape: Sequence[int], stacked: int = 1) -> tuple[int, tuple[int, int]]:
-    """How many matrices a parameter is, and their (rows, columns).
+    """Counts the matrices that one parameter holds.
 
-    Leading dimensions count matrices (the experts of a 3-D weight), and each of those is ``stacked`` matrices one below
-    the other (the parameter's attribute ``stacked_matrices``: gate and up projection in one tensor). Raises ValueError
-    for fewer than two dimensions, or rows that ``stacked`` does not divide.
+    Leading dimensions count matrices (the experts of a 3-D weight), and each of those may be several matrices one below
+    the other (gate and up projection in one tensor).
+
+    Args:
+        name: for the error.
+        shape: of the parameter, at least two dimensions.
+        stacked: matrices one below the other (the parameter's attribute ``stacked_matrices``).
+
+    Returns:
+        The number of matrices and their (rows, columns).
+
+    Raises:
+        ValueError: fewer than two dimensions, or rows that ``stacked`` does not divide.
     """
     if len(shape) < 2:
         raise ValueError(f"parameter {name!r} of shape {tuple(shape)} is not a matrix")
@@ -174,33 +188,33 @@ def count_matrices(name: str, shape: Sequence[int], stacked: int = 1) -> tuple[i
     return math.prod(leading) * stacked, (rows // stacked, columns)
 
 
-class RuleOptimizer(torch.optim.Optimizer):
-    """Base of this package's torch optimizers: options in param_groups, arithmetic in an UpdateRule.
+class ShardableOptimizer(torch.optim.Optimizer):
+    """Base class of this package's torch optimizers: options in param_groups, arithmetic in a ShardOptimizer.
 
-    Handed to ``deepspeed_ext.initialize`` only its param_groups serve and the sharded optimizer runs the rule. Used
-    alone it is a plain torch optimizer that runs the same rule on each whole parameter, with an fp32 master copy of
-    parameters in a lower precision.
+    Passed to ``deepspeed_ext.initialize``, only its param_groups are used: the sharded optimizer runs the
+    ShardOptimizer. Used alone it is an ordinary torch optimizer that runs the same arithmetic on each whole parameter,
+    with an fp32 master copy of parameters in a lower precision.
     """
 
-    def update_rule(self, group: Mapping[str, Any]) -> UpdateRule:
-        """The rule that updates the parameters of ``group``."""
+    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
+        """Returns the object that updates the parameters of ``group``."""
         raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step on every parameter that has a gradient. Returns the closure's loss, None without one."""
+        """Takes one step on every parameter that has a gradient; returns the closure's loss, None without one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            rule = self.update_rule(group)
+            shard_optimizer = self.shard_optimizer(group)
             for param in group["params"]:
                 if param.grad is not None:
-                    self._step_param(rule, group, param)
+                    self._step_param(shard_optimizer, group, param)
         return loss
 
-    def _step_param(self, rule: UpdateRule, group: dict[str, Any], param: Tensor) -> None:
+    def _step_param(self, shard_optimizer: ShardOptimizer, group: dict[str, Any], param: Tensor) -> None:
         state = self.state[param]
         if not state:
             state["step"] = 0
@@ -209,18 +223,18 @@ class RuleOptimizer(torch.optim.Optimizer):
         flat = param.detach().reshape(-1)  # a copy only where the parameter is not contiguous
         shard = Shard(
             master=state.get("master", flat),
-            grad=param.grad.detach().reshape(-1).clone(),  # type: ignore[union-attr]  # rules may overwrite it
+            grad=param.grad.detach().reshape(-1).clone(),  # type: ignore[union-attr]  # may be overwritten
             param=flat,
             state=state.get("shard", {}),
         )
         if "shard" not in state:
-            shard.state = state["shard"] = rule.new_state(shard, group)
+            shard.state = state["shard"] = shard_optimizer.new_state(shard, group)
         state["step"] += 1
         scalars = StepScalars.of(param.device, state["step"])
-        if isinstance(rule, MatrixRule):
+        if isinstance(shard_optimizer, MatrixOptimizer):
             matrices = LocalMatrices(*count_matrices("", param.shape, getattr(param, "stacked_matrices", 1)))
-            rule.update_family_([shard], matrices, group, scalars)
+            shard_optimizer.update_matrices_([shard], matrices, group, scalars)
         else:
-            rule.update_(shard, group, scalars)
+            shard_optimizer.update_(shard, group, scalars)
         if not param.is_contiguous():
             param.copy_(flat.view(param.shape))

@@ -1,9 +1,9 @@
-"""Muon (Jordan et al. 2024): momentum, orthogonalised matrix by matrix, and AdamW for what is not a hidden matrix.
+"""Muon (Jordan et al. 2024): orthogonalised momentum for hidden matrices, and AdamW for all other parameters.
 
 The direction of a matrix is U V^T of its momentum's singular value decomposition, approximated by a quintic
-Newton-Schulz iteration in matrix products alone. All matrices of one shape that a rank owns, the experts of a layer
-for one, are iterated together. Clipping and averaging scale the gradient before the momentum; the orthogonalised
-update has a size of its own, which no clip coefficient touches.
+Newton-Schulz iteration that consists of matrix products alone. All matrices of one shape that a rank owns (the experts
+of a layer, for example) are iterated in one batch. Clipping and averaging scale the gradient before the momentum; no
+clip coefficient scales the orthogonalised update.
 """
 
 from __future__ import annotations
@@ -15,23 +15,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.optimizers.adamw import AdamRule
-from deepspeed_ext.optimizers.base import MatrixRule, RuleOptimizer, Shard, StepScalars, UpdateRule, WholeMatrices
+from deepspeed_ext.optimizers.base import (
+    MatrixOptimizer,
+    Shard,
+    ShardableOptimizer,
+    ShardOptimizer,
+    StepScalars,
+    WholeMatrices,
+)
+from deepspeed_ext.optimizers.elementwise import ShardAdam
 from deepspeed_ext.optimizers.kernels import kernels_for
 from deepspeed_ext.optimizers.kernels.options import MomentumOptions
 
-NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the authors: steepest slope at zero, singular values end in 0.7 .. 1.2
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # the paper's: steepest at zero; singular values end in 0.7 .. 1.2
 _BATCH_ELEMENTS = 1 << 26  # matrices iterated at once: the iteration's workspace is about 6 bytes for each element
 
 
 def orthogonalize(
     matrices_BMN: Tensor, steps: int, eps: float, coefficients: Sequence[float] = NS_COEFFICIENTS
 ) -> Tensor:
-    """Newton-Schulz: [B, M, N] to nearly orthogonal [B, M, N], computed in the dtype of the input.
+    """Orthogonalises matrices approximately by a quintic Newton-Schulz iteration.
 
-    Every matrix is divided by its Frobenius norm (at least ``eps``) and put through ``steps`` times
-    X <- a X + (b X X^T + c (X X^T)^2) X, on the transpose where that makes X X^T smaller. Large batches go in parts,
-    which bounds the workspace.
+    Every matrix is divided by its Frobenius norm; then X <- a X + (b X X^T + c (X X^T)^2) X is applied ``steps`` times,
+    to the transpose where that makes X X^T smaller. Large batches are split, which bounds the workspace.
+
+    Args:
+        matrices_BMN: [B, M, N] in any float dtype; the computation is in this dtype.
+        steps: number of iterations.
+        eps: least value of the norm.
+        coefficients: (a, b, c).
+
+    Returns:
+        [B, M, N] with singular values between about 0.7 and 1.2.
     """
     part = max(1, _BATCH_ELEMENTS // matrices_BMN[0].numel())
     if matrices_BMN.shape[0] > part:
@@ -48,11 +63,16 @@ def orthogonalize(
 
 
 def lr_ratio(adjust_lr_fn: str | None, shape: tuple[int, int]) -> float:
-    """Factor on lr for a matrix of (rows, columns), with torch.optim.Muon's names.
+    """Computes the factor on the learning rate for a matrix of one shape.
 
-    "original" (None): sqrt(max(1, rows / columns)), of the authors. "match_rms_adamw": 0.2 sqrt(max(rows, columns)),
-    which makes the update as large as AdamW's usual one, so that AdamW's lr and weight decay carry over (Liu et al.
-    2025). Raises ValueError for another name.
+    Args:
+        adjust_lr_fn: as in torch.optim.Muon. "original" or None: sqrt(max(1, rows / columns)) (Jordan et al. 2024).
+            "match_rms_adamw": 0.2 sqrt(max(rows, columns)), which makes the update as large as AdamW's usual one, so
+            that AdamW's lr and weight decay carry over (Liu et al. 2025).
+        shape: (rows, columns).
+
+    Raises:
+        ValueError: the name is unknown.
     """
     rows, columns = shape
     if adjust_lr_fn in (None, "original"):
@@ -62,26 +82,27 @@ def lr_ratio(adjust_lr_fn: str | None, shape: tuple[int, int]) -> float:
     raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} is unknown; use original or match_rms_adamw")
 
 
-class MuonRule(MatrixRule):
-    """Options of a group: lr, momentum, nesterov, weight_decay (decoupled), ns_steps, ns_coefficients, eps,
-    adjust_lr_fn as in torch.optim.Muon; ns_dtype, maximize, state_dtype."""
+class ShardMuon(MatrixOptimizer):
+    """Runs Muon and torch.optim.Muon on whole matrices.
+
+    Options of a parameter group: lr, momentum, nesterov, weight_decay (decoupled), ns_steps, ns_coefficients, eps and
+    adjust_lr_fn as in torch.optim.Muon; ns_dtype, maximize, state_dtype.
+    """
 
     state_kinds = ("momentum_buffer",)
 
-    def update_family_(
+    def update_matrices_(
         self, shards: Sequence[Shard], matrices: WholeMatrices, options: Mapping[str, Any], scalars: StepScalars
     ) -> None:
-        """See MatrixRule.update_family_."""
+        """See MatrixOptimizer.update_matrices_."""
         device = shards[0].master.device
         kernels = kernels_for(device.type)
         dtype = options.get("ns_dtype") or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-        mean = MomentumOptions(
-            float(options["momentum"]), bool(options["nesterov"]), bool(options.get("maximize", False))
-        )
+        momentum = MomentumOptions.from_group(options)
         # Zeros: a skipped step leaves the updates as they are, and padding must not be NaN.
         updates = [torch.zeros_like(shard.master, dtype=dtype) for shard in shards]
         for shard, update in zip(shards, updates, strict=True):
-            kernels.momentum(shard, mean, scalars, update)
+            kernels.momentum(shard, momentum, scalars, update)
 
         def direction(batch_BMN: Tensor) -> Tensor:
             return orthogonalize(batch_BMN, options["ns_steps"], options["eps"], options["ns_coefficients"])
@@ -89,19 +110,28 @@ class MuonRule(MatrixRule):
         matrices.transform(updates, direction)
         lr, decay = float(options["lr"]), 1 - float(options["lr"]) * float(options["weight_decay"])
         for index, (shard, update) in enumerate(zip(shards, updates, strict=True)):
-            for start, stop, shape in matrices.runs(index):
-                own, rate = slice(start, stop), lr * lr_ratio(options["adjust_lr_fn"], shape)
-                kernels.apply_update(shard.master[own], shard.param[own], update[own], decay, rate, scalars)
+            for start, stop, shape in matrices.ranges(index):
+                part, matrix_lr = slice(start, stop), lr * lr_ratio(options["adjust_lr_fn"], shape)
+                kernels.apply_update(shard.master[part], shard.param[part], update[part], decay, matrix_lr, scalars)
 
 
-class Muon(RuleOptimizer):
-    """Muon for param groups of matrices, AdamW for groups with ``use_muon=False`` (norms, biases, embeddings, output).
+class Muon(ShardableOptimizer):
+    """Muon for parameter groups of matrices, AdamW for groups with ``use_muon=False`` (norms, embeddings, head).
 
-    The options up to ``adjust_lr_fn`` are torch.optim.Muon's and mean the same; parameters may have more than two
-    dimensions (leading ones count matrices, see rules.base.count_matrices). ``betas`` and ``adam_eps`` serve AdamW
-    groups, lr and weight_decay both. ``ns_dtype``: of the iteration, default bf16 and on the CPU fp32. ``state_dtype``:
-    "fp32", "bf16" or "int8". Raises ValueError for options out of range or a Muon group with a parameter of fewer than
-    two dimensions.
+    Parameters may have more than two dimensions: leading ones count matrices, see ``base.count_matrices``.
+
+    Args:
+        params: parameters, or parameter groups.
+        lr, weight_decay: of Muon and AdamW groups; the decay is decoupled.
+        momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in torch.optim.Muon.
+        use_muon: False for a group that AdamW updates.
+        betas, adam_eps: of AdamW groups.
+        ns_dtype: dtype of the Newton-Schulz iteration; None is bf16, on the CPU fp32.
+        maximize: ascend instead of descend.
+        state_dtype: "fp32", "bf16" or "int8".
+
+    Raises:
+        ValueError: an option is out of range, or a Muon group has a parameter of fewer than two dimensions.
     """
 
     def __init__(
@@ -142,13 +172,13 @@ class Muon(RuleOptimizer):
                         "use_muon=False"
                     )
 
-    def update_rule(self, group: Mapping[str, Any]) -> UpdateRule:
-        """See RuleOptimizer.update_rule."""
-        return MuonRule() if group["use_muon"] else _AdamWOfMuon()
+    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
+        """See ShardableOptimizer.shard_optimizer."""
+        return ShardMuon() if group["use_muon"] else _ShardAdamOfMuon()
 
 
-class _AdamWOfMuon(AdamRule):
-    """AdamW on a group of Muon's, whose ``eps`` is the iteration's."""
+class _ShardAdamOfMuon(ShardAdam):
+    """AdamW on a parameter group of Muon, whose ``eps`` is that of Newton-Schulz and whose ``adam_eps`` is AdamW's."""
 
     def update_(self, shard: Shard, options: Mapping[str, Any], scalars: StepScalars) -> None:
         super().update_(shard, {**options, "eps": options["adam_eps"]}, scalars)

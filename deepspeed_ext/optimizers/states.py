@@ -1,15 +1,15 @@
-"""Optimizer states in fp32, bf16 or 8 bits: making, reading and writing them; the reference for what kernels do.
+"""Storage of optimizer states in fp32, bf16 or 8 bits; the specification of what the kernels do.
 
-Inside a step bf16 and int8 are rounded stochastically. To nearest, a second moment under beta2 = 0.999 could not decay:
-one step changes it by less than half of the spacing (measured for int8: where gradients had become ten times smaller,
-it stayed up to nine times too large). The random bits are a hash of the element's position in the shard and the step
-number, so the same run gives the same bits.
+Within a step bf16 and int8 states are rounded stochastically. Rounded to nearest, a second moment under beta2 = 0.999
+could not decay: one step changes it by less than half of the spacing of values. The random bits are a hash of the
+element's position in the shard and of the step number, so the same run gives the same bits.
 
-bf16 takes 2 bytes, int8 1 byte and 4 more for every BLOCK elements, which share a scale, their largest magnitude. An
-8-bit code is a small float: with y = |x| / scale and an offset c = 2^-k it is the distance between the bit patterns of
-y + c and c, cut to 3 mantissa bits. Near zero codes are evenly spaced, above c at most 1/8 apart; zero and the block's
-maximum are exact. Signed states use k = 15 (smallest step 2^-18 of the maximum), unsigned ones k = 31 (2^-34), where a
-positive value never becomes zero: a vanished second moment would blow the update up.
+bf16 takes 2 bytes an element. int8 takes 1 byte, and 4 bytes for every BLOCK elements: their scale, which is their
+largest magnitude. An 8-bit code is a small float: with y = |x| / scale and an offset c = 2^-k it is the distance
+between the bit patterns of y + c and c, cut to 3 mantissa bits. Codes are evenly spaced near zero and at most 1/8 apart
+above c; zero and the maximum of a block are exact. Signed states use k = 15 (smallest step 2^-18 of the maximum).
+Unsigned ones use k = 31 (2^-34), and a positive value never becomes zero: an update divided by the root of a second
+moment of zero would be huge.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-BLOCK = 256  # elements that share a scale
+BLOCK = 256  # elements with a common scale
 MANTISSA_BITS = 3
 SHIFT = 23 - MANTISSA_BITS  # fp32 has 23
 SIGNED_EXPONENTS = 15  # codes -120 .. 120
@@ -29,7 +29,7 @@ SCALE_SUFFIX = ".scale"
 
 
 class StateDtype(Enum):
-    """How moments are kept. Bytes per element and moment: 4, 2, 1 + 4 / BLOCK."""
+    """Storage of moments. Bytes per element and moment: 4, 2, 1 + 4 / BLOCK."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -37,7 +37,7 @@ class StateDtype(Enum):
 
     @classmethod
     def parse(cls, value: str | StateDtype) -> StateDtype:
-        """From the param group's ``state_dtype``. Raises ValueError for an unknown one."""
+        """Parses ``state_dtype`` of a parameter group. Raises ValueError for an unknown one."""
         try:
             return cls(value)
         except ValueError:
@@ -45,11 +45,22 @@ class StateDtype(Enum):
 
 
 def num_blocks(numel: int) -> int:
+    """Counts the blocks of ``numel`` elements, the last one partial."""
     return -(-numel // BLOCK)
 
 
 def zeros(kind: str, like: Tensor, dtype: StateDtype, *, signed: bool = True) -> dict[str, Tensor]:
-    """A zero state of ``like``'s length and device under ``kind``, and for int8 its scales under "<kind>.scale"."""
+    """Creates a zero state.
+
+    Args:
+        kind: name of the state.
+        like: gives length n and device.
+        dtype: storage.
+        signed: whether the state can be negative.
+
+    Returns:
+        The tensor [n] under ``kind``, and for int8 its fp32 scales [ceil(n / BLOCK)] under "<kind>.scale".
+    """
     if dtype is StateDtype.FP32:
         return {kind: torch.zeros_like(like, dtype=torch.float32)}
     if dtype is StateDtype.BF16:
@@ -61,7 +72,7 @@ def zeros(kind: str, like: Tensor, dtype: StateDtype, *, signed: bool = True) ->
 
 
 def read(state: dict[str, Tensor], kind: str) -> Tensor:
-    """A state as fp32: the live tensor itself if it is kept in fp32, else decoded."""
+    """Returns a state as fp32 [n]: the live tensor if it is kept in fp32, else a decoded copy."""
     stored = state[kind]
     if stored.dtype in (torch.int8, torch.uint8):
         return decode(stored, state[kind + SCALE_SUFFIX])
@@ -69,7 +80,7 @@ def read(state: dict[str, Tensor], kind: str) -> Tensor:
 
 
 def write(state: dict[str, Tensor], kind: str, value: Tensor) -> None:
-    """Stores fp32 [n], rounded to nearest where the state is kept in less. Raises ValueError for another shape."""
+    """Stores fp32 [n], rounded to nearest if the state is kept in fewer bits. Raises ValueError for another shape."""
     stored = state[kind]
     if value.shape != stored.shape:
         raise ValueError(f"state {kind!r} has shape {tuple(stored.shape)}, not {tuple(value.shape)}")
@@ -87,10 +98,16 @@ def _offset_bits(signed: bool) -> tuple[float, int]:
 
 
 def encode(value: Tensor, *, signed: bool, bits: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """fp32 [n] to (int8 or uint8 codes [n], fp32 scales [ceil(n / BLOCK)]).
+    """Encodes fp32 values in 8 bits.
 
-    ``signed`` False takes values >= 0 only. To nearest in the spacing of the codes, where encoding what ``decode``
-    returned gives the same codes; or stochastically with 16 random ``bits`` for each element, int64 [n].
+    Args:
+        value: fp32 [n].
+        signed: False for values >= 0 only.
+        bits: int64 [n], 16 random bits for each element: rounds stochastically. None: rounds to the nearest code;
+            encoding what ``decode`` returned then gives the same codes.
+
+    Returns:
+        int8 or uint8 codes [n], and fp32 scales [ceil(n / BLOCK)].
     """
     offset, offset_bits = _offset_bits(signed)
     padding = (0, -value.numel() % BLOCK)
@@ -111,7 +128,7 @@ def encode(value: Tensor, *, signed: bool, bits: Tensor | None = None) -> tuple[
 
 
 def decode(codes: Tensor, scale: Tensor) -> Tensor:
-    """fp32 [n] from what ``encode`` returned."""
+    """Decodes what ``encode`` returned to fp32 [n]."""
     signed = codes.dtype == torch.int8
     offset, bits = _offset_bits(signed)
     wide = codes.to(torch.int32)
@@ -121,9 +138,15 @@ def decode(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def random_bits(first: int, numel: int, step: Tensor) -> Tensor:
-    """int64 [numel] of 32 random bits for elements ``first`` ... of a shard at a step (0-dim fp32 tensor).
+    """Computes 32 random bits for each element of a part of a shard.
 
-    The low 16 bits round one state of the element, the high 16 another.
+    Args:
+        first: position of the first element in the shard.
+        numel: number of elements.
+        step: number of the step, 0-dim fp32.
+
+    Returns:
+        int64 [numel]. The low 16 bits round one state of the element, the high 16 another.
     """
     mask = 0xFFFFFFFF
     index = torch.arange(first, first + numel, device=step.device, dtype=torch.int64)
@@ -134,5 +157,5 @@ def random_bits(first: int, numel: int, step: Tensor) -> Tensor:
 
 
 def round_to_bf16(value: Tensor, bits: Tensor) -> Tensor:
-    """fp32 to bf16, up or down with probabilities that make the result exact on average; ``bits``: 16 random bits."""
+    """Rounds fp32 to bf16 stochastically, so that the result is exact on average; ``bits``: 16 random bits each."""
     return ((value.view(torch.int32) + bits.to(torch.int32)) >> 16 << 16).view(torch.float32).to(torch.bfloat16)

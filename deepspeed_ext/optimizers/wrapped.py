@@ -1,4 +1,4 @@
-"""Any other element-wise torch optimizer, run as it is on fp32 masters. Slower: the host reads the step's scalars."""
+"""Any other element-wise torch optimizer on fp32 master weights; slower, since the host reads the step's scalars."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.optimizers.base import Shard, StepScalars, UpdateRule
+from deepspeed_ext.optimizers.base import Shard, ShardOptimizer, StepScalars
 
-# Their update of an element depends on others, or on more than a gradient: on a slice they would be wrong.
+# The update of an element depends on other elements, or on more than a gradient: wrong on a slice of a tensor.
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
@@ -20,11 +20,12 @@ def _own_options(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) ->
     return {key: value for key, value in group.items() if key in names and key not in ("self", "params")}
 
 
-class WrappedRule(UpdateRule):
-    """Runs ``type(optimizer)`` on each shard's master; the shard's state holds the tensors that optimizer made.
+class WrappedOptimizer(ShardOptimizer):
+    """Runs ``type(optimizer)`` on the master weights of each shard; the shard's state holds that optimizer's tensors.
 
-    Raises ValueError for optimizers known not to be element-wise, and for those that keep a number besides ``step``
-    for each tensor (NAdam, ASGD): a part of a tensor has no place for it in a checkpoint.
+    Raises:
+        ValueError: the optimizer is known not to be element-wise, or keeps a number besides ``step`` for each tensor
+            (NAdam, ASGD), which a checkpoint of a part of a tensor has no place for.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
@@ -34,47 +35,47 @@ class WrappedRule(UpdateRule):
             raise ValueError(f"{name} needs whole tensors; shards serve element-wise optimizers such as AdamW or SGD")
         if group.get("state_dtype", "fp32") != "fp32":
             raise ValueError(f"{name} keeps its states in fp32; state_dtype={group['state_dtype']!r} is not for it")
-        self._runners: dict[Tensor, torch.optim.Optimizer] = {}  # by the master they update
+        self._optimizers: dict[Tensor, torch.optim.Optimizer] = {}  # by the master weights that they update
         self.state_kinds = tuple(self._start(torch.zeros(2), group))
 
     @torch.no_grad()
     def _start(self, master: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Element-wise states as they are before the first step: one step on a zero gradient, then the weights back."""
+        """Makes the optimizer of a shard and returns its states, which a step on a zero gradient creates."""
         before = master.clone()
-        runner = self._class([master], **_own_options(self._class, group))
-        runner.param_groups[0]["weight_decay"] = 0.0  # decay would enter the moments
+        optimizer = self._class([master], **_own_options(self._class, group))
+        optimizer.param_groups[0]["weight_decay"] = 0.0  # for this step: decay would enter the moments
         master.grad = torch.zeros_like(master)
-        runner.step()
+        optimizer.step()
         master.grad = None
         master.copy_(before)
-        state = runner.state[master]
+        state = optimizer.state[master]
         kept = {key: value for key, value in state.items() if key != "step" and value is not None}
         others = [key for key, value in kept.items() if getattr(value, "shape", None) != master.shape]
         if others:
             raise ValueError(f"{self._class.__name__} keeps {others} for each tensor, which shards cannot carry")
-        self._runners[master] = runner
+        self._optimizers[master] = optimizer
         return kept
 
     def new_state(self, shard: Shard, options: Mapping[str, Any]) -> dict[str, Tensor]:
-        """See UpdateRule.new_state."""
+        """See ShardOptimizer.new_state."""
         return self._start(shard.master, options)
 
     @torch.no_grad()
     def update_(self, shard: Shard, options: Mapping[str, Any], scalars: StepScalars) -> None:
-        """See UpdateRule.update_; this one waits for the device."""
+        """See ShardOptimizer.update_. Unlike other optimizers it waits for the device."""
         if scalars.skip.item():
             return
         master = shard.master
-        runner = self._runners[master]
-        runner.param_groups[0].update(_own_options(self._class, options))
-        state = runner.state[master]
+        optimizer = self._optimizers[master]
+        optimizer.param_groups[0].update(_own_options(self._class, options))
+        state = optimizer.state[master]
         state.update(shard.state)
         if isinstance(state.get("step"), Tensor):
             state["step"].fill_(scalars.step.item() - 1)
         elif "step" in state:
             state["step"] = int(scalars.step.item()) - 1
         master.grad = shard.grad.float() * scalars.scale
-        runner.step()
+        optimizer.step()
         master.grad = None
         if shard.param.data_ptr() != master.data_ptr():
             shard.param.copy_(master)

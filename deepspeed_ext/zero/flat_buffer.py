@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of
-from deepspeed_ext.optimizers.base import Shard, ShardPolicy, UpdateRule, WholeMatrices
+from deepspeed_ext.optimizers.base import MatrixOptimizer, Shard, ShardOptimizer, WholeMatrices
 from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.matrix_exchange import MatrixExchange
 from deepspeed_ext.zero.options import ZeroOptions
@@ -77,7 +77,7 @@ class FlatBuffer:
         params: Mapping[str, nn.Parameter],
         layout: BufferLayout,
         group: dist.ProcessGroup | None,
-        rule: UpdateRule,
+        rule: ShardOptimizer,
         options: ZeroOptions,
     ) -> None:
         self.key = key
@@ -89,7 +89,7 @@ class FlatBuffer:
         self.rank = ranks_of(group).index(dist.get_rank())
         self.group_size = layout.buckets[0].group_size
         self.exchange: WholeMatrices | None = None
-        if rule.policy is ShardPolicy.MATRIX:
+        if isinstance(rule, MatrixOptimizer):
             matrices = {name: (param.shape, getattr(param, "stacked_matrices", 1)) for name, param in params.items()}
             self.exchange = MatrixExchange(layout, matrices, self.rank, group)
         device = next(iter(params.values())).device
@@ -194,7 +194,7 @@ def _key(index: int, param: nn.Parameter, groups: ZeroGroups) -> FlatBufferKey:
 
 def build_flat_buffers(
     param_groups: Sequence[Sequence[nn.Parameter]],
-    rules: Sequence[UpdateRule],
+    rules: Sequence[ShardOptimizer],
     param_names: Mapping[nn.Parameter, str],
     groups: ZeroGroups,
     options: ZeroOptions,

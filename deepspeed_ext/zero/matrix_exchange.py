@@ -131,8 +131,8 @@ class MatrixExchange:
                 batches.append(_MatrixBatch(first.bucket, first.offset, 1, shape))
         return [batch for batch in batches if batch.numel >= _IN_PLACE_NUMEL]
 
-    def runs(self, shard: int) -> Sequence[tuple[int, int, tuple[int, int]]]:
-        """See WholeMatrices.runs."""
+    def ranges(self, shard: int) -> Sequence[tuple[int, int, tuple[int, int]]]:
+        """See WholeMatrices.ranges."""
         return self._runs[shard]
 
     def transform(self, updates: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> None:

@@ -30,8 +30,8 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStat
 from torch import Tensor, nn
 
 from deepspeed_ext.groups import ZeroGroups
-from deepspeed_ext.optimizers import rule_for
-from deepspeed_ext.optimizers.base import MatrixRule
+from deepspeed_ext.optimizers import shard_optimizer_for
+from deepspeed_ext.optimizers.base import MatrixOptimizer
 from deepspeed_ext.zero import deepspeed_api, sharded_state
 from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.deepspeed_api import DeepSpeedFiles
@@ -81,7 +81,7 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self.optimizer = optimizer
         self.groups = groups
         self.bit16_groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
-        rules = [rule_for(optimizer, group) for group in optimizer.param_groups]
+        rules = [shard_optimizer_for(optimizer, group) for group in optimizer.param_groups]
         self.flat_buffers = build_flat_buffers(self.bit16_groups, rules, param_names, groups, self.options)
         if not self.flat_buffers:
             raise ValueError("the optimizer holds no parameter that requires a gradient")
@@ -290,13 +290,13 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         for bucket in self._param_gather.buckets:
             flat_buffer = self._buffer_of[bucket]
             group_options = self.param_groups[flat_buffer.key.param_group]
-            if not isinstance(flat_buffer.rule, MatrixRule):
+            if not isinstance(flat_buffer.rule, MatrixOptimizer):
                 flat_buffer.rule.update_(bucket.shard, group_options, scalars)
             elif flat_buffer not in updated:  # matrices lie across buckets: all of the buffer's at once
                 assert flat_buffer.exchange is not None
                 updated.add(flat_buffer)
                 shards = [bucket.shard for bucket in flat_buffer.buckets]
-                flat_buffer.rule.update_family_(shards, flat_buffer.exchange, group_options, scalars)
+                flat_buffer.rule.update_matrices_(shards, flat_buffer.exchange, group_options, scalars)
             bucket.start_gather()
         self._param_gather.finish_step()
         self._reducer.forget()

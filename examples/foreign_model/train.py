@@ -1,4 +1,4 @@
-"""A transformers OLMoE trained by deepspeed_ext alone: torchrun --standalone --nproc-per-node 2 train.py"""
+"""Trains a transformers OLMoE with deepspeed_ext alone: torchrun --standalone --nproc-per-node 2 train.py"""
 
 import argparse
 
@@ -24,7 +24,7 @@ def main() -> None:
         config={"train_micro_batch_size_per_gpu": BATCH, "gradient_clipping": 1.0, "zero_optimization": {"stage": 2}},
         is_expert=lambda name: "ep_size_1" if ".mlp.experts." in name else None,
     )
-    torch.manual_seed(engine.global_rank)  # other tokens on every rank
+    torch.manual_seed(engine.global_rank)  # different tokens on every rank
     for step in range(STEPS):
         start = torch.randint(VOCABULARY, (BATCH, 1), device=engine.device)
         tokens = (start + torch.arange(LENGTH, device=engine.device)) % VOCABULARY  # counting: easy to learn
@@ -37,4 +37,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    deepspeed_ext.run_program(main)  # also destroys the process groups; keeps the exit code of a rank that fails
+    deepspeed_ext.run_program(main)  # destroys the process groups, keeps the exit code of a failed rank

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_ext.optimizers import Muon, Shard, StepScalars
-from deepspeed_ext.optimizers.muon import MuonRule
+from deepspeed_ext.optimizers.muon import ShardMuon
 from deepspeed_ext.zero import matrix_exchange
 from deepspeed_ext.zero.matrix_exchange import MatrixExchange
 from deepspeed_ext.zero.partition import BufferLayout, flat_layout
@@ -49,20 +49,20 @@ def train(rank: int, world: int, bucket_numel: int, in_place_numel: int) -> tupl
     matrix_exchange._IN_PLACE_NUMEL = in_place_numel
     layout = flat_layout([(name, math.prod(shape)) for name, (shape, _) in SHAPES.items()], world, bucket_numel)
     exchange = MatrixExchange(layout, SHAPES, rank, dist.group.WORLD if world > 1 else None)
-    muon, rule = Muon([torch.zeros(2, 2)], **OPTIONS), MuonRule()
+    muon, shard_optimizer = Muon([torch.zeros(2, 2)], **OPTIONS), ShardMuon()
     shards = [Shard(part, torch.empty(0), part.bfloat16(), {}) for part in shards_of(layout, rank, values(seed=0))]
     for shard in shards:
-        shard.state = rule.new_state(shard, muon.param_groups[0])
+        shard.state = shard_optimizer.new_state(shard, muon.param_groups[0])
     for step in range(1, STEPS + 1):
         for shard, part in zip(shards, shards_of(layout, rank, values(seed=step)), strict=True):
             shard.grad = part * 4
         scalars = StepScalars.of(torch.device("cpu"), step, scale=1 / 4, skip=False)
-        rule.update_family_(shards, exchange, muon.param_groups[0], scalars)
+        shard_optimizer.update_matrices_(shards, exchange, muon.param_groups[0], scalars)
         before = [shard.master.clone() for shard in shards]
         for shard in shards:
             shard.grad = torch.full_like(shard.master, torch.nan)
         scalars = StepScalars.of(torch.device("cpu"), step + 1, scale=math.nan, skip=True)
-        rule.update_family_(shards, exchange, muon.param_groups[0], scalars)
+        shard_optimizer.update_matrices_(shards, exchange, muon.param_groups[0], scalars)
         assert all(torch.equal(shard.master, old) for shard, old in zip(shards, before, strict=True))
     own: dict[str, Tensor] = {}
     for bucket, shard in zip(layout.buckets, shards, strict=True):

@@ -1,4 +1,4 @@
-"""Element-wise updates: reference.py says what they compute; triton_ops.py and cpu.py compute it in one pass."""
+"""Element-wise update kernels: reference.py is the specification; triton_ops.py and cpu.py compute it in one pass."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ logger = logging.getLogger("deepspeed_ext")
 
 @functools.cache
 def kernels_for(device_type: str) -> ModuleType:
-    """The module whose adam, lion, sgd, momentum and apply_update run on tensors of this device type.
+    """Returns the module whose adam, lion, sgd, momentum and apply_update run on tensors of a device type.
 
-    The plain torch ones where no fused kernels exist; on a GPU without triton that is said once, with the remedy.
+    Where no fused kernels exist this is reference.py; on a GPU without triton one warning says so, with the remedy.
+
+    Args:
+        device_type: of torch.device, such as "cpu", "cuda" or "xpu".
     """
     if device_type == "cpu":
         return importlib.import_module("deepspeed_ext.optimizers.kernels.cpu")

@@ -1,89 +1,70 @@
-"""Hyperparameters of one update, read once from a param group: host numbers, the same for every backend."""
+"""Hyperparameters of one kernel call, read from a parameter group as host numbers; the same for every backend."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+_Options = TypeVar("_Options", bound="KernelOptions")
+_CONVERT = {"float": float, "bool": bool}  # a learning rate may be a tensor
 
 
 @dataclass(frozen=True)
-class AdamOptions:
-    """``decoupled``: weight decay on the weights (AdamW), else added to the gradient (Adam)."""
+class KernelOptions:
+    """Base class: fields are named like the keys of a parameter group, except that ``betas`` is beta1 and beta2."""
+
+    @classmethod
+    def from_group(cls: type[_Options], group: Mapping[str, Any]) -> _Options:
+        """Reads every field from a parameter group; a key that the group does not have takes the field's default."""
+        values = dict(group)
+        if "betas" in values:
+            values["beta1"], values["beta2"] = values["betas"]
+        given = [field for field in fields(cls) if field.name in values]
+        return cls(**{field.name: _CONVERT[str(field.type)](values[field.name]) for field in given})
+
+
+@dataclass(frozen=True)
+class AdamOptions(KernelOptions):
+    """``decoupled_weight_decay``: the decay acts on the weights (AdamW), else it is added to the gradient (Adam)."""
 
     lr: float
     beta1: float
     beta2: float
     eps: float
     weight_decay: float
-    decoupled: bool
-    maximize: bool
-
-    @classmethod
-    def of(cls, group: Mapping[str, Any]) -> AdamOptions:
-        beta1, beta2 = group["betas"]
-        return cls(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            decoupled=bool(group.get("decoupled_weight_decay", True)),
-            maximize=bool(group.get("maximize", False)),
-        )
+    decoupled_weight_decay: bool = True
+    maximize: bool = False
 
 
 @dataclass(frozen=True)
-class LionOptions:
+class LionOptions(KernelOptions):
     """Weight decay is decoupled, as in the paper."""
 
     lr: float
     beta1: float
     beta2: float
     weight_decay: float
-    maximize: bool
-
-    @classmethod
-    def of(cls, group: Mapping[str, Any]) -> LionOptions:
-        beta1, beta2 = group["betas"]
-        return cls(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            weight_decay=float(group["weight_decay"]),
-            maximize=bool(group.get("maximize", False)),
-        )
+    maximize: bool = False
 
 
 @dataclass(frozen=True)
-class SgdOptions:
-    """``decoupled``: weight decay on the weights, else added to the gradient as torch.optim.SGD does."""
+class SGDOptions(KernelOptions):
+    """``decoupled_weight_decay``: the decay acts on the weights, else it is added to the gradient as in torch."""
 
     lr: float
     momentum: float
-    dampening: float
-    nesterov: bool
     weight_decay: float
-    decoupled: bool
-    maximize: bool
-
-    @classmethod
-    def of(cls, group: Mapping[str, Any]) -> SgdOptions:
-        return cls(
-            lr=float(group["lr"]),
-            momentum=float(group["momentum"]),
-            dampening=float(group.get("dampening", 0.0)),
-            nesterov=bool(group.get("nesterov", False)),
-            weight_decay=float(group["weight_decay"]),
-            decoupled=bool(group.get("decoupled_weight_decay", False)),
-            maximize=bool(group.get("maximize", False)),
-        )
+    dampening: float = 0.0
+    nesterov: bool = False
+    decoupled_weight_decay: bool = False
+    maximize: bool = False
 
 
 @dataclass(frozen=True)
-class MomentumOptions:
-    """The element-wise half of Muon: an exponential mean of gradients, with Nesterov's look-ahead or without."""
+class MomentumOptions(KernelOptions):
+    """The element-wise half of Muon: an exponential moving average of gradients, with or without Nesterov momentum."""
 
     momentum: float
     nesterov: bool
-    maximize: bool
+    maximize: bool = False

@@ -1,8 +1,8 @@
-"""The element-wise updates in plain torch: the specification of the fused kernels, and what runs where there are none.
+"""The element-wise updates in plain torch: the specification of the fused kernels, and their fallback.
 
-Every function works on a shard's 1-D tensors in place, takes the step's scalars as device tensors and never reads them
-on the host: a skipped step is computed and not stored. Arithmetic is fp32; states in bf16 and int8 are encoded as
-states.py says. ``first`` is the position of the tensors' first element in the rank's shard, for the random bits.
+Every function updates a shard's 1-D tensors in place. The scalars of the step are device tensors and are never read on
+the host: a skipped step is computed and not stored. Arithmetic is fp32; states.py encodes states in bf16 and int8.
+``first`` is the position of the first element in the rank's shard, from which the random bits follow.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from torch import Tensor
 
 from deepspeed_ext.optimizers import states
 from deepspeed_ext.optimizers.base import Shard, StepScalars
-from deepspeed_ext.optimizers.kernels.options import AdamOptions, LionOptions, MomentumOptions, SgdOptions
+from deepspeed_ext.optimizers.kernels.options import AdamOptions, LionOptions, MomentumOptions, SGDOptions
 
 
 def _store(target: Tensor, value: Tensor, skip: Tensor) -> None:
-    """target <- value, rounded to nearest into target's dtype, unless ``skip``."""
+    """Sets target to value, rounded to nearest into target's dtype, unless ``skip``."""
     target.copy_(torch.where(skip != 0, target, value.to(target.dtype)))
 
 
 def _store_state(shard: Shard, kind: str, value: Tensor, skip: Tensor, bits: Tensor) -> None:
-    """A new fp32 state in the form it is kept in, unless ``skip``; ``bits``: 16 random bits for each element."""
+    """Encodes and stores an fp32 state, unless ``skip``; ``bits``: 16 random bits for each element."""
     stored = shard.state[kind]
     if stored.dtype == torch.float32:
         _store(stored, value, skip)
@@ -34,14 +34,14 @@ def _store_state(shard: Shard, kind: str, value: Tensor, skip: Tensor, bits: Ten
 
 
 def _gradient(shard: Shard, scalars: StepScalars, maximize: bool) -> Tensor:
-    """fp32, clipped and divided, turned around for ``maximize``."""
+    """Returns the gradient in fp32, clipped and averaged, with the opposite sign for ``maximize``."""
     gradient = shard.grad.float() * scalars.scale
     return -gradient if maximize else gradient
 
 
 def _random_bits(shard: Shard, kind: str, first: int, step: Tensor) -> Tensor:
     if shard.state[kind].dtype == torch.float32:
-        return torch.zeros((), dtype=torch.int64, device=step.device)  # nobody looks at them
+        return torch.zeros((), dtype=torch.int64, device=step.device)  # fp32 needs no rounding
     return states.random_bits(first, shard.grad.numel(), step)
 
 
@@ -51,13 +51,16 @@ def _store_weights(shard: Shard, master: Tensor, skip: Tensor) -> None:
         _store(shard.param, master, skip)
 
 
+def _decay(master: Tensor, gradient: Tensor, options: AdamOptions | SGDOptions) -> tuple[Tensor, Tensor]:
+    """Returns (master, gradient) after weight decay, which acts on one of them."""
+    if options.decoupled_weight_decay:
+        return master * (1 - options.lr * options.weight_decay), gradient
+    return master, gradient + options.weight_decay * master
+
+
 def adam(shard: Shard, options: AdamOptions, scalars: StepScalars, first: int = 0) -> None:
-    """AdamW (Loshchilov and Hutter 2019, algorithm 2) or Adam; states "exp_avg" and "exp_avg_sq"."""
-    master, gradient = shard.master, _gradient(shard, scalars, options.maximize)
-    if options.decoupled:
-        master = master * (1 - options.lr * options.weight_decay)
-    else:
-        gradient = gradient + options.weight_decay * master
+    """Updates by AdamW (Loshchilov and Hutter 2019, algorithm 2) or Adam; states "exp_avg" and "exp_avg_sq"."""
+    master, gradient = _decay(shard.master, _gradient(shard, scalars, options.maximize), options)
     m = torch.lerp(states.read(shard.state, "exp_avg"), gradient, 1 - options.beta1)
     v = options.beta2 * states.read(shard.state, "exp_avg_sq") + (1 - options.beta2) * gradient.square()
     step = scalars.step.double()
@@ -71,7 +74,7 @@ def adam(shard: Shard, options: AdamOptions, scalars: StepScalars, first: int = 
 
 
 def lion(shard: Shard, options: LionOptions, scalars: StepScalars, first: int = 0) -> None:
-    """Lion (Chen et al. 2023, algorithm 2); state "exp_avg"."""
+    """Updates by Lion (Chen et al. 2023, algorithm 2); state "exp_avg"."""
     gradient = _gradient(shard, scalars, options.maximize)
     m = states.read(shard.state, "exp_avg")
     update = torch.lerp(m, gradient, 1 - options.beta1).sign()
@@ -81,13 +84,9 @@ def lion(shard: Shard, options: LionOptions, scalars: StepScalars, first: int = 
     _store_state(shard, "exp_avg", torch.lerp(m, gradient, 1 - options.beta2), scalars.skip, bits & 0xFFFF)
 
 
-def sgd(shard: Shard, options: SgdOptions, scalars: StepScalars, first: int = 0) -> None:
-    """torch.optim.SGD's update, with decoupled weight decay as an option; state "momentum_buffer" if momentum > 0."""
-    master, gradient = shard.master, _gradient(shard, scalars, options.maximize)
-    if options.decoupled:
-        master = master * (1 - options.lr * options.weight_decay)
-    else:
-        gradient = gradient + options.weight_decay * master
+def sgd(shard: Shard, options: SGDOptions, scalars: StepScalars, first: int = 0) -> None:
+    """Updates as torch.optim.SGD does, or with decoupled decay; state "momentum_buffer" if momentum > 0."""
+    master, gradient = _decay(shard.master, _gradient(shard, scalars, options.maximize), options)
     if options.momentum > 0:
         undamped = torch.where(scalars.step == 1, 1.0, 1 - options.dampening)  # the first step is not dampened
         buffer = options.momentum * states.read(shard.state, "momentum_buffer") + undamped * gradient
@@ -98,7 +97,7 @@ def sgd(shard: Shard, options: SgdOptions, scalars: StepScalars, first: int = 0)
 
 
 def momentum(shard: Shard, options: MomentumOptions, scalars: StepScalars, update: Tensor, first: int = 0) -> None:
-    """Muon's mean of gradients (state "momentum_buffer") and the direction to orthogonalise, into ``update`` [n]."""
+    """Updates Muon's momentum (state "momentum_buffer") and writes what is to be orthogonalised to ``update`` [n]."""
     gradient = _gradient(shard, scalars, options.maximize)
     buffer = torch.lerp(states.read(shard.state, "momentum_buffer"), gradient, 1 - options.momentum)
     update.copy_(torch.lerp(gradient, buffer, options.momentum) if options.nesterov else buffer)
@@ -107,6 +106,6 @@ def momentum(shard: Shard, options: MomentumOptions, scalars: StepScalars, updat
 
 
 def apply_update(master: Tensor, param: Tensor, update: Tensor, decay: float, lr: float, scalars: StepScalars) -> None:
-    """master <- decay * master - lr * update, and param its copy; ``update`` in any float dtype, all [n]."""
+    """Sets master to decay * master - lr * update, and param to its copy; ``update`` in any float dtype, all [n]."""
     target = Shard(master=master, grad=update, param=param)
     _store_weights(target, master * decay - lr * update.float(), scalars.skip)

@@ -1,9 +1,9 @@
 # mypy: disable-error-code=no-untyped-def
-"""The element-wise updates in Triton (NVIDIA and Intel GPUs): one pass over a shard, bound by memory.
+"""The element-wise updates in Triton (NVIDIA and Intel GPUs): one pass over a shard, bound by memory bandwidth.
 
-AdamW moves 28 bytes a parameter: gradient bf16 (2), master and both moments in and out (24), parameter bf16 (2). The
-scalars of the step are read from device memory by every program, so the host never waits. Positions are 64-bit: a
-shard may hold more than 2^31 elements. reference.py is the specification.
+AdamW moves 28 bytes a parameter: gradient bf16 (2), master and both moments in and out (24), parameter bf16 (2). Every
+program reads the scalars of the step from device memory, so the host never waits. Positions are 64-bit, since a shard
+may hold more than 2^31 elements. reference.py is the specification.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from deepspeed_ext.optimizers import states
 from deepspeed_ext.optimizers.base import Shard, StepScalars
-from deepspeed_ext.optimizers.kernels.options import AdamOptions, LionOptions, MomentumOptions, SgdOptions
+from deepspeed_ext.optimizers.kernels.options import AdamOptions, LionOptions, MomentumOptions, SGDOptions
 
-# Elements a program, multiples of states.BLOCK, and its warps: on an H200 the fastest, or within 0.2% of it, among 256
-# to 4096 elements and 2 to 8 warps; for 8-bit states the second.
+# Elements of a program, multiples of states.BLOCK (the second for 8-bit states), and its warps: on an H200 the fastest,
+# or within 0.2% of it, among 256 to 4096 elements and 2 to 8 warps.
 _BLOCK, _CODED_BLOCK = 1024, 2048
 _WARPS = 4
 
@@ -34,8 +34,35 @@ _SMALLEST_SCALE = tl.constexpr(states.SMALLEST_SCALE)
 
 
 @triton.jit
+def _positions(numel, BLOCK: tl.constexpr):
+    """Positions [BLOCK] of this program in the shard, and which of them lie inside."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    return index, index < numel
+
+
+@triton.jit
+def _scaled(gradient, scale_ptr, MAXIMIZE: tl.constexpr):
+    """The gradient clipped and averaged, with the opposite sign for MAXIMIZE.
+
+    Kernels call it after all loads: where the product stands decides which products the compiler fuses into sums, and
+    so the last bit of the result.
+    """
+    gradient *= tl.load(scale_ptr)
+    if MAXIMIZE:
+        gradient = -gradient
+    return gradient
+
+
+@triton.jit
+def _store_weights(master_ptr, param_ptr, index, mask, master, STORES_PARAM: tl.constexpr):
+    tl.store(master_ptr + index, master, mask=mask)
+    if STORES_PARAM:
+        tl.store(param_ptr + index, master.to(param_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _load_state(ptr, scale_ptr, index, mask, BLOCK: tl.constexpr):
-    """fp32 [BLOCK]; what its dtype is says how it is kept."""
+    """Decodes this program's part of a state to fp32 [BLOCK]; the pointer's dtype says how it is kept."""
     dtype: tl.constexpr = ptr.dtype.element_ty
     stored = tl.load(ptr + index, mask=mask, other=0)
     if dtype.primitive_bitwidth == 8:
@@ -56,6 +83,7 @@ def _load_state(ptr, scale_ptr, index, mask, BLOCK: tl.constexpr):
 
 @triton.jit
 def _store_state(ptr, scale_ptr, index, mask, value, bits, BLOCK: tl.constexpr):
+    """Encodes and stores a state, rounded stochastically by 16 random ``bits`` for each element."""
     dtype: tl.constexpr = ptr.dtype.element_ty
     if dtype == tl.float32:
         tl.store(ptr + index, value, mask=mask)
@@ -66,7 +94,7 @@ def _store_state(ptr, scale_ptr, index, mask, value, bits, BLOCK: tl.constexpr):
     else:
         OFFSET: tl.constexpr = _SIGNED_OFFSET if dtype == tl.int8 else _UNSIGNED_OFFSET
         OFFSET_BITS: tl.constexpr = _SIGNED_BITS if dtype == tl.int8 else _UNSIGNED_BITS
-        value = tl.where(mask, value, 0.0)  # a decoupled decay may leave something beyond the end
+        value = tl.where(mask, value, 0.0)  # elements beyond the end must not enter the scale
         rows = tl.reshape(value, [BLOCK // _STATE_BLOCK, _STATE_BLOCK])
         magnitude = tl.abs(rows)
         scale = tl.max(magnitude, 1)
@@ -87,7 +115,7 @@ def _store_state(ptr, scale_ptr, index, mask, value, bits, BLOCK: tl.constexpr):
 
 @triton.jit
 def _random_bits(index, step):
-    """states.random_bits: 32 bits of the position's and the step's hash."""
+    """See states.random_bits."""
     x = index.to(tl.uint32) * 0x9E3779B9 + step.to(tl.int32).to(tl.uint32) * 0x85EBCA6B
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
@@ -102,27 +130,22 @@ def _adam(
     STORES_PARAM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(skip_ptr) == 0.0:
-        index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        mask = index < numel
+        index, mask = _positions(numel, BLOCK)
         gradient = tl.load(grad_ptr + index, mask=mask, other=0.0).to(tl.float32)
         master = tl.load(master_ptr + index, mask=mask, other=0.0)
         m = _load_state(m_ptr, m_scale_ptr, index, mask, BLOCK)
         v = _load_state(v_ptr, v_scale_ptr, index, mask, BLOCK)
         step = tl.load(step_ptr)
-        # In fp64: after one step 1 - beta is what 24 bits would have lost.
+        # In fp64: the difference of 1 and a beta near 1 would lose most of 24 bits.
         correction1 = (1.0 - tl.exp(step.to(tl.float64) * LOG_BETA1)).to(tl.float32)
         correction2 = tl.sqrt((1.0 - tl.exp(step.to(tl.float64) * LOG_BETA2)).to(tl.float32))
-        gradient *= tl.load(scale_ptr)
-        if MAXIMIZE:
-            gradient = -gradient
+        gradient = _scaled(gradient, scale_ptr, MAXIMIZE)
         if COUPLED:
             gradient += coupled_decay * master
         m += rest1 * (gradient - m)
         v = beta2 * v + rest2 * (gradient * gradient)
         master = decay * master - (lr / correction1) * (m / (tl.sqrt(v) / correction2 + eps))
-        tl.store(master_ptr + index, master, mask=mask)
-        if STORES_PARAM:
-            tl.store(param_ptr + index, master.to(param_ptr.dtype.element_ty), mask=mask)
+        _store_weights(master_ptr, param_ptr, index, mask, master, STORES_PARAM)
         bits = _random_bits(index, step)
         _store_state(m_ptr, m_scale_ptr, index, mask, m, (bits & 0xFFFF).to(tl.int32), BLOCK)
         _store_state(v_ptr, v_scale_ptr, index, mask, v, (bits >> 16).to(tl.int32), BLOCK)
@@ -134,21 +157,16 @@ def _lion(
     MAXIMIZE: tl.constexpr, STORES_PARAM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(skip_ptr) == 0.0:
-        index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        mask = index < numel
+        index, mask = _positions(numel, BLOCK)
         gradient = tl.load(grad_ptr + index, mask=mask, other=0.0).to(tl.float32)
         master = tl.load(master_ptr + index, mask=mask, other=0.0)
         m = _load_state(m_ptr, m_scale_ptr, index, mask, BLOCK)
-        gradient *= tl.load(scale_ptr)
-        if MAXIMIZE:
-            gradient = -gradient
+        gradient = _scaled(gradient, scale_ptr, MAXIMIZE)
         direction = m + rest1 * (gradient - m)
         sign = tl.where(direction > 0.0, 1.0, 0.0) - tl.where(direction < 0.0, 1.0, 0.0)
         master = decay * master - lr * sign
         m += rest2 * (gradient - m)
-        tl.store(master_ptr + index, master, mask=mask)
-        if STORES_PARAM:
-            tl.store(param_ptr + index, master.to(param_ptr.dtype.element_ty), mask=mask)
+        _store_weights(master_ptr, param_ptr, index, mask, master, STORES_PARAM)
         bits = _random_bits(index, tl.load(step_ptr))
         _store_state(m_ptr, m_scale_ptr, index, mask, m, (bits & 0xFFFF).to(tl.int32), BLOCK)
 
@@ -161,13 +179,10 @@ def _sgd(
     STORES_PARAM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(skip_ptr) == 0.0:
-        index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        mask = index < numel
+        index, mask = _positions(numel, BLOCK)
         gradient = tl.load(grad_ptr + index, mask=mask, other=0.0).to(tl.float32)
         master = tl.load(master_ptr + index, mask=mask, other=0.0)
-        gradient *= tl.load(scale_ptr)
-        if MAXIMIZE:
-            gradient = -gradient
+        gradient = _scaled(gradient, scale_ptr, MAXIMIZE)
         if COUPLED:
             gradient += coupled_decay * master
         if HAS_MOMENTUM:
@@ -178,9 +193,7 @@ def _sgd(
             _store_state(m_ptr, m_scale_ptr, index, mask, m, (bits & 0xFFFF).to(tl.int32), BLOCK)
             gradient = gradient + momentum * m if NESTEROV else m
         master = decay * master - lr * gradient
-        tl.store(master_ptr + index, master, mask=mask)
-        if STORES_PARAM:
-            tl.store(param_ptr + index, master.to(param_ptr.dtype.element_ty), mask=mask)
+        _store_weights(master_ptr, param_ptr, index, mask, master, STORES_PARAM)
 
 
 @triton.jit
@@ -189,13 +202,10 @@ def _momentum(
     MAXIMIZE: tl.constexpr, NESTEROV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(skip_ptr) == 0.0:
-        index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        mask = index < numel
+        index, mask = _positions(numel, BLOCK)
         gradient = tl.load(grad_ptr + index, mask=mask, other=0.0).to(tl.float32)
         m = _load_state(m_ptr, m_scale_ptr, index, mask, BLOCK)
-        gradient *= tl.load(scale_ptr)
-        if MAXIMIZE:
-            gradient = -gradient
+        gradient = _scaled(gradient, scale_ptr, MAXIMIZE)
         m += rest * (gradient - m)
         update = gradient + momentum * (m - gradient) if NESTEROV else m
         tl.store(update_ptr + index, update.to(update_ptr.dtype.element_ty), mask=mask)
@@ -208,13 +218,10 @@ def _apply_update(
     master_ptr, param_ptr, update_ptr, skip_ptr, numel, decay, lr, STORES_PARAM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     if tl.load(skip_ptr) == 0.0:
-        index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        mask = index < numel
+        index, mask = _positions(numel, BLOCK)
         update = tl.load(update_ptr + index, mask=mask, other=0.0).to(tl.float32)
         master = decay * tl.load(master_ptr + index, mask=mask, other=0.0) - lr * update
-        tl.store(master_ptr + index, master, mask=mask)
-        if STORES_PARAM:
-            tl.store(param_ptr + index, master.to(param_ptr.dtype.element_ty), mask=mask)
+        _store_weights(master_ptr, param_ptr, index, mask, master, STORES_PARAM)
 
 
 def _log(beta: float) -> float:
@@ -238,16 +245,26 @@ def _stores_param(master: Tensor, param: Tensor) -> bool:
     return master.data_ptr() != param.data_ptr()
 
 
+def _decay(options: AdamOptions | SGDOptions) -> float:
+    """Factor on the master weights."""
+    return 1 - options.lr * options.weight_decay if options.decoupled_weight_decay else 1.0
+
+
+def _is_coupled(options: AdamOptions | SGDOptions) -> bool:
+    """Whether weight decay is added to the gradient."""
+    return not options.decoupled_weight_decay and options.weight_decay != 0
+
+
 def adam(shard: Shard, options: AdamOptions, scalars: StepScalars) -> None:
     """See reference.adam."""
     numel, block = shard.master.numel(), _block(shard)
     _adam[_grid(numel, block)](
         shard.grad, shard.master, shard.param, *_state(shard, "exp_avg"), *_state(shard, "exp_avg_sq"),
         scalars.scale, scalars.skip, scalars.step, numel,
-        options.lr, 1 - options.lr * options.weight_decay if options.decoupled else 1.0, options.weight_decay,
+        options.lr, _decay(options), options.weight_decay,
         1 - options.beta1, options.beta2, 1 - options.beta2, options.eps,
         LOG_BETA1=_log(options.beta1), LOG_BETA2=_log(options.beta2), MAXIMIZE=options.maximize,
-        COUPLED=not options.decoupled and options.weight_decay != 0,
+        COUPLED=_is_coupled(options),
         STORES_PARAM=_stores_param(shard.master, shard.param), BLOCK=block, num_warps=_WARPS,
     )  # fmt: skip
 
@@ -263,16 +280,16 @@ def lion(shard: Shard, options: LionOptions, scalars: StepScalars) -> None:
     )  # fmt: skip
 
 
-def sgd(shard: Shard, options: SgdOptions, scalars: StepScalars) -> None:
+def sgd(shard: Shard, options: SGDOptions, scalars: StepScalars) -> None:
     """See reference.sgd."""
     numel, block = shard.master.numel(), _block(shard)
     has_momentum = options.momentum > 0
     state = _state(shard, "momentum_buffer") if has_momentum else (shard.master, None)
     _sgd[_grid(numel, block)](
         shard.grad, shard.master, shard.param, *state, scalars.scale, scalars.skip, scalars.step, numel,
-        options.lr, 1 - options.lr * options.weight_decay if options.decoupled else 1.0, options.weight_decay,
+        options.lr, _decay(options), options.weight_decay,
         options.momentum, 1 - options.dampening, MAXIMIZE=options.maximize,
-        COUPLED=not options.decoupled and options.weight_decay != 0, HAS_MOMENTUM=has_momentum,
+        COUPLED=_is_coupled(options), HAS_MOMENTUM=has_momentum,
         NESTEROV=options.nesterov, STORES_PARAM=_stores_param(shard.master, shard.param), BLOCK=block,
         num_warps=_WARPS,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which optimizer a configuration asks for, and who runs it."""
+"""Which optimizer a configuration selects, which engine runs it, and with which options."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.runtime.config import DeepSpeedConfig
 from torch import nn
 
-from deepspeed_ext.config_checks import check_kinds, in_one_line
-from deepspeed_ext.config_keys import TOP_LEVEL_KEYS, unknown_keys
 from deepspeed_ext.ds_config import build_torch_optimizer, reason_for_deepspeed, resolve_config, zero_options
-from deepspeed_ext.initialize import _torch_optimizer
 from deepspeed_ext.zero.options import DEFAULT_BUCKET_NUMEL, LossScaleOptions, ZeroOptions
 
 
@@ -108,68 +104,6 @@ def test_a_file_that_is_no_configuration(tmp_path: Path, text: str, message: str
         resolve_config(None, str(tmp_path / "c.json"), None)
 
 
-class _Asked(dict[str, Any]):
-    """Notes the keys that its reader looks for."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.asked: set[str] = set()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.asked.add(key)
-        return super().get(key, default)
-
-    def __contains__(self, key: object) -> bool:
-        self.asked.add(str(key))
-        return super().__contains__(key)
-
-    def keys(self) -> Any:
-        return self  # "key in config.keys()" asks too
-
-    def __copy__(self) -> _Asked:
-        return self
-
-
-def test_the_known_keys_are_those_that_deepspeed_reads() -> None:
-    config = _Asked({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}})
-    DeepSpeedConfig(config)
-    assert len(config.asked) > 50
-    assert config.asked - TOP_LEVEL_KEYS - {"allgather_size"} == set()  # the last only within an old form of a section
-    assert TOP_LEVEL_KEYS - config.asked - {"deepspeed_ext", "sequence_parallel_size"} == set()
-
-
-def test_keys_that_nothing_reads_are_named_with_the_nearest() -> None:
-    assert unknown_keys(dict.fromkeys(TOP_LEVEL_KEYS)) is None
-    line = unknown_keys({"gradient_acumulation_steps": 4, "bf16": {}, "colour": 1})
-    assert line is not None and "\n" not in line and "bf16" not in line
-    assert line.endswith("'colour', 'gradient_acumulation_steps' (did you mean 'gradient_accumulation_steps'?)")
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"bf16": True}, r'bf16=True must be an object, such as {"enabled": true}'),
-        ({"optimizer": "AdamW"}, r'optimizer=.AdamW. must be an object, such as {"type": "AdamW"}'),
-        ({"zero_optimization": {"stage": "1"}}, "stage='1' must be 0, 1, 2 or 3"),
-        ({"zero_optimization": {"stage": 5}}, "stage=5 must be 0, 1, 2 or 3"),
-        ({"zero_optimization": {"stage": True}}, "stage=True must be"),
-    ],
-)
-def test_sections_of_a_wrong_kind(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_kinds(config)
-
-
-def test_errors_become_one_line_with_what_is_needed() -> None:
-    assert in_one_line(ValueError("a\n  b")) == "a b"
-    assert in_one_line(KeyError("weight")) == "KeyError: 'weight'"
-    for zero in ({"stage": 1, "overlap_com": True}, {"stage": 1, "round_robin_gradients": "maybe"}):
-        with pytest.raises(Exception) as caught:
-            DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": zero})
-        key, value = list(zero.items())[1]
-        assert in_one_line(caught.value).startswith(f"DeepSpeedZeroConfig: {key}={value!r}: ")
-
-
 def test_options_of_a_plain_configuration() -> None:
     assert zero_options({"zero_optimization": {"stage": 1}}) == ZeroOptions(bucket_numel=DEFAULT_BUCKET_NUMEL)
     assert zero_options({"bf16": {"enabled": True}, "fp16": {"enabled": False}}).grad_dtype is torch.float32
@@ -255,10 +189,3 @@ def test_options_of_a_full_configuration() -> None:
 def test_bad_options(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         zero_options(config)
-
-
-def test_an_optimizer_by_name_is_refused_with_what_is_expected() -> None:
-    with pytest.raises(ValueError, match=r"optimizer=.adamw.: expected a torch.optim.Optimizer.*section"):
-        _torch_optimizer(nn.Linear(2, 2), "adamw", None, {})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"a function that returned 3, not a torch\.optim\.Optimizer"):
-        _torch_optimizer(nn.Linear(2, 2), lambda params: 3, None, {})  # type: ignore[arg-type,return-value]

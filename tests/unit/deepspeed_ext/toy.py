@@ -1,6 +1,6 @@
-"""A hand-written expert-parallel model, its data, and its training in one process: the oracle of the ZeRO tests.
+"""A small expert-parallel model, its data, and its training in one process: the reference of the ZeRO tests.
 
-T tokens of a rank, D model width, V vocabulary, E experts in all, N = E / EP local experts, H expert width. Sizes are
+T tokens of a rank, D model width, V vocabulary, E experts in total, N = E / EP local experts, H expert width. Sizes are
 odd on purpose. Every token visits every expert, weighted by a softmax gate: no routing decision can flip on rounding.
 """
 
@@ -79,7 +79,7 @@ class ToyExperts(nn.Module):
 
 
 class ToyModel(nn.Module):
-    """Tied embedding, a dense layer with bias, one ToyExperts per entry of ``ep_sizes``, a parameter nobody uses."""
+    """Tied embedding, a dense layer with bias, one ToyExperts per entry of ``ep_sizes``, an unused parameter."""
 
     def __init__(self, ep_sizes: tuple[int, ...], groups: dict[int, dist.ProcessGroup] | None = None) -> None:
         super().__init__()

@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed_ext.optimizers import rule_for
-from deepspeed_ext.optimizers.adamw import AdamRule
-from deepspeed_ext.optimizers.lion import LionRule
-from deepspeed_ext.optimizers.muon import MuonRule
-from deepspeed_ext.optimizers.sgd import SgdRule
+from deepspeed_ext.optimizers import shard_optimizer_for
+from deepspeed_ext.optimizers.elementwise import ShardAdam, ShardLion, ShardSGD
+from deepspeed_ext.optimizers.muon import ShardMuon
 from megatron.optimus.config.checks import check_trainable
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import (
@@ -84,10 +82,10 @@ def test_muon_takes_hidden_matrices_and_knows_stacked_ones() -> None:
 @pytest.mark.parametrize(
     ("name", "rule", "reached"),
     [
-        ("adam", AdamRule, {"betas": (0.8, 0.7), "eps": 1e-5, "lr": 0.5}),
-        ("sgd", SgdRule, {"momentum": 0.4, "decoupled_weight_decay": True, "lr": 0.5}),
-        ("lion", LionRule, {"betas": (0.6, 0.5), "lr": 0.5}),
-        ("muon", MuonRule, {"momentum": 0.3, "ns_steps": 7, "adjust_lr_fn": "original", "adam_eps": 1e-5}),
+        ("adam", ShardAdam, {"betas": (0.8, 0.7), "eps": 1e-5, "lr": 0.5}),
+        ("sgd", ShardSGD, {"momentum": 0.4, "decoupled_weight_decay": True, "lr": 0.5}),
+        ("lion", ShardLion, {"betas": (0.6, 0.5), "lr": 0.5}),
+        ("muon", ShardMuon, {"momentum": 0.3, "ns_steps": 7, "adjust_lr_fn": "original", "adam_eps": 1e-5}),
     ],
 )
 def test_every_optimizer_gets_its_options(name: str, rule: type, reached: dict[str, Any]) -> None:
@@ -109,7 +107,7 @@ def test_every_optimizer_gets_its_options(name: str, rule: type, reached: dict[s
     config = load([word for flag, value in flags.items() for word in (f"--{flag}", str(value))]).config.optimizer
     optimizer = _OPTIMIZERS[config.optimizer](param_groups(moe(), config))
     group = next(group for group in optimizer.param_groups if group.get("use_muon", True))
-    assert isinstance(rule_for(optimizer, group), rule)
+    assert isinstance(shard_optimizer_for(optimizer, group), rule)
     assert {key: group[key] for key in reached} == reached
     assert group["state_dtype"] == "bf16" and group["weight_decay"] == 0.25
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepspeed_ext.optimizers import Shard, StepScalars, states
 from deepspeed_ext.optimizers.kernels import reference
-from deepspeed_ext.optimizers.kernels.options import AdamOptions, LionOptions, MomentumOptions, SgdOptions
+from deepspeed_ext.optimizers.kernels.options import AdamOptions, LionOptions, MomentumOptions, SGDOptions
 
 NUMEL = 5003  # no multiple of anything: the last block of kernels and of 8-bit states is partial
 UNSIGNED = frozenset({"exp_avg_sq"})
@@ -21,9 +21,9 @@ CASES: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "adamw": ("adam", AdamOptions(1e-2, 0.9, 0.95, 1e-8, 0.1, True, False), ADAM),
     "adam_maximize": ("adam", AdamOptions(1e-2, 0.0, 0.999, 1e-6, 0.1, False, True), ADAM),
     "lion": ("lion", LionOptions(1e-2, 0.9, 0.99, 0.1, False), ("exp_avg",)),
-    "sgd_nesterov": ("sgd", SgdOptions(1e-2, 0.9, 0.0, True, 0.1, True, False), BUFFER),
-    "sgd_dampened": ("sgd", SgdOptions(1e-2, 0.9, 0.1, False, 0.1, False, True), BUFFER),
-    "sgd_plain": ("sgd", SgdOptions(1e-2, 0.0, 0.0, False, 0.1, False, False), ()),
+    "sgd_nesterov": ("sgd", SGDOptions(1e-2, 0.9, 0.1, nesterov=True, decoupled_weight_decay=True), BUFFER),
+    "sgd_dampened": ("sgd", SGDOptions(1e-2, 0.9, 0.1, dampening=0.1, maximize=True), BUFFER),
+    "sgd_plain": ("sgd", SGDOptions(1e-2, 0.0, 0.1), ()),
     "momentum": ("momentum", MomentumOptions(0.95, True, False), BUFFER),
     "momentum_plain": ("momentum", MomentumOptions(0.95, False, True), BUFFER),
 }
@@ -73,7 +73,7 @@ def run(module: ModuleType, case: str, shard: Shard, scalars: StepScalars) -> Te
 
 
 def mismatches(module: ModuleType, case: str, state_dtype: str, grad_dtype: torch.dtype, device: str) -> list[str]:
-    """What differs from the reference after steps 1, 2 and 3, and what a skipped step changes; empty if right."""
+    """What differs from the reference after steps 1, 2 and 3, and what a skipped step changes; empty if equal."""
     bad: list[str] = []
     ours = make_shard(CASES[case][2], state_dtype, grad_dtype, device)
     expected = clone(ours)

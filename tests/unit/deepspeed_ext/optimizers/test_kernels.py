@@ -28,7 +28,7 @@ print("all equal")
 def test_cpu_kernels_equal_the_reference(
     case: str, state_dtype: str, grad_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "PIECE", 1024)  # several pieces, the last one partial
+    monkeypatch.setattr(cpu, "CHUNK", 1024)  # several chunks, the last one partial
     assert not mismatches(cpu, case, state_dtype, grad_dtype, "cpu")
 
 
@@ -62,7 +62,7 @@ def test_a_step_never_waits_for_the_device() -> None:
 
 
 def test_triton_kernels_under_the_interpreter() -> None:
-    """Where triton is installed, here or in a folder of its own beside the environment's packages."""
+    """Runs where triton is installed, also in a folder "triton" of the environment."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(sys.prefix) / 'triton'}"}
     probe = subprocess.run([sys.executable, "-c", "import triton"], env=env, capture_output=True, check=False)
     if probe.returncode:

@@ -1,19 +1,29 @@
-"""A new optimizer is one file: all of this one is the first half of this file."""
+"""How to add an optimizer: one of each kind, each with all of its code here, registered by one line."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from deepspeed_ext.optimizers import RuleOptimizer, Shard, StepScalars, UpdateRule, rule_for
+from deepspeed_ext.ds_config import build_torch_optimizer
+from deepspeed_ext.optimizers import (
+    OPTIMIZERS,
+    MatrixOptimizer,
+    Shard,
+    ShardableOptimizer,
+    ShardOptimizer,
+    StepScalars,
+    WholeMatrices,
+    shard_optimizer_for,
+)
 from tests.unit.deepspeed_ext.optimizers.sharded import Shards, gradients
 
 
-class MeanRule(UpdateRule):
-    """Steps along the plain mean of all gradients so far."""
+class ShardMean(ShardOptimizer):
+    """Steps along the plain mean of all gradients so far: an element-wise optimizer."""
 
     state_kinds = ("mean",)
 
@@ -26,21 +36,44 @@ class MeanRule(UpdateRule):
         shard.param.copy_(shard.master)
 
 
-class Mean(RuleOptimizer):
+class Mean(ShardableOptimizer):
     def __init__(self, params: Any, lr: float, state_dtype: str = "fp32") -> None:
         super().__init__(params, {"lr": lr, "state_dtype": state_dtype})
 
-    def update_rule(self, group: Mapping[str, Any]) -> UpdateRule:
-        return MeanRule()
+    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
+        return ShardMean()
+
+
+class ShardNormalized(MatrixOptimizer):
+    """Steps along each matrix's gradient divided by its Frobenius norm: a matrix optimizer without states."""
+
+    def update_matrices_(
+        self, shards: Sequence[Shard], matrices: WholeMatrices, options: Mapping[str, Any], scalars: StepScalars
+    ) -> None:
+        updates = [torch.where(scalars.skip != 0, 0.0, shard.grad.float() * scalars.scale) for shard in shards]
+        matrices.transform(updates, lambda batch: torch.nn.functional.normalize(batch.flatten(1)).view_as(batch))
+        for shard, update in zip(shards, updates, strict=True):
+            shard.master.sub_(update, alpha=options["lr"])
+            shard.param.copy_(shard.master)
+
+
+class Normalized(ShardableOptimizer):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
+        return ShardNormalized()
 
 
 @pytest.mark.parametrize(("state_dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 1e-2), ("int8", 0.1)])
-def test_it_works_alone_and_on_shards_with_every_state_dtype(state_dtype: str, tolerance: float) -> None:
+def test_an_elementwise_optimizer_works_alone_and_on_shards_with_every_state_dtype(
+    state_dtype: str, tolerance: float
+) -> None:
     grads = gradients(1000, 5)
     param = torch.nn.Parameter(torch.zeros(1000))
     alone = Mean([param], lr=0.1, state_dtype=state_dtype)
     group = alone.param_groups[0]
-    shards = Shards(rule_for(alone, group), group, torch.zeros(1000), cut=256, param_dtype=torch.bfloat16)
+    shards = Shards(shard_optimizer_for(alone, group), group, torch.zeros(1000), cut=256, param_dtype=torch.bfloat16)
     expected, mean = torch.zeros(1000), torch.zeros(1000)
     for step, gradient in enumerate(grads, start=1):
         param.grad = gradient.clone()
@@ -51,3 +84,23 @@ def test_it_works_alone_and_on_shards_with_every_state_dtype(state_dtype: str, t
     size = expected.abs().max()
     assert (param - expected).abs().max() < tolerance * size
     assert (shards.master() - expected).abs().max() < tolerance * size
+
+
+def test_a_matrix_optimizer_updates_whole_matrices() -> None:
+    param = torch.nn.Parameter(torch.zeros(3, 8, 5, dtype=torch.bfloat16))  # three matrices
+    param.grad = torch.randn(3, 8, 5).bfloat16()
+    optimizer = Normalized([param], lr=2.0)
+    optimizer.step()
+    expected = -2 * param.grad.float() / param.grad.float().norm(dim=(1, 2), keepdim=True)
+    torch.testing.assert_close(optimizer.state[param]["master"].view_as(param), expected)
+    assert torch.equal(param, expected.bfloat16())
+    shard_optimizer = shard_optimizer_for(optimizer, optimizer.param_groups[0])
+    with pytest.raises(TypeError, match="ShardNormalized updates whole matrices; use update_matrices_"):
+        shard_optimizer.update_(Shard(*(torch.zeros(2),) * 3), {}, StepScalars.of(torch.device("cpu"), 1))
+
+
+def test_one_line_registers_an_optimizer_for_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "Mean", Mean)
+    config = {"optimizer": {"type": "mean", "params": {"lr": 0.1}}}
+    built = build_torch_optimizer(config, [torch.nn.Parameter(torch.zeros(3))])
+    assert type(built) is Mean and built.param_groups[0]["lr"] == 0.1

@@ -1,4 +1,4 @@
-"""Rules on shards against torch's optimizers (Lion: against its two lines) on the whole parameter."""
+"""Element-wise optimizers on shards against torch's on the whole parameter, Lion against its definition."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ext.optimizers import Lion, Muon, Shard, StepScalars, rule_for
-from deepspeed_ext.optimizers.adamw import AdamRule
-from deepspeed_ext.optimizers.muon import MuonRule
-from deepspeed_ext.optimizers.sgd import SgdRule
-from deepspeed_ext.optimizers.wrapped import WrappedRule
+from deepspeed_ext.optimizers import Lion, Shard, StepScalars, shard_optimizer_for
+from deepspeed_ext.optimizers.elementwise import ShardAdam, ShardSGD
 from tests.unit.deepspeed_ext.optimizers.sharded import Shards, gradients
 
 NUMEL, STEPS = 1500, 12
@@ -39,8 +36,8 @@ def start(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> tuple[t
 def test_shards_equal_torch_with_a_changing_lr_and_skipped_steps(name: str) -> None:
     weights, oracle = start(*KINDS[name])
     group = oracle.param_groups[0]
-    rule = rule_for(oracle, group)
-    shards = Shards(rule, group, weights, cut=512, param_dtype=torch.bfloat16)
+    shard_optimizer = shard_optimizer_for(oracle, group)
+    shards = Shards(shard_optimizer, group, weights, cut=512, param_dtype=torch.bfloat16)
     for step, gradient in enumerate(gradients(NUMEL, STEPS)):
         group["lr"] = 1e-2 / (1 + step)
         group["params"][0].grad = gradient.clone()
@@ -51,7 +48,7 @@ def test_shards_equal_torch_with_a_changing_lr_and_skipped_steps(name: str) -> N
     weight = group["params"][0].detach()
     torch.testing.assert_close(shards.master(), weight, rtol=1e-5, atol=1e-6)
     assert torch.equal(shards.param(), shards.master().bfloat16())
-    for kind in rule.state_kinds:
+    for kind in shard_optimizer.state_kinds:
         expected = oracle.state[group["params"][0]][kind]
         assert (shards.state(kind) - expected).abs().max() <= 1e-6 * expected.abs().max(), kind
     moved = (weight - weights).abs() / (weights.abs() + 1e-3)
@@ -62,7 +59,7 @@ def test_lion_equals_its_definition() -> None:
     weights = torch.randn(NUMEL, dtype=torch.float64)
     lion = Lion([torch.nn.Parameter(weights.float())], lr=1e-2, betas=(0.9, 0.98), weight_decay=0.1)
     group = lion.param_groups[0]
-    shards = Shards(rule_for(lion, group), group, weights.float(), cut=512, param_dtype=torch.bfloat16)
+    shards = Shards(shard_optimizer_for(lion, group), group, weights.float(), cut=512, param_dtype=torch.bfloat16)
     m = torch.zeros_like(weights)
     for gradient in gradients(NUMEL, STEPS):
         group["params"][0].grad = gradient.clone()
@@ -77,7 +74,7 @@ def test_lion_equals_its_definition() -> None:
 def test_sgd_can_decay_weights_instead_of_gradients() -> None:
     weights, oracle = start(torch.optim.SGD, {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1})
     options = {**oracle.param_groups[0], "decoupled_weight_decay": True}
-    shards = Shards(rule_for(oracle, options), options, weights, cut=512, param_dtype=torch.float32)
+    shards = Shards(shard_optimizer_for(oracle, options), options, weights, cut=512, param_dtype=torch.float32)
     shards.update(torch.zeros(NUMEL))
     torch.testing.assert_close(shards.master(), weights * (1 - 0.5 * 0.1))
     assert not shards.state("momentum_buffer").any()
@@ -87,7 +84,7 @@ def test_sgd_can_decay_weights_instead_of_gradients() -> None:
 def test_bf16_gradients_are_read_as_they_are(param_dtype: torch.dtype) -> None:
     weights, oracle = start(torch.optim.AdamW, {"lr": 1e-2})
     group = oracle.param_groups[0]
-    shards = Shards(rule_for(oracle, group), group, weights, cut=2048, param_dtype=param_dtype)
+    shards = Shards(shard_optimizer_for(oracle, group), group, weights, cut=2048, param_dtype=param_dtype)
     for gradient in gradients(NUMEL, 3):
         group["params"][0].grad = gradient.bfloat16().float()
         oracle.step()
@@ -95,8 +92,10 @@ def test_bf16_gradients_are_read_as_they_are(param_dtype: torch.dtype) -> None:
     torch.testing.assert_close(shards.master(), group["params"][0].detach(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("rule", [AdamRule(), SgdRule(0.9), rule_for(Lion([torch.zeros(1)]), {})])
-def test_padding_stays_zero(rule: Any) -> None:
+@pytest.mark.parametrize(
+    "shard_optimizer", [ShardAdam(), ShardSGD(0.9), shard_optimizer_for(Lion([torch.zeros(1)]), {})]
+)
+def test_padding_stays_zero(shard_optimizer: Any) -> None:
     options = {
         "lr": 0.1,
         "betas": (0.9, 0.95),
@@ -105,11 +104,11 @@ def test_padding_stays_zero(rule: Any) -> None:
         "momentum": 0.9,
         "state_dtype": "int8",
     }
-    shards = Shards(rule, options, torch.zeros(512), cut=512, param_dtype=torch.bfloat16)
+    shards = Shards(shard_optimizer, options, torch.zeros(512), cut=512, param_dtype=torch.bfloat16)
     for _ in range(3):
         shards.update(torch.zeros(512))
     assert not shards.master().any() and not shards.param().any()
-    assert not any(shards.state(kind).any() for kind in rule.state_kinds)
+    assert not any(shards.state(kind).any() for kind in shard_optimizer.state_kinds)
 
 
 def test_second_moments_in_bf16_and_int8_decay_as_in_fp32() -> None:
@@ -118,7 +117,7 @@ def test_second_moments_in_bf16_and_int8_decay_as_in_fp32() -> None:
     kept = {}
     for dtype in ("fp32", "bf16", "int8"):
         options = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "state_dtype": dtype}
-        shards = Shards(AdamRule(), options, torch.zeros(1024), cut=1024, param_dtype=torch.bfloat16)
+        shards = Shards(ShardAdam(), options, torch.zeros(1024), cut=1024, param_dtype=torch.bfloat16)
         shards.update(size * 10)
         for _ in range(400):
             shards.update(torch.where(size == 1.0, size * 10, size * 1e-3))
@@ -128,50 +127,21 @@ def test_second_moments_in_bf16_and_int8_decay_as_in_fp32() -> None:
     assert kept["int8"] == pytest.approx(kept["fp32"], rel=0.1)
 
 
-def test_the_rule_of_each_optimizer() -> None:
-    param = torch.nn.Parameter(torch.zeros(4, 4))
-
-    class Own(torch.optim.AdamW):
-        """May compute anything, so it runs itself."""
-
-    for kind, rule in (
-        (torch.optim.AdamW, AdamRule),
-        (torch.optim.Adam, AdamRule),
-        (torch.optim.SGD, SgdRule),
-        (torch.optim.Muon, MuonRule),
-        (Muon, MuonRule),
-        (Own, WrappedRule),
-        (torch.optim.Adagrad, WrappedRule),
-    ):
-        optimizer = kind([param], lr=0.1)
-        assert type(rule_for(optimizer, optimizer.param_groups[0])) is rule
-    for kind, message in (
-        (torch.optim.LBFGS, "LBFGS needs whole tensors"),
-        (torch.optim.NAdam, r"NAdam keeps \['mu_product'\] for each tensor"),
-    ):
-        optimizer = kind([param])
-        with pytest.raises(ValueError, match=message):
-            rule_for(optimizer, optimizer.param_groups[0])
-    optimizer = torch.optim.Adagrad([{"params": [param], "state_dtype": "bf16"}])
-    with pytest.raises(ValueError, match="keeps its states in fp32"):
-        rule_for(optimizer, optimizer.param_groups[0])
-
-
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "int8"])
 def test_states_written_into_a_fresh_shard_continue_bit_for_bit(state_dtype: str) -> None:
     options = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "state_dtype": state_dtype}
     weights, grads = torch.randn(NUMEL), gradients(NUMEL, 6)
-    first = Shards(AdamRule(), options, weights, cut=NUMEL, param_dtype=torch.bfloat16)
+    first = Shards(ShardAdam(), options, weights, cut=NUMEL, param_dtype=torch.bfloat16)
     for gradient in grads[:3]:
         first.update(gradient)
-    rule, source = AdamRule(), first.shards[0]
+    shard_optimizer, source = ShardAdam(), first.shards[0]
     target = Shard(source.master.clone(), torch.empty(0), source.param.clone())
-    target.state = rule.new_state(target, options)
-    for kind in rule.state_kinds:
-        rule.write_state(target, kind, rule.read_state(source, kind).clone())
+    target.state = shard_optimizer.new_state(target, options)
+    for kind in shard_optimizer.state_kinds:
+        shard_optimizer.write_state(target, kind, shard_optimizer.read_state(source, kind).clone())
     for step, gradient in enumerate(grads[3:], start=4):
         first.update(gradient)
         target.grad = gradient.clone()
-        rule.update_(target, options, StepScalars.of(weights.device, step))
+        shard_optimizer.update_(target, options, StepScalars.of(weights.device, step))
     assert torch.equal(target.master, source.master)
     assert all(torch.equal(target.state[key], source.state[key]) for key in source.state)
