@@ -9,7 +9,7 @@ A step is forward, loss, backward, clipping of the gradients' norm at 1 and Adam
 bf16, of one micro-batch of random tokens, always the same one. Models: dense is Mula-1B; moe has the layers of
 Mula-7B-A1B, as many as fit one GPU in every system. The norm is each system's own: without parameters in our dense
 model, RMSNorm in all else; where ours normalises queries and keys (moe), so do the others, torchtitan over each head.
-FLOPs are counted by megatron/optimus/training/timing.py for all. Systems, each in a process of its own:
+FLOPs are counted by megatron/optimus/config/costs.py for all. Systems, each in a process of its own:
 
 ours                 the training program's model, engine, schedule and step with its defaults: bf16 parameters, fp32
                      master weights, moments and gradients in DeepSpeed's engine with the project's optimizer.
@@ -49,10 +49,10 @@ from layout_speed_programs import Program, ours, run_config
 from provenance import commit
 from training_step_peers import PEERS, count
 
+from megatron.optimus.config.costs import flops_per_token
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform import environment
 from megatron.optimus.platform.process_exit import run_program
-from megatron.optimus.training.timing import flops_per_token
 
 PRESETS = {"dense": "mula-1b", "moe": "mula-7b-a1b"}
 SYSTEMS = ("ours", *PEERS)

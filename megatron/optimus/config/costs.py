@@ -142,3 +142,14 @@ class Collective:
         """Bytes that a rank sends in a step."""
         share = {Kind.ALL_REDUCE: 2 * (self.size - 1) / self.size, Kind.SEND: 1.0}
         return self.count * self.payload * share.get(self.kind, (self.size - 1) / self.size)
+
+
+def flops_per_token(model: ModelConfig, seq_length: int) -> float:
+    """FLOPs of one token in training, forward and backward.
+
+    Two for each multiply-add that ``layer_cost`` and ``head_cost`` count in a sequence of ``seq_length`` tokens; the backward
+    costs twice the forward.
+    """
+    dense, moe = (layer_cost(model, seq_length, is_moe=is_moe).total for is_moe in (False, True))
+    moe_layers = len(model.moe_layers)
+    return 6.0 * (moe_layers * moe + (model.num_layers - moe_layers) * dense + head_cost(model))

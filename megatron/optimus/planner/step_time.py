@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron.optimus.config.costs import FP32, Collective, Hiding, Kind, Work
+from megatron.optimus.config.costs import FP32, Collective, Hiding, Kind, Work, flops_per_token
 from megatron.optimus.config.rank_plan import RankPlan, groups_alike
 from megatron.optimus.config.schema import OptimizerName, PipelineSchedule
 from megatron.optimus.models.activations import CUDA, Kernels, layer_parts
@@ -24,7 +24,6 @@ from megatron.optimus.planner.communication import collectives
 from megatron.optimus.planner.hardware import Machine
 from megatron.optimus.planner.optimizer_state import flat_buffers
 from megatron.optimus.planner.pipeline import bubble_seconds
-from megatron.optimus.training.timing import flops_per_token
 
 SHORT, LONG = 4096, 131072  # tokens of a sequence to which the rates of attention belong
 PER_STEP = ("dense", "edp")  # axes along which a rank communicates once a step, not in every micro-batch

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron.optimus.config.costs import head_cost, layer_cost
-from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.platform import device as devices
 
 _Spans = list[tuple[devices.DeviceEvent, devices.DeviceEvent]]
@@ -85,17 +83,6 @@ class StepClock:
         step.end = devices.DeviceEvent(self._device)
         self._step = StepTime(step.end)
         return step
-
-
-def flops_per_token(model: ModelConfig, seq_length: int) -> float:
-    """FLOPs of one token in training, forward and backward.
-
-    Two for each multiply-add that config/layer_costs.py counts in a sequence of ``seq_length`` tokens; the backward
-    costs twice the forward.
-    """
-    dense, moe = (layer_cost(model, seq_length, is_moe=is_moe).total for is_moe in (False, True))
-    moe_layers = len(model.moe_layers)
-    return 6.0 * (moe_layers * moe + (model.num_layers - moe_layers) * dense + head_cost(model))
 
 
 def mfu(tokens_per_second_per_device: float, flops_per_token: float, peak_flops: float | None) -> float | None:

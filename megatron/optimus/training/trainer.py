@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from megatron.optimus.config.costs import flops_per_token
 from megatron.optimus.config.duration import batch_sizes, last_step
 from megatron.optimus.context import RunContext
 from megatron.optimus.data.errors import DataError
@@ -36,7 +37,7 @@ from megatron.optimus.training.lr_schedule import RateSchedule
 from megatron.optimus.training.metrics import StepMetrics
 from megatron.optimus.training.pipeline_schedule import Schedule, build_schedule
 from megatron.optimus.training.profiling import StepProfiler
-from megatron.optimus.training.timing import StepClock, StepTime, flops_per_token, mfu
+from megatron.optimus.training.timing import StepClock, StepTime, mfu
 from megatron.optimus.training.trackers import StepRange
 
 logger = logging.getLogger("optimus")

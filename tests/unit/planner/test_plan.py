@@ -18,7 +18,7 @@ import torch
 
 from megatron.optimus.commands import plan as plan_command
 from megatron.optimus.config.checks import check
-from megatron.optimus.config.costs import Work
+from megatron.optimus.config.costs import Work, flops_per_token
 from megatron.optimus.config.load import load
 from megatron.optimus.config.rank_plan import rank_plans
 from megatron.optimus.config.schema import ConfigError
@@ -36,7 +36,6 @@ from megatron.optimus.planner.search import search
 from megatron.optimus.planner.step_time import busy, compute_seconds, micro_batch_work, seconds, step_time
 from megatron.optimus.planner.weak_scaling import PAPER, weak_scaling
 from megatron.optimus.platform.device import peak_flops
-from megatron.optimus.training.timing import flops_per_token
 
 ROOT = Path(__file__).resolve().parents[3]
 SYMMETRIC = (

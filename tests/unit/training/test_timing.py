@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron.optimus.config.costs import flops_per_token
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ModelConfig
-from megatron.optimus.training.timing import flops_per_token, mfu
+from megatron.optimus.training.timing import mfu
 
 
 @pytest.mark.parametrize(("seq_length", "giga"), [(2048, 7.476), (4096, 7.878)])

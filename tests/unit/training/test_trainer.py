@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerAction
 
+from megatron.optimus.config.costs import flops_per_token
 from megatron.optimus.config.duration import batch_sizes
 from megatron.optimus.config.load import load
 from megatron.optimus.context import RunContext
@@ -30,7 +31,7 @@ from megatron.optimus.training import trainer as training
 from megatron.optimus.training.health import Health
 from megatron.optimus.training.lr_schedule import RateSchedule
 from megatron.optimus.training.metrics import read_metrics
-from megatron.optimus.training.timing import StepClock, flops_per_token
+from megatron.optimus.training.timing import StepClock
 from megatron.optimus.training.trainer import StepResult, Trainer
 
 TOKENS = 4 * 64  # of a step
