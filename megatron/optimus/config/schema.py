@@ -183,6 +183,7 @@ class ParallelConfig:
     cp_comm_type: ContextCommunication = option(
         ContextCommunication.A2A, "context parallelism: a2a (Ulysses) or p2p (ring)"
     )
+    model_converters: list[str] = option([], "files of parallel/converters, applied in this order before sharding")
     recompute_modules: list[Recompute] = option([], "parts recomputed in the backward: moe, attention, norm")
     recompute_num_layers: int | None = option(None, "first layers of each stage that recompute; default: all of them")
     cpu_offloading_num_layers: int = option(0, "first layers of each stage whose activations wait in host memory")
