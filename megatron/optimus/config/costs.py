@@ -147,7 +147,7 @@ class Collective:
 def flops_per_token(model: ModelConfig, seq_length: int) -> float:
     """FLOPs of one token in training, forward and backward.
 
-    Two for each multiply-add that ``layer_cost`` and ``head_cost`` count in a sequence of ``seq_length`` tokens; the backward
+    Two for each multiply-add that ``layer_cost`` and ``head_cost`` count at ``seq_length`` tokens; the backward
     costs twice the forward.
     """
     dense, moe = (layer_cost(model, seq_length, is_moe=is_moe).total for is_moe in (False, True))

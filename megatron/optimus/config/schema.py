@@ -206,6 +206,7 @@ class ParallelConfig:
     cp_comm_type: ContextCommunication = option(
         ContextCommunication.A2A, "context parallelism: a2a (Ulysses) or p2p (ring)"
     )
+    model_converters: list[str] = option([], "files of parallel/converters, applied in this order before sharding")
     recompute_modules: list[Recompute] = option(
         [], "modules whose activations are recomputed in the backward: moe, attention, norm"
     )

@@ -1,7 +1,8 @@
 """Declares what a MoE layer sends: the router's collectives, and each token dispatcher's rows, memory and collectives.
 
-Written without torch, so that the planner can read it on any machine. Who adds a dispatcher declares it here, in a
-subclass of ``DispatcherTraffic`` that DISPATCHERS names; tests count the collectives of real steps against it.
+Written without torch, so that the planner can read it on any machine. A dispatcher that DISPATCHERS does not name is
+planned as all-gather, whose rows are the most there can be; one that sends less declares it here, in a subclass of
+``DispatcherTraffic`` that DISPATCHERS names. Tests count the collectives of real steps against the declarations.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class DispatcherTraffic:
     """What a token dispatcher sends and holds; the base is that of a dispatcher whose ranks hold all experts."""
 
     sends_before_router = False  # tokens leave before the router has chosen
+    sends_every_row = True  # experts are given every token of the group, whether they are needed for it or not
 
     @staticmethod
     def rows(rank: RankPlan) -> int:
@@ -70,6 +72,8 @@ class AllGather(DispatcherTraffic):
 
 class AllToAll(DispatcherTraffic):
     """A rank gets the tokens that need one of its experts, each once."""
+
+    sends_every_row = False
 
     @staticmethod
     def rows(rank: RankPlan) -> int:
@@ -141,9 +145,14 @@ DISPATCHERS: dict[TokenDispatcherType, type[DispatcherTraffic]] = {
 }
 
 
+def traffic_of(kind: TokenDispatcherType) -> type[DispatcherTraffic]:
+    """Returns the declaration of a dispatcher, AllGather for one without a declaration of its own."""
+    return DISPATCHERS.get(kind, AllGather)
+
+
 def dispatcher_traffic(rank: RankPlan) -> type[DispatcherTraffic]:
     """The declaration of the dispatcher that a run uses."""
-    return DISPATCHERS[rank.config.parallel.moe_token_dispatcher_type] if rank.expert_ranks > 1 else DispatcherTraffic
+    return traffic_of(rank.config.parallel.moe_token_dispatcher_type) if rank.expert_ranks > 1 else DispatcherTraffic
 
 
 def rows_needed(rank: RankPlan) -> int:

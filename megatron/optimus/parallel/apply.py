@@ -4,21 +4,22 @@ Order: model converters, tensor parallelism, context parallelism, expert paralle
 offloading. It runs on the meta device, before weights exist. When they do, ``tensor.register_gradient_sums`` follows:
 hooks do not survive the materialisation of weights.
 
-A precision or another replacement of modules (fp8 linear layers, say) is a model converter: a function in a file of its
-own that changes a ``Decoder`` in place and returns nothing. It sees the whole serial model on the meta device. It must
-keep the parameters' names, by which checkpoints and initial weights find them, and ``nn.Linear`` (or a class derived
-from it) where tensor parallelism splits projections (parallel/tensor.py).
+A precision or another replacement of modules (fp8 linear layers, say) is a model converter: a function in a file of
+parallel/converters that changes a ``Decoder`` in place and returns nothing. It sees the whole serial model on the meta
+device. It must keep the parameters' names, by which checkpoints and initial weights find them, and ``nn.Linear`` (or a
+class derived from it) where tensor parallelism splits projections (parallel/tensor.py).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from megatron.optimus.config.placement import LayerPlacement
 from megatron.optimus.config.schema import ParallelConfig
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.parallel.context import apply_context_parallelism
+from megatron.optimus.parallel.converters import ModelConverter
 from megatron.optimus.parallel.expert import apply_expert_parallelism
 from megatron.optimus.parallel.pipeline_stages import keep_local_stages, local_stages, stage_plan
 from megatron.optimus.parallel.recompute import apply_offloading, apply_recomputation
@@ -26,8 +27,6 @@ from megatron.optimus.parallel.tensor import apply_tensor_parallelism
 from megatron.optimus.platform.mesh import Mesh
 
 logger = logging.getLogger("optimus")
-
-ModelConverter = Callable[[Decoder], None]
 
 
 def parallelize(

@@ -129,14 +129,15 @@ def total_state_bytes(rank: RankPlan) -> StateBytes:
 
 
 def num_moments(rank: RankPlan, buffer: FlatBuffer) -> int:
-    """States of an element."""
+    """States of an element. An optimizer that is not listed is planned with two."""
     options = rank.config.optimizer
-    return {
+    known = {
         OptimizerName.ADAM: 2,
         OptimizerName.LION: 1,
         OptimizerName.SGD: int(options.sgd_momentum > 0),
         OptimizerName.MUON: 1 if buffer.is_matrix else 2,
-    }[options.optimizer]
+    }
+    return known.get(options.optimizer, 2)
 
 
 def _moment_bytes(rank: RankPlan, buffer: FlatBuffer) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from megatron.optimus.models.initialize import initialize_weights
 from megatron.optimus.moe.dispatch.ownership import read_placements
 from megatron.optimus.moe.dispatch.select import select_dispatcher
 from megatron.optimus.parallel.apply import parallelize
+from megatron.optimus.parallel.converters import load_converters
 from megatron.optimus.parallel.tensor import register_gradient_sums
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.mesh import Mesh
@@ -31,11 +32,32 @@ TrainingState = deepspeed_ext.EPZeroOptimizer | deepspeed_ext.Stage3States  # wh
 
 ParamGroup = dict[str, Any]
 
-_OPTIMIZERS: dict[OptimizerName, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
-    OptimizerName.ADAM: torch.optim.AdamW,
-    OptimizerName.SGD: torch.optim.SGD,
-    OptimizerName.MUON: deepspeed_ext.Muon,
-    OptimizerName.LION: deepspeed_ext.Lion,
+
+class _Optimizer(NamedTuple):
+    """What ``--optimizer NAME`` builds, and the options of its parameter groups besides lr and weight_decay."""
+
+    build: Callable[[list[ParamGroup]], torch.optim.Optimizer]
+    options: Callable[[OptimizerConfig], ParamGroup]
+
+
+_OPTIMIZERS: dict[OptimizerName, _Optimizer] = {
+    OptimizerName.ADAM: _Optimizer(
+        torch.optim.AdamW, lambda c: {"betas": (c.adam_beta1, c.adam_beta2), "eps": c.adam_eps}
+    ),
+    OptimizerName.SGD: _Optimizer(
+        torch.optim.SGD, lambda c: {"momentum": c.sgd_momentum, "decoupled_weight_decay": True}
+    ),
+    OptimizerName.MUON: _Optimizer(
+        deepspeed_ext.Muon,
+        lambda c: {
+            "betas": (c.adam_beta1, c.adam_beta2),
+            "adam_eps": c.adam_eps,
+            "momentum": c.muon_momentum,
+            "ns_steps": c.muon_num_ns_steps,
+            "adjust_lr_fn": c.muon_adjust_lr_fn.value,
+        },
+    ),
+    OptimizerName.LION: _Optimizer(deepspeed_ext.Lion, lambda c: {"betas": (c.lion_beta1, c.lion_beta2)}),
 }
 
 
@@ -47,7 +69,8 @@ def build_model(run: RunContext) -> Decoder:
     placements = read_placements(run)
     parallel = select_dispatcher(run)
     select_tiles(run.with_parallel(parallel))
-    parallelize(model, mesh, parallel, config.training.seq_length, placements)
+    converters = load_converters(parallel.model_converters)
+    parallelize(model, mesh, parallel, config.training.seq_length, placements, converters)
     initialize_weights(model, seed=config.training.seed, device=run.device, dtype=run.dtype)
     register_gradient_sums(model, mesh)
     return model
@@ -58,7 +81,7 @@ def build_engine(run: RunContext, model: Decoder) -> Engine:
     config = run.config
     engine, *_ = deepspeed_ext.initialize(
         model=model,
-        optimizer=_OPTIMIZERS[config.optimizer.optimizer](param_groups(model, config.optimizer)),
+        optimizer=_OPTIMIZERS[config.optimizer.optimizer].build(param_groups(model, config.optimizer)),
         config=deepspeed_config(config, gradient_accumulation_steps(config, run.mesh.layout.world_size)),
         groups=_groups(model, run.mesh),
     )
@@ -83,7 +106,7 @@ def param_groups(model: nn.Module, config: OptimizerConfig) -> list[ParamGroup]:
     options = {
         "lr": config.lr,
         "state_dtype": config.optimizer_state_dtype.value,
-        **_options(config),
+        **_OPTIMIZERS[config.optimizer].options(config),
     }
     groups = []
     for (is_matrix, is_decayed), parameters in members.items():
@@ -92,24 +115,6 @@ def param_groups(model: nn.Module, config: OptimizerConfig) -> list[ParamGroup]:
             group["use_muon"] = is_matrix
         groups.append(group)
     return groups
-
-
-def _options(config: OptimizerConfig) -> ParamGroup:
-    adam = {"betas": (config.adam_beta1, config.adam_beta2)}
-    if config.optimizer is OptimizerName.ADAM:
-        return {**adam, "eps": config.adam_eps}
-    if config.optimizer is OptimizerName.LION:
-        return {"betas": (config.lion_beta1, config.lion_beta2)}
-    if config.optimizer is OptimizerName.SGD:
-        return {"momentum": config.sgd_momentum, "decoupled_weight_decay": True}
-    assert config.optimizer is OptimizerName.MUON, f"say which options {config.optimizer.value} has"
-    return {
-        **adam,
-        "adam_eps": config.adam_eps,
-        "momentum": config.muon_momentum,
-        "ns_steps": config.muon_num_ns_steps,
-        "adjust_lr_fn": config.muon_adjust_lr_fn.value,
-    }
 
 
 def _is_embedding(name: str) -> bool:

@@ -13,9 +13,10 @@ import time
 
 import torch
 
-from megatron.optimus.config.schema import RunConfig, TokenDispatcherType
+from megatron.optimus.config.schema import RunConfig
 from megatron.optimus.context import RunContext
 from megatron.optimus.moe.dispatch.select import message_shape
+from megatron.optimus.moe.traffic import traffic_of
 from megatron.optimus.ops.backend import runs_triton
 from megatron.optimus.ops.triton import tile_cache, tiles
 from megatron.optimus.ops.triton.tiles import Problem, Table
@@ -75,11 +76,7 @@ def problems_of(config: RunConfig, dtype: torch.dtype, num_tokens: int | None = 
     ep, etp, topk = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size, model.moe_router_topk
     tokens = (message_shape(config, dtype).num_tokens if num_tokens is None else num_tokens) * ep * etp
     share = 1 / ep
-    every_row = (
-        TokenDispatcherType.ALLGATHER,
-        TokenDispatcherType.SYMMETRIC,
-    )  # has a place, whether needed here or not
-    if ep * etp > 1 and parallel.moe_token_dispatcher_type not in every_row:
+    if ep * etp > 1 and not traffic_of(parallel.moe_token_dispatcher_type).sends_every_row:
         reached = 1 - (1 - share) ** topk
         tokens, share = round(tokens * reached / parallel.moe_dispatch_chunks), share / reached
     add_to = None

@@ -20,6 +20,14 @@ def test_every_dispatcher_is_declared() -> None:
     assert set(DISPATCHERS) == set(TokenDispatcherType)
 
 
+def test_a_dispatcher_without_a_declaration_is_planned_as_all_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = planned("--expert-model-parallel-size 4 --moe-token-dispatcher-type symmetric")
+    monkeypatch.delitem(DISPATCHERS, TokenDispatcherType.SYMMETRIC)
+    assert dispatcher_traffic(rank) is DISPATCHERS[TokenDispatcherType.ALLGATHER]
+    # No declaration gives experts more rows.
+    assert all(traffic.rows(rank) <= dispatcher_traffic(rank).rows(rank) for traffic in DISPATCHERS.values())
+
+
 def test_where_a_rank_has_all_experts_nothing_is_sent() -> None:
     for kind in TokenDispatcherType:
         rank = planned(f"--expert-model-parallel-size 1 --moe-token-dispatcher-type {kind.value}")

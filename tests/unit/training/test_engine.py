@@ -105,7 +105,7 @@ def test_every_optimizer_gets_its_options(name: str, rule: type, reached: dict[s
         "weight-decay": 0.25,
     }
     config = load([word for flag, value in flags.items() for word in (f"--{flag}", str(value))]).config.optimizer
-    optimizer = _OPTIMIZERS[config.optimizer](param_groups(moe(), config))
+    optimizer = _OPTIMIZERS[config.optimizer].build(param_groups(moe(), config))
     group = next(group for group in optimizer.param_groups if group.get("use_muon", True))
     assert isinstance(shard_optimizer_for(optimizer, group), rule)
     assert {key: group[key] for key in reached} == reached
