@@ -1,6 +1,8 @@
-# make demo    pretrain a small Mula MoE on this machine, end to end      make demo CORPUS=my.jsonl
-# make test    everything that can be tested here                         make demo PY=python3  (an environment
-# make lint    ruff and mypy                                               that already has the dependencies)
+# make demo        pretrain a small Mula MoE on this machine, end to end   make demo CORPUS=my.jsonl
+# make check       lint, types and the quick tests                         make demo PY=python3  (an environment
+# make test        everything that can be tested here                       that already has the dependencies)
+# make campaigns   long experiments: kills, damage, layouts, endings
+# make docs        the documentation site, into build/site
 
 VENV ?= .venv
 # An interpreter that already has the dependencies; empty: make our own environment in $(VENV).
@@ -15,14 +17,23 @@ PYTHON := $(VENV)/bin/python
 READY := $(VENV)/ready
 SYCL := $(VENV)/sycl
 TRITON := $(VENV)/triton/ready
+DOCS := $(VENV)/docs
 else
 PYTHON := $(PY)
 READY :=
 SYCL :=
 TRITON :=
+DOCS :=
 endif
 
-.PHONY: demo test lint kernels clean
+# Files and folders whose tests take a minute and a half together on two cores, and touch every room.
+QUICK := tests/packaging/test_structure.py tests/packaging/test_documents.py tests/packaging/test_step_path.py \
+    tests/packaging/test_outline.py tests/packaging/test_size.py tests/packaging/test_project_files.py \
+    tests/unit/config tests/unit/platform tests/unit/layers tests/unit/moe tests/unit/data/test_order.py \
+    tests/unit/data/test_dataset.py tests/unit/checkpoint/test_slices.py tests/unit/checkpoint/test_manifest.py \
+    tests/unit/training/test_lr_schedule.py tests/unit/training/test_health.py tests/unit/deepspeed_ext/zero
+
+.PHONY: demo check test campaigns docs lint kernels clean
 
 demo: kernels
 	$(PYTHON) examples/local/demo.py $(if $(CORPUS),--corpus $(CORPUS))
@@ -30,6 +41,22 @@ demo: kernels
 # Files in their order, in which the long ones come early: ordered by their number of tests they would come last.
 test: lint kernels $(SYCL) $(TRITON)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
+
+check: lint
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m "not slow and not gpu" $(QUICK)
+
+# Hours on a small machine; each program has --help for its sizes.
+campaigns: kernels
+	mkdir -p runs/campaigns
+	$(PYTHON) -m tests.campaigns.process_endings --endings 200
+	$(PYTHON) -m tests.campaigns.kill_resume --kills 80 --output runs/campaigns/kill_resume.json
+	$(PYTHON) -m tests.campaigns.corruption --output runs/campaigns/corruption.json
+	$(PYTHON) -m tests.campaigns.layout_pairs --output runs/campaigns/layout_pairs.json
+	$(PYTHON) -m tests.campaigns.layout_chain --output runs/campaigns/layout_chain.json
+
+docs: $(DOCS)
+	$(PYTHON) tools/dev/configuration_reference.py --check
+	$(PYTHON) -m mkdocs build --strict
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .
@@ -58,6 +85,10 @@ $(VENV)/triton/ready: requirements-triton.txt $(READY)
 	rm -rf $(VENV)/triton
 	$(VENV)/bin/python -m pip install --quiet --no-deps --target $(VENV)/triton -r requirements-triton.txt
 	mkdir -p $(VENV)/triton && touch $@
+
+$(VENV)/docs: requirements-docs.txt $(READY)
+	$(VENV)/bin/python -m pip install --quiet -r requirements-docs.txt
+	touch $@
 
 clean:
 	rm -rf $(VENV) runs build build.log megatron/optimus/ops/*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache

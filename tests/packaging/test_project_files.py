@@ -7,6 +7,8 @@ from pathlib import Path
 
 import yaml
 
+from megatron.optimus.version import __version__
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -24,9 +26,8 @@ def test_the_license_is_apache_2_with_our_holder() -> None:
 def test_the_citation_names_software_and_license() -> None:
     citation = yaml.safe_load(read("CITATION.cff"))
     assert (citation["cff-version"], citation["type"], citation["license"]) == ("1.2.0", "software", "Apache-2.0")
-    assert citation["authors"] == [{"name": "The Optimus authors"}] and re.fullmatch(
-        r"\d+\.\d+\.\d+", citation["version"]
-    )
+    assert citation["authors"] == [{"name": "The Optimus authors"}]
+    assert citation["version"] == __version__ and read("CHANGELOG.md").split("\n## ", 1)[1].startswith(__version__)
 
 
 def test_workflows_call_what_the_tree_has() -> None:
