@@ -36,7 +36,12 @@ MOST_RANKS = 1_000_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``optimus plan``; returns the exit code."""
+    """Runs ``optimus plan`` on ``argv``, or on the options of this process. SystemExit with code 0 after ``--help``.
+
+    Returns:
+        0, also for a layout that is refused where the search finds others; 1 for a layout that does not fit the memory;
+        2 after a line that begins with "error:", and for a refused layout where the search finds none.
+    """
     parser = _parser()
     try:
         args, run_words = parser.parse_known(argv)

@@ -1,7 +1,9 @@
 """Checks across sections of the configuration and against the number of ranks.
 
-Each rule is a function whose docstring states what must hold; it returns None, or a message with the values that would
-work. RULES is their order: a rule may rely on those before it, and the user sees the first message.
+To add a rule, write a function whose docstring states what must hold and which returns None, or a message with the
+values that would work; then add it to RULES. They are checked in that order: a rule may rely on those before it, and
+the user sees the first message. ``check`` runs them for every run and every layout that the planner tries.
+``check_trainable`` adds what training alone needs: an optimizer that supports the layout, data and a tokenizer.
 """
 
 from __future__ import annotations

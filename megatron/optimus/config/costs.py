@@ -1,8 +1,8 @@
-"""The costs of a run as the parts of the program declare them: multiply-adds of a token, bytes kept and bytes sent.
+"""Multiply-adds of a token, and the types in which modules declare memory, operations and collectives to the planner.
 
-Multiply-adds are behind MFU, the planner's operations and the split of layers over pipeline stages. Counted are the
-multiply-adds of matrix products in one forward that the mathematics needs, per token of a sequence of length S; H
-query heads and G key/value heads of width d, D model width, V vocabulary:
+Multiply-adds give MFU, the planner's FLOPs and the split of layers over pipeline stages. Counted are those of the
+matrix products of one forward, per token of a sequence of length S, with H query heads and G key/value heads of width
+d, model width D, E experts of inner width F of which a token takes K, and vocabulary V:
 
     projections = D·H·d (q) + 2·D·G·d (k, v) + H·d·D (o)
     attention   = 2 · S/2 · H·d          causal QK^T and PV: half of the S keys on average

@@ -48,7 +48,10 @@ class BatchSizes:
         return [(-(-number * samples // count), first + number * increment) for number in range(count + 1)]
 
     def after(self, position: int, steps: int) -> int:
-        """Returns the position ``steps`` steps after ``position``."""
+        """Returns the position, in samples, after ``steps`` more steps from ``position``.
+
+        Zero or fewer steps return ``position``. ``position`` may lie inside or behind the ramp.
+        """
         for size, end in self._stage_ends():
             if end is None:
                 return position + max(0, steps) * size

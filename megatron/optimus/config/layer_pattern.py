@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megatron.optimus.config.values import require
 
-MOST_LAYERS = 100_000  # elements that an expression may give: none for a model, and no memory for a slip of the finger
+MOST_LAYERS = 100_000  # limit of an expression's length, so that a typing error such as [0]*1000000000 takes no memory
 
 
 def check_layer_pattern(freq: Sequence[int], num_layers: int) -> None:

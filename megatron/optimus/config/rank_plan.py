@@ -61,7 +61,7 @@ class RankPlan:
 
     @cached_property
     def kinds(self) -> list[list[bool]]:
-        """Of each chunk, of each of its layers: whether it has experts."""
+        """For each chunk a list that says for each of its layers whether it has experts."""
         moe_layers = set(self.model.moe_layers)
         return [[layer in moe_layers for layer in chunk] for chunk in self.chunks]
 
@@ -105,12 +105,12 @@ class RankPlan:
 
     @property
     def tokens(self) -> int:
-        """Inside regions that tensor parallelism splits: those of the micro-batch, cut by context parallelism."""
+        """Tokens of a micro-batch on this rank inside tensor-parallel regions (attention, dense MLP)."""
         return self.sequences * self.config.training.seq_length // self.layout.cp
 
     @property
     def tokens_outside(self) -> int:
-        """In norms, residuals, routers and experts."""
+        """Tokens of a micro-batch on this rank outside of those regions: in norms, residuals, routers and experts."""
         splits = self.layout.tp > 1 and self.config.parallel.sequence_parallel
         return self.tokens // self.layout.tp if splits else self.tokens
 
@@ -121,7 +121,7 @@ class RankPlan:
 
     @property
     def gathered(self) -> int:
-        """Bytes of it that tensor-parallel ranks gather for such a region; 0 without tensor parallelism."""
+        """Bytes of the residual stream gathered for a tensor-parallel region; 0 without tensor parallelism."""
         return self.tokens * self.model.hidden_size * self.element if self.layout.tp > 1 else 0
 
     @property
@@ -158,9 +158,9 @@ class RankPlan:
 
     @property
     def adds_expert_gradients(self) -> bool:
-        """Whether the backward adds experts' gradients where they are kept, so that they never exist apart.
+        """Whether the backward accumulates experts' gradients into the main gradients, without a temporary gradient.
 
-        So it is where whole gradients are kept and a backward is in one piece (ops/main_grads.py).
+        It does where a rank keeps whole gradients and the backward is not split in two (ops/main_grads.py).
         """
         is_whole = self.config.optimizer.zero_stage == 1 or self.layout.edp == 1
         return is_whole and not self.splits_backward

@@ -1,10 +1,10 @@
 """Splits consecutive layers over pipeline stages so that the slowest rank is as fast as possible: pure arithmetic.
 
-``ranks`` are the stages of every rank. Layers that all cost the same are dealt one by one, which no split betters.
-Where they differ, the dealt split is improved by moving layers over single boundaries, then by a search for a split
-whose every rank costs less. The search tries everything, but ends after MOST_LOOKS visited stages, more than it needs
-with one chunk a rank or few stages; then the best split found so far stands. It depends on nothing but its arguments,
-so that all ranks and the planner find the same.
+``ranks`` lists the stages of each rank. Layers of equal cost are assigned one by one to the rank with the least work,
+which is optimal. Where costs differ, that split is improved by moving single layers to a neighbouring stage, then by a
+search for a split in which every rank costs less than the slowest one does now. The search is exhaustive, but ends
+after MOST_LOOKS visited stages, more than it needs with one chunk per rank or few stages, and keeps the best split so
+far. The result must depend on the arguments alone: every rank and the planner compute it independently.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ Ranks = tuple[tuple[int, ...], ...]
 def balanced(
     costs: tuple[int, ...], ranks: Ranks, head_cost: int, fixed: tuple[int | None, int | None]
 ) -> tuple[int, ...]:
-    """Finds the number of layers of every stage.
-
-    The equal split, where it is possible and no found one has a faster slowest rank.
+    """Returns the number of layers of every stage. Prefers the equal split where no other has a faster slowest rank.
 
     Args:
         costs: cost of each layer.

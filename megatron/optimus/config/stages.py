@@ -32,10 +32,20 @@ def layers_of_stages(
 ) -> list[range]:
     """Splits the layers over the pp * chunks stages, in order.
 
-    ``costs``: of every layer; ``head_cost``: of the head on the last stage, in the same unit. ``first``, ``last``:
-    layers of the first and the last stage, where the user fixes them; the rest must divide by the others. The split
-    whose slowest rank is fastest, and the equal one if it is as fast (stage_balance.py). Raises ConfigError for a stage
-    that would be empty and a rest that does not divide.
+    Args:
+        costs: cost of each layer, in any unit.
+        pp: pipeline ranks.
+        chunks: model chunks per rank; 2 in V shape.
+        v_shape: whether stages lie on ranks in V shape.
+        first: layers of the first stage, where the user fixes them.
+        last: layers of the last stage, likewise; the layers left must divide by the stages left.
+        head_cost: cost of the output projection on the last stage, in the unit of ``costs``.
+
+    Returns:
+        The layers of every stage: the split whose slowest rank is fastest, the equal split among equals.
+
+    Raises:
+        ConfigError: for fewer layers than stages, and for layers left that do not divide.
     """
     num_layers, num_stages = len(costs), pp * chunks
     if first is None and last is None:

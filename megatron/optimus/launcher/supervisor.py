@@ -6,8 +6,8 @@ the launcher either.
 
 A failure on thousands of nodes is often one bad node. Where the output names nodes as lost, those are replaced by
 spares; where it names none, as in a hang, each attempt replaces the next node in order. Exit code 2 is a mistake in the
-command line or the data: the next attempt would fail too, so it ends the launch. Some launch methods hide that code
-behind those of the ranks they stopped, so two attempts in a row without a training step end the launch too.
+command line or the data: the next attempt would fail too, so it ends the launch. Some launch methods return the code of
+a rank that they stopped instead, so two attempts in a row without a training step end the launch too.
 """
 
 from __future__ import annotations
@@ -159,7 +159,17 @@ def replace_hosts(
 def run_with_restarts(
     attempt_on: Callable[[Sequence[str]], AttemptResult], hosts: Sequence[str], spares: Sequence[str], max_restarts: int
 ) -> int:
-    """Runs attempts until one succeeds, the user interrupts, or ``max_restarts`` are used; returns its exit code."""
+    """Runs attempts with a growing pause between them, and returns the exit code of the last.
+
+    The last one succeeds, ends with USER_ERROR, is interrupted by a signal, uses up ``max_restarts``, or is the second
+    in a row without a training step.
+
+    Args:
+        attempt_on: runs one attempt on the nodes given and returns how it ended.
+        hosts: nodes of the first attempt; empty where there are none to replace.
+        spares: nodes to replace lost ones (``replace_hosts``).
+        max_restarts: attempts after the first.
+    """
     had_trained = True
     for attempt in range(max_restarts + 1):
         outcome = attempt_on(hosts)

@@ -1,6 +1,8 @@
 """Everything that differs between CUDA, XPU and CPU, except for the kernels in ops/ and deepspeed_ext.
 
 Other modules take a ``torch.device`` and call these functions; torch.cuda and torch.xpu are named in this file only.
+Another accelerator needs: its name in ``default_kind`` and ``_accelerator``, its backend in ``_BACKENDS``, its peak in
+``_PEAK_FLOPS``, and in config/ the enums ``Device`` and ``Backend`` and the rule ``backend_serves_device``.
 """
 
 from __future__ import annotations

@@ -39,8 +39,9 @@ def record(name: str, value: Tensor | float, *, reduce: Reduce = "mean", weight:
         name: the field of metrics.jsonl; a slash groups fields in trackers ("attention/entropy").
         value: a tensor with one element, on any device, of any dtype; gradients are not followed.
         reduce: over everything recorded under the name in the step, in all layers, micro-batches and ranks: "mean"
-            (sum of values / sum of weights), "sum", "max" or "min". Ranks that hold the same value each count.
-        weight: for "mean", how many items ``value`` is the sum of.
+            (sum of values / sum of weights), "sum", "max" or "min". A value that several ranks record, such as those
+            of a tensor-parallel group, counts once for each of them.
+        weight: for "mean", the number of items whose sum is ``value``.
 
     Raises:
         ValueError: ``value`` has more than one element, or ``name`` was recorded with another ``reduce`` before.
@@ -108,7 +109,7 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside, ``record`` adds to this recorder; begins a step."""
+        """Begins a step: inside the context, ``record`` adds to this recorder."""
         self.values, self.weights = {}, {}
         _active.append(self)
         try:

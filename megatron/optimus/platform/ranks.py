@@ -121,7 +121,10 @@ class Ranks:
         return result
 
     def encode_failure(self, error: Exception | None) -> int:
-        """Returns a number whose minimum over ranks is the first rank's failure; NO_FAILURE where ``error`` is None."""
+        """Returns rank and errno as one number, so that a minimum over ranks finds the lowest rank that failed.
+
+        NO_FAILURE where ``error`` is None.
+        """
         if error is None:
             return NO_FAILURE
         number = error.errno or 0 if isinstance(error, OSError) else 0

@@ -1,4 +1,7 @@
-"""Seeds: random generators named by purpose, whose numbers depend on neither rank nor order; state of all others."""
+"""Random generators that depend on a seed and a name only, and the state of the process's global generators.
+
+A named generator gives the same numbers on every rank, whatever was drawn before.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 ``extends: NAME`` starts from another file of the folder; options given beside it override that file's. A file whose
 name begins with an underscore is a part for others to extend and not a preset. To add a preset, add its file and its
-parameter count in tests/unit/config/test_presets.py.
+parameter counts in tests/unit/models/test_presets_counts.py.
 """
 
 from __future__ import annotations
