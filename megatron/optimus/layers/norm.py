@@ -1,4 +1,9 @@
-"""Normalisation layers; statistics are computed in fp32 whatever the dtype."""
+"""Normalisation layers; statistics are computed in fp32 whatever the dtype.
+
+To add one: a value of ``Normalization`` (config/choices.py), a class here and its case in ``build_norm``. Its weights,
+memory and traffic are declared where models/parameters.py, activations.py and work.py ask for ``Normalization``. The
+norms of queries and keys are always ``RMSNorm``.
+"""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def _attention(rank: RankPlan, kernels: Kernels, recompute: frozenset[Recompute]
         per_head = model.qk_layernorm_scope is QKNormScope.HEAD
         statistics = (head_tokens + tokens * model.num_kv_heads // layout.tp if per_head else 2 * tokens) * FP32
         norm = normed * element + statistics
-        if not per_head and layout.tp > 1:  # SplitRMSNorm: fp32 before and after
+        if not per_head and layout.tp > 1:  # TensorParallelRMSNorm: fp32 before and after
             norm = normed * 2 * FP32 + statistics
         elif not kernels.fused_norm:
             norm += normed * element

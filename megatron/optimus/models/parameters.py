@@ -107,7 +107,10 @@ def parameter_spec(config: ModelConfig, name: str) -> ParameterSpec:
 
 
 def count_parameters(config: ModelConfig) -> ParameterCounts:
-    """Counts of the whole model."""
+    """Counts the elements of the whole model's parameters: all, those active for one token, those of experts.
+
+    Tied weights count once. ``active`` is ``total`` less the experts that a token does not choose.
+    """
     specs = parameters(config).values()
     total = sum(spec.numel for spec in specs)
     expert = sum(spec.numel for spec in specs if spec.is_expert)
@@ -193,7 +196,10 @@ def parameters_of_layer(rank: RankPlan, *, is_moe: bool) -> dict[str, RankParame
 
 
 def parameters_of_ends(rank: RankPlan) -> dict[str, RankParameter]:
-    """Those outside of layers, in the model's order. A tied matrix is its embedding, on the last stage too."""
+    """A rank's parts of the parameters outside of layers, in the model's order.
+
+    A tied matrix has the embedding's name, on the last pipeline stage too.
+    """
     is_tied = not rank.model.untie_embeddings_and_output_weights
     is_apart = is_tied and rank.has_embedding != rank.has_head  # another stage has the other copy
     specs = {EMBEDDING: vocabulary_matrix(rank.model)} if rank.has_embedding or is_apart else {}

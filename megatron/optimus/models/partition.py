@@ -1,9 +1,9 @@
 """Splits a whole weight into ranks' parts, and marks a parameter with the part that it is.
 
 Megatron's marks: ``tensor_model_parallel`` (True: other tensor-parallel ranks have other values), ``partition_dim``,
-``partition_stride``; and ours: ``partition_index`` of ``partition_count``, ``global_shape`` of the whole weight, and
-``global_boxes``, the boxes of it that are, flattened one after the other, the parameter's elements. Parameters that
-every rank has whole carry none. The initial weights, checkpoints and the gradient norm read them.
+``partition_stride``. Ours: ``partition_index`` of ``partition_count``, ``global_shape`` of the whole weight, and
+``global_boxes``, the boxes of the whole weight that, flattened and concatenated, are the parameter's elements. A
+parameter that every rank has whole carries no marks. The initial weights, checkpoints and the gradient norm read them.
 """
 
 from __future__ import annotations

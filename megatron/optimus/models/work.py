@@ -1,9 +1,9 @@
 """Declares what a rank computes in a layer and in the head: operations, and bytes through memory.
 
-Written without torch, so that the planner can read it on any machine. Matrix products are counted as the mathematics
-has them (config/costs.py), but for those of routers, whose time is that of their bytes; backward is twice the forward.
-Bytes are those of the operations between the products, each tensor read and written as often as the program's own code
-does it; what happens inside of the expert kernels and of attention is in the rates measured for them.
+Written without torch, so that the planner can read it on any machine. Matrix products are counted in FLOPs
+(config/costs.py), and a backward as two forwards. A router's product is left out, because memory bounds it: see
+``router_work``. Bytes are those of the operations between products: each tensor as often as the program reads and
+writes it. Traffic inside of the expert kernels and of attention is not counted; the rates measured for them include it.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class DispatcherTraffic:
 
     @staticmethod
     def saved_bytes(rank: RankPlan, *, recomputes: bool) -> int:
-        """Bytes besides the rows that a layer keeps for its backward. ``recomputes``: so its experts do."""
+        """Bytes that a layer keeps for its backward besides the rows. ``recomputes``: its experts are recomputed."""
         return 0
 
     @staticmethod

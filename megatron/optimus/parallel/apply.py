@@ -1,4 +1,7 @@
-"""The ordered list of what turns a serial model into one rank's part of it.
+"""Turns a serial model into one rank's part of it, one kind of parallelism after the other.
+
+To add a kind: a file here with a function ``apply_<kind>`` that changes the model in place, its call in ``parallelize``
+at the right place of the order, and its collectives in traffic.py, which planner/communication.py adds up.
 
 Order: model converters, tensor parallelism, context parallelism, expert parallelism, pipeline stages, recomputation,
 offloading. It runs on the meta device, before weights exist. When they do, ``tensor.register_gradient_sums`` follows:

@@ -297,15 +297,20 @@ class Pipeline:
         return loss_sum / self.labels_per_micro_batch / self.num_micro_batches
 
     def forward_backward(self, batches: Sequence[StageInput], labels_each: Tensor | float) -> list[Tensor]:
-        """Accumulates the gradients of the mean loss over the micro-batches; returns each one's sum of losses, on the
-        rank of the last stage.
+        """Runs forward and backward of all micro-batches and accumulates the gradients of their mean loss.
+
+        The auxiliary losses of routers are part of it. The last stage computes the cross-entropy.
 
         Args:
-            batches: the micro-batches of this rank.
-            labels_each: labels in a micro-batch, the mean over all of them.
+            batches: the micro-batches of this rank, whose tokens and labels are [B, S].
+            labels_each: mean number of labels that count in a micro-batch; it divides each sum of losses.
 
         Returns:
-            The sum of losses of each micro-batch, on the rank of the last stage; elsewhere an empty list.
+            The sum of cross-entropies of each micro-batch, fp32 scalars, on the rank of the last stage; elsewhere an
+            empty list.
+
+        Raises:
+            ConfigError: where this version of torch cannot run the schedule with so many micro-batches.
         """
         if len(batches) != self.num_micro_batches:
             self._plan_steps(len(batches))

@@ -70,7 +70,7 @@ def context_traffic(rank: RankPlan) -> Iterator[Collective]:
 
 
 def pipeline_traffic(rank: RankPlan) -> Iterator[Collective]:
-    """The messages between pipeline stages (pipeline_p2p.py)."""
+    """The messages between pipeline stages (pipeline.py)."""
     pp = rank.layout.pp
     if pp == 1:
         return
@@ -83,7 +83,7 @@ def pipeline_traffic(rank: RankPlan) -> Iterator[Collective]:
 
 
 def partial_gradient_traffic(rank: RankPlan) -> Iterator[Collective]:
-    """The sums of gradients of which each tensor-parallel rank has a part (tensor.py, ``sum_partial_gradients``)."""
+    """The sums of gradients of which each tensor-parallel rank has a part (tensor.py, ``register_gradient_sums``)."""
     tp = rank.layout.tp
     if tp > 1 and rank.config.parallel.sequence_parallel:
         repeated = sum(one.numel * count for one, count in rank_parameters(rank).items() if not one.is_cut)
@@ -92,10 +92,10 @@ def partial_gradient_traffic(rank: RankPlan) -> Iterator[Collective]:
 
 
 def num_communicators(rank: RankPlan) -> int:
-    """Counts the communicators that a rank is in; one starts when it is first used.
+    """Counts the communicators that a rank is in; a communicator starts when it is first used.
 
-    They are those of the axes along which the program communicates, those with the same ranks once (platform/mesh.py),
-    and those between pipeline stages (parallel/pipeline_p2p.py).
+    Each axis along which the program communicates has one, and axes with the same ranks share it (platform/mesh.py).
+    Pipeline stages have further ones between them (parallel/pipeline_stages.py).
     """
     layout, model = rank.layout, rank.model
     axes = ["world", "pp", "dense", "cp", "tp", "model"]

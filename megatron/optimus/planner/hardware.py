@@ -3,6 +3,9 @@
 "fitted" means: least squares over the steps of one rank in benchmarks/results/planner_memory_h200.json
 (docs/planner.md); "public": from the makers or operators of the machine; "assumed": neither. Nothing of Aurora was
 measured by us.
+
+To add a machine: a ``Machine`` here, listed in ``MACHINES``; ``--system`` selects it by its name. ``kernels`` is one of
+those of models/activations.py.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ class Machine:
     device: str
     devices_per_node: int
     memory: Figure  # bytes of a device
-    outside: Figure  # of it, what is not torch's on a rank that communicates with nobody
-    communicator: Figure  # and with each communicator that the rank is in
+    outside: Figure  # bytes of it that torch's allocator does not hold, on a rank without communicators
+    communicator: Figure  # further such bytes for each communicator that the rank is in
     slack: Figure  # what torch's allocator holds over what is in use, as a share
     peak: Figure  # dense bf16, for MFU
     products: Figure  # FLOP/s of dense matrix products in a step

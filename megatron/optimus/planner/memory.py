@@ -66,7 +66,15 @@ class Memory:
 
 
 def memory_of(rank: RankPlan, kernels: Kernels = CUDA) -> Memory:
-    """Adds up the memory of one rank in training, the optimizer included."""
+    """Adds up the memory of one rank in training, the optimizer included.
+
+    Args:
+        rank: one pipeline rank of the run.
+        kernels: what the device's kernels keep and allocate.
+
+    Returns:
+        Bytes: what stays for the whole run, and each moment of a step. The highest sum of both is ``peak``.
+    """
     flat, states = flat_buffers(rank), total_state_bytes(rank)
     pool, buffers = buffer_pool(rank), _buffers(rank)
     chunks = [_layers(rank, kernels, kinds) for kinds in rank.kinds]
@@ -140,10 +148,11 @@ def _of_a_step(rank: RankPlan, chunks: list[list[list[PartMemory]]], head: list[
 
 
 def _of_a_first_backward(rank: RankPlan, layers: list[list[PartMemory]], pool: PoolBytes) -> list[Moment]:
-    """Moments of stage 2's first backward, which does not know yet when a bucket is complete.
+    """Moments of ZeRO stage 2's first backward, which does not know yet when a bucket is complete.
 
-    All its gradients wait for its end, and the pool has no buffers before, unless all backwards are so. Relative to
-    what stays. ``layers``: the parts of each layer of the last chunk.
+    All its gradients stay where the backward leaves them until its end. The pool has no buffers before, so its bytes,
+    which ``Memory.always`` includes, are subtracted. Where every backward waits so (``waits_always``) they are not: the
+    later ones find the pool's buffers made. ``layers``: the parts of each layer of the last chunk.
     """
     if not pool.buffers:
         return []

@@ -67,7 +67,17 @@ class Plan:
 
 
 def plan(config: RunConfig, world_size: int, machine: Machine) -> Plan:
-    """Plans a run. Raises ConfigError for one that the trainer refuses, and for a ZeRO stage that is not modelled."""
+    """Plans a run. The result computes memory, communication and time when asked for them.
+
+    Args:
+        config: the run.
+        world_size: number of ranks.
+        machine: where it would run.
+
+    Raises:
+        ConfigError: for a run that the trainer refuses, a ZeRO stage that is not modelled, and a token dispatcher that
+            does not fit the machine's nodes or devices. A run that needs too much memory is planned: see ``Plan.fits``.
+    """
     check(config, world_size)
     stage = config.optimizer.zero_stage
     if stage not in MODELLED_STAGES:

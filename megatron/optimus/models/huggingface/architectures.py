@@ -1,8 +1,10 @@
 """The architectures of Hugging Face's transformers that compute what a model of ours does.
 
 Supported: OLMo, Llama, Qwen2 and Qwen3 (dense), OLMoE, Mixtral, Qwen2-MoE, Qwen3-MoE and Granite's MoE with shared
-experts. To add one, append an ``Architecture`` to ``ARCHITECTURES``: it declares when a model is of this architecture,
-which options it needs, its fields of config.json, and the names of its tensors.
+experts. To add one, put an ``Architecture`` into ``ARCHITECTURES``: it declares when a model is of this architecture,
+which options it needs, its fields of config.json, and the names of its tensors. ``architecture_of`` takes the first
+entry whose ``matches`` is true, so a narrower entry comes before a wider one. An entry that is only read, because its
+models are written under another name, has a ``matches`` that is never true (docs/extending.md).
 
 Source: the configuration classes and modelling code of transformers 5.
 """

@@ -111,7 +111,11 @@ class TokenDispatcher(ABC):
     def run_experts(
         self, experts: nn.Module, x_TD: Tensor, routing: Routing, started: Any, overlapped: OverlappedWork
     ) -> tuple[Tensor, Tensor]:
-        """Dispatch, experts, combine.
+        """Dispatches this rank's tokens, runs the experts on the rows that arrive, and combines their outputs.
+
+        Args:
+            experts: called with the fields of ``ExpertRows`` but ``handle``; returns [R, D].
+            x_TD: as ``dispatch``, and so are ``routing``, ``started`` and ``overlapped``.
 
         Returns:
             The outputs of this rank's tokens [T, D], and the slots (token and choice) computed on this rank, int64 [].

@@ -66,6 +66,12 @@ def build_dispatcher(config: ParallelConfig, mesh: Mesh, ownership: Ownership) -
 def select_dispatcher(run: RunContext) -> ParallelConfig:
     """Replaces "auto" by the fastest dispatcher, and refuses one that these ranks do not support. Collective.
 
+    Without an expert group no token travels, and "allgather" is returned whatever was asked for. With
+    ``deterministic=True``, "auto" becomes "allgather" without a measurement.
+
+    Args:
+        run: its configuration, ranks and device.
+
     Returns:
         ``config.parallel`` with a ``moe_token_dispatcher_type`` that names a dispatcher, the same on all ranks.
 
