@@ -1,4 +1,5 @@
-// What the expert layer's products share: packed weights, sums of a token's rows, gradients of weights.
+// Parts of the expert layer's grouped products: packed weights, combine (the sum of a token's rows), weight gradients.
+// No function here is a whole grouped product: moe_mlp.cpp runs `multiply` (gemm.h) for each block of an expert's rows.
 #pragma once
 
 #include <algorithm>

@@ -16,8 +16,8 @@
 namespace optimus::cpu {
 namespace {
 
-// Rows of a block. Where an expert's weights and gradients fit into a second-level cache together with the operands of
-// 64 rows, all stay there; larger ones pass through it once a block, which fewer blocks do less often.
+// Rows of a block: 64 where an expert's weights and gradients fit into a second-level cache together with the operands
+// of 64 rows. Larger weights are read through the cache once for each block, so their blocks have 256 rows.
 int64_t block_rows(int64_t width, int64_t inner) { return 3 * width * inner <= 128 * 1024 ? 64 : 256; }
 
 struct Buffer {

@@ -1,8 +1,12 @@
 // Background tasks: memory-bound work on rows (permute, SwiGLU's backward, combine).
 //
 // A task runs in a kernel of its own, or inside a GEMM on warps that the GEMM leaves idle. In the second case the GEMM
-// may need the task's rows (a dependency, which runs ahead of it) or not. A worker is one warp; workers share rows or
-// tokens.
+// may need the task's rows (a dependency, which runs ahead of it) or not. A worker is one warp; workers share out the
+// task's rows or tokens.
+//
+// A new task is a TaskKind (grouped_gemm.h), a function over a WorkQueue, and a line in run_background_task. One that a
+// GEMM waits for counts its chunks in num_chunks and ends each with WorkQueue::finish. layer.cpp puts it on a GEMM's
+// list; each task there has two counters of its own (kTaskCounters in layer.h).
 #pragma once
 
 #include <cuda_bf16.h>

@@ -78,7 +78,10 @@ cudaError_t run(Type, const BackgroundTask&, const Order&, cudaStream_t);
 cudaError_t up_swiglu(Type, const void* x, const void* gate_up, void* hidden, void* activation, const Order&, int width,
                       int inner, int* next_item, cudaStream_t);
 
-// out [P, N] = a [P, K] times weight[e]: [E, N, K] if transposed, else [E, K, N].
+// out [P, N] = a [P, K] times weight[e]: [E, N, K] if transposed, else [E, K, N]; depth is K, width is N. Computes the
+// rows of the given experts only, and runs the background tasks on warps that it leaves idle. Queues and returns:
+// cudaErrorInvalidValue where an operand has no tensor map (alignment, size), else the launch's error. Shapes are not
+// checked here.
 cudaError_t grouped_gemm(Type, const void* a, const void* weight, void* out, const Order&, int depth, int width,
                          bool transposed, ExpertRange, const BackgroundTasks&, int* next_item, Start, cudaStream_t);
 

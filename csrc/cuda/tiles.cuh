@@ -50,7 +50,7 @@ struct WorkTile {
   int last;   // of a gradient: the last step's depth that holds slots, in units of kStep
   int first;  // row of the expert's first slot
   int rows;   // of a product by rows: how many rows from the tile's first on are slots, at least 1
-  bool shared;
+  bool shared;  // both blocks of the cluster use the same tile of b: each loads half and multicasts it
 };
 
 struct alignas(16) TileInfo {  // what the producer tells the consumers of a tile

@@ -2,11 +2,11 @@
 
 An *instance* is Megatron's sample of a dataset: L = ``seq_length`` tokens of one file, known by its number. Each file's
 documents are read as one stream of tokens, as they lie in the .bin file. A split owns a range of that stream, and
-within it instance j is the L tokens [first + j*L, first + (j + 1)*L). They predict each other: the last position has
-no label, one in L is lost, and a training instance whose length is a multiple of a page is read from a disk without a
-byte too many. With the extra token (Megatron's way) the token after them is read too, as the last label. Which
-instances there are does not depend on that: each is followed by a token of its range, up to L tokens at the end of a
-range are unused, and a run may switch at any step without moving a sample.
+within it instance j is the L tokens [first + j*L, first + (j + 1)*L). Each token is the label of the one before, so the
+last position has no label. An instance whose length is a multiple of a page is then read from disk without extra bytes.
+With the extra token (Megatron's way) the token after the instance is read too, as the last label. The set of instances
+is the same with and without it, because up to L tokens at the end of a range stay unused so that each instance is
+followed by a token of its range. A run may therefore switch at any step without moving a sample.
 
 The ranges of training, validation and test are shares of the *tokens* of each file and do not touch, hence
 
@@ -18,13 +18,12 @@ Instances span neither files nor splits, but they do span documents.
 Packing puts whole documents together so that few of them are cut. Plain instances cut a stream of documents every L
 tokens, nearly every time inside one. Packed ones are made from windows of ``WINDOW - 1`` times L tokens of a file,
 whose documents are laid into ``WINDOW`` sequences by best fit: the longest first, each into the fullest sequence that
-still has room for it (Ding et al. 2024, arXiv 2404.10830). Cut are only documents longer than L, those at the ends of a
-window, and, rarely, one that no sequence has room for; it fills the remaining holes. One sequence in ``WINDOW`` is
-spare
-room: padding, 1.6 % of all positions. How many sequences a file gives depends on its size alone, so the order of
-samples needs nothing else, and the packing of a window is computed when a sample of it is read: a fraction of a
-millisecond, and a few pages of the index. The documents of a sample lie apart in a window of half a million tokens, so
-a packed sample takes several reads of as many pages.
+still has room for it (Ding et al. 2024, arXiv 2404.10830). Documents are cut only if they are longer than L, lie at an
+end of a window, or, rarely, fit into no sequence; the pieces then fill the remaining holes. One sequence in ``WINDOW``
+is padding, 1.6 % of all positions. The number of sequences of a file depends on its size alone, so the order of samples
+does not depend on the packing. The packing of a window is computed when one of its samples is read, which takes a
+fraction of a millisecond and a few pages of the index. The documents of a sample lie apart in a window of half a
+million tokens, so a packed sample takes several reads.
 
 Shapes: S positions of a sample, T tokens.
 """

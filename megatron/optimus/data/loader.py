@@ -182,7 +182,8 @@ class BatchLoader:
     def batch(self, consumed: int) -> list[Batch]:
         """Returns this rank's micro-batches of the optimizer step that starts at position ``consumed``.
 
-        Each has int64 [micro_batch_size, seq_length] tokens and labels, contiguous. Raises the errors of
+        Each has contiguous int64 [micro_batch_size, seq_length] tokens and labels, or what ``keep`` takes of them. Ask
+        for positions in the order of the run: a call for another one drops what was read ahead. Raises the errors of
         ``sample_ids``, and DataError if files cannot be read.
         """
         self._read_ahead(consumed, 1 + _READ_AHEAD)

@@ -1,9 +1,9 @@
 """A mixture of corpora as one dataset: what Megatron calls a blended dataset.
 
-The schedule of the weights (blend.py) names the corpus that the sample at a position of the run comes from; as the k-th
-sample drawn from that corpus it is the k-th of the corpus's own order (order.py): every instance once, over all its
-files, then every instance again in another order. A corpus's order depends on the seed and its name only, so it stays
-the same when other corpora come and go, and when weights change.
+For each position of the run, the schedule of the weights (blend.py) gives the corpus of the sample, and the number k of
+samples drawn from that corpus before. The sample is number k of the corpus's own order (order.py), which holds every
+instance of all its files once, then every instance again in another order. A corpus's order depends on the seed and its
+name only, so it stays the same when other corpora come and go, and when weights change.
 
 Weights may change in stages: from a stage's first sample on, a new schedule counts from 0, and each corpus goes on
 where it was. So a later stage changes nothing before its first sample.

@@ -2,6 +2,9 @@
 
 ``auto`` takes the fastest backend present. One that is missing (no compiler at installation, no triton) is named in a
 warning with its remedy; asking for it explicitly raises. Nothing slower runs silently.
+
+A new backend is a member of ``Backend``, a module of kernels in ``_KERNELS`` (the comment there says what it provides),
+a place in ``_NATIVE``, and a case in ``_obstacle`` that tells why it cannot run.
 """
 
 from __future__ import annotations
@@ -104,7 +107,7 @@ def resolve(device: torch.device, dtype: torch.dtype) -> Backend:
 def resolve_routing(device: torch.device) -> Backend:
     """The backend of the operations that do not depend on the experts' dtype: router (fp32) and counts.
 
-    That of 16-bit rows, which every backend has. Raises BackendUnavailableError.
+    Chosen as for 16-bit rows, which every backend supports. Raises BackendUnavailableError.
     """
     return _resolve_routing(_selected, device.type)
 

@@ -53,11 +53,11 @@ def moe_mlp(
         main_grads: ``main_grad_of`` gate_up and of down. The backward adds a weight's gradient to its buffer, calls
             ``ready`` and leaves ``.grad`` alone. A weight without one gets an ordinary gradient, and so do all in a
             compiled graph.
-        on_input_gradients: called in the backward with the gradients of x and weights, complete in the current stream,
-            before the product that gives gate_up's gradient is queued (by the cpu backend after it): communication of
-            them can run beside that product. They must not be changed. It is not called where the running backward
-            makes no use of x's gradient, nor in a compiled graph: what it starts must then be started where the
-            gradients arrive.
+        on_input_gradients: called in the backward with the gradients of x and weights, so that their communication can
+            overlap the product that gives gate_up's gradient. Both are complete in the current stream and must not be
+            changed. The call comes before that product is queued; the cpu backend makes it after. There is no call in
+            a compiled graph, or where the running backward makes no use of x's gradient. The caller must then start
+            the communication when the gradients arrive.
 
     Returns:
         y [T, D] in x's dtype. An expert without tokens gets a zero gradient.

@@ -33,7 +33,7 @@ class StepMetrics:
     grad_norm: float  # global, before clipping
     lr: float
     step_time_s: float  # from the end of the step before, without pauses
-    data_wait_s: float  # of that, the first rank's device had nothing to do, as batches were not read yet
+    data_wait_s: float  # part of step_time_s in which rank 0's device was idle, as the next batch had not been read
     tokens_per_second_per_device: float
     tflops_per_device: float
     mfu: float | None

@@ -1,9 +1,10 @@
 """The training loop: batch, forward and backward, optimizer, metrics, log, evaluate, save.
 
-A step is queued on the device, which runs behind the host. To wait for its numbers before the next step is queued
-would leave the device idle, so a step is logged and judged once the next one has been queued; at once where an
-evaluation, a checkpoint or the end of the run needs it, and on the CPU, which queues nothing. A run that stops because
-it is unhealthy thus trains at most one step too many, and never saves a step that has not been judged.
+``Trainer._train`` is the loop, ``train_step`` one optimizer step. The device runs behind the host: if the host waited
+for a step's numbers before it queued the next step, the device would be idle. So a step is logged, and its loss and
+gradient norm are checked (health.py), after the next step has been queued. It is logged at once where an evaluation, a
+checkpoint or the end of the run needs its numbers, and on the CPU, which queues nothing. A run that stops because it is
+unhealthy trains at most one step too many, and never saves a step that has not been checked.
 """
 
 from __future__ import annotations
@@ -89,9 +90,16 @@ def train_step(
     the optimizer averages over data-parallel ranks.
 
     Args:
+        run: configuration, mesh and device of the run.
+        engine: the model and its optimizer, with this step's learning rate and largest gradient norm set.
+        schedule: runs forward and backward of the micro-batches.
+        recorder: collects what ``platform.metrics.record`` is called with in the step.
         batches: this rank's micro-batches, on the device.
         before_update: called before anything changes that a checkpoint holds.
         stop_requested: whether this rank was asked to end the run; called while the device works.
+
+    Returns:
+        The step's result; its ``read`` waits for the device.
     """
     with record_function(FORWARD_BACKWARD), recorder.recording():
         losses = schedule.forward_backward(batches, labels_per_micro_batch(batches, run.mesh))
@@ -191,7 +199,11 @@ class Trainer:
         return 0
 
     def _train(self, metrics_logger: MetricsLogger, stop: StopRequest, profiler: StepProfiler) -> None:
-        """The loop over steps."""
+        """Trains, logs, evaluates and saves until the last step, an ``exit_interval``, or any rank's request to stop.
+
+        Raises, on every rank, TrainingError where the run is unhealthy, DataError where data cannot be read, and
+        CheckpointError where a save failed.
+        """
         training = self.config.training
         while self._skip_steps() < self.last_step:
             self._check_devices()

@@ -4,6 +4,9 @@ JSON lines and text may be compressed (.gz, .zst). Reading has two halves, the s
 processes: ``read_batches`` cuts files into batches that know where they come from; ``parse_batch`` turns a batch into
 documents. A batch of uncompressed JSON lines is a range of bytes, which ``parse_batch`` reads itself: no line goes
 through a pipe between processes.
+
+A new format needs a member of ``Format``, its suffix in ``SUFFIXES`` and ``format_of``, a generator of batches that
+``read_batches`` calls, and a case in ``_parse_entry``. Documents keep the order of the file.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ COMPRESSED = (".gz", ".zst")
 _TEXT = (".txt", ".md")
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", *_TEXT)  # of the files that are read in folders
 
-_LAST_BATCHES = 16  # of a range get smaller, so that workers end together,
-_SMALLEST_FRACTION = 4  # down to a quarter
+_LAST_BATCHES = 16  # a batch is at most 1/16 of what is left of its range, so that workers end together,
+_SMALLEST_FRACTION = 4  # but at least 1/4 of BATCH_BYTES where so much is left
 _LINE_BYTES = 1 << 14  # read beyond a batch for the end of its last line
 _DECODER = json.JSONDecoder()
 _MAX_FAILURES = 16  # of the fast parser in a batch, before the slow one takes the rest
@@ -64,8 +67,8 @@ class LineBatch:
     first_line: int = 1  # from 1; with ``source`` counted from its start
     content: bytes | None = None  # whole lines, or a text
     rows: list[list[object]] | None = None  # the values of a parquet file's columns
-    source: FileRange | None = None  # the batch is the lines that begin in this range, which are still to be read,
-    limit: int = 0  # and end by this byte
+    source: FileRange | None = None  # bytes still to be read: the batch is the lines that begin in this range
+    limit: int = 0  # with ``source``: the byte by which its last line ends
     format: Format = Format.JSON_LINES
     position: int = 0  # bytes of the file range up to the batch's end, for progress
 

@@ -97,13 +97,17 @@ CANDIDATES: dict[str, tuple[Tiles, ...]] = {
 
 
 class Problem(NamedTuple):
-    """The key of a choice of tiles: kernel, dtype and shape."""
+    """The key of a choice of tiles: kernel, dtype and shape.
+
+    A product of rows has results of width ``height``, sums over depth ``width``. A weight gradient is [height, width].
+    Kernels that move rows have ``height`` = K, the experts of a token, and rows of ``width`` elements.
+    """
 
     kernel: str  # of CANDIDATES
     dtype: torch.dtype
     experts: int
-    height: int  # width of the result (weight gradients: its rows); K of kernels that move rows; 1 of swiglu_backward
-    width: int  # depth of the product (weight gradients: columns of the result); width of the rows moved
+    height: int  # 1 for swiglu_backward
+    width: int
     slots: int  # a power of two: see ``bucket``
 
     def __str__(self) -> str:
@@ -166,9 +170,9 @@ def bucket(slots: int) -> int:
 def shared_bytes(kernel: str, tiles: Tiles, machine: Hardware) -> int:
     """Shared memory of a program: operands of the stages, in 16 bits, and room through which the result leaves.
 
-    What the compiler asks for and at most 1 KiB more where there is a memory engine, elsewhere more (a test compiles).
-    Of up_swiglu as much as half of the result's room more: there hidden leaves by rows, for which the compiler takes as
-    much as for blocks or less.
+    An upper bound of what the compiler asks for: at most 1 KiB above it where there is a memory engine, further above
+    elsewhere (a test compiles). For up_swiglu it may lie another half of the result's room above: hidden is stored by
+    rows, which takes the compiler no more shared memory than storing blocks.
     """
     if not tiles.depth:
         return 0
