@@ -1,4 +1,9 @@
-"""DeepSpeed's engine with a ZeRO optimizer that knows expert parallelism; usable with any model, see README.md."""
+"""DeepSpeed's engine with a ZeRO optimizer that knows expert parallelism; usable with any model, see README.md.
+
+Read initialize.py first: it checks the configuration and builds the engine (engine.py), whose optimizer is in zero/
+and whose update rules are in optimizers/. config_keys.py says how to add a configuration key.
+The parameters' attributes ``allreduce`` and ``group_name`` and the checkpoints' file names are DeepSpeed's: keep them.
+"""
 
 import logging
 

@@ -1,7 +1,9 @@
 """The keys of a DeepSpeed 0.19.8 configuration, by what they do in ZeRO stages 1 and 2 of deepspeed_ext.
 
 README.md shows them as a table. A key in none of these sets is not read at all; a test compares the sets with the keys
-that DeepSpeed looks for.
+that DeepSpeed looks for. To add an option of our own, add it to the section "deepspeed_ext" (``_OWN_OPTIONS`` in
+ds_config.py) and as a field of the same name to ``ZeroOptions``. To read another of DeepSpeed's top-level keys, move it
+to ``OURS`` and read it in ``ds_config.zero_options``.
 """
 
 from __future__ import annotations

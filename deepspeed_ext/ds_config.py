@@ -15,6 +15,7 @@ from deepspeed_ext.config_checks import number, optimizer_params, own_section, r
 from deepspeed_ext.optimizers import OPTIMIZERS
 from deepspeed_ext.zero.options import DEFAULT_BUCKET_NUMEL, LossScaleOptions, ZeroOptions
 
+# Keys of the section "deepspeed_ext", each a field of ZeroOptions. A value must have the type of the one given here.
 _OWN_OPTIONS = {"overlap_param_gather": False, "clip_after_steps": 0, "reduce_each_micro_batch": False}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DTYPES |= {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

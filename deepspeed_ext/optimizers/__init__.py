@@ -6,13 +6,14 @@ buffer that this rank owns. ``shard_optimizer_for`` finds the second for the fir
 
 To add an optimizer, write one file here with both classes and register it by one line in ``OPTIMIZERS``:
 
-- element-wise: a ``ShardOptimizer`` whose ``update_`` may be plain torch (elementwise.py has the existing ones). For a
-  fused kernel derive from ``ElementwiseOptimizer`` instead, and add the function to kernels/reference.py, cpu.py and
-  triton_ops.py;
+- element-wise: a ``ShardOptimizer`` whose ``update_`` may be plain torch. For a fused kernel derive from
+  ``ElementwiseOptimizer`` instead (elementwise.py has the existing ones), add its hyperparameters to kernels/options.py
+  and the function, under one name, to kernels/reference.py, cpu.py and triton_ops.py;
 - whole matrices: a ``MatrixOptimizer`` with ``update_matrices_`` (muon.py is the example);
 - either way a ``ShardableOptimizer`` with the options, whose ``shard_optimizer`` returns it.
 
-Checkpoints, resharding, 8-bit states and skipped steps need nothing more. tests/unit/deepspeed_ext/optimizers/
+Checkpoints, resharding and 8-bit states need nothing more; the update itself must honour ``StepScalars.skip``. The
+names in ``state_kinds`` must not change, since checkpoints hold states under them. tests/unit/deepspeed_ext/optimizers/
 test_new_optimizer.py adds one of each kind.
 """
 

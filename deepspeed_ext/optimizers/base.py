@@ -96,9 +96,12 @@ class ShardOptimizer(ABC):
 
     @abstractmethod
     def update_(self, shard: Shard, options: Mapping[str, Any], scalars: StepScalars) -> None:
-        """Takes one step: writes master, states and parameter of the shard; nothing changes if ``scalars.skip``.
+        """Takes one step: writes master, states and parameter of the shard. Does not wait for the device.
 
-        It queues work on the device and does not wait for it.
+        Args:
+            shard: its gradient is ``shard.grad * scalars.scale``.
+            options: the parameter group.
+            scalars: of this step; if ``scalars.skip`` is 1.0, the update must change nothing.
         """
 
     def read_state(self, shard: Shard, kind: str) -> Tensor:

@@ -3,8 +3,9 @@
 One rule: **a bucket is complete when the expected number of gradients of each of its parameters has arrived in this
 backward; complete buckets are launched in launch order.** The expected number is the largest that any backward has
 brought, 1 to begin with. On completion, one multi-tensor copy moves the gradients from ``param.grad`` into the
-bucket's storage, where they are summed in the gradient dtype. What does not arrive as expected waits for the end of
-the backward, which moves what is there, writes zeros for what is not, and launches the rest.
+bucket's storage, or adds them to what is there. Storage has the gradient dtype, or the communication dtype where it is
+a buffer of stage 2's pool. At the end of a backward the remaining gradients are moved too. If the backward reduces, the
+remaining buckets are then launched, with zeros for parameters that got no gradient.
 
 The launch order is the expected order of completion, a pure function of the model: whatever gets its gradients early or
 late on some rank, every rank issues the same collectives in the same order. Nothing is launched during the first
@@ -39,7 +40,11 @@ logger = logging.getLogger("deepspeed_ext")
 class GradientReducer:
     """Collects and reduces the gradients of all flat buffers on one rank.
 
-    Errors in a gradient do not raise in backward, where other ranks would wait: they are recorded in ``errors``.
+    The optimizer calls ``arm`` before and ``end_backward`` after each backward. A step then calls ``check_all_sent``,
+    ``finish`` (which sets ``shard.grad`` of every bucket) and ``forget``. Every rank must make the same calls.
+
+    Errors in a gradient are recorded in ``errors`` and not raised in backward, because other ranks would wait for this
+    one in a collective.
 
     Args:
         flat_buffers: their buckets are reduced.
@@ -69,16 +74,16 @@ class GradientReducer:
         self.buckets = [state.bucket for state in self._queue]  # in launch order
         self._state_of = {state.bucket: state for state in self._queue}
         self._pool = BufferPool(self.buckets, options.communication_dtype)
-        self._now = self._queue  # the buckets that the present backward may launch
-        self._next = 0  # index in it of the next to launch
-        self._is_armed = False  # complete buckets are launched at once
-        self._will_reduce = False  # the present backward
-        self.has_ended = True  # the last backward, and no other has begun
-        self._was_dirty = False  # gradients have arrived since the last step, in backwards that have ended
-        self._has_fused = False  # a producer puts gradients into some main_grad
-        self._has_learned = False  # a backward has ended
-        self._has_settled = False  # the first step is over: it is known who puts gradients into main_grad, and how
-        self._zeroed_places: list[Tensor] = []  # after every step, for producers that do not ask
+        self._now = self._queue  # buckets that the present backward may launch
+        self._next = 0  # index in ``_now`` of the next bucket to launch
+        self._is_armed = False  # True: a complete bucket is launched during backward
+        self._will_reduce = False  # True: the gradients of the present backward are reduced
+        self.has_ended = True  # False from ``arm`` to ``end_backward``
+        self._was_dirty = False  # True: a backward that has ended brought gradients for the coming step
+        self._has_fused = False  # True: some producer writes gradients to ``main_grad``
+        self._has_learned = False  # True: the first backward with gradients has ended
+        self._has_settled = False  # True after the first step, which shows who writes to ``main_grad``
+        self._zeroed_places: list[Tensor] = []  # parts of storage that are zeroed after every step
         for state in self._queue:
             state.sort()
         self._begin()
@@ -341,11 +346,11 @@ class GradientReducer:
     def end_interrupted(self) -> bool:
         """Ends a backward that an exception has interrupted, instead of ``end_backward``.
 
-        Other ranks, which may have come further, wait for what it was to reduce, so it is reduced all the same. Its
-        gradients are good for nothing but ``forget``.
+        Launches every reduction that this backward was to launch, because other ranks may wait in the same collectives.
+        The gradients are incomplete and must be dropped by ``forget``.
 
         Returns:
-            Whether it was reduced.
+            Whether the gradients were reduced.
         """
         for state in self._queue:
             state.arrivals.clear()  # nothing is to be learnt from them
@@ -403,7 +408,10 @@ class GradientReducer:
             torch._foreach_zero_(self._zeroed_places)
 
     def _settle(self) -> None:
-        """After the first step. Not after the first backward: of a pipeline with several chunks that reaches one."""
+        """Removes ``main_grad`` where no producer wrote to it, and finds the producers that never asked.
+
+        Called after the first step, because the first backward of a pipeline with several chunks reaches one of them.
+        """
         self._has_settled = True
         for param in self._params:
             if not param.is_fused:

@@ -267,12 +267,13 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Computes the norm, clips, updates this rank's shards and gathers the new parameters. Collective.
 
-        If the norm is not finite, the step is skipped on all ranks: ``overflow`` is True and masters, states and
-        step_count stay untouched. Does not wait for the device.
+        If the norm is not finite or exceeds ``skip_above``, the step is skipped on all ranks: ``overflow`` is True and
+        masters, states and step_count stay untouched. Does not wait for the device.
 
         Raises:
             ValueError: a closure is given.
-            RuntimeError: the step before failed on some rank, see ``record_error``; the same on every rank.
+            RuntimeError: states are offloaded to the host. Or, on every rank and after this step has been taken: in the
+                previous step a rank recorded an error (``record_error``), or the smallest loss scale overflowed.
         """
         if closure is not None:
             raise ValueError("EPZeroOptimizer.step takes no closure; run forward and backward through the engine")
@@ -395,7 +396,7 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         return self._copies
 
     def forget_copies(self) -> None:
-        """Drops the decoded copies that ``state_shards`` returned, which nobody wrote to, before the next step does."""
+        """Frees the decoded copies that ``state_shards`` returned. For callers that only read them."""
         self._copies = []
 
     def offload_states(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+# Dtypes of gradients and of their reduction. Another one also needs a name in ds_config._DTYPES and a collective
+# backend that reduces it; the update kernels (optimizers/kernels) convert every gradient to fp32.
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Large enough for full bandwidth (256 MiB of fp32 gradients), small enough that little is left after backward.
@@ -20,9 +22,9 @@ class LossScaleOptions:
         initial: the first scale.
         is_dynamic: whether overflows change it.
         window: steps without overflow after which the scale doubles.
-        hysteresis: overflows up to the first halving; what is used up comes back when the scale doubles.
-        refills_hysteresis: it comes back after any step without overflow.
-        minimum: the scale never falls below.
+        hysteresis: number of the overflow that first halves the scale; later ones do too. A doubling resets the count.
+        refills_hysteresis: every step without overflow resets that count.
+        minimum: the smallest scale.
 
     Raises:
         ValueError: a value is out of range.
@@ -53,13 +55,13 @@ class ZeroOptions:
         stage: 1 keeps full-size gradients and reduces them once a step; 2 reduces every micro-batch into a shard and
             holds full-size gradients of a few buckets only.
         bucket_numel: elements of a bucket.
-        grad_dtype: the dtype in which gradients are accumulated.
-        comm_dtype: the dtype in which they travel; None: ``grad_dtype``.
+        grad_dtype: dtype in which this rank accumulates gradients.
+        comm_dtype: dtype of the buffers that are reduce-scattered; None: ``grad_dtype``.
         overlap_comm: reduce buckets while backward runs.
         overlap_param_gather: ``step()`` returns before other ranks' new parameters have arrived; forward waits for them
             module by module.
         max_norm: clip to this gradient norm; 0: never.
-        clip_after_steps: do so after this number of applied steps.
+        clip_after_steps: number of applied steps before clipping begins.
         average: divide gradients by the number of data-parallel ranks.
         reduce_each_micro_batch: stage 1 sums in stage 2's order (ranks first, then micro-batches), which makes the two
             bitwise equal.
@@ -101,7 +103,7 @@ class ZeroOptions:
 
     @property
     def shard_dtype(self) -> torch.dtype:
-        """The dtype of reduced gradients: that of both, fp32 where they differ."""
+        """The dtype of reduced gradients: ``grad_dtype`` if it equals the communication dtype, else fp32."""
         return self.grad_dtype if self.grad_dtype == self.communication_dtype else torch.float32
 
     @property

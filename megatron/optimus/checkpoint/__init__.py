@@ -9,6 +9,10 @@ saver.py       saving beside training: save_plan.py (who writes what), snapshot.
 reader.py      loading at any layout, every byte once
 verify.py      checking and comparing without loading
 run_lock.py    one job at a time may write
+
+There is no interface for storage: a folder is a local or shared POSIX directory. Another back end replaces at least
+``writer.SharedFile`` (writes), ``shards.ShardFile`` (reads), untrusted.py (the manifest), commit.py (listing, rename,
+deletion) and run_lock.py. Must not change without a new ``manifest.FORMAT_VERSION``: the manifest, the pieces' hashes.
 """
 
 from megatron.optimus.checkpoint.errors import CheckpointError, DamagedError

@@ -43,8 +43,9 @@ from megatron.optimus.platform import files
 from megatron.optimus.platform.environment import node_name
 from megatron.optimus.platform.ranks import NO_FAILURE, Ranks, attempt
 
-# All are above every failure's number, so the lowest of the ranks' numbers decides. To _DONE rank 0 adds the revision
-# under which it has committed, and the other ranks add _MORE, so that rank 0's number is the lowest.
+# Each rank sends one number and all take the minimum: numbers below NO_FAILURE are failures, and _WORKING on any rank
+# hides _DONE on the others. When all are done, the minimum is rank 0's number, _DONE plus the revision that it has
+# committed, because the other ranks add _MORE.
 _WORKING, _DONE, _MORE = NO_FAILURE, NO_FAILURE + 1, 1 << 32
 _OTHER, _SAME = NO_FAILURE, NO_FAILURE + 1  # the slices of this save, compared with those of the previous one
 
@@ -109,10 +110,10 @@ class Saver:
     # ---- what a training loop calls
 
     def prepare(self, slices: Sequence[TensorSlice], header: Manifest) -> None:
-        """Does the slow part of the first ``start`` with such arguments ahead of time, before the first step.
+        """Prepares the first ``start`` with such arguments, so that it does not delay training. Optional.
 
-        That is the exchange of who writes what, the host memory for the copy, and the folder on the node's disk.
-        Raises as ``start`` does.
+        Makes the plan of which rank writes what, and allocates the host memory for the copy and the folder on the
+        node's disk. Raises as ``start`` does.
         """
         self._plan(slices, header)
         local = self._local
@@ -126,7 +127,7 @@ class Saver:
     def start(
         self, slices: Sequence[TensorSlice], header: Manifest, *, retain: int | None, began: float | None = None
     ) -> list[Saved]:
-        """Begins a save, after finishing the previous one of the same kind or of an earlier step.
+        """Begins a save. Waits first until earlier ones of the same kind or of another step have been written.
 
         Args:
             slices: what this rank writes. Over all ranks they cover every element of every tensor exactly once.
@@ -135,11 +136,12 @@ class Saver:
             began: ``time.perf_counter`` when training began to stand still for this save; None: now.
 
         Returns:
-            What had to be finished first, and without ``asynchronous`` this checkpoint too.
+            Earlier checkpoints that were committed meanwhile, and without ``asynchronous`` this one too.
 
         Raises:
-            CheckpointError: on every rank when any rank fails; the message names the rank. The unfinished directory is
-                removed and the earlier checkpoints stay as they were.
+            CheckpointError: on every rank when any rank refuses its arguments or has failed to write; the message names
+                the rank. With ``asynchronous``, errors in writing are raised by a later ``poll``, ``start`` or
+                ``drain``. The unfinished directory is removed and the earlier checkpoints stay as they were.
         """
         began = time.perf_counter() if began is None else began
         if retain is not None and retain < 1:

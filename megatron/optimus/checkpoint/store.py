@@ -178,7 +178,7 @@ def load_together(
     cast: bool = False,
     ranks: Ranks | None = None,
 ) -> Manifest:
-    """Fills the requests of all ranks at once; every byte is read by one of them. Collective over ``ranks``.
+    """Fills the requests of all ranks; each stored piece that they need is read by one rank. Collective over ``ranks``.
 
     Args:
         path: the checkpoint's directory, seen by all ranks.
@@ -190,7 +190,8 @@ def load_together(
         The manifest.
 
     Raises:
-        CheckpointError: on every rank, as ``load`` on any of them.
+        CheckpointError: on every rank, when a request does not fit the checkpoint, or its format has another version.
+        DamagedError: on every rank, when bytes are missing or wrong; requests may then be partly filled.
     """
     ranks = ranks or Ranks(None, "cpu")
     path = Path(path)

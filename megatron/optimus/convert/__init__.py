@@ -1,7 +1,8 @@
 """Conversion of whole models between formats, streaming and bit-exact (docs/converters.md).
 
 A source gives any range of our model's tensors; a destination asks for the ranges it needs and writes them. One matrix
-is in memory at a time, and the result appears by one rename. formats.py has the interface and says how to add a format.
+is in memory at a time, and the result appears by one rename. Read formats.py next: it has the interface. To add a
+format, follow its recipe and list the result below, in ``_FORMATS`` (for ``--to``) and ``_RECOGNISED`` (for sources).
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def convert(
 def _convert(
     source: Source, destination: Path, to: str, options: Options, *, overwrite: bool, dry_run: bool, verify: bool
 ) -> Conversion:
-    if to == source.format and to != "megatron":  # which can be laid out anew
+    if to == source.format and to != "megatron":  # Megatron to Megatron changes the parallel sizes
         raise CheckpointError(f"--to {to}: {source.path} already is in {to!r} format; another is wanted here")
     _check_destination(source.path, destination, overwrite)
     prepared = _FORMATS[to].destination(source, options)

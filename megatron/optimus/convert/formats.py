@@ -269,7 +269,7 @@ def check_names(source: Path, found: set[str], expected: set[str]) -> None:
 
 
 def written_dtype(source: Source, name: str, kind: str, dtype: str | None) -> torch.dtype:
-    """The dtype that ``--dtype`` asks for. Default: as stored, masters as the run computed, moments always fp32."""
+    """The dtype that ``--dtype`` asks for; default: as stored, masters in ``params_dtype``. Moments: as stored."""
     stored = source.dtypes[name, kind]
     if dtype == "source" or (dtype is None and kind == WEIGHT) or kind in MOMENTS:
         return stored
