@@ -139,7 +139,12 @@ def test_the_tool_refuses_what_it_cannot_tune(capsys: pytest.CaptureFixture[str]
         ("--preset", "mula-1b", "--device", "cpu"): "num_experts=0: a model without experts has no expert kernels",
         ("--preset", "mula-7b-a1b", "--tokens", "many"): "--tokens='many' must be a whole number of 1 or more",
         ("--preset", "mula-7b-a1b", "--tokens=0"): "--tokens='0' must be",
-        ("--preset", "mula-7b-a1b", "--params-dtype", "fp32"): "params_dtype=fp32: the Triton kernels support bf16 only",
+        (
+            "--preset",
+            "mula-7b-a1b",
+            "--params-dtype",
+            "fp32",
+        ): "params_dtype=fp32: the Triton kernels support bf16 only",
         ("--preset", "mula-7b-a1b", "--token", "5"): "--tokens",
         ("--preset", "mula-7b-a1b", "--device", "cpu"): "backend 'triton' cannot run on cpu bfloat16",
     }

@@ -436,8 +436,8 @@ def only_own_optimizer_skips_spikes(config: RunConfig, world_size: int) -> str |
 
 RULES: list[Rule] = [
     sizes_fit_ranks,
+    schedule_fits_chunks,  # before layers_fit_stages, which divides layers by the schedule's chunks
     layers_fit_stages,
-    schedule_fits_chunks,
     recomputed_layers_exist,
     offloaded_layers_exist,
     experts_need_a_moe_model,

@@ -79,7 +79,7 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig, seq_length: int) 
         costs,
         parallel.pipeline_model_parallel_size,
         chunks=parallel.virtual_pipeline_model_parallel_size,
-        v_shape=parallel.pipeline_schedule is PipelineSchedule.ZBV,
+        v_shape=parallel.pipeline_model_parallel_size > 1 and parallel.pipeline_schedule is PipelineSchedule.ZBV,
         first=parallel.decoder_first_pipeline_num_layers,
         last=parallel.decoder_last_pipeline_num_layers,
         head_cost=head_cost(model),

@@ -99,6 +99,11 @@ CHUNKS = "--virtual-pipeline-model-parallel-size 2"
             ["pipeline_schedule=1f1b; use 1"],
         ),
         (
+            "--pipeline-model-parallel-size 2 --pipeline-schedule zbv --num-layers 2",
+            8,
+            ["virtual_pipeline_model_parallel_size=1", "pipeline_schedule=zbv; use 2"],
+        ),
+        (
             f"{STAGES} --pipeline-schedule zbv --virtual-pipeline-model-parallel-size 3 --num-layers 6",
             8,
             ["pipeline_schedule=zbv; use 2"],

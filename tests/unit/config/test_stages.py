@@ -218,3 +218,8 @@ def test_micro_batches_in_rounds() -> None:
         check_micro_batches(good, 4)
     with pytest.raises(ConfigError, match="9 micro-batches"):
         check_micro_batches(9, 4)
+
+
+def test_a_schedule_in_v_shape_without_a_pipeline_leaves_the_layers_whole() -> None:
+    config = load("--num-layers 6 --pipeline-schedule zbv".split()).config
+    assert stage_layers(config.model, config.parallel, 64) == [range(6)]
