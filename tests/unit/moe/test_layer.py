@@ -7,6 +7,8 @@ import torch
 
 from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.moe.layer import MoE
+from megatron.optimus.platform.metrics import Recorder
+from megatron.optimus.platform.ranks import Ranks
 
 WIDTH, INNER, EXPERTS, TOPK = 8, 6, 4, 2
 SHARED = 3  # experts that every token passes, each as wide as a routed one
@@ -75,7 +77,8 @@ def test_equals_experts_one_by_one(gate: bool) -> None:
 
 
 def test_every_slot_is_processed() -> None:
-    layer = layer_of(gate=False)
-    y_BSD, stats = layer(torch.randn(2, 7, WIDTH))
+    layer, recorder = layer_of(gate=False), Recorder(Ranks.alone())
+    with recorder.recording():
+        y_BSD, _ = layer(torch.randn(2, 7, WIDTH))
     assert y_BSD.shape == (2, 7, WIDTH)
-    assert stats.processed == stats.counts_E.sum() == 2 * 7 * TOPK
+    assert recorder.values["dropped_tokens"] == 0 and layer.router.step_counts_E.sum() == 2 * 7 * TOPK
