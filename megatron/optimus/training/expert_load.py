@@ -20,6 +20,7 @@ from megatron.optimus.config.placement import (
     regular_placement,
 )
 from megatron.optimus.config.schema import ConfigError, ExpertPlacement, ParallelConfig, divisors, one_of
+from megatron.optimus.platform.files import write_atomically
 
 FILE_NAME = "expert_load.json"
 
@@ -56,9 +57,7 @@ class ExpertLoad:
             "moe_expert_placement": self._config.moe_expert_placement.value,
             "moe_expert_placement_file": self._config.moe_expert_placement_file,
         }
-        fresh = self._path.with_suffix(".tmp")  # a reader during the run or after a crash finds a whole file
-        fresh.write_text(json.dumps(record) + "\n")
-        fresh.replace(self._path)
+        write_atomically(self._path, json.dumps(record) + "\n", sync=False)  # a reader always finds a whole file
 
 
 @dataclass(frozen=True)

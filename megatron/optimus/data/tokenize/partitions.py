@@ -25,6 +25,7 @@ from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.indexed import IndexedDatasetWriter
 from megatron.optimus.data.tokenize.corpus import COMPRESSED, SUFFIXES, FileRange, split_file
+from megatron.optimus.platform.files import write_atomically
 
 MAX_PARTITION_BYTES = 1 << 30  # of an uncompressed file: what a killed run repeats at most
 
@@ -113,7 +114,7 @@ class PartitionPlan:
                         "--output-prefix"
                     )
             else:
-                _write_json(path, self._plan)
+                write_atomically(path, json.dumps(self._plan))
         except (OSError, ValueError) as error:
             if isinstance(error, DataError):
                 raise
@@ -153,7 +154,8 @@ class PartitionPlan:
         if not self.uses_folder:
             self._counts[partition.number] = counts
             return
-        _write_json(self._mark(partition), {**counts, **({"plan": self._own_plan(partition)} if self.per_file else {})})
+        mark = {**counts, **({"plan": self._own_plan(partition)} if self.per_file else {})}
+        write_atomically(self._mark(partition), json.dumps(mark))
 
     def counts(self, partition: Partition) -> dict[str, Any]:
         """Returns the counts that ``mark_done`` recorded of a partition."""
@@ -221,13 +223,3 @@ def _pair_names(paths: Sequence[Path]) -> list[str]:
         twice = next(name for name in names if names.count(name) > 1)
         raise DataError(f"two input files would both become {twice}; rename one")
     return names
-
-
-def _write_json(path: Path, value: Any) -> None:
-    """Replaces a file atomically, after it has reached the disk."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    with open(temporary, "w", encoding="utf-8") as stream:
-        json.dump(value, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, path)

@@ -19,6 +19,7 @@ import numpy as np
 from megatron.optimus.config.schema import TokenizerType
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.tokenize.pretoken_cache import ByteLevelBPECache, Ids, SentencePieceCache
+from megatron.optimus.platform.files import write_atomically
 
 logger = logging.getLogger("optimus")
 
@@ -371,18 +372,8 @@ def _save_bpe(tokenizer: Any, folder: Path, special: list[str]) -> None:
     _write_json(folder / "special_tokens_map.json", names)
     _write_json(folder / "tokenizer_config.json", config)
     # last: a folder without tokenizer.json counts as none
-    _write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
+    write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True), sync=False)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    _write_text(path, json.dumps(value, indent=2) + "\n")
-
-
-def _write_text(path: Path, text: str) -> None:
-    """Replaces a file atomically: a kill leaves the old or the new one."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(path, json.dumps(value, indent=2) + "\n", sync=False)
