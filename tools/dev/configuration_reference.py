@@ -47,7 +47,7 @@ def page() -> str:
 
 
 def _row(option: Option) -> str:
-    cells = (f"`{option.flag}`", _type(option), f"`{_default(option)}`", option.help)
+    cells = (f"`{option.flag}`", _type(option), f"`{option.default_text}`", option.help)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
@@ -57,15 +57,6 @@ def _type(option: Option) -> str:
     else:
         name = {int: "integer", float: "number", bool: "switch", str: "text"}[option.type]
     return f"list of {name}" if option.is_list else name
-
-
-def _default(option: Option) -> str:
-    value = option.default
-    if isinstance(value, Enum):
-        return str(value.value)
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "none" if value is None or value == [] else str(value)
 
 
 def main() -> int:

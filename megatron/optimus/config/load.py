@@ -197,7 +197,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
     """Keeps words as text: options.py converts the values of flags and of files."""
     words: dict[str, Any] = {"dest": f"option.{option.name}", "default": argparse.SUPPRESS}
-    text = f"{option.help} [{_default(option)}]".replace("%", "%%")
+    text = f"{option.help} [{option.default_text}]".replace("%", "%%")
     if option.is_list:
         group.add_argument(option.flag, nargs="*", metavar=_metavar(option), help=text, **words)
     elif option.type is bool:
@@ -232,12 +232,3 @@ def _metavar(option: Option) -> str:
         return "[true|false]"
     name = {int: "INT", float: "NUMBER", str: "TEXT"}[option.type]
     return f"{name} ..." if option.is_list else name
-
-
-def _default(option: Option) -> str:
-    value = option.default
-    if isinstance(value, Enum):
-        return str(value.value)
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "none" if value is None or value == [] else str(value)

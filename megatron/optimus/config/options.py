@@ -46,6 +46,16 @@ class Option:
         name = name or one_of(member.value for member in self.type)  # type: ignore[attr-defined]
         return f"a list of {name}" if self.is_list else f"{name} or none" if self.is_optional else name
 
+    @property
+    def default_text(self) -> str:
+        """The default as a user would write it."""
+        value = self.default
+        if isinstance(value, Enum):
+            return str(value.value)
+        if isinstance(value, bool):
+            return str(value).lower()
+        return "none" if value is None or value == [] else str(value)
+
 
 def _options() -> dict[str, Option]:
     table: dict[str, Option] = {}
