@@ -40,6 +40,14 @@ class Picture:
             f"<line x1='{x1}' y1='{y1}' x2='{x2}' y2='{y2}' stroke='#455a64' stroke-width='1.5' marker-end='url(#a)'/>"
         )
 
+    def chain(self, boxes: list[tuple[str, str]], *, y: int, width: int, height: int, pitch: int) -> None:
+        """A row of boxes (text, colour), each with an arrow from the one before it."""
+        for number, (text, colour) in enumerate(boxes):
+            x = 10 + pitch * number
+            self.box(x, y, width, height, text, colour)
+            if number:
+                self.arrow(x - pitch + width, y + height // 2, x, y + height // 2)
+
     def save(self, name: str) -> None:
         width, height = self._size
         head = (
@@ -62,11 +70,7 @@ def one_step() -> None:
         ("combine\nsums per token", GREEN),
         ("loss\nchunks of logits", BLUE),
     ]
-    for number, (text, colour) in enumerate(stages):
-        x = 10 + 121 * number
-        picture.box(x, 30, 106, 50, text, colour)
-        if number:
-            picture.arrow(x - 15, 55, x, 55)
+    picture.chain(stages, y=30, width=106, height=50, pitch=121)
     picture.text(10, 20, "forward of a micro-batch", bold=True)
     backward = [
         ("backward\nlayer by layer", BLUE),
@@ -78,11 +82,7 @@ def one_step() -> None:
         ("maybe save\na checkpoint", GREY),
     ]
     picture.text(10, 130, "backward, optimizer, outputs", bold=True)
-    for number, (text, colour) in enumerate(backward):
-        x = 10 + 121 * number
-        picture.box(x, 140, 106, 50, text, colour)
-        if number:
-            picture.arrow(x - 15, 165, x, 165)
+    picture.chain(backward, y=140, width=106, height=50, pitch=121)
     picture.text(
         10, 215, "Orange runs beside what follows or precedes it: reductions beside backward, gathers beside forward."
     )
@@ -135,11 +135,7 @@ def checkpoint() -> None:
         ("one rename makes\nit visible", GREEN),
         ("older ones\nare deleted", GREY),
     ]
-    for number, (text, colour) in enumerate(steps):
-        x = 10 + 138 * number
-        picture.box(x, 35, 124, 54, text, colour)
-        if number:
-            picture.arrow(x - 14, 62, x, 62)
+    picture.chain(steps, y=35, width=124, height=54, pitch=138)
     picture.text(
         10, 120, "Only the snapshot stops training. A crash at any point leaves the checkpoint before as it was."
     )
