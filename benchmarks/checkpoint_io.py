@@ -363,7 +363,7 @@ def report(bench: Bench, rounds: list[dict[str, list[float]]], options: argparse
 def main() -> None:
     options = parse_args()
     began = time.perf_counter()
-    device = devices.pick(Device(options.device), int(os.environ.get("LOCAL_RANK", "0")))
+    device = devices.device_for_rank(Device(options.device), int(os.environ.get("LOCAL_RANK", "0")))
     devices.set_device(device)
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(devices.backend_for(device, Backend.AUTO))

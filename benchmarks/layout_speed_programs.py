@@ -86,7 +86,7 @@ def ours(words: Sequence[str], device: torch.device, change: Callable[[Any], Non
     from megatron.optimus.platform.mesh import Mesh
     from megatron.optimus.platform.metrics import Recorder
     from megatron.optimus.training import engine as engines
-    from megatron.optimus.training.data import own_part
+    from megatron.optimus.training.data import context_parallel_slice
     from megatron.optimus.training.engine import build_engine
     from megatron.optimus.training.pipeline_schedule import build_schedule
     from megatron.optimus.training.trainer import train_step
@@ -107,7 +107,7 @@ def ours(words: Sequence[str], device: torch.device, change: Callable[[Any], Non
     size, positions = config.training.micro_batch_size, own_positions(config.training.seq_length, config.parallel, mesh)
     tokens_BS, labels_BS = random_tokens(config, size * micro_batches, mesh.index("dp"), device)
     whole = [Batch(*parts) for parts in zip(tokens_BS.split(size), labels_BS.split(size), strict=True)]
-    batches = [own_part(batch, None if positions is None else positions.to(device)) for batch in whole]
+    batches = [context_parallel_slice(batch, None if positions is None else positions.to(device)) for batch in whole]
 
     recorder = Recorder(run.ranks)
 

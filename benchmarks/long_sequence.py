@@ -57,7 +57,7 @@ def steps(rank: int, world: int, options: str, length: int) -> dict[str, Any]:
     from megatron.optimus.parallel.context import own_positions
     from megatron.optimus.platform.mesh import Mesh
     from megatron.optimus.platform.metrics import Recorder
-    from megatron.optimus.training.data import own_part
+    from megatron.optimus.training.data import context_parallel_slice
     from megatron.optimus.training.engine import build_engine, build_model, init_engine
     from megatron.optimus.training.pipeline_schedule import build_schedule
     from megatron.optimus.training.trainer import train_step
@@ -71,7 +71,7 @@ def steps(rank: int, world: int, options: str, length: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 512, (1, length + 1), generator=generator)
     whole = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    batch = own_part(whole, own_positions(length, config.parallel, mesh))
+    batch = context_parallel_slice(whole, own_positions(length, config.parallel, mesh))
     before = memory_kib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the largest size so far is forgotten
     began = time.perf_counter()

@@ -264,7 +264,7 @@ def worker(rank: int, args: argparse.Namespace, store: str) -> None:
     for name, value in environment.for_local_rank(rank, args.ranks, 29577).items():
         environment.set_default(name, value)
     config = run_config(args)
-    device = devices.pick(config.parallel.device, rank)
+    device = devices.device_for_rank(config.parallel.device, rank)
     devices.set_device(device)
     torch.set_num_threads(1)
     backend = "gloo" if device.type == "cpu" else "nccl"

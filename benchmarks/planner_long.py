@@ -46,14 +46,22 @@ def words(preset: str, length: int, system: str, transport: str) -> str:
 def best(preset: str, length: int, system: str) -> dict[str, Any]:
     """The case with what was tried, and the options of the layout that is planned to be fastest."""
     machine = machine_named(system)
-    named = {word[2:].replace("-", "_") for word in words(preset, length, system, "").split() if word.startswith("--")}
+    fixed_options = {
+        word[2:].replace("-", "_") for word in words(preset, length, system, "").split() if word.startswith("--")
+    }
     case = {"preset": preset, "length": length, "system": system}
     nodes, tried = 1, 0
     while nodes <= MOST_NODES:
         found: list[tuple[float, str]] = []
         for transport in TRANSPORTS:
             given = words(preset, length, system, transport)
-            result = search(load(given.split()).config, nodes * machine.devices_per_node, machine, named=named, keep=1)
+            result = search(
+                load(given.split()).config,
+                nodes * machine.devices_per_node,
+                machine,
+                fixed_options=fixed_options,
+                keep=1,
+            )
             tried += result.tried
             for made in result.best:
                 found.append((made.time.tokens_per_second, f"{given} {layout_options(made.config)}"))

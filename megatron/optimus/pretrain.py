@@ -88,7 +88,7 @@ def pretrain(config: RunConfig, launch: RankEnvironment) -> int:
     Returns the exit code of ``Trainer.fit``, or 0 after an evaluation.
     """
     log.setup(launch.rank)
-    device = devices.pick(config.parallel.device, launch.local_rank)
+    device = devices.device_for_rank(config.parallel.device, launch.local_rank)
     environment.export(launch, device.type)
     # DeepSpeed chooses its accelerator when it is imported, so the device must be known before.
     from megatron.optimus.training.engine import init_engine, shutdown_engine

@@ -46,7 +46,7 @@ def curve(rank: int, world: int, words: str, steps: int, order: int = 0) -> list
     from megatron.optimus.parallel.context import own_positions
     from megatron.optimus.platform.mesh import Mesh
     from megatron.optimus.platform.metrics import Recorder
-    from megatron.optimus.training.data import own_part
+    from megatron.optimus.training.data import context_parallel_slice
     from megatron.optimus.training.engine import build_engine, build_model, init_engine
     from megatron.optimus.training.pipeline_schedule import build_schedule
     from megatron.optimus.training.trainer import train_step
@@ -72,7 +72,7 @@ def curve(rank: int, world: int, words: str, steps: int, order: int = 0) -> list
     def batches(tokens: Tensor) -> list[Batch]:
         each = tokens[places].to(device).split(size)
         own = [each[number * replicas + mesh.index("dp")] for number in range(accumulation)]
-        return [own_part(Batch(t[:, :-1].contiguous(), t[:, 1:].contiguous()), positions) for t in own]
+        return [context_parallel_slice(Batch(t[:, :-1].contiguous(), t[:, 1:].contiguous()), positions) for t in own]
 
     recorder = Recorder(run.ranks)
     losses: list[float] = []

@@ -17,7 +17,7 @@ from megatron.optimus.layers import NO_LABEL
 from megatron.optimus.layers.documents import Documents
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
-from megatron.optimus.models.partition import block_of, own_part, whole_shape
+from megatron.optimus.models.partition import block_of, local_shard_of, whole_shape
 from megatron.optimus.parallel import recompute
 from megatron.optimus.parallel.apply import parallelize
 from megatron.optimus.parallel.context import own_positions
@@ -69,7 +69,7 @@ def build(options: Mapping[str, Any], mesh: Mesh | None, parallel: ParallelConfi
         if parameter.dim() == 1:  # ones would hide a norm that uses another's scale
             middle = 0.0 if name.endswith("bias") else 1.0
             whole = middle + 0.3 * torch.randn(whole_shape(parameter), generator=generator_for(7, name))
-            parameter.data.copy_(own_part(whole, parameter))
+            parameter.data.copy_(local_shard_of(whole, parameter))
     if mesh is not None:
         register_gradient_sums(model, mesh)
     return model

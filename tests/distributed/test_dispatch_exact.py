@@ -60,7 +60,7 @@ def answer(x: Tensor, rank: int) -> Tensor:
 
 
 def build(case: Case, rank: int, nodes: list[Any]) -> tuple[TokenDispatcher, Ownership]:
-    ownership = Ownership.regular(EXPERTS, WORLD // case.shards, ExpertPlacement.CONTIGUOUS, case.shards)
+    ownership = Ownership.from_placement(EXPERTS, WORLD // case.shards, ExpertPlacement.CONTIGUOUS, case.shards)
     if case.dispatcher == "hierarchical":
         return HierarchicalDispatcher(nodes[rank // NODE], nodes[2 + rank % NODE], ownership), ownership
     num_chunks = 3 if case.dispatcher == "in 3 chunks" else 1

@@ -168,8 +168,8 @@ def errors(layer: MoE, x: torch.Tensor) -> list[str]:
     """Of rows whose gradient has left before it was whole."""
     found = []
     x_TD = x.flatten(0, 1).requires_grad_()
-    started = layer.dispatcher.start(x_TD)
-    rows = layer.dispatcher.dispatch(x_TD, layer.router(x_TD)[0], started)
+    in_flight = layer.dispatcher.start(x_TD)
+    rows = layer.dispatcher.dispatch(x_TD, layer.router(x_TD)[0], in_flight)
     y_RD = layer.experts(rows.x_RD, rows.weights_RK, rows.indices_RK, rows.on_input_gradients)
     try:
         (y_RD + rows.x_RD).sum().backward()

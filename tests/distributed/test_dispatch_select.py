@@ -58,10 +58,10 @@ class Slow(AllToAllDispatcher):
     seconds = 0.0
 
     def dispatch(
-        self, x_TD: torch.Tensor, routing: Routing, started: None, overlapped: OverlappedWork = no_work
+        self, x_TD: torch.Tensor, routing: Routing, in_flight: None, overlapped: OverlappedWork = no_work
     ) -> ExpertRows:
         time.sleep(self.seconds)
-        return super().dispatch(x_TD, routing, started, overlapped)
+        return super().dispatch(x_TD, routing, in_flight, overlapped)
 
 
 def rendezvous(memory: torch.Tensor, group: dist.ProcessGroup) -> SimpleNamespace:
@@ -151,7 +151,7 @@ def one_rank(rank: int, world: int) -> dict[str, Any]:
     group = mesh.group("experts")
     assert group is not None
     found["shared memory"] = shared_memory(rank, group)
-    ownership = Ownership.regular(8, 4, ExpertPlacement.CONTIGUOUS)
+    ownership = Ownership.from_placement(8, 4, ExpertPlacement.CONTIGUOUS)
     slow = Slow(group, ownership)
     slow.seconds = 0.05 if rank == 1 else 0.0
     dispatchers = {ALLGATHER: slow, ALLTOALL: AllToAllDispatcher(group, ownership)}

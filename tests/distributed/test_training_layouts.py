@@ -56,7 +56,7 @@ def micro_batch(number: int, case: Case) -> Batch:
 
 def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Tensor, dict[str, Any]]:
     """All numbers of the steps' reports and the validation loss, in a row; the parameters afterwards."""
-    from megatron.optimus.training.data import own_part
+    from megatron.optimus.training.data import context_parallel_slice
     from megatron.optimus.training.engine import (
         build_engine,
         build_model,  # they import deepspeed
@@ -80,7 +80,7 @@ def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Ten
 
     def own_batches(step: int) -> list[Batch]:
         numbers = [step * 100 + micro * mesh.size("dp") + mesh.index("dp") for micro in range(accumulation)]
-        return [own_part(micro_batch(number, case), positions) for number in numbers]
+        return [context_parallel_slice(micro_batch(number, case), positions) for number in numbers]
 
     recorder, lines = Recorder(run.ranks), list[float]()
     buckets, sent = engine.optimizer._reducer.buckets, [0]

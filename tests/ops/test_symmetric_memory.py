@@ -66,7 +66,7 @@ def test_rows_go_out_and_their_sums_come_back(name: str, dtype: torch.dtype) -> 
     from megatron.optimus.ops.triton import symmetric_memory
 
     num_tokens, width, how = CASES[name]
-    owner_E, local_E = Ownership.regular(EXPERTS, RANKS, ExpertPlacement.CONTIGUOUS).owner_and_local_id(
+    owner_E, local_E = Ownership.from_placement(EXPERTS, RANKS, ExpertPlacement.CONTIGUOUS).owner_and_local_id(
         torch.device(DEVICE)
     )
     torch.manual_seed(0)
@@ -219,7 +219,7 @@ def test_layers_over_ranks_equal_one_process(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(ops.reference, "moe_mlp_backward_up_weights", watched)
     turns, num_tokens = Turns(RANKS), 5
-    ownership = Ownership.regular(EXPERTS, RANKS, ExpertPlacement.INTERLEAVED)
+    ownership = Ownership.from_placement(EXPERTS, RANKS, ExpertPlacement.INTERLEAVED)
     memory = stagings(turns, RANKS, BufferShape(num_tokens, 16, 2, torch.float32))
 
     def tokens_of(rank: int, batch: int) -> Tensor:

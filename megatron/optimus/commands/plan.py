@@ -28,11 +28,11 @@ from megatron.optimus.config.schema import ConfigError, RunConfig
 from megatron.optimus.planner.fake_world import build_in_a_process, built_text
 from megatron.optimus.planner.hardware import Machine, machine_named
 from megatron.optimus.planner.plan import Plan, plan
-from megatron.optimus.planner.report import findings_text, plan_json, plan_text
-from megatron.optimus.planner.search import Findings, search
-from megatron.optimus.planner.weak_scaling import PAPER, as_the_paper, draw, table, weak_scaling
+from megatron.optimus.planner.report import plan_json, plan_text, search_text
+from megatron.optimus.planner.search import SearchResult, search
+from megatron.optimus.planner.weak_scaling import PAPER, draw, table, weak_scaling, with_paper_settings
 
-MOST_RANKS = 1_000_000
+MAX_RANKS = 1_000_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,39 +92,48 @@ def _num_ranks(args: argparse.Namespace, machine: Machine) -> int:
         raise ConfigError(
             f"--nodes={args.nodes} of {machine.name} are {of_nodes} ranks, but --world-size={size}; leave one out"
         )
-    if size > MOST_RANKS:
-        raise ConfigError(f"{size:,} ranks are more than the {MOST_RANKS:,} that are planned here")
+    if size > MAX_RANKS:
+        raise ConfigError(f"{size:,} ranks are more than the {MAX_RANKS:,} that are planned here")
     return size
 
 
 def print_plan(run: Run, world_size: int, machine: Machine, args: argparse.Namespace) -> int:
     """Prints the plan of the run's layout and the best layouts; returns the exit code."""
     config, top = run.config, args.top
-    given: Plan | None = None
+    requested_plan: Plan | None = None
     refusal = ""
     try:
-        given = plan(config, world_size, machine)
+        requested_plan = plan(config, world_size, machine)
     except ConfigError as error:
         if top == 0:
             raise
         refusal = str(error)
-    found = search(config, world_size, machine, named=set(run.given), keep=top) if top else None
+    found = search(config, world_size, machine, fixed_options=set(run.given), keep=top) if top else None
     if args.json:
-        sys.stdout.write(json.dumps(_format_json(given, refusal, found), indent=1) + "\n")
+        sys.stdout.write(json.dumps(_format_json(requested_plan, refusal, found), indent=1) + "\n")
     else:
-        sys.stdout.write(_format_text(given, refusal, found, world_size, explain=args.explain))
-    if given is None:
+        sys.stdout.write(_format_text(requested_plan, refusal, found, world_size, explain=args.explain))
+    if requested_plan is None:
         return 0 if found is not None and found.best else 2
-    return 0 if given.fits else 1
+    return 0 if requested_plan.fits else 1
 
 
-def _format_text(given: Plan | None, refusal: str, found: Findings | None, world_size: int, *, explain: bool) -> str:
-    text = f"the layout given is refused: {refusal}\n" if given is None else plan_text(given, explain=explain)
-    return text if found is None else text + "\n" + findings_text(found, world_size)
+def _format_text(
+    requested_plan: Plan | None, refusal: str, found: SearchResult | None, world_size: int, *, explain: bool
+) -> str:
+    text = (
+        f"the layout given is refused: {refusal}\n"
+        if requested_plan is None
+        else plan_text(requested_plan, explain=explain)
+    )
+    return text if found is None else text + "\n" + search_text(found, world_size)
 
 
-def _format_json(given: Plan | None, refusal: str, found: Findings | None) -> dict[str, Any]:
-    result: dict[str, Any] = {"plan": None if given is None else plan_json(given), "refusal": refusal or None}
+def _format_json(requested_plan: Plan | None, refusal: str, found: SearchResult | None) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "plan": None if requested_plan is None else plan_json(requested_plan),
+        "refusal": refusal or None,
+    }
     if found is not None:
         result["search"] = {
             "tried": found.tried,
@@ -139,7 +148,7 @@ def write_weak_scaling(config: RunConfig, machine: Machine, out: Path) -> int:
     """Writes the weak-scaling table and plot; returns 0."""
     paper = PAPER if config.model == build(read_sections(PRESETS["mula-220b-a10b"], "preset")).model else {}
     curves = {
-        "predicted, bf16 gradients, nothing overlapped": weak_scaling(as_the_paper(config), machine, paper),
+        "predicted, bf16 gradients, nothing overlapped": weak_scaling(with_paper_settings(config), machine, paper),
         "predicted, as this library runs it": weak_scaling(config, machine, paper),
     }
     try:

@@ -61,7 +61,7 @@ def tune(config: RunConfig, tokens: int | None, *, again: bool, explain: bool) -
         raise ConfigError(f"num_experts={config.model.num_experts}: a model without experts has no expert kernels")
     if config.training.params_dtype is Precision.FP32:
         raise ConfigError("params_dtype=fp32: the Triton kernels support bf16 only; use bf16")
-    device = devices.pick(config.parallel.device, 0)
+    device = devices.device_for_rank(config.parallel.device, 0)
     devices.set_device(device)
     ops.set_backend("triton")  # on Hopper auto selects the CUDA backend
     ops.resolve(device, torch.bfloat16)

@@ -80,25 +80,27 @@ class PartMemory:
 
 
 @dataclass(frozen=True)
-class Work:
+class OperationCounts:
     """Operations by the unit that does them, and bytes through memory."""
 
-    products: float = 0.0  # FLOPs of dense matrix products
+    gemm_flops: float = 0.0  # of dense matrix products
     attention: float = 0.0
     experts: float = 0.0  # of the grouped products
-    traffic: float = 0.0  # bytes
+    memory_bytes: float = 0.0
     layers: float = 0.0  # passes through a layer, forward or backward, that the host has to launch
     host: float = 0.0  # bytes to host memory and back
     wide: float = 0.0  # FLOPs of products in fp32
 
-    def __add__(self, other: Work) -> Work:
-        return Work(*(getattr(self, name) + getattr(other, name) for name in Work.__dataclass_fields__))
+    def __add__(self, other: OperationCounts) -> OperationCounts:
+        return OperationCounts(
+            *(getattr(self, name) + getattr(other, name) for name in OperationCounts.__dataclass_fields__)
+        )
 
-    def __mul__(self, factor: float) -> Work:
-        return Work(*(getattr(self, name) * factor for name in Work.__dataclass_fields__))
+    def __mul__(self, factor: float) -> OperationCounts:
+        return OperationCounts(*(getattr(self, name) * factor for name in OperationCounts.__dataclass_fields__))
 
 
-class Kind(str, Enum):
+class CollectiveKind(str, Enum):
     """Kinds of collectives."""
 
     ALL_GATHER = "all-gather"
@@ -108,7 +110,7 @@ class Kind(str, Enum):
     SEND = "send"
 
 
-class Hiding(str, Enum):
+class OverlapsWith(str, Enum):
     """What the device computes while a collective is under way."""
 
     NOTHING = "nothing"
@@ -130,17 +132,17 @@ class Collective:
     """
 
     axis: str
-    kind: Kind
+    kind: CollectiveKind
     purpose: str
     size: int
     payload: int  # bytes of one
     count: int
-    hiding: Hiding = Hiding.NOTHING
+    hiding: OverlapsWith = OverlapsWith.NOTHING
 
     @property
     def sent(self) -> float:
         """Bytes that a rank sends in a step."""
-        share = {Kind.ALL_REDUCE: 2 * (self.size - 1) / self.size, Kind.SEND: 1.0}
+        share = {CollectiveKind.ALL_REDUCE: 2 * (self.size - 1) / self.size, CollectiveKind.SEND: 1.0}
         return self.count * self.payload * share.get(self.kind, (self.size - 1) / self.size)
 
 

@@ -60,14 +60,14 @@ class RankPlan:
         return sum(map(len, self.chunks))
 
     @cached_property
-    def kinds(self) -> list[list[bool]]:
+    def moe_flags(self) -> list[list[bool]]:
         """For each chunk a list that says for each of its layers whether it has experts."""
         moe_layers = set(self.model.moe_layers)
         return [[layer in moe_layers for layer in chunk] for chunk in self.chunks]
 
     @cached_property
     def num_moe_layers(self) -> int:
-        return sum(map(sum, self.kinds))
+        return sum(map(sum, self.moe_flags))
 
     @property
     def num_dense_layers(self) -> int:
@@ -109,20 +109,20 @@ class RankPlan:
         return self.sequences * self.config.training.seq_length // self.layout.cp
 
     @property
-    def tokens_outside(self) -> int:
+    def sequence_parallel_tokens(self) -> int:
         """Tokens of a micro-batch on this rank outside of those regions: in norms, residuals, routers and experts."""
         splits = self.layout.tp > 1 and self.config.parallel.sequence_parallel
         return self.tokens // self.layout.tp if splits else self.tokens
 
     @property
-    def stream(self) -> int:
+    def residual_bytes(self) -> int:
         """Bytes of the residual stream outside of regions that tensor parallelism splits."""
-        return self.tokens_outside * self.model.hidden_size * self.element
+        return self.sequence_parallel_tokens * self.model.hidden_size * self.element_bytes
 
     @property
-    def gathered(self) -> int:
+    def gathered_bytes(self) -> int:
         """Bytes of the residual stream gathered for a tensor-parallel region; 0 without tensor parallelism."""
-        return self.tokens * self.model.hidden_size * self.element if self.layout.tp > 1 else 0
+        return self.tokens * self.model.hidden_size * self.element_bytes if self.layout.tp > 1 else 0
 
     @property
     def queries(self) -> int:
@@ -142,19 +142,19 @@ class RankPlan:
     # ---- bytes of an element
 
     @property
-    def element(self) -> int:
+    def element_bytes(self) -> int:
         """Of a weight and of an activation."""
         return 2 if self.config.training.params_dtype is Precision.BF16 else 4
 
     @property
-    def gradient_element(self) -> int:
+    def gradient_element_bytes(self) -> int:
         """Of a gradient as micro-batches are added up."""
         return 4 if self.config.optimizer.accumulate_allreduce_grads_in_fp32 else 2
 
     @property
-    def sent_gradient_element(self) -> int:
+    def sent_gradient_element_bytes(self) -> int:
         """Of a gradient on the wire."""
-        return 2 if self.config.optimizer.grad_reduce_in_bf16 else self.gradient_element
+        return 2 if self.config.optimizer.grad_reduce_in_bf16 else self.gradient_element_bytes
 
     @property
     def adds_expert_gradients(self) -> bool:
@@ -181,13 +181,13 @@ def rank_plans(config: RunConfig, world_size: int) -> list[RankPlan]:
 
 def first_of_each_kind(ranks: list[RankPlan]) -> list[RankPlan]:
     """Of pipeline ranks that hold alike the first, which has most micro-batches in flight: enough for any extreme."""
-    return [alike[0] for alike in groups_alike(ranks)]
+    return [alike[0] for alike in group_identical_ranks(ranks)]
 
 
-def groups_alike(ranks: list[RankPlan]) -> list[list[RankPlan]]:
+def group_identical_ranks(ranks: list[RankPlan]) -> list[list[RankPlan]]:
     """Groups the pipeline ranks that hold alike."""
     found: dict[tuple[object, ...], list[RankPlan]] = {}
     for rank in ranks:
-        key = (tuple(map(tuple, rank.kinds)), rank.has_embedding, rank.has_head)
+        key = (tuple(map(tuple, rank.moe_flags)), rank.has_embedding, rank.has_head)
         found.setdefault(key, []).append(rank)
     return list(found.values())

@@ -3,7 +3,7 @@
 ``ranks`` lists the stages of each rank. Layers of equal cost are assigned one by one to the rank with the least work,
 which is optimal. Where costs differ, that split is improved by moving single layers to a neighbouring stage, then by a
 search for a split in which every rank costs less than the slowest one does now. The search is exhaustive, but ends
-after MOST_LOOKS visited stages, more than it needs with one chunk per rank or few stages, and keeps the best split so
+after MAX_VISITED_STAGES stages, more than it needs with one chunk per rank or few stages, and keeps the best split so
 far. The result must depend on the arguments alone: every rank and the planner compute it independently.
 """
 
@@ -14,14 +14,14 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
-MOST_LOOKS = 20_000  # about 0.1 s
+MAX_VISITED_STAGES = 20_000  # about 0.1 s
 
-Ranks = tuple[tuple[int, ...], ...]
+StagesOfRanks = tuple[tuple[int, ...], ...]
 
 
 @lru_cache(maxsize=256)  # a search for layouts asks for the same again and again
-def balanced(
-    costs: tuple[int, ...], ranks: Ranks, head_cost: int, fixed: tuple[int | None, int | None]
+def balance_layers(
+    costs: tuple[int, ...], ranks: StagesOfRanks, head_cost: int, fixed: tuple[int | None, int | None]
 ) -> tuple[int, ...]:
     """Returns the number of layers of every stage. Prefers the equal split where no other has a faster slowest rank.
 
@@ -39,13 +39,13 @@ def balanced(
     if others == 0 or rest % others == 0:
         found.append([given.get(stage, rest // max(1, others)) for stage in range(num_stages)])
     if not given:
-        found.append(_dealt(sum(costs), num_layers, ranks, head_cost))
+        found.append(_assign_greedily(sum(costs), num_layers, ranks, head_cost))
     best = min(found, key=balance.slowest)  # the first of equals
     return tuple(balance.improved(best) if len(set(costs)) > 1 else best)
 
 
-def _dealt(total: int, num_layers: int, ranks: Ranks, head_cost: int) -> list[int]:
-    """Deals layers one by one, each at the mean cost ``total / num_layers``; loads are in units of 1 / num_layers."""
+def _assign_greedily(total: int, num_layers: int, ranks: StagesOfRanks, head_cost: int) -> list[int]:
+    """Assigns layers one by one, each at the mean cost ``total / num_layers``; loads are in units of 1 / num_layers."""
     num_stages = sum(map(len, ranks))
     sizes = [1] * num_stages
     heads = [0] * (num_stages - 1) + [head_cost * num_layers]
@@ -61,7 +61,7 @@ def _dealt(total: int, num_layers: int, ranks: Ranks, head_cost: int) -> list[in
 class _Balance:
     """Evaluates and improves splits of given layers."""
 
-    def __init__(self, costs: Sequence[int], ranks: Ranks, head_cost: int, given: Mapping[int, int]) -> None:
+    def __init__(self, costs: Sequence[int], ranks: StagesOfRanks, head_cost: int, given: Mapping[int, int]) -> None:
         self.sums = [0, *accumulate(costs)]  # of the layers before each
         self.num_layers, self.given = len(costs), given
         self.num_stages = sum(map(len, ranks))
@@ -90,13 +90,13 @@ class _Balance:
         best = sizes
         found: list[int] | None = sizes
         while found is not None:
-            best = self._levelled(found)
-            self._looks, self._dead = MOST_LOOKS, set[tuple[int, ...]]()
+            best = self._local_search(found)
+            self._visits_left, self._infeasible = MAX_VISITED_STAGES, set[tuple[int, ...]]()
             limit = self.slowest(best) - 1
-            found = self._within(0, 0, (limit,) * len(self.last_of))
+            found = self._search(0, 0, (limit,) * len(self.last_of))
         return best if self.slowest(best) < self.slowest(sizes) else sizes
 
-    def _levelled(self, sizes: list[int]) -> list[int]:
+    def _local_search(self, sizes: list[int]) -> list[int]:
         """Moves single layers over boundaries while the slowest ranks, or among equals the slowest stages, do less."""
 
         def slowness(sizes: list[int]) -> tuple[list[int], list[int]]:
@@ -116,10 +116,10 @@ class _Balance:
                         sizes, best, has_moved = moved, now, True
         return sizes
 
-    def _within(self, stage: int, start: int, spare: tuple[int, ...]) -> list[int] | None:
+    def _search(self, stage: int, start: int, spare: tuple[int, ...]) -> list[int] | None:
         """Searches sizes of ``stage`` and those behind it for the layers from ``start`` on.
 
-        No rank may cost more than it has to ``spare``. None if there are no such sizes, or none was found in the looks
+        No rank may cost more than it has to ``spare``. None if there are no such sizes, or none was found in the visits
         that are left.
         """
         if stage == self.num_stages:
@@ -127,16 +127,16 @@ class _Balance:
         later = [space for space, last in zip(spare, self.last_of, strict=True) if last >= stage]
         state = (stage, start, *later)
         cost = self.sums[-1] - self.sums[start] + self.head_cost
-        if self._looks == 0 or cost > sum(later) or state in self._dead:
+        if self._visits_left == 0 or cost > sum(later) or state in self._infeasible:
             return None
-        self._looks -= 1
+        self._visits_left -= 1
         rank = self.rank_of[stage]
         for end in self._ends(stage, start, spare[rank]):
             used = self.sums[end] - self.sums[start]
             left = (*spare[:rank], spare[rank] - used, *spare[rank + 1 :])
-            if (sizes := self._within(stage + 1, end, left)) is not None:
+            if (sizes := self._search(stage + 1, end, left)) is not None:
                 return [end - start, *sizes]
-        self._dead.add(state)
+        self._infeasible.add(state)
         return None
 
     def _ends(self, stage: int, start: int, spare: int) -> list[int]:

@@ -17,7 +17,7 @@ from megatron.optimus.config.schema import (
     divisors,
     one_of,
 )
-from megatron.optimus.config.stage_balance import balanced
+from megatron.optimus.config.stage_balance import balance_layers
 
 
 def layers_of_stages(
@@ -62,7 +62,7 @@ def layers_of_stages(
                 f"{last or 'any'} in the last leaves {rest} layers for {middle} stages; they must divide equally"
             )
     ranks = tuple(tuple(stages_of_rank(rank, pp, chunks, v_shape=v_shape)) for rank in range(pp))
-    return _ranges(balanced(tuple(costs), ranks, head_cost, (first, last)))
+    return _ranges(balance_layers(tuple(costs), ranks, head_cost, (first, last)))
 
 
 def stage_layers(model: ModelConfig, parallel: ParallelConfig, seq_length: int) -> list[range]:

@@ -11,7 +11,7 @@ from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.launcher.cluster import GENERIC, Allocation, Scheduler, Setting, System
 
 PROGRAM = "megatron.optimus.pretrain"
-RENDEZVOUS = {  # the reason for each variable that every run needs
+RENDEZVOUS_REASONS = {  # the reason for each variable that every run needs
     "WORLD_SIZE": "not every launch method tells a rank how many there are",
     "MASTER_ADDR": "the first node, where rank 0 listens, by its name on the fast network",
     "MASTER_PORT": "another one for every run, so that two on one node do not connect",
@@ -92,7 +92,7 @@ class Launch:
     def reason(self, name: str) -> str:
         """Returns why ``environment`` sets a variable, or keeps the user's value."""
         known = self.settings.get(name) or self.user_settings.get(name)
-        return RENDEZVOUS[name] if known is None else known.reason
+        return RENDEZVOUS_REASONS[name] if known is None else known.reason
 
     def _master_address(self, hosts: Sequence[str]) -> str:
         if "MASTER_ADDR" in self.user_settings:

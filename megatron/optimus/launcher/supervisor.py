@@ -88,13 +88,13 @@ def run_local_ranks(command: list[str], num_ranks: int) -> int:
         if failed:
             _stop_ranks(ranks, _RANK_GRACE_SECONDS if received else 0.5)
             code, rank = min(failed)  # a killed rank (negative code) before those that lost it
-            return _interrupted(received[0]) if received and code != USER_ERROR else _report(code, rank)
+            return _signal_exit_code(received[0]) if received and code != USER_ERROR else _failed_exit_code(code, rank)
         if all(code == 0 for code in codes):
-            return 0 if len(ranks) == num_ranks else _interrupted(received[0])
+            return 0 if len(ranks) == num_ranks else _signal_exit_code(received[0])
         time.sleep(0.1)
 
 
-def _report(code: int, rank: int) -> int:
+def _failed_exit_code(code: int, rank: int) -> int:
     """Prints which rank ended the run unless it has printed its error; returns the launcher's exit code."""
     if code == USER_ERROR:
         return code
@@ -106,7 +106,7 @@ def _report(code: int, rank: int) -> int:
     return code if code > 0 else 128 - code  # as shells report signals
 
 
-def _interrupted(number: int) -> int:
+def _signal_exit_code(number: int) -> int:
     """Prints which signal ended the run; returns the exit code that shells give a signal."""
     name = signal.Signals(number).name
     sys.stderr.write(f"stopped by {name}; the same command resumes from the newest checkpoint\n")

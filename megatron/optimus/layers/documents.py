@@ -25,12 +25,12 @@ class Documents:
     """The boundaries of a micro-batch's documents among its T tokens, row after row. Every row begins a document.
 
     Attributes:
-        bounds: the first token of each document, then T; on the host.
-        bounds_N1: the same as int32 [N + 1], on the device of the tokens.
+        cu_seqlens_host: the first token of each document, then T; on the host.
+        cu_seqlens_N1: the same as int32 [N + 1], on the device of the tokens.
     """
 
-    bounds: tuple[int, ...]
-    bounds_N1: Tensor
+    cu_seqlens_host: tuple[int, ...]
+    cu_seqlens_N1: Tensor
 
     @classmethod
     def from_starts(cls, starts: Sequence[Sequence[int]], length: int) -> Documents:
@@ -41,19 +41,19 @@ class Documents:
             length: tokens of a row.
         """
         firsts = {row * length + start for row, own in enumerate(starts) for start in (0, *own)}
-        bounds = (*sorted(firsts), len(starts) * length)
-        return cls(bounds, torch.tensor(bounds, dtype=torch.int32))
+        cu_seqlens_host = (*sorted(firsts), len(starts) * length)
+        return cls(cu_seqlens_host, torch.tensor(cu_seqlens_host, dtype=torch.int32))
 
     @property
     def lengths(self) -> list[int]:
-        return [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
+        return [stop - start for start, stop in zip(self.cu_seqlens_host, self.cu_seqlens_host[1:], strict=False)]
 
     def to(self, device: torch.device) -> Documents:
         """A copy on the device; does not wait for it."""
-        return Documents(self.bounds, self.bounds_N1.to(device, non_blocking=True))
+        return Documents(self.cu_seqlens_host, self.cu_seqlens_N1.to(device, non_blocking=True))
 
     def pin_memory(self) -> Documents:
-        return Documents(self.bounds, self.bounds_N1.pin_memory())
+        return Documents(self.cu_seqlens_host, self.cu_seqlens_N1.pin_memory())
 
 
 def document_attention(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, documents: Documents) -> Tensor:
@@ -66,8 +66,8 @@ def document_attention(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, documents
         ValueError: if the documents are not those of B x S tokens.
     """
     rows, _, length, _ = q_BHSd.shape
-    if documents.bounds[-1] != rows * length:
-        raise ValueError(f"documents end at token {documents.bounds[-1]}, the batch has {rows} x {length}")
+    if documents.cu_seqlens_host[-1] != rows * length:
+        raise ValueError(f"documents end at token {documents.cu_seqlens_host[-1]}, the batch has {rows} x {length}")
     # The kernel takes heads of such widths alone; scaled_dot_product_attention pads others.
     fits = q_BHSd.shape[-1] % 8 == 0 and q_BHSd.shape[-1] <= 256
     if q_BHSd.is_cuda and fits and q_BHSd.dtype in (torch.float16, torch.bfloat16):
@@ -93,8 +93,8 @@ def _fused(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, documents: Documents)
     elif groups > 1:
         k_BGSd, v_BGSd = (x.repeat_interleave(groups, dim=1) for x in (k_BGSd, v_BGSd))
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHSd, k_BGSd, v_BGSd))  # [T, heads, d]
-    bounds, longest = documents.bounds_N1, max(documents.lengths)
-    out_THd = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
+    cu_seqlens_N1, longest = documents.cu_seqlens_N1, max(documents.lengths)
+    out_THd = varlen_attn(q, k, v, cu_seqlens_N1, cu_seqlens_N1, longest, longest, **options)
     return out_THd.unflatten(0, (q_BHSd.shape[0], q_BHSd.shape[2])).transpose(1, 2)
 
 

@@ -87,7 +87,7 @@ def layer_parts(
 
 def _norm(name: str, rank: RankPlan, kernels: Kernels, *, recomputes: bool) -> PartMemory:
     """A norm keeps its input, the residual; its output, which the part behind keeps; and statistics."""
-    tokens, width, stream = rank.tokens_outside, rank.model.hidden_size, rank.stream
+    tokens, width, stream = rank.sequence_parallel_tokens, rank.model.hidden_size, rank.residual_bytes
     if rank.model.normalization is Normalization.LAYERNORM_NONPARAMETRIC and kernels.fused_elementwise:
         part = PartMemory(name, 2 * stream + 2 * FP32 * tokens, stream, 2 * stream)
         return part.recomputed(2 * stream) if recomputes else part
@@ -101,7 +101,7 @@ def _norm(name: str, rank: RankPlan, kernels: Kernels, *, recomputes: bool) -> P
 
 
 def _attention(rank: RankPlan, kernels: Kernels, recompute: frozenset[Recompute]) -> PartMemory:
-    model, layout, element, tokens = rank.model, rank.layout, rank.element, rank.tokens
+    model, layout, element, tokens = rank.model, rank.layout, rank.element_bytes, rank.tokens
     queries, keys = rank.queries, rank.keys
     head_tokens = tokens * model.num_attention_heads // layout.tp
     normed = queries + keys
@@ -123,8 +123,8 @@ def _attention(rank: RankPlan, kernels: Kernels, recompute: frozenset[Recompute]
         per_rank = model.num_kv_heads // layout.tp
         repeats = math.lcm(per_rank, layout.cp) // per_rank
         core += (2 * keys * (repeats - 1) + queries) * element  # the output a second time, in its own positions
-    gathered = rank.gathered
-    outside = rank.stream
+    gathered = rank.gathered_bytes
+    outside = rank.residual_bytes
     # Of RoPE: fp32 copies, or its result beside what it has read, which lives to the end of the forward by name.
     rope = max(queries, keys) * element if kernels.fused_elementwise else 4 * max(queries, keys) * FP32
     read = (queries + keys) * element if kernels.fused_elementwise else rope + queries * element
@@ -158,10 +158,10 @@ def ring_sizes(rank: RankPlan, kernels: Kernels) -> RingSizes:
     if rank.config.training.deterministic and kernels.multiprocessors:
         # Contiguous copies of gradient and output; a sum for each group of blocks that work on the same head; gradients
         # of keys and values for every query head.
-        scratch = 2 * rank.element + FP32 * -(-kernels.multiprocessors // (rank.sequences * heads))
+        scratch = 2 * rank.element_bytes + FP32 * -(-kernels.multiprocessors // (rank.sequences * heads))
         repeats = True
     workspace, ranks = kernels.ring_workspace, rank.layout.cp
-    return RingSizes(rank.queries, rank.keys, rank.element, ranks, scratch, workspace, repeats)
+    return RingSizes(rank.queries, rank.keys, rank.element_bytes, ranks, scratch, workspace, repeats)
 
 
 def _leaving(rank: RankPlan) -> int:
@@ -169,9 +169,9 @@ def _leaving(rank: RankPlan) -> int:
 
     In blocks (--tp-comm-overlap) also those of the other ranks' tokens, all on their way when the last one is made.
     """
-    tp, partial = rank.layout.tp, rank.gathered
+    tp, partial = rank.layout.tp, rank.gathered_bytes
     in_blocks = rank.config.parallel.tp_comm_overlap
-    return partial + rank.stream + (partial * (tp - 1) // tp if in_blocks else 0)
+    return partial + rank.residual_bytes + (partial * (tp - 1) // tp if in_blocks else 0)
 
 
 def _mlp(name: str, rank: RankPlan, kernels: Kernels, width: int, *, recomputes: bool) -> PartMemory:
@@ -179,10 +179,10 @@ def _mlp(name: str, rank: RankPlan, kernels: Kernels, width: int, *, recomputes:
 
     ``width``: the inner one.
     """
-    layout, element, tokens = rank.layout, rank.element, rank.tokens
+    layout, element, tokens = rank.layout, rank.element_bytes, rank.tokens
     inner = tokens * width // layout.tp * element
-    gathered = rank.gathered
-    outside = rank.stream
+    gathered = rank.gathered_bytes
+    outside = rank.residual_bytes
     weights = 2 * (inner // tokens) * rank.model.hidden_size
     saved = (3 if kernels.fused_elementwise else 4) * inner
     part = PartMemory(name, saved, _leaving(rank), gathered + outside + 2 * inner + max(inner, weights))
@@ -197,7 +197,7 @@ def _shared_experts(rank: RankPlan, kernels: Kernels, gathered: int, *, recomput
     Beside it lie the ``gathered`` rows of the routed experts, in the backward their gradients, and the gradient of the
     layer's input.
     """
-    model, tokens, element, stream = rank.model, rank.tokens_outside, rank.element, rank.stream
+    model, tokens, element, stream = rank.model, rank.sequence_parallel_tokens, rank.element_bytes, rank.residual_bytes
     part = _mlp("shared experts", rank, kernels, model.moe_shared_expert_intermediate_size, recomputes=recomputes)
     gate = stream + tokens * element if model.moe_shared_expert_gate else 0
     return PartMemory(part.name, part.saved + gate, part.forward + gathered, part.backward + gathered + stream)
@@ -214,8 +214,8 @@ def rows_in_expert_order(rank: RankPlan, kernels: Kernels) -> int:
 
 def _experts(rank: RankPlan, kernels: Kernels, recomputes: bool) -> list[PartMemory]:
     """Router, exchange of tokens, shared experts beside it, and experts."""
-    model, element = rank.model, rank.element
-    tokens, topk, stream = rank.tokens_outside, model.moe_router_topk, rank.stream
+    model, element = rank.model, rank.element_bytes
+    tokens, topk, stream = rank.sequence_parallel_tokens, model.moe_router_topk, rank.residual_bytes
     dispatcher, exchanges = dispatcher_traffic(rank), rank.expert_ranks > 1
     rows = dispatcher.rows(rank)
     scores = tokens * model.num_experts * FP32
@@ -252,7 +252,7 @@ def _experts(rank: RankPlan, kernels: Kernels, recomputes: bool) -> list[PartMem
 
 def _expert_products(rank: RankPlan, kernels: Kernels, rows: int) -> PartMemory:
     """The grouped products keep hidden [T K, 2F], but no rows, activation or gradients (csrc/cuda/moe_mlp.cpp)."""
-    model, element = rank.model, rank.element
+    model, element = rank.model, rank.element_bytes
     local = model.num_experts // rank.layout.ep
     order, inner = rows_in_expert_order(rank, kernels), model.moe_ffn_hidden_size // rank.layout.etp
     slots = rows * model.moe_router_topk
@@ -261,7 +261,7 @@ def _expert_products(rank: RankPlan, kernels: Kernels, rows: int) -> PartMemory:
     index = (order + slots) * INT32 + order // kernels.row_tile * INT32 if kernels.keeps_order else 0
     weights = 3 * local * inner * model.hidden_size * element
     if kernels.adds_gradients and rank.adds_expert_gradients:  # 16-bit buffers are added to from fp32
-        weights = 0 if rank.gradient_element == FP32 else weights * FP32 // element
+        weights = 0 if rank.gradient_element_bytes == FP32 else weights * FP32 // element
     rows_in = rows * model.hidden_size * element
     if not kernels.counts_workspace:
         return PartMemory("experts", hidden, rows_in, rows_in + weights)
@@ -271,7 +271,7 @@ def _expert_products(rank: RankPlan, kernels: Kernels, rows: int) -> PartMemory:
 
 def _keeps_16_bits(rank: RankPlan, kernels: Kernels) -> bool:
     """Whether logits are never brought to fp32."""
-    return kernels.fused_elementwise and rank.element == 2
+    return kernels.fused_elementwise and rank.element_bytes == 2
 
 
 def loss_chunk(rank: RankPlan, kernels: Kernels) -> int:
@@ -281,8 +281,8 @@ def loss_chunk(rank: RankPlan, kernels: Kernels) -> int:
 
 def head_parts(rank: RankPlan, kernels: Kernels) -> list[PartMemory]:
     """Final norm, and output projection with loss, which makes its gradients in the forward (layers/loss.py)."""
-    model, element, tokens = rank.model, rank.element, rank.tokens
-    outside = rank.stream
+    model, element, tokens = rank.model, rank.element_bytes, rank.tokens
+    outside = rank.residual_bytes
     norm = _norm("final norm", rank, kernels, recomputes=False)
     norm = PartMemory(norm.name, norm.saved - outside, norm.forward, norm.backward)  # the loss does not keep its output
     stream = tokens * model.hidden_size * element
@@ -298,7 +298,7 @@ def head_parts(rank: RankPlan, kernels: Kernels) -> list[PartMemory]:
     if _keeps_16_bits(rank, kernels):
         logits = (first + second) * element  # the weight's gradient is added to by its product
     saved = stream + weight * FP32
-    loss = PartMemory("loss", saved, outside + rank.gathered + logits, stream + weight * element)
+    loss = PartMemory("loss", saved, outside + rank.gathered_bytes + logits, stream + weight * element)
     return [norm, loss]
 
 
@@ -309,8 +309,8 @@ def rope_table_bytes(rank: RankPlan) -> int:
 
 def embedding_part(rank: RankPlan) -> PartMemory:
     """The embedding keeps nothing but token numbers; its gradient is as large as the table."""
-    table = rank.model.vocab_size // rank.layout.tp * rank.model.hidden_size * rank.element
-    return PartMemory("embedding", 0, rank.tokens * rank.model.hidden_size * rank.element, table)
+    table = rank.model.vocab_size // rank.layout.tp * rank.model.hidden_size * rank.element_bytes
+    return PartMemory("embedding", 0, rank.tokens * rank.model.hidden_size * rank.element_bytes, table)
 
 
 # ---- ring attention (ring_attention.py and partial_attention.py)
@@ -326,7 +326,7 @@ class RingSizes:
 
     queries: int
     keys: int
-    element: int  # bytes
+    element_bytes: int  # bytes
     ranks: int
     scratch: int = 0
     workspace: int = 0
@@ -335,7 +335,7 @@ class RingSizes:
     @property
     def travelling(self) -> int:
         """Keys and values at hand, and those that arrive, except for the rank's own: on two ranks one set of them."""
-        return 2 * self.keys * self.element * min(2, self.ranks - 1)
+        return 2 * self.keys * self.element_bytes * min(2, self.ranks - 1)
 
 
 def forward_bytes(sizes: RingSizes) -> int:
@@ -344,12 +344,12 @@ def forward_bytes(sizes: RingSizes) -> int:
     Keys and values as they came, the result in fp32, keys and values on their way, a step's result and what it takes to
     make or merge it. (Queries as they came are where the output will be.)
     """
-    queries, keys = sizes.queries * sizes.element, sizes.keys * sizes.element
+    queries, keys = sizes.queries * sizes.element_bytes, sizes.keys * sizes.element_bytes
     wide = sizes.queries * FP32
     repeated = queries if _repeats(sizes) else 0  # half the keys and values, for all heads
     cut_queries = queries // 2 + queries // 2 + 2 * repeated + sizes.workspace  # copied, and their result
     cut_keys = keys + queries + repeated + sizes.workspace
-    merging = queries + (wide if sizes.element != FP32 else 0)
+    merging = queries + (wide if sizes.element_bytes != FP32 else 0)
     step = max(cut_queries, cut_keys, merging)
     return 2 * keys + wide + sizes.travelling + step
 
@@ -360,7 +360,7 @@ def backward_bytes(sizes: RingSizes) -> int:
     Its gradient as it came, contiguous copies of it and of the output, gradients in fp32, those of keys and values
     twice (arriving, and sent or added up), and a step's own.
     """
-    queries = sizes.queries * sizes.element
+    queries = sizes.queries * sizes.element_bytes
     step = max(half_the_queries(sizes), half_the_keys(sizes))
     return 3 * queries + sums_bytes(sizes) + sizes.travelling + step
 
@@ -372,14 +372,14 @@ def sums_bytes(sizes: RingSizes) -> int:
 
 def half_the_queries(sizes: RingSizes) -> int:
     """Half of gradient, queries and output copied; their gradients, and those of all keys and values."""
-    queries, keys = sizes.queries * sizes.element, sizes.keys * sizes.element
+    queries, keys = sizes.queries * sizes.element_bytes, sizes.keys * sizes.element_bytes
     repeated = 4 * queries + 2 * (FP32 * sizes.keys - keys) if _repeats(sizes) else 0  # and their gradients, summed
     return 3 * queries // 2 + queries // 2 + 2 * keys + repeated + sizes.scratch * sizes.queries // 2 + sizes.workspace
 
 
 def half_the_keys(sizes: RingSizes) -> int:
     """Half of keys and values copied; their gradients, and those of all queries."""
-    queries, keys = sizes.queries * sizes.element, sizes.keys * sizes.element
+    queries, keys = sizes.queries * sizes.element_bytes, sizes.keys * sizes.element_bytes
     repeated = 2 * queries + FP32 * sizes.keys - keys if _repeats(sizes) else 0
     return keys + queries + keys + repeated + sizes.scratch * sizes.queries + sizes.workspace
 

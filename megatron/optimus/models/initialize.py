@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.optimus.models.decoder import Decoder
-from megatron.optimus.models.partition import own_part, whole_shape
+from megatron.optimus.models.partition import local_shard_of, whole_shape
 from megatron.optimus.platform.seeding import generator_for
 
 
@@ -33,7 +33,7 @@ def initialize_weights(model: Decoder, *, seed: int, device: torch.device, dtype
         for weight, key in _weights_and_keys(name, parameter):
             draw = torch.empty(shape, dtype=torch.float32)
             draw.normal_(0.0, model.config.init_method_std, generator=generator_for(seed, *key))
-            weight.copy_(own_part(draw, parameter, dropped_dims=parameter.dim() - draw.dim()))
+            weight.copy_(local_shard_of(draw, parameter, dropped_dims=parameter.dim() - draw.dim()))
 
 
 def _materialize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

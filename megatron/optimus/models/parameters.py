@@ -51,7 +51,7 @@ class RankParameter:
     numel: int
     kind: ParameterKind
     is_expert: bool
-    is_cut: bool  # tensor-parallel ranks hold different parts
+    is_tp_sharded: bool  # tensor-parallel ranks hold different parts
     is_tied: bool = False  # another pipeline stage has a copy
 
 
@@ -182,7 +182,7 @@ def rank_parameters(rank: RankPlan) -> Counter[RankParameter]:
         if layers:
             for one in parameters_of_layer(rank, is_moe=is_moe).values():
                 found[one] += layers
-    return found + Counter(parameters_of_ends(rank).values())
+    return found + Counter(embedding_and_head_parameters(rank).values())
 
 
 def num_parameters(rank: RankPlan) -> int:
@@ -195,16 +195,16 @@ def parameters_of_layer(rank: RankPlan, *, is_moe: bool) -> dict[str, RankParame
     return _cut(rank, layer_parameters(rank.model, is_moe=is_moe))
 
 
-def parameters_of_ends(rank: RankPlan) -> dict[str, RankParameter]:
+def embedding_and_head_parameters(rank: RankPlan) -> dict[str, RankParameter]:
     """A rank's parts of the parameters outside of layers, in the model's order.
 
     A tied matrix has the embedding's name, on the last pipeline stage too.
     """
     is_tied = not rank.model.untie_embeddings_and_output_weights
-    is_apart = is_tied and rank.has_embedding != rank.has_head  # another stage has the other copy
-    specs = {EMBEDDING: vocabulary_matrix(rank.model)} if rank.has_embedding or is_apart else {}
+    is_tied_across_stages = is_tied and rank.has_embedding != rank.has_head  # another stage has the other copy
+    specs = {EMBEDDING: vocabulary_matrix(rank.model)} if rank.has_embedding or is_tied_across_stages else {}
     specs |= head_parameters(rank.model) if rank.has_head else {}
-    return _cut(rank, specs, tied=(EMBEDDING, HEAD) if is_apart else ())
+    return _cut(rank, specs, tied=(EMBEDDING, HEAD) if is_tied_across_stages else ())
 
 
 def _cut(rank: RankPlan, specs: Mapping[str, ParameterSpec], tied: tuple[str, ...] = ()) -> dict[str, RankParameter]:
@@ -214,7 +214,7 @@ def _cut(rank: RankPlan, specs: Mapping[str, ParameterSpec], tied: tuple[str, ..
             spec.numel // (rank.expert_ranks if spec.is_expert else tp if spec.split_dim is not None else 1),
             spec.kind,
             spec.is_expert,
-            is_cut=tp > 1 and spec.split_dim is not None,
+            is_tp_sharded=tp > 1 and spec.split_dim is not None,
             is_tied=name in tied,
         )
         for name, spec in specs.items()

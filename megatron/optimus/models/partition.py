@@ -76,7 +76,7 @@ def split_parameter(
     return part
 
 
-def own_part(whole: Tensor, param: Tensor, *, dropped_dims: int = 0) -> Tensor:
+def local_shard_of(whole: Tensor, param: Tensor, *, dropped_dims: int = 0) -> Tensor:
     """Takes the part of a whole weight that ``param`` is.
 
     ``dropped_dims``: so many leading dims of ``param`` are absent from ``whole``.

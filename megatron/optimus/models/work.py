@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron.optimus.config.costs import FP32, LayerCost, Work, head_cost, layer_cost
+from megatron.optimus.config.costs import FP32, LayerCost, OperationCounts, head_cost, layer_cost
 from megatron.optimus.config.rank_plan import RankPlan
 from megatron.optimus.config.schema import ContextCommunication, Normalization, Recompute
 from megatron.optimus.models.activations import CUDA, Kernels, loss_chunk
 from megatron.optimus.models.parameters import layer_parameters
 
 
-class Passes(NamedTuple):
+class BytesPerElement(NamedTuple):
     """Bytes an element in bf16, forward and backward, counted from the code: passes of 2 bytes, or of 4 for fp32."""
 
     rope: float
@@ -28,8 +28,8 @@ class Passes(NamedTuple):
 
 # To fp32, halves turned, two products, a sum, back, the same in the backward; to fp32, log-sum-exp, exponential, label,
 # mask, back; LayerNorm in fp32; each of the two operations by itself.
-PLAIN = Passes(rope=104, loss=54, nonparametric=44, gated=28)
-FUSED = Passes(rope=8, loss=6, nonparametric=10, gated=16)  # ops/triton/elementwise.py, and torch's LayerNorm
+PLAIN = BytesPerElement(rope=104, loss=54, nonparametric=44, gated=28)
+FUSED = BytesPerElement(rope=8, loss=6, nonparametric=10, gated=16)  # ops/triton/elementwise.py, and torch's LayerNorm
 FUSED_NORM, RESIDUAL = 10, 12  # RMSNorm; a sum both ways
 TRAINING = 6.0  # FLOPs of a multiply-add of the forward, with those of the backward
 GATE = 20  # of the shared experts' result: read by the gate, times the gate; times the gate and the gradient, twice
@@ -45,7 +45,7 @@ RING_STEP, RING_ONCE = (28, 18), (32, 32)
 SCORE_PRODUCTS, SCORE_BYTES = 7, 128
 
 
-def passes(kernels: Kernels) -> Passes:
+def passes(kernels: Kernels) -> BytesPerElement:
     return FUSED if kernels.fused_elementwise else PLAIN
 
 
@@ -54,50 +54,52 @@ def cost_of_layer(rank: RankPlan, *, is_moe: bool) -> LayerCost:
     return layer_cost(rank.model, rank.config.training.seq_length, is_moe=is_moe)
 
 
-def layer_work(rank: RankPlan, recompute: frozenset[Recompute], kernels: Kernels = CUDA, *, is_moe: bool) -> Work:
+def layer_work(
+    rank: RankPlan, recompute: frozenset[Recompute], kernels: Kernels = CUDA, *, is_moe: bool
+) -> OperationCounts:
     """Counts forward and backward of one layer for one micro-batch."""
-    model, tp, tokens, outside = rank.model, rank.layout.tp, rank.tokens, rank.tokens_outside
-    width, scale = model.hidden_size, rank.element / 2
+    model, tp, tokens, outside = rank.model, rank.layout.tp, rank.tokens, rank.sequence_parallel_tokens
+    width, scale = model.hidden_size, rank.element_bytes / 2
     norm = passes(kernels).nonparametric if model.normalization is Normalization.LAYERNORM_NONPARAMETRIC else FUSED_NORM
-    norms = Work(traffic=2 * norm * scale * outside * width)
-    residuals = Work(traffic=2 * RESIDUAL * scale * outside * width)
+    norms = OperationCounts(memory_bytes=2 * norm * scale * outside * width)
+    residuals = OperationCounts(memory_bytes=2 * RESIDUAL * scale * outside * width)
     inner = rank.queries + rank.keys
-    qk_norm = Work(traffic=FUSED_NORM * scale * inner if model.qk_layernorm else 0.0)
+    qk_norm = OperationCounts(memory_bytes=FUSED_NORM * scale * inner if model.qk_layernorm else 0.0)
     is_ring = rank.layout.cp > 1 and rank.config.parallel.cp_comm_type is ContextCommunication.P2P
     core = _plain_ring(rank) if is_ring and kernels.ring_workspace else None
     cost = cost_of_layer(rank, is_moe=is_moe)
-    core = core or Work(attention=TRAINING * tokens * cost.attention / tp)
-    attention = core + Work(
-        products=TRAINING * tokens * cost.projections / tp,
-        traffic=passes(kernels).rope * inner,
+    core = core or OperationCounts(attention=TRAINING * tokens * cost.attention / tp)
+    attention = core + OperationCounts(
+        gemm_flops=TRAINING * tokens * cost.projections / tp,
+        memory_bytes=passes(kernels).rope * inner,
     )
     if is_moe:
-        mlp = Work(experts=TRAINING * outside * cost.experts)
+        mlp = OperationCounts(experts=TRAINING * outside * cost.experts)
         mlp += chunk_work(rank) * (rank.config.parallel.moe_dispatch_chunks - 1)
         mlp += shared_work(rank, kernels)
     else:
         mlp = _mlp_work(rank, kernels, is_moe=False)
-    total = norms + residuals + qk_norm + attention + mlp + Work(layers=2.0)
-    again = Work()
+    total = norms + residuals + qk_norm + attention + mlp + OperationCounts(layers=2.0)
+    again = OperationCounts()
     for chosen, part in ((Recompute.MOE, mlp), (Recompute.ATTENTION, attention + qk_norm), (Recompute.NORM, norms)):
         if chosen in recompute:
             again += part * (1 / 3)
     if is_ring:
-        total += Work(traffic=ring_traffic(rank.queries, rank.keys, rank.layout.cp) * scale)
+        total += OperationCounts(memory_bytes=ring_traffic(rank.queries, rank.keys, rank.layout.cp) * scale)
         if Recompute.ATTENTION in recompute:  # the ring's result is kept
             again += core * (-1 / 3)
-    return total + again + (Work(layers=0.5) if recompute else Work())
+    return total + again + (OperationCounts(layers=0.5) if recompute else OperationCounts())
 
 
-def _plain_ring(rank: RankPlan) -> Work:
+def _plain_ring(rank: RankPlan) -> OperationCounts:
     """One layer's ring attention without a kernel. A rank's own block is whole, what the causal mask hides included."""
     model, ranks = rank.model, rank.layout.cp
     scores = rank.tokens * (rank.config.training.seq_length / ranks) * (ranks + 1) / 2
     scores *= model.num_attention_heads / rank.layout.tp
-    return Work(traffic=SCORE_BYTES * scores, wide=SCORE_PRODUCTS * 2.0 * model.head_dim * scores)
+    return OperationCounts(memory_bytes=SCORE_BYTES * scores, wide=SCORE_PRODUCTS * 2.0 * model.head_dim * scores)
 
 
-def chunk_work(rank: RankPlan) -> Work:
+def chunk_work(rank: RankPlan) -> OperationCounts:
     """What each further chunk of the tokens (--moe-dispatch-chunks) costs a layer.
 
     Kernels of the experts are launched once more, read the weights once more in either direction, and add to their
@@ -105,38 +107,44 @@ def chunk_work(rank: RankPlan) -> Work:
     """
     experts = [spec.numel for spec in layer_parameters(rank.model, is_moe=True).values() if spec.is_expert]
     weights = sum(experts) // rank.expert_ranks
-    return Work(traffic=weights * (2 * rank.element + 2 * rank.gradient_element), layers=1.0)
+    return OperationCounts(
+        memory_bytes=weights * (2 * rank.element_bytes + 2 * rank.gradient_element_bytes), layers=1.0
+    )
 
 
-def _mlp_work(rank: RankPlan, kernels: Kernels, *, is_moe: bool) -> Work:
+def _mlp_work(rank: RankPlan, kernels: Kernels, *, is_moe: bool) -> OperationCounts:
     """The MLP of a dense layer, or of shared experts."""
     model, tokens = rank.model, rank.tokens / rank.layout.tp
     inner = model.moe_shared_expert_intermediate_size if is_moe else model.ffn_hidden_size
-    traffic = passes(kernels).gated * rank.element / 2 * tokens * inner
-    return Work(products=TRAINING * tokens * cost_of_layer(rank, is_moe=is_moe).mlp, traffic=traffic)
+    traffic = passes(kernels).gated * rank.element_bytes / 2 * tokens * inner
+    return OperationCounts(gemm_flops=TRAINING * tokens * cost_of_layer(rank, is_moe=is_moe).mlp, memory_bytes=traffic)
 
 
-def shared_work(rank: RankPlan, kernels: Kernels = CUDA) -> Work:
+def shared_work(rank: RankPlan, kernels: Kernels = CUDA) -> OperationCounts:
     """Counts forward and backward of a layer's shared experts for one micro-batch, and the sum with the routed."""
-    model, stream = rank.model, rank.element / 2 * rank.tokens_outside * rank.model.hidden_size
+    model, stream = rank.model, rank.element_bytes / 2 * rank.sequence_parallel_tokens * rank.model.hidden_size
     if not model.moe_shared_expert_intermediate_size:
-        return Work()
+        return OperationCounts()
     together = RESIDUAL + (GATE if model.moe_shared_expert_gate else 0)
-    return _mlp_work(rank, kernels, is_moe=True) + Work(traffic=together * stream)
+    return _mlp_work(rank, kernels, is_moe=True) + OperationCounts(memory_bytes=together * stream)
 
 
-def last_product_work(rank: RankPlan) -> Work:
+def last_product_work(rank: RankPlan) -> OperationCounts:
     """Counts the last product of a layer's experts' backward, beside which their gradients travel."""
-    return Work(experts=TRAINING * rank.tokens_outside * cost_of_layer(rank, is_moe=True).experts * 2 / 9)
+    return OperationCounts(
+        experts=TRAINING * rank.sequence_parallel_tokens * cost_of_layer(rank, is_moe=True).experts * 2 / 9
+    )
 
 
-def router_work(rank: RankPlan) -> Work:
+def router_work(rank: RankPlan) -> OperationCounts:
     """Counts a router's forward for one micro-batch, beside which all-gather brings tokens.
 
     x to fp32, read by the product; logits read and written about ten times for scores, choices and losses.
     """
-    model, tokens = rank.model, rank.tokens_outside
-    return Work(traffic=tokens * (model.hidden_size * (rank.element + 2 * FP32) + 10 * model.num_experts * FP32))
+    model, tokens = rank.model, rank.sequence_parallel_tokens
+    return OperationCounts(
+        memory_bytes=tokens * (model.hidden_size * (rank.element_bytes + 2 * FP32) + 10 * model.num_experts * FP32)
+    )
 
 
 def ring_traffic(queries: float, keys: float, ranks: int) -> float:
@@ -145,7 +153,7 @@ def ring_traffic(queries: float, keys: float, ranks: int) -> float:
     return each[0] * queries + each[1] * keys
 
 
-def head_work(rank: RankPlan, kernels: Kernels = CUDA) -> Work:
+def head_work(rank: RankPlan, kernels: Kernels = CUDA) -> OperationCounts:
     """Counts final norm, output projection and loss for one micro-batch."""
     model, tp, tokens = rank.model, rank.layout.tp, rank.tokens
     vocabulary = model.vocab_size / tp
@@ -153,4 +161,4 @@ def head_work(rank: RankPlan, kernels: Kernels = CUDA) -> Work:
     chunks = max(1.0, tokens * vocabulary / loss_chunk(rank, kernels))
     traffic = passes(kernels).loss * vocabulary * tokens + chunks * (2 * FP32 + 2) * vocabulary * model.hidden_size
     traffic += norm * tokens * model.hidden_size
-    return Work(products=TRAINING * tokens * head_cost(model) / tp, traffic=traffic, layers=1.0)
+    return OperationCounts(gemm_flops=TRAINING * tokens * head_cost(model) / tp, memory_bytes=traffic, layers=1.0)

@@ -30,7 +30,7 @@ class MoE(nn.Module):
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, RouterLosses]:
         """The layer's output [B, S, D] in x's dtype, and the router's auxiliary losses."""
         x_TD = x_BSD.flatten(0, 1)
-        started = self.dispatcher.start(x_TD)  # beside the router, where a dispatcher needs no choices to send tokens
+        in_flight = self.dispatcher.start(x_TD)  # beside the router, where a dispatcher needs no choices to send tokens
         routing, losses, x_TD = self.router(x_TD)
         shared: list[Tensor] = []
 
@@ -38,7 +38,7 @@ class MoE(nn.Module):
             if self.shared_experts is not None:
                 shared.append(self.shared_experts(x_BSD))
 
-        y_TD, processed = self.dispatcher.run_experts(self.experts, x_TD, routing, started, overlapped)
+        y_TD, processed = self.dispatcher.run_experts(self.experts, x_TD, routing, in_flight, overlapped)
         # Summed over ranks, because experts compute tokens of other ranks. Dropless routing gives 0.
         routed = routing.indices_TK.numel()
         metrics.record("dropped_tokens", routed - processed if self.is_first_shard else routed, reduce="sum")

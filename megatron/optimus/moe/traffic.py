@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.optimus.config.costs import FP32, INT32, INT64, Collective, Hiding, Kind
+from megatron.optimus.config.costs import FP32, INT32, INT64, Collective, CollectiveKind, OverlapsWith
 from megatron.optimus.config.rank_plan import RankPlan
 from megatron.optimus.config.schema import LoadBalancing, TokenDispatcherType
 
@@ -22,7 +22,7 @@ def router_traffic(rank: RankPlan, layers: int) -> Iterator[Collective]:
     is_global = kind is LoadBalancing.GLOBAL_AUX_LOSS
     size = layout.dp * layout.cp * layout.tp if is_global else layout.cp * layout.tp
     axis = "stage" if is_global else "sequence"
-    yield Collective(axis, Kind.ALL_REDUCE, "counts of experts", size, rank.model.num_experts * INT64, layers)
+    yield Collective(axis, CollectiveKind.ALL_REDUCE, "counts of experts", size, rank.model.num_experts * INT64, layers)
 
 
 class DispatcherTraffic:
@@ -34,7 +34,7 @@ class DispatcherTraffic:
     @staticmethod
     def rows(rank: RankPlan) -> int:
         """Rows that the experts of a rank are given."""
-        return rank.tokens_outside * rank.expert_ranks
+        return rank.sequence_parallel_tokens * rank.expert_ranks
 
     @staticmethod
     def saved_bytes(rank: RankPlan, *, recomputes: bool) -> int:
@@ -59,15 +59,19 @@ class AllGather(DispatcherTraffic):
 
     @staticmethod
     def collectives(rank: RankPlan, layers: int, *, overlaps: bool) -> Iterator[Collective]:
-        size, rows = rank.expert_ranks, rank.tokens_outside * rank.expert_ranks
-        router, last = (Hiding.ROUTER, Hiding.LAST_PRODUCT) if overlaps else (Hiding.NOTHING,) * 2
-        wide, weights = rows * rank.model.hidden_size * rank.element, rows * rank.model.moe_router_topk * FP32
-        yield Collective("experts", Kind.ALL_GATHER, "tokens to experts", size, wide, layers, router)
-        yield Collective("experts", Kind.ALL_GATHER, "router weights, expert numbers", size, 2 * weights, layers)
-        yield Collective("experts", Kind.REDUCE_SCATTER, "sums from experts", size, wide, layers)
-        yield Collective("experts", Kind.ALL_GATHER, "gradients to experts", size, wide, layers)
-        yield Collective("experts", Kind.REDUCE_SCATTER, "gradients from experts", size, wide, layers, last)
-        yield Collective("experts", Kind.REDUCE_SCATTER, "gradients of router weights", size, weights, layers, last)
+        size, rows = rank.expert_ranks, rank.sequence_parallel_tokens * rank.expert_ranks
+        router, last = (OverlapsWith.ROUTER, OverlapsWith.LAST_PRODUCT) if overlaps else (OverlapsWith.NOTHING,) * 2
+        wide, weights = rows * rank.model.hidden_size * rank.element_bytes, rows * rank.model.moe_router_topk * FP32
+        yield Collective("experts", CollectiveKind.ALL_GATHER, "tokens to experts", size, wide, layers, router)
+        yield Collective(
+            "experts", CollectiveKind.ALL_GATHER, "router weights, expert numbers", size, 2 * weights, layers
+        )
+        yield Collective("experts", CollectiveKind.REDUCE_SCATTER, "sums from experts", size, wide, layers)
+        yield Collective("experts", CollectiveKind.ALL_GATHER, "gradients to experts", size, wide, layers)
+        yield Collective("experts", CollectiveKind.REDUCE_SCATTER, "gradients from experts", size, wide, layers, last)
+        yield Collective(
+            "experts", CollectiveKind.REDUCE_SCATTER, "gradients of router weights", size, weights, layers, last
+        )
 
 
 class AllToAll(DispatcherTraffic):
@@ -81,22 +85,28 @@ class AllToAll(DispatcherTraffic):
 
     @staticmethod
     def saved_bytes(rank: RankPlan, *, recomputes: bool) -> int:
-        return rank.tokens_outside * rank.expert_ranks * INT32  # where each token's copies are among the rows sent
+        return (
+            rank.sequence_parallel_tokens * rank.expert_ranks * INT32
+        )  # where each token's copies are among the rows sent
 
     @staticmethod
     def collectives(rank: RankPlan, layers: int, *, overlaps: bool) -> Iterator[Collective]:
         size, rows = rank.expert_ranks, rows_needed(rank)
-        there, last = (Hiding.SHARED, Hiding.LAST_PRODUCT) if overlaps else (Hiding.NOTHING,) * 2
-        wide, weights = rows * rank.model.hidden_size * rank.element, rows * rank.model.moe_router_topk * FP32
-        yield Collective("experts", Kind.ALL_TO_ALL, "numbers of rows", size, size * INT64, layers)
+        there, last = (OverlapsWith.SHARED, OverlapsWith.LAST_PRODUCT) if overlaps else (OverlapsWith.NOTHING,) * 2
+        wide, weights = rows * rank.model.hidden_size * rank.element_bytes, rows * rank.model.moe_router_topk * FP32
+        yield Collective("experts", CollectiveKind.ALL_TO_ALL, "numbers of rows", size, size * INT64, layers)
         for purpose, count, hiding in (
             ("tokens", layers, there),
-            ("results, their gradients", 2 * layers, Hiding.NOTHING),
+            ("results, their gradients", 2 * layers, OverlapsWith.NOTHING),
             ("gradients from experts", layers, last),
         ):
             yield from _in_chunks(rank, purpose, wide, count, hiding, overlaps=overlaps)
-        yield Collective("experts", Kind.ALL_TO_ALL, "router weights, expert numbers", size, 2 * weights, layers)
-        yield Collective("experts", Kind.ALL_TO_ALL, "gradients of router weights", size, weights, layers, last)
+        yield Collective(
+            "experts", CollectiveKind.ALL_TO_ALL, "router weights, expert numbers", size, 2 * weights, layers
+        )
+        yield Collective(
+            "experts", CollectiveKind.ALL_TO_ALL, "gradients of router weights", size, weights, layers, last
+        )
 
 
 class Hierarchical(AllToAll):
@@ -119,21 +129,25 @@ class Symmetric(DispatcherTraffic):
     @staticmethod
     def shared_bytes(rank: RankPlan) -> int:
         """Own tokens, the answers of all others, choices and their gradients."""
-        choices = rank.tokens_outside * rank.model.moe_router_topk
+        choices = rank.sequence_parallel_tokens * rank.model.moe_router_topk
         rows = Symmetric.rows(rank)
-        return rows * rank.model.hidden_size * rank.element + choices * (INT32 + 2 * FP32)
+        return rows * rank.model.hidden_size * rank.element_bytes + choices * (INT32 + 2 * FP32)
 
     @staticmethod
     def collectives(rank: RankPlan, layers: int, *, overlaps: bool) -> Iterator[Collective]:
-        size, rows, row = rank.expert_ranks, Symmetric.rows(rank), rank.model.hidden_size * rank.element
+        size, rows, row = rank.expert_ranks, Symmetric.rows(rank), rank.model.hidden_size * rank.element_bytes
         choices = rows * rank.model.moe_router_topk
-        needed, copies = rows_needed(rank) * row, Hiding.LAST_PRODUCT  # whole blocks, by the copy engines
-        yield Collective("experts", Kind.ALL_TO_ALL, "tokens, results, their gradients", size, needed, 3 * layers)
-        yield Collective("experts", Kind.ALL_TO_ALL, "gradients from experts", size, rows * row, layers, copies)
-        yield Collective("experts", Kind.ALL_GATHER, "router weights", size, choices * FP32, layers)
-        yield Collective("experts", Kind.ALL_GATHER, "expert numbers", size, choices * INT32, layers)
+        needed, copies = rows_needed(rank) * row, OverlapsWith.LAST_PRODUCT  # whole blocks, by the copy engines
+        yield Collective(
+            "experts", CollectiveKind.ALL_TO_ALL, "tokens, results, their gradients", size, needed, 3 * layers
+        )
+        yield Collective(
+            "experts", CollectiveKind.ALL_TO_ALL, "gradients from experts", size, rows * row, layers, copies
+        )
+        yield Collective("experts", CollectiveKind.ALL_GATHER, "router weights", size, choices * FP32, layers)
+        yield Collective("experts", CollectiveKind.ALL_GATHER, "expert numbers", size, choices * INT32, layers)
         gradients = choices // size * FP32  # each choice is served by one rank
-        yield Collective("experts", Kind.ALL_TO_ALL, "gradients of router weights", size, gradients, layers)
+        yield Collective("experts", CollectiveKind.ALL_TO_ALL, "gradients of router weights", size, gradients, layers)
 
 
 DISPATCHERS: dict[TokenDispatcherType, type[DispatcherTraffic]] = {
@@ -161,11 +175,11 @@ def rows_needed(rank: RankPlan) -> int:
     absent = 1.0  # probability that none of a token's K experts, drawn evenly without repetition, is here
     for draw in range(rank.model.moe_router_topk):
         absent *= max(0, experts - here - draw) / (experts - draw)
-    return round(rank.tokens_outside * rank.expert_ranks * (1.0 - absent))
+    return round(rank.sequence_parallel_tokens * rank.expert_ranks * (1.0 - absent))
 
 
 def _in_chunks(
-    rank: RankPlan, purpose: str, payload: int, count: int, hiding: Hiding, *, overlaps: bool
+    rank: RankPlan, purpose: str, payload: int, count: int, hiding: OverlapsWith, *, overlaps: bool
 ) -> Iterator[Collective]:
     """All-to-alls that travel in chunks, each beside another's products: one of them is always alone.
 
@@ -174,7 +188,9 @@ def _in_chunks(
     """
     chunks, size = rank.config.parallel.moe_dispatch_chunks, rank.expert_ranks
     if chunks > 1:
-        beside = Hiding.PRODUCTS if overlaps else Hiding.NOTHING
-        yield Collective("experts", Kind.ALL_TO_ALL, purpose, size, payload // chunks, count * (chunks - 1), beside)
-        payload, hiding = payload - payload // chunks * (chunks - 1), Hiding.NOTHING
-    yield Collective("experts", Kind.ALL_TO_ALL, purpose, size, payload, count, hiding)
+        beside = OverlapsWith.PRODUCTS if overlaps else OverlapsWith.NOTHING
+        yield Collective(
+            "experts", CollectiveKind.ALL_TO_ALL, purpose, size, payload // chunks, count * (chunks - 1), beside
+        )
+        payload, hiding = payload - payload // chunks * (chunks - 1), OverlapsWith.NOTHING
+    yield Collective("experts", CollectiveKind.ALL_TO_ALL, purpose, size, payload, count, hiding)

@@ -197,7 +197,7 @@ class _Stage(PipelineStage):
         return result
 
 
-class _NoHooks:
+class _AccumulateInGrad:
     """Gradients are accumulated in ``grad``."""
 
     def begin(self, num_micro_batches: int) -> None:
@@ -247,7 +247,7 @@ class Pipeline:
         """
         self.p2p_groups = p2p_groups
         self.model, self.plan, self.group, self.device = model, plan, group, device
-        self.backward_hooks = backward_hooks or _NoHooks()
+        self.backward_hooks = backward_hooks or _AccumulateInGrad()
         self.batches: Sequence[StageInput] = ()
         self._loss_sums: list[Tensor] = []
         self._chunks = {stage: ModelChunk(model, stage, plan, positions) for stage in plan.local_stages}
@@ -296,14 +296,16 @@ class Pipeline:
         self._loss_sums.append(loss_sum.detach())
         return loss_sum / self.labels_per_micro_batch / self.num_micro_batches
 
-    def forward_backward(self, batches: Sequence[StageInput], labels_each: Tensor | float) -> list[Tensor]:
+    def forward_backward(
+        self, batches: Sequence[StageInput], mean_labels_per_micro_batch: Tensor | float
+    ) -> list[Tensor]:
         """Runs forward and backward of all micro-batches and accumulates the gradients of their mean loss.
 
         The auxiliary losses of routers are part of it. The last stage computes the cross-entropy.
 
         Args:
             batches: the micro-batches of this rank, whose tokens and labels are [B, S].
-            labels_each: mean number of labels that count in a micro-batch; it divides each sum of losses.
+            mean_labels_per_micro_batch: labels that count, on average; it divides each sum of losses.
 
         Returns:
             The sum of cross-entropies of each micro-batch, fp32 scalars, on the rank of the last stage; elsewhere an
@@ -316,7 +318,7 @@ class Pipeline:
             self._plan_steps(len(batches))
         self.backward_hooks.begin(len(batches))
         self._loss_sums = []
-        self.batches, self.labels_per_micro_batch = batches, labels_each
+        self.batches, self.labels_per_micro_batch = batches, mean_labels_per_micro_batch
         tokens = (torch.cat([batch.tokens_BS for batch in batches]),) if 0 in self._chunks else ()
         target = torch.cat([batch.labels_BS for batch in batches]) if self.is_last else None
         losses: list[Tensor] | None = [] if self.is_last else None

@@ -41,12 +41,14 @@ class RingAttention:
         self.group = group
 
     def __call__(self, q_BHSd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, documents: Documents | None) -> Tensor:
-        bounds = None if documents is None else documents.bounds
+        cu_seqlens_host = None if documents is None else documents.cu_seqlens_host
         kv_2BGSd = torch.stack((k_BGSd, v_BGSd)).contiguous()
-        return _Ring.apply(q_BHSd.contiguous(), kv_2BGSd, self.group, bounds)
+        return _Ring.apply(q_BHSd.contiguous(), kv_2BGSd, self.group, cu_seqlens_host)
 
 
-def spans(rank: int, source: int, size: int, length: int, batch: int, bounds: tuple[int, ...] | None) -> list[Span]:
+def spans(
+    rank: int, source: int, size: int, length: int, batch: int, cu_seqlens_host: tuple[int, ...] | None
+) -> list[Span]:
     """Which keys of one rank the queries of another see.
 
     Args:
@@ -55,8 +57,8 @@ def spans(rank: int, source: int, size: int, length: int, batch: int, bounds: tu
         size: ranks of the ring.
         length: positions of each rank.
         batch: sequences.
-        bounds: boundaries of documents over the tokens of the whole sequences (layers/documents.py); None: each
-            sequence is one document.
+        cu_seqlens_host: boundaries of documents over the tokens of the whole sequences (layers/documents.py); None:
+            each sequence is one document.
 
     Returns:
         The spans, causal ones first: for rank = source they contain each position once.
@@ -64,7 +66,7 @@ def spans(rank: int, source: int, size: int, length: int, batch: int, bounds: tu
     half = length // 2
     own = ((rank, 0), (2 * size - 1 - rank, half))
     theirs = ((source, 0), (2 * size - 1 - source, half))
-    if bounds is None:
+    if cu_seqlens_host is None:
         everything = slice(0, batch)
         if rank == source:
             return [Span(everything, slice(0, length), slice(0, length), causal=True)]
@@ -81,17 +83,17 @@ def spans(rank: int, source: int, size: int, length: int, batch: int, bounds: tu
                 first = start + key_piece * half  # of the keys, then one past their last
                 last = first + half
                 if key_piece == query_piece:
-                    inner = [b for b in bounds if first < b < last]
+                    inner = [b for b in cu_seqlens_host if first < b < last]
                     for low, high in zip([first, *inner], [*inner, last], strict=True):
                         here = slice(low - first + query_offset, high - first + query_offset)
                         found.append(Span(slice(row, row + 1), here, here, causal=True))
                     continue
-                number = bisect_right(bounds, last - 1)  # the document of the last key ends at bounds[number]
+                number = bisect_right(cu_seqlens_host, last - 1)  # the document of the last key ends there
                 query_first = start + query_piece * half
-                num_queries = min(bounds[number] - query_first, half)
+                num_queries = min(cu_seqlens_host[number] - query_first, half)
                 if num_queries <= 0:
                     continue
-                key_low = max(bounds[number - 1] - first, 0)
+                key_low = max(cu_seqlens_host[number - 1] - first, 0)
                 queries = slice(query_offset, query_offset + num_queries)
                 keys = slice(key_offset + key_low, key_offset + half)
                 found.append(Span(slice(row, row + 1), queries, keys, causal=False))
@@ -101,11 +103,11 @@ def spans(rank: int, source: int, size: int, length: int, batch: int, bounds: tu
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_BHSd: Tensor, kv_2BGSd: Tensor, group: dist.ProcessGroup, bounds: tuple[int, ...] | None
+        ctx: Any, q_BHSd: Tensor, kv_2BGSd: Tensor, group: dist.ProcessGroup, cu_seqlens_host: tuple[int, ...] | None
     ) -> Tensor:
-        ctx.group, ctx.bounds = group, bounds
+        ctx.group, ctx.cu_seqlens_host = group, cu_seqlens_host
         lse_BHS = torch.empty(q_BHSd.shape[:3], dtype=torch.float32, device=q_BHSd.device)
-        out_BHSd = compute_once(_forward, q_BHSd, kv_2BGSd, lse_BHS, group, bounds)
+        out_BHSd = compute_once(_forward, q_BHSd, kv_2BGSd, lse_BHS, group, cu_seqlens_host)
         lse_BHS = compute_once(lambda: lse_BHS)
         ctx.save_for_backward(q_BHSd, kv_2BGSd, out_BHSd, lse_BHS)
         return out_BHSd
@@ -114,22 +116,22 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         q_BHSd, kv_2BGSd, out_BHSd, lse_BHS = ctx.saved_tensors
         grad_BHSd, out_BHSd = grads[0].contiguous(), out_BHSd.contiguous()  # once for all steps
-        dq, dkv = _backward(grad_BHSd, q_BHSd, kv_2BGSd, out_BHSd, lse_BHS, ctx.group, ctx.bounds)
+        dq, dkv = _backward(grad_BHSd, q_BHSd, kv_2BGSd, out_BHSd, lse_BHS, ctx.group, ctx.cu_seqlens_host)
         return dq, dkv, None, None
 
 
 def _forward(
-    q_BHSd: Tensor, kv_2BGSd: Tensor, lse_BHS: Tensor, group: dist.ProcessGroup, bounds: tuple[int, ...] | None
+    q_BHSd: Tensor, kv_2BGSd: Tensor, lse_BHS: Tensor, group: dist.ProcessGroup, cu_seqlens_host: tuple[int, ...] | None
 ) -> Tensor:
     """Returns the output [B, H, S, d]; writes the log-sum-exp of the scores into ``lse_BHS``."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     batch, _, length, _ = q_BHSd.shape
-    varying = bounds is not None
+    varying = cu_seqlens_host is not None
     out_BSHd = torch.empty_like(q_BHSd.transpose(1, 2), dtype=torch.float32, memory_format=torch.contiguous_format)
     out_BHSd = out_BSHd.transpose(1, 2)  # heads of a position are contiguous, for the projection
     for step in range(size):
         arriving = _send_to_next(kv_2BGSd, group) if step < size - 1 else None
-        for rows, queries, keys, causal in spans(rank, (rank - step) % size, size, length, batch, bounds):
+        for rows, queries, keys, causal in spans(rank, (rank - step) % size, size, length, batch, cu_seqlens_host):
             here, there = (rows, slice(None), queries), (slice(None), rows, slice(None), keys)
             k, v = kv_2BGSd[there]
             part, part_lse = attend_part(q_BHSd[here], k, v, causal, varying)
@@ -150,18 +152,18 @@ def _backward(
     out_BHSd: Tensor,
     lse_BHS: Tensor,
     group: dist.ProcessGroup,
-    bounds: tuple[int, ...] | None,
+    cu_seqlens_host: tuple[int, ...] | None,
 ) -> tuple[Tensor, Tensor]:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     batch, _, length, _ = q_BHSd.shape
-    varying = bounds is not None
+    varying = cu_seqlens_host is not None
     dq_BHSd = torch.empty_like(q_BHSd, dtype=torch.float32)
     dkv_2BGSd = torch.empty_like(kv_2BGSd, dtype=torch.float32)
     following: AsyncCollective | None = None  # gradients of these keys and values from the ranks they have visited
     for step in range(size):
         arriving = _send_to_next(kv_2BGSd, group) if step < size - 1 else None
         parts = []
-        for rows, queries, keys, causal in spans(rank, (rank - step) % size, size, length, batch, bounds):
+        for rows, queries, keys, causal in spans(rank, (rank - step) % size, size, length, batch, cu_seqlens_host):
             here, there = (rows, slice(None), queries), (slice(None), rows, slice(None), keys)
             k, v = kv_2BGSd[there]
             args = (grad_BHSd[here], q_BHSd[here], k, v, out_BHSd[here], lse_BHS[here])

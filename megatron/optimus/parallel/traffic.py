@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.optimus.config.costs import FP32, Collective, Hiding, Kind
+from megatron.optimus.config.costs import FP32, Collective, CollectiveKind, OverlapsWith
 from megatron.optimus.config.rank_plan import RankPlan
 from megatron.optimus.config.schema import ContextCommunication, LoadBalancing, PipelineSchedule, QKNormScope
 from megatron.optimus.config.stages import num_p2p_groups
@@ -20,25 +20,31 @@ def tensor_traffic(rank: RankPlan) -> Iterator[Collective]:
     size, steps, model = rank.layout.tp, rank.micro_batches, rank.model
     if size == 1:
         return
-    whole = rank.gathered
+    whole = rank.gathered_bytes
     split_mlps = rank.num_dense_layers + rank.num_moe_layers * (model.moe_shared_expert_intermediate_size > 0)
     regions = (rank.num_layers + split_mlps) * steps
     split = rank.config.parallel.sequence_parallel
-    into, out = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) if split else (Kind.ALL_REDUCE, Kind.ALL_REDUCE)
+    into, out = (
+        (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
+        if split
+        else (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_REDUCE)
+    )
     if split:
-        yield Collective("tp", into, "tokens again, in the backward", size, whole, regions, Hiding.PRODUCTS)
-    yield Collective("tp", out, "gradients out of split layers", size, whole, regions, Hiding.PRODUCTS)
+        yield Collective("tp", into, "tokens again, in the backward", size, whole, regions, OverlapsWith.PRODUCTS)
+    yield Collective("tp", out, "gradients out of split layers", size, whole, regions, OverlapsWith.PRODUCTS)
     exposed = [(into, "tokens into split layers"), (out, "sums out of split layers")]
     exposed = [*exposed, (into, "gradients into split layers")] if split else exposed[1:]
     for kind, what in exposed:
         if rank.config.parallel.tp_comm_overlap:  # each rank's block to each other one
             sends = (size - 1) * regions
-            yield Collective("tp", Kind.SEND, what, size, whole // size, sends, Hiding.PRODUCTS)
+            yield Collective("tp", CollectiveKind.SEND, what, size, whole // size, sends, OverlapsWith.PRODUCTS)
         else:
             yield Collective("tp", kind, what, size, whole, regions)
     norm = FP32 * rank.tokens
     if model.qk_layernorm and model.qk_layernorm_scope is QKNormScope.FULL:
-        yield Collective("tp", Kind.ALL_REDUCE, "squares of split norms", size, norm, 4 * rank.num_layers * steps)
+        yield Collective(
+            "tp", CollectiveKind.ALL_REDUCE, "squares of split norms", size, norm, 4 * rank.num_layers * steps
+        )
     if rank.has_embedding:
         yield Collective("tp", out, "embedding", size, whole, steps)
         if split:
@@ -57,16 +63,26 @@ def context_traffic(rank: RankPlan) -> Iterator[Collective]:
     count = rank.num_layers * rank.micro_batches
     queries, keys = rank.queries, rank.keys
     if rank.config.parallel.cp_comm_type is ContextCommunication.A2A:
-        together = (queries + 2 * keys) * rank.element
-        yield Collective("cp", Kind.ALL_TO_ALL, "q, k, v to heads and back", size, together, 2 * count)
-        outputs = queries * rank.element
-        yield Collective("cp", Kind.ALL_TO_ALL, "outputs to positions and back", size, outputs, 2 * count)
+        together = (queries + 2 * keys) * rank.element_bytes
+        yield Collective("cp", CollectiveKind.ALL_TO_ALL, "q, k, v to heads and back", size, together, 2 * count)
+        outputs = queries * rank.element_bytes
+        yield Collective("cp", CollectiveKind.ALL_TO_ALL, "outputs to positions and back", size, outputs, 2 * count)
         return
     around = (size - 1) * count
     both = 2 * keys
-    yield Collective("cp", Kind.SEND, "k, v round the ring", size, both * rank.element, 2 * around, Hiding.PRODUCTS)
-    yield Collective("cp", Kind.SEND, "their gradients", size, both * FP32, around, Hiding.PRODUCTS)
-    yield Collective("cp", Kind.SEND, "their gradients, back to the owner", size, both * rank.element, count)
+    yield Collective(
+        "cp",
+        CollectiveKind.SEND,
+        "k, v round the ring",
+        size,
+        both * rank.element_bytes,
+        2 * around,
+        OverlapsWith.PRODUCTS,
+    )
+    yield Collective("cp", CollectiveKind.SEND, "their gradients", size, both * FP32, around, OverlapsWith.PRODUCTS)
+    yield Collective(
+        "cp", CollectiveKind.SEND, "their gradients, back to the owner", size, both * rank.element_bytes, count
+    )
 
 
 def pipeline_traffic(rank: RankPlan) -> Iterator[Collective]:
@@ -79,16 +95,18 @@ def pipeline_traffic(rank: RankPlan) -> Iterator[Collective]:
     forward = sum(stage < rank.num_stages - 1 for stage in rank.stages) - turns * (pp - 1 in rank.stages)
     backward = sum(stage > 0 for stage in rank.stages) - turns * (pp in rank.stages)
     for what, count in (("activations", forward), ("gradients of activations", backward)):
-        yield Collective("pp", Kind.SEND, what, pp, rank.stream, count * rank.micro_batches, Hiding.PRODUCTS)
+        yield Collective(
+            "pp", CollectiveKind.SEND, what, pp, rank.residual_bytes, count * rank.micro_batches, OverlapsWith.PRODUCTS
+        )
 
 
 def partial_gradient_traffic(rank: RankPlan) -> Iterator[Collective]:
     """The sums of gradients of which each tensor-parallel rank has a part (tensor.py, ``register_gradient_sums``)."""
     tp = rank.layout.tp
     if tp > 1 and rank.config.parallel.sequence_parallel:
-        repeated = sum(one.numel * count for one, count in rank_parameters(rank).items() if not one.is_cut)
+        repeated = sum(one.numel * count for one, count in rank_parameters(rank).items() if not one.is_tp_sharded)
         what = "gradients of norms and routers"
-        yield Collective("tp", Kind.ALL_REDUCE, what, tp, repeated * FP32, rank.micro_batches)
+        yield Collective("tp", CollectiveKind.ALL_REDUCE, what, tp, repeated * FP32, rank.micro_batches)
 
 
 def num_communicators(rank: RankPlan) -> int:

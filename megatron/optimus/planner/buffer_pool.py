@@ -20,13 +20,13 @@ from megatron.optimus.models.parameters import (
     GRADIENT_ORDER,
     HEAD,
     RankParameter,
-    parameters_of_ends,
+    embedding_and_head_parameters,
     parameters_of_layer,
 )
 from megatron.optimus.planner.optimizer_state import (
     ALIGNMENT,
     BufferKey,
-    FlatBuffer,
+    PlannedFlatBuffer,
     buffer_key,
     flat_buffers_by_key,
     round_up,
@@ -52,7 +52,7 @@ class Gradients:
     parameters: tuple[RankParameter, ...]  # in the model's order
     waiting: tuple[int, ...]  # bytes of the gradient of each before it is moved
     arrivals: tuple[tuple[int, ...], ...]  # places of parameters, in the order of their gradients, of each chunk
-    buffers: tuple[tuple[BufferKey, FlatBuffer], ...]
+    buffers: tuple[tuple[BufferKey, PlannedFlatBuffer], ...]
     keys: tuple[BufferKey, ...]  # of the parameters
     sent_width: int  # bytes of an element that travels
     waits_always: bool
@@ -69,11 +69,11 @@ def buffer_pool(rank: RankPlan) -> PoolBytes:
 
 def gradients_of(rank: RankPlan) -> Gradients:
     """Says how a rank's gradients come, from the declared order of a layer's, and where they go."""
-    ends, by_key = parameters_of_ends(rank), flat_buffers_by_key(rank)
-    own = {is_moe: parameters_of_layer(rank, is_moe=is_moe) for kinds in rank.kinds for is_moe in set(kinds)}
+    ends, by_key = embedding_and_head_parameters(rank), flat_buffers_by_key(rank)
+    own = {is_moe: parameters_of_layer(rank, is_moe=is_moe) for kinds in rank.moe_flags for is_moe in set(kinds)}
     layers = {
         number: own[is_moe]
-        for chunk, kinds in zip(rank.chunks, rank.kinds, strict=True)
+        for chunk, kinds in zip(rank.chunks, rank.moe_flags, strict=True)
         for number, is_moe in zip(chunk, kinds, strict=True)
     }
     names: list[tuple[int | None, str]] = [(None, name) for name in ends if name == EMBEDDING]
@@ -95,7 +95,7 @@ def gradients_of(rank: RankPlan) -> Gradients:
         tuple(arrivals),
         tuple(by_key.items()),
         tuple(buffer_key(rank, one) for one in parameters),
-        rank.sent_gradient_element,
+        rank.sent_gradient_element_bytes,
         rank.splits_backward or not rank.config.optimizer.overlap_grad_reduce,
         tuple(names),
     )
@@ -104,7 +104,7 @@ def gradients_of(rank: RankPlan) -> Gradients:
 def waiting_bytes(rank: RankPlan, parameters: Iterable[RankParameter]) -> int:
     """Bytes of gradients that wait for the end of the backward; those of experts may be added where they are kept."""
     adds = rank.adds_expert_gradients
-    return sum(one.numel * rank.element for one in parameters if not (one.is_expert and adds))
+    return sum(one.numel * rank.element_bytes for one in parameters if not (one.is_expert and adds))
 
 
 def chunks_in_order(rank: RankPlan, most: int) -> list[int]:
@@ -129,7 +129,7 @@ def replay(gradients: Gradients, order: tuple[int, ...]) -> PoolBytes:
 
 
 @dataclass(eq=False)
-class Bucket:
+class BucketReplay:
     """One bucket: which parameters lie in it, and how far it is."""
 
     has_peers: bool
@@ -146,24 +146,24 @@ class BackwardReplay:
 
     def __init__(self, gradients: Gradients) -> None:
         self.gradients = gradients
-        self._where: list[list[Bucket]] = [[] for _ in gradients.parameters]
+        self._where: list[list[BucketReplay]] = [[] for _ in gradients.parameters]
         self.buckets = self._buckets()
         sharded = [one for _, one in gradients.buffers if one.group_size > 1]
         self.buffer_bytes = max(min(one.bucket, one.numel) for one in sharded) * gradients.sent_width
         self.made = self.first_end = 0
         self.has_settled = False  # the first step is over
         self.is_armed = False  # the present backward sends what is complete
-        self._free, self._sent = 0, list[Bucket]()
+        self._free, self._sent = 0, list[BucketReplay]()
 
     @property
     def acquired(self) -> int:
         """Buffers that buckets have, on their way or not."""
         return self.made - self._free
 
-    def _buckets(self) -> list[Bucket]:
+    def _buckets(self) -> list[BucketReplay]:
         """Makes the buckets of all flat buffers, in the order in which they are launched."""
         buffers, parameters = dict(self.gradients.buffers), self.gradients.parameters
-        made = {key: [Bucket(one.group_size > 1) for _ in range(one.num_buckets)] for key, one in buffers.items()}
+        made = {key: [BucketReplay(one.group_size > 1) for _ in range(one.num_buckets)] for key, one in buffers.items()}
         ends = dict.fromkeys(buffers, 0)
         for slot in reversed(range(len(parameters))):
             key, numel = self.gradients.keys[slot], parameters[slot].numel
@@ -227,7 +227,7 @@ class BackwardReplay:
                 self._launch(bucket)
             bucket.is_known = True
 
-    def _open(self, bucket: Bucket) -> None:
+    def _open(self, bucket: BucketReplay) -> None:
         if not bucket.has_peers:
             return
         if bucket.is_open:
@@ -236,12 +236,12 @@ class BackwardReplay:
         else:
             self._acquire(bucket)
 
-    def _keep(self, bucket: Bucket) -> None:
+    def _keep(self, bucket: BucketReplay) -> None:
         """One that is on its way is wanted again: it keeps its buffer."""
         self._sent.remove(bucket)
         bucket.is_reduced = False
 
-    def _acquire(self, bucket: Bucket) -> None:
+    def _acquire(self, bucket: BucketReplay) -> None:
         while not self._free and len(self._sent) >= IN_FLIGHT:
             self._release()
         if self._free:
@@ -250,7 +250,7 @@ class BackwardReplay:
             self.made += 1
         bucket.is_open = True
 
-    def _launch(self, bucket: Bucket) -> None:
+    def _launch(self, bucket: BucketReplay) -> None:
         self._open(bucket)
         self._next += 1
         bucket.is_launched = True

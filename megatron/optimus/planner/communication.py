@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.optimus.config.costs import Collective, Hiding, Kind
+from megatron.optimus.config.costs import Collective, CollectiveKind, OverlapsWith
 from megatron.optimus.config.rank_plan import RankPlan
 from megatron.optimus.models.activations import Kernels
 from megatron.optimus.moe.traffic import dispatcher_traffic, router_traffic
@@ -45,14 +45,18 @@ def _optimizer_traffic(rank: RankPlan) -> Iterator[Collective]:
     repeats = rank.micro_batches if options.zero_stage == 2 else 1
     is_tied = layout.pp > 1 and not rank.model.untie_embeddings_and_output_weights
     reduces = options.overlap_grad_reduce and len(rank.stages) == 1
-    into = Hiding.BACKWARD if reduces else Hiding.NOTHING
-    out = Hiding.FORWARD if options.overlap_param_gather else Hiding.NOTHING
+    into = OverlapsWith.BACKWARD if reduces else OverlapsWith.NOTHING
+    out = OverlapsWith.FORWARD if options.overlap_param_gather else OverlapsWith.NOTHING
     for buffer in flat_buffers(rank):
         axis, what = ("edp", "expert") if buffer.is_expert else ("dense", "other")
-        size, sent, weights = buffer.group_size, buffer.numel * rank.sent_gradient_element, buffer.numel * rank.element
-        yield Collective(axis, Kind.REDUCE_SCATTER, f"{what} gradients", size, sent, repeats, into)
-        yield Collective(axis, Kind.ALL_GATHER, f"{what} weights", size, weights, 1, out)
+        size, sent, weights = (
+            buffer.group_size,
+            buffer.numel * rank.sent_gradient_element_bytes,
+            buffer.numel * rank.element_bytes,
+        )
+        yield Collective(axis, CollectiveKind.REDUCE_SCATTER, f"{what} gradients", size, sent, repeats, into)
+        yield Collective(axis, CollectiveKind.ALL_GATHER, f"{what} weights", size, weights, 1, out)
     if is_tied and (rank.has_embedding or rank.has_head):
-        table = rank.model.vocab_size // layout.tp * rank.model.hidden_size * rank.gradient_element
+        table = rank.model.vocab_size // layout.tp * rank.model.hidden_size * rank.gradient_element_bytes
         table = -(-table // (layout.dp * layout.cp))  # of each rank's shard, after the reduction
-        yield Collective("pp", Kind.ALL_REDUCE, "gradient of the tied embedding", 2, table, 1)
+        yield Collective("pp", CollectiveKind.ALL_REDUCE, "gradient of the tied embedding", 2, table, 1)

@@ -33,7 +33,7 @@ class Machine:
     device: str
     devices_per_node: int
     memory: Figure  # bytes of a device
-    outside: Figure  # bytes of it that torch's allocator does not hold, on a rank without communicators
+    non_allocator_bytes: Figure  # bytes of it that torch's allocator does not hold, on a rank without communicators
     communicator: Figure  # further such bytes for each communicator that the rank is in
     slack: Figure  # what torch's allocator holds over what is in use, as a share
     peak: Figure  # dense bf16, for MFU
@@ -47,9 +47,9 @@ class Machine:
     layer_time: Figure  # seconds a pass through a layer takes at least: launching its kernels
     host_time: Figure  # seconds the host takes for a pass through a layer
     step_time: Figure  # seconds a step takes besides
-    inside: Figure  # bytes/s a rank sends inside a node, in a group of more than two
-    pair: Figure  # in a group of two
-    network: Figure  # bytes/s of a node to others
+    intra_node_bandwidth: Figure  # bytes/s a rank sends inside a node, in a group of more than two
+    two_rank_bandwidth: Figure  # in a group of two
+    node_bandwidth: Figure  # bytes/s of a node to others
     host: Figure  # bytes/s between a device and host memory, one way
     latency: Figure  # seconds for each of log2(ranks) hops of a collective
     overlap_cost: Figure  # what communication beside computation costs, as a share of its time
@@ -57,7 +57,7 @@ class Machine:
 
     def usable(self, communicators: int) -> float:
         """Bytes for live tensors on a rank that is in so many communicators."""
-        outside = self.outside.value + communicators * self.communicator.value
+        outside = self.non_allocator_bytes.value + communicators * self.communicator.value
         return (self.memory.value - outside) / (1 + self.slack.value)
 
     @property
@@ -80,7 +80,7 @@ H200 = Machine(
     device="NVIDIA H200",
     devices_per_node=8,
     memory=Figure(139.8 * 2**30, "torch.cuda.mem_get_info", True),
-    outside=Figure(1333 * 2**20, f"most in {_MEASURED}, one rank", True),
+    non_allocator_bytes=Figure(1333 * 2**20, f"most in {_MEASURED}, one rank", True),
     communicator=Figure(
         730 * 2**20,
         f"most in {_MEASURED}: one communicator of two ranks (2059 MiB less 1329 of one rank; 284 at commit 9487643); "
@@ -99,9 +99,9 @@ H200 = Machine(
     layer_time=Figure(0.275e-3, _FIT, True),
     host_time=Figure(2.18e-3, _HOST, True),
     step_time=Figure(6.5e-3, _FIT, True),
-    inside=Figure(300e9, _OVERLAP, True),
-    pair=Figure(210e9, _OVERLAP, True),
-    network=Figure(8 * 50e9, "public: eight 400 Gbit/s adapters a node; not measured by us"),
+    intra_node_bandwidth=Figure(300e9, _OVERLAP, True),
+    two_rank_bandwidth=Figure(210e9, _OVERLAP, True),
+    node_bandwidth=Figure(8 * 50e9, "public: eight 400 Gbit/s adapters a node; not measured by us"),
     host=Figure(54e9, "fitted to one case of benchmarks/results/planner_memory_h200.json, 1b-8l-offload", True),
     latency=Figure(10e-6, "assumed"),
     overlap_cost=Figure(0.65, _OVERLAP + ": step with overlap less the step of one rank", True),
@@ -113,7 +113,7 @@ AURORA = Machine(
     device="tile of Intel Data Center GPU Max 1550",
     devices_per_node=12,
     memory=Figure(64e9, "public: 64 GB of HBM2e a tile"),
-    outside=Figure(3e9, "assumed: context and libraries"),
+    non_allocator_bytes=Figure(3e9, "assumed: context and libraries"),
     communicator=Figure(0.2e9, "assumed: oneCCL's buffers (CCL_SYCL_SCALEOUT_HOST_BUF_SIZE lies on the host)"),
     slack=Figure(0.08, "assumed"),
     peak=Figure(367e12, "public: 56 active cores x 4,096 operations a cycle x 1.6 GHz"),
@@ -127,9 +127,9 @@ AURORA = Machine(
     layer_time=Figure(1e-3, "assumed: twice an H200's host time"),
     host_time=Figure(4.4e-3, "assumed: twice an H200's"),
     step_time=Figure(20e-3, "assumed"),
-    inside=Figure(0.8 * 5 * 15e9, f"{_ALCF}: 15 GB/s to each of five other GPUs; of that 80% assumed"),
-    pair=Figure(196e9, f"{_ALCF}: 196 GB/s one way between the two tiles of a GPU"),
-    network=Figure(0.6 * 8 * 25e9, "public: eight 200 Gbit/s adapters a node; of that 60% assumed"),
+    intra_node_bandwidth=Figure(0.8 * 5 * 15e9, f"{_ALCF}: 15 GB/s to each of five other GPUs; of that 80% assumed"),
+    two_rank_bandwidth=Figure(196e9, f"{_ALCF}: 196 GB/s one way between the two tiles of a GPU"),
+    node_bandwidth=Figure(0.6 * 8 * 25e9, "public: eight 200 Gbit/s adapters a node; of that 60% assumed"),
     host=Figure(27e9, f"{_ALCF}: 329 GB/s to all tiles of a node"),
     latency=Figure(20e-6, "assumed"),
     overlap_cost=Figure(0.65, "assumed as on H200"),

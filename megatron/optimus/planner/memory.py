@@ -8,11 +8,11 @@ from megatron.optimus.config.costs import INT64, PartMemory
 from megatron.optimus.config.rank_plan import RankPlan
 from megatron.optimus.config.schema import Recompute
 from megatron.optimus.models.activations import CUDA, Kernels, embedding_part, head_parts, layer_parts, rope_table_bytes
-from megatron.optimus.models.parameters import EMBEDDING, HEAD, parameters_of_ends, parameters_of_layer
+from megatron.optimus.models.parameters import EMBEDDING, HEAD, embedding_and_head_parameters, parameters_of_layer
 from megatron.optimus.moe.traffic import dispatcher_traffic
 from megatron.optimus.planner.buffer_pool import PoolBytes, buffer_pool, waiting_bytes
 from megatron.optimus.planner.optimizer_state import (
-    FlatBuffer,
+    PlannedFlatBuffer,
     StateBytes,
     decoded_states,
     flat_buffers,
@@ -31,11 +31,11 @@ class Moment:
 
     name: str
     activations: int  # saved for a backward
-    working: int  # temporaries and gradients on their way
+    temporaries: int  # temporaries and gradients on their way
 
     @property
     def total(self) -> int:
-        return self.activations + self.working
+        return self.activations + self.temporaries
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Memory:
     moments: tuple[Moment, ...]
 
     @property
-    def always(self) -> int:
+    def persistent(self) -> int:
         return self.states.total + self.pool + self.buffers
 
     @property
@@ -62,7 +62,7 @@ class Memory:
     @property
     def peak(self) -> int:
         """Most bytes of live tensors at any time, in the device's allocator."""
-        return self.always + self.worst.total
+        return self.persistent + self.worst.total
 
 
 def memory_of(rank: RankPlan, kernels: Kernels = CUDA) -> Memory:
@@ -77,7 +77,7 @@ def memory_of(rank: RankPlan, kernels: Kernels = CUDA) -> Memory:
     """
     flat, states = flat_buffers(rank), total_state_bytes(rank)
     pool, buffers = buffer_pool(rank), _buffers(rank)
-    chunks = [_layers(rank, kernels, kinds) for kinds in rank.kinds]
+    chunks = [_layers(rank, kernels, kinds) for kinds in rank.moe_flags]
     layers = [parts for chunk in chunks for parts in chunk]
     head = head_parts(rank, kernels) if rank.has_head else []
     moments = _of_a_step(rank, chunks, head)
@@ -151,14 +151,14 @@ def _of_a_first_backward(rank: RankPlan, layers: list[list[PartMemory]], pool: P
     """Moments of ZeRO stage 2's first backward, which does not know yet when a bucket is complete.
 
     All its gradients stay where the backward leaves them until its end. The pool has no buffers before, so its bytes,
-    which ``Memory.always`` includes, are subtracted. Where every backward waits so (``waits_always``) they are not: the
-    later ones find the pool's buffers made. ``layers``: the parts of each layer of the last chunk.
+    which ``Memory.persistent`` includes, are subtracted. Where every backward waits so (``waits_always``) they are not:
+    the later ones find the pool's buffers made. ``layers``: the parts of each layer of the last chunk.
     """
     if not pool.buffers:
         return []
-    kinds, saved = rank.kinds[-1], list(map(_saved, layers))
+    kinds, saved = rank.moe_flags[-1], list(map(_saved, layers))
     alive = (rank.chunks_in_flight - 1) * sum(saved)
-    ends = parameters_of_ends(rank) if rank.has_head else {}
+    ends = embedding_and_head_parameters(rank) if rank.has_head else {}
     if HEAD in ends:  # the embedding's gradient comes last; of a tied one the head's part is there from the beginning
         ends.pop(EMBEDDING, None)
     waiting = waiting_bytes(rank, ends.values())
@@ -173,7 +173,7 @@ def _of_a_first_backward(rank: RankPlan, layers: list[list[PartMemory]], pool: P
     return [*moments, Moment("first backward, end", alive, pool.first_end - pool.buffers)]
 
 
-def _around_the_step(flat: list[FlatBuffer], states: StateBytes, others: int, sent: int) -> list[Moment]:
+def _around_the_step(flat: list[PlannedFlatBuffer], states: StateBytes, others: int, sent: int) -> list[Moment]:
     """Moments of the start, when weights still lie outside of their flat buffers, and of the optimizer's step.
 
     Relative to what stays.
@@ -187,7 +187,7 @@ def _around_the_step(flat: list[FlatBuffer], states: StateBytes, others: int, se
     return moments
 
 
-def _muon_workspace(matrices: list[FlatBuffer]) -> int:
+def _muon_workspace(matrices: list[PlannedFlatBuffer]) -> int:
     """Muon's updates in bf16, the matrices of its iteration (optimizers/muon.py), and those that travel both ways."""
     largest = max(matrices, key=lambda buffer: buffer.shard)
     travelling = 4 * largest.shard if largest.group_size > 1 else 0
@@ -203,5 +203,5 @@ def _buffers(rank: RankPlan) -> int:
         # torch gives each micro-batch a buffer for what comes in, from before and, in the backward, from behind.
         ends = (stage > 0) + (stage < rank.num_stages - 1)
         kept = rank.micro_batches if stage == rank.num_stages - 1 else rank.chunks_in_flight // len(rank.stages)
-        travelling += (ends * rank.micro_batches + kept) * rank.stream
+        travelling += (ends * rank.micro_batches + kept) * rank.residual_bytes
     return rope_table_bytes(rank) + batch + travelling + shared + LIBRARIES

@@ -20,7 +20,7 @@ STATE_BLOCK = 256  # elements of an 8-bit state that share a scale
 
 
 @dataclass(frozen=True)
-class FlatBuffer:
+class PlannedFlatBuffer:
     """Parameters that are updated alike, sharded over ``group_size`` ranks."""
 
     is_expert: bool
@@ -85,11 +85,11 @@ def buffer_key(rank: RankPlan, parameter: RankParameter) -> BufferKey:
         ParameterKind.MATRIX: True,
     }[parameter.kind]
     is_matrix = options.optimizer is OptimizerName.MUON and parameter.kind is ParameterKind.MATRIX
-    is_repeated = rank.layout.tp > 1 and not parameter.is_cut
+    is_repeated = rank.layout.tp > 1 and not parameter.is_tp_sharded
     return (parameter.is_expert, is_matrix, is_decayed, is_repeated, parameter.is_tied)
 
 
-def flat_buffers_by_key(rank: RankPlan) -> dict[BufferKey, FlatBuffer]:
+def flat_buffers_by_key(rank: RankPlan) -> dict[BufferKey, PlannedFlatBuffer]:
     """The flat buffers of a rank, those of experts last."""
     layout = rank.layout
     members: dict[BufferKey, list[tuple[int, int]]] = {}
@@ -97,29 +97,29 @@ def flat_buffers_by_key(rank: RankPlan) -> dict[BufferKey, FlatBuffer]:
         members.setdefault(buffer_key(rank, parameter), []).append((parameter.numel, count))
     limit = rank.config.optimizer.ddp_bucket_size or DEFAULT_BUCKET
     return {
-        key: FlatBuffer(key[0], key[1], layout.edp if key[0] else layout.dp * layout.cp, tuple(numels), limit)
+        key: PlannedFlatBuffer(key[0], key[1], layout.edp if key[0] else layout.dp * layout.cp, tuple(numels), limit)
         for key, numels in sorted(members.items(), key=lambda item: item[0][0])
     }
 
 
-def flat_buffers(rank: RankPlan) -> list[FlatBuffer]:
+def flat_buffers(rank: RankPlan) -> list[PlannedFlatBuffer]:
     return list(flat_buffers_by_key(rank).values())
 
 
 # ---- bytes
 
 
-def state_bytes(rank: RankPlan, buffer: FlatBuffer) -> StateBytes:
+def state_bytes(rank: RankPlan, buffer: PlannedFlatBuffer) -> StateBytes:
     """Counts the bytes of one flat buffer, padding included."""
-    kept, sent = rank.gradient_element, rank.sent_gradient_element
+    kept, sent = rank.gradient_element_bytes, rank.sent_gradient_element_bytes
     shard_width = max(kept, sent)
     is_whole = rank.config.optimizer.zero_stage == 1 or buffer.group_size == 1
     gradients = buffer.numel * kept if is_whole else 0
     if buffer.group_size > 1 and (not is_whole or shard_width != kept):
         gradients += buffer.shard * shard_width
     moments = num_moments(rank, buffer) * _moment_bytes(rank, buffer)
-    masters = 0 if rank.element == 4 else buffer.shard * 4  # fp32 parameters are their own
-    return StateBytes(buffer.numel * rank.element, gradients, masters, moments)
+    masters = 0 if rank.element_bytes == 4 else buffer.shard * 4  # fp32 parameters are their own
+    return StateBytes(buffer.numel * rank.element_bytes, gradients, masters, moments)
 
 
 def total_state_bytes(rank: RankPlan) -> StateBytes:
@@ -128,7 +128,7 @@ def total_state_bytes(rank: RankPlan) -> StateBytes:
     return StateBytes(*(sum(getattr(one, name) for one in each) for name in StateBytes.__dataclass_fields__))
 
 
-def num_moments(rank: RankPlan, buffer: FlatBuffer) -> int:
+def num_moments(rank: RankPlan, buffer: PlannedFlatBuffer) -> int:
     """States of an element. An optimizer that is not listed is planned with two."""
     options = rank.config.optimizer
     known = {
@@ -140,14 +140,14 @@ def num_moments(rank: RankPlan, buffer: FlatBuffer) -> int:
     return known.get(options.optimizer, 2)
 
 
-def _moment_bytes(rank: RankPlan, buffer: FlatBuffer) -> int:
+def _moment_bytes(rank: RankPlan, buffer: PlannedFlatBuffer) -> int:
     width = rank.config.optimizer.optimizer_state_dtype
     if width is StateDtype.INT8:
         return buffer.shard + buffer.shard // STATE_BLOCK * 4
     return buffer.shard * (4 if width is StateDtype.FP32 else 2)
 
 
-def decoded_states(rank: RankPlan, buffers: list[FlatBuffer]) -> int:
+def decoded_states(rank: RankPlan, buffers: list[PlannedFlatBuffer]) -> int:
     """fp32 copies that a save holds of states kept in fewer bits. The first save is planned before the first step."""
     if rank.config.optimizer.optimizer_state_dtype is StateDtype.FP32:
         return 0
@@ -155,9 +155,9 @@ def decoded_states(rank: RankPlan, buffers: list[FlatBuffer]) -> int:
     return sum(moments * 4 * buffer.shard for buffer in buffers)
 
 
-def sent_copies(rank: RankPlan, buffers: list[FlatBuffer]) -> int:
+def sent_copies(rank: RankPlan, buffers: list[PlannedFlatBuffer]) -> int:
     """Copies of gradients in the dtype in which they travel, where that is another: kept until the reduction ends."""
-    sent = rank.sent_gradient_element
-    if rank.gradient_element == sent or rank.config.optimizer.zero_stage == 2:
+    sent = rank.sent_gradient_element_bytes
+    if rank.gradient_element_bytes == sent or rank.config.optimizer.zero_stage == 2:
         return 0
     return sum(buffer.numel * sent for buffer in buffers if buffer.group_size > 1)

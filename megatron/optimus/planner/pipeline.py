@@ -31,20 +31,20 @@ def rank_order(rank: int, pp: int, chunks: int, micro_batches: int) -> list[Acti
     With several chunks, as many micro-batches as there are ranks go through one before the next one; with one chunk and
     fewer micro-batches than ranks, all forwards come first.
     """
-    together = micro_batches // max(1, micro_batches // pp) if chunks > 1 else micro_batches
+    group_size = micro_batches // max(1, micro_batches // pp) if chunks > 1 else micro_batches
     total = chunks * micro_batches
-    ahead = (chunks - 1) * together + 2 * (pp - 1 - rank) if chunks > 1 else pp - 1 - rank
-    ahead = total if chunks == 1 and micro_batches < pp else min(ahead, total)
+    num_warmup = (chunks - 1) * group_size + 2 * (pp - 1 - rank) if chunks > 1 else pp - 1 - rank
+    num_warmup = total if chunks == 1 and micro_batches < pp else min(num_warmup, total)
 
     def action(place: int, *, is_backward: bool) -> Action:
-        turn, within = divmod(place, together)
+        turn, within = divmod(place, group_size)
         chunk = chunks - 1 - turn % chunks if is_backward else turn % chunks
-        return is_backward, rank + pp * chunk, turn // chunks * together + within
+        return is_backward, rank + pp * chunk, turn // chunks * group_size + within
 
-    order = [action(place, is_backward=False) for place in range(ahead)]
+    order = [action(place, is_backward=False) for place in range(num_warmup)]
     for place in range(total):
-        if ahead + place < total:
-            order.append(action(ahead + place, is_backward=False))
+        if num_warmup + place < total:
+            order.append(action(num_warmup + place, is_backward=False))
         order.append(action(place, is_backward=True))
     return order
 

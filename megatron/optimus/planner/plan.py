@@ -14,7 +14,7 @@ from megatron.optimus.parallel.traffic import num_communicators
 from megatron.optimus.planner.communication import collectives
 from megatron.optimus.planner.hardware import Machine
 from megatron.optimus.planner.memory import Memory, memory_of
-from megatron.optimus.planner.step_time import StepTime, step_time
+from megatron.optimus.planner.step_time import PredictedStepTime, step_time
 
 MODELLED_STAGES = (1, 2)  # ZeRO stages of our optimizer
 
@@ -59,7 +59,7 @@ class Plan:
         return self.worst.peak <= self.usable
 
     @cached_property
-    def time(self) -> StepTime:
+    def time(self) -> PredictedStepTime:
         return step_time(self.ranks, self.machine)
 
     def collectives(self, pipeline_rank: int) -> list[Collective]:

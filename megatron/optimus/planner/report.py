@@ -12,7 +12,7 @@ from megatron.optimus.planner.communication import sent_by_axis
 from megatron.optimus.planner.hardware import Figure, Machine
 from megatron.optimus.planner.memory import Memory
 from megatron.optimus.planner.plan import Plan
-from megatron.optimus.planner.search import Findings, bubble_hint
+from megatron.optimus.planner.search import SearchResult, bubble_hint
 from megatron.optimus.planner.step_time import seconds
 
 GIB = 2**30
@@ -107,7 +107,7 @@ def _memory_lines(plan: Plan) -> list[str]:
         ("activations at the peak", [gib(m.worst.activations) for m in columns]),
         ("  of one layer, micro-batch", [gib(max(m.saved_per_layer, default=0)) for m in columns]),
         ("  micro-batches in flight", [f"{m.in_flight}" for m in columns]),
-        ("working memory at the peak", [gib(m.worst.working) for m in columns]),
+        ("working memory at the peak", [gib(m.worst.temporaries) for m in columns]),
         ("peak", [gib(m.peak) for m in columns]),
     ]
     name = "pipeline rank" if len(plan.ranks) > 1 else "every rank"
@@ -117,8 +117,9 @@ def _memory_lines(plan: Plan) -> list[str]:
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     lines.append(
         f"{verdict}: {gib(plan.worst.peak)} of {gib(plan.usable)} usable ({gib(machine.memory.value)} less "
-        f"{gib(machine.outside.value)} outside of torch, {gib(plan.communicators * machine.communicator.value)} of "
-        f"{plan.communicators} communicators and {100 * machine.slack.value:.0f}% allocator slack); "
+        f"{gib(machine.non_allocator_bytes.value)} outside of torch, "
+        f"{gib(plan.communicators * machine.communicator.value)} of {plan.communicators} communicators and "
+        f"{100 * machine.slack.value:.0f}% allocator slack); "
         f"peak at: {plan.worst.worst.name}"
     )
     return lines
@@ -154,7 +155,9 @@ def _part_lines(memory: Memory) -> list[str]:
         lines.append(f"{part.name:<20}{sizes}")
     lines += ["", "moments, GiB besides what always stays"]
     for moment in sorted(memory.moments, key=lambda moment: -moment.total)[:6]:
-        lines.append(f"{moment.name:<44} activations {gib(moment.activations):>8}, working {gib(moment.working):>8}")
+        lines.append(
+            f"{moment.name:<44} activations {gib(moment.activations):>8}, working {gib(moment.temporaries):>8}"
+        )
     return lines
 
 
@@ -179,11 +182,11 @@ def machine_lines(machine: Machine) -> list[str]:
     lines = [f"constants of {machine.name} (megatron/optimus/planner/hardware.py)"]
     for name, figure in figures(machine).items():
         how = "measured" if figure.is_measured else "not measured by us"
-        lines.append(f"{name:<14}{figure.value:>12.4g}  {how}; {figure.source}")
+        lines.append(f"{name:<24}{figure.value:>12.4g}  {how}; {figure.source}")
     return lines
 
 
-def findings_text(found: Findings, world_size: int) -> str:
+def search_text(found: SearchResult, world_size: int) -> str:
     """Writes the best layouts, and why the others are not among them."""
     lines = [f"best of {found.tried} layouts tried, by predicted tokens/s"]
     for number, made in enumerate(found.best, start=1):
@@ -210,6 +213,14 @@ def findings_text(found: Findings, world_size: int) -> str:
 
 
 # ---- JSON
+
+# Constants whose key is not the field's name: it stays as it was first published.
+_JSON_KEYS = {
+    "non_allocator_bytes": "outside",
+    "intra_node_bandwidth": "inside",
+    "two_rank_bandwidth": "pair",
+    "node_bandwidth": "network",
+}
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -240,7 +251,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "bubble_share": time.bubble_share,
             "bubble_hint": bubble_hint(plan) or None,
         },
-        "constants": {name: vars(figure) for name, figure in figures(plan.machine).items()},
+        "constants": {_JSON_KEYS.get(name, name): vars(figure) for name, figure in figures(plan.machine).items()},
     }
 
 
@@ -255,7 +266,9 @@ def memory_json(plan: Plan, memory: Memory) -> dict[str, Any]:
         "in_flight": memory.in_flight,
         "peak_bytes": memory.peak,
         "peak_at": memory.worst.name,
-        "moments": [vars(moment) for moment in memory.moments],
+        "moments": [
+            {"name": one.name, "activations": one.activations, "working": one.temporaries} for one in memory.moments
+        ],
         "parts": [vars(part) for part in memory.parts],
     }
 

@@ -33,7 +33,7 @@ MOST_ROUNDS = 256  # micro-batches for each stage that are tried
 
 
 @dataclass
-class Findings:
+class SearchResult:
     """What a search found."""
 
     best: list[Plan] = field(default_factory=list)  # fit, most tokens per second first
@@ -47,16 +47,18 @@ class Findings:
         self.examples.setdefault(reason, example)
 
 
-def search(config: RunConfig, world_size: int, machine: Machine, *, named: Set[str], keep: int = 10) -> Findings:
+def search(
+    config: RunConfig, world_size: int, machine: Machine, *, fixed_options: Set[str], keep: int = 10
+) -> SearchResult:
     """Searches the fastest layouts that fit, and why others do not.
 
-    Varies the sizes of the axes, micro-batch and recomputation of a run, except for the options ``named``.
+    Varies the sizes of the axes, micro-batch and recomputation of a run, except for the options ``fixed_options``.
     """
-    found = Findings()
+    found = SearchResult()
     fitting: list[Plan] = []
     large: list[Plan] = []
-    for layout in _layouts(config, world_size, machine, named):
-        _try_layout(config, layout, world_size, machine, named, found, fitting, large)
+    for layout in _layouts(config, world_size, machine, fixed_options):
+        _try_layout(config, layout, world_size, machine, fixed_options, found, fitting, large)
     fitting.sort(key=lambda made: (-made.time.tokens_per_second, made.worst.peak))
     found.best = fitting[:keep]
     limit = fitting[0].time.tokens_per_second if fitting else 0.0
@@ -70,8 +72,8 @@ def _try_layout(
     layout: dict[str, Any],
     world_size: int,
     machine: Machine,
-    named: Set[str],
-    found: Findings,
+    fixed_options: Set[str],
+    found: SearchResult,
     fitting: list[Plan],
     large: list[Plan],
 ) -> None:
@@ -79,8 +81,8 @@ def _try_layout(
 
     A larger micro-batch needs more memory, so the first that fits with no recomputation at all ends the search.
     """
-    sizes = [config.training.micro_batch_size] if "micro_batch_size" in named else MICRO_BATCHES
-    modules = [config.parallel.recompute_modules] if "recompute_modules" in named else RECOMPUTATION
+    sizes = [config.training.micro_batch_size] if "micro_batch_size" in fixed_options else MICRO_BATCHES
+    modules = [config.parallel.recompute_modules] if "recompute_modules" in fixed_options else RECOMPUTATION
     for size in sizes:
         for recompute in modules:
             found.tried += 1
@@ -104,7 +106,7 @@ def _try_layout(
             return
 
 
-def _layouts(config: RunConfig, world_size: int, machine: Machine, named: Set[str]) -> Iterator[dict[str, Any]]:
+def _layouts(config: RunConfig, world_size: int, machine: Machine, fixed_options: Set[str]) -> Iterator[dict[str, Any]]:
     """Sizes of the axes, as changes to the parallel section; those that cannot divide are left out at once."""
     model, parallel, node = config.model, config.parallel, machine.devices_per_node
     experts = [size for size in divisors(max(1, model.num_experts)) if size <= MAX_EXPERT_NODES * node]
@@ -117,7 +119,7 @@ def _layouts(config: RunConfig, world_size: int, machine: Machine, named: Set[st
         "expert_model_parallel_size": experts if model.is_moe else [1],
     }
     for name in options:
-        if name in named:
+        if name in fixed_options:
             options[name] = [getattr(parallel, name)]
     for values in product(*options.values()):
         tp, pp, chunks, cp, around, ep = values
@@ -130,7 +132,7 @@ def _layouts(config: RunConfig, world_size: int, machine: Machine, named: Set[st
             continue
         changes = dict(zip(options, values, strict=True))
         schedule = parallel.pipeline_schedule
-        if "pipeline_schedule" not in named:
+        if "pipeline_schedule" not in fixed_options:
             changes["pipeline_schedule"] = (
                 PipelineSchedule.INTERLEAVED_1F1B if chunks > 1 else PipelineSchedule.ONE_F_ONE_B
             )

@@ -14,8 +14,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron.optimus.config.costs import FP32, Collective, Hiding, Kind, Work, flops_per_token
-from megatron.optimus.config.rank_plan import RankPlan, groups_alike
+from megatron.optimus.config.costs import (
+    FP32,
+    Collective,
+    CollectiveKind,
+    OperationCounts,
+    OverlapsWith,
+    flops_per_token,
+)
+from megatron.optimus.config.rank_plan import RankPlan, group_identical_ranks
 from megatron.optimus.config.schema import OptimizerName, PipelineSchedule
 from megatron.optimus.models.activations import CUDA, Kernels, layer_parts
 from megatron.optimus.models.parameters import rank_parameters
@@ -30,7 +37,7 @@ PER_STEP = ("dense", "edp")  # axes along which a rank communicates once a step,
 
 
 @dataclass(frozen=True)
-class StepTime:
+class PredictedStepTime:
     """Seconds of one step of the slowest rank.
 
     ``compute``, ``exposed``, ``bubble``, ``update`` and ``launching`` add up to the whole.
@@ -73,52 +80,56 @@ class StepTime:
 # ---- what is done
 
 
-def gradient_work(rank: RankPlan, kernels: Kernels) -> Work:
+def gradient_work(rank: RankPlan, kernels: Kernels) -> OperationCounts:
     """Counts the moves of one micro-batch's gradients from where backward leaves them to where they add up."""
-    kept = rank.gradient_element
+    kept = rank.gradient_element_bytes
     again = (rank.micro_batches - 1) / rank.micro_batches  # all but the first read what is there
     traffic = 0.0
     for parameter, count in rank_parameters(rank).items():
         if parameter.is_expert and kernels.adds_gradients and rank.adds_expert_gradients:
-            per_element = 3.0 * kept - rank.element  # cleared, read and written, where a gradient apart was written
+            per_element = (
+                3.0 * kept - rank.element_bytes
+            )  # cleared, read and written, where a gradient apart was written
         else:
-            per_element = rank.element + kept * (1 + again)
+            per_element = rank.element_bytes + kept * (1 + again)
         traffic += parameter.numel * count * per_element
-    return Work(traffic=traffic)
+    return OperationCounts(memory_bytes=traffic)
 
 
-def update_work(rank: RankPlan) -> Work:
+def update_work(rank: RankPlan) -> OperationCounts:
     """Counts the optimizer's work, once a step: norm and update of this rank's shards."""
-    kept, sent = rank.gradient_element, rank.sent_gradient_element
-    total = Work()
+    kept, sent = rank.gradient_element_bytes, rank.sent_gradient_element_bytes
+    total = OperationCounts()
     for buffer in flat_buffers(rank):
         moments = 2 if rank.config.optimizer.optimizer is OptimizerName.ADAM else 1
         width = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256}[rank.config.optimizer.optimizer_state_dtype.value]
-        per_element = 2 * max(kept, sent) + 2 * FP32 + rank.element + 2 * moments * width
-        total += Work(traffic=per_element * buffer.shard)
+        per_element = 2 * max(kept, sent) + 2 * FP32 + rank.element_bytes + 2 * moments * width
+        total += OperationCounts(memory_bytes=per_element * buffer.shard)
         if buffer.is_matrix:
             side = min(rank.model.hidden_size, rank.model.moe_ffn_hidden_size or rank.model.ffn_hidden_size)
             steps = rank.config.optimizer.muon_num_ns_steps
-            total += Work(products=steps * 6.0 * side * buffer.shard, traffic=steps * 12.0 * buffer.shard)
+            total += OperationCounts(
+                gemm_flops=steps * 6.0 * side * buffer.shard, memory_bytes=steps * 12.0 * buffer.shard
+            )
     return total
 
 
-def micro_batch_work(rank: RankPlan, kernels: Kernels = CUDA) -> Work:
+def micro_batch_work(rank: RankPlan, kernels: Kernels = CUDA) -> OperationCounts:
     """Adds up all that a rank does for one micro-batch."""
     parallel = rank.config.parallel
     chosen = frozenset(parallel.recompute_modules)
     limit = rank.num_layers if parallel.recompute_num_layers is None else parallel.recompute_num_layers
-    total = Work()
-    for is_moe in sorted({kind for chunk in rank.kinds for kind in chunk}):
-        count = sum(chunk.count(is_moe) for chunk in rank.kinds)
-        recomputing = sum(chunk[:limit].count(is_moe) for chunk in rank.kinds)
+    total = OperationCounts()
+    for is_moe in sorted({kind for chunk in rank.moe_flags for kind in chunk}):
+        count = sum(chunk.count(is_moe) for chunk in rank.moe_flags)
+        recomputing = sum(chunk[:limit].count(is_moe) for chunk in rank.moe_flags)
         total += layer_work(rank, frozenset(), kernels, is_moe=is_moe) * (count - recomputing)
         total += layer_work(rank, chosen, kernels, is_moe=is_moe) * recomputing
-        offloaded = sum(chunk[: parallel.cpu_offloading_num_layers].count(is_moe) for chunk in rank.kinds)
+        offloaded = sum(chunk[: parallel.cpu_offloading_num_layers].count(is_moe) for chunk in rank.moe_flags)
         if offloaded:
             again = chosen if limit else frozenset()
             parts = layer_parts(rank, kernels, again, is_moe=is_moe, offload=False)
-            total += Work(host=2.0 * sum(part.saved for part in parts) * offloaded)
+            total += OperationCounts(host=2.0 * sum(part.saved for part in parts) * offloaded)
     if rank.has_head:
         total += head_work(rank, kernels)
     return total + gradient_work(rank, kernels)
@@ -134,19 +145,19 @@ def bandwidth(axis: str, size: int, rank: RankPlan, machine: Machine) -> float:
     stride = {"pp": stage, "dp": layout.cp * layout.tp, "cp": layout.tp, "dense": layout.tp, "edp": rank.expert_ranks}
     apart = stride.get(axis, 1)
     if (size - 1) * apart < node:
-        return machine.pair.value if size == 2 else machine.inside.value
+        return machine.two_rank_bandwidth.value if size == 2 else machine.intra_node_bandwidth.value
     beside = max(1, min(size, node // apart))  # ranks of one group in a node: they share its ways out
-    own = machine.network.value * beside / node
-    return min(own, machine.inside.value) if beside > 1 else own
+    own = machine.node_bandwidth.value * beside / node
+    return min(own, machine.intra_node_bandwidth.value) if beside > 1 else own
 
 
 def seconds(one: Collective, rank: RankPlan, machine: Machine) -> float:
     """Predicts the time of all its repetitions in a step, alone."""
-    if one.kind is Kind.ALL_TO_ALL and _leaves_node(one, rank, machine):
-        rate = machine.network.value / machine.devices_per_node
+    if one.kind is CollectiveKind.ALL_TO_ALL and _leaves_node(one, rank, machine):
+        rate = machine.node_bandwidth.value / machine.devices_per_node
     else:
         rate = bandwidth(one.axis, one.size, rank, machine)
-    hops = 1.0 if one.kind is Kind.SEND else math.log2(one.size)
+    hops = 1.0 if one.kind is CollectiveKind.SEND else math.log2(one.size)
     return one.sent / rate + one.count * hops * machine.latency.value
 
 
@@ -166,19 +177,19 @@ def attention_rate(rank: RankPlan, machine: Machine) -> float:
     return rate * (machine.attention_deterministic.value if rank.config.training.deterministic else 1.0)
 
 
-def compute_seconds(work: Work, rank: RankPlan, machine: Machine) -> float:
+def compute_seconds(work: OperationCounts, rank: RankPlan, machine: Machine) -> float:
     return (
-        work.products / machine.products.value
+        work.gemm_flops / machine.products.value
         + work.attention / attention_rate(rank, machine)
         + work.experts / machine.experts.value
-        + work.traffic / machine.traffic.value
+        + work.memory_bytes / machine.traffic.value
         + work.layers * machine.layer_time.value
         + work.host / machine.host.value
         + work.wide / machine.wide.value
     )
 
 
-def _windows(rank: RankPlan, machine: Machine) -> dict[Hiding, float]:
+def _windows(rank: RankPlan, machine: Machine) -> dict[OverlapsWith, float]:
     """Seconds in a step that communication inside of layers can hide behind; what has no entry hides whole."""
     layers = rank.num_moe_layers * rank.micro_batches
     is_split = rank.num_moe_layers and machine.kernels.splits_backward
@@ -186,10 +197,10 @@ def _windows(rank: RankPlan, machine: Machine) -> dict[Hiding, float]:
     router = compute_seconds(router_work(rank), rank, machine) if rank.num_moe_layers else 0.0
     shared = compute_seconds(shared_work(rank, machine.kernels), rank, machine)  # a third of it in the forward
     return {
-        Hiding.NOTHING: 0.0,
-        Hiding.LAST_PRODUCT: layers * (last + shared * 2 / 3),
-        Hiding.ROUTER: layers * (router + shared / 3),
-        Hiding.SHARED: layers * shared / 3,
+        OverlapsWith.NOTHING: 0.0,
+        OverlapsWith.LAST_PRODUCT: layers * (last + shared * 2 / 3),
+        OverlapsWith.ROUTER: layers * (router + shared / 3),
+        OverlapsWith.SHARED: layers * shared / 3,
     }
 
 
@@ -215,12 +226,16 @@ def _of_data(rank: RankPlan, machine: Machine, window: float) -> tuple[float, fl
     """(slowdown of what runs beside, exposed, all) of gradients and weights, which can hide behind ``window``."""
     slowed = exposed = total = 0.0
     forward, backward = window / 3, window * 2 / 3 / rank.micro_batches  # the last micro-batch's backward
-    free = {Hiding.BACKWARD: backward, Hiding.FORWARD: forward / rank.micro_batches, Hiding.NOTHING: 0.0}
+    free = {
+        OverlapsWith.BACKWARD: backward,
+        OverlapsWith.FORWARD: forward / rank.micro_batches,
+        OverlapsWith.NOTHING: 0.0,
+    }
     for one in collectives(rank, machine.kernels):
         if one.axis not in PER_STEP:
             continue
         needed = seconds(one, rank, machine)
-        if one.hiding is Hiding.BACKWARD and one.count > 1:  # stage 2 reduces after every micro-batch
+        if one.hiding is OverlapsWith.BACKWARD and one.count > 1:  # stage 2 reduces after every micro-batch
             free[one.hiding] = max(free[one.hiding], window * 2 / 3)
         hidden = min(needed, free[one.hiding])
         free[one.hiding] -= hidden
@@ -233,10 +248,10 @@ def _of_data(rank: RankPlan, machine: Machine, window: float) -> tuple[float, fl
 def stage_seconds(rank: RankPlan, whole: float, machine: Machine) -> list[float]:
     """Splits ``whole``, a rank's seconds for one micro-batch, over its chunks by what is computed there."""
     head = compute_seconds(head_work(rank, machine.kernels), rank, machine) if rank.has_head else 0.0
-    kinds = {kind for chunk in rank.kinds for kind in chunk}
+    kinds = {kind for chunk in rank.moe_flags for kind in chunk}
     works = {kind: layer_work(rank, frozenset(), machine.kernels, is_moe=kind) for kind in kinds}
     each = {kind: compute_seconds(work, rank, machine) for kind, work in works.items()}
-    own = [sum(each[is_moe] for is_moe in chunk) for chunk in rank.kinds]
+    own = [sum(each[is_moe] for is_moe in chunk) for chunk in rank.moe_flags]
     last = rank.num_stages - 1
     return [
         (whole - head) * layers / sum(own) + head * (stage == last)
@@ -256,9 +271,9 @@ def _bubble(rank: RankPlan, times: list[float]) -> float:
     return others / rank.config.parallel.virtual_pipeline_model_parallel_size / 3
 
 
-def step_time(ranks: list[RankPlan], machine: Machine) -> StepTime:
+def step_time(ranks: list[RankPlan], machine: Machine) -> PredictedStepTime:
     """Predicts a step of a run with these pipeline ranks, each of them once and in order."""
-    groups = groups_alike(ranks)
+    groups = group_identical_ranks(ranks)
     stages = [busy(group[0], machine) for group in groups]
     slowest = max(range(len(groups)), key=lambda kind: stages[kind][0] + stages[kind][1])
     times = [0.0] * ranks[0].num_stages
@@ -272,7 +287,7 @@ def step_time(ranks: list[RankPlan], machine: Machine) -> StepTime:
     update = compute_seconds(update_work(rank), rank, machine) + machine.step_time.value
     passes = max(micro_batch_work(group[0], machine.kernels).layers for group in groups) * rank.micro_batches
     without = compute + slowed + exposed + bare + bubble + update
-    return StepTime(
+    return PredictedStepTime(
         compute=compute + slowed,
         exposed=exposed + bare,
         bubble=bubble,

@@ -41,7 +41,7 @@ def weak_scaling(
     return [Point(made, made.time.tokens_per_second_per_device / first, paper.get(made.world_size)) for made in plans]
 
 
-def as_the_paper(config: RunConfig) -> RunConfig:
+def with_paper_settings(config: RunConfig) -> RunConfig:
     """Makes the run with the paper's choices where ours differ: bf16 gradients, nothing hidden behind computation."""
     optimizer = replace(
         config.optimizer,

@@ -42,7 +42,7 @@ def default_kind() -> str:
     return "cuda" if torch.cuda.is_available() else "xpu" if torch.xpu.is_available() else "cpu"
 
 
-def pick(device: Device, local_rank: int) -> torch.device:
+def device_for_rank(device: Device, local_rank: int) -> torch.device:
     """Returns the device of this rank; ``auto`` prefers cuda, then xpu, then cpu.
 
     Args:
@@ -137,7 +137,7 @@ class AsyncHostCopy:
         return self._copies
 
 
-def from_host(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device_async(tensor: Tensor, device: torch.device) -> Tensor:
     """A small tensor of the host on ``device``; the host does not wait for the device."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 

@@ -54,7 +54,7 @@ class Totals(NamedTuple):
     """A step's values over all ranks."""
 
     metrics: dict[str, float]  # by name; a metric that no rank recorded in the step is absent
-    numbers: list[float]  # those given to ``Recorder.reduce``
+    host_values: list[float]  # those given to ``Recorder.reduce``
     tensor: Tensor  # the one given to ``Recorder.reduce``, flat float64 on the host
 
 
@@ -89,10 +89,10 @@ class PendingTotals:
                 value = next(maxima) if reduce == "max" else -next(maxima)
             if weight > 0:
                 metrics[name] = value
-        num_ranks_with_new_names, *numbers = values[2 * count :]
+        num_ranks_with_new_names, *host_values = values[2 * count :]
         if num_ranks_with_new_names > 0:
             self._recorder.exchange_names()
-        return Totals(metrics, numbers, sums[head:])
+        return Totals(metrics, host_values, sums[head:])
 
 
 class Recorder:
@@ -155,11 +155,11 @@ class Recorder:
                     )
         self._names = list(reduces.items())
 
-    def reduce(self, numbers: Sequence[float] = (), tensor: Tensor | None = None) -> PendingTotals:
+    def reduce(self, host_values: Sequence[float] = (), tensor: Tensor | None = None) -> PendingTotals:
         """Reduces a step's values over the ranks; ends the step. Collective, without waiting for the device.
 
         Args:
-            numbers: numbers of the host that are summed in the same all-reduce.
+            host_values: numbers of the host that are summed in the same all-reduce.
             tensor: on the device, summed in the same all-reduce as float64; exact for integers below 2^53.
         """
         if self._names is None:
@@ -168,8 +168,8 @@ class Recorder:
         has_new = not self.values.keys() <= {name for name, _ in names}
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         added = [zero if reduce in ("max", "min") else self.values.get(name, zero) for name, reduce in names]
-        of_host = [*(self.weights.get(name, 0.0) for name, _ in names), float(has_new), *numbers]
-        on_device = devices.from_host(torch.tensor(of_host, dtype=torch.float64), self._device)
+        of_host = [*(self.weights.get(name, 0.0) for name, _ in names), float(has_new), *host_values]
+        on_device = devices.to_device_async(torch.tensor(of_host, dtype=torch.float64), self._device)
         parts = [on_device[: len(names)], torch.stack(added or [zero])[: len(names)], on_device[len(names) :]]
         if tensor is not None:
             parts.append(tensor.double().flatten())
@@ -180,7 +180,7 @@ class Recorder:
             if extremes is not None:
                 dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._ranks.group)
         self.values, self.weights = {}, {}
-        return PendingTotals(self, names, sums, extremes, len(numbers))
+        return PendingTotals(self, names, sums, extremes, len(host_values))
 
     def _extremes(self, names: Sequence[tuple[str, Reduce]]) -> Tensor | None:
         """Maxima, and minima with their sign changed, so that one all-reduce finds both; None without any."""

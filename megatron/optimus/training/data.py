@@ -193,12 +193,12 @@ def _loader(
         ramp=tuple(training.rampup_batch_size) if part is Split.TRAIN else (),
         options=options,
         fim=fim,
-        keep=partial(own_part, positions_S=own_positions(training.seq_length, config.parallel, mesh)),
+        keep=partial(context_parallel_slice, positions_S=own_positions(training.seq_length, config.parallel, mesh)),
         pin_for=run.device if config.data.pin_memory else None,
     )
 
 
-def own_part(batch: Batch, positions_S: Tensor | None) -> Batch:
+def context_parallel_slice(batch: Batch, positions_S: Tensor | None) -> Batch:
     """The part of a micro-batch that a context-parallel rank works on.
 
     ``positions_S``: the positions of this rank in each sequence; None: all of them. Documents stay whole.

@@ -26,11 +26,11 @@ class Schedule(Protocol):
 
     routers: dict[int, Router]  # of this rank's MoE layers, by their number in the model
 
-    def forward_backward(self, batches: Sequence[Batch], labels_each: float | Tensor) -> list[Tensor]:
+    def forward_backward(self, batches: Sequence[Batch], mean_labels_per_micro_batch: float | Tensor) -> list[Tensor]:
         """Accumulates the gradients of the mean over micro-batches; ``engine.step()`` comes next.
 
         Steps may differ in their number of micro-batches, on every rank alike.
-        ``labels_each``: labels that count in a micro-batch, on average over those of all ranks.
+        ``mean_labels_per_micro_batch``: labels that count in a micro-batch, on average over those of all ranks.
         """
 
     def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
@@ -156,14 +156,14 @@ class WholeModel:
         self.engine, self.config = engine, config
         self.routers = routers_of(engine.module)
 
-    def forward_backward(self, batches: Sequence[Batch], labels_each: float | Tensor) -> list[Tensor]:
+    def forward_backward(self, batches: Sequence[Batch], mean_labels_per_micro_batch: float | Tensor) -> list[Tensor]:
         loss_sums = []
         set_micro_batches(self.engine, len(batches))
         for index, batch in enumerate(batches):
             if index > 0:
                 self.engine.step()  # between micro-batches it only counts them
             output = self.engine(batch.tokens_BS, batch.labels_BS, batch.documents, batch.positions_BS)
-            loss = output.loss_sum / labels_each
+            loss = output.loss_sum / mean_labels_per_micro_batch
             loss = (
                 loss + self.config.moe_aux_loss_coeff * output.aux_loss + self.config.moe_z_loss_coeff * output.z_loss
             )
@@ -187,8 +187,8 @@ class Stages:
         self.engine, self.pipeline = engine, pipeline
         self.routers = routers_of(engine.module)
 
-    def forward_backward(self, batches: Sequence[Batch], labels_each: float | Tensor) -> list[Tensor]:
-        return self.pipeline.forward_backward(batches, labels_each)
+    def forward_backward(self, batches: Sequence[Batch], mean_labels_per_micro_batch: float | Tensor) -> list[Tensor]:
+        return self.pipeline.forward_backward(batches, mean_labels_per_micro_batch)
 
     def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
         model: Decoder = self.engine.module

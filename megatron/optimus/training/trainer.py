@@ -70,7 +70,7 @@ class PendingResult:
         [outcome], totals = self._outcome.read(), self._totals.read()
         grad_norm, skipped = outcome.tolist()
         load_LE = totals.tensor.long().view(-1, self._num_experts).tolist() if self._num_experts else []
-        [stop] = totals.numbers
+        [stop] = totals.host_values
         return StepResult(totals.metrics, grad_norm, bool(skipped), load_LE, stop > 0)
 
 

@@ -255,7 +255,7 @@ def test_pinned_batches_on_their_way_to_a_device(prefixes: list[str]) -> None:
 
 def parts(batch: Batch) -> list[torch.Tensor]:
     assert batch.documents is not None and batch.positions_BS is not None
-    return [batch.tokens_BS, batch.labels_BS, batch.documents.bounds_N1, batch.positions_BS]
+    return [batch.tokens_BS, batch.labels_BS, batch.documents.cu_seqlens_N1, batch.positions_BS]
 
 
 def test_reading_thread_takes_the_rank_s_device(prefixes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +273,10 @@ def test_reading_thread_takes_the_rank_s_device(prefixes: list[str], monkeypatch
     assert [device for _, device in chosen] == [torch.device("cuda", 3)] and chosen[0][0].startswith("optimus-data")
     assert {tensor.data_ptr() for batch in batches for tensor in parts(batch)} <= set(pinned)
     copied = batches[0].to(torch.device("meta"))
-    assert all(tensor.is_meta for tensor in parts(copied)) and copied.documents.bounds == batches[0].documents.bounds
+    assert (
+        all(tensor.is_meta for tensor in parts(copied))
+        and copied.documents.cu_seqlens_host == batches[0].documents.cu_seqlens_host
+    )
 
 
 def test_documents_within_samples(tmp_path: Path) -> None:
@@ -304,7 +307,7 @@ def test_documents_within_samples(tmp_path: Path) -> None:
         assert b.num_labels == int((~ends[:, :-1]).sum())
         ranges = [instances.locate(next(ids))[1][0] for _ in range(4)]
         starts = [(document_starts(f"{prefix}.idx", *own) - own[0]).tolist() for own in ranges]
-        assert b.documents.bounds == Documents.from_starts(starts, L).bounds
+        assert b.documents.cu_seqlens_host == Documents.from_starts(starts, L).cu_seqlens_host
         for row, own in enumerate(starts):
             firsts = [0, *(s for s in own if s), L]
             counted = [place for length in np.diff(firsts) for place in range(length)]

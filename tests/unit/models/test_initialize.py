@@ -35,7 +35,7 @@ def build(seed: int = 1, expert_ids: tuple[int, ...] | None = None, dtype: torch
 def test_a_rank_gets_the_slices_of_the_whole_model(placement: ExpertPlacement) -> None:
     whole = dict(build().named_parameters())
     for rank in range(2):
-        ids = Ownership.regular(4, 2, placement).expert_ids(rank)
+        ids = Ownership.from_placement(4, 2, placement).expert_ids(rank)
         for name, weight in build(expert_ids=ids).named_parameters():
             expected = whole[name][list(ids)] if ".experts." in name else whole[name]
             assert torch.equal(weight, expected), name

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.optimus.models.partition import block_of, own_part, split_parameter
+from megatron.optimus.models.partition import block_of, local_shard_of, split_parameter
 
 
 def from_boxes(whole: torch.Tensor, boxes: tuple[tuple[tuple[int, int], ...], ...]) -> torch.Tensor:
@@ -29,7 +29,7 @@ def test_parts_make_up_the_whole_and_know_their_place(
     for part in parts:
         assert part.is_contiguous() and part.kept == 7 and part.global_shape == shape
         assert torch.equal(from_boxes(whole, part.global_boxes), part.detach().flatten())
-        assert torch.equal(own_part(param.detach(), part), part)
+        assert torch.equal(local_shard_of(param.detach(), part), part)
     halves = [part.detach().chunk(stride, dim) for part in parts]
     assert torch.equal(torch.cat([half[s] for s in range(stride) for half in halves], dim), param)
 

@@ -102,11 +102,11 @@ def together(size: int, qkvg: list[Tensor], documents: Documents | None) -> list
         assert positions is not None
         q, k, v, grad = (x[:, :, positions].contiguous() for x in qkvg)
         group: Any = Place(rank, size, wires)
-        lse, bounds = q.new_empty(q.shape[:3], dtype=torch.float32), documents and documents.bounds
+        lse, cu_seqlens_host = q.new_empty(q.shape[:3], dtype=torch.float32), documents and documents.cu_seqlens_host
         kv = torch.stack((k, v))
         # Not through autograd: on a GPU one thread runs all backward passes, and ranks would wait for each other.
-        out = ring._forward(q, kv, lse, group, bounds)
-        dq, dkv = ring._backward(grad, q, kv, out, lse, group, bounds)
+        out = ring._forward(q, kv, lse, group, cu_seqlens_host)
+        dq, dkv = ring._backward(grad, q, kv, out, lse, group, cu_seqlens_host)
         for whole, part in zip(found, (out, dq, *dkv), strict=True):
             whole[:, :, positions] = part
 

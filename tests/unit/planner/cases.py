@@ -106,11 +106,13 @@ def batch_of(config: RunConfig, mesh: Any) -> Any:
     """This rank's part of a micro-batch of random tokens."""
     from megatron.optimus.data.loader import Batch
     from megatron.optimus.parallel.context import own_positions
-    from megatron.optimus.training.data import own_part
+    from megatron.optimus.training.data import context_parallel_slice
 
     training = config.training
     tokens = torch.randint(0, config.model.vocab_size, (training.micro_batch_size, training.seq_length + 1))
-    return own_part(Batch(tokens[:, :-1], tokens[:, 1:]), own_positions(training.seq_length, config.parallel, mesh))
+    return context_parallel_slice(
+        Batch(tokens[:, :-1], tokens[:, 1:]), own_positions(training.seq_length, config.parallel, mesh)
+    )
 
 
 @contextmanager
@@ -251,7 +253,11 @@ def peaks_of_parts(words: str, rank: int, world: int) -> dict[str, tuple[int, in
     rope = rope_table(config.training.seq_length, config.model, torch.device("cpu"))
     rope = rope if positions_BS is None else rope_at(rope, positions_BS)
     share = rank_plans(config, world)[0]
-    rows = (1, share.tokens_outside) if mesh.size("tp") > 1 else (share.sequences, share.tokens // share.sequences)
+    rows = (
+        (1, share.sequence_parallel_tokens)
+        if mesh.size("tp") > 1
+        else (share.sequences, share.tokens // share.sequences)
+    )
     found, dtype = {}, next(model.parameters()).dtype
     for name, part in (("attention", lambda x: model.layers[0].attention(x, rope)), ("mlp", model.layers[0].mlp)):
         x = torch.randn(*rows, config.model.hidden_size, dtype=dtype, requires_grad=True)

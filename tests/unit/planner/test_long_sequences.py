@@ -40,7 +40,7 @@ def test_kernels_of_the_ring_measured_on_h200_are_predicted(kernel: str, within:
         words = "--deterministic" if kernel == "FLASH" else ""
         share, whole = long_sequence(ranks, f"--cp-comm-type p2p {words}"), long_sequence(ranks, words)
         work, other = (layer_work(one, frozenset(), is_moe=one.model.is_moe) for one in (share, whole))
-        beside = (work.traffic - other.traffic) / H200.traffic.value
+        beside = (work.memory_bytes - other.memory_bytes) / H200.traffic.value
         seconds = work.attention / attention_rate(share, H200) + beside
         measured = [row for row in rows if re.match(f"ring of {ranks}, rank ., {kernel}", row["what"])]
         assert len(measured) == 2
@@ -48,7 +48,7 @@ def test_kernels_of_the_ring_measured_on_h200_are_predicted(kernel: str, within:
         sizes = ring_sizes(long_sequence(ranks, "--cp-comm-type p2p"), H200.kernels)
         if kernel == "FLASH":  # one sum; --deterministic, which has more, was not measured
             sizes = replace(sizes, scratch=2 * 2 + 4)
-        queries = sizes.queries * sizes.element
+        queries = sizes.queries * sizes.element_bytes
         for row in measured:
             cuts_queries = "rank 0" in row["what"]
             step = half_the_queries(sizes) if cuts_queries else half_the_keys(sizes) + queries  # output, copied here
@@ -82,8 +82,8 @@ def test_a_ring_without_a_kernel_is_planned_by_its_scores() -> None:
     )
     scores = 16 * 131072**2 / 2 * (8 + 1) / 8 / 8  # a rank's own block is whole
     assert (work.attention, work.wide) == (0.0, pytest.approx(14 * 128 * scores))
-    beside = layer_work(ring, frozenset(), BEFORE.kernels, is_moe=ring.model.is_moe).traffic
-    assert work.traffic - beside == pytest.approx(128 * scores)
+    beside = layer_work(ring, frozenset(), BEFORE.kernels, is_moe=ring.model.is_moe).memory_bytes
+    assert work.memory_bytes - beside == pytest.approx(128 * scores)
     assert other.wide == 0.0 and other.attention == pytest.approx(12 * 128 * 16 * 131072**2 / 2)
     again = layer_work(
         ring, frozenset({Recompute.ATTENTION}), XPU, is_moe=ring.model.is_moe

@@ -9,7 +9,7 @@ from megatron.optimus.config.load import load
 from megatron.optimus.config.rank_plan import rank_plans
 from megatron.optimus.models.parameters import num_parameters
 from megatron.optimus.planner.memory import memory_of
-from megatron.optimus.planner.optimizer_state import FlatBuffer
+from megatron.optimus.planner.optimizer_state import PlannedFlatBuffer
 from tests.helpers import run_distributed
 from tests.unit.planner.cases import MIXED, MOE, SHARED, run, states_in_fake_worlds
 
@@ -53,7 +53,7 @@ def test_flat_buffers_are_cut_as_the_optimizer_cuts_them() -> None:
         numels = [draw.randrange(1, 10 ** draw.randrange(1, 7)) for _ in range(draw.randrange(1, 20))]
         ranks, limit = draw.choice([1, 2, 3, 8, 12, 96]), draw.choice([1, 5000, 10**5, 10**7])
         layout = flat_layout([(str(number), numel) for number, numel in enumerate(numels)], ranks, limit)
-        planned = FlatBuffer(False, False, ranks, tuple((numel, 1) for numel in numels), limit)
+        planned = PlannedFlatBuffer(False, False, ranks, tuple((numel, 1) for numel in numels), limit)
         assert (planned.numel, planned.shard) == (layout.numel, layout.shard_numel)
         assert (planned.num_buckets, min(planned.bucket, planned.numel)) == (
             len(layout.buckets),

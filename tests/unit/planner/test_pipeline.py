@@ -75,10 +75,10 @@ def orders_of_torch(pp: int, chunks: int, micro_batches: int) -> list[Any]:
 
 def one_f_one_b(rank: int, pp: int, micro_batches: int) -> list[Any]:
     """torch's Schedule1F1B has no list of its actions: forwards until the first gradient comes, then by turns."""
-    ahead = min(pp - rank, micro_batches) if micro_batches >= pp else micro_batches
+    num_warmup = min(pp - rank, micro_batches) if micro_batches >= pp else micro_batches
     forwards, backwards = ([(kind, rank, number) for number in range(micro_batches)] for kind in (False, True))
-    turns = [action for pair in zip(backwards, forwards[ahead:], strict=False) for action in pair]
-    return [*forwards[:ahead], *turns, *backwards[micro_batches - ahead :]]
+    turns = [action for pair in zip(backwards, forwards[num_warmup:], strict=False) for action in pair]
+    return [*forwards[:num_warmup], *turns, *backwards[micro_batches - num_warmup :]]
 
 
 def test_ranks_compute_in_the_order_of_torchs_schedules() -> None:

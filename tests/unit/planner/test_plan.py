@@ -18,7 +18,7 @@ import torch
 
 from megatron.optimus.commands import plan as plan_command
 from megatron.optimus.config.checks import check
-from megatron.optimus.config.costs import Work, flops_per_token
+from megatron.optimus.config.costs import OperationCounts, flops_per_token
 from megatron.optimus.config.load import load
 from megatron.optimus.config.rank_plan import rank_plans
 from megatron.optimus.config.schema import ConfigError
@@ -90,7 +90,7 @@ def test_gradients_that_wait_in_stage_2s_first_backward_are_a_peak_where_activat
     assert many.worst.name == "layer 16 of 16, experts, backward"
     moments = [moment for moment in few.moments if moment.name.startswith("first backward, layer")]
     layer = bf16 // share.num_layers
-    waiting = [after.working - before.working for before, after in itertools.pairwise(moments)]
+    waiting = [after.temporaries - before.temporaries for before, after in itertools.pairwise(moments)]
     assert len(moments) == 16 and all(0.8 * layer < more < layer for more in waiting)  # without the vocabulary's
 
 
@@ -106,7 +106,7 @@ def test_the_layout_of_every_aurora_script_fits(name: str) -> None:
 
 def test_a_search_gives_runs_that_the_trainer_takes_and_that_fit_the_fastest_first() -> None:
     config = load("--preset mula-7b-a1b --global-batch-size 64 --seq-length 4096".split()).config
-    found = search(config, 8, H200, named={"tensor_model_parallel_size"})
+    found = search(config, 8, H200, fixed_options={"tensor_model_parallel_size"})
     assert found.best
     for made in found.best:
         check(made.config, 8)
@@ -119,7 +119,7 @@ def test_a_search_gives_runs_that_the_trainer_takes_and_that_fit_the_fastest_fir
 
 def test_a_search_says_why_nothing_fits() -> None:
     config = load("--preset mula-220b-a10b --global-batch-size 64".split()).config
-    found = search(config, 8, H200, named=set())
+    found = search(config, 8, H200, fixed_options=set())
     assert not found.best
     assert "GiB" in found.examples["memory"]
 
@@ -182,8 +182,8 @@ def test_exchange_hides_behind_the_router_and_the_last_product(transport: str) -
     )
     [share] = rank_plans(load(words.split()).config, 4)
     wide = dispatcher_traffic(share).rows(share)
-    combine = 2 * 0.75 * wide * 2048 * 2 / H200.inside.value  # two layers, three of four ranks
-    narrow = 2 * 0.75 * wide * 8 * 4 / H200.inside.value if transport != "symmetric" else 0.0
+    combine = 2 * 0.75 * wide * 2048 * 2 / H200.intra_node_bandwidth.value  # two layers, three of four ranks
+    narrow = 2 * 0.75 * wide * 8 * 4 / H200.intra_node_bandwidth.value if transport != "symmetric" else 0.0
     calls = (1 if transport == "symmetric" else 2) * 2 * 2 * H200.latency.value
     beside = replace(H200, kernels=replace(H200.kernels, overlaps_collectives=True))
     whole_backward = replace(H200, kernels=replace(beside.kernels, splits_backward=False))
@@ -219,9 +219,11 @@ def test_parts_of_an_all_to_all_cost_kernels_and_hide_all_but_one_where_collecti
     again = 2 * 2 * (weights * (2 * 2 + 2 * 4) / H200.traffic.value + H200.layer_time.value)
     assert more - compute == pytest.approx(again)
     beside = replace(H200, kernels=replace(H200.kernels, overlaps_collectives=True))
-    wide = 2 * 4 * 0.75 * rows_needed(parts) * 2048 * 2 / H200.inside.value
+    wide = 2 * 4 * 0.75 * rows_needed(parts) * 2048 * 2 / H200.intra_node_bandwidth.value
     hidden = busy(parts, beside)[2] - busy(parts, beside)[1]
-    narrow = 2 * 0.75 * rows_needed(parts) * 8 * 4 / H200.inside.value  # of router weights, beside the last product
+    narrow = (
+        2 * 0.75 * rows_needed(parts) * 8 * 4 / H200.intra_node_bandwidth.value
+    )  # of router weights, beside the last product
     calls = 2 * (4 * 2 + 1) * 2 * H200.latency.value
     assert hidden == pytest.approx(wide * 2 / 3 + narrow + calls, rel=1e-6)
 
@@ -246,10 +248,10 @@ def test_a_pipeline_of_dense_layers_and_experts_has_the_programs_layers_and_all_
     for rank, share in enumerate(members):
         assert share.layers == stage_plan(config.model, config.parallel, 4096, rank).layers
     assert [len(layers) for layers in members[0].layers] == [7, 4, 3, 2]
-    work = sum((micro_batch_work(share) for share in members), Work())
+    work = sum((micro_batch_work(share) for share in members), OperationCounts())
     model, tokens = config.model, 4096 * config.training.micro_batch_size
     routers = 6.0 * 10 * model.hidden_size * (model.num_experts + 1)
-    counted = (work.products + work.attention + work.experts) / tokens + routers
+    counted = (work.gemm_flops + work.attention + work.experts) / tokens + routers
     assert counted == pytest.approx(flops_per_token(model, 4096), rel=1e-12)
 
 

@@ -42,8 +42,8 @@ def proposals() -> tuple[Plan, ...]:
     """Of each search a few of all layouts that fit, fast and slow ones, drawn evenly."""
     draw, drawn = random.Random(7), []
     for words, world, machine in ASKED:
-        named = {word[2:].replace("-", "_") for word in words.split() if word.startswith("--")}
-        best = search(load(words.split()).config, world, machine, named=named, keep=10**6).best
+        fixed_options = {word[2:].replace("-", "_") for word in words.split() if word.startswith("--")}
+        best = search(load(words.split()).config, world, machine, fixed_options=fixed_options, keep=10**6).best
         assert len(best) > EACH, words
         drawn += draw.sample(best, EACH)
     return tuple(drawn)

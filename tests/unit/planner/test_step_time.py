@@ -12,7 +12,7 @@ from megatron.optimus.config.load import load
 from megatron.optimus.config.rank_plan import rank_plans
 from megatron.optimus.planner.hardware import AURORA, H200
 from megatron.optimus.planner.step_time import step_time
-from megatron.optimus.planner.weak_scaling import as_the_paper, table, weak_scaling
+from megatron.optimus.planner.weak_scaling import table, weak_scaling, with_paper_settings
 from tests.distributed.curves import MODEL
 from tests.unit.planner.test_plan import ROOT, script
 
@@ -70,7 +70,7 @@ def test_the_documents_curve_is_the_raw_files() -> None:
     raw = (ROOT / "benchmarks/results/weak_scaling_220b_aurora_model.md").read_text()
     assert raw in PAGE.read_text()
     config = load("--preset mula-220b-a10b".split()).config
-    curves = {"": weak_scaling(as_the_paper(config), AURORA), " ": weak_scaling(config, AURORA)}
+    curves = {"": weak_scaling(with_paper_settings(config), AURORA), " ": weak_scaling(config, AURORA)}
     assert table(curves).splitlines()[2:] == raw.splitlines()[2:], "run optimus plan --weak-scaling again"
 
 

@@ -14,11 +14,11 @@ from megatron.optimus.platform import device as device_module
 from megatron.optimus.platform.device import (
     DeviceEvent,
     backend_for,
+    device_for_rank,
     device_name,
     memory_allocated,
     peak_flops,
     peak_memory,
-    pick,
     reset_peak_memory,
     set_cpu_threads,
     set_deterministic,
@@ -38,21 +38,21 @@ def machine(monkeypatch: pytest.MonkeyPatch, cuda: int = 0, xpu: int = 0) -> Non
 
 def test_auto_prefers_cuda_then_xpu_then_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, cuda=8, xpu=12)
-    assert pick(Device.AUTO, 3) == torch.device("cuda", 3)
-    assert pick(Device.XPU, 11) == torch.device("xpu", 11)
-    assert pick(Device.CPU, 3) == CPU
+    assert device_for_rank(Device.AUTO, 3) == torch.device("cuda", 3)
+    assert device_for_rank(Device.XPU, 11) == torch.device("xpu", 11)
+    assert device_for_rank(Device.CPU, 3) == CPU
     machine(monkeypatch, xpu=12)
-    assert pick(Device.AUTO, 11) == torch.device("xpu", 11)
+    assert device_for_rank(Device.AUTO, 11) == torch.device("xpu", 11)
     machine(monkeypatch)
-    assert pick(Device.AUTO, 5) == CPU
+    assert device_for_rank(Device.AUTO, 5) == CPU
 
 
 def test_missing_devices_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, cuda=2)
     with pytest.raises(ConfigError, match=r"device=xpu.*sees none.*--device cpu"):
-        pick(Device.XPU, 0)
+        device_for_rank(Device.XPU, 0)
     with pytest.raises(ConfigError, match=r"local rank 2 .* shows 2; start at most 2"):
-        pick(Device.AUTO, 2)
+        device_for_rank(Device.AUTO, 2)
 
 
 def test_backends() -> None:
@@ -74,7 +74,7 @@ def test_cpu_calls_do_nothing_and_do_not_fail() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available() and not torch.xpu.is_available(), reason="no accelerator")
 def test_accelerator_calls() -> None:
-    device = pick(Device.AUTO, 0)
+    device = device_for_rank(Device.AUTO, 0)
     set_device(device)
     reset_peak_memory(device)
     before = memory_allocated(device)

@@ -43,7 +43,7 @@ def test_every_reduction_over_the_records_of_a_step(recorder: Recorder) -> None:
         totals = recorder.reduce([0.5, 2.0], torch.arange(6).view(2, 3)).read()
         expected = {"mean": 3 * factor, "sum": 9 * factor, "max": 6 * factor, "min": factor}
         assert totals.metrics == expected | {"per label": 2.5, "number": 4.0}
-        assert totals.numbers == [0.5, 2.0] and totals.tensor.tolist() == [0, 1, 2, 3, 4, 5]
+        assert totals.host_values == [0.5, 2.0] and totals.tensor.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_metric_that_a_step_does_not_record_is_absent_from_it(recorder: Recorder) -> None:

@@ -212,7 +212,7 @@ ARCHITECTURES = {
     )
 }
 # What other models have and ours lacks, by the fields that switch it on.
-LACKING = {
+UNSUPPORTED_FEATURES = {
     "kv_lora_rank": "multi-head latent attention",
     "n_group": "group-limited routing",
     "num_nextn_predict_layers": "multi-token prediction",

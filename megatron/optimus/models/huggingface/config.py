@@ -12,7 +12,7 @@ from megatron.optimus.config.layer_pattern import MOST_LAYERS
 from megatron.optimus.config.schema import ConfigError, ModelConfig, RotaryScaling, one_of
 from megatron.optimus.models.huggingface.architectures import (
     ARCHITECTURES,
-    LACKING,
+    UNSUPPORTED_FEATURES,
     Architecture,
     architecture_of,
 )
@@ -206,7 +206,7 @@ def _supported_architecture(hf: dict[str, Any]) -> Architecture:
     architecture = ARCHITECTURES.get(model_type) if isinstance(model_type, str) else None
     if architecture is not None:
         return architecture
-    lacking = [f"{what} ({name}={hf[name]!r})" for name, what in LACKING.items() if hf.get(name)]
+    lacking = [f"{what} ({name}={hf[name]!r})" for name, what in UNSUPPORTED_FEATURES.items() if hf.get(name)]
     rope = hf.get("rope_scaling")
     kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
     if isinstance(kind, str) and kind not in _ROPE_FIELDS:
@@ -228,7 +228,7 @@ def _refuse_unknown_fields(hf: dict[str, Any], architecture: Architecture) -> No
         elif name not in known and value is not None:
             raise ConfigError(
                 f"config.json: {name}={value!r} is not supported for model_type {architecture.model_type!r}"
-                + (f" ({LACKING[name]})" if name in LACKING else "")
+                + (f" ({UNSUPPORTED_FEATURES[name]})" if name in UNSUPPORTED_FEATURES else "")
             )
     if any(kind != "full_attention" for kind in hf.get("layer_types") or []):
         raise ConfigError(f"config.json: layer_types={hf['layer_types']!r} is not supported; only full_attention is")

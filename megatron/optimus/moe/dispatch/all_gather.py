@@ -84,9 +84,9 @@ class AllGatherDispatcher(TokenDispatcher):
         return _StartedAllGather(pending, begin_dispatch(x_TD, pending, X), x)
 
     def dispatch(
-        self, x_TD: Tensor, routing: Routing, started: _StartedAllGather, overlapped: OverlappedWork = no_work
+        self, x_TD: Tensor, routing: Routing, in_flight: _StartedAllGather, overlapped: OverlappedWork = no_work
     ) -> ExpertRows:
-        pending, link, x = started
+        pending, link, x = in_flight
         links = link, begin_dispatch(routing.weights_TK, pending, WEIGHTS)
         choices = start_all_gather(pack_choices(routing), self.group, pending.counts)
         overlapped()

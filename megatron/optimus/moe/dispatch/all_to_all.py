@@ -184,7 +184,7 @@ class AllToAllDispatcher(TokenDispatcher):
         return cls(group, ownership, config.moe_dispatch_chunks)
 
     def dispatch(
-        self, x_TD: Tensor, routing: Routing, started: None, overlapped: OverlappedWork = no_work
+        self, x_TD: Tensor, routing: Routing, in_flight: None, overlapped: OverlappedWork = no_work
     ) -> ExpertRows:
         [plan] = self.hop.plan([self._owners(routing.indices_TK)])
         exchange = _StartedAllToAll.begin(self.hop, plan, x_TD, routing.weights_TK, pack_choices(routing))
@@ -195,10 +195,10 @@ class AllToAllDispatcher(TokenDispatcher):
         return self.hop.combine(y_RD, handle)
 
     def run_experts(
-        self, experts: nn.Module, x_TD: Tensor, routing: Routing, started: None, overlapped: OverlappedWork
+        self, experts: nn.Module, x_TD: Tensor, routing: Routing, in_flight: None, overlapped: OverlappedWork
     ) -> tuple[Tensor, Tensor]:
         if self.num_chunks == 1:
-            return super().run_experts(experts, x_TD, routing, started, overlapped)
+            return super().run_experts(experts, x_TD, routing, in_flight, overlapped)
         columns = (x_TD, routing.weights_TK, pack_choices(routing), self._owners(routing.indices_TK))
         *chunks_C, owners_C = (column.tensor_split(self.num_chunks) for column in columns)
         plans = self.hop.plan(owners_C)
@@ -219,8 +219,8 @@ class AllToAllDispatcher(TokenDispatcher):
         """The rank (of ``ownership.num_ranks``) that serves each choice."""
         return self.ownership.owner_and_local_id(indices_TK.device)[0][indices_TK]
 
-    def _finish(self, started: _StartedAllToAll) -> ExpertRows:
-        pending, links, x, choices = started
+    def _finish(self, in_flight: _StartedAllToAll) -> ExpertRows:
+        pending, links, x, choices = in_flight
         rows = rows_for(self.ownership, self.hop.index, x.wait(), choices.wait(), pending.plan)
         return finish_dispatch(links, pending, rows)
 
@@ -285,7 +285,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         return cls(within, across, ownership)
 
     def dispatch(
-        self, x_TD: Tensor, routing: Routing, started: None, overlapped: OverlappedWork = no_work
+        self, x_TD: Tensor, routing: Routing, in_flight: None, overlapped: OverlappedWork = no_work
     ) -> ExpertRows:
         owner_E = self.ownership.owner_and_local_id(x_TD.device)[0]
         ranks_of_node = self.to_ranks.num_destinations

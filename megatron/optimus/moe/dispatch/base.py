@@ -93,14 +93,14 @@ class TokenDispatcher(ABC):
 
     @abstractmethod
     def dispatch(
-        self, x_TD: Tensor, routing: Routing, started: Any, overlapped: OverlappedWork = no_work
+        self, x_TD: Tensor, routing: Routing, in_flight: Any, overlapped: OverlappedWork = no_work
     ) -> ExpertRows:
         """Exchanges this rank's tokens for the rows that its experts must compute.
 
         Args:
             x_TD: tokens as the router returns them, so that both uses of them share one gradient (``ops.route``).
             routing: the chosen experts by their numbers in the model, and their weights.
-            started: what ``start`` returned for these tokens.
+            in_flight: what ``start`` returned for these tokens.
             overlapped: called exactly once, when everything that can be sent is under way.
         """
 
@@ -109,18 +109,18 @@ class TokenDispatcher(ABC):
         """Sums the experts' outputs for the rows of ``dispatch`` to the outputs of this rank's tokens, [T, D]."""
 
     def run_experts(
-        self, experts: nn.Module, x_TD: Tensor, routing: Routing, started: Any, overlapped: OverlappedWork
+        self, experts: nn.Module, x_TD: Tensor, routing: Routing, in_flight: Any, overlapped: OverlappedWork
     ) -> tuple[Tensor, Tensor]:
         """Dispatches this rank's tokens, runs the experts on the rows that arrive, and combines their outputs.
 
         Args:
             experts: called with the fields of ``ExpertRows`` but ``handle``; returns [R, D].
-            x_TD: as ``dispatch``, and so are ``routing``, ``started`` and ``overlapped``.
+            x_TD: as ``dispatch``, and so are ``routing``, ``in_flight`` and ``overlapped``.
 
         Returns:
             The outputs of this rank's tokens [T, D], and the slots (token and choice) computed on this rank, int64 [].
         """
-        rows = self.dispatch(x_TD, routing, started, overlapped)
+        rows = self.dispatch(x_TD, routing, in_flight, overlapped)
         y_RD = experts(rows.x_RD, rows.weights_RK, rows.indices_RK, rows.on_input_gradients)
         return self.combine(y_RD, rows.handle), (rows.indices_RK >= 0).sum()
 

@@ -14,7 +14,7 @@ class LocalDispatcher(TokenDispatcher):
     """The rows that experts compute are this rank's tokens. Every layer has it until expert parallelism is applied."""
 
     def dispatch(
-        self, x_TD: Tensor, routing: Routing, started: None, overlapped: OverlappedWork = no_work
+        self, x_TD: Tensor, routing: Routing, in_flight: None, overlapped: OverlappedWork = no_work
     ) -> ExpertRows:
         overlapped()
         return ExpertRows(x_TD, routing.weights_TK, routing.indices_TK, None)

@@ -28,7 +28,9 @@ class Ownership:
     num_shards: int = 1
 
     @classmethod
-    def regular(cls, num_experts: int, num_ranks: int, placement: ExpertPlacement, num_shards: int = 1) -> Ownership:
+    def from_placement(
+        cls, num_experts: int, num_ranks: int, placement: ExpertPlacement, num_shards: int = 1
+    ) -> Ownership:
         """The ownership that ``moe_expert_placement`` names."""
         return cls(regular_placement(num_experts, num_ranks, placement), num_shards)
 

@@ -170,7 +170,7 @@ def _candidates(
     """Dispatchers that every rank supports, ready for messages of this shape; why each other one is left out."""
     config, mesh, device = run.config, run.mesh, run.device
     parallel = config.parallel
-    ownership = Ownership.regular(
+    ownership = Ownership.from_placement(
         config.model.num_experts, mesh.size("ep"), parallel.moe_expert_placement, parallel.expert_tensor_parallel_size
     )
     candidates: dict[TokenDispatcherType, TokenDispatcher] = {}

@@ -372,7 +372,7 @@ class SymmetricDispatcher(TokenDispatcher):
         return self._used[shape]
 
     def dispatch(
-        self, x_TD: Tensor, routing: Routing, started: None, overlapped: OverlappedWork = no_work
+        self, x_TD: Tensor, routing: Routing, in_flight: None, overlapped: OverlappedWork = no_work
     ) -> ExpertRows:
         owner_E, local_E = self.ownership.owner_and_local_id(x_TD.device)
         num_tokens, width = x_TD.shape

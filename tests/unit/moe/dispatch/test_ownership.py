@@ -27,7 +27,7 @@ def test_what_cannot_be_read_is_named_with_its_option(tmp_path: Path, content: s
 
 @pytest.mark.parametrize("placement", list(ExpertPlacement))
 def test_every_expert_has_one_owner(placement: ExpertPlacement) -> None:
-    ownership = Ownership.regular(12, 4, placement)
+    ownership = Ownership.from_placement(12, 4, placement)
     owned = [ownership.expert_ids(rank) for rank in range(4)]
     assert sorted(expert for ids in owned for expert in ids) == list(range(12))
     owner_E, local_E = ownership.owner_and_local_id(torch.device("cpu"))

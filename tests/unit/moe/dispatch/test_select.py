@@ -29,7 +29,7 @@ def test_every_choice_but_auto_is_a_dispatcher_of_its_own() -> None:
 @pytest.mark.parametrize("kind", list(TokenDispatcherType))
 def test_nothing_travels_on_one_rank(kind: TokenDispatcherType) -> None:
     config = ParallelConfig(moe_token_dispatcher_type=kind)
-    ownership = Ownership.regular(4, 1, ExpertPlacement.CONTIGUOUS)
+    ownership = Ownership.from_placement(4, 1, ExpertPlacement.CONTIGUOUS)
     dispatcher = build_dispatcher(config, Mesh(config, rank=0, world_size=1), ownership)
     assert isinstance(dispatcher, LocalDispatcher)
 
