@@ -5,9 +5,11 @@ and whose update rules are in optimizers/. config_keys.py says how to add a conf
 The parameters' attributes ``allreduce`` and ``group_name`` and the checkpoints' file names are DeepSpeed's: keep them.
 """
 
+import importlib
 import logging
 
 import deepspeed
+from deepspeed.compile.util import is_deepcompile_supported
 
 from deepspeed_ext.engine import EPEngine
 from deepspeed_ext.groups import ZeroGroups, init_distributed, run_program, shutdown
@@ -26,6 +28,7 @@ __all__ = [
     "StateShard",
     "ZeroGroups",
     "ZeroOptions",
+    "import_ahead",
     "init_distributed",
     "initialize",
     "run_program",
@@ -40,3 +43,13 @@ if deepspeed.__version__.split("+")[0] != TESTED_DEEPSPEED:
         TESTED_DEEPSPEED,
         TESTED_DEEPSPEED,
     )
+
+
+def import_ahead() -> None:
+    """Imports what the first optimizer and engine import, torch's compiler, which takes seconds.
+
+    For a thread of a program that has other work meanwhile.
+    """
+    importlib.import_module("torch._dynamo")
+    if is_deepcompile_supported():
+        importlib.import_module("deepspeed.compile.backend")

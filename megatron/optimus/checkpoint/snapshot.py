@@ -17,8 +17,9 @@ import torch
 
 from megatron.optimus.checkpoint.slices import TensorSlice
 from megatron.optimus.platform.device import DeviceEvent
+from megatron.optimus.platform.pinned_memory import pinned_buffers
 
-_BUFFER_BYTES = 4 << 30
+_BUFFER_BYTES = 1 << 30  # several, so that CPU threads allocate them side by side
 _ALIGNED = 16  # start of every copy, so that it may have any dtype
 _GAP_BYTES = 4096  # cheaper to copy than to begin anew; parameters in a bucket are aligned to less
 _COPY_BYTES = 128 << 20  # long enough for the bus; a cast on the device may need as much beside the state
@@ -73,7 +74,7 @@ def pack_into_buffers(
 ) -> tuple[list[tuple[int, int]], list[int]]:
     """Distributes copies over host buffers that waste little pinned memory.
 
-    Pinned memory is given out in powers of two: 21 GB at once would be 32 GiB. So a buffer holds ``buffer_bytes``, a
+    torch gives pinned memory out in powers of two: 21 GB at once would be 32 GiB. So a buffer holds ``buffer_bytes``, a
     power of two, or less, and a longer copy has a buffer of its own. Where more than an eighth of a buffer would be
     waste, as in the last one, what it holds goes to buffers of half the size.
 
@@ -164,8 +165,7 @@ class Snapshot:
         places, buffer_sizes = pack_into_buffers(sizes)
         if [len(buffer) for buffer in self._buffers] != buffer_sizes:
             self._buffers = self._views = self._copy_views = []  # freed before the next ones are allocated
-            pin = not self._on_host
-            self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for size in buffer_sizes]
+            self._buffers = pinned_buffers(buffer_sizes, self._device)
         self._copy_views = [
             self._buffers[buffer][start : start + size].view(dtype)
             for dtype, size, (buffer, start) in zip(dtypes, sizes, places, strict=True)

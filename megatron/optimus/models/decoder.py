@@ -78,7 +78,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.sequence_shards = 1  # context parallelism: tokens are one of so many parts of their sequences
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        # Without values: torch's normal_ of a meta tensor imports torch's compiler, as long as importing torch.
+        table_VD = torch.empty(config.vocab_size, config.hidden_size)
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table_VD)
         moe_layers = set(config.moe_layers)
         self.layers = nn.ModuleList(Block(config, is_moe=number in moe_layers) for number in range(config.num_layers))
         self.final_norm = build_norm(config)

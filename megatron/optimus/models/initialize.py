@@ -1,11 +1,16 @@
 """Draws initial weights that depend on the seed and the parameter's name only, never on the layout of ranks.
 
 Each weight draws from a generator of its own on the CPU; each expert of a 3-D expert weight from one keyed by the
-expert's global number. A rank that holds a part draws the whole and keeps its part, one weight at a time. So any device
-and any tensor- or expert-parallel size starts from the same model.
+expert's global number. A rank that holds a part draws the whole and keeps its part. So any device and any tensor- or
+expert-parallel size starts from the same model, and a rank's CPU threads draw several weights side by side.
 """
 
 from __future__ import annotations
+
+import logging
+import math
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +19,9 @@ from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.partition import local_shard_of, whole_shape
 from megatron.optimus.platform.seeding import generator_for
 
+logger = logging.getLogger("optimus")
+_LONG = 1_000_000_000  # parameters: about ten seconds on one CPU thread
+
 
 @torch.no_grad()
 def initialize_weights(model: Decoder, *, seed: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -21,19 +29,44 @@ def initialize_weights(model: Decoder, *, seed: int, device: torch.device, dtype
     buffers 0.
 
     Parameters get ``dtype`` (drawn in fp32, then rounded); buffers keep theirs. On the meta device nothing is drawn.
+    The number of torch's CPU threads changes the time, not the weights.
     """
     _materialize(model, device, dtype)
     if device.type == "meta":
         return
+    draws: list[_Draw] = []
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-            continue
-        shape = whole_shape(parameter)[1 if parameter.dim() == 3 else 0 :]
-        for weight, key in _weights_and_keys(name, parameter):
-            draw = torch.empty(shape, dtype=torch.float32)
-            draw.normal_(0.0, model.config.init_method_std, generator=generator_for(seed, *key))
-            weight.copy_(local_shard_of(draw, parameter, dropped_dims=parameter.dim() - draw.dim()))
+        else:
+            draws += _draws(name, parameter)
+    threads = torch.get_num_threads()
+    count = sum(draw.weight.numel() for draw in draws)
+    if count >= _LONG:
+        logger.info("drawing %.1f billion initial weights on %d CPU threads", count / 1e9, threads)
+    # The largest first, so that no thread begins a long one when the others are done. Each works alone: torch would
+    # start a team of threads for every one of them.
+    draws.sort(key=lambda draw: math.prod(draw.shape), reverse=True)
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        try:
+            list(pool.map(lambda draw: draw.fill(seed, model.config.init_method_std), draws))
+        finally:
+            torch.set_num_threads(threads)
+
+
+class _Draw(NamedTuple):
+    """One weight to draw: all of a matrix, or that of one expert."""
+
+    weight: Tensor  # this rank's part
+    parameter: nn.Parameter
+    key: tuple[str, ...]
+    shape: tuple[int, ...]  # of the whole matrix
+
+    @torch.no_grad()
+    def fill(self, seed: int, std: float) -> None:
+        whole = torch.empty(self.shape, dtype=torch.float32).normal_(0.0, std, generator=generator_for(seed, *self.key))
+        part = local_shard_of(whole, self.parameter, dropped_dims=self.parameter.dim() - whole.dim())
+        self.weight.copy_(part)
 
 
 def _materialize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -42,16 +75,17 @@ def _materialize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> 
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in made:
-                empty = nn.Parameter(torch.empty_like(parameter, device=device, dtype=dtype))
+                empty = nn.Parameter(torch.empty(parameter.shape, device=device, dtype=dtype))
                 empty.__dict__.update(parameter.__dict__)
                 made[id(parameter)] = empty
             setattr(module, name, made[id(parameter)])
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.zeros_like(buffer, device=device))
+            setattr(module, name, torch.zeros(buffer.shape, device=device, dtype=buffer.dtype))
 
 
-def _weights_and_keys(name: str, parameter: nn.Parameter) -> list[tuple[Tensor, tuple[str, ...]]]:
+def _draws(name: str, parameter: nn.Parameter) -> list[_Draw]:
+    shape = whole_shape(parameter)
     if parameter.dim() < 3:
-        return [(parameter, (name,))]
+        return [_Draw(parameter, parameter, (name,), shape)]
     expert_ids = getattr(parameter, "expert_ids", range(parameter.shape[0]))
-    return [(parameter[row], (name, str(expert))) for row, expert in enumerate(expert_ids)]
+    return [_Draw(parameter[row], parameter, (name, str(expert)), shape[1:]) for row, expert in enumerate(expert_ids)]

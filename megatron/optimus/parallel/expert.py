@@ -14,6 +14,7 @@ other gradient is.
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from megatron.optimus.config.placement import LayerPlacement, regular_placement
@@ -46,7 +47,8 @@ def apply_expert_parallelism(
     ownership = Ownership(placement, num_shards)
     expert_ids = ownership.expert_ids(mesh.index("ep"))
     for name, weight in list(layer.experts.named_parameters()):
-        local = nn.Parameter(weight.detach()[list(expert_ids)].clone())
+        rows = torch.tensor(expert_ids, device=weight.device)
+        local = nn.Parameter(weight.detach().index_select(0, rows))
         if num_shards > 1:  # along the inner width, where the first weight has gate and up
             dim, stride = (1, 2) if name == "gate_up_weight" else (2, 1)
             local = split_parameter(local, dim, shard, num_shards, stride=stride, whole=weight.shape, rows=expert_ids)

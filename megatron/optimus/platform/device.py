@@ -93,6 +93,16 @@ def synchronize(device: torch.device) -> None:
         _accelerator(device.type).synchronize(device)
 
 
+def register_host_memory(address: int, size: int) -> bool:
+    """Pins ``size`` bytes of this process's memory for CUDA; False where the driver refuses."""
+    return int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0
+
+
+def unregister_host_memory(address: int) -> None:
+    """Undoes ``register_host_memory``."""
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
 class DeviceEvent:
     """A timing event on the current stream of a device, recorded when it is created; the host clock on cpu."""
 
@@ -234,7 +244,8 @@ def set_deterministic(enabled: bool) -> None:
     if enabled:
         environment.set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not deterministic without it
         environment.set_default("NCCL_ALGO", "^NVLS")  # in-switch reductions add in the order of arrival
-    torch.use_deterministic_algorithms(enabled)
+    if enabled != torch.are_deterministic_algorithms_enabled():  # the call imports torch's compiler, for seconds
+        torch.use_deterministic_algorithms(enabled)
     torch.backends.cudnn.benchmark = False
 
 

@@ -6,6 +6,7 @@ Of the training program this file alone imports deepspeed_ext.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -71,7 +72,10 @@ def build_model(run: RunContext) -> Decoder:
     select_tiles(run.with_parallel(parallel))
     converters = load_converters(parallel.model_converters)
     parallelize(model, mesh, parallel, config.training.seq_length, placements, converters)
-    initialize_weights(model, seed=config.training.seed, device=run.device, dtype=run.dtype)
+    with ThreadPoolExecutor(1) as pool:
+        imported = pool.submit(deepspeed_ext.import_ahead)  # beside the threads that draw
+        initialize_weights(model, seed=config.training.seed, device=run.device, dtype=run.dtype)
+        imported.result()
     register_gradient_sums(model, mesh)
     return model
 

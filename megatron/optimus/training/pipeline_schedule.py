@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,11 @@ from megatron.optimus.context import RunContext
 from megatron.optimus.data.loader import Batch
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.moe.router import Router
-from megatron.optimus.parallel.pipeline import ModelChunk, Pipeline
 from megatron.optimus.parallel.pipeline_stages import make_p2p_groups, stage_plan
 from megatron.optimus.training.engine import Engine, set_micro_batches
+
+if TYPE_CHECKING:
+    from megatron.optimus.parallel.pipeline import ModelChunk, Pipeline
 
 
 class Schedule(Protocol):
@@ -43,6 +45,9 @@ def build_schedule(run: RunContext, engine: Engine) -> Schedule:
     group = mesh.group("pp")
     if group is None:
         return WholeModel(engine, config.model)
+    # Here, because importing torch's pipelining takes as long as importing torch, at every start.
+    from megatron.optimus.parallel.pipeline import Pipeline
+
     training, parallel = config.training, config.parallel
     length = training.seq_length // mesh.size("cp")
     hidden_shape = (training.micro_batch_size, length, config.model.hidden_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 
 import pytest
 import torch
@@ -39,6 +40,27 @@ def test_a_rank_gets_the_slices_of_the_whole_model(placement: ExpertPlacement) -
         for name, weight in build(expert_ids=ids).named_parameters():
             expected = whole[name][list(ids)] if ".experts." in name else whole[name]
             assert torch.equal(weight, expected), name
+
+
+def test_the_number_of_threads_changes_no_bit() -> None:
+    """Threads finish in any order; each weight has a generator of its own."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = build().state_dict()
+        torch.set_num_threads(5)
+        together = build().state_dict()
+        assert torch.get_num_threads() == 5
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(together[name], weight) for name, weight in alone.items())
+
+
+def test_weights_are_those_of_earlier_versions() -> None:
+    """A resumed run does not draw, but runs are compared by their seeds over versions."""
+    with torch.no_grad():
+        digest = hashlib.sha256(b"".join(p.numpy().tobytes() for p in build().parameters())).hexdigest()[:16]
+    assert digest == "d2c43e3a373b4bab"
 
 
 def test_statistics_and_seeds() -> None:
