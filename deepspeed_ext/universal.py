@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of, world_group
 from deepspeed_ext.torch_files import Shell, check_bytes, read_torch
 from deepspeed_ext.zero.optimizer import EPZeroOptimizer
+from deepspeed_ext.zero.sharded_state import StateShard
 from deepspeed_ext.zero.sync_errors import gather, run_on_all_ranks
 
 _MODEL_STATES = "mp_rank_00_model_states.pt"
@@ -113,7 +114,7 @@ def load_optimizer(optimizer: EPZeroOptimizer, folder: Path, load_states: bool) 
     """
     names = {param: name for flat_buffer in optimizer.flat_buffers for name, param in flat_buffer.params.items()}
     expert_parts = _ExpertParts(optimizer.groups, names)
-    copies: list[tuple[Tensor, Tensor]] = []
+    values: list[tuple[StateShard, str, Tensor]] = []  # mapped files: they take no memory
     steps: set[int] = set()
 
     def read() -> Any:
@@ -123,7 +124,7 @@ def load_optimizer(optimizer: EPZeroOptimizer, folder: Path, load_states: bool) 
         for shard in optimizer.state_shards():
             for kind in shard.tensors if load_states else ["master"]:
                 flat = _local(folder / "zero", shard.param, shard.name, kind, expert_parts)
-                copies.append((shard.tensors[kind], flat[shard.start : shard.stop]))
+                values.append((shard, kind, flat[shard.start : shard.stop]))
             count = folder / "zero" / expert_parts.name(shard.param, shard.name) / "step.pt"
             if load_states and count.exists():
                 steps.add(int(read_torch(count)))
@@ -133,8 +134,11 @@ def load_optimizer(optimizer: EPZeroOptimizer, folder: Path, load_states: bool) 
         return read_torch(general) if load_states and general.exists() else {}
 
     general = run_on_all_ranks(read, world_group())
-    for target, value in copies:
-        target.copy_(value)
+    for shard, kind, value in values:
+        if kind in shard.stored:
+            shard.stored[kind].write(value.float())
+        else:
+            shard.tensors[kind].copy_(value)
     optimizer.sync_params_from_master()
     if load_states:
         _load_general(optimizer, general if isinstance(general, dict) else {})

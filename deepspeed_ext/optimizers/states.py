@@ -14,7 +14,10 @@ moment of zero would be huge.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,6 +29,8 @@ SIGNED_EXPONENTS = 15  # codes -120 .. 120
 UNSIGNED_EXPONENTS = 31  # codes 0 .. 248
 SMALLEST_SCALE = 1e-30  # a block whose largest magnitude is below is stored as zeros: its inverse must stay finite
 SCALE_SUFFIX = ".scale"
+STAGING_BYTES = 64 << 20  # most device memory that StoredState takes beside the states
+_ENCODING_BYTES = 32  # of temporaries for each element that is encoded
 
 
 class StateDtype(Enum):
@@ -90,6 +95,85 @@ def write(state: dict[str, Tensor], kind: str, value: Tensor) -> None:
         state[kind + SCALE_SUFFIX].copy_(scale)
     elif value.data_ptr() != stored.data_ptr():
         stored.copy_(value)
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """A range of a state that is kept in fewer than 32 bits: live views of what the optimizer keeps.
+
+    It is read and written a little at a time, so that beside the states a device needs no more than STAGING_BYTES.
+
+    Attributes:
+        values: bf16 [n], or int8 or uint8 codes [n].
+        scale: fp32, of every block that the codes lie in; None for bf16.
+        table: fp32 [256] on the host, what each code (its bits as uint8) means at scale 1; None for bf16.
+        first: number of the first element in its block.
+    """
+
+    values: Tensor
+    scale: Tensor | None = None
+    table: Tensor | None = None
+    first: int = 0
+
+    def part(self, start: int, stop: int) -> StoredState:
+        """Returns elements [start, stop) of the range."""
+        if self.scale is None:
+            return StoredState(self.values[start:stop])
+        low, high = self.first + start, self.first + stop
+        scale = self.scale[low // BLOCK : num_blocks(high)]
+        return StoredState(self.values[start:stop], scale, self.table, low % BLOCK)
+
+    def moved(self, values: Tensor, scale: Tensor | None) -> StoredState:
+        """Returns the same range with a copy of its tensors."""
+        return StoredState(values, scale, self.table, self.first)
+
+    def read(self) -> Tensor:
+        """Returns the range as fp32 [n] in host memory."""
+        result = torch.empty(len(self.values), dtype=torch.float32)
+        for start, stop in self._steps():
+            part = self.part(start, stop)
+            values, target = part.values.cpu(), result[start:stop]
+            if part.scale is None or self.table is None:
+                target.copy_(values)
+                continue
+            torch.index_select(self.table, 0, values.view(torch.uint8).int(), out=target)
+            target.mul_(part.scale.cpu().repeat_interleave(BLOCK)[part.first : part.first + len(target)])
+        return result
+
+    @torch.no_grad()
+    def write(self, value: Tensor) -> None:
+        """Stores fp32 [n] from any device, rounded to nearest. Codes must begin with a block and fill or end it."""
+        for start, stop in self._steps():
+            part, chunk = self.part(start, stop), value[start:stop].to(self.values.device)
+            if part.scale is None:
+                part.values.copy_(chunk)
+            else:
+                codes, scale = encode(chunk, signed=self.values.dtype == torch.int8)
+                part.values.copy_(codes)
+                part.scale.copy_(scale)
+
+    def _steps(self) -> Iterator[tuple[int, int]]:
+        step = STAGING_BYTES // _ENCODING_BYTES // BLOCK * BLOCK
+        for start in range(0, len(self.values), step):
+            yield start, min(start + step, len(self.values))
+
+
+def stored_part(state: dict[str, Tensor], kind: str, where: slice) -> Tensor | StoredState:
+    """Returns a range of a state: a live view if it is kept in fp32, else a StoredState."""
+    stored = state[kind]
+    if stored.dtype == torch.float32:
+        return stored[where]
+    if stored.dtype not in (torch.int8, torch.uint8):
+        return StoredState(stored[where])
+    table = _table(stored.dtype, stored.device)
+    return StoredState(stored, state[kind + SCALE_SUFFIX], table).part(where.start, where.stop)
+
+
+@cache
+def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What ``device`` decodes each code to at scale 1, by its bits as uint8: devices round a division differently."""
+    codes = torch.arange(256, device=device).to(torch.uint8).view(dtype)
+    return decode(codes, torch.ones(num_blocks(256), device=device)).cpu()
 
 
 def _offset_bits(signed: bool) -> tuple[float, int]:

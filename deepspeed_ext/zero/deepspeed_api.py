@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed_ext.groups import world_group
+from deepspeed_ext.optimizers.states import StoredState, stored_part
 from deepspeed_ext.zero import sharded_state
 from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.flat_buffer import FlatBuffer
@@ -127,7 +128,12 @@ class _FullParam:
 
     def get_full_hp_param(self, optim_state_key: str | None = None) -> Tensor:
         """Returns the fp32 master, or the state of that name, of the parameter's shape. Collective over its group."""
-        return self._gather(lambda bucket: self._state(bucket, optim_state_key))
+
+        def read(bucket: Bucket, part: TensorRange) -> Tensor:
+            state = self._state(bucket, part, optim_state_key)
+            return state.read() if isinstance(state, StoredState) else state
+
+        return self._gather(read)
 
     @torch.no_grad()
     def set_full_hp_param(self, value: Tensor, optim_state_key: str | None = None) -> None:
@@ -141,10 +147,11 @@ class _FullParam:
             self._flat_buffer.params[self._name].copy_(value.view_as(self._flat_buffer.params[self._name]))
             return
         for bucket, part in self._own():
-            state = self._state(bucket, optim_state_key)
-            state[part.where] = flat[part.start : part.stop].to(state)
-            if optim_state_key is not None:
-                self._flat_buffer.rule.write_state(bucket.shard, optim_state_key, state)
+            state = self._state(bucket, part, optim_state_key)
+            if isinstance(state, StoredState):
+                state.write(flat[part.start : part.stop])
+            else:
+                state.copy_(flat[part.start : part.stop])
 
     def get_full_hp_grad(self) -> Tensor | None:
         """Returns the mean gradient in fp32, multiplied by the loss scale. Collective over the parameter's group.
@@ -153,7 +160,7 @@ class _FullParam:
         """
         if not self._has_gradients():
             return None
-        return self._gather(Bucket.finish_gradient) / self._divisor
+        return self._gather(lambda bucket, part: bucket.finish_gradient()[part.where]) / self._divisor
 
     @torch.no_grad()
     def set_full_hp_grad(self, value: Tensor) -> None:
@@ -175,22 +182,22 @@ class _FullParam:
                     yield bucket, part
 
     @torch.no_grad()
-    def _gather(self, read: Callable[[Bucket], Tensor]) -> Tensor:
+    def _gather(self, read: Callable[[Bucket, TensorRange], Tensor]) -> Tensor:
         param = self._flat_buffer.params[self._name]
         flat = torch.zeros(param.numel(), dtype=torch.float32, device=param.device)
         for bucket, part in self._own():
-            flat[part.start : part.stop] = read(bucket)[part.where].to(flat)
+            flat[part.start : part.stop] = read(bucket, part)
         if self._flat_buffer.group_size > 1:
             dist.all_reduce(flat, group=self._flat_buffer.group)
         return flat.view(param.shape)
 
-    def _state(self, bucket: Bucket, kind: str | None) -> Tensor:
+    def _state(self, bucket: Bucket, part: TensorRange, kind: str | None) -> Tensor | StoredState:
         if kind is None:
-            return bucket.shard.master
+            return bucket.shard.master[part.where]
         known = self._flat_buffer.rule.state_kinds
         if kind not in known:
             raise ValueError(f"the optimizer keeps no state {kind!r} of {self._name!r}; it has {', '.join(known)}")
-        return self._flat_buffer.rule.read_state(bucket.shard, kind)
+        return stored_part(bucket.shard.state, kind, part.where)
 
 
 def attach(

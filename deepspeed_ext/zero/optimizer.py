@@ -104,7 +104,7 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self._buffer_of = {bucket: flat_buffer for flat_buffer in self.flat_buffers for bucket in flat_buffer.buckets}
         divisor = dist.get_world_size(groups.dense) if self.options.average else 1
         self._state = StepState(self.device, divisor, self.options)
-        self._copies: list[StateShard] = []  # returned by state_shards, which decodes states not kept in fp32
+        self._copies: list[StateShard] = []  # returned by state_shards, with copies of states not kept in fp32
         self._further_sums: list[tuple[Bucket, dist.ProcessGroup]] = []
         self._reduced = False
         self.has_begun = False  # a backward has begun, or is about to, since the last step

@@ -6,15 +6,14 @@ gives the same of DeepSpeed's ZeRO-3 optimizer, so a checkpoint written from eit
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from deepspeed_ext.zero.bucket import Bucket
-from deepspeed_ext.zero.flat_buffer import FlatBuffer
+from deepspeed_ext.optimizers.states import StoredState, stored_part
 
 if TYPE_CHECKING:
     from deepspeed_ext.zero.optimizer import EPZeroOptimizer
@@ -35,50 +34,68 @@ class StateShard:
         start: first element of the flattened local parameter.
         stop: one past the last.
         tensors: fp32 of shape [stop - start]: "master" and the optimizer's states ("exp_avg", "exp_avg_sq" for Adam and
-            AdamW).
-        source: flat buffer and bucket, and copies of states that are not kept in fp32; None if ``tensors`` are live.
+            AdamW). A state that is not kept in fp32 is decoded to host memory when it is first asked for.
+        stored: the states that are not kept in fp32, as the optimizer keeps them.
     """
 
     name: str
     param: nn.Parameter
     start: int
     stop: int
-    tensors: dict[str, Tensor]
-    source: tuple[FlatBuffer, Bucket, dict[str, Tensor]] | None = field(default=None, repr=False)
+    tensors: Mapping[str, Tensor]
+    stored: Mapping[str, StoredState] = field(default_factory=dict)
+
+    def new_copy(self, kind: str) -> Tensor:
+        """Returns a copy of a state of ``stored`` in host memory that is to be written whole: it is not decoded."""
+        assert isinstance(self.tensors, _DecodedWhenRead)
+        self.tensors.copies[kind] = torch.empty(self.stop - self.start, dtype=torch.float32)
+        return self.tensors.copies[kind]
+
+
+class _DecodedWhenRead(Mapping[str, Tensor]):
+    """The tensors of a shard: live views, and copies of stored states that are made when they are asked for."""
+
+    def __init__(self, views: Mapping[str, Tensor | StoredState]) -> None:
+        self._views = views
+        self.copies: dict[str, Tensor] = {}
+
+    def __getitem__(self, kind: str) -> Tensor:
+        view = self._views[kind]
+        if isinstance(view, Tensor):
+            return view
+        if kind not in self.copies:
+            self.copies[kind] = view.read()
+        return self.copies[kind]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
 
 
 def state_shards(optimizer: EPZeroOptimizer) -> list[StateShard]:
-    """Returns what this rank owns; states kept in fp32 are live views, others decoded copies."""
+    """Returns what this rank owns, without copying anything."""
     shards = []
     for flat_buffer in optimizer.flat_buffers:
         for bucket in flat_buffer.buckets:
-            kinds = flat_buffer.rule.state_kinds
-            states = {kind: flat_buffer.rule.read_state(bucket.shard, kind) for kind in kinds}
-            copies = {kind: state for kind, state in states.items() if not _is_live(state, bucket, kind)}
-            source = (flat_buffer, bucket, copies)
             for part in bucket.layout.shard_ranges(flat_buffer.rank):
-                views = {"master": bucket.shard.master[part.where]}
-                views |= {kind: tensor[part.where] for kind, tensor in states.items()}
-                shards.append(
-                    StateShard(part.name, flat_buffer.params[part.name], part.start, part.stop, views, source)
-                )
+                views: dict[str, Tensor | StoredState] = {"master": bucket.shard.master[part.where]}
+                for kind in flat_buffer.rule.state_kinds:
+                    views[kind] = stored_part(bucket.shard.state, kind, part.where)
+                stored = {kind: view for kind, view in views.items() if isinstance(view, StoredState)}
+                param = flat_buffer.params[part.name]
+                tensors = _DecodedWhenRead(views)
+                shards.append(StateShard(part.name, param, part.start, part.stop, tensors, stored))
     return shards
-
-
-def _is_live(state: Tensor, bucket: Bucket, kind: str) -> bool:
-    kept = bucket.shard.state.get(kind)
-    return kept is not None and kept.data_ptr() == state.data_ptr()
 
 
 def write_back(shards: Sequence[StateShard]) -> None:
     """Encodes the decoded copies among ``shards`` again."""
-    done: set[int] = set()
     for shard in shards:
-        if shard.source is not None and id(shard.source) not in done:
-            done.add(id(shard.source))
-            flat_buffer, bucket, copies = shard.source
-            for kind, value in copies.items():
-                flat_buffer.rule.write_state(bucket.shard, kind, value)
+        if isinstance(shard.tensors, _DecodedWhenRead):
+            for kind, value in shard.tensors.copies.items():
+                shard.stored[kind].write(value)
 
 
 # ---- DeepSpeed's files
@@ -107,9 +124,10 @@ def state_dict(optimizer: EPZeroOptimizer) -> dict[str, Any]:
         "loss_scale": optimizer.loss_scale_state,
         "param_groups": options,
         "shards": [
-            # A master that is part of the parameters' buffer would be written with all of it.
+            # A master that is part of the parameters' buffer would be written with all of it. On the host: the copies
+            # of all shards are as large as the parameters.
             {
-                "master": bucket.shard.master if flat_buffer.has_masters else bucket.shard.master.clone(),
+                "master": bucket.shard.master if flat_buffer.has_masters else bucket.shard.master.to("cpu", copy=True),
                 **bucket.shard.state,
             }
             for flat_buffer in optimizer.flat_buffers

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import deepspeed_ext
+from deepspeed_ext.optimizers import states
 from megatron.optimus.checkpoint import (
     CheckpointError,
     Manifest,
@@ -19,13 +21,19 @@ from megatron.optimus.checkpoint import (
     load_newest,
     save,
     store,
+    training_slices,
+    weight_slices,
+    writer,
 )
 from megatron.optimus.checkpoint.snapshot import Snapshot, coalesce
 from megatron.optimus.config.load import load as config_of
 from megatron.optimus.context import RunContext
 from megatron.optimus.platform import files
 from megatron.optimus.platform.mesh import Mesh
-from tests.helpers import run_distributed
+from megatron.optimus.platform.ranks import Ranks
+from tests.allocations import Allocations
+from tests.distributed.zero_stack import sharded
+from tests.helpers import run_distributed, run_on_gpus
 from tests.integration.conftest import TINY, write_corpus
 from tests.unit.checkpoint.helpers import (
     CONFIG,
@@ -313,3 +321,151 @@ def test_a_wrong_hash_sends_all_ranks_to_the_checkpoint_before(tmp_path):
     data[-1] ^= 1
     shard.write_bytes(data)
     assert run_distributed(_load_damaged, 3, tmp_path) == ["step-00000002"] * 3
+
+
+# -- states in fewer than 32 bits --------------------------------------------------------------------------------------
+
+
+def _reduced(dtype, optimizer=torch.optim.AdamW, seed=0, device="cpu", width=40, depth=4):
+    """A sharded optimizer in bf16 whose states are not zero, and its model."""
+    torch.manual_seed(seed)
+    layers = [torch.nn.Linear(width, width, dtype=torch.bfloat16, device=device) for _ in range(depth)]
+    model = torch.nn.Sequential(*layers)
+    group = {"params": list(model.parameters()), "state_dtype": dtype}
+    sharded_optimizer = sharded(model, optimizer([group], lr=1e-2), bucket_numel=1 << 26)
+    for flat_buffer in sharded_optimizer.flat_buffers:
+        for bucket in flat_buffer.buckets:
+            for kind in flat_buffer.rule.state_kinds:
+                value = torch.zeros(len(bucket.shard.master), device=device)
+                for part in bucket.layout.shard_ranges(flat_buffer.rank):
+                    value[part.where] = torch.rand(part.numel, device=device)
+                flat_buffer.rule.write_state(bucket.shard, kind, value)
+    return model, sharded_optimizer
+
+
+def _kept(optimizer):
+    buckets = [(flat, bucket) for flat in optimizer.flat_buffers for bucket in flat.buckets]
+    return [tensor.clone() for _, bucket in buckets for tensor in bucket.shard.state.values()]
+
+
+def _decoded(optimizer):
+    """The states as they were stored before anything was done in steps: whole buckets, decoded at once."""
+    found = {}
+    for flat in optimizer.flat_buffers:
+        for bucket in flat.buckets:
+            for kind in flat.rule.state_kinds:
+                whole = flat.rule.read_state(bucket.shard, kind)
+                for part in bucket.layout.shard_ranges(flat.rank):
+                    found[part.name, kind, part.start] = whole[part.where].cpu()
+    return found
+
+
+def _save_reduced(rank, world, root, dtype, asynchronous):
+    patch = pytest.MonkeyPatch()
+    patch.setattr(states, "STAGING_BYTES", 128 * states.BLOCK)
+    patch.setattr(writer, "BLOCK_BYTES", 1 << 14)
+    model, optimizer = _reduced(dtype)
+    saver = Saver(root, asynchronous=asynchronous)
+    slices = training_slices(model, optimizer, buffers=False)
+    header = Manifest("full", 1, 1, CONFIG, {}, {}, {})
+    with Allocations() as made:
+        slices = training_slices(model, optimizer, buffers=False)
+        memory = [one for piece in slices for one in piece.memory()]
+        if not asynchronous and world == 1:  # else it takes host memory, or exchanges plans
+            saver.prepare(slices, header)
+    assert made.largest <= 64, "nothing is decoded to prepare a save"
+    kept = sum(one.tensor.nbytes for one in memory if one.kind != "master")
+    assert kept <= sum(piece.stop - piece.start for piece in slices if piece.kind != "master") * (
+        2 if dtype == "bf16" else 1.1
+    ), "a copy in host memory takes states as they are kept"
+    saver.prepare(slices, header)
+    saver.start(slices, header, retain=1)
+    saver.drain()
+
+    _, other = _reduced(dtype, seed=1)
+    requests = training_slices(model, other, buffers=False, to_load=True)
+    store.load_together(root / "step-00000001", lambda manifest: requests)
+    with Allocations() as made:
+        other.sync_params_from_master()
+    assert made.largest <= states.STAGING_BYTES
+    same = all(torch.equal(a, b) for a, b in zip(_kept(optimizer), _kept(other), strict=True))
+    patch.undo()
+    return _decoded(optimizer), same
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_states_in_fewer_bits_are_stored_in_fp32_without_a_copy_of_them(tmp_path, dtype, asynchronous):
+    for world in (1, 3):
+        root = tmp_path / f"{world}"
+        answers = run_distributed(_save_reduced, world, root, dtype, asynchronous)
+        manifest = store.load_manifest(root / "step-00000001")
+        requests = store.everything(manifest)
+        load(root / "step-00000001", requests)
+        whole = {(one.name, one.kind): one.tensor for one in requests}
+        assert {one.tensor.dtype for one in requests} == {torch.float32}
+        for decoded, same in answers:
+            assert same, "what is loaded is encoded to the same bits"
+            assert decoded
+            for (name, kind, start), values in decoded.items():
+                assert torch.equal(whole[name, kind][start : start + len(values)], values), (name, kind)
+
+
+def _memory_on_a_gpu(rank, world, root, dtype):
+    """Device memory beyond the optimizer's, of preparing, saving and loading; and the same of a model-only save."""
+    deepspeed_ext.init_distributed()
+    device = torch.device("cuda", torch.cuda.current_device())
+    model, optimizer = _reduced(dtype, device=device, width=8192, depth=3)  # 201 M parameters
+    [flat] = optimizer.flat_buffers
+    decoded = _decoded(optimizer)
+    saver, ranks = Saver(root, ranks=Ranks(None, device)), Ranks(None, device)
+    extra = {}
+
+    def measure(name, action):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        action()
+        torch.cuda.synchronize()
+        extra[name] = torch.cuda.max_memory_allocated() - before
+
+    def save_all():
+        for kind, slices in (("full", training_slices), ("model", weight_slices)):
+            pieces = slices(model, optimizer, buffers=False)
+            header = Manifest(kind, 1, 1, CONFIG, {}, {}, {})
+            saver.prepare(pieces, header)
+            saver.start(pieces, header, retain=1)
+            saver.before_update()
+        saver.drain()
+
+    def load_all():
+        store.load_together(
+            root / "step-00000001",
+            lambda manifest: training_slices(model, optimizer, buffers=False, to_load=True),
+            ranks=ranks,
+        )
+        optimizer.sync_params_from_master()
+
+    measure("save", save_all)
+    before = _kept(optimizer)
+    for bucket in flat.buckets:
+        for tensor in bucket.shard.state.values():
+            tensor.zero_()
+    measure("load", load_all)
+    same = all(torch.equal(a, b) for a, b in zip(before, _kept(optimizer), strict=True))
+    requests = store.everything(store.load_manifest(root / "step-00000001"))
+    load(root / "step-00000001", requests)
+    whole = {(one.name, one.kind): one.tensor for one in requests}
+    exact = all(torch.equal(whole[n, k][s : s + len(v)], v) for (n, k, s), v in decoded.items())
+    deepspeed_ext.shutdown()
+    return extra, same, exact
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_saving_and_loading_take_a_constant_of_device_memory(tmp_path, dtype):
+    """The states decoded would be 1.5 GiB, one parameter in bf16 128 MiB."""
+    [(extra, same, exact)] = run_on_gpus(_memory_on_a_gpu, 1, tmp_path, dtype, timeout=300)
+    assert same and exact
+    assert all(size <= states.STAGING_BYTES + (1 << 20) for size in extra.values()), extra

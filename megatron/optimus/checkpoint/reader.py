@@ -264,7 +264,7 @@ def _matching_entry(path: Path, manifest: Manifest, request: TensorSlice, cast: 
         raise CheckpointError(f"{where}: not in the checkpoint ({there})")
     if entry.shape != tuple(request.global_shape):
         raise CheckpointError(f"{where}: shape is {entry.shape} in the checkpoint, {request.global_shape} in this run")
-    wanted = dtype_name(request.tensor.dtype)
+    wanted = dtype_name(request.dtype)
     both_float = entry.dtype in _FLOATS and wanted in _FLOATS
     if entry.dtype != wanted and not (cast and both_float):
         raise CheckpointError(f"{where}: dtype is {entry.dtype} in the checkpoint, {wanted} in this run")
@@ -410,11 +410,14 @@ def _outgoing(
     regions: dict[int, list[Region]] = defaultdict(list)
     for rank, region in askers:
         regions[rank].append(region)
+    messages: dict[tuple[Region, ...], torch.Tensor] = {}  # replicas of a model all want the same
     result = []
     for rank, asked in regions.items():
         sent = [overlap.in_first(data).reshape(-1) for overlap in _sent(chunk, asked)]
+        if sent and tuple(asked) not in messages:
+            messages[tuple(asked)] = torch.cat(sent).view(torch.uint8).to(ranks.device)
         if sent:
-            result.append((rank, torch.cat(sent).view(torch.uint8).to(ranks.device)))
+            result.append((rank, messages[tuple(asked)]))
     return result
 
 

@@ -122,7 +122,7 @@ class Saver:
         if self._asynchronous:
             snapshot = self._snapshots.setdefault(header.kind, Snapshot(self._device))
             task = "taking host memory for copies of checkpoints"
-            self._ranks.run_on_all_ranks(lambda: snapshot.reserve(_with_values(slices)), task, CheckpointError)
+            self._ranks.run_on_all_ranks(lambda: snapshot.reserve(_memory(slices)), task, CheckpointError)
 
     def start(
         self, slices: Sequence[TensorSlice], header: Manifest, *, retain: int | None, began: float | None = None
@@ -182,9 +182,10 @@ class Saver:
         """Gives the job the tensors to write: a copy to host memory that has been started, or the live ones."""
         if self._asynchronous:
             job.snapshot = self._snapshots.setdefault(job.header.kind, Snapshot(self._device))
-            job.tensors = job.snapshot.take(slices)
+            copies = iter(job.snapshot.take(_memory(slices)))
+            job.slices = [piece.moved(copies) for piece in slices]
         else:
-            job.tensors = [piece.tensor for piece in slices]
+            job.slices = slices
             devices.synchronize(torch.device(self._device))  # the writing thread uses another stream
 
     def before_update(self) -> None:
@@ -378,6 +379,10 @@ class Saver:
 
 def _fail(error: Exception) -> None:
     raise error
+
+
+def _memory(slices: Sequence[TensorSlice]) -> list[TensorSlice]:
+    return [memory for piece in _with_values(slices) for memory in piece.memory()]
 
 
 def _with_values(slices: Sequence[TensorSlice]) -> list[TensorSlice]:

@@ -24,9 +24,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -60,6 +60,18 @@ class Region(NamedTuple):
         ]
 
 
+class Encoded(Protocol):
+    """Elements that are kept in fewer bits than they are stored in, as deepspeed_ext's StoredState has them."""
+
+    @property
+    def values(self) -> torch.Tensor: ...  # 1-D, an entry for each element
+    @property
+    def scale(self) -> torch.Tensor | None: ...  # what decoding needs besides
+    def part(self, start: int, stop: int) -> Encoded: ...  # elements [start, stop)
+    def moved(self, values: torch.Tensor, scale: torch.Tensor | None) -> Encoded: ...  # the same in other memory
+    def read(self) -> torch.Tensor: ...  # decoded, in host memory
+
+
 @dataclass(frozen=True)
 class TensorSlice:
     """Elements [start, stop) of the flattened ``box`` (None: all) of the global tensor ``name``, held in ``tensor``.
@@ -73,7 +85,8 @@ class TensorSlice:
         stop: the element after the last.
         tensor: 1-D, contiguous, ``stop - start`` elements, on any device. ``save`` reads it, ``load`` writes into it.
         box: [start, stop) in every dimension of the whole tensor.
-        stored_dtype: what ``save`` casts to; None: the dtype of ``tensor``.
+        stored_dtype: what ``save`` casts to and ``load`` from; None: the dtype of ``tensor``.
+        encoded: decodes ``tensor``, its values, to ``stored_dtype``, for ``save`` only.
 
     Raises:
         CheckpointError: these do not fit together.
@@ -87,6 +100,7 @@ class TensorSlice:
     tensor: torch.Tensor
     box: Box | None = None
     stored_dtype: torch.dtype | None = None
+    encoded: Encoded | None = None
 
     def __post_init__(self) -> None:
         where = f"{self.name} ({self.kind})"
@@ -112,6 +126,34 @@ class TensorSlice:
     def dtype(self) -> torch.dtype:
         """The dtype it is stored in."""
         return self.stored_dtype or self.tensor.dtype
+
+    def memory(self) -> list[TensorSlice]:
+        """What a copy for ``save`` takes: the slice itself, or of an encoded one the tensors as they are."""
+        if self.encoded is None:
+            return [self]
+        tensors = [tensor for tensor in (self.encoded.values, self.encoded.scale) if tensor is not None]
+        return [TensorSlice(self.name, self.kind, (len(one),), 0, len(one), one) for one in tensors]
+
+    def moved(self, copies: Iterator[torch.Tensor]) -> TensorSlice:
+        """The slice with the next of ``copies``, which are those of ``memory``, as its memory."""
+        values = next(copies)
+        if self.encoded is None:
+            return replace(self, tensor=values)
+        encoded = self.encoded.moved(values, None if self.encoded.scale is None else next(copies))
+        return replace(self, tensor=values, encoded=encoded)
+
+    def stored_values(self, most_bytes: int) -> Iterator[torch.Tensor]:
+        """The elements in the dtype they are stored in, at most ``most_bytes`` at a time where they are converted."""
+        if self.encoded is None and self.dtype == self.tensor.dtype:
+            yield self.tensor
+            return
+        step = most_bytes // self.dtype.itemsize
+        for start in range(0, self.stop - self.start, step):
+            stop = min(start + step, self.stop - self.start)
+            if self.encoded is not None:
+                yield self.encoded.part(start, stop).read()
+            else:
+                yield self.tensor[start:stop].to(self.dtype)
 
 
 # ---- boxes

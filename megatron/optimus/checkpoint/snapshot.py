@@ -22,7 +22,8 @@ from megatron.optimus.platform.pinned_memory import pinned_buffers
 _BUFFER_BYTES = 1 << 30  # several, so that CPU threads allocate them side by side
 _ALIGNED = 16  # start of every copy, so that it may have any dtype
 _GAP_BYTES = 4096  # cheaper to copy than to begin anew; parameters in a bucket are aligned to less
-_COPY_BYTES = 128 << 20  # long enough for the bus; a cast on the device may need as much beside the state
+_COPY_BYTES = 128 << 20  # long enough for the bus
+_CAST_BYTES = 64 << 20  # most device memory that a cast takes beside the state
 
 
 class CoalescedCopy(NamedTuple):
@@ -133,7 +134,7 @@ class Snapshot:
         self._layout: object = None  # of the state; the views are made anew only when it changes
         self._views: list[torch.Tensor] = []  # one a slice
         self._copy_views: list[torch.Tensor] = []  # one a coalesced copy
-        self._sources: Sequence[TensorSlice] = ()  # decoded states are held by nobody else: they must outlive the copy
+        self._sources: Sequence[TensorSlice] = ()  # nobody else may hold them: they must outlive the copy
 
     def reserve(self, slices: Sequence[TensorSlice]) -> None:
         """Allocates the memory that a copy of ``slices`` will need; pinning gigabytes takes seconds."""
@@ -203,5 +204,14 @@ class Snapshot:
 
 def _copy(sources: list[torch.Tensor], views: list[torch.Tensor]) -> None:
     """Copies all in one call, because training stands still meanwhile."""
-    if views:
-        torch._foreach_copy_(views, sources, non_blocking=True)
+    parts = [part for pair in zip(sources, views, strict=True) for part in _cast_parts(*pair)]
+    if parts:
+        torch._foreach_copy_([view for _, view in parts], [source for source, _ in parts], non_blocking=True)
+
+
+def _cast_parts(source: torch.Tensor, view: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(source, view) of a copy in one part, or in several where the device casts it first, to memory of its own."""
+    if source.dtype == view.dtype:
+        return [(source, view)]
+    numel = _CAST_BYTES // view.itemsize
+    return list(zip(source.split(numel), view.split(numel), strict=True))

@@ -1,7 +1,8 @@
 """The state of a model and its optimizer as slices of global tensors.
 
-The same slices serve saving and loading: they are live views, so ``store.save`` reads the training state through them
-and ``store.load`` writes into it.
+The slices are live views: ``store.save`` reads the training state through them and ``store.load`` writes into it. Only
+states in fewer than 32 bits differ: a save copies them as they are and decodes them when it writes; a load of 8-bit
+ones fills copies in host memory, which the optimizer encodes in ``sync_params_from_master``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from megatron.optimus.checkpoint.manifest import Manifest
-from megatron.optimus.checkpoint.slices import Region, TensorSlice, global_ranges, regions_in_boxes
+from megatron.optimus.checkpoint.slices import Encoded, Region, TensorSlice, global_ranges, regions_in_boxes
 
 
 class StateShard(Protocol):
@@ -30,6 +31,9 @@ class StateShard(Protocol):
     def stop(self) -> int: ...
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]: ...  # kind -> live 1-D view of stop - start elements
+    @property
+    def stored(self) -> Mapping[str, Encoded]: ...  # of these, what is not kept in fp32
+    def new_copy(self, kind: str) -> torch.Tensor: ...  # of a stored one, to be written whole
 
 
 class ShardedOptimizer(Protocol):
@@ -56,17 +60,29 @@ def global_name_shape(name: str, param: torch.Tensor) -> tuple[str, tuple[int, .
     return name, (len(expert_ids) * expert_parallel_size, *shape[1:])
 
 
-def training_slices(model: nn.Module, optimizer: ShardedOptimizer, *, buffers: bool) -> list[TensorSlice]:
+def training_slices(
+    model: nn.Module, optimizer: ShardedOptimizer, *, buffers: bool, to_load: bool = False
+) -> list[TensorSlice]:
     """Makes the slices of a full checkpoint except random generators: master weights, moments and buffers of this rank.
 
     Args:
         model: on this rank.
         optimizer: with this rank's shards.
         buffers: to load, True, since every rank needs them; to save, True on one rank only, since all hold the same.
+        to_load: whether they are loaded, not saved.
     """
     slices = []
     for shard in optimizer.state_shards():
-        slices += _slices(shard.name, shard.param, shard.start, shard.stop, shard.tensors)
+        tensors: dict[str, torch.Tensor | Encoded] = {}
+        for kind in shard.tensors:
+            encoded = shard.stored.get(kind)
+            if encoded is None:
+                tensors[kind] = shard.tensors[kind]
+            elif to_load and encoded.scale is not None:  # a block can be encoded when all of it has come
+                tensors[kind] = shard.new_copy(kind)
+            else:
+                tensors[kind] = encoded
+        slices += _slices(shard.name, shard.param, shard.start, shard.stop, tensors)
     return slices + (_buffer_slices(model) if buffers else [])
 
 
@@ -137,7 +153,7 @@ def _master_slices(shard: StateShard, kind: str) -> list[TensorSlice]:
 
 
 def _slices(
-    name: str, param: torch.Tensor, start: int, stop: int, tensors: Mapping[str, torch.Tensor]
+    name: str, param: torch.Tensor, start: int, stop: int, tensors: Mapping[str, torch.Tensor | Encoded]
 ) -> list[TensorSlice]:
     """Slices of elements [start, stop) of the flattened local parameter, which ``tensors`` holds of each kind."""
     name, shape = global_name_shape(name, param)
@@ -150,8 +166,13 @@ def _slices(
     slices = []
     for kind, tensor in tensors.items():
         for region, local in regions:
-            values = tensor[local - start : local - start + region.numel]
-            slices.append(TensorSlice(name, kind, shape, region.start, region.stop, values, region.box))
+            first, last = local - start, local - start + region.numel
+            where = (name, kind, shape, region.start, region.stop)
+            if isinstance(tensor, torch.Tensor):
+                slices.append(TensorSlice(*where, tensor[first:last], region.box))
+            else:
+                part = tensor.part(first, last)
+                slices.append(TensorSlice(*where, part.values, region.box, torch.float32, part))
     return slices
 
 

@@ -24,13 +24,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import torch
 import xxhash
 
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.manifest import Manifest, StoredPiece
 from megatron.optimus.checkpoint.save_plan import HASH_BYTES, SavePlan
-from megatron.optimus.checkpoint.shards import ALIGNED, DIRECT_REFUSALS, O_DIRECT, tensor_bytes, torch_dtype
+from megatron.optimus.checkpoint.shards import ALIGNED, DIRECT_REFUSALS, O_DIRECT, tensor_bytes
+from megatron.optimus.checkpoint.slices import TensorSlice
 from megatron.optimus.checkpoint.snapshot import Snapshot
 from megatron.optimus.platform import files
 
@@ -73,8 +73,8 @@ class Job:
 
     header: Manifest
     plan: SavePlan
-    tensors: list[torch.Tensor]  # of this rank's pieces, in the plan's order
-    snapshot: Snapshot | None  # whose copies ``tensors`` are; None: they are the live ones
+    slices: list[TensorSlice]  # this rank's pieces, in the plan's order
+    snapshot: Snapshot | None  # whose copies are the slices' memory; None: it is the live one
     temporary: Path  # the directory that is renamed in the end
     retain: int | None
     started: float  # time.perf_counter
@@ -92,10 +92,10 @@ def write(job: Job, directory: Path) -> None:
     """Writes this rank's pieces into its file in ``directory``, then their hashes beside it."""
     if job.snapshot is not None:
         job.snapshot.wait()
-    tensors = iter(job.tensors)
+    slices = iter(job.slices)
 
     def data(piece: StoredPiece, offset: int) -> Iterator[memoryview]:
-        yield tensor_bytes(next(tensors).to(torch_dtype(piece.dtype)))
+        yield from map(tensor_bytes, next(slices).stored_values(BLOCK_BYTES))
 
     _write_own(job, directory, data)
 

@@ -14,7 +14,6 @@ from megatron.optimus.planner.buffer_pool import PoolBytes, buffer_pool, waiting
 from megatron.optimus.planner.optimizer_state import (
     PlannedFlatBuffer,
     StateBytes,
-    decoded_states,
     flat_buffers,
     sent_copies,
     total_state_bytes,
@@ -83,8 +82,6 @@ def memory_of(rank: RankPlan, kernels: Kernels = CUDA) -> Memory:
     moments = _of_a_step(rank, chunks, head)
     moments += _of_a_first_backward(rank, chunks[-1], pool)
     moments += _around_the_step(flat, states, pool.buffers + buffers, sent_copies(rank, flat))
-    if decoded := decoded_states(rank, flat):
-        moments.append(Moment("save", 0, decoded))
     return Memory(
         rank.pipeline_rank,
         states,

@@ -147,14 +147,6 @@ def _moment_bytes(rank: RankPlan, buffer: PlannedFlatBuffer) -> int:
     return buffer.shard * (4 if width is StateDtype.FP32 else 2)
 
 
-def decoded_states(rank: RankPlan, buffers: list[PlannedFlatBuffer]) -> int:
-    """fp32 copies that a save holds of states kept in fewer bits. The first save is planned before the first step."""
-    if rank.config.optimizer.optimizer_state_dtype is StateDtype.FP32:
-        return 0
-    moments = 2 if rank.config.optimizer.optimizer is OptimizerName.ADAM else 1
-    return sum(moments * 4 * buffer.shard for buffer in buffers)
-
-
 def sent_copies(rank: RankPlan, buffers: list[PlannedFlatBuffer]) -> int:
     """Copies of gradients in the dtype in which they travel, where that is another: kept until the reduction ends."""
     sent = rank.sent_gradient_element_bytes

@@ -119,7 +119,6 @@ class Checkpoints:
             retain: int | None = self._config.checkpoint.save_retain
         else:
             slices, retain = state.weight_slices(self._model, optimizer, buffers=is_first), None
-        optimizer.forget_copies()  # fp32 copies of states in 8 or 16 bits, which would live until the next step
         if mesh.index("tp") > 0:  # the first tensor-parallel rank stores what all of them hold alike
             parts = {name for name, p in self._model.named_parameters() if hasattr(p, "tensor_model_parallel")}
             slices = [piece for piece in slices if piece.name in parts or piece.kind == "rng"]
@@ -216,7 +215,7 @@ class Checkpoints:
         before, now = manifest.config.get("optimizer", {}).get("optimizer"), self._config.optimizer.optimizer.value
         if before not in (None, now):  # states of the same name would be mistaken
             raise CheckpointError(f"it holds the states of optimizer={before}, this run has optimizer={now}")
-        slices = state.training_slices(self._model, self._state, buffers=True)
+        slices = state.training_slices(self._model, self._state, buffers=True, to_load=True)
         self._rng: list[TensorSlice] = []
         for piece in self._rng_slices():
             stored = manifest.tensors.get((piece.name, "rng"))

@@ -31,7 +31,9 @@ class FakeOptimizer:
             start, stop = bounds[part : part + 2]
             flat = param.detach().reshape(-1)[start:stop].float()
             tensors = {"master": flat.clone(), "exp_avg": flat * 2 + 1, "exp_avg_sq": flat**2}
-            self.shards.append(SimpleNamespace(name=name, param=param, start=start, stop=stop, tensors=tensors))
+            self.shards.append(
+                SimpleNamespace(name=name, param=param, start=start, stop=stop, tensors=tensors, stored={})
+            )
 
     def state_shards(self):
         return self.shards

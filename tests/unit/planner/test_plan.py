@@ -70,11 +70,13 @@ def measured() -> list[tuple[Any, int, dict[str, Any]]]:
 
 def test_peaks_and_steps_measured_on_h200_are_predicted() -> None:
     cases = measured()
-    assert len({result["case"] for _, _, result in cases}) >= 8
+    older = script("benchmarks/planner_memory.py").OLDER_PEAKS
+    assert len({result["case"] for _, _, result in cases} - older) >= 8
     for config, ranks, result in cases:
         members = rank_plans(config, ranks)
         memory = memory_of(members[result["rank"] // (ranks // len(members))])
-        assert memory.peak == pytest.approx(result["peak_bytes"], rel=0.05), result["case"]
+        if result["case"] not in older:
+            assert memory.peak == pytest.approx(result["peak_bytes"], rel=0.05), result["case"]
         step = statistics.median(result["step_s"][2:])
         assert step_time(members, H200).total == pytest.approx(step, rel=0.10), result["case"]
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.optimizers import states
-from deepspeed_ext.optimizers.states import BLOCK, StateDtype
+from deepspeed_ext.optimizers.states import BLOCK, StateDtype, StoredState, stored_part
+from tests.allocations import Allocations
 
 
 def wide_range(numel: int, *, signed: bool) -> Tensor:
@@ -89,6 +90,36 @@ def test_memory_and_round_trip(dtype: str, bytes_each: float) -> None:
     assert kept.dtype == torch.float32 and torch.allclose(kept, value, rtol=1 / 16, atol=value.abs().max() * 2**-18)
     states.write(state, "m", kept)
     assert torch.equal(states.read(state, "m"), kept)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_a_part_is_read_and_written_in_steps(dtype: str, signed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit by bit what the whole state gives, with no temporary beyond the staging memory."""
+    monkeypatch.setattr(states, "STAGING_BYTES", 128 * BLOCK)  # four blocks at a time
+    numel = 50 * BLOCK + 100
+    state = states.zeros("m", torch.empty(numel), StateDtype.parse(dtype), signed=signed)
+    states.write(state, "m", wide_range(numel, signed=signed))
+    whole = states.read(state, "m")
+    for start, stop in ((0, numel), (7, 9), (3 * BLOCK + 5, 40 * BLOCK + 1), (BLOCK, 2 * BLOCK), (numel, numel)):
+        part = stored_part(state, "m", slice(start, stop))
+        assert isinstance(part, StoredState)
+        assert torch.equal(part.read(), whole[start:stop])
+        assert torch.equal(part.part(1, stop - start).read(), whole[start + 1 : stop])
+
+    other = states.zeros("m", torch.empty(numel), StateDtype.parse(dtype), signed=signed)
+    expected = {key: value.clone() for key, value in other.items()}
+    value = wide_range(numel, signed=signed).flip(0)
+    states.write(expected, "m", torch.cat([torch.zeros(2 * BLOCK), value[2 * BLOCK :]]))
+    target = stored_part(other, "m", slice(2 * BLOCK, numel))
+    with Allocations() as written:
+        target.write(value[2 * BLOCK :])
+    assert all(torch.equal(other[key], expected[key]) for key in expected)
+    assert written.largest <= states.STAGING_BYTES
+    result = target.values.new_empty(0)
+    with Allocations() as taken:
+        result = target.part(0, 4 * BLOCK).read()
+    assert taken.largest == result.nbytes
 
 
 def test_errors_name_what_would_work() -> None:
