@@ -39,10 +39,15 @@ REMOVED = {
 # Without effect: (DeepSpeed's default, what happens instead). Another value than the default is a warning.
 WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "bf16.immediate_grad_update": (False, "gradients are reduced as backward produces them"),
+    "optimizer.legacy_fusion": (False, "one fused kernel updates each bucket"),
     "comms_logger.enabled": (False, "the optimizer's exchanges are torch.distributed's own; use torch.profiler"),
     "disable_allgather": (False, "parameters are gathered bucket by bucket"),
     "gradient_predivide_factor": (1.0, "gradients are summed, then divided once, in fp32"),
     "prescale_gradients": (False, "gradients are summed, then divided once, in fp32"),
+    "torch_autocast.lower_precision_safe_modules": (
+        None,
+        "gradients of all modules travel in communication_data_type",
+    ),
     "zero_optimization.allgather_bucket_size": (500_000_000, "reduce_bucket_size serves both"),
     "zero_optimization.allgather_partitions": (True, "parameters are gathered bucket by bucket"),
     "zero_optimization.compute_grad_norm": (True, "the norm decides whether a step is skipped"),
@@ -65,6 +70,23 @@ WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "zero_optimization.zero_quantized_nontrainable_weights": (False, "it is of stage 3"),
     "zero_optimization.zero_quantized_weights": (False, "it is of stage 3"),
 }
+# The keys of sections that we and DeepSpeed's engine read together: (ours, the engine's). Those of "zero_optimization"
+# are in README.md; other sections are the engine's alone.
+SECTION_KEYS: dict[str, tuple[set[str], set[str]]] = {
+    "bf16": ({"check_grad_overflow"}, {"enabled"}),
+    "checkpoint": (
+        {"load_universal"},
+        {"checkpoint_serialization", "parallel_write", "tag_validation", "use_node_local_storage", "writer"},
+    ),
+    "data_types": ({"grad_accum_dtype"}, {"buffer_dtype", "keep_in_fp32_modules", "param_dtype"}),
+    "fp16": (
+        {"consecutive_hysteresis", "hysteresis", "initial_scale_power", "loss_scale", "loss_scale_window"}
+        | {"min_loss_scale"},
+        {"auto_cast", "enabled"},
+    ),
+    "optimizer": ({"params", "type"}, set()),
+    "torch_autocast": ({"dtype"}, {"enabled"}),
+}
 TOP_LEVEL_KEYS = OURS | ENGINES | DELEGATING | REMOVED | {name.split(".")[0] for name in WITHOUT_EFFECT}
 
 
@@ -85,6 +107,8 @@ def keys_without_effect(config: Mapping[str, Any]) -> str | None:
     for name, (default, instead) in WITHOUT_EFFECT.items():
         *section, key = name.split(".")
         holder = config.get(section[0]) if section else config
+        if section == ["bf16"] and holder is None:
+            holder = config.get("bfloat16")  # the section's old name
         value = holder.get(key, default) if isinstance(holder, Mapping) else default
         if value is not None and value != default:
             found.append(f"{name}={value!r} ({instead})")

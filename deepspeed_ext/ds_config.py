@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from deepspeed.runtime.config import get_gradient_clipping, get_torch_autocast_dtype
 from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.runtime.precision_config import get_float16_config
+from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from deepspeed_ext.config_checks import number, optimizer_params, own_section, refuse_auto
@@ -78,9 +79,9 @@ def zero_options(config: Mapping[str, Any]) -> ZeroOptions:
 
     Args:
         config: DeepSpeed's keys zero_optimization.{stage, reduce_bucket_size, overlap_comm}, gradient_clipping,
-            data_types.grad_accum_dtype and communication_data_type (absent: 2^26 elements, overlap, no clipping, fp32);
-            section "fp16": the loss scale; section "deepspeed_ext": overlap_param_gather, clip_after_steps and
-            reduce_each_micro_batch.
+            data_types.grad_accum_dtype, communication_data_type and bf16.check_grad_overflow (absent: 2^26 elements,
+            overlap, norm 1, fp32, fp32, true); section "fp16": the loss scale; section "deepspeed_ext":
+            overlap_param_gather, clip_after_steps and reduce_each_micro_batch.
 
     Raises:
         ValueError: an unknown key in the section "deepspeed_ext", a value of the wrong type or out of range, "auto", or
@@ -89,7 +90,7 @@ def zero_options(config: Mapping[str, Any]) -> ZeroOptions:
     refuse_auto(config)
     _refuse_narrow_masters(config)
     zero = config.get("zero_optimization") or {}
-    communicate = config.get("communication_data_type")
+    bf16, communicate = get_bfloat16_config(config), config.get("communication_data_type")
     return ZeroOptions(
         stage=int(zero.get("stage", 1)),
         bucket_numel=int(
@@ -98,7 +99,8 @@ def zero_options(config: Mapping[str, Any]) -> ZeroOptions:
         grad_dtype=_dtype("data_types.grad_accum_dtype", (config.get("data_types") or {}).get("grad_accum_dtype")),
         comm_dtype=None if communicate is None else _dtype("communication_data_type", communicate),
         overlap_comm=zero.get("overlap_comm") is not False,
-        max_norm=number("gradient_clipping", config.get("gradient_clipping", 0.0)),
+        max_norm=number("gradient_clipping", get_gradient_clipping(config)),
+        check_grad_overflow=bf16.check_grad_overflow or not bf16.enabled,
         average=True,
         loss_scale=_loss_scale(config),
         **own_section(config.get("deepspeed_ext") or {}, _OWN_OPTIONS),
@@ -109,11 +111,11 @@ def _loss_scale(config: Mapping[str, Any]) -> LossScaleOptions | None:
     """Returns the loss scale of fp16 parameters, or of fp32 ones under fp16 ``torch_autocast``; None without fp16."""
     section = config.get("fp16") or {}
     autocast = config.get("torch_autocast") or {}
-    has_fp16_autocast = autocast.get("enabled") and str(autocast.get("dtype")) in ("float16", "torch.float16", "fp16")
+    has_fp16_autocast = autocast.get("enabled") and get_torch_autocast_dtype(config) is torch.float16
     if not (section.get("enabled") or has_fp16_autocast):
         return None
     fp16 = get_float16_config({"fp16": section})  # raises for values out of range
-    if section.get("enabled") and (config.get("bf16") or {}).get("enabled"):
+    if section.get("enabled") and get_bfloat16_config(config).enabled:
         raise ValueError("fp16 and bf16 are both enabled; enable one")
     return LossScaleOptions(
         initial=fp16.loss_scale or float(fp16.initial_dynamic_scale()),
@@ -126,12 +128,17 @@ def _loss_scale(config: Mapping[str, Any]) -> LossScaleOptions | None:
 
 
 def _refuse_narrow_masters(config: Mapping[str, Any]) -> None:
-    for section, key in (
-        ("fp16", "fp16_master_weights_and_grads"),
-        ("bf16", "bf16_master_weights_and_grads"),
-        ("bf16", "bf16_optimizer_states"),
+    bf16 = get_bfloat16_config(config)
+    for section, key, is_set in (
+        (
+            "fp16",
+            "fp16_master_weights_and_grads",
+            (config.get("fp16") or {}).get("fp16_master_weights_and_grads"),
+        ),
+        ("bf16", "bf16_master_weights_and_grads", bf16.bf16_master_weights_and_grads),
+        ("bf16", "bf16_optimizer_states", bf16.bf16_optimizer_states),
     ):
-        if (config.get(section) or {}).get(key):
+        if is_set:
             raise ValueError(
                 f"{section}.{key} is not supported: masters are fp32; remove it. Moments take less with "
                 'state_dtype="bf16" or "int8" in the optimizer\'s parameter groups'
@@ -147,7 +154,8 @@ def _dtype(key: str, value: str | None) -> torch.dtype:
 def build_torch_optimizer(config: Mapping[str, Any], params: Iterable[Any]) -> torch.optim.Optimizer:
     """Builds the torch optimizer that the configuration's section "optimizer" names; nothing is JIT-compiled.
 
-    As in DeepSpeed, "Adam" means decoupled weight decay unless adam_w_mode is false.
+    As in DeepSpeed, "Adam" means decoupled weight decay unless adam_w_mode is false. What is absent has DeepSpeed's
+    default: no weight decay without torch_adam, and for Lion lr 1e-3 and betas (0.9, 0.999).
 
     Args:
         config: {"optimizer": {"type": one of ``optimizers.OPTIMIZERS``, "params": its options}}.
@@ -171,6 +179,11 @@ def build_torch_optimizer(config: Mapping[str, Any], params: Iterable[Any]) -> t
     decoupled = options.pop("adam_w_mode", True)
     if kind == "adam" and decoupled:
         kind = "adamw"
+    # DeepSpeed builds optimizers of its own here, whose defaults are not torch's or the paper's.
+    if kind == "adamw" and not options.get("torch_adam"):
+        options.setdefault("weight_decay", 0.0)
+    elif kind == "lion":
+        options = {"lr": 1e-3, "betas": (0.9, 0.999)} | options
     for key in ("torch_adam", "fp32_optimizer_states"):  # what both ask for is always so
         options.pop(key, None)
     if options.pop("bias_correction", True) is False:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -194,8 +195,9 @@ class EPEngineMixin:
         """Loads a checkpoint of DeepSpeed's, or with ``checkpoint: {load_universal: true}`` a universal checkpoint.
 
         A universal checkpoint loads at any layout, and no file of it can run code (``deepspeed_ext.universal``).
-        DeepSpeed's own files are pickles, which it trusts. Gradients of a step that had begun are dropped. Collective
-        over all ranks; the arguments are those of DeepSpeed.
+        DeepSpeed's own files are pickles, which it trusts; without optimizer states, experts spread over ranks are read
+        from the optimizer's files all the same. Gradients of a step that had begun are dropped. Collective over all
+        ranks; the arguments are those of DeepSpeed.
 
         Returns:
             The path, None if there is nothing to load, and what the user saved.
@@ -207,15 +209,18 @@ class EPEngineMixin:
         self.zero_grad()  # of the weights that are replaced
         self.micro_steps = 0
         if not self.load_universal_checkpoint():  # type: ignore[attr-defined]
-            return super().load_checkpoint(  # type: ignore[misc]
-                load_dir,
-                tag,
-                load_module_strict,
-                load_optimizer_states,
-                load_lr_scheduler_states,
-                load_module_only,
-                custom_load_fn,
-            )
+            try:
+                return super().load_checkpoint(  # type: ignore[misc]
+                    load_dir,
+                    tag,
+                    load_module_strict,
+                    load_optimizer_states,
+                    load_lr_scheduler_states,
+                    load_module_only,
+                    custom_load_fn,
+                )
+            finally:
+                self.optimizer.read_files = None
         folder = run_on_all_ranks(lambda: universal.locate(load_dir, tag), world_group())
         require_same_on_all_ranks("the universal checkpoint to load", folder.name, world_group())
         universal.load_optimizer(self.optimizer, folder, load_optimizer_states and not load_module_only)
@@ -223,6 +228,10 @@ class EPEngineMixin:
             self, folder, load_counters=not load_module_only, load_scheduler=load_lr_scheduler_states
         )
         return str(folder), client_state
+
+    def _load_checkpoint(self, load_dir: str, tag: str, **options: Any) -> tuple[str | None, Any]:
+        self.optimizer.read_files = cache(lambda: self._get_all_zero_checkpoints(load_dir, tag))
+        return super()._load_checkpoint(load_dir, tag, **options)  # type: ignore[misc]
 
     def _get_all_zero_checkpoints(self, load_dir: str, tag: str) -> Any:
         """Reads as DeepSpeed does; a file that one rank cannot read raises on all, which would wait for it."""

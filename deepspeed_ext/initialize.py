@@ -226,8 +226,9 @@ def _warn(config: dict[str, Any], reason: str | None, marked: Collection[int | N
         lines.append(keys_without_effect(config))
         if "gradient_clipping" not in config:
             lines.append(
-                "gradients are not clipped: the configuration has no gradient_clipping. torch.nn.utils.clip_grad_norm_ "
-                "clips nothing here: param.grad is None after backward; set gradient_clipping, or 0 for none"
+                "gradients are clipped to norm 1: the configuration has no gradient_clipping, and that is DeepSpeed's "
+                "default; set it, 0 for none. torch.nn.utils.clip_grad_norm_ clips nothing here: param.grad is None "
+                "after backward"
             )
     if 0 in marked and not any(marked):
         lines.append("is_expert named no parameter of the model: all are trained as dense ones")

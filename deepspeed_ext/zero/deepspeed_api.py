@@ -20,7 +20,7 @@ from deepspeed_ext.zero import sharded_state
 from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.flat_buffer import FlatBuffer
 from deepspeed_ext.zero.partition import TensorRange
-from deepspeed_ext.zero.sync_errors import run_on_all_ranks
+from deepspeed_ext.zero.sync_errors import gather, run_on_all_ranks
 
 if TYPE_CHECKING:
     from deepspeed_ext.zero.optimizer import EPZeroOptimizer
@@ -29,7 +29,12 @@ _METHODS = ("get_full_hp_param", "set_full_hp_param", "get_full_hp_grad", "set_f
 
 
 class DeepSpeedFiles:
-    """The part of EPZeroOptimizer that DeepSpeed's engine calls for its checkpoint files."""
+    """The part of EPZeroOptimizer that DeepSpeed's engine calls for its checkpoint files.
+
+    ``read_files``, which the engine sets while it loads weights alone, returns what ``load_state_dict`` takes.
+    """
+
+    read_files: Callable[[], Sequence[Any] | None] | None = None
 
     @property
     def _whole(self) -> EPZeroOptimizer:
@@ -65,8 +70,7 @@ class DeepSpeedFiles:
         """
         optimizer = self._whole
         optimizer.require_on_device("load_state_dict")
-        own = state_dict_list[dist.get_rank(optimizer.groups.dense)]
-        run_on_all_ranks(lambda: sharded_state.check_state_dict(optimizer, own), world_group())
+        own = self._checked(state_dict_list)
         optimizer.wait_for_params()  # in fp32 they are the masters
         sharded_state.load_state_dict(optimizer, own, load_optimizer_states)
         optimizer.sync_params_from_master()
@@ -74,30 +78,40 @@ class DeepSpeedFiles:
     def _restore_from_bit16_weights(self) -> None:
         self.refresh_fp32_params()
 
+    @torch.no_grad()
     def refresh_fp32_params(self) -> None:
         """Sets the masters from the parameters, after the module's weights were loaded without optimizer state.
 
+        DeepSpeed's module file holds the experts of one rank. Where ranks hold different experts, each gets its own
+        from the optimizer's files, which ``read_files`` reads; their masters too are what the parameters' dtype holds.
         Collective.
 
         Raises:
-            ValueError: on every rank, if ranks hold different experts: DeepSpeed's module file holds those of one rank.
+            ValueError: on every rank, if ranks hold different experts and there are no files, or of another layout.
         """
         optimizer = self._whole
         optimizer.require_on_device("refresh_fp32_params", "hp_params", "lp_params")
-        run_on_all_ranks(self._refuse_spread_experts, world_group())  # a pipeline stage may have none
         optimizer.wait_for_params()
+        spread = {f for f in optimizer.flat_buffers if optimizer.is_spread(f.key.expert_group)}
+        is_needed = bool(spread or optimizer.frozen_experts)
         for flat_buffer in optimizer.flat_buffers:
+            if flat_buffer not in spread:
+                flat_buffer.read_masters_from_params()
+        if not any(gather(is_needed, world_group()).values()):  # a pipeline stage may have none
+            return
+        own = self._checked(self.read_files() if self.read_files is not None else None)
+        sharded_state.load_masters(optimizer, own, spread)
+        optimizer.sync_params_from_master()
+        for flat_buffer in spread:
             flat_buffer.read_masters_from_params()
 
-    def _refuse_spread_experts(self) -> None:
+    def _checked(self, state_dict_list: Sequence[Any] | None) -> Any:
+        """Returns this rank's entry. Raises ValueError on every rank if any rank has none of its layout."""
         optimizer = self._whole
-        for flat_buffer in optimizer.flat_buffers:
-            name = flat_buffer.key.expert_group
-            if name is not None and flat_buffer.group_size < dist.get_world_size(optimizer.groups.dense):
-                raise ValueError(
-                    f"DeepSpeed's module file holds only one rank's experts of group {name!r}; load the optimizer "
-                    "states too (load_optimizer_states=True), or use an expert-parallel checkpoint format"
-                )
+        rank = dist.get_rank(optimizer.groups.dense)
+        own = state_dict_list[rank] if state_dict_list is not None and rank < len(state_dict_list) else None
+        run_on_all_ranks(lambda: sharded_state.check_state_dict(optimizer, own), world_group())
+        return own
 
     def update_lp_params(self) -> None:
         """DeepSpeed's name for ``sync_params_from_master``."""

@@ -151,9 +151,9 @@ class LossScale:
 class StepState:
     """Counts steps and skips, turns a norm into the scalars of the update, keeps the loss scale of fp16 training.
 
-    A norm that is not finite skips the step. The host learns of it when it asks (``was_skipped``, ``grad_norm``,
-    ``applied``: each waits for the device), or one step later through ``settle``, which never waits for the step just
-    queued.
+    A norm that is not finite skips the step, unless the options say otherwise. The host learns of it when it asks
+    (``was_skipped``, ``grad_norm``, ``applied``: each waits for the device), or one step later through ``settle``,
+    which never waits for the step just queued.
 
     Args:
         device: where everything is kept.
@@ -172,14 +172,23 @@ class StepState:
         self._norm: Tensor | None = None
         self._report = _Report(device)
         self.settled_skips = 0  # skipped steps that the host knows of
+        self._has_warned = False
 
-    def scalars(self, summed_norm: Tensor, max_norm: float | None = None, skip_above: float = math.inf) -> StepScalars:
+    def scalars(
+        self,
+        summed_norm: Tensor,
+        max_norm: float | None = None,
+        skip_above: float = math.inf,
+        errors: Tensor | None = None,
+    ) -> StepScalars:
         """Decides clip factor, skip flag and step number of a step, and counts it.
 
         Args:
             summed_norm: norm of the summed gradients, 0-dim of any float dtype.
             max_norm: clip to this norm, 0: not at all; None: the options'.
             skip_above: a larger norm skips the step.
+            errors: 0-dim, not finite where a rank has recorded an error, which skips the step also without
+                ``check_grad_overflow``.
         """
         options = self._options
         divisor: float | Tensor = self._divisor
@@ -189,8 +198,11 @@ class StepState:
         overflowed = (norm - norm) != 0.0  # of inf and NaN the difference is NaN; isfinite() is four kernels
         factor: float | Tensor = 1.0
         max_norm = options.max_norm if max_norm is None else max_norm
+        clipped_norm = norm if options.check_grad_overflow else torch.where(overflowed, math.inf, norm)  # NaN: as inf
+        if not options.check_grad_overflow:
+            overflowed = torch.zeros_like(overflowed) if errors is None else (errors - errors) != 0.0
         if max_norm > 0:
-            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            factor = (max_norm / (clipped_norm + 1e-6)).clamp(max=1.0)
             if options.clip_after_steps:
                 factor = torch.where(self._applied >= options.clip_after_steps, factor, 1.0)
         refused = overflowed if math.isinf(skip_above) else overflowed | (norm > skip_above)
@@ -216,7 +228,12 @@ class StepState:
         scaling = self.loss_scale
         sent = [self._skip, self._norm] + ([scaling.scale, scaling.is_exhausted] if scaling is not None else [])
         report = self._report.exchange(torch.stack(sent))
-        if report is None or not report[0]:
+        if report is None:
+            return False
+        if not report[0]:
+            if not math.isfinite(report[1]) and not self._has_warned:
+                logger.warning("gradient norm was %s: the step was taken, as check_grad_overflow is false", report[1])
+                self._has_warned = True
             return False
         self.settled_skips += 1
         if scaling is None and math.isfinite(report[1]):

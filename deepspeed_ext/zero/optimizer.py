@@ -29,7 +29,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from torch import Tensor, nn
 
-from deepspeed_ext.groups import ZeroGroups
+from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of
 from deepspeed_ext.optimizers import shard_optimizer_for
 from deepspeed_ext.optimizers.base import MatrixOptimizer
 from deepspeed_ext.zero import deepspeed_api, sharded_state
@@ -91,6 +91,12 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
             for flat_buffer in own:
                 flat_buffer.new_states(group)
         positions = {param: index for index, param in enumerate(param_names)}
+        # DeepSpeed's module file holds those of one rank only, so they go into each rank's file.
+        self.frozen_experts = {
+            name: param
+            for param, name in param_names.items()
+            if not param.requires_grad and self.is_spread(expert_group_name(param))
+        }
         self._norm_groups = norm_groups(groups)
         self.device = self.flat_buffers[0].masters.device
         self._errors = StepErrors(self._norm_groups, self.device)
@@ -123,6 +129,12 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self.loss_scaler = self._state.loss_scale
         self.dynamic_loss_scale = self.loss_scaler is not None and self.loss_scaler.is_dynamic
         self.dp_process_group = self.groups.dense
+
+    def is_spread(self, expert_group: str | None) -> bool:
+        """Whether ranks hold different parameters of an expert group (None: the dense parameters)."""
+        if expert_group not in self.groups.expert:
+            return False
+        return len(ranks_of(self.groups.of(expert_group))) < dist.get_world_size(self.groups.dense)
 
     # ---- loss scale (fp16)
 
@@ -267,8 +279,8 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Computes the norm, clips, updates this rank's shards and gathers the new parameters. Collective.
 
-        If the norm is not finite or exceeds ``skip_above``, the step is skipped on all ranks: ``overflow`` is True and
-        masters, states and step_count stay untouched. Does not wait for the device.
+        If the norm is not finite (see ``check_grad_overflow``) or exceeds ``skip_above``, the step is skipped on all
+        ranks: ``overflow`` is True and masters, states and step_count stay untouched. Does not wait for the device.
 
         Raises:
             ValueError: a closure is given.
@@ -285,8 +297,11 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self._param_gather.wait()  # what no forward has waited for: an all-gather must not cross the next update
         self.finish_reduction()
         counted = [b.shard.grad for f in self.flat_buffers if f.in_norm for b in f.buckets]
-        norm = global_norm(counted + self._errors.norm_terms(), self.device, self._norm_groups)
-        scalars = self._state.scalars(norm, self.clip_grad, self.skip_above)
+        terms = self._errors.norm_terms()
+        norm = global_norm(counted + terms, self.device, self._norm_groups)
+        # A norm that is not finite says that a rank has failed, unless such norms are allowed.
+        errors = None if self.options.check_grad_overflow else global_norm(terms, self.device, self._norm_groups)
+        scalars = self._state.scalars(norm, self.clip_grad, self.skip_above, errors)
         updated: set[FlatBuffer] = set()
         for bucket in self._param_gather.buckets:
             flat_buffer = self._buffer_of[bucket]

@@ -62,6 +62,8 @@ class ZeroOptions:
             module by module.
         max_norm: clip to this gradient norm; 0: never.
         clip_after_steps: number of applied steps before clipping begins.
+        check_grad_overflow: skip steps whose gradient norm is not finite; False takes them, as DeepSpeed's
+            ``bf16.check_grad_overflow`` says, and what is not finite goes into the weights.
         average: divide gradients by the number of data-parallel ranks.
         reduce_each_micro_batch: stage 1 sums in stage 2's order (ranks first, then micro-batches), which makes the two
             bitwise equal.
@@ -79,6 +81,7 @@ class ZeroOptions:
     overlap_param_gather: bool = False
     max_norm: float = 0.0
     clip_after_steps: int = 0
+    check_grad_overflow: bool = True
     average: bool = True
     reduce_each_micro_batch: bool = False
     loss_scale: LossScaleOptions | None = None

@@ -6,7 +6,7 @@ gives the same of DeepSpeed's ZeRO-3 optimizer, so a checkpoint written from eit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +123,7 @@ def state_dict(optimizer: EPZeroOptimizer) -> dict[str, Any]:
         "step_count": optimizer.step_count,
         "loss_scale": optimizer.loss_scale_state,
         "param_groups": options,
+        "frozen_experts": dict(optimizer.frozen_experts),
         "shards": [
             # A master that is part of the parameters' buffer would be written with all of it. On the host: the copies
             # of all shards are as large as the parameters.
@@ -145,18 +146,33 @@ def check_state_dict(optimizer: EPZeroOptimizer, saved: Any) -> None:
             "the checkpoint was written at another parameter, bucket or rank layout; DeepSpeed's files load only at "
             "the layout that wrote them"
         )
+    if missing := optimizer.frozen_experts.keys() - saved.get("frozen_experts", {}).keys():
+        raise ValueError(
+            f"the checkpoint does not hold the frozen expert {min(missing)!r} of each rank: it was written by an "
+            "earlier version of deepspeed_ext, or the expert was trained then; load its weights by your own code"
+        )
+
+
+@torch.no_grad()
+def load_masters(optimizer: EPZeroOptimizer, saved: Any, flat_buffers: Collection[FlatBuffer]) -> None:
+    """Restores the masters of some flat buffers from a checked state dict, and frozen experts."""
+    pairs = [(flat_buffer, bucket) for flat_buffer in optimizer.flat_buffers for bucket in flat_buffer.buckets]
+    for (flat_buffer, bucket), shard in zip(pairs, saved["shards"], strict=True):
+        if flat_buffer in flat_buffers:
+            bucket.shard.master.copy_(shard["master"])
+    for name, param in optimizer.frozen_experts.items():
+        param.copy_(saved["frozen_experts"][name])
 
 
 @torch.no_grad()
 def load_state_dict(optimizer: EPZeroOptimizer, saved: Any, load_optimizer_states: bool) -> None:
     """Restores masters from a checked state dict, and with ``load_optimizer_states`` states, options and step count."""
-    buckets = [bucket for flat_buffer in optimizer.flat_buffers for bucket in flat_buffer.buckets]
-    for bucket, shard in zip(buckets, saved["shards"], strict=True):
-        bucket.shard.master.copy_(shard["master"])
-        if load_optimizer_states:
+    load_masters(optimizer, saved, optimizer.flat_buffers)
+    if load_optimizer_states:
+        buckets = [bucket for flat_buffer in optimizer.flat_buffers for bucket in flat_buffer.buckets]
+        for bucket, shard in zip(buckets, saved["shards"], strict=True):
             for kind in shard.keys() - {"master"}:
                 bucket.shard.state[kind].copy_(shard[kind])
-    if load_optimizer_states:
         for group, options in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             group.update(options)
         optimizer.step_count = saved["step_count"]

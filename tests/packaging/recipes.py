@@ -148,6 +148,7 @@ def optimizer_steps(rank: int, world_size: int, name: str) -> list[list[float]]:
 
     config = {
         "train_micro_batch_size_per_gpu": 5,
+        "gradient_clipping": 0,
         "optimizer": {"type": name, "params": {"lr": LR}},
         "zero_optimization": {"stage": 1},
         "steps_per_print": 10**9,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 import deepspeed_ext
@@ -33,6 +34,10 @@ ZERO_STAGE_3 = {
     *("stage3_gather_fp16_weights_on_model_save", "sub_group_size", "use_all_reduce_for_fetch_params"),
     "allgather_sequential",
 }
+SECTION_NAMES = {
+    f"{section}.{key}" for section, (ours, engines) in config_keys.SECTION_KEYS.items() for key in ours | engines
+}
+REFUSED = {"fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"}
 README = Path(deepspeed_ext.__file__).with_name("README.md").read_text()
 
 
@@ -47,6 +52,7 @@ def _listed(row: str) -> set[str]:
     [
         ("supported, read by us", config_keys.OURS),
         ("supported, by DeepSpeed's engine", config_keys.ENGINES),
+        ("supported in these sections", SECTION_NAMES),
         ("of DeepSpeed's own paths", config_keys.DELEGATING),
         ("without effect; another value", set(WITHOUT_EFFECT)),
         ("without effect as in DeepSpeed", ZERO_STAGE_3),
@@ -82,12 +88,24 @@ def _at(name: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", WITHOUT_EFFECT)
 def test_a_key_without_effect_is_named_unless_it_has_its_default(name: str) -> None:
     default, instead = WITHOUT_EFFECT[name]
-    other = not default if isinstance(default, bool) else default * 2
+    other = not default if isinstance(default, bool) else default * 2 if default is not None else ["torch.nn.Linear"]
     line = keys_without_effect(_at(name, other))
     assert line is not None and f"{name}={other!r} ({instead})" in line and "\n" not in line
     assert keys_without_effect(_at(name, default)) is None
-    if name.startswith("zero_optimization."):
-        assert getattr(DeepSpeedZeroConfig(), name.split(".")[1]) == default
+    parsed = DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "comms_logger": {}})
+    sections = {"zero_optimization": parsed.zero_config, "bf16": parsed.bfloat16_config}
+    sections["comms_logger"] = parsed.comms_config.comms_logger
+    section, _, key = name.rpartition(".")
+    stock = getattr(sections[section], key) if section in sections else getattr(parsed, name.replace(".", "_"))
+    assert stock == default, "not DeepSpeed's default"
+
+
+def test_the_old_name_of_the_bf16_section_counts() -> None:
+    line = keys_without_effect({"bfloat16": {"enabled": True, "immediate_grad_update": True}})
+    assert line is not None and "bf16.immediate_grad_update=True" in line
+    with pytest.raises(ValueError, match="bf16_optimizer_states is not supported"):
+        zero_options({"bfloat16": {"enabled": True, "bf16_optimizer_states": True}})
+    assert not zero_options({"bfloat16": {"enabled": True, "check_grad_overflow": False}}).check_grad_overflow
 
 
 def test_a_usual_configuration_gives_no_warning() -> None:
@@ -132,6 +150,19 @@ class _Asked(dict[str, Any]):
 
     def __copy__(self) -> _Asked:
         return self
+
+
+def test_each_key_of_a_section_is_in_a_list() -> None:
+    """bf16 and fp16 are DeepSpeed's models; of the other sections its reader is asked."""
+    names = {"checkpoint": {}, "data_types": {}, "torch_autocast": {"enabled": False, "dtype": "bf16"}}
+    sections = {name: _Asked(section) for name, section in names.items()}
+    sections["optimizer"] = _Asked({"type": "AdamW", "params": {}})
+    DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **sections})
+    read = {name: section.asked for name, section in sections.items()}
+    read["bf16"], read["fp16"] = set(DeepSpeedBF16Config.model_fields), set(DeepSpeedFP16Config.model_fields)
+    found = {f"{section}.{key}" for section, keys in read.items() for key in keys}
+    known = SECTION_NAMES | REFUSED | {name for name in WITHOUT_EFFECT if name.split(".")[0] in read}
+    assert found == known
 
 
 def test_the_known_keys_are_those_that_deepspeed_reads() -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.ops.lion import FusedLion
+from deepspeed.runtime.config import DeepSpeedConfig
 from torch import nn
 
 from deepspeed_ext.ds_config import build_torch_optimizer, reason_for_deepspeed, resolve_config, zero_options
@@ -104,8 +109,61 @@ def test_a_file_that_is_no_configuration(tmp_path: Path, text: str, message: str
         resolve_config(None, str(tmp_path / "c.json"), None)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_what_is_absent_has_deepspeeds_default(precision: str) -> None:
+    """Of every option that a key of DeepSpeed's sets. The exceptions are what README.md names beside the value."""
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
+    config |= {precision: {"enabled": True}} if precision != "fp32" else {}
+    parsed, ours = DeepSpeedConfig(config), zero_options(config)
+    fp16 = parsed.float16_config
+    stock = {
+        "stage": int(parsed.zero_optimization_stage),
+        "max_norm": parsed.gradient_clipping,
+        "average": parsed.gradient_allreduce_op == "mean",
+        "check_grad_overflow": parsed.bfloat16_config.check_grad_overflow,
+        "loss_scale": LossScaleOptions(
+            initial=2.0**fp16.initial_scale_power,
+            is_dynamic=fp16.loss_scale == 0,
+            window=fp16.loss_scale_window,
+            hysteresis=fp16.hysteresis,
+            refills_hysteresis=fp16.consecutive_hysteresis,
+            minimum=fp16.min_loss_scale,
+        )
+        if fp16.enabled
+        else None,
+    }
+    assert stock == {name: getattr(ours, name) for name in stock} and stock["max_norm"] == 1.0
+    ours_alone = {"overlap_param_gather", "clip_after_steps", "reduce_each_micro_batch"}  # section "deepspeed_ext"
+    differ = {"bucket_numel", "overlap_comm", "grad_dtype", "comm_dtype"}
+    assert {field.name for field in fields(ZeroOptions)} == stock.keys() | ours_alone | differ
+    assert parsed.zero_config.reduce_bucket_size == 500_000_000 and parsed.zero_config.overlap_comm is False
+    assert parsed.grad_accum_dtype is None and parsed.communication_data_type is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "stock"),
+    [
+        ("Adam", {}, FusedAdam),
+        ("AdamW", {}, FusedAdam),
+        ("AdamW", {"torch_adam": True}, torch.optim.AdamW),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, torch.optim.Adam),
+        ("SGD", {}, torch.optim.SGD),
+        ("Lion", {}, FusedLion),
+    ],
+)
+def test_an_optimizer_section_has_deepspeeds_defaults(kind: str, params: dict[str, Any], stock: type) -> None:
+    """``stock``: what DeepSpeed builds on a GPU, compiled there; its signature says the defaults."""
+    built = build_torch_optimizer({"optimizer": {"type": kind, "params": params}}, nn.Linear(2, 2).parameters())
+    options = signature(stock.__init__).parameters
+    for name in ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov"):
+        if name in options:
+            assert built.param_groups[0][name] == options[name].default, name
+
+
 def test_options_of_a_plain_configuration() -> None:
-    assert zero_options({"zero_optimization": {"stage": 1}}) == ZeroOptions(bucket_numel=DEFAULT_BUCKET_NUMEL)
+    plain = ZeroOptions(bucket_numel=DEFAULT_BUCKET_NUMEL, max_norm=1.0)
+    assert zero_options({"zero_optimization": {"stage": 1}}) == plain
+    assert zero_options({"zero_optimization": {"stage": 1}, "gradient_clipping": 0}).max_norm == 0.0
     assert zero_options({"bf16": {"enabled": True}, "fp16": {"enabled": False}}).grad_dtype is torch.float32
     assert zero_options({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}).stage == 1
 
@@ -130,7 +188,9 @@ def test_options_of_a_plain_configuration() -> None:
 def test_loss_scale(section: dict[str, Any], expected: LossScaleOptions) -> None:
     assert zero_options({"fp16": {"enabled": True, **section}}).loss_scale == expected
     assert zero_options({"fp16": {**section, "enabled": False}}).loss_scale is None
-    autocast = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
+    for name in ("float16", "half"):
+        autocast = {"torch_autocast": {"enabled": True, "dtype": name}}
+        assert zero_options({"fp16": {**section, "enabled": False}, **autocast}).loss_scale == expected
     assert zero_options({"fp16": {**section, "enabled": False}, **autocast}).loss_scale == expected
 
 

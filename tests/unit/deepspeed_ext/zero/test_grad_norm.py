@@ -58,3 +58,14 @@ def test_scalars_of_a_step_clip_count_and_skip() -> None:
     spike, usual = state.scalars(norm, skip_above=9.99), state.scalars(norm, skip_above=10.0)  # the norm is 10
     assert (spike.scale.item(), spike.skip.item()) == (0.0, 1.0) and usual.skip.item() == 0.0
     assert spike.step.item() == usual.step.item() == 6.0, "a step that is skipped does not count"
+
+
+def test_without_overflow_checks_only_errors_skip() -> None:
+    state = StepState(torch.device("cpu"), 1, ZeroOptions(max_norm=1.0, check_grad_overflow=False))
+    none, failed = torch.tensor(0.0), torch.tensor(math.nan)
+    for norm in (math.inf, math.nan):
+        taken = state.scalars(torch.tensor(norm), errors=none)
+        assert (taken.scale.item(), taken.skip.item()) == (0.0, 0.0), "what is finite counts as zero"
+    assert state.scalars(torch.tensor(4.0), errors=none).scale.item() == pytest.approx(0.25, rel=1e-6)
+    broken = state.scalars(failed, errors=failed)
+    assert (broken.scale.item(), broken.skip.item()) == (0.0, 1.0) and state.applied == 3
