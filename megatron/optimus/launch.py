@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shlex
 import shutil
 import sys
@@ -112,7 +113,9 @@ def _run(launch: Launch, request: LaunchRequest, env: dict[str, str], metrics: P
         def attempt_on(hosts: Sequence[str]) -> AttemptResult:
             hostfile.write_text("".join(f"{host}\n" for host in hosts), encoding="utf-8")
             command = launch.command(hosts, str(hostfile))
-            return run_monitored(command, {**env, **launch.environment(hosts)}, request.stall_seconds, metrics)
+            # By the environment: other users can read a command line.
+            variables = {environment.RENDEZVOUS_TOKEN: secrets.token_hex(16), **env, **launch.environment(hosts)}
+            return run_monitored(command, variables, request.stall_seconds, metrics)
 
         return run_with_restarts(attempt_on, launch.hosts, launch.spares, request.max_restarts)
 
