@@ -7,7 +7,6 @@ files of the user who converts into the export.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import xxhash
 
 from megatron.optimus.checkpoint.errors import CheckpointError
+from megatron.optimus.platform.files import open_regular
 
 HASHES_FIELD = "tokenizer_files"  # of a manifest's metadata: file name -> XXH3-128 of the files of the run's tokenizer
 NAMES = (
@@ -99,14 +99,12 @@ class CopyGuard:
 def _read_regular(path: Path) -> bytes:
     """Reads a regular file of bounded size that is no link."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = open_regular(path, os.O_RDONLY)
     except OSError as error:
         reason = "a link, and links are not followed; put a copy there" if path.is_symlink() else error.strerror
         raise CheckpointError(f"{path}: {reason}") from error
     with open(descriptor, "rb") as stream:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):  # reading a pipe would not return
-            raise CheckpointError(f"{path}: not a regular file")
-        if status.st_size > _MAX_BYTES:
-            raise CheckpointError(f"{path}: {status.st_size} bytes, limit {_MAX_BYTES}")
-        return stream.read(_MAX_BYTES)
+        data = stream.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise CheckpointError(f"{path}: has more than {_MAX_BYTES} bytes, the limit for a tokenizer's file")
+    return data

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megatron.optimus.platform import environment
+from megatron.optimus.platform import environment, files
 
 logger = logging.getLogger("optimus")
 
@@ -216,7 +216,8 @@ class _StepMonitor:
 
     def _size_now(self) -> int:
         try:
-            with open(self._metrics, "rb") as file:  # opened: a network file system may answer stat() from its cache
+            # Opened: a network file system may answer stat() from its cache.
+            with open(files.open_regular(self._metrics, os.O_RDONLY), "rb") as file:
                 return file.seek(0, os.SEEK_END)
         except OSError:
             return 0
