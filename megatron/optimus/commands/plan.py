@@ -31,6 +31,7 @@ from megatron.optimus.planner.plan import Plan, plan
 from megatron.optimus.planner.report import findings_text, plan_json, plan_text
 from megatron.optimus.planner.search import Findings, search
 from megatron.optimus.planner.weak_scaling import PAPER, as_the_paper, draw, table, weak_scaling
+from megatron.optimus.platform.log import print_error
 
 MOST_RANKS = 1_000_000
 
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return check_build(run_words, world_size, as_json_object=args.json)
         return print_plan(run, world_size, machine, args)
     except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
+        print_error(error)
         return 2
 
 
