@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from deepspeed_ext.optimizers.states import StoredState, stored_part
 
 if TYPE_CHECKING:
+    from deepspeed_ext.zero.flat_buffer import FlatBuffer
     from deepspeed_ext.zero.optimizer import EPZeroOptimizer
 
 _FORMAT = "deepspeed_ext.EPZeroOptimizer/2"

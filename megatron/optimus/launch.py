@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shlex
 import shutil
 import sys
@@ -29,6 +30,7 @@ from megatron.optimus.launcher.cluster import SYSTEMS, detect_allocation
 from megatron.optimus.launcher.command import Launch, LaunchMethod, LaunchOptions, Mpi, build_launch
 from megatron.optimus.launcher.supervisor import AttemptResult, run_local_ranks, run_monitored, run_with_restarts
 from megatron.optimus.platform import environment
+from megatron.optimus.platform.log import print_error, printable
 from megatron.optimus.training.metrics import FILE_NAME
 
 _DESCRIPTION = """Start pretraining: on this machine, or through mpiexec or srun in a PBS or SLURM job.
@@ -68,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = run.config
         launch = build_launch(detect_allocation(env), request.launch_options, request.options, env)
         if request.dry_run:
-            sys.stdout.write(_describe(launch, config))
+            sys.stdout.write(printable(_describe(launch, config)))
             return 0
         check(config, launch.world_size)  # once and before the ranks start, not by thousands of ranks
         check_trainable(config)
@@ -80,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "the command with --dry-run"
             )
     except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
+        print_error(error)
         return 2
     return _run(launch, request, env, Path(config.logging.run_dir) / FILE_NAME)
 
@@ -112,7 +114,9 @@ def _run(launch: Launch, request: LaunchRequest, env: dict[str, str], metrics: P
         def attempt_on(hosts: Sequence[str]) -> AttemptResult:
             hostfile.write_text("".join(f"{host}\n" for host in hosts), encoding="utf-8")
             command = launch.command(hosts, str(hostfile))
-            return run_monitored(command, {**env, **launch.environment(hosts)}, request.stall_seconds, metrics)
+            # By the environment: other users can read a command line.
+            variables = {environment.RENDEZVOUS_TOKEN: secrets.token_hex(16), **env, **launch.environment(hosts)}
+            return run_monitored(command, variables, request.stall_seconds, metrics)
 
         return run_with_restarts(attempt_on, launch.hosts, launch.spares, request.max_restarts)
 

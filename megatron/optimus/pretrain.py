@@ -65,9 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return pretrain(run.config, launch)
     except USER_ERRORS as error:
         if rank == 0:
-            sys.stderr.write(f"error: {error}\n")
+            log.print_error(error)
         elif met_others and not getattr(error, REPORTED_BY_ANOTHER_RANK, False):  # else another rank prints it
-            sys.stderr.write(f"error on rank {rank}: {error}\n")
+            log.print_error(error, f"error on rank {rank}")
         return 2
     except RuntimeError as error:
         if (reason := process_groups.lost_peer_reason(error)) is None:

@@ -24,7 +24,8 @@ def ranks(program: str, count: int = 3) -> int:
 def test_every_rank_gets_its_place() -> None:
     code = (
         "import os; e = os.environ; assert e['WORLD_SIZE'] == e['LOCAL_WORLD_SIZE'] == '3'; "
-        "assert e['RANK'] == e['LOCAL_RANK'] in '012'; int(e['MASTER_PORT']); e['MASTER_ADDR']"
+        "assert e['RANK'] == e['LOCAL_RANK'] in '012'; int(e['MASTER_PORT']); e['MASTER_ADDR']; "
+        "assert len(e['OPTIMUS_RENDEZVOUS_TOKEN']) == 32"
     )
     assert ranks(code) == 0
 
@@ -120,6 +121,7 @@ MPIEXEC = """#!{python}
 # Stands for PALS: one process a rank, its place in PALS's variables; the first attempt loses node x1.
 import os, subprocess, sys
 words = sys.argv[1:]
+assert os.environ["OPTIMUS_RENDEZVOUS_TOKEN"] not in words
 hosts = open(words[words.index("--hostfile") + 1]).read().split()
 log = open("{log}", "a")
 print(*hosts, file=log, flush=True)

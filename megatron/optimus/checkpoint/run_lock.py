@@ -166,7 +166,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _heartbeat_of(path: Path) -> tuple[int, int] | None:
     try:
-        descriptor = os.open(path, os.O_RDONLY)  # opening makes network file systems ask the server
+        descriptor = files.open_regular(path, os.O_RDONLY)  # opening makes network file systems ask the server
     except OSError:
         return None
     try:

@@ -22,6 +22,7 @@ from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.convert import DEFAULT_MAX_SHARD_BYTES, FORMATS, Options, convert
 from megatron.optimus.convert.deepspeed import NAMES
+from megatron.optimus.platform.log import print_error
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -93,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             verify=args.verify,
         )
     except (CheckpointError, ConfigError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 2
     except KeyboardInterrupt:
         print(f"interrupted; {args.destination} is as it was", file=sys.stderr)

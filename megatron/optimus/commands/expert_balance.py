@@ -20,6 +20,7 @@ from pathlib import Path
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.placement import to_json
 from megatron.optimus.config.schema import ConfigError
+from megatron.optimus.platform.log import print_error
 from megatron.optimus.training.expert_load import FILE_NAME, LOADS, BalanceReport, report
 
 
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.write_placement is not None:
             write_text(args.write_placement, to_json([layer.placement for layer in found.layers]))
     except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
+        print_error(error)
         return 2
     sys.stdout.write("\n".join(format_report(found)) + "\n")
     return 0

@@ -13,7 +13,6 @@ Exit code: 0, 1 where duplicates were found, or 2 after one line that says what 
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from megatron.optimus.data.mixture import Mixture
 from megatron.optimus.data.order import sample_at
 from megatron.optimus.data.sources import read_sources
 from megatron.optimus.data.tokenize.tokenizer import Tokenizer, build_tokenizer
-from megatron.optimus.platform.log import counted
+from megatron.optimus.platform.log import counted, print_error, printable
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -80,7 +79,7 @@ def tokens_to_text(tokenizer: Tokenizer | None, ids: np.ndarray) -> str:
     if tokenizer is None:
         return " ".join(map(str, ids.tolist()))
     unknown = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
-    text = tokenizer.decode(ids.tolist())
+    text = printable(tokenizer.decode(ids.tolist()))
     if unknown.size:
         text += (
             f"\n[{unknown.size} of {ids.size} ids, such as {unknown[0]}, are not among the tokenizer's "
@@ -97,7 +96,8 @@ def print_stats(args: argparse.Namespace) -> None:
         data = IndexedDataset(prefix)
         one.add(data)
         total.add(data)
-        print(f"{prefix}: {one.documents} documents ({one.empty} empty), {one.tokens} tokens, {data.dtype.name}")
+        counts = f"{one.documents} documents ({one.empty} empty), {one.tokens} tokens"
+        print(printable(f"{prefix}: {counts}, {data.dtype.name}"))
     print(f"all: {total.documents} documents ({total.empty} empty), {total.tokens} tokens")
     print("tokens in a document: " + ", ".join(f"{name} {value}" for name, value in total.quantiles().items()))
     if args.histogram:
@@ -115,7 +115,7 @@ def print_documents(args: argparse.Namespace) -> None:
             if not -count <= number < count:
                 raise DataError(f"{prefix}: document {number} of {count}")
             start, stop = bounds[number % count], bounds[number % count + 1]
-            print(f"--- {prefix} document {number % count}: {stop - start} tokens from {start}")
+            print(printable(f"--- {prefix} document {number % count}: {stop - start} tokens from {start}"))
             print(tokens_to_text(tokenizer, data.tokens[start:stop]))
 
 
@@ -224,8 +224,8 @@ def main(argv: list[str] | None = None) -> int:
         return actions[args.action](args) or 0
     except OSError as error:  # of a plot or a closed pipe; errors of data files are DataErrors
         what = error.filename or "the output"
-        print(f"error: {what}: cannot be written: {error.strerror}", file=sys.stderr)
+        print_error(f"{what}: cannot be written: {error.strerror}")
         return 2
     except (DataError, ConfigError, IndexError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 2

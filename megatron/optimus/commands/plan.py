@@ -31,6 +31,7 @@ from megatron.optimus.planner.plan import Plan, plan
 from megatron.optimus.planner.report import plan_json, plan_text, search_text
 from megatron.optimus.planner.search import SearchResult, search
 from megatron.optimus.planner.weak_scaling import PAPER, draw, table, weak_scaling, with_paper_settings
+from megatron.optimus.platform.log import print_error
 
 MAX_RANKS = 1_000_000
 
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return check_build(run_words, world_size, as_json_object=args.json)
         return print_plan(run, world_size, machine, args)
     except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
+        print_error(error)
         return 2
 
 

@@ -23,6 +23,7 @@ from megatron.optimus.config.schema import ConfigError, TokenizerType
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.tokenize.preprocess import PreprocessReport, log_progress, preprocess
 from megatron.optimus.platform import environment
+from megatron.optimus.platform.log import print_error
 
 logger = logging.getLogger("optimus")
 
@@ -81,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args = _parse(argv)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 2
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     signal.signal(
@@ -109,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
             show_progress=show_progress_bar if terminal else None,
         )
     except (DataError, ConfigError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 1
     except KeyboardInterrupt:
         print("interrupted; the same command continues after the last finished part", file=sys.stderr)

@@ -10,7 +10,6 @@ Exit code: 0, 1 after one line about the data, or 2 after one about the command 
 from __future__ import annotations
 
 import logging
-import sys
 import time
 
 from megatron.optimus.config.load import Parser, whole_number
@@ -18,6 +17,7 @@ from megatron.optimus.config.schema import ConfigError, TokenizerType
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.tokenize.corpus import expand_inputs, read_documents
 from megatron.optimus.data.tokenize.tokenizer import build_tokenizer, train_bpe
+from megatron.optimus.platform.log import print_error
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,10 +39,10 @@ def main(argv: list[str] | None = None) -> int:
         train_bpe(texts, args.vocab_size, args.output, args.special_tokens)
         tokenizer = build_tokenizer(TokenizerType.HF, args.output)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 2
     except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 1
     seconds = time.monotonic() - started
     print(f"{args.output}: {tokenizer.vocab_size} tokens, end of document {tokenizer.eod_id}, {seconds:.1f} s")

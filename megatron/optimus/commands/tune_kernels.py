@@ -23,6 +23,7 @@ from megatron.optimus.ops.triton import tile_cache, tiles
 from megatron.optimus.ops.triton.tiles import Problem
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform import environment
+from megatron.optimus.platform.log import print_error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser.parse(argv)
         tune(read_run(args).config, args.tokens, again=args.again, explain=args.explain)
     except (ConfigError, ops.BackendUnavailableError) as error:
-        sys.stderr.write(f"error: {error}\n")
+        print_error(error)
         return 2
     except OSError as error:
         sys.stderr.write(f"error: {environment.tiles_file()}: {error.strerror}; name another file in OPTIMUS_TILES\n")

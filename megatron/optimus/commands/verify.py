@@ -11,7 +11,6 @@ wrong with the command line.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from megatron.optimus.checkpoint.manifest import MANIFEST_NAME
 from megatron.optimus.checkpoint.verify import compare, find_damage
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError
+from megatron.optimus.platform.log import print_error, printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,10 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _compare(resolve(options.path), resolve(options.compare), options.jobs)
         return max([_verify(path, options.jobs, options.list) for path in _checkpoints(options.path)])
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 2
     except CheckpointError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 1
 
 
@@ -69,19 +69,19 @@ def _verify(path: Path, jobs: int, is_listing: bool) -> int:
     try:
         manifest = load_manifest(path)
     except CheckpointError as error:
-        print(f"{path}: DAMAGED\n  {error}")
+        print(printable(f"{path}: DAMAGED\n  {error}"))
         return 1
     damage = find_damage(path, manifest, jobs=jobs)
     seconds = time.perf_counter() - started
     size = sum(manifest.files.values())
     layout = " ".join(f"{axis}={n}" for axis, n in manifest.layout.items())
-    print(
+    summary = (
         f"{path}: {'DAMAGED' if damage else 'good'}, {manifest.kind}, step {manifest.step}, "
         f"{manifest.consumed_samples} samples, {len(manifest.tensors)} tensors, {_size(size)} in {len(manifest.files)} "
         f"files{', saved at ' + layout if layout else ''}; {_size(round(size / max(seconds, 1e-9)))}/s"
     )
-    for line in damage:
-        print(f"  {line}")
+    for line in [summary, *(f"  {line}" for line in damage)]:
+        print(printable(line))
     if is_listing:
         _list(manifest)
     return 1 if damage else 0
@@ -92,14 +92,14 @@ def _list(manifest: Manifest) -> None:
         shape = "x".join(map(str, entry.shape)) or "scalar"
         print(f"  {entry.name} {entry.kind} {entry.dtype} {shape} {len(entry.pieces)} pieces")
     for name, version in manifest.packages.items():
-        print(f"  {name} {version}")
+        print(printable(f"  {name} {version}"))
 
 
 def _compare(first: Path, second: Path, jobs: int) -> int:
     differences = compare(first, second, jobs=jobs)
     for one in differences:
         if one.reason is not None:
-            print(f"{one.name} {one.kind}: {one.reason}")
+            print(printable(f"{one.name} {one.kind}: {one.reason}"))
         elif not one.is_same:
             count = f"{one.num_different} of {one.numel} elements"
             print(f"{one.name} {one.kind}: {count} differ, by {one.max_abs:.3e} at most")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.shards import WriteItem, torch_dtype, write_shard
+from megatron.optimus.checkpoint.tokenizer_files import NAMES, CopyGuard
+from megatron.optimus.checkpoint.untrusted import parse_json
 from megatron.optimus.config.schema import ConfigError, ModelConfig, RunConfig, TokenizerType
 from megatron.optimus.convert.formats import (
     WEIGHT,
@@ -35,20 +36,11 @@ from megatron.optimus.convert.tensor_map import ForeignTensor, below, rows_of
 from megatron.optimus.models.huggingface.config import hf_config, model_config_from_hf
 from megatron.optimus.models.huggingface.names import to_hf
 from megatron.optimus.models.parameters import parameter_shapes
+from megatron.optimus.platform.files import write_new
 
 _GENERATION = "generation_config.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-)
 _DEFAULT_EOS = "<|endoftext|>"
 _SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 
@@ -78,8 +70,8 @@ class HFSource(ForeignSource):
             run = RunConfig(model=model_config_from_hf(config))
         except ConfigError as error:
             raise ConfigError(f"{path / 'config.json'}: {str(error).removeprefix('config.json: ')}") from error
-        tokenizer = path if TokenizerFiles.find(path) else None
-        if tokenizer is None and any((path / name).exists() for name in _TOKENIZER_FILES):
+        tokenizer = path if TokenizerFiles.find(path, CopyGuard(path)) else None
+        if tokenizer is None and any((path / name).exists() for name in NAMES):
             log.warning("%s: its tokenizer stays behind: there is no tokenizer.json; transformers can make one", path)
         if tokenizer is not None:
             run.data.tokenizer_type, run.data.tokenizer_model = TokenizerType.HF, str(path.resolve())
@@ -131,16 +123,22 @@ def _refuse_buffers(source: Source) -> None:
 def _find_tokenizer(path: Path | None, source: Source) -> TokenizerFiles | None:
     """Finds the tokenizer that is asked for, else the source's own if it still is where its configuration says."""
     if path is not None:
-        found = TokenizerFiles.find(Path(path))
+        found = TokenizerFiles.find(path, CopyGuard.of_command_line(path))
         if found is None:
             raise CheckpointError(f"--tokenizer {path}: neither a tokenizer.json nor a folder that holds one")
         return found
     own = source.run.data.tokenizer_model
     if own is None or source.run.data.tokenizer_type is not TokenizerType.HF:
         return None
-    found = TokenizerFiles.find(Path(own))
+    found = TokenizerFiles.find(Path(own), CopyGuard.of_checkpoint(source.path, source.tokenizer_hashes))
     if found is None:
         log.warning("tokenizer_model=%s is not there; the export has no tokenizer (name one with --tokenizer)", own)
+        return None
+    try:
+        found.read()
+    except CheckpointError as error:
+        log.warning("the export has no tokenizer: %s", error)
+        return None
     return found
 
 
@@ -235,35 +233,39 @@ class TokenizerFiles:
     """The files of a tokenizer: a folder with a tokenizer.json, or such a file under any name."""
 
     path: Path
+    guard: CopyGuard
 
     @classmethod
-    def find(cls, path: Path) -> TokenizerFiles | None:
-        """Finds the tokenizer at ``path``; None when there is none."""
+    def find(cls, path: Path, guard: CopyGuard) -> TokenizerFiles | None:
+        """Finds the tokenizer at ``path``, of which only what ``guard`` lets through is read; None without one."""
         file = path / "tokenizer.json" if path.is_dir() else path
-        return cls(path) if file.is_file() and file.suffix == ".json" else None
+        return cls(path, guard) if file.is_file() and file.suffix == ".json" else None
 
-    @property
-    def files(self) -> dict[str, Path]:
-        """The files by their names in the export."""
+    def read(self) -> dict[str, bytes]:
+        """Reads the files, by their names in the export. Raises CheckpointError for one that must not be copied."""
         folder = self.path if self.path.is_dir() else self.path.parent
-        found = {name: folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()}
+        found = {name: folder / name for name in NAMES if (folder / name).exists()}
         if not self.path.is_dir():
             found["tokenizer.json"] = self.path
-        return found
+        return {name: self.guard.read(file) for name, file in found.items()}
 
     def token_ids(self) -> dict[str, int]:
         """Finds the ids of the tokens that tokenizer_config.json names, such as {"eos_token_id": 0}.
 
         Without that file, "<|endoftext|>" ends a text if the vocabulary has it.
         """
-        files = self.files
-        config = read_json(files["tokenizer_config.json"]) if "tokenizer_config.json" in files else {}
-        content = read_json(files["tokenizer.json"])
+        files = self.read()
+        config, content = (
+            parse_json(files.get(name, b"{}"), str(self.path / name))
+            for name in ("tokenizer_config.json", "tokenizer.json")
+        )
         model = content.get("model")
         vocabulary = model.get("vocab") if isinstance(model, dict) else None
         ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
-        for token in content.get("added_tokens") or []:
-            ids[token["content"]] = token["id"]
+        added = content.get("added_tokens")
+        for token in added if isinstance(added, list) else []:
+            if isinstance(token, dict) and isinstance(token.get("content"), str):
+                ids[token["content"]] = token.get("id")
         result = {}
         for name in TOKEN_IDS:
             token = config.get(name.removesuffix("_id"), _DEFAULT_EOS if name == "eos_token_id" else None)
@@ -274,9 +276,10 @@ class TokenizerFiles:
 
     def copy_to(self, directory: Path) -> None:
         """Copies the files, and writes a tokenizer_config.json that loads tokenizer.json where there is none."""
-        for name, file in self.files.items():
-            shutil.copyfile(file, directory / name)
-        if "tokenizer_config.json" not in self.files:
+        files = self.read()
+        for name, content in files.items():
+            write_new(directory / name, content)
+        if "tokenizer_config.json" not in files:
             config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
             if "eos_token_id" in self.token_ids():
                 config["eos_token"] = _DEFAULT_EOS

@@ -19,6 +19,7 @@ from megatron.optimus.checkpoint.reader import CHUNK_BYTES, ReadChunk, ShardFile
 from megatron.optimus.checkpoint.shards import WriteItem, dtype_name, torch_dtype, write_shard
 from megatron.optimus.checkpoint.slices import Region, overlaps
 from megatron.optimus.checkpoint.store import load_manifest, resolve
+from megatron.optimus.checkpoint.tokenizer_files import HASHES_FIELD, hash_files
 from megatron.optimus.config.serialize import from_dict, to_dict
 from megatron.optimus.convert.formats import (
     DTYPES,
@@ -68,6 +69,7 @@ class OptimusSource(Source):
         ids = manifest.metadata.get(TOKEN_IDS_FIELD)
         generation = manifest.metadata.get(GENERATION_FIELD)
         steps = manifest.metadata.get(OPTIMIZER_STEPS_FIELD)
+        hashes = manifest.metadata.get(HASHES_FIELD)
         super().__init__(
             path,
             "optimus",
@@ -77,6 +79,7 @@ class OptimusSource(Source):
             optimizer_steps=steps if isinstance(steps, int) else None,
             token_ids=token_ids_of(ids) if isinstance(ids, dict) else {},
             generation=generation if isinstance(generation, dict) else {},
+            tokenizer_hashes=(*(hashes.values() if isinstance(hashes, dict) else ()), manifest.tokenizer_xxh3_128),
         )
         self._manifest = manifest
         self._files = ShardFiles(path, manifest)
@@ -214,6 +217,7 @@ def _manifest(
 ) -> Manifest:
     run = to_dict(source.run)
     metadata: dict[str, Any] = {TOKEN_IDS_FIELD: source.token_ids, GENERATION_FIELD: source.generation}
+    metadata[HASHES_FIELD] = hash_files(source.tokenizer)
     if not full:
         return Manifest("model", 0, 0, {part: run[part] for part in ("model", "data")}, metadata, files, tensors)
     metadata[OPTIMIZER_STEPS_FIELD] = source.step if source.optimizer_steps is None else source.optimizer_steps

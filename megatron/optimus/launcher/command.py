@@ -9,11 +9,12 @@ from enum import Enum
 
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.launcher.cluster import GENERIC, Allocation, Scheduler, Setting, System
+from megatron.optimus.platform.environment import RENDEZVOUS_TOKEN
 
 PROGRAM = "megatron.optimus.pretrain"
 RENDEZVOUS_REASONS = {  # the reason for each variable that every run needs
     "WORLD_SIZE": "not every launch method tells a rank how many there are",
-    "MASTER_ADDR": "the first node, where rank 0 listens, by its name on the fast network",
+    "MASTER_ADDR": "where rank 0 listens: the first node, by its name on the fast network, or this machine alone",
     "MASTER_PORT": "another one for every run, so that two on one node do not connect",
 }
 
@@ -97,6 +98,8 @@ class Launch:
     def _master_address(self, hosts: Sequence[str]) -> str:
         if "MASTER_ADDR" in self.user_settings:
             return self.user_settings["MASTER_ADDR"].value
+        if self.num_nodes == 1:
+            return "127.0.0.1"
         host = hosts[0] if hosts else "FIRST_NODE"
         return f"{host.split('.', maxsplit=1)[0]}.{self.host_suffix}" if self.host_suffix else host
 
@@ -124,7 +127,7 @@ class Launch:
             return words + ([f"--cpu-bind={bind}"] if bind else [])
         if self.mpi is Mpi.OPENMPI:
             words = ["mpiexec", "-n", total, "--map-by", f"ppr:{each}:node", "--hostfile", hostfile]
-            for name in sorted({*self.environment(hosts), *self.user_settings}):
+            for name in sorted({*self.environment(hosts), *self.user_settings, RENDEZVOUS_TOKEN}):
                 words += ["-x", name]  # Open MPI passes on named variables only, the user's values too
             return words + (["--bind-to", bind] if bind else [])
         if self.mpi is Mpi.MPICH:

@@ -17,6 +17,7 @@ import ctypes
 import logging
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megatron.optimus.platform import environment
+from megatron.optimus.platform import environment, files
 
 logger = logging.getLogger("optimus")
 
@@ -61,7 +62,7 @@ class AttemptResult:
 
 def run_local_ranks(command: list[str], num_ranks: int) -> int:
     """Runs ``command`` once per rank on this machine; returns 0, or the exit code of the first rank that failed."""
-    port = environment.free_port()
+    port, token = environment.free_port(), secrets.token_hex(16)
     ranks: list[subprocess.Popen[bytes]] = []
     received: list[int] = []
 
@@ -78,7 +79,7 @@ def run_local_ranks(command: list[str], num_ranks: int) -> int:
     for rank in range(num_ranks):
         if received:
             break
-        env = environment.for_local_rank(rank, num_ranks, port)
+        env = environment.for_local_rank(rank, num_ranks, port, token)
         # Ranks get SIGTERM when the launcher dies, even by kill -9.
         before_exec = None if prctl is None else lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         ranks.append(subprocess.Popen(command, env=env, preexec_fn=before_exec))  # noqa: PLW1509 - one C call, no lock
@@ -215,7 +216,8 @@ class _StepMonitor:
 
     def _size_now(self) -> int:
         try:
-            with open(self._metrics, "rb") as file:  # opened: a network file system may answer stat() from its cache
+            # Opened: a network file system may answer stat() from its cache.
+            with open(files.open_regular(self._metrics, os.O_RDONLY), "rb") as file:
                 return file.seek(0, os.SEEK_END)
         except OSError:
             return 0

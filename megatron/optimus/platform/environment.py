@@ -32,6 +32,7 @@ from megatron.optimus.config.schema import ConfigError
 _LOCAL_RANK = ("LOCAL_RANK", "PALS_LOCAL_RANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
 _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "PALS_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
 _DEFAULT_PORT = 29500
+RENDEZVOUS_TOKEN = "OPTIMUS_RENDEZVOUS_TOKEN"  # a secret of the run; `optimus launch` makes one
 
 
 class Launcher(str, Enum):
@@ -54,6 +55,7 @@ class RankEnvironment:
     master_addr: str  # where rank 0 listens
     master_port: int
     launcher: Launcher
+    is_one_machine: bool = False  # the launcher says that all processes are on this node
 
     def __post_init__(self) -> None:
         for what, index, size in (
@@ -83,7 +85,7 @@ def detect(environ: Mapping[str, str] | None = None) -> RankEnvironment:
     env = os.environ if environ is None else environ
     found = _rank_and_size(env)
     if found is None:
-        return RankEnvironment(0, 1, 0, 1, "127.0.0.1", free_port(), Launcher.ALONE)
+        return RankEnvironment(0, 1, 0, 1, "127.0.0.1", free_port(), Launcher.ALONE, True)
     launcher, rank, world_size = found
     stated_local_size = _local_size(env, launcher)
     # A guess too high only costs CPU threads; one too low would oversubscribe the node.
@@ -92,7 +94,8 @@ def detect(environ: Mapping[str, str] | None = None) -> RankEnvironment:
     single_node = world_size in (1, stated_local_size)
     port = _integer(env, "MASTER_PORT")
     address = env.get("MASTER_ADDR") or _master_addr(env, launcher, single_node)
-    return RankEnvironment(rank, world_size, local_rank, local_size, address, port or _port_of_job(env), launcher)
+    port = port or _port_of_job(env)
+    return RankEnvironment(rank, world_size, local_rank, local_size, address, port, launcher, single_node)
 
 
 def worker_index_and_count(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
@@ -137,9 +140,10 @@ def current() -> dict[str, str]:
     return dict(os.environ)
 
 
-def for_local_rank(rank: int, num_ranks: int, master_port: int) -> dict[str, str]:
+def for_local_rank(rank: int, num_ranks: int, master_port: int, token: str = "") -> dict[str, str]:
     """Returns this environment plus torchrun's variables for one of ``num_ranks`` ranks on this machine."""
     return {
+        RENDEZVOUS_TOKEN: token,
         **os.environ,
         "RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
@@ -148,6 +152,16 @@ def for_local_rank(rank: int, num_ranks: int, master_port: int) -> dict[str, str
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(master_port),
     }
+
+
+def rendezvous_token() -> str | None:
+    """Returns the secret under which the ranks of this run meet; None where the launcher gave none."""
+    return os.environ.get(RENDEZVOUS_TOKEN) or None
+
+
+def has_torchrun_store() -> bool:
+    """Whether torchrun runs the store of the ranks that it has started."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def set_default(name: str, value: str) -> None:

@@ -5,8 +5,10 @@ Every change of the file system is one call of an ``os`` function, so that a tes
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
+import stat
 from pathlib import Path
 
 
@@ -41,6 +43,32 @@ def write_new(path: Path, data: bytes, *, sync: bool = True) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_regular(path: str | Path, flags: int) -> int:
+    """Opens a file of a folder that others may write to: no link is followed, and no pipe is waited for.
+
+    Args:
+        path: the file.
+        flags: of os.open.
+
+    Returns:
+        Its descriptor.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    refusal = OSError(errno.EINVAL, "not a regular file (links are not followed); move it away", str(path))
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a pipe that nobody reads
+            raise refusal from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise refusal
+    return descriptor
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from typing import Any, TextIO
 
@@ -10,6 +11,37 @@ from typing import Any, TextIO
 def counted(number: int, noun: str) -> str:
     """Returns the number with its noun in singular or plural: "1 rank", "2 ranks"."""
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+# Control characters but tab and line feed, directions of writing, separators of lines, and bytes that are not UTF-8.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: object) -> str:
+    """Returns the text with every character escaped that a terminal would obey, such as the beginning of a colour.
+
+    Names of files and options, values and tokens are shown through this: whoever made them may be somebody else.
+    """
+    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], str(text))
+
+
+def print_error(error: object, label: str = "error") -> None:
+    """Prints "error: ..." to stderr, as one line."""
+    sys.stderr.write(f"{label}: {printable(error)}".replace("\n", "\\n") + "\n")
+
+
+def _make_printable(record: logging.LogRecord) -> bool:
+    """Filters the logger: every handler gets the message without control characters."""
+    try:
+        text = record.getMessage()
+    except Exception:  # wrong arguments: the handler reports them
+        return True
+    if _UNPRINTABLE.search(text):
+        record.msg, record.args = printable(text), None
+    return True
+
+
+logging.getLogger("optimus").addFilter(_make_printable)
 
 
 class _StdoutHandler(logging.StreamHandler):

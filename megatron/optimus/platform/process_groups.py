@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.optimus.config.schema import Backend, ConfigError
+from megatron.optimus.platform import rendezvous
 from megatron.optimus.platform.device import backend_for
-from megatron.optimus.platform.environment import Launcher, RankEnvironment
+from megatron.optimus.platform.environment import RankEnvironment
 
 logger = logging.getLogger("optimus")
 
@@ -36,20 +37,22 @@ def init(launch: RankEnvironment, device: torch.device, backend: Backend, timeou
     if dist.is_initialized():
         raise RuntimeError("torch.distributed is already initialised; call shutdown() first")
     address = f"[{launch.master_addr}]" if ":" in launch.master_addr else launch.master_addr  # IPv6
-    # A single process needs no port, which another program could have taken since it was found free.
-    is_alone = launch.launcher is Launcher.ALONE
+    chosen = backend_for(device, backend)
+    if rendezvous.stays_on_this_machine(launch):
+        rendezvous.use_loopback_interface()
     try:
+        store = rendezvous.make_store(launch, timeout)
         dist.init_process_group(
-            backend_for(device, backend),
-            init_method=None if is_alone else f"tcp://{address}:{launch.master_port}",
-            store=dist.HashStore() if is_alone else None,
+            chosen,
+            init_method=f"tcp://{address}:{launch.master_port}" if store is None else None,
+            store=store,
             rank=launch.rank,
             world_size=launch.world_size,
             # No device_id: with one, NCCL makes every group by splitting the group of all ranks, so all ranks would
             # have to take part in making each group. Without, a group connects at its first use, members only.
             timeout=timeout,
         )
-    except dist.DistError as error:
+    except (dist.DistError, OSError) as error:
         place = f"{launch.master_addr}:{launch.master_port}"
         raise ConfigError(
             f"rank {launch.rank} of {launch.world_size} ({launch.launcher.value}) could not meet the others at "

@@ -14,6 +14,7 @@ import xxhash
 
 from megatron.optimus.checkpoint import CheckpointError, Manifest, Saved, Saver, TensorSlice, state, store
 from megatron.optimus.checkpoint.run_lock import RunLock
+from megatron.optimus.checkpoint.tokenizer_files import HASHES_FIELD, hash_files
 from megatron.optimus.config.serialize import changed_options, to_dict
 from megatron.optimus.context import RunContext
 from megatron.optimus.data.loader import position_after_change
@@ -38,6 +39,7 @@ class Checkpoints:
         # Read at the start: training waits while a save reads them, and the files may be replaced during the run.
         self._packages = _packages()
         self._tokenizer = _tokenizer_hash(config.data.tokenizer_model) if mesh.rank == 0 else None
+        self._tokenizer_files = hash_files(config.data.tokenizer_model) if mesh.rank == 0 else {}
         self._drain_s: float | None = None
         self._tried: Manifest | None = None  # the last checkpoint that resume tried to load
         self.kept: dict[str, Any] = {}  # JSON values that full checkpoints hold; after resume, those of its checkpoint
@@ -132,7 +134,7 @@ class Checkpoints:
             step,
             consumed_samples,
             to_dict(self._config),
-            {**self.kept, "optimizer_step_count": self._state.step_count},
+            {**self.kept, "optimizer_step_count": self._state.step_count, HASHES_FIELD: self._tokenizer_files},
             {},
             {},
             layout=asdict(self._mesh.layout) | {"zero_stage": self._config.optimizer.zero_stage},

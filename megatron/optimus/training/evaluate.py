@@ -17,6 +17,7 @@ from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.context import RunContext
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.loader import Batch, BatchLoader
+from megatron.optimus.platform.files import write_atomically
 from megatron.optimus.training.checkpointing import Checkpoints
 from megatron.optimus.training.data import build_evaluation_data, num_labels
 from megatron.optimus.training.engine import build_engine, build_model
@@ -93,6 +94,6 @@ def evaluate_sets(run: RunContext, loaders: Mapping[str, BatchLoader], step: int
         if run.mesh.rank == 0:
             folder = Path(run.config.logging.run_dir)
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / FILE_NAME).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            write_atomically(folder / FILE_NAME, json.dumps(found, indent=1) + "\n", sync=False)
 
     run.ranks.run_on_all_ranks(write, f"writing {FILE_NAME}", TrainingError)

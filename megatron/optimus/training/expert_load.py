@@ -7,6 +7,7 @@ mean load, for the placement of the run and for others. That shows what moving e
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -103,7 +104,7 @@ def report(path: Path, num_ranks: int | None = None, *, last_step_only: bool = F
         ConfigError: the file cannot be read, or ``num_ranks`` does not divide the experts.
     """
     try:
-        record: dict[str, Any] = json.loads(path.read_text())
+        record: dict[str, Any] = json.loads(_read(path))
         own_ranks, step = int(record["expert_model_parallel_size"]), int(record["step"])
         name = "slots_per_layer_and_expert" if last_step_only else "total_slots_per_layer_and_expert"
         load_LE = [[int(slots) for slots in layer] for layer in record[name]]
@@ -135,9 +136,14 @@ def report(path: Path, num_ranks: int | None = None, *, last_step_only: bool = F
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        return _read(path)
     except OSError as error:
         raise ConfigError(f"moe_expert_placement_file={path} of that run: {error.strerror}") from error
+
+
+def _read(path: Path) -> str:
+    with open(path, encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        return file.read()  # of a pipe that nobody writes, nothing
 
 
 def _layer(load_E: Sequence[int], present: LayerPlacement) -> LayerBalance:

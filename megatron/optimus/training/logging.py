@@ -11,6 +11,7 @@ from types import TracebackType
 
 from megatron.optimus.config.serialize import to_yaml
 from megatron.optimus.context import RunContext
+from megatron.optimus.platform.files import write_atomically
 from megatron.optimus.training.data import VALIDATION
 from megatron.optimus.training.expert_load import ExpertLoad
 from megatron.optimus.training.metrics import MetricsWriter, StepMetrics
@@ -32,7 +33,7 @@ class MetricsLogger:
         run_dir = Path(run.config.logging.run_dir)
         self._trackers: list[Tracker] = open_trackers(run, steps)
         self._metrics = MetricsWriter(run_dir, resume_step=steps.first)
-        (run_dir / "config.yaml").write_text(to_yaml(run.config), encoding="utf-8")
+        write_atomically(run_dir / "config.yaml", to_yaml(run.config), sync=False)
         self._expert_load = ExpertLoad(run_dir, run.config.parallel)
 
     def log(self, metrics: StepMetrics, valid_losses: Mapping[str, float]) -> None:

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from megatron.optimus.config.schema import ConfigError
+from megatron.optimus.platform.files import open_regular, write_atomically
 
 FILE_NAME = "metrics.jsonl"
 
@@ -117,7 +118,8 @@ class MetricsWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             _keep_up_to(self.path, resume_step)
-        self._file = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - closed by close()
+        descriptor = open_regular(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._file = open(descriptor, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - closed by close()
 
     def write(self, metrics: StepMetrics) -> None:
         """Appends one line; it is in the file when this returns."""
@@ -140,16 +142,13 @@ def _keep_up_to(path: Path, step: int) -> None:
 
     A damaged line (a node that lost power mid-write) must not keep a run from resuming: it is dropped with a warning.
     """
-    with open(path, encoding="utf-8", errors="replace") as lines:
+    with open(open_regular(path, os.O_RDONLY), encoding="utf-8", errors="replace") as lines:
         records = [_parse(line) for line in lines]
     if None in records:
         logging.getLogger("optimus").warning("%s: dropped %d damaged line(s)", path, records.count(None))
-    fresh = path.with_suffix(".jsonl.tmp")
-    with open(fresh, "w", encoding="utf-8") as out:
-        out.writelines(json.dumps(record) + "\n" for record in records if record and record["step"] <= step)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(fresh, path)
+    write_atomically(
+        path, "".join(json.dumps(record) + "\n" for record in records if record and record["step"] <= step)
+    )
 
 
 def plot_losses(metrics_path: str | Path, out_png: str | Path, title: str, uniform_nats: float) -> None:

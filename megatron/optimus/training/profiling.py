@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from megatron.optimus.config.schema import LoggingConfig
 from megatron.optimus.platform import device as devices
+from megatron.optimus.platform.files import write_atomically
 from megatron.optimus.training.timing import StepClock
 
 logger = logging.getLogger("optimus")
@@ -94,8 +95,11 @@ class StepProfiler:
         stem = f"steps-{self._first}-{self._last}-rank-{self._rank}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            finished.export_chrome_trace(str(self._folder / f"{stem}.trace.json.gz"))
-            (self._folder / f"{stem}.txt").write_text(_table(finished, self._last - self._first + 1), encoding="utf-8")
+            trace = self._folder / f"{stem}.trace.json.gz"
+            trace.unlink(missing_ok=True)  # torch would write through a link
+            finished.export_chrome_trace(str(trace))
+            table = _table(finished, self._last - self._first + 1)
+            write_atomically(self._folder / f"{stem}.txt", table, sync=False)
             logger.info("profile of steps %d to %d: %s", self._first, self._last, self._folder / stem)
         except (OSError, RuntimeError) as error:
             logger.error("the profile cannot be written (%s); training goes on without it", error)

@@ -144,3 +144,11 @@ def test_of_many_that_find_a_dead_owner_one_gets_the_folder(tmp_path):
     for racer, _ in racers:
         racer.kill()
         racer.join()
+
+
+def test_a_pipe_in_place_of_the_lock_is_no_owner(tmp_path):
+    os.mkfifo(tmp_path / LOCK_NAME)
+    lock = RunLock(tmp_path, timeout_s=0.2)  # opening the pipe would wait for a writer
+    lock.check()
+    lock.release()
+    assert os.listdir(tmp_path) == []

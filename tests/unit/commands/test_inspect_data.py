@@ -48,6 +48,8 @@ def test_documents_as_text(folder: Path) -> None:
     assert inspect("show", folder / "a", "--documents", 42)[0] == 2
     with IndexedDatasetWriter(folder / "foreign", np.int32) as writer:
         writer.add_document([104, 105, 257, 70000])
+        writer.add_document([27, 91, 50, 74])
+    assert "\n\\x1b[2J\n" in inspect("show", folder / "foreign", "--documents", 1, *BYTES)[1]
     out = inspect("show", folder / "foreign", *BYTES)[1]
     assert "hi\n[2 of 4 ids, such as 257, are not among the tokenizer's 257: the file is of another tokenizer]" in out
 

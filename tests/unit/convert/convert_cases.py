@@ -7,6 +7,7 @@ import transformers
 from safetensors.torch import load_file
 
 from megatron.optimus.checkpoint import model_slices, save, training_slices
+from megatron.optimus.checkpoint.tokenizer_files import HASHES_FIELD, hash_files
 from megatron.optimus.config.schema import ModelConfig, RunConfig
 from megatron.optimus.config.serialize import to_dict
 from megatron.optimus.models.decoder import Decoder
@@ -110,5 +111,6 @@ def our_run(folder, run, kind, *, bias=0.0):
         slices = training_slices(model, FakeOptimizer(model), buffers=True)
     else:
         slices = model_slices(model.bfloat16(), dense=True, experts=True)
-    save(folder, 4, slices, kind=kind, consumed_samples=0, config=to_dict(run), metadata={})
+    metadata = {HASHES_FIELD: hash_files(run.data.tokenizer_model)}
+    save(folder, 4, slices, kind=kind, consumed_samples=0, config=to_dict(run), metadata=metadata)
     return model

@@ -15,6 +15,7 @@ from megatron.optimus.config.schema import ConfigError, Normalization, Precision
 from megatron.optimus.config.serialize import from_dict, to_dict
 from megatron.optimus.convert import Options, convert, open_source
 from megatron.optimus.models.decoder import Decoder
+from tests.unit.checkpoint.test_manifest import sealed
 
 transformers = pytest.importorskip("transformers")
 from .convert_cases import LLAMA3, VOCAB, assert_same, hf_model, loaded, our_config, our_run, tensors  # noqa: E402
@@ -165,6 +166,30 @@ def test_a_tokenizer_without_tokenizer_json_is_not_left_behind_in_silence(tmp_pa
     (tmp_path / "hf" / "tokenizer.model").write_bytes(b"sentencepiece")
     convert(tmp_path / "hf", tmp_path / "ours", to="optimus")
     assert "its tokenizer stays behind" in caplog.text
+
+
+def test_files_of_others_do_not_leave_with_an_export(tmp_path, caplog):
+    """A manifest names any JSON file, and links lie beside a tokenizer that the command line names."""
+    (tmp_path / "private").mkdir()
+    secret = tmp_path / "private" / "credentials.json"
+    secret.write_text('{"token": "of another user"}')
+    run = our_config()
+    run.data.tokenizer_model = str(secret)
+    our_run(tmp_path / "run", run, "full")
+    (manifest,) = (tmp_path / "run").glob("step-*/manifest.json")
+    forged = json.loads(manifest.read_text())
+    forged["metadata"] = {}
+    manifest.write_bytes(sealed(forged))
+    with caplog.at_level(logging.WARNING, "optimus"):
+        convert(tmp_path / "run", tmp_path / "hf", to="hf")
+    assert "name the tokenizer with --tokenizer" in caplog.text
+    assert not any(b"another user" in file.read_bytes() for file in (tmp_path / "hf").iterdir())
+
+    bpe(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "vocab.json").symlink_to(secret)
+    with pytest.raises(CheckpointError, match=r"vocab.json: a link, and links are not followed"):
+        convert(tmp_path / "run", tmp_path / "hf2", to="hf", options=Options(tokenizer=tmp_path / "tokenizer"))
+    assert not (tmp_path / "hf2").exists()
 
 
 def test_missing_tokenizers(tmp_path, caplog):

@@ -74,6 +74,12 @@ def test_the_users_environment_wins() -> None:
     assert launch.user_settings["CCL_ATL_TRANSPORT"].value == "ofi"
 
 
+def test_a_run_on_one_node_listens_there_only() -> None:
+    for allocation, env, expected in ((PBS, {}, "127.0.0.1"), (PBS, {"MASTER_ADDR": "head"}, None)):
+        launch = build_launch(allocation, LaunchOptions(nproc_per_node=2, nodes=1), [], env)
+        assert launch.environment(launch.hosts).get("MASTER_ADDR") == expected
+
+
 def test_every_setting_has_a_reason() -> None:
     for system, env in ((AURORA, {}), (AURORA, {"MASTER_PORT": "1234"}), (GENERIC, {})):
         launch = build_launch(PBS, LaunchOptions(nproc_per_node=12, system=system), [], env)
@@ -96,7 +102,7 @@ def test_other_mpis() -> None:
     words = launch.command(launch.hosts, "FILE")
     assert value_after(words, "--map-by") == "ppr:2:node"
     exported = [words[i + 1] for i, word in enumerate(words) if word == "-x"]
-    assert exported == ["MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"]
+    assert exported == ["MASTER_ADDR", "MASTER_PORT", "OPTIMUS_RENDEZVOUS_TOKEN", "WORLD_SIZE"]
     own = {"MASTER_ADDR": "head", "FI_MR_CACHE_MONITOR": "memhooks"}
     words = build_launch(PBS, LaunchOptions(system=AURORA, mpi=Mpi.OPENMPI), [], own).command(PBS.hosts, "FILE")
     assert {words[i + 1] for i, word in enumerate(words) if word == "-x"} >= own.keys()

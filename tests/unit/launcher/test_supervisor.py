@@ -96,6 +96,12 @@ def test_steps_are_counted_where_they_are_written(what: str, is_first: bool, tmp
     assert outcome.has_trained is what.startswith("a step")
 
 
+def test_a_pipe_in_place_of_the_metrics_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    result = run_monitored([sys.executable, "-c", ""], dict(os.environ), None, tmp_path / "metrics.jsonl")
+    assert result.code == 0 and not result.has_trained
+
+
 def test_between_attempts_a_signal_ends_the_launcher(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     run_monitored([sys.executable, "-c", ""], dict(os.environ), None, tmp_path / "none")

@@ -93,7 +93,7 @@ def test_ranks_without_a_size_take_it_from_world_size_or_mpi(
 def test_open_mpi_and_mpich_on_one_machine_need_nothing_else(no_mpi4py: None) -> None:
     open_mpi = {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")}
     open_mpi |= {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "PMIX_RANK": "1", "SLURM_PROCID": "0"}
-    expected = RankEnvironment(1, 2, 1, 2, "127.0.0.1", 29500, Launcher.MPI)
+    expected = RankEnvironment(1, 2, 1, 2, "127.0.0.1", 29500, Launcher.MPI, True)
     assert detect(open_mpi) == expected
     assert detect({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}) == expected
 

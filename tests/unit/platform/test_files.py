@@ -51,3 +51,19 @@ def test_a_tree_is_deleted_without_following_links(tmp_path):
     (tmp_path / "a" / "file").touch()
     files.delete_tree(tmp_path / "a")
     assert os.listdir(tmp_path) == ["kept"]
+
+
+def test_only_regular_files_are_opened(tmp_path):
+    (tmp_path / "target").write_text("kept")
+    (tmp_path / "link").symlink_to("target")
+    (tmp_path / "dangling").symlink_to("nothing")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for flags in (os.O_RDONLY, os.O_WRONLY | os.O_APPEND | os.O_CREAT):
+        for name in ("link", "dangling", "pipe"):
+            with pytest.raises(OSError, match=f"not a regular file .links are not followed.; move it away: .*{name}"):
+                files.open_regular(tmp_path / name, flags)
+        with pytest.raises(OSError):
+            files.open_regular(tmp_path / "folder", flags)
+        os.close(files.open_regular(tmp_path / "target", flags))
+    assert (tmp_path / "target").read_text() == "kept" and not (tmp_path / "nothing").exists()

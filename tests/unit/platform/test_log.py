@@ -1,11 +1,15 @@
 """The logger: rank 0 speaks, the others complain."""
 
 import logging
+import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from megatron.optimus import cli
+from megatron.optimus.platform import log
 from megatron.optimus.platform.log import setup
 
 
@@ -31,3 +35,58 @@ def test_other_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     logger.info("hello")
     logger.warning("careful")
     assert re.fullmatch(r"\[[^]]+\] rank 5: careful\n", capsys.readouterr().out)
+
+
+ESCAPE = "\x1b[31mred\x07\r\x9b2J"
+SHOWN = r"\x1b[31mred\x07\r\x9b2J"
+
+
+def test_what_a_terminal_would_obey_is_escaped() -> None:
+    assert log.printable(ESCAPE) == SHOWN
+    assert log.printable(Path("a\u202eb")) == r"a\u202eb"
+    assert log.printable(os.fsdecode(b"\xff")) == r"\udcff"
+    assert log.printable("Grüße, 世界\t👩‍💻\n") == "Grüße, 世界\t👩‍💻\n"
+
+
+def test_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    log.print_error(ValueError(f"{ESCAPE}\nerror: a second one"))
+    assert capsys.readouterr().err == f"error: {SHOWN}\\nerror: a second one\n"
+
+
+def test_log_messages_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = log.setup(0)
+    logger.info("%s is %d\n", ESCAPE, 3)
+    logger.info("100% plain")
+    out = capsys.readouterr().out
+    assert f"{SHOWN} is 3\n" in out and "100% plain" in out
+
+
+COMMANDS = [
+    ["pretrain", f"--{ESCAPE}", "1"],
+    ["pretrain", "--preset", ESCAPE],
+    ["pretrain", "--config", f"{ESCAPE}.yaml"],
+    ["pretrain", "--config", "CONFIG"],
+    ["launch", f"--{ESCAPE}"],
+    ["launch", "--dry-run", "--nproc-per-node", "1", "--preset", "mula-tiny", "--run-dir", ESCAPE],
+    ["convert", ESCAPE, "out", "--to", "hf"],
+    ["verify", ESCAPE],
+    ["inspect-data", "stats", ESCAPE],
+    ["preprocess", "--input", ESCAPE, "--output-prefix", "x", "--tokenizer-type", "ByteLevelTokenizer"],
+    ["train-tokenizer", "--input", ESCAPE, "--vocab-size", "300", "--output", "x"],
+    ["plan", f"--{ESCAPE}"],
+    ["expert-balance", ESCAPE],
+    [ESCAPE],
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0].partition(ESCAPE)[0] or "command")
+def test_no_command_echoes_escapes(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text('model: {"a\\e[31mred": "\\e[2J"}\n')
+    code = cli.main([word.replace("CONFIG", "config.yaml") for word in words])
+    printed = capfd.readouterr()
+    assert (code == 0) is ("--dry-run" in words), printed
+    assert "31mred" in printed.out + printed.err
+    assert not log._UNPRINTABLE.search(printed.out + printed.err)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -77,3 +78,32 @@ def test_a_closed_terminal_and_a_tracker_out_of_reach_do_not_end_the_run(
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
     assert tracker.calls == 2
     assert [record.message.count("Input/output error") for record in caplog.records] == [1]
+
+
+def outputs(folder: Path, first_step: int = 0) -> MetricsLogger:
+    config = load(["--preset", "mula-tiny", "--run-dir", str(folder)]).config
+    mesh = Mesh(config.parallel, rank=0, world_size=1)
+    return MetricsLogger(RunContext.of(config, mesh, torch.device("cpu")), StepRange(first_step, 9, 9))
+
+
+def test_outputs_are_not_written_through_links(tmp_path: Path) -> None:
+    run, mine = tmp_path / "run", tmp_path / "mine"
+    run.mkdir()
+    mine.write_text("of the user")
+    (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    for name in ("config.yaml", "metrics.jsonl.tmp"):
+        (run / name).symlink_to(mine)
+    with outputs(run, first_step=1):
+        pass
+    assert mine.read_text() == "of the user"
+    assert (run / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert "num_layers" in (run / "config.yaml").read_text() and not (run / "config.yaml").is_symlink()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_metrics_that_are_no_file_are_an_error(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to(tmp_path / "target") if kind == "link" else os.mkfifo(path)
+    with pytest.raises(OSError, match=r"not a regular file .*metrics.jsonl"):
+        outputs(tmp_path)
+    assert not (tmp_path / "target").exists()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.optimus.ops.triton.tiles import CANDIDATES, Entry, Table, as_record, of_record
-from megatron.optimus.platform import environment
+from megatron.optimus.platform import environment, files
 
 logger = logging.getLogger("optimus")
 _FORMAT = 1
@@ -89,7 +89,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 def _file_lock(path: Path) -> Iterator[None]:
     import fcntl
 
-    with open(f"{path}.lock", "ab") as lock:
+    with open(files.open_regular(f"{path}.lock", os.O_WRONLY | os.O_CREAT), "wb") as lock:
         with contextlib.suppress(OSError):  # no locks here: see above
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield  # closing releases the lock

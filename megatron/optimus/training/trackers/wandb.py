@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.config.serialize import to_dict
 from megatron.optimus.context import RunContext
+from megatron.optimus.platform.files import open_regular, write_atomically
 from megatron.optimus.training.metrics import StepMetrics, numbers
 from megatron.optimus.training.trackers import StepRange
 
@@ -33,11 +35,14 @@ class WandbTracker:
             ) from error
         run_dir.mkdir(parents=True, exist_ok=True)
         kept = run_dir / "wandb_run_id"
-        run_id = kept.read_text().strip() if kept.exists() else None
+        run_id = None
+        if kept.exists():
+            with open(open_regular(kept, os.O_RDONLY), encoding="utf-8") as file:
+                run_id = file.read().strip()
         self._run = wandb.init(
             project=project, name=name or run_dir.name, dir=str(run_dir), id=run_id, resume="allow", config=config
         )
-        kept.write_text(self._run.id + "\n")
+        write_atomically(kept, self._run.id + "\n", sync=False)
 
     def log(self, metrics: StepMetrics) -> None:
         self._run.log(numbers(metrics), step=metrics.step)
