@@ -23,6 +23,7 @@ from megatron.optimus.config.schema import ConfigError, TokenizerType
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.tokenize.preprocess import PreprocessReport, log_progress, preprocess
 from megatron.optimus.platform import environment
+from megatron.optimus.platform.log import counted
 
 logger = logging.getLogger("optimus")
 
@@ -126,5 +127,6 @@ def main(argv: list[str] | None = None) -> int:
         logger.warning("%d documents have no tokens", report.empty_documents)
     for prefix, tokens in report.tokens.items():
         print(f"{prefix}.bin {prefix}.idx: {tokens} tokens")
-    print(f"{report.documents} documents, {report.malformed} malformed lines skipped")
+    empty = f", {counted(report.empty_files, 'empty file')} skipped" if report.empty_files else ""
+    print(f"{report.documents} documents, {report.malformed} malformed lines skipped{empty}")
     return 0

@@ -258,12 +258,14 @@ def _naming_errors(path: Path, reached: Callable[[], int] | None = None) -> Iter
 def read_batches(files: Iterable[Path | FileRange], keys: Sequence[str] = ("text",)) -> Iterator[LineBatch]:
     """Yields the batches of files, in order, each of about ``BATCH_BYTES`` or one longer line.
 
+    Files without content are skipped with a warning.
+
     Args:
         files: input files, or ranges of them
         keys: columns to read of parquet files
 
     Raises:
-        DataError: a file is empty or cannot be read.
+        DataError: a file cannot be read.
     """
     for file in files:
         source = _whole(file) if isinstance(file, Path) else file
@@ -282,7 +284,7 @@ def read_batches(files: Iterable[Path | FileRange], keys: Sequence[str] = ("text
             empty = False
             yield batch
         if empty:
-            raise DataError(f"{source.path}: the file is empty; leave it out of the input")
+            logger.warning("skipped: %s: the file is empty", source.path)
 
 
 def _whole(path: Path) -> FileRange:
@@ -493,7 +495,7 @@ def read_documents(paths: Iterable[Path], key: str = "text", skip_malformed: boo
         skip_malformed: whether malformed lines are skipped
 
     Raises:
-        DataError: a line is malformed, a file is unreadable or empty, or there is no document at all.
+        DataError: a line is malformed, a file is unreadable, or there is no document at all.
     """
     documents = malformed = 0
     for batch in read_batches(paths, [key]):

@@ -40,6 +40,7 @@ from megatron.optimus.data.tokenize.partitions import Partition, PartitionPlan, 
 from megatron.optimus.data.tokenize.pretoken_cache import Ids
 from megatron.optimus.data.tokenize.tokenizer import Tokenizer, build_tokenizer
 from megatron.optimus.platform import environment
+from megatron.optimus.platform.log import counted
 
 logger = logging.getLogger("optimus")
 
@@ -55,6 +56,7 @@ class PreprocessReport:
     documents: int = 0
     empty_documents: int = 0  # they have no sequence and no end-of-document token
     malformed: int = 0  # skipped lines
+    empty_files: int = 0  # skipped files without any content
     input_bytes: int = 0  # uncompressed
     seconds: float = 0.0
     partitions_done: int = 0  # by this process
@@ -69,6 +71,7 @@ class PreprocessReport:
         self.documents += other.documents
         self.empty_documents += other.empty_documents
         self.malformed += other.malformed
+        self.empty_files += other.empty_files
         self.input_bytes += other.input_bytes
 
 
@@ -231,7 +234,15 @@ def preprocess(
         paths,
         output_prefix,
         keys=json_keys,
-        recipe={**vars(recipe), "dtype": dtype.name, "tokenizer_model": fingerprint(tokenizer_model)},
+        # not skip_malformed: a part without malformed lines is the same with it
+        recipe={
+            "tokenizer_type": tokenizer_type,
+            "tokenizer_model": fingerprint(tokenizer_model),
+            "keys": recipe.keys,
+            "append_eod": append_eod,
+            "dtype": dtype.name,
+        },
+        skip_malformed=skip_malformed,
         partitions=partitions,
         per_file=per_file,
         shared=world_size > 1,
@@ -282,14 +293,15 @@ def _check_tokens(report: PreprocessReport, plan: PartitionPlan, partitions: Seq
         if not any(report.tokens[prefix] for prefix in prefixes):
             raise DataError(
                 f"{prefixes[0]}: the input gives no tokens ({report.documents} documents, {report.empty_documents} of "
-                f"them empty, {report.malformed} malformed lines skipped)"
+                f"them empty, {report.malformed} malformed lines and {counted(report.empty_files, 'empty file')} "
+                "skipped)"
             )
 
 
 def _load_report(plan: PartitionPlan, partition: Partition) -> PreprocessReport:
-    counts = plan.counts(partition)
+    counts = {"empty_files": 0, **plan.counts(partition)}
     tokens = {plan.final_prefix(partition, key): number for key, number in counts["tokens"].items()}
-    names = ("documents", "empty_documents", "malformed", "input_bytes")
+    names = ("documents", "empty_documents", "malformed", "empty_files", "input_bytes")
     return PreprocessReport(tokens=tokens, **{name: counts[name] for name in names})
 
 
@@ -319,6 +331,7 @@ def _encode_partitions(
                 if output is None:
                     output = stack.enter_context(_PartitionOutput(plan, partition, recipe))
                 if encoded is None:
+                    output.report.empty_files += output.is_empty
                     output.commit(report)
                     read += partition.num_bytes
                     output = None
@@ -343,6 +356,7 @@ class _PartitionOutput(ExitStack):
     def __init__(self, plan: PartitionPlan, partition: Partition, recipe: _Recipe) -> None:
         super().__init__()
         self._plan, self._partition = plan, partition
+        self.is_empty = True  # no batch has come
         self.report = PreprocessReport(tokens={plan.final_prefix(partition, key): 0 for key in recipe.keys})
         self._writers = {}
         for key in recipe.keys:
@@ -352,7 +366,7 @@ class _PartitionOutput(ExitStack):
 
     def write(self, encoded: _EncodedBatch, malformed_before: int) -> None:
         """Appends one batch."""
-        report = self.report
+        report, self.is_empty = self.report, False
         for prefix, writer, tokens, lengths in zip(
             report.tokens, self._writers.values(), encoded.tokens, encoded.lengths, strict=True
         ):
@@ -371,8 +385,8 @@ class _PartitionOutput(ExitStack):
             _check_tokens(self.report, self._plan, [self._partition])  # a single partition is the whole output
         for writer in self._writers.values():
             writer.commit()
-        counts = {name: getattr(self.report, name) for name in ("documents", "empty_documents", "malformed")}
-        counts |= {"input_bytes": self.report.input_bytes}
+        names = ("documents", "empty_documents", "malformed", "empty_files", "input_bytes")
+        counts = {name: getattr(self.report, name) for name in names}
         tokens = dict(zip(self._writers, self.report.tokens.values(), strict=True))
         self._plan.mark_done(self._partition, {**counts, "tokens": tokens})
         total.add(self.report)
