@@ -189,7 +189,7 @@ def preprocess(
     append_eod: bool = False,
     workers: int = 1,
     skip_malformed: bool = False,
-    log_interval: int = 10000,
+    log_interval: int | None = None,
     partitions: int | None = None,
     per_file: bool = False,
     rank: int = 0,
@@ -210,12 +210,12 @@ def preprocess(
         append_eod: whether each document is ended by the tokenizer's end-of-document token
         workers: worker processes
         skip_malformed: whether malformed lines are skipped, instead of being an error
-        log_interval: documents between two reports of progress
+        log_interval: documents between two lines of the log; None: no lines
         partitions: least number of partitions to cut the input into, where it can be cut (uncompressed JSON lines)
         per_file: whether each input file becomes a pair ``<output_prefix>/<file>_<key>_document`` of its own
         rank: of this process, among those that share the work
         world_size: number of these processes
-        show_progress: called with each report of progress; by default it is logged
+        show_progress: called with the report so far whenever a batch has been written
 
     Returns:
         The report on the whole output, or, while other processes are at work, on this process's partitions.
@@ -253,7 +253,7 @@ def preprocess(
     plan.begin()
     missing = [partition for partition in mine if not plan.is_done(partition)]
     report = PreprocessReport(partitions_found=len(mine) - len(missing))
-    _encode_partitions(plan, missing, recipe, workers, report, started, show_progress or log_progress, log_interval)
+    _encode_partitions(plan, missing, recipe, workers, report, started, show_progress, log_interval)
     report = _finish(plan, mine, report, dtype)
     report.seconds = time.monotonic() - started
     return report
@@ -312,8 +312,8 @@ def _encode_partitions(
     workers: int,
     report: PreprocessReport,
     started: float,
-    show_progress: Callable[[PreprocessReport], None],
-    log_interval: int,
+    show_progress: Callable[[PreprocessReport], None] | None,
+    log_interval: int | None,
 ) -> None:
     """Writes the pairs of ``partitions``, one after the other, and adds their counts to ``report``."""
     if not partitions:
@@ -338,12 +338,13 @@ def _encode_partitions(
                     continue
                 before = report.documents + output.report.documents
                 output.write(encoded, report.malformed)
-                after = report.documents + output.report.documents
-                if after // log_interval > before // log_interval:
-                    now = replace(report, tokens=dict(report.tokens), seconds=time.monotonic() - started)
-                    now.add(output.report)
-                    now.progress = (read + position) / max(1, to_read)
+                now = replace(report, tokens=dict(report.tokens), seconds=time.monotonic() - started)
+                now.add(output.report)
+                now.progress = (read + position) / max(1, to_read)
+                if show_progress is not None:
                     show_progress(now)
+                if log_interval is not None and now.documents // log_interval > before // log_interval:
+                    log_progress(now)
         except BrokenProcessPool as error:
             raise DataError(
                 f"{plan.output_prefix}: a worker process died, most likely for lack of memory; use fewer --workers"

@@ -79,7 +79,7 @@ def test_partitions_of_one_file(tmp_path: Path, expected: list[bytes], partition
     parts = split_file(source, -(-source.stat().st_size // partitions))
     assert parts[0].start == 0 and parts[-1].stop == source.stat().st_size
     assert [part.stop for part in parts[:-1]] == [part.start for part in parts[1:]]
-    assert len(list(read_documents(parts))) == 900  # type: ignore[arg-type]
+    assert len(list(read_documents(parts))) == 900
     if partitions < 100:
         assert len(parts) == partitions
         run([source], tmp_path / "x", partitions=partitions)
