@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +38,17 @@ def verify(path: Path, *, jobs: int = 1) -> Manifest:
     return manifest
 
 
-def find_damage(path: Path, manifest: Manifest, *, jobs: int = 1) -> list[str]:
-    """Returns one line for every piece whose bytes are not what the manifest says, naming tensor and file."""
+def find_damage(
+    path: Path, manifest: Manifest, *, jobs: int = 1, show_progress: Callable[[int], None] = lambda num_bytes: None
+) -> list[str]:
+    """Returns one line for every piece whose bytes are not what the manifest says, naming tensor and file.
+
+    Args:
+        path: the checkpoint's directory.
+        manifest: its manifest.
+        jobs: threads.
+        show_progress: called by these threads with the bytes of each chunk that has been read.
+    """
     files = ShardFiles(Path(path), manifest)
 
     def check(piece: StoredPiece) -> str | None:
@@ -48,6 +58,7 @@ def find_damage(path: Path, manifest: Manifest, *, jobs: int = 1) -> list[str]:
             for chunk in chunks_of(piece):
                 buffer = buffer if len(buffer) else pages(chunk.num_bytes)
                 digest.update(files.read(chunk, buffer, is_paged=True).numpy().data)
+                show_progress(chunk.num_bytes)
             files.check(piece, digest.hexdigest())
         except DamagedError as error:
             return str(error)
@@ -78,13 +89,16 @@ class Difference:
         return self.reason is None and self.num_different == 0
 
 
-def compare(first: Path, second: Path, *, jobs: int = 1) -> list[Difference]:
+def compare(
+    first: Path, second: Path, *, jobs: int = 1, show_progress: Callable[[float], None] = lambda fraction: None
+) -> list[Difference]:
     """Compares every tensor of two checkpoints; hashes are checked on the way.
 
     Args:
         first: a checkpoint's directory.
         second: the other's.
         jobs: threads.
+        show_progress: called with the fraction of the tensors that have been compared.
 
     Returns:
         One Difference for every tensor of either checkpoint.
@@ -94,8 +108,12 @@ def compare(first: Path, second: Path, *, jobs: int = 1) -> list[Difference]:
     """
     manifests = load_manifest(first), load_manifest(second)
     keys = list(dict.fromkeys([*manifests[0].tensors, *manifests[1].tensors]))
+    found: list[Difference] = []
     with ThreadPoolExecutor(jobs) as threads:
-        return list(threads.map(lambda key: _compare_one(key, (Path(first), Path(second)), manifests), keys))
+        for one in threads.map(lambda key: _compare_one(key, (Path(first), Path(second)), manifests), keys):
+            found.append(one)
+            show_progress(len(found) / len(keys))
+    return found
 
 
 def _compare_one(key: tuple[str, str], paths: tuple[Path, Path], manifests: tuple[Manifest, Manifest]) -> Difference:

@@ -23,6 +23,7 @@ from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.convert import DEFAULT_MAX_SHARD_BYTES, FORMATS, Options, convert
 from megatron.optimus.convert.deepspeed import NAMES
 from megatron.optimus.platform.log import print_error
+from megatron.optimus.platform.progress import Progress, StderrHandler
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -71,28 +72,31 @@ def _parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``optimus convert``; returns 0, 2 after one line that says what is wrong, or 130 after an interrupt."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", handlers=[StderrHandler()])
     try:
         args = _parser().parse(argv)
-        result = convert(
-            args.source,
-            args.destination,
-            to=args.to,
-            options=Options(
-                args.dtype,
-                args.tokenizer,
-                args.max_shard_size,
-                args.names,
-                args.target_tensor_parallel_size,
-                args.target_pipeline_parallel_size,
-                args.target_expert_parallel_size,
-                args.transformer_impl == "transformer_engine",
-            ),
-            model_config=args.model_config,
-            overwrite=args.overwrite,
-            dry_run=args.dry_run,
-            verify=args.verify,
+        options = Options(
+            args.dtype,
+            args.tokenizer,
+            args.max_shard_size,
+            args.names,
+            args.target_tensor_parallel_size,
+            args.target_pipeline_parallel_size,
+            args.target_expert_parallel_size,
+            args.transformer_impl == "transformer_engine",
         )
+        with Progress("convert") as progress:
+            result = convert(
+                args.source,
+                args.destination,
+                to=args.to,
+                options=options,
+                model_config=args.model_config,
+                overwrite=args.overwrite,
+                dry_run=args.dry_run,
+                verify=args.verify,
+                show_progress=lambda fraction: progress.update(fraction, "reading and writing tensors"),
+            )
     except (CheckpointError, ConfigError) as error:
         print_error(error)
         return 2

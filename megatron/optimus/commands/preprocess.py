@@ -23,7 +23,8 @@ from megatron.optimus.config.schema import ConfigError, TokenizerType
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.tokenize.preprocess import PreprocessReport, log_progress, preprocess
 from megatron.optimus.platform import environment
-from megatron.optimus.platform.log import print_error
+from megatron.optimus.platform.log import counted, print_error
+from megatron.optimus.platform.progress import Progress, StderrHandler
 
 logger = logging.getLogger("optimus")
 
@@ -58,23 +59,20 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--per-file", action="store_true", help="write <prefix>/<file>_<key>_document for each file")
     parser.add_argument("--rank", type=int, help="number of this process; default: from the launcher")
     parser.add_argument("--world-size", type=int, help="processes that divide the files; default: from the launcher")
-    parser.add_argument("--log-interval", type=whole_number(), default=10000, help="documents between progress lines")
+    parser.add_argument(
+        "--log-interval", type=whole_number(), help="documents between lines of the log; default: a line every 10 s"
+    )
     args = parser.parse(argv)
     if (args.rank is None) != (args.world_size is None):
         parser.error("--rank and --world-size go together")
     return args
 
 
-def show_progress_bar(report: PreprocessReport) -> None:
-    """Rewrites the progress bar of the terminal."""
-    width, seconds = 30, max(report.seconds, 1e-9)
-    done = round(width * min(1.0, report.progress))
-    left = seconds * (1 - report.progress) / report.progress if report.progress > 0 else 0.0
-    sys.stderr.write(
-        f"\r[{'#' * done}{'.' * (width - done)}] {100 * report.progress:5.1f} %  {report.documents} documents  "
-        f"{report.documents / seconds:.0f}/s  {report.input_bytes / 1e6 / seconds:.2f} MB/s  {left:.0f} s left   "
-    )
-    sys.stderr.flush()
+def progress_text(report: PreprocessReport) -> str:
+    """Describes what has been read so far and how fast."""
+    speed = f"{report.input_bytes / 1e6 / max(report.seconds, 1e-9):.2f} MB/s"
+    skipped = f", {report.malformed} malformed" if report.malformed else ""
+    return f"{report.documents} documents, {speed}{skipped}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,39 +82,37 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print_error(error)
         return 2
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[StderrHandler()])
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # an exception, so that temporary files are deleted
     if not args.append_eod:
         logger.warning("without --append-eod the model does not see where a document ends")
-    terminal = sys.stderr.isatty()
     try:
         rank, world_size = environment.worker_index_and_count() if args.rank is None else (args.rank, args.world_size)
-        report = preprocess(
-            args.input,
-            args.output_prefix,
-            tokenizer_type=TokenizerType(args.tokenizer_type),
-            tokenizer_model=args.tokenizer_model,
-            json_keys=args.json_keys,
-            append_eod=args.append_eod,
-            workers=args.workers,
-            skip_malformed=args.skip_malformed,
-            log_interval=args.log_interval,
-            partitions=args.partitions,
-            per_file=args.per_file,
-            rank=rank,
-            world_size=world_size,
-            show_progress=show_progress_bar if terminal else None,
-        )
+        with Progress("preprocess") as progress:
+            report = preprocess(
+                args.input,
+                args.output_prefix,
+                tokenizer_type=TokenizerType(args.tokenizer_type),
+                tokenizer_model=args.tokenizer_model,
+                json_keys=args.json_keys,
+                append_eod=args.append_eod,
+                workers=args.workers,
+                skip_malformed=args.skip_malformed,
+                log_interval=args.log_interval,
+                partitions=args.partitions,
+                per_file=args.per_file,
+                rank=rank,
+                world_size=world_size,
+                show_progress=lambda report: progress.update(report.progress, progress_text(report)),
+            )
     except (DataError, ConfigError) as error:
         print_error(error)
         return 1
     except KeyboardInterrupt:
         print("interrupted; the same command continues after the last finished part", file=sys.stderr)
         return 130
-    if terminal:
-        sys.stderr.write("\n")
     log_progress(report)
     if report.partitions_found:
         print(f"{report.partitions_found} parts were done before, {report.partitions_done} now")
@@ -127,5 +123,6 @@ def main(argv: list[str] | None = None) -> int:
         logger.warning("%d documents have no tokens", report.empty_documents)
     for prefix, tokens in report.tokens.items():
         print(f"{prefix}.bin {prefix}.idx: {tokens} tokens")
-    print(f"{report.documents} documents, {report.malformed} malformed lines skipped")
+    empty = f", {counted(report.empty_files, 'empty file')} skipped" if report.empty_files else ""
+    print(f"{report.documents} documents, {report.malformed} malformed lines skipped{empty}")
     return 0

@@ -9,8 +9,10 @@ Exit code: 0, 1 after one line about the data, or 2 after one about the command 
 
 from __future__ import annotations
 
+import argparse
 import logging
 import time
+from collections.abc import Iterator
 
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError, TokenizerType
@@ -18,6 +20,7 @@ from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.tokenize.corpus import expand_inputs, read_documents
 from megatron.optimus.data.tokenize.tokenizer import build_tokenizer, train_bpe
 from megatron.optimus.platform.log import print_error
+from megatron.optimus.platform.progress import Progress, StderrHandler
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,12 +34,13 @@ def main(argv: list[str] | None = None) -> int:
         "--special-tokens", nargs="*", default=[], help="special tokens, such as <fim_prefix> <fim_middle>"
     )
     parser.add_argument("--skip-malformed", action="store_true", help="skip malformed lines and count them")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[StderrHandler()])
     started = time.monotonic()
     try:
         args = parser.parse(argv)
-        texts = read_documents(expand_inputs(args.input), args.json_key, args.skip_malformed)
-        train_bpe(texts, args.vocab_size, args.output, args.special_tokens)
+        with Progress("train-tokenizer") as progress:
+            texts = _texts(args, progress)
+            train_bpe(texts, args.vocab_size, args.output, args.special_tokens)
         tokenizer = build_tokenizer(TokenizerType.HF, args.output)
     except ConfigError as error:
         print_error(error)
@@ -47,3 +51,16 @@ def main(argv: list[str] | None = None) -> int:
     seconds = time.monotonic() - started
     print(f"{args.output}: {tokenizer.vocab_size} tokens, end of document {tokenizer.eod_id}, {seconds:.1f} s")
     return 0
+
+
+def _texts(args: argparse.Namespace, progress: Progress) -> Iterator[str]:
+    """Yields the documents to train on, and notes what is being done meanwhile and after the last of them."""
+    read = 0
+
+    def show(fraction: float, documents: int) -> None:
+        nonlocal read
+        read = documents
+        progress.update(fraction, f"{documents} documents read")
+
+    yield from read_documents(expand_inputs(args.input), args.json_key, args.skip_malformed, show)
+    progress.update(None, f"all {read} documents read, choosing {args.vocab_size} tokens")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from megatron.optimus.checkpoint import CheckpointError, Manifest, commit, load_manifest, resolve
@@ -21,6 +22,7 @@ from megatron.optimus.checkpoint.verify import compare, find_damage
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.platform.log import print_error, printable
+from megatron.optimus.platform.progress import Progress
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,9 +73,16 @@ def _verify(path: Path, jobs: int, is_listing: bool) -> int:
     except CheckpointError as error:
         print(printable(f"{path}: DAMAGED\n  {error}"))
         return 1
-    damage = find_damage(path, manifest, jobs=jobs)
+    size, read = sum(manifest.files.values()), 0
+
+    def show(num_bytes: int) -> None:
+        nonlocal read
+        read += num_bytes  # a count lost between two threads would not matter
+        progress.update(read / size, f"{_size(read)} of {path.name}")
+
+    with Progress("verify") as progress:
+        damage = find_damage(path, manifest, jobs=jobs, show_progress=show)
     seconds = time.perf_counter() - started
-    size = sum(manifest.files.values())
     layout = " ".join(f"{axis}={n}" for axis, n in manifest.layout.items())
     summary = (
         f"{path}: {'DAMAGED' if damage else 'good'}, {manifest.kind}, step {manifest.step}, "
@@ -96,7 +105,9 @@ def _list(manifest: Manifest) -> None:
 
 
 def _compare(first: Path, second: Path, jobs: int) -> int:
-    differences = compare(first, second, jobs=jobs)
+    with Progress("compare") as progress:
+        show = partial(progress.update, text=f"{first.name} and {second.name}")
+        differences = compare(first, second, jobs=jobs, show_progress=show)
     for one in differences:
         if one.reason is not None:
             print(printable(f"{one.name} {one.kind}: {one.reason}"))

@@ -7,6 +7,7 @@ format, follow its recipe and list the result below, in ``_FORMATS`` (for ``--to
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import shutil
@@ -61,6 +62,7 @@ def convert(
     overwrite: bool = False,
     dry_run: bool = False,
     verify: bool = False,
+    show_progress: Callable[[float], None] | None = None,
 ) -> Conversion:
     """Converts a model to another format.
 
@@ -74,6 +76,7 @@ def convert(
         overwrite: replace an earlier conversion.
         dry_run: only list the tensors.
         verify: read the result back before it appears and compare every tensor bit for bit.
+        show_progress: called with the fraction of the work that is done, whenever a range of a tensor is read.
 
     Returns:
         What was, or would be, written.
@@ -87,19 +90,31 @@ def convert(
         raise CheckpointError(f"--to {to}: must be one of {', '.join(FORMATS)}")
     opened = open_source(source, model_config)
     try:
-        return _convert(opened, destination, to, options, overwrite=overwrite, dry_run=dry_run, verify=verify)
+        flags = {"overwrite": overwrite, "dry_run": dry_run, "verify": verify}
+        return _convert(opened, destination, to, options, show_progress=show_progress, **flags)
     finally:
         opened.close()
 
 
 def _convert(
-    source: Source, destination: Path, to: str, options: Options, *, overwrite: bool, dry_run: bool, verify: bool
+    source: Source,
+    destination: Path,
+    to: str,
+    options: Options,
+    *,
+    overwrite: bool,
+    dry_run: bool,
+    verify: bool,
+    show_progress: Callable[[float], None] | None,
 ) -> Conversion:
     if to == source.format and to != "megatron":  # Megatron to Megatron changes the parallel sizes
         raise CheckpointError(f"--to {to}: {source.path} already is in {to!r} format; another is wanted here")
     _check_destination(source.path, destination, overwrite)
     prepared = _FORMATS[to].destination(source, options)
     compared = 0
+    if show_progress is not None:
+        passes = 2 if verify else 1
+        _count_reads(source, passes * sum(math.prod(tensor.shape) for tensor in prepared.tensors), show_progress)
 
     def write(directory: Path) -> None:
         nonlocal compared
@@ -117,6 +132,19 @@ def _convert(
             check_bytes(file)
         _write_directory(destination, write)
     return Conversion(source.path, destination, prepared.tensors, compared)
+
+
+def _count_reads(source: Source, total: int, show_progress: Callable[[float], None]) -> None:
+    """Lets a source report, with each range that is read of it, the fraction of ``total`` elements read so far."""
+    read, done = source.read, 0
+
+    def counted(name: str, kind: str, start: int, stop: int) -> torch.Tensor:
+        nonlocal done
+        done += stop - start
+        show_progress(min(1.0, done / max(1, total)))
+        return read(name, kind, start, stop)
+
+    source.read = counted  # type: ignore[method-assign]  # every format's reads go through this one method
 
 
 def open_source(path: Path, model_config: Path | None = None) -> Source:

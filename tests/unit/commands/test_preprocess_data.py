@@ -135,7 +135,7 @@ def test_unusable_arguments(corpus: Path, tmp_path: Path) -> None:
     output = ("--output-prefix", tmp_path / "out", "--workers", 1)
     for arguments, message in (
         (("--input", tmp_path / "none.jsonl", *BYTES), "none.jsonl: no such file"),
-        (("--input", empty, *BYTES), "empty.jsonl: the file is empty"),
+        (("--input", empty, *BYTES), "no tokens (0 documents, 0 of them empty, 0 malformed lines and 1 empty file"),
         (("--input", hollow, *BYTES), "the input gives no tokens (1 documents, 1 of them empty"),
         (("--input", corpus), "needs --tokenizer-model"),
         (("--input", corpus, "--tokenizer-model", tmp_path / "gpt2"), "gpt2: no such file or folder"),

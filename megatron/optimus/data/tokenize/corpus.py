@@ -258,12 +258,14 @@ def _naming_errors(path: Path, reached: Callable[[], int] | None = None) -> Iter
 def read_batches(files: Iterable[Path | FileRange], keys: Sequence[str] = ("text",)) -> Iterator[LineBatch]:
     """Yields the batches of files, in order, each of about ``BATCH_BYTES`` or one longer line.
 
+    Files without content are skipped with a warning.
+
     Args:
         files: input files, or ranges of them
         keys: columns to read of parquet files
 
     Raises:
-        DataError: a file is empty or cannot be read.
+        DataError: a file cannot be read.
     """
     for file in files:
         source = _whole(file) if isinstance(file, Path) else file
@@ -282,7 +284,7 @@ def read_batches(files: Iterable[Path | FileRange], keys: Sequence[str] = ("text
             empty = False
             yield batch
         if empty:
-            raise DataError(f"{source.path}: the file is empty; leave it out of the input")
+            logger.warning("skipped: %s: the file is empty", source.path)
 
 
 def _whole(path: Path) -> FileRange:
@@ -484,24 +486,35 @@ def _parse_entry(entry: Any, keys: Sequence[str], kind: Format, *, is_first: boo
     return (_parse_text if kind is Format.TEXT else _parse_line)(entry, keys)
 
 
-def read_documents(paths: Iterable[Path], key: str = "text", skip_malformed: bool = False) -> Iterator[str]:
+def read_documents(
+    paths: Iterable[Path | FileRange],
+    key: str = "text",
+    skip_malformed: bool = False,
+    show_progress: Callable[[float, int], None] | None = None,
+) -> Iterator[str]:
     """Yields the texts of all documents, in order. Logs a warning with the number of skipped lines, if any.
 
     Args:
         paths: input files
         key: of the text in each JSON object, or the column
         skip_malformed: whether malformed lines are skipped
+        show_progress: called after each batch with the fraction of the files and the documents that have been read
 
     Raises:
-        DataError: a line is malformed, a file is unreadable or empty, or there is no document at all.
+        DataError: a line is malformed, a file is unreadable, or there is no document at all.
     """
+    sources = [_whole(path) if isinstance(path, Path) else path for path in paths]
+    sizes = [source.stop - source.start for source in sources]
     documents = malformed = 0
-    for batch in read_batches(paths, [key]):
+    batches = ((i, batch) for i, source in enumerate(sources) for batch in read_batches([source], [key]))
+    for i, batch in batches:
         parsed = parse_batch(batch, [key], skip_malformed)
         documents += len(parsed.documents)
         malformed += len(parsed.malformed)
         for (text,) in parsed.documents:
             yield text
+        if show_progress is not None:
+            show_progress((sum(sizes[:i]) + batch.position) / max(1, sum(sizes)), documents)
     if malformed:
         logger.warning("%d malformed lines skipped", malformed)
     if not documents:

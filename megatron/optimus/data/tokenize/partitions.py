@@ -2,9 +2,10 @@
 
 A partition is an input file, or a range of lines of a large one. It becomes a pair of its own in the folder
 ``<output_prefix>.parts``, with a small JSON file beside it that is written last: by this mark a restarted run, or
-another rank, sees that the partition is done. The folder also holds plan.json, the inputs and options; other inputs or
-options in the same folder are refused, as the result would be a mixture of two corpora. A single partition (one small
-file, one process) needs no folder.
+another rank, sees that the partition is done, and of which input and options it is. One of an input file that has
+changed since, such as a repaired one, is done again; the others are kept. The folder also holds plan.json, the options:
+others in the same folder are refused, as somebody's work would be lost. A single partition (one small file, one
+process) needs no folder.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class PartitionPlan:
         output_prefix: path of the output, without key and suffix; with ``per_file`` a folder
         keys: of the texts, each of which becomes a pair
         recipe: options that the tokens depend on; a partition made with others is not taken for done
+        skip_malformed: whether a partition in which malformed lines were skipped is taken for done
         partitions: least number of partitions to cut the input into, where it can be cut
         per_file: whether each input file becomes a pair of the output
         shared: whether several processes work on the output
@@ -68,6 +70,7 @@ class PartitionPlan:
         *,
         keys: Sequence[str],
         recipe: dict[str, Any],
+        skip_malformed: bool,
         partitions: int | None,
         per_file: bool,
         shared: bool,
@@ -75,6 +78,7 @@ class PartitionPlan:
         if partitions is not None and (partitions < 1 or per_file):
             raise ConfigError(f"partitions={partitions} must be at least 1, and does not go with a pair per file")
         self.output_prefix, self.per_file, self.keys = output_prefix, per_file, list(keys)
+        self._skip_malformed = skip_malformed
         self._folder = Path(output_prefix) if per_file else Path(f"{output_prefix}.parts")
         self.partitions: list[Partition] = []
         if per_file:
@@ -89,33 +93,33 @@ class PartitionPlan:
                 for source in split_file(path, limit):
                     self.partitions.append(Partition(len(self.partitions), source, f"{len(self.partitions):06}"))
         self.uses_folder = per_file or shared or len(self.partitions) > 1
-        described = {key: str(value) for key, value in recipe.items()}
+        self._recipe = {key: str(value) for key, value in recipe.items()}
         times = [Path(partition.source.path).stat().st_mtime_ns for partition in self.partitions]
-        sources = [
+        self._sources = [
             [partition.source.path, partition.source.start, partition.source.stop, time]
             for partition, time in zip(self.partitions, times, strict=True)
         ]
-        self._plan: dict[str, Any] = {"recipe": described, "sources": sources}
         self._counts: dict[int, dict[str, Any]] = {}  # of finished partitions, by number
 
     def begin(self) -> None:
-        """Writes plan.json, or compares it with an earlier run's. Raises DataError if inputs or options differ."""
+        """Writes plan.json, or compares it with an earlier run's. Raises DataError if options differ."""
         if not self.uses_folder or self.per_file:
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / "plan.json"
             if path.exists():
-                found = json.loads(path.read_text(encoding="utf-8"))
-                if found != self._plan:
-                    what = "options" if found.get("recipe") != self._plan["recipe"] else "input files"
+                found = _of_tokens(json.loads(path.read_text(encoding="utf-8"))["recipe"])
+                if changed := [
+                    name for name in found.keys() | self._recipe if found.get(name) != self._recipe.get(name)
+                ]:
                     raise DataError(
-                        f"{self._folder}: was begun with other {what}; remove the folder to start anew, or use another "
-                        "--output-prefix"
+                        f"{self._folder}: was begun with other options ({', '.join(sorted(changed))}); remove the "
+                        "folder to start anew, or use another --output-prefix"
                     )
             else:
-                write_atomically(path, json.dumps(self._plan))
-        except (OSError, ValueError) as error:
+                write_atomically(path, json.dumps({"recipe": self._recipe}))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             if isinstance(error, DataError):
                 raise
             raise DataError(f"{self._folder}: cannot be used: {error}") from error
@@ -139,11 +143,9 @@ class PartitionPlan:
         """Whether a partition is done. If it is not, removes the temporary files that a killed process left of it."""
         if not self.uses_folder:
             return False
-        if self._mark(partition).exists():
-            # the folder's plan.json holds for its partitions; in per-file mode each mark has its own plan
-            if not self.per_file or json.loads(self._mark(partition).read_text())["plan"] == self._own_plan(partition):
-                return True
-            self._mark(partition).unlink()
+        if self._has_valid_mark(partition):
+            return True
+        self._mark(partition).unlink(missing_ok=True)
         for key in self.keys:
             for left in self._mark(partition).parent.glob(f"{Path(partition.name).name}_{key}_document.*.tmp"):
                 left.unlink(missing_ok=True)
@@ -154,8 +156,8 @@ class PartitionPlan:
         if not self.uses_folder:
             self._counts[partition.number] = counts
             return
-        mark = {**counts, **({"plan": self._own_plan(partition)} if self.per_file else {})}
-        write_atomically(self._mark(partition), json.dumps(mark))
+        plan = [self._recipe, self._sources[partition.number]]
+        write_atomically(self._mark(partition), json.dumps({**counts, "plan": plan}))
 
     def counts(self, partition: Partition) -> dict[str, Any]:
         """Returns the counts that ``mark_done`` recorded of a partition."""
@@ -165,7 +167,7 @@ class PartitionPlan:
 
     def all_done(self) -> bool:
         """Whether every partition is done. If so, reads all counts, before another process joins and removes them."""
-        if not all(self._mark(partition).exists() for partition in self.partitions):
+        if not all(self._has_valid_mark(partition) for partition in self.partitions):
             return False
         for partition in self.partitions:
             self.counts(partition)
@@ -192,8 +194,20 @@ class PartitionPlan:
     def _mark(self, partition: Partition) -> Path:
         return Path(f"{self._folder / partition.name}.json")
 
-    def _own_plan(self, partition: Partition) -> list[Any]:
-        return [self._plan["recipe"], self._plan["sources"][partition.number]]
+    def _has_valid_mark(self, partition: Partition) -> bool:
+        """Whether the partition was done from this input with these options."""
+        try:
+            mark = json.loads(self._mark(partition).read_text(encoding="utf-8"))
+            recipe, source = mark["plan"]
+            is_same = _of_tokens(recipe) == self._recipe and source == self._sources[partition.number]
+            return is_same and (self._skip_malformed or not mark["malformed"])
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):  # none, or not one of ours
+            return False
+
+
+def _of_tokens(recipe: dict[str, str]) -> dict[str, str]:
+    """The options that tokens depend on; earlier versions also recorded whether malformed lines are skipped."""
+    return {name: value for name, value in recipe.items() if name != "skip_malformed"}
 
 
 def fingerprint(model: str | None) -> str:

@@ -40,6 +40,7 @@ from megatron.optimus.data.tokenize.partitions import Partition, PartitionPlan, 
 from megatron.optimus.data.tokenize.pretoken_cache import Ids
 from megatron.optimus.data.tokenize.tokenizer import Tokenizer, build_tokenizer
 from megatron.optimus.platform import environment
+from megatron.optimus.platform.log import counted
 
 logger = logging.getLogger("optimus")
 
@@ -55,6 +56,7 @@ class PreprocessReport:
     documents: int = 0
     empty_documents: int = 0  # they have no sequence and no end-of-document token
     malformed: int = 0  # skipped lines
+    empty_files: int = 0  # skipped files without any content
     input_bytes: int = 0  # uncompressed
     seconds: float = 0.0
     partitions_done: int = 0  # by this process
@@ -69,6 +71,7 @@ class PreprocessReport:
         self.documents += other.documents
         self.empty_documents += other.empty_documents
         self.malformed += other.malformed
+        self.empty_files += other.empty_files
         self.input_bytes += other.input_bytes
 
 
@@ -186,7 +189,7 @@ def preprocess(
     append_eod: bool = False,
     workers: int = 1,
     skip_malformed: bool = False,
-    log_interval: int = 10000,
+    log_interval: int | None = None,
     partitions: int | None = None,
     per_file: bool = False,
     rank: int = 0,
@@ -207,12 +210,12 @@ def preprocess(
         append_eod: whether each document is ended by the tokenizer's end-of-document token
         workers: worker processes
         skip_malformed: whether malformed lines are skipped, instead of being an error
-        log_interval: documents between two reports of progress
+        log_interval: documents between two lines of the log; None: no lines
         partitions: least number of partitions to cut the input into, where it can be cut (uncompressed JSON lines)
         per_file: whether each input file becomes a pair ``<output_prefix>/<file>_<key>_document`` of its own
         rank: of this process, among those that share the work
         world_size: number of these processes
-        show_progress: called with each report of progress; by default it is logged
+        show_progress: called with the report so far whenever a batch has been written
 
     Returns:
         The report on the whole output, or, while other processes are at work, on this process's partitions.
@@ -231,7 +234,15 @@ def preprocess(
         paths,
         output_prefix,
         keys=json_keys,
-        recipe={**vars(recipe), "dtype": dtype.name, "tokenizer_model": fingerprint(tokenizer_model)},
+        # not skip_malformed: a part without malformed lines is the same with it
+        recipe={
+            "tokenizer_type": tokenizer_type,
+            "tokenizer_model": fingerprint(tokenizer_model),
+            "keys": recipe.keys,
+            "append_eod": append_eod,
+            "dtype": dtype.name,
+        },
+        skip_malformed=skip_malformed,
         partitions=partitions,
         per_file=per_file,
         shared=world_size > 1,
@@ -242,7 +253,7 @@ def preprocess(
     plan.begin()
     missing = [partition for partition in mine if not plan.is_done(partition)]
     report = PreprocessReport(partitions_found=len(mine) - len(missing))
-    _encode_partitions(plan, missing, recipe, workers, report, started, show_progress or log_progress, log_interval)
+    _encode_partitions(plan, missing, recipe, workers, report, started, show_progress, log_interval)
     report = _finish(plan, mine, report, dtype)
     report.seconds = time.monotonic() - started
     return report
@@ -282,14 +293,15 @@ def _check_tokens(report: PreprocessReport, plan: PartitionPlan, partitions: Seq
         if not any(report.tokens[prefix] for prefix in prefixes):
             raise DataError(
                 f"{prefixes[0]}: the input gives no tokens ({report.documents} documents, {report.empty_documents} of "
-                f"them empty, {report.malformed} malformed lines skipped)"
+                f"them empty, {report.malformed} malformed lines and {counted(report.empty_files, 'empty file')} "
+                "skipped)"
             )
 
 
 def _load_report(plan: PartitionPlan, partition: Partition) -> PreprocessReport:
-    counts = plan.counts(partition)
+    counts = {"empty_files": 0, **plan.counts(partition)}
     tokens = {plan.final_prefix(partition, key): number for key, number in counts["tokens"].items()}
-    names = ("documents", "empty_documents", "malformed", "input_bytes")
+    names = ("documents", "empty_documents", "malformed", "empty_files", "input_bytes")
     return PreprocessReport(tokens=tokens, **{name: counts[name] for name in names})
 
 
@@ -300,8 +312,8 @@ def _encode_partitions(
     workers: int,
     report: PreprocessReport,
     started: float,
-    show_progress: Callable[[PreprocessReport], None],
-    log_interval: int,
+    show_progress: Callable[[PreprocessReport], None] | None,
+    log_interval: int | None,
 ) -> None:
     """Writes the pairs of ``partitions``, one after the other, and adds their counts to ``report``."""
     if not partitions:
@@ -319,18 +331,20 @@ def _encode_partitions(
                 if output is None:
                     output = stack.enter_context(_PartitionOutput(plan, partition, recipe))
                 if encoded is None:
+                    output.report.empty_files += output.is_empty
                     output.commit(report)
                     read += partition.num_bytes
                     output = None
                     continue
                 before = report.documents + output.report.documents
                 output.write(encoded, report.malformed)
-                after = report.documents + output.report.documents
-                if after // log_interval > before // log_interval:
-                    now = replace(report, tokens=dict(report.tokens), seconds=time.monotonic() - started)
-                    now.add(output.report)
-                    now.progress = (read + position) / max(1, to_read)
+                now = replace(report, tokens=dict(report.tokens), seconds=time.monotonic() - started)
+                now.add(output.report)
+                now.progress = (read + position) / max(1, to_read)
+                if show_progress is not None:
                     show_progress(now)
+                if log_interval is not None and now.documents // log_interval > before // log_interval:
+                    log_progress(now)
         except BrokenProcessPool as error:
             raise DataError(
                 f"{plan.output_prefix}: a worker process died, most likely for lack of memory; use fewer --workers"
@@ -343,6 +357,7 @@ class _PartitionOutput(ExitStack):
     def __init__(self, plan: PartitionPlan, partition: Partition, recipe: _Recipe) -> None:
         super().__init__()
         self._plan, self._partition = plan, partition
+        self.is_empty = True  # no batch has come
         self.report = PreprocessReport(tokens={plan.final_prefix(partition, key): 0 for key in recipe.keys})
         self._writers = {}
         for key in recipe.keys:
@@ -352,7 +367,7 @@ class _PartitionOutput(ExitStack):
 
     def write(self, encoded: _EncodedBatch, malformed_before: int) -> None:
         """Appends one batch."""
-        report = self.report
+        report, self.is_empty = self.report, False
         for prefix, writer, tokens, lengths in zip(
             report.tokens, self._writers.values(), encoded.tokens, encoded.lengths, strict=True
         ):
@@ -371,8 +386,8 @@ class _PartitionOutput(ExitStack):
             _check_tokens(self.report, self._plan, [self._partition])  # a single partition is the whole output
         for writer in self._writers.values():
             writer.commit()
-        counts = {name: getattr(self.report, name) for name in ("documents", "empty_documents", "malformed")}
-        counts |= {"input_bytes": self.report.input_bytes}
+        names = ("documents", "empty_documents", "malformed", "empty_files", "input_bytes")
+        counts = {name: getattr(self.report, name) for name in names}
         tokens = dict(zip(self._writers, self.report.tokens.values(), strict=True))
         self._plan.mark_done(self._partition, {**counts, "tokens": tokens})
         total.add(self.report)

@@ -243,11 +243,14 @@ def test_surrogate_pairs_and_byte_order_mark_are_fine(tmp_path: Path) -> None:
     assert list(read_documents([path])) == ["\N{SLIGHTLY SMILING FACE}", "b"]
 
 
-def test_empty_input(tmp_path: Path) -> None:
+def test_empty_input(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"")
-    with pytest.raises(DataError, match=r"a\.jsonl: the file is empty"):
+    with pytest.raises(DataError, match=r"no documents in the input \(0 malformed"):
         list(read_documents([path]))
+    (tmp_path / "b.jsonl").write_bytes(lines("x"))
+    assert list(read_documents([path, tmp_path / "b.jsonl"])) == ["x"]
+    assert f"skipped: {path}: the file is empty" in caplog.text
     path.write_bytes(b"\n\n")
     with pytest.raises(DataError, match=r"no documents in the input \(2 malformed"):
         list(read_documents([path], skip_malformed=True))

@@ -79,7 +79,7 @@ def test_partitions_of_one_file(tmp_path: Path, expected: list[bytes], partition
     parts = split_file(source, -(-source.stat().st_size // partitions))
     assert parts[0].start == 0 and parts[-1].stop == source.stat().st_size
     assert [part.stop for part in parts[:-1]] == [part.start for part in parts[1:]]
-    assert len(list(read_documents(parts))) == 900  # type: ignore[arg-type]
+    assert len(list(read_documents(parts))) == 900
     if partitions < 100:
         assert len(parts) == partitions
         run([source], tmp_path / "x", partitions=partitions)
@@ -143,14 +143,48 @@ def test_killed_and_started_again(expected: list[bytes], tmp_path: Path) -> None
     assert result(output / "x") == expected and len(list(output.iterdir())) == 2
 
 
-def test_changed_input_is_noticed(tmp_path: Path) -> None:
-    source = tmp_path / "all.jsonl"
-    source.write_bytes(json_lines(TEXTS[:200]) + b"oops\n")
-    with pytest.raises(DataError, match="not JSON"):
-        run([source], tmp_path / "x", partitions=3)
-    source.write_bytes(json_lines(TEXTS[:201]))
-    with pytest.raises(DataError, match=r"x\.parts: was begun with other input files; remove the folder"):
-        run([source], tmp_path / "x", partitions=3)
+def test_after_a_malformed_line_both_remedies_work(expected: list[bytes], tmp_path: Path) -> None:
+    """Repairing the file and skipping the line keep the parts that are done; a part with a gap is not kept for long."""
+    sources = [tmp_path / f"{name}.jsonl" for name in "abc"]
+    for i, source in enumerate(sources):
+        source.write_bytes(json_lines(TEXTS[300 * i : 300 * i + 300]))
+    good = sources[1].read_bytes()
+    sources[1].write_bytes(good + b"oops\n")
+    for prefix in (tmp_path / "x", tmp_path / "y"):
+        with pytest.raises(DataError, match=r"b\.jsonl:301: not JSON .*; repair the line, or pass --skip-malformed"):
+            run(sources, prefix, world_size=2, rank=0)  # of largest, middle and smallest, the first and the last
+    skipping = run(sources, tmp_path / "x", world_size=2, rank=0, skip_malformed=True)
+    assert (skipping.malformed, skipping.merged) == (1, False)
+    with pytest.raises(DataError, match=r"b\.jsonl:301: not JSON"):  # what was skipped is not taken for done
+        run(sources, tmp_path / "x", world_size=2, rank=0)
+    skipped = run(sources, tmp_path / "x", skip_malformed=True)
+    assert (skipped.documents, skipped.malformed, skipped.partitions_found) == (900, 1, 1)
+    assert result(tmp_path / "x") == expected
+
+    run(sources, tmp_path / "y", world_size=2, rank=1)
+    sources[1].write_bytes(good)
+    repaired = run(sources, tmp_path / "y")
+    assert (repaired.documents, repaired.malformed, repaired.partitions_found) == (900, 0, 1)
+    assert result(tmp_path / "y") == expected
+
+
+def test_empty_files_are_skipped(expected: list[bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    inputs = tmp_path / "in"
+    inputs.mkdir()
+    (inputs / "a.jsonl").write_bytes(b"")
+    (inputs / "b.jsonl").write_bytes(json_lines(TEXTS))
+    (inputs / "c.jsonl.gz").write_bytes(gzip.compress(b""))
+    (inputs / "d.txt").write_bytes(b"")
+    report = run([inputs], tmp_path / "x")
+    assert (report.documents, report.empty_files) == (900, 3)
+    assert result(tmp_path / "x") == expected
+    assert [f"skipped: {inputs / name}: the file is empty" in caplog.text for name in ("a.jsonl", "d.txt")] == [
+        True
+    ] * 2
+    each = run([inputs], tmp_path / "each", per_file=True)
+    assert (each.documents, each.empty_files) == (900, 3)
+    with pytest.raises(DataError, match=r"no tokens \(0 documents, .* and 3 empty files skipped\)"):
+        run([inputs / "a.jsonl", inputs / "c.jsonl.gz", inputs / "d.txt"], tmp_path / "z")
 
 
 def test_a_pair_per_file(folder: Path, tmp_path: Path) -> None:
