@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.optimus.platform import signals
+from megatron.optimus.platform import missing_packages, signals
 
 if __name__ == "__main__":
     signals.end_on_sigint()
+    sys.excepthook = missing_packages.excepthook
 
 from megatron.optimus.config.checks import check, check_trainable
 from megatron.optimus.config.load import Parser, load, one_of_names, whole_number
@@ -86,6 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_ranks(launch: Launch) -> None:
+    """Checks, where this machine runs the ranks, that it can start them, by one error in place of one for each rank."""
+    if launch.method is LaunchMethod.LOCAL:
+        missing_packages.require_packages()
     cores = os.cpu_count() or 1
     most = max(64, _LOCAL_RANKS_PER_CORE * cores)
     if launch.method is LaunchMethod.LOCAL and launch.ranks_per_node > most:

@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from megatron.optimus.platform import signals
+from megatron.optimus.platform import missing_packages, signals
 
 if __name__ == "__main__":
     signals.end_on_sigint()
+    sys.excepthook = missing_packages.excepthook
 
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.config.checks import check, check_trainable

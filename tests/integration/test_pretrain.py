@@ -79,8 +79,8 @@ def test_resumed_run_equals_the_unbroken_one_bit_for_bit(
 ) -> None:
     """Its test set, too, which is evaluated after the last step and by a run that finds nothing left to train."""
     options, tested = ("--expert-model-parallel-size", 2, "--test-data-path", f"held={tokens}"), "evaluation.json"
-    out = succeed(train(tmp_path, *options, "--exit-interval", 3, ranks=2))
-    assert re.search(r"step=3 .* eta=0:00\n", out), "the time left of this process"
+    out = succeed(train(tmp_path, *options, "--exit-interval", 3, "--log-interval", 100, ranks=2))
+    assert re.search(r"step=3 .* eta=0:00\n", out), "its line and the time left are those of this process's last step"
     assert re.search(r"trained steps 1 to 3 of 8 in \d:\d\d: loss \d\.\d{4}\n", out)
     assert f"checkpoint: {tmp_path}/checkpoints/step-00000003\n" in out and "the same command continues from it" in out
     assert [line["step"] for line in numbers(tmp_path)] == [1, 2, 3] and not (tmp_path / tested).exists()
