@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = load(argv)
         if run.dry_run:
             if launch.rank == 0:
-                sys.stdout.write(describe(run.config, launch.world_size))
+                sys.stdout.write(describe(run.config, launch.world_size, verbose=run.verbose))
             return 0
         check(run.config, launch.world_size)
         check_trainable(run.config)

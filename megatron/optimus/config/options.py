@@ -84,8 +84,8 @@ _NEAR = 0.75  # similarity (difflib's ratio) from which a name is proposed: fewe
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
     """Returns the candidate that ``name`` may have been meant for; None where no candidate is near.
 
-    Near is one that has all words of ``name`` and is at most twice as long, one that ends with ``name`` after one or two
-    other words, and one whose spelling is similar.
+    Near is one that has all words of ``name`` and is at most twice as long, one that ends with ``name`` after one or
+    two other words, and one whose spelling is similar.
     """
     name = _spelling(name)
     words = set(name.split("_"))
