@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from setuptools import __version__ as setuptools_version
 from setuptools import setup
 
 _CPU = ("gemm", "gemm_vector", "gemm_amx", "swiglu", "row_order", "schedule", "moe_mlp", "row_copies", "router")
@@ -21,6 +22,19 @@ SOURCES = ["csrc/bindings.cpp", *(f"csrc/cpu/{name}.cpp" for name in _CPU)]
 SYCL_SOURCES = ["csrc/sycl/xpu.sycl"]
 CUDA_SOURCES = [f"csrc/cuda/{name}" for name in ("moe_mlp.cpp", "layer.cpp", "row_order.cu", "grouped_gemm.cu")]
 _OLDEST_CUDA = (12, 5)  # has cudaGetDriverEntryPointByVersion
+
+
+def _check_setuptools():
+    """Ends the build in one line where setuptools is older than pyproject.toml asks for.
+
+    pip looks at that only in builds that it isolates; the build would end in a page about pyproject.toml's license.
+    """
+    text = Path(__file__).with_name("pyproject.toml").read_text(encoding="utf-8")
+    least = re.search(r'"setuptools>=(\d+)"', text).group(1)
+    if int(setuptools_version.partition(".")[0]) < int(least):
+        sys.exit(
+            f"error: setuptools is {setuptools_version}, optimus needs {least}: pip install -U 'setuptools>={least}'"
+        )
 
 
 def _has_sycl():
@@ -105,4 +119,5 @@ def _extensions():
     return {"ext_modules": [extension], "cmdclass": {"build_ext": OptionalBuild}}
 
 
+_check_setuptools()
 setup(**_extensions())

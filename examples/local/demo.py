@@ -153,6 +153,9 @@ def report(run_dir: Path, preset: str, vocab_size: int, texts: list[str], second
 def main() -> int:
     arguments = parse_arguments()
     sys.path.insert(0, str(ROOT))
+    from megatron.optimus.platform import missing_packages
+
+    sys.excepthook = missing_packages.excepthook
     from megatron.optimus.config.load import load
     from megatron.optimus.config.schema import ConfigError
 

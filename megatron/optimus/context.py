@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from megatron.optimus.config.schema import ParallelConfig, Precision, RunConfig
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.platform.ranks import Ranks
+from megatron.optimus.platform.startup import StartupClock
 
 DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}
 
@@ -21,6 +22,7 @@ class RunContext:
     mesh: Mesh
     device: torch.device  # of this rank
     ranks: Ranks  # all ranks of the run, for errors and small messages
+    startup: StartupClock = field(default_factory=StartupClock, compare=False)  # of what comes before the first step
 
     @classmethod
     def of(cls, config: RunConfig, mesh: Mesh, device: torch.device) -> RunContext:

@@ -17,14 +17,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.optimus.platform import signals
+from megatron.optimus.platform import missing_packages, signals
 
 if __name__ == "__main__":
     signals.end_on_sigint()
+    sys.excepthook = missing_packages.excepthook
 
 from megatron.optimus.config.checks import check, check_trainable
-from megatron.optimus.config.load import Parser, load, one_of_names, whole_number
-from megatron.optimus.config.schema import ConfigError, RunConfig
+from megatron.optimus.config.load import Parser, Run, load, one_of_names, whole_number
+from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.describe import describe
 from megatron.optimus.launcher.cluster import SYSTEMS, detect_allocation
 from megatron.optimus.launcher.command import Launch, LaunchMethod, LaunchOptions, Mpi, build_launch
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = run.config
         launch = build_launch(detect_allocation(env), request.launch_options, request.options, env)
         if request.dry_run:
-            sys.stdout.write(printable(_describe(launch, config)))
+            sys.stdout.write(printable(_describe(launch, run)))
             return 0
         check(config, launch.world_size)  # once and before the ranks start, not by thousands of ranks
         check_trainable(config)
@@ -88,6 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_ranks(launch: Launch) -> None:
+    """Checks, where this machine runs the ranks, that it can start them, by one error in place of one for each rank."""
+    if launch.method is LaunchMethod.LOCAL:
+        missing_packages.require_packages()
     cores = os.cpu_count() or 1
     most = max(64, _LOCAL_RANKS_PER_CORE * cores)
     if launch.method is LaunchMethod.LOCAL and launch.ranks_per_node > most:
@@ -121,7 +125,7 @@ def _run(launch: Launch, request: LaunchRequest, env: dict[str, str], metrics: P
         return run_with_restarts(attempt_on, launch.hosts, launch.spares, request.max_restarts)
 
 
-def _describe(launch: Launch, config: RunConfig) -> str:
+def _describe(launch: Launch, run: Run) -> str:
     """Returns what ``--dry-run`` prints. Raises ConfigError for a run that cannot work."""
     nodes, per_node = launch.num_nodes, launch.ranks_per_node
     lines = [f"# {nodes} node{'s' * (nodes > 1)} x {per_node} ranks = {launch.world_size} ranks, {launch.method.value}"]
@@ -135,7 +139,7 @@ def _describe(launch: Launch, config: RunConfig) -> str:
     else:
         lines.append("# each with torchrun's RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT:")
         lines.append(" ".join(map(_quote, launch.program)))
-    return "\n".join([*lines, "", describe(config, launch.world_size)])
+    return "\n".join([*lines, "", describe(run.config, launch.world_size, verbose=run.verbose)])
 
 
 def _quote(word: str) -> str:
@@ -162,7 +166,7 @@ def _parser() -> Parser:
     result.add_argument("--max-restarts", type=whole_number(0), metavar="N", default=0, help=restarts)
     stall = "seconds without output after which the ranks are stopped (default: never)"
     result.add_argument("--stall-timeout", type=whole, metavar="SECONDS", help=stall)
-    dry_run = "print the command, its environment and the run's configuration, then stop"
+    dry_run = "print the command, its environment and what the run would be, then stop"
     result.add_argument("--dry-run", action="store_true", help=dry_run)
     return result
 

@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from megatron.optimus.platform import signals
+from megatron.optimus.platform import missing_packages, signals
 
 if __name__ == "__main__":
     signals.end_on_sigint()
+    sys.excepthook = missing_packages.excepthook
 
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.config.checks import check, check_trainable
@@ -38,6 +39,7 @@ from megatron.optimus.platform.environment import RankEnvironment
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.platform.process_exit import run_program
 from megatron.optimus.platform.ranks import REPORTED_BY_ANOTHER_RANK, Ranks
+from megatron.optimus.platform.startup import StartupClock
 from megatron.optimus.training.health import TrainingError
 
 logger = logging.getLogger("optimus")
@@ -57,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = load(argv)
         if run.dry_run:
             if launch.rank == 0:
-                sys.stdout.write(describe(run.config, launch.world_size))
+                sys.stdout.write(describe(run.config, launch.world_size, verbose=run.verbose))
             return 0
         check(run.config, launch.world_size)
         check_trainable(run.config)
@@ -88,25 +90,29 @@ def pretrain(config: RunConfig, launch: RankEnvironment) -> int:
     Returns the exit code of ``Trainer.fit``, or 0 after an evaluation.
     """
     log.setup(launch.rank)
-    device = devices.device_for_rank(config.parallel.device, launch.local_rank)
-    environment.export(launch, device.type)
-    # DeepSpeed chooses its accelerator when it is imported, so the device must be known before.
-    from megatron.optimus.training.engine import init_engine, shutdown_engine
-    from megatron.optimus.training.evaluate import evaluate
-    from megatron.optimus.training.trainer import Trainer
+    startup = StartupClock()
+    with startup.phase("imports", "importing DeepSpeed"):
+        device = devices.device_for_rank(config.parallel.device, launch.local_rank)
+        environment.export(launch, device.type)
+        # DeepSpeed chooses its accelerator when it is imported, so the device must be known before.
+        from megatron.optimus.training.engine import init_engine, shutdown_engine
+        from megatron.optimus.training.evaluate import evaluate
+        from megatron.optimus.training.trainer import Trainer
 
     devices.set_device(device)
     devices.set_cpu_threads(launch)
     devices.set_deterministic(config.training.deterministic)
     seeding.seed_all(config.training.seed)
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
-    process_groups.init(launch, device, config.parallel.distributed_backend, timeout)
-    init_engine(timeout)
+    with startup.phase("process_group", f"waiting until all {launch.world_size} ranks have joined"):
+        process_groups.init(launch, device, config.parallel.distributed_backend, timeout)
+        init_engine(timeout)
     try:
         # Each rank checks its share of the token files: an id beyond the vocabulary would fail in the midst of the run.
         ranks = Ranks(None, device)
         _check_same(config, ranks)
-        ranks.run_on_all_ranks(lambda: _check_tokens(config, launch), "checking the tokens", DataError)
+        with startup.phase("data", "checking that all token ids are in the vocabulary"):
+            ranks.run_on_all_ranks(lambda: _check_tokens(config, launch), "checking the tokens", DataError)
         ranks.run_on_all_ranks(lambda: _make_folders(config, launch), "making the folders of the run", ConfigError)
         mesh = Mesh(
             config.parallel,
@@ -115,7 +121,7 @@ def pretrain(config: RunConfig, launch: RankEnvironment) -> int:
             local_world_size=launch.local_world_size,
         )
         logger.info("%s on %s", mesh.describe(), devices.device_name(device))
-        run = RunContext(config, mesh, device, ranks)
+        run = RunContext(config, mesh, device, ranks, startup)
         if config.training.skip_train:
             evaluate(run)
             code = 0

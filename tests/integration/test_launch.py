@@ -189,7 +189,7 @@ def test_job_scripts(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert words[:2] == ["-m", "megatron.optimus.launch"]
     assert script.parent.name == "local" or "/data/list of files.txt" in words
     assert script.parent.name != "aurora" or "two words" in words
-    assert main([*words[2:], "--dry-run"]) == 0
+    assert main([*words[2:], "--dry-run", "--verbose"]) == 0
     shown = capsys.readouterr().out
     assert "  lr: 0.0035" in shown
     assert f"runs/{script.stem.replace('_', '-')}" in shown

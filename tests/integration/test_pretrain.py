@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import time
@@ -53,7 +54,8 @@ def test_every_step_is_reported_and_the_loss_falls(unbroken: Path) -> None:
     lines = read_metrics(unbroken / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 9))
     for line in lines:
-        assert set(line) - {"valid_loss", "pause_s", "save_stall_s", "save_drain_s"} == set(KEYS)
+        keys = {key for key in line if not key.startswith("startup_s/")}
+        assert keys - {"valid_loss", "pause_s", "save_stall_s", "save_drain_s"} == set(KEYS)
         assert line["dropped_tokens"] == 0
         assert line["consumed_tokens"] == line["step"] * 8 * 32
     assert [line["step"] for line in lines if "valid_loss" in line] == [4, 8]
@@ -61,6 +63,11 @@ def test_every_step_is_reported_and_the_loss_falls(unbroken: Path) -> None:
     assert lines[-1]["valid_loss"] < lines[3]["valid_loss"] < lines[0]["loss"] + 0.05
     assert any(line["save_stall_s"] > 0 for line in lines if "save_stall_s" in line)
     assert any(line["save_drain_s"] > 0 for line in lines if "save_drain_s" in line)
+    phases = "imports process_group data model kernels weights optimizer checkpoint first_step other".split()
+    start = {key.removeprefix("startup_s/"): value for key, value in lines[0].items() if key.startswith("startup_s/")}
+    assert start.pop("total") == pytest.approx(sum(start.values())) and set(start) == set(phases)
+    assert start["imports"] > 0.5 and start["first_step"] >= lines[0]["step_time_s"] / 2
+    assert not [key for line in lines[1:] for key in line if key.startswith("startup_s/")]
     again = load_run(["--config", str(unbroken / "config.yaml")]).config
     assert (again.training.train_iters, again.parallel.expert_model_parallel_size) == (8, 2)
     load = json.loads((unbroken / "expert_load.json").read_text())
@@ -72,15 +79,23 @@ def test_resumed_run_equals_the_unbroken_one_bit_for_bit(
 ) -> None:
     """Its test set, too, which is evaluated after the last step and by a run that finds nothing left to train."""
     options, tested = ("--expert-model-parallel-size", 2, "--test-data-path", f"held={tokens}"), "evaluation.json"
-    succeed(train(tmp_path, *options, "--exit-interval", 3, ranks=2))
+    out = succeed(train(tmp_path, *options, "--exit-interval", 3, "--log-interval", 100, ranks=2))
+    assert re.search(r"step=3 .* eta=0:00\n", out), "its line and the time left are those of this process's last step"
+    assert re.search(r"trained steps 1 to 3 of 8 in \d:\d\d: loss \d\.\d{4}\n", out)
+    assert f"checkpoint: {tmp_path}/checkpoints/step-00000003\n" in out and "the same command continues from it" in out
     assert [line["step"] for line in numbers(tmp_path)] == [1, 2, 3] and not (tmp_path / tested).exists()
     out = succeed(train(tmp_path, *options, ranks=2))
     assert "resumed from" in out and "step 3, 24 samples" in out
+    assert re.search(r"trained steps 4 to 8 of 8 in .*: loss \S+, validation loss \d\.\d{4} at step 8\n", out)
+    export = f"optimus convert {tmp_path}/checkpoints {tmp_path}/hf --to hf\n"
+    assert export in out
     assert numbers(tmp_path) == numbers(unbroken)
     told = (unbroken / tested).read_text()
     assert (tmp_path / tested).read_text() == told and json.loads(told)["step"] == 8
     (tmp_path / tested).unlink()
-    succeed(train(tmp_path, *options, ranks=2))
+    out = succeed(train(tmp_path, *options, ranks=2))
+    assert "nothing left to train: step 8 of 8\n" in out and "a larger --train-iters continues" in out and export in out
+    assert "step=" not in out
     assert (tmp_path / tested).read_text() == told and numbers(tmp_path) == numbers(unbroken)
     resumed, reference = (tensors(run / "checkpoints/step-00000008") for run in (tmp_path, unbroken))
     assert resumed.keys() == reference.keys()

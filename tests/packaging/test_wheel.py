@@ -87,3 +87,18 @@ def test_types_and_license(wheel: zipfile.ZipFile) -> None:
     assert wheel.read(name).decode() == (ROOT / "LICENSE").read_text(encoding="utf-8")
     (name,) = (name for name in names if name.endswith(".dist-info/METADATA"))
     assert "\nLicense-Expression: Apache-2.0\n" in wheel.read(name).decode()
+
+
+@pytest.mark.parametrize(("version", "is_enough"), [("65.5.0", False), ("76.1.0", False), ("77.0.0", True)])
+def test_an_old_setuptools_is_one_line(version: str, is_enough: bool, tmp_path: Path) -> None:
+    """That of a fresh environment of Python 3.11 is 65.5.0, and stumbles over the license in pyproject.toml."""
+    (tmp_path / "setuptools.py").write_text(f"__version__ = {version!r}\ndef setup(**_): print('built')\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PATH": str(tmp_path)}  # without a compiler
+    done = subprocess.run(
+        [sys.executable, "setup.py"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    if is_enough:
+        assert (done.returncode, done.stdout) == (0, "built\n"), done.stderr
+    else:
+        line = f"error: setuptools is {version}, optimus needs 77: pip install -U 'setuptools>=77'\n"
+        assert (done.returncode, done.stdout, done.stderr) == (1, "", line)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.optimus.cli import COMMANDS, main
+from megatron.optimus.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 FACES = {
@@ -43,6 +44,17 @@ def test_a_wrong_flag_is_one_line_and_code_2(name: str, capsys: pytest.CaptureFi
 def test_an_unknown_command_names_its_neighbour(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["covnert"]) == 2
     assert capsys.readouterr().err == "error: optimus has no command 'covnert'; did you mean convert?\n"
+
+
+def test_version_and_a_dry_run_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"optimus {__version__}\n"
+    assert main(["pretrain", "--preset", "mula-tiny", "--dry-run"]) == 0
+    short = capsys.readouterr().out
+    assert main(["pretrain", "--preset", "mula-tiny", "--dry-run", "--verbose"]) == 0
+    whole = capsys.readouterr().out
+    assert len(short.splitlines()) < 16 and "every option: --dry-run --verbose" in short and "  lr: " not in short
+    assert "  lr: " in whole and short.rpartition("every option")[0] in whole
 
 
 def test_help_imports_neither_torch_nor_numpy() -> None:

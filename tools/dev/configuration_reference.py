@@ -31,7 +31,7 @@ training:
 Values are taken in this order, later ones winning: defaults, `--preset NAME`, `--config FILE` (YAML or JSON), flags.
 A switch alone means true and `--no-SWITCH` means false. The word `none` empties an optional value. An unknown name, a
 wrong type or an impossible combination is one error that names the key, the value and what would work.
-`optimus pretrain --dry-run` prints the configuration as resolved; a run writes it to `config.yaml`.
+`optimus pretrain --dry-run --verbose` prints the configuration as resolved; a run writes it to `config.yaml`.
 
 Presets: {presets}.
 """

@@ -39,10 +39,11 @@ ORDER = {
     **dict.fromkeys(("data", "checkpoint"), 9),
     "convert": 10,
     "training": 11,
-    **dict.fromkeys(("describe", "launcher", "planner"), 12),
-    **dict.fromkeys(("pretrain", "launch", "commands"), 13),
-    "cli": 14,
-    "__main__": 15,
+    **dict.fromkeys(("launcher", "planner"), 12),
+    "describe": 13,
+    **dict.fromkeys(("pretrain", "launch", "commands"), 14),
+    "cli": 15,
+    "__main__": 16,
 }
 
 

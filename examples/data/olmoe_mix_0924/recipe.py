@@ -21,10 +21,15 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # run from a checkout, without installation
+
+from megatron.optimus.platform import missing_packages
+
+if __name__ == "__main__":
+    sys.excepthook = missing_packages.excepthook
+
 import xxhash
 import yaml
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # run from a checkout, without installation
 
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles

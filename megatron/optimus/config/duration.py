@@ -99,6 +99,14 @@ def last_step(training: TrainingConfig, step: int = 0, position: int = 0) -> int
     return step + batch_sizes(training).steps(position, training.train_samples)
 
 
+def last_step_of_process(training: TrainingConfig, step: int, end: int) -> int:
+    """Returns the step after which a process that begins at ``step`` ends by itself: ``end``, the run's last, or the
+    first multiple of ``exit_interval`` that is trained."""
+    interval = training.exit_interval
+    multiples = range((step // interval + 1) * interval, end, interval) if interval else ()
+    return next((number for number in multiples if number not in training.iterations_to_skip), end)
+
+
 def total_samples(training: TrainingConfig) -> int:
     """Returns the samples of the whole run."""
     return batch_sizes(training).after(0, last_step(training))

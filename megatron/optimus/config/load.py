@@ -45,7 +45,8 @@ class Run:
     Attributes:
         config: every option of the run, checked section by section.
         preset: name given to ``--preset``.
-        dry_run: whether only to print the configuration.
+        dry_run: whether only to print what would run.
+        verbose: whether to print every option with it.
         given: options named by a flag, not those of a preset or a file.
     """
 
@@ -53,6 +54,7 @@ class Run:
     preset: str | None
     dry_run: bool
     given: frozenset[str]
+    verbose: bool = False
 
 
 def load(argv: Sequence[str] | None = None, program: str = "pretrain", other_flags: Iterable[str] = ()) -> Run:
@@ -178,15 +180,16 @@ def one_of_names(names: Iterable[str]) -> Any:
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--preset``, ``--config``, ``--dry-run`` and a flag for every option of the schema."""
+    """Adds ``--preset``, ``--config``, ``--dry-run``, ``--verbose`` and a flag for every option of the schema."""
     run = parser.add_argument_group("run", _PRECEDENCE)
     run.add_argument("--preset", metavar="NAME", help="start from a named model: " + ", ".join(PRESETS))
     run.add_argument("--config", metavar="FILE", help="sections in a .yaml or .json file; overrides the preset")
     run.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the resolved configuration, parameter counts and layout, then stop",
+        help="print model, layout, memory, length, data and output of the run, then stop",
     )
+    run.add_argument("--verbose", action="store_true", help="with --dry-run: print every option as resolved, too")
     for section in SECTIONS:
         group = parser.add_argument_group(section)
         for option in OPTIONS.values():
@@ -222,7 +225,7 @@ def read_run(args: argparse.Namespace) -> Run:
     for name, word in words.items():
         option = OPTIONS[name]
         values[name] = (parse_all if option.is_list else parse)(option, word, option.flag)
-    return Run(build(values), args.preset, args.dry_run, frozenset(words))
+    return Run(build(values), args.preset, args.dry_run, frozenset(words), args.verbose)
 
 
 def _metavar(option: Option) -> str:

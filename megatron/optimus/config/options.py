@@ -78,23 +78,31 @@ def _options() -> dict[str, Option]:
 OPTIONS: dict[str, Option] = _options()
 
 
+_NEAR = 0.75  # similarity (difflib's ratio) from which a name is proposed: fewer letters in common mean another word
+
+
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """Returns the candidate most like ``name``: the only one that contains it, else the most similar, else None."""
-    name = name.lower().replace("-", "_")
-    spelled = {candidate.replace("-", "_"): candidate for candidate in candidates}
-    part = name.strip("_")
-    containing = [candidate for candidate in spelled if part in candidate]
-    if len(containing) == 1:
-        return spelled[containing[0]]
-    words = set(part.split("_"))
+    """Returns the candidate that ``name`` may have been meant for; None where no candidate is near.
 
-    def shared_words(candidate: str) -> int:
-        return len(words & set(candidate.split("_")))
+    Near is one that has all words of ``name`` and is at most twice as long, one that ends with ``name`` after one or
+    two other words, and one whose spelling is similar.
+    """
+    name = _spelling(name)
+    words = set(name.split("_"))
 
-    close = difflib.get_close_matches(name, spelled, n=5)  # best first, which max keeps among equals
-    if close:
-        return spelled[max(close, key=shared_words)]
-    return spelled[min(containing, key=len)] if containing else None
+    def likeness(candidate: str) -> tuple[bool, int, float, int]:
+        spelled = _spelling(candidate)
+        shared, ratio = words & set(spelled.split("_")), difflib.SequenceMatcher(None, name, spelled).ratio()
+        ends_with = spelled.endswith(f"_{name}") and spelled.count("_") <= name.count("_") + 2
+        contains = shared == words and len(spelled) <= 2 * len(name)
+        return ends_with or contains or ratio >= _NEAR, len(shared), ratio, -len(spelled)
+
+    best = max(candidates, key=likeness, default=None)
+    return best if best is not None and likeness(best)[0] else None
+
+
+def _spelling(name: str) -> str:
+    return name.lower().replace("-", "_").strip("_")
 
 
 def did_you_mean(name: str, candidates: Iterable[str], otherwise: str) -> str:
@@ -202,7 +210,7 @@ def read_sections(data: Any, source: str) -> dict[str, Any]:
             if name not in OPTIONS:
                 close = nearest(str(name), names) or nearest(str(name), OPTIONS)
                 full = f"{OPTIONS[close].section}.{close}" if close else ""
-                hint = f"did you mean {full}?" if close else f"{section} has {', '.join(names)}"
+                hint = f"did you mean {full}?" if close else "optimus pretrain --help lists all options"
                 raise ConfigError(f"{where}={value!r}: unknown option; {hint}")
             if name not in names:
                 raise ConfigError(f"{where}={value!r} belongs into section {OPTIONS[name].section}")

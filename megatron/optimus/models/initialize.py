@@ -7,7 +7,6 @@ expert-parallel size starts from the same model, and a rank's CPU threads draw s
 
 from __future__ import annotations
 
-import logging
 import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -18,9 +17,6 @@ from torch import Tensor, nn
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.partition import local_shard_of, whole_shape
 from megatron.optimus.platform.seeding import generator_for
-
-logger = logging.getLogger("optimus")
-_LONG = 1_000_000_000  # parameters: about ten seconds on one CPU thread
 
 
 @torch.no_grad()
@@ -41,9 +37,6 @@ def initialize_weights(model: Decoder, *, seed: int, device: torch.device, dtype
         else:
             draws += _draws(name, parameter)
     threads = torch.get_num_threads()
-    count = sum(draw.weight.numel() for draw in draws)
-    if count >= _LONG:
-        logger.info("drawing %.1f billion initial weights on %d CPU threads", count / 1e9, threads)
     # The largest first, so that no thread begins a long one when the others are done. Each works alone: torch would
     # start a team of threads for every one of them.
     draws.sort(key=lambda draw: math.prod(draw.shape), reverse=True)

@@ -19,6 +19,8 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
+from megatron.optimus.platform import missing_packages
+
 _EXIT_HANDLERS_SECONDS = 60.0
 _FLUSH_FAILED = 120  # the interpreter's own exit code for output that could not be written
 
@@ -27,7 +29,8 @@ def run_program(main: Callable[[], int | None]) -> NoReturn:
     """Calls ``main`` and ends the process with its exit code; the last line of a program that joins process groups.
 
     ``sys.exit`` and exceptions mean what they mean to the interpreter: the code or message of the former, a traceback
-    and exit code 1 for the latter. A KeyboardInterrupt that ``main`` leaves open has exit code 130.
+    and exit code 1 for the latter. A package that is not installed is one line and exit code 2. A KeyboardInterrupt
+    that ``main`` leaves open has exit code 130.
 
     Args:
         main: the program; returns its exit code, None for 0.
@@ -43,7 +46,11 @@ def run_program(main: Callable[[], int | None]) -> NoReturn:
                 sys.stderr.write(f"{error.code}\n")
         except BaseException as error:
             code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-            sys.excepthook(*sys.exc_info())
+            if (line := missing_packages.explain(error)) is None:
+                sys.excepthook(*sys.exc_info())
+            else:
+                code = 2
+                sys.stderr.write(f"{line}\n")
     finally:  # also where stderr cannot be written, or another interrupt comes
         exit_process(code or 0)
 

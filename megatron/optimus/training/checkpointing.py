@@ -15,6 +15,7 @@ import xxhash
 from megatron.optimus.checkpoint import CheckpointError, Manifest, Saved, Saver, TensorSlice, state, store
 from megatron.optimus.checkpoint.run_lock import RunLock
 from megatron.optimus.checkpoint.tokenizer_files import HASHES_FIELD, hash_files
+from megatron.optimus.config.schema import RunConfig
 from megatron.optimus.config.serialize import changed_options, to_dict
 from megatron.optimus.context import RunContext
 from megatron.optimus.data.loader import position_after_change
@@ -35,7 +36,7 @@ class Checkpoints:
         config, mesh = run.config, run.mesh
         self._config, self._mesh, self._device, self._ranks = config, mesh, run.device, run.ranks
         self._model, self._state = model, training_state(engine)
-        self._root = Path(config.checkpoint.save or Path(config.logging.run_dir) / "checkpoints")
+        self._root = folder_of_checkpoints(config)
         # Read at the start: training waits while a save reads them, and the files may be replaced during the run.
         self._packages = _packages()
         self._tokenizer = _tokenizer_hash(config.data.tokenizer_model) if mesh.rank == 0 else None
@@ -242,6 +243,11 @@ class Checkpoints:
         now = self._tokenizer
         if manifest.tokenizer_xxh3_128 is not None and now is not None and now != manifest.tokenizer_xxh3_128:
             logger.warning("the tokenizer's file has changed since that checkpoint; token ids may mean other words")
+
+
+def folder_of_checkpoints(config: RunConfig) -> Path:
+    """Returns the folder to which a run saves."""
+    return Path(config.checkpoint.save or Path(config.logging.run_dir) / "checkpoints")
 
 
 def _is_due(step: int, interval: int) -> bool:

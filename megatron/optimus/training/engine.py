@@ -19,6 +19,7 @@ from megatron.optimus.config.schema import OptimizerConfig, OptimizerName, Preci
 from megatron.optimus.context import RunContext
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
+from megatron.optimus.models.parameters import count_parameters
 from megatron.optimus.moe.dispatch.ownership import read_placements
 from megatron.optimus.moe.dispatch.select import select_dispatcher
 from megatron.optimus.parallel.apply import parallelize
@@ -69,10 +70,13 @@ def build_model(run: RunContext) -> Decoder:
         model = Decoder(config.model)
     placements = read_placements(run)
     parallel = select_dispatcher(run)
-    select_tiles(run.with_parallel(parallel))
+    with run.startup.phase("kernels", "choosing the tiles of expert kernels"):
+        select_tiles(run.with_parallel(parallel))
     converters = load_converters(parallel.model_converters)
     parallelize(model, mesh, parallel, config.training.seq_length, placements, converters)
-    with ThreadPoolExecutor(1) as pool:
+    total, own = count_parameters(config.model).total, sum(weight.numel() for weight in model.parameters())
+    doing = f"drawing initial weights of {total / 1e9:,.1f} B parameters, {own / 1e9:,.1f} B of them on this rank"
+    with run.startup.phase("weights", doing), ThreadPoolExecutor(1) as pool:
         imported = pool.submit(deepspeed_ext.import_ahead)  # beside the threads that draw
         initialize_weights(model, seed=config.training.seed, device=run.device, dtype=run.dtype)
         imported.result()

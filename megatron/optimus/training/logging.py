@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shlex
+import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+from megatron.optimus.checkpoint import store
+from megatron.optimus.config.schema import RunConfig
 from megatron.optimus.config.serialize import to_yaml
 from megatron.optimus.context import RunContext
 from megatron.optimus.platform.files import write_atomically
+from megatron.optimus.training.checkpointing import folder_of_checkpoints
 from megatron.optimus.training.data import VALIDATION
 from megatron.optimus.training.expert_load import ExpertLoad
 from megatron.optimus.training.metrics import MetricsWriter, StepMetrics
 from megatron.optimus.training.trackers import StepRange, Tracker, open_trackers
+from megatron.optimus.training.trackers.progress import duration
 
 logger = logging.getLogger("optimus")
 
@@ -28,6 +34,7 @@ class MetricsLogger:
         trackers' own errors."""
         self._is_writer = run.mesh.rank == 0
         self._has_failed = False
+        self.last_losses: dict[str, str] = {}  # by what they are, as the closing line of the run shows them
         if not self._is_writer:
             return
         run_dir = Path(run.config.logging.run_dir)
@@ -48,6 +55,10 @@ class MetricsLogger:
             return
         named = {name: loss for name, loss in valid_losses.items() if name != VALIDATION}
         metrics = dataclasses.replace(metrics, valid_loss=valid_losses.get(VALIDATION), valid_losses=named)
+        self.last_losses["loss"] = f"{metrics.loss:.4f}"
+        for name, loss in valid_losses.items():
+            key = "validation loss" if name == VALIDATION else f"validation loss of {name}"
+            self.last_losses[key] = f"{loss:.4f} at step {metrics.step}"
         self._try(lambda: self._metrics.write(metrics))
         for tracker in self._trackers:
             self._try(partial(tracker.log, metrics))
@@ -78,3 +89,47 @@ class MetricsLogger:
             self._try(tracker.close)
         self._try(self._expert_load.write)
         self._try(self._metrics.close)
+
+
+def startup_line(seconds: Mapping[str, float]) -> str:
+    """Returns the start of a run in one line; phases below a twentieth of a second are left out."""
+    phases = [f"{name.replace('_', ' ')} {s:.1f}" for name, s in seconds.items() if s >= 0.05 and name != "total"]
+    return f"first step done {seconds['total']:.1f} s after the start of the process: {', '.join(phases)}"
+
+
+def closing_lines(
+    config: RunConfig, trained: tuple[int, int], last: int, losses: Mapping[str, str], seconds: float
+) -> list[str]:
+    """Returns what a process says when it has trained: steps, time, losses, the checkpoint and what to do with it.
+
+    Args:
+        config: the run.
+        trained: first and last step of this process.
+        last: the run's last step.
+        losses: the last ones, by what they are.
+        seconds: that training took, with validation and saves.
+    """
+    found = ", ".join(f"{name} {loss}" for name, loss in losses.items())
+    lines = [
+        f"trained steps {trained[0]} to {trained[1]} of {last} in {duration(seconds)}: {found}",
+        f"checkpoint: {store.latest(folder_of_checkpoints(config))}",
+    ]
+    if trained[1] < last:
+        return [*lines, "the same command continues from it"]
+    return [*lines, f"export to Hugging Face format: {_export(config)}"]
+
+
+def nothing_left_lines(config: RunConfig, step: int, last: int) -> list[str]:
+    """Returns what a process says whose run is at its end already, and how to go on."""
+    unit = "iters" if config.training.train_samples is None else "samples"
+    return [
+        f"nothing left to train: step {step} of {last}",
+        f"a larger --train-{unit} continues this run, another --run-dir starts a new one",
+        f"export to Hugging Face format: {_export(config)}",
+    ]
+
+
+def _export(config: RunConfig) -> str:
+    program = "optimus" if shutil.which("optimus") else "python -m megatron.optimus"  # a tree that is not installed
+    source, destination = folder_of_checkpoints(config), Path(config.logging.run_dir) / "hf"
+    return f"{program} convert {shlex.join([str(source), str(destination)])} --to hf"

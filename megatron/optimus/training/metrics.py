@@ -48,6 +48,9 @@ class StepMetrics:
     pause_s: float | None = None  # before the step, for validation, a checkpoint or a check of devices
     save_stall_s: float | None = None  # since the line before, training waited this long for checkpoints
     save_drain_s: float | None = None  # a checkpoint was committed since the line before, this long after it was begun
+    startup_s: dict[str, float] | None = (
+        None  # of the process's first step: rank 0's start by phase, keys startup_s/PHASE
+    )
     recorded: dict[str, float] | None = None  # what else platform.metrics.record collected, by name: a key each
     expert_load_LE: list[list[int]] | None = None  # slots of each expert in each MoE layer; in expert_load.json alone
 
@@ -56,13 +59,16 @@ class StepMetrics:
             raise ValueError(f"metrics.record: {', '.join(sorted(taken))} are fields of every step; use another name")
 
 
+_BY_NAME = {"valid_losses": "valid_loss", "startup_s": "startup_s"}  # fields with a number for each name: their keys
+
+
 def flat(metrics: StepMetrics) -> dict[str, Any]:
     """Every number of a step by its key; that of a named validation set is ``valid_loss/NAME``."""
     record: dict[str, Any] = {}
     for key in (field.name for field in dataclasses.fields(metrics) if field.name != "expert_load_LE"):
         value = getattr(metrics, key)
-        if key == "valid_losses":
-            record.update({f"valid_loss/{name}": loss for name, loss in (value or {}).items()})
+        if key in _BY_NAME:
+            record.update({f"{_BY_NAME[key]}/{name}": number for name, number in (value or {}).items()})
         elif key == "recorded":
             record.update(value or {})
         else:

@@ -9,8 +9,10 @@ unhealthy trains at most one step too many, and never saves a step that has not 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import signal
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megatron.optimus.config.costs import flops_per_token
-from megatron.optimus.config.duration import batch_sizes, last_step
+from megatron.optimus.config.duration import batch_sizes, last_step, last_step_of_process
 from megatron.optimus.context import RunContext
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.loader import Batch
@@ -33,7 +35,7 @@ from megatron.optimus.training.data import build_data, labels_per_micro_batch, n
 from megatron.optimus.training.engine import Engine, build_engine, build_model, step_outcome
 from megatron.optimus.training.evaluate import evaluate_sets, loss_over
 from megatron.optimus.training.health import Health, TrainingError, check_devices
-from megatron.optimus.training.logging import MetricsLogger
+from megatron.optimus.training.logging import MetricsLogger, closing_lines, nothing_left_lines, startup_line
 from megatron.optimus.training.lr_schedule import RateSchedule
 from megatron.optimus.training.metrics import StepMetrics
 from megatron.optimus.training.pipeline_schedule import Schedule, build_schedule
@@ -150,13 +152,18 @@ class Trainer:
     def __init__(self, run: RunContext) -> None:
         config = run.config
         self.run, self.config = run, config
-        self.data = build_data(run)
-        self.model = build_model(run)
-        self.engine = build_engine(run, self.model)
-        self.schedule = build_schedule(run, self.engine)
-        self.checkpoints = Checkpoints(run, self.model, self.engine)
-        # Optimizer steps done, and the position in the order of samples, which is the whole state of the data.
-        self.step, self.consumed_samples = self.checkpoints.resume()
+        startup = run.startup
+        with startup.phase("data", "opening the token files"):
+            self.data = build_data(run)
+        with startup.phase("model", "building the model"):
+            self.model = build_model(run)
+        with startup.phase("optimizer", "building the optimizer and its states"):
+            self.engine = build_engine(run, self.model)
+            self.schedule = build_schedule(run, self.engine)
+        with startup.phase("checkpoint", "looking for a checkpoint and loading it"):
+            self.checkpoints = Checkpoints(run, self.model, self.engine)
+            # Optimizer steps done, and the position in the order of samples, which is the whole state of the data.
+            self.step, self.consumed_samples = self.checkpoints.resume()
         self.first_step = self.step
         self.last_step = last_step(config.training, self.step, self.consumed_samples)
         self.batch_sizes, self.rates = batch_sizes(config.training), RateSchedule(config.optimizer, config.training)
@@ -167,7 +174,8 @@ class Trainer:
         self.queued: QueuedStep | None = None  # the last step, until it is logged
         self.stop_requested = False  # of any rank, in a step that has been logged
         self.logged_batch_size = 0  # of a batch-size ramp
-        self.checkpoints.prepare()
+        with startup.phase("checkpoint", "reserving memory for saves"):
+            self.checkpoints.prepare()
 
     def fit(self) -> int:
         """Trains up to ``train_iters`` steps or ``train_samples`` samples, up to a multiple of ``exit_interval``, or
@@ -176,13 +184,19 @@ class Trainer:
 
         Returns the exit code: 0, or that of the signal as shells report it. Everything up to the last step is saved.
         """
+        if self.step >= self.last_step:
+            for line in nothing_left_lines(self.config, self.step, self.last_step):
+                logger.info("%s", line)
+            return self._evaluate_test_sets()
+        began = time.monotonic()
         options, skipped = self.config.logging, self._starts_of_skipped_steps()
         profiler = StepProfiler(
             options, self.engine.module, self.run.device, self.clock, rank=self.run.mesh.rank, first_step=self.step
         )
         with self._open_logger() as metrics_logger, StopRequest() as stop, profiler:
             start = partial(self.data.train.start, self.consumed_samples, self.last_step - self.step, skipped)
-            self.run.ranks.run_on_all_ranks(start, "reading the first batches", DataError)
+            with self.run.startup.phase("data", "reading the first batches"):
+                self.run.ranks.run_on_all_ranks(start, "reading the first batches", DataError)
             self.clock.restart()
             try:
                 self._train(metrics_logger, stop, profiler)
@@ -192,8 +206,16 @@ class Trainer:
             except BaseException:
                 self._log_queued_step(metrics_logger)
                 raise
+        if self.run.mesh.rank == 0:
+            trained, seconds = (self.first_step + 1, self.step), time.monotonic() - began
+            for line in closing_lines(self.config, trained, self.last_step, metrics_logger.last_losses, seconds):
+                logger.info("%s", line)
         if self.stop_requested and self.step < self.last_step:
             return 128 + (stop.signal or signal.SIGTERM)
+        return self._evaluate_test_sets()
+
+    def _evaluate_test_sets(self) -> int:
+        """Evaluates the test sets of a run that is at its end; returns the exit code 0."""
         if self.data.test and self.step >= self.last_step:
             evaluate_sets(self.run, self.data.test, self.step, self.schedule)
         return 0
@@ -291,7 +313,12 @@ class Trainer:
                 valid_losses = self._evaluate()
         except DataError as error:
             unreadable = error
-        metrics_logger.log(self._metrics(queued, result), valid_losses)
+        metrics = self._metrics(queued, result)
+        if self.run.startup.is_running:
+            metrics = dataclasses.replace(metrics, startup_s=self.run.startup.finish("first_step"))
+        metrics_logger.log(metrics, valid_losses)
+        if metrics.startup_s is not None:
+            logger.info("%s", startup_line(metrics.startup_s))
         self.queued = None
         loss = result.metrics.get("loss", 0.0)
         self.health.observe(queued.step, loss=loss, grad_norm=result.grad_norm, skipped=result.skipped)
@@ -349,8 +376,9 @@ class Trainer:
         )
 
     def _open_logger(self) -> MetricsLogger:
-        samples = self.batch_sizes.after(self.consumed_samples, self.last_step - self.step)
-        steps = StepRange(self.step, self.last_step, samples * self.config.training.seq_length)
+        last = last_step_of_process(self.config.training, self.step, self.last_step)
+        samples = self.batch_sizes.after(self.consumed_samples, last - self.step)
+        steps = StepRange(self.step, last, samples * self.config.training.seq_length)
         return self.run.ranks.run_on_all_ranks(
             lambda: MetricsLogger(self.run, steps), "opening the outputs", TrainingError
         )

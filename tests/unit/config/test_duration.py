@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from megatron.optimus.config.duration import BatchSizes, last_step, total_samples
+from megatron.optimus.config.duration import BatchSizes, last_step, last_step_of_process, total_samples
 from megatron.optimus.config.schema import TrainingConfig
 
 RAMPS = [(8, 4, 4, 12), (16, 4, 4, 50), (64, 1, 7, 1000), (12, 2, 5, 1), (100, 10, 9, 97), (48, 16, 32, 5)]
@@ -50,3 +50,11 @@ def test_a_run_ends_with_the_last_whole_batch() -> None:
     assert last_step(ramp, step=100, position=24) == 103, "a run that went on from elsewhere ends at the same samples"
     short = TrainingConfig(train_samples=10, global_batch_size=16, rampup_batch_size=[4, 4, 48])
     assert (last_step(short), total_samples(short)) == (2, 8), "within the ramp too"
+
+
+def test_a_process_ends_at_the_next_multiple_of_the_exit_interval() -> None:
+    every_ten = TrainingConfig(train_iters=25, exit_interval=10)
+    assert [last_step_of_process(every_ten, step, 25) for step in (0, 9, 10, 20)] == [10, 10, 20, 25]
+    assert last_step_of_process(TrainingConfig(train_iters=25), 3, 25) == 25
+    left_out = TrainingConfig(train_iters=25, exit_interval=10, iterations_to_skip=[10])
+    assert last_step_of_process(left_out, 5, 25) == 20, "a step that is left out ends nothing"

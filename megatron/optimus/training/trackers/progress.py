@@ -14,6 +14,7 @@ from megatron.optimus.training.trackers import StepRange
 if TYPE_CHECKING:
     from rich.progress import Progress as LiveBar
 
+_BAR_WIDTH, _LEAST_BAR_WIDTH = 24, 8
 _DECAY = 0.9  # a step's weight in the mean time of a token, behind the ETA, falls by this factor a step
 
 
@@ -50,10 +51,11 @@ class Progress:
         self._recent = _Pace()  # tokens count, not steps: while the batch grows, later steps take longer
         self._steps_s = self._pauses_s = 0.0
         self._num_steps = 0
+        self._valid = ""  # the last validation losses
         self._bar: LiveBar | None = None
         if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
             self._bar = _live_bar()
-            self._task = self._bar.add_task("", total=total_steps, completed=first_step, text="")
+            self._task = self._bar.add_task("", total=total_steps, completed=first_step, words=[])
             self._bar.start()
 
     def log(self, metrics: StepMetrics) -> None:
@@ -63,17 +65,17 @@ class Progress:
         tokens_per_second = self._since_line.tokens / self._since_line.seconds
         eta = duration(self._seconds_left(metrics, tokens))
         valid = "".join(f" {key}={value:.4f}" for key, value in flat(metrics).items() if _is_validation(key, value))
-        if self._bar is not None:
-            text = f"loss {metrics.loss:.4f}{valid}  {tokens_per_second:,.0f} tokens/s  ETA {eta}"
-            self._bar.update(self._task, completed=metrics.step, text=text)
-            self._since_line = _Pace()
-        elif valid or metrics.step % self.log_interval == 0 or metrics.step == self.total_steps:
+        if valid or metrics.step % self.log_interval == 0 or metrics.step == self.total_steps:
             sys.stdout.write(
                 f"step={metrics.step} loss={metrics.loss:.4f}{valid} lr={metrics.lr:.3e} "
                 f"grad_norm={metrics.grad_norm:.3f} tokens/s={tokens_per_second:.0f} eta={eta}\n"
             )
             sys.stdout.flush()
             self._since_line = _Pace()
+        if self._bar is not None:
+            self._valid = valid.strip().replace("=", " ") or self._valid
+            words = [f"ETA {eta}", f"loss {metrics.loss:.4f}", self._valid, f"{tokens_per_second:,.0f} tokens/s"]
+            self._bar.update(self._task, completed=metrics.step, words=words)
 
     def _seconds_left(self, metrics: StepMetrics, tokens: float) -> float:
         """Time left of the run: steps at the pace of the last ones, and pauses in proportion as so far."""
@@ -98,11 +100,32 @@ def _is_validation(key: str, value: object) -> bool:
 
 
 def _live_bar() -> LiveBar:
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.progress import Progress as LiveBar
+    from rich.progress import ProgressColumn, Task
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    class Words(ProgressColumn):
+        """The step, a bar, and as many of the task's words as the terminal has room for, the first ones first."""
+
+        def render(self, task: Task) -> Table:
+            count = f"step {task.completed:.0f}/{task.total:.0f}"
+            room = bar.console.width - len(count) - 1
+            words: list[str] = []
+            for word in filter(None, task.fields["words"]):
+                if len(word) + 2 > room:
+                    break
+                words.append(word)
+                room -= len(word) + 2
+            row = Table.grid(padding=(0, 1))
+            size = min(_BAR_WIDTH, room - 1)
+            cells = [ProgressBar(task.total, task.completed, width=size)] if size >= _LEAST_BAR_WIDTH else []
+            row.add_row(count, *cells, "  ".join(words))
+            return row
 
     # Live redirects sys.stdout, so log lines appear above the bar instead of through it.
-    return LiveBar(TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[text]}"))
+    bar = LiveBar(Words())
+    return bar
 
 
 def duration(seconds: float) -> str:

@@ -39,17 +39,33 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_live_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("columns", "last_line"),
+    [
+        (56, "step 6/6 ETA 0:00  loss 1.3333  valid_loss 3.2500"),
+        (60, "step 6/6 \u2501{8} ETA 0:00  loss 1.3333  valid_loss 3.2500"),
+        (80, "step 6/6 \u2501+ ETA 0:00  loss 1.3333  valid_loss 3.2500  200 tokens/s"),
+        (140, "step 6/6 \u2501{24} ETA 0:00  loss 1.3333  valid_loss 3.2500  200 tokens/s"),
+    ],
+)
+def test_a_live_line_on_a_terminal_below_the_log_lines(
+    columns: int, last_line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At any width the counter and the losses are there; earlier losses stay in the lines above."""
     pytest.importorskip("rich")
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("rich._console", None)  # the one of the process keeps its width
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    run(Progress(total_steps=6, total_tokens=600, first_step=0), 6)
-    text = terminal.getvalue()
+    run(Progress(total_steps=6, total_tokens=600, first_step=0, log_interval=2), 6)
     assert sys.stdout is terminal  # given back
-    assert re.search(r"6/6", text) and "loss 1.3333" in text and "200 tokens/s" in text and "ETA 0:00" in text
-    assert "step=" not in text
+    text = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", terminal.getvalue()).replace("\r", "\n")
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    assert re.fullmatch(last_line, lines[-1]), lines[-1]
+    printed = [line.split()[0] for line in lines if line.startswith("step=")]
+    assert printed == ["step=2", "step=4", "step=5", "step=6"]
+    assert max(map(len, lines)) <= columns
 
 
 def test_a_terminal_without_rich_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
