@@ -144,7 +144,7 @@ class _FullParam:
             state = self._state(bucket, optim_state_key)
             state[part.where] = flat[part.start : part.stop].to(state)
             if optim_state_key is not None:
-                self._flat_buffer.rule.write_state(bucket.shard, optim_state_key, state)
+                self._flat_buffer.shard_optimizer.write_state(bucket.shard, optim_state_key, state)
 
     def get_full_hp_grad(self) -> Tensor | None:
         """Returns the mean gradient in fp32, multiplied by the loss scale. Collective over the parameter's group.
@@ -187,10 +187,10 @@ class _FullParam:
     def _state(self, bucket: Bucket, kind: str | None) -> Tensor:
         if kind is None:
             return bucket.shard.master
-        known = self._flat_buffer.rule.state_kinds
+        known = self._flat_buffer.shard_optimizer.state_kinds
         if kind not in known:
             raise ValueError(f"the optimizer keeps no state {kind!r} of {self._name!r}; it has {', '.join(known)}")
-        return self._flat_buffer.rule.read_state(bucket.shard, kind)
+        return self._flat_buffer.shard_optimizer.read_state(bucket.shard, kind)
 
 
 def attach(

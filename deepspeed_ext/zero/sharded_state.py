@@ -52,8 +52,8 @@ def state_shards(optimizer: EPZeroOptimizer) -> list[StateShard]:
     shards = []
     for flat_buffer in optimizer.flat_buffers:
         for bucket in flat_buffer.buckets:
-            kinds = flat_buffer.rule.state_kinds
-            states = {kind: flat_buffer.rule.read_state(bucket.shard, kind) for kind in kinds}
+            kinds = flat_buffer.shard_optimizer.state_kinds
+            states = {kind: flat_buffer.shard_optimizer.read_state(bucket.shard, kind) for kind in kinds}
             copies = {kind: state for kind, state in states.items() if not _is_live(state, bucket, kind)}
             source = (flat_buffer, bucket, copies)
             for part in bucket.layout.shard_ranges(flat_buffer.rank):
@@ -78,7 +78,7 @@ def write_back(shards: Sequence[StateShard]) -> None:
             done.add(id(shard.source))
             flat_buffer, bucket, copies = shard.source
             for kind, value in copies.items():
-                flat_buffer.rule.write_state(bucket.shard, kind, value)
+                flat_buffer.shard_optimizer.write_state(bucket.shard, kind, value)
 
 
 # ---- DeepSpeed's files

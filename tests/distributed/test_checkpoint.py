@@ -209,7 +209,7 @@ def _count_copies(rank, world, folder):
     trainer = Trainer(RunContext.of(config, mesh, torch.device("cpu")))
     trainer.fit()
     optimizer = trainer.engine.optimizer
-    buffers = sum(1 + len(f.rule.state_kinds) for f in optimizer.flat_buffers for _ in f.buckets)
+    buffers = sum(1 + len(f.shard_optimizer.state_kinds) for f in optimizer.flat_buffers for _ in f.buckets)
     found = []
     for kind in ("full", "model"):
         slices = [piece for piece in trainer.checkpoints._slices(kind)[0] if piece.start < piece.stop]
