@@ -150,7 +150,7 @@ class KeepHere(TokenDispatcher):
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
 
-    def dispatch(self, x_TD: torch.Tensor, routing: Any, started: None, overlapped: Any = no_work) -> ExpertRows:
+    def dispatch(self, x_TD: torch.Tensor, routing: Any, in_flight: None, overlapped: Any = no_work) -> ExpertRows:
         overlapped()
         return ExpertRows(x_TD, routing.weights_TK, routing.indices_TK % self.num_experts, None)
 

@@ -102,7 +102,7 @@ def label(kernels: list[dict[str, Any]], shape: str, tokens: int) -> None:
     """Gives the six products their names and FLOPs, by order of launch; several launches of one product share them."""
     width, inner, _, topk = shape_of(shape)
     one = 2 * tokens * topk * width * inner
-    products = [kernel for kernel in kernels if "product<" in kernel["kernel"]]
+    products = [kernel for kernel in kernels if "grouped_gemm_kernel<" in kernel["kernel"]]
     if len(products) < 6:
         sys.exit(f"{len(products)} products in {len(kernels)} kernels, where the cuda backend launches six or more")
     up, down, *activation, dx, ddown, dup = products

@@ -65,7 +65,14 @@ KINDS = {  # of kernels, by what their names contain; the first that fits
     "attention": ("flash", "fmha", "sdpa", "attention"),
     "compiled": ("triton_",),
     "optimizer": ("adam", "multi_tensor"),
-    "experts": ("expert", "groupproblem", "product<", "_up_swiglu", "_rows_times_weight", "_weight_gradient"),
+    "experts": (
+        "expert",
+        "groupproblem",
+        "grouped_gemm_kernel<",
+        "_up_swiglu",
+        "_rows_times_weight",
+        "_weight_gradient",
+    ),
     "products": ("nvjet", "gemm", "cutlass", "cublas", "splitk"),
 }
 

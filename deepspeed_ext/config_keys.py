@@ -3,7 +3,7 @@
 README.md shows them as a table. A key in none of these sets is not read at all; a test compares the sets with the keys
 that DeepSpeed looks for. To add an option of our own, add it to the section "deepspeed_ext" (``_OWN_OPTIONS`` in
 ds_config.py) and as a field of the same name to ``ZeroOptions``. To read another of DeepSpeed's top-level keys, move it
-to ``OURS`` and read it in ``ds_config.zero_options``.
+to ``READ_HERE`` and read it in ``ds_config.zero_options``.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from typing import Any
 
 # Read by deepspeed_ext.
-OURS = {
+READ_HERE = {
     *("bf16", "bfloat16", "checkpoint", "communication_data_type", "data_types", "deepspeed_ext", "fp16"),
     *("gradient_accumulation_steps", "gradient_allreduce_op", "gradient_clipping", "optimizer", "torch_autocast"),
     *("zero_allow_untested_optimizer", "zero_optimization"),
 }
 # Read by DeepSpeed's engine and data loader, which work as always.
-ENGINES = {
+READ_BY_DEEPSPEED = {
     *("activation_checkpointing", "autotuning", "comet", "compile", "csv_monitor", "data_efficiency"),
     *("dataloader_drop_last", "datastates_ckpt", "disable_python_gc", "dump_state", "flops_profiler", "log_level"),
     *("managed_gradient_accumulation", "memory_breakdown", "scheduler", "steps_per_print", "tensorboard", "timers"),
@@ -87,7 +87,7 @@ SECTION_KEYS: dict[str, tuple[set[str], set[str]]] = {
     "optimizer": ({"params", "type"}, set()),
     "torch_autocast": ({"dtype"}, {"enabled"}),
 }
-TOP_LEVEL_KEYS = OURS | ENGINES | DELEGATING | REMOVED | {name.split(".")[0] for name in WITHOUT_EFFECT}
+TOP_LEVEL_KEYS = READ_HERE | READ_BY_DEEPSPEED | DELEGATING | REMOVED | {name.split(".")[0] for name in WITHOUT_EFFECT}
 
 
 def unknown_keys(config: Mapping[str, Any]) -> str | None:

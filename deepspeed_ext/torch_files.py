@@ -1,7 +1,7 @@
 """Reads files of torch.save without running code from them; the only module that calls torch.load.
 
 A pickle can name any function. Here tensors and plain containers are loaded; known bookkeeping classes (arguments, loss
-scalers, enums, random states) become empty ``Shell`` objects with their attributes; any other name raises before
+scalers, enums, random states) become empty ``OpaqueObject`` objects with their attributes; any other name raises before
 anything is built. Tensors are memory-mapped and the archive must be uncompressed, so a small file cannot become a large
 allocation. The checksum of the structure is compared before torch reads it; ``check_bytes`` compares those of the
 tensors, for which it has to read them. The converters of megatron.optimus use this module too.
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-# Classes that become a Shell; they hold bookkeeping, never a tensor of the model.
+# Classes that become an OpaqueObject; they hold bookkeeping, never a tensor of the model.
 _SHELLS = re.compile(
     r"argparse\.Namespace|_codecs\.encode|_io\.BytesIO|collections\.\w+|pathlib\.\w+"
     r"|(deepspeed|megatron|numpy|transformer_engine)(\.\w+)+"
@@ -29,10 +29,10 @@ _CHUNK = 1 << 22
 _REMEDY = "it is damaged, or no file of torch.save's zip format; copy it again, or take another checkpoint"
 
 
-class Shell:
+class OpaqueObject:
     """Placeholder for an object of a class that is not loaded, with the attributes that the file gives it."""
 
-    def __new__(cls, *_: Any, **__: Any) -> Shell:
+    def __new__(cls, *_: Any, **__: Any) -> OpaqueObject:
         return object.__new__(cls)
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -59,7 +59,7 @@ def read_torch(path: Path) -> Any:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         foreign = sorted(name for name in named if not _SHELLS.fullmatch(name))
         if not foreign:
-            with torch.serialization.safe_globals([(Shell, name) for name in named]):
+            with torch.serialization.safe_globals([(OpaqueObject, name) for name in named]):
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     raise ValueError(
         f"{path} is refused: it names {', '.join(foreign[:5])}, which is neither a tensor nor known bookkeeping; a "

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of, world_group
-from deepspeed_ext.torch_files import Shell, check_bytes, read_torch
+from deepspeed_ext.torch_files import OpaqueObject, check_bytes, read_torch
 from deepspeed_ext.zero.optimizer import EPZeroOptimizer
 from deepspeed_ext.zero.sharded_state import StateShard
 from deepspeed_ext.zero.sync_errors import gather, run_on_all_ranks
@@ -165,11 +165,11 @@ def _load_general(optimizer: EPZeroOptimizer, general: Mapping[str, Any]) -> Non
 
 
 def loss_scale_state(scaler: Any) -> dict[str, float] | None:
-    """Converts DeepSpeed's dynamic loss scaler, read as a Shell, to ``EPZeroOptimizer.loss_scale_state``.
+    """Converts DeepSpeed's dynamic loss scaler, read as an OpaqueObject, to ``EPZeroOptimizer.loss_scale_state``.
 
     Returns None for anything else.
     """
-    numbers = dict(vars(scaler)) if isinstance(scaler, Shell) else {}
+    numbers = dict(vars(scaler)) if isinstance(scaler, OpaqueObject) else {}
     if "cur_hysteresis" not in numbers:
         return None
     window = int(numbers["scale_window"])

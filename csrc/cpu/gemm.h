@@ -44,7 +44,7 @@ Source rows_of(const T* data, int64_t stride, const int32_t* slots = nullptr, in
 }
 
 enum class Side { kLeft, kRight };
-enum class Depth { kAlongRows, kAcrossRows };  // where k runs in the source: the lanes are its rows, or its columns
+enum class Depth { kContiguous, kStrided };  // where k runs in the source: the lanes are its rows, or its columns
 
 struct Engine {
   const char* name;

@@ -128,7 +128,7 @@ template <int parts>
 void pack(const Source& source, Depth along, Side side, int64_t lanes, int64_t depth, float* dst) {
   const auto run = [&](auto zero) {
     using T = decltype(zero);
-    if (along == Depth::kAlongRows)
+    if (along == Depth::kContiguous)
       (side == Side::kLeft ? pack_tiles<T, parts, true, false> : pack_tiles<T, parts, true, true>)(source, lanes, depth,
                                                                                                    dst);
     else

@@ -168,7 +168,7 @@ template <int rows, int cols, typename OfRows, typename OfCols>
 void pack(const Source& source, Depth along, Side side, int64_t lanes, int64_t depth, float* dst) {
   const auto run = [&](auto zero) {
     using T = decltype(zero);
-    if (along == Depth::kAcrossRows)
+    if (along == Depth::kStrided)
       (side == Side::kLeft ? pack_across<T, rows> : pack_across<T, cols>)(source, lanes, depth, dst);
     else
       (side == Side::kLeft ? pack_along<T, rows, OfRows> : pack_along<T, cols, OfCols>)(source, lanes, depth, dst);

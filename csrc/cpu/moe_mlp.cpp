@@ -10,7 +10,7 @@
 #include <emmintrin.h>
 #endif
 
-#include "grouped_gemm.h"
+#include "moe_parts.h"
 #include "swiglu.h"
 
 namespace optimus::cpu {
@@ -45,7 +45,7 @@ struct Workspace {
 // they are kept. Tiles written there at once would wait for memory, a few lines of many rows at a time.
 void multiply_rows(const Engine& engine, const Source& source, int64_t rows, int64_t depth, const float* weight,
                    int64_t cols, float* packed, float* out) {
-  engine.pack(source, Depth::kAlongRows, Side::kLeft, rows, depth, packed);
+  engine.pack(source, Depth::kContiguous, Side::kLeft, rows, depth, packed);
   multiply(engine, packed, weight, rows, cols, depth, out, cols, false);
 }
 
@@ -160,8 +160,8 @@ void backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& gate_
       keep_rows(w.product, rows * width, dx_rows.data + first * width, order.num_rows * width);
       const auto add_product = [&](WeightGradient<T>& gradient, const Source& left, int64_t left_width,
                                    const Source& right, int64_t right_width) {
-        engine.pack(left, Depth::kAcrossRows, Side::kLeft, left_width, rows, w.left);
-        engine.pack(right, Depth::kAcrossRows, Side::kRight, right_width, rows, w.right);
+        engine.pack(left, Depth::kStrided, Side::kLeft, left_width, rows, w.left);
+        engine.pack(right, Depth::kStrided, Side::kRight, right_width, rows, w.right);
         gradient.add(task, w.left, w.right);
       };
       add_product(dgate_up, dhidden, 2 * inner, rows_of(x_data, width, slots, topk), width);

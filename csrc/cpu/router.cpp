@@ -13,7 +13,7 @@ constexpr int64_t kTokens = 256;     // of an item
 constexpr float kLeastSum = 1e-20f;  // reference.LEAST_SUM
 
 // Of the experts' choice: larger numbers first, not a number before all of them.
-bool is_before(float a, float b) { return b == b && !(a <= b); }
+bool ranks_higher(float a, float b) { return b == b && !(a <= b); }
 
 template <typename Body>
 void for_each_token(int64_t num_tokens, int64_t num_experts, Body body) {
@@ -50,7 +50,7 @@ std::tuple<Tensor, Tensor, Tensor> router_topk(const Tensor& logits, int64_t top
       for (int64_t e = 0; e < num_experts; ++e) {
         bool taken = false;
         for (int64_t i = 0; i < k; ++i) taken = taken || index[i] == e;
-        if (!taken && (best < 0 || is_before(choice[e], choice[best]))) best = e;
+        if (!taken && (best < 0 || ranks_higher(choice[e], choice[best]))) best = e;
       }
       index[k] = best;
       weight[k] = score[best];

@@ -1,7 +1,7 @@
 // Sums of rows that were copied to several positions (megatron/optimus/ops/row_copies.py), on the CPU.
 #include <torch/library.h>
 
-#include "grouped_gemm.h"
+#include "moe_parts.h"
 
 namespace optimus::cpu {
 namespace {

@@ -267,7 +267,8 @@ __device__ __forceinline__ void swiglu_backward(const BackgroundTask& task, cons
 // Combine: output [T, width] = for each token the sum over its local slots of (weight *) row, from input [P, width].
 // Sums are fp32, in slot order. One token is one chunk.
 template <typename T>
-__device__ __forceinline__ void sum(const BackgroundTask& task, const Order& order, int worker, int workers, int lane) {
+__device__ __forceinline__ void combine(const BackgroundTask& task, const Order& order, int worker, int workers,
+                                        int lane) {
   constexpr int kTogether = 8;  // rows
   const int pieces = task.width / 8, topk = order.topk;
   const uint4* from = static_cast<const uint4*>(task.from);
@@ -310,7 +311,7 @@ __device__ __forceinline__ void run_background_task(const BackgroundTask& task, 
                                                     int workers, int lane) {
   if (task.kind == TaskKind::kPermute) permute(task, order, worker, workers, lane);
   if (task.kind == TaskKind::kSwigluBackward) swiglu_backward<T>(task, order, worker, workers, lane);
-  if (task.kind == TaskKind::kCombine) sum<T>(task, order, worker, workers, lane);
+  if (task.kind == TaskKind::kCombine) combine<T>(task, order, worker, workers, lane);
 }
 
 }  // namespace optimus::cuda

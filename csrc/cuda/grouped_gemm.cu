@@ -43,10 +43,10 @@ bool encode(CUtensorMap* map, Type type, const void* data, const Map& shape) {
 
 uint64_t wide(int size) { return static_cast<uint64_t>(std::max(size, 1)); }
 
-Params arguments(const Order& order, const BackgroundTasks& tasks, int* next_item, Start start) {
+Params arguments(const Order& order, const BackgroundTasks& tasks, int* tile_counter, Start start) {
   Params args{};
   args.order = order;
-  args.tasks = tasks, args.next_item = next_item;
+  args.tasks = tasks, args.tile_counter = tile_counter;
   args.early = start == Start::kEarly;
   return args;
 }
@@ -58,13 +58,14 @@ cudaError_t launch(const Params& args, Start start, cudaStream_t stream) {
   constexpr int kBytes = sizeof(SharedStorage);
   static_assert(kBytes <= 232448);
   static SharedMemoryLimit limit;
-  if (auto error = limit(product<T, kKind>, kBytes); error != cudaSuccess) return error;
+  if (auto error = limit(grouped_gemm_kernel<T, kKind>, kBytes); error != cudaSuccess) return error;
   int device = 0, processors = 0;
   cudaGetDevice(&device);
   if (auto error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device); error != cudaSuccess) {
     return error;
   }
-  return launch({processors / 2 * 2, kThreads, kBytes, start != Start::kAfter, stream}, product<T, kKind>, args);
+  return launch({processors / 2 * 2, kThreads, kBytes, start != Start::kAfter, stream}, grouped_gemm_kernel<T, kKind>,
+                args);
 }
 
 template <GemmKind kKind>
@@ -110,8 +111,8 @@ cudaError_t run(Type type, const BackgroundTask& task, const Order& order, cudaS
 }
 
 cudaError_t up_swiglu(Type type, const void* x, const void* gate_up, void* hidden, void* activation, const Order& order,
-                      int width, int inner, int* next_item, cudaStream_t stream) {
-  Params args = arguments(order, {}, next_item, Start::kLate);
+                      int width, int inner, int* tile_counter, cudaStream_t stream) {
+  Params args = arguments(order, {}, tile_counter, Start::kLate);
   args.x = x, args.hidden = hidden, args.inner = inner;
   args.depth = width, args.column_tiles = tiles(inner, 128), args.end_expert = order.num_experts;
   const bool encoded =
@@ -123,9 +124,9 @@ cudaError_t up_swiglu(Type type, const void* x, const void* gate_up, void* hidde
 }
 
 cudaError_t grouped_gemm(Type type, const void* a, const void* weight, void* out, const Order& order, int depth,
-                         int width, bool transposed, ExpertRange part, const BackgroundTasks& tasks, int* next_item,
+                         int width, bool transposed, ExpertRange part, const BackgroundTasks& tasks, int* tile_counter,
                          Start start, cudaStream_t stream) {
-  Params args = arguments(order, tasks, next_item, start);
+  Params args = arguments(order, tasks, tile_counter, start);
   args.depth = depth, args.column_tiles = tiles(width, kColumns);
   args.first_expert = part.first, args.end_expert = part.end;
   const bool encoded = encode_rows(&args.a, type, a, order, depth) &&
@@ -138,18 +139,18 @@ cudaError_t grouped_gemm(Type type, const void* a, const void* weight, void* out
       type, args, encoded && encode_across(&args.b, type, weight, order.num_experts, depth, width), start, stream);
 }
 
-cudaError_t weight_gradient(Type type, const void* a, const void* b, void* out, StoreMode put, const Order& order,
-                            int height, int width, const BackgroundTasks& tasks, int* next_item, Start start,
-                            cudaStream_t stream) {
-  Params args = arguments(order, tasks, next_item, start);
+cudaError_t weight_gradient(Type type, const void* a, const void* b, void* out, StoreMode store_mode,
+                            const Order& order, int height, int width, const BackgroundTasks& tasks, int* tile_counter,
+                            Start start, cudaStream_t stream) {
+  Params args = arguments(order, tasks, tile_counter, start);
   args.row_tiles = tiles(height, kRows), args.column_tiles = tiles(width, kColumns);
   const bool encoded = encode_rows(&args.a, type, a, order, height) && encode_rows(&args.b, type, b, order, width);
   const uint64_t columns = wide(width), rows = wide(height), experts = wide(order.num_experts);
-  if (put != StoreMode::kWrite) {
+  if (store_mode != StoreMode::kWrite) {
     const Map map{{columns, 1, rows, experts}, {32, 1, kWarpRows, 1}};
     const bool known = encoded && encode(&args.out, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, out, map);
-    return put == StoreMode::kAdd ? launch<GemmKind::kGradientAdd>(type, args, known, start, stream)
-                                  : launch<GemmKind::kGradientWide>(type, args, known, start, stream);
+    return store_mode == StoreMode::kAdd ? launch<GemmKind::kGradientAdd>(type, args, known, start, stream)
+                                         : launch<GemmKind::kGradientWide>(type, args, known, start, stream);
   }
   const Map map{{columns, 1, rows, experts}, {64, 1, kWarpRows, 1}};
   return launch<GemmKind::kGradient>(type, args, encoded && encode(&args.out, type, out, map), start, stream);

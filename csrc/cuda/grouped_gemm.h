@@ -71,22 +71,22 @@ enum class Start : int {
 
 cudaError_t run(Type, const BackgroundTask&, const Order&, cudaStream_t);
 
-// next_item: the tile scheduler's counter of this GEMM, zero at the start.
+// tile_counter: the tile scheduler's counter of this GEMM, zero at the start.
 
 // hidden [T K, 2F], rows without padding = x [T, D] of their tokens times gate_up [E, 2F, D]; activation [P, F] =
 // silu(gate) * up. Runs no background tasks: their warps gather tokens.
 cudaError_t up_swiglu(Type, const void* x, const void* gate_up, void* hidden, void* activation, const Order&, int width,
-                      int inner, int* next_item, cudaStream_t);
+                      int inner, int* tile_counter, cudaStream_t);
 
 // out [P, N] = a [P, K] times weight[e]: [E, N, K] if transposed, else [E, K, N]; depth is K, width is N. Computes the
 // rows of the given experts only, and runs the background tasks on warps that it leaves idle. Queues and returns:
 // cudaErrorInvalidValue where an operand has no tensor map (alignment, size), else the launch's error. Shapes are not
 // checked here.
 cudaError_t grouped_gemm(Type, const void* a, const void* weight, void* out, const Order&, int depth, int width,
-                         bool transposed, ExpertRange, const BackgroundTasks&, int* next_item, Start, cudaStream_t);
+                         bool transposed, ExpertRange, const BackgroundTasks&, int* tile_counter, Start, cudaStream_t);
 
 // out[e] (+)= a.T @ b over the rows of e: [E, M, N] from [P, M] and [P, N].
 cudaError_t weight_gradient(Type, const void* a, const void* b, void* out, StoreMode, const Order&, int height,
-                            int width, const BackgroundTasks&, int* next_item, Start, cudaStream_t);
+                            int width, const BackgroundTasks&, int* tile_counter, Start, cudaStream_t);
 
 }  // namespace optimus::cuda

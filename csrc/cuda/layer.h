@@ -20,7 +20,7 @@ struct Forward {
   const void* indices;
   bool wide_indices;
   int* block_counts;          // scratch, experts * order_blocks(tokens * topk, experts)
-  int* next_items;            // scratch, kForwardProducts
+  int* tile_counters;         // scratch, kForwardProducts
   void *activation, *y_rows;  // scratch [P, F] and [P, D]
   void *hidden, *y;           // results [T K, 2F] and [T, D]
 };
@@ -31,8 +31,8 @@ struct UpWeights {
   // Rows [P, D] whose combine into dx [T, D] was left to backward_up_weights, or null.
   const void* dx_rows = nullptr;
   void* dx = nullptr;
-  int* progress = nullptr;   // with dx_rows: the counters of backward_inputs, which must be the launch right before
-  int* next_item = nullptr;  // a zero
+  int* progress = nullptr;      // with dx_rows: the counters of backward_inputs, which must be the launch right before
+  int* tile_counter = nullptr;  // a zero
 };
 
 struct BackwardInputs {

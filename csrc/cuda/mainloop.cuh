@@ -131,7 +131,8 @@ __device__ __forceinline__ void multiply(const Params& args, SharedStorage& memo
 }
 
 template <typename T, GemmKind kKind>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1) product(const __grid_constant__ Params args) {
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
+    grouped_gemm_kernel(const __grid_constant__ Params args) {
   extern __shared__ __align__(1024) uint8_t bytes[];
   auto& memory = *reinterpret_cast<SharedStorage*>(bytes);
   if (shared_address(bytes) % 1024 != 0) __trap();  // swizzled boxes start at multiples of it

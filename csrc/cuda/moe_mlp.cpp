@@ -16,16 +16,16 @@ using at::Tensor;
 RowOrderBuffers row_order_buffers(const Tensor& order, const Sizes& sizes) {
   int* at = order.data_ptr<int>();
   const auto next = [&](int size) { return std::exchange(at, at + size); };
-  RowOrderBuffers plan;
-  plan.slot = next(sizes.rows());
-  plan.row = next(sizes.tokens * sizes.topk);
-  plan.first_row = next(sizes.experts);
-  plan.count = next(sizes.experts);
-  plan.tile_expert = next(sizes.rows() / kRowTile);
-  plan.num_tiles = next(1);
-  plan.by_size = next(sizes.experts);
-  plan.tile_shift = next(sizes.rows() / kRowTile);
-  return plan;
+  RowOrderBuffers buffers;
+  buffers.slot = next(sizes.rows());
+  buffers.row = next(sizes.tokens * sizes.topk);
+  buffers.first_row = next(sizes.experts);
+  buffers.count = next(sizes.experts);
+  buffers.tile_expert = next(sizes.rows() / kRowTile);
+  buffers.num_tiles = next(1);
+  buffers.by_size = next(sizes.experts);
+  buffers.tile_shift = next(sizes.rows() / kRowTile);
+  return buffers;
 }
 
 int64_t order_size(const Sizes& sizes) {
@@ -72,7 +72,7 @@ std::tuple<Tensor, Tensor, Tensor> moe_mlp(const Tensor& x_in, const Tensor& gat
   to.x = x.data_ptr(), to.gate_up = gate_up.data_ptr(), to.down = down.data_ptr();
   to.weights = weights.data_ptr<float>();
   to.indices = indices.data_ptr(), to.wide_indices = indices.scalar_type() == at::kLong;
-  to.block_counts = counts.data_ptr<int>(), to.next_items = to.block_counts + sizes.experts * blocks;
+  to.block_counts = counts.data_ptr<int>(), to.tile_counters = to.block_counts + sizes.experts * blocks;
   to.activation = activation.data_ptr(), to.y_rows = y_rows.data_ptr();
   to.hidden = hidden.data_ptr(), to.y = y.data_ptr();
   C10_CUDA_CHECK(forward(type_of(x), sizes, row_order_buffers(order, sizes), to, c10::cuda::getCurrentCUDAStream()));
@@ -141,7 +141,7 @@ void second_half(const Gradients& of, const Tensor& order, int64_t tokens, int64
                  bool add) {
   const c10::cuda::CUDAGuard guard(of.x_rows.device());
   const int64_t experts = dgate_up.size(0), width = of.x_rows.size(1), inner = of.dhidden.size(1) / 2;
-  const StoreMode put =
+  const StoreMode store_mode =
       checked_store_mode("dgate_up", dgate_up, {experts, 2 * inner, width}, of.x_rows.scalar_type(), add);
   if (of.x_rows.size(0) == 0) {
     if (!add) dgate_up.zero_();
@@ -159,13 +159,13 @@ void second_half(const Gradients& of, const Tensor& order, int64_t tokens, int64
   if (of.dx_rows.defined()) {
     from.dx_rows = of.dx_rows.data_ptr(), from.dx = of.dx.data_ptr();
     from.progress = static_cast<int*>(of.progress.data_ptr());
-    from.next_item = from.progress + kTaskCounters + kBackwardProducts - 1;
+    from.tile_counter = from.progress + kTaskCounters + kBackwardProducts - 1;
   } else {
     zero = at::zeros({1}, order.options());
-    from.next_item = zero.data_ptr<int>();
+    from.tile_counter = zero.data_ptr<int>();
   }
   C10_CUDA_CHECK(backward_up_weights(type_of(of.x_rows), sizes, row_order_buffers(order, sizes), from,
-                                     dgate_up.data_ptr(), put, c10::cuda::getCurrentCUDAStream()));
+                                     dgate_up.data_ptr(), store_mode, c10::cuda::getCurrentCUDAStream()));
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> moe_mlp_backward_inputs(const Tensor& dy, const Tensor& x,

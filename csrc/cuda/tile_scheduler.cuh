@@ -19,7 +19,7 @@ struct TileScheduler {
   int fetched = 0, received = 0;
 
   __device__ TileScheduler(const Params& args, SharedStorage& memory, bool leads, int rank)
-      : next(args.next_item),
+      : next(args.tile_counter),
         items(shared_address(memory.item)),
         there(shared_address(memory.item_there)),
         fetches(leads && rank == 0),

@@ -39,7 +39,7 @@ struct Params {
   void* hidden;   // likewise, and its width
   int inner;
   BackgroundTasks tasks;
-  int* next_item;
+  int* tile_counter;
   bool early;  // Start::kEarly
 };
 

@@ -182,23 +182,24 @@ class ParamState:
 class BucketState:
     """What the gradient hooks know of one bucket.
 
-    ``ranges`` has an entry for each parameter in the bucket. ``whole`` are those that lie in no other bucket and whose
-    gradients come in ``param.grad``: one multi-tensor copy moves them all. ``others`` come in ``main_grad`` or lie in
-    several buckets. ``filled`` are the parameters whose gradients the storage holds since it was opened.
+    ``ranges`` has an entry for each parameter in the bucket. ``copied_together`` are those that lie in no other bucket
+    and whose gradients come in ``param.grad``: one multi-tensor copy moves them all. ``moved_singly`` come in
+    ``main_grad`` or lie in several buckets. ``filled`` are the parameters whose gradients the storage holds since it
+    was opened.
     """
 
     __slots__ = (
         *("arrivals", "bucket", "buffer", "expected", "filled", "is_complete", "is_known"),
-        *("is_launched", "others", "params", "ranges", "whole", "_places"),
+        *("is_launched", "copied_together", "moved_singly", "params", "ranges", "_places"),
     )
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         self.buffer: Tensor | None = None  # of the pool, which storage is a part of (stage 2)
         self.ranges: dict[ParamState, TensorRange] = {}
-        self.whole: list[ParamState] = []
-        self.params: list[nn.Parameter] = []  # of ``whole``
-        self.others: list[ParamState] = []
+        self.copied_together: list[ParamState] = []
+        self.params: list[nn.Parameter] = []  # of ``copied_together``
+        self.moved_singly: list[ParamState] = []
         self.filled: set[ParamState] = set()
         self.arrivals: list[ParamState] = []  # one entry for each gradient of the present backward
         self.expected = 0  # gradients of all its parameters in one backward
@@ -208,12 +209,12 @@ class BucketState:
         self._places: dict[int, tuple[dict[ParamState, Tensor], list[Tensor]]] = {}
 
     def sort(self) -> None:
-        """Divides the parameters into ``whole`` and ``others``, and sums what is expected of them."""
-        self.whole = [state for state in self.ranges if len(state.buckets) == 1 and not state.is_fused]
-        self.params = [state.param for state in self.whole]
+        """Divides the parameters into ``copied_together`` and ``moved_singly``, and sums what is expected of them."""
+        self.copied_together = [state for state in self.ranges if len(state.buckets) == 1 and not state.is_fused]
+        self.params = [state.param for state in self.copied_together]
         # Those in several buckets come last: moving one opens its other buckets as well.
-        self.others = [state for state in self.ranges if len(state.buckets) > 1 or state.is_fused]
-        self.others.sort(key=lambda state: len(state.buckets) > 1)
+        self.moved_singly = [state for state in self.ranges if len(state.buckets) > 1 or state.is_fused]
+        self.moved_singly.sort(key=lambda state: len(state.buckets) > 1)
         self.expected = sum(state.expected for state in self.ranges)
         self._places.clear()
 
@@ -241,7 +242,7 @@ class BucketState:
                 state.expected = count
 
     def places(self) -> tuple[dict[ParamState, Tensor], list[Tensor]]:
-        """Views of the storage: by parameter, and a list in the order of ``whole``.
+        """Views of the storage: by parameter, and a list in the order of ``copied_together``.
 
         A view has the parameter's shape, or is flat where the parameter lies in several buckets.
         """
@@ -253,7 +254,7 @@ class BucketState:
             for state, part in self.ranges.items():
                 flat = storage[part.where]
                 views[state] = flat.view(state.param.shape) if len(state.buckets) == 1 else flat
-            self._places[key] = views, [views[state] for state in self.whole]
+            self._places[key] = views, [views[state] for state in self.copied_together]
         return self._places[key]
 
 

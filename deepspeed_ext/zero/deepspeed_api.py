@@ -208,7 +208,7 @@ class _FullParam:
     def _state(self, bucket: Bucket, part: TensorRange, kind: str | None) -> Tensor | StoredState:
         if kind is None:
             return bucket.shard.master[part.where]
-        known = self._flat_buffer.rule.state_kinds
+        known = self._flat_buffer.shard_optimizer.state_kinds
         if kind not in known:
             raise ValueError(f"the optimizer keeps no state {kind!r} of {self._name!r}; it has {', '.join(known)}")
         return stored_part(bucket.shard.state, kind, part.where)

@@ -67,7 +67,7 @@ class FlatBuffer:
         params: the parameters by name.
         layout: where they lie.
         group: the process group over which they are sharded; None: this rank alone.
-        rule: updates the shards.
+        shard_optimizer: updates the shards.
         options: the optimizer's.
     """
 
@@ -77,19 +77,19 @@ class FlatBuffer:
         params: Mapping[str, nn.Parameter],
         layout: BufferLayout,
         group: dist.ProcessGroup | None,
-        rule: ShardOptimizer,
+        shard_optimizer: ShardOptimizer,
         options: ZeroOptions,
     ) -> None:
         self.key = key
         self.group = group
         self.layout = layout
         self.params = dict(params)
-        self.rule = rule
+        self.shard_optimizer = shard_optimizer
         self.in_norm = True  # False: another rank of the model-parallel group counts these same parameters
         self.rank = ranks_of(group).index(dist.get_rank())
         self.group_size = layout.buckets[0].group_size
         self.exchange: WholeMatrices | None = None
-        if isinstance(rule, MatrixOptimizer):
+        if isinstance(shard_optimizer, MatrixOptimizer):
             matrices = {name: (param.shape, getattr(param, "stacked_matrices", 1)) for name, param in params.items()}
             self.exchange = MatrixExchange(layout, matrices, self.rank, group)
         device = next(iter(params.values())).device
@@ -126,7 +126,7 @@ class FlatBuffer:
     def new_states(self, options: Mapping[str, Any]) -> None:
         """Creates the optimizer's states of this rank's shards; ``options`` is the optimizer's parameter group."""
         for bucket in self.buckets:
-            bucket.shard.state = self.rule.new_state(bucket.shard, options)
+            bucket.shard.state = self.shard_optimizer.new_state(bucket.shard, options)
 
     def slice_of(self, name: str) -> slice:
         """Returns where a parameter lies in the flat buffer."""
@@ -194,7 +194,7 @@ def _key(index: int, param: nn.Parameter, groups: ZeroGroups) -> FlatBufferKey:
 
 def build_flat_buffers(
     param_groups: Sequence[Sequence[nn.Parameter]],
-    rules: Sequence[ShardOptimizer],
+    shard_optimizers: Sequence[ShardOptimizer],
     param_names: Mapping[nn.Parameter, str],
     groups: ZeroGroups,
     options: ZeroOptions,
@@ -205,7 +205,7 @@ def build_flat_buffers(
 
     Args:
         param_groups: the parameters of each of the optimizer's parameter groups.
-        rules: the update rule of each group.
+        shard_optimizers: the update rule of each group.
         param_names: names of all parameters, in the order of the forward.
         groups: the process groups.
         options: the optimizer's.
@@ -238,9 +238,9 @@ def build_flat_buffers(
     flat_buffers = []
     for key, names in group_by_buffer(specs, sizes).items():
         params = {name: by_name[name] for name in names}
-        rule = rules[key.param_group]
+        shard_optimizer = shard_optimizers[key.param_group]
         layout = flat_layout([(name, p.numel()) for name, p in params.items()], sizes[key], options.bucket_numel)
-        flat_buffer = FlatBuffer(key, params, layout, groups.of(key.expert_group), rule, options)
+        flat_buffer = FlatBuffer(key, params, layout, groups.of(key.expert_group), shard_optimizer, options)
         flat_buffer.in_norm = not key.is_pipe_replica and (groups.is_first_tensor_rank or not key.is_tensor_replica)
         flat_buffers.append(flat_buffer)
     return flat_buffers

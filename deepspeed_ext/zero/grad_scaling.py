@@ -152,7 +152,8 @@ class StepState:
     """Counts steps and skips, turns a norm into the scalars of the update, keeps the loss scale of fp16 training.
 
     A norm that is not finite skips the step, unless the options say otherwise. The host learns of it when it asks
-    (``was_skipped``, ``grad_norm``, ``applied``: each waits for the device), or one step later through ``settle``,
+    (``was_skipped``, ``grad_norm``, ``applied``: each waits for the device), or one step later through
+    ``read_previous_outcome``,
     which never waits for the step just queued.
 
     Args:
@@ -218,7 +219,7 @@ class StepState:
 
     # ---- one step late, without waiting for the device's queue
 
-    def settle(self) -> bool:
+    def read_previous_outcome(self) -> bool:
         """Returns whether the step before the last was skipped. Call it once a step, after ``scalars``.
 
         Raises:

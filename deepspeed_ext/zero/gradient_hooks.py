@@ -41,7 +41,8 @@ class GradientReducer:
     """Collects and reduces the gradients of all flat buffers on one rank.
 
     The optimizer calls ``arm`` before and ``end_backward`` after each backward. A step then calls ``check_all_sent``,
-    ``finish`` (which sets ``shard.grad`` of every bucket) and ``forget``. Every rank must make the same calls.
+    ``finish`` (which sets ``shard.grad`` of every bucket) and ``reset_after_step``. Every rank must make the same
+    calls.
 
     Errors in a gradient are recorded in ``errors`` and not raised in backward, because other ranks would wait for this
     one in a collective.
@@ -74,15 +75,15 @@ class GradientReducer:
         self.buckets = [state.bucket for state in self._queue]  # in launch order
         self._state_of = {state.bucket: state for state in self._queue}
         self._pool = BufferPool(self.buckets, options.communication_dtype)
-        self._now = self._queue  # buckets that the present backward may launch
-        self._next = 0  # index in ``_now`` of the next bucket to launch
-        self._is_armed = False  # True: a complete bucket is launched during backward
+        self._active_buckets = self._queue  # buckets that the present backward may launch
+        self._next_launch = 0  # index in ``_active_buckets`` of the next bucket to launch
+        self._launches_in_backward = False  # True: a complete bucket is launched during backward
         self._will_reduce = False  # True: the gradients of the present backward are reduced
         self.has_ended = True  # False from ``arm`` to ``end_backward``
         self._was_dirty = False  # True: a backward that has ended brought gradients for the coming step
         self._has_fused = False  # True: some producer writes gradients to ``main_grad``
         self._has_learned = False  # True: the first backward with gradients has ended
-        self._has_settled = False  # True after the first step, which shows who writes to ``main_grad``
+        self._main_grad_users_known = False  # True after the first step, which shows who writes to ``main_grad``
         self._zeroed_places: list[Tensor] = []  # parts of storage that are zeroed after every step
         for state in self._queue:
             state.sort()
@@ -115,8 +116,8 @@ class GradientReducer:
 
     def _begin(self) -> None:
         """Resets what is known of the present backward."""
-        self._now, self._next = self._queue, 0
-        self._is_armed = False
+        self._active_buckets, self._next_launch = self._queue, 0
+        self._launches_in_backward = False
         for state in self._queue:
             state.begin()
 
@@ -130,10 +131,12 @@ class GradientReducer:
             only: the buckets that it reduces, in this order; None: all.
         """
         self.has_ended, self._will_reduce = False, will_reduce
-        self._now = self._queue if only is None else [self._state_of[bucket] for bucket in only]
-        self._is_armed = will_reduce and self._options.overlap_comm and all(state.is_known for state in self._now)
-        if self._has_fused or not self._has_settled:  # a producer that does not ask needs the storage open
-            for state in self._now:
+        self._active_buckets = self._queue if only is None else [self._state_of[bucket] for bucket in only]
+        self._launches_in_backward = (
+            will_reduce and self._options.overlap_comm and all(state.is_known for state in self._active_buckets)
+        )
+        if self._has_fused or not self._main_grad_users_known:  # a producer that does not ask needs the storage open
+            for state in self._active_buckets:
                 if state.bucket.is_reduced and state.buffer is None:
                     self._open(state)
 
@@ -166,7 +169,7 @@ class GradientReducer:
     @property
     def _moves_at_end(self) -> bool:
         """Whether gradients stay in ``param.grad`` until the backward has ended."""
-        return self._options.stage == 2 and not self._is_armed
+        return self._options.stage == 2 and not self._launches_in_backward
 
     def _check_complete(self, state: BucketState, param: ParamState) -> None:
         """Moves the gradients of a bucket that is complete with this one, and launches what can be launched."""
@@ -175,8 +178,12 @@ class GradientReducer:
         elif not self._moves_at_end and state.has_all():
             self._move_all(state)
             state.is_complete = True
-            while self._is_armed and self._next < len(self._now) and self._now[self._next].is_complete:
-                self._launch(self._now[self._next])
+            while (
+                self._launches_in_backward
+                and self._next_launch < len(self._active_buckets)
+                and self._active_buckets[self._next_launch].is_complete
+            ):
+                self._launch(self._active_buckets[self._next_launch])
 
     def _refuse_late(self, param: ParamState) -> None:
         param.param.grad = None
@@ -219,7 +226,7 @@ class GradientReducer:
 
     def _check_unasked(self, param: ParamState) -> None:
         """Checks that a producer that has not asked whether main_grad holds a sum has added to one."""
-        if not self._has_settled:
+        if not self._main_grad_users_known:
             param.adds_unasked = True
         elif not param.adds_unasked and not all(param in state.filled for state in param.buckets):
             self._errors.record(
@@ -234,13 +241,13 @@ class GradientReducer:
 
     def _move_all(self, state: BucketState) -> None:
         """Moves the gradients that are in ``param.grad`` into this bucket's storage."""
-        whole, filled = state.whole, state.filled
+        copied_together, filled = state.copied_together, state.filled
         gradients = [gradient for param in state.params if (gradient := param.grad) is not None]
         if gradients:
             self._open(state)
         is_full = len(filled) == len(state.ranges)
-        num_filled = len(whole) if is_full else len(filled and filled.intersection(whole))
-        if gradients and len(gradients) == len(whole) and num_filled in (0, len(whole)):
+        num_filled = len(copied_together) if is_full else len(filled and filled.intersection(copied_together))
+        if gradients and len(gradients) == len(copied_together) and num_filled in (0, len(copied_together)):
             move = torch._foreach_add_ if num_filled else torch._foreach_copy_
             try:
                 with torch.inference_mode():  # autograd's part is a quarter of the host's time for small gradients
@@ -250,13 +257,13 @@ class GradientReducer:
                     raise
             else:
                 if not num_filled:
-                    filled.update(whole)
+                    filled.update(copied_together)
                 for moved in state.params:
                     moved.grad = None
                 gradients = []
         if gradients:
-            self._move([param for param in whole if param.param.grad is not None])
-        for param in state.others:
+            self._move([param for param in copied_together if param.param.grad is not None])
+        for param in state.moved_singly:
             if param.param.grad is not None:
                 self._move([param])
 
@@ -304,7 +311,11 @@ class GradientReducer:
             self._pool.keep(state)
             bucket.reopen()
             state.filled.clear()
-            zeroed = [param for param in (state.others if self._has_settled else state.ranges) if param.may_add_unasked]
+            zeroed = [
+                param
+                for param in (state.moved_singly if self._main_grad_users_known else state.ranges)
+                if param.may_add_unasked
+            ]
             if zeroed:
                 torch._foreach_zero_([state.places()[0][param] for param in zeroed])
 
@@ -316,7 +327,7 @@ class GradientReducer:
             views = state.places()[0]
             torch._foreach_zero_([views[param] for param in state.ranges if param not in state.filled])
         state.is_launched = True
-        self._next += 1
+        self._next_launch += 1
         state.bucket.start_reduce()
         if state.buffer is not None:
             self._pool.mark_in_flight(state)
@@ -330,12 +341,18 @@ class GradientReducer:
         if self.has_ended and not (reduce or self.has_arrivals):
             return
         # Not only after hooks: a schedule that computes weight gradients apart sets param.grad without running them.
-        for state in self._queue if self._now is self._queue else dict.fromkeys((*self._now, *self._queue)):
+        for state in (
+            self._queue if self._active_buckets is self._queue else dict.fromkeys((*self._active_buckets, *self._queue))
+        ):
             if not state.is_complete:
                 self._was_dirty |= any(param.param.grad is not None for param in state.ranges)
                 self._move_all(state)
             # one by one: stage 2 acquires no more buffers than it may have in flight
-            if reduce and self._next < len(self._now) and self._now[self._next] is state:
+            if (
+                reduce
+                and self._next_launch < len(self._active_buckets)
+                and self._active_buckets[self._next_launch] is state
+            ):
                 self._launch(state)
         if self.has_arrivals:
             self._was_dirty = True
@@ -347,7 +364,7 @@ class GradientReducer:
         """Ends a backward that an exception has interrupted, instead of ``end_backward``.
 
         Launches every reduction that this backward was to launch, because other ranks may wait in the same collectives.
-        The gradients are incomplete and must be dropped by ``forget``.
+        The gradients are incomplete and must be dropped by ``reset_after_step``.
 
         Returns:
             Whether the gradients were reduced.
@@ -362,7 +379,7 @@ class GradientReducer:
         """Raises the expected numbers to those of the backward that has ended."""
         for state in self._queue:
             state.learn()
-        new = [state for state in self._now if not state.is_known]
+        new = [state for state in self._active_buckets if not state.is_known]
         arrived = {param for state in new for param in state.arrivals}
         unused = {param.name: None for state in new for param in state.ranges if param not in arrived}
         if unused and self._options.overlap_comm:
@@ -396,23 +413,23 @@ class GradientReducer:
             bucket.finish_gradient()
 
     @torch.no_grad()
-    def forget(self) -> None:
+    def reset_after_step(self) -> None:
         """Starts new sums, after a step that was taken or skipped."""
         self._was_dirty = False
         for state in self._queue:
             state.bucket.forget_gradient()
             state.filled.clear()
-        if self._has_learned and not self._has_settled:
-            self._settle()
+        if self._has_learned and not self._main_grad_users_known:
+            self._find_main_grad_users()
         if self._zeroed_places:
             torch._foreach_zero_(self._zeroed_places)
 
-    def _settle(self) -> None:
+    def _find_main_grad_users(self) -> None:
         """Removes ``main_grad`` where no producer wrote to it, and finds the producers that never asked.
 
         Called after the first step, because the first backward of a pipeline with several chunks reaches one of them.
         """
-        self._has_settled = True
+        self._main_grad_users_known = True
         for param in self._params:
             if not param.is_fused:
                 param.param.main_grad = None  # type: ignore[attr-defined]

@@ -81,8 +81,8 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self.optimizer = optimizer
         self.groups = groups
         self.bit16_groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
-        rules = [shard_optimizer_for(optimizer, group) for group in optimizer.param_groups]
-        self.flat_buffers = build_flat_buffers(self.bit16_groups, rules, param_names, groups, self.options)
+        shard_optimizers = [shard_optimizer_for(optimizer, group) for group in optimizer.param_groups]
+        self.flat_buffers = build_flat_buffers(self.bit16_groups, shard_optimizers, param_names, groups, self.options)
         if not self.flat_buffers:
             raise ValueError("the optimizer holds no parameter that requires a gradient")
         for index, group in enumerate(optimizer.param_groups):
@@ -114,7 +114,7 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self._further_sums: list[tuple[Bucket, dist.ProcessGroup]] = []
         self._reduced = False
         self.has_begun = False  # a backward has begun, or is about to, since the last step
-        self._holds_back = False
+        self._reductions_held = False
         self._reports_previous = self._was_previous_skipped = False
         self._init_engine_attributes()
         self._host = HostStates(self.flat_buffers, self._reducer.settle_buffers)
@@ -181,7 +181,7 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self._tracker.begin()
         super().set_gradient_accumulation_boundary(is_boundary)
         self.has_begun = True
-        self._reducer.arm((is_boundary or self.options.reduces_each_backward) and not self._holds_back, only)
+        self._reducer.arm((is_boundary or self.options.reduces_each_backward) and not self._reductions_held, only)
 
     def end_interrupted_backward(self) -> None:
         """Ends a backward that an exception has interrupted, if there was one. Called before a backward or a step.
@@ -220,7 +220,7 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
     def backward_epilogue(self, **kwargs: Any) -> None:
         """Ends a backward. Called by the engine after each, after the reduction if there was one."""
         each = self.options.stage == 1 and self.options.reduce_each_micro_batch
-        if each and not self.is_gradient_accumulation_boundary() and not self._holds_back:
+        if each and not self.is_gradient_accumulation_boundary() and not self._reductions_held:
             self.reduce_gradients()
         else:
             self._reducer.end_backward(reduce=False)
@@ -253,11 +253,11 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
     @contextmanager
     def hold_reductions(self) -> Iterator[None]:
         """Makes backwards inside only accumulate, whatever the boundary (the engine's ``no_sync``)."""
-        self._holds_back = True
+        self._reductions_held = True
         try:
             yield
         finally:
-            self._holds_back = False
+            self._reductions_held = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients of the present step, reduced or not."""
@@ -270,7 +270,7 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
             for param in flat_buffer.params.values():
                 param.grad = None
         self._reducer.finish()
-        self._reducer.forget()
+        self._reducer.reset_after_step()
         self._reduced = False
 
     # ---- the step
@@ -306,19 +306,19 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         for bucket in self._param_gather.buckets:
             flat_buffer = self._buffer_of[bucket]
             group_options = self.param_groups[flat_buffer.key.param_group]
-            if not isinstance(flat_buffer.rule, MatrixOptimizer):
-                flat_buffer.rule.update_(bucket.shard, group_options, scalars)
+            if not isinstance(flat_buffer.shard_optimizer, MatrixOptimizer):
+                flat_buffer.shard_optimizer.update_(bucket.shard, group_options, scalars)
             elif flat_buffer not in updated:  # matrices lie across buckets: all of the buffer's at once
                 assert flat_buffer.exchange is not None
                 updated.add(flat_buffer)
                 shards = [bucket.shard for bucket in flat_buffer.buckets]
-                flat_buffer.rule.update_matrices_(shards, flat_buffer.exchange, group_options, scalars)
+                flat_buffer.shard_optimizer.update_matrices_(shards, flat_buffer.exchange, group_options, scalars)
             bucket.start_gather()
         self._param_gather.finish_step()
-        self._reducer.forget()
+        self._reducer.reset_after_step()
         self._reduced = self.has_begun = False
         self._copies.clear()
-        self._was_previous_skipped = self._state.settle()
+        self._was_previous_skipped = self._state.read_previous_outcome()
         if self._was_previous_skipped:
             self._errors.raise_on_all_ranks()
 

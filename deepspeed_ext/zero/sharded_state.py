@@ -82,7 +82,7 @@ def state_shards(optimizer: EPZeroOptimizer) -> list[StateShard]:
         for bucket in flat_buffer.buckets:
             for part in bucket.layout.shard_ranges(flat_buffer.rank):
                 views: dict[str, Tensor | StoredState] = {"master": bucket.shard.master[part.where]}
-                for kind in flat_buffer.rule.state_kinds:
+                for kind in flat_buffer.shard_optimizer.state_kinds:
                     views[kind] = stored_part(bucket.shard.state, kind, part.where)
                 stored = {kind: view for kind, view in views.items() if isinstance(view, StoredState)}
                 param = flat_buffer.params[part.name]

@@ -217,7 +217,7 @@ def _count_copies(rank, world, folder):
     trainer = Trainer(RunContext.of(config, mesh, torch.device("cpu")))
     trainer.fit()
     optimizer = trainer.engine.optimizer
-    buffers = sum(1 + len(f.rule.state_kinds) for f in optimizer.flat_buffers for _ in f.buckets)
+    buffers = sum(1 + len(f.shard_optimizer.state_kinds) for f in optimizer.flat_buffers for _ in f.buckets)
     found = []
     for kind in ("full", "model"):
         slices = [piece for piece in trainer.checkpoints._slices(kind)[0] if piece.start < piece.stop]
@@ -335,11 +335,11 @@ def _reduced(dtype, optimizer=torch.optim.AdamW, seed=0, device="cpu", width=40,
     sharded_optimizer = sharded(model, optimizer([group], lr=1e-2), bucket_numel=1 << 26)
     for flat_buffer in sharded_optimizer.flat_buffers:
         for bucket in flat_buffer.buckets:
-            for kind in flat_buffer.rule.state_kinds:
+            for kind in flat_buffer.shard_optimizer.state_kinds:
                 value = torch.zeros(len(bucket.shard.master), device=device)
                 for part in bucket.layout.shard_ranges(flat_buffer.rank):
                     value[part.where] = torch.rand(part.numel, device=device)
-                flat_buffer.rule.write_state(bucket.shard, kind, value)
+                flat_buffer.shard_optimizer.write_state(bucket.shard, kind, value)
     return model, sharded_optimizer
 
 
@@ -353,8 +353,8 @@ def _decoded(optimizer):
     found = {}
     for flat in optimizer.flat_buffers:
         for bucket in flat.buckets:
-            for kind in flat.rule.state_kinds:
-                whole = flat.rule.read_state(bucket.shard, kind)
+            for kind in flat.shard_optimizer.state_kinds:
+                whole = flat.shard_optimizer.read_state(bucket.shard, kind)
                 for part in bucket.layout.shard_ranges(flat.rank):
                     found[part.name, kind, part.start] = whole[part.where].cpu()
     return found

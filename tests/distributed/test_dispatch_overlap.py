@@ -93,7 +93,7 @@ def watched_events() -> Events:
 
 def order_rank(rank: int, world: int) -> dict[str, Any]:
     ops.set_backend("reference")
-    ops.gains_by_main_grads = lambda x: True  # as where kernels are: the same way with and without overlap
+    ops.prefers_main_grads = lambda x: True  # as where kernels are: the same way with and without overlap
     events, found = watched_events(), {}
     for name, options in DISPATCHERS.items():
         config = ParallelConfig(expert_model_parallel_size=world, **options)  # type: ignore[arg-type]

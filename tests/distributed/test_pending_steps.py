@@ -44,16 +44,16 @@ def _break(trainer: Any, what: str) -> None:
         trainer.data.train.batch = batch
 
 
-def _run(rank: int, world: int, folder: str, what: str, runs_behind: bool) -> dict[str, Any]:
+def _run(rank: int, world: int, folder: str, what: str, is_async_device: bool) -> dict[str, Any]:
     from megatron.optimus.training import trainer as training
 
-    run_dir = Path(folder) / f"{what}-{runs_behind}"
+    run_dir = Path(folder) / f"{what}-{is_async_device}"
     words = [*TINY, *OPTIONS, "--train-iters", "11", "--run-dir", str(run_dir), "--data-path", f"{folder}/counting"]
     config = load(words).config
     mesh = Mesh(config.parallel, rank=rank, world_size=world)
     trainer = training.Trainer(RunContext.of(config, mesh, torch.device("cpu")))
     assert trainer.engine.optimizer._copies == []  # what a save reads is not held while the first step runs
-    trainer.runs_behind = runs_behind
+    trainer.is_async_device = is_async_device
     _break(trainer, what)
     file = run_dir / "metrics.jsonl"
     queued: list[int] = []  # lines in the file when a step has been queued

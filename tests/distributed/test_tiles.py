@@ -30,7 +30,7 @@ from megatron.optimus.training.health import TrainingError
 from tests.helpers import run_distributed
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
-MACHINE = Hardware("a GPU", 100, 232448, has_engine=True, keeps_last_stage=True)
+MACHINE = Hardware("a GPU", 100, 232448, has_tma=True, keeps_last_stage=True)
 UP = Problem("up_swiglu", BF16, 4, 32, 16, 64)
 GRADIENT = Problem("weight_gradient_add_fp32", BF16, 4, 16, 32, 64)
 
@@ -50,8 +50,8 @@ def in_use(problem: Problem) -> int:
     return CANDIDATES[problem.kernel].index(tiles)
 
 
-def entry(problem: Problem, place: int, is_exact: bool = True) -> dict[str, Entry]:
-    return {str(problem): Entry(CANDIDATES[problem.kernel][place], 1.0, 2.0, is_exact)}
+def entry(problem: Problem, place: int, matches_default_bits: bool = True) -> dict[str, Entry]:
+    return {str(problem): Entry(CANDIDATES[problem.kernel][place], 1.0, 2.0, matches_default_bits)}
 
 
 def one_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def one_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
     settle(tune_kernels=True)  # the CPU's own kernels
     found["nothing to tune"] = list(lines)
     settling.runs_triton = lambda device, dtype: True
-    tile_cache.save(MACHINE.key, {**entry(UP, rank + 1), **entry(GRADIENT, rank + 2, is_exact=False)})
+    tile_cache.save(MACHINE.key, {**entry(UP, rank + 1), **entry(GRADIENT, rank + 2, matches_default_bits=False)})
     settle()
     found["from disk"] = in_use(UP), in_use(GRADIENT)
     settle(deterministic=True)

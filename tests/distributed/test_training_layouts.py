@@ -51,7 +51,7 @@ def micro_batch(number: int, case: Case) -> Batch:
     tokens, labels, documents, positions = inputs_of(number, LayoutCase({}, {}, "documents" in case.model))
     labels[:, -1] = NO_LABEL  # as without the extra token
     num_labels = int((labels != NO_LABEL).sum())
-    return Batch(tokens, labels, documents, positions, num_labels, is_same=documents is None)
+    return Batch(tokens, labels, documents, positions, num_labels, has_equal_label_counts=documents is None)
 
 
 def train(rank: int, world: int, case: Case, *, fuses: bool = True) -> tuple[Tensor, dict[str, Any]]:

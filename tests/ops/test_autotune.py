@@ -35,14 +35,14 @@ PRODUCTS = [name for name, candidates in CANDIDATES.items() if candidates[0].dep
 @pytest.fixture(autouse=True)
 def _file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("OPTIMUS_TILES", str(tmp_path / "tiles.json"))
-    tiles_module.use(None)
+    tiles_module.set_tables(None)
     yield tmp_path / "tiles.json"
-    tiles_module.use(None)
+    tiles_module.set_tables(None)
 
 
 def use_engine(monkeypatch: pytest.MonkeyPatch, engine: bool) -> None:
     """Descriptors from the host, or those that kernels make where there is no memory engine."""
-    machine = tiles_module.hardware(DEVICE)._replace(has_engine=engine)
+    machine = tiles_module.hardware(DEVICE)._replace(has_tma=engine)
     for module in (tiles_module, grouped_gemm):
         monkeypatch.setattr(module, "hardware", lambda device: machine)
 
@@ -170,13 +170,13 @@ def test_every_candidate_of_the_other_kernels_is_right() -> None:
 def test_a_whole_layer_with_other_tiles_than_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Problem] = []
 
-    def last(kernel: str, like: Tensor, experts: int, height: int, width: int, slots: int) -> Tiles:
-        asked.append(Problem(kernel, like.dtype, experts, height, width, tiles_module.bucket(slots)))
+    def last(kernel: str, like: Tensor, experts: int, n: int, k: int, slots: int) -> Tiles:
+        asked.append(Problem(kernel, like.dtype, experts, n, k, tiles_module.bucket(slots)))
         return CANDIDATES[kernel][-1]
 
     for module in (grouped_gemm, permute):
         monkeypatch.setattr(module, "tiles_for", last)
-    use_engine(monkeypatch, not INTERPRETED and tiles_module.hardware(DEVICE).has_engine)
+    use_engine(monkeypatch, not INTERPRETED and tiles_module.hardware(DEVICE).has_tma)
     case = Case(11, 19, 13, 2, 2, "some_foreign")
     inputs = make_inputs(case, DTYPE)
     ops.set_backend("triton")
@@ -276,10 +276,12 @@ def test_other_bits_are_noted_and_refused_where_only_the_same_will_do(monkeypatc
 
     break_tiles(monkeypatch, MIDDLE, last_bit)
     [outcome] = autotune.tune([SMALL], DEVICE, clock=FakeClock(50.0, 40.0))
-    assert outcome.entry == Entry(MIDDLE, 40.0, 50.0, is_exact=False) and "other bits" in autotune.line(outcome)
+    assert outcome.entry == Entry(MIDDLE, 40.0, 50.0, matches_default_bits=False) and "other bits" in autotune.line(
+        outcome
+    )
     [outcome] = autotune.tune([SMALL], DEVICE, exact_only=True, clock=FakeClock(50.0, 40.0))
     assert outcome.left_out == {MIDDLE: "other bits than the default's"}
-    assert outcome.entry == Entry(LITTLE, 40.0, 50.0, is_exact=True)
+    assert outcome.entry == Entry(LITTLE, 40.0, 50.0, matches_default_bits=True)
 
 
 @pytest.mark.usefixtures("three_candidates")
@@ -304,7 +306,7 @@ def test_a_second_start_takes_them_from_disk(_file: Path) -> None:
     entries, [outcome] = autotune.tune_missing([SMALL], DEVICE, {}, clock=clock)
     assert entries == {str(SMALL): outcome.entry}
     assert tiles_for(SMALL.kernel, like, *SMALL[2:]) == LARGE, "the choice of a process does not change under it"
-    tiles_module.use(None)  # a process that begins
+    tiles_module.set_tables(None)  # a process that begins
     assert tiles_for(SMALL.kernel, like, *SMALL[2:]) == LITTLE
     assert tiles_module.summary(DEVICE) == "1 tuned tiles"
     again, none = autotune.tune_missing([SMALL], DEVICE, tiles_module.table(DEVICE), clock=clock)
@@ -314,10 +316,10 @@ def test_a_second_start_takes_them_from_disk(_file: Path) -> None:
 
 @pytest.mark.usefixtures("three_candidates")
 def test_what_keeps_every_bit_takes_no_faster_entrys_place(_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    faster = Entry(MIDDLE, 20.0, 50.0, is_exact=False)
+    faster = Entry(MIDDLE, 20.0, 50.0, matches_default_bits=False)
     key = tiles_module.hardware(DEVICE).key
     tile_cache.save(key, {str(SMALL): faster})
-    tiles_module.use(None)
+    tiles_module.set_tables(None)
     entries, _ = autotune.tune_missing([SMALL], DEVICE, {}, exact_only=True, clock=FakeClock(50.0, 60.0, 30.0))
     assert entries[str(SMALL)].tiles == LITTLE
     assert tile_cache.load(_file)[key][str(SMALL)] == faster
@@ -349,7 +351,7 @@ def test_the_log_says_whether_tiles_are_tuned(caplog: pytest.LogCaptureFixture) 
     ops.set_backend("triton")
     key = tiles_module.hardware(DEVICE).key
     for tables, words in (({}, "default tiles"), ({key: {str(SMALL): Entry(LITTLE, 1.0, 2.0, True)}}, "1 tuned tiles")):
-        tiles_module.use(tables)
+        tiles_module.set_tables(tables)
         backend._resolve.cache_clear()
         caplog.clear()
         with caplog.at_level("INFO", logger="optimus"):
@@ -374,10 +376,10 @@ def test_the_tool_tunes_a_layer_and_keeps_it(
     [entries] = tile_cache.load(_file).values()
     assert set(entries) == set(map(str, layer_problems(2, 16, 16, 1, 4, torch.bfloat16, torch.float32)))
     assert all(f"{problem}: " in written for problem in entries) and "us  128x256x64, 8 warps, 3 stages" in written
-    tiles_module.use(None)
+    tiles_module.set_tables(None)
     assert main(words) == 0 and capsys.readouterr().out.count("(tuned before)") == len(entries)
     monkeypatch.setenv("OPTIMUS_TILES", str(_file / "below a file"))
-    tiles_module.use(None)
+    tiles_module.set_tables(None)
     assert main(words) == 2
     assert f"error: {_file}/below a file: " in capsys.readouterr().err
 
@@ -394,7 +396,7 @@ def test_a_small_layer_is_tuned_for_real() -> None:
         assert outcome.entry is not None and len(outcome.microseconds) > 1, autotune.line(outcome)
         assert all(0 < t < 1e5 for t in outcome.microseconds.values())
         assert not any("another result" in reason for reason in outcome.left_out.values()), outcome.left_out
-    tiles_module.use(None)
+    tiles_module.set_tables(None)
     like = torch.empty(0, dtype=dtype, device=DEVICE)
     assert all(tiles_for(p.kernel, like, *p[2:]) == entries[str(p)].tiles for p in problems)
     assert autotune.tune_missing(problems, DEVICE, tiles_module.table(DEVICE))[1] == []

@@ -29,7 +29,7 @@ def tool(name: str) -> str | None:
 @pytest.mark.skipif(tool("nvcc") is None or tool("cuobjdump") is None, reason="no nvcc, or no cuobjdump")
 def test_the_tensor_cores_are_not_kept_waiting(tmp_path: Path) -> None:
     source, cubin = tmp_path / "gemm.cu", tmp_path / "gemm.cubin"
-    kernels = ", ".join(f"(void*)product<__nv_bfloat16, GemmKind::{kind}>" for kind in KINDS)
+    kernels = ", ".join(f"(void*)grouped_gemm_kernel<__nv_bfloat16, GemmKind::{kind}>" for kind in KINDS)
     source.write_text(f'#include "mainloop.cuh"\nusing namespace optimus::cuda;\nvoid* kernels[] = {{{kernels}}};\n')
     include = ["-I", str(ROOT / "csrc" / "cuda")]
     command = [str(tool("nvcc")), *FLAGS, *include, "-cubin", "-o", str(cubin), str(source)]

@@ -31,8 +31,8 @@ from megatron.optimus.ops.triton.tiles import (
 )
 from megatron.optimus.platform import environment
 
-H200 = Hardware("H200, 9.0, triton 3", 132, 232448, has_engine=True, keeps_last_stage=True)
-ADA = Hardware("L40S, 8.9, triton 3", 142, 101376, has_engine=False, keeps_last_stage=False)
+H200 = Hardware("H200, 9.0, triton 3", 132, 232448, has_tma=True, keeps_last_stage=True)
+ADA = Hardware("L40S, 8.9, triton 3", 142, 101376, has_tma=False, keeps_last_stage=False)
 REAL_HARDWARE = tiles_module.hardware
 LIKE = torch.empty(0, dtype=torch.bfloat16)
 PRODUCT = Problem("rows_times_weight", torch.bfloat16, 64, 2048, 1024, 131072)
@@ -43,13 +43,13 @@ FIRST, SECOND, THIRD = CANDIDATES["rows_times_weight"][:3]
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("OPTIMUS_TILES", str(tmp_path / "cache" / "tiles.json"))
     monkeypatch.setattr(tiles_module, "hardware", lambda device: H200)
-    tiles_module.use(None)
+    tiles_module.set_tables(None)
     yield tmp_path / "cache" / "tiles.json"
-    tiles_module.use(None)
+    tiles_module.set_tables(None)
 
 
-def entry(tiles: Tiles, is_exact: bool = True) -> Entry:
-    return Entry(tiles, 10.0, 12.5, is_exact)
+def entry(tiles: Tiles, matches_default_bits: bool = True) -> Entry:
+    return Entry(tiles, 10.0, 12.5, matches_default_bits)
 
 
 def chosen(problem: Problem, slots: int | None = None) -> Tiles:
@@ -78,7 +78,7 @@ def test_the_default_is_the_measured_one_or_the_first_that_fits() -> None:
         match="rows_times_weight: no tiles fit 1000 bytes of shared memory and 32768 of registers",
     ):
         fitting(PRODUCT, ADA._replace(shared_bytes=1000))
-    narrow = fitting(PRODUCT._replace(height=40), H200)
+    narrow = fitting(PRODUCT._replace(n=40), H200)
     assert narrow[0] == FIRST and all(tiles.cols == 64 for tiles in narrow[1:])
 
 
@@ -105,7 +105,7 @@ def test_what_a_device_is(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     key = f"GPU, {capability[0]}.{capability[1]}, triton 3.6"
     got = REAL_HARDWARE.__wrapped__(torch.device("cuda", 3))
-    assert got == Hardware(key, 108, 166912, has_engine=engine, keeps_last_stage=keeps)
+    assert got == Hardware(key, 108, 166912, has_tma=engine, keeps_last_stage=keeps)
 
 
 def test_an_intel_gpu_takes_the_path_without_an_engine_and_tiles_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_an_intel_gpu_takes_the_path_without_an_engine_and_tiles_that_fit(monkey
 def test_problems_of_a_layer() -> None:
     problems = layer_problems(4, 19, 13, 3, 100, torch.float16, torch.float16)
     assert {p.slots for p in problems} == {512} and {p.experts for p in problems} == {4}
-    assert [(p.kernel, p.height, p.width) for p in problems] == [
+    assert [(p.kernel, p.n, p.k) for p in problems] == [
         ("up_swiglu", 16, 24),  # widths are padded to a multiple of 8
         ("rows_times_weight_t", 24, 16),
         ("rows_times_weight", 16, 24),
@@ -155,30 +155,35 @@ def test_problems_of_a_layer() -> None:
 
 
 def test_a_tuned_problem_and_its_neighbours_in_size_take_its_tiles() -> None:
-    tiles_module.use({H200.key: {str(PRODUCT): entry(SECOND)}})
+    tiles_module.set_tables({H200.key: {str(PRODUCT): entry(SECOND)}})
     assert [chosen(PRODUCT, n) for n in (131072, 100000, 262144, 200000, 65536)] == [SECOND] * 5
     assert [chosen(PRODUCT, n) for n in (32768, 262145)] == [FIRST] * 2
-    tiles_module.use({H200.key: {str(PRODUCT._replace(slots=n)): entry(t) for n, t in ((64, SECOND), (256, THIRD))}})
+    tiles_module.set_tables(
+        {H200.key: {str(PRODUCT._replace(slots=n)): entry(t) for n, t in ((64, SECOND), (256, THIRD))}}
+    )
     assert chosen(PRODUCT, 128) == THIRD  # the larger of two neighbours
 
 
 def test_every_part_of_the_key_separates() -> None:
-    tiles_module.use({H200.key: {str(PRODUCT): entry(SECOND)}})
+    tiles_module.set_tables({H200.key: {str(PRODUCT): entry(SECOND)}})
     others = [
         PRODUCT._replace(kernel="rows_times_weight_t"),
         PRODUCT._replace(dtype=torch.float16),
         PRODUCT._replace(experts=8),
-        PRODUCT._replace(height=1024),
-        PRODUCT._replace(width=2048),
+        PRODUCT._replace(n=1024),
+        PRODUCT._replace(k=2048),
     ]
     assert [chosen(other) for other in others] == [FIRST] * 5
     for key in ("H200, 9.0, triton 4", "H100, 9.0, triton 3"):
-        tiles_module.use({key: {str(PRODUCT): entry(SECOND)}})
+        tiles_module.set_tables({key: {str(PRODUCT): entry(SECOND)}})
         assert chosen(PRODUCT) == FIRST
 
 
 def test_round_trip_through_the_file(file: Path) -> None:
-    first, other = {str(PRODUCT): entry(SECOND, is_exact=False)}, {"up_swiglu x": entry(CANDIDATES["up_swiglu"][1])}
+    first, other = (
+        {str(PRODUCT): entry(SECOND, matches_default_bits=False)},
+        {"up_swiglu x": entry(CANDIDATES["up_swiglu"][1])},
+    )
     tile_cache.save(H200.key, first)
     tile_cache.save("another", other)
     tile_cache.save(H200.key, other)
@@ -256,7 +261,7 @@ def test_entries_that_are_not_ours_are_left_out_and_kept_in_the_file(
 
 
 def test_tiles_that_do_not_fit_this_device_are_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiles_module.use({ADA.key: {str(PRODUCT): entry(SECOND)}})
+    tiles_module.set_tables({ADA.key: {str(PRODUCT): entry(SECOND)}})
     monkeypatch.setattr(tiles_module, "hardware", lambda device: ADA)
     assert not tiles_module.is_legal(PRODUCT.kernel, SECOND, ADA)
     assert chosen(PRODUCT) == fitting(PRODUCT, ADA)[0] and tiles_module.summary(LIKE.device) == "default tiles"

@@ -15,9 +15,9 @@ from megatron.optimus.ops.triton.tiles import CANDIDATES, Hardware, shared_bytes
 from tests.ops.test_triton_interpreted import BESIDE, ROOT
 
 MACHINES = {
-    80: Hardware("Ampere", 108, 166912, has_engine=False, keeps_last_stage=False),
-    90: Hardware("Hopper", 132, 232448, has_engine=True, keeps_last_stage=True),
-    120: Hardware("Blackwell, small", 170, 101376, has_engine=True, keeps_last_stage=False),
+    80: Hardware("Ampere", 108, 166912, has_tma=False, keeps_last_stage=False),
+    90: Hardware("Hopper", 132, 232448, has_tma=True, keeps_last_stage=True),
+    120: Hardware("Blackwell, small", 170, 101376, has_tma=True, keeps_last_stage=False),
 }
 
 
@@ -40,7 +40,7 @@ def test_compiled_for_three_architectures(tmp_path: Path) -> None:
         counted = shared_bytes(kernel, tiles, machine)
         by_rows = tiles.rows * tiles.cols if kernel == "up_swiglu" else 0
         assert shared <= counted and products > 0, f"{where}, counted {counted}"
-        if machine.has_engine:
+        if machine.has_tma:
             assert counted - shared <= 1024 + by_rows, f"{where}, counted {counted}"
         else:
             assert narrow_loads == 0 and copies_ahead > 0, f"{where}: {narrow_loads} loads of 2 bytes"

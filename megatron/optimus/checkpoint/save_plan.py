@@ -51,7 +51,7 @@ class SavePlan:
     first: int  # index of this rank's first piece among the file's
     count: int
     writes_header: bool
-    tidies_node: bool  # removes what the node's ranks leave on its own disk
+    cleans_local_disk: bool  # removes what the node's ranks leave on its own disk
     files: list[FilePlan]  # of all ranks; empty on ranks above 0
 
     def own(self) -> list[tuple[StoredPiece, int]]:
@@ -128,7 +128,7 @@ def make_plan(
             first=sum(len(everyone[rank]["pieces"]) for rank in before),
             count=len(own),
             writes_header=not before,
-            tidies_node=nodes[node][0] == ranks.rank,
+            cleans_local_disk=nodes[node][0] == ranks.rank,
             files=files if ranks.rank == 0 else [],
         )
 

@@ -45,8 +45,8 @@ from megatron.optimus.platform.ranks import NO_FAILURE, Ranks, attempt
 
 # Each rank sends one number and all take the minimum: numbers below NO_FAILURE are failures, and _WORKING on any rank
 # hides _DONE on the others. When all are done, the minimum is rank 0's number, _DONE plus the revision that it has
-# committed, because the other ranks add _MORE.
-_WORKING, _DONE, _MORE = NO_FAILURE, NO_FAILURE + 1, 1 << 32
+# committed, because the other ranks add _NOT_RANK_0.
+_WORKING, _DONE, _NOT_RANK_0 = NO_FAILURE, NO_FAILURE + 1, 1 << 32
 _OTHER, _SAME = NO_FAILURE, NO_FAILURE + 1  # the slices of this save, compared with those of the previous one
 
 log = logging.getLogger("optimus")
@@ -105,7 +105,7 @@ class Saver:
         self._jobs: deque[Job] = deque()
         self._first_nonce, self._num_saves = 0, 0  # of temporary directories; drawn with the first plan
         self._stall_s: float | None = None
-        self._lowest: Callable[[], int] | None = None  # result of the all-reduce begun at the previous boundary
+        self._read_min_code: Callable[[], int] | None = None  # result of the all-reduce begun at the previous boundary
 
     # ---- what a training loop calls
 
@@ -166,7 +166,7 @@ class Saver:
         job = Job(header, plan, [], None, temporary, retain, began)
         job.local = self._local / temporary.name if self._local is not None else None
         job.phases = self._phases(job)
-        _, error = attempt(lambda: self._take(job, _with_values(slices)))
+        _, error = attempt(lambda: self._attach_tensors(job, _with_values(slices)))
         if (
             error is not None
         ):  # reported with this rank's writing; an exchange now would wait for the other ranks' copies
@@ -178,7 +178,7 @@ class Saver:
         self._stall_s = (self._stall_s or 0.0) + time.perf_counter() - began - drained_s
         return finished if self._asynchronous else finished + self.drain()
 
-    def _take(self, job: Job, slices: list[TensorSlice]) -> None:
+    def _attach_tensors(self, job: Job, slices: list[TensorSlice]) -> None:
         """Gives the job the tensors to write: a copy to host memory that has been started, or the live ones."""
         if self._asynchronous:
             job.snapshot = self._snapshots.setdefault(job.header.kind, Snapshot(self._device))
@@ -221,15 +221,15 @@ class Saver:
             self._stall_s = (self._stall_s or 0.0) + time.perf_counter() - began
 
     def _advance_first(self, job: Job, *, wait: bool) -> list[Saved]:
-        code = _WORKING if self._lowest is None else self._lowest()
+        code = _WORKING if self._read_min_code is None else self._read_min_code()
         if code == _WORKING:
             if wait and job.task is not None:
                 job.task.join()
-            self._lowest = self._ranks.start_all_reduce_min(self._state(job))
+            self._read_min_code = self._ranks.start_all_reduce_min(self._state(job))
             if not wait:
                 return []
-            code = self._lowest()
-        self._lowest = None
+            code = self._read_min_code()
+        self._read_min_code = None
         if code < NO_FAILURE:
             self._abandon(code)
         if code == _WORKING:
@@ -242,7 +242,7 @@ class Saver:
         error = job.task.error if job.task is not None else None
         if error is not None:
             return self._ranks.encode_failure(error)
-        return _DONE + (job.revision if self._ranks.rank == 0 else _MORE)
+        return _DONE + (job.revision if self._ranks.rank == 0 else _NOT_RANK_0)
 
     def _next_phase(self, job: Job, revision: int) -> list[Saved]:
         """Goes on when all ranks have finished a phase: written -> (copied ->) committed, under ``revision``.
@@ -251,9 +251,9 @@ class Saver:
         """
         job.phase += 1
         if job.phase == 1 and job.snapshot is not None:
-            held_s = job.snapshot.held_s()
-            job.stall_s += held_s
-            self._stall_s = (self._stall_s or 0.0) + held_s
+            device_stall_s = job.snapshot.device_stall_s()
+            job.stall_s += device_stall_s
+            self._stall_s = (self._stall_s or 0.0) + device_stall_s
         if job.phase < len(job.phases):
             self._begin(job)
             return []
@@ -283,7 +283,7 @@ class Saver:
             job.task.join()
         self._ranks.first_failure(None)  # all threads have ended
         unfinished = [job.temporary] if self._ranks.rank == 0 else []
-        unfinished += [job.local] if job.local is not None and job.plan.tidies_node else []
+        unfinished += [job.local] if job.local is not None and job.plan.cleans_local_disk else []
         for directory in unfinished:
             try:
                 if directory.is_dir():
@@ -349,7 +349,7 @@ class Saver:
         def end() -> None:
             if is_first:
                 self._commit(job)
-            if job.plan.tidies_node:
+            if job.plan.cleans_local_disk:
                 for leftover in list(local.parent.iterdir()):  # also those of killed saves
                     files.delete_tree(leftover)
 

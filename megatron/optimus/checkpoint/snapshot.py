@@ -186,7 +186,7 @@ class Snapshot:
             torch.accelerator.current_stream(self._device).wait_event(self._copied)
             self._held = begin, DeviceEvent(self._device)
 
-    def held_s(self) -> float:
+    def device_stall_s(self) -> float:
         """Seconds that the device stood still between ``before_update`` and the end of the copy, which must be over.
 
         Does not wait: 0 where the device has not come to the update yet, because then it will not stand still.

@@ -80,7 +80,9 @@ def tune_problems(
     from megatron.optimus.ops.triton.autotune import line, tune_missing
 
     for problem in dict.fromkeys(problems):
-        known = {} if again else {k: e for k, e in tiles.table(device).items() if e.is_exact or not exact_only}
+        known = (
+            {} if again else {k: e for k, e in tiles.table(device).items() if e.matches_default_bits or not exact_only}
+        )
         _, outcomes = tune_missing([problem], device, known, local_share=share, exact_only=exact_only)
         if not outcomes:
             entry = known[str(problem)]

@@ -52,7 +52,7 @@ from megatron.optimus.convert.hf import hf_tensors
 from megatron.optimus.convert.megatron_map import EMBEDDINGS, megatron_tensors
 from megatron.optimus.convert.sidecar import describe, write_sidecar
 from megatron.optimus.convert.tensor_map import ForeignTensor, rows_of
-from megatron.optimus.convert.torch_files import Spool, read_torch, write_torch
+from megatron.optimus.convert.torch_files import ScratchFile, read_torch, write_torch
 from megatron.optimus.models.parameters import parameter_shapes
 from megatron.optimus.platform.files import sync_directory, write_new
 
@@ -303,13 +303,13 @@ def _zero_destination(source: Source, options: Options) -> Destination:
     def write(directory: Path) -> None:
         folder = directory / tag
         folder.mkdir()
-        spool = Spool(folder)
-        module = spool.collect(dense) | source.buffers
+        scratch = ScratchFile(folder)
+        module = scratch.collect(dense) | source.buffers
         write_torch(folder / "mp_rank_00_model_states.pt", _model_states(source, module))
-        spool.close()
+        scratch.close()
         for file, group in experts.items():
-            write_torch(folder / file, spool.collect(group))
-            spool.close()
+            write_torch(folder / file, scratch.collect(group))
+            scratch.close()
         write_new(directory / "latest", tag.encode())
         write_sidecar(directory, source)
 
@@ -451,17 +451,17 @@ def _universal_destination(source: Source, options: Options) -> Destination:
     def write(directory: Path) -> None:
         zero = directory / tag / "zero"
         zero.mkdir(parents=True)
-        spool = Spool(zero)
+        scratch = ScratchFile(zero)
         for row in zip(*columns, strict=True):
             folder = zero / row[0].key
             folder.mkdir()
             for kind, item in zip(kinds, row, strict=True):
-                [tensor] = spool.collect([item]).values()
+                [tensor] = scratch.collect([item]).values()
                 write_torch(folder / _STATE_FILES.get(kind, "fp32.pt"), {"param": tensor, "cat_dim": 0})
             if source.is_full:
                 write_torch(folder / "step.pt", steps)
             sync_directory(folder)
-        spool.close()
+        scratch.close()
         state = {"param_groups": [{} for _ in range(_NUM_GROUPS)], "ds_version": "0.19.8"}
         write_torch(zero / "optimizer_state.pt", state)
         write_torch(directory / tag / "mp_rank_00_model_states.pt", _model_states(source, dict(source.buffers)))

@@ -32,7 +32,7 @@ from megatron.optimus.convert.formats import (
     write_items,
 )
 from megatron.optimus.convert.sidecar import TOKEN_IDS, read_json, token_ids_of, write_json
-from megatron.optimus.convert.tensor_map import ForeignTensor, below, rows_of
+from megatron.optimus.convert.tensor_map import ForeignTensor, rows_of, stack_rows
 from megatron.optimus.models.huggingface.config import hf_config, model_config_from_hf
 from megatron.optimus.models.huggingface.names import to_hf
 from megatron.optimus.models.parameters import parameter_shapes
@@ -57,7 +57,7 @@ def hf_tensors(model: ModelConfig) -> list[ForeignTensor]:
     for name in parameter_shapes(model):
         for theirs in to_hf(model, name):
             one = rows_of(theirs.name, name, theirs.shape, theirs.start)
-            found[one.key] = below(found[one.key], one) if one.key in found else one
+            found[one.key] = stack_rows(found[one.key], one) if one.key in found else one
     return list(found.values())
 
 

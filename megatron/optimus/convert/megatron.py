@@ -43,7 +43,7 @@ from megatron.optimus.convert.megatron_map import (
 )
 from megatron.optimus.convert.sidecar import Description, read_model_config, read_sidecar, write_sidecar
 from megatron.optimus.convert.tensor_map import ForeignTensor
-from megatron.optimus.convert.torch_files import Spool, read_torch, write_torch
+from megatron.optimus.convert.torch_files import ScratchFile, read_torch, write_torch
 from megatron.optimus.platform.files import sync_directory, write_new
 
 _POINTER = "latest_checkpointed_iteration.txt"
@@ -177,9 +177,9 @@ def _destination(source: Source, options: Options) -> Destination:
     folder_name = f"iter_{source.step:07d}"
 
     def write(directory: Path) -> None:
-        spool = Spool(directory)
+        scratch = ScratchFile(directory)
         for rank, group in groups.items():
-            model = {key.split(":")[-1]: tensor for key, tensor in spool.collect(group).items()}
+            model = {key.split(":")[-1]: tensor for key, tensor in scratch.collect(group).items()}
             model |= _extras(source, options, rank, model)
             folder = directory / folder_name / _rank_folder(rank, options)
             folder.mkdir(parents=True)
@@ -191,7 +191,7 @@ def _destination(source: Source, options: Options) -> Destination:
             }
             write_torch(folder / _FILE, content)
             sync_directory(folder)
-        spool.close()
+        scratch.close()
         write_sidecar(directory / folder_name, source)
         write_new(directory / _POINTER, str(source.step).encode())
 

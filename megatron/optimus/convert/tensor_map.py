@@ -81,7 +81,7 @@ def rows_of(key: str, name: str, shape: tuple[int, ...], start: int = 0) -> Fore
     return ForeignTensor(key, shape, (Submatrix(name, start // width, math.prod(shape) // width, 0, width),))
 
 
-def below(first: ForeignTensor, second: ForeignTensor) -> ForeignTensor:
+def stack_rows(first: ForeignTensor, second: ForeignTensor) -> ForeignTensor:
     """One foreign tensor of the rows of both, those of ``first`` on top. Raises ValueError if they differ in width."""
     if first.columns != second.columns:
         raise ValueError(f"{first.key}: rows of {second.columns} columns below rows of {first.columns}")

@@ -52,7 +52,7 @@ def write_torch(path: Path, content: Any) -> None:
         os.fsync(file.fileno())
 
 
-class Spool:
+class ScratchFile:
     """Keeps tensors in a scratch file on disk, for files that torch.save must write in one go.
 
     Every tensor is written as it comes and mapped back, so one at a time is held in memory.

@@ -48,7 +48,7 @@ _MIN_BLOCK = 1 << 12
 _MAX_BLOCK = 1 << 21  # positions computed at once: a few seconds, once a block
 
 
-class _DueSamples(NamedTuple):
+class _PendingSamples(NamedTuple):
     """Samples to draw within a block, in the order of their release: positions relative to the block's start."""
 
     releases: list[int]
@@ -143,7 +143,7 @@ class BlendSchedule:
 
     def _run(self, start: int, state: list[int], end_state: list[int] | None = None) -> npt.NDArray[np.int32]:
         """Draws a block from ``state`` to ``end_state`` if given: int32 [block_length], the corpus of each position."""
-        releases, keys = self._due_samples(start, state, end_state)
+        releases, keys = self._pending_samples(start, state, end_state)
         number, released = len(keys), 0
         order = [0] * self.block_length
         heap: list[int] = []
@@ -156,7 +156,7 @@ class BlendSchedule:
             assert deadline > position  # guaranteed by the theorem in the file's header
         return np.array(order, dtype=np.int32)
 
-    def _due_samples(self, start: int, state: list[int], end_state: list[int] | None) -> _DueSamples:
+    def _pending_samples(self, start: int, state: list[int], end_state: list[int] | None) -> _PendingSamples:
         length, corpora = self.block_length, len(state)
         releases, keys = [], []
         for i, a in enumerate(self.numerators):
@@ -175,7 +175,7 @@ class BlendSchedule:
             keys.append((np.minimum(deadline, length) if end_state is not None else deadline) * corpora + i)
         all_releases, all_keys = np.concatenate(releases), np.concatenate(keys)
         order = np.lexsort((all_keys, all_releases))
-        return _DueSamples(all_releases[order].tolist(), all_keys[order].tolist())
+        return _PendingSamples(all_releases[order].tolist(), all_keys[order].tolist())
 
 
 def _to_units(weights: Sequence[float | Fraction]) -> list[int]:

@@ -58,7 +58,8 @@ class Batch(NamedTuple):
     documents: Documents | None = None  # attention stays inside these; None: each row is one document
     positions_BS: Tensor | None = None  # int64; None: 0 to S - 1 in each row
     num_labels: float | None = None  # labels other than NO_LABEL; None: all
-    is_same: bool = False  # whether all micro-batches of the run have as many (context-parallel parts: on average)
+    # Whether all micro-batches of the run have as many labels (context-parallel parts: on average).
+    has_equal_label_counts: bool = False
 
     def to(self, device: torch.device) -> Batch:
         """Copies the batch to a device without waiting; a pinned batch is copied while the device computes."""
@@ -96,7 +97,7 @@ class BatchLoader:
         ramp: batch-size ramp as ``BatchSizes`` takes it; the batch at a position has the size that the ramp has there
         options: what is made of documents within a sample
         fim: reorders some documents, by seed and position alone
-        keep: applied to each batch before it is pinned, to take a context-parallel rank's part of it
+        select: applied to each batch before it is pinned, to take a context-parallel rank's part of it
         pin_for: accelerator that copies batches while it computes: batches are put into page-locked memory; None: not
 
     Attributes:
@@ -122,7 +123,7 @@ class BatchLoader:
         ramp: tuple[int, ...] = (),
         options: SampleOptions = SampleOptions(),  # noqa: B008  # frozen
         fim: FillInTheMiddle | None = None,
-        keep: Callable[[Batch], Batch] = lambda batch: batch,
+        select: Callable[[Batch], Batch] = lambda batch: batch,
         pin_for: torch.device | None = None,
     ) -> None:
         if seq_length != instances.seq_length:
@@ -135,7 +136,7 @@ class BatchLoader:
         self._rank, self._layout = data_parallel_rank, (data_parallel_size, micro_batch_size)
         self._seed = seed
         self._shuffle = shuffle
-        self._options, self._fim, self._keep = options, fim, keep
+        self._options, self._fim, self._select = options, fim, select
         self._pinned = pin_for is not None and pin_for.type != "cpu"
         self.num_batches: int | None = None
         if not shuffle:
@@ -182,9 +183,9 @@ class BatchLoader:
     def batch(self, consumed: int) -> list[Batch]:
         """Returns this rank's micro-batches of the optimizer step that starts at position ``consumed``.
 
-        Each has contiguous int64 [micro_batch_size, seq_length] tokens and labels, or what ``keep`` takes of them. Ask
-        for positions in the order of the run: a call for another one drops what was read ahead. Raises the errors of
-        ``sample_ids``, and DataError if files cannot be read.
+        Each has contiguous int64 [micro_batch_size, seq_length] tokens and labels, or what ``select`` takes of them.
+        Ask for positions in the order of the run: a call for another one drops what was read ahead. Raises the errors
+        of ``sample_ids``, and DataError if files cannot be read.
         """
         self._read_ahead(consumed, 1 + _READ_AHEAD)
         _, batches = self._ahead.popleft()
@@ -252,7 +253,7 @@ class BatchLoader:
                 if self._fim is not None:
                     transform = partial(self._fim.apply, uniform=uniform_numbers(self._seed, position))
                 samples.append(make_sample(read(i), length, self._options, transform))
-            batch = self._keep(self._collate(samples))
+            batch = self._select(self._collate(samples))
             batches.append(batch.pin_memory() if self._pinned else batch)
         return batches
 
@@ -268,7 +269,7 @@ class BatchLoader:
         each = self._instances.labels_per_sample
         if each is None or options.eod_mask_loss or self._fim is not None:
             return Batch(tokens_BS, labels_BS, documents, positions_BS, int((labels_BS != NO_LABEL).sum()))
-        return Batch(tokens_BS, labels_BS, documents, positions_BS, each * len(samples), is_same=True)
+        return Batch(tokens_BS, labels_BS, documents, positions_BS, each * len(samples), has_equal_label_counts=True)
 
     def _own(self, consumed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Positions and instances of this rank's samples: int64 [micro-batches, micro_batch_size] each."""

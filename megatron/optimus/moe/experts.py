@@ -43,7 +43,7 @@ class Experts(nn.Module):
             The weighted sum over each row's experts, [R, D] in x's dtype.
         """
         gate_up, down = self.gate_up_weight, self.down_weight
-        adds = on_input_gradients is not None or ops.gains_by_main_grads(x_RD)
+        adds = on_input_gradients is not None or ops.prefers_main_grads(x_RD)
         main_grads = (ops.main_grad_of(gate_up), ops.main_grad_of(down)) if adds else (None, None)
         return ops.moe_mlp(x_RD, gate_up, down, weights_RK, indices_RK, main_grads, on_input_gradients)
 

@@ -22,7 +22,7 @@ from megatron.optimus.ops.elementwise import (
     rotate,
     silu_mul,
 )
-from megatron.optimus.ops.fused_moe import InputGradients, gains_by_main_grads, moe_mlp
+from megatron.optimus.ops.fused_moe import InputGradients, moe_mlp, prefers_main_grads
 from megatron.optimus.ops.main_grads import MainGrad, main_grad_of
 from megatron.optimus.ops.reference import Routing
 from megatron.optimus.ops.router import expert_counts, route
@@ -37,12 +37,12 @@ __all__ = [
     "copy_rows",
     "cross_entropy_gradient_",
     "expert_counts",
-    "gains_by_main_grads",
     "get_backend",
     "keeps_16_bits",
     "log_sum_exp",
     "main_grad_of",
     "moe_mlp",
+    "prefers_main_grads",
     "resolve",
     "rotate",
     "route",

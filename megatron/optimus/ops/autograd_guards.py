@@ -120,7 +120,7 @@ def _may_be_dual(tensor: Tensor) -> bool:
 # Tensors without values: on the meta device, FakeTensors, those of a compiler or a transform
 
 
-def lacks_values(tensor: Tensor) -> bool:
+def is_shape_only(tensor: Tensor) -> bool:
     """Whether results computed from this tensor need only have the right shapes.
 
     False while a compiler or tracer records: what it records from tensors without values runs on real ones later.

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.optimus.ops import reference
 from megatron.optimus.ops.autograd_guards import (
     first_derivative_only,
-    lacks_values,
+    is_shape_only,
     refuse_tangents,
     reverse_mode_only,
 )
@@ -146,7 +146,7 @@ def _check_logits(name: str, logits: Tensor, *of_rows: Tensor) -> None:
 def _kernels_for(x: Tensor) -> ModuleType | None:
     if x.dtype not in _DTYPES or x.numel() == 0 or torch.compiler.is_compiling():
         return None
-    if resolve_routing(x.device) != Backend.TRITON or lacks_values(x):
+    if resolve_routing(x.device) != Backend.TRITON or is_shape_only(x):
         return None
     from megatron.optimus.ops.triton import elementwise
 

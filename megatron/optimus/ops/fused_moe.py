@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.optimus.ops import reference
 from megatron.optimus.ops.autograd_guards import (
     first_derivative_only,
-    lacks_values,
+    is_shape_only,
     refuse_gradient,
     refuse_tangents,
     reverse_mode_only,
@@ -89,7 +89,7 @@ def moe_mlp(
     return run.moe_mlp_forward(*arguments)[0]
 
 
-def gains_by_main_grads(x: Tensor) -> bool:
+def prefers_main_grads(x: Tensor) -> bool:
     """Whether ``moe_mlp`` on x is faster or more exact with main gradients, where no early input gradients are wanted.
 
     In fp32 the reference only loses: it rounds nothing anyway, and computes its forward again to add in the backward.
@@ -232,7 +232,7 @@ def _gradients(
     on_input_gradients: InputGradients | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """Gradients of x, gate_up, down and weights, by the backend's whole backward or its halves."""
-    if lacks_values(dy):
+    if is_shape_only(dy):
         backend = reference  # for shapes: some kernels of these backwards are no operations of torch
     has_whole, has_halves = (hasattr(backend, f"moe_mlp_backward{half}") for half in ("", "_inputs"))
     if has_whole and (on_input_gradients is None or not has_halves):

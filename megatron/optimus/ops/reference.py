@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.optimus.ops.autograd_guards import lacks_values
+from megatron.optimus.ops.autograd_guards import is_shape_only
 
 # Scores of a sigmoid underflow to 0, all of a token's, too: 0 divided by their sum would be NaN. The floor is far below
 # any score that matters, and far enough above the least normal number that a gradient divided by it stays finite in
@@ -229,7 +229,7 @@ def _at_least_fp32(x: Tensor) -> Tensor:
 
 def _groups(rows_N: Tensor, order: RowOrder) -> tuple[Tensor, ...]:
     """The rows of each expert. Only here are counts read on the host: every expert is a product of its own."""
-    if lacks_values(order.counts_E):  # then any counts do for shapes
+    if is_shape_only(order.counts_E):  # then any counts do for shapes
         counts = [rows_N.shape[0], *[0] * (order.counts_E.shape[0] - 1)]
     else:
         counts = order.counts_E.tolist()

@@ -19,7 +19,7 @@ from megatron.optimus.ops.autograd_guards import (
     can_be_read,
     carries_tangent,
     first_derivative_only,
-    lacks_values,
+    is_shape_only,
     refuse_tangents,
 )
 from megatron.optimus.ops.backend import Backend, kernels, resolve_routing
@@ -99,7 +99,7 @@ def _kernels(rows: Tensor, name: str) -> ModuleType | Any:
     backend = resolve_routing(rows.device)
     if backend == Backend.REFERENCE or rows.dtype is torch.float64 or not hasattr(kernels(backend), name):
         return reference
-    if lacks_values(rows):
+    if is_shape_only(rows):
         return reference  # for shapes: some kernels here are no operations of torch
     refuse_tangents(name, rows)
     return kernels(backend)

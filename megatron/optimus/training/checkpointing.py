@@ -43,7 +43,8 @@ class Checkpoints:
         self._tokenizer_files = hash_files(config.data.tokenizer_model) if mesh.rank == 0 else {}
         self._drain_s: float | None = None
         self._tried: Manifest | None = None  # the last checkpoint that resume tried to load
-        self.kept: dict[str, Any] = {}  # JSON values that full checkpoints hold; after resume, those of its checkpoint
+        # JSON values that full checkpoints hold; after resume, those of its checkpoint.
+        self.extra_state: dict[str, Any] = {}
         self.found_none = False  # resume has kept the initial weights
         self._lock = self._ranks.run_on_all_ranks(
             lambda: RunLock(self._root) if mesh.rank == 0 else None, f"locking {self._root}", CheckpointError
@@ -73,19 +74,19 @@ class Checkpoints:
         options = self._config.checkpoint
         return _is_due(step, options.save_interval) or _is_due(step, options.model_only_save_interval)
 
-    def after_step(self, step: int, consumed_samples: int, *, leaving: bool) -> None:
-        """Saves what is due after ``step``; a run that is ``leaving`` saves everything and waits until it is written.
+    def after_step(self, step: int, consumed_samples: int, *, is_exiting: bool) -> None:
+        """Saves what is due after ``step``; a run that ``is_exiting`` saves everything and waits until it is written.
 
         Raises CheckpointError on every rank when this save or one in flight failed on any rank.
         """
         options = self._config.checkpoint
         self._note(self._saver.poll())
-        if leaving or _is_due(step, options.save_interval):
+        if is_exiting or _is_due(step, options.save_interval):
             self._save("full", step, consumed_samples)
-        last = leaving and options.model_only_save_interval > 0
+        last = is_exiting and options.model_only_save_interval > 0
         if last or _is_due(step, options.model_only_save_interval):
             self._save("model", step, consumed_samples)
-        if leaving:
+        if is_exiting:
             self.finish()
 
     def finish(self) -> None:
@@ -135,7 +136,7 @@ class Checkpoints:
             step,
             consumed_samples,
             to_dict(self._config),
-            {**self.kept, "optimizer_step_count": self._state.step_count, HASHES_FIELD: self._tokenizer_files},
+            {**self.extra_state, "optimizer_step_count": self._state.step_count, HASHES_FIELD: self._tokenizer_files},
             {},
             {},
             layout=asdict(self._mesh.layout) | {"zero_stage": self._config.optimizer.zero_stage},
@@ -191,7 +192,7 @@ class Checkpoints:
         if has_moments and manifest.kind == "full":
             optimizer.step_count = int(manifest.metadata.get("optimizer_step_count", manifest.step))
             self._restore_rng()
-            self.kept = manifest.metadata
+            self.extra_state = manifest.metadata
         optimizer.sync_params_from_master()
         step = consumed_samples = 0
         if position_counts:

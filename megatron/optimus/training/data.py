@@ -193,7 +193,7 @@ def _loader(
         ramp=tuple(training.rampup_batch_size) if part is Split.TRAIN else (),
         options=options,
         fim=fim,
-        keep=partial(context_parallel_slice, positions_S=own_positions(training.seq_length, config.parallel, mesh)),
+        select=partial(context_parallel_slice, positions_S=own_positions(training.seq_length, config.parallel, mesh)),
         pin_for=run.device if config.data.pin_memory else None,
     )
 
@@ -211,11 +211,12 @@ def context_parallel_slice(batch: Batch, positions_S: Tensor | None) -> Batch:
     else:
         places_BS = batch.positions_BS[:, positions_S]
     num_labels = batch.num_labels
-    if batch.is_same and num_labels is not None:  # the mean over the parts, whose sum is the number of labels
+    if batch.has_equal_label_counts and num_labels is not None:
+        # The mean over the parts, whose sum is the number of labels.
         num_labels *= positions_S.numel() / batch.labels_BS.shape[1]
     elif num_labels is not None:
         num_labels = int((labels_BS != NO_LABEL).sum())
-    return Batch(tokens_BS, labels_BS, batch.documents, places_BS, num_labels, batch.is_same)
+    return Batch(tokens_BS, labels_BS, batch.documents, places_BS, num_labels, batch.has_equal_label_counts)
 
 
 def num_labels(batch: Batch) -> float:
@@ -230,7 +231,7 @@ def labels_per_micro_batch(batches: Sequence[Batch], mesh: Mesh) -> float | Tens
     """
     if batches[0].num_labels is None:
         return batches[0].labels_BS.numel()
-    if batches[0].is_same:
+    if batches[0].has_equal_label_counts:
         return batches[0].num_labels
     own = sum(batch.num_labels or 0 for batch in batches)
     mean = torch.full((), own / len(batches), dtype=torch.float64, device=batches[0].labels_BS.device)

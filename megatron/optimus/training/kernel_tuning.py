@@ -39,7 +39,7 @@ def select_tiles(run: RunContext) -> None:
 
     own = ranks.run_on_all_ranks(choose, "choosing the tiles of expert kernels", TrainingError)
     sent = ranks.broadcast_bytes(json.dumps(tile_cache.records(own)).encode())
-    tiles.use(tile_cache.parse(json.loads(sent))[0])
+    tiles.set_tables(tile_cache.parse(json.loads(sent))[0])
 
 
 def _chosen(config: RunConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Table]:
@@ -48,8 +48,8 @@ def _chosen(config: RunConfig, device: torch.device, dtype: torch.dtype) -> dict
         if training.tune_kernels:
             logger.info("tune_kernels: nothing to tune, as expert layers do not run on Triton's kernels here")
         return {}
-    tiles.use(None)
-    entries = {k: e for k, e in tiles.table(device).items() if e.is_exact or not training.deterministic}
+    tiles.set_tables(None)
+    entries = {k: e for k, e in tiles.table(device).items() if e.matches_default_bits or not training.deterministic}
     if training.tune_kernels:
         from megatron.optimus.ops.triton.autotune import line, tune_missing
 

@@ -26,14 +26,14 @@ class StepTime:
     begin: devices.DeviceEvent
     end: devices.DeviceEvent | None = None  # None while it is queued
     pauses: _Spans = field(default_factory=list)
-    unique: _Spans = field(default_factory=list)  # pauses that do not recur, as for the profiler
+    one_off_pauses: _Spans = field(default_factory=list)  # pauses that do not recur, as for the profiler
     data: _Spans = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
         """The step without pauses."""
         assert self.end is not None
-        return self.end.seconds_since(self.begin) - _total(self.pauses) - _total(self.unique)
+        return self.end.seconds_since(self.begin) - _total(self.pauses) - _total(self.one_off_pauses)
 
     @property
     def pause(self) -> float:
@@ -65,7 +65,7 @@ class StepClock:
         """Work inside counts as a pause between steps, not as part of a step. A pause begins when the device has done
         what was queued before, and ends when it has done this work too. ``recurs``: False leaves it out of the pauses
         that a step reports, from which the time left is estimated."""
-        return self._span(self._step.pauses if recurs else self._step.unique)
+        return self._span(self._step.pauses if recurs else self._step.one_off_pauses)
 
     def data(self) -> AbstractContextManager[None]:
         """Time inside, in which the host waits for data, counts as waiting for data where the device has run dry."""

@@ -168,9 +168,9 @@ class Trainer:
         self.last_step = last_step(config.training, self.step, self.consumed_samples)
         self.batch_sizes, self.rates = batch_sizes(config.training), RateSchedule(config.optimizer, config.training)
         self.health = Health(config.optimizer.grad_norm_spike_sigma)
-        self.health.grad_norms.restore(self.checkpoints.kept.get(_NORMS))
+        self.health.grad_norms.restore(self.checkpoints.extra_state.get(_NORMS))
         self.recorder, self.clock = Recorder(run.ranks), StepClock(run.device)
-        self.runs_behind = devices.is_asynchronous(run.device)
+        self.is_async_device = devices.is_asynchronous(run.device)
         self.queued: QueuedStep | None = None  # the last step, until it is logged
         self.stop_requested = False  # of any rank, in a step that has been logged
         self.logged_batch_size = 0  # of a batch-size ramp
@@ -246,15 +246,17 @@ class Trainer:
             self.queued = queued
             evaluates = _is_due(self.step, training.eval_interval)
             evaluates = evaluates or (training.eval_interval > 0 and self.step == self.last_step)
-            leaves = self.stop_requested or self.step == self.last_step or _is_due(self.step, training.exit_interval)
-            if evaluates or leaves or self.checkpoints.is_due(self.step) or not self.runs_behind:
+            is_exiting = (
+                self.stop_requested or self.step == self.last_step or _is_due(self.step, training.exit_interval)
+            )
+            if evaluates or is_exiting or self.checkpoints.is_due(self.step) or not self.is_async_device:
                 self._finish_step(queued, metrics_logger, evaluates=evaluates)
 
-            leaves = leaves or self.stop_requested
+            is_exiting = is_exiting or self.stop_requested
             if self.stop_requested:
                 self._log_stop(stop)
-            self._save(leaving=leaves)
-            if leaves:
+            self._save(is_exiting=is_exiting)
+            if is_exiting:
                 break
         # A signal to one rank, or data that one rank cannot read, ends all ranks after the same step.
         if self.stop_requested and self.step < self.last_step:
@@ -324,7 +326,7 @@ class Trainer:
         self.health.observe(queued.step, loss=loss, grad_norm=result.grad_norm, skipped=result.skipped)
         if unreadable is not None:
             logger.info("validation data cannot be read: saving step %d", self.step)
-            self._save(leaving=True)
+            self._save(is_exiting=True)
             raise unreadable
 
     def _evaluate(self) -> dict[str, float]:
@@ -332,13 +334,13 @@ class Trainer:
         with self.clock.pause():
             return {name: loss_over(self.run, loader, self.schedule) for name, loader in self.data.valid.items()}
 
-    def _save(self, *, leaving: bool) -> None:
-        """Saves what is due after this step; everything, and waits for it, where the run is ``leaving``."""
+    def _save(self, *, is_exiting: bool) -> None:
+        """Saves what is due after this step; everything, and waits for it, where the run ``is_exiting``."""
         is_due = self.checkpoints.is_due(self.step)
-        if is_due or leaving:
-            self.checkpoints.kept = {_NORMS: self.health.grad_norms.to_json()}
+        if is_due or is_exiting:
+            self.checkpoints.extra_state = {_NORMS: self.health.grad_norms.to_json()}
         with self.clock.pause() if is_due else nullcontext():
-            self.checkpoints.after_step(self.step, self.consumed_samples, leaving=leaving)
+            self.checkpoints.after_step(self.step, self.consumed_samples, is_exiting=is_exiting)
 
     def _metrics(self, queued: QueuedStep, result: StepResult) -> StepMetrics:
         """The numbers of a step, as they are logged."""

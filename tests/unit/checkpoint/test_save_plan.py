@@ -55,7 +55,7 @@ def _plan(rank: int, world: int, odd_dtype: bool) -> tuple[str, int, bool, bool,
         plan = make_plan(pieces_of(rows(rank, world, dtype)), Ranks(None, "cpu"), f"node {rank // 3}", "saving", 2)
     except CheckpointError as error:
         return str(error)
-    return plan.file.name, plan.first, plan.writes_header, plan.tidies_node, [file.name for file in plan.files]
+    return plan.file.name, plan.first, plan.writes_header, plan.cleans_local_disk, [file.name for file in plan.files]
 
 
 def test_neighbouring_ranks_of_a_node_share_a_file() -> None:

@@ -287,7 +287,7 @@ def test_training_waits_for_the_whole_of_a_save_without_a_copy(tmp_path):
 
 
 def test_the_stall_counts_the_device_that_waits_for_the_copy(tmp_path, monkeypatch):
-    monkeypatch.setattr(snapshot.Snapshot, "held_s", lambda _: 100.0)
+    monkeypatch.setattr(snapshot.Snapshot, "device_stall_s", lambda _: 100.0)
     it = Saver(tmp_path)
     it.start(owned(whole_state(1)), header(1), retain=2)
     [saved] = it.drain()

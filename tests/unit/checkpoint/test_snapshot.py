@@ -149,7 +149,7 @@ def test_snapshot_on_an_accelerator_is_ordered_before_the_update():
         large.zero_()
         assert time.perf_counter() - started < 0.1, "queuing the update must not wait for the copy"
         snapshot.wait()
-        held.append(snapshot.held_s())
+        held.append(snapshot.device_stall_s())
         assert views[0].is_pinned()
         assert torch.equal(views[0], expected)
         assert torch.equal(views[-1], expected.bfloat16())

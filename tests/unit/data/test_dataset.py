@@ -68,7 +68,7 @@ def test_the_extra_token_moves_no_sample(prefixes: list[str], packing: bool) -> 
         assert packing or torch.equal(differ, torch.arange(L).expand(2, L) == L - 1)
         for batch, each in ((a, L - 1), (b, L)):
             assert batch.num_labels == (batch.labels_BS != NO_LABEL).sum()
-            assert batch.is_same is not packing and (packing or batch.num_labels == 2 * each)
+            assert batch.has_equal_label_counts is not packing and (packing or batch.num_labels == 2 * each)
     for loader in loaders:
         loader.close()
 

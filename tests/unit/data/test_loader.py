@@ -301,7 +301,7 @@ def test_documents_within_samples(tmp_path: Path) -> None:
     ids = iter(marked.sample_ids(16).tolist())
     for a, b in zip(plain.batch(16), marked.batch(16), strict=True):
         assert torch.equal(a.tokens_BS, b.tokens_BS) and (a.documents, a.positions_BS) == (None, None)
-        assert (a.num_labels, a.is_same, b.is_same) == (4 * (L - 1), True, False)
+        assert (a.num_labels, a.has_equal_label_counts, b.has_equal_label_counts) == (4 * (L - 1), True, False)
         ends = b.tokens_BS == 0
         assert torch.equal(b.labels_BS, torch.where(ends, NO_LABEL, a.labels_BS))
         assert b.num_labels == int((~ends[:, :-1]).sum())
@@ -319,13 +319,13 @@ def test_documents_within_samples(tmp_path: Path) -> None:
 def test_a_rank_pins_the_part_of_a_batch_that_it_keeps(prefixes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut after pinning, a context-parallel rank's part would be copied to the device without page-locked memory."""
 
-    def keep(batch: Batch) -> Batch:
+    def select(batch: Batch) -> Batch:
         return batch._replace(tokens_BS=batch.tokens_BS[:, 1:3], labels_BS=batch.labels_BS[:, 1:3])
 
     pinned = []
     monkeypatch.setattr(Batch, "pin_memory", lambda batch: pinned.append(batch) or batch)
     monkeypatch.setattr("megatron.optimus.platform.device.set_device", lambda device: None)
-    loaders = [make_loader(prefixes), make_loader(prefixes, keep=keep, pin_for=torch.device("cuda"))]
+    loaders = [make_loader(prefixes), make_loader(prefixes, select=select, pin_for=torch.device("cuda"))]
     whole, own = (loader.batch(0) for loader in loaders)
     for loader in loaders:
         loader.close()  # a thread that still pins while the patches are taken away can crash the interpreter

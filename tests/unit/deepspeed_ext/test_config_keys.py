@@ -50,8 +50,8 @@ def _listed(row: str) -> set[str]:
 @pytest.mark.parametrize(
     ("row", "keys"),
     [
-        ("supported, read by us", config_keys.OURS),
-        ("supported, by DeepSpeed's engine", config_keys.ENGINES),
+        ("supported, read by us", config_keys.READ_HERE),
+        ("supported, by DeepSpeed's engine", config_keys.READ_BY_DEEPSPEED),
         ("supported in these sections", SECTION_NAMES),
         ("of DeepSpeed's own paths", config_keys.DELEGATING),
         ("without effect; another value", set(WITHOUT_EFFECT)),
@@ -64,7 +64,7 @@ def test_the_table_is_what_the_code_says(row: str, keys: set[str]) -> None:
 
 
 def test_each_key_is_in_one_list() -> None:
-    lists = [config_keys.OURS, config_keys.ENGINES, config_keys.DELEGATING, config_keys.REMOVED]
+    lists = [config_keys.READ_HERE, config_keys.READ_BY_DEEPSPEED, config_keys.DELEGATING, config_keys.REMOVED]
     assert sum(map(len, lists)) == len(set().union(*lists))
     of_zero = {name.split(".")[1] for name in WITHOUT_EFFECT if name.startswith("zero_optimization.")}
     known = [of_zero, ZERO_READ, ZERO_STAGE_3]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
-from deepspeed_ext.torch_files import Shell, read_torch
+from deepspeed_ext.torch_files import OpaqueObject, read_torch
 from deepspeed_ext.universal import locate, loss_scale_state
 from deepspeed_ext.zero.grad_scaling import LossScale
 from deepspeed_ext.zero.options import LossScaleOptions
@@ -26,7 +26,7 @@ def test_a_loss_scaler_goes_on_as_deepspeeds_would(steps: int, tmp_path: Path, m
         oracle.update_scale(overflow)
     torch.save({"loss_scaler": oracle}, tmp_path / "optimizer_state.pt")
     scaler = read_torch(tmp_path / "optimizer_state.pt")["loss_scaler"]
-    assert type(scaler) is Shell
+    assert type(scaler) is OpaqueObject
     state = loss_scale_state(scaler)
     assert state is not None
     ours = LossScale(LossScaleOptions(8.0, True, window, hysteresis), torch.device("cpu"))

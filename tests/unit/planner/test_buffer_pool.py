@@ -77,7 +77,7 @@ def _real_events(rank: int, world: int, words: str) -> list[Event]:
 
     def opening(self: GradientReducer, entry: Any) -> None:
         open_bucket(self, entry)
-        if not self._is_armed:
+        if not self._launches_in_backward:
             waiting = sum(parameter.grad.nbytes for parameter in parameters if parameter.grad is not None)
             at_ends.append(waiting + count()[1] * pool._numel * engine.optimizer.options.communication_dtype.itemsize)
 

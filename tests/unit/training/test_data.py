@@ -73,9 +73,9 @@ def test_documents_stay_whole_and_own_labels_are_counted(first: int) -> None:
 def test_the_same_number_of_labels_is_shared_out_without_counting() -> None:
     """Each part has the mean, also that of the last position, so that no rank has to ask; the sum is the whole's."""
     tokens = torch.arange(16).view(2, 8)
-    batch = Batch(tokens, tokens + 1, num_labels=14, is_same=True)
+    batch = Batch(tokens, tokens + 1, num_labels=14, has_equal_label_counts=True)
     parts = [context_parallel_slice(batch, positions) for positions in (torch.tensor([0, 1, 6, 7]), torch.arange(2, 6))]
-    assert [(part.num_labels, part.is_same) for part in parts] == [(7, True)] * 2
+    assert [(part.num_labels, part.has_equal_label_counts) for part in parts] == [(7, True)] * 2
 
 
 def test_one_rank_keeps_its_batch() -> None:

@@ -132,7 +132,7 @@ class Run:
         trainer = self.trainer = Trainer.__new__(Trainer)
         mesh, device = Mesh(config.parallel, rank=0, world_size=1), torch.device("cpu")
         trainer.run = RunContext(config, mesh, device, Ranks.alone())
-        trainer.config, trainer.runs_behind = config, True
+        trainer.config, trainer.is_async_device = config, True
         trainer.queued, trainer.stop_requested, trainer.logged_batch_size = None, False, 0
         trainer.recorder = Recorder(trainer.run.ranks)
         trainer.data = SimpleNamespace(train=self, valid={"validation": None}, test={})  # type: ignore[assignment]
@@ -205,8 +205,8 @@ class Run:
         interval = self.trainer.config.checkpoint.save_interval
         return interval > 0 and step % interval == 0
 
-    def after_step(self, step: int, consumed: int, *, leaving: bool) -> None:
-        if self.is_due(step) or leaving:
+    def after_step(self, step: int, consumed: int, *, is_exiting: bool) -> None:
+        if self.is_due(step) or is_exiting:
             self.machine.host += self.costs.save
 
     def take_times(self) -> dict[str, float | None]:

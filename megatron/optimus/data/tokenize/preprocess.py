@@ -76,7 +76,7 @@ class PreprocessReport:
 
 
 @dataclass(frozen=True)
-class _Recipe:
+class _WorkerOptions:
     """Options of the workers."""
 
     tokenizer_type: TokenizerType
@@ -100,19 +100,19 @@ class _EncodedBatch:
 class _Worker:
     """State of a worker process, in which the tokenizer is built once."""
 
-    recipe: _Recipe
+    options: _WorkerOptions
     tokenizer: Tokenizer
 
 
-def _start_worker(recipe: _Recipe) -> None:
+def _start_worker(options: _WorkerOptions) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     # at the end of the process: freeing interpreter and vocabulary, object by object, takes as long as tokenizing a MB
     atexit.register(os._exit, 0)
     # the library's own threads, times the number of workers, would fight for the cores; it reads this from C
     environment.set_default("TOKENIZERS_PARALLELISM", "false")
-    _Worker.recipe = recipe
-    _Worker.tokenizer = build_tokenizer(recipe.tokenizer_type, recipe.tokenizer_model)
+    _Worker.options = options
+    _Worker.tokenizer = build_tokenizer(options.tokenizer_type, options.tokenizer_model)
 
 
 def _leave_with_parent() -> None:
@@ -124,12 +124,12 @@ def _leave_with_parent() -> None:
 
 
 def _encode_batch(batch: LineBatch) -> _EncodedBatch:
-    recipe, tokenizer = _Worker.recipe, _Worker.tokenizer
-    parsed = parse_batch(batch, recipe.keys, recipe.skip_malformed)
+    options, tokenizer = _Worker.options, _Worker.tokenizer
+    parsed = parse_batch(batch, options.keys, options.skip_malformed)
     tokens, lengths = [], []
-    for i in range(len(recipe.keys)):
+    for i in range(len(options.keys)):
         documents = tokenizer.encode_batch([texts[i] for texts in parsed.documents])
-        joined = _join_documents(documents, tokenizer.eod_id if recipe.append_eod else None, recipe.dtype)
+        joined = _join_documents(documents, tokenizer.eod_id if options.append_eod else None, options.dtype)
         tokens.append(joined[0])
         lengths.append(joined[1])
     return _EncodedBatch(tokens, lengths, parsed.malformed, parsed.num_bytes)
@@ -229,7 +229,7 @@ def preprocess(
     started = time.monotonic()
     paths = expand_inputs(inputs)
     dtype = token_dtype(build_tokenizer(tokenizer_type, tokenizer_model).vocab_size)
-    recipe = _Recipe(tokenizer_type, tokenizer_model, tuple(json_keys), append_eod, skip_malformed, dtype)
+    options = _WorkerOptions(tokenizer_type, tokenizer_model, tuple(json_keys), append_eod, skip_malformed, dtype)
     plan = PartitionPlan(
         paths,
         output_prefix,
@@ -238,7 +238,7 @@ def preprocess(
         recipe={
             "tokenizer_type": tokenizer_type,
             "tokenizer_model": fingerprint(tokenizer_model),
-            "keys": recipe.keys,
+            "keys": options.keys,
             "append_eod": append_eod,
             "dtype": dtype.name,
         },
@@ -253,7 +253,7 @@ def preprocess(
     plan.begin()
     missing = [partition for partition in mine if not plan.is_done(partition)]
     report = PreprocessReport(partitions_found=len(mine) - len(missing))
-    _encode_partitions(plan, missing, recipe, workers, report, started, show_progress, log_interval)
+    _encode_partitions(plan, missing, options, workers, report, started, show_progress, log_interval)
     report = _finish(plan, mine, report, dtype)
     report.seconds = time.monotonic() - started
     return report
@@ -308,7 +308,7 @@ def _load_report(plan: PartitionPlan, partition: Partition) -> PreprocessReport:
 def _encode_partitions(
     plan: PartitionPlan,
     partitions: Sequence[Partition],
-    recipe: _Recipe,
+    options: _WorkerOptions,
     workers: int,
     report: PreprocessReport,
     started: float,
@@ -320,16 +320,16 @@ def _encode_partitions(
         return
     to_read, read = sum(partition.num_bytes for partition in partitions), 0
     # spawned, not forked: the tokenizer library's threads do not survive a fork
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (recipe,))
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (options,))
     with ExitStack() as stack:
         stack.callback(pool.shutdown, wait=True, cancel_futures=True)
         output: _PartitionOutput | None = None
         try:
             for partition, position, encoded in _encode_all(
-                pool, partitions, recipe.keys, _BATCHES_PER_WORKER * workers
+                pool, partitions, options.keys, _BATCHES_PER_WORKER * workers
             ):
                 if output is None:
-                    output = stack.enter_context(_PartitionOutput(plan, partition, recipe))
+                    output = stack.enter_context(_PartitionOutput(plan, partition, options))
                 if encoded is None:
                     output.report.empty_files += output.is_empty
                     output.commit(report)
@@ -354,14 +354,14 @@ def _encode_partitions(
 class _PartitionOutput(ExitStack):
     """Writes the pairs of one partition, one per key. At the end those that are not committed are removed."""
 
-    def __init__(self, plan: PartitionPlan, partition: Partition, recipe: _Recipe) -> None:
+    def __init__(self, plan: PartitionPlan, partition: Partition, options: _WorkerOptions) -> None:
         super().__init__()
         self._plan, self._partition = plan, partition
         self.is_empty = True  # no batch has come
-        self.report = PreprocessReport(tokens={plan.final_prefix(partition, key): 0 for key in recipe.keys})
+        self.report = PreprocessReport(tokens={plan.final_prefix(partition, key): 0 for key in options.keys})
         self._writers = {}
-        for key in recipe.keys:
-            writer = IndexedDatasetWriter(plan.prefix(partition, key), recipe.dtype)
+        for key in options.keys:
+            writer = IndexedDatasetWriter(plan.prefix(partition, key), options.dtype)
             self.callback(writer.abort)
             self._writers[key] = writer
 

@@ -5,7 +5,7 @@ timed in rotation on the device's own events. The default stays unless another i
 scatter. What does not compile, asks for more than the device has, or gives another result is left out with its reason.
 
 Bits: a result is a sum over the depth in fp32, cut into tiles of ``depth``; other sizes do not enter an element's sum.
-``Entry.is_exact`` says whether the winner gave the default's very bits on random data of the problem's shape.
+``Entry.matches_default_bits`` says whether the winner gave the default's very bits on random data of that shape.
 """
 
 from __future__ import annotations
@@ -153,13 +153,13 @@ def _tune_one(
     return Outcome(problem, candidates[0], choose(microseconds, good), microseconds, left_out)
 
 
-def choose(microseconds: dict[Tiles, float], is_exact: dict[Tiles, bool]) -> Entry:
+def choose(microseconds: dict[Tiles, float], matches_default_bits: dict[Tiles, bool]) -> Entry:
     """The first, unless another is faster by more than timings scatter."""
     default = next(iter(microseconds))
     best = min(microseconds, key=lambda tiles: microseconds[tiles])
     if microseconds[best] > (1 - _GAIN) * microseconds[default]:
         best = default
-    return Entry(best, round(microseconds[best], 2), round(microseconds[default], 2), is_exact[best])
+    return Entry(best, round(microseconds[best], 2), round(microseconds[default], 2), matches_default_bits[best])
 
 
 def _compile(work: Work, candidates: list[Tiles], device: torch.device) -> dict[Tiles, str]:
@@ -201,7 +201,7 @@ def _first_line(error: Exception) -> str:
 
 def topk_of(problem: Problem) -> int:
     """Slots of one token: of kernels that move rows their K, of others any."""
-    return problem.height if problem.kernel in ("spread_rows", "sum_rows") else 1
+    return problem.n if problem.kernel in ("spread_rows", "sum_rows") else 1
 
 
 def make_work(problem: Problem, device: torch.device, local_share: float) -> Work:
@@ -242,10 +242,10 @@ def _nothing() -> None:
 
 
 def _product(problem: Problem, data: _Data) -> Work:
-    kernel, _, experts, height, width, _ = problem
-    x, order = data.rows(width), data.order
+    kernel, _, experts, n, k, _ = problem
+    x, order = data.rows(k), data.order
     if kernel == "up_swiglu":
-        gate_up = data.random(experts, 2 * height, width, scale=width**-0.5)
+        gate_up = data.random(experts, 2 * n, k, scale=k**-0.5)
 
         def up(tiles: Tiles) -> tuple[Tensor, ...]:
             hidden, activation = grouped_gemm.up_swiglu(x, gate_up, order, tiles, without_padding=True)
@@ -253,8 +253,8 @@ def _product(problem: Problem, data: _Data) -> Work:
 
         return Work(up, _nothing, None)
     transposed = kernel.endswith("_t")
-    shape = (experts, height, width) if transposed else (experts, width, height)
-    weight = data.random(*shape, scale=width**-0.5)
+    shape = (experts, n, k) if transposed else (experts, k, n)
+    weight = data.random(*shape, scale=k**-0.5)
 
     def run(tiles: Tiles) -> tuple[Tensor, ...]:
         return (grouped_gemm.rows_times_weight(x, weight, order, transposed=transposed, tiles=tiles),)
@@ -263,24 +263,24 @@ def _product(problem: Problem, data: _Data) -> Work:
 
 
 def _gradient(problem: Problem, data: _Data) -> Work:
-    kernel, dtype, experts, height, width, _ = problem
-    a, b, order = data.rows(height), data.rows(width), data.order
+    kernel, dtype, experts, n, k, _ = problem
+    a, b, order = data.rows(n), data.rows(k), data.order
     if kernel == "weight_gradient":
         return Work(lambda tiles: (grouped_gemm.weight_gradient(a, b, order, tiles=tiles),), _nothing, None)
     dtype = torch.float32 if kernel.endswith("fp32") else dtype
-    main = torch.zeros(experts, height, width, dtype=dtype, device=data.device)
+    main = torch.zeros(experts, n, k, dtype=dtype, device=data.device)
     return Work(lambda tiles: (grouped_gemm.weight_gradient(a, b, order, main, tiles),), main.zero_, None)
 
 
 def _rows(problem: Problem, data: _Data) -> Work:
-    width, order, topk = problem.width, data.order, data.topk
+    k, order, topk = problem.k, data.order, data.topk
     if problem.kernel == "spread_rows":
-        x = data.random(data.num_tokens, width)
+        x = data.random(data.num_tokens, k)
         return Work(lambda tiles: (permute.spread_rows(x, order, topk, tiles=tiles),), _nothing, data.num_used)
     if problem.kernel == "sum_rows":
-        values, out = data.rows(width), data.random(data.num_tokens, width)
+        values, out = data.rows(k), data.random(data.num_tokens, k)
         return Work(lambda tiles: (permute.sum_rows(values, order, None, topk, out, tiles),), _nothing, None)
-    hidden, gradient = data.random(data.num_slots, 2 * width), data.rows(width)
+    hidden, gradient = data.random(data.num_slots, 2 * k), data.rows(k)
     row_weight = torch.rand(data.num_rows, device=data.device, generator=data.generator)
     row_weight.masked_fill_(data.is_padding, 0.0)
     changed = gradient.clone()
@@ -310,7 +310,7 @@ def tune_missing(
     missing = [problem for problem in dict.fromkeys(problems) if str(problem) not in entries]
     outcomes = tune(missing, device, local_share=local_share, exact_only=exact_only, seconds=seconds, clock=clock)
     found = {str(outcome.problem): outcome.entry for outcome in outcomes if outcome.entry is not None}
-    faster = {name for name, entry in table(device).items() if exact_only and not entry.is_exact}
+    faster = {name for name, entry in table(device).items() if exact_only and not entry.matches_default_bits}
     if found.keys() - faster:
         try:
             tile_cache.save(hardware(device).key, {name: found[name] for name in found.keys() - faster})
@@ -326,7 +326,7 @@ def line(outcome: Outcome) -> str:
     left_out = f"; {len(outcome.left_out)} left out" if outcome.left_out else ""
     if outcome.entry is None:
         return f"{outcome.problem}: default, {next(iter(outcome.left_out.values()))}"
-    tiles, best, default, is_exact = outcome.entry
+    tiles, best, default, matches_default_bits = outcome.entry
     how = "default" if tiles == outcome.default else f"{default / best:.2f} times the default's {default:.1f} us"
-    how += "" if is_exact else ", other bits"
+    how += "" if matches_default_bits else ", other bits"
     return f"{outcome.problem}: {tiles}: {best:.1f} us ({how}; of {len(outcome.microseconds)} timed{left_out})"

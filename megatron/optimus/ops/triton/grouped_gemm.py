@@ -208,7 +208,7 @@ def up_swiglu(
     activation = x_PD.new_empty(x_PD.shape[0], inner)
     tiles = tiles or tiles_for("up_swiglu", x_PD, num_experts, inner, width, order.row_N.numel())
     bm, bn, bk, warps, stages, _ = tiles
-    programs, engine = num_programs(tiles, x_PD.device), hardware(x_PD.device).has_engine
+    programs, engine = num_programs(tiles, x_PD.device), hardware(x_PD.device).has_tma
     _up_swiglu[(programs,)](
         _tensor(x_PD, [bm, bk], engine),
         _tensor(gate_up_E2FD.view(num_experts, 2, inner, width), [1, 2, bn, bk], engine),
@@ -228,7 +228,7 @@ def rows_times_weight(
     kernel = "rows_times_weight_t" if transposed else "rows_times_weight"
     tiles = tiles or tiles_for(kernel, a_PK, weight.shape[0], width, depth, order.row_N.numel())
     bm, bn, bk, warps, stages, _ = tiles
-    programs, engine = num_programs(tiles, a_PK.device), hardware(a_PK.device).has_engine
+    programs, engine = num_programs(tiles, a_PK.device), hardware(a_PK.device).has_tma
     _rows_times_weight[(programs,)](
         _tensor(a_PK, [bm, bk], engine), _tensor(weight, [1, bn, bk] if transposed else [1, bk, bn], engine),
         _tensor(out, [bm, bn], engine), order.tile_expert, order.num_tiles, a_PK.shape[0], weight.shape[0],
@@ -270,7 +270,7 @@ def weight_gradient(
     kernel = "weight_gradient_add_fp32" if wide else "weight_gradient_add" if add else "weight_gradient"
     tiles = tiles or tiles_for(kernel, a_PM, num_experts, height, width, order.row_N.numel())
     bm, bn, bk, warps, stages, _ = tiles
-    programs, engine = num_programs(tiles, a_PM.device), hardware(a_PM.device).has_engine
+    programs, engine = num_programs(tiles, a_PM.device), hardware(a_PM.device).has_tma
     _weight_gradient[(programs,)](
         _tensor(a_PM, [bk, bm], engine), _tensor(b_PN, [bk, bn], engine),
         _tensor(out, [1, bm, bn // 4 if add or wide else bn], engine),

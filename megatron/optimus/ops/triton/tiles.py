@@ -99,20 +99,20 @@ CANDIDATES: dict[str, tuple[Tiles, ...]] = {
 class Problem(NamedTuple):
     """The key of a choice of tiles: kernel, dtype and shape.
 
-    A product of rows has results of width ``height``, sums over depth ``width``. A weight gradient is [height, width].
-    Kernels that move rows have ``height`` = K, the experts of a token, and rows of ``width`` elements.
+    A product of rows has results of width ``n``, sums over depth ``k``. A weight gradient is [n, k].
+    Kernels that move rows have ``n`` = K, the experts of a token, and rows of ``k`` elements.
     """
 
     kernel: str  # of CANDIDATES
     dtype: torch.dtype
     experts: int
-    height: int  # 1 for swiglu_backward
-    width: int
+    n: int  # 1 for swiglu_backward
+    k: int
     slots: int  # a power of two: see ``bucket``
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.kernel} {dtype} E{self.experts} {self.height}x{self.width} N{self.slots}"
+        return f"{self.kernel} {dtype} E{self.experts} {self.n}x{self.k} N{self.slots}"
 
 
 class Entry(NamedTuple):
@@ -121,7 +121,7 @@ class Entry(NamedTuple):
     tiles: Tiles
     microseconds: float
     default_microseconds: float
-    is_exact: bool  # gave the default's very bits
+    matches_default_bits: bool  # gave the default's very bits
 
 
 class Hardware(NamedTuple):
@@ -130,7 +130,7 @@ class Hardware(NamedTuple):
     key: str  # device, compute capability, version of Triton
     processors: int
     shared_bytes: int  # of one program
-    has_engine: bool  # copies tiles by itself: NVIDIA's tensor memory engine
+    has_tma: bool  # copies tiles by itself: NVIDIA's tensor memory engine
     keeps_last_stage: bool  # products read shared memory without a copy in registers, so every stage is a buffer
     register_bytes: int = _NVIDIA_REGISTERS  # of one warp
 
@@ -156,7 +156,7 @@ def hardware(device: torch.device) -> Hardware:
         f"{name}, {arch}, triton {triton.__version__}",
         found["multiprocessor_count"],
         found["max_shared_mem"],
-        has_engine=capability >= (9, 0),
+        has_tma=capability >= (9, 0),
         keeps_last_stage=capability[0] in (9, 10),
         register_bytes=_INTEL_REGISTERS if device.type == "xpu" else _NVIDIA_REGISTERS,
     )
@@ -213,7 +213,7 @@ def _is_sensible(problem: Problem, tiles: Tiles) -> bool:
     if not tiles.depth:
         return True
     gradient = problem.kernel.startswith("weight_gradient")
-    rows, cols = (problem.height, problem.width) if gradient else (ROW_TILE, problem.height)
+    rows, cols = (problem.n, problem.k) if gradient else (ROW_TILE, problem.n)
     return tiles.rows <= max(64, bucket(rows)) and tiles.cols <= max(64, bucket(cols))
 
 
@@ -225,7 +225,7 @@ def is_legal(kernel: str, tiles: Tiles, machine: Hardware) -> bool:
 _tables: dict[str, Table] | None = None  # by Hardware.key; None: not read yet
 
 
-def use(tables: Mapping[str, Table] | None) -> None:
+def set_tables(tables: Mapping[str, Table] | None) -> None:
     """Sets what every later launch of this process chooses from; None: read the disk again at the next launch."""
     global _tables  # noqa: PLW0603  one process-wide choice is the point
     _tables = None if tables is None else dict(tables)
@@ -244,9 +244,9 @@ def table(device: torch.device) -> Table:
     return {key: entry for key, entry in entries.items() if is_legal(key.split(" ", 1)[0], entry.tiles, machine)}
 
 
-def tiles_for(kernel: str, like: torch.Tensor, experts: int, height: int, width: int, slots: int) -> Tiles:
+def tiles_for(kernel: str, like: torch.Tensor, experts: int, n: int, k: int, slots: int) -> Tiles:
     """The tiles to launch ``kernel`` with on a tensor's device and dtype."""
-    return _chosen(Problem(kernel, like.dtype, experts, height, width, bucket(slots)), like.device)
+    return _chosen(Problem(kernel, like.dtype, experts, n, k, bucket(slots)), like.device)
 
 
 @functools.cache
@@ -288,12 +288,14 @@ def layer_problems(
         ("sum_rows", topk, D),
         ("swiglu_backward", 1, F),
     )
-    return [Problem(name, dtype, experts, height, depth, bucket(rows * topk)) for name, height, depth in shapes]
+    return [Problem(name, dtype, experts, n, depth, bucket(rows * topk)) for name, n, depth in shapes]
 
 
 def as_record(entry: Entry) -> dict[str, Any]:
     """For JSON."""
-    return {**entry._asdict(), "tiles": entry.tiles._asdict()}
+    tiles, microseconds, default, exact = entry
+    times = {"microseconds": microseconds, "default_microseconds": default}
+    return {"tiles": tiles._asdict(), **times, "is_exact": exact}
 
 
 def of_record(record: Any) -> Entry:

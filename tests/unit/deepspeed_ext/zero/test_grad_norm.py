@@ -42,17 +42,17 @@ def test_scalars_of_a_step_clip_count_and_skip() -> None:
     norm = torch.tensor(40.0, dtype=torch.float64)  # of the sum over 4 ranks: the mean's is 10
     first = state.scalars(norm)
     assert (first.scale.item(), first.skip.item(), first.step.item()) == (0.25, 0.0, 1.0)
-    assert state.grad_norm == 10.0 and state.applied == 1 and not state.settle()
+    assert state.grad_norm == 10.0 and state.applied == 1 and not state.read_previous_outcome()
     second = state.scalars(norm)
     assert second.scale.item() == pytest.approx(0.025, rel=1e-6) and second.step.item() == 2
-    assert not state.settle()
+    assert not state.read_previous_outcome()
     skipped = state.scalars(torch.tensor(math.nan))
     assert (skipped.scale.item(), skipped.skip.item(), skipped.step.item()) == (0.0, 1.0, 3.0)
     assert state.was_skipped and state.applied == 2 and state.skips == 1
-    assert not state.settle() and state.settled_skips == 0, "the host is told one step later"
+    assert not state.read_previous_outcome() and state.settled_skips == 0, "the host is told one step later"
     small = state.scalars(norm / 1000)
     assert (small.scale.item(), small.step.item()) == (0.25, 3.0)
-    assert state.settle() and state.settled_skips == 1 and not state.was_skipped
+    assert state.read_previous_outcome() and state.settled_skips == 1 and not state.was_skipped
     unclipped, clipped = state.scalars(norm, 0.0), state.scalars(norm, 5.0)
     assert unclipped.scale.item() == 0.25 and clipped.scale.item() == pytest.approx(0.125, rel=1e-6)
     spike, usual = state.scalars(norm, skip_above=9.99), state.scalars(norm, skip_above=10.0)  # the norm is 10

@@ -84,11 +84,11 @@ def test_overflow_at_the_smallest_scale_ends_the_run_one_step_later() -> None:
     for norm in (math.inf, math.nan):
         scalars = state.scalars(torch.tensor(norm))
         assert scalars.skip == 1 and scalars.scale == 0
-        told.append(state.settle())
+        told.append(state.read_previous_outcome())
     assert told == [False, True] and state.loss_scale is not None and float(state.loss_scale.scale) == 2.0
     state.scalars(torch.tensor(1.0))
     with pytest.raises(RuntimeError, match=r"smallest loss scale, 2\.0"):
-        state.settle()
+        state.read_previous_outcome()
     assert state.skips == 2 and state.applied == 1
 
 

@@ -33,7 +33,7 @@ struct PackedWeights {
         depth(weight.size(transposed ? 2 : 1)), stride(engine.size(Side::kRight, lanes, depth)),
         storage(scratch(schedule.slots() * stride)) {}
   void pack(const Schedule::Task& task) {
-    engine.pack(rows_of(data + task.block.expert * size, row), transposed ? Depth::kAlongRows : Depth::kAcrossRows,
+    engine.pack(rows_of(data + task.block.expert * size, row), transposed ? Depth::kContiguous : Depth::kStrided,
                 Side::kRight, lanes, depth, storage.data_ptr<float>() + task.slot * stride);
   }
   const float* of(const Schedule::Task& task) const { return storage.const_data_ptr<float>() + task.slot * stride; }
