@@ -79,6 +79,7 @@ OPTIONS: dict[str, Option] = _options()
 
 
 _NEAR = 0.75  # similarity (difflib's ratio) from which a name is proposed: fewer letters in common mean another word
+_SAME = 0.9  # a letter or two amiss
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
@@ -90,12 +91,13 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
     name = _spelling(name)
     words = set(name.split("_"))
 
-    def likeness(candidate: str) -> tuple[bool, int, float, int]:
+    def likeness(candidate: str) -> tuple[bool, bool, int, float, int]:
         spelled = _spelling(candidate)
         shared, ratio = words & set(spelled.split("_")), difflib.SequenceMatcher(None, name, spelled).ratio()
         ends_with = spelled.endswith(f"_{name}") and spelled.count("_") <= name.count("_") + 2
         contains = shared == words and len(spelled) <= 2 * len(name)
-        return ends_with or contains or ratio >= _NEAR, len(shared), ratio, -len(spelled)
+        # A letter amiss says more than a word in common: --token is --tokens, not --fim-prefix-token.
+        return ends_with or contains or ratio >= _NEAR, ratio >= _SAME, len(shared), ratio, -len(spelled)
 
     best = max(candidates, key=likeness, default=None)
     return best if best is not None and likeness(best)[0] else None
