@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron.optimus.config.family import ParameterKind
 from megatron.optimus.config.rank_plan import RankPlan
 from megatron.optimus.config.schema import OptimizerName, StateDtype
-from megatron.optimus.models.parameters import ParameterKind, RankParameter, rank_parameters
+from megatron.optimus.models.parameters import RankParameter, rank_parameters
 
 ALIGNMENT = 256  # elements
 DEFAULT_BUCKET = 1 << 26  # elements
