@@ -85,7 +85,7 @@ def buffer_key(rank: RankPlan, parameter: RankParameter) -> BufferKey:
         ParameterKind.EMBEDDING: options.weight_decay_embeddings,
         ParameterKind.MATRIX: True,
     }[parameter.kind]
-    is_matrix = options.optimizer is OptimizerName.MUON and parameter.kind is ParameterKind.MATRIX
+    is_matrix = options.optimizer.is_for_matrices and parameter.kind is ParameterKind.MATRIX
     is_repeated = rank.layout.tp > 1 and not parameter.is_cut
     return (parameter.is_expert, is_matrix, is_decayed, is_repeated, parameter.is_tied)
 
@@ -130,15 +130,12 @@ def total_state_bytes(rank: RankPlan) -> StateBytes:
 
 
 def num_moments(rank: RankPlan, buffer: FlatBuffer) -> int:
-    """States of an element. An optimizer that is not listed is planned with two."""
+    """States of an element."""
     options = rank.config.optimizer
-    known = {
-        OptimizerName.ADAM: 2,
-        OptimizerName.LION: 1,
-        OptimizerName.SGD: int(options.sgd_momentum > 0),
-        OptimizerName.MUON: 1 if buffer.is_matrix else 2,
-    }
-    return known.get(options.optimizer, 2)
+    if options.optimizer is OptimizerName.SGD and not options.sgd_momentum:
+        return 0
+    is_adams = options.optimizer.is_for_matrices and not buffer.is_matrix
+    return 2 if is_adams else options.optimizer.num_states
 
 
 def _moment_bytes(rank: RankPlan, buffer: FlatBuffer) -> int:
@@ -152,7 +149,7 @@ def decoded_states(rank: RankPlan, buffers: list[FlatBuffer]) -> int:
     """fp32 copies that a save holds of states kept in fewer bits. The first save is planned before the first step."""
     if rank.config.optimizer.optimizer_state_dtype is StateDtype.FP32:
         return 0
-    moments = 2 if rank.config.optimizer.optimizer is OptimizerName.ADAM else 1
+    moments = rank.config.optimizer.optimizer.num_states
     return sum(moments * 4 * buffer.shard for buffer in buffers)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from megatron.optimus.config.costs import FP32, Collective, Hiding, Kind, Work, flops_per_token
 from megatron.optimus.config.rank_plan import RankPlan, groups_alike
-from megatron.optimus.config.schema import OptimizerName, PipelineSchedule
+from megatron.optimus.config.schema import PipelineSchedule
 from megatron.optimus.models.activations import CUDA, Kernels, layer_parts
 from megatron.optimus.models.parameters import rank_parameters
 from megatron.optimus.models.work import head_work, last_product_work, layer_work, router_work, shared_work
@@ -92,7 +92,7 @@ def update_work(rank: RankPlan) -> Work:
     kept, sent = rank.gradient_element, rank.sent_gradient_element
     total = Work()
     for buffer in flat_buffers(rank):
-        moments = 2 if rank.config.optimizer.optimizer is OptimizerName.ADAM else 1
+        moments = rank.config.optimizer.optimizer.num_states
         width = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256}[rank.config.optimizer.optimizer_state_dtype.value]
         per_element = 2 * max(kept, sent) + 2 * FP32 + rank.element + 2 * moments * width
         total += Work(traffic=per_element * buffer.shard)
