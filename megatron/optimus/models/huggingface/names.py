@@ -63,7 +63,7 @@ _IN_LAYER = {
 def buffers_to_hf(config: ModelConfig) -> dict[str, str]:
     """Their names of our buffers, the biases that steer the choice of experts, where the architecture has such."""
     theirs = architecture_of(config).names.get("moe.router.expert_bias")
-    if theirs is None:
+    if theirs is None or not config.moe_router_enable_expert_bias:
         return {}
     return {f"layers.{layer}.moe.router.expert_bias": f"model.layers.{layer}.{theirs}" for layer in config.moe_layers}
 
