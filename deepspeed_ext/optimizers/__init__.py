@@ -4,7 +4,7 @@ Two kinds of class work together. A torch optimizer (``torch.optim.AdamW``, ``Li
 holds the parameter groups with their options. A ``ShardOptimizer`` holds the arithmetic: it updates the part of a flat
 buffer that this rank owns. ``shard_optimizer_for`` finds the second for the first.
 
-To add an optimizer, write one file here with both classes and register it by one line in ``OPTIMIZERS``:
+To add an optimizer, write one file here with both classes; it is found by the name of its torch optimizer:
 
 - element-wise: a ``ShardOptimizer`` whose ``update_`` may be plain torch. For a fused kernel derive from
   ``ElementwiseOptimizer`` instead (elementwise.py has the existing ones), add its hyperparameters to kernels/options.py
@@ -19,6 +19,8 @@ test_new_optimizer.py adds one of each kind.
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,6 +40,7 @@ from deepspeed_ext.optimizers.wrapped import WrappedOptimizer
 
 __all__ = [
     "OPTIMIZERS",
+    "OWN_OPTIMIZERS",
     "ElementwiseOptimizer",
     "Lion",
     "MatrixOptimizer",
@@ -47,17 +50,46 @@ __all__ = [
     "ShardableOptimizer",
     "StepScalars",
     "WholeMatrices",
+    "own_optimizer",
     "shard_optimizer_for",
 ]
 
-# "optimizer": {"type": NAME} in a DeepSpeed configuration; case does not matter. Muon is absent: it needs parameter
-# groups that say which parameters are hidden matrices, so users pass it as optimizer=.
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+OptimizerClass = Callable[..., torch.optim.Optimizer]
+
+
+def _own_classes() -> dict[str, type[ShardableOptimizer]]:
+    """The torch optimizers that the modules of this folder define, by name."""
+    modules = [f"{__name__}.{found.name}" for found in pkgutil.iter_modules(__path__) if not found.ispkg]
+    classes = [value for name in modules for value in vars(importlib.import_module(name)).values()]
+    return {
+        one.__name__: one
+        for one in classes
+        if isinstance(one, type) and issubclass(one, ShardableOptimizer) and one is not ShardableOptimizer
+    }
+
+
+OWN_OPTIMIZERS = _own_classes()
+# "optimizer": {"type": NAME} in a DeepSpeed configuration; case does not matter. Those that need parameter groups of
+# their own, as Muon does, are absent: users pass them as optimizer=.
+OPTIMIZERS: dict[str, OptimizerClass] = {
     "Adam": torch.optim.Adam,
     "AdamW": torch.optim.AdamW,
     "SGD": torch.optim.SGD,
-    "Lion": Lion,
+    **{name: one for name, one in OWN_OPTIMIZERS.items() if not one.needs_groups},
 }
+
+
+def own_optimizer(name: str) -> type[ShardableOptimizer]:
+    """Finds a torch optimizer of this folder; "schedule-free-sgd" is ScheduleFreeSGD.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    by_name = {known.lower(): one for known, one in OWN_OPTIMIZERS.items()}
+    found = by_name.get(name.replace("-", "").lower())
+    if found is None:
+        raise ValueError(f"optimizer {name!r} is not one of {', '.join(OWN_OPTIMIZERS)}")
+    return found
 
 
 def shard_optimizer_for(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> ShardOptimizer:

@@ -197,7 +197,12 @@ class ShardableOptimizer(torch.optim.Optimizer):
     Passed to ``deepspeed_ext.initialize``, only its param_groups are used: the sharded optimizer runs the
     ShardOptimizer. Used alone it is an ordinary torch optimizer that runs the same arithmetic on each whole parameter,
     with an fp32 master copy of parameters in a lower precision.
+
+    Attributes:
+        needs_groups: its parameter groups must say more than options do, so that a configuration alone cannot name it.
     """
+
+    needs_groups = False
 
     def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
         """Returns the object that updates the parameters of ``group``."""

@@ -134,6 +134,8 @@ class Muon(ShardableOptimizer):
         ValueError: an option is out of range, or a Muon group has a parameter of fewer than two dimensions.
     """
 
+    needs_groups = True
+
     def __init__(
         self,
         params: Any,

@@ -31,7 +31,7 @@ def performed(extended: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     """The folder of the runs, and what ``recipes.main`` wrote."""
     folder = tmp_path_factory.mktemp("runs")
     write_corpus(folder / "counting")
-    write_mistral(folder / "hf")
+    write_models(folder)
     environment = {**os.environ, "PYTHONPATH": str(extended), "OMP_NUM_THREADS": "1"}  # the copy before this source
     command = [sys.executable, "-m", "tests.packaging.recipes", str(folder)]
     done = subprocess.run(
@@ -45,17 +45,26 @@ def performed(extended: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return folder, results
 
 
-def write_mistral(folder: Path) -> None:
-    """A tiny model of Hugging Face's transformers; nothing where that is not installed."""
+def write_models(folder: Path) -> None:
+    """Tiny models of Hugging Face's transformers; nothing where that is not installed."""
     if importlib.util.find_spec("transformers") is None:
         return
     transformers = importlib.import_module("transformers")
     torch.manual_seed(3)
-    config = transformers.MistralConfig(
+    shape: dict[str, Any] = dict(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=64, max_position_embeddings=32, sliding_window=None,
+        vocab_size=64, max_position_embeddings=32,
     )  # fmt: skip
-    transformers.MistralForCausalLM(config).save_pretrained(folder)
+    mistral = transformers.MistralConfig(**shape, sliding_window=None)
+    transformers.MistralForCausalLM(mistral).save_pretrained(folder / "mistral")
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+    laguna = transformers.LagunaConfig(
+        **shape, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, gating="per-element",
+        shared_expert_intermediate_size=24, rope_parameters={"full_attention": rope},
+    )  # fmt: skip
+    model = transformers.LagunaForCausalLM(laguna)
+    model.model.layers[1].mlp.gate.e_score_correction_bias.data.normal_()
+    model.save_pretrained(folder / "laguna")
 
 
 def losses(folder: Path, run: str) -> list[float]:
@@ -135,19 +144,41 @@ def test_a_preset_has_the_parameters_that_its_test_says(extended: Path, performe
     assert f"{total:,} total, {active:,} active" in performed[1]["runs"]["dry run"]["out"]
 
 
-def test_a_variant_declares_its_parameters_and_trains_at_other_layouts(performed: tuple[Path, dict[str, Any]]) -> None:
+def test_a_family_trains_split_and_resumes_at_another_layout(performed: tuple[Path, dict[str, Any]]) -> None:
     folder, results = performed
-    names = results["parameters"]
-    assert names["declared"] == names["real"] and "layers.1.post_attention_norm.weight" in names["real"]
-    assert losses(folder, "variant") != losses(folder, "all-gather")
-    assert losses(folder, "variant, split") == pytest.approx(losses(folder, "variant"), rel=1e-5)
+    assert losses(folder, "family") != losses(folder, "all-gather")
+    assert losses(folder, "family, split") == pytest.approx(losses(folder, "family"), rel=1e-5)
+    assert len(losses(folder, "family")) == 3
+    assert "expert parallelism: 2 of 4 experts" in results["runs"]["family, split"]["out"]
 
 
-def test_an_architecture_gives_the_logits_of_transformers(performed: tuple[Path, dict[str, Any]]) -> None:
+def test_a_family_is_what_it_declares(performed: tuple[Path, dict[str, Any]]) -> None:
+    found = performed[1]["family"]
+    assert found["declared"] == found["real"] and "layers.1.attention.g_proj.weight" in found["real"]
+    planned, real = found["elements of ranks"]
+    assert planned == real
+    assert found["bytes declared"] == found["bytes kept"]["laguna"] - found["bytes kept"]["decoder"] > 0
+
+
+def test_a_family_is_planned_without_torch_and_reports_mfu(performed: tuple[Path, dict[str, Any]]) -> None:
+    folder, results = performed
+    found = results["family"]
+    assert found["flops"] - found["flops of the decoder"] == 6 * 2 * 32 * 32  # both layers' gates
+    assert results["plan"].endswith("\nFalse\n") and "MFU" in results["plan"]
+    for line in read_metrics(folder / "family" / "metrics.jsonl"):
+        rate = line["tokens_per_second_per_device"]
+        assert line["mfu"] == pytest.approx(rate * found["flops"] / 1e9, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["mistral", "laguna", "exported"])
+def test_an_architecture_gives_the_logits_of_transformers(
+    name: str, performed: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Of models that transformers wrote, and of the export of what the family has trained."""
     transformers = pytest.importorskip("transformers")
     folder, results = performed
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf").eval()
-    assert type(theirs).__name__ == "MistralForCausalLM"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / name).eval()
+    assert type(theirs).__name__ == ("MistralForCausalLM" if name == "mistral" else "LagunaForCausalLM")
     with torch.no_grad():
         expected = theirs(torch.arange(HF_TOKENS)[None]).logits
-    torch.testing.assert_close(torch.tensor(results["logits"]), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(torch.tensor(results["logits"][name]), expected, atol=1e-5, rtol=1e-4)

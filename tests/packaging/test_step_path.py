@@ -64,8 +64,8 @@ def classes_of_attributes(path: Sequence[Function]) -> dict[str, set[str]]:
     """Attribute -> classes of the objects in it, from the ``__init__`` of every class on the path.
 
     ``self.layers = nn.ModuleList(Block(...) for ...)`` gives "layers" the class Block; ``self.model = build_model(x)``
-    gives "model" the class that build_model is annotated with; what wraps another attribute, as the engine does the
-    model, gets its classes too.
+    gives "model" the class that build_model is annotated with, ``self.router: Router = ...`` "router" that class; what
+    wraps another attribute, as the engine does the model, gets its classes too.
     """
     found: dict[str, set[str]] = {}
     for entry in dict.fromkeys((entry.path, entry.class_name) for entry in path if entry.class_name):
@@ -78,6 +78,7 @@ def classes_of_attributes(path: Sequence[Function]) -> dict[str, set[str]]:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             parts = list(ast.walk(node.value))
             classes = called(node.value) | {returned_by(entry[0], name) for name in called(node.value)}
+            classes |= {last_name(node.annotation)} if isinstance(node, ast.AnnAssign) else set()
             wrapped = {p.attr for p in parts if isinstance(p, ast.Attribute) and last_name(p.value) == "self"}
             for target in targets:
                 if isinstance(target, ast.Attribute):

@@ -71,10 +71,20 @@ class Precision(str, Enum):
 
 
 class OptimizerName(str, Enum):
-    ADAM = "adam"  # AdamW: decoupled weight decay
-    SGD = "sgd"
-    MUON = "muon"  # for hidden matrices; AdamW for embeddings, output projection and norms
-    LION = "lion"
+    """An optimizer is ("name", its states an element, whether it is for hidden matrices and AdamW for the others)."""
+
+    num_states: int
+    is_for_matrices: bool
+
+    def __new__(cls, value: str, num_states: int = 2, is_for_matrices: bool = False) -> OptimizerName:
+        name = str.__new__(cls, value)
+        name._value_, name.num_states, name.is_for_matrices = value, num_states, is_for_matrices
+        return name
+
+    ADAM = "adam", 2  # AdamW: decoupled weight decay
+    SGD = "sgd", 1
+    MUON = "muon", 1, True
+    LION = "lion", 1
 
 
 class StateDtype(str, Enum):

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from megatron.optimus.config.family import ParameterKind, family_of, layer_parameters
 from megatron.optimus.config.schema import ModelConfig
 
 FP32, INT32, INT64 = 4, 4, 8  # bytes of an element
@@ -40,19 +41,19 @@ class LayerCost(NamedTuple):
 
 
 def layer_cost(model: ModelConfig, seq_length: int, *, is_moe: bool) -> LayerCost:
-    """Counts the multiply-adds of a token in a layer with experts or in a dense one."""
-    width, head_width = model.hidden_size, model.num_attention_heads * model.head_dim
-    projections = 2 * width * head_width + 2 * width * model.num_kv_heads * model.head_dim
-    attention = seq_length * head_width
-    if not is_moe:
-        return LayerCost(projections, attention, mlp=3 * width * model.ffn_hidden_size, router=0, experts=0)
-    return LayerCost(
-        projections,
-        attention,
-        mlp=3 * width * model.moe_shared_expert_intermediate_size,
-        router=width * (model.num_experts + model.moe_shared_expert_gate),
-        experts=model.moe_router_topk * 3 * width * model.moe_ffn_hidden_size,
-    )
+    """Counts the multiply-adds of a token in a layer with experts or in a dense one.
+
+    A matrix counts as many as it has elements, of experts those that a token takes.
+    """
+    counted = dict.fromkeys(("projections", "mlp", "router", "experts"), 0)
+    for name, spec in layer_parameters(model, is_moe=is_moe).items():
+        if spec.kind is ParameterKind.MATRIX:
+            is_mlp = name.startswith(("mlp.", "moe.shared_experts.mlp."))
+            part = "experts" if spec.is_expert else "mlp" if is_mlp else "router"
+            counted["projections" if name.startswith("attention.") else part] += spec.numel
+    if is_moe and model.is_moe:
+        counted["experts"] = counted["experts"] * model.moe_router_topk // model.num_experts
+    return LayerCost(attention=family_of(model).attention_cost(model, seq_length), **counted)
 
 
 def head_cost(model: ModelConfig) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.optimus.config.checks import gradient_accumulation_steps
+from megatron.optimus.config.costs import LayerCost, layer_cost
 from megatron.optimus.config.layout import Layout
 from megatron.optimus.config.schema import ModelConfig, PipelineSchedule, Precision, RunConfig
 from megatron.optimus.config.stages import stage_layers, stages_of_rank
@@ -68,6 +69,12 @@ class RankPlan:
     @cached_property
     def num_moe_layers(self) -> int:
         return sum(map(sum, self.moe_flags))
+
+    @cached_property
+    def layer_costs(self) -> dict[bool, LayerCost]:
+        """Multiply-adds of a token in a dense layer (False) and in one with experts (True)."""
+        length = self.config.training.seq_length
+        return {is_moe: layer_cost(self.model, length, is_moe=is_moe) for is_moe in {False, self.model.is_moe}}
 
     @property
     def num_dense_layers(self) -> int:

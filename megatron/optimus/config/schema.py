@@ -36,8 +36,11 @@ from megatron.optimus.config.choices import (
 from megatron.optimus.config.duration import check_duration, check_schedule
 from megatron.optimus.config.layer_pattern import check_layer_pattern, layers_of_pattern, shown
 from megatron.optimus.config.values import (
+    MODEL_CONVERTERS,
+    MODEL_FAMILIES,
     ConfigError,  # noqa: F401  # everyone imports it from here
     at_least,
+    check_modules,
     divisors,
     one_of,
     option,
@@ -52,6 +55,7 @@ from megatron.optimus.config.values import (
 class ModelConfig:
     """Shape of the decoder. Defaults are those of the Mula models that do not depend on size."""
 
+    model_family: str = option("decoder", "model family: a module of models/families")
     num_layers: int = option(16, "number of transformer layers")
     hidden_size: int = option(2048, "model width D")
     num_attention_heads: int = option(16, "attention heads of the queries")
@@ -109,6 +113,7 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
+        check_modules("model_family", [self.model_family], MODEL_FAMILIES)
         at_least(self, 1, "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
         at_least(self, 1, "ffn_hidden_size", "vocab_size", "max_position_embeddings")
         at_least(self, 1, "moe_ffn_hidden_size", "moe_router_topk")
@@ -230,6 +235,7 @@ class ParallelConfig:
     distributed_timeout_minutes: float = option(10.0, "time limit of a collective, after which the run ends")
 
     def __post_init__(self) -> None:
+        check_modules("model_converters", self.model_converters, MODEL_CONVERTERS)
         at_least(self, 1, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
         at_least(self, 1, "expert_model_parallel_size", "expert_tensor_parallel_size")
         at_least(self, 1, "virtual_pipeline_model_parallel_size", "moe_hierarchical_node_size")

@@ -45,13 +45,14 @@ def to_yaml(config: RunConfig) -> str:
 def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Lists the options that differ between two ``to_dict`` results, as "training.global_batch_size 8 -> 16".
 
-    Options that do not affect training, such as intervals of logging, evaluation and saving, are left out.
+    An option that ``before`` lacks, because it did not exist yet, had its default. Options that do not affect
+    training, such as intervals of logging, evaluation and saving, are left out.
     """
     free = {"exit_interval", "eval_interval", "eval_iters", "skip_train", "iterations_to_skip"}
     free |= {"valid_data_path", "test_data_path"}
-    changes = []
+    changes, defaults = [], to_dict(RunConfig())
     for section in ("model", "parallel", "optimizer", "training", "data"):
-        old, new = before.get(section, {}), after.get(section, {})
+        old, new = defaults[section] | before.get(section, {}), after.get(section, {})
         for name in sorted(old.keys() | new.keys()):
             if name not in free and old.get(name) != new.get(name):
                 changes.append(f"{section}.{name} {old.get(name)} -> {new.get(name)}")

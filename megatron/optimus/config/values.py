@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import pkgutil
 from collections.abc import Iterable
 from dataclasses import field
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,26 @@ def divisors(number: int) -> list[int]:
         return []
     small = [candidate for candidate in range(1, math.isqrt(min(number, 10**12)) + 1) if number % candidate == 0]
     return sorted({*small, *(number // candidate for candidate in small)})
+
+
+MODEL_FAMILIES, MODEL_CONVERTERS = "models/families", "parallel/converters"  # folders whose modules options name
+
+
+@cache
+def modules_of(folder: str) -> list[str]:
+    """Lists the modules of a folder of the package, of which none is imported."""
+    return [module.name for module in pkgutil.iter_modules([str(Path(__file__).parents[1] / folder)])]
+
+
+def check_modules(option: str, names: Iterable[str], folder: str) -> None:
+    """Raises ConfigError for a name in an option that is no module of ``folder``."""
+    known = modules_of(folder)
+    for name in names:
+        require(
+            name in known,
+            f"{option}={name!r} is none of those there are ({', '.join(known) or 'none'}); "
+            f"name a file of megatron/optimus/{folder}",
+        )
 
 
 def option(default: Any, help: str) -> Any:

@@ -1,6 +1,6 @@
 """Hugging Face folders: config.json, safetensors with or without an index, tokenizer files.
 
-Names and shapes of their tensors are in models/hf_map.py, configurations in models/hf_config.py.
+Names and shapes of their tensors are in models/huggingface/names.py, configurations in config.py there.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from megatron.optimus.convert.formats import (
 from megatron.optimus.convert.sidecar import TOKEN_IDS, read_json, token_ids_of, write_json
 from megatron.optimus.convert.tensor_map import ForeignTensor, rows_of, stack_rows
 from megatron.optimus.models.huggingface.config import hf_config, model_config_from_hf
-from megatron.optimus.models.huggingface.names import to_hf
+from megatron.optimus.models.huggingface.names import buffers_to_hf, to_hf
 from megatron.optimus.models.parameters import parameter_shapes
 from megatron.optimus.platform.files import write_new
 
@@ -85,6 +86,11 @@ class HFSource(ForeignSource):
             if not torch.equal(self.fetch("lm_head.weight", WEIGHT), self.fetch("model.embed_tokens.weight", WEIGHT)):
                 raise CheckpointError(f"{path}: lm_head.weight differs from the embedding that it is tied to")
             del found["lm_head.weight"]
+        for ours, theirs in buffers_to_hf(run.model).items():
+            info = found.pop(theirs, None)
+            if info is None or info.shape != (run.model.num_experts,):
+                raise CheckpointError(f"{path}: {theirs} is missing or not of shape ({run.model.num_experts},)")
+            self.buffers[ours] = self._weights.read(theirs).float()
         self.map_tensors(hf_tensors(run.model), {WEIGHT: found})
 
     def fetch(self, key: str, kind: str) -> torch.Tensor:
@@ -96,6 +102,9 @@ def _destination(source: Source, options: Options) -> Destination:
     _refuse_buffers(source)
     kind = source.weight_kind(options.dtype)
     items = write_items(source, hf_tensors(source.model), kind, options)
+    for ours, theirs in buffers_to_hf(source.model).items():
+        bias = source.buffers[ours]
+        items.append(WriteItem(theirs, bias.dtype, tuple(bias.shape), partial(torch.clone, bias)))
     tokenizer = _find_tokenizer(options.tokenizer, source)
     config = hf_config(source.model, str(items[0].dtype).removeprefix("torch."))
     ids = source.token_ids or (tokenizer.token_ids() if tokenizer is not None else {})
@@ -111,9 +120,10 @@ def _destination(source: Source, options: Options) -> Destination:
 
 
 def _refuse_buffers(source: Source) -> None:
-    """Refuses biases of the routing: these architectures have none, so only a bias of zeros can be left out."""
+    """Refuses biases of the routing where the architecture has none: then only a bias of zeros can be left out."""
+    named = buffers_to_hf(source.model)
     for name, buffer in source.buffers.items():
-        if bool(buffer.any()):
+        if name not in named and bool(buffer.any()):
             raise CheckpointError(
                 f"{source.path}: buffer {name} is not zero and has no place in a Hugging Face model of this kind "
                 "(moe_router_enable_expert_bias); its experts would be chosen differently"

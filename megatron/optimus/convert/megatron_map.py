@@ -20,6 +20,7 @@ import re
 from collections.abc import Collection, Mapping
 
 from megatron.optimus.checkpoint.errors import CheckpointError
+from megatron.optimus.config.family import family_of
 from megatron.optimus.config.schema import ModelConfig, Normalization, QKNormScope
 from megatron.optimus.convert.tensor_map import ForeignTensor, Submatrix
 
@@ -99,8 +100,13 @@ def megatron_tensors(
         transformer_engine: when writing, the names with Transformer Engine rather than those of the local modules.
 
     Raises:
-        CheckpointError: the model cannot be laid out on these ranks.
+        CheckpointError: the model cannot be laid out on these ranks, or has parts that Megatron's files cannot hold.
     """
+    if family_of(model).has_own_parts:
+        raise CheckpointError(
+            f"model_family={model.model_family}: Megatron's files hold model_family=decoder only; convert to another "
+            "format"
+        )
     tp, pp, ep = (max(rank[axis] for rank in files) + 1 for axis in range(3))
     _check_layout(model, tp, ep)
     tensors: list[ForeignTensor] = []

@@ -65,13 +65,22 @@ class Attention(nn.Module):
     def forward(self, x_BSD: Tensor, rope: RopeTable, documents: Documents | None = None) -> Tensor:
         """The attention output [B, S, D] in x's dtype; arguments as in ``causal_attention`` and ``apply_rope``."""
         q_BSW, k_BSW, v_BSW = self.project_in(x_BSD, (self.q_proj, self.k_proj, self.v_proj))
+        return self.project_out(self.attend(q_BSW, k_BSW, v_BSW, rope, documents), self.o_proj)
+
+    def attend(
+        self, q_BSW: Tensor, k_BSW: Tensor, v_BSW: Tensor, rope: RopeTable, documents: Documents | None
+    ) -> Tensor:
+        """Norms, RoPE and the core attention, all between the projections; the output has the shape of the queries.
+
+        Tensor parallelism gives the tokens of all sequences as one row, [1, B * S, W / t].
+        """
         length = rope[0].shape[-2]
         q_BHSd = self._heads(self._normed(q_BSW, self.q_norm), length)
         k_BGSd = self._heads(self._normed(k_BSW, self.k_norm), length)
         v_BGSd = self._heads(v_BSW, length)
         q_BHSd, k_BGSd = apply_rope(q_BHSd, rope), apply_rope(k_BGSd, rope)
         out_BHSd = self.core_attention(q_BHSd, k_BGSd, v_BGSd, documents)
-        return self.project_out(out_BHSd.transpose(1, 2).flatten(2), self.o_proj)
+        return out_BHSd.transpose(1, 2).reshape(q_BSW.shape)
 
     def _normed(self, x_BSW: Tensor, norm: nn.Module) -> Tensor:
         if not self.norm_heads:

@@ -1,7 +1,7 @@
 """Normalisation layers; statistics are computed in fp32 whatever the dtype.
 
 To add one: a value of ``Normalization`` (config/choices.py), a class here and its case in ``build_norm``. Its weights,
-memory and traffic are declared where models/parameters.py, activations.py and work.py ask for ``Normalization``. The
+memory and traffic are declared where config/family.py, models/activations.py and work.py ask for ``Normalization``. The
 norms of queries and keys are always ``RMSNorm``.
 """
 

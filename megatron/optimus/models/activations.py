@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 
 from megatron.optimus.config.costs import FP32, INT32, INT64, PartMemory
+from megatron.optimus.config.family import family_of
 from megatron.optimus.config.rank_plan import RankPlan
 from megatron.optimus.config.schema import ContextCommunication, Normalization, QKNormScope, Recompute
 from megatron.optimus.moe.traffic import dispatcher_traffic
@@ -123,13 +124,15 @@ def _attention(rank: RankPlan, kernels: Kernels, recompute: frozenset[Recompute]
         per_rank = model.num_kv_heads // layout.tp
         repeats = math.lcm(per_rank, layout.cp) // per_rank
         core += (2 * keys * (repeats - 1) + queries) * element  # the output a second time, in its own positions
+    own = attention_kept(rank)
+    core += own
     gathered = rank.gathered_bytes
     outside = rank.residual_bytes
     # Of RoPE: fp32 copies, or its result beside what it has read, which lives to the end of the forward by name.
     rope = max(queries, keys) * element if kernels.fused_elementwise else 4 * max(queries, keys) * FP32
     read = (queries + keys) * element if kernels.fused_elementwise else rope + queries * element
     weights = (2 * queries + 2 * keys) // tokens * model.hidden_size * element
-    gradients = (3 * queries + 2 * keys) * element + outside
+    gradients = (3 * queries + 2 * keys) * element + outside + own
     forward = max(gathered + read, _leaving(rank))
     backward = gathered + gradients + max(rope, weights)
     if layout.cp > 1 and rank.config.parallel.cp_comm_type is ContextCommunication.P2P:
@@ -149,6 +152,11 @@ def _attention(rank: RankPlan, kernels: Kernels, recompute: frozenset[Recompute]
             kept += queries * element + head_tokens * FP32
         part = part.recomputed(kept)
     return part
+
+
+def attention_kept(rank: RankPlan) -> int:
+    """Bytes that the attention of the model's family keeps besides those of the decoder's."""
+    return rank.tokens * family_of(rank.model).attention_kept(rank.model, rank.element_bytes) // rank.layout.tp
 
 
 def ring_sizes(rank: RankPlan, kernels: Kernels) -> RingSizes:

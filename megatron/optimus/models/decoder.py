@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatron.optimus.config.family import build_part, family_of
 from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.layers.attention import Attention
 from megatron.optimus.layers.documents import Documents
@@ -27,7 +28,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, *, is_moe: bool) -> None:
         super().__init__()
         self.attention_norm = build_norm(config)
-        self.attention = Attention(config)
+        self.attention: Attention = build_part(family_of(config).attention, config)
         self.mlp_norm = build_norm(config)
         if is_moe:
             self.moe = MoE(config)

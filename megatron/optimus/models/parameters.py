@@ -1,47 +1,19 @@
-"""Declares the decoder's parameters: name, shape, and how each is decayed, split and reached by the backward.
+"""Lists the model's parameters, in the order of the model and of the backward, and what a rank holds of each.
 
-Written without torch, so that the planner, the converters and ``--dry-run`` can read them on any machine. A test builds
-the decoder on the meta device and holds every name, shape and order against it; whoever adds a parameter to a module
-declares it here.
+Those of a layer are declared in config/family.py, and overridden by a model family. Written without torch, so that the
+planner, the converters and ``--dry-run`` can read them on any machine. A test builds the decoder on the meta device and
+holds every name, shape and order against it; whoever adds a parameter to a module declares it.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 
+from megatron.optimus.config.family import ParameterKind, ParameterSpec, layer_parameters, norm_parameters
 from megatron.optimus.config.rank_plan import RankPlan
-from megatron.optimus.config.schema import ModelConfig, Normalization, QKNormScope
-
-
-class ParameterKind(Enum):
-    """What the optimizer's options (weight decay, Muon) tell apart."""
-
-    MATRIX = "matrix"
-    EMBEDDING = "embedding"  # and output projection
-    NORM = "norm"
-    BIAS = "bias"
-
-
-@dataclass(frozen=True)
-class ParameterSpec:
-    """One parameter of the whole model.
-
-    ``split_dim``: the dim that tensor parallelism splits, of a routed expert the one that expert tensor parallelism
-    splits (dim 0, the experts, is split by expert parallelism); None: every rank has all of it.
-    """
-
-    shape: tuple[int, ...]
-    kind: ParameterKind = ParameterKind.MATRIX
-    split_dim: int | None = None
-    is_expert: bool = False  # of the routed experts
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+from megatron.optimus.config.schema import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -65,20 +37,25 @@ class ParameterCounts:
 
 
 EMBEDDING, HEAD, FINAL_NORM = "embedding.weight", "lm_head.weight", "final_norm.weight"
-# The order in which the backward of a layer gives gradients. The experts' come from one autograd node, in the order of
-# its inputs.
-GRADIENT_ORDER = (
-    "moe.experts.gate_up_weight",
-    "moe.experts.down_weight",
-    "moe.shared_experts.gate.weight",
-    *(f"{mlp}.{name}_proj.weight" for mlp in ("moe.shared_experts.mlp", "mlp") for name in ("down", "up", "gate")),
-    "moe.router.weight",
-    "mlp_norm.weight",
-    "attention.o_proj.weight",
-    *(f"attention.{name}_norm.weight" for name in "kq"),
-    *(f"attention.{name}_proj.{part}" for name in "vkq" for part in ("bias", "weight")),
-    "attention_norm.weight",
-)
+
+
+def gradient_order(config: ModelConfig, *, is_moe: bool) -> list[str]:
+    """Lists a layer's parameters in the order in which the backward gives their gradients.
+
+    It is the reverse of the module's order with three exceptions: the experts' come first, from one autograd node in
+    the order of its inputs; the attention's output projection before its norms; its other projections after them.
+    """
+    specs = layer_parameters(config, is_moe=is_moe)
+
+    def place(name: str) -> int:
+        if not name.startswith("attention"):
+            return 0
+        if name.startswith("attention.o_proj."):
+            return 1
+        return 4 if name == "attention_norm.weight" else 2 if specs[name].kind is ParameterKind.NORM else 3
+
+    experts = [name for name, spec in specs.items() if spec.is_expert]
+    return experts + sorted((name for name in reversed(specs) if name not in experts), key=place)
 
 
 def parameters(config: ModelConfig) -> dict[str, ParameterSpec]:
@@ -118,36 +95,6 @@ def count_parameters(config: ModelConfig) -> ParameterCounts:
     return ParameterCounts(total, total - round(expert * idle_share), expert)
 
 
-def layer_parameters(config: ModelConfig, *, is_moe: bool) -> dict[str, ParameterSpec]:
-    """Those of a layer, with experts or dense, by their names in it and in the model's order."""
-    width, head_dim = config.hidden_size, config.head_dim
-    queries, keys = config.num_attention_heads * head_dim, config.num_kv_heads * head_dim
-    found = _norm("attention_norm", config)
-    for name, rows in (("q", queries), ("k", keys), ("v", keys)):
-        found[f"attention.{name}_proj.weight"] = ParameterSpec((rows, width), split_dim=0)
-        if config.add_qkv_bias:
-            found[f"attention.{name}_proj.bias"] = ParameterSpec((rows,), ParameterKind.BIAS, split_dim=0)
-    found["attention.o_proj.weight"] = ParameterSpec((width, queries), split_dim=1)
-    if config.qk_layernorm:
-        per_head = config.qk_layernorm_scope is QKNormScope.HEAD
-        for name, rows in (("q", queries), ("k", keys)):
-            scale = ParameterSpec((head_dim,), ParameterKind.NORM)  # of every head
-            whole = ParameterSpec((rows,), ParameterKind.NORM, split_dim=0)
-            found[f"attention.{name}_norm.weight"] = scale if per_head else whole
-    found |= _norm("mlp_norm", config)
-    if not is_moe:
-        return found | _mlp("mlp", width, config.ffn_hidden_size)
-    experts, inner = config.num_experts, config.moe_ffn_hidden_size
-    found["moe.router.weight"] = ParameterSpec((experts, width))
-    found["moe.experts.gate_up_weight"] = ParameterSpec((experts, 2 * inner, width), split_dim=1, is_expert=True)
-    found["moe.experts.down_weight"] = ParameterSpec((experts, width, inner), split_dim=2, is_expert=True)
-    if config.moe_shared_expert_intermediate_size:
-        found |= _mlp("moe.shared_experts.mlp", width, config.moe_shared_expert_intermediate_size)
-        if config.moe_shared_expert_gate:
-            found["moe.shared_experts.gate.weight"] = ParameterSpec((1, width))
-    return found
-
-
 def vocabulary_matrix(config: ModelConfig) -> ParameterSpec:
     """The embedding, and the output projection."""
     return ParameterSpec((config.vocab_size, config.hidden_size), ParameterKind.EMBEDDING, split_dim=0)
@@ -156,20 +103,7 @@ def vocabulary_matrix(config: ModelConfig) -> ParameterSpec:
 def head_parameters(config: ModelConfig) -> dict[str, ParameterSpec]:
     """Those behind the last layer."""
     is_untied = config.untie_embeddings_and_output_weights
-    return _norm("final_norm", config) | ({HEAD: vocabulary_matrix(config)} if is_untied else {})
-
-
-def _norm(name: str, config: ModelConfig) -> dict[str, ParameterSpec]:
-    has_scale = config.normalization is Normalization.RMSNORM
-    return {f"{name}.weight": ParameterSpec((config.hidden_size,), ParameterKind.NORM)} if has_scale else {}
-
-
-def _mlp(prefix: str, width: int, inner: int) -> dict[str, ParameterSpec]:
-    return {
-        f"{prefix}.gate_proj.weight": ParameterSpec((inner, width), split_dim=0),
-        f"{prefix}.up_proj.weight": ParameterSpec((inner, width), split_dim=0),
-        f"{prefix}.down_proj.weight": ParameterSpec((width, inner), split_dim=1),
-    }
+    return norm_parameters("final_norm", config) | ({HEAD: vocabulary_matrix(config)} if is_untied else {})
 
 
 # ---- what one rank holds of them

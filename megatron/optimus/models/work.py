@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron.optimus.config.costs import FP32, LayerCost, OperationCounts, head_cost, layer_cost
+from megatron.optimus.config.costs import FP32, LayerCost, OperationCounts, head_cost
+from megatron.optimus.config.family import layer_parameters
 from megatron.optimus.config.rank_plan import RankPlan
 from megatron.optimus.config.schema import ContextCommunication, Normalization, Recompute
-from megatron.optimus.models.activations import CUDA, Kernels, loss_chunk
-from megatron.optimus.models.parameters import layer_parameters
+from megatron.optimus.models.activations import CUDA, Kernels, attention_kept, loss_chunk
 
 
 class BytesPerElement(NamedTuple):
@@ -32,6 +32,7 @@ PLAIN = BytesPerElement(rope=104, loss=54, nonparametric=44, gated=28)
 FUSED = BytesPerElement(rope=8, loss=6, nonparametric=10, gated=16)  # ops/triton/elementwise.py, and torch's LayerNorm
 FUSED_NORM, RESIDUAL = 10, 12  # RMSNorm; a sum both ways
 TRAINING = 6.0  # FLOPs of a multiply-add of the forward, with those of the backward
+FAMILY = 5  # of a byte that a family's attention keeps: written, read, read again, and its gradient written and read
 GATE = 20  # of the shared experts' result: read by the gate, times the gate; times the gate and the gradient, twice
 
 # Ring attention, bytes of an element of the queries and of the keys (of which there are as many values), both passes.
@@ -51,7 +52,7 @@ def passes(kernels: Kernels) -> BytesPerElement:
 
 def cost_of_layer(rank: RankPlan, *, is_moe: bool) -> LayerCost:
     """Multiply-adds of a token in a layer at the run's sequence length."""
-    return layer_cost(rank.model, rank.config.training.seq_length, is_moe=is_moe)
+    return rank.layer_costs[is_moe]
 
 
 def layer_work(
@@ -71,7 +72,7 @@ def layer_work(
     core = core or OperationCounts(attention=TRAINING * tokens * cost.attention / tp)
     attention = core + OperationCounts(
         gemm_flops=TRAINING * tokens * cost.projections / tp,
-        memory_bytes=passes(kernels).rope * inner,
+        memory_bytes=passes(kernels).rope * inner + FAMILY * attention_kept(rank),
     )
     if is_moe:
         mlp = OperationCounts(experts=TRAINING * outside * cost.experts)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from megatron.optimus.config.family import build_part, family_of
 from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.moe.dispatch.base import TokenDispatcher
 from megatron.optimus.moe.dispatch.local import LocalDispatcher
@@ -20,7 +21,7 @@ class MoE(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.router = Router(config)
+        self.router: Router = build_part(family_of(config).router, config)
         self.experts = Experts(config)
         self.shared_experts = SharedExperts(config) if config.moe_shared_expert_intermediate_size else None
         self.dispatcher: TokenDispatcher = LocalDispatcher()

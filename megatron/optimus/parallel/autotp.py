@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.optimus.config.family import family_of
 from megatron.optimus.config.schema import ConfigError, ModelConfig, QKNormScope
 
 _ATTENTION = r".*\.attention\."
@@ -31,6 +32,8 @@ def autotp_section(config: ModelConfig, size: int) -> dict[str, Any]:
     Raises:
         ConfigError: for a size that does not divide what it splits.
     """
+    if family_of(config).has_own_parts:
+        raise ConfigError(f"autotp_size={size} does not know how to split model_family={config.model_family}")
     whole_norm = config.qk_layernorm and config.qk_layernorm_scope is not QKNormScope.HEAD
     split = {"num_attention_heads": config.num_attention_heads, "num_query_groups": config.num_kv_heads}
     if config.has_dense_layers:

@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.optimus.config.schema import ContextCommunication, ParallelConfig
-from megatron.optimus.layers.attention import Attention, causal_attention
+from megatron.optimus.layers.attention import causal_attention
 from megatron.optimus.layers.documents import Documents
-from megatron.optimus.models.decoder import Decoder
+from megatron.optimus.models.decoder import Block, Decoder
 from megatron.optimus.parallel.ring_attention import RingAttention
 from megatron.optimus.platform.collectives import all_to_all_rows
 from megatron.optimus.platform.mesh import Mesh
@@ -91,6 +91,6 @@ def apply_context_parallelism(model: Decoder, config: ParallelConfig, mesh: Mesh
     model.sequence_shards = mesh.size("cp")
     is_ring = config.cp_comm_type is ContextCommunication.P2P
     core_attention = RingAttention(group) if is_ring else UlyssesAttention(group, mesh.size("cp"))
-    for module in model.modules():
-        if isinstance(module, Attention):
-            module.core_attention = core_attention
+    for block in model.layers:
+        assert isinstance(block, Block)
+        block.attention.core_attention = core_attention

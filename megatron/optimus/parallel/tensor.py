@@ -16,7 +16,7 @@ Shapes: B sequences, S positions, T = B*S tokens, D model width, V vocabulary ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.optimus.config.family import ParameterSpec, family_of
 from megatron.optimus.config.schema import ParallelConfig
 from megatron.optimus.layers.attention import Attention
 from megatron.optimus.layers.loss import linear_cross_entropy_sum
@@ -291,7 +292,7 @@ def apply_tensor_parallelism(model: Decoder, config: ParallelConfig, mesh: Mesh)
     model.lm_head = VocabParallelLMHead(head_weight, ranks, model.lm_head.z_loss_coeff)  # type: ignore[assignment]
     for block in model.layers:
         assert isinstance(block, Block)
-        _split_attention(block.attention, ranks)
+        _split_attention(block.attention, family_of(model.config).attention_parameters(model.config), ranks)
         if not block.is_moe:
             _split_mlp(block.mlp, ranks)
         elif block.moe.shared_experts is not None:
@@ -319,24 +320,18 @@ def register_gradient_sums(model: Decoder, mesh: Mesh) -> None:
             parameter.register_hook(_summed_over(group))
 
 
-def _split_attention(attention: Attention, ranks: TensorGroup) -> None:
-    for projection, dim in (
-        (attention.q_proj, 0),
-        (attention.k_proj, 0),
-        (attention.v_proj, 0),
-        (attention.o_proj, 1),
-    ):
-        ranks.split(projection, dim)
-        if projection.bias is not None:
-            ranks.split(projection, 0, "bias")
-    for name in ("q_norm", "k_norm"):
-        norm = getattr(attention, name)
-        if not isinstance(norm, RMSNorm):
-            continue
-        if attention.norm_heads:  # one scale for all heads, which each rank applies to its own
-            norm.weight.sequence_parallel = True  # type: ignore[attr-defined]
+def _split_attention(attention: Attention, specs: Mapping[str, ParameterSpec], ranks: TensorGroup) -> None:
+    """Splits an attention as its family declares, and marks what every rank has whole and applies to its own heads."""
+    for name, spec in specs.items():
+        path, _, leaf = name.rpartition(".")
+        module = attention.get_submodule(path)
+        if spec.split_dim is None:
+            getattr(module, leaf).sequence_parallel = True
+        elif isinstance(module, RMSNorm):
+            parent, _, child = path.rpartition(".")
+            setattr(attention.get_submodule(parent), child, TensorParallelRMSNorm(module, ranks))
         else:
-            setattr(attention, name, TensorParallelRMSNorm(norm, ranks))
+            ranks.split(module, spec.split_dim, leaf)
     _enclose_in_region(attention, ranks)
 
 

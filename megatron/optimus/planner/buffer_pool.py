@@ -17,10 +17,10 @@ from megatron.optimus.config.rank_plan import RankPlan
 from megatron.optimus.models.parameters import (
     EMBEDDING,
     FINAL_NORM,
-    GRADIENT_ORDER,
     HEAD,
     RankParameter,
     embedding_and_head_parameters,
+    gradient_order,
     parameters_of_layer,
 )
 from megatron.optimus.planner.optimizer_state import (
@@ -71,11 +71,13 @@ def gradients_of(rank: RankPlan) -> Gradients:
     """Says how a rank's gradients come, from the declared order of a layer's, and where they go."""
     ends, by_key = embedding_and_head_parameters(rank), flat_buffers_by_key(rank)
     own = {is_moe: parameters_of_layer(rank, is_moe=is_moe) for kinds in rank.moe_flags for is_moe in set(kinds)}
-    layers = {
-        number: own[is_moe]
+    kind_of = {
+        number: is_moe
         for chunk, kinds in zip(rank.chunks, rank.moe_flags, strict=True)
         for number, is_moe in zip(chunk, kinds, strict=True)
     }
+    layers = {number: own[is_moe] for number, is_moe in kind_of.items()}
+    orders = {is_moe: gradient_order(rank.model, is_moe=is_moe) for is_moe in own}
     names: list[tuple[int | None, str]] = [(None, name) for name in ends if name == EMBEDDING]
     names += [(number, name) for number in sorted(layers) for name in layers[number]]
     names += [(None, name) for name in ends if name != EMBEDDING]
@@ -86,7 +88,7 @@ def gradients_of(rank: RankPlan) -> Gradients:
         come: list[tuple[int | None, str]] = []
         if stage == rank.num_stages - 1:
             come += [(None, HEAD), *([] if rank.has_embedding else [(None, EMBEDDING)]), (None, FINAL_NORM)]
-        come += [(number, name) for number in reversed(chunk) for name in GRADIENT_ORDER]
+        come += [(number, name) for number in reversed(chunk) for name in orders[kind_of[number]]]
         come += [(None, EMBEDDING)] if stage == 0 else []
         arrivals.append(tuple(at[key] for key in come if key in at))
     return Gradients(

@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron.optimus.config.family import ParameterKind
 from megatron.optimus.config.rank_plan import RankPlan
 from megatron.optimus.config.schema import OptimizerName, StateDtype
-from megatron.optimus.models.parameters import ParameterKind, RankParameter, rank_parameters
+from megatron.optimus.models.parameters import RankParameter, rank_parameters
 
 ALIGNMENT = 256  # elements
 DEFAULT_BUCKET = 1 << 26  # elements
@@ -84,7 +85,7 @@ def buffer_key(rank: RankPlan, parameter: RankParameter) -> BufferKey:
         ParameterKind.EMBEDDING: options.weight_decay_embeddings,
         ParameterKind.MATRIX: True,
     }[parameter.kind]
-    is_matrix = options.optimizer is OptimizerName.MUON and parameter.kind is ParameterKind.MATRIX
+    is_matrix = options.optimizer.is_for_matrices and parameter.kind is ParameterKind.MATRIX
     is_repeated = rank.layout.tp > 1 and not parameter.is_tp_sharded
     return (parameter.is_expert, is_matrix, is_decayed, is_repeated, parameter.is_tied)
 
@@ -129,15 +130,12 @@ def total_state_bytes(rank: RankPlan) -> StateBytes:
 
 
 def num_moments(rank: RankPlan, buffer: PlannedFlatBuffer) -> int:
-    """States of an element. An optimizer that is not listed is planned with two."""
+    """States of an element."""
     options = rank.config.optimizer
-    known = {
-        OptimizerName.ADAM: 2,
-        OptimizerName.LION: 1,
-        OptimizerName.SGD: int(options.sgd_momentum > 0),
-        OptimizerName.MUON: 1 if buffer.is_matrix else 2,
-    }
-    return known.get(options.optimizer, 2)
+    if options.optimizer is OptimizerName.SGD and not options.sgd_momentum:
+        return 0
+    is_adams = options.optimizer.is_for_matrices and not buffer.is_matrix
+    return 2 if is_adams else options.optimizer.num_states
 
 
 def _moment_bytes(rank: RankPlan, buffer: PlannedFlatBuffer) -> int:

@@ -23,7 +23,7 @@ from megatron.optimus.config.costs import (
     flops_per_token,
 )
 from megatron.optimus.config.rank_plan import RankPlan, group_identical_ranks
-from megatron.optimus.config.schema import OptimizerName, PipelineSchedule
+from megatron.optimus.config.schema import PipelineSchedule
 from megatron.optimus.models.activations import CUDA, Kernels, layer_parts
 from megatron.optimus.models.parameters import rank_parameters
 from megatron.optimus.models.work import head_work, last_product_work, layer_work, router_work, shared_work
@@ -101,7 +101,7 @@ def update_work(rank: RankPlan) -> OperationCounts:
     kept, sent = rank.gradient_element_bytes, rank.sent_gradient_element_bytes
     total = OperationCounts()
     for buffer in flat_buffers(rank):
-        moments = 2 if rank.config.optimizer.optimizer is OptimizerName.ADAM else 1
+        moments = rank.config.optimizer.optimizer.num_states
         width = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256}[rank.config.optimizer.optimizer_state_dtype.value]
         per_element = 2 * max(kept, sent) + 2 * FP32 + rank.element_bytes + 2 * moments * width
         total += OperationCounts(memory_bytes=per_element * buffer.shard)

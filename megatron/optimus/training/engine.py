@@ -5,9 +5,11 @@ Of the training program this file alone imports deepspeed_ext.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -59,8 +61,29 @@ _OPTIMIZERS: dict[OptimizerName, _Optimizer] = {
             "adjust_lr_fn": c.muon_adjust_lr_fn.value,
         },
     ),
-    OptimizerName.LION: _Optimizer(deepspeed_ext.Lion, lambda c: {"betas": (c.lion_beta1, c.lion_beta2)}),
 }
+
+
+def optimizer_of(name: OptimizerName) -> _Optimizer:
+    """What ``--optimizer`` builds: an entry of the table, else the class of deepspeed_ext.optimizers of that name."""
+    if name in _OPTIMIZERS:
+        return _OPTIMIZERS[name]
+    build = deepspeed_ext.optimizers.own_optimizer(name.value)
+    return _Optimizer(build, partial(_own_options, signature(build).parameters))
+
+
+def _own_options(arguments: Collection[str], config: OptimizerConfig) -> ParamGroup:
+    """Those arguments of an optimizer NAME for which there are options NAME_argument; its betas are NAME_beta1 and 2.
+
+    One for matrices has AdamW's betas and eps from AdamW's options.
+    """
+    prefix = config.optimizer.value.replace("-", "_")
+    adam = {"betas": (config.adam_beta1, config.adam_beta2), "adam_eps": config.adam_eps}
+    found: ParamGroup = {name: value for name, value in adam.items() if config.optimizer.is_for_matrices}
+    found |= {name: getattr(config, f"{prefix}_{name}") for name in arguments if hasattr(config, f"{prefix}_{name}")}
+    if hasattr(config, f"{prefix}_beta1"):
+        found["betas"] = tuple(getattr(config, f"{prefix}_beta{number}") for number in (1, 2))
+    return found
 
 
 def build_model(run: RunContext) -> Decoder:
@@ -89,7 +112,7 @@ def build_engine(run: RunContext, model: Decoder) -> Engine:
     config = run.config
     engine, *_ = deepspeed_ext.initialize(
         model=model,
-        optimizer=_OPTIMIZERS[config.optimizer.optimizer].build(param_groups(model, config.optimizer)),
+        optimizer=optimizer_of(config.optimizer.optimizer).build(param_groups(model, config.optimizer)),
         config=deepspeed_config(config, gradient_accumulation_steps(config, run.mesh.layout.world_size)),
         groups=_groups(model, run.mesh),
     )
@@ -102,24 +125,24 @@ def param_groups(model: nn.Module, config: OptimizerConfig) -> list[ParamGroup]:
     Weight decay leaves out the parameters that the configuration excludes. Muon updates the matrices between embedding
     and output projection (experts one by one, gate and up projection apart); its other parameters get AdamW.
     """
-    if config.optimizer is OptimizerName.MUON:
+    if config.optimizer.is_for_matrices:
         _mark_stacked(model)
     members: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             key = (_is_hidden_matrix(name, parameter), _is_decayed(name, parameter, config))
-            if config.optimizer is not OptimizerName.MUON:
+            if not config.optimizer.is_for_matrices:
                 key = (False, key[1])
             members.setdefault(key, []).append(parameter)
     options = {
         "lr": config.lr,
         "state_dtype": config.optimizer_state_dtype.value,
-        **_OPTIMIZERS[config.optimizer].options(config),
+        **optimizer_of(config.optimizer).options(config),
     }
     groups = []
     for (is_matrix, is_decayed), parameters in members.items():
         group = {"params": parameters, **options, "weight_decay": config.weight_decay if is_decayed else 0.0}
-        if config.optimizer is OptimizerName.MUON:
+        if config.optimizer.is_for_matrices:
             group["use_muon"] = is_matrix
         groups.append(group)
     return groups

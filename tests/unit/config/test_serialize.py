@@ -59,3 +59,5 @@ def test_changed_options_name_what_bears_on_training() -> None:
     before, after = (to_dict(load(words).config) for words in ([], changed))
     assert changed_options(before, after) == ["optimizer.lr 0.0004 -> 0.001"]
     assert changed_options(before, before) == []
+    del before["model"]["model_family"]  # written before the option existed
+    assert changed_options(before, after) == ["optimizer.lr 0.0004 -> 0.001"]

@@ -5,16 +5,20 @@ import logging
 import math
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron.optimus.checkpoint import CheckpointError, load, load_manifest, model_slices, save, verify
+from megatron.optimus.config.family import family_of
 from megatron.optimus.config.schema import ConfigError, Normalization, Precision
 from megatron.optimus.config.serialize import from_dict, to_dict
 from megatron.optimus.convert import Options, convert, open_source
 from megatron.optimus.models.decoder import Decoder
+from megatron.optimus.models.huggingface.architectures import ARCHITECTURES
 from tests.unit.checkpoint.test_manifest import sealed
 
 transformers = pytest.importorskip("transformers")
@@ -231,6 +235,29 @@ def test_expert_bias(tmp_path):
     with pytest.raises(CheckpointError, match=r"buffer layers.0.moe.router.expert_bias is not zero"):
         convert(tmp_path / "biased", tmp_path / "hf2", to="hf")
     assert sorted(os.listdir(tmp_path)) == ["biased", "hf", "zero"]
+
+
+def test_an_expert_bias_that_the_architecture_has(tmp_path, monkeypatch):
+    run = our_config(moe_router_enable_expert_bias=True)
+    with_bias = replace(
+        ARCHITECTURES["olmoe"],
+        needs=ARCHITECTURES["olmoe"].needs | {"moe_router_enable_expert_bias": True},
+        names={"moe.router.expert_bias": "mlp.gate.score_bias"},
+    )
+    monkeypatch.setattr(family_of(run.model), "architectures", (with_bias,), raising=False)
+    our_run(tmp_path / "biased", run, "full", bias=0.25)
+    convert(tmp_path / "biased", tmp_path / "hf", to="hf", verify=True)
+    convert(tmp_path / "hf", tmp_path / "back", to="optimus", verify=True)
+    names = {f"layers.{layer}.moe.router.expert_bias" for layer in range(2)}
+    buffers = open_source(tmp_path / "back").buffers
+    assert buffers.keys() == names and all(bool((bias == 0.25).all()) for bias in buffers.values())
+    for wrong in (None, torch.zeros(3)):
+        weights = tensors(tmp_path / "hf")
+        weights.pop("model.layers.1.mlp.gate.score_bias", None)
+        weights |= {} if wrong is None else {"model.layers.1.mlp.gate.score_bias": wrong}
+        save_file(weights, tmp_path / "hf" / "model.safetensors")
+        with pytest.raises(CheckpointError, match=r"layers.1.mlp.gate.score_bias is missing or not of shape \(4,"):
+            convert(tmp_path / "hf", tmp_path / "wrong", to="optimus")
 
 
 def test_dense_models_without_an_equivalent(tmp_path):

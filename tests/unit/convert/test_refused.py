@@ -14,8 +14,10 @@ from safetensors.torch import save_file
 
 from megatron.optimus.checkpoint import CheckpointError
 from megatron.optimus.checkpoint.shards import write_shard
-from megatron.optimus.config.schema import ConfigError
+from megatron.optimus.config.family import Family
+from megatron.optimus.config.schema import ConfigError, ModelConfig
 from megatron.optimus.convert import Options, convert, open_source
+from megatron.optimus.convert.megatron_map import megatron_tensors
 
 pytest.importorskip("transformers")
 from .convert_cases import assert_same, hf_model, our_config, our_run, tensors
@@ -162,3 +164,12 @@ def test_command_line(tmp_path):
     assert done.returncode == 0 and "wrote ours: 25 tensors" in done.stdout, done.stdout + done.stderr
     done = tool("hf", "ours", "--to", "optimus")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "add --overwrite" in done.stderr
+
+
+def test_megatrons_files_hold_no_other_attention(monkeypatch):
+    class Other(Family):
+        attention = "somewhere:Else"
+
+    monkeypatch.setattr("megatron.optimus.config.family._load", lambda name: Other())
+    with pytest.raises(CheckpointError, match="model_family=decoder: Megatron's files hold model_family=decoder only"):
+        megatron_tensors(ModelConfig(), {(0, 0, 0): None})

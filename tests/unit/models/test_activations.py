@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from megatron.optimus.config.checks import check
+from megatron.optimus.config.family import Family
 from megatron.optimus.config.rank_plan import rank_plans
+from megatron.optimus.config.schema import ModelConfig
 from megatron.optimus.models.activations import CPU, layer_parts
+from megatron.optimus.models.work import layer_work
 from megatron.optimus.planner.memory import memory_of
 from tests.helpers import run_distributed
 from tests.unit.planner.cases import MOE, SHARED, alone_in_worlds, bytes_kept, peaks_of_parts, run
@@ -91,3 +94,20 @@ def test_peaks_of_rings_and_of_blocks_on_their_way_are_those_of_a_real_layer() -
                 assert planned >= (1 - within) * counted, (words, name, moment)
                 if f"{name} {moment}" in exact:
                     assert planned == pytest.approx(counted, rel=within), (words, name, moment)
+
+
+def test_what_a_familys_attention_keeps_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Keeping(Family):
+        def attention_kept(self, model: ModelConfig, element: int) -> int:
+            return 7 * element
+
+    rank = rank_plans(run("--tensor-model-parallel-size 2"), 2)[0]
+
+    def counted() -> tuple[int, float]:
+        parts = layer_parts(rank, CPU, frozenset(), is_moe=False, offload=False)
+        [attention] = [part for part in parts if part.name == "attention"]
+        return attention.saved, layer_work(rank, frozenset(), CPU, is_moe=False).traffic
+
+    (saved, traffic), own = counted(), rank.tokens * 7 * 4 // 2
+    monkeypatch.setattr("megatron.optimus.config.family._load", lambda name: Keeping())
+    assert counted() == (saved + own, pytest.approx(traffic + 5 * own))

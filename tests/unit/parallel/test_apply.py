@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.optimus.config.schema import ConfigError, ModelConfig, ParallelConfig, Recompute
+from megatron.optimus.config.schema import ModelConfig, ParallelConfig, Recompute
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
 from megatron.optimus.parallel import apply
-from megatron.optimus.parallel.converters import load_converters
 from megatron.optimus.platform.mesh import Mesh
 
 CONFIG = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=32, ffn_hidden_size=24)
@@ -45,11 +44,6 @@ def test_converters_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = Mesh(parallel, rank=0, world_size=1)
     apply.parallelize(model, mesh, parallel, 8, converters=(note("first"), note("second")))
     assert order == ["first", "second", "tensor"]
-
-
-def test_an_unknown_converter_is_named_with_the_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"model_converters: 'fp7' is none of those there are .*parallel/converters"):
-        load_converters(["fp7"])
 
 
 def test_a_converted_model_has_the_same_weights_and_is_recomputed() -> None:

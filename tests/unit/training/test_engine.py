@@ -22,7 +22,7 @@ from megatron.optimus.config.schema import (
     RunConfig,
 )
 from megatron.optimus.models.decoder import Decoder
-from megatron.optimus.training.engine import _OPTIMIZERS, param_groups
+from megatron.optimus.training.engine import _own_options, optimizer_of, param_groups
 
 SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 32, "moe_ffn_hidden_size": 8}
 
@@ -105,11 +105,25 @@ def test_every_optimizer_gets_its_options(name: str, rule: type, reached: dict[s
         "weight-decay": 0.25,
     }
     config = load([word for flag, value in flags.items() for word in (f"--{flag}", str(value))]).config.optimizer
-    optimizer = _OPTIMIZERS[config.optimizer].build(param_groups(moe(), config))
+    optimizer = optimizer_of(config.optimizer).build(param_groups(moe(), config))
     group = next(group for group in optimizer.param_groups if group.get("use_muon", True))
     assert isinstance(shard_optimizer_for(optimizer, group), rule)
     assert {key: group[key] for key in reached} == reached
     assert group["state_dtype"] == "bf16" and group["weight_decay"] == 0.25
+
+
+@pytest.mark.parametrize("name", OptimizerName)
+def test_every_optimizer_keeps_the_states_that_the_planner_counts(name: OptimizerName) -> None:
+    optimizer = optimizer_of(name).build(param_groups(moe(), OptimizerConfig(optimizer=name)))
+    for group in optimizer.param_groups:
+        states = name.num_states if group.get("use_muon", True) else 2  # AdamW's
+        assert len(shard_optimizer_for(optimizer, group).state_kinds) == states
+
+
+def test_an_optimizer_for_matrices_has_adams_options_for_the_rest() -> None:
+    config = OptimizerConfig(optimizer=OptimizerName.MUON, muon_momentum=0.3, adam_beta1=0.8, adam_eps=1e-5)
+    found = _own_options({"params": None, "lr": None, "momentum": None, "betas": None}, config)
+    assert found == {"momentum": 0.3, "betas": (0.8, config.adam_beta2), "adam_eps": 1e-5}
 
 
 def test_errors() -> None:

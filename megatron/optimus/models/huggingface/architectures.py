@@ -1,10 +1,10 @@
 """The architectures of Hugging Face's transformers that compute what a model of ours does.
 
 Supported: OLMo, Llama, Qwen2 and Qwen3 (dense), OLMoE, Mixtral, Qwen2-MoE, Qwen3-MoE and Granite's MoE with shared
-experts. To add one, put an ``Architecture`` into ``ARCHITECTURES``: it declares when a model is of this architecture,
-which options it needs, its fields of config.json, and the names of its tensors. ``architecture_of`` takes the first
-entry whose ``matches`` is true, so a narrower entry comes before a wider one. An entry that is only read, because its
-models are written under another name, has a ``matches`` that is never true (docs/extending.md).
+experts; and those that other model families declare (docs/extending.md: a new architecture is a family's file). An
+``Architecture`` declares when a model is of it, which options it needs, its fields of config.json, and the names of its
+tensors. ``architecture_of`` takes the first of the model's family whose ``matches`` is true, so a narrower entry comes
+before a wider one.
 
 Source: the configuration classes and modelling code of transformers 5.
 """
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.optimus.config.family import families, family_of
 from megatron.optimus.config.layer_pattern import shown
 from megatron.optimus.config.schema import ConfigError, ModelConfig, Normalization, QKNormScope, ScoreFunction
 
@@ -23,7 +24,7 @@ from megatron.optimus.config.schema import ConfigError, ModelConfig, Normalizati
 class Architecture:
     """One architecture of transformers, with what distinguishes it from the others.
 
-    The first one of ``ARCHITECTURES`` whose ``matches`` is true of a model is the only one that is tried for it; an
+    The first one of a family's whose ``matches`` is true of a model is the only one that is tried for it; an
     option that differs from its ``needs`` is then an error that names this architecture.
     """
 
@@ -47,6 +48,9 @@ class Architecture:
     moe_module: str = "mlp"
     expert_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     names: dict[str, str] = field(default_factory=dict)
+    # Where config.json has other fields than those of config.py here: from these to its own, and back.
+    to_config: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    from_config: Callable[[dict[str, Any]], dict[str, Any]] = dict
 
     @property
     def is_moe(self) -> bool:
@@ -223,10 +227,17 @@ UNSUPPORTED_FEATURES = {
 }
 
 
+def architectures() -> dict[str, tuple[str, Architecture]]:
+    """The architectures of all families by model_type, each with the name of its family."""
+    return {one.model_type: (name, one) for name, family in families().items() for one in family.architectures}
+
+
 def architecture_of(config: ModelConfig) -> Architecture:
     """The architecture that computes what ``config`` does. Raises ConfigError naming the option that none expresses."""
     c = config
-    architecture = next(one for one in ARCHITECTURES.values() if one.matches(c))
+    architecture = next((one for one in family_of(c).architectures if one.matches(c)), None)
+    if architecture is None:
+        raise ConfigError(f"model_family={c.model_family} names no architecture of Hugging Face for this model")
     for option, needed in architecture.needs.items():
         value = getattr(c, option)
         if value != needed:

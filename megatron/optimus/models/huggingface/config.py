@@ -11,10 +11,10 @@ from typing import Any
 from megatron.optimus.config.layer_pattern import MOST_LAYERS
 from megatron.optimus.config.schema import ConfigError, ModelConfig, RotaryScaling, one_of
 from megatron.optimus.models.huggingface.architectures import (
-    ARCHITECTURES,
     UNSUPPORTED_FEATURES,
     Architecture,
     architecture_of,
+    architectures,
 )
 
 _SAME_IN_EVERY_MODEL = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
@@ -123,7 +123,8 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": sorted(set(range(c.num_layers)) - set(c.moe_layers)) if c.has_dense_layers else [],
     }
-    return result | {name: value for name, value in optional.items() if name in architecture.extra_fields}
+    result |= {name: value for name, value in optional.items() if name in architecture.extra_fields}
+    return architecture.to_config(result)
 
 
 def model_config_from_hf(hf: dict[str, Any]) -> ModelConfig:
@@ -131,7 +132,8 @@ def model_config_from_hf(hf: dict[str, Any]) -> ModelConfig:
 
     Raises ConfigError naming the first field that is missing, of the wrong type, or not supported.
     """
-    architecture = _supported_architecture(hf)
+    family, architecture = _supported_architecture(hf)
+    hf = architecture.from_config(hf)
     _refuse_unknown_fields(hf, architecture)
     hf = {name: value for name, value in architecture.defaults.items() if value is not None} | {
         name: value for name, value in hf.items() if value is not None
@@ -140,7 +142,8 @@ def model_config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     if hf.get("num_key_value_heads") == "num_attention_heads":
         hf["num_key_value_heads"] = heads
     options: dict[str, Any] = {
-        **{name: value for name, value in architecture.needs.items()},
+        "model_family": family,
+        **architecture.needs,
         "num_layers": _number(hf, "num_hidden_layers", int),
         "hidden_size": _number(hf, "hidden_size", int),
         "num_attention_heads": heads,
@@ -201,11 +204,11 @@ def _dense_layers(hf: dict[str, Any], num_layers: int) -> dict[str, Any]:
     return {"moe_layer_freq": pattern, "ffn_hidden_size": _number(hf, "intermediate_size", int)}
 
 
-def _supported_architecture(hf: dict[str, Any]) -> Architecture:
-    model_type = hf.get("model_type")
-    architecture = ARCHITECTURES.get(model_type) if isinstance(model_type, str) else None
-    if architecture is not None:
-        return architecture
+def _supported_architecture(hf: dict[str, Any]) -> tuple[str, Architecture]:
+    """The architecture of a config.json, and the name of its family."""
+    model_type, known = hf.get("model_type"), architectures()
+    if isinstance(model_type, str) and model_type in known:
+        return known[model_type]
     lacking = [f"{what} ({name}={hf[name]!r})" for name, what in UNSUPPORTED_FEATURES.items() if hf.get(name)]
     rope = hf.get("rope_scaling")
     kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
@@ -213,7 +216,7 @@ def _supported_architecture(hf: dict[str, Any]) -> Architecture:
         lacking.append(f"stretched rotation of this kind (rope_scaling={kind!r})")
     reason = f"; it needs what this model does not have: {', '.join(lacking)}" if lacking else ""
     raise ConfigError(
-        f"config.json: model_type={model_type!r} is not supported{reason}; supported: {one_of(sorted(ARCHITECTURES))}"
+        f"config.json: model_type={model_type!r} is not supported{reason}; supported: {one_of(sorted(known))}"
     )
 
 

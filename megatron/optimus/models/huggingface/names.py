@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron.optimus.config.schema import ModelConfig
+from megatron.optimus.config.schema import ConfigError, ModelConfig
 from megatron.optimus.models.huggingface.architectures import architecture_of
 from megatron.optimus.models.parameters import parameter_spec
 
@@ -60,6 +60,14 @@ _IN_LAYER = {
 }
 
 
+def buffers_to_hf(config: ModelConfig) -> dict[str, str]:
+    """Their names of our buffers, the biases that steer the choice of experts, where the architecture has such."""
+    theirs = architecture_of(config).names.get("moe.router.expert_bias")
+    if theirs is None or not config.moe_router_enable_expert_bias:
+        return {}
+    return {f"layers.{layer}.moe.router.expert_bias": f"model.layers.{layer}.{theirs}" for layer in config.moe_layers}
+
+
 def to_hf(config: ModelConfig, name: str) -> list[HFTensor]:
     """The Hugging Face tensors that together are our tensor ``name``, in the order of their ranges.
 
@@ -89,6 +97,8 @@ def to_hf(config: ModelConfig, name: str) -> list[HFTensor]:
             for expert in range(config.num_experts)
             for half, projection in enumerate((gate, up))
         ]
+    if in_layer != "moe.experts.down_weight":
+        raise ConfigError(f"{name} has no name in Hugging Face's {architecture.title}; its ``names`` lack {in_layer}")
     return [
         HFTensor(f"{prefix}.experts.{expert}.{down}.weight", (width, inner), expert * inner * width)
         for expert in range(config.num_experts)

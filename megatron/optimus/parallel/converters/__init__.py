@@ -7,10 +7,8 @@ file; nothing else needs to know of it (docs/extending.md).
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from collections.abc import Callable, Sequence
 
-from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.models.decoder import Decoder
 
 ModelConverter = Callable[[Decoder], None]
@@ -20,19 +18,9 @@ def load_converters(names: Sequence[str]) -> list[ModelConverter]:
     """Imports the converters that ``model_converters`` names, in its order.
 
     Args:
-        names: modules of this folder.
+        names: modules of this folder, as config/schema.py has checked.
 
     Returns:
         The function ``convert`` of each.
-
-    Raises:
-        ConfigError: the folder has no module of that name.
     """
-    known = [module.name for module in pkgutil.iter_modules(__path__)]
-    for name in names:
-        if name not in known:
-            raise ConfigError(
-                f"model_converters: {name!r} is none of those there are ({', '.join(known) or 'none'}); "
-                "name a file of megatron/optimus/parallel/converters"
-            )
     return [importlib.import_module(f"{__name__}.{name}").convert for name in names]

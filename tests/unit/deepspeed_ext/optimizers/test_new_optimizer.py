@@ -1,4 +1,4 @@
-"""How to add an optimizer: one of each kind, each with all of its code here, registered by one line."""
+"""How to add an optimizer: one of each kind, each with all of its code here."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import torch
 from deepspeed_ext.ds_config import build_torch_optimizer
 from deepspeed_ext.optimizers import (
     OPTIMIZERS,
+    OWN_OPTIMIZERS,
     MatrixOptimizer,
     Shard,
     ShardableOptimizer,
     ShardOptimizer,
     StepScalars,
     WholeMatrices,
+    own_optimizer,
     shard_optimizer_for,
 )
 from tests.unit.deepspeed_ext.optimizers.sharded import Shards, gradients
@@ -99,8 +101,15 @@ def test_a_matrix_optimizer_updates_whole_matrices() -> None:
         shard_optimizer.update_(Shard(*(torch.zeros(2),) * 3), {}, StepScalars.of(torch.device("cpu"), 1))
 
 
-def test_one_line_registers_an_optimizer_for_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(OPTIMIZERS, "Mean", Mean)
-    config = {"optimizer": {"type": "mean", "params": {"lr": 0.1}}}
+def test_a_configuration_names_what_the_folder_has() -> None:
+    assert {"Adam", "AdamW", "SGD", "Lion"} <= OPTIMIZERS.keys() and "Muon" not in OPTIMIZERS
+    config = {"optimizer": {"type": "lION", "params": {"lr": 0.1}}}
     built = build_torch_optimizer(config, [torch.nn.Parameter(torch.zeros(3))])
-    assert type(built) is Mean and built.param_groups[0]["lr"] == 0.1
+    assert type(built) is OPTIMIZERS["Lion"] and built.param_groups[0]["lr"] == 0.1
+
+
+def test_names_of_options_have_dashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OWN_OPTIMIZERS, "PlainMean", Mean)
+    assert own_optimizer("plain-mean") is Mean and own_optimizer("muon") is OWN_OPTIMIZERS["Muon"]
+    with pytest.raises(ValueError, match="optimizer 'muons' is not one of Lion, Muon, PlainMean"):
+        own_optimizer("muons")
