@@ -183,7 +183,8 @@ def build_torch_optimizer(config: Mapping[str, Any], params: Iterable[Any]) -> t
     if kind == "adamw" and not options.get("torch_adam"):
         options.setdefault("weight_decay", 0.0)
     elif kind == "lion":
-        options = {"lr": 1e-3, "betas": (0.9, 0.999), **options}
+        options.setdefault("lr", 1e-3)
+        options.setdefault("betas", (0.9, 0.999))
     for key in ("torch_adam", "fp32_optimizer_states"):  # what both ask for is always so
         options.pop(key, None)
     if options.pop("bias_correction", True) is False:

@@ -13,6 +13,7 @@ directory, so at no instant are both missing.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
@@ -43,13 +44,35 @@ class Committed(NamedTuple):
 
 def list_committed(root: Path, kind: str = "full") -> list[Committed]:
     """Lists the committed checkpoints of ``root``, oldest first; none when there is no such directory."""
-    found = []
-    if root.is_dir():
-        for entry in os.scandir(root):
-            item = parse_name(entry.name)
-            if item is not None and item.kind == kind and entry.is_dir(follow_symlinks=False):
-                found.append(item)
-    return sorted(found)
+    return [item for item, is_directory in _named(root, kind) if is_directory]
+
+
+def list_links(root: Path, kind: str = "full") -> list[Committed]:
+    """Lists what has a checkpoint's name and is no directory of its own: links are never read, deleted or replaced."""
+    return [item for item, is_directory in _named(root, kind) if not is_directory]
+
+
+def _named(root: Path, kind: str) -> list[tuple[Committed, bool]]:
+    entries = list(os.scandir(root)) if root.is_dir() else []
+    items = [(parse_name(entry.name), entry.is_dir(follow_symlinks=False)) for entry in entries]
+    return sorted((item, is_directory) for item, is_directory in items if item is not None and item.kind == kind)
+
+
+def set_aside(root: Path) -> Path | None:
+    """Moves everything with a full checkpoint's name into a new folder ``root/aside-<n>``, links too.
+
+    Returns the folder; None where there is nothing to move.
+    """
+    items = [item for item, _ in _named(root, "full")]
+    if not items:
+        return None
+    folder = next(path for n in itertools.count(1) if not (path := root / f"aside-{n}").exists())
+    folder.mkdir()
+    for item in items:
+        os.rename(root / item.name, folder / item.name)
+    sync_directory(folder)
+    sync_directory(root)
+    return folder
 
 
 def parse_name(name: str) -> Committed | None:
@@ -70,7 +93,7 @@ def temporary_path(root: Path, step: int, nonce: int, kind: str = "full") -> Pat
 def commit(root: Path, temporary: Path, step: int, kind: str = "full") -> Committed:
     """Renames a complete directory, manifest included, to its final name, durably."""
     sync_directory(temporary)
-    revisions = [item.revision for item in list_committed(root, kind) if item.step == step]
+    revisions = [item.revision for item, _ in _named(root, kind) if item.step == step]
     item = Committed(step, max(revisions) + 1 if revisions else 0, kind)
     try:
         os.rename(temporary, root / item.name)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,9 @@ from megatron.optimus.checkpoint.shards import DTYPE_BYTES, dtype_name, shard_he
 from megatron.optimus.checkpoint.slices import Region, TensorSlice, check_coverage
 from megatron.optimus.platform.ranks import Ranks
 
-HASH_BYTES = 16
+# What a rank leaves for each piece: its hash, and the largest magnitude of its values, which may be NaN.
+PIECE_VALUE = struct.Struct("<d")
+RECORD_BYTES = 16 + PIECE_VALUE.size
 FILES_PER_NODE = 4  # a node of fewer ranks writes one each
 
 
@@ -59,17 +62,24 @@ class SavePlan:
         last = self.first + self.count
         return list(zip(self.file.pieces[self.first : last], self.file.offsets[self.first : last], strict=True))
 
-    def entries(self, directory: Path) -> tuple[dict[str, int], dict[tuple[str, str], TensorEntry]]:
-        """Builds the manifest's ``files`` and ``tensors``, with the hashes that the ranks left in ``directory``."""
+    def entries(
+        self, directory: Path
+    ) -> tuple[dict[str, int], dict[tuple[str, str], TensorEntry], dict[tuple[str, str], list[float]]]:
+        """Builds the manifest's ``files`` and ``tensors``, with the hashes that the ranks left in ``directory``.
+
+        Returns these and, by tensor, the largest magnitude of every piece.
+        """
         pieces: dict[tuple[str, str], list[StoredPiece]] = {}
+        largest: dict[tuple[str, str], list[float]] = {}
         for file in self.files:
-            hashes = _read_hashes(directory / file.hashes_name, len(file.pieces))
-            for piece, digest in zip(file.pieces, hashes, strict=True):
+            records = _read_records(directory / file.hashes_name, len(file.pieces))
+            for piece, (digest, value) in zip(file.pieces, records, strict=True):
                 pieces.setdefault((piece.name, piece.kind), []).append(replace(piece, xxh3_128=digest))
+                largest.setdefault((piece.name, piece.kind), []).append(value)
         tensors = {
             key: TensorEntry(*key, held[0].dtype, held[0].region.shape, tuple(held)) for key, held in pieces.items()
         }
-        return {file.name: file.num_bytes for file in self.files}, tensors
+        return {file.name: file.num_bytes for file in self.files}, tensors, largest
 
     def remove_hashes(self, directory: Path) -> None:
         """Deletes the small files of hashes."""
@@ -176,14 +186,15 @@ def _from_json(item: list[Any], file: str = "") -> StoredPiece:
     return _piece(name, kind, dtype, Region(tuple(shape), start, stop, box), file)
 
 
-def _read_hashes(path: Path, count: int) -> list[str]:
-    """The hashes that the ranks left in ``path``, in hex digits."""
+def _read_records(path: Path, count: int) -> list[tuple[str, float]]:
+    """What the ranks left in ``path`` of each piece: the hash in hex digits, and the largest magnitude."""
     if count == 0:
         return []
     try:
         raw = path.read_bytes()
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is not there: all ranks must see one file system") from error
-    if len(raw) != count * HASH_BYTES:
+    if len(raw) != count * RECORD_BYTES:
         raise CheckpointError(f"{path} has {len(raw)} bytes, {count} hashes were expected")
-    return [raw[start : start + HASH_BYTES].hex() for start in range(0, len(raw), HASH_BYTES)]
+    places = range(0, len(raw), RECORD_BYTES)
+    return [(raw[at : at + 16].hex(), *PIECE_VALUE.unpack_from(raw, at + 16)) for at in places]

@@ -37,6 +37,7 @@ from megatron.optimus.checkpoint.save_plan import FILES_PER_NODE, SavePlan, make
 from megatron.optimus.checkpoint.slices import TensorSlice
 from megatron.optimus.checkpoint.snapshot import Snapshot
 from megatron.optimus.checkpoint.untrusted import check_regular
+from megatron.optimus.checkpoint.values import WARNINGS_FIELD, describe_values, warnings_of
 from megatron.optimus.checkpoint.writer import Job, Task, copy, write
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform import files
@@ -63,6 +64,7 @@ class Saved:
     stall_s: float  # in which training stood still on this rank: the host in ``start``, the device before its update
     drain_s: float  # from the start of the save until all ranks knew that it was committed
     hash_wait_s: float  # in which this rank wrote nothing because it was hashing
+    warnings: tuple[str, ...] = ()  # of values in it that are not finite or far too large; rank 0 alone knows
 
 
 class Saver:
@@ -271,6 +273,7 @@ class Saver:
             stall_s=stall_s,
             drain_s=drain_s,
             hash_wait_s=job.hash_wait_s,
+            warnings=job.warnings,
         )
         log.info("saved %s in %.1f s, of which training waited %.2f s", self._named / name, drain_s, stall_s)
         return [saved]
@@ -357,10 +360,11 @@ class Saver:
 
     def _commit(self, job: Job) -> None:
         """Commits a save whose pieces are all written, on rank 0: manifest, rename, deletion of older checkpoints."""
-        sizes, tensors = job.plan.entries(job.temporary)
+        sizes, tensors, largest = job.plan.entries(job.temporary)
+        header, job.warnings = _marked(job.header, describe_values(largest))
         for file, size in sizes.items():
             check_regular(job.temporary / file, size)
-        data = replace(job.header, files=sizes, tensors=tensors).to_bytes()
+        data = replace(header, files=sizes, tensors=tensors).to_bytes()
         job.plan.remove_hashes(job.temporary)
         files.write_new(job.temporary / MANIFEST_NAME, data)
         self._check_lock()
@@ -375,6 +379,15 @@ class Saver:
                 self._root,
                 newest.name,
             )
+
+
+def _marked(header: Manifest, found: list[str]) -> tuple[Manifest, tuple[str, ...]]:
+    """Adds what was found in the values to the warnings that the header has. Returns the header and all of them."""
+    lines = [*warnings_of(header.metadata), *found]
+    for line in found:
+        log.warning("step %d is saved, but %s; resume from an earlier checkpoint", header.step, line)
+    metadata = header.metadata | ({WARNINGS_FIELD: lines} if lines else {})
+    return replace(header, metadata=metadata), tuple(found)
 
 
 def _fail(error: Exception) -> None:

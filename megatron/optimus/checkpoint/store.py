@@ -29,6 +29,7 @@ from megatron.optimus.checkpoint.saver import Saver
 from megatron.optimus.checkpoint.shards import torch_dtype
 from megatron.optimus.checkpoint.slices import TensorSlice
 from megatron.optimus.checkpoint.untrusted import check_regular, read_small_file
+from megatron.optimus.checkpoint.values import warnings_of
 from megatron.optimus.platform.ranks import Ranks
 
 log = logging.getLogger("optimus")
@@ -114,6 +115,7 @@ def latest(root: Path, kind: str = "full") -> Path | None:
     Raises:
         CheckpointError: the newest is of another version of the format.
     """
+    _warn_of_links(Path(root), kind)
     for item in reversed(commit.list_committed(Path(root), kind)):
         path = Path(root) / item.name
         try:
@@ -196,6 +198,8 @@ def load_together(
     ranks = ranks or Ranks(None, "cpu")
     path = Path(path)
     manifest = _manifest_together(path, ranks)
+    if ranks.rank == 0:
+        log_warnings(path, manifest)
     wanted = ranks.run_on_all_ranks(lambda: requests(manifest), f"loading {path}", CheckpointError)
     reader.read(path, manifest, wanted, ranks, cast=cast)
     return manifest
@@ -228,6 +232,8 @@ def load_newest(
     root = Path(root)
     ranks = ranks or Ranks(None, "cpu")
     candidates = commit.list_committed(root) if ranks.rank == 0 else []
+    if ranks.rank == 0:
+        _warn_of_links(root)
     [count] = ranks.broadcast([len(candidates)])
     for index in range(count):
         step, revision = ranks.broadcast(list(candidates[-1 - index][:2]) if candidates else [0, 0])
@@ -238,8 +244,25 @@ def load_newest(
             if ranks.rank == 0 or error.__cause__ is not None:
                 log.warning("checkpoint %s is damaged, trying the one before: %s", path, error)
     if count:
-        raise CheckpointError(f"{root}: none of its {count} checkpoints can be loaded; the log names the damage")
+        raise CheckpointError(
+            f"{root}: none of its {count} checkpoints can be loaded; the log names the damage. To begin again at step "
+            "0 and keep them and the old metrics.jsonl aside, add --from-scratch"
+        )
     return None
+
+
+def log_warnings(path: Path, manifest: Manifest) -> None:
+    """Logs how a checkpoint was marked when it was saved. For those that load it."""
+    for line in warnings_of(manifest.metadata):
+        log.warning("checkpoint %s was marked when it was saved: %s", path, line)
+
+
+def _warn_of_links(root: Path, kind: str = "full") -> None:
+    """Logs names of checkpoints that are links, newer than all that can be read."""
+    links, committed = commit.list_links(root, kind), commit.list_committed(root, kind)
+    for item in links:
+        if not committed or item > committed[-1]:
+            log.warning("checkpoint %s is a link or a file, not a directory, and is not read", root / item.name)
 
 
 def _manifest_together(path: Path, ranks: Ranks) -> Manifest:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import xxhash
 
-from megatron.optimus.checkpoint.errors import DamagedError
+from megatron.optimus.checkpoint import commit
+from megatron.optimus.checkpoint.errors import CheckpointError, DamagedError
 from megatron.optimus.checkpoint.manifest import Manifest, StoredPiece, TensorEntry
 from megatron.optimus.checkpoint.reader import ShardFiles, chunks_of, pages
 from megatron.optimus.checkpoint.shards import torch_dtype
 from megatron.optimus.checkpoint.slices import TensorSlice
 from megatron.optimus.checkpoint.store import load, load_manifest
+from megatron.optimus.platform.ranks import Ranks
+
+log = logging.getLogger("optimus")
 
 
 def verify(path: Path, *, jobs: int = 1) -> Manifest:
@@ -38,8 +44,36 @@ def verify(path: Path, *, jobs: int = 1) -> Manifest:
     return manifest
 
 
+def has_good(root: Path, ranks: Ranks) -> bool:
+    """Whether ``root`` has a full checkpoint of which every byte is good; the ranks share the reading. Collective."""
+    candidates = commit.list_committed(root) if ranks.rank == 0 else []
+    [count] = ranks.broadcast([len(candidates)])
+
+    def check(path: Path) -> None:
+        manifest = load_manifest(path)
+        if damage := find_damage(path, manifest, part=(ranks.rank, ranks.size)):
+            raise DamagedError(damage[0])
+
+    for index in range(count):
+        step, revision = ranks.broadcast(list(candidates[-1 - index][:2]) if candidates else [0, 0])
+        path = root / commit.Committed(step, revision).name
+        try:
+            ranks.run_on_all_ranks(partial(check, path), f"reading {path}", CheckpointError)
+        except CheckpointError as error:
+            if ranks.rank == 0 or error.__cause__ is not None:
+                log.warning("checkpoint %s cannot be read: %s", path, error)
+        else:
+            return True
+    return False
+
+
 def find_damage(
-    path: Path, manifest: Manifest, *, jobs: int = 1, show_progress: Callable[[int], None] = lambda num_bytes: None
+    path: Path,
+    manifest: Manifest,
+    *,
+    jobs: int = 1,
+    part: tuple[int, int] = (0, 1),
+    show_progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> list[str]:
     """Returns one line for every piece whose bytes are not what the manifest says, naming tensor and file.
 
@@ -47,6 +81,7 @@ def find_damage(
         path: the checkpoint's directory.
         manifest: its manifest.
         jobs: threads.
+        part: (i, n) checks the i-th of n shares of the pieces.
         show_progress: called by these threads with the bytes of each chunk that has been read.
     """
     files = ShardFiles(Path(path), manifest)
@@ -66,6 +101,7 @@ def find_damage(
 
     pieces = [piece for entry in manifest.tensors.values() for piece in entry.pieces]
     pieces.sort(key=lambda piece: (piece.file, piece.key))
+    pieces = pieces[part[0] :: part[1]]
     try:
         with ThreadPoolExecutor(jobs) as threads:
             return [line for line in threads.map(check, pieces) if line is not None]

@@ -28,10 +28,11 @@ import xxhash
 
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.manifest import Manifest, StoredPiece
-from megatron.optimus.checkpoint.save_plan import HASH_BYTES, SavePlan
+from megatron.optimus.checkpoint.save_plan import PIECE_VALUE, RECORD_BYTES, SavePlan
 from megatron.optimus.checkpoint.shards import ALIGNED, DIRECT_REFUSALS, O_DIRECT, tensor_bytes
 from megatron.optimus.checkpoint.slices import TensorSlice
 from megatron.optimus.checkpoint.snapshot import Snapshot
+from megatron.optimus.checkpoint.values import largest_magnitude
 from megatron.optimus.platform import files
 
 BLOCK_BYTES = 16 << 20
@@ -81,6 +82,8 @@ class Job:
     stall_s: float = 0.0
     local: Path | None = None  # a directory on the node's own disk that is written first
     digests: list[bytes] = field(default_factory=list)  # of this rank's pieces, once written
+    largest: list[float] = field(default_factory=list)  # magnitude in each of them
+    warnings: tuple[str, ...] = ()  # of what the checkpoint holds; known to rank 0
     hash_wait_s: float = 0.0
     phases: list[Callable[[], None] | None] = field(default_factory=list)
     phase: int = 0
@@ -89,13 +92,20 @@ class Job:
 
 
 def write(job: Job, directory: Path) -> None:
-    """Writes this rank's pieces into its file in ``directory``, then their hashes beside it."""
+    """Writes this rank's pieces into its file in ``directory``, then their hashes and largest values beside it."""
     if job.snapshot is not None:
         job.snapshot.wait()
     slices = iter(job.slices)
+    job.largest = []
 
     def data(piece: StoredPiece, offset: int) -> Iterator[memoryview]:
-        yield from map(tensor_bytes, next(slices).stored_values(BLOCK_BYTES))
+        largest = []
+        for values in next(slices).stored_values(BLOCK_BYTES):
+            flat = values.detach().cpu()
+            for part in flat.split(BLOCK_BYTES // flat.itemsize):  # hashed while the processor's cache has it
+                largest.append(largest_magnitude(part))
+                yield tensor_bytes(part)
+        job.largest.append(float(np.max(largest, initial=0.0)))  # NaN if one is
 
     _write_own(job, directory, data)
 
@@ -144,7 +154,8 @@ def _write_own(job: Job, directory: Path, data: Callable[[StoredPiece, int], Ite
         return
     descriptor = os.open(directory / plan.file.hashes_name, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
-        files.write_at(descriptor, memoryview(b"".join(job.digests)), plan.first * HASH_BYTES)
+        found = [digest + PIECE_VALUE.pack(value) for digest, value in zip(job.digests, job.largest, strict=True)]
+        files.write_at(descriptor, memoryview(b"".join(found)), plan.first * RECORD_BYTES)
     finally:
         os.close(descriptor)
 

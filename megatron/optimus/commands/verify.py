@@ -18,6 +18,7 @@ from pathlib import Path
 
 from megatron.optimus.checkpoint import CheckpointError, Manifest, commit, load_manifest, resolve
 from megatron.optimus.checkpoint.manifest import MANIFEST_NAME
+from megatron.optimus.checkpoint.values import warnings_of
 from megatron.optimus.checkpoint.verify import compare, find_damage
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError
@@ -91,6 +92,8 @@ def _verify(path: Path, jobs: int, is_listing: bool) -> int:
     )
     for line in [summary, *(f"  {line}" for line in damage)]:
         print(printable(line))
+    for line in warnings_of(manifest.metadata):
+        print(printable(f"  marked when it was saved: {line}"))
     if is_listing:
         _list(manifest)
     return 1 if damage else 0

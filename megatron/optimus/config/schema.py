@@ -359,6 +359,9 @@ class DataConfig:
         None, "file with the blend, instead of data_path: lines WEIGHT PREFIX CORPUS, or YAML or JSON"
     )
     max_data_epochs: float | None = option(None, "error if a corpus would be repeated more often; default: no limit")
+    allow_changed_data: bool = option(
+        False, "warn, instead of an error, where training files are not those that the checkpoint was trained on"
+    )
     split: str = option("969,30,1", "proportions of training, validation and test data")
     valid_data_path: list[str] = option(
         [], "further validation sets, NAME=PREFIX or PREFIX of .bin/.idx pairs; each name has its own loss"
@@ -434,6 +437,9 @@ class CheckpointConfig:
         True, "load optimizer states; without them step, learning rate and data position still continue"
     )
     finetune: bool = option(False, "load weights only: step, data position and optimizer states start anew")
+    from_scratch: bool = option(
+        False, "begin again where a run has saved checkpoints and none can be read; what is left of it is kept aside"
+    )
 
     def __post_init__(self) -> None:
         at_least(self, 0, "save_interval", "model_only_save_interval")

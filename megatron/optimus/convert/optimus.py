@@ -18,7 +18,7 @@ from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, Manifest, Stored
 from megatron.optimus.checkpoint.reader import CHUNK_BYTES, ReadChunk, ShardFiles, chunks_of
 from megatron.optimus.checkpoint.shards import WriteItem, dtype_name, torch_dtype, write_shard
 from megatron.optimus.checkpoint.slices import Region, overlaps
-from megatron.optimus.checkpoint.store import load_manifest, resolve
+from megatron.optimus.checkpoint.store import load_manifest, log_warnings, resolve
 from megatron.optimus.checkpoint.tokenizer_files import HASHES_FIELD, hash_files
 from megatron.optimus.config.serialize import from_dict, to_dict
 from megatron.optimus.convert.formats import (
@@ -63,6 +63,7 @@ class OptimusSource(Source):
     def __init__(self, path: Path) -> None:
         path = resolve(path)
         manifest = load_manifest(path)
+        log_warnings(path, manifest)
         where = str(path / MANIFEST_NAME)
         if "model" not in manifest.config:
             raise CheckpointError(f"{where}: config has no section 'model'; the shape is unknown")

@@ -26,6 +26,7 @@ import numpy.typing as npt
 import xxhash
 
 from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.fingerprint import fingerprint
 from megatron.optimus.data.index_reader import DTYPES, PairSummary, document_starts, summarize_pair
 
 if TYPE_CHECKING:
@@ -36,22 +37,28 @@ _THREADS = 8  # headers on a parallel file system cost a round trip each
 _PAIRS_PER_TASK = 64
 
 
-def summarize(prefixes: Sequence[str]) -> list[PairSummary]:
-    """Calls ``summarize_pair`` for each prefix, for many of them in threads."""
+def summarize(prefixes: Sequence[str], *, fingerprints: bool = False) -> list[PairSummary]:
+    """Calls ``summarize_pair`` for each prefix, for many of them in threads; computes ``fingerprints`` if asked to."""
+
+    def look(prefix: str) -> PairSummary:
+        summary = summarize_pair(prefix)
+        return summary._replace(fingerprint=fingerprint(prefix)) if fingerprints else summary
+
     if len(prefixes) <= _PAIRS_PER_TASK:
-        return [summarize_pair(prefix) for prefix in prefixes]
+        return [look(prefix) for prefix in prefixes]
     tasks = [prefixes[i : i + _PAIRS_PER_TASK] for i in range(0, len(prefixes), _PAIRS_PER_TASK)]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="optimus-headers") as pool:
-        results = pool.map(lambda task: [summarize_pair(prefix) for prefix in task], tasks)
+        results = pool.map(lambda task: [look(prefix) for prefix in task], tasks)
         return [summary for result in results for summary in result]
 
 
-def open_on_all_ranks(prefixes: Sequence[str], ranks: Ranks) -> TokenFiles:
+def open_on_all_ranks(prefixes: Sequence[str], ranks: Ranks, *, fingerprints: bool = False) -> TokenFiles:
     """Opens the same pairs on every rank; each rank reads the headers of its share of them. Collective.
 
     Args:
         prefixes: paths of the pairs, without suffix; the same list on every rank
         ranks: the ranks that take part
+        fingerprints: also compute the fingerprints, of its share on each rank
 
     Raises:
         DataError: on every rank, if any pair cannot be used or the ranks do not have the same list: on a file system
@@ -63,12 +70,12 @@ def open_on_all_ranks(prefixes: Sequence[str], ranks: Ranks) -> TokenFiles:
     def summarize_share() -> list[PairSummary]:
         if digest != digest_of_rank_0:
             raise DataError(f"finds other files ({len(prefixes)}) than rank 0; name them in one list, or start again")
-        return summarize(prefixes[ranks.rank :: ranks.size])
+        return summarize(prefixes[ranks.rank :: ranks.size], fingerprints=fingerprints)
 
     own = ranks.run_on_all_ranks(summarize_share, "opening the data", DataError)
     summaries = [PairSummary(0, 0)] * len(prefixes)
     for rank, data in enumerate(ranks.all_gather_bytes(np.array(own, dtype=np.int64).tobytes())):
-        pairs = np.frombuffer(data, np.int64).reshape(-1, 2).tolist()
+        pairs = np.frombuffer(data, np.int64).reshape(-1, len(PairSummary._fields)).tolist()
         summaries[rank :: ranks.size] = [PairSummary(*pair) for pair in pairs]
     return TokenFiles(prefixes, summaries=summaries)
 
@@ -86,6 +93,7 @@ class TokenFiles:
         number: number of each pair by its prefix
         tokens: int64 [files], tokens of each pair
         codes: uint8 [files], dtype code of each pair (``index_reader.DTYPES``)
+        fingerprints: int64 [files], 0 where they were not computed
 
     Raises:
         DataError: a pair is missing or truncated, does not belong together, or holds floats.
@@ -102,6 +110,7 @@ class TokenFiles:
         summaries = summarize(self.prefixes) if summaries is None else summaries
         self.tokens = np.array([summary.tokens for summary in summaries], dtype=np.int64)
         self.codes = np.array([summary.code for summary in summaries], dtype=np.uint8)
+        self.fingerprints = np.array([summary.fingerprint for summary in summaries], dtype=np.int64)
         for prefix, code in zip(self.prefixes, self.codes, strict=True):
             if DTYPES[code].kind == "f":
                 raise DataError(f"{prefix}.idx: dtype code says {DTYPES[code].name}; token ids must be integers")

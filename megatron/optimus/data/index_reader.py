@@ -271,6 +271,7 @@ class PairSummary(NamedTuple):
 
     code: int  # key of DTYPES
     tokens: int
+    fingerprint: int = 0  # see fingerprint.py; 0: not known
 
 
 def summarize_pair(prefix: str) -> PairSummary:

@@ -12,16 +12,19 @@ from typing import Any
 
 import xxhash
 
-from megatron.optimus.checkpoint import CheckpointError, Manifest, Saved, Saver, TensorSlice, state, store
+from megatron.optimus.checkpoint import CheckpointError, Manifest, Saved, Saver, TensorSlice, commit, state, store
 from megatron.optimus.checkpoint.run_lock import RunLock
 from megatron.optimus.checkpoint.tokenizer_files import HASHES_FIELD, hash_files
+from megatron.optimus.checkpoint.verify import has_good
 from megatron.optimus.config.schema import RunConfig
 from megatron.optimus.config.serialize import changed_options, to_dict
 from megatron.optimus.context import RunContext
+from megatron.optimus.data.fingerprint import LINES_FIELD
 from megatron.optimus.data.loader import position_after_change
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.platform.seeding import rng_state, set_rng_state
 from megatron.optimus.training.engine import Engine, training_state
+from megatron.optimus.training.last_checkpoint import LastCheckpoint
 from megatron.optimus.version import __version__
 
 _PACKAGES = ("torch", "deepspeed", "numpy", "safetensors")
@@ -37,6 +40,7 @@ class Checkpoints:
         self._config, self._mesh, self._device, self._ranks = config, mesh, run.device, run.ranks
         self._model, self._state = model, training_state(engine)
         self._root = folder_of_checkpoints(config)
+        self._last = LastCheckpoint(Path(config.logging.run_dir), self._root)
         # Read at the start: training waits while a save reads them, and the files may be replaced during the run.
         self._packages = _packages()
         self._tokenizer = _tokenizer_hash(config.data.tokenizer_model) if mesh.rank == 0 else None
@@ -45,6 +49,8 @@ class Checkpoints:
         self._tried: Manifest | None = None  # the last checkpoint that resume tried to load
         # JSON values that full checkpoints hold; after resume, those of its checkpoint.
         self.extra_state: dict[str, Any] = {}
+        self.warnings: list[str] = []  # of values that were saved; known to rank 0
+        self.data_files_before: Any = None  # fingerprints in the checkpoint whose data position the run goes on from
         self.found_none = False  # resume has kept the initial weights
         self._lock = self._ranks.run_on_all_ranks(
             lambda: RunLock(self._root) if mesh.rank == 0 else None, f"locking {self._root}", CheckpointError
@@ -107,6 +113,9 @@ class Checkpoints:
     def _note(self, saved: list[Saved]) -> None:
         for one in saved:
             self._drain_s = max(self._drain_s or 0.0, one.drain_s)
+            self.warnings += [f"{one.path.name}: {line}" for line in one.warnings]
+            if one.kind == "full" and self._mesh.rank == 0:
+                self._last.record(one.step)
 
     def _save(self, kind: str, step: int, consumed_samples: int) -> None:
         began = time.perf_counter()
@@ -176,7 +185,7 @@ class Checkpoints:
 
     def _resume(self) -> tuple[int, int]:
         options = self._config.checkpoint
-        found = store.load_newest(self._root, self._all_requests, ranks=self._ranks)
+        found = self._load_own()
         has_moments, position_counts = True, True
         if found is None and options.load is not None:
             path = self._resolve(Path(options.load))
@@ -197,6 +206,7 @@ class Checkpoints:
         step = consumed_samples = 0
         if position_counts:
             step = manifest.step
+            self.data_files_before = manifest.metadata.get(LINES_FIELD)
             now = self._config.training.seq_length
             lengths = manifest.config.get("training", {}).get("seq_length", now), now  # an import has no such section
             consumed_samples = position_after_change(manifest.consumed_samples, *lengths)
@@ -204,6 +214,34 @@ class Checkpoints:
         logger.info("resumed from %s: step %d, %d samples consumed%s", path, step, consumed_samples, what)
         self._log_changes(manifest)
         return step, consumed_samples
+
+    def _load_own(self) -> tuple[Path, Manifest] | None:
+        """Loads the newest good checkpoint of this run; None where it never had one, or is to begin from scratch.
+
+        Raises CheckpointError on every rank where it had one and none can be read.
+        """
+        options, is_first = self._config.checkpoint, self._mesh.rank == 0
+        if options.from_scratch and not has_good(self._root, self._ranks):
+            self._ranks.run_on_all_ranks(
+                lambda: self._set_aside() if is_first else None, "beginning from scratch", CheckpointError
+            )
+            return None
+        found = store.load_newest(self._root, self._all_requests, ranks=self._ranks)
+        if found is None:
+            lost = self._last.what_is_lost(has_load=options.load is not None) if is_first else ""
+            lost = self._ranks.broadcast_bytes(lost.encode()).decode()
+            if lost:
+                raise CheckpointError(
+                    f"{lost}. Going on would begin again at step 0: put it back, or name its folder with --save; to "
+                    "mean it, add --from-scratch, which keeps the old metrics.jsonl under another name"
+                )
+        return found
+
+    def _set_aside(self) -> None:
+        folder = commit.set_aside(self._root)
+        if folder is not None:
+            logger.warning("checkpoints that cannot be read are now in %s", folder)
+        self._last.forget()
 
     def _resolve(self, path: Path) -> Path:
         """The checkpoint that ``load`` names, as rank 0 finds it."""

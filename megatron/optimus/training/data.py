@@ -19,6 +19,7 @@ from megatron.optimus.data.dataset import InstanceSet, SampleOptions, Split
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles, open_on_all_ranks
 from megatron.optimus.data.fim import FillInTheMiddle
+from megatron.optimus.data.fingerprint import changes, lines_of
 from megatron.optimus.data.loader import Batch, BatchLoader
 from megatron.optimus.data.mixture import CorpusPlan, Mixture, log_plan
 from megatron.optimus.data.sources import Sources, read_sources
@@ -41,6 +42,8 @@ class RunData:
     train: BatchLoader
     valid: dict[str, BatchLoader]  # by name: VALIDATION, and further sets; none when validation is off
     test: dict[str, BatchLoader]  # by name
+    fingerprints: list[str]  # a line for each token file (data/fingerprint.py)
+    train_prefixes: list[str]
 
 
 def build_data(run: RunContext) -> RunData:
@@ -48,16 +51,17 @@ def build_data(run: RunContext) -> RunData:
 
     Raises DataError on every rank if the data cannot be used on any rank.
     """
-    sources, files = _open(run.config, run.ranks)
+    sources, files = _open(run.config, run.ranks, fingerprints=True)
     return run.ranks.run_on_all_ranks(lambda: _loaders(run, sources, files), "opening the data", DataError)
 
 
-def _open(config: RunConfig, ranks: Ranks) -> tuple[Sources, TokenFiles]:
+def _open(config: RunConfig, ranks: Ranks, *, fingerprints: bool = False) -> tuple[Sources, TokenFiles]:
     """Opens the files of the training data and of the named validation and test sets, each once."""
     sources = ranks.run_on_all_ranks(lambda: read_sources(config.data), "reading what the data is", DataError)
     sets = config.data.valid_sets | config.data.test_sets
     further = [prefix for prefixes in sets.values() for prefix in prefixes]
-    return sources, open_on_all_ranks(list(dict.fromkeys([*sources.prefixes, *further])), ranks)
+    prefixes = list(dict.fromkeys([*sources.prefixes, *further]))
+    return sources, open_on_all_ranks(prefixes, ranks, fingerprints=fingerprints)
 
 
 def build_evaluation_data(run: RunContext) -> dict[str, BatchLoader]:
@@ -109,7 +113,28 @@ def _loaders(run: RunContext, sources: Sources, files: TokenFiles) -> RunData:
             valid[VALIDATION] = loader(None, _instances(config, sources, files, Split.VALID), Split.VALID)
         valid.update(_further_sets(run, config.data.valid_sets, "valid_data_path", options, files))
     test = _further_sets(run, config.data.test_sets, "test_data_path", options, files)
-    return RunData(loader(fim, train, Split.TRAIN), valid, test)
+    return RunData(loader(fim, train, Split.TRAIN), valid, test, lines_of(files), list(sources.prefixes))
+
+
+def check_unchanged(run: RunContext, data: RunData, before: object) -> None:
+    """Compares the token files with those of the checkpoint that a run goes on from. The same on every rank.
+
+    Args:
+        run: its configuration says whether changed training files are a warning; other files always are.
+        data: of this run.
+        before: the checkpoint's lines of fingerprints, if it has any.
+
+    Raises:
+        DataError: on every rank, if a training file has changed and that is not allowed; names the first.
+    """
+    trained = changes(before, data.fingerprints, data.train_prefixes)
+    others = {line.split(" ", 2)[2] for line in data.fingerprints} - set(data.train_prefixes)
+    if trained and not run.config.data.allow_changed_data:
+        more = f" ({len(trained) - 1} more files have changed)" if len(trained) > 1 else ""
+        raise DataError(f"{trained[0]}{more}. Restore it, or go on with the data as they are with --allow-changed-data")
+    for text in [*trained, *changes(before, data.fingerprints, sorted(others))]:
+        if run.mesh.rank == 0:
+            logger.warning("%s", text)
 
 
 def _further_sets(

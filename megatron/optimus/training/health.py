@@ -1,4 +1,7 @@
-"""Checks that a run is healthy: skips outlying updates, ends a run that stays broken, and finds slow devices.
+"""Checks that a run is healthy: names outlying values, skips updates, ends a broken run, and finds slow devices.
+
+Outlying values: each step is compared with the last ones by medians, which a few outliers do not move (``Outliers``).
+It costs the device nothing: the numbers are those that are logged.
 
 Outlying updates: step k is compared with the steps up to k - 2. The host reads a step's numbers one step late
 (trainer.py), and so a run on a GPU, a run on a CPU and a resumed run decide alike.
@@ -16,9 +19,10 @@ import math
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from statistics import fmean, median_low
+from itertools import pairwise
+from statistics import fmean, median, median_low
 from typing import Any
 
 import torch
@@ -32,7 +36,14 @@ logger = logging.getLogger("optimus")
 MAX_SKIPPED_IN_A_ROW = 5
 WINDOW = 128  # a step is compared with so many steps before it
 _FEWEST = 32  # with fewer steps nothing is an outlier
-_LOSS_SIGMA = 6.0  # a loss so many standard deviations above the mean is logged
+
+# A value is far out where it is beyond the usual by so many spreads, and by this much at least: a loss in nats, a
+# gradient norm or a z-loss as a factor. A batch of noise costs nats; both norms vary by a few times on healthy runs.
+_SPREADS = 8.0
+_LEAST = {"loss": 0.3, "grad_norm": 10.0, "z_loss": 10.0}
+_RECENT = 32  # values that say what is usual
+_FEWEST_USUAL = 12
+_MOST_LINES = 5  # of one kind in a run; further ones are counted
 
 SLOW = 1.1  # a device is slow from this multiple of the median time on
 _MAX_NAMED = 8
@@ -73,38 +84,140 @@ class RecentValues:
                 self.add(int(pair[0]), float(pair[1]))
 
 
+class Outliers:
+    """Tells values that are far above the last ones of their kind.
+
+    The usual value is the median of the last _RECENT, and the spread is estimated from the differences of neighbours: a
+    loss that falls steadily or a norm during warm-up has small ones, though its values differ much.
+
+    Args:
+        least: what is nearer to the usual is never far out; a factor with ``is_factor``, else a difference.
+        is_factor: whether values are compared by their logarithms; values must then be positive.
+    """
+
+    def __init__(self, least: float, *, is_factor: bool) -> None:
+        self._is_factor, self._least = is_factor, math.log(least) if is_factor else least
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+
+    def check(self, value: float) -> float | None:
+        """Adds a value. Returns the usual one where it is far above, else None."""
+        if not math.isfinite(value) or (self._is_factor and value <= 0):
+            return None
+        scaled = math.log(value) if self._is_factor else value
+        recent = list(self._recent)
+        self._recent.append(scaled)
+        if len(recent) < _FEWEST_USUAL:
+            return None
+        usual = median(recent)
+        steps = median(abs(b - a) for a, b in pairwise(recent))
+        spread = 1.4826 / math.sqrt(2) * steps  # the standard deviation of values, were they normal
+        if scaled <= usual + max(_SPREADS * spread, self._least):
+            return None
+        return math.exp(usual) if self._is_factor else usual
+
+    def to_json(self) -> list[float]:
+        """The last values as they are compared, for a checkpoint."""
+        return list(self._recent)
+
+    def restore(self, stored: Any) -> None:
+        """Takes what ``to_json`` gave; ignores anything else."""
+        values = stored if isinstance(stored, list) else []
+        if all(isinstance(value, int | float) and math.isfinite(value) for value in values):
+            self._recent = deque(values, maxlen=_RECENT)
+
+
 class Health:
     """Compares each step of a run with those before it. Every rank sees the same numbers and decides alike."""
 
-    def __init__(self, spike_sigma: float = 0.0) -> None:
+    def __init__(self, spike_sigma: float = 0.0, *, speaks: bool = True) -> None:
         """``spike_sigma``: an update is skipped whose gradient norm is so many standard deviations above the mean; 0
-        skips none."""
-        self._sigma = spike_sigma
-        self._losses = RecentValues()
+        skips none. ``speaks``: whether this rank logs what it finds."""
+        self._sigma, self._speaks = spike_sigma, speaks
+        self._outliers = {name: Outliers(least, is_factor=name != "loss") for name, least in _LEAST.items()}
+        self._found: dict[str, _Found] = {}  # by what was out of line
+        self._since_save: dict[str, _Found] = {}
         self.grad_norms = RecentValues()
         self._skipped: list[float] = []  # gradient norms of the steps skipped in a row
+
+    def to_json(self) -> dict[str, Any]:
+        """What a full checkpoint keeps, so that a resumed run judges as the unbroken one."""
+        recent = {name: outliers.to_json() for name, outliers in self._outliers.items()}
+        return {"recent_grad_norms": self.grad_norms.to_json(), "recent_values": recent}
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Takes what ``to_json`` gave from a checkpoint's metadata, where it is there."""
+        self.grad_norms.restore(kept.get("recent_grad_norms"))
+        recent = kept.get("recent_values")
+        for name, outliers in self._outliers.items():
+            outliers.restore(recent.get(name) if isinstance(recent, dict) else None)
 
     def largest_norm(self, step: int) -> float:
         """Gradient norm beyond which the update of ``step`` (from 1) is skipped."""
         return self.grad_norms.limit(step, self._sigma) if self._sigma > 0 else math.inf
 
-    def observe(self, step: int, *, loss: float, grad_norm: float, skipped: bool) -> None:
-        """Adds a finished step. Raises TrainingError at the MAX_SKIPPED_IN_A_ROW-th skipped step in a row."""
-        usual = self._losses.limit(step, _LOSS_SIGMA)
-        if loss > usual:
-            logger.info(
-                "loss spike: %.4f in step %d is more than %g standard deviations above the mean of the last %d steps",
-                *(loss, step, _LOSS_SIGMA, WINDOW),
-            )
+    def observe(
+        self, step: int, *, loss: float, grad_norm: float, skipped: bool, others: Mapping[str, float] | None = None
+    ) -> None:
+        """Adds a finished step. ``others``: further numbers of it, by name.
+
+        Raises TrainingError at the MAX_SKIPPED_IN_A_ROW-th skipped step in a row.
+        """
+        for name, value in {"loss": loss, "grad_norm": grad_norm, **(others or {})}.items():
+            is_left_out = name == "grad_norm" and skipped  # it has changed nothing, and the optimizer says so
+            if not math.isfinite(value):
+                self._note(step, f"{name} not finite", f"it is {value}", is_left_out=is_left_out)
+            elif name in self._outliers and (usual := self._outliers[name].check(value)) is not None:
+                text = f"{value:.4g} after {usual:.4g} in the steps before"
+                self._note(step, f"{name} far above the usual", text, is_left_out=is_left_out)
         if skipped and math.isfinite(grad_norm):
             logger.info(
                 "step %d is skipped: its gradient norm %.3g is far above those of the steps before", step, grad_norm
             )
-        self._losses.add(step, loss)
         self.grad_norms.add(step, grad_norm)
         self._skipped = [*self._skipped, grad_norm] if skipped else []
         if len(self._skipped) >= MAX_SKIPPED_IN_A_ROW:
             raise TrainingError(_broken(step, self._skipped))
+
+    def _note(self, step: int, what: str, text: str, *, is_left_out: bool) -> None:
+        """Counts a value that is out of line. The first of steps in a row is logged, _MOST_LINES times at most."""
+        found = self._found.setdefault(what, _Found(step))
+        is_first = found.add(step)
+        if self._speaks and is_first and not is_left_out and found.num_rows <= _MOST_LINES:
+            logger.warning("step %d: %s: %s", step, what, text)
+        if not is_left_out:
+            self._since_save.setdefault(what, _Found(step)).add(step)
+
+    def summary(self) -> list[str]:
+        """Returns a line for each kind of value that was out of line in this run."""
+        return [f"{what} {found}" for what, found in self._found.items()]
+
+    def marks(self, *, is_saved: bool) -> list[str]:
+        """Returns what was out of line since the last full checkpoint; ``is_saved``: the next one is saved now."""
+        lines = [f"{what} {found}" for what, found in self._since_save.items()]
+        if is_saved:
+            self._since_save = {}
+        return lines
+
+
+@dataclass
+class _Found:
+    """The steps in which something was out of line."""
+
+    first: int
+    last: int = -1
+    count: int = 0
+    num_rows: int = 0  # rows of consecutive steps
+
+    def add(self, step: int) -> bool:
+        """Counts a step. Returns whether a row begins."""
+        begins = self.count == 0 or step > self.last + 1
+        self.last, self.count, self.num_rows = step, self.count + 1, self.num_rows + begins
+        return begins
+
+    def __str__(self) -> str:
+        if self.count == 1:
+            return f"in step {self.first}"
+        return f"in {self.count} steps, from step {self.first} to step {self.last}"
 
 
 def _broken(step: int, norms: Iterable[float]) -> str:

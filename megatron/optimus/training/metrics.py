@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import math
@@ -119,11 +120,19 @@ class MetricsWriter:
     """Appends to ``<run_dir>/metrics.jsonl``. Exists on rank 0 only."""
 
     def __init__(self, run_dir: str | Path, resume_step: int = 0) -> None:
-        """Removes the lines of steps after ``resume_step``, which belong to work that was lost; 0 starts anew."""
+        """Removes the lines of steps after ``resume_step``, which belong to work that was lost.
+
+        0 starts anew: a file that holds anything keeps it as ``metrics.aside-<n>.jsonl``.
+        """
         self.path = Path(run_dir) / FILE_NAME
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
+        if self.path.exists() and resume_step > 0:
             _keep_up_to(self.path, resume_step)
+        elif self.path.is_file() and self.path.stat().st_size > 0:
+            names = (self.path.with_name(f"metrics.aside-{n}.jsonl") for n in itertools.count(1))
+            aside = next(path for path in names if not path.exists())
+            os.rename(self.path, aside)
+            logging.getLogger("optimus").info("%s of an earlier start is now %s", self.path, aside.name)
         descriptor = open_regular(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._file = open(descriptor, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - closed by close()
 

@@ -22,16 +22,18 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from megatron.optimus.checkpoint.values import WARNINGS_FIELD
 from megatron.optimus.config.costs import flops_per_token
 from megatron.optimus.config.duration import batch_sizes, last_step, last_step_of_process
 from megatron.optimus.context import RunContext
 from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.fingerprint import LINES_FIELD
 from megatron.optimus.data.loader import Batch
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.metrics import PendingTotals, Recorder
 from megatron.optimus.platform.signals import StopRequest
 from megatron.optimus.training.checkpointing import Checkpoints
-from megatron.optimus.training.data import build_data, labels_per_micro_batch, num_labels
+from megatron.optimus.training.data import build_data, check_unchanged, labels_per_micro_batch, num_labels
 from megatron.optimus.training.engine import Engine, build_engine, build_model, step_outcome
 from megatron.optimus.training.evaluate import evaluate_sets, loss_over
 from megatron.optimus.training.health import Health, TrainingError, check_devices
@@ -47,7 +49,6 @@ logger = logging.getLogger("optimus")
 
 # Phases of a step in profiles (profiling.py lists what begins with "part: ").
 FORWARD_BACKWARD, OPTIMIZER_STEP = "part: forward and backward", "part: optimizer step"
-_NORMS = "recent_grad_norms"  # in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -164,11 +165,13 @@ class Trainer:
             self.checkpoints = Checkpoints(run, self.model, self.engine)
             # Optimizer steps done, and the position in the order of samples, which is the whole state of the data.
             self.step, self.consumed_samples = self.checkpoints.resume()
+        with startup.phase("data", "comparing the token files with those of the checkpoint"):
+            check_unchanged(run, self.data, self.checkpoints.data_files_before)
         self.first_step = self.step
         self.last_step = last_step(config.training, self.step, self.consumed_samples)
         self.batch_sizes, self.rates = batch_sizes(config.training), RateSchedule(config.optimizer, config.training)
-        self.health = Health(config.optimizer.grad_norm_spike_sigma)
-        self.health.grad_norms.restore(self.checkpoints.extra_state.get(_NORMS))
+        self.health = Health(config.optimizer.grad_norm_spike_sigma, speaks=run.mesh.rank == 0)
+        self.health.restore(self.checkpoints.extra_state)
         self.recorder, self.clock = Recorder(run.ranks), StepClock(run.device)
         self.is_async_device = devices.is_asynchronous(run.device)
         self.queued: QueuedStep | None = None  # the last step, until it is logged
@@ -206,6 +209,8 @@ class Trainer:
             except BaseException:
                 self._log_queued_step(metrics_logger)
                 raise
+            finally:
+                self._log_warnings()
         if self.run.mesh.rank == 0:
             trained, seconds = (self.first_step + 1, self.step), time.monotonic() - began
             for line in closing_lines(self.config, trained, self.last_step, metrics_logger.last_losses, seconds):
@@ -322,8 +327,9 @@ class Trainer:
         if metrics.startup_s is not None:
             logger.info("%s", startup_line(metrics.startup_s))
         self.queued = None
-        loss = result.metrics.get("loss", 0.0)
-        self.health.observe(queued.step, loss=loss, grad_norm=result.grad_norm, skipped=result.skipped)
+        others = dict(result.metrics)
+        loss = others.pop("loss", 0.0)
+        self.health.observe(queued.step, loss=loss, grad_norm=result.grad_norm, skipped=result.skipped, others=others)
         if unreadable is not None:
             logger.info("validation data cannot be read: saving step %d", self.step)
             self._save(is_exiting=True)
@@ -338,7 +344,11 @@ class Trainer:
         """Saves what is due after this step; everything, and waits for it, where the run ``is_exiting``."""
         is_due = self.checkpoints.is_due(self.step)
         if is_due or is_exiting:
-            self.checkpoints.extra_state = {_NORMS: self.health.grad_norms.to_json()}
+            is_saved = is_exiting or _is_due(self.step, self.config.checkpoint.save_interval)
+            marks = self.health.marks(is_saved=is_saved)
+            self.checkpoints.extra_state = self.health.to_json() | {LINES_FIELD: self.data.fingerprints}
+            if marks:
+                self.checkpoints.extra_state[WARNINGS_FIELD] = marks
         with self.clock.pause() if is_due else nullcontext():
             self.checkpoints.after_step(self.step, self.consumed_samples, is_exiting=is_exiting)
 
@@ -392,6 +402,12 @@ class Trainer:
                 metrics_logger.log(self._metrics(self.queued, self.queued.result.read()), {})
             except RuntimeError:
                 logger.debug("the last step cannot be read", exc_info=True)  # the error that ends the run says why
+
+    def _log_warnings(self) -> None:
+        """Says once more, at the end, what was out of line in this run and its checkpoints."""
+        lines = [*self.health.summary(), *self.checkpoints.warnings]
+        if lines and self.run.mesh.rank == 0:
+            logger.warning("look at this run before it is used: %s", "; ".join(lines))
 
     def _log_stop(self, stop: StopRequest) -> None:
         if stop.signal is not None:

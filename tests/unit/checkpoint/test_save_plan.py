@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.optimus.checkpoint import CheckpointError, TensorSlice
-from megatron.optimus.checkpoint.save_plan import HASH_BYTES, make_plan, pieces_of
+from megatron.optimus.checkpoint.save_plan import PIECE_VALUE, make_plan, pieces_of
 from megatron.optimus.checkpoint.shards import ShardFile
 from megatron.optimus.platform.ranks import Ranks
 from tests.helpers import run_distributed
@@ -41,10 +41,12 @@ def test_a_plan_of_one_rank_is_a_valid_file(tmp_path: Path) -> None:
     assert plan.own()[1][1] < plan.own()[0][1], "wide dtypes come first"
     with pytest.raises(CheckpointError, match="all ranks must see one file system"):
         plan.entries(tmp_path)
-    (tmp_path / file.hashes_name).write_bytes(bytes(range(HASH_BYTES)) * 2)
-    sizes, tensors = plan.entries(tmp_path)
+    record = bytes(range(16)) + PIECE_VALUE.pack(2.5)
+    (tmp_path / file.hashes_name).write_bytes(record * 2)
+    sizes, tensors, largest = plan.entries(tmp_path)
+    assert largest == {("w", "weight"): [2.5], ("w", "master"): [2.5]}
     assert sizes == {file.name: file.num_bytes} and set(tensors) == {("w", "weight"), ("w", "master")}
-    assert tensors["w", "master"].pieces[0].xxh3_128 == bytes(range(HASH_BYTES)).hex()
+    assert tensors["w", "master"].pieces[0].xxh3_128 == bytes(range(16)).hex()
     plan.remove_hashes(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
 

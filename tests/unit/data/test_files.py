@@ -67,7 +67,7 @@ def test_every_element_type(tmp_path: Path, code: int) -> None:
     prefix = write(tmp_path / "f", np.arange(20), DTYPES[code])
     files = TokenFiles([prefix])
     assert files.read(0, 3, 4).dtype == DTYPES[code] and files.read(0, 3, 4).tolist() == [3, 4, 5, 6]
-    assert summarize_pair(prefix) == (code, 20)
+    assert summarize_pair(prefix) == (code, 20, 0)
 
 
 def test_floats_are_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import random
 
 import pytest
 import torch
@@ -81,13 +82,92 @@ def test_a_stored_window_judges_alike_and_a_foreign_one_is_ignored() -> None:
         assert second.to_json() == []
 
 
-def test_a_loss_spike_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def _lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     logging.getLogger("optimus").propagate = True
     caplog.set_level(logging.INFO, "optimus")
+    return caplog
+
+
+def test_a_loss_spike_is_one_line(lines: pytest.LogCaptureFixture) -> None:
     health = Health()
     for step in range(1, 60):
-        observe(health, step, loss=2.0 + 0.01 * (step % 3) + (3.0 if step == 50 else 0.0))
-    assert [record.message.split(" is ")[0] for record in caplog.records] == ["loss spike: 5.0200 in step 50"]
+        observe(health, step, loss=2.0 + 0.01 * (step % 3) + (3.0 if step in (50, 51) else 0.0))
+    [line] = _lines(lines)
+    assert line == "step 50: loss far above the usual: 5.02 after 2.01 in the steps before"
+    assert health.summary() == ["loss far above the usual in 2 steps, from step 50 to step 51"]
+
+
+@pytest.mark.parametrize(("name", "factor"), [("grad_norm", 1000.0), ("z_loss", 1000.0), ("grad_norm", 30.0)])
+def test_a_norm_far_out_is_one_line_without_any_option(
+    lines: pytest.LogCaptureFixture, name: str, factor: float
+) -> None:
+    health = Health()
+    for step in range(1, 60):
+        value = (0.5 + 0.2 * math.sin(step)) * (factor if step == 40 else 1.0)
+        values = {"loss": 3.0, "grad_norm": 0.4, "others": {}} | (
+            {"grad_norm": value} if name == "grad_norm" else {"others": {name: value}}
+        )
+        health.observe(step, skipped=False, **values)
+    [line] = _lines(lines)
+    assert line.startswith(f"step 40: {name} far above the usual")
+
+
+def test_what_is_not_finite_is_named_at_once_and_in_the_end(lines: pytest.LogCaptureFixture) -> None:
+    health = Health()
+    for step in range(1, 101):
+        others = {"z_loss": math.inf if step > 30 else 0.1, "router_entropy": 1.0}
+        health.observe(step, loss=1.0, grad_norm=1.0, skipped=False, others=others)
+    assert _lines(lines) == ["step 31: z_loss not finite: it is inf"]
+    assert health.summary() == ["z_loss not finite in 70 steps, from step 31 to step 100"]
+    assert health.marks(is_saved=False) == health.marks(is_saved=True) == health.summary()
+    assert health.marks(is_saved=True) == [], "the next checkpoint answers for its own steps"
+    assert health.summary() != []
+
+
+def test_a_skipped_step_marks_no_checkpoint(lines: pytest.LogCaptureFixture) -> None:
+    health = Health()
+    health.observe(1, loss=1.0, grad_norm=math.nan, skipped=True)
+    assert _lines(lines) == [] and health.marks(is_saved=True) == [], "the optimizer has said so"
+    assert health.summary() == ["grad_norm not finite in step 1"]
+
+
+def test_a_resumed_run_knows_what_is_usual(lines: pytest.LogCaptureFixture) -> None:
+    before, after = Health(), Health()
+    for step in range(1, 30):
+        before.observe(step, loss=2.0 + 0.01 * (step % 3), grad_norm=0.5, skipped=False)
+    after.restore(json.loads(json.dumps(before.to_json())))
+    after.observe(30, loss=4.0, grad_norm=500.0, skipped=False)
+    assert [line.split(":")[1] for line in _lines(lines)] == [
+        " loss far above the usual",
+        " grad_norm far above the usual",
+    ]
+    for stored in ({}, {"recent_values": 7}, {"recent_values": {"loss": [1, "a"], "grad_norm": 3}}):
+        after.restore(stored)
+
+
+def test_lines_are_few_however_often_a_value_jumps(lines: pytest.LogCaptureFixture) -> None:
+    health, quiet = Health(), Health(speaks=False)
+    for step in range(1, 400):
+        for one in (health, quiet):
+            one.observe(step, loss=math.nan if step % 2 else 1.0, grad_norm=1.0, skipped=False)
+    assert len(_lines(lines)) == 5
+    assert health.summary() == quiet.summary() == ["loss not finite in 200 steps, from step 1 to step 399"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_run_that_learns_gives_no_false_alarm(lines: pytest.LogCaptureFixture, seed: int) -> None:
+    """Warm-up, a steep descent, a plateau with noise, batches of another kind and heavy tails of the norm."""
+    rng, health = random.Random(seed), Health()
+    for step in range(1, 3000):
+        loss = 2.5 + 8.0 * math.exp(-step / 60) + rng.gauss(0, 0.05) + (0.15 if rng.random() < 0.1 else 0.0)
+        norm = (0.3 + 5.0 * math.exp(-step / 20)) * math.exp(rng.gauss(0, 0.3)) * (3.0 if rng.random() < 0.02 else 1.0)
+        health.observe(step, loss=loss, grad_norm=norm, skipped=False, others={"z_loss": rng.uniform(0.5, 1.5)})
+    assert _lines(lines) == [] and health.summary() == []
 
 
 def test_without_sigma_nothing_is_skipped() -> None:

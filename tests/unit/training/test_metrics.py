@@ -104,8 +104,17 @@ def test_resuming_removes_the_steps_that_will_come_again(tmp_path: Path) -> None
     records = write_steps(tmp_path, 7, 9, resume_step=6)
     assert steps(records) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert steps(write_steps(tmp_path, 10, 11, resume_step=9)) == list(range(1, 12))
-    assert steps(write_steps(tmp_path, 1, 2)) == [1, 2]  # a run from the start
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_a_run_from_the_start_keeps_the_lines_of_earlier_ones_aside(tmp_path: Path) -> None:
+    for last in (3, 2, 1):
+        assert steps(write_steps(tmp_path, 1, last)) == list(range(1, last + 1))
+    assert steps(read_metrics(tmp_path / "metrics.aside-1.jsonl")) == [1, 2, 3]
+    assert steps(read_metrics(tmp_path / "metrics.aside-2.jsonl")) == [1, 2]
+    MetricsWriter(tmp_path / "empty").close()
+    MetricsWriter(tmp_path / "empty").close()
+    assert os.listdir(tmp_path / "empty") == ["metrics.jsonl"]
 
 
 def test_a_torn_last_line_is_left_out_and_removed_by_a_resume(tmp_path: Path) -> None:

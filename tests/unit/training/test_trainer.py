@@ -135,7 +135,8 @@ class Run:
         trainer.config, trainer.is_async_device = config, True
         trainer.queued, trainer.stop_requested, trainer.logged_batch_size = None, False, 0
         trainer.recorder = Recorder(trainer.run.ranks)
-        trainer.data = SimpleNamespace(train=self, valid={"validation": None}, test={})  # type: ignore[assignment]
+        self.warnings: list[str] = []  # of its checkpoints
+        trainer.data = SimpleNamespace(train=self, valid={"validation": None}, test={}, fingerprints=[])  # type: ignore[assignment]
         trainer.engine = SimpleNamespace(module=nn.Module(), optimizer=SimpleNamespace(param_groups=[]))
         trainer.schedule, trainer.checkpoints = None, self  # type: ignore[assignment]
         trainer.step = trainer.first_step = trainer.consumed_samples = 0
