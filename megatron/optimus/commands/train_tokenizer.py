@@ -15,7 +15,7 @@ import time
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError, TokenizerType
 from megatron.optimus.data.errors import DataError
-from megatron.optimus.data.tokenize.corpus import expand_inputs, read_documents
+from megatron.optimus.data.tokenize.corpus import MAX_LINE_BYTES, expand_inputs, read_documents
 from megatron.optimus.data.tokenize.tokenizer import build_tokenizer, train_bpe
 from megatron.optimus.platform.log import print_error
 
@@ -30,12 +30,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--special-tokens", nargs="*", default=[], help="special tokens, such as <fim_prefix> <fim_middle>"
     )
+    parser.add_argument(
+        "--max-line-bytes",
+        type=whole_number(),
+        default=MAX_LINE_BYTES,
+        help=f"longest line, or text that is a file, in uncompressed bytes; default: {MAX_LINE_BYTES}",
+    )
     parser.add_argument("--skip-malformed", action="store_true", help="skip malformed lines and count them")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     started = time.monotonic()
     try:
         args = parser.parse(argv)
-        texts = read_documents(expand_inputs(args.input), args.json_key, args.skip_malformed)
+        texts = read_documents(expand_inputs(args.input), args.json_key, args.skip_malformed, args.max_line_bytes)
         train_bpe(texts, args.vocab_size, args.output, args.special_tokens)
         tokenizer = build_tokenizer(TokenizerType.HF, args.output)
     except ConfigError as error:
