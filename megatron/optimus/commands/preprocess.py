@@ -21,6 +21,7 @@ import sys
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError, TokenizerType
 from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.tokenize.corpus import MAX_LINE_BYTES
 from megatron.optimus.data.tokenize.preprocess import PreprocessReport, log_progress, preprocess
 from megatron.optimus.platform import environment
 from megatron.optimus.platform.log import counted, print_error
@@ -59,6 +60,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--per-file", action="store_true", help="write <prefix>/<file>_<key>_document for each file")
     parser.add_argument("--rank", type=int, help="number of this process; default: from the launcher")
     parser.add_argument("--world-size", type=int, help="processes that divide the files; default: from the launcher")
+    parser.add_argument(
+        "--max-line-bytes",
+        type=whole_number(),
+        default=MAX_LINE_BYTES,
+        help=f"longest line, or text that is a file, in uncompressed bytes; default: {MAX_LINE_BYTES}",
+    )
     parser.add_argument(
         "--log-interval", type=whole_number(), help="documents between lines of the log; default: a line every 10 s"
     )
@@ -105,6 +112,7 @@ def main(argv: list[str] | None = None) -> int:
                 per_file=args.per_file,
                 rank=rank,
                 world_size=world_size,
+                max_line_bytes=args.max_line_bytes,
                 show_progress=lambda report: progress.update(report.progress, progress_text(report)),
             )
     except (DataError, ConfigError) as error:

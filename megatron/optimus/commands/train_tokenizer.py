@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError, TokenizerType
 from megatron.optimus.data.errors import DataError
-from megatron.optimus.data.tokenize.corpus import expand_inputs, read_documents
+from megatron.optimus.data.tokenize.corpus import MAX_LINE_BYTES, expand_inputs, read_documents
 from megatron.optimus.data.tokenize.tokenizer import build_tokenizer, train_bpe
 from megatron.optimus.platform.log import print_error
 from megatron.optimus.platform.progress import Progress, StderrHandler
@@ -32,6 +32,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json-key", "--json-keys", default="text", help="key of the text; default: text")
     parser.add_argument(
         "--special-tokens", nargs="*", default=[], help="special tokens, such as <fim_prefix> <fim_middle>"
+    )
+    parser.add_argument(
+        "--max-line-bytes",
+        type=whole_number(),
+        default=MAX_LINE_BYTES,
+        help=f"longest line, or text that is a file, in uncompressed bytes; default: {MAX_LINE_BYTES}",
     )
     parser.add_argument("--skip-malformed", action="store_true", help="skip malformed lines and count them")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[StderrHandler()])
@@ -62,5 +68,5 @@ def _texts(args: argparse.Namespace, progress: Progress) -> Iterator[str]:
         read = documents
         progress.update(fraction, f"{documents} documents read")
 
-    yield from read_documents(expand_inputs(args.input), args.json_key, args.skip_malformed, show)
+    yield from read_documents(expand_inputs(args.input), args.json_key, args.skip_malformed, args.max_line_bytes, show)
     progress.update(None, f"all {read} documents read, choosing {args.vocab_size} tokens")

@@ -30,12 +30,14 @@ from megatron.optimus.data.errors import DataError
 logger = logging.getLogger("optimus")
 
 BATCH_BYTES = 1 << 20  # uncompressed
+MAX_LINE_BYTES = 1 << 28  # default of --max-line-bytes; a longer line takes some eight times its length in memory
 COMPRESSED = (".gz", ".zst")
 _TEXT = (".txt", ".md")
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", *_TEXT)  # of the files that are read in folders
 
 _LAST_BATCHES = 16  # a batch is at most 1/16 of what is left of its range, so that workers end together,
 _SMALLEST_FRACTION = 4  # but at least 1/4 of BATCH_BYTES where so much is left
+_ZST_INPUT_BYTES = 1 << 12  # decompressed at once: 128 MiB at most, for a block of 128 KiB has 4 bytes at least
 _LINE_BYTES = 1 << 14  # read beyond a batch for the end of its last line
 _DECODER = json.JSONDecoder()
 _MAX_FAILURES = 16  # of the fast parser in a batch, before the slow one takes the rest
@@ -71,6 +73,7 @@ class LineBatch:
     limit: int = 0  # with ``source``: the byte by which its last line ends
     format: Format = Format.JSON_LINES
     position: int = 0  # bytes of the file range up to the batch's end, for progress
+    max_line_bytes: int = MAX_LINE_BYTES  # with ``source``: a longer line is refused
 
 
 @dataclass
@@ -162,7 +165,7 @@ class _ZstReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._output:
-            self._input = self._input or self._stream.read(1 << 17)
+            self._input = self._input or self._stream.read(_ZST_INPUT_BYTES)
             if not self._input:
                 if self._inside_frame:
                     raise EOFError("compressed data end before the end-of-frame mark")
@@ -191,7 +194,17 @@ def open_stream(path: Path, raw: BinaryIO) -> BinaryIO:
     return raw
 
 
-def read_lines(path: str, start: int, stop: int, limit: int, step: int) -> tuple[int, bytes]:
+def _refuse_longer(size: int, max_line_bytes: int, where: str) -> None:
+    if size > max_line_bytes:
+        raise DataError(
+            f"{where}: a line or text of more than {max_line_bytes} bytes; cut it, leave it out, or raise "
+            "--max-line-bytes where there is memory for some eight times as much"
+        )
+
+
+def read_lines(
+    path: str, start: int, stop: int, limit: int, step: int, max_line_bytes: int = MAX_LINE_BYTES
+) -> tuple[int, bytes]:
     """Reads the lines that begin in bytes [``start``, ``stop``) of a file.
 
     Args:
@@ -200,11 +213,13 @@ def read_lines(path: str, start: int, stop: int, limit: int, step: int) -> tuple
         stop: end of the range
         limit: byte by which the last of these lines ends
         step: bytes to read beyond ``stop`` for the end of the last line; if it is not there, twice as many, and so on
+        max_line_bytes: longest that the last line may reach beyond ``stop``
 
     Returns:
         (byte at which the first line begins, all lines)
 
     Raises:
+        DataError: the last line is longer.
         EOFError: the file is shorter.
         OSError: the file cannot be read.
     """
@@ -219,6 +234,7 @@ def read_lines(path: str, start: int, stop: int, limit: int, step: int) -> tuple
             return begin + first, content[first : end or len(content)]
         chunks, at = [content[first:]], begin + len(content)
         while at < limit and not chunks[-1].endswith(b"\n"):
+            _refuse_longer(at - stop, max_line_bytes, f"{path}: from byte {stop} on")
             step *= 2
             chunk = _pread(stream.fileno(), at, min(limit, at + step))
             chunks.append(chunk[: chunk.find(b"\n") + 1] or chunk)
@@ -255,7 +271,9 @@ def _naming_errors(path: Path, reached: Callable[[], int] | None = None) -> Iter
         raise DataError(f"{where}: cannot read on: {reason}; the file is damaged or incomplete") from error
 
 
-def read_batches(files: Iterable[Path | FileRange], keys: Sequence[str] = ("text",)) -> Iterator[LineBatch]:
+def read_batches(
+    files: Iterable[Path | FileRange], keys: Sequence[str] = ("text",), max_line_bytes: int = MAX_LINE_BYTES
+) -> Iterator[LineBatch]:
     """Yields the batches of files, in order, each of about ``BATCH_BYTES`` or one longer line.
 
     Files without content are skipped with a warning.
@@ -263,9 +281,10 @@ def read_batches(files: Iterable[Path | FileRange], keys: Sequence[str] = ("text
     Args:
         files: input files, or ranges of them
         keys: columns to read of parquet files
+        max_line_bytes: longest line, or text that is a file, in uncompressed bytes; of parquet files there is no limit
 
     Raises:
-        DataError: a file cannot be read.
+        DataError: a line is longer, or a file cannot be read.
     """
     for file in files:
         source = _whole(file) if isinstance(file, Path) else file
@@ -274,11 +293,11 @@ def read_batches(files: Iterable[Path | FileRange], keys: Sequence[str] = ("text
         if kind is Format.PARQUET:
             batches = _parquet_batches(path, keys)
         elif kind is Format.TEXT:
-            batches = _text_batches(path)
+            batches = _text_batches(path, max_line_bytes)
         elif path.suffix in COMPRESSED:
-            batches = _archive_batches(path)
+            batches = _archive_batches(path, max_line_bytes)
         else:
-            batches = _range_batches(source)
+            batches = _range_batches(source, max_line_bytes)
         empty = True
         for batch in batches:
             empty = False
@@ -292,17 +311,18 @@ def _whole(path: Path) -> FileRange:
         return FileRange(str(path), 0, path.stat().st_size)
 
 
-def _range_batches(whole: FileRange) -> Iterator[LineBatch]:
+def _range_batches(whole: FileRange, max_line_bytes: int) -> Iterator[LineBatch]:
     start = whole.start
     while start < whole.stop:
         size = min(BATCH_BYTES, max(-(-BATCH_BYTES // _SMALLEST_FRACTION), (whole.stop - start) // _LAST_BATCHES))
         stop = min(start + size, whole.stop)
         source = FileRange(whole.path, start, stop)
-        yield LineBatch(whole.path, source=source, limit=whole.stop, position=stop - whole.start)
+        at = stop - whole.start
+        yield LineBatch(whole.path, source=source, limit=whole.stop, position=at, max_line_bytes=max_line_bytes)
         start = stop
 
 
-def _archive_batches(path: Path) -> Iterator[LineBatch]:
+def _archive_batches(path: Path, max_line_bytes: int) -> Iterator[LineBatch]:
     first, rest = 1, []
     with _naming_errors(path, lambda: first), open(path, "rb", buffering=1 << 20) as raw:
         stream = open_stream(path, raw)
@@ -310,6 +330,7 @@ def _archive_batches(path: Path) -> Iterator[LineBatch]:
             end = chunk.rfind(b"\n") + 1
             rest.append(chunk[:end] if end else chunk)
             if not end:
+                _refuse_longer(sum(map(len, rest)), max_line_bytes, f"{path}:{first}")
                 continue
             content, rest = b"".join(rest), [chunk[end:]]
             yield LineBatch(str(path), first, content, position=raw.tell())
@@ -318,9 +339,10 @@ def _archive_batches(path: Path) -> Iterator[LineBatch]:
         yield LineBatch(str(path), first, content)
 
 
-def _text_batches(path: Path) -> Iterator[LineBatch]:
+def _text_batches(path: Path, max_line_bytes: int) -> Iterator[LineBatch]:
     with _naming_errors(path, lambda: 1), open(path, "rb") as raw:
-        content = open_stream(path, raw).read()
+        content = open_stream(path, raw).read(max_line_bytes + 1)
+        _refuse_longer(len(content), max_line_bytes, str(path))
     if content:
         yield LineBatch(str(path), content=content, format=Format.TEXT)
 
@@ -454,7 +476,9 @@ def parse_batch(batch: LineBatch, keys: Sequence[str], skip_malformed: bool = Fa
     begin, content = 0, batch.content
     if batch.source is not None:
         with _naming_errors(Path(batch.path)):
-            begin, content = read_lines(batch.path, batch.source.start, batch.source.stop, batch.limit, _LINE_BYTES)
+            begin, content = read_lines(
+                batch.path, batch.source.start, batch.source.stop, batch.limit, _LINE_BYTES, batch.max_line_bytes
+            )
     if content is None:
         entries: Iterable[Any] = batch.rows or []
         size = sum(len(value) for row in entries for value in row if isinstance(value, str))
@@ -490,6 +514,7 @@ def read_documents(
     paths: Iterable[Path | FileRange],
     key: str = "text",
     skip_malformed: bool = False,
+    max_line_bytes: int = MAX_LINE_BYTES,
     show_progress: Callable[[float, int], None] | None = None,
 ) -> Iterator[str]:
     """Yields the texts of all documents, in order. Logs a warning with the number of skipped lines, if any.
@@ -498,15 +523,18 @@ def read_documents(
         paths: input files
         key: of the text in each JSON object, or the column
         skip_malformed: whether malformed lines are skipped
+        max_line_bytes: longest line, or text that is a file
         show_progress: called after each batch with the fraction of the files and the documents that have been read
 
     Raises:
-        DataError: a line is malformed, a file is unreadable, or there is no document at all.
+        DataError: a line is malformed or longer, a file is unreadable, or there is no document at all.
     """
     sources = [_whole(path) if isinstance(path, Path) else path for path in paths]
     sizes = [source.stop - source.start for source in sources]
     documents = malformed = 0
-    batches = ((i, batch) for i, source in enumerate(sources) for batch in read_batches([source], [key]))
+    batches = (
+        (i, batch) for i, source in enumerate(sources) for batch in read_batches([source], [key], max_line_bytes)
+    )
     for i, batch in batches:
         parsed = parse_batch(batch, [key], skip_malformed)
         documents += len(parsed.documents)

@@ -35,7 +35,7 @@ import numpy.typing as npt
 from megatron.optimus.config.schema import ConfigError, TokenizerType
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.indexed import IndexedDatasetWriter, token_dtype
-from megatron.optimus.data.tokenize.corpus import LineBatch, expand_inputs, parse_batch, read_batches
+from megatron.optimus.data.tokenize.corpus import MAX_LINE_BYTES, LineBatch, expand_inputs, parse_batch, read_batches
 from megatron.optimus.data.tokenize.partitions import Partition, PartitionPlan, fingerprint
 from megatron.optimus.data.tokenize.pretoken_cache import Ids
 from megatron.optimus.data.tokenize.tokenizer import Tokenizer, build_tokenizer
@@ -157,7 +157,11 @@ def _join_documents(
 
 
 def _encode_all(
-    pool: ProcessPoolExecutor, partitions: Sequence[Partition], keys: Sequence[str], max_pending: int
+    pool: ProcessPoolExecutor,
+    partitions: Sequence[Partition],
+    keys: Sequence[str],
+    max_pending: int,
+    max_line_bytes: int,
 ) -> Iterator[tuple[Partition, int, _EncodedBatch | None]]:
     """(partition, bytes of it read, result) in reading order, with at most ``max_pending`` batches in the workers.
 
@@ -170,7 +174,7 @@ def _encode_all(
         return partition, position, None if future is None else future.result()
 
     for partition in partitions:
-        for batch in read_batches([partition.source], keys):
+        for batch in read_batches([partition.source], keys, max_line_bytes):
             pending.append((partition, batch.position, pool.submit(_encode_batch, batch)))
             if len(pending) >= max_pending:
                 yield oldest()
@@ -194,6 +198,7 @@ def preprocess(
     per_file: bool = False,
     rank: int = 0,
     world_size: int = 1,
+    max_line_bytes: int = MAX_LINE_BYTES,
     show_progress: Callable[[PreprocessReport], None] | None = None,
 ) -> PreprocessReport:
     """Tokenizes files into ``<output_prefix>_<key>_document.{bin,idx}`` for each key.
@@ -215,6 +220,7 @@ def preprocess(
         per_file: whether each input file becomes a pair ``<output_prefix>/<file>_<key>_document`` of its own
         rank: of this process, among those that share the work
         world_size: number of these processes
+        max_line_bytes: longest line, or text that is a file, in uncompressed bytes
         show_progress: called with the report so far whenever a batch has been written
 
     Returns:
@@ -253,7 +259,7 @@ def preprocess(
     plan.begin()
     missing = [partition for partition in mine if not plan.is_done(partition)]
     report = PreprocessReport(partitions_found=len(mine) - len(missing))
-    _encode_partitions(plan, missing, options, workers, report, started, show_progress, log_interval)
+    _encode_partitions(plan, missing, options, workers, report, started, show_progress, log_interval, max_line_bytes)
     report = _finish(plan, mine, report, dtype)
     report.seconds = time.monotonic() - started
     return report
@@ -314,6 +320,7 @@ def _encode_partitions(
     started: float,
     show_progress: Callable[[PreprocessReport], None] | None,
     log_interval: int | None,
+    max_line_bytes: int,
 ) -> None:
     """Writes the pairs of ``partitions``, one after the other, and adds their counts to ``report``."""
     if not partitions:
@@ -326,7 +333,7 @@ def _encode_partitions(
         output: _PartitionOutput | None = None
         try:
             for partition, position, encoded in _encode_all(
-                pool, partitions, options.keys, _BATCHES_PER_WORKER * workers
+                pool, partitions, options.keys, _BATCHES_PER_WORKER * workers, max_line_bytes
             ):
                 if output is None:
                     output = stack.enter_context(_PartitionOutput(plan, partition, options))

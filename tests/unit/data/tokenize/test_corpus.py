@@ -6,6 +6,8 @@ import gzip
 import itertools
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +27,8 @@ from megatron.optimus.data.tokenize.corpus import (
     read_documents,
     split_file,
 )
+
+_ROOT = Path(__file__).parents[4]
 
 
 def lines(*texts: str) -> bytes:
@@ -271,3 +275,49 @@ def test_inputs(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=message):
             expand_inputs(patterns)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.txt", "a.txt.gz"])
+def test_lines_beyond_the_limit_are_refused(tmp_path: Path, name: str) -> None:
+    """Three lines of 3 MB are read with a limit of 4 MB, and refused with one of 2 MB."""
+    line = json.dumps({"text": "a" * 3_000_000}).encode()
+    content = b"a" * 3_000_000 if ".txt" in name else b"\n".join([line] * 3)
+    path = tmp_path / name
+    path.write_bytes(pack(path, content))
+    assert {len(text) for text in read_documents([path], max_line_bytes=4_000_000)} == {3_000_000}
+    with pytest.raises(DataError, match=f"{name}.*more than 2000000 bytes.*raise --max-line-bytes"):
+        list(read_documents([path], max_line_bytes=2_000_000))
+
+
+_BOMB = """
+import resource, sys
+from pathlib import Path
+from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.tokenize.corpus import read_documents
+now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (now + (700 << 20), now + (700 << 20)))
+try:
+    list(read_documents([Path(sys.argv[1])], max_line_bytes=1 << 26))
+except DataError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_a_decompression_bomb_takes_bounded_memory(tmp_path: Path, suffix: str) -> None:
+    """A line of 1 GiB (.zst) or 512 MiB (.gz), read with 700 MiB of memory."""
+    path = tmp_path / f"bomb.jsonl.{suffix}"
+    piece = bytes(1 << 24)
+    if suffix == "gz":
+        with gzip.open(path, "wb", compresslevel=1) as stream:
+            for _ in range(32):
+                stream.write(piece)
+    else:
+        zstandard = pytest.importorskip("zstandard")
+        with open(path, "wb") as raw, zstandard.ZstdCompressor().stream_writer(raw) as stream:
+            for _ in range(64):
+                stream.write(piece)
+    done = subprocess.run(
+        [sys.executable, "-c", _BOMB, str(path)], check=False, capture_output=True, text=True, cwd=_ROOT
+    )
+    assert "more than 67108864 bytes" in done.stdout, done.stdout + done.stderr[-1500:]
