@@ -10,10 +10,10 @@ those of models/activations.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.optimus.config.schema import ConfigError, one_of
-from megatron.optimus.models.activations import CUDA, XPU, Kernels
+from megatron.optimus.models.activations import CPU, CUDA, XPU, Kernels
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Machine:
 
     name: str
     device: str
+    chip: str  # part of the name that torch gives the device
     devices_per_node: int
     memory: Figure  # bytes of a device
     outside: Figure  # bytes of it that torch's allocator does not hold, on a rank without communicators
@@ -78,6 +79,7 @@ _ALCF = "public: docs.alcf.anl.gov, Aurora, node performance overview"
 H200 = Machine(
     name="h200",
     device="NVIDIA H200",
+    chip="H200",
     devices_per_node=8,
     memory=Figure(139.8 * 2**30, "torch.cuda.mem_get_info", True),
     outside=Figure(1333 * 2**20, f"most in {_MEASURED}, one rank", True),
@@ -111,6 +113,7 @@ H200 = Machine(
 AURORA = Machine(
     name="aurora",
     device="tile of Intel Data Center GPU Max 1550",
+    chip="Max 1550",
     devices_per_node=12,
     memory=Figure(64e9, "public: 64 GB of HBM2e a tile"),
     outside=Figure(3e9, "assumed: context and libraries"),
@@ -137,6 +140,19 @@ AURORA = Machine(
 )
 
 MACHINES = {machine.name: machine for machine in (H200, AURORA)}
+
+
+def machine_of_device(name: str, kind: str) -> Machine:
+    """Returns the machine whose devices are most like this one.
+
+    Args:
+        name: the device's product name, as torch has it.
+        kind: "cuda", "xpu" or "cpu".
+    """
+    if kind == "cpu":
+        return replace(H200, kernels=CPU)
+    by_name = [machine for machine in MACHINES.values() if machine.chip in name]
+    return by_name[0] if by_name else AURORA if kind == "xpu" else H200
 
 
 def machine_named(name: str) -> Machine:

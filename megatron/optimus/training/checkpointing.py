@@ -18,6 +18,7 @@ from megatron.optimus.config.serialize import changed_options, to_dict
 from megatron.optimus.context import RunContext
 from megatron.optimus.data.loader import position_after_change
 from megatron.optimus.models.decoder import Decoder
+from megatron.optimus.platform.memory import needs_memory
 from megatron.optimus.platform.seeding import rng_state, set_rng_state
 from megatron.optimus.training.engine import Engine, training_state
 from megatron.optimus.version import __version__
@@ -55,6 +56,7 @@ class Checkpoints:
 
     # ---- saving
 
+    @needs_memory("preparing checkpoints")
     def prepare(self) -> None:
         """Reserves what saves need, so that the first one does not hold up training. Call before the first step."""
         for kind in ("full", "model") if self._config.checkpoint.model_only_save_interval > 0 else ("full",):
@@ -104,6 +106,7 @@ class Checkpoints:
         for one in saved:
             self._drain_s = max(self._drain_s or 0.0, one.drain_s)
 
+    @needs_memory("saving a checkpoint")
     def _save(self, kind: str, step: int, consumed_samples: int) -> None:
         began = time.perf_counter()
         slices, retain = self._slices(kind)
@@ -170,6 +173,7 @@ class Checkpoints:
             "--no-load-optim, or with --finetune from step 0"
         )
 
+    @needs_memory("loading the checkpoint")
     def _resume(self) -> tuple[int, int]:
         options = self._config.checkpoint
         found = store.load_newest(self._root, self._all_requests, ranks=self._ranks)

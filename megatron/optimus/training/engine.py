@@ -24,6 +24,7 @@ from megatron.optimus.parallel.apply import parallelize
 from megatron.optimus.parallel.converters import load_converters
 from megatron.optimus.parallel.tensor import register_gradient_sums
 from megatron.optimus.platform import device as devices
+from megatron.optimus.platform.memory import needs_memory
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.training.kernel_tuning import select_tiles
 
@@ -61,6 +62,7 @@ _OPTIMIZERS: dict[OptimizerName, _Optimizer] = {
 }
 
 
+@needs_memory("building the model")
 def build_model(run: RunContext) -> Decoder:
     """Builds this rank's share of the model with its initial weights, on the device. Collective."""
     config, mesh = run.config, run.mesh
@@ -76,6 +78,7 @@ def build_model(run: RunContext) -> Decoder:
     return model
 
 
+@needs_memory("building the optimizer's state")
 def build_engine(run: RunContext, model: Decoder) -> Engine:
     """Wraps the model in DeepSpeed's engine, with the EP-aware sharded optimizer; zero_stage=3 has DeepSpeed's own."""
     config = run.config
