@@ -118,14 +118,9 @@ def read_machine(path: Path) -> Machine:
     if missing:
         raise ConfigError(f"{path}: {', '.join(missing)} missing; or take another machine's: extends: h200")
     _check_words(path, data)
-    return Machine(
-        name=path.stem,
-        devices_per_node=data["devices_per_node"],
-        kernels=KERNELS[data["kernels"]],
-        file=str(path),
-        **{name: data[name] for name in _WORDS},
-        **{name: figures[name] for name in _RANGES},
-    )
+    values: dict[str, Any] = {name: data[name] for name in (*_WORDS, "devices_per_node")}
+    values |= {"name": path.stem, "kernels": KERNELS[data["kernels"]], "file": str(path)}
+    return Machine(**values, **figures)
 
 
 def _check_words(path: Path, data: dict[str, Any]) -> None:
