@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +26,7 @@ if __name__ == "__main__":
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.config.checks import check, check_trainable
 from megatron.optimus.config.load import load
-from megatron.optimus.config.schema import ConfigError, RunConfig
+from megatron.optimus.config.schema import ConfigError, Device, RunConfig
 from megatron.optimus.config.serialize import to_dict
 from megatron.optimus.context import RunContext
 from megatron.optimus.data.dataset import check_contents
@@ -36,6 +37,7 @@ from megatron.optimus.describe import describe
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform import environment, log, process_groups, seeding
 from megatron.optimus.platform.environment import RankEnvironment
+from megatron.optimus.platform.memory import OutOfMemory, needs_memory
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.platform.process_exit import run_program
 from megatron.optimus.platform.ranks import REPORTED_BY_ANOTHER_RANK, Ranks
@@ -65,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_trainable(run.config)
         met_others = True
         return pretrain(run.config, launch)
+    except OutOfMemory as error:
+        _report(error, rank, f"{error}{_what_fits(error, run.config, launch.world_size)}")
+        return 2
     except USER_ERRORS as error:
         if rank == 0:
             log.print_error(error)
@@ -84,6 +89,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
+def _report(error: BaseException, rank: int, text: str) -> None:
+    """Prints one line on stderr, after the traceback if OPTIMUS_TRACEBACK asks for it."""
+    if environment.shows_traceback():
+        traceback.print_exception(error)
+    sys.stderr.write(f"error: {text}\n" if rank == 0 else f"error on rank {rank}: {text}\n")
+
+
+def _what_fits(error: OutOfMemory, config: RunConfig, world_size: int) -> str:
+    """What would fit, as the planner says; empty where it cannot say anything."""
+    from megatron.optimus.planner.hardware import machine_of_device
+    from megatron.optimus.planner.what_fits import what_fits, with_memory
+
+    is_host = error.device.type == "cpu"
+    if is_host and config.parallel.device is not Device.CPU and devices.default_kind() != "cpu":
+        return ""  # the planner counts the accelerator's memory
+    try:
+        machine = machine_of_device(devices.device_name(error.device), error.device.type)
+        text = what_fits(config, world_size, with_memory(machine, error.total, is_host=is_host))
+    except Exception:  # also where there is no memory left to plan with
+        logger.debug("the planner failed", exc_info=True)
+        return ""
+    return f"; {text}" if text else ""
+
+
+@needs_memory("the run")
 def pretrain(config: RunConfig, launch: RankEnvironment) -> int:
     """Sets up this rank, trains or evaluates, and leaves the process group. Collective over all ranks.
 

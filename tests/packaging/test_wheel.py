@@ -58,9 +58,10 @@ def test_top_levels(wheel: zipfile.ZipFile) -> None:
     assert modules <= set(files), "every module of the tree is in the wheel"
 
 
-def test_presets(wheel: zipfile.ZipFile) -> None:
-    presets = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megatron/optimus/config/presets").glob("*.yaml")}
-    assert presets and presets <= set(wheel.namelist())
+def test_presets_and_machines(wheel: zipfile.ZipFile) -> None:
+    for folder in ("config/presets", "planner/systems"):
+        found = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megatron/optimus" / folder).glob("*.yaml")}
+        assert found and found <= set(wheel.namelist())
 
 
 def test_name_and_requirements(wheel: zipfile.ZipFile) -> None:

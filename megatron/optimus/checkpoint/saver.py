@@ -123,7 +123,7 @@ class Saver:
             self._ranks.run_on_all_ranks(lambda: files.make_directory(local), f"making {local}", CheckpointError)
         if self._asynchronous:
             snapshot = self._snapshots.setdefault(header.kind, Snapshot(self._device))
-            task = "taking host memory for copies of checkpoints"
+            task = "taking host memory for copies of checkpoints (--no-async-save needs none)"
             self._ranks.run_on_all_ranks(lambda: snapshot.reserve(_memory(slices)), task, CheckpointError)
 
     def start(

@@ -4,9 +4,12 @@
     optimus plan --preset mula-7b-a1b --nodes 1 --micro-batch-size 8 --explain
     optimus plan --preset mula-220b-a10b --weak-scaling weak_scaling
     optimus plan --preset mula-220b-a10b --nodes 1024 --system aurora --check-build
+    optimus plan --measure mine.yaml
+    optimus plan --preset mula-7b-a1b --nodes 4 --system mine.yaml
 
 Prints the layout of the command line and the best layouts found. All options of `optimus pretrain` can follow; the
-search does not vary those given as flags. Needs no GPU, and torch only for --check-build.
+search does not vary those given as flags. Needs no GPU, and torch only for --check-build and --measure, which measures
+the devices of this machine for less than a minute.
 
 Exit code: 0, 1 where the layout does not fit the memory, or 2 after one line that says what is wrong.
 """
@@ -26,7 +29,7 @@ from megatron.optimus.config.options import build, read_sections
 from megatron.optimus.config.presets import PRESETS
 from megatron.optimus.config.schema import ConfigError, RunConfig
 from megatron.optimus.planner.fake_world import build_in_a_process, built_text
-from megatron.optimus.planner.hardware import Machine, machine_named
+from megatron.optimus.planner.hardware import MACHINES, Machine, machine_named
 from megatron.optimus.planner.plan import Plan, plan
 from megatron.optimus.planner.report import plan_json, plan_text, search_text
 from megatron.optimus.planner.search import SearchResult, search
@@ -46,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     try:
         args, run_words = parser.parse_known(argv)
+        if args.measure is not None:
+            return measure_machine(args.measure)
         run = load(run_words, "plan", other_flags=parser.flags)
         machine = machine_named(args.system or "h200")
         if args.weak_scaling is not None:
@@ -62,7 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     result = Parser("plan", __doc__ or "")
     result.add_argument(
-        "--system", metavar="NAME", help="machine: h200 (measured) or aurora (public and assumed figures) [h200]"
+        "--system",
+        metavar="NAME",
+        help=f"machine: {', '.join(MACHINES)} (h200 is measured, the others are public and assumed figures), "
+        "or the path of a YAML file [h200]",
+    )
+    result.add_argument(
+        "--measure", type=Path, metavar="FILE", help="measure this machine and write FILE (.yaml) for --system"
     )
     result.add_argument("--nodes", type=whole_number(), metavar="N", help="nodes of the system")
     result.add_argument("--world-size", type=whole_number(), metavar="N", help="ranks; instead of --nodes")
@@ -160,6 +171,23 @@ def write_weak_scaling(config: RunConfig, machine: Machine, out: Path) -> int:
     except ImportError as error:
         raise ConfigError(f"{out}.md is written; {out}.png needs matplotlib: pip install matplotlib") from error
     sys.stdout.write(table(curves))
+    return 0
+
+
+def measure_machine(out: Path) -> int:
+    """Measures this machine into a file for ``--system``; returns 0. Raises ConfigError where it cannot be written."""
+    from megatron.optimus.planner import measure  # needs torch
+
+    if out.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"--measure={out}: the name must end in .yaml or .yml")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"--measure={out}: no folder {out.absolute().parent}")
+    text = measure.measured_yaml(lambda line: sys.stdout.write(f"{line}\n"))
+    try:
+        out.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"--measure={out}: {error.strerror}") from error
+    sys.stdout.write(f"written: optimus plan --system {out} ...\n")
     return 0
 
 

@@ -1,19 +1,36 @@
-"""Speeds and sizes of machines: every constant of the time model, in one place, each with its source.
+"""Speeds and sizes of machines: the constants of the time model, one YAML file a machine, each figure with its source.
 
-"fitted" means: least squares over the steps of one rank in benchmarks/results/planner_memory_h200.json
-(docs/planner.md); "public": from the makers or operators of the machine; "assumed": neither. Nothing of Aurora was
-measured by us.
+The files are in systems/; ``--system`` takes the name of one, or the path of a file of the user's own, as
+``optimus plan --measure`` writes it (measure.py). A file has:
 
-To add a machine: a ``Machine`` here, listed in ``MACHINES``; ``--system`` selects it by its name. ``kernels`` is one of
-those of models/activations.py.
+    extends: h200              a machine whose figures count where this file has none; they are not measured then
+    device: NVIDIA H200        for people
+    chip: H200                 part of the name that torch gives the device
+    kernels: cuda              whose memory is planned: cuda, xpu or cpu (models/activations.py)
+    devices_per_node: 8
+    figures:                   those of ``Machine``
+      memory: {value: 150109106995.2, source: torch.cuda.mem_get_info, measured: true}
+
+Sources: "fitted" means least squares over the steps of one rank in benchmarks/results/planner_memory_h200.json
+(docs/planner.md); "public": from the makers or operators of the machine; "assumed": neither.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+from megatron.optimus.config.options import did_you_mean
 from megatron.optimus.config.schema import ConfigError, one_of
-from megatron.optimus.models.activations import CUDA, XPU, Kernels
+from megatron.optimus.config.serialize import read_plain
+from megatron.optimus.models.activations import CPU, CUDA, XPU, Kernels
+
+_FOLDER = Path(__file__).parent / "systems"
+KERNELS = {"cuda": CUDA, "xpu": XPU, "cpu": CPU}
+_SUFFIXES = (".yaml", ".yml", ".json")
 
 
 @dataclass(frozen=True)
@@ -31,6 +48,7 @@ class Machine:
 
     name: str
     device: str
+    chip: str  # part of the name that torch gives the device
     devices_per_node: int
     memory: Figure  # bytes of a device
     non_allocator_bytes: Figure  # bytes of it that torch's allocator does not hold, on a rank without communicators
@@ -54,6 +72,7 @@ class Machine:
     latency: Figure  # seconds for each of log2(ranks) hops of a collective
     overlap_cost: Figure  # what communication beside computation costs, as a share of its time
     kernels: Kernels
+    file: str  # where the figures are
 
     def usable(self, communicators: int) -> float:
         """Bytes for live tensors on a rank that is in so many communicators."""
@@ -65,82 +84,110 @@ class Machine:
         return self.products.is_measured
 
 
-_FIT = "fitted to benchmarks/results/planner_memory_h200.json"
-_MEASURED = "benchmarks/results/planner_memory_h200.json"
-_OVERLAP = "optimizer phase of benchmarks/results/overlap_7b_ep1_h200x8.json and overlap_7b_2layers_h200x2_ep1.json"
-_RING = "benchmarks/results/ring_kernels_h200.txt, forward and backward"
-_HOST = (
-    "benchmarks/results/loss_curves_h200x4.json, one GPU: two micro-batches a step instead of one take 37.0 ms longer, "
-    "17 passes; four processes at once, other work beside them"
-)
-_ALCF = "public: docs.alcf.anl.gov, Aurora, node performance overview"
+# Least and most that a figure can be, and its unit.
+_FLOPS, _BYTES, _RATE = (1e6, 1e19, "FLOP/s"), (0, 1e15, "bytes"), (1e3, 1e16, "bytes/s")
+_SECONDS, _SHARE = (0, 100, "seconds"), (0, 1, "as a share")
+_RANGES: dict[str, tuple[float, float, str]] = {
+    **{"memory": (1e6, 1e15, "bytes"), "non_allocator_bytes": _BYTES, "communicator": _BYTES, "slack": _SHARE},
+    **dict.fromkeys(("peak", "products", "attention", "attention_long", "experts", "wide"), _FLOPS),
+    **{"attention_deterministic": (1e-3, 1, "as a share"), "overlap_cost": _SHARE},
+    **dict.fromkeys(("traffic", "intra_node_bandwidth", "two_rank_bandwidth", "node_bandwidth", "host"), _RATE),
+    **dict.fromkeys(("layer_time", "host_time", "step_time", "latency"), _SECONDS),
+}
+_WORDS = ("device", "chip")
 
-H200 = Machine(
-    name="h200",
-    device="NVIDIA H200",
-    devices_per_node=8,
-    memory=Figure(139.8 * 2**30, "torch.cuda.mem_get_info", True),
-    non_allocator_bytes=Figure(1333 * 2**20, f"most in {_MEASURED}, one rank", True),
-    communicator=Figure(
-        730 * 2**20,
-        f"most in {_MEASURED}: one communicator of two ranks (2059 MiB less 1329 of one rank; 284 at commit 9487643); "
-        "that larger ones and those of messages alone (between pipeline stages) take as much is assumed",
-        True,
-    ),
-    slack=Figure(0.05, f"median of {_MEASURED} 0.03, most without all-to-all 0.11", True),
-    peak=Figure(989e12, "public: data sheet, dense bf16"),
-    products=Figure(731e12, _FIT, True),
-    attention=Figure(463e12, f"{_FIT}; alone 395e12 (benchmarks/results/training_step_h200_dense_kernels.txt)", True),
-    attention_long=Figure(462e12, f"{_RING}: whole sequence, 8 heads, torch's choice (cuDNN)", True),
-    attention_deterministic=Figure(0.594, f"{_RING}: FlashAttention-2 instead of cuDNN, whole sequence", True),
-    experts=Figure(585e12, f"{_FIT}; alone 611e12 (benchmarks/results/training_step_h200_moe_kernels.txt)", True),
-    wide=Figure(67e12, "public: data sheet, fp32; the ring has kernels here"),
-    traffic=Figure(4.19e12, _FIT, True),
-    layer_time=Figure(0.275e-3, _FIT, True),
-    host_time=Figure(2.18e-3, _HOST, True),
-    step_time=Figure(6.5e-3, _FIT, True),
-    intra_node_bandwidth=Figure(300e9, _OVERLAP, True),
-    two_rank_bandwidth=Figure(210e9, _OVERLAP, True),
-    node_bandwidth=Figure(8 * 50e9, "public: eight 400 Gbit/s adapters a node; not measured by us"),
-    host=Figure(54e9, "fitted to one case of benchmarks/results/planner_memory_h200.json, 1b-8l-offload", True),
-    latency=Figure(10e-6, "assumed"),
-    overlap_cost=Figure(0.65, _OVERLAP + ": step with overlap less the step of one rank", True),
-    kernels=CUDA,
-)
 
-AURORA = Machine(
-    name="aurora",
-    device="tile of Intel Data Center GPU Max 1550",
-    devices_per_node=12,
-    memory=Figure(64e9, "public: 64 GB of HBM2e a tile"),
-    non_allocator_bytes=Figure(3e9, "assumed: context and libraries"),
-    communicator=Figure(0.2e9, "assumed: oneCCL's buffers (CCL_SYCL_SCALEOUT_HOST_BUF_SIZE lies on the host)"),
-    slack=Figure(0.08, "assumed"),
-    peak=Figure(367e12, "public: 56 active cores x 4,096 operations a cycle x 1.6 GHz"),
-    products=Figure(180e12, "assumed: half of the peak"),
-    attention=Figure(60e12, "assumed: a third of the rate of products"),
-    attention_long=Figure(60e12, "assumed: the same"),
-    attention_deterministic=Figure(1.0, "assumed: the same kernel"),
-    experts=Figure(120e12, "assumed: two thirds of the rate of products, as on H200"),
-    wide=Figure(0.8 * 23e12, "public: 56 active cores x 256 operations a cycle x 1.6 GHz; of that 80% assumed"),
-    traffic=Figure(0.8e12, f"{_ALCF}: triad 1 TB/s a tile; of that 80%, as fitted on H200"),
-    layer_time=Figure(1e-3, "assumed: twice an H200's host time"),
-    host_time=Figure(4.4e-3, "assumed: twice an H200's"),
-    step_time=Figure(20e-3, "assumed"),
-    intra_node_bandwidth=Figure(0.8 * 5 * 15e9, f"{_ALCF}: 15 GB/s to each of five other GPUs; of that 80% assumed"),
-    two_rank_bandwidth=Figure(196e9, f"{_ALCF}: 196 GB/s one way between the two tiles of a GPU"),
-    node_bandwidth=Figure(0.6 * 8 * 25e9, "public: eight 200 Gbit/s adapters a node; of that 60% assumed"),
-    host=Figure(27e9, f"{_ALCF}: 329 GB/s to all tiles of a node"),
-    latency=Figure(20e-6, "assumed"),
-    overlap_cost=Figure(0.65, "assumed as on H200"),
-    kernels=XPU,
-)
+def read_machine(path: Path) -> Machine:
+    """Reads the file of a machine. Raises ConfigError for an unknown or missing key, and for a value out of range."""
+    data = _mapping(read_plain(str(path)), str(path), ("extends", *_WORDS, "kernels", "devices_per_node", "figures"))
+    figures = {
+        name: _figure(name, value, f"{path}: figures.{name}")
+        for name, value in _mapping(data.pop("figures", {}), f"{path}: figures", tuple(_RANGES)).items()
+    }
+    if (parent := data.pop("extends", None)) is not None:
+        if parent not in _names():
+            raise ConfigError(f"{path}: extends={parent!r} is no machine; use {one_of(_names())}")
+        base = read_machine(_FOLDER / f"{parent}.yaml")
+        of_base = {name: getattr(base, name) for name in _RANGES}
+        inherited = {name: Figure(one.value, f"as {parent}: {one.source}") for name, one in of_base.items()}
+        figures = inherited | figures
+        kernels = next(name for name, one in KERNELS.items() if one is base.kernels)
+        data = {name: getattr(base, name) for name in (*_WORDS, "devices_per_node")} | {"kernels": kernels} | data
+    missing = [name for name in (*_WORDS, "kernels", "devices_per_node") if name not in data]
+    missing += [f"figures.{name}" for name in _RANGES if name not in figures]
+    if missing:
+        raise ConfigError(f"{path}: {', '.join(missing)} missing; or take another machine's: extends: h200")
+    _check_words(path, data)
+    values: dict[str, Any] = {name: data[name] for name in (*_WORDS, "devices_per_node")}
+    values |= {"name": path.stem, "kernels": KERNELS[data["kernels"]], "file": str(path)}
+    return Machine(**values, **figures)
 
-MACHINES = {machine.name: machine for machine in (H200, AURORA)}
+
+def _check_words(path: Path, data: dict[str, Any]) -> None:
+    for name in _WORDS:
+        if not isinstance(data[name], str) or not data[name].strip():
+            raise ConfigError(f"{path}: {name}={data[name]!r} must be text")
+    if not isinstance(data["kernels"], str) or data["kernels"] not in KERNELS:
+        raise ConfigError(f"{path}: kernels={data['kernels']!r} must be {one_of(KERNELS)}")
+    count = data["devices_per_node"]
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= 10_000:
+        raise ConfigError(f"{path}: devices_per_node={count!r} must be a whole number of 1 to 10,000")
+
+
+def _mapping(value: Any, where: str, known: tuple[str, ...]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: {value!r} must be a mapping with {', '.join(known)}")
+    for name in value:
+        if name not in known:
+            raise ConfigError(f"{where}: unknown key {name!r}; {did_you_mean(str(name), known, ', '.join(known))}")
+    return dict(value)
+
+
+def _figure(name: str, value: Any, where: str) -> Figure:
+    entry = _mapping(value, where, ("value", "source", "measured"))
+    given, source, measured = entry.get("value"), entry.get("source"), entry.get("measured", False)
+    low, high, unit = _RANGES[name]
+    number: Any = math.nan
+    if isinstance(given, (int, float, str)) and not isinstance(given, bool):
+        with contextlib.suppress(ValueError):
+            number = float(given) if isinstance(given, str) else given  # YAML takes 1e12 for text
+    if not low <= number <= high:  # nor is NaN
+        raise ConfigError(f"{where}: value={given!r} must be {low:g} to {high:g} {unit}")
+    if not isinstance(source, str) or not source.strip():
+        raise ConfigError(f"{where}: source={source!r} must say in words where the value is from")
+    if not isinstance(measured, bool):
+        raise ConfigError(f"{where}: measured={measured!r} must be true or false")
+    return Figure(number, source.strip(), measured)
+
+
+def _names() -> list[str]:
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+
+
+MACHINES = {
+    name: replace(read_machine(_FOLDER / f"{name}.yaml"), file=f"megatron/optimus/planner/systems/{name}.yaml")
+    for name in _names()
+}
+H200, AURORA = MACHINES["h200"], MACHINES["aurora"]
+
+
+def machine_of_device(name: str, kind: str) -> Machine:
+    """Returns the machine whose devices are most like this one.
+
+    Args:
+        name: the device's product name, as torch has it.
+        kind: "cuda", "xpu" or "cpu".
+    """
+    if kind == "cpu":
+        return replace(H200, kernels=CPU)
+    by_name = [machine for machine in MACHINES.values() if machine.chip in name]
+    return by_name[0] if by_name else AURORA if kind == "xpu" else H200
 
 
 def machine_named(name: str) -> Machine:
-    """Looks a machine up by name. Raises ConfigError for one that is not here."""
+    """Looks a machine up by name, or reads its file. Raises ConfigError for one that is not here."""
+    if name.endswith(_SUFFIXES):
+        return read_machine(Path(name))
     if name not in MACHINES:
-        raise ConfigError(f"--system={name!r} is unknown; use {one_of(MACHINES)}")
+        raise ConfigError(f"--system={name!r} is unknown; use {one_of(MACHINES)}, or the path of a .yaml file")
     return MACHINES[name]

@@ -179,7 +179,7 @@ def figures(machine: Machine) -> dict[str, Figure]:
 
 
 def machine_lines(machine: Machine) -> list[str]:
-    lines = [f"constants of {machine.name} (megatron/optimus/planner/hardware.py)"]
+    lines = [f"constants of {machine.name} ({machine.file})"]
     for name, figure in figures(machine).items():
         how = "measured" if figure.is_measured else "not measured by us"
         lines.append(f"{name:<24}{figure.value:>12.4g}  {how}; {figure.source}")

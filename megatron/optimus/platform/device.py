@@ -226,6 +226,13 @@ def reset_peak_memory(device: torch.device) -> None:
         _accelerator(device.type).reset_peak_memory_stats(device)
 
 
+def memory_info(device: torch.device) -> tuple[int, int, int]:
+    """Returns bytes of an accelerator: free, held by this process's allocator, and in all."""
+    module = _accelerator(device.type)
+    free, total = module.mem_get_info(device)
+    return int(free), int(module.memory_reserved(device)), int(total)
+
+
 def device_name(device: torch.device) -> str:
     """Returns the product name ("NVIDIA H200"), or "cpu"."""
     return "cpu" if device.type == "cpu" else str(_accelerator(device.type).get_device_name(device))

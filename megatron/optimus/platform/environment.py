@@ -187,6 +187,11 @@ def requested_threads() -> int | None:
     return int(text)
 
 
+def shows_traceback() -> bool:
+    """Returns whether OPTIMUS_TRACEBACK=1 asks for the traceback of an error that one line explains."""
+    return os.environ.get("OPTIMUS_TRACEBACK", "") not in ("", "0")
+
+
 def tiles_file() -> Path:
     """Returns the file of tuned Triton tile sizes: OPTIMUS_TILES, or one in the user's cache folder."""
     named = os.environ.get("OPTIMUS_TILES", "")

@@ -15,6 +15,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron.optimus.platform import memory
+
 # Attribute of an error: True on every rank but the first that failed, whose message is the one to print.
 REPORTED_BY_ANOTHER_RANK = "optimus_reported_by_another_rank"
 NO_FAILURE = 1 << 62
@@ -164,7 +166,7 @@ class Ranks:
         """Returns the error to raise for what ``first_failure`` returned, with this rank's reason if it has one."""
         first, number = failure
         if error is not None:
-            rank, reason = self.rank, str(error)
+            rank, reason = self.rank, memory.reason(error)
         else:
             rank, reason = first, os.strerror(number) if number else "see the message of that rank"
         raised = error_type(f"{task} failed on rank {rank}: {reason}")

@@ -22,6 +22,7 @@ from megatron.optimus.context import RunContext
 from megatron.optimus.data.fingerprint import LINES_FIELD
 from megatron.optimus.data.loader import position_after_change
 from megatron.optimus.models.decoder import Decoder
+from megatron.optimus.platform.memory import needs_memory
 from megatron.optimus.platform.seeding import rng_state, set_rng_state
 from megatron.optimus.training.engine import Engine, training_state
 from megatron.optimus.training.last_checkpoint import LastCheckpoint
@@ -65,6 +66,7 @@ class Checkpoints:
 
     # ---- saving
 
+    @needs_memory("preparing checkpoints")
     def prepare(self) -> None:
         """Reserves what saves need, so that the first one does not hold up training. Call before the first step."""
         for kind in ("full", "model") if self._config.checkpoint.model_only_save_interval > 0 else ("full",):
@@ -117,6 +119,7 @@ class Checkpoints:
             if one.kind == "full" and self._mesh.rank == 0:
                 self._last.record(one.step)
 
+    @needs_memory("saving a checkpoint")
     def _save(self, kind: str, step: int, consumed_samples: int) -> None:
         began = time.perf_counter()
         slices, retain = self._slices(kind)
@@ -183,6 +186,7 @@ class Checkpoints:
             "--no-load-optim, or with --finetune from step 0"
         )
 
+    @needs_memory("loading the checkpoint")
     def _resume(self) -> tuple[int, int]:
         options = self._config.checkpoint
         found = self._load_own()

@@ -26,6 +26,7 @@ from megatron.optimus.data.sources import Sources, read_sources
 from megatron.optimus.data.tokenize.tokenizer import build_tokenizer
 from megatron.optimus.layers import NO_LABEL
 from megatron.optimus.parallel.context import own_positions
+from megatron.optimus.platform.memory import needs_memory
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.platform.ranks import Ranks
 
@@ -46,6 +47,7 @@ class RunData:
     train_prefixes: list[str]
 
 
+@needs_memory("opening the data")
 def build_data(run: RunContext) -> RunData:
     """Builds the loaders of a training run; every validation reads the same batches. Collective.
 

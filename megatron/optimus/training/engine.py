@@ -28,6 +28,7 @@ from megatron.optimus.parallel.apply import parallelize
 from megatron.optimus.parallel.converters import load_converters
 from megatron.optimus.parallel.tensor import register_gradient_sums
 from megatron.optimus.platform import device as devices
+from megatron.optimus.platform.memory import needs_memory
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.training.kernel_tuning import select_tiles
 
@@ -86,6 +87,7 @@ def _own_options(arguments: Collection[str], config: OptimizerConfig) -> ParamGr
     return found
 
 
+@needs_memory("building the model")
 def build_model(run: RunContext) -> Decoder:
     """Builds this rank's share of the model with its initial weights, on the device. Collective."""
     config, mesh = run.config, run.mesh
@@ -107,6 +109,7 @@ def build_model(run: RunContext) -> Decoder:
     return model
 
 
+@needs_memory("building the optimizer's state")
 def build_engine(run: RunContext, model: Decoder) -> Engine:
     """Wraps the model in DeepSpeed's engine, with the EP-aware sharded optimizer; zero_stage=3 has DeepSpeed's own."""
     config = run.config

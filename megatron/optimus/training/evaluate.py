@@ -18,6 +18,7 @@ from megatron.optimus.context import RunContext
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.loader import Batch, BatchLoader
 from megatron.optimus.platform.files import write_atomically
+from megatron.optimus.platform.memory import needs_memory
 from megatron.optimus.training.checkpointing import Checkpoints
 from megatron.optimus.training.data import build_evaluation_data, num_labels
 from megatron.optimus.training.engine import build_engine, build_model
@@ -44,6 +45,7 @@ def loss_over(run: RunContext, loader: BatchLoader, schedule: Schedule) -> float
     return validation_loss(run, schedule, map(read, range(loader.num_batches)))
 
 
+@needs_memory("an evaluation")
 def validation_loss(run: RunContext, schedule: Schedule, batches: Iterable[Sequence[Batch]]) -> float:
     """Mean cross-entropy in nats per label over global batches, each given as this rank's micro-batches. Collective."""
     total = torch.zeros(2, dtype=torch.float64, device=run.device)  # sum of losses, labels

@@ -30,6 +30,7 @@ from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.fingerprint import LINES_FIELD
 from megatron.optimus.data.loader import Batch
 from megatron.optimus.platform import device as devices
+from megatron.optimus.platform.memory import needs_memory
 from megatron.optimus.platform.metrics import PendingTotals, Recorder
 from megatron.optimus.platform.signals import StopRequest
 from megatron.optimus.training.checkpointing import Checkpoints
@@ -77,6 +78,7 @@ class PendingResult:
         return StepResult(totals.metrics, grad_norm, bool(skipped), load_LE, stop > 0)
 
 
+@needs_memory("a training step")
 def train_step(
     run: RunContext,
     engine: Engine,
