@@ -20,11 +20,18 @@ from typing import Any
 import numpy as np
 
 from megatron.optimus.config.load import Parser, whole_number
-from megatron.optimus.config.schema import ConfigError, DataConfig, Packing, TokenizerType
+from megatron.optimus.config.schema import ConfigError, DataConfig, Packing, SplitBy, TokenizerType
 from megatron.optimus.data.dataset import InstanceSet, Split
 from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.files import TokenFiles
 from megatron.optimus.data.indexed import IndexedDataset
-from megatron.optimus.data.inspection import Statistics, document_at, document_offsets, find_duplicates
+from megatron.optimus.data.inspection import (
+    Statistics,
+    document_at,
+    document_offsets,
+    find_duplicates,
+    split_of_files,
+)
 from megatron.optimus.data.mixture import Mixture
 from megatron.optimus.data.order import sample_at
 from megatron.optimus.data.sources import read_sources
@@ -44,6 +51,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     data.add_argument("--data-path", nargs="+", default=[], help="as in training")
     data.add_argument("--data-file-list", help="as in training")
     data.add_argument("--split", default="969,30,1", help="as in training; default: 969,30,1")
+    choices = [one.value for one in SplitBy]
+    by = "as in config.yaml of the run; default: hash where all files are prepared for it, else position"
+    data.add_argument("--split-by", choices=choices, default=SplitBy.AUTO.value, help=by)
     data.add_argument("--seq-length", type=int, required=True, help="as in training")
     data.add_argument("--seed", type=int, default=1234, help="as in training; default: 1234")
 
@@ -57,6 +67,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     check.add_argument("--vocab-size", type=whole_number(), help="token ids must be below it")
     same = actions.add_parser("duplicates", parents=[files], help="find documents that are in two splits")
     same.add_argument("--split", default="969,30,1", help="as in training; default: 969,30,1")
+    same.add_argument("--split-by", choices=choices, default=SplitBy.AUTO.value, help=by)
     same.add_argument("--anywhere", action="store_true", help="also find duplicates within a split")
     sample = actions.add_parser("sample", parents=[data, text], help="print a sample of a run")
     sample.add_argument("position", type=whole_number(0), help="number of the sample, from 0")
@@ -131,7 +142,9 @@ def check_files(args: argparse.Namespace) -> None:
 def print_duplicates(args: argparse.Namespace) -> int:
     """Action ``duplicates``; returns 1 where there are any."""
     count = 0
-    for found in find_duplicates(args.prefixes, args.split, across_splits=not args.anywhere):
+    for found in find_duplicates(
+        args.prefixes, args.split, split_by=SplitBy(args.split_by), across_splits=not args.anywhere
+    ):
         count += 1
         (a, i), (b, j) = found.first, found.second
         print(f"{a} document {i} ({found.splits[0]}) = {b} document {j} ({found.splits[1]})")
@@ -142,7 +155,9 @@ def print_duplicates(args: argparse.Namespace) -> int:
 def open_training_data(args: argparse.Namespace) -> Mixture | InstanceSet:
     """Returns the training data of the command line: a blend, or one corpus."""
     sources = read_sources(DataConfig(data_path=args.data_path, data_file_list=args.data_file_list))
-    options: dict[str, Any] = {"split": args.split}
+    files = TokenFiles(sources.prefixes, split=args.split)
+    split_by = split_of_files(files, SplitBy(args.split_by))
+    options: dict[str, Any] = {"split": args.split, "split_by": split_by, "files": files}
     if "packing" in args:
         options["packing"] = args.packing == Packing.BEST_FIT.value
     if sources.is_blend:

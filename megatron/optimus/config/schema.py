@@ -28,6 +28,7 @@ from megatron.optimus.config.choices import (
     Recompute,
     RotaryScaling,
     ScoreFunction,
+    SplitBy,
     StateDtype,
     TokenDispatcherType,
     TokenizerType,
@@ -354,6 +355,11 @@ class DataConfig:
     )
     max_data_epochs: float | None = option(None, "error if a corpus would be repeated more often; default: no limit")
     split: str = option("969,30,1", "proportions of training, validation and test data")
+    split_by: SplitBy = option(
+        SplitBy.AUTO,
+        "what a document's split depends on, its hash or its position; auto: what a resumed run had, else hash where "
+        "`optimus preprocess` has prepared all files for it, else position",
+    )
     valid_data_path: list[str] = option(
         [], "further validation sets, NAME=PREFIX or PREFIX of .bin/.idx pairs; each name has its own loss"
     )

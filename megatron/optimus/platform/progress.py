@@ -30,7 +30,8 @@ class Progress:
     """
 
     def __init__(self, title: str) -> None:
-        self._title, self._fraction, self._text = title, None, ""
+        self._title, self._text = title, ""
+        self._fraction: float | None = None
         self._bar: LiveBar | None = None
         self._ended = threading.Event()
 
