@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shlex
 import signal
 import sys
 
@@ -30,6 +31,7 @@ from megatron.optimus.platform.progress import Progress, StderrHandler
 logger = logging.getLogger("optimus")
 
 _JUDGED_FILES = 8  # that are looked at for their order
+_SHOWN_PREFIXES = 8  # in the line for the next command
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -149,5 +151,6 @@ def main(argv: list[str] | None = None) -> int:
     for prefix, tokens in report.tokens.items():
         print(f"{prefix}.bin {prefix}.idx: {tokens} tokens")
     empty = f", {counted(report.empty_files, 'empty file')} skipped" if report.empty_files else ""
+    print(f"for optimus pretrain: --data-path {shlex.join(list(report.tokens)[:_SHOWN_PREFIXES])}")
     print(f"{report.documents} documents, {report.malformed} malformed lines skipped{empty}")
     return 0

@@ -113,7 +113,8 @@ class PartitionPlan:
         if not self.uses_folder or self.per_file:
             return
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(exist_ok=True)
             path = self._folder / "plan.json"
             if path.exists():
                 found = _of_tokens(json.loads(path.read_text(encoding="utf-8"))["recipe"])
@@ -126,6 +127,11 @@ class PartitionPlan:
                     )
             else:
                 write_atomically(path, json.dumps({"recipe": self._recipe}))
+        except (FileExistsError, NotADirectoryError) as error:
+            raise DataError(
+                f"{self._folder}: cannot write: {error.filename} is a file, not a folder; choose another "
+                "--output-prefix"
+            ) from error
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             if isinstance(error, DataError):
                 raise
