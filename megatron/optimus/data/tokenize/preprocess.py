@@ -31,6 +31,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -227,8 +228,7 @@ def preprocess(
         log_interval: documents between two lines of the log; None: no lines
         partitions: least number of partitions to cut the input into, where it can be cut (uncompressed JSON lines)
         per_file: whether each input file becomes a pair ``<output_prefix>/<file>_<key>_document`` of its own
-        split_by: HASH: documents are shuffled, and a file beside each pair says where its splits by document hash
-            begin (data/splits.py); POSITION: no such file is written
+        split_by: HASH: shuffle, and write where splits by document hash begin (data/splits.py); POSITION: neither
         shuffle: whether documents are shuffled with POSITION too
         seed: of the shuffled order, from 0
         rank: of this process, among those that share the work
@@ -244,47 +244,70 @@ def preprocess(
         ConfigError: the options are impossible.
     """
     _check_options(workers, rank, world_size, json_keys, seed)
-    shuffle = shuffle or split_by is SplitBy.HASH
     started = time.monotonic()
-    paths = expand_inputs(inputs)
+    shuffle_seed = seed if shuffle or split_by is SplitBy.HASH else None
     dtype = token_dtype(build_tokenizer(tokenizer_type, tokenizer_model).vocab_size)
-    recipe = _Recipe(
-        tokenizer_type, tokenizer_model, tuple(json_keys), append_eod, skip_malformed, dtype, seed if shuffle else None
-    )
-    plan = PartitionPlan(
-        paths,
-        output_prefix,
-        keys=json_keys,
-        # not skip_malformed: a part without malformed lines is the same with it
-        recipe={
-            "tokenizer_type": tokenizer_type,
-            "tokenizer_model": fingerprint(tokenizer_model),
-            "keys": recipe.keys,
-            "append_eod": append_eod,
-            "dtype": dtype.name,
-            **({"shuffle": seed} if shuffle else {}),
-        },
-        skip_malformed=skip_malformed,
-        partitions=partitions,
-        per_file=per_file,
-        shared=world_size > 1,
-        shuffle_seed=recipe.shuffle_seed,
-        hash_splits=split_by is SplitBy.HASH,
-    )
+    recipe = _Recipe(tokenizer_type, tokenizer_model, tuple(json_keys), append_eod, skip_malformed, dtype, shuffle_seed)
+    plan = _plan(expand_inputs(inputs), output_prefix, recipe, partitions, per_file, world_size > 1, split_by)
     mine = plan.share(rank, world_size)
     if not mine:
         return PreprocessReport(merged=False)
     plan.begin()
     try:
-        missing = [partition for partition in mine if not plan.is_done(partition)]
-        report = PreprocessReport(partitions_found=len(mine) - len(missing))
-        _encode_partitions(plan, missing, recipe, workers, report, started, show_progress, log_interval)
-        report = _finish(plan, mine, report, dtype, show_progress)
+        report = _process(plan, mine, recipe, workers, started, show_progress, log_interval)
     except BaseException:
         plan.abandon()
         raise
     report.seconds = time.monotonic() - started
     return report
+
+
+def _plan(
+    paths: Sequence[Path],
+    output_prefix: str,
+    recipe: _Recipe,
+    partitions: int | None,
+    per_file: bool,
+    shared: bool,
+    split_by: SplitBy,
+) -> PartitionPlan:
+    """The partitions of the input, with what their tokens depend on."""
+    described = {
+        "tokenizer_type": recipe.tokenizer_type,
+        "tokenizer_model": fingerprint(recipe.tokenizer_model),
+        "keys": recipe.keys,
+        "append_eod": recipe.append_eod,  # but not skip_malformed: a part without malformed lines is the same with it
+        "dtype": recipe.dtype.name,
+        **({} if recipe.shuffle_seed is None else {"shuffle": recipe.shuffle_seed}),
+    }
+    return PartitionPlan(
+        paths,
+        output_prefix,
+        keys=recipe.keys,
+        recipe=described,
+        skip_malformed=recipe.skip_malformed,
+        partitions=partitions,
+        per_file=per_file,
+        shared=shared,
+        shuffle_seed=recipe.shuffle_seed,
+        hash_splits=split_by is SplitBy.HASH,
+    )
+
+
+def _process(
+    plan: PartitionPlan,
+    mine: Sequence[Partition],
+    recipe: _Recipe,
+    workers: int,
+    started: float,
+    show_progress: Callable[[PreprocessReport], None] | None,
+    log_interval: int | None,
+) -> PreprocessReport:
+    """Writes the partitions of this process that are not done, and joins all if it is the last."""
+    missing = [partition for partition in mine if not plan.is_done(partition)]
+    report = PreprocessReport(partitions_found=len(mine) - len(missing))
+    _encode_partitions(plan, missing, recipe, workers, report, started, show_progress, log_interval)
+    return _finish(plan, mine, report, recipe.dtype, show_progress)
 
 
 def _check_options(workers: int, rank: int, world_size: int, json_keys: Sequence[str], seed: int) -> None:
