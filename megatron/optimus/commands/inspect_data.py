@@ -38,6 +38,8 @@ from megatron.optimus.data.sources import read_sources
 from megatron.optimus.data.tokenize.tokenizer import Tokenizer, build_tokenizer
 from megatron.optimus.platform.log import counted
 
+_FEWEST_SAMPLES = 20  # of a bin of the picture, as far as the run has them
+
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser("inspect-data", __doc__ or "", usage="optimus inspect-data ACTION [options]")
@@ -199,27 +201,40 @@ def print_blend(args: argparse.Namespace) -> None:
 
 
 def plot_shares(data: Mixture, samples: int, path: Path) -> None:
-    """Plots the proportion of each corpus over the run (left) and its distance from the target in samples (right)."""
+    """Plots, over the run, the proportion of each corpus (left) and its distance from the target in samples (right)."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    steps = max(1, samples // 100)
-    positions = list(range(0, samples + 1, steps))
-    counts = np.array([data.counts(position) for position in positions])
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    left.stackplot(positions[1:], 100 * np.diff(counts, axis=0).T / steps, labels=data.names)
-    left.set(xlabel="samples", ylabel="samples of the corpus in %", title="proportions", ylim=(0, 100))
-    left.legend(loc="lower left", fontsize="small")
-    window = min(samples, 2000)
-    corpora, shares = data.corpora_at(0, window), data.shares()
-    for i, name in enumerate(data.names):
-        off = np.cumsum(corpora == i) - np.arange(1, window + 1) * shares[i]
-        right.plot(off, lw=0.7, label=name)
-    right.set(xlabel="samples", ylabel="samples ahead of the target", title="the first samples", ylim=(-1.1, 1.1))
+    width = max(samples // 100, min(samples, _FEWEST_SAMPLES))
+    firsts = [first for first in data.stage_starts if first < samples]
+    positions = np.array(sorted({*range(0, samples, width), *firsts, samples}))  # no bin spans two stages
+    counts = np.array([data.counts(position) for position in positions.tolist()])
+    proportions = 100 * np.diff(counts, axis=0) / np.diff(positions)[:, None]
+    distances = np.array([_largest_distance(data, position, samples) for position in positions[:-1].tolist()])
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
+    left.stackplot(positions, np.concatenate([proportions, proportions[-1:]]).T, step="post", labels=data.names)
+    left.set(xlabel="samples", ylabel="samples of the corpus in %", title="proportions")
+    left.set(xlim=(0, samples), ylim=(0, 100))
+    right.plot(positions[:-1], distances, lw=0.8, marker=".", ms=4)
+    limit = 1.1 * max(1.0, float(np.abs(distances).max()))
+    right.set(xlabel="samples", ylabel="samples ahead of the target", title="largest distance from the target")
+    right.set(xlim=(0, samples), ylim=(-limit, limit))
+    for first in firsts[1:]:
+        left.axvline(first, color="black", lw=0.8, ls="--")
+        right.axvline(first, color="black", lw=0.8, ls="--")
+    figure.legend(loc="outside upper center", ncols=min(6, len(data.names)), fontsize="small")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _largest_distance(data: Mixture, position: int, samples: int) -> np.ndarray:
+    """The largest distance of each corpus from its target over the next few samples, with its sign: [corpora]."""
+    count = min(_FEWEST_SAMPLES, samples - position)
+    drawn = data.corpora_at(position, count)[:, None] == np.arange(len(data.names))
+    distances = data.counts(position) + np.cumsum(drawn, axis=0) - data.targets(position + 1 + np.arange(count))
+    return np.take_along_axis(distances, np.abs(distances).argmax(axis=0)[None], axis=0)[0]
 
 
 def main(argv: list[str] | None = None) -> int:

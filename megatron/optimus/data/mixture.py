@@ -193,6 +193,23 @@ class Mixture:
         inside = self._schedules[stage].counts(position - self._firsts[stage])
         return [a + b for a, b in zip(self._drawn[stage], inside, strict=True)]
 
+    @property
+    def stage_starts(self) -> list[int]:
+        """First sample of each stage."""
+        return list(self._firsts)
+
+    def targets(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Computes how many of the first samples the weights of all stages give each corpus: [positions, corpora].
+
+        Args:
+            positions: numbers of samples
+        """
+        total = np.zeros((positions.size, len(self.names)))
+        for schedule, first, end in zip(self._schedules, self._firsts, [*self._firsts[1:], None], strict=True):
+            inside = np.clip(positions, first, end) - first
+            total += inside[:, None] * np.array(schedule.shares())
+        return total
+
     def shares(self) -> list[float]:
         """Returns the share of each corpus in the first stage; the shares add up to 1."""
         return self._schedules[0].shares()
