@@ -36,7 +36,7 @@ from megatron.optimus.training.metrics import FILE_NAME
 
 _DESCRIPTION = """Start pretraining: on this machine, or through mpiexec or srun in a PBS or SLURM job.
 
-    optimus launch --nproc-per-node 2 --preset mula-tiny --data-path corpus
+    optimus launch --nproc-per-node 2 --preset mula-tiny --data-path data/corpus_text_document
     optimus launch --nodes 8 --launcher mpiexec --preset mula-7b-a1b --data-file-list data.txt --dry-run
 
 All options of ``optimus pretrain`` can follow; they go to every rank."""

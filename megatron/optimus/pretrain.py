@@ -1,4 +1,4 @@
-"""The training program: ``python -m megatron.optimus.pretrain --preset mula-tiny --data-path corpus ...``.
+"""The training program: ``optimus pretrain --preset mula-tiny --data-path data/corpus_text_document ...``.
 
 It runs as one process, under torchrun, or under mpiexec or srun. ``--help`` lists every option, ``--dry-run`` shows
 what would run.

@@ -51,6 +51,14 @@ def test_hooks_run_the_tools_that_requirements_pin() -> None:
     assert tools == {"ruff", "mypy"} and all(f"\n{tool}==" in read("requirements.txt") for tool in tools)
 
 
+def test_errors_name_extras_that_exist() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "megatron").rglob("*.py")]
+    named = {extra for text in texts for extra in re.findall(r"\(extra \[(\w+)\]\)", text)}
+    assert {"wandb", "zstd", "tensorboard", "parquet", "sentencepiece", "tiktoken", "plot"} <= named
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert [extra for extra in named if f"\n{extra} = [" not in project] == []
+
+
 def test_images_install_extras_that_exist_and_say_that_they_were_not_built() -> None:
     project = read("pyproject.toml")
     for name in ("cuda.Dockerfile", "aurora.def"):

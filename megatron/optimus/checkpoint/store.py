@@ -129,6 +129,24 @@ def latest(root: Path, kind: str = "full") -> Path | None:
     return None
 
 
+def newest_manifest(root: Path, other: Path | None) -> Manifest | None:
+    """Reads the manifest of the full checkpoint that a run will probably resume from. Nothing is logged or raised.
+
+    Args:
+        root: the folder of the run's checkpoints.
+        other: a checkpoint or run to start from where ``root`` has none.
+
+    Returns:
+        The manifest; None where there is no checkpoint, or none that can be read.
+    """
+    for item in reversed(commit.list_committed(Path(root))):
+        with contextlib.suppress(CheckpointError, OSError):
+            return load_manifest(Path(root) / item.name)
+    with contextlib.suppress(CheckpointError, OSError):
+        return None if other is None else load_manifest(resolve(other))
+    return None
+
+
 def resolve(path: Path) -> Path:
     """Finds the checkpoint that ``path`` means: itself, or the newest complete one of a run or of its checkpoints.
 

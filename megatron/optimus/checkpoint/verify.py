@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -119,6 +119,7 @@ class Difference:
     max_abs: float = 0.0
     num_different: int = 0  # elements that are not bit-identical (NaN included)
     numel: int = 0
+    only_in: Path | None = None  # the checkpoint that has it, where the other does not
 
     @property
     def is_same(self) -> bool:
@@ -129,6 +130,8 @@ def compare(
     first: Path, second: Path, *, jobs: int = 1, show_progress: Callable[[float], None] = lambda fraction: None
 ) -> list[Difference]:
     """Compares every tensor of two checkpoints; hashes are checked on the way.
+
+    The weights of a model-only checkpoint are compared with the masters of a full one, cast as a save casts them.
 
     Args:
         first: a checkpoint's directory.
@@ -143,27 +146,37 @@ def compare(
         CheckpointError: one of them is damaged.
     """
     manifests = load_manifest(first), load_manifest(second)
-    keys = list(dict.fromkeys([*manifests[0].tensors, *manifests[1].tensors]))
+    tensors = [dict(manifest.tensors) for manifest in manifests]
+    if manifests[0].kind != manifests[1].kind:
+        for entries in tensors:
+            for name, kind in [key for key in entries if key[1] == "master" and (key[0], "weight") not in entries]:
+                entries[name, "weight"] = entries.pop((name, kind))
+    sides = list(zip((Path(first), Path(second)), manifests, tensors, strict=True))
+    keys = list(dict.fromkeys([*tensors[0], *tensors[1]]))
     found: list[Difference] = []
     with ThreadPoolExecutor(jobs) as threads:
-        for one in threads.map(lambda key: _compare_one(key, (Path(first), Path(second)), manifests), keys):
+        for one in threads.map(lambda key: _compare_one(key, sides), keys):
             found.append(one)
             show_progress(len(found) / len(keys))
     return found
 
 
-def _compare_one(key: tuple[str, str], paths: tuple[Path, Path], manifests: tuple[Manifest, Manifest]) -> Difference:
-    there = [manifest.tensors.get(key) for manifest in manifests]
-    for entry, path in zip(there, paths, strict=True):
+_Side = tuple[Path, Manifest, dict[tuple[str, str], TensorEntry]]  # a checkpoint, and its tensors by name and kind
+
+
+def _compare_one(key: tuple[str, str], sides: Sequence[_Side]) -> Difference:
+    there = [entries.get(key) for _, _, entries in sides]
+    for entry, (path, _, _), (other, _, _) in zip(there, sides, reversed(sides), strict=True):
         if entry is None:
-            return Difference(*key, f"not in {path}")
+            return Difference(*key, f"not in {path}", only_in=other)
     first, second = there
     assert first is not None and second is not None
-    if (first.shape, first.dtype) != (second.shape, second.dtype):
+    is_same_dtype = first.dtype == second.dtype or first.kind != second.kind
+    if first.shape != second.shape or not is_same_dtype:
         return Difference(*key, f"{first.dtype} {first.shape} against {second.dtype} {second.shape}")
-    a, b = (
-        _whole(path, manifest, entry) for path, manifest, entry in zip(paths, manifests, (first, second), strict=True)
-    )
+    a, b = (_whole(path, manifest, entry) for (path, manifest, _), entry in zip(sides, (first, second), strict=True))
+    dtype = b.dtype if first.kind == "master" else a.dtype  # a master against a weight is cast to the weight's
+    a, b = a.to(dtype), b.to(dtype)
     bits_differ = a.view(torch.uint8).view(first.numel, -1) != b.view(torch.uint8).view(first.numel, -1)
     count = int(bits_differ.any(dim=1).sum()) if first.numel else 0
     if count == 0:

@@ -19,16 +19,25 @@ from typing import Any
 import numpy as np
 
 from megatron.optimus.config.load import Parser, whole_number
-from megatron.optimus.config.schema import ConfigError, DataConfig, Packing, TokenizerType
+from megatron.optimus.config.schema import ConfigError, DataConfig, Packing, SplitBy, TokenizerType
 from megatron.optimus.data.dataset import InstanceSet, Split
 from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.files import TokenFiles
 from megatron.optimus.data.indexed import IndexedDataset
-from megatron.optimus.data.inspection import Statistics, document_at, document_offsets, find_duplicates
+from megatron.optimus.data.inspection import (
+    Statistics,
+    document_at,
+    document_offsets,
+    find_duplicates,
+    split_of_files,
+)
 from megatron.optimus.data.mixture import Mixture
 from megatron.optimus.data.order import sample_at
 from megatron.optimus.data.sources import read_sources
 from megatron.optimus.data.tokenize.tokenizer import Tokenizer, build_tokenizer
 from megatron.optimus.platform.log import counted, print_error, printable
+
+_FEWEST_SAMPLES = 20  # of a bin of the picture, as far as the run has them
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -43,6 +52,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     data.add_argument("--data-path", nargs="+", default=[], help="as in training")
     data.add_argument("--data-file-list", help="as in training")
     data.add_argument("--split", default="969,30,1", help="as in training; default: 969,30,1")
+    choices = [one.value for one in SplitBy]
+    by = "as in config.yaml of the run; default: hash where all files are prepared for it, else position"
+    data.add_argument("--split-by", choices=choices, default=SplitBy.AUTO.value, help=by)
     data.add_argument("--seq-length", type=int, required=True, help="as in training")
     data.add_argument("--seed", type=int, default=1234, help="as in training; default: 1234")
 
@@ -56,6 +68,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     check.add_argument("--vocab-size", type=whole_number(), help="token ids must be below it")
     same = actions.add_parser("duplicates", parents=[files], help="find documents that are in two splits")
     same.add_argument("--split", default="969,30,1", help="as in training; default: 969,30,1")
+    same.add_argument("--split-by", choices=choices, default=SplitBy.AUTO.value, help=by)
     same.add_argument("--anywhere", action="store_true", help="also find duplicates within a split")
     sample = actions.add_parser("sample", parents=[data, text], help="print a sample of a run")
     sample.add_argument("position", type=whole_number(0), help="number of the sample, from 0")
@@ -131,7 +144,9 @@ def check_files(args: argparse.Namespace) -> None:
 def print_duplicates(args: argparse.Namespace) -> int:
     """Action ``duplicates``; returns 1 where there are any."""
     count = 0
-    for found in find_duplicates(args.prefixes, args.split, across_splits=not args.anywhere):
+    for found in find_duplicates(
+        args.prefixes, args.split, split_by=SplitBy(args.split_by), across_splits=not args.anywhere
+    ):
         count += 1
         (a, i), (b, j) = found.first, found.second
         print(f"{a} document {i} ({found.splits[0]}) = {b} document {j} ({found.splits[1]})")
@@ -142,7 +157,9 @@ def print_duplicates(args: argparse.Namespace) -> int:
 def open_training_data(args: argparse.Namespace) -> Mixture | InstanceSet:
     """Returns the training data of the command line: a blend, or one corpus."""
     sources = read_sources(DataConfig(data_path=args.data_path, data_file_list=args.data_file_list))
-    options: dict[str, Any] = {"split": args.split}
+    files = TokenFiles(sources.prefixes, split=args.split)
+    split_by = split_of_files(files, SplitBy(args.split_by))
+    options: dict[str, Any] = {"split": args.split, "split_by": split_by, "files": files}
     if "packing" in args:
         options["packing"] = args.packing == Packing.BEST_FIT.value
     if sources.is_blend:
@@ -184,27 +201,40 @@ def print_blend(args: argparse.Namespace) -> None:
 
 
 def plot_shares(data: Mixture, samples: int, path: Path) -> None:
-    """Plots the proportion of each corpus over the run (left) and its distance from the target in samples (right)."""
+    """Plots, over the run, the proportion of each corpus (left) and its distance from the target in samples (right)."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    steps = max(1, samples // 100)
-    positions = list(range(0, samples + 1, steps))
-    counts = np.array([data.counts(position) for position in positions])
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    left.stackplot(positions[1:], 100 * np.diff(counts, axis=0).T / steps, labels=data.names)
-    left.set(xlabel="samples", ylabel="samples of the corpus in %", title="proportions", ylim=(0, 100))
-    left.legend(loc="lower left", fontsize="small")
-    window = min(samples, 2000)
-    corpora, shares = data.corpora_at(0, window), data.shares()
-    for i, name in enumerate(data.names):
-        off = np.cumsum(corpora == i) - np.arange(1, window + 1) * shares[i]
-        right.plot(off, lw=0.7, label=name)
-    right.set(xlabel="samples", ylabel="samples ahead of the target", title="the first samples", ylim=(-1.1, 1.1))
+    width = max(samples // 100, min(samples, _FEWEST_SAMPLES))
+    firsts = [first for first in data.stage_starts if first < samples]
+    positions = np.array(sorted({*range(0, samples, width), *firsts, samples}))  # no bin spans two stages
+    counts = np.array([data.counts(position) for position in positions.tolist()])
+    proportions = 100 * np.diff(counts, axis=0) / np.diff(positions)[:, None]
+    distances = np.array([_largest_distance(data, position, samples) for position in positions[:-1].tolist()])
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
+    left.stackplot(positions, np.concatenate([proportions, proportions[-1:]]).T, step="post", labels=data.names)
+    left.set(xlabel="samples", ylabel="samples of the corpus in %", title="proportions")
+    left.set(xlim=(0, samples), ylim=(0, 100))
+    right.plot(positions[:-1], distances, lw=0.8, marker=".", ms=4)
+    limit = 1.1 * max(1.0, float(np.abs(distances).max()))
+    right.set(xlabel="samples", ylabel="samples ahead of the target", title="largest distance from the target")
+    right.set(xlim=(0, samples), ylim=(-limit, limit))
+    for first in firsts[1:]:
+        left.axvline(first, color="black", lw=0.8, ls="--")
+        right.axvline(first, color="black", lw=0.8, ls="--")
+    figure.legend(loc="outside upper center", ncols=min(6, len(data.names)), fontsize="small")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _largest_distance(data: Mixture, position: int, samples: int) -> np.ndarray:
+    """The largest distance of each corpus from its target over the next few samples, with its sign: [corpora]."""
+    count = min(_FEWEST_SAMPLES, samples - position)
+    drawn = data.corpora_at(position, count)[:, None] == np.arange(len(data.names))
+    distances = data.counts(position) + np.cumsum(drawn, axis=0) - data.targets(position + 1 + np.arange(count))
+    return np.take_along_axis(distances, np.abs(distances).argmax(axis=0)[None], axis=0)[0]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -169,7 +169,9 @@ def write_weak_scaling(config: RunConfig, machine: Machine, out: Path) -> int:
     except OSError as error:
         raise ConfigError(f"--weak-scaling={out}: cannot write {error.filename or out}: {error.strerror}") from error
     except ImportError as error:
-        raise ConfigError(f"{out}.md is written; {out}.png needs matplotlib: pip install matplotlib") from error
+        raise ConfigError(
+            f"{out}.md is written; {out}.png needs matplotlib: pip install matplotlib (extra [plot])"
+        ) from error
     sys.stdout.write(table(curves))
     return 0
 

@@ -15,12 +15,14 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shlex
 import signal
 import sys
 
 from megatron.optimus.config.load import Parser, whole_number
-from megatron.optimus.config.schema import ConfigError, TokenizerType
+from megatron.optimus.config.schema import ConfigError, SplitBy, TokenizerType
 from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.ordered import is_ordered
 from megatron.optimus.data.tokenize.corpus import MAX_LINE_BYTES
 from megatron.optimus.data.tokenize.preprocess import PreprocessReport, log_progress, preprocess
 from megatron.optimus.platform import environment
@@ -28,6 +30,9 @@ from megatron.optimus.platform.log import counted, print_error
 from megatron.optimus.platform.progress import Progress, StderrHandler
 
 logger = logging.getLogger("optimus")
+
+_JUDGED_FILES = 8  # that are looked at for their order
+_SHOWN_PREFIXES = 8  # in the line for the next command
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -58,6 +63,15 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--skip-malformed", action="store_true", help="skip malformed lines and count them")
     parser.add_argument("--partitions", type=int, help="number of parts of the input; default: parts of 1 GiB")
     parser.add_argument("--per-file", action="store_true", help="write <prefix>/<file>_<key>_document for each file")
+    parser.add_argument(
+        "--split-by",
+        choices=[SplitBy.HASH.value, SplitBy.POSITION.value],
+        default=SplitBy.HASH.value,
+        help="hash: shuffle documents and prepare splits by the hash of their text; position: keep the order of the "
+        "input; default: hash",
+    )
+    parser.add_argument("--shuffle", action="store_true", help="shuffle documents with --split-by position too")
+    parser.add_argument("--seed", type=whole_number(0), default=1234, help="of the shuffled order; default: 1234")
     parser.add_argument("--rank", type=int, help="number of this process; default: from the launcher")
     parser.add_argument("--world-size", type=int, help="processes that divide the files; default: from the launcher")
     parser.add_argument(
@@ -77,6 +91,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 def progress_text(report: PreprocessReport) -> str:
     """Describes what has been read so far and how fast."""
+    if report.merging:
+        return f"joining the parts, {report.documents} documents"
     speed = f"{report.input_bytes / 1e6 / max(report.seconds, 1e-9):.2f} MB/s"
     skipped = f", {report.malformed} malformed" if report.malformed else ""
     return f"{report.documents} documents, {speed}{skipped}"
@@ -110,6 +126,9 @@ def main(argv: list[str] | None = None) -> int:
                 log_interval=args.log_interval,
                 partitions=args.partitions,
                 per_file=args.per_file,
+                split_by=SplitBy(args.split_by),
+                shuffle=args.shuffle,
+                seed=args.seed,
                 rank=rank,
                 world_size=world_size,
                 max_line_bytes=args.max_line_bytes,
@@ -129,8 +148,17 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if report.empty_documents:
         logger.warning("%d documents have no tokens", report.empty_documents)
+    if args.split_by == SplitBy.POSITION.value and not args.shuffle:
+        for prefix in list(report.tokens)[:_JUDGED_FILES]:
+            if is_ordered(prefix):
+                logger.warning(
+                    "%s: the documents at an end of it are unlike the others; leave out --split-by "
+                    "position, or add --shuffle, unless another program splits it",
+                    prefix,
+                )
     for prefix, tokens in report.tokens.items():
         print(f"{prefix}.bin {prefix}.idx: {tokens} tokens")
     empty = f", {counted(report.empty_files, 'empty file')} skipped" if report.empty_files else ""
+    print(f"for optimus pretrain: --data-path {shlex.join(list(report.tokens)[:_SHOWN_PREFIXES])}")
     print(f"{report.documents} documents, {report.malformed} malformed lines skipped{empty}")
     return 0

@@ -4,14 +4,18 @@
     optimus verify runs/demo/checkpoints/step-00000300 --list
     optimus verify FIRST --compare SECOND
 
-Exit code: 0 where all are good or equal, 1 where one is damaged or different, or 2 after one line that says what is
-wrong with the command line.
+A comparison is of the tensors that both have. A model-only checkpoint has no moments; its weights are compared with the
+masters of a full one.
+
+Exit code: 0 where all are good or equal, 1 where one is damaged, different or lacks a parameter, or 2 after one line
+that says what is wrong with the command line.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +28,8 @@ from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.platform.log import print_error, printable
 from megatron.optimus.platform.progress import Progress
+
+_OF_THE_MODEL = ("weight", "master", "buffer")  # kinds without which a checkpoint is of another model
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,15 +117,24 @@ def _compare(first: Path, second: Path, jobs: int) -> int:
     with Progress("compare") as progress:
         show = partial(progress.update, text=f"{first.name} and {second.name}")
         differences = compare(first, second, jobs=jobs, show_progress=show)
-    for one in differences:
+    compared = [one for one in differences if one.only_in is None]
+    for one in compared:
         if one.reason is not None:
             print(printable(f"{one.name} {one.kind}: {one.reason}"))
         elif not one.is_same:
             count = f"{one.num_different} of {one.numel} elements"
             print(f"{one.name} {one.kind}: {count} differ, by {one.max_abs:.3e} at most")
-    different = sum(not one.is_same for one in differences)
-    print(f"{len(differences) - different} of {len(differences)} tensors are bit-identical")
-    return 1 if different else 0
+    for path in (first, second):
+        alone = [one for one in differences if one.only_in == path]
+        if alone:
+            kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(Counter(one.kind for one in alone).items()))
+            example = next((one for one in alone if one.kind in _OF_THE_MODEL), alone[0])
+            print(f"only in {path}: {kinds}, such as {example.name} {example.kind}")
+    different = sum(not one.is_same for one in compared)
+    print(f"{len(compared) - different} of {len(compared)} tensors that both have are bit-identical")
+    both = {one.name for one in compared if one.kind in _OF_THE_MODEL}
+    lacks = any(one.kind in _OF_THE_MODEL and one.name not in both for one in differences)
+    return 1 if different or lacks or not compared else 0
 
 
 def _size(num_bytes: float) -> str:

@@ -82,7 +82,7 @@ def check_trainable(config: RunConfig) -> None:
     if not config.data.data_path and config.data.data_file_list is None and not only_sets:
         raise ConfigError(
             "data_path is empty: name the prefixes of the .bin/.idx pairs that `optimus preprocess` wrote, "
-            "for example --data-path data/corpus (for data/corpus.bin and data/corpus.idx), "
+            "for example --data-path data/corpus_text_document (for --output-prefix data/corpus), "
             "or a blend in --data-file-list"
         )
     data, tokenizer = config.data, config.data.tokenizer_model

@@ -120,6 +120,12 @@ class TokenizerType(str, Enum):
     BYTE = "ByteLevelTokenizer"  # 256 bytes + end of document, no file
 
 
+class SplitBy(str, Enum):
+    AUTO = "auto"  # by hash where preprocessing has prepared every file for it, else by position
+    HASH = "hash"  # of a document's text: equal documents are in one split, whatever the order of a file
+    POSITION = "position"  # in the file
+
+
 class Packing(str, Enum):
     NONE = "none"  # samples are windows of the token stream
     BEST_FIT = "best-fit"  # samples are packed with whole documents, few of which are split

@@ -28,6 +28,7 @@ from megatron.optimus.config.choices import (
     Recompute,
     RotaryScaling,
     ScoreFunction,
+    SplitBy,
     StateDtype,
     TokenDispatcherType,
     TokenizerType,
@@ -363,6 +364,11 @@ class DataConfig:
         False, "warn, instead of an error, where training files are not those that the checkpoint was trained on"
     )
     split: str = option("969,30,1", "proportions of training, validation and test data")
+    split_by: SplitBy = option(
+        SplitBy.AUTO,
+        "what a document's split depends on, its hash or its position; auto: what a resumed run had, else hash where "
+        "`optimus preprocess` has prepared all files for it, else position",
+    )
     valid_data_path: list[str] = option(
         [], "further validation sets, NAME=PREFIX or PREFIX of .bin/.idx pairs; each name has its own loss"
     )

@@ -42,6 +42,9 @@ def to_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(to_dict(config), sort_keys=False)
 
 
+_BEFORE_THE_OPTION = {"split_by": "position"}  # what a run without it did, where that is not its default
+
+
 def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Lists the options that differ between two ``to_dict`` results, as "training.global_batch_size 8 -> 16".
 
@@ -54,7 +57,7 @@ def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
     for section in ("model", "parallel", "optimizer", "training", "data"):
         old, new = defaults[section] | before.get(section, {}), after.get(section, {})
         for name in sorted(old.keys() | new.keys()):
-            if name not in free and old.get(name) != new.get(name):
+            if name not in free and old.get(name, _BEFORE_THE_OPTION.get(name)) != new.get(name):
                 changes.append(f"{section}.{name} {old.get(name)} -> {new.get(name)}")
     return changes
 

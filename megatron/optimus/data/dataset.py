@@ -8,7 +8,8 @@ With the extra token (Megatron's way) the token after the instance is read too, 
 is the same with and without it, because up to L tokens at the end of a range stay unused so that each instance is
 followed by a token of its range. A run may therefore switch at any step without moving a sample.
 
-The ranges of training, validation and test are shares of the *tokens* of each file and do not touch, hence
+The ranges of training, validation and test do not touch. By position they are shares of the *tokens* of each file; by
+hash they are ranges of whole documents, which preprocessing has laid together (splits.py). Hence
 
 - no token of a validation or test instance, the extra one included, occurs in a training instance;
 - a run that changes its sequence length keeps its splits.
@@ -41,11 +42,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.optimus.config.schema import ConfigError, parse_split
+from megatron.optimus.config.schema import ConfigError, SplitBy, parse_split
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles
 from megatron.optimus.data.index_reader import DTYPES, check_indices, share_by_size, spread_ranges
 from megatron.optimus.data.indexed import check_token_ids
+from megatron.optimus.data.splits import NO_HASH_SPLITS, hash_range, splits_path
 from megatron.optimus.layers import NO_LABEL
 from megatron.optimus.platform.log import counted
 
@@ -81,6 +83,30 @@ def split_range(num_tokens: int, split: str, part: Split) -> TokenRange:
     return _share(num_tokens, before), _share(num_tokens, after)
 
 
+def range_of_split(files: TokenFiles, number: int, split: str, part: Split, split_by: SplitBy) -> TokenRange:
+    """Returns the tokens [start, stop) that a split owns of one of several files.
+
+    Args:
+        files: made for the same ``split``
+        number: of the file
+        split: shares of training, validation and test
+        part: which of the three
+        split_by: HASH or POSITION
+
+    Raises:
+        DataError: the file is not prepared for splits by hash.
+    """
+    splits, tokens = files.splits[number], int(files.tokens[number])
+    if split_by is not SplitBy.HASH:
+        return split_range(tokens, split, part)
+    if splits == NO_HASH_SPLITS:
+        raise DataError(
+            f"{splits_path(files.prefixes[number])}: no such file, which a split by hash needs; preprocess the corpus "
+            "with --split-by hash, put the file back beside the pair, or use --split-by position"
+        )
+    return hash_range(splits, tokens, part)
+
+
 def _split_bounds(split: str, part: Split) -> tuple[Fraction, Fraction]:
     shares = parse_split(split)
     return sum(shares[:part], Fraction(0)), sum(shares[: part + 1], Fraction(0))
@@ -105,7 +131,8 @@ class InstanceSet:
         seq_length: L, tokens per instance
         split: shares of training, validation and test, as ``parse_split`` takes them
         part: which of the three this set holds
-        files: where to read the pairs, if other sets share the open files
+        split_by: HASH or POSITION
+        files: where to read the pairs, if other sets share the open files; made for the same ``split``
         vocab_size: when given, reading refuses ids outside [0, vocab_size)
         packing: whether instances are made of whole documents
         extra_token: whether the token after an instance is read too, as the label of its last position
@@ -126,6 +153,7 @@ class InstanceSet:
         *,
         split: str = "1,0,0",
         part: Split = Split.TRAIN,
+        split_by: SplitBy = SplitBy.POSITION,
         files: TokenFiles | None = None,
         vocab_size: int | None = None,
         packing: bool = False,
@@ -147,23 +175,23 @@ class InstanceSet:
         self.labels_per_sample = None if packing else seq_length - (not extra_token)
         self._extra = int(extra_token)
         self._vocab_size = vocab_size
-        self._files = TokenFiles(prefixes) if files is None else files
+        self._files = TokenFiles(prefixes, split=split) if files is None else files
         self._file_numbers = np.array([self._files.number[prefix] for prefix in prefixes], dtype=np.int64)
         tokens = self._files.tokens[self._file_numbers].tolist()
         self.num_tokens = sum(tokens)
-        self._starts = [_share(total, before) for total in tokens]  # first token of the split in each file
-        self._plain_counts = [  # plain instances of each file
-            max(0, _share(total, after) - start - 1) // seq_length
-            for total, start in zip(tokens, self._starts, strict=True)
-        ]
+        numbers = self._file_numbers.tolist()
+        ranges = [range_of_split(self._files, number, split, part, split_by) for number in numbers]
+        self._starts = [start for start, _ in ranges]  # first token of the split in each file
+        self._plain_counts = [max(0, stop - start - 1) // seq_length for start, stop in ranges]  # of each file
         counts = [num_packed_sequences(n) for n in self._plain_counts] if packing else self._plain_counts
         self._ends = list(itertools.accumulate(counts))  # instances up to and including each file
         self._last_window: tuple[tuple[int, int], _PackedWindow] | None = None  # for reading in order
+        by_hash = " by hash" if split_by is SplitBy.HASH else ""
         if not self._ends[-1]:
             raise DataError(
                 f"{', '.join(prefixes[:4])}{' ...' if len(prefixes) > 4 else ''}: too little data: the "
-                f"{part.name.lower()} split ({split}) of {self.num_tokens} tokens in {counted(len(prefixes), 'file')} "
-                f"(the largest has {max(tokens)}) holds no instance of seq_length+1="
+                f"{part.name.lower()} split ({split}{by_hash}) of {self.num_tokens} tokens in "
+                f"{counted(len(prefixes), 'file')} (the largest has {max(tokens)}) holds no instance of seq_length+1="
                 f"{seq_length + 1} tokens; add data, shorten seq_length, or give that split a larger share"
             )
 

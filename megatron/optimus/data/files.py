@@ -28,6 +28,7 @@ import xxhash
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.fingerprint import fingerprint
 from megatron.optimus.data.index_reader import DTYPES, PairSummary, document_starts, summarize_pair
+from megatron.optimus.data.splits import HashSplits, read_splits
 
 if TYPE_CHECKING:
     from megatron.optimus.platform.ranks import Ranks  # torch, which tools over files do without
@@ -37,27 +38,37 @@ _THREADS = 8  # headers on a parallel file system cost a round trip each
 _PAIRS_PER_TASK = 64
 
 
-def summarize(prefixes: Sequence[str], *, fingerprints: bool = False) -> list[PairSummary]:
-    """Calls ``summarize_pair`` for each prefix, for many of them in threads; computes ``fingerprints`` if asked to."""
+def summarize(prefixes: Sequence[str], split: str = "1,0,0", *, fingerprints: bool = False) -> list[PairSummary]:
+    """Summarizes pairs, many of them in threads.
 
-    def look(prefix: str) -> PairSummary:
-        summary = summarize_pair(prefix)
-        return summary._replace(fingerprint=fingerprint(prefix)) if fingerprints else summary
+    Args:
+        prefixes: paths of the pairs, without suffix
+        split: shares of the splits by hash, whose beginnings are read too
+        fingerprints: whether fingerprints are computed
+    """
+
+    def summary(prefix: str) -> PairSummary:
+        found = summarize_pair(prefix)
+        digest = fingerprint(prefix) if fingerprints else 0
+        return found._replace(fingerprint=digest, splits=read_splits(prefix, found.tokens, split))
 
     if len(prefixes) <= _PAIRS_PER_TASK:
-        return [look(prefix) for prefix in prefixes]
+        return [summary(prefix) for prefix in prefixes]
     tasks = [prefixes[i : i + _PAIRS_PER_TASK] for i in range(0, len(prefixes), _PAIRS_PER_TASK)]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="optimus-headers") as pool:
-        results = pool.map(lambda task: [look(prefix) for prefix in task], tasks)
+        results = pool.map(lambda task: [summary(prefix) for prefix in task], tasks)
         return [summary for result in results for summary in result]
 
 
-def open_on_all_ranks(prefixes: Sequence[str], ranks: Ranks, *, fingerprints: bool = False) -> TokenFiles:
+def open_on_all_ranks(
+    prefixes: Sequence[str], ranks: Ranks, split: str = "1,0,0", *, fingerprints: bool = False
+) -> TokenFiles:
     """Opens the same pairs on every rank; each rank reads the headers of its share of them. Collective.
 
     Args:
         prefixes: paths of the pairs, without suffix; the same list on every rank
         ranks: the ranks that take part
+        split: shares of the splits by hash
         fingerprints: also compute the fingerprints, of its share on each rank
 
     Raises:
@@ -70,13 +81,16 @@ def open_on_all_ranks(prefixes: Sequence[str], ranks: Ranks, *, fingerprints: bo
     def summarize_share() -> list[PairSummary]:
         if digest != digest_of_rank_0:
             raise DataError(f"finds other files ({len(prefixes)}) than rank 0; name them in one list, or start again")
-        return summarize(prefixes[ranks.rank :: ranks.size], fingerprints=fingerprints)
+        return summarize(prefixes[ranks.rank :: ranks.size], split, fingerprints=fingerprints)
 
     own = ranks.run_on_all_ranks(summarize_share, "opening the data", DataError)
+    numbers = [[*summary[:-1], *summary.splits] for summary in own]
     summaries = [PairSummary(0, 0)] * len(prefixes)
-    for rank, data in enumerate(ranks.all_gather_bytes(np.array(own, dtype=np.int64).tobytes())):
-        pairs = np.frombuffer(data, np.int64).reshape(-1, len(PairSummary._fields)).tolist()
-        summaries[rank :: ranks.size] = [PairSummary(*pair) for pair in pairs]
+    for rank, data in enumerate(ranks.all_gather_bytes(np.array(numbers, dtype=np.int64).tobytes())):
+        pairs = np.frombuffer(data, np.int64).reshape(-1, 6).tolist()
+        summaries[rank :: ranks.size] = [
+            PairSummary(code, tokens, digest, HashSplits(*splits)) for code, tokens, digest, *splits in pairs
+        ]
     return TokenFiles(prefixes, summaries=summaries)
 
 
@@ -85,7 +99,8 @@ class TokenFiles:
 
     Args:
         prefixes: paths of the pairs, without suffix
-        summaries: what ``summarize_pair`` found of each pair, if that is known already
+        summaries: what ``summarize`` found of each pair, if that is known already
+        split: shares of the splits by hash, where there are no summaries
         max_open: files open at a time; the least recently used one is closed first
 
     Attributes:
@@ -94,20 +109,27 @@ class TokenFiles:
         tokens: int64 [files], tokens of each pair
         codes: uint8 [files], dtype code of each pair (``index_reader.DTYPES``)
         fingerprints: int64 [files], 0 where they were not computed
+        splits: where the splits by hash of each pair begin, or ``NO_HASH_SPLITS``
 
     Raises:
         DataError: a pair is missing or truncated, does not belong together, or holds floats.
     """
 
     def __init__(
-        self, prefixes: Sequence[str], *, summaries: Sequence[PairSummary] | None = None, max_open: int = MAX_OPEN
+        self,
+        prefixes: Sequence[str],
+        *,
+        summaries: Sequence[PairSummary] | None = None,
+        split: str = "1,0,0",
+        max_open: int = MAX_OPEN,
     ) -> None:
         self.prefixes = list(prefixes)
         self.number = {prefix: i for i, prefix in enumerate(self.prefixes)}
         self._max_open = max_open
         self._open: OrderedDict[int, int] = OrderedDict()  # file number -> descriptor, least recently used first
         self._lock = threading.Lock()
-        summaries = summarize(self.prefixes) if summaries is None else summaries
+        summaries = summarize(self.prefixes, split) if summaries is None else summaries
+        self.splits = [summary.splits for summary in summaries]
         self.tokens = np.array([summary.tokens for summary in summaries], dtype=np.int64)
         self.codes = np.array([summary.code for summary in summaries], dtype=np.uint8)
         self.fingerprints = np.array([summary.fingerprint for summary in summaries], dtype=np.int64)

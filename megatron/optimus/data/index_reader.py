@@ -34,6 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.splits import NO_HASH_SPLITS, HashSplits
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -272,6 +273,7 @@ class PairSummary(NamedTuple):
     code: int  # key of DTYPES
     tokens: int
     fingerprint: int = 0  # see fingerprint.py; 0: not known
+    splits: HashSplits = NO_HASH_SPLITS
 
 
 def summarize_pair(prefix: str) -> PairSummary:

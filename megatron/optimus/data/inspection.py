@@ -10,8 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megatron.optimus.data.dataset import Split, split_range
+from megatron.optimus.config.schema import SplitBy
+from megatron.optimus.data.dataset import Split, range_of_split
+from megatron.optimus.data.files import TokenFiles
 from megatron.optimus.data.indexed import IndexedDataset
+from megatron.optimus.data.splits import NO_HASH_SPLITS
 
 
 def document_offsets(data: IndexedDataset) -> npt.NDArray[np.int64]:
@@ -75,7 +78,9 @@ class Duplicate:
     splits: tuple[str, str]  # names of the splits that own tokens of each
 
 
-def find_duplicates(prefixes: Sequence[str], split: str, *, across_splits: bool = True) -> Iterator[Duplicate]:
+def find_duplicates(
+    prefixes: Sequence[str], split: str, *, split_by: SplitBy = SplitBy.POSITION, across_splits: bool = True
+) -> Iterator[Duplicate]:
     """Finds documents whose tokens occur a second time.
 
     Compares 128-bit hashes, which take about 40 bytes of memory a document. A document belongs to every split that owns
@@ -84,13 +89,17 @@ def find_duplicates(prefixes: Sequence[str], split: str, *, across_splits: bool 
     Args:
         prefixes: paths of the pairs, without suffix
         split: shares of training, validation and test
+        split_by: HASH, POSITION, or AUTO for HASH where all pairs are prepared for it
         across_splits: True: only documents that belong to different splits count; False: all
     """
     seen: dict[int, tuple[str, int, tuple[str, ...]]] = {}
-    for prefix in prefixes:
+    files = TokenFiles(prefixes, split=split)
+    split_by = split_of_files(files, split_by)
+    for number_of_file, prefix in enumerate(files.prefixes):
         data = IndexedDataset(prefix)
         offsets = document_offsets(data)
-        ranges = [(part.name.lower(), *split_range(data.tokens_total, split, part)) for part in Split]
+        bounds = (range_of_split(files, number_of_file, split, part, split_by) for part in Split)
+        ranges = [(part.name.lower(), *own) for part, own in zip(Split, bounds, strict=True)]
         for number in range(offsets.size - 1):
             start, stop = int(offsets[number]), int(offsets[number + 1])
             if start == stop:
@@ -104,6 +113,13 @@ def find_duplicates(prefixes: Sequence[str], split: str, *, across_splits: bool 
             before, other, theirs = seen[key]
             if not across_splits or set(own) != set(theirs):
                 yield Duplicate((before, other), (prefix, number), ("+".join(theirs), "+".join(own)))
+
+
+def split_of_files(files: TokenFiles, split_by: SplitBy) -> SplitBy:
+    """Returns what AUTO means for files alone, HASH where all are prepared for it; a run also asks its checkpoint."""
+    if split_by is not SplitBy.AUTO:
+        return split_by
+    return SplitBy.POSITION if NO_HASH_SPLITS in files.splits else SplitBy.HASH
 
 
 def document_at(data: IndexedDataset, token: int) -> tuple[int, int]:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megatron.optimus.config.schema import ConfigError
+from megatron.optimus.config.schema import ConfigError, SplitBy
 from megatron.optimus.data.blend import BlendSchedule
 from megatron.optimus.data.dataset import InstanceSet, Split, TokenRange, TokenSpan
 from megatron.optimus.data.errors import DataError
@@ -70,7 +70,8 @@ class Mixture:
 
     Args:
         sources: corpora and weights; a single corpus is fine
-        seq_length: as ``InstanceSet`` takes it, and likewise split, part, files, vocab_size, packing, extra_token
+        seq_length: as ``InstanceSet`` takes it, and likewise split, part, split_by, files, vocab_size,
+            packing, extra_token
         seed: of the order within each corpus
 
     Attributes:
@@ -91,13 +92,14 @@ class Mixture:
         split: str,
         part: Split,
         seed: int,
+        split_by: SplitBy = SplitBy.POSITION,
         files: TokenFiles | None = None,
         vocab_size: int | None = None,
         packing: bool = False,
         extra_token: bool = False,
     ) -> None:
         self.seq_length = seq_length
-        self._files = TokenFiles(sources.prefixes) if files is None else files
+        self._files = TokenFiles(sources.prefixes, split=split) if files is None else files
         self.names: list[str] = []
         self.corpora: list[InstanceSet] = []
         kept: list[int] = []
@@ -108,6 +110,7 @@ class Mixture:
                     seq_length,
                     split=split,
                     part=part,
+                    split_by=split_by,
                     files=self._files,
                     vocab_size=vocab_size,
                     packing=packing,
@@ -189,6 +192,23 @@ class Mixture:
         stage = bisect.bisect_right(self._firsts, position) - 1
         inside = self._schedules[stage].counts(position - self._firsts[stage])
         return [a + b for a, b in zip(self._drawn[stage], inside, strict=True)]
+
+    @property
+    def stage_starts(self) -> list[int]:
+        """First sample of each stage."""
+        return list(self._firsts)
+
+    def targets(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Computes how many of the first samples the weights of all stages give each corpus: [positions, corpora].
+
+        Args:
+            positions: numbers of samples
+        """
+        total = np.zeros((positions.size, len(self.names)))
+        for schedule, first, end in zip(self._schedules, self._firsts, [*self._firsts[1:], None], strict=True):
+            inside = np.clip(positions, first, end) - first
+            total += inside[:, None] * np.array(schedule.shares())
+        return total
 
     def shares(self) -> list[float]:
         """Returns the share of each corpus in the first stage; the shares add up to 1."""

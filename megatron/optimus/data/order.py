@@ -45,7 +45,7 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _mix_many(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def mix_many(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Applies ``_mix`` to a uint64 array (array arithmetic wraps around, as wanted)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX_1)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(_MIX_2)
@@ -116,8 +116,8 @@ def permute_many(indices: npt.ArrayLike, n: int, key: int) -> npt.NDArray[np.int
         walking = values[outside]
         upper, lower = walking >> shift, walking & lower_mask
         for i in range(0, NUM_ROUNDS, 2):
-            upper ^= _mix_many(lower ^ keys[i]) & upper_mask
-            lower ^= _mix_many(upper ^ keys[i + 1]) & lower_mask
+            upper ^= mix_many(lower ^ keys[i]) & upper_mask
+            lower ^= mix_many(upper ^ keys[i + 1]) & lower_mask
         walking = (upper << shift) | lower
         values[outside] = walking
         outside = outside[walking >= np.uint64(n)]

@@ -119,8 +119,8 @@ def read_machine(path: Path) -> Machine:
         raise ConfigError(f"{path}: {', '.join(missing)} missing; or take another machine's: extends: h200")
     _check_words(path, data)
     values: dict[str, Any] = {name: data[name] for name in (*_WORDS, "devices_per_node")}
-    values |= {"name": path.stem, "kernels": KERNELS[data["kernels"]], "file": str(path)}
-    return Machine(**values, **figures)
+    values |= {"name": path.stem, "kernels": KERNELS[data["kernels"]], "file": str(path)} | figures
+    return Machine(**values)
 
 
 def _check_words(path: Path, data: dict[str, Any]) -> None:

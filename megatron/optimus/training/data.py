@@ -3,36 +3,40 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.optimus.checkpoint import store
 from megatron.optimus.config.duration import total_samples
-from megatron.optimus.config.schema import Packing, RunConfig, parse_split
+from megatron.optimus.config.schema import Packing, RunConfig, SplitBy, parse_split
 from megatron.optimus.context import RunContext
-from megatron.optimus.data.dataset import InstanceSet, SampleOptions, Split
+from megatron.optimus.data.dataset import InstanceSet, SampleOptions, Split, split_range
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles, open_on_all_ranks
 from megatron.optimus.data.fim import FillInTheMiddle
 from megatron.optimus.data.fingerprint import changes, lines_of
 from megatron.optimus.data.loader import Batch, BatchLoader
 from megatron.optimus.data.mixture import CorpusPlan, Mixture, log_plan
+from megatron.optimus.data.ordered import is_ordered
 from megatron.optimus.data.sources import Sources, read_sources
+from megatron.optimus.data.splits import NO_HASH_SPLITS, HashSplits, hash_range
 from megatron.optimus.data.tokenize.tokenizer import build_tokenizer
 from megatron.optimus.layers import NO_LABEL
 from megatron.optimus.parallel.context import own_positions
 from megatron.optimus.platform.memory import needs_memory
 from megatron.optimus.platform.mesh import Mesh
-from megatron.optimus.platform.ranks import Ranks
 
 logger = logging.getLogger("optimus")
 
 
+_JUDGED_FILES = 8  # that are looked at for their order: it costs some 200 reads each
 VALIDATION, TEST = "validation", "test"  # names of the shares of ``split``, beside those of the named sets
 
 
@@ -53,17 +57,116 @@ def build_data(run: RunContext) -> RunData:
 
     Raises DataError on every rank if the data cannot be used on any rank.
     """
-    sources, files = _open(run.config, run.ranks, fingerprints=True)
+    sources, files = _open(run, fingerprints=True)
     return run.ranks.run_on_all_ranks(lambda: _loaders(run, sources, files), "opening the data", DataError)
 
 
-def _open(config: RunConfig, ranks: Ranks, *, fingerprints: bool = False) -> tuple[Sources, TokenFiles]:
-    """Opens the files of the training data and of the named validation and test sets, each once."""
+def _open(run: RunContext, *, fingerprints: bool = False) -> tuple[Sources, TokenFiles]:
+    """Opens the files of the training data and of the named validation and test sets, each once.
+
+    Replaces ``split_by`` "auto" by what it means for these files and this run, which checkpoints then record.
+    """
+    config, ranks = run.config, run.ranks
     sources = ranks.run_on_all_ranks(lambda: read_sources(config.data), "reading what the data is", DataError)
     sets = config.data.valid_sets | config.data.test_sets
     further = [prefix for prefixes in sets.values() for prefix in prefixes]
     prefixes = list(dict.fromkeys([*sources.prefixes, *further]))
-    return sources, open_on_all_ranks(prefixes, ranks, fingerprints=fingerprints)
+    files = open_on_all_ranks(prefixes, ranks, config.data.split, fingerprints=fingerprints)
+
+    def decide() -> bool:
+        if ranks.rank > 0:
+            return False
+        split_by = decide_split(config, sources, files, _data_options_of_checkpoint(config))
+        if split_by is SplitBy.POSITION and 0 < parse_split(config.data.split)[Split.TRAIN] < 1:
+            _warn_of_ordered_files(sources.prefixes)
+        return split_by is SplitBy.HASH
+
+    [by_hash] = ranks.broadcast([int(ranks.run_on_all_ranks(decide, "opening the data", DataError))])
+    config.data.split_by = SplitBy.HASH if by_hash else SplitBy.POSITION
+    return sources, files
+
+
+def _data_options_of_checkpoint(config: RunConfig) -> dict[str, Any] | None:
+    """The section ``data`` of the checkpoint that this run will resume from; None where it begins anew."""
+    options = config.checkpoint
+    root = Path(options.save or Path(config.logging.run_dir) / "checkpoints")
+    manifest = store.newest_manifest(root, None if options.finetune or not options.load else Path(options.load))
+    if manifest is None or not manifest.consumed_samples:  # an import has trained on nothing
+        return None
+    return dict(manifest.config.get("data", {}))
+
+
+def decide_split(config: RunConfig, sources: Sources, files: TokenFiles, recorded: Mapping[str, Any] | None) -> SplitBy:
+    """Decides what ``split_by`` means for a run.
+
+    Args:
+        config: of the run
+        sources: its training data
+        files: all files of its data
+        recorded: the section ``data`` of the checkpoint that it resumes from; None: it begins anew
+
+    Returns:
+        HASH or POSITION.
+    """
+    data = config.data
+    if data.split_by is not SplitBy.AUTO:
+        return data.split_by
+    if recorded is not None:
+        before = recorded.get("split_by", SplitBy.POSITION.value)  # the only way before the option existed
+        is_same = (recorded.get("data_path"), recorded.get("data_file_list")) == (data.data_path, data.data_file_list)
+        if before == SplitBy.POSITION.value or (before == SplitBy.HASH.value and is_same):
+            return SplitBy(before)
+    splits = [files.splits[files.number[prefix]] for prefix in sources.prefixes]
+    lacking = [prefix for prefix, one in zip(sources.prefixes, splits, strict=True) if one == NO_HASH_SPLITS]
+    if lacking:
+        if len(lacking) < len(splits):
+            logger.warning(
+                "splits are by position: %d of %d files, such as %s, were not preprocessed with --split-by hash",
+                *(len(lacking), len(splits), lacking[0]),
+            )
+        return SplitBy.POSITION
+    by_hash, by_position = _num_instances(config, sources, files, splits)
+    batch = config.training.global_batch_size
+    if any(found < min(batch, other) for found, other in zip(by_hash, by_position, strict=True)):
+        logger.warning(
+            "splits are by position: by hash, these few documents give %d samples to training and %d to validation, "
+            "and a global batch has %d",
+            *(*by_hash, batch),
+        )
+        return SplitBy.POSITION
+    if len({one.seed for one in splits}) > 1:
+        logger.warning(
+            "the files were shuffled with different seeds (%s), so documents that several of them have may be in two "
+            "splits; preprocess all with one --seed",
+            ", ".join(str(seed) for seed in sorted({one.seed for one in splits})),
+        )
+    return SplitBy.HASH
+
+
+def _num_instances(
+    config: RunConfig, sources: Sources, files: TokenFiles, splits: Sequence[HashSplits]
+) -> tuple[list[int], list[int]]:
+    """Instances of the training and validation split, by hash and by position."""
+    data, length = config.data, config.training.seq_length
+    tokens = [int(files.tokens[files.number[prefix]]) for prefix in sources.prefixes]
+    by_hash, by_position = [], []
+    for part in (Split.TRAIN, Split.VALID):
+        ranges = [hash_range(one, total, part) for one, total in zip(splits, tokens, strict=True)]
+        by_hash.append(sum(max(0, stop - start - 1) // length for start, stop in ranges))
+        ranges = [split_range(total, data.split, part) for total in tokens]
+        by_position.append(sum(max(0, stop - start - 1) // length for start, stop in ranges))
+    return by_hash, by_position
+
+
+def _warn_of_ordered_files(prefixes: Sequence[str]) -> None:
+    """Warns where a file's end, which splits by position validate on, is unlike the rest of it."""
+    for prefix in prefixes[:: -(-len(prefixes) // _JUDGED_FILES) or 1]:
+        if is_ordered(prefix):
+            logger.warning(
+                "%s is ordered: the documents at an end of it, where splits by position lie, are unlike the others; "
+                "preprocess it again with --split-by hash, which shuffles, or name sets with --valid-data-path",
+                prefix,
+            )
 
 
 def build_evaluation_data(run: RunContext) -> dict[str, BatchLoader]:
@@ -73,7 +176,7 @@ def build_evaluation_data(run: RunContext) -> dict[str, BatchLoader]:
     sets. Raises DataError on every rank if there are none, if a named set is too small, or if the data cannot be used.
     """
     config = run.config
-    sources, files = _open(config, run.ranks)
+    sources, files = _open(run)
 
     def loaders() -> dict[str, BatchLoader]:
         options, _ = _documents(config)
@@ -156,7 +259,7 @@ def _further_sets(
 
 
 def _instances(config: RunConfig, sources: Sources, files: TokenFiles, part: Split) -> InstanceSet | Mixture:
-    training, options = config.training, _reading(config, files, part)
+    training, options = config.training, _reading(config, files, part) | {"split_by": config.data.split_by}
     if sources.is_blend:
         return Mixture(sources, training.seq_length, split=config.data.split, seed=training.seed, **options)
     return InstanceSet(sources.prefixes, training.seq_length, split=config.data.split, **options)

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +35,9 @@ class StepMetrics:
     z_loss: float | None  # router z-loss before its weight
     grad_norm: float  # global, before clipping
     lr: float
+    wall_time: float = dataclasses.field(
+        default_factory=time.time
+    )  # seconds since 1970 (UTC), when the step was logged
     step_time_s: float  # from the end of the step before, without pauses
     data_wait_s: float  # part of step_time_s in which rank 0's device was idle, as the next batch had not been read
     tokens_per_second_per_device: float
@@ -174,7 +178,9 @@ def plot_losses(metrics_path: str | Path, out_png: str | Path, title: str, unifo
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("the loss curve needs a package that is not installed: pip install matplotlib") from error
+        raise ConfigError(
+            "the loss curve needs a package that is not installed: pip install matplotlib (extra [plot])"
+        ) from error
     records = read_metrics(metrics_path)
     train = [(record["step"], record["loss"]) for record in records if record.get("loss") is not None]
     valid = [(record["step"], record["valid_loss"]) for record in records if record.get("valid_loss") is not None]

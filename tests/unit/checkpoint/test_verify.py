@@ -71,7 +71,29 @@ def test_compare(two, tmp_path):
     fewer = [piece for piece in owned(whole_state(1)) if piece.name != "flag"]
     other = save(tmp_path / "other", 1, fewer, kind="full", consumed_samples=0, config=CONFIG, metadata={})
     [missing] = [d for d in compare(two[0], other) if d.reason]
-    assert missing.name == "flag" and str(other) in missing.reason
+    assert missing.name == "flag" and str(other) in missing.reason and missing.only_in == two[0]
+
+
+def test_a_full_checkpoint_against_a_model_only_one(two, tmp_path):
+    """The model-only weights are the masters cast; what one alone has is counted, and differs if it is of the model."""
+    full = {key: tensor for key, tensor in whole_state(1).items() if key[1] != "weight"}
+    model = {key: tensor for key, tensor in whole_state(1).items() if key[1] in ("weight", "buffer")}
+    options = dict(consumed_samples=8, config=CONFIG, metadata={})
+    first = save(tmp_path / "a", 1, owned(full), kind="full", **options)
+    second = save(tmp_path / "b", 1, owned(model), kind="model", **options)
+    for pair in ((first, second), (second, first)):
+        code, out = tool(pair[0], "--compare", pair[1])
+        assert code == 0 and "5 of 5 tensors that both have are bit-identical" in out
+        assert f"only in {first}: 2 exp_avg, such as dense.weight exp_avg\n" in out and out.count("only in") == 1
+    assert tool(two[0], "--compare", second)[0] == 0  # this one has weights beside the masters
+    model["dense.weight", "weight"][3, 2] += 0.5
+    third = save(tmp_path / "c", 1, owned(model), kind="model", **options)
+    code, out = tool(first, "--compare", third)
+    assert code == 1 and "dense.weight weight: 1 of 35 elements differ" in out and "4 of 5 tensors" in out
+    del full["router.expert_bias", "buffer"]
+    fourth = save(tmp_path / "d", 1, owned(full), kind="full", **options)
+    code, out = tool(fourth, "--compare", second)
+    assert code == 1 and f"only in {second}: 1 buffer, such as router.expert_bias buffer" in out
 
 
 def test_command_line(two, tmp_path):
@@ -82,7 +104,7 @@ def test_command_line(two, tmp_path):
     code, out = tool(two[0], "--compare", two[1])
     assert code == 1
     assert "dense.weight master: 1 of 35 elements differ, by 5.000e-01 at most" in out
-    assert "8 of 9 tensors are bit-identical" in out
+    assert "8 of 9 tensors that both have are bit-identical" in out
     assert tool(two[0], "--compare", two[0])[0] == 0
     damage(two[0], ("dense.weight", "exp_avg"))
     shutil.copytree(two[1], tmp_path / "step-00000003")

@@ -7,7 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.optimus.commands.inspect_data import plot_shares
+from megatron.optimus.config.schema import DataConfig
+from megatron.optimus.data.dataset import Split
 from megatron.optimus.data.indexed import IndexedDatasetWriter
+from megatron.optimus.data.mixture import Mixture
+from megatron.optimus.data.sources import read_sources
 
 from .test_preprocess_data import call
 
@@ -100,3 +105,29 @@ def test_a_sample_and_a_blend(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "list").write_text("1 a a", encoding="utf-16")
     code, out = inspect("blend", "--data-file-list", tmp_path / "list", "--seq-length", 10, "--samples", 4)
     assert code == 2 and "list is no UTF-8 text, at byte 0" in out
+
+
+def test_the_picture_follows_stages(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both panels cover the run, nothing lies outside of them, and distances stay near the targets of every stage."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    listed = tmp_path / "stages.yaml"
+    listed.write_text(
+        f"corpora:\n  a: {{paths: [{folder}/a], weight: 0.75}}\n  b: {{paths: [{folder}/b], weight: 0.25}}\n"
+        "stages:\n  - {start_samples: 150, weights: {a: 0.1, b: 0.9}}\n  - {start_samples: 333, weights: {a: 0, b: 1}}"
+    )
+    sources = read_sources(DataConfig(data_file_list=str(listed)))
+    data = Mixture(sources, 10, split="1,0,0", part=Split.TRAIN, seed=1)
+    targets = data.targets(np.array([0, 100, 150, 250, 333, 400]))
+    assert targets[:, 0] == pytest.approx([0, 75, 112.5, 122.5, 130.8, 130.8], abs=1e-6)
+    assert targets.sum(axis=1) == pytest.approx([0, 100, 150, 250, 333, 400])
+    plot_shares(data, 400, tmp_path / "b.png")
+    left, right = pyplot.gcf().axes
+    assert left.get_xlim() == right.get_xlim() == (0, 400)
+    heights = [collection.get_paths()[0].vertices[:, 1] for collection in left.collections]
+    assert min(map(min, heights)) == 0 and max(map(max, heights)) == pytest.approx(100)
+    for line in [line for line in right.lines if len(line.get_xdata()) > 2]:
+        x, y = (np.asarray(values) for values in line.get_data())
+        assert x[-1] >= 380 and np.abs(y).max() < 2 and np.abs(y).max() <= right.get_ylim()[1] and np.ptp(y) > 0
+    monkeypatch.undo()
+    pyplot.close("all")

@@ -17,6 +17,7 @@ from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles
 from megatron.optimus.data.index_reader import DTYPES, summarize_pair
 from megatron.optimus.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.optimus.data.splits import NO_HASH_SPLITS
 
 FIXTURES = {"suppress_health_check": [HealthCheck.function_scoped_fixture], "deadline": None}
 
@@ -67,7 +68,7 @@ def test_every_element_type(tmp_path: Path, code: int) -> None:
     prefix = write(tmp_path / "f", np.arange(20), DTYPES[code])
     files = TokenFiles([prefix])
     assert files.read(0, 3, 4).dtype == DTYPES[code] and files.read(0, 3, 4).tolist() == [3, 4, 5, 6]
-    assert summarize_pair(prefix) == (code, 20, 0)
+    assert summarize_pair(prefix) == (code, 20, 0, NO_HASH_SPLITS)
 
 
 def test_floats_are_refused(tmp_path: Path) -> None:

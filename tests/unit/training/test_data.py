@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.optimus.config.schema import ConfigError, DataConfig, ModelConfig, Packing, RunConfig, TokenizerType
+from megatron.optimus.checkpoint import TensorSlice, store
+from megatron.optimus.config.schema import (
+    CheckpointConfig,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    Packing,
+    RunConfig,
+    SplitBy,
+    TokenizerType,
+    TrainingConfig,
+)
+from megatron.optimus.config.serialize import changed_options
 from megatron.optimus.data.errors import DataError
+from megatron.optimus.data.indexed import IndexedDatasetWriter
 from megatron.optimus.data.loader import Batch
+from megatron.optimus.data.splits import splits_path
 from megatron.optimus.data.tokenize.tokenizer import train_bpe
 from megatron.optimus.layers.documents import Documents
 from megatron.optimus.layers.loss import NO_LABEL
-from megatron.optimus.training.data import _documents, context_parallel_slice, labels_per_micro_batch
+from megatron.optimus.platform.ranks import Ranks
+from megatron.optimus.training.data import _documents, _open, context_parallel_slice, labels_per_micro_batch
+from tests.unit.data.cases import write_tokens
+from tests.unit.data.test_splits import add_splits
 
 SENTINELS = ["<fim_prefix>", "<fim_middle>", "<mine>"]
 
@@ -98,3 +117,84 @@ def test_the_mean_over_all_micro_batches_of_all_ranks(
     each = labels_per_micro_batch([Batch(tokens, tokens, num_labels=count) for count in own], mesh)
     total = sum(own) + others
     assert float(each) == max(total, 1) / (len(own) * ranks)
+
+
+def opened(tmp_path: Path, prefixes: list[str], batch: int = 2, **options: object) -> SplitBy:
+    """What ``split_by`` is after the data of a run have been opened."""
+    checkpoint = {name: options.pop(name) for name in ("load", "finetune") if name in options}
+    config = RunConfig(
+        data=DataConfig(data_path=prefixes, **options),
+        training=TrainingConfig(seq_length=8, global_batch_size=batch, micro_batch_size=1),
+        checkpoint=CheckpointConfig(save=str(tmp_path / "saved"), **checkpoint),
+    )
+    _open(SimpleNamespace(config=config, ranks=Ranks.alone()))  # type: ignore[arg-type]
+    return config.data.split_by
+
+
+def save_checkpoint(root: Path, data: dict[str, object], consumed_samples: int = 4) -> None:
+    weight = TensorSlice("w", "weight", (4,), 0, 4, torch.zeros(4))
+    options = {"kind": "full", "consumed_samples": consumed_samples, "metadata": {}, "ranks": Ranks.alone()}
+    store.save(root, 1, [weight], config={"data": data}, **options)
+
+
+def test_what_decides_a_split(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    prefixes = [write_tokens(tmp_path / "a", 0, 2000), write_tokens(tmp_path / "b", 5000, 1000)]
+    assert opened(tmp_path, prefixes) is SplitBy.POSITION and not caplog.text
+    add_splits(prefixes[0], 2000, 1900, 1990)
+    assert opened(tmp_path, prefixes) is SplitBy.POSITION
+    assert "1 of 2 files, such as " in caplog.text and "/b, were not preprocessed" in caplog.text
+    add_splits(prefixes[1], 1000, 950, 1000, seed=7)
+    caplog.clear()
+    assert opened(tmp_path, prefixes) is SplitBy.HASH
+    assert "different seeds (7, 1234)" in caplog.text
+    add_splits(prefixes[1], 1000, 950, 1000)
+    caplog.clear()
+    assert opened(tmp_path, prefixes) is SplitBy.HASH and not caplog.text
+    assert opened(tmp_path, prefixes, split_by=SplitBy.POSITION) is SplitBy.POSITION
+    add_splits(prefixes[0], 2000, 1990, 2000)
+    add_splits(prefixes[1], 1000, 990, 1000)
+    assert opened(tmp_path, prefixes, batch=2) is SplitBy.HASH
+    assert opened(tmp_path, prefixes, batch=3) is SplitBy.POSITION
+    assert "by hash, these few documents give 371 samples to training and 2 to validation" in caplog.text
+
+
+def test_a_resumed_run_keeps_its_split(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What its checkpoint says wins over what the files say today; one from before the option means position."""
+    prefixes = [write_tokens(tmp_path / "a", 0, 2000)]
+    names = {"data_path": prefixes, "data_file_list": None}
+    add_splits(prefixes[0], 2000, 1900, 1990)
+    save_checkpoint(tmp_path / "saved", names)
+    assert opened(tmp_path, prefixes) is SplitBy.POSITION
+    assert opened(tmp_path, prefixes, split_by=SplitBy.HASH) is SplitBy.HASH  # asked for
+    save_checkpoint(tmp_path / "saved", {**names, "split_by": "hash"})
+    assert opened(tmp_path, prefixes) is SplitBy.HASH
+    save_checkpoint(tmp_path / "saved", {**names, "split_by": "position"})
+    assert opened(tmp_path, prefixes) is SplitBy.POSITION
+    save_checkpoint(tmp_path / "saved", {**names, "split_by": "auto"}, consumed_samples=0)  # an import
+    assert opened(tmp_path, prefixes) is SplitBy.HASH
+
+    shutil.move(tmp_path / "saved", tmp_path / "other")
+    save_checkpoint(tmp_path / "other", names)
+    other = str(tmp_path / "other")
+    assert opened(tmp_path, prefixes, load=other) is SplitBy.POSITION
+    assert opened(tmp_path, prefixes, load=other, finetune=True) is SplitBy.HASH  # begins anew
+    save_checkpoint(tmp_path / "other", {**names, "split_by": "hash"})
+    splits_path(prefixes[0]).unlink()
+    assert opened(tmp_path, prefixes, load=other) is SplitBy.HASH  # and reading it is then an error, not another split
+    further = write_tokens(tmp_path / "further", 0, 500)
+    assert opened(tmp_path, [*prefixes, further], load=other) is SplitBy.POSITION  # other data, as named
+    assert changed_options({"data": {}}, {"data": {"split_by": "position"}}) == []
+    assert changed_options({"data": {}}, {"data": {"split_by": "hash"}}) == ["data.split_by None -> hash"]
+
+
+def test_an_ordered_file_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    prefix = write_tokens(tmp_path / "a", 0, 7000)  # counting tokens: no two documents are alike, so no end is unlike
+    opened(tmp_path, [prefix])
+    assert "is ordered" not in caplog.text
+    with IndexedDatasetWriter(tmp_path / "b", np.int32) as writer:
+        for i in range(1000):
+            writer.add_document(np.arange(20) % 7 + i // 100 * 10)
+    opened(tmp_path, [str(tmp_path / "b")], split="1,0,0")
+    assert "is ordered" not in caplog.text  # nothing is validated on
+    opened(tmp_path, [str(tmp_path / "b")])
+    assert f"{tmp_path}/b is ordered: the documents at an end of it" in caplog.text

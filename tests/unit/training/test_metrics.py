@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ KEYS = [
     "z_loss",
     "grad_norm",
     "lr",
+    "wall_time",
     "step_time_s",
     "data_wait_s",
     "tokens_per_second_per_device",
@@ -43,6 +45,7 @@ def metrics(step: int, **changes: Any) -> StepMetrics:
         "z_loss": None,
         "grad_norm": 0.1,
         "lr": 1e-3,
+        "wall_time": 1790000000.25,
         "step_time_s": 0.5,
         "data_wait_s": 0.0,
         "tokens_per_second_per_device": 200.0,
@@ -72,6 +75,9 @@ def test_keys_and_exact_values(tmp_path: Path) -> None:
         writer.write(metrics(2, valid_loss=3.5))
         writer.write(metrics(3, peak_memory_gib=1.5))
         writer.write(metrics(4, valid_losses={"web": 2.5, "code": math.nan}))
+        before = time.time()
+        made = StepMetrics(**{name: value for name, value in vars(metrics(5)).items() if name != "wall_time"}).wall_time
+        assert before <= made <= time.time()
     first, second, third, fourth = read_metrics(tmp_path / "new" / "run" / "metrics.jsonl")
     assert list(first) == KEYS and list(second) == [*KEYS, "valid_loss"]
     assert list(third) == [*KEYS, "peak_memory_gib"]

@@ -189,7 +189,9 @@ def open_stream(path: Path, raw: BinaryIO) -> BinaryIO:
         try:
             import zstandard
         except ImportError as error:
-            raise DataError(f"{path}: reading .zst needs the package zstandard: pip install zstandard") from error
+            raise DataError(
+                f"{path}: reading .zst needs the package zstandard: pip install zstandard (extra [zstd])"
+            ) from error
         return io.BufferedReader(_ZstReader(raw, zstandard), 1 << 20)
     return raw
 
@@ -351,7 +353,9 @@ def _parquet_batches(path: Path, keys: Sequence[str]) -> Iterator[LineBatch]:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise DataError(f"{path}: reading parquet needs the package pyarrow: pip install pyarrow") from error
+        raise DataError(
+            f"{path}: reading parquet needs the package pyarrow: pip install pyarrow (extra [parquet])"
+        ) from error
     first, total = 1, path.stat().st_size
     with _naming_errors(path, lambda: first), pyarrow.parquet.ParquetFile(path) as table:
         names = table.schema_arrow.names

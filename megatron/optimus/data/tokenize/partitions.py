@@ -15,7 +15,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ import numpy as np
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.indexed import IndexedDatasetWriter
+from megatron.optimus.data.splits import to_json
 from megatron.optimus.data.tokenize.corpus import COMPRESSED, SUFFIXES, FileRange, split_file
+from megatron.optimus.data.tokenize.shuffle import merge_runs
 from megatron.optimus.platform.files import write_atomically
 
 MAX_PARTITION_BYTES = 1 << 30  # of an uncompressed file: what a killed run repeats at most
@@ -57,6 +59,8 @@ class PartitionPlan:
         partitions: least number of partitions to cut the input into, where it can be cut
         per_file: whether each input file becomes a pair of the output
         shared: whether several processes work on the output
+        shuffle_seed: seed of the order of documents; None: that of the input
+        hash_splits: whether a shuffled pair gets a file that says where its splits by hash begin
 
     Raises:
         ConfigError: the options are impossible.
@@ -74,11 +78,14 @@ class PartitionPlan:
         partitions: int | None,
         per_file: bool,
         shared: bool,
+        shuffle_seed: int | None = None,
+        hash_splits: bool = False,
     ) -> None:
         if partitions is not None and (partitions < 1 or per_file):
             raise ConfigError(f"partitions={partitions} must be at least 1, and does not go with a pair per file")
         self.output_prefix, self.per_file, self.keys = output_prefix, per_file, list(keys)
-        self._skip_malformed = skip_malformed
+        self._skip_malformed, self._shared = skip_malformed, shared
+        self._shuffle_seed, self._hash_splits = shuffle_seed, hash_splits
         self._folder = Path(output_prefix) if per_file else Path(f"{output_prefix}.parts")
         self.partitions: list[Partition] = []
         if per_file:
@@ -92,7 +99,7 @@ class PartitionPlan:
             for path in paths:
                 for source in split_file(path, limit):
                     self.partitions.append(Partition(len(self.partitions), source, f"{len(self.partitions):06}"))
-        self.uses_folder = per_file or shared or len(self.partitions) > 1
+        self.uses_folder = per_file or shared or shuffle_seed is not None or len(self.partitions) > 1
         self._recipe = {key: str(value) for key, value in recipe.items()}
         times = [Path(partition.source.path).stat().st_mtime_ns for partition in self.partitions]
         self._sources = [
@@ -106,7 +113,8 @@ class PartitionPlan:
         if not self.uses_folder or self.per_file:
             return
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(exist_ok=True)
             path = self._folder / "plan.json"
             if path.exists():
                 found = _of_tokens(json.loads(path.read_text(encoding="utf-8"))["recipe"])
@@ -119,6 +127,11 @@ class PartitionPlan:
                     )
             else:
                 write_atomically(path, json.dumps({"recipe": self._recipe}))
+        except (FileExistsError, NotADirectoryError) as error:
+            raise DataError(
+                f"{self._folder}: cannot write: {error.filename} is a file, not a folder; choose another "
+                "--output-prefix"
+            ) from error
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             if isinstance(error, DataError):
                 raise
@@ -130,10 +143,14 @@ class PartitionPlan:
         return by_size[rank::world_size]
 
     def prefix(self, partition: Partition, key: str) -> str:
-        """Returns the prefix of a partition's own pair."""
+        """Returns the prefix of a partition's own pair, if it is not shuffled."""
         if not self.uses_folder:
             return self.final_prefix(partition, key)
         return f"{self._folder / partition.name}_{key}_document"
+
+    def runs_folder(self, partition: Partition) -> Path:
+        """Returns the folder of a partition's sorted runs, if it is shuffled."""
+        return Path(f"{self._folder / partition.name}.runs")
 
     def final_prefix(self, partition: Partition, key: str) -> str:
         """Returns the prefix of the output that a partition belongs to."""
@@ -173,17 +190,53 @@ class PartitionPlan:
             self.counts(partition)
         return True
 
-    def merge(self, dtype: np.dtype[Any]) -> None:
-        """Joins the partitions into the final pairs of element type ``dtype`` and removes them. Raises DataError."""
+    def merge(self, dtype: np.dtype[Any], show_progress: Callable[[float], None] = lambda fraction: None) -> None:
+        """Joins the partitions into the final pairs and removes them.
+
+        Args:
+            dtype: element type of the pairs
+            show_progress: called with the fraction of a pair that has been written
+
+        Raises:
+            DataError: a partition cannot be read, or the disk refuses.
+        """
         try:
-            for key in self.keys:
+            if self._shuffle_seed is not None:
+                num_runs = [self.counts(partition)["runs"] for partition in self.partitions]
+                self.merge_shuffled(self.partitions, num_runs, dtype, show_progress)
+            for key in self.keys if self._shuffle_seed is None else ():
                 with IndexedDatasetWriter(f"{self.output_prefix}_{key}_document", dtype) as writer:
                     for partition in self.partitions:
                         writer.add_pair(self.prefix(partition, key))
+                        show_progress((partition.number + 1) / len(self.partitions))
         except DataError:
             if self._folder.exists():
                 raise
             return  # another process has joined them in the meantime
+        self._remove()
+
+    def merge_shuffled(
+        self,
+        partitions: Sequence[Partition],
+        num_runs: Sequence[int],
+        dtype: np.dtype[Any],
+        show_progress: Callable[[float], None] = lambda fraction: None,
+    ) -> None:
+        """Merges the runs of partitions that belong to one output into its final pairs. Raises DataError."""
+        folders = [self.runs_folder(partition) for partition in partitions]
+        for i, key in enumerate(self.keys):
+            with IndexedDatasetWriter(self.final_prefix(partitions[0], key), dtype) as writer:
+                bucket_starts = merge_runs(folders, num_runs, i, writer, show_progress)
+                if self._hash_splits and self._shuffle_seed is not None:
+                    writer.splits = to_json(self._shuffle_seed, bucket_starts)
+
+    def abandon(self) -> None:
+        """Removes the folder after an error, where it holds no partition that another start could go on from."""
+        if self.uses_folder and not self.per_file and not self._shared and len(self.partitions) == 1:
+            self._remove()
+
+    def _remove(self) -> None:
+        """Removes the folder; another process may have done so."""
         gone = self._folder.with_name(f"{self._folder.name}.{secrets.token_hex(4)}.tmp")
         try:
             os.rename(self._folder, gone)

@@ -9,6 +9,9 @@ The input is cut into partitions (partitions.py): a file, or a range of a large 
 own, and a finished one is not done again: a killed run continues with the partition it was at. Several processes on
 several nodes share the partitions without communicating; the one that finds all of them done joins them, into the same
 bytes that one process alone would have written.
+
+Where documents are shuffled, a partition is written as sorted runs instead of a pair (shuffle.py), and joining merges
+them.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import atexit
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -27,17 +31,25 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.optimus.config.schema import ConfigError, TokenizerType
+from megatron.optimus.config.schema import ConfigError, SplitBy, TokenizerType
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.indexed import IndexedDatasetWriter, token_dtype
-from megatron.optimus.data.tokenize.corpus import MAX_LINE_BYTES, LineBatch, expand_inputs, parse_batch, read_batches
+from megatron.optimus.data.tokenize.corpus import (
+    MAX_LINE_BYTES,
+    LineBatch,
+    expand_inputs,
+    parse_batch,
+    read_batches,
+)
 from megatron.optimus.data.tokenize.partitions import Partition, PartitionPlan, fingerprint
 from megatron.optimus.data.tokenize.pretoken_cache import Ids
+from megatron.optimus.data.tokenize.shuffle import RunWriter, text_hashes
 from megatron.optimus.data.tokenize.tokenizer import Tokenizer, build_tokenizer
 from megatron.optimus.platform import environment
 from megatron.optimus.platform.log import counted
@@ -62,6 +74,7 @@ class PreprocessReport:
     partitions_done: int = 0  # by this process
     partitions_found: int = 0  # done before, or by other processes
     progress: float = 0.0  # fraction of this process's input that has been read
+    merging: bool = False  # all has been read; ``progress`` is that of joining the partitions
     merged: bool = True  # False: other processes have not finished their partitions
 
     def add(self, other: PreprocessReport) -> None:
@@ -85,6 +98,8 @@ class _WorkerOptions:
     append_eod: bool
     skip_malformed: bool
     dtype: np.dtype[Any]
+    max_line_bytes: int
+    shuffle_seed: int | None  # None: documents keep the order of the input
 
 
 @dataclass(frozen=True)
@@ -95,6 +110,7 @@ class _EncodedBatch:
     lengths: list[list[int]]  # for each key, the tokens of each document
     malformed: list[str]
     num_bytes: int
+    hashes: npt.NDArray[np.uint64] | None = None  # of each document's first text, where documents are shuffled
 
 
 class _Worker:
@@ -132,7 +148,10 @@ def _encode_batch(batch: LineBatch) -> _EncodedBatch:
         joined = _join_documents(documents, tokenizer.eod_id if options.append_eod else None, options.dtype)
         tokens.append(joined[0])
         lengths.append(joined[1])
-    return _EncodedBatch(tokens, lengths, parsed.malformed, parsed.num_bytes)
+    hashes = None
+    if options.shuffle_seed is not None:
+        hashes = text_hashes([texts[0] for texts in parsed.documents], options.shuffle_seed)
+    return _EncodedBatch(tokens, lengths, parsed.malformed, parsed.num_bytes, hashes)
 
 
 def _join_documents(
@@ -157,11 +176,7 @@ def _join_documents(
 
 
 def _encode_all(
-    pool: ProcessPoolExecutor,
-    partitions: Sequence[Partition],
-    keys: Sequence[str],
-    max_pending: int,
-    max_line_bytes: int,
+    pool: ProcessPoolExecutor, partitions: Sequence[Partition], options: _WorkerOptions, max_pending: int
 ) -> Iterator[tuple[Partition, int, _EncodedBatch | None]]:
     """(partition, bytes of it read, result) in reading order, with at most ``max_pending`` batches in the workers.
 
@@ -174,7 +189,7 @@ def _encode_all(
         return partition, position, None if future is None else future.result()
 
     for partition in partitions:
-        for batch in read_batches([partition.source], keys, max_line_bytes):
+        for batch in read_batches([partition.source], options.keys, options.max_line_bytes):
             pending.append((partition, batch.position, pool.submit(_encode_batch, batch)))
             if len(pending) >= max_pending:
                 yield oldest()
@@ -196,9 +211,12 @@ def preprocess(
     log_interval: int | None = None,
     partitions: int | None = None,
     per_file: bool = False,
+    split_by: SplitBy = SplitBy.POSITION,
+    shuffle: bool = False,
+    seed: int = 1234,
+    max_line_bytes: int = MAX_LINE_BYTES,
     rank: int = 0,
     world_size: int = 1,
-    max_line_bytes: int = MAX_LINE_BYTES,
     show_progress: Callable[[PreprocessReport], None] | None = None,
 ) -> PreprocessReport:
     """Tokenizes files into ``<output_prefix>_<key>_document.{bin,idx}`` for each key.
@@ -218,9 +236,12 @@ def preprocess(
         log_interval: documents between two lines of the log; None: no lines
         partitions: least number of partitions to cut the input into, where it can be cut (uncompressed JSON lines)
         per_file: whether each input file becomes a pair ``<output_prefix>/<file>_<key>_document`` of its own
+        split_by: HASH: shuffle, and write where splits by document hash begin (data/splits.py); POSITION: neither
+        shuffle: whether documents are shuffled with POSITION too
+        seed: of the shuffled order, from 0
+        max_line_bytes: longest line, or text that is a file, in uncompressed bytes
         rank: of this process, among those that share the work
         world_size: number of these processes
-        max_line_bytes: longest line, or text that is a file, in uncompressed bytes
         show_progress: called with the report so far whenever a batch has been written
 
     Returns:
@@ -231,41 +252,79 @@ def preprocess(
             or the disk refuses.
         ConfigError: the options are impossible.
     """
-    _check_options(workers, rank, world_size, json_keys)
+    _check_options(workers, rank, world_size, json_keys, seed)
     started = time.monotonic()
-    paths = expand_inputs(inputs)
+    shuffle_seed = seed if shuffle or split_by is SplitBy.HASH else None
     dtype = token_dtype(build_tokenizer(tokenizer_type, tokenizer_model).vocab_size)
-    options = _WorkerOptions(tokenizer_type, tokenizer_model, tuple(json_keys), append_eod, skip_malformed, dtype)
-    plan = PartitionPlan(
-        paths,
-        output_prefix,
-        keys=json_keys,
-        # not skip_malformed: a part without malformed lines is the same with it
-        recipe={
-            "tokenizer_type": tokenizer_type,
-            "tokenizer_model": fingerprint(tokenizer_model),
-            "keys": options.keys,
-            "append_eod": append_eod,
-            "dtype": dtype.name,
-        },
-        skip_malformed=skip_malformed,
-        partitions=partitions,
-        per_file=per_file,
-        shared=world_size > 1,
+    options = _WorkerOptions(
+        *(tokenizer_type, tokenizer_model, tuple(json_keys), append_eod, skip_malformed, dtype),
+        *(max_line_bytes, shuffle_seed),
     )
+    plan = _plan(expand_inputs(inputs), output_prefix, options, partitions, per_file, world_size > 1, split_by)
     mine = plan.share(rank, world_size)
     if not mine:
         return PreprocessReport(merged=False)
     plan.begin()
-    missing = [partition for partition in mine if not plan.is_done(partition)]
-    report = PreprocessReport(partitions_found=len(mine) - len(missing))
-    _encode_partitions(plan, missing, options, workers, report, started, show_progress, log_interval, max_line_bytes)
-    report = _finish(plan, mine, report, dtype)
+    try:
+        report = _process(plan, mine, options, workers, started, show_progress, log_interval)
+    except BaseException:
+        plan.abandon()
+        raise
     report.seconds = time.monotonic() - started
     return report
 
 
-def _check_options(workers: int, rank: int, world_size: int, json_keys: Sequence[str]) -> None:
+def _plan(
+    paths: Sequence[Path],
+    output_prefix: str,
+    options: _WorkerOptions,
+    partitions: int | None,
+    per_file: bool,
+    shared: bool,
+    split_by: SplitBy,
+) -> PartitionPlan:
+    """The partitions of the input, with what their tokens depend on."""
+    described = {
+        "tokenizer_type": options.tokenizer_type,
+        "tokenizer_model": fingerprint(options.tokenizer_model),
+        "keys": options.keys,
+        "append_eod": options.append_eod,  # but not skip_malformed: a part without malformed lines is the same with it
+        "dtype": options.dtype.name,
+        **({} if options.shuffle_seed is None else {"shuffle": options.shuffle_seed}),
+    }
+    return PartitionPlan(
+        paths,
+        output_prefix,
+        keys=options.keys,
+        recipe=described,
+        skip_malformed=options.skip_malformed,
+        partitions=partitions,
+        per_file=per_file,
+        shared=shared,
+        shuffle_seed=options.shuffle_seed,
+        hash_splits=split_by is SplitBy.HASH,
+    )
+
+
+def _process(
+    plan: PartitionPlan,
+    mine: Sequence[Partition],
+    options: _WorkerOptions,
+    workers: int,
+    started: float,
+    show_progress: Callable[[PreprocessReport], None] | None,
+    log_interval: int | None,
+) -> PreprocessReport:
+    """Writes the partitions of this process that are not done, and joins all if it is the last."""
+    missing = [partition for partition in mine if not plan.is_done(partition)]
+    report = PreprocessReport(partitions_found=len(mine) - len(missing))
+    _encode_partitions(plan, missing, options, workers, report, started, show_progress, log_interval)
+    return _finish(plan, mine, report, options.dtype, show_progress)
+
+
+def _check_options(workers: int, rank: int, world_size: int, json_keys: Sequence[str], seed: int) -> None:
+    if not 0 <= seed < 1 << 63:
+        raise ConfigError(f"seed={seed} must lie in [0, 2^63)")
     if workers < 1:
         raise ConfigError(f"workers={workers} must be at least 1")
     if not 0 <= rank < world_size:
@@ -275,7 +334,11 @@ def _check_options(workers: int, rank: int, world_size: int, json_keys: Sequence
 
 
 def _finish(
-    plan: PartitionPlan, mine: Sequence[Partition], own: PreprocessReport, dtype: np.dtype[Any]
+    plan: PartitionPlan,
+    mine: Sequence[Partition],
+    own: PreprocessReport,
+    dtype: np.dtype[Any],
+    show_progress: Callable[[PreprocessReport], None] | None,
 ) -> PreprocessReport:
     """Joins the partitions if all are done, and reports on the whole output. Raises DataError if it has no tokens."""
     is_joined = plan.uses_folder and not plan.per_file
@@ -288,7 +351,12 @@ def _finish(
         total.add(_load_report(plan, partition))
     _check_tokens(total, plan, partitions)
     if is_joined:
-        plan.merge(dtype)
+
+        def show(fraction: float) -> None:
+            if show_progress is not None:
+                show_progress(replace(total, progress=fraction, merging=True))
+
+        plan.merge(dtype, show)
     return total
 
 
@@ -320,7 +388,6 @@ def _encode_partitions(
     started: float,
     show_progress: Callable[[PreprocessReport], None] | None,
     log_interval: int | None,
-    max_line_bytes: int,
 ) -> None:
     """Writes the pairs of ``partitions``, one after the other, and adds their counts to ``report``."""
     if not partitions:
@@ -332,9 +399,7 @@ def _encode_partitions(
         stack.callback(pool.shutdown, wait=True, cancel_futures=True)
         output: _PartitionOutput | None = None
         try:
-            for partition, position, encoded in _encode_all(
-                pool, partitions, options.keys, _BATCHES_PER_WORKER * workers, max_line_bytes
-            ):
+            for partition, position, encoded in _encode_all(pool, partitions, options, _BATCHES_PER_WORKER * workers):
                 if output is None:
                     output = stack.enter_context(_PartitionOutput(plan, partition, options))
                 if encoded is None:
@@ -363,11 +428,15 @@ class _PartitionOutput(ExitStack):
 
     def __init__(self, plan: PartitionPlan, partition: Partition, options: _WorkerOptions) -> None:
         super().__init__()
-        self._plan, self._partition = plan, partition
+        self._plan, self._partition, self._dtype = plan, partition, options.dtype
         self.is_empty = True  # no batch has come
         self.report = PreprocessReport(tokens={plan.final_prefix(partition, key): 0 for key in options.keys})
-        self._writers = {}
-        for key in options.keys:
+        self._writers: dict[str, IndexedDatasetWriter] = {}
+        self._runs: RunWriter | None = None
+        if options.shuffle_seed is not None:
+            self._runs = RunWriter(plan.runs_folder(partition), len(options.keys), options.dtype)
+            self.callback(self._remove_runs)
+        for key in options.keys if self._runs is None else ():
             writer = IndexedDatasetWriter(plan.prefix(partition, key), options.dtype)
             self.callback(writer.abort)
             self._writers[key] = writer
@@ -375,10 +444,11 @@ class _PartitionOutput(ExitStack):
     def write(self, encoded: _EncodedBatch, malformed_before: int) -> None:
         """Appends one batch."""
         report, self.is_empty = self.report, False
-        for prefix, writer, tokens, lengths in zip(
-            report.tokens, self._writers.values(), encoded.tokens, encoded.lengths, strict=True
-        ):
+        if self._runs is not None and encoded.hashes is not None:
+            self._runs.add(encoded.hashes, encoded.tokens, encoded.lengths)
+        for writer, tokens, lengths in zip(self._writers.values(), encoded.tokens, encoded.lengths, strict=False):
             writer.add_documents(tokens, lengths)
+        for prefix, tokens, lengths in zip(report.tokens, encoded.tokens, encoded.lengths, strict=True):
             report.tokens[prefix] += tokens.size
             report.empty_documents += lengths.count(0)
         for message in encoded.malformed[: max(0, _SHOWN_MALFORMED - report.malformed - malformed_before)]:
@@ -393,12 +463,26 @@ class _PartitionOutput(ExitStack):
             _check_tokens(self.report, self._plan, [self._partition])  # a single partition is the whole output
         for writer in self._writers.values():
             writer.commit()
+        runs = {}
+        if self._runs is not None:
+            self._runs.flush()
+            runs = {"runs": self._runs.num_runs}
         names = ("documents", "empty_documents", "malformed", "empty_files", "input_bytes")
         counts = {name: getattr(self.report, name) for name in names}
-        tokens = dict(zip(self._writers, self.report.tokens.values(), strict=True))
-        self._plan.mark_done(self._partition, {**counts, "tokens": tokens})
+        tokens = dict(zip(self._plan.keys, self.report.tokens.values(), strict=True))
+        counts |= {"tokens": tokens, **runs}
+        if self._runs is not None and self._plan.per_file:
+            self._plan.merge_shuffled([self._partition], [self._runs.num_runs], self._dtype)
+            shutil.rmtree(self._plan.runs_folder(self._partition), ignore_errors=True)
+        self._plan.mark_done(self._partition, counts)
+        self._runs = None
         total.add(self.report)
         total.partitions_done += 1
+
+    def _remove_runs(self) -> None:
+        """Removes the runs of a partition that is not done."""
+        if self._runs is not None:
+            shutil.rmtree(self._plan.runs_folder(self._partition), ignore_errors=True)
 
 
 def log_progress(report: PreprocessReport) -> None:

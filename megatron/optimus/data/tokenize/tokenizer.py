@@ -126,7 +126,8 @@ class SentencePieceTokenizer:
             import sentencepiece
         except ImportError as error:
             raise DataError(
-                "SentencePieceTokenizer needs the package sentencepiece: pip install sentencepiece"
+                "SentencePieceTokenizer needs the package sentencepiece: pip install sentencepiece "
+                "(extra [sentencepiece])"
             ) from error
         if not hasattr(sentencepiece.SentencePieceProcessor, "EncodeAsNumpy"):
             raise DataError("sentencepiece gives no arrays of ids before 0.2.3: pip install --upgrade sentencepiece")
@@ -175,7 +176,9 @@ class TikTokenizer:
             import tiktoken
             from tiktoken_ext.openai_public import r50k_pat_str
         except ImportError as error:
-            raise DataError("TikTokenizer needs the package tiktoken: pip install tiktoken") from error
+            raise DataError(
+                "TikTokenizer needs the package tiktoken: pip install tiktoken (extra [tiktoken])"
+            ) from error
         if not hasattr(tiktoken.Encoding, "encode_to_numpy"):
             raise DataError("tiktoken gives no arrays of ids before 0.11: pip install --upgrade tiktoken")
         file = Path(path)

@@ -23,7 +23,8 @@ class TensorBoardTracker:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
-                f"tensorboard_dir={folder!r} needs a package that is not installed: pip install tensorboard"
+                f"tensorboard_dir={folder!r} needs a package that is not installed: pip install tensorboard "
+                "(extra [tensorboard])"
             ) from error
         self._writer = SummaryWriter(folder, purge_step=resume_step + 1)
 

@@ -31,7 +31,7 @@ class WandbTracker:
             import wandb
         except ImportError as error:
             raise ConfigError(
-                f"wandb_project={project!r} needs a package that is not installed: pip install wandb"
+                f"wandb_project={project!r} needs a package that is not installed: pip install wandb (extra [wandb])"
             ) from error
         run_dir.mkdir(parents=True, exist_ok=True)
         kept = run_dir / "wandb_run_id"

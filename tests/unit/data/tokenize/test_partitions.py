@@ -18,7 +18,7 @@ from megatron.optimus.data.indexed import IndexedDataset
 from megatron.optimus.data.tokenize.corpus import read_documents, split_file
 from megatron.optimus.data.tokenize.preprocess import PreprocessReport, preprocess
 from megatron.optimus.platform.environment import worker_index_and_count
-from tests.unit.commands.test_preprocess_data import BYTES, call, command, failed
+from tests.unit.commands.test_preprocess_data import BYTES, IN_ORDER, call, command, failed
 
 TEXTS = [f"document {i}: " + "word " * (i * 37 % 90) for i in range(900)]
 
@@ -119,7 +119,17 @@ def test_killed_and_started_again(expected: list[bytes], tmp_path: Path) -> None
     """Killed at the first finished part; the second run keeps that part and ends with the same bytes."""
     source, output = tmp_path / "all.jsonl", tmp_path / "out"
     source.write_bytes(json_lines(TEXTS))
-    arguments = ("--input", source, "--output-prefix", output / "x", *BYTES, "--append-eod", "--partitions", 6)
+    arguments = (
+        "--input",
+        source,
+        "--output-prefix",
+        output / "x",
+        *BYTES,
+        "--append-eod",
+        *IN_ORDER,
+        "--partitions",
+        6,
+    )
     process = subprocess.Popen(
         command("tools/preprocess_data.py", *arguments, "--workers", 1), stderr=subprocess.DEVNULL
     )
@@ -135,7 +145,7 @@ def test_killed_and_started_again(expected: list[bytes], tmp_path: Path) -> None
     # an interrupted writer's leftovers, and a changed option
     (output / "x.parts" / "000005_text_document.bin.0000.tmp").write_bytes(b"left")
     assert "was begun with other options" in failed(
-        call("tools/preprocess_data.py", *arguments[:-3], "--partitions", 6)
+        call("tools/preprocess_data.py", *(word for word in arguments if word != "--append-eod"))
     )
     again = call("tools/preprocess_data.py", *arguments)
     assert again.returncode == 0, again.stderr
