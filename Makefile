@@ -36,7 +36,7 @@ QUICK := tests/packaging/test_structure.py tests/packaging/test_documents.py tes
 .PHONY: demo check test campaigns docs lint kernels clean
 
 demo: kernels
-	$(PYTHON) examples/local/demo.py $(if $(CORPUS),--corpus $(CORPUS))
+	$(PYTHON) examples/local/demo.py $(if $(CORPUS),--corpus '$(subst ','\'',$(CORPUS))')
 
 # Files in their order, in which the long ones come early: ordered by their number of tests they would come last.
 test: lint kernels $(SYCL) $(TRITON)
@@ -69,6 +69,9 @@ kernels: $(READY)
 
 # torch first: DeepSpeed's requirement on it would otherwise take the newest build, with gigabytes of CUDA.
 $(VENV)/ready: requirements.txt
+	@echo "Making an environment in $(VENV) with $$($(BASE_PYTHON) --version): $$(grep -c '==' requirements.txt) packages"
+	@echo "of requirements.txt from pip's index (torch, DeepSpeed, transformers, test tools) and what they need, 4 GB."
+	@echo "Nothing else is installed. With an environment that has them already: make demo PY=path/to/python"
 	$(BASE_PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
 	grep '^torch==' requirements.txt | xargs $(VENV)/bin/python -m pip install --quiet

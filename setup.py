@@ -32,9 +32,8 @@ def _check_setuptools():
     text = Path(__file__).with_name("pyproject.toml").read_text(encoding="utf-8")
     least = re.search(r'"setuptools>=(\d+)"', text).group(1)
     if int(setuptools_version.partition(".")[0]) < int(least):
-        sys.exit(
-            f"error: setuptools is {setuptools_version}, optimus needs {least}: pip install -U 'setuptools>={least}'"
-        )
+        remedy = f"pip install -U 'setuptools>={least}'"
+        sys.exit(f"error: setuptools {setuptools_version} is too old to build this package: {remedy}")
 
 
 def _has_sycl():

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPTS = ("def __init__(self", "class Test", "import os\n")
+PROMPTS = ["def __init__(self", "class Test", "import os\n"]  # of the default corpus
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -102,7 +102,21 @@ def export(run_dir: Path, tokenizer: Path) -> Path:
     return folder
 
 
-def generate(folder: Path) -> list[str]:
+def prompts_from(corpus: Path) -> list[str]:
+    """The first words of the corpus's first documents: text of the kind that the model has been trained on."""
+    from megatron.optimus.data.tokenize.corpus import read_documents
+
+    prompts: list[str] = []
+    for text in read_documents([corpus]):
+        prompt = " ".join(text.split()[:4])[:60]
+        if prompt and prompt not in prompts:
+            prompts.append(prompt)
+        if len(prompts) == len(PROMPTS):
+            break
+    return prompts
+
+
+def generate(folder: Path, prompts: list[str]) -> list[str]:
     """Loads the export in transformers and continues each prompt (sampling, fixed seed)."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
@@ -113,7 +127,7 @@ def generate(folder: Path) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     texts = []
-    for prompt in PROMPTS:
+    for prompt in prompts:
         ids = tokenizer(prompt, return_tensors="pt")
         settings = {"max_new_tokens": 48, "do_sample": True, "temperature": 0.7, "top_k": 40}
         out = model.generate(**ids, **settings, pad_token_id=tokenizer.eos_token_id)
@@ -179,7 +193,7 @@ def main() -> int:
     tokenizer, data = prepare_data(run_dir, corpus, config.model.vocab_size)
     pretrain(arguments, tokenizer, data, steps)
     folder = export(run_dir, tokenizer)
-    texts = generate(folder)
+    texts = generate(folder, PROMPTS if arguments.corpus is None else prompts_from(arguments.corpus))
     learned = report(run_dir, arguments.preset, config.model.vocab_size, texts, time.perf_counter() - started)
     if arguments.train_iters is None and not learned:
         print("error: validation loss is less than 3.0 nats below that of a guess", file=sys.stderr)

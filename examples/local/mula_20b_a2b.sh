@@ -5,4 +5,4 @@
 cd "$(dirname "$0")/../.." || exit
 [ -d examples/local ] || { echo "error: $PWD is not the root of the source tree; start $0 where it lies" >&2; exit 2; }
 exec python -m megatron.optimus.launch --nproc-per-node 8 --preset mula-20b-a2b \
-    --expert-model-parallel-size 8 --micro-batch-size 4 --run-dir runs/mula-20b-a2b "$@"
+    --expert-model-parallel-size 8 --micro-batch-size 2 --run-dir runs/mula-20b-a2b "$@"

@@ -101,5 +101,5 @@ def test_an_old_setuptools_is_one_line(version: str, is_enough: bool, tmp_path: 
     if is_enough:
         assert (done.returncode, done.stdout) == (0, "built\n"), done.stderr
     else:
-        line = f"error: setuptools is {version}, optimus needs 77: pip install -U 'setuptools>=77'\n"
+        line = f"error: setuptools {version} is too old to build this package: pip install -U 'setuptools>=77'\n"
         assert (done.returncode, done.stdout, done.stderr) == (1, "", line)
