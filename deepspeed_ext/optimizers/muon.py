@@ -122,10 +122,17 @@ class Muon(ShardableOptimizer):
 
     Args:
         params: parameters, or parameter groups.
-        lr, weight_decay: of Muon and AdamW groups; the decay is decoupled.
-        momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in torch.optim.Muon.
+        lr: of Muon and AdamW groups.
+        weight_decay: likewise; decoupled.
+        momentum: this and the next five are those of torch.optim.Muon.
+        nesterov: whether the update looks one step ahead.
+        ns_coefficients: of the Newton-Schulz iteration.
+        eps: least norm that a matrix is divided by.
+        ns_steps: number of iterations.
+        adjust_lr_fn: see ``lr_ratio``.
         use_muon: False for a group that AdamW updates.
-        betas, adam_eps: of AdamW groups.
+        betas: of AdamW groups.
+        adam_eps: of AdamW groups.
         ns_dtype: dtype of the Newton-Schulz iteration; None is bf16, on the CPU fp32.
         maximize: ascend instead of descend.
         state_dtype: "fp32", "bf16" or "int8".

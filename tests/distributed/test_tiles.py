@@ -23,7 +23,8 @@ from megatron.optimus.config.schema import (
 from megatron.optimus.context import RunContext
 from megatron.optimus.ops.triton import tile_cache
 from megatron.optimus.ops.triton import tiles as tiles_module
-from megatron.optimus.ops.triton.tiles import CANDIDATES, Entry, Hardware, Problem, layer_problems, tiles_for
+from megatron.optimus.ops.triton.candidates import CANDIDATES, Entry
+from megatron.optimus.ops.triton.tiles import Hardware, Problem, layer_problems, tiles_for
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.training import kernel_tuning as settling
 from megatron.optimus.training.health import TrainingError

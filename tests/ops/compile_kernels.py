@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megatron.optimus.ops.triton import grouped_gemm
-from megatron.optimus.ops.triton.tiles import CANDIDATES, Tiles
+from megatron.optimus.ops.triton.candidates import CANDIDATES, Tiles
 
 KERNELS = ("up_swiglu", "rows_times_weight_t", "weight_gradient", "weight_gradient_add", "weight_gradient_add_fp32")
 WRITTEN = "weight_gradient_fp32"  # with the tiles of the last

@@ -16,7 +16,8 @@ from torch import Tensor
 from megatron.optimus import ops
 from megatron.optimus.ops.triton import tile_cache
 from megatron.optimus.ops.triton import tiles as tiles_module
-from megatron.optimus.ops.triton.tiles import CANDIDATES, Entry, Problem, Tiles, layer_problems, tiles_for
+from megatron.optimus.ops.triton.candidates import CANDIDATES, Entry, Tiles
+from megatron.optimus.ops.triton.tiles import Problem, layer_problems, tiles_for
 from tests.ops.cases import CASES, TOLERANCE, Case, expected, make_inputs, mismatches, values_and_gradients
 from tests.ops.targets import HAS_CUDA, INTERPRETED
 
@@ -203,7 +204,7 @@ class FakeClock:
 
 @pytest.fixture
 def three_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tiles_module.CANDIDATES, SMALL.kernel, (LARGE, MIDDLE, LITTLE))
+    monkeypatch.setitem(CANDIDATES, SMALL.kernel, (LARGE, MIDDLE, LITTLE))
 
 
 def break_tiles(monkeypatch: pytest.MonkeyPatch, broken: Tiles, how: Callable[[Tensor], Tensor]) -> None:
@@ -368,7 +369,7 @@ def test_the_tool_tunes_a_layer_and_keeps_it(
     from megatron.optimus.commands.tune_kernels import main
 
     for kernel, candidates in list(CANDIDATES.items()):
-        monkeypatch.setitem(tiles_module.CANDIDATES, kernel, (candidates[0], candidates[-1]))
+        monkeypatch.setitem(CANDIDATES, kernel, (candidates[0], candidates[-1]))
     sizes = "--hidden-size 16 --num-attention-heads 2 --num-experts 2 --moe-router-topk 1 --moe-ffn-hidden-size 16"
     words = [*sizes.split(), "--tokens", "4", "--device", DEVICE.type, "--explain"]
     assert main(words) == 0

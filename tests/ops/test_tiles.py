@@ -15,13 +15,11 @@ import torch
 
 from megatron.optimus.ops.triton import tile_cache
 from megatron.optimus.ops.triton import tiles as tiles_module
+from megatron.optimus.ops.triton.candidates import CANDIDATES, Entry, Tiles, as_record
 from megatron.optimus.ops.triton.tiles import (
-    CANDIDATES,
     ROW_TILE,
-    Entry,
     Hardware,
     Problem,
-    Tiles,
     bucket,
     fitting,
     layer_problems,
@@ -225,7 +223,7 @@ def test_a_damaged_file_is_one_warning_and_replaced(
 
 
 def _changed(**values: Any) -> dict[str, Any]:
-    record = tiles_module.as_record(entry(SECOND))
+    record = as_record(entry(SECOND))
     record["tiles"] = {**record["tiles"], **values.pop("tiles", {})}
     return {**record, **values}
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.optimus.ops.triton.tiles import CANDIDATES, Hardware, shared_bytes
+from megatron.optimus.ops.triton.candidates import CANDIDATES
+from megatron.optimus.ops.triton.tiles import Hardware, shared_bytes
 from tests.ops.test_triton_interpreted import BESIDE, ROOT
 
 MACHINES = {

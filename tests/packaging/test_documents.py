@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -23,6 +24,7 @@ NAMED = re.compile(
 ABSENT = {"megatron/__init__.py"}  # as CONTRIBUTING.md says
 FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 BASH = re.compile(r"^ *```bash\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+API_ENTRY = re.compile(r"^::: (\S+)(?:\n    options:\n      members: \[(.*)\])?$", re.MULTILINE)
 NAVIGATION = re.compile(r"^\s+- [^:]+: (\S+\.md)$", re.MULTILINE)
 RECIPE = re.compile(r'^```\w+ title="[^"]+"', re.MULTILINE)  # test_extending.py makes the file
 GENERATED = {"index.md"}  # made from the README
@@ -79,6 +81,16 @@ def test_a_broken_link_is_found(link: str, tmp_path: Path) -> None:
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     pages = {str(path.relative_to(ROOT / "docs")) for path in documents() if ROOT / "docs" in path.parents}
     assert set(NAVIGATION.findall((ROOT / "mkdocs.yml").read_text())) == pages | GENERATED
+
+
+def test_the_pages_of_the_api_name_what_there_is() -> None:
+    """mkdocstrings would say so too, but only `make docs` runs it."""
+    pages = sorted((ROOT / "docs" / "api").glob("*.md"))
+    entries = [entry for page in pages for entry in API_ENTRY.findall(page.read_text(encoding="utf-8"))]
+    assert len(pages) > 5 and len(entries) > 20
+    for name, members in entries:
+        found = pkgutil.resolve_name(name)
+        assert [member for member in members.split(", ") if member and not hasattr(found, member)] == [], name
 
 
 def test_results_are_cited_and_named_by_what_they_are() -> None:

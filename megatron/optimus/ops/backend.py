@@ -170,12 +170,17 @@ def _choose(selected: Backend, device_type: str, dtype: torch.dtype) -> tuple[Ba
         obstacle = _obstacle(backend, device_type, dtype)
         if obstacle is None:
             if backend in _KERNELS:
-                _loaded[backend] = importlib.import_module(_KERNELS[backend])
+                _loaded[backend] = _module_of(backend)
             return backend, None
         obstacles[backend] = obstacle
     if Backend.SYCL in obstacles and Backend.TRITON in obstacles:  # two ways out; CUDA has Triton as its own condition
         return Backend.REFERENCE, "; ".join(f"{backend.value}: {why}" for backend, why in obstacles.items())
     return Backend.REFERENCE, obstacle
+
+
+def _module_of(backend: Backend) -> ModuleType:
+    """Imports a backend's kernels, by name: they import this file and what autograd needs."""
+    return importlib.import_module(_KERNELS[backend])
 
 
 def _native(device_type: str) -> tuple[Backend, ...]:
@@ -250,9 +255,7 @@ def _cuda_error(device_type: str) -> str | None:
         return f"it needs Hopper GPUs, compute capability 9.0, and those here have {found}; use triton"
     if error := compiled_library_error() or _triton_error(device_type):
         return error
-    from megatron.optimus.ops import cuda
-
-    if not cuda.is_built():
+    if not _module_of(Backend.CUDA).is_built():
         return (
             "the compiled operations were built without csrc/cuda; with nvcc and a CUDA build of torch run "
             "'python setup.py build_ext --inplace' in the source tree, or 'pip install --no-build-isolation .'"
@@ -261,8 +264,7 @@ def _cuda_error(device_type: str) -> str | None:
 
 
 def _sycl_error(device_type: str) -> str | None:
-    from megatron.optimus.ops import sycl
-
     if device_type not in ("xpu", "cpu"):
         return f"it runs on xpu and cpu tensors, not {device_type}"
+    sycl = _module_of(Backend.SYCL)
     return sycl.xpu_error() if device_type == "xpu" else sycl.cpu_device_error()

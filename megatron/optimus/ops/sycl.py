@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.optimus.ops.backend import BackendUnavailableError, compiled_library_error
 from megatron.optimus.ops.fused_moe import register_moe_mlp
 
 _SOURCES = Path(__file__).resolve().parents[3] / "csrc" / "sycl"
@@ -47,8 +48,6 @@ def cpu_device_error() -> str | None:
 
 def xpu_error() -> str | None:
     """Why the kernels cannot run on xpu tensors here, with the remedy; None if they were built."""
-    from megatron.optimus.ops.backend import compiled_library_error
-
     if error := compiled_library_error():
         return error
     if not torch._C._dispatch_has_kernel_for_dispatch_key("optimus::sycl_run", "XPU"):
@@ -279,8 +278,6 @@ class _Runtime:
 
     def __init__(self, kernels: Path = _SOURCES) -> None:
         if error := cpu_device_error():
-            from megatron.optimus.ops.backend import BackendUnavailableError
-
             raise BackendUnavailableError(f"the SYCL kernels cannot run on cpu: {error}")
         self._library = ctypes.CDLL(str(_build_library()))
         self._handle = ctypes.c_void_p()

@@ -19,7 +19,8 @@ from megatron.optimus.moe.dispatch.select import message_shape
 from megatron.optimus.moe.traffic import traffic_of
 from megatron.optimus.ops.backend import runs_triton
 from megatron.optimus.ops.triton import tile_cache, tiles
-from megatron.optimus.ops.triton.tiles import Problem, Table
+from megatron.optimus.ops.triton.candidates import Table
+from megatron.optimus.ops.triton.tiles import Problem
 from megatron.optimus.training.health import TrainingError
 
 logger = logging.getLogger("optimus")

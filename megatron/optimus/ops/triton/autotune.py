@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from megatron.optimus.ops.triton import grouped_gemm, permute, row_order, tile_cache
-from megatron.optimus.ops.triton.tiles import Entry, Problem, Table, Tiles, bucket, fitting, hardware, table
+from megatron.optimus.ops.triton.candidates import Entry, Table, Tiles
+from megatron.optimus.ops.triton.tiles import Problem, bucket, fitting, hardware, table
 
 logger = logging.getLogger("optimus")
 _GAIN = 0.02  # by how much a candidate must beat the default: medians of one kernel scatter by about a percent

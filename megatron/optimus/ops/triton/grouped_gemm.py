@@ -15,8 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from megatron.optimus.ops.triton.candidates import Tiles
 from megatron.optimus.ops.triton.row_order import RowOrder
-from megatron.optimus.ops.triton.tiles import ROW_TILE, Tiles, hardware, num_programs, tiles_for
+from megatron.optimus.ops.triton.tiles import ROW_TILE, hardware, num_programs, tiles_for
 
 
 @triton.jit

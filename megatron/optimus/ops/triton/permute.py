@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.optimus.ops.triton.candidates import Tiles
 from megatron.optimus.ops.triton.row_order import RowOrder
-from megatron.optimus.ops.triton.tiles import ROW_TILE, Tiles, tiles_for
+from megatron.optimus.ops.triton.tiles import ROW_TILE, tiles_for
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.optimus.ops.triton.tiles import CANDIDATES, Entry, Table, as_record, of_record
+from megatron.optimus.ops.triton.candidates import CANDIDATES, Entry, Table, as_record, of_record
 from megatron.optimus.platform import environment, files
 
 logger = logging.getLogger("optimus")

@@ -1,4 +1,4 @@
-"""Tile sizes of each kernel of the expert layer: candidates, the measured default, the table of tuned ones.
+"""Chooses the tile sizes of each kernel of the expert layer: the measured default, or the table of tuned ones.
 
 A kernel asks once for every problem (kernel, dtype, shape) and gets, in this order: the tuned tiles of the problem;
 those of the same problem with twice or half the slots, as the number of rows changes from step to step where experts
@@ -13,87 +13,17 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+
+from megatron.optimus.ops.triton import tile_cache
+from megatron.optimus.ops.triton.candidates import CANDIDATES, Table, Tiles
 
 ROW_TILE = 128  # the rows of each expert begin at a multiple of it (row_order.py)
 _ALIGN = 8  # widths are padded to it
 # Registers of one warp, or sub-group. NVIDIA: 255 of 32 lanes; Intel: 256 of 64 bytes, a thread with the large file.
 _NVIDIA_REGISTERS, _INTEL_REGISTERS = 32 * 1024, 16 * 1024
-
-
-class Tiles(NamedTuple):
-    """One way to launch a kernel. Kernels that move rows have no depth and no stages."""
-
-    rows: int
-    cols: int
-    depth: int
-    warps: int
-    stages: int
-    programs: int  # per multiprocessor
-
-    def __str__(self) -> str:
-        shape = "x".join(str(n) for n in self[:3] if n)
-        stages = f", {self.stages} stages, {self.programs} a multiprocessor" if self.depth else ""
-        return f"{shape}, {self.warps} warps{stages}"
-
-
-# The first of each is fastest on an H200 (docs/design/expert_kernels.md); the first that fits is a device's default.
-_PRODUCT = (
-    Tiles(128, 256, 64, 8, 3, 1),
-    Tiles(128, 256, 32, 8, 4, 1),
-    Tiles(128, 128, 64, 8, 4, 1),
-    Tiles(128, 128, 64, 4, 3, 1),
-    Tiles(128, 128, 64, 4, 3, 2),
-    Tiles(128, 128, 32, 4, 4, 2),
-    Tiles(64, 256, 64, 4, 3, 1),
-    Tiles(64, 128, 64, 4, 4, 2),
-    Tiles(128, 64, 64, 4, 3, 2),
-    Tiles(64, 128, 32, 4, 3, 2),
-    Tiles(64, 64, 32, 4, 3, 2),
-)
-CANDIDATES: dict[str, tuple[Tiles, ...]] = {
-    "up_swiglu": (  # cols of gate and as many of up
-        Tiles(128, 128, 64, 8, 4, 1),
-        Tiles(128, 128, 64, 8, 3, 1),
-        Tiles(128, 128, 32, 8, 4, 1),
-        Tiles(128, 64, 64, 8, 4, 1),
-        Tiles(128, 64, 64, 4, 3, 1),
-        Tiles(128, 64, 64, 4, 3, 2),
-        Tiles(128, 64, 32, 4, 4, 2),
-        Tiles(64, 128, 64, 4, 3, 1),
-        Tiles(64, 64, 64, 4, 4, 2),
-        Tiles(64, 64, 32, 4, 3, 2),
-        Tiles(64, 32, 32, 4, 3, 2),
-    ),
-    "rows_times_weight_t": _PRODUCT,  # by weight[e].T
-    "rows_times_weight": _PRODUCT,
-    "weight_gradient": _PRODUCT,
-    "weight_gradient_add": _PRODUCT,  # to a main gradient in 16 bits
-    "weight_gradient_add_fp32": _PRODUCT,
-    "spread_rows": (  # cols at a time, at most
-        Tiles(1, 2048, 0, 8, 1, 1),
-        Tiles(1, 2048, 0, 4, 1, 1),
-        Tiles(1, 1024, 0, 8, 1, 1),
-        Tiles(1, 1024, 0, 4, 1, 1),
-        Tiles(1, 4096, 0, 8, 1, 1),
-    ),
-    "sum_rows": (
-        Tiles(1, 2048, 0, 4, 1, 1),
-        Tiles(1, 2048, 0, 8, 1, 1),
-        Tiles(1, 1024, 0, 4, 1, 1),
-        Tiles(1, 1024, 0, 2, 1, 1),
-        Tiles(1, 512, 0, 2, 1, 1),
-    ),
-    "swiglu_backward": (
-        Tiles(2, 1024, 0, 8, 1, 1),
-        Tiles(2, 1024, 0, 4, 1, 1),
-        Tiles(1, 1024, 0, 4, 1, 1),
-        Tiles(4, 512, 0, 8, 1, 1),
-        Tiles(4, 256, 0, 4, 1, 1),
-    ),
-}
 
 
 class Problem(NamedTuple):
@@ -115,15 +45,6 @@ class Problem(NamedTuple):
         return f"{self.kernel} {dtype} E{self.experts} {self.n}x{self.k} N{self.slots}"
 
 
-class Entry(NamedTuple):
-    """The outcome of tuning one problem."""
-
-    tiles: Tiles
-    microseconds: float
-    default_microseconds: float
-    matches_default_bits: bool  # gave the default's very bits
-
-
 class Hardware(NamedTuple):
     """The properties of a device that tiles depend on."""
 
@@ -133,9 +54,6 @@ class Hardware(NamedTuple):
     has_tma: bool  # copies tiles by itself: NVIDIA's tensor memory engine
     keeps_last_stage: bool  # products read shared memory without a copy in registers, so every stage is a buffer
     register_bytes: int = _NVIDIA_REGISTERS  # of one warp
-
-
-Table = Mapping[str, Entry]  # by str(problem), of one device
 
 
 @functools.cache
@@ -236,8 +154,6 @@ def table(device: torch.device) -> Table:
     """The tuned entries in use on a device that may be launched there."""
     global _tables  # noqa: PLW0603
     if _tables is None:
-        from megatron.optimus.ops.triton import tile_cache
-
         _tables = tile_cache.load()
     machine = hardware(device)
     entries = _tables.get(machine.key, {})
@@ -289,24 +205,3 @@ def layer_problems(
         ("swiglu_backward", 1, F),
     )
     return [Problem(name, dtype, experts, n, depth, bucket(rows * topk)) for name, n, depth in shapes]
-
-
-def as_record(entry: Entry) -> dict[str, Any]:
-    """For JSON."""
-    tiles, microseconds, default, exact = entry
-    times = {"microseconds": microseconds, "default_microseconds": default}
-    return {"tiles": tiles._asdict(), **times, "is_exact": exact}
-
-
-def of_record(record: Any) -> Entry:
-    """Raises ValueError for anything but what ``as_record`` gives; whether the tiles are legal is another question."""
-    try:
-        tiles, times = record["tiles"], (record["microseconds"], record["default_microseconds"])
-        values = [tiles[name] for name in Tiles._fields]
-        whole = all(type(value) is int for value in values)
-        numbers = all(type(value) in (int, float) and math.isfinite(value) for value in times)
-    except (TypeError, KeyError, OverflowError) as error:  # the last: an integer beyond all floats
-        raise ValueError(f"not an entry of tuned tiles: {record!r}") from error
-    if not (whole and numbers and type(record.get("is_exact")) is bool):
-        raise ValueError(f"not an entry of tuned tiles: {record!r}")
-    return Entry(Tiles(*values), *times, record["is_exact"])
