@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+from megatron.optimus.config.schema import RunConfig
 from megatron.optimus.config.serialize import to_yaml
 from megatron.optimus.context import RunContext
 from megatron.optimus.training.data import VALIDATION
@@ -17,6 +18,15 @@ from megatron.optimus.training.metrics import MetricsWriter, StepMetrics
 from megatron.optimus.training.trackers import StepRange, Tracker, open_trackers
 
 logger = logging.getLogger("optimus")
+
+
+def _as_started_again(config: RunConfig) -> RunConfig:
+    """Returns the configuration without what is meant for one start alone: nobody should mean it again unawares."""
+    return dataclasses.replace(
+        config,
+        checkpoint=dataclasses.replace(config.checkpoint, from_scratch=False),
+        data=dataclasses.replace(config.data, allow_changed_data=False),
+    )
 
 
 class MetricsLogger:
@@ -32,7 +42,7 @@ class MetricsLogger:
         run_dir = Path(run.config.logging.run_dir)
         self._trackers: list[Tracker] = open_trackers(run, steps)
         self._metrics = MetricsWriter(run_dir, resume_step=steps.first)
-        (run_dir / "config.yaml").write_text(to_yaml(run.config), encoding="utf-8")
+        (run_dir / "config.yaml").write_text(to_yaml(_as_started_again(run.config)), encoding="utf-8")
         self._expert_load = ExpertLoad(run_dir, run.config.parallel)
 
     def log(self, metrics: StepMetrics, valid_losses: Mapping[str, float]) -> None:
