@@ -87,15 +87,24 @@ SECTION_KEYS: dict[str, tuple[set[str], set[str]]] = {
     "optimizer": ({"params", "type"}, set()),
     "torch_autocast": ({"dtype"}, {"enabled"}),
 }
+REFUSED = ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states")
 TOP_LEVEL_KEYS = READ_HERE | READ_BY_DEEPSPEED | DELEGATING | REMOVED | {name.split(".")[0] for name in WITHOUT_EFFECT}
 
 
 def unknown_keys(config: Mapping[str, Any]) -> str | None:
-    """Returns a warning for top-level keys that nothing reads, with the nearest known keys; None without any."""
+    """Returns a warning for keys that nothing reads, with the nearest known keys; None without any.
+
+    They are those at the top and in the sections of SECTION_KEYS, most of which DeepSpeed does not check itself.
+    """
+    places = [("", config, TOP_LEVEL_KEYS)]
+    for section, (ours, engines) in SECTION_KEYS.items():
+        others = {name.split(".")[1] for name in (*WITHOUT_EFFECT, *REFUSED) if name.startswith(f"{section}.")}
+        places.append((f"{section}.", config.get(section) or {}, ours | engines | others))
     unknown = []
-    for key in map(str, config.keys() - TOP_LEVEL_KEYS):
-        near = difflib.get_close_matches(key, TOP_LEVEL_KEYS, n=1)
-        unknown.append(f"{key!r} (did you mean {near[0]!r}?)" if near else repr(key))
+    for prefix, found, known in places:
+        for key in map(str, found.keys() - known):
+            near = difflib.get_close_matches(key, known, n=1)
+            unknown.append(f"{prefix + key!r} (did you mean {prefix + near[0]!r}?)" if near else repr(prefix + key))
     if not unknown:
         return None
     return f"the DeepSpeed configuration has keys that nothing reads: {', '.join(sorted(unknown))}"

@@ -89,6 +89,7 @@ def test_lost_checkpoints_stop_a_run(
     assert again.returncode == 0, again.stderr
     assert (run / "metrics.aside-1.jsonl").read_bytes() == lines
     assert _steps(run / "metrics.jsonl") == [1, 2, 3]
+    assert "from_scratch: false" in (run / "config.yaml").read_text(), "meant for that start alone"
     aside = run / "checkpoints/aside-1"
     assert aside.exists() == (lose in (_link, _damage))
     resumed = train(run, *QUIET, "--train-iters", 5, "--from-scratch", ranks=ranks)  # as a launcher starts it again

@@ -26,6 +26,15 @@ from megatron.optimus.training.trackers.progress import duration
 logger = logging.getLogger("optimus")
 
 
+def _as_started_again(config: RunConfig) -> RunConfig:
+    """Returns the configuration without what is meant for one start alone: nobody should mean it again unawares."""
+    return dataclasses.replace(
+        config,
+        checkpoint=dataclasses.replace(config.checkpoint, from_scratch=False),
+        data=dataclasses.replace(config.data, allow_changed_data=False),
+    )
+
+
 class MetricsLogger:
     """Writes the metrics of each step wherever the configuration asks for; does nothing on ranks other than 0."""
 
@@ -40,7 +49,7 @@ class MetricsLogger:
         run_dir = Path(run.config.logging.run_dir)
         self._trackers: list[Tracker] = open_trackers(run, steps)
         self._metrics = MetricsWriter(run_dir, resume_step=steps.first)
-        write_atomically(run_dir / "config.yaml", to_yaml(run.config), sync=False)
+        write_atomically(run_dir / "config.yaml", to_yaml(_as_started_again(run.config)), sync=False)
         self._expert_load = ExpertLoad(run_dir, run.config.parallel)
 
     def log(self, metrics: StepMetrics, valid_losses: Mapping[str, float]) -> None:

@@ -329,7 +329,7 @@ class Trainer:
         if metrics.startup_s is not None:
             logger.info("%s", startup_line(metrics.startup_s))
         self.queued = None
-        others = dict(result.metrics)
+        others = {**result.metrics, **{f"valid_loss/{name}": value for name, value in valid_losses.items()}}
         loss = others.pop("loss", 0.0)
         self.health.observe(queued.step, loss=loss, grad_norm=result.grad_norm, skipped=result.skipped, others=others)
         if unreadable is not None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from deepspeed_ext.ds_config import zero_options
 from deepspeed_ext.optimizers import shard_optimizer_for
 from deepspeed_ext.optimizers.elementwise import ShardAdam, ShardLion, ShardSGD
 from deepspeed_ext.optimizers.muon import ShardMuon
@@ -22,7 +23,7 @@ from megatron.optimus.config.schema import (
     RunConfig,
 )
 from megatron.optimus.models.decoder import Decoder
-from megatron.optimus.training.engine import _own_options, optimizer_of, param_groups
+from megatron.optimus.training.engine import _own_options, deepspeed_config, optimizer_of, param_groups
 
 SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 32, "moe_ffn_hidden_size": 8}
 
@@ -136,3 +137,10 @@ def test_errors() -> None:
     config.parallel.tensor_model_parallel_size = 2
     with pytest.raises(ConfigError, match="tensor_model_parallel_size=2 splits them"):
         check_trainable(config)
+
+
+@pytest.mark.parametrize("clip_grad", [0.0, 0.5, 1.0])
+def test_clip_grad_keeps_its_meaning_whatever_deepspeeds_default_is(clip_grad: float) -> None:
+    config = load(["--preset", "mula-tiny", "--clip-grad", str(clip_grad)]).config
+    options = zero_options(deepspeed_config(config, 1))
+    assert options.max_norm == clip_grad and options.check_grad_overflow

@@ -97,7 +97,9 @@ Table = Mapping[str, Entry]  # by str(problem), of one device
 
 def as_record(entry: Entry) -> dict[str, Any]:
     """For JSON."""
-    return {**entry._asdict(), "tiles": entry.tiles._asdict()}
+    tiles, microseconds, default, exact = entry
+    times = {"microseconds": microseconds, "default_microseconds": default}
+    return {"tiles": tiles._asdict(), **times, "is_exact": exact}
 
 
 def of_record(record: Any) -> Entry:
