@@ -199,6 +199,9 @@ def parse_manifest(data: bytes, source: str) -> Manifest:
         raise CheckpointError(f"{source}: tokenizer_xxh3_128 is neither null nor 32 hex digits")
     if body["config_xxh3_128"] != manifest.config_xxh3_128:
         raise CheckpointError(f"{source}: config_xxh3_128 does not match config")
+    for name, section in manifest.config.items():
+        if not isinstance(section, dict):
+            raise CheckpointError(f"{source}: config.{name} must be a JSON object, is {type(section).__name__}")
     _check_files(manifest, source)
     for entry in manifest.tensors.values():
         where = f"{source}: tensor {entry.name} ({entry.kind})"

@@ -62,8 +62,15 @@ def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
     return changes
 
 
+_MAX_VALUES = 100_000  # of a file, where each alias counts as what it stands for
+_MAX_DIGITS = 100
+
+
 class _StrictLoader(yaml.SafeLoader):
-    """A SafeLoader that refuses a key given twice in a mapping and keeps dates as text (run_dir: 2026-01-05)."""
+    """A SafeLoader that refuses a key given twice in a mapping and keeps dates as text (run_dir: 2026-01-05).
+
+    It also refuses numbers and merged mappings that grow without bound.
+    """
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - the name and shape are the parent's
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
@@ -80,6 +87,36 @@ class _StrictLoader(yaml.SafeLoader):
                 raise ConfigError(f"{key_node.value} is given twice, in lines {seen[key_node.value]} and {line}")
             seen[key_node.value] = line
         return super().construct_mapping(node, deep)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        if len(node.value) > _MAX_DIGITS:
+            raise ConfigError(
+                f"line {node.start_mark.line + 1}: a whole number of {len(node.value)} characters; at most "
+                f"{_MAX_DIGITS} are read"
+            )
+        return int(super().construct_yaml_int(node))
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        if len(node.value) > _MAX_VALUES:
+            raise ConfigError(f"line {node.start_mark.line + 1}: merges (<<) give more than {_MAX_VALUES} values")
+
+
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_yaml_int)
+
+
+def _check_size(data: Any) -> None:
+    """Raises ConfigError for more than ``_MAX_VALUES`` values: a few aliases of aliases can stand for billions."""
+    left, count = [data], 0
+    while left:
+        value = left.pop()
+        count += 1
+        if count + len(left) > _MAX_VALUES:
+            raise ConfigError(f"has more than {_MAX_VALUES} values, where each alias counts as what it stands for")
+        if isinstance(value, Mapping):
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -106,7 +143,9 @@ def read_plain(path: str) -> Any:
         text = Path(path).read_text(encoding="utf-8")
         if suffix == ".json":
             return json.loads(text, object_pairs_hook=_unique_keys)
-        return yaml.load(text, Loader=_StrictLoader)  # a SafeLoader: builds plain data only
+        data = yaml.load(text, Loader=_StrictLoader)  # a SafeLoader: builds plain data only
+        _check_size(data)
+        return data
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -189,7 +189,7 @@ class _Weights:
             weight_map = read_json(path / _INDEX).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
                 raise CheckpointError(f"{path / _INDEX}: weight_map is missing or empty")
-            files = list(dict.fromkeys(weight_map.values()))
+            files = list(weight_map.values())
         elif (path / _WEIGHTS).exists():
             files = [_WEIGHTS]
         else:
@@ -201,6 +201,7 @@ class _Weights:
         for file in files:
             if not isinstance(file, str) or not _SHARD_NAME.fullmatch(file):
                 raise CheckpointError(f"{path / _INDEX}: {file!r} is not the plain name of a .safetensors file")
+        for file in dict.fromkeys(files):
             opened = _SafetensorsFile(path / file)
             for key in sorted(opened.keys):
                 if key in self._files:

@@ -24,6 +24,7 @@ from megatron.optimus.data.loader import position_after_change
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.platform.memory import needs_memory
 from megatron.optimus.platform.seeding import rng_state, set_rng_state
+from megatron.optimus.training.data_position import START_FIELD, STEPS_FIELD, check_position, position_start
 from megatron.optimus.training.engine import Engine, training_state
 from megatron.optimus.training.last_checkpoint import LastCheckpoint
 from megatron.optimus.version import __version__
@@ -46,6 +47,7 @@ class Checkpoints:
         self._packages = _packages()
         self._tokenizer = _tokenizer_hash(config.data.tokenizer_model) if mesh.rank == 0 else None
         self._tokenizer_files = hash_files(config.data.tokenizer_model) if mesh.rank == 0 else {}
+        self._position_start = [0, 0]  # step and samples since which the batch sizes of this run hold
         self._drain_s: float | None = None
         self._tried: Manifest | None = None  # the last checkpoint that resume tried to load
         # JSON values that full checkpoints hold; after resume, those of its checkpoint.
@@ -148,7 +150,12 @@ class Checkpoints:
             step,
             consumed_samples,
             to_dict(self._config),
-            {**self.extra_state, "optimizer_step_count": self._state.step_count, HASHES_FIELD: self._tokenizer_files},
+            {
+                **self.extra_state,
+                STEPS_FIELD: self._state.step_count,
+                START_FIELD: self._position_start,
+                HASHES_FIELD: self._tokenizer_files,
+            },
             {},
             {},
             layout=asdict(self._mesh.layout) | {"zero_stage": self._config.optimizer.zero_stage},
@@ -203,7 +210,7 @@ class Checkpoints:
         path, manifest = found
         optimizer = self._state
         if has_moments and manifest.kind == "full":
-            optimizer.step_count = int(manifest.metadata.get("optimizer_step_count", manifest.step))
+            optimizer.step_count = int(manifest.metadata.get(STEPS_FIELD, manifest.step))
             self._restore_rng()
             self.extra_state = manifest.metadata
         optimizer.sync_params_from_master()
@@ -214,6 +221,8 @@ class Checkpoints:
             now = self._config.training.seq_length
             lengths = manifest.config.get("training", {}).get("seq_length", now), now  # an import has no such section
             consumed_samples = position_after_change(manifest.consumed_samples, *lengths)
+            training = to_dict(self._config)["training"]
+            self._position_start = position_start(manifest, training, step, consumed_samples)
         what = "" if has_moments and manifest.kind == "full" else " (weights only: the moments start anew)"
         logger.info("resumed from %s: step %d, %d samples consumed%s", path, step, consumed_samples, what)
         self._log_changes(manifest)
@@ -258,6 +267,7 @@ class Checkpoints:
         self._tried = manifest
         if manifest.kind == "model":
             return self._weight_requests(manifest)
+        check_position(manifest, warn=self._mesh.rank == 0)
         before, now = manifest.config.get("optimizer", {}).get("optimizer"), self._config.optimizer.optimizer.value
         if before not in (None, now):  # states of the same name would be mistaken
             raise CheckpointError(f"it holds the states of optimizer={before}, this run has optimizer={now}")
@@ -270,6 +280,8 @@ class Checkpoints:
         return slices + self._rng
 
     def _weight_requests(self, manifest: Manifest) -> list[TensorSlice]:
+        if not self._config.checkpoint.finetune:
+            check_position(manifest, warn=self._mesh.rank == 0)
         return state.weight_requests(self._model, self._state, manifest)
 
     def _restore_rng(self) -> None:

@@ -80,7 +80,11 @@ class RecentValues:
         """Takes what ``to_json`` gave; ignores anything else, which checkpoints of other programs may hold."""
         self._values.clear()
         for pair in stored if isinstance(stored, list) else []:
-            if isinstance(pair, list) and len(pair) == 2 and all(isinstance(x, int | float) for x in pair):
+            if (
+                isinstance(pair, list)
+                and len(pair) == 2
+                and all(isinstance(x, int | float) and abs(x) < 1 << 63 for x in pair)
+            ):
                 self.add(int(pair[0]), float(pair[1]))
 
 

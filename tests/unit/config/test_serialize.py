@@ -61,3 +61,33 @@ def test_changed_options_name_what_bears_on_training() -> None:
     assert changed_options(before, before) == []
     del before["model"]["model_family"]  # written before the option existed
     assert changed_options(before, after) == ["optimizer.lr 0.0004 -> 0.001"]
+
+
+def nested(levels: int, tie: str) -> str:
+    """YAML of ``levels`` anchors, each ten times the one before."""
+    first = 'a0: &a0 {"x": 1}' if tie == "<<" else "a0: &a0 [1, 1]"
+    rest = []
+    for i in range(1, levels):
+        aliases = ", ".join([f"*a{i - 1}"] * 10)
+        rest.append(f"a{i}: &a{i} {{'<<': [{aliases}], 'x{i}': 1}}" if tie == "<<" else f"a{i}: &a{i} [{aliases}]")
+    return "\n".join([first, *rest]).replace("'<<'", "<<")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: {num_layers: 0x" + "f" * 5000 + "}", "line 1: a whole number of 5002 characters"),
+        ("model:\n  num_layers: 1" + ":59" * 5000, "line 2: a whole number of 15001 characters"),
+        ("model: {num_layers: " + "9" * 5000 + "}", "line 1: a whole number of 5000 characters"),
+        ("model: {num_layers: 0b" + "1" * 5000 + "}", "line 1: a whole number of 5002 characters"),
+        (nested(12, "list"), "more than 100000 values"),
+        (nested(12, "<<"), "more than 100000 values"),
+        ("a: &a [*a]", "more than 100000 values"),
+        ("model: &m {num_layers: *m}", "more than 100000 values"),
+    ],
+)
+def test_files_that_grow_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message) as found:
+        load(["--config", str(tmp_path / "a.yaml")])
+    assert len(str(found.value)) < 2000

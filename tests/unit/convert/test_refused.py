@@ -131,6 +131,8 @@ def test_wrong_hf_folders(tmp_path):
     refused("model_type='gpt2'", weights=content, config=config | {"model_type": "gpt2"}, error=ConfigError)
     for name in ("../hf/model.safetensors", "/etc/passwd", 5):
         refused("is not the plain name", weights=content, index={"weight_map": {"a": name}})
+    for value in (["model.safetensors"], [], {}, 3, None):
+        refused("is not the plain name", weights=content, index={"weight_map": {"a": value}})
     refused("weight_map is missing", weights=content, index={})
     with pytest.raises(CheckpointError, match="no such folder"):
         convert(tmp_path / "nothing", tmp_path / "out", to="hf")

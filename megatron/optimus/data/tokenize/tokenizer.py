@@ -7,10 +7,11 @@ letter by letter, so that no document can fake the end of a document.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -72,15 +73,13 @@ class HuggingFaceTokenizer:
         import tokenizers
 
         file = _tokenizer_file(Path(path))
-        try:
+        with _naming_errors(file, "a tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises plain Exception
-            raise DataError(f"{file}: not a tokenizer.json that can be read: {error}") from error
         # a saved truncation or padding would silently cut or fill documents
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size = _checked_size(self._tokenizer.get_vocab(with_added_tokens=True).values(), file)
         name = _eos_token(file.parent / "tokenizer_config.json")
         eod_id = self._tokenizer.token_to_id(name)
         if eod_id is None:
@@ -89,8 +88,10 @@ class HuggingFaceTokenizer:
                 f'"eos_token" in {file.parent / "tokenizer_config.json"}'
             )
         self.eod_id: int = eod_id
-        self._cache = ByteLevelBPECache.from_state(json.loads(self._tokenizer.to_str()), self._encode_with_library)
-        self._bytes = _bytes_of_tokens(self._tokenizer)
+        with _naming_errors(file, "a tokenizer.json"):
+            state = json.loads(self._tokenizer.to_str())
+            self._cache = ByteLevelBPECache.from_state(state, self._encode_with_library)
+            self._bytes = _bytes_of_tokens(self._tokenizer)
         self.token_bytes = self._bytes if self._cache is not None and self._cache.is_for_all_texts else None
 
     def encode(self, text: str) -> list[int]:
@@ -182,26 +183,26 @@ class TikTokenizer:
         if not hasattr(tiktoken.Encoding, "encode_to_numpy"):
             raise DataError("tiktoken gives no arrays of ids before 0.11: pip install --upgrade tiktoken")
         file = Path(path)
-        try:
+        with _naming_errors(file, "a .tiktoken file"):
+            if not file.is_file():
+                raise ValueError("no such file")
             pairs = [line.split() for line in file.read_bytes().splitlines() if line]
             if bad := next((number for number, pair in enumerate(pairs, 1) if len(pair) != 2), None):
                 raise ValueError(f"line {bad} is no token in base64 and its rank")
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
             extra = Path(f"{file}.json")
-            options = json.loads(extra.read_text(encoding="utf-8")) if extra.exists() else {}
+            options = json.loads(extra.read_text(encoding="utf-8")) if extra.is_file() else {}
             self.eod_id = int(options.get("end_of_text", max(ranks.values()) + 1))
             names = options.get("special_tokens", {})
             self._special = {END_OF_TEXT: self.eod_id} | {str(name): int(i) for name, i in names.items()}
+            self.vocab_size: int = _checked_size([*self._special.values(), *ranks.values()], file)
             self._encoding = tiktoken.Encoding(
                 file.stem,
                 pat_str=options.get("pattern", r50k_pat_str),
                 mergeable_ranks=ranks,
                 special_tokens=self._special,
             )
-        except (OSError, ValueError, AttributeError, TypeError) as error:
-            raise DataError(f"{file}: not a .tiktoken file that can be read: {error}") from error
         self._tokens = {rank: token for token, rank in ranks.items()}
-        self.vocab_size: int = max(*self._special.values(), *ranks.values()) + 1
 
     def encode(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(text)
@@ -236,6 +237,26 @@ class ByteLevelTokenizer:
 
     def token_id(self, name: str) -> int | None:
         return None
+
+
+@contextlib.contextmanager
+def _naming_errors(file: Path, what: str) -> Iterator[None]:
+    """Turns whatever a library raises for a file into a DataError. The libraries in Rust also raise what is no
+    Exception: their panics."""
+    try:
+        yield
+    except (DataError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise DataError(f"{file}: not {what} that can be read: {type(error).__name__}: {error}") from error
+
+
+def _checked_size(ids: Collection[int], file: Path) -> int:
+    """Returns the size of a vocabulary with these ids. Raises DataError where tables of that size would not fit."""
+    low, high = min(ids, default=0), max(ids, default=-1)
+    if low < 0 or not 0 <= high < _MAX_BPE_SIZE:
+        raise DataError(f"{file}: its token ids run from {low} to {high}; they must lie in [0, {_MAX_BPE_SIZE})")
+    return high + 1
 
 
 def build_tokenizer(kind: TokenizerType, path: str | os.PathLike[str] | None) -> Tokenizer:
@@ -289,10 +310,10 @@ def _tokenizer_file(path: Path) -> Path:
 def _eos_token(config: Path) -> str:
     """``eos_token`` of a tokenizer_config.json, a string or an object with "content"; else "<|endoftext|>"."""
     try:
+        if not config.is_file():
+            return END_OF_TEXT
         value = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-    except FileNotFoundError:
-        return END_OF_TEXT
-    except (ValueError, AttributeError, OSError) as error:
+    except (ValueError, AttributeError, OSError, RecursionError) as error:
         raise DataError(f"{config}: not a JSON object that can be read: {error}") from error
     if isinstance(value, dict):
         value = value.get("content")
