@@ -120,7 +120,7 @@ def read_machine(path: Path) -> Machine:
     _check_words(path, data)
     values: dict[str, Any] = {name: data[name] for name in (*_WORDS, "devices_per_node")}
     values |= {"name": path.stem, "kernels": KERNELS[data["kernels"]], "file": str(path)}
-    return Machine(**values, **figures)
+    return Machine(**(values | figures))
 
 
 def _check_words(path: Path, data: dict[str, Any]) -> None:

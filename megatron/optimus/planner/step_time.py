@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 from megatron.optimus.config.costs import FP32, Collective, Hiding, Kind, Work, flops_per_token
 from megatron.optimus.config.rank_plan import RankPlan, groups_alike
-from megatron.optimus.config.schema import OptimizerName, PipelineSchedule
+from megatron.optimus.config.schema import PipelineSchedule
 from megatron.optimus.models.activations import CUDA, Kernels, layer_parts
 from megatron.optimus.models.parameters import rank_parameters
 from megatron.optimus.models.work import head_work, last_product_work, layer_work, router_work, shared_work
 from megatron.optimus.planner.communication import collectives
 from megatron.optimus.planner.hardware import Machine
-from megatron.optimus.planner.optimizer_state import flat_buffers
+from megatron.optimus.planner.optimizer_state import flat_buffers, num_moments
 from megatron.optimus.planner.pipeline import bubble_seconds
 
 SHORT, LONG = 4096, 131072  # tokens of a sequence to which the rates of attention belong
@@ -92,9 +92,8 @@ def update_work(rank: RankPlan) -> Work:
     kept, sent = rank.gradient_element, rank.sent_gradient_element
     total = Work()
     for buffer in flat_buffers(rank):
-        moments = 2 if rank.config.optimizer.optimizer is OptimizerName.ADAM else 1
         width = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256}[rank.config.optimizer.optimizer_state_dtype.value]
-        per_element = 2 * max(kept, sent) + 2 * FP32 + rank.element + 2 * moments * width
+        per_element = 2 * max(kept, sent) + 2 * FP32 + rank.element + 2 * num_moments(rank, buffer) * width
         total += Work(traffic=per_element * buffer.shard)
         if buffer.is_matrix:
             side = min(rank.model.hidden_size, rank.model.moe_ffn_hidden_size or rank.model.ffn_hidden_size)
