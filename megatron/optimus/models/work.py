@@ -1,9 +1,9 @@
 """Declares what a rank computes in a layer and in the head: operations, and bytes through memory.
 
 Written without torch, so that the planner can read it on any machine. Matrix products are counted in FLOPs
-(config/costs.py), and a backward as two forwards. A router's product is left out, because memory bounds it: see
-``router_work``. Bytes are those of the operations between products: each tensor as often as the program reads and
-writes it. Traffic inside of the expert kernels and of attention is not counted; the rates measured for them include it.
+(config/costs.py), and a backward as two forwards. Bytes are those of the operations between products: each tensor as
+often as the program reads and writes it. Traffic inside of the expert kernels and of attention is not counted; the
+rates measured for them include it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ FUSED_NORM, RESIDUAL = 10, 12  # RMSNorm; a sum both ways
 TRAINING = 6.0  # FLOPs of a multiply-add of the forward, with those of the backward
 FAMILY = 5  # of a byte that a family's attention keeps: written, read, read again, and its gradient written and read
 GATE = 20  # of the shared experts' result: read by the gate, times the gate; times the gate and the gradient, twice
+
+ROUTER_PASSES = 6  # of the tokens: read; read for the weight's gradient, own gradient written, read twice and summed
 
 # Ring attention, bytes of an element of the queries and of the keys (of which there are as many values), both passes.
 # A step: results to fp32 and merged (18), gradients added (10); halves made contiguous (8), gradients added (10). Once:
@@ -81,6 +83,8 @@ def layer_work(
     else:
         mlp = _mlp_work(rank, kernels, is_moe=False)
     total = norms + residuals + qk_norm + attention + mlp + OperationCounts(layers=2.0)
+    if is_moe:
+        total += router_training_work(rank, kernels)  # it is not recomputed
     again = OperationCounts()
     for chosen, part in ((Recompute.MOE, mlp), (Recompute.ATTENTION, attention + qk_norm), (Recompute.NORM, norms)):
         if chosen in recompute:
@@ -145,6 +149,23 @@ def router_work(rank: RankPlan) -> OperationCounts:
     model, tokens = rank.model, rank.sequence_parallel_tokens
     return OperationCounts(
         memory_bytes=tokens * (model.hidden_size * (rank.element_bytes + 2 * FP32) + 10 * model.num_experts * FP32)
+    )
+
+
+def router_training_work(rank: RankPlan, kernels: Kernels = CUDA) -> OperationCounts:
+    """Counts forward and backward of a router for one micro-batch.
+
+    With fused kernels (ops/triton/router_linear.py) tokens are read in either direction, and their gradient is written
+    and added to the experts'; the backward's products are three each, of parts of the logits' gradient. Without, both
+    directions have fp32 copies of the tokens, and products in fp32.
+    """
+    model, tokens = rank.model, rank.sequence_parallel_tokens
+    cost = tokens * model.hidden_size * model.num_experts
+    if not kernels.fused_elementwise:
+        return router_work(rank) * 3 + OperationCounts(wide=TRAINING * cost)
+    logits = 20 * model.num_experts * FP32
+    return OperationCounts(
+        gemm_flops=(2 + 3 * 4) * cost, memory_bytes=tokens * (model.hidden_size * ROUTER_PASSES * rank.element_bytes + logits)
     )
 
 

@@ -29,7 +29,7 @@ from megatron.optimus.models.parameters import rank_parameters
 from megatron.optimus.models.work import head_work, last_product_work, layer_work, router_work, shared_work
 from megatron.optimus.planner.communication import collectives
 from megatron.optimus.planner.hardware import Machine
-from megatron.optimus.planner.optimizer_state import flat_buffers
+from megatron.optimus.planner.optimizer_state import flat_buffers, num_moments
 from megatron.optimus.planner.pipeline import bubble_seconds
 
 SHORT, LONG = 4096, 131072  # tokens of a sequence to which the rates of attention belong
@@ -101,9 +101,8 @@ def update_work(rank: RankPlan) -> OperationCounts:
     kept, sent = rank.gradient_element_bytes, rank.sent_gradient_element_bytes
     total = OperationCounts()
     for buffer in flat_buffers(rank):
-        moments = rank.config.optimizer.optimizer.num_states
         width = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256}[rank.config.optimizer.optimizer_state_dtype.value]
-        per_element = 2 * max(kept, sent) + 2 * FP32 + rank.element_bytes + 2 * moments * width
+        per_element = 2 * max(kept, sent) + 2 * FP32 + rank.element_bytes + 2 * num_moments(rank, buffer) * width
         total += OperationCounts(memory_bytes=per_element * buffer.shard)
         if buffer.is_matrix:
             side = min(rank.model.hidden_size, rank.model.moe_ffn_hidden_size or rank.model.ffn_hidden_size)

@@ -24,7 +24,7 @@ from megatron.optimus.platform.environment import Launcher, RankEnvironment
 _BACKENDS = {"cuda": Backend.NCCL, "xpu": Backend.XCCL, "cpu": Backend.GLOO}
 
 # Dense peaks in FLOP/s of one device as torch counts devices, by part of its name; the first match counts.
-# NVIDIA: data sheets, without sparsity. Intel Max 1550: one tile (the unit under ZE_FLAT_DEVICE_HIERARCHY=FLAT) of
+# NVIDIA, AMD: data sheets, without sparsity. Intel Max 1550: one tile (the unit under ZE_FLAT_DEVICE_HIERARCHY=FLAT) of
 # Aurora's parts, 56 active cores x 4096 bf16 (256 fp32) operations a cycle x 1.6 GHz.
 _PEAK_FLOPS: list[tuple[str, dict[torch.dtype, float]]] = [
     ("H100 PCIe", {torch.bfloat16: 756e12, torch.float32: 51e12}),
@@ -32,6 +32,8 @@ _PEAK_FLOPS: list[tuple[str, dict[torch.dtype, float]]] = [
     ("H200 NVL", {torch.bfloat16: 835e12, torch.float32: 60e12}),
     ("H100", {torch.bfloat16: 989e12, torch.float32: 67e12}),
     ("H200", {torch.bfloat16: 989e12, torch.float32: 67e12}),
+    ("B200", {torch.bfloat16: 2.25e15, torch.float32: 80e12}),
+    ("MI300X", {torch.bfloat16: 1307.4e12, torch.float32: 163.4e12}),
     ("A100", {torch.bfloat16: 312e12, torch.float32: 19.5e12}),
     ("Max 1550", {torch.bfloat16: 367e12, torch.float32: 22.9e12}),
 ]

@@ -9,8 +9,12 @@ import pytest
 
 from megatron.optimus.config.load import load
 from megatron.optimus.config.rank_plan import rank_plans
+from megatron.optimus.config.schema import Recompute
+from megatron.optimus.models.activations import CUDA
+from megatron.optimus.models.work import layer_work, router_training_work
 from megatron.optimus.planner.hardware import AURORA, H200
-from megatron.optimus.planner.step_time import step_time
+from megatron.optimus.planner.optimizer_state import flat_buffers
+from megatron.optimus.planner.step_time import compute_seconds, step_time, update_work
 from megatron.optimus.planner.weak_scaling import table, weak_scaling, with_paper_settings
 from tests.distributed.curves import MODEL
 from tests.unit.planner.test_plan import ROOT, script
@@ -91,6 +95,34 @@ def test_the_documents_table_of_peaks_is_that_of_the_raw_file(capsys: pytest.Cap
     assert {case for case, _ in rows} == set(made)
     for case, numbers in rows:
         assert numbers in made[case], case
+
+
+def test_a_router_takes_time_and_is_not_recomputed() -> None:
+    words = "--preset mula-7b-a1b --micro-batch-size 4 --seq-length 4096 --recompute-modules "
+    [rank] = rank_plans(load(words.split()).config, 1)
+    router = router_training_work(rank, CUDA)
+    tokens, width, experts = 4 * 4096, 2048, 64
+    assert router.gemm_flops == 14 * tokens * width * experts
+    assert 5 * 2 * tokens * width < router.memory_bytes < 10 * 2 * tokens * width, "a few passes over the tokens"
+    none, every = (layer_work(rank, frozenset(chosen), is_moe=True) for chosen in ((), Recompute))
+    assert every.gemm_flops - none.gemm_flops == pytest.approx((none.gemm_flops - router.gemm_flops) / 3)
+    dense = layer_work(rank, frozenset(), is_moe=False)
+    share = compute_seconds(router, rank, H200) / compute_seconds(none, rank, H200)
+    assert 0.005 < share < 0.05 and dense.experts == 0
+
+
+def test_what_muon_updates_by_adamw_has_two_moments() -> None:
+    words = "--preset mula-7b-a1b --global-batch-size 8 --expert-model-parallel-size 1 --optimizer "
+    [by_adamw], [by_muon] = (rank_plans(load(f"{words}{name}".split()).config, 1) for name in ("adam", "muon"))
+    matrices, others = (
+        sum(buffer.shard for buffer in flat_buffers(by_muon) if buffer.is_matrix is kind) for kind in (True, False)
+    )
+    assert others > 2 * 50_304 * 2048, "embedding and head"
+    each = update_work(by_adamw).memory_bytes / (matrices + others)
+    steps = by_muon.config.optimizer.muon_num_ns_steps
+    one_moment_less = each - 2 * 4
+    expected = each * others + (one_moment_less + 12 * steps) * matrices
+    assert update_work(by_muon).memory_bytes == pytest.approx(expected, rel=1e-4)
 
 
 def test_every_raw_file_that_a_constant_names_is_there() -> None:
