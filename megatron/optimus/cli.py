@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron.optimus.platform import signals
+from megatron.optimus.platform.output import checked_output
 from megatron.optimus.platform.process_exit import run_program
 
 # Subcommand: (module with main(argv), help). A module is imported when it is called, so that --help needs no torch.
@@ -47,6 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     signals.end_on_sigint()
     words = list(sys.argv[1:] if argv is None else argv)
+    trains = words[:1] in (["pretrain"], ["launch"]) and not {"-h", "--help", "--dry-run"} & set(words)
+    with checked_output(is_needed=not trains):
+        return _run(words)
+
+
+def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(_help())
         return 0 if words else 2

@@ -49,6 +49,17 @@ class _StdoutHandler(logging.StreamHandler):
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
+        self._has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Says once that lines are lost, as on a full disk, instead of printing a traceback for each."""
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError) and sys.stderr is not None:
+            if not self._has_failed:
+                sys.stderr.write(f"error: the log cannot be written to standard output: {error.strerror}\n")
+            self._has_failed = True
+        else:
+            super().handleError(record)
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import sys
@@ -77,7 +78,9 @@ def exit_process(code: int) -> NoReturn:
             try:
                 if stream is not None and not stream.closed:
                     stream.flush()
-            except OSError:
+            except OSError as error:
+                if not code and stream is sys.stdout and error.errno != errno.EPIPE:
+                    sys.stderr.write(f"error: standard output cannot be written: {error.strerror}\n")
                 code = code or _FLUSH_FAILED
         ctypes.CDLL(None).fflush(None)  # what C libraries have buffered, such as NCCL's log
     finally:
