@@ -27,6 +27,7 @@ class Case:
 CASES = {
     "no_token": Case(0, 16, 8, 4, 2),
     "one_token": Case(1, 16, 8, 4, 2),
+    "one_of_two": Case(3, 19, 13, 2, 1, "one_expert"),  # odd widths, an empty expert; cheap to interpret
     "odd_tokens": Case(131, 32, 24, 4, 2),
     "odd_widths": Case(37, 19, 13, 5, 3),
     "wide": Case(300, 80, 72, 3, 2),

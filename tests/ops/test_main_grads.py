@@ -71,7 +71,7 @@ def error(actual: Tensor, wanted: Tensor) -> float:
 
 
 @pytest.mark.parametrize("wide", [True, False], ids=["fp32_buffer", "own_dtype"])
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", [*NAMED, "one_of_two"])
 @each_target_and_dtype(ADDING, TOLERANCE)
 def test_two_backwards_add_twice(backend: str, device: str, dtype: torch.dtype, name: str, wide: bool) -> None:
     ops.set_backend(backend)
@@ -99,7 +99,7 @@ def test_two_backwards_add_twice(backend: str, device: str, dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("wide", [True, False], ids=["fp32_buffer", "own_dtype"])
-@pytest.mark.parametrize("name", [*NAMED, "all_to_one", "one_expert_exists"])
+@pytest.mark.parametrize("name", [*NAMED, "one_of_two", "all_to_one", "one_expert_exists"])
 @each_target_and_dtype(ADDING, TOLERANCE)
 def test_a_first_gradient_is_written_over_whatever_was_there(
     backend: str, device: str, dtype: torch.dtype, name: str, wide: bool

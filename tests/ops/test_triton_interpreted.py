@@ -28,8 +28,7 @@ TESTS = {
     ),
     "tests/ops/test_symmetric_memory.py": "",
     "tests/ops/test_main_grads.py": (
-        "triton and float16 and ((twice and (no_token or (one_token and fp32))) or "
-        "(whatever and ((one_token and fp32) or (odd_widths and own))))"
+        "triton and float16 and ((twice and (no_token or (one_of_two and fp32))) or (whatever and one_of_two))"
     ),
     "tests/ops/test_row_copies.py": "triton and (not values or some or wide or none or row)",
     "tests/ops/test_router.py": (
