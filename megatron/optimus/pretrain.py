@@ -26,6 +26,7 @@ from megatron.optimus.config.checks import check, check_trainable
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError, RunConfig
 from megatron.optimus.config.serialize import to_dict
+from megatron.optimus.config.tokenizer_files import settle_tokenizer_type
 from megatron.optimus.context import RunContext
 from megatron.optimus.data.dataset import check_contents
 from megatron.optimus.data.errors import DataError
@@ -61,8 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         check(run.config, launch.world_size)
         check_trainable(run.config)
+        data = run.config.data
+        data.tokenizer_type, guess = settle_tokenizer_type(data.tokenizer_type, data.tokenizer_model)
         met_others = True
-        return pretrain(run.config, launch)
+        return pretrain(run.config, launch, guess)
     except USER_ERRORS as error:
         if rank == 0:
             sys.stderr.write(f"error: {error}\n")
@@ -82,12 +85,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
-def pretrain(config: RunConfig, launch: RankEnvironment) -> int:
+def pretrain(config: RunConfig, launch: RankEnvironment, notice: str = "") -> int:
     """Sets up this rank, trains or evaluates, and leaves the process group. Collective over all ranks.
+
+    Args:
+        config: the run.
+        launch: this rank's place among the others.
+        notice: the first line of the log; none if it is empty.
 
     Returns the exit code of ``Trainer.fit``, or 0 after an evaluation.
     """
     log.setup(launch.rank)
+    if notice:
+        logger.info(notice)
     device = devices.pick(config.parallel.device, launch.local_rank)
     environment.export(launch, device.type)
     # DeepSpeed chooses its accelerator when it is imported, so the device must be known before.

@@ -1,7 +1,7 @@
 """Tokenize JSON lines, parquet or text files into Megatron .bin/.idx files.
 
     optimus preprocess --input corpus/*.jsonl.gz --output-prefix data/corpus \
-        --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/ --append-eod --workers 8
+        --tokenizer-model tokenizer/ --append-eod --workers 8
 
 writes data/corpus_text_document.bin and .idx; give their common prefix to --data-path of `optimus pretrain`. Under
 mpiexec, srun or a SLURM job array the processes divide the files; elsewhere set --rank and --world-size. A command that
@@ -44,8 +44,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tokenizer-type",
         choices=[t.value for t in TokenizerType],
-        default=TokenizerType.HF.value,
-        help="default: HuggingFaceTokenizer",
+        help="type of the tokenizer; default: as its file says",
     )
     parser.add_argument("--tokenizer-model", help="file or folder of the tokenizer")
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
@@ -95,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
         report = preprocess(
             args.input,
             args.output_prefix,
-            tokenizer_type=TokenizerType(args.tokenizer_type),
+            tokenizer_type=TokenizerType(args.tokenizer_type) if args.tokenizer_type else None,
             tokenizer_model=args.tokenizer_model,
             json_keys=args.json_keys,
             append_eod=args.append_eod,

@@ -360,8 +360,12 @@ class DataConfig:
     test_data_path: list[str] = option(
         [], "test sets, as in valid_data_path; evaluated after the last step and with skip_train"
     )
-    tokenizer_type: TokenizerType = option(TokenizerType.HF, "type of the tokenizer")
-    tokenizer_model: str | None = option(None, "file or folder of the tokenizer; copied into exported models")
+    tokenizer_type: TokenizerType | None = option(
+        None, "type of the tokenizer; default: as tokenizer_model's file says"
+    )
+    tokenizer_model: str | None = option(
+        None, "file or folder of the tokenizer; copied into checkpoints and exported models"
+    )
     packing: Packing = option(
         Packing.NONE, "none: a sample is a window of the token stream; best-fit: it is packed with whole documents"
     )

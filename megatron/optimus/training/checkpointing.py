@@ -14,7 +14,8 @@ import xxhash
 
 from megatron.optimus.checkpoint import CheckpointError, Manifest, Saved, Saver, TensorSlice, state, store
 from megatron.optimus.checkpoint.run_lock import RunLock
-from megatron.optimus.checkpoint.tokenizer_files import HASHES_FIELD, hash_files
+from megatron.optimus.checkpoint.tokenizer_files import HASHES_FIELD, files_of, hash_files
+from megatron.optimus.config.schema import TokenizerType
 from megatron.optimus.config.serialize import changed_options, to_dict
 from megatron.optimus.context import RunContext
 from megatron.optimus.data.loader import position_after_change
@@ -53,7 +54,19 @@ class Checkpoints:
             asynchronous=config.checkpoint.async_save,
             local=config.checkpoint.save_local_dir,
             check_lock=self._lock.check if self._lock is not None else lambda: None,
+            tokenizer=self._ranks.run_on_all_ranks(
+                lambda: self._read_tokenizer() if mesh.rank == 0 else {}, "reading the tokenizer", CheckpointError
+            ),
         )
+
+    def _read_tokenizer(self) -> dict[str, bytes]:
+        """The files of the run's tokenizer, which its checkpoints carry: an export needs nothing else."""
+        data = self._config.data
+        try:
+            files = files_of(data.tokenizer_type or TokenizerType.HF, data.tokenizer_model)
+            return {name: file.read_bytes() for name, file in files.items()}
+        except OSError as error:
+            raise CheckpointError(f"{error.filename}: the tokenizer cannot be read: {error.strerror}") from error
 
     # ---- saving
 

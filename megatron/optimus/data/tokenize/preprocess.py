@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.optimus.config.schema import ConfigError, TokenizerType
+from megatron.optimus.config.tokenizer_files import settle_tokenizer_type
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron.optimus.data.tokenize.corpus import LineBatch, expand_inputs, parse_batch, read_batches
@@ -180,7 +181,7 @@ def preprocess(
     inputs: Sequence[str],
     output_prefix: str,
     *,
-    tokenizer_type: TokenizerType,
+    tokenizer_type: TokenizerType | None = None,
     tokenizer_model: str | None = None,
     json_keys: Sequence[str] = ("text",),
     append_eod: bool = False,
@@ -201,7 +202,7 @@ def preprocess(
     Args:
         inputs: files, globs or folders
         output_prefix: path of the output, without key and suffix
-        tokenizer_type: library of the tokenizer
+        tokenizer_type: library of the tokenizer; None: as its file says
         tokenizer_model: its file or folder
         json_keys: keys of the texts in each JSON object, or columns; each becomes a pair
         append_eod: whether each document is ended by the tokenizer's end-of-document token
@@ -224,7 +225,7 @@ def preprocess(
     """
     _check_options(workers, rank, world_size, json_keys)
     started = time.monotonic()
-    paths = expand_inputs(inputs)
+    paths, tokenizer_type = expand_inputs(inputs), _settle_type(tokenizer_type, tokenizer_model)
     dtype = token_dtype(build_tokenizer(tokenizer_type, tokenizer_model).vocab_size)
     recipe = _Recipe(tokenizer_type, tokenizer_model, tuple(json_keys), append_eod, skip_malformed, dtype)
     plan = PartitionPlan(
@@ -255,6 +256,14 @@ def _check_options(workers: int, rank: int, world_size: int, json_keys: Sequence
         raise ConfigError(f"rank={rank} must lie in [0, {world_size})")
     if not json_keys or len(set(json_keys)) != len(json_keys):
         raise ConfigError(f"json_keys={list(json_keys)} must name one or more different keys")
+
+
+def _settle_type(kind: TokenizerType | None, model: str | None) -> TokenizerType:
+    """Logs the type where it is guessed."""
+    kind, guess = settle_tokenizer_type(kind, model)
+    if guess:
+        logger.info(guess)
+    return kind
 
 
 def _finish(
