@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ class RunContext:
     mesh: Mesh
     device: torch.device  # of this rank
     ranks: Ranks  # all ranks of the run, for errors and small messages
+    tokenizer: dict[str, Any] | None = None  # fields of its identity (data/tokenize), as checkpoints record it
 
     @classmethod
     def of(cls, config: RunConfig, mesh: Mesh, device: torch.device) -> RunContext:

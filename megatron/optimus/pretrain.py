@@ -14,7 +14,9 @@ import signal
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatron.optimus.platform import signals
 
@@ -24,13 +26,14 @@ if __name__ == "__main__":
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.config.checks import check, check_trainable
 from megatron.optimus.config.load import load
-from megatron.optimus.config.schema import ConfigError, RunConfig
+from megatron.optimus.config.schema import ConfigError, RunConfig, TokenizerType
 from megatron.optimus.config.serialize import to_dict
 from megatron.optimus.config.tokenizer_files import settle_tokenizer_type
 from megatron.optimus.context import RunContext
 from megatron.optimus.data.dataset import check_contents
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.sources import read_sources
+from megatron.optimus.data.tokenize.identity import TokenizerIdentity, check_same, read_identity
 from megatron.optimus.data.tokenize.tokenizer import build_tokenizer
 from megatron.optimus.describe import describe
 from megatron.optimus.platform import device as devices
@@ -116,7 +119,8 @@ def pretrain(config: RunConfig, launch: RankEnvironment, notice: str = "") -> in
         # Each rank checks its share of the token files: an id beyond the vocabulary would fail in the midst of the run.
         ranks = Ranks(None, device)
         _check_same(config, ranks)
-        ranks.run_on_all_ranks(lambda: _check_tokens(config, launch), "checking the tokens", DataError)
+        tokenizer = _check_tokenizer(config, launch, ranks)
+        ranks.run_on_all_ranks(partial(_check_tokens, config, launch, tokenizer), "checking the tokens", DataError)
         ranks.run_on_all_ranks(lambda: _make_folders(config, launch), "making the folders of the run", ConfigError)
         mesh = Mesh(
             config.parallel,
@@ -125,7 +129,7 @@ def pretrain(config: RunConfig, launch: RankEnvironment, notice: str = "") -> in
             local_world_size=launch.local_world_size,
         )
         logger.info("%s on %s", mesh.describe(), devices.device_name(device))
-        run = RunContext(config, mesh, device, ranks)
+        run = RunContext(config, mesh, device, ranks, None if tokenizer is None else tokenizer.to_json())
         if config.training.skip_train:
             evaluate(run)
             code = 0
@@ -161,13 +165,55 @@ def _check_same(config: RunConfig, ranks: Ranks) -> None:
     ranks.run_on_all_ranks(compare, "comparing the options of all ranks", ConfigError)
 
 
-def _check_tokens(config: RunConfig, launch: RankEnvironment) -> None:
-    """Raises DataError for a token id of this rank's share of the files that is outside the vocabulary."""
+def _token_files(config: RunConfig, launch: RankEnvironment) -> list[str]:
+    """Prefixes of this rank's share of all token files."""
     data = config.data
     further = (prefix for prefixes in (data.valid_sets | data.test_sets).values() for prefix in prefixes)
-    prefixes = list(dict.fromkeys([*read_sources(data).prefixes, *further]))[launch.rank :: launch.world_size]
+    return list(dict.fromkeys([*read_sources(data).prefixes, *further]))[launch.rank :: launch.world_size]
+
+
+def _check_tokenizer(config: RunConfig, launch: RankEnvironment, ranks: Ranks) -> TokenizerIdentity | None:
+    """Compares the run's tokenizer with those that made its token files. Collective.
+
+    Returns the run's tokenizer, else that of the files, if they say so. Raises DataError on every rank where they
+    differ.
+    """
+    data = config.data
+    is_named = data.tokenizer_model is not None or data.tokenizer_type is TokenizerType.BYTE
+
+    def read() -> list[Any]:
+        """The run's, which rank 0 reads, and those of this rank's files, as JSON."""
+        kind = data.tokenizer_type or TokenizerType.HF
+        own = TokenizerIdentity.of(kind, data.tokenizer_model) if is_named and launch.rank == 0 else None
+        found = [(prefix, read_identity(prefix)) for prefix in _token_files(config, launch)]
+        return [own and own.to_json(), [(prefix, one and one.to_json()) for prefix, one in found]]
+
+    sent = ranks.run_on_all_ranks(read, "reading which tokenizer made the data", DataError)
+    parts = [json.loads(part) for part in ranks.all_gather_bytes(json.dumps(sent).encode())]
+    own = None if parts[0][0] is None else TokenizerIdentity(**parts[0][0])
+    found = [(prefix, None if one is None else TokenizerIdentity(**one)) for _, part in parts for prefix, one in part]
+    warning = check_same(own, found)
+    if warning and launch.rank == 0:
+        logger.warning(warning)
+    vocab_size = config.model.vocab_size
+    if own is not None and own.vocab_size > vocab_size and launch.rank == 0:
+        logger.warning(
+            "the tokenizer has ids up to %d, beyond vocab_size=%d of the model", own.vocab_size - 1, vocab_size
+        )
+    return own or next((one for _, one in found if one is not None), None)
+
+
+def _check_tokens(config: RunConfig, launch: RankEnvironment, tokenizer: TokenizerIdentity | None) -> None:
+    """Raises DataError for a token id of this rank's share of the files that model or tokenizer do not have."""
+    data, limit = config.data, config.model.vocab_size
     eod_id = build_tokenizer(data.tokenizer_type, data.tokenizer_model).eod_id if data.needs_eod else None
-    check_contents(prefixes, config.model.vocab_size, eod_id=eod_id)
+    vocab_size = limit if tokenizer is None else min(limit, tokenizer.vocab_size)
+    try:
+        check_contents(_token_files(config, launch), vocab_size, eod_id=eod_id)
+    except DataError as error:
+        if vocab_size == limit or "outside the vocabulary" not in str(error):
+            raise
+        raise DataError(f"{error}. The vocabulary is that of the tokenizer {tokenizer}") from error
 
 
 def _make_folders(config: RunConfig, launch: RankEnvironment) -> None:

@@ -30,6 +30,7 @@ NAMES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
+IDENTITY_FIELD = "tokenizer"  # of a manifest's metadata: type, vocabulary size and fingerprint of the run's tokenizer
 FOLDER = "tokenizer"  # in a checkpoint: a copy of the run's tokenizer, from which an export is made
 _MAX_BYTES = 1 << 28
 

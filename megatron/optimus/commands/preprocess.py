@@ -54,6 +54,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--skip-malformed", action="store_true", help="skip malformed lines and count them")
     parser.add_argument("--partitions", type=int, help="number of parts of the input; default: parts of 1 GiB")
     parser.add_argument("--per-file", action="store_true", help="write <prefix>/<file>_<key>_document for each file")
+    parser.add_argument("--overwrite", action="store_true", help="replace token files of an earlier run")
     parser.add_argument("--rank", type=int, help="number of this process; default: from the launcher")
     parser.add_argument("--world-size", type=int, help="processes that divide the files; default: from the launcher")
     parser.add_argument("--log-interval", type=whole_number(), default=10000, help="documents between progress lines")
@@ -105,6 +106,7 @@ def main(argv: list[str] | None = None) -> int:
             per_file=args.per_file,
             rank=rank,
             world_size=world_size,
+            overwrite=args.overwrite,
             show_progress=show_progress_bar if terminal else None,
         )
     except (DataError, ConfigError) as error:

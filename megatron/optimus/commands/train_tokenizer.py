@@ -15,6 +15,7 @@ import time
 
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError, TokenizerType
+from megatron.optimus.config.tokenizer_files import definition_file
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.tokenize.corpus import expand_inputs, read_documents
 from megatron.optimus.data.tokenize.tokenizer import build_tokenizer, train_bpe
@@ -30,11 +31,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--special-tokens", nargs="*", default=[], help="special tokens, such as <fim_prefix> <fim_middle>"
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier tokenizer")
     parser.add_argument("--skip-malformed", action="store_true", help="skip malformed lines and count them")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     started = time.monotonic()
     try:
         args = parser.parse(argv)
+        if not args.overwrite and (file := definition_file(TokenizerType.HF, args.output)) is not None:
+            raise DataError(f"{file}: is there already; add --overwrite to replace it, or name another --output")
         texts = read_documents(expand_inputs(args.input), args.json_key, args.skip_malformed)
         train_bpe(texts, args.vocab_size, args.output, args.special_tokens)
         tokenizer = build_tokenizer(TokenizerType.HF, args.output)

@@ -147,6 +147,7 @@ class Source(ABC):
     generation: dict[str, Any] = field(default_factory=dict)  # a Hugging Face generation_config.json; empty: none
     tokenizer: Path | None = None
     tokenizer_hashes: tuple[Any, ...] = ()  # XXH3-128 of the files of its run's tokenizer, as the source claims them
+    tokenizer_identity: dict[str, Any] | None = None  # of the tokenizer that its data were made with
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # small: biases that steer the choice of experts
     dtypes: dict[tuple[str, str], torch.dtype] = field(default_factory=dict)  # by our parameter's name and kind
     resources: list[Any] = field(default_factory=list)  # open files, closed with the source

@@ -19,7 +19,14 @@ from megatron.optimus.checkpoint.reader import CHUNK_BYTES, ReadChunk, ShardFile
 from megatron.optimus.checkpoint.shards import WriteItem, dtype_name, torch_dtype, write_shard
 from megatron.optimus.checkpoint.slices import Region, overlaps
 from megatron.optimus.checkpoint.store import load_manifest, resolve
-from megatron.optimus.checkpoint.tokenizer_files import FOLDER, HASHES_FIELD, CopyGuard, files_of, hash_files
+from megatron.optimus.checkpoint.tokenizer_files import (
+    FOLDER,
+    HASHES_FIELD,
+    IDENTITY_FIELD,
+    CopyGuard,
+    files_of,
+    hash_files,
+)
 from megatron.optimus.config.schema import TokenizerType
 from megatron.optimus.config.serialize import from_dict, to_dict
 from megatron.optimus.convert.formats import (
@@ -80,6 +87,7 @@ class OptimusSource(Source):
             optimizer_steps=steps if isinstance(steps, int) else None,
             token_ids=token_ids_of(ids) if isinstance(ids, dict) else {},
             generation=generation if isinstance(generation, dict) else {},
+            tokenizer_identity=manifest.metadata.get(IDENTITY_FIELD),
             tokenizer=path / FOLDER if (path / FOLDER).is_dir() else None,
             tokenizer_hashes=(*(hashes.values() if isinstance(hashes, dict) else ()), manifest.tokenizer_xxh3_128),
         )

@@ -17,6 +17,7 @@ from megatron.optimus.convert.formats import Options, Source
 from megatron.optimus.convert.sidecar import TOKEN_IDS
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.tokenize.huggingface import to_huggingface, tokenizer_config
+from megatron.optimus.data.tokenize.identity import TokenizerIdentity
 from megatron.optimus.data.tokenize.tokenizer import END_OF_TEXT, build_tokenizer
 from megatron.optimus.platform.files import write_new
 
@@ -93,6 +94,7 @@ def find_tokenizer(source: Source, options: Options) -> ExportedTokenizer | None
             raise CheckpointError(
                 f"--tokenizer-model {location}: neither the file of a {kind.value} nor a folder with one"
             )
+        _check_same(source, kind, location)
         return found
     try:
         if source.tokenizer is not None:
@@ -113,6 +115,22 @@ def find_tokenizer(source: Source, options: Options) -> ExportedTokenizer | None
             "%s carries no tokenizer, and %s; the export has none: name it in --tokenizer-model", source.path, what
         )
     return found
+
+
+def _check_same(source: Source, kind: TokenizerType, location: Path | None) -> None:
+    """Raises CheckpointError where the model was trained on ids of another tokenizer than the one that is named."""
+    if source.tokenizer_identity is None:
+        return
+    try:
+        recorded = TokenizerIdentity.from_json(source.tokenizer_identity, f"{source.path}: metadata: tokenizer")
+        named = TokenizerIdentity.of(kind, location)
+    except DataError as error:
+        raise CheckpointError(str(error)) from error
+    if named.fingerprint != recorded.fingerprint:
+        raise CheckpointError(
+            f"{source.path} was trained on ids of {recorded}, but --tokenizer-model names {named}: the export would "
+            "read and write other words. Name the run's own, or leave --tokenizer-model out where the checkpoint has it"
+        )
 
 
 def read_tokenizer(kind: TokenizerType, location: Path | None, guard: CopyGuard) -> ExportedTokenizer | None:

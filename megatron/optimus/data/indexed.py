@@ -33,6 +33,7 @@ from megatron.optimus.data.index_reader import (
     bin_path,
     idx_path,
     no_such_file,
+    tokenizer_path,
 )
 
 _CHUNK = 1 << 20  # elements processed together: bounds the memory, whatever the counts say
@@ -162,7 +163,7 @@ class IndexedDatasetWriter:
         if not codes:
             raise DataError(f"dtype {self.dtype} has no code in the .idx format; use one of {list(DTYPES.values())}")
         self._code = codes[0]
-        self._bin, self._idx = bin_path(prefix), idx_path(prefix)
+        self._bin, self._idx, self._tokenizer = bin_path(prefix), idx_path(prefix), tokenizer_path(prefix)
         mark = secrets.token_hex(4)
         self._bin_temporary = Path(f"{self._bin}.{mark}.tmp")
         self._idx_temporary = Path(f"{self._idx}.{mark}.tmp")
@@ -247,6 +248,7 @@ class IndexedDatasetWriter:
                 self._write_index(index)
                 _flush_to_disk(index)
             self._idx.unlink(missing_ok=True)  # an old index must never be seen next to the new data
+            self._tokenizer.unlink(missing_ok=True)
             os.replace(self._bin_temporary, self._bin)
             os.replace(self._idx_temporary, self._idx)
             folder = os.open(self._bin.parent, os.O_RDONLY)

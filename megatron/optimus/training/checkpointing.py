@@ -14,7 +14,7 @@ import xxhash
 
 from megatron.optimus.checkpoint import CheckpointError, Manifest, Saved, Saver, TensorSlice, state, store
 from megatron.optimus.checkpoint.run_lock import RunLock
-from megatron.optimus.checkpoint.tokenizer_files import HASHES_FIELD, files_of, hash_files
+from megatron.optimus.checkpoint.tokenizer_files import HASHES_FIELD, IDENTITY_FIELD, files_of, hash_files
 from megatron.optimus.config.schema import TokenizerType
 from megatron.optimus.config.serialize import changed_options, to_dict
 from megatron.optimus.context import RunContext
@@ -41,6 +41,7 @@ class Checkpoints:
         self._packages = _packages()
         self._tokenizer = _tokenizer_hash(config.data.tokenizer_model) if mesh.rank == 0 else None
         self._tokenizer_files = hash_files(config.data.tokenizer_model) if mesh.rank == 0 else {}
+        self._identity = run.tokenizer
         self._drain_s: float | None = None
         self._tried: Manifest | None = None  # the last checkpoint that resume tried to load
         self.kept: dict[str, Any] = {}  # JSON values that full checkpoints hold; after resume, those of its checkpoint
@@ -148,7 +149,8 @@ class Checkpoints:
             step,
             consumed_samples,
             to_dict(self._config),
-            {**self.kept, "optimizer_step_count": self._state.step_count, HASHES_FIELD: self._tokenizer_files},
+            {**self.kept, "optimizer_step_count": self._state.step_count, HASHES_FIELD: self._tokenizer_files}
+            | ({IDENTITY_FIELD: self._identity} if self._identity else {}),
             {},
             {},
             layout=asdict(self._mesh.layout) | {"zero_stage": self._config.optimizer.zero_stage},

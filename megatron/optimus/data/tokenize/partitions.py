@@ -120,6 +120,17 @@ class PartitionPlan:
                 raise
             raise DataError(f"{self._folder}: cannot be used: {error}") from error
 
+    def refuse_existing(self, mine: Sequence[Partition]) -> None:
+        """Raises DataError where a pair of an earlier run would be replaced; what was begun may be gone on with."""
+        if self.uses_folder and not self.per_file and self._folder.exists():
+            return
+        partitions = [one for one in mine if not self._has_valid_mark(one)] if self.per_file else self.partitions[:1]
+        for index in (Path(f"{self.final_prefix(one, key)}.idx") for one in partitions for key in self.keys):
+            if index.exists():
+                raise DataError(
+                    f"{index}: is there already; add --overwrite to replace it, or use another --output-prefix"
+                )
+
     def share(self, rank: int, world_size: int) -> list[Partition]:
         """Returns the partitions of one process: they are dealt out in turn, the largest first."""
         by_size = sorted(self.partitions, key=lambda partition: (-partition.num_bytes, partition.number))
@@ -139,11 +150,9 @@ class PartitionPlan:
         """Whether a partition is done. If it is not, removes the temporary files that a killed process left of it."""
         if not self.uses_folder:
             return False
-        if self._mark(partition).exists():
-            # the folder's plan.json holds for its partitions; in per-file mode each mark has its own plan
-            if not self.per_file or json.loads(self._mark(partition).read_text())["plan"] == self._own_plan(partition):
-                return True
-            self._mark(partition).unlink()
+        if self._has_valid_mark(partition):
+            return True
+        self._mark(partition).unlink(missing_ok=True)
         for key in self.keys:
             for left in self._mark(partition).parent.glob(f"{Path(partition.name).name}_{key}_document.*.tmp"):
                 left.unlink(missing_ok=True)
@@ -192,6 +201,13 @@ class PartitionPlan:
     def _mark(self, partition: Partition) -> Path:
         return Path(f"{self._folder / partition.name}.json")
 
+    def _has_valid_mark(self, partition: Partition) -> bool:
+        """Whether the partition was done from this input with these options."""
+        if not self._mark(partition).exists():
+            return False
+        # the folder's plan.json holds for its partitions; in per-file mode each mark has its own plan
+        return not self.per_file or json.loads(self._mark(partition).read_text())["plan"] == self._own_plan(partition)
+
     def _own_plan(self, partition: Partition) -> list[Any]:
         return [self._plan["recipe"], self._plan["sources"][partition.number]]
 
@@ -205,7 +221,9 @@ def fingerprint(model: str | None) -> str:
     if model is None:
         return ""
     path = Path(model)
-    files = [path] if path.is_file() else [path / name for name in ("tokenizer.json", "tokenizer_config.json")]
+    names = ("tokenizer.json", "tokenizer_config.json")
+    # tiktoken's pattern and special tokens are in a file beside its ranks
+    files = [path, Path(f"{path}.json")] if path.is_file() else [path / name for name in names]
     content = b"".join(file.read_bytes() for file in files if file.is_file())
     return hashlib.sha256(content).hexdigest()
 

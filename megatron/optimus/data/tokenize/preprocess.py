@@ -37,6 +37,7 @@ from megatron.optimus.config.tokenizer_files import settle_tokenizer_type
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron.optimus.data.tokenize.corpus import LineBatch, expand_inputs, parse_batch, read_batches
+from megatron.optimus.data.tokenize.identity import TokenizerIdentity, write_identity
 from megatron.optimus.data.tokenize.partitions import Partition, PartitionPlan, fingerprint
 from megatron.optimus.data.tokenize.pretoken_cache import Ids
 from megatron.optimus.data.tokenize.tokenizer import Tokenizer, build_tokenizer
@@ -192,6 +193,7 @@ def preprocess(
     per_file: bool = False,
     rank: int = 0,
     world_size: int = 1,
+    overwrite: bool = False,
     show_progress: Callable[[PreprocessReport], None] | None = None,
 ) -> PreprocessReport:
     """Tokenizes files into ``<output_prefix>_<key>_document.{bin,idx}`` for each key.
@@ -213,6 +215,7 @@ def preprocess(
         per_file: whether each input file becomes a pair ``<output_prefix>/<file>_<key>_document`` of its own
         rank: of this process, among those that share the work
         world_size: number of these processes
+        overwrite: whether pairs of an earlier run are replaced, instead of being an error
         show_progress: called with each report of progress; by default it is logged
 
     Returns:
@@ -226,7 +229,8 @@ def preprocess(
     _check_options(workers, rank, world_size, json_keys)
     started = time.monotonic()
     paths, tokenizer_type = expand_inputs(inputs), _settle_type(tokenizer_type, tokenizer_model)
-    dtype = token_dtype(build_tokenizer(tokenizer_type, tokenizer_model).vocab_size)
+    identity = TokenizerIdentity.of(tokenizer_type, tokenizer_model)
+    dtype = token_dtype(identity.vocab_size)
     recipe = _Recipe(tokenizer_type, tokenizer_model, tuple(json_keys), append_eod, skip_malformed, dtype)
     plan = PartitionPlan(
         paths,
@@ -240,11 +244,15 @@ def preprocess(
     mine = plan.share(rank, world_size)
     if not mine:
         return PreprocessReport(merged=False)
+    if not overwrite:
+        plan.refuse_existing(mine)
     plan.begin()
     missing = [partition for partition in mine if not plan.is_done(partition)]
     report = PreprocessReport(partitions_found=len(mine) - len(missing))
     _encode_partitions(plan, missing, recipe, workers, report, started, show_progress or log_progress, log_interval)
     report = _finish(plan, mine, report, dtype)
+    for prefix in report.tokens if report.merged else ():
+        write_identity(prefix, identity)
     report.seconds = time.monotonic() - started
     return report
 
