@@ -36,6 +36,7 @@ from megatron.optimus.data.sources import read_sources
 from megatron.optimus.data.tokenize.identity import TokenizerIdentity, check_same, read_identity
 from megatron.optimus.data.tokenize.tokenizer import build_tokenizer
 from megatron.optimus.describe import describe
+from megatron.optimus.models.huggingface.config import take_from_hf
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform import environment, log, process_groups, seeding
 from megatron.optimus.platform.environment import RankEnvironment
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         launch = environment.detect()
         rank = launch.rank
-        run = load(argv)
+        run = load(argv, take_from_hf=take_from_hf)
         if run.dry_run:
             if launch.rank == 0:
                 sys.stdout.write(describe(run.config, launch.world_size))
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         data = run.config.data
         data.tokenizer_type, guess = settle_tokenizer_type(data.tokenizer_type, data.tokenizer_model)
         met_others = True
-        return pretrain(run.config, launch, guess)
+        return pretrain(run.config, launch, guess, verbose=run.verbose)
     except USER_ERRORS as error:
         if rank == 0:
             sys.stderr.write(f"error: {error}\n")
@@ -88,17 +89,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
-def pretrain(config: RunConfig, launch: RankEnvironment, notice: str = "") -> int:
+def pretrain(config: RunConfig, launch: RankEnvironment, notice: str = "", *, verbose: bool = False) -> int:
     """Sets up this rank, trains or evaluates, and leaves the process group. Collective over all ranks.
 
     Args:
         config: the run.
         launch: this rank's place among the others.
         notice: the first line of the log; none if it is empty.
+        verbose: whether details are logged.
 
     Returns the exit code of ``Trainer.fit``, or 0 after an evaluation.
     """
-    log.setup(launch.rank)
+    log.setup(launch.rank, verbose=verbose)
     if notice:
         logger.info(notice)
     device = devices.pick(config.parallel.device, launch.local_rank)
@@ -129,7 +131,7 @@ def pretrain(config: RunConfig, launch: RankEnvironment, notice: str = "") -> in
             local_world_size=launch.local_world_size,
         )
         logger.info("%s on %s", mesh.describe(), devices.device_name(device))
-        run = RunContext(config, mesh, device, ranks, None if tokenizer is None else tokenizer.to_json())
+        run = RunContext(config, mesh, device, ranks, tokenizer=None if tokenizer is None else tokenizer.to_json())
         if config.training.skip_train:
             evaluate(run)
             code = 0

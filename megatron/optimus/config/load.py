@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NoReturn
@@ -46,6 +46,7 @@ class Run:
         config: every option of the run, checked section by section.
         preset: name given to ``--preset``.
         dry_run: whether only to print the configuration.
+        verbose: whether to print every option with it, and to log details.
         given: options named by a flag, not those of a preset or a file.
     """
 
@@ -53,15 +54,22 @@ class Run:
     preset: str | None
     dry_run: bool
     given: frozenset[str]
+    verbose: bool = False
 
 
-def load(argv: Sequence[str] | None = None, program: str = "pretrain", other_flags: Iterable[str] = ()) -> Run:
+def load(
+    argv: Sequence[str] | None = None,
+    program: str = "pretrain",
+    other_flags: Iterable[str] = (),
+    take_from_hf: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+) -> Run:
     """Reads a run from a command line that holds run options only.
 
     Args:
         argv: the options; None takes those of this process.
         program: the subcommand whose help ``--help`` prints.
         other_flags: flags of the calling program, proposed for misspelt ones.
+        take_from_hf: completes ``{option: value}`` by what the folder in ``from_hf`` says; None: it is not supported.
 
     Raises:
         ConfigError: for anything that is not understood.
@@ -69,7 +77,7 @@ def load(argv: Sequence[str] | None = None, program: str = "pretrain", other_fla
     """
     parser = Parser(program, "Pretrain a model. Alone, under torchrun, or under mpiexec or srun.", other_flags)
     add_run_options(parser)
-    return read_run(parser.parse(argv))
+    return read_run(parser.parse(argv), take_from_hf)
 
 
 class Parser(argparse.ArgumentParser):
@@ -178,7 +186,7 @@ def one_of_names(names: Iterable[str]) -> Any:
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--preset``, ``--config``, ``--dry-run`` and a flag for every option of the schema."""
+    """Adds ``--preset``, ``--config``, ``--dry-run``, ``--verbose`` and a flag for every option of the schema."""
     run = parser.add_argument_group("run", _PRECEDENCE)
     run.add_argument("--preset", metavar="NAME", help="start from a named model: " + ", ".join(PRESETS))
     run.add_argument("--config", metavar="FILE", help="sections in a .yaml or .json file; overrides the preset")
@@ -187,6 +195,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print the resolved configuration, parameter counts and layout, then stop",
     )
+    run.add_argument("--verbose", action="store_true", help="log details, such as every option that changed")
     for section in SECTIONS:
         group = parser.add_argument_group(section)
         for option in OPTIONS.values():
@@ -208,8 +217,8 @@ def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
         group.add_argument(option.flag, metavar=_metavar(option), help=text, **words)
 
 
-def read_run(args: argparse.Namespace) -> Run:
-    """Builds the run from the result of a parser with ``add_run_options``. Raises ConfigError."""
+def read_run(args: argparse.Namespace, take_from_hf: Callable[[dict[str, Any]], dict[str, Any]] | None = None) -> Run:
+    """Builds the run from the result of a parser with ``add_run_options``; see ``load``. Raises ConfigError."""
     values: dict[str, Any] = {}
     if args.preset is not None:
         if args.preset not in PRESETS:
@@ -222,7 +231,13 @@ def read_run(args: argparse.Namespace) -> Run:
     for name, word in words.items():
         option = OPTIONS[name]
         values[name] = (parse_all if option.is_list else parse)(option, word, option.flag)
-    return Run(build(values), args.preset, args.dry_run, frozenset(words))
+    if values.get("from_hf") is not None and take_from_hf is not None:
+        if args.preset is not None:
+            raise ConfigError(
+                f"--preset={args.preset} and from_hf={values['from_hf']!r} both name a model; leave one of them out"
+            )
+        values = take_from_hf(values)
+    return Run(build(values), args.preset, args.dry_run, frozenset(words), args.verbose)
 
 
 def _metavar(option: Option) -> str:

@@ -45,17 +45,33 @@ def to_yaml(config: RunConfig) -> str:
 def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Lists the options that differ between two ``to_dict`` results, as "training.global_batch_size 8 -> 16".
 
-    Options that do not affect training, such as intervals of logging, evaluation and saving, are left out.
+    Options that do not affect training, such as intervals of logging, evaluation and saving, are left out; so are those
+    of the tokenizer, which is compared by its content. An option that ``before`` lacks had its default, a section that
+    it lacks was not saved. A value is equal to the one that None stands for.
     """
     free = {"exit_interval", "eval_interval", "eval_iters", "skip_train", "iterations_to_skip"}
-    free |= {"valid_data_path", "test_data_path"}
+    free |= {"valid_data_path", "test_data_path", "tokenizer_type", "tokenizer_model"}
     changes = []
     for section in ("model", "parallel", "optimizer", "training", "data"):
-        old, new = before.get(section, {}), after.get(section, {})
+        defaults = to_dict(RunConfig())[section]
+        old, new = before.get(section), after.get(section)
+        if old is None or new is None:
+            continue
+        old, new = ({**defaults, **each} for each in (old, new))
         for name in sorted(old.keys() | new.keys()):
-            if name not in free and old.get(name) != new.get(name):
+            if name not in free and _resolved(name, old) != _resolved(name, new):
                 changes.append(f"{section}.{name} {old.get(name)} -> {new.get(name)}")
     return changes
+
+
+def _resolved(name: str, options: Mapping[str, Any]) -> Any:
+    """The value of an option of a section, or the one that it has where it is None."""
+    if options.get(name) is None:
+        if name == "num_query_groups":
+            return options["num_attention_heads"]
+        if name == "kv_channels":
+            return options["hidden_size"] // options["num_attention_heads"]
+    return options.get(name)
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -18,12 +18,16 @@ from megatron.optimus.checkpoint.tokenizer_files import HASHES_FIELD, IDENTITY_F
 from megatron.optimus.config.schema import TokenizerType
 from megatron.optimus.config.serialize import changed_options, to_dict
 from megatron.optimus.context import RunContext
+from megatron.optimus.convert import convert
+from megatron.optimus.convert.optimus import GENERATION_FIELD, TOKEN_IDS_FIELD
 from megatron.optimus.data.loader import position_after_change
 from megatron.optimus.models.decoder import Decoder
+from megatron.optimus.platform.files import delete_tree
 from megatron.optimus.platform.seeding import rng_state, set_rng_state
 from megatron.optimus.training.engine import Engine, training_state
 from megatron.optimus.version import __version__
 
+_SHOWN_CHANGES = 4  # options that changed since a checkpoint, with their values
 _PACKAGES = ("torch", "deepspeed", "numpy", "safetensors")
 
 logger = logging.getLogger("optimus")
@@ -197,6 +201,9 @@ class Checkpoints:
             has_moments, position_counts = options.load_optim and not options.finetune, not options.finetune
             requests = self._all_requests if has_moments else self._weight_requests
             found = path, store.load_together(path, requests, cast=True, ranks=self._ranks)
+        if found is None and options.from_hf is not None:
+            has_moments, position_counts = False, False
+            found = self._load_hf(Path(options.from_hf))
         if found is None:
             self.found_none = True
             logger.info("starting from initial weights (seed %d)", self._config.training.seed)
@@ -207,6 +214,9 @@ class Checkpoints:
             optimizer.step_count = int(manifest.metadata.get("optimizer_step_count", manifest.step))
             self._restore_rng()
             self.kept = manifest.metadata
+        else:  # what a Hugging Face model says of its tokens and of generation stays with it
+            fields = (TOKEN_IDS_FIELD, GENERATION_FIELD)
+            self.kept = {name: manifest.metadata[name] for name in fields if manifest.metadata.get(name)}
         optimizer.sync_params_from_master()
         step = consumed_samples = 0
         if position_counts:
@@ -216,8 +226,23 @@ class Checkpoints:
             consumed_samples = position_after_change(manifest.consumed_samples, *lengths)
         what = "" if has_moments and manifest.kind == "full" else " (weights only: the moments start anew)"
         logger.info("resumed from %s: step %d, %d samples consumed%s", path, step, consumed_samples, what)
-        self._log_changes(manifest)
+        self._log_changes(manifest, is_new=not position_counts)
         return step, consumed_samples
+
+    def _load_hf(self, source: Path) -> tuple[Path, Manifest]:
+        """Loads the weights of a Hugging Face folder, by way of a checkpoint that rank 0 makes of it and removes."""
+        target = Path(self._config.logging.run_dir).absolute() / "from_hf"
+
+        def make() -> None:
+            if self._mesh.rank == 0:
+                logger.info("converting the weights of %s", source)
+                convert(source, target, to="optimus", overwrite=True)
+
+        self._ranks.run_on_all_ranks(make, f"converting {source}", CheckpointError)
+        manifest = store.load_together(target, self._weight_requests, cast=True, ranks=self._ranks)
+        if self._mesh.rank == 0:
+            delete_tree(target)
+        return source, manifest
 
     def _resolve(self, path: Path) -> Path:
         """The checkpoint that ``load`` names, as rank 0 finds it."""
@@ -250,9 +275,17 @@ class Checkpoints:
         if not self._rng:
             logger.info("random generators start anew: the checkpoint is of other ranks or another kind of device")
 
-    def _log_changes(self, manifest: Manifest) -> None:
-        for change in changed_options(manifest.config, to_dict(self._config)):
-            logger.info("changed since that checkpoint: %s", change)
+    def _log_changes(self, manifest: Manifest, *, is_new: bool) -> None:
+        config = to_dict(self._config)
+        # A run that starts from weights alone has only the model in common with what it loads.
+        changes = changed_options(manifest.config, {"model": config["model"]} if is_new else config)
+        if len(changes) > _SHOWN_CHANGES:
+            names = ", ".join(change.split()[0] for change in changes)
+            logger.info("changed since that checkpoint: %d options (--verbose shows values): %s", len(changes), names)
+            for change in changes:
+                logger.debug("changed since that checkpoint: %s", change)
+        elif changes:
+            logger.info("changed since that checkpoint: %s", ", ".join(changes))
         if self._mesh.rank > 0:
             return
         now = self._tokenizer

@@ -309,7 +309,7 @@ class Trainer:
         """Saves what is due after this step; everything, and waits for it, where the run is ``leaving``."""
         is_due = self.checkpoints.is_due(self.step)
         if is_due or leaving:
-            self.checkpoints.kept = {_NORMS: self.health.grad_norms.to_json()}
+            self.checkpoints.kept[_NORMS] = self.health.grad_norms.to_json()
         with self.clock.pause() if is_due else nullcontext():
             self.checkpoints.after_step(self.step, self.consumed_samples, leaving=leaving)
 

@@ -121,7 +121,7 @@ def test_malformed_line_late_in_the_corpus(corpus: Path, tmp_path: Path, workers
 
 
 def test_failure_keeps_an_earlier_result(corpus: Path, tmp_path: Path) -> None:
-    arguments = ("--output-prefix", tmp_path / "out", *BYTES, "--workers", 1)
+    arguments = ("--output-prefix", tmp_path / "out", *BYTES, "--workers", 1, "--overwrite")
     assert preprocess("--input", corpus, *arguments).returncode == 0
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     (tmp_path / "bad.jsonl").write_text("[]\n")

@@ -59,3 +59,14 @@ def test_changed_options_name_what_bears_on_training() -> None:
     before, after = (to_dict(load(words).config) for words in ([], changed))
     assert changed_options(before, after) == ["optimizer.lr 0.0004 -> 0.001"]
     assert changed_options(before, before) == []
+
+
+def test_what_only_looks_changed_is_not_named() -> None:
+    """An import has two sections and says what None stands for; an earlier version lacks options."""
+    after = to_dict(load(["--hidden-size", "64", "--num-attention-heads", "4", "--tokenizer-model", "b"]).config)
+    imported = {"model": after["model"] | {"num_query_groups": 4, "kv_channels": 16}, "data": dict(after["data"])}
+    imported["data"]["tokenizer_model"] = "a"
+    del imported["model"]["add_qkv_bias"]
+    assert changed_options(imported, after) == []
+    imported["model"]["num_query_groups"] = 2
+    assert changed_options(imported, after) == ["model.num_query_groups 2 -> None"]

@@ -98,8 +98,17 @@ class PartitionPlan:
         self._plan: dict[str, Any] = {"recipe": described, "sources": sources}
         self._counts: dict[int, dict[str, Any]] = {}  # of finished partitions, by number
 
-    def begin(self) -> None:
-        """Writes plan.json, or compares it with an earlier run's. Raises DataError if inputs or options differ."""
+    def begin(self, protected: Sequence[Partition] = ()) -> None:
+        """Writes plan.json, or compares it with an earlier run's.
+
+        Args:
+            protected: partitions of this process whose output must not replace an earlier one
+
+        Raises:
+            DataError: inputs or options differ, or there is earlier output.
+        """
+        if protected:
+            self._refuse_existing(protected)
         if not self.uses_folder or self.per_file:
             return
         try:
@@ -120,7 +129,7 @@ class PartitionPlan:
                 raise
             raise DataError(f"{self._folder}: cannot be used: {error}") from error
 
-    def refuse_existing(self, mine: Sequence[Partition]) -> None:
+    def _refuse_existing(self, mine: Sequence[Partition]) -> None:
         """Raises DataError where a pair of an earlier run would be replaced; what was begun may be gone on with."""
         if self.uses_folder and not self.per_file and self._folder.exists():
             return

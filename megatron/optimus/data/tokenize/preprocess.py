@@ -198,8 +198,7 @@ def preprocess(
 ) -> PreprocessReport:
     """Tokenizes files into ``<output_prefix>_<key>_document.{bin,idx}`` for each key.
 
-    The final files appear only when everything went well; until then finished partitions are kept in
-    ``<output_prefix>.parts``.
+    The final files appear only when all went well; till then finished partitions are in ``<output_prefix>.parts``.
 
     Args:
         inputs: files, globs or folders
@@ -222,8 +221,7 @@ def preprocess(
         The report on the whole output, or, while other processes are at work, on this process's partitions.
 
     Raises:
-        DataError: the input is unusable (names file and line), the tokenizer cannot be read, the corpus has no tokens,
-            or the disk refuses.
+        DataError: names what is wrong with input, tokenizer, earlier output or disk.
         ConfigError: the options are impossible.
     """
     _check_options(workers, rank, world_size, json_keys)
@@ -244,15 +242,11 @@ def preprocess(
     mine = plan.share(rank, world_size)
     if not mine:
         return PreprocessReport(merged=False)
-    if not overwrite:
-        plan.refuse_existing(mine)
-    plan.begin()
+    plan.begin([] if overwrite else mine)
     missing = [partition for partition in mine if not plan.is_done(partition)]
     report = PreprocessReport(partitions_found=len(mine) - len(missing))
     _encode_partitions(plan, missing, recipe, workers, report, started, show_progress or log_progress, log_interval)
-    report = _finish(plan, mine, report, dtype)
-    for prefix in report.tokens if report.merged else ():
-        write_identity(prefix, identity)
+    report = _finish(plan, mine, report, dtype, identity)
     report.seconds = time.monotonic() - started
     return report
 
@@ -275,7 +269,11 @@ def _settle_type(kind: TokenizerType | None, model: str | None) -> TokenizerType
 
 
 def _finish(
-    plan: PartitionPlan, mine: Sequence[Partition], own: PreprocessReport, dtype: np.dtype[Any]
+    plan: PartitionPlan,
+    mine: Sequence[Partition],
+    own: PreprocessReport,
+    dtype: np.dtype[Any],
+    identity: TokenizerIdentity,
 ) -> PreprocessReport:
     """Joins the partitions if all are done, and reports on the whole output. Raises DataError if it has no tokens."""
     is_joined = plan.uses_folder and not plan.per_file
@@ -289,6 +287,8 @@ def _finish(
     _check_tokens(total, plan, partitions)
     if is_joined:
         plan.merge(dtype)
+    for prefix in total.tokens:
+        write_identity(prefix, identity)
     return total
 
 
