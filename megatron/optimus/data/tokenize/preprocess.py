@@ -246,9 +246,7 @@ def preprocess(
     missing = [partition for partition in mine if not plan.is_done(partition)]
     report = PreprocessReport(partitions_found=len(mine) - len(missing))
     _encode_partitions(plan, missing, recipe, workers, report, started, show_progress or log_progress, log_interval)
-    report = _finish(plan, mine, report, dtype, identity)
-    report.seconds = time.monotonic() - started
-    return report
+    return replace(_finish(plan, mine, report, dtype, identity), seconds=time.monotonic() - started)
 
 
 def _check_options(workers: int, rank: int, world_size: int, json_keys: Sequence[str]) -> None:
