@@ -151,7 +151,7 @@ def library_call(kind: TokenizerType) -> Callable[[list[str]], Iterable[Sized]]:
     if kind is TokenizerType.TIKTOKEN:
         return lambda batch: [_tokenizer._encoding.encode_to_numpy(text, disallowed_special=()) for text in batch]
     if kind is TokenizerType.SENTENCEPIECE:
-        return lambda batch: _tokenizer._processor.encode(batch, num_threads=1, out_type="numpy")
+        return lambda batch: _tokenizer.processor.encode(batch, num_threads=1, out_type="numpy")
     return lambda batch: _tokenizer._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
 
 

@@ -66,7 +66,7 @@ def prepare_data(run_dir: Path, corpus: Path, vocab_size: int) -> tuple[Path, Pa
     """
     tokenizer, prefix = run_dir / "tokenizer", run_dir / "data" / "corpus"
     train_tokenizer = [ROOT / "tools/train_tokenizer.py", "--input", corpus, "--output", tokenizer]
-    run("train a byte-level BPE tokenizer", sys.executable, *train_tokenizer, "--vocab-size", vocab_size)
+    run("train a byte-level BPE tokenizer", sys.executable, *train_tokenizer, "--vocab-size", vocab_size, "--overwrite")
     for leftover in ("checkpoints", "data", "hf"):
         shutil.rmtree(run_dir / leftover, ignore_errors=True)
     preprocess = [ROOT / "tools/preprocess_data.py", "--input", corpus, "--output-prefix", prefix]
@@ -94,11 +94,11 @@ def device_count() -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
-def export(run_dir: Path, tokenizer: Path) -> Path:
+def export(run_dir: Path) -> Path:
     """Converts the last checkpoint to Hugging Face format."""
     folder = run_dir / "hf"
     convert = [ROOT / "tools/convert_checkpoint.py", run_dir / "checkpoints", folder, "--to", "hf"]
-    run("export to Hugging Face format", sys.executable, *convert, "--tokenizer", tokenizer, "--overwrite")
+    run("export to Hugging Face format", sys.executable, *convert, "--overwrite")
     return folder
 
 
@@ -192,7 +192,7 @@ def main() -> int:
         run("build a corpus from this Python's standard library", sys.executable, *build)
     tokenizer, data = prepare_data(run_dir, corpus, config.model.vocab_size)
     pretrain(arguments, tokenizer, data, steps)
-    folder = export(run_dir, tokenizer)
+    folder = export(run_dir)
     texts = generate(folder, PROMPTS if arguments.corpus is None else prompts_from(arguments.corpus))
     learned = report(run_dir, arguments.preset, config.model.vocab_size, texts, time.perf_counter() - started)
     if arguments.train_iters is None and not learned:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ class RunContext:
     device: torch.device  # of this rank
     ranks: Ranks  # all ranks of the run, for errors and small messages
     startup: StartupClock = field(default_factory=StartupClock, compare=False)  # of what comes before the first step
+    tokenizer: dict[str, Any] | None = None  # fields of its identity (data/tokenize), as checkpoints record it
 
     @classmethod
     def of(cls, config: RunConfig, mesh: Mesh, device: torch.device) -> RunContext:

@@ -30,6 +30,7 @@ from megatron.optimus.describe import describe
 from megatron.optimus.launcher.cluster import SYSTEMS, detect_allocation
 from megatron.optimus.launcher.command import Launch, LaunchMethod, LaunchOptions, Mpi, build_launch
 from megatron.optimus.launcher.supervisor import AttemptResult, run_local_ranks, run_monitored, run_with_restarts
+from megatron.optimus.models.huggingface.config import take_from_hf
 from megatron.optimus.platform import environment
 from megatron.optimus.platform.log import print_error, printable
 from megatron.optimus.training.metrics import FILE_NAME
@@ -67,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         request = _parse(argv)
         env = environment.current()
-        run = load(request.options, other_flags=_parser().flags)  # whose errors propose the launcher's flags too
+        # Its errors propose the launcher's flags too.
+        run = load(request.options, other_flags=_parser().flags, take_from_hf=take_from_hf)
         config = run.config
         launch = build_launch(detect_allocation(env), request.launch_options, request.options, env)
         if request.dry_run:

@@ -15,7 +15,9 @@ import sys
 import traceback
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatron.optimus.platform import missing_packages, signals
 
@@ -26,14 +28,17 @@ if __name__ == "__main__":
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.config.checks import check, check_trainable
 from megatron.optimus.config.load import load
-from megatron.optimus.config.schema import ConfigError, Device, RunConfig
+from megatron.optimus.config.schema import ConfigError, Device, RunConfig, TokenizerType
 from megatron.optimus.config.serialize import to_dict
+from megatron.optimus.config.tokenizer_files import settle_tokenizer_type
 from megatron.optimus.context import RunContext
 from megatron.optimus.data.dataset import check_contents
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.sources import read_sources
+from megatron.optimus.data.tokenize.identity import TokenizerIdentity, check_same, read_identity
 from megatron.optimus.data.tokenize.tokenizer import build_tokenizer
 from megatron.optimus.describe import describe
+from megatron.optimus.models.huggingface.config import take_from_hf
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform import environment, log, process_groups, seeding
 from megatron.optimus.platform.environment import RankEnvironment
@@ -58,15 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         launch = environment.detect()
         rank = launch.rank
-        run = load(argv)
+        run = load(argv, take_from_hf=take_from_hf)
         if run.dry_run:
             if launch.rank == 0:
                 sys.stdout.write(describe(run.config, launch.world_size, verbose=run.verbose))
             return 0
         check(run.config, launch.world_size)
         check_trainable(run.config)
+        data = run.config.data
+        data.tokenizer_type, guess = settle_tokenizer_type(data.tokenizer_type, data.tokenizer_model)
         met_others = True
-        return pretrain(run.config, launch)
+        return pretrain(run.config, launch, guess, verbose=run.verbose)
     except OutOfMemory as error:
         _report(error, rank, f"{error}{_what_fits(error, run.config, launch.world_size)}")
         return 2
@@ -114,12 +121,20 @@ def _what_fits(error: OutOfMemory, config: RunConfig, world_size: int) -> str:
 
 
 @needs_memory("the run")
-def pretrain(config: RunConfig, launch: RankEnvironment) -> int:
+def pretrain(config: RunConfig, launch: RankEnvironment, notice: str = "", *, verbose: bool = False) -> int:
     """Sets up this rank, trains or evaluates, and leaves the process group. Collective over all ranks.
+
+    Args:
+        config: the run.
+        launch: this rank's place among the others.
+        notice: the first line of the log; none if it is empty.
+        verbose: whether details are logged.
 
     Returns the exit code of ``Trainer.fit``, or 0 after an evaluation.
     """
-    log.setup(launch.rank)
+    log.setup(launch.rank, verbose=verbose)
+    if notice:
+        logger.info(notice)
     startup = StartupClock()
     with startup.phase("imports", "importing DeepSpeed"):
         device = devices.device_for_rank(config.parallel.device, launch.local_rank)
@@ -142,7 +157,8 @@ def pretrain(config: RunConfig, launch: RankEnvironment) -> int:
         ranks = Ranks(None, device)
         _check_same(config, ranks)
         with startup.phase("data", "checking that all token ids are in the vocabulary"):
-            ranks.run_on_all_ranks(lambda: _check_tokens(config, launch), "checking the tokens", DataError)
+            tokenizer = _check_tokenizer(config, launch, ranks)
+            ranks.run_on_all_ranks(partial(_check_tokens, config, launch, tokenizer), "checking the tokens", DataError)
         ranks.run_on_all_ranks(lambda: _make_folders(config, launch), "making the folders of the run", ConfigError)
         mesh = Mesh(
             config.parallel,
@@ -151,7 +167,8 @@ def pretrain(config: RunConfig, launch: RankEnvironment) -> int:
             local_world_size=launch.local_world_size,
         )
         logger.info("%s on %s", mesh.describe(), devices.device_name(device))
-        run = RunContext(config, mesh, device, ranks, startup)
+        identity = None if tokenizer is None else tokenizer.to_json()
+        run = RunContext(config, mesh, device, ranks, startup, identity)
         if config.training.skip_train:
             evaluate(run)
             code = 0
@@ -187,13 +204,55 @@ def _check_same(config: RunConfig, ranks: Ranks) -> None:
     ranks.run_on_all_ranks(compare, "comparing the options of all ranks", ConfigError)
 
 
-def _check_tokens(config: RunConfig, launch: RankEnvironment) -> None:
-    """Raises DataError for a token id of this rank's share of the files that is outside the vocabulary."""
+def _token_files(config: RunConfig, launch: RankEnvironment) -> list[str]:
+    """Prefixes of this rank's share of all token files."""
     data = config.data
     further = (prefix for prefixes in (data.valid_sets | data.test_sets).values() for prefix in prefixes)
-    prefixes = list(dict.fromkeys([*read_sources(data).prefixes, *further]))[launch.rank :: launch.world_size]
+    return list(dict.fromkeys([*read_sources(data).prefixes, *further]))[launch.rank :: launch.world_size]
+
+
+def _check_tokenizer(config: RunConfig, launch: RankEnvironment, ranks: Ranks) -> TokenizerIdentity | None:
+    """Compares the run's tokenizer with those that made its token files. Collective.
+
+    Returns the run's tokenizer, else that of the files, if they say so. Raises DataError on every rank where they
+    differ.
+    """
+    data = config.data
+    is_named = data.tokenizer_model is not None or data.tokenizer_type is TokenizerType.BYTE
+
+    def read() -> list[Any]:
+        """The run's, which rank 0 reads, and those of this rank's files, as JSON."""
+        kind = data.tokenizer_type or TokenizerType.HF
+        own = TokenizerIdentity.of(kind, data.tokenizer_model) if is_named and launch.rank == 0 else None
+        found = [(prefix, read_identity(prefix)) for prefix in _token_files(config, launch)]
+        return [own and own.to_json(), [(prefix, one and one.to_json()) for prefix, one in found]]
+
+    sent = ranks.run_on_all_ranks(read, "reading which tokenizer made the data", DataError)
+    parts = [json.loads(part) for part in ranks.all_gather_bytes(json.dumps(sent).encode())]
+    own = None if parts[0][0] is None else TokenizerIdentity(**parts[0][0])
+    found = [(prefix, None if one is None else TokenizerIdentity(**one)) for _, part in parts for prefix, one in part]
+    warning = check_same(own, found)
+    if warning and launch.rank == 0:
+        logger.warning(warning)
+    vocab_size = config.model.vocab_size
+    if own is not None and own.vocab_size > vocab_size and launch.rank == 0:
+        logger.warning(
+            "the tokenizer has ids up to %d, beyond vocab_size=%d of the model", own.vocab_size - 1, vocab_size
+        )
+    return own or next((one for _, one in found if one is not None), None)
+
+
+def _check_tokens(config: RunConfig, launch: RankEnvironment, tokenizer: TokenizerIdentity | None) -> None:
+    """Raises DataError for a token id of this rank's share of the files that model or tokenizer do not have."""
+    data, limit = config.data, config.model.vocab_size
     eod_id = build_tokenizer(data.tokenizer_type, data.tokenizer_model).eod_id if data.needs_eod else None
-    check_contents(prefixes, config.model.vocab_size, eod_id=eod_id)
+    vocab_size = limit if tokenizer is None else min(limit, tokenizer.vocab_size)
+    try:
+        check_contents(_token_files(config, launch), vocab_size, eod_id=eod_id)
+    except DataError as error:
+        if vocab_size == limit or "outside the vocabulary" not in str(error):
+            raise
+        raise DataError(f"{error}. The vocabulary is that of the tokenizer {tokenizer}") from error
 
 
 def _make_folders(config: RunConfig, launch: RankEnvironment) -> None:

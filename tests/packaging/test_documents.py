@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import json
 import pkgutil
 import re
 import shlex
@@ -169,6 +170,11 @@ def test_commands_of_the_documents_parse(
             if flag == "--config":  # of an earlier run
                 Path(value).parent.mkdir(parents=True, exist_ok=True)
                 Path(value).write_text("training: {train_iters: 1}\n")
+            if flag == "--from-hf":  # a downloaded model
+                Path(value).mkdir(exist_ok=True)
+                sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 512, "rope_theta": 1e4}
+                sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 4096}
+                (Path(value) / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
         with monkeypatch.context() as patch:
             try:
                 parse(words, patch)

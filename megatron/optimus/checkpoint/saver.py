@@ -22,7 +22,7 @@ import secrets
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from megatron.optimus.checkpoint.manifest import MANIFEST_NAME, Manifest, Stored
 from megatron.optimus.checkpoint.save_plan import FILES_PER_NODE, SavePlan, make_plan, pieces_of
 from megatron.optimus.checkpoint.slices import TensorSlice
 from megatron.optimus.checkpoint.snapshot import Snapshot
+from megatron.optimus.checkpoint.tokenizer_files import FOLDER as TOKENIZER_FOLDER
 from megatron.optimus.checkpoint.untrusted import check_regular
 from megatron.optimus.checkpoint.values import WARNINGS_FIELD, describe_values, warnings_of
 from megatron.optimus.checkpoint.writer import Job, Task, copy, write
@@ -78,6 +79,7 @@ class Saver:
         files_per_node: at most.
         local: a folder on a disk of each node that is written first; it is empty when a save is over.
         check_lock: rank 0 calls it before every commit; it raises when the folder belongs to another job now.
+        tokenizer: files of the run's tokenizer by name, which rank 0 puts into every checkpoint.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Saver:
         files_per_node: int = FILES_PER_NODE,
         local: Path | str | None = None,
         check_lock: Callable[[], None] = lambda: None,
+        tokenizer: Mapping[str, bytes] | None = None,
     ) -> None:
         self._named = Path(root)
         self._root = self._named.absolute()  # the threads go on, whatever folder the program moves to
@@ -101,7 +104,7 @@ class Saver:
         if local is not None:  # two runs may share the disk, not the folder
             folder = f"{xxhash.xxh3_64_hexdigest(str(self._root).encode())}-{node or socket.gethostname()}"
             self._local = Path(local).absolute() / folder
-        self._check_lock = check_lock
+        self._check_lock, self._tokenizer = check_lock, dict(tokenizer or {})
         self._plans: dict[str, tuple[list[StoredPiece], SavePlan]] = {}
         self._snapshots: dict[str, Snapshot] = {}
         self._jobs: deque[Job] = deque()
@@ -366,6 +369,11 @@ class Saver:
             check_regular(job.temporary / file, size)
         data = replace(header, files=sizes, tensors=tensors).to_bytes()
         job.plan.remove_hashes(job.temporary)
+        if self._tokenizer:
+            files.make_directory(job.temporary / TOKENIZER_FOLDER)
+            for name, content in self._tokenizer.items():
+                files.write_new(job.temporary / TOKENIZER_FOLDER / name, content)
+            files.sync_directory(job.temporary / TOKENIZER_FOLDER)
         files.write_new(job.temporary / MANIFEST_NAME, data)
         self._check_lock()
         saved = commit.commit(self._root, job.temporary, job.header.step, job.header.kind)

@@ -15,6 +15,8 @@ from typing import Any
 import xxhash
 
 from megatron.optimus.checkpoint.errors import CheckpointError
+from megatron.optimus.config.choices import TokenizerType
+from megatron.optimus.config.tokenizer_files import definition_file
 from megatron.optimus.platform.files import open_regular
 
 HASHES_FIELD = "tokenizer_files"  # of a manifest's metadata: file name -> XXH3-128 of the files of the run's tokenizer
@@ -28,6 +30,8 @@ NAMES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
+IDENTITY_FIELD = "tokenizer"  # of a manifest's metadata: type, vocabulary size and fingerprint of the run's tokenizer
+FOLDER = "tokenizer"  # in a checkpoint: a copy of the run's tokenizer, from which an export is made
 _MAX_BYTES = 1 << 28
 
 
@@ -51,6 +55,31 @@ def hash_files(location: str | Path | None) -> dict[str, str]:
         except CheckpointError:
             continue
     return found
+
+
+def files_of(kind: TokenizerType, location: str | Path | None) -> dict[str, Path]:
+    """Finds the files of a tokenizer.
+
+    Args:
+        kind: its type.
+        location: its file or folder; None for none.
+
+    Returns:
+        The files by their names in a checkpoint or an export; none where there is no such tokenizer.
+    """
+    if location is None or kind is TokenizerType.BYTE:
+        return {}
+    path = Path(location)
+    file = definition_file(kind, path)
+    if file is None:
+        return {}
+    if kind is TokenizerType.SENTENCEPIECE:
+        return {"tokenizer.model": file}
+    if kind is TokenizerType.TIKTOKEN:
+        options = file.with_name(f"{file.name}.json")
+        return {"tokenizer.tiktoken": file} | ({"tokenizer.tiktoken.json": options} if options.exists() else {})
+    found = {name: file.parent / name for name in NAMES if (file.parent / name).exists()}
+    return found if file.name == "vocab.json" else found | {"tokenizer.json": file}
 
 
 @dataclass(frozen=True)
@@ -85,7 +114,7 @@ class CopyGuard:
             if xxhash.xxh3_128_hexdigest(data) not in self.hashes:
                 raise CheckpointError(
                     f"{file}: lies outside of {self.root}, and is not the file that the checkpoint recorded, so it is "
-                    "not copied; name the tokenizer with --tokenizer"
+                    "not copied; name the tokenizer with --tokenizer-model"
                 )
             return data
         for folder in path.parents:
@@ -93,6 +122,10 @@ class CopyGuard:
                 break
             if folder.is_symlink():
                 raise CheckpointError(f"{file}: {folder} is a link, and links are not followed; put a copy there")
+        if path.parent == root and root.parent.name == "snapshots" and path.is_symlink():
+            # huggingface_hub keeps a download's content in one folder, to which its snapshots link
+            blobs, target = (root.parent.parent / "blobs").resolve(), path.resolve()
+            path = target if target.parent == blobs else path
         return _read_regular(path)
 
 

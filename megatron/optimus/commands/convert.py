@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.config.load import Parser, whole_number
-from megatron.optimus.config.schema import ConfigError
+from megatron.optimus.config.schema import ConfigError, TokenizerType
 from megatron.optimus.convert import DEFAULT_MAX_SHARD_BYTES, FORMATS, Options, convert
 from megatron.optimus.convert.deepspeed import NAMES
 from megatron.optimus.platform.log import print_error
@@ -46,7 +46,10 @@ def _parser() -> Parser:
         choices=("fp32", "bf16", "source"),
         help="dtype to write; default: as stored, for a full checkpoint the run's params_dtype",
     )
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json or its folder; default: the run's own")
+    text = "file or folder of the tokenizer, for hf; default: the one inside the checkpoint"
+    parser.add_argument("--tokenizer-model", "--tokenizer", type=Path, help=text)
+    kinds = [kind.value for kind in TokenizerType]
+    parser.add_argument("--tokenizer-type", choices=kinds, help="type of the tokenizer; default: as its file says")
     size = "largest size of a file; default: 5GB"
     parser.add_argument("--max-shard-size", type=parse_size, default=DEFAULT_MAX_SHARD_BYTES, help=size)
     parser.add_argument("--model-config", type=Path, help="config.json or YAML of the model, for sources without")
@@ -77,13 +80,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parser().parse(argv)
         options = Options(
             args.dtype,
-            args.tokenizer,
+            args.tokenizer_model,
             args.max_shard_size,
             args.names,
             args.target_tensor_parallel_size,
             args.target_pipeline_parallel_size,
             args.target_expert_parallel_size,
             args.transformer_impl == "transformer_engine",
+            None if args.tokenizer_type is None else TokenizerType(args.tokenizer_type),
         )
         with Progress("convert") as progress:
             result = convert(

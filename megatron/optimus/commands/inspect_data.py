@@ -13,6 +13,7 @@ Exit code: 0, 1 where duplicates were found, or 2 after one line that says what 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError, DataConfig, Packing, SplitBy, TokenizerType
+from megatron.optimus.config.tokenizer_files import settle_tokenizer_type
 from megatron.optimus.data.dataset import InstanceSet, Split
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.files import TokenFiles
@@ -46,7 +48,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     files = Parser(add_help=False)
     files.add_argument("prefixes", nargs="+", help="prefixes of .bin/.idx pairs, with or without .bin or .idx")
     text = Parser(add_help=False)
-    text.add_argument("--tokenizer-type", choices=[t.value for t in TokenizerType], default=TokenizerType.HF.value)
+    kinds = [t.value for t in TokenizerType]
+    text.add_argument("--tokenizer-type", choices=kinds, help="type of the tokenizer; default: as its file says")
     text.add_argument("--tokenizer-model", help="file or folder of the tokenizer; default: show token ids")
     data = Parser(add_help=False)
     data.add_argument("--data-path", nargs="+", default=[], help="as in training")
@@ -83,8 +86,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 def load_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
     """Returns the tokenizer of the command line, or None."""
-    kind = TokenizerType(args.tokenizer_type)
-    return build_tokenizer(kind, args.tokenizer_model) if args.tokenizer_model or kind is TokenizerType.BYTE else None
+    kind = TokenizerType(args.tokenizer_type) if args.tokenizer_type else None
+    if args.tokenizer_model is None and kind is not TokenizerType.BYTE:
+        return None
+    kind, guess = settle_tokenizer_type(kind, args.tokenizer_model)
+    if guess:
+        print(guess, file=sys.stderr)
+    return build_tokenizer(kind, args.tokenizer_model)
 
 
 def tokens_to_text(tokenizer: Tokenizer | None, ids: np.ndarray) -> str:

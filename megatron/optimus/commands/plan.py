@@ -28,6 +28,7 @@ from megatron.optimus.config.load import Parser, Run, load, whole_number
 from megatron.optimus.config.options import build, read_sections
 from megatron.optimus.config.presets import PRESETS
 from megatron.optimus.config.schema import ConfigError, RunConfig
+from megatron.optimus.models.huggingface.config import take_from_hf
 from megatron.optimus.planner.fake_world import build_in_a_process, built_text
 from megatron.optimus.planner.hardware import MACHINES, Machine, machine_named
 from megatron.optimus.planner.plan import Plan, plan
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, run_words = parser.parse_known(argv)
         if args.measure is not None:
             return measure_machine(args.measure)
-        run = load(run_words, "plan", other_flags=parser.flags)
+        run = load(run_words, "plan", other_flags=parser.flags, take_from_hf=take_from_hf)
         machine = machine_named(args.system or "h200")
         if args.weak_scaling is not None:
             return write_weak_scaling(run.config, machine_named(args.system or "aurora"), args.weak_scaling)

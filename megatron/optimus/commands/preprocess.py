@@ -1,7 +1,7 @@
 """Tokenize JSON lines, parquet or text files into Megatron .bin/.idx files.
 
     optimus preprocess --input corpus/*.jsonl.gz --output-prefix data/corpus \
-        --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/ --append-eod --workers 8
+        --tokenizer-model tokenizer/ --append-eod --workers 8
 
 writes data/corpus_text_document.bin and .idx; give their common prefix to --data-path of `optimus pretrain`. Under
 mpiexec, srun or a SLURM job array the processes divide the files; elsewhere set --rank and --world-size. A command that
@@ -52,8 +52,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tokenizer-type",
         choices=[t.value for t in TokenizerType],
-        default=TokenizerType.HF.value,
-        help="default: HuggingFaceTokenizer",
+        help="type of the tokenizer; default: as its file says",
     )
     parser.add_argument("--tokenizer-model", help="file or folder of the tokenizer")
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
@@ -72,6 +71,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--shuffle", action="store_true", help="shuffle documents with --split-by position too")
     parser.add_argument("--seed", type=whole_number(0), default=1234, help="of the shuffled order; default: 1234")
+    parser.add_argument("--overwrite", action="store_true", help="replace token files of an earlier run")
     parser.add_argument("--rank", type=int, help="number of this process; default: from the launcher")
     parser.add_argument("--world-size", type=int, help="processes that divide the files; default: from the launcher")
     parser.add_argument(
@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
             report = preprocess(
                 args.input,
                 args.output_prefix,
-                tokenizer_type=TokenizerType(args.tokenizer_type),
+                tokenizer_type=TokenizerType(args.tokenizer_type) if args.tokenizer_type else None,
                 tokenizer_model=args.tokenizer_model,
                 json_keys=args.json_keys,
                 append_eod=args.append_eod,
@@ -131,6 +131,7 @@ def main(argv: list[str] | None = None) -> int:
                 seed=args.seed,
                 rank=rank,
                 world_size=world_size,
+                overwrite=args.overwrite,
                 max_line_bytes=args.max_line_bytes,
                 show_progress=lambda report: progress.update(report.progress, progress_text(report)),
             )

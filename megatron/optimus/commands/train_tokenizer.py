@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError, TokenizerType
+from megatron.optimus.config.tokenizer_files import definition_file
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.tokenize.corpus import MAX_LINE_BYTES, expand_inputs, read_documents
 from megatron.optimus.data.tokenize.tokenizer import build_tokenizer, train_bpe
@@ -39,11 +40,14 @@ def main(argv: list[str] | None = None) -> int:
         default=MAX_LINE_BYTES,
         help=f"longest line, or text that is a file, in uncompressed bytes; default: {MAX_LINE_BYTES}",
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier tokenizer")
     parser.add_argument("--skip-malformed", action="store_true", help="skip malformed lines and count them")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[StderrHandler()])
     started = time.monotonic()
     try:
         args = parser.parse(argv)
+        if not args.overwrite and (file := definition_file(TokenizerType.HF, args.output)) is not None:
+            raise DataError(f"{file}: is there already; add --overwrite to replace it, or name another --output")
         with Progress("train-tokenizer") as progress:
             texts = _texts(args, progress)
             train_bpe(texts, args.vocab_size, args.output, args.special_tokens)

@@ -19,6 +19,7 @@ import torch
 from megatron.optimus import ops
 from megatron.optimus.config.load import Parser, add_run_options, read_run, whole_number
 from megatron.optimus.config.schema import ConfigError, Precision, RunConfig
+from megatron.optimus.models.huggingface.config import take_from_hf
 from megatron.optimus.ops.triton import tile_cache, tiles
 from megatron.optimus.ops.triton.tiles import Problem
 from megatron.optimus.platform import device as devices
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_run_options(parser)
     try:
         args = parser.parse(argv)
-        tune(read_run(args).config, args.tokens, again=args.again, explain=args.explain)
+        tune(read_run(args, take_from_hf).config, args.tokens, again=args.again, explain=args.explain)
     except (ConfigError, ops.BackendUnavailableError) as error:
         print_error(error)
         return 2

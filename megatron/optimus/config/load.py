@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NoReturn
@@ -46,7 +46,7 @@ class Run:
         config: every option of the run, checked section by section.
         preset: name given to ``--preset``.
         dry_run: whether only to print what would run.
-        verbose: whether to print every option with it.
+        verbose: whether to print every option with it, and to log details.
         given: options named by a flag, not those of a preset or a file.
     """
 
@@ -57,13 +57,19 @@ class Run:
     verbose: bool = False
 
 
-def load(argv: Sequence[str] | None = None, program: str = "pretrain", other_flags: Iterable[str] = ()) -> Run:
+def load(
+    argv: Sequence[str] | None = None,
+    program: str = "pretrain",
+    other_flags: Iterable[str] = (),
+    take_from_hf: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+) -> Run:
     """Reads a run from a command line that holds run options only.
 
     Args:
         argv: the options; None takes those of this process.
         program: the subcommand whose help ``--help`` prints.
         other_flags: flags of the calling program, proposed for misspelt ones.
+        take_from_hf: completes ``{option: value}`` by what the folder in ``from_hf`` says; None: it is not supported.
 
     Raises:
         ConfigError: for anything that is not understood.
@@ -71,7 +77,7 @@ def load(argv: Sequence[str] | None = None, program: str = "pretrain", other_fla
     """
     parser = Parser(program, "Pretrain a model. Alone, under torchrun, or under mpiexec or srun.", other_flags)
     add_run_options(parser)
-    return read_run(parser.parse(argv))
+    return read_run(parser.parse(argv), take_from_hf)
 
 
 class Parser(argparse.ArgumentParser):
@@ -189,7 +195,9 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print model, layout, memory, length, data and output of the run, then stop",
     )
-    run.add_argument("--verbose", action="store_true", help="with --dry-run: print every option as resolved, too")
+    run.add_argument(
+        "--verbose", action="store_true", help="log details; with --dry-run: print every option as resolved, too"
+    )
     for section in SECTIONS:
         group = parser.add_argument_group(section)
         for option in OPTIONS.values():
@@ -211,8 +219,8 @@ def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
         group.add_argument(option.flag, metavar=_metavar(option), help=text, **words)
 
 
-def read_run(args: argparse.Namespace) -> Run:
-    """Builds the run from the result of a parser with ``add_run_options``. Raises ConfigError."""
+def read_run(args: argparse.Namespace, take_from_hf: Callable[[dict[str, Any]], dict[str, Any]] | None = None) -> Run:
+    """Builds the run from the result of a parser with ``add_run_options``; see ``load``. Raises ConfigError."""
     values: dict[str, Any] = {}
     if args.preset is not None:
         if args.preset not in PRESETS:
@@ -225,6 +233,12 @@ def read_run(args: argparse.Namespace) -> Run:
     for name, word in words.items():
         option = OPTIONS[name]
         values[name] = (parse_all if option.is_list else parse)(option, word, option.flag)
+    if values.get("from_hf") is not None and take_from_hf is not None:
+        if args.preset is not None:
+            raise ConfigError(
+                f"--preset={args.preset} and from_hf={values['from_hf']!r} both name a model; leave one of them out"
+            )
+        values = take_from_hf(values)
     return Run(build(values), args.preset, args.dry_run, frozenset(words), args.verbose)
 
 

@@ -375,8 +375,12 @@ class DataConfig:
     test_data_path: list[str] = option(
         [], "test sets, as in valid_data_path; evaluated after the last step and with skip_train"
     )
-    tokenizer_type: TokenizerType = option(TokenizerType.HF, "type of the tokenizer")
-    tokenizer_model: str | None = option(None, "file or folder of the tokenizer; copied into exported models")
+    tokenizer_type: TokenizerType | None = option(
+        None, "type of the tokenizer; default: as tokenizer_model's file says"
+    )
+    tokenizer_model: str | None = option(
+        None, "file or folder of the tokenizer; copied into checkpoints and exported models"
+    )
     packing: Packing = option(
         Packing.NONE, "none: a sample is a window of the token stream; best-fit: it is packed with whole documents"
     )
@@ -432,6 +436,9 @@ class CheckpointConfig:
     load: str | None = option(
         None, "folder of checkpoints, or a checkpoint, to start from; default: the newest in save"
     )
+    from_hf: str | None = option(
+        None, "folder of a Hugging Face model to go on from: the run takes its architecture, weights and tokenizer"
+    )
     save_interval: int = option(1000, "steps between full checkpoints; 0: only after the last step")
     save_retain: int = option(2, "number of full checkpoints to keep")
     model_only_save_interval: int = option(0, "steps between checkpoints of weights only, which are all kept; 0: none")
@@ -451,6 +458,10 @@ class CheckpointConfig:
         at_least(self, 0, "save_interval", "model_only_save_interval")
         at_least(self, 1, "save_retain")
         require(not self.finetune or self.load is not None, "finetune=True starts from a checkpoint; name it in load")
+        require(
+            self.from_hf is None or self.load is None,
+            f"from_hf={self.from_hf!r} and load={self.load!r} both say what the run starts from; keep one of them",
+        )
         require(
             self.load_optim or self.load is not None,
             "load_optim=False leaves out what load would bring; name a checkpoint in load",

@@ -48,22 +48,37 @@ _BEFORE_THE_OPTION = {"split_by": "position"}  # what a run without it did, wher
 def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Lists the options that differ between two ``to_dict`` results, as "training.global_batch_size 8 -> 16".
 
-    An option that ``before`` lacks, because it did not exist yet, had its default. Options that do not affect
-    training, such as intervals of logging, evaluation and saving, are left out.
+    Options that do not affect training, such as intervals of logging, evaluation and saving, are left out; so are those
+    of the tokenizer, which is compared by its content. An option that ``before`` lacks, because it did not exist yet,
+    had its default, a section that it lacks was not saved. A value is equal to the one that None stands for.
     """
     free = {"exit_interval", "eval_interval", "eval_iters", "skip_train", "iterations_to_skip"}
-    free |= {"valid_data_path", "test_data_path"}
-    changes, defaults = [], to_dict(RunConfig())
+    free |= {"valid_data_path", "test_data_path", "tokenizer_type", "tokenizer_model"}
+    changes, all_defaults = [], to_dict(RunConfig())
     for section in ("model", "parallel", "optimizer", "training", "data"):
-        old, new = defaults[section] | before.get(section, {}), after.get(section, {})
-        for name in sorted(old.keys() | new.keys()):
-            if name not in free and old.get(name, _BEFORE_THE_OPTION.get(name)) != new.get(name):
+        old, new = before.get(section), after.get(section)
+        if old is None or new is None:
+            continue
+        defaults = all_defaults[section]
+        old, new = {**defaults, **_BEFORE_THE_OPTION, **old}, {**defaults, **new}
+        for name in sorted(defaults.keys() | old.keys() | new.keys()):
+            if name in defaults and name not in free and _resolved(name, old) != _resolved(name, new):
                 changes.append(f"{section}.{name} {old.get(name)} -> {new.get(name)}")
     return changes
 
 
 _MAX_VALUES = 100_000  # of a file, where each alias counts as what it stands for
 _MAX_DIGITS = 100
+
+
+def _resolved(name: str, options: Mapping[str, Any]) -> Any:
+    """The value of an option of a section, or the one that it has where it is None."""
+    if options.get(name) is None:
+        if name == "num_query_groups":
+            return options["num_attention_heads"]
+        if name == "kv_channels":
+            return options["hidden_size"] // options["num_attention_heads"]
+    return options.get(name)
 
 
 class _StrictLoader(yaml.SafeLoader):

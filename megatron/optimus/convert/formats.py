@@ -26,7 +26,7 @@ import torch
 
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.shards import WriteItem, dtype_name
-from megatron.optimus.config.schema import ModelConfig, RunConfig
+from megatron.optimus.config.schema import ModelConfig, RunConfig, TokenizerType
 from megatron.optimus.convert.tensor_map import ForeignTensor, RangeReader, assemble, row_width
 from megatron.optimus.models.parameters import parameter_shapes
 
@@ -42,13 +42,14 @@ class Options:
 
     Args:
         dtype: "fp32", "bf16", "source", or None: as stored, but masters in the dtype the run computed with.
-        tokenizer: for Hugging Face, a tokenizer.json or its folder; None: the one the run was trained with.
+        tokenizer: for Hugging Face, the file or folder of a tokenizer; None: the one the run was trained with.
         max_shard_bytes: size of a safetensors file, unless one tensor is larger.
         names: of parameters in DeepSpeed's formats, one of ``deepspeed.NAMES``.
         tp: tensor-parallel ranks of Megatron's files.
         pp: pipeline-parallel ranks of Megatron's files.
         ep: expert-parallel ranks of Megatron's files.
         transformer_engine: Megatron's names for its modules with Transformer Engine rather than for the local ones.
+        tokenizer_type: type of ``tokenizer``; None: as its file says.
 
     Raises:
         CheckpointError: a value is not allowed.
@@ -62,6 +63,7 @@ class Options:
     pp: int = 1
     ep: int = 1
     transformer_engine: bool = True
+    tokenizer_type: TokenizerType | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, "source", *DTYPES):
@@ -145,6 +147,7 @@ class Source(ABC):
     generation: dict[str, Any] = field(default_factory=dict)  # a Hugging Face generation_config.json; empty: none
     tokenizer: Path | None = None
     tokenizer_hashes: tuple[Any, ...] = ()  # XXH3-128 of the files of its run's tokenizer, as the source claims them
+    tokenizer_identity: dict[str, Any] | None = None  # of the tokenizer that its data were made with
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # small: biases that steer the choice of experts
     dtypes: dict[tuple[str, str], torch.dtype] = field(default_factory=dict)  # by our parameter's name and kind
     resources: list[Any] = field(default_factory=list)  # open files, closed with the source

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.checkpoint.shards import WriteItem, torch_dtype, write_shard
-from megatron.optimus.checkpoint.tokenizer_files import NAMES, CopyGuard
-from megatron.optimus.checkpoint.untrusted import parse_json
+from megatron.optimus.checkpoint.tokenizer_files import NAMES, files_of
 from megatron.optimus.config.schema import ConfigError, ModelConfig, RunConfig, TokenizerType
 from megatron.optimus.convert.formats import (
     WEIGHT,
@@ -32,8 +29,9 @@ from megatron.optimus.convert.formats import (
     split_by_size,
     write_items,
 )
-from megatron.optimus.convert.sidecar import TOKEN_IDS, read_json, token_ids_of, write_json
+from megatron.optimus.convert.sidecar import read_json, token_ids_of, write_json
 from megatron.optimus.convert.tensor_map import ForeignTensor, rows_of, stack_rows
+from megatron.optimus.convert.tokenizer import find_tokenizer
 from megatron.optimus.models.huggingface.config import hf_config, model_config_from_hf
 from megatron.optimus.models.huggingface.names import buffers_to_hf, to_hf
 from megatron.optimus.models.parameters import parameter_shapes
@@ -42,7 +40,6 @@ from megatron.optimus.platform.files import write_new
 _GENERATION = "generation_config.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_DEFAULT_EOS = "<|endoftext|>"
 _SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 
 log = logging.getLogger("optimus")
@@ -71,7 +68,7 @@ class HFSource(ForeignSource):
             run = RunConfig(model=model_config_from_hf(config))
         except ConfigError as error:
             raise ConfigError(f"{path / 'config.json'}: {str(error).removeprefix('config.json: ')}") from error
-        tokenizer = path if TokenizerFiles.find(path, CopyGuard(path)) else None
+        tokenizer = path if files_of(TokenizerType.HF, path) else None
         if tokenizer is None and any((path / name).exists() for name in NAMES):
             log.warning("%s: its tokenizer stays behind: there is no tokenizer.json; transformers can make one", path)
         if tokenizer is not None:
@@ -105,15 +102,17 @@ def _destination(source: Source, options: Options) -> Destination:
     for ours, theirs in buffers_to_hf(source.model).items():
         bias = source.buffers[ours]
         items.append(WriteItem(theirs, bias.dtype, tuple(bias.shape), partial(torch.clone, bias)))
-    tokenizer = _find_tokenizer(options.tokenizer, source)
+    tokenizer = find_tokenizer(source, options)
     config = hf_config(source.model, str(items[0].dtype).removeprefix("torch."))
-    ids = source.token_ids or (tokenizer.token_ids() if tokenizer is not None else {})
+    if tokenizer is not None:
+        tokenizer.check_fits(source.model.vocab_size, config["model_type"])
+    ids = (tokenizer.token_ids() if tokenizer is not None else {}) | source.token_ids
 
     def write(directory: Path) -> None:
         write_json(directory / "config.json", config | ids)
         write_json(directory / _GENERATION, source.generation or {"_from_model_config": True, **ids})
-        if tokenizer is not None:
-            tokenizer.copy_to(directory)
+        for name, content in tokenizer.files.items() if tokenizer is not None else ():
+            write_new(directory / name, content)
         _write_weights(directory, items, options.max_shard_bytes)
 
     return Destination(output_tensors(items), write, HFSource)
@@ -128,28 +127,6 @@ def _refuse_buffers(source: Source) -> None:
                 f"{source.path}: buffer {name} is not zero and has no place in a Hugging Face model of this kind "
                 "(moe_router_enable_expert_bias); its experts would be chosen differently"
             )
-
-
-def _find_tokenizer(path: Path | None, source: Source) -> TokenizerFiles | None:
-    """Finds the tokenizer that is asked for, else the source's own if it still is where its configuration says."""
-    if path is not None:
-        found = TokenizerFiles.find(path, CopyGuard.of_command_line(path))
-        if found is None:
-            raise CheckpointError(f"--tokenizer {path}: neither a tokenizer.json nor a folder that holds one")
-        return found
-    own = source.run.data.tokenizer_model
-    if own is None or source.run.data.tokenizer_type is not TokenizerType.HF:
-        return None
-    found = TokenizerFiles.find(Path(own), CopyGuard.of_checkpoint(source.path, source.tokenizer_hashes))
-    if found is None:
-        log.warning("tokenizer_model=%s is not there; the export has no tokenizer (name one with --tokenizer)", own)
-        return None
-    try:
-        found.read()
-    except CheckpointError as error:
-        log.warning("the export has no tokenizer: %s", error)
-        return None
-    return found
 
 
 # ---- weights
@@ -234,67 +211,6 @@ def _write_weights(directory: Path, items: list[WriteItem], max_bytes: int) -> N
         weight_map |= {item.key: file for item in group}
     total = sum(item.num_bytes for item in items)
     write_json(directory / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
-# ---- tokenizers
-
-
-@dataclass(frozen=True)
-class TokenizerFiles:
-    """The files of a tokenizer: a folder with a tokenizer.json, or such a file under any name."""
-
-    path: Path
-    guard: CopyGuard
-
-    @classmethod
-    def find(cls, path: Path, guard: CopyGuard) -> TokenizerFiles | None:
-        """Finds the tokenizer at ``path``, of which only what ``guard`` lets through is read; None without one."""
-        file = path / "tokenizer.json" if path.is_dir() else path
-        return cls(path, guard) if file.is_file() and file.suffix == ".json" else None
-
-    def read(self) -> dict[str, bytes]:
-        """Reads the files, by their names in the export. Raises CheckpointError for one that must not be copied."""
-        folder = self.path if self.path.is_dir() else self.path.parent
-        found = {name: folder / name for name in NAMES if (folder / name).exists()}
-        if not self.path.is_dir():
-            found["tokenizer.json"] = self.path
-        return {name: self.guard.read(file) for name, file in found.items()}
-
-    def token_ids(self) -> dict[str, int]:
-        """Finds the ids of the tokens that tokenizer_config.json names, such as {"eos_token_id": 0}.
-
-        Without that file, "<|endoftext|>" ends a text if the vocabulary has it.
-        """
-        files = self.read()
-        config, content = (
-            parse_json(files.get(name, b"{}"), str(self.path / name))
-            for name in ("tokenizer_config.json", "tokenizer.json")
-        )
-        model = content.get("model")
-        vocabulary = model.get("vocab") if isinstance(model, dict) else None
-        ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
-        added = content.get("added_tokens")
-        for token in added if isinstance(added, list) else []:
-            if isinstance(token, dict) and isinstance(token.get("content"), str):
-                ids[token["content"]] = token.get("id")
-        result = {}
-        for name in TOKEN_IDS:
-            token = config.get(name.removesuffix("_id"), _DEFAULT_EOS if name == "eos_token_id" else None)
-            token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str) and isinstance(ids.get(token), int):
-                result[name] = ids[token]
-        return result
-
-    def copy_to(self, directory: Path) -> None:
-        """Copies the files, and writes a tokenizer_config.json that loads tokenizer.json where there is none."""
-        files = self.read()
-        for name, content in files.items():
-            write_new(directory / name, content)
-        if "tokenizer_config.json" not in files:
-            config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-            if "eos_token_id" in self.token_ids():
-                config["eos_token"] = _DEFAULT_EOS
-            write_json(directory / "tokenizer_config.json", config)
 
 
 FORMAT = Format("hf", "config.json", _recognise, lambda path, _: HFSource(path), _destination)

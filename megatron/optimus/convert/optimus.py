@@ -19,7 +19,15 @@ from megatron.optimus.checkpoint.reader import CHUNK_BYTES, ReadChunk, ShardFile
 from megatron.optimus.checkpoint.shards import WriteItem, dtype_name, torch_dtype, write_shard
 from megatron.optimus.checkpoint.slices import Region, overlaps
 from megatron.optimus.checkpoint.store import load_manifest, log_warnings, resolve
-from megatron.optimus.checkpoint.tokenizer_files import HASHES_FIELD, hash_files
+from megatron.optimus.checkpoint.tokenizer_files import (
+    FOLDER,
+    HASHES_FIELD,
+    IDENTITY_FIELD,
+    CopyGuard,
+    files_of,
+    hash_files,
+)
+from megatron.optimus.config.schema import TokenizerType
 from megatron.optimus.config.serialize import from_dict, to_dict
 from megatron.optimus.convert.formats import (
     DTYPES,
@@ -37,7 +45,7 @@ from megatron.optimus.convert.formats import (
 )
 from megatron.optimus.convert.sidecar import token_ids_of
 from megatron.optimus.models.parameters import parameter_shapes
-from megatron.optimus.platform.files import write_new
+from megatron.optimus.platform.files import make_directory, write_new
 
 TOKEN_IDS_FIELD = "hf_token_ids"  # in a manifest's metadata: what an imported model's config.json named
 GENERATION_FIELD = "hf_generation_config"  # and its generation_config.json
@@ -80,6 +88,8 @@ class OptimusSource(Source):
             optimizer_steps=steps if isinstance(steps, int) else None,
             token_ids=token_ids_of(ids) if isinstance(ids, dict) else {},
             generation=generation if isinstance(generation, dict) else {},
+            tokenizer_identity=manifest.metadata.get(IDENTITY_FIELD),
+            tokenizer=path / FOLDER if (path / FOLDER).is_dir() else None,
             tokenizer_hashes=(*(hashes.values() if isinstance(hashes, dict) else ()), manifest.tokenizer_xxh3_128),
         )
         self._manifest = manifest
@@ -190,6 +200,12 @@ def _destination(source: Source, options: Options) -> Destination:
         output = OutputTensor(f"{name} ({BUFFER})", buffer.dtype, tuple(buffer.shape))
         add(output, name, BUFFER, 0, buffer.numel(), partial(buffer.reshape, -1))
 
+    guard, files = (
+        CopyGuard(source.path),
+        files_of(source.run.data.tokenizer_type or TokenizerType.HF, source.tokenizer),
+    )
+    tokenizer = {name: guard.read(file) for name, file in files.items()}
+
     def write(directory: Path) -> None:
         sizes: dict[str, int] = {}
         written: dict[tuple[str, str], list[StoredPiece]] = {key: [] for key in outputs}
@@ -200,6 +216,10 @@ def _destination(source: Source, options: Options) -> Destination:
                 piece = replace(pieces[key], file=file, xxh3_128=digest)
                 written[piece.name, piece.kind].append(piece)
             sizes[file] = (directory / file).stat().st_size
+        if tokenizer:
+            make_directory(directory / FOLDER)
+        for name, content in tokenizer.items():
+            write_new(directory / FOLDER / name, content)
         tensors = {
             key: TensorEntry(*key, dtype_name(output.dtype), output.shape, tuple(written[key]))
             for key, output in outputs.items()

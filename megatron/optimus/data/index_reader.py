@@ -65,6 +65,11 @@ def bin_path(prefix: str | os.PathLike[str]) -> Path:
     return Path(f"{os.fspath(prefix)}.bin")
 
 
+def tokenizer_path(prefix: str | os.PathLike[str]) -> Path:
+    """Returns the path of the file beside a pair that says which tokenizer made it."""
+    return Path(f"{os.fspath(prefix)}.tokenizer")
+
+
 def idx_path(prefix: str | os.PathLike[str]) -> Path:
     """Path of the pair's .idx file."""
     return Path(f"{os.fspath(prefix)}.idx")

@@ -33,6 +33,7 @@ from megatron.optimus.data.index_reader import (
     bin_path,
     idx_path,
     no_such_file,
+    tokenizer_path,
 )
 from megatron.optimus.data.splits import splits_path
 from megatron.optimus.platform.files import write_atomically
@@ -164,7 +165,8 @@ class IndexedDatasetWriter:
         if not codes:
             raise DataError(f"dtype {self.dtype} has no code in the .idx format; use one of {list(DTYPES.values())}")
         self._code = codes[0]
-        self._bin, self._idx, self._splits = bin_path(prefix), idx_path(prefix), splits_path(prefix)
+        self._bin, self._idx = bin_path(prefix), idx_path(prefix)
+        self._beside = splits_path(prefix), tokenizer_path(prefix)
         mark = secrets.token_hex(4)
         self._bin_temporary = Path(f"{self._bin}.{mark}.tmp")
         self._idx_temporary = Path(f"{self._idx}.{mark}.tmp")
@@ -250,10 +252,11 @@ class IndexedDatasetWriter:
                 self._write_index(index)
                 _flush_to_disk(index)
             self._idx.unlink(missing_ok=True)  # an old index must never be seen next to the new data
-            self._splits.unlink(missing_ok=True)
+            for path in self._beside:
+                path.unlink(missing_ok=True)
             os.replace(self._bin_temporary, self._bin)
             if self.splits is not None:
-                write_atomically(self._splits, self.splits)
+                write_atomically(self._beside[0], self.splits)
             os.replace(self._idx_temporary, self._idx)
             folder = os.open(self._bin.parent, os.O_RDONLY)
             try:

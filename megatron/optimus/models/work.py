@@ -165,7 +165,8 @@ def router_training_work(rank: RankPlan, kernels: Kernels = CUDA) -> OperationCo
         return router_work(rank) * 3 + OperationCounts(wide=TRAINING * cost)
     logits = 20 * model.num_experts * FP32
     return OperationCounts(
-        gemm_flops=(2 + 3 * 4) * cost, memory_bytes=tokens * (model.hidden_size * ROUTER_PASSES * rank.element_bytes + logits)
+        gemm_flops=(2 + 3 * 4) * cost,
+        memory_bytes=tokens * (model.hidden_size * ROUTER_PASSES * rank.element_bytes + logits),
     )
 
 

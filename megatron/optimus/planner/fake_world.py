@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from megatron.optimus.config.checks import check
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError, RunConfig
+from megatron.optimus.models.huggingface.config import take_from_hf
 from megatron.optimus.platform import environment
 
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
@@ -124,7 +125,7 @@ def built_text(built: Built) -> str:
 
 if __name__ == "__main__":
     try:
-        built = build(load(sys.argv[3:]).config, int(sys.argv[1]), int(sys.argv[2]))
+        built = build(load(sys.argv[3:], take_from_hf=take_from_hf).config, int(sys.argv[1]), int(sys.argv[2]))
     except ConfigError as error:
         sys.exit(str(error))  # alone in the last line, as ``build_in_a_process`` reads it
     sys.stdout.write(json.dumps(asdict(built)) + "\n")

@@ -70,13 +70,14 @@ class _StdoutHandler(logging.StreamHandler):
         raise AttributeError("the stream is always sys.stdout")
 
 
-def setup(rank: int) -> logging.Logger:
+def setup(rank: int, *, verbose: bool = False) -> logging.Logger:
     """Configures the logger and returns it; a second call replaces the first.
 
-    Rank 0 writes ``[time] message`` from INFO on, every other rank ``[time] rank <r>: message`` from WARNING on.
+    Rank 0 writes ``[time] message`` from INFO on, or from DEBUG on where it is ``verbose``; every other rank ``[time]
+    rank <r>: message`` from WARNING on.
     """
     logger = logging.getLogger("optimus")
-    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.setLevel((logging.DEBUG if verbose else logging.INFO) if rank == 0 else logging.WARNING)
     logger.propagate = False  # libraries that configure the root logger would print each line twice
     handler = _StdoutHandler()
     prefix = "" if rank == 0 else f"rank {rank}: "

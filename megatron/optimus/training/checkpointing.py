@@ -14,14 +14,17 @@ import xxhash
 
 from megatron.optimus.checkpoint import CheckpointError, Manifest, Saved, Saver, TensorSlice, commit, state, store
 from megatron.optimus.checkpoint.run_lock import RunLock
-from megatron.optimus.checkpoint.tokenizer_files import HASHES_FIELD, hash_files
+from megatron.optimus.checkpoint.tokenizer_files import HASHES_FIELD, IDENTITY_FIELD, files_of, hash_files
 from megatron.optimus.checkpoint.verify import has_good
-from megatron.optimus.config.schema import RunConfig
+from megatron.optimus.config.schema import RunConfig, TokenizerType
 from megatron.optimus.config.serialize import changed_options, to_dict
 from megatron.optimus.context import RunContext
+from megatron.optimus.convert import convert
+from megatron.optimus.convert.optimus import GENERATION_FIELD, TOKEN_IDS_FIELD
 from megatron.optimus.data.fingerprint import LINES_FIELD
 from megatron.optimus.data.loader import position_after_change
 from megatron.optimus.models.decoder import Decoder
+from megatron.optimus.platform.files import delete_tree
 from megatron.optimus.platform.memory import needs_memory
 from megatron.optimus.platform.seeding import rng_state, set_rng_state
 from megatron.optimus.training.data_position import START_FIELD, STEPS_FIELD, check_position, position_start
@@ -29,6 +32,7 @@ from megatron.optimus.training.engine import Engine, training_state
 from megatron.optimus.training.last_checkpoint import LastCheckpoint
 from megatron.optimus.version import __version__
 
+_SHOWN_CHANGES = 4  # options that changed since a checkpoint, with their values
 _PACKAGES = ("torch", "deepspeed", "numpy", "safetensors")
 
 logger = logging.getLogger("optimus")
@@ -48,6 +52,7 @@ class Checkpoints:
         self._tokenizer = _tokenizer_hash(config.data.tokenizer_model) if mesh.rank == 0 else None
         self._tokenizer_files = hash_files(config.data.tokenizer_model) if mesh.rank == 0 else {}
         self._position_start = [0, 0]  # step and samples since which the batch sizes of this run hold
+        self._identity = run.tokenizer
         self._drain_s: float | None = None
         self._tried: Manifest | None = None  # the last checkpoint that resume tried to load
         # JSON values that full checkpoints hold; after resume, those of its checkpoint.
@@ -64,7 +69,19 @@ class Checkpoints:
             asynchronous=config.checkpoint.async_save,
             local=config.checkpoint.save_local_dir,
             check_lock=self._lock.check if self._lock is not None else lambda: None,
+            tokenizer=self._ranks.run_on_all_ranks(
+                lambda: self._read_tokenizer() if mesh.rank == 0 else {}, "reading the tokenizer", CheckpointError
+            ),
         )
+
+    def _read_tokenizer(self) -> dict[str, bytes]:
+        """The files of the run's tokenizer, which its checkpoints carry: an export needs nothing else."""
+        data = self._config.data
+        try:
+            files = files_of(data.tokenizer_type or TokenizerType.HF, data.tokenizer_model)
+            return {name: file.read_bytes() for name, file in files.items()}
+        except OSError as error:
+            raise CheckpointError(f"{error.filename}: the tokenizer cannot be read: {error.strerror}") from error
 
     # ---- saving
 
@@ -155,6 +172,7 @@ class Checkpoints:
                 STEPS_FIELD: self._state.step_count,
                 START_FIELD: self._position_start,
                 HASHES_FIELD: self._tokenizer_files,
+                **({IDENTITY_FIELD: self._identity} if self._identity else {}),
             },
             {},
             {},
@@ -203,6 +221,9 @@ class Checkpoints:
             has_moments, position_counts = options.load_optim and not options.finetune, not options.finetune
             requests = self._all_requests if has_moments else self._weight_requests
             found = path, store.load_together(path, requests, cast=True, ranks=self._ranks)
+        if found is None and options.from_hf is not None:
+            has_moments, position_counts = False, False
+            found = self._load_hf(Path(options.from_hf))
         if found is None:
             self.found_none = True
             logger.info("starting from initial weights (seed %d)", self._config.training.seed)
@@ -213,6 +234,9 @@ class Checkpoints:
             optimizer.step_count = int(manifest.metadata.get(STEPS_FIELD, manifest.step))
             self._restore_rng()
             self.extra_state = manifest.metadata
+        else:  # what a Hugging Face model says of its tokens and of generation stays with it
+            fields = (TOKEN_IDS_FIELD, GENERATION_FIELD)
+            self.extra_state = {name: manifest.metadata[name] for name in fields if manifest.metadata.get(name)}
         optimizer.sync_params_from_master()
         step = consumed_samples = 0
         if position_counts:
@@ -225,7 +249,7 @@ class Checkpoints:
             self._position_start = position_start(manifest, training, step, consumed_samples)
         what = "" if has_moments and manifest.kind == "full" else " (weights only: the moments start anew)"
         logger.info("resumed from %s: step %d, %d samples consumed%s", path, step, consumed_samples, what)
-        self._log_changes(manifest)
+        self._log_changes(manifest, is_new=not position_counts)
         return step, consumed_samples
 
     def _load_own(self) -> tuple[Path, Manifest] | None:
@@ -255,6 +279,21 @@ class Checkpoints:
         if folder is not None:
             logger.warning("checkpoints that cannot be read are now in %s", folder)
         self._last.forget()
+
+    def _load_hf(self, source: Path) -> tuple[Path, Manifest]:
+        """Loads the weights of a Hugging Face folder, by way of a checkpoint that rank 0 makes of it and removes."""
+        target = Path(self._config.logging.run_dir).absolute() / "from_hf"
+
+        def make() -> None:
+            if self._mesh.rank == 0:
+                logger.info("converting the weights of %s", source)
+                convert(source, target, to="optimus", overwrite=True)
+
+        self._ranks.run_on_all_ranks(make, f"converting {source}", CheckpointError)
+        manifest = store.load_together(target, self._weight_requests, cast=True, ranks=self._ranks)
+        if self._mesh.rank == 0:
+            delete_tree(target)
+        return source, manifest
 
     def _resolve(self, path: Path) -> Path:
         """The checkpoint that ``load`` names, as rank 0 finds it."""
@@ -290,9 +329,17 @@ class Checkpoints:
         if not self._rng:
             logger.info("random generators start anew: the checkpoint is of other ranks or another kind of device")
 
-    def _log_changes(self, manifest: Manifest) -> None:
-        for change in changed_options(manifest.config, to_dict(self._config)):
-            logger.info("changed since that checkpoint: %s", change)
+    def _log_changes(self, manifest: Manifest, *, is_new: bool) -> None:
+        config = to_dict(self._config)
+        # A run that starts from weights alone has only the model in common with what it loads.
+        changes = changed_options(manifest.config, {"model": config["model"]} if is_new else config)
+        if len(changes) > _SHOWN_CHANGES:
+            names = ", ".join(change.split()[0] for change in changes)
+            logger.info("changed since that checkpoint: %d options (--verbose shows values): %s", len(changes), names)
+            for change in changes:
+                logger.debug("changed since that checkpoint: %s", change)
+        elif changes:
+            logger.info("changed since that checkpoint: %s", ", ".join(changes))
         if self._mesh.rank > 0:
             return
         now = self._tokenizer

@@ -348,9 +348,10 @@ class Trainer:
         if is_due or is_exiting:
             is_saved = is_exiting or _is_due(self.step, self.config.checkpoint.save_interval)
             marks = self.health.marks(is_saved=is_saved)
-            self.checkpoints.extra_state = self.health.to_json() | {LINES_FIELD: self.data.fingerprints}
-            if marks:
-                self.checkpoints.extra_state[WARNINGS_FIELD] = marks
+            state = self.checkpoints.extra_state
+            state |= self.health.to_json() | {LINES_FIELD: self.data.fingerprints, WARNINGS_FIELD: marks}
+            if not marks:
+                del state[WARNINGS_FIELD]
         with self.clock.pause() if is_due else nullcontext():
             self.checkpoints.after_step(self.step, self.consumed_samples, is_exiting=is_exiting)
 

@@ -80,7 +80,10 @@ def test_from_corpus_to_tokens(corpus: Path, tmp_path: Path) -> None:
         pairs.append([Path(name).read_bytes() for name in names])
     assert pairs[0] == pairs[1]
     assert {file.name for file in tmp_path.iterdir()} == {"tok"} | {
-        f"w{w}_{key}_document.{kind}" for w in (1, 2) for key in ("text", "title") for kind in ("bin", "idx")
+        f"w{w}_{key}_document.{kind}"
+        for w in (1, 2)
+        for key in ("text", "title")
+        for kind in ("bin", "idx", "tokenizer")
     }
 
     tokenizer = HuggingFaceTokenizer(tmp_path / "tok")
@@ -120,7 +123,7 @@ def test_malformed_line_late_in_the_corpus(corpus: Path, tmp_path: Path, workers
 
 
 def test_failure_keeps_an_earlier_result(corpus: Path, tmp_path: Path) -> None:
-    arguments = ("--output-prefix", tmp_path / "out", *BYTES, "--workers", 1)
+    arguments = ("--output-prefix", tmp_path / "out", *BYTES, "--workers", 1, "--overwrite")
     assert preprocess("--input", corpus, *arguments).returncode == 0
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     (tmp_path / "bad.jsonl").write_text("[]\n")
@@ -207,6 +210,26 @@ def test_tokenizer_errors(corpus: Path, tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["bad.jsonl"]
     skipped = call(script, "--input", bad, "--vocab-size", 300, "--output", tmp_path / "t", "--skip-malformed")
     assert skipped.returncode == 0 and "1 malformed lines skipped" in skipped.stderr
+
+
+def test_earlier_outputs_are_not_replaced_without_a_word(corpus: Path, tmp_path: Path) -> None:
+    train = ("tools/train_tokenizer.py", "--input", corpus, "--vocab-size", 300, "--output", tmp_path / "tok")
+    assert call(*train).returncode == 0
+    before = (tmp_path / "tok" / "tokenizer.json").stat().st_mtime_ns
+    assert "tok/tokenizer.json: is there already; add --overwrite to replace it" in failed(call(*train))
+    assert (tmp_path / "tok" / "tokenizer.json").stat().st_mtime_ns == before
+    assert call(*train, "--overwrite").returncode == 0
+    assert (tmp_path / "tok" / "tokenizer.json").stat().st_mtime_ns > before
+
+    make = ("--input", corpus, "--output-prefix", tmp_path / "x", "--workers", 1)
+    guessed = preprocess(*make, "--tokenizer-model", tmp_path / "tok")
+    assert guessed.returncode == 0, guessed.stderr
+    assert f"tokenizer_type=HuggingFaceTokenizer, guessed from {tmp_path / 'tok' / 'tokenizer.json'}" in guessed.stderr
+    earlier = [(tmp_path / f"x_text_document.{kind}").read_bytes() for kind in ("bin", "idx", "tokenizer")]
+    assert "x_text_document.idx: is there already; add --overwrite" in failed(preprocess(*make, *BYTES))
+    assert [(tmp_path / f"x_text_document.{kind}").read_bytes() for kind in ("bin", "idx", "tokenizer")] == earlier
+    assert preprocess(*make, *BYTES, "--overwrite").returncode == 0
+    assert json.loads((tmp_path / "x_text_document.tokenizer").read_text())["type"] == "ByteLevelTokenizer"
 
 
 def test_standard_library_corpus(tmp_path: Path) -> None:

@@ -91,3 +91,14 @@ def test_files_that_grow_are_refused(tmp_path: Path, text: str, message: str) ->
     with pytest.raises(ConfigError, match=message) as found:
         load(["--config", str(tmp_path / "a.yaml")])
     assert len(str(found.value)) < 2000
+
+
+def test_what_only_looks_changed_is_not_named() -> None:
+    """An import has two sections and says what None stands for; an earlier version lacks options."""
+    after = to_dict(load(["--hidden-size", "64", "--num-attention-heads", "4", "--tokenizer-model", "b"]).config)
+    imported = {"model": after["model"] | {"num_query_groups": 4, "kv_channels": 16}, "data": dict(after["data"])}
+    imported["data"]["tokenizer_model"] = "a"
+    del imported["model"]["add_qkv_bias"]
+    assert changed_options(imported, after) == []
+    imported["model"]["num_query_groups"] = 2
+    assert changed_options(imported, after) == ["model.num_query_groups 2 -> None"]

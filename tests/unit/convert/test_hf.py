@@ -200,7 +200,7 @@ def test_missing_tokenizers(tmp_path, caplog):
     run = our_config()
     run.data.tokenizer_model = str(tmp_path / "gone")
     our_run(tmp_path / "run", run, "full")
-    with pytest.raises(CheckpointError, match=r"--tokenizer .*nowhere: neither a tokenizer.json"):
+    with pytest.raises(CheckpointError, match=r"--tokenizer-model .*nowhere: neither the file of a Hug"):
         convert(tmp_path / "run", tmp_path / "hf", to="hf", options=Options(tokenizer=tmp_path / "nowhere"))
     with caplog.at_level(logging.WARNING, "optimus"):
         convert(tmp_path / "run", tmp_path / "hf", to="hf")

@@ -108,8 +108,17 @@ class PartitionPlan:
         ]
         self._counts: dict[int, dict[str, Any]] = {}  # of finished partitions, by number
 
-    def begin(self) -> None:
-        """Writes plan.json, or compares it with an earlier run's. Raises DataError if options differ."""
+    def begin(self, protected: Sequence[Partition] = ()) -> None:
+        """Writes plan.json, or compares it with an earlier run's.
+
+        Args:
+            protected: partitions of this process whose output must not replace an earlier one
+
+        Raises:
+            DataError: inputs or options differ, or there is earlier output.
+        """
+        if protected:
+            self._refuse_existing(protected)
         if not self.uses_folder or self.per_file:
             return
         try:
@@ -136,6 +145,17 @@ class PartitionPlan:
             if isinstance(error, DataError):
                 raise
             raise DataError(f"{self._folder}: cannot be used: {error}") from error
+
+    def _refuse_existing(self, mine: Sequence[Partition]) -> None:
+        """Raises DataError where a pair of an earlier run would be replaced; what was begun may be gone on with."""
+        if self.uses_folder and not self.per_file and self._folder.exists():
+            return
+        partitions = [one for one in mine if not self._has_valid_mark(one)] if self.per_file else self.partitions[:1]
+        for index in (Path(f"{self.final_prefix(one, key)}.idx") for one in partitions for key in self.keys):
+            if index.exists():
+                raise DataError(
+                    f"{index}: is there already; add --overwrite to replace it, or use another --output-prefix"
+                )
 
     def share(self, rank: int, world_size: int) -> list[Partition]:
         """Returns the partitions of one process: they are dealt out in turn, the largest first."""
@@ -272,7 +292,9 @@ def fingerprint(model: str | None) -> str:
     if model is None:
         return ""
     path = Path(model)
-    files = [path] if path.is_file() else [path / name for name in ("tokenizer.json", "tokenizer_config.json")]
+    names = ("tokenizer.json", "tokenizer_config.json")
+    # tiktoken's pattern and special tokens are in a file beside its ranks
+    files = [path, Path(f"{path}.json")] if path.is_file() else [path / name for name in names]
     content = b"".join(file.read_bytes() for file in files if file.is_file())
     return hashlib.sha256(content).hexdigest()
 

@@ -38,6 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.optimus.config.schema import ConfigError, SplitBy, TokenizerType
+from megatron.optimus.config.tokenizer_files import settle_tokenizer_type
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron.optimus.data.tokenize.corpus import (
@@ -47,6 +48,7 @@ from megatron.optimus.data.tokenize.corpus import (
     parse_batch,
     read_batches,
 )
+from megatron.optimus.data.tokenize.identity import TokenizerIdentity, write_identity
 from megatron.optimus.data.tokenize.partitions import Partition, PartitionPlan, fingerprint
 from megatron.optimus.data.tokenize.pretoken_cache import Ids
 from megatron.optimus.data.tokenize.shuffle import RunWriter, text_hashes
@@ -202,7 +204,7 @@ def preprocess(
     inputs: Sequence[str],
     output_prefix: str,
     *,
-    tokenizer_type: TokenizerType,
+    tokenizer_type: TokenizerType | None = None,
     tokenizer_model: str | None = None,
     json_keys: Sequence[str] = ("text",),
     append_eod: bool = False,
@@ -217,17 +219,17 @@ def preprocess(
     max_line_bytes: int = MAX_LINE_BYTES,
     rank: int = 0,
     world_size: int = 1,
+    overwrite: bool = False,
     show_progress: Callable[[PreprocessReport], None] | None = None,
 ) -> PreprocessReport:
     """Tokenizes files into ``<output_prefix>_<key>_document.{bin,idx}`` for each key.
 
-    The final files appear only when everything went well; until then finished partitions are kept in
-    ``<output_prefix>.parts``.
+    The final files appear only when all went well; till then finished partitions are in ``<output_prefix>.parts``.
 
     Args:
         inputs: files, globs or folders
         output_prefix: path of the output, without key and suffix
-        tokenizer_type: library of the tokenizer
+        tokenizer_type: library of the tokenizer; None: as its file says
         tokenizer_model: its file or folder
         json_keys: keys of the texts in each JSON object, or columns; each becomes a pair
         append_eod: whether each document is ended by the tokenizer's end-of-document token
@@ -242,36 +244,40 @@ def preprocess(
         max_line_bytes: longest line, or text that is a file, in uncompressed bytes
         rank: of this process, among those that share the work
         world_size: number of these processes
+        overwrite: whether pairs of an earlier run are replaced, instead of being an error
         show_progress: called with the report so far whenever a batch has been written
 
     Returns:
         The report on the whole output, or, while other processes are at work, on this process's partitions.
 
     Raises:
-        DataError: the input is unusable (names file and line), the tokenizer cannot be read, the corpus has no tokens,
-            or the disk refuses.
+        DataError: names what is wrong with input, tokenizer, earlier output or disk.
         ConfigError: the options are impossible.
     """
     _check_options(workers, rank, world_size, json_keys, seed)
     started = time.monotonic()
     shuffle_seed = seed if shuffle or split_by is SplitBy.HASH else None
-    dtype = token_dtype(build_tokenizer(tokenizer_type, tokenizer_model).vocab_size)
+    paths, tokenizer_type = expand_inputs(inputs), _settle_type(tokenizer_type, tokenizer_model)
+    identity = TokenizerIdentity.of(tokenizer_type, tokenizer_model)
+    dtype = token_dtype(identity.vocab_size)
     options = _WorkerOptions(
         *(tokenizer_type, tokenizer_model, tuple(json_keys), append_eod, skip_malformed, dtype),
         *(max_line_bytes, shuffle_seed),
     )
-    plan = _plan(expand_inputs(inputs), output_prefix, options, partitions, per_file, world_size > 1, split_by)
+    plan = _plan(paths, output_prefix, options, partitions, per_file, world_size > 1, split_by)
     mine = plan.share(rank, world_size)
     if not mine:
         return PreprocessReport(merged=False)
-    plan.begin()
+    plan.begin([] if overwrite else mine)
     try:
         report = _process(plan, mine, options, workers, started, show_progress, log_interval)
     except BaseException:
         plan.abandon()
         raise
-    report.seconds = time.monotonic() - started
-    return report
+    if report.merged:
+        for prefix in report.tokens:
+            write_identity(prefix, identity)
+    return replace(report, seconds=time.monotonic() - started)
 
 
 def _plan(
@@ -331,6 +337,14 @@ def _check_options(workers: int, rank: int, world_size: int, json_keys: Sequence
         raise ConfigError(f"rank={rank} must lie in [0, {world_size})")
     if not json_keys or len(set(json_keys)) != len(json_keys):
         raise ConfigError(f"json_keys={list(json_keys)} must name one or more different keys")
+
+
+def _settle_type(kind: TokenizerType | None, model: str | None) -> TokenizerType:
+    """Logs the type where it is guessed."""
+    kind, guess = settle_tokenizer_type(kind, model)
+    if guess:
+        logger.info(guess)
+    return kind
 
 
 def _finish(

@@ -276,11 +276,11 @@ def _kind(character: str) -> str:
 
 def _model_specs(model: bytes) -> tuple[dict[int, Any], dict[int, Any]]:
     """Fields of the specifications of trainer (2) and normalizer (3) in a serialized ModelProto, by number."""
-    found = dict(_protobuf_fields(model))
-    return dict(_protobuf_fields(found.get(2, b""))), dict(_protobuf_fields(found.get(3, b"")))
+    found = dict(model_fields(model))
+    return dict(model_fields(found.get(2, b""))), dict(model_fields(found.get(3, b"")))
 
 
-def _protobuf_fields(message: bytes) -> Iterator[tuple[int, Any]]:
+def model_fields(message: bytes) -> Iterator[tuple[int, Any]]:
     """(number, integer or bytes) of each field of a message in the wire format of protocol buffers."""
     at = 0
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron.optimus.config.schema import TokenizerType
+from megatron.optimus.config.tokenizer_files import definition_file, settle_tokenizer_type
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.tokenize.pretoken_cache import ByteLevelBPECache, Ids, SentencePieceCache
 from megatron.optimus.platform.files import write_atomically
@@ -39,6 +40,10 @@ class Tokenizer(Protocol):
     @property
     def eod_id(self) -> int:
         """Id that ends a document."""
+
+    @property
+    def definition(self) -> Any:
+        """What defines the ids, as plain JSON or bytes; equal for files that differ in spacing or unrelated fields."""
 
     @property
     def token_bytes(self) -> dict[int, bytes] | None:
@@ -74,7 +79,10 @@ class HuggingFaceTokenizer:
 
         file = _tokenizer_file(Path(path))
         with _naming_errors(file, "a tokenizer.json"):
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+            if file.name == "vocab.json" and (merges := file.with_name("merges.txt")).is_file():
+                self._tokenizer = tokenizers.ByteLevelBPETokenizer(str(file), str(merges))._tokenizer
+            else:
+                self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
         # a saved truncation or padding would silently cut or fill documents
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -89,8 +97,7 @@ class HuggingFaceTokenizer:
             )
         self.eod_id: int = eod_id
         with _naming_errors(file, "a tokenizer.json"):
-            state = json.loads(self._tokenizer.to_str())
-            self._cache = ByteLevelBPECache.from_state(state, self._encode_with_library)
+            self._cache = ByteLevelBPECache.from_state(self.state, self._encode_with_library)
             self._bytes = _bytes_of_tokens(self._tokenizer)
         self.token_bytes = self._bytes if self._cache is not None and self._cache.is_for_all_texts else None
 
@@ -116,6 +123,23 @@ class HuggingFaceTokenizer:
     def token_id(self, name: str) -> int | None:
         return self._tokenizer.token_to_id(name)
 
+    @property
+    def definition(self) -> Any:
+        state = self.state
+        model = {name: state["model"].get(name) for name in ("type", "unk_token", "byte_fallback")}
+        vocab = state["model"].get("vocab", {})
+        model["vocab"] = sorted(vocab.items(), key=lambda item: item[1]) if isinstance(vocab, dict) else vocab
+        merges = state["model"].get("merges") or []  # pairs, or in older files their two names with a space between
+        model["merges"] = [pair.split(" ") if isinstance(pair, str) else pair for pair in merges]
+        added = [[token["id"], token["content"]] for token in state["added_tokens"]]
+        return [model, state["normalizer"], state["pre_tokenizer"], added]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The content of its tokenizer.json."""
+        found: dict[str, Any] = json.loads(self._tokenizer.to_str())
+        return found
+
 
 class SentencePieceTokenizer:
     """A SentencePiece ``.model`` file. The end of a document is its end-of-sentence piece."""
@@ -132,34 +156,35 @@ class SentencePieceTokenizer:
             ) from error
         if not hasattr(sentencepiece.SentencePieceProcessor, "EncodeAsNumpy"):
             raise DataError("sentencepiece gives no arrays of ids before 0.2.3: pip install --upgrade sentencepiece")
-        file = Path(path)
+        file = definition_file(TokenizerType.SENTENCEPIECE, path) or Path(path)
         if not file.is_file():
-            what = "is a folder" if file.is_dir() else "no such file"
+            what = "is a folder without one" if file.is_dir() else "no such file"
             raise DataError(f"{file}: {what}; --tokenizer-model must be a SentencePiece .model file")
         try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_file=str(file))
+            self.processor = sentencepiece.SentencePieceProcessor(model_file=str(file))
         except (RuntimeError, OSError) as error:
             raise DataError(f"{file}: not a SentencePiece model: {error}") from error
-        self.vocab_size: int = self._processor.get_piece_size()
-        self.eod_id: int = self._processor.eos_id()
+        self.definition = file.read_bytes()
+        self.vocab_size: int = self.processor.get_piece_size()
+        self.eod_id: int = self.processor.eos_id()
         if self.eod_id < 0:
             raise DataError(f"{file}: has no end-of-sentence piece to end documents with; train it with eos_id >= 0")
-        self._cache = SentencePieceCache.from_processor(self._processor)
+        self._cache = SentencePieceCache.from_processor(self.processor)
 
     def encode(self, text: str) -> list[int]:
-        return self._processor.encode(text)
+        return self.processor.encode(text)
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
         if self._cache is not None:
             return self._cache.encode_batch(texts)
-        return self._processor.encode(texts, num_threads=1, out_type="numpy")
+        return self.processor.encode(texts, num_threads=1, out_type="numpy")
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._processor.decode([int(i) for i in ids if 0 <= i < self.vocab_size])
+        return self.processor.decode([int(i) for i in ids if 0 <= i < self.vocab_size])
 
     def token_id(self, name: str) -> int | None:
-        found = self._processor.piece_to_id(name)
-        return found if self._processor.id_to_piece(found) == name else None
+        found = self.processor.piece_to_id(name)
+        return found if self.processor.id_to_piece(found) == name else None
 
 
 class TikTokenizer:
@@ -182,7 +207,7 @@ class TikTokenizer:
             ) from error
         if not hasattr(tiktoken.Encoding, "encode_to_numpy"):
             raise DataError("tiktoken gives no arrays of ids before 0.11: pip install --upgrade tiktoken")
-        file = Path(path)
+        file = definition_file(TokenizerType.TIKTOKEN, path) or Path(path)
         with _naming_errors(file, "a .tiktoken file"):
             if not file.is_file():
                 raise ValueError("no such file")
@@ -194,15 +219,13 @@ class TikTokenizer:
             options = json.loads(extra.read_text(encoding="utf-8")) if extra.is_file() else {}
             self.eod_id = int(options.get("end_of_text", max(ranks.values()) + 1))
             names = options.get("special_tokens", {})
-            self._special = {END_OF_TEXT: self.eod_id} | {str(name): int(i) for name, i in names.items()}
-            self.vocab_size: int = _checked_size([*self._special.values(), *ranks.values()], file)
+            self.special = {END_OF_TEXT: self.eod_id} | {str(name): int(i) for name, i in names.items()}
+            self.pattern = options.get("pattern", r50k_pat_str)
+            self.vocab_size: int = _checked_size([*self.special.values(), *ranks.values()], file)
             self._encoding = tiktoken.Encoding(
-                file.stem,
-                pat_str=options.get("pattern", r50k_pat_str),
-                mergeable_ranks=ranks,
-                special_tokens=self._special,
+                file.stem, pat_str=self.pattern, mergeable_ranks=ranks, special_tokens=self.special
             )
-        self._tokens = {rank: token for token, rank in ranks.items()}
+        self.tokens = {rank: token for token, rank in ranks.items()}
 
     def encode(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(text)
@@ -213,10 +236,15 @@ class TikTokenizer:
         return [self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return b"".join(self._tokens.get(i, b"") for i in ids).decode("utf-8", errors="replace")
+        return b"".join(self.tokens.get(i, b"") for i in ids).decode("utf-8", errors="replace")
 
     def token_id(self, name: str) -> int | None:
-        return self._special.get(name)
+        return self.special.get(name)
+
+    @property
+    def definition(self) -> Any:
+        tokens = [[rank, token.hex()] for rank, token in sorted(self.tokens.items())]
+        return [self.pattern, tokens, sorted(self.special.items())]
 
 
 class ByteLevelTokenizer:
@@ -225,6 +253,7 @@ class ByteLevelTokenizer:
     vocab_size = _NUM_BYTES + 1
     eod_id = _NUM_BYTES
     token_bytes = None
+    definition = "UTF-8"
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -259,8 +288,15 @@ def _checked_size(ids: Collection[int], file: Path) -> int:
     return high + 1
 
 
-def build_tokenizer(kind: TokenizerType, path: str | os.PathLike[str] | None) -> Tokenizer:
-    """Builds the tokenizer that ``--tokenizer-type`` and ``--tokenizer-model`` name. Raises DataError."""
+def build_tokenizer(kind: TokenizerType | None, path: str | os.PathLike[str] | None) -> Tokenizer:
+    """Builds the tokenizer that ``--tokenizer-type`` (None: by the file) and ``--tokenizer-model`` name.
+
+    Raises:
+        DataError: the file is missing or cannot be read.
+        ConfigError: there is no type, and the file is of none that is known.
+    """
+    if kind is None:
+        kind, _ = settle_tokenizer_type(None, None if path is None else os.fspath(path))
     if kind is TokenizerType.BYTE:
         return ByteLevelTokenizer()
     if path is None:
@@ -273,18 +309,26 @@ def build_tokenizer(kind: TokenizerType, path: str | os.PathLike[str] | None) ->
     return HuggingFaceTokenizer(path) if kind is TokenizerType.HF else SentencePieceTokenizer(path)
 
 
+def byte_characters() -> dict[int, str]:
+    """Returns the character that stands for each byte in the names of byte-level tokens.
+
+    It is the byte's own for most printable Latin-1 characters, and the following ones from U+0100 on for the other
+    bytes in their order.
+    """
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(_NUM_BYTES) if byte not in shown]
+    return {byte: chr(byte) for byte in shown} | {byte: chr(_NUM_BYTES + i) for i, byte in enumerate(hidden)}
+
+
 def _bytes_of_tokens(tokenizer: Any) -> dict[int, bytes] | None:
     """Bytes that each id stands for, if decoding only joins the bytes of tokens ("ByteLevel"); else None.
 
-    A token's name has one character for each of its bytes: itself for most printable Latin-1 characters, and the
-    following characters from U+0100 on for the other bytes in their order. Special tokens have no text.
+    A token's name has one character for each of its bytes. Special tokens have no text.
     """
     state = json.loads(tokenizer.to_str())
     if (state["decoder"] or {}).get("type") != "ByteLevel":
         return None
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(_NUM_BYTES) if byte not in shown]
-    byte_of = {chr(byte): byte for byte in shown} | {chr(_NUM_BYTES + i): byte for i, byte in enumerate(hidden)}
+    byte_of = {character: byte for byte, character in byte_characters().items()}
     special = {token["id"] for token in state["added_tokens"] if token["special"]}
     names = {i: "" if i in special else name for name, i in tokenizer.get_vocab(with_added_tokens=True).items()}
     if any(character not in byte_of for name in names.values() for character in name):
@@ -293,8 +337,10 @@ def _bytes_of_tokens(tokenizer: Any) -> dict[int, bytes] | None:
 
 
 def _tokenizer_file(path: Path) -> Path:
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if file.is_file():
+    file = definition_file(TokenizerType.HF, path)
+    if file is None and (path / "tokenizer.json").is_file():  # not JSON: its reader says so
+        file = path / "tokenizer.json"
+    if file is not None:
         return file
     if path.is_dir():
         raise DataError(

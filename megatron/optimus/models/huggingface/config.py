@@ -6,10 +6,14 @@ A field that bears on the function and that we do not know is refused by name, i
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 from megatron.optimus.config.layer_pattern import MOST_LAYERS
-from megatron.optimus.config.schema import ConfigError, ModelConfig, RotaryScaling, one_of
+from megatron.optimus.config.options import read_sections
+from megatron.optimus.config.schema import ConfigError, ModelConfig, RotaryScaling, RunConfig, TokenizerType, one_of
+from megatron.optimus.config.serialize import read_plain, to_dict
+from megatron.optimus.config.tokenizer_files import definition_file
 from megatron.optimus.models.huggingface.architectures import (
     UNSUPPORTED_FEATURES,
     Architecture,
@@ -33,6 +37,15 @@ _READ_FIELDS = {
     "rope_theta",
     "rope_scaling",
     "rope_parameters",
+}
+# Of a run that goes on from a model: what does not change the function that the weights compute.
+_FREE_OPTIONS = {
+    "init_method_std",
+    "max_position_embeddings",
+    "output_z_loss_coeff",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_router_load_balancing_type",
 }
 _READ_FIELDS_MOE = {"num_experts", "num_local_experts", "num_experts_per_tok", "router_aux_loss_coef"}
 # Say nothing about the weights or the function they compute.
@@ -186,6 +199,49 @@ def model_config_from_hf(hf: dict[str, Any]) -> ModelConfig:
         moe_router_topk=_number(hf, "num_experts_per_tok", int),
         moe_aux_loss_coeff=_number(hf, "router_aux_loss_coef", float),
     )
+
+
+def take_from_hf(values: dict[str, Any]) -> dict[str, Any]:
+    """Completes the options of a run that goes on from the Hugging Face folder in ``from_hf``.
+
+    Args:
+        values: ``{option: value}`` of the options that are given.
+
+    Returns:
+        These, with the model's and, where the folder has a tokenizer, ``tokenizer_model``.
+
+    Raises:
+        ConfigError: a given option contradicts the folder, or config.json cannot be read or has no equivalent.
+    """
+    folder = Path(values["from_hf"])
+    source = folder / "config.json"
+    if not source.is_file():
+        raise ConfigError(
+            f"from_hf={values['from_hf']!r} holds no config.json; name the folder of a Hugging Face model"
+        )
+    content = read_plain(str(source))
+    if not isinstance(content, dict):
+        raise ConfigError(f"{source}: not a JSON object")
+    try:
+        model = to_dict(RunConfig(model=model_config_from_hf(content)))["model"]
+    except ConfigError as error:
+        raise ConfigError(f"{folder}/{error}") from error
+    taken = read_sections({"model": model}, str(source))
+    for name in taken.keys() & values.keys() - _FREE_OPTIONS:
+        if values[name] != taken[name]:
+            raise ConfigError(
+                f"{name}={values[name]!r}, but {source} says {taken[name]!r}; leave --{name.replace('_', '-')} out, or "
+                "change config.json if the weights are of such a model"
+            )
+    if definition_file(TokenizerType.HF, folder) is not None:
+        taken["tokenizer_model"] = values["from_hf"]
+        own = values.get("tokenizer_model")
+        if own is not None and Path(own).resolve() not in (folder.resolve(), (folder / "tokenizer.json").resolve()):
+            raise ConfigError(
+                f"tokenizer_model={own!r}, but from_hf={values['from_hf']!r} has a tokenizer of its own, whose ids the "
+                "weights know; leave --tokenizer-model out"
+            )
+    return taken | values
 
 
 def _dense_layers(hf: dict[str, Any], num_layers: int) -> dict[str, Any]:

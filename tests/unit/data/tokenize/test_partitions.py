@@ -69,7 +69,7 @@ def test_every_format_in_a_folder(folder: Path, expected: list[bytes], tmp_path:
     assert (report.documents, report.partitions_done, report.malformed) == (900, 5, 0)
     assert report.tokens == {f"{tmp_path}/x_text_document": sum(len(text) + 1 for text in TEXTS)}
     assert result(tmp_path / "x") == expected
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 @pytest.mark.parametrize("partitions", [1, 2, 7, 2000])
@@ -99,7 +99,7 @@ def test_ranks_share_the_parts_largest_first(folder: Path, expected: list[bytes]
     assert [report.merged for report in reports] == [False, False] and not (tmp_path / "x_text_document.idx").exists()
     last = run([folder], tmp_path / "x", rank=1, world_size=3)
     assert last.merged and last.documents == 900 and [r.partitions_done for r in [*reports, last]] == [1, 2, 2]
-    assert result(tmp_path / "x") == expected and len(list(tmp_path.iterdir())) == 2
+    assert result(tmp_path / "x") == expected and len(list(tmp_path.iterdir())) == 3
     idle = run([folder], tmp_path / "y", rank=7, world_size=8)
     assert (idle.partitions_done, idle.merged) == (0, False) and not (tmp_path / "y.parts").exists()
 
@@ -150,7 +150,7 @@ def test_killed_and_started_again(expected: list[bytes], tmp_path: Path) -> None
     again = call("tools/preprocess_data.py", *arguments)
     assert again.returncode == 0, again.stderr
     assert f"{len(finished)} parts were done before, {6 - len(finished)} now" in again.stdout
-    assert result(output / "x") == expected and len(list(output.iterdir())) == 2
+    assert result(output / "x") == expected and len(list(output.iterdir())) == 3
 
 
 def test_after_a_malformed_line_both_remedies_work(expected: list[bytes], tmp_path: Path) -> None:
@@ -208,7 +208,9 @@ def test_a_pair_per_file(folder: Path, tmp_path: Path) -> None:
     assert len(IndexedDataset(tmp_path / "out" / "b_text_document")) == 300
     source = folder / "a.jsonl"
     os.utime(source, ns=(1, 1))  # another file under the same name is done again, others are not
-    third = run([folder], tmp_path / "out", **options)
+    with pytest.raises(DataError, match=r"a_text_document\.idx: is there already; add --overwrite"):
+        run([folder], tmp_path / "out", **options)
+    third = run([folder], tmp_path / "out", overwrite=True, **options)
     assert (third.partitions_done, third.partitions_found) == (1, 4)
 
 

@@ -176,7 +176,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> SentencePieceTokenize
 
 
 def check(tokenizer: SentencePieceTokenizer, texts: list[str]) -> None:
-    wanted = tokenizer._processor.encode(texts)
+    wanted = tokenizer.processor.encode(texts)
     for _ in range(2):  # the second time all is in the cache
         got = tokenizer.encode_batch(texts)
         bad = [text for text, ids, own in zip(texts, got, wanted, strict=True) if ids.tolist() != own]
