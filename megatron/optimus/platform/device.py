@@ -76,8 +76,8 @@ def _accelerator(kind: str) -> ModuleType:
 
 
 def set_device(device: torch.device) -> None:
-    """Makes ``device`` the current device of this process; does nothing on cpu."""
-    if device.type != "cpu":
+    """Makes ``device`` the current device of this thread; does nothing on cpu and for a device without a number."""
+    if device.type != "cpu" and device.index is not None:
         _accelerator(device.type).set_device(device)
 
 

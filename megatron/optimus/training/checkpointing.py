@@ -87,7 +87,7 @@ class Checkpoints:
 
     @needs_memory("preparing checkpoints")
     def prepare(self) -> None:
-        """Reserves what saves need, so that the first one does not hold up training. Call before the first step."""
+        """Reserves what saves need, so that the first one does not hold up training. Call before the first save."""
         for kind in ("full", "model") if self._config.checkpoint.model_only_save_interval > 0 else ("full",):
             slices, _ = self._slices(kind)
             self._saver.prepare(slices, self._header(kind, 0, 0))

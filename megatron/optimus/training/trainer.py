@@ -179,8 +179,6 @@ class Trainer:
         self.queued: QueuedStep | None = None  # the last step, until it is logged
         self.stop_requested = False  # of any rank, in a step that has been logged
         self.logged_batch_size = 0  # of a batch-size ramp
-        with startup.phase("checkpoint", "reserving memory for saves"):
-            self.checkpoints.prepare()
 
     def fit(self) -> int:
         """Trains up to ``train_iters`` steps or ``train_samples`` samples, up to a multiple of ``exit_interval``, or
@@ -328,6 +326,10 @@ class Trainer:
         metrics_logger.log(metrics, valid_losses)
         if metrics.startup_s is not None:
             logger.info("%s", startup_line(metrics.startup_s))
+            with self.clock.pause(
+                recurs=False
+            ):  # now, not before the first step, which shows sooner that the run works
+                self.checkpoints.prepare()
         self.queued = None
         others = {**result.metrics, **{f"valid_loss/{name}": value for name, value in valid_losses.items()}}
         loss = others.pop("loss", 0.0)
