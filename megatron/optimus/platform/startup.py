@@ -26,6 +26,7 @@ class StartupClock:
         self.seconds: dict[str, float] = {}
         self.is_running = True
         self._phases = ["other"]
+        self._line = threading.Timer(0.0, lambda: None)  # of the innermost phase; never started
         self._since = time.monotonic()
         self._add(first, _process_age())
 
@@ -39,7 +40,8 @@ class StartupClock:
         """
         self._charge()
         self._phases.append(name)
-        line = threading.Timer(SILENT_SECONDS, logger.info, ("%s ...", doing))
+        self._line.cancel()  # what encloses this phase says less
+        self._line = line = threading.Timer(SILENT_SECONDS, logger.info, ("%s ...", doing))
         line.daemon = True
         if doing:
             line.start()

@@ -100,7 +100,7 @@ def build_model(run: RunContext) -> Decoder:
     converters = load_converters(parallel.model_converters)
     parallelize(model, mesh, parallel, config.training.seq_length, placements, converters)
     total, own = count_parameters(config.model).total, sum(weight.numel() for weight in model.parameters())
-    doing = f"drawing initial weights of {total / 1e9:,.1f} B parameters, {own / 1e9:,.1f} B of them on this rank"
+    doing = f"drawing initial weights of {total / 1e6:,.0f} M parameters, {own / 1e6:,.0f} M of them on this rank"
     with run.startup.phase("weights", doing), ThreadPoolExecutor(1) as pool:
         imported = pool.submit(deepspeed_ext.import_ahead)  # beside the threads that draw
         initialize_weights(model, seed=config.training.seed, device=run.device, dtype=run.dtype)
