@@ -82,7 +82,7 @@ def _add_model_options(parser: Parser) -> None:
     parser.add_argument("--batch-size", type=whole_number(), default=8, help="prompts at a time; default: 8")
     parser.add_argument("--dtype", choices=tuple(_DTYPES), help="dtype of the weights; default: as trained or stored")
     text = "file or folder of the tokenizer; default: the checkpoint's"
-    parser.add_argument("--tokenizer", metavar="PATH", help=text)
+    parser.add_argument("--tokenizer-model", "--tokenizer", metavar="PATH", help=text)
     names = [kind.value for kind in TokenizerType]
     parser.add_argument("--tokenizer-type", choices=names, help="default: the checkpoint's")
     for kind in ("tensor", "expert"):
@@ -126,7 +126,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _all_ranks(args: argparse.Namespace, launch: RankEnvironment) -> Iterator[Ranks]:
     """Gives the ranks that compute together, each with its device set; one process makes no process group."""
     device = devices.device_for_rank(Device(args.device), launch.local_rank)
-    environment.export(launch, device.type)
     devices.set_device(device)
     devices.set_cpu_threads(launch)
     if launch.world_size == 1:
@@ -192,7 +191,7 @@ def _load(args: argparse.Namespace, launch: RankEnvironment, ranks: Ranks) -> Te
         local_world_size=launch.local_world_size,
         dtype=_DTYPES.get(args.dtype),
         tokenizer_type=None if args.tokenizer_type is None else TokenizerType(args.tokenizer_type),
-        tokenizer_model=args.tokenizer,
+        tokenizer_model=args.tokenizer_model,
     )
 
 

@@ -107,7 +107,8 @@ def load_text_model(
         for rule in _RULES:
             if (problem := rule(config, ranks.size)) is not None:
                 raise ConfigError(problem)
-        kind, location = tokenizer_type or config.data.tokenizer_type, tokenizer_model or config.data.tokenizer_model
+        kind = tokenizer_type or config.data.tokenizer_type
+        location = tokenizer_model or source.tokenizer or config.data.tokenizer_model
         task = f"reading the tokenizer of {path}"
         tokenizer = on_all_ranks(ranks, lambda: _tokenizer(kind, location, config.model), task, DataError)
         mesh = Mesh(config.parallel, rank=ranks.rank, world_size=ranks.size, local_world_size=local_world_size)
@@ -171,7 +172,9 @@ def _read(source: Source, model: Decoder) -> None:
     source.finish()
 
 
-def _tokenizer(kind: TokenizerType, location: str | None, model: ModelConfig) -> Tokenizer:
+def _tokenizer(kind: TokenizerType, location: str | Path | None, model: ModelConfig) -> Tokenizer:
+    if kind is TokenizerType.BYTE and location is not None:
+        raise DataError(f"{kind.value} reads no file; name the type of --tokenizer {location} with --tokenizer-type")
     tokenizer = build_tokenizer(kind, location)
     if tokenizer.vocab_size > model.vocab_size:
         raise DataError(

@@ -98,6 +98,10 @@ def test_scores(command: Command) -> None:
         (["--prompt", "a", "--out", "nowhere/out"], "--out nowhere/out: No such file"),
         (["--prompt", "a", "--tensor-model-parallel-size", "2"], "tensor_model_parallel_size=2"),
         (["--prompt", "a", "--tokenizer", "nothing", "--tokenizer-type", "HuggingFaceTokenizer"], "nothing: no such"),
+        (
+            ["--prompt", "a", "--tokenizer", "some"],
+            "reads no file; name the type of --tokenizer some",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_line(

@@ -91,3 +91,23 @@ def test_the_training_attention_is_back_after_an_error() -> None:
     with pytest.raises(IndexError):
         KVCache(model, [0], 4, torch.device("cpu")).forward(torch.tensor([[100_000]]))
     assert all(block.attention.core_attention is causal_attention for block in model.layers)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"),
+    [("dense", torch.bfloat16, 0.1), *((name, torch.float32, 1e-3) for name in MODELS)],  # TF32 is off by default
+)
+def test_a_padded_batch_on_a_gpu_equals_the_training_forward(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    device = torch.device("cuda")
+    model = decoder(name).to(device, dtype)
+    tokens, paddings = padded(prompts(4))
+    tokens = tokens.to(device)
+    cache = KVCache(model, paddings, tokens.shape[1] + 1, device)
+    found = model.lm_head(cache.forward(tokens)[:, -1]), model.lm_head(cache.forward(tokens[:, -1:])[:, -1])
+    for row, padding in enumerate(paddings):
+        whole = torch.cat([tokens[row, padding:], tokens[row, -1:]])[None]
+        for step, logits in zip((-2, -1), found, strict=True):
+            expected = model(whole).logits_BSV[0, step]
+            torch.testing.assert_close(logits[row], expected, rtol=tolerance, atol=tolerance)
