@@ -107,8 +107,9 @@ def load_text_model(
         for rule in _RULES:
             if (problem := rule(config, ranks.size)) is not None:
                 raise ConfigError(problem)
-        kind = tokenizer_type or config.data.tokenizer_type
-        location = tokenizer_model or source.tokenizer or config.data.tokenizer_model
+        kind = tokenizer_type or config.data.tokenizer_type or TokenizerType.HF
+        own = None if kind is TokenizerType.BYTE else source.tokenizer or config.data.tokenizer_model
+        location = tokenizer_model or own
         task = f"reading the tokenizer of {path}"
         tokenizer = on_all_ranks(ranks, lambda: _tokenizer(kind, location, config.model), task, DataError)
         mesh = Mesh(config.parallel, rank=ranks.rank, world_size=ranks.size, local_world_size=local_world_size)
