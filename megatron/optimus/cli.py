@@ -23,6 +23,7 @@ COMMANDS = {
         "inspect token files, or the samples that a run reads from them",
     ),
     "convert": ("megatron.optimus.commands.convert", "convert a checkpoint from or to other formats"),
+    "generate": ("megatron.optimus.commands.generate", "generate text from a checkpoint, or score given text"),
     "verify": ("megatron.optimus.commands.verify", "verify, list or compare checkpoints"),
     "expert-balance": (
         "megatron.optimus.commands.expert_balance",

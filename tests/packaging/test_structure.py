@@ -24,7 +24,7 @@ LAYERS = [
     ["parallel"],
     ["data", "checkpoint"],
     ["convert"],
-    ["training"],
+    ["training", "inference"],
     ["launcher", "planner"],
     ["describe"],
     ["pretrain", "launch", "commands"],

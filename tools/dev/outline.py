@@ -38,7 +38,7 @@ ORDER = {
     "parallel": 8,
     **dict.fromkeys(("data", "checkpoint"), 9),
     "convert": 10,
-    "training": 11,
+    **dict.fromkeys(("training", "inference"), 11),
     **dict.fromkeys(("launcher", "planner"), 12),
     "describe": 13,
     **dict.fromkeys(("pretrain", "launch", "commands"), 14),

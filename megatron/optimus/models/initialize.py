@@ -27,7 +27,7 @@ def initialize_weights(model: Decoder, *, seed: int, device: torch.device, dtype
     Parameters get ``dtype`` (drawn in fp32, then rounded); buffers keep theirs. On the meta device nothing is drawn.
     The number of torch's CPU threads changes the time, not the weights.
     """
-    _materialize(model, device, dtype)
+    materialize(model, device, dtype)
     if device.type == "meta":
         return
     draws: list[_Draw] = []
@@ -62,8 +62,16 @@ class _Draw(NamedTuple):
         self.weight.copy_(part)
 
 
-def _materialize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Like ``to_empty``, but keeps parameters shared between modules shared, and their attributes (expert_ids)."""
+def materialize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Allocates the weights of a model built on the meta device, without values, and its buffers as zeros.
+
+    Like ``to_empty``, but keeps parameters shared between modules shared, and their attributes (expert_ids).
+
+    Args:
+        model: this rank's part; changed in place.
+        device: where the weights are to be.
+        dtype: of the parameters; buffers keep theirs.
+    """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
