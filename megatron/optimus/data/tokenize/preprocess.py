@@ -259,24 +259,16 @@ def preprocess(
     shuffle_seed = seed if shuffle or split_by is SplitBy.HASH else None
     paths, tokenizer_type = expand_inputs(inputs), _settle_type(tokenizer_type, tokenizer_model)
     identity = TokenizerIdentity.of(tokenizer_type, tokenizer_model)
-    dtype = token_dtype(identity.vocab_size)
     options = _WorkerOptions(
-        *(tokenizer_type, tokenizer_model, tuple(json_keys), append_eod, skip_malformed, dtype),
-        *(max_line_bytes, shuffle_seed),
+        *(tokenizer_type, tokenizer_model, tuple(json_keys), append_eod, skip_malformed),
+        *(token_dtype(identity.vocab_size), max_line_bytes, shuffle_seed),
     )
     plan = _plan(paths, output_prefix, options, partitions, per_file, world_size > 1, split_by)
     mine = plan.share(rank, world_size)
     if not mine:
         return PreprocessReport(merged=False)
     plan.begin([] if overwrite else mine)
-    try:
-        report = _process(plan, mine, options, workers, started, show_progress, log_interval)
-    except BaseException:
-        plan.abandon()
-        raise
-    if report.merged:
-        for prefix in report.tokens:
-            write_identity(prefix, identity)
+    report = _process(plan, mine, options, identity, workers, started, show_progress, log_interval)
     return replace(report, seconds=time.monotonic() - started)
 
 
@@ -316,6 +308,7 @@ def _process(
     plan: PartitionPlan,
     mine: Sequence[Partition],
     options: _WorkerOptions,
+    identity: TokenizerIdentity,
     workers: int,
     started: float,
     show_progress: Callable[[PreprocessReport], None] | None,
@@ -324,8 +317,16 @@ def _process(
     """Writes the partitions of this process that are not done, and joins all if it is the last."""
     missing = [partition for partition in mine if not plan.is_done(partition)]
     report = PreprocessReport(partitions_found=len(mine) - len(missing))
-    _encode_partitions(plan, missing, options, workers, report, started, show_progress, log_interval)
-    return _finish(plan, mine, report, options.dtype, show_progress)
+    try:
+        _encode_partitions(plan, missing, options, workers, report, started, show_progress, log_interval)
+        report = _finish(plan, mine, report, options.dtype, show_progress)
+    except BaseException:
+        plan.abandon()
+        raise
+    if report.merged:
+        for prefix in report.tokens:
+            write_identity(prefix, identity)
+    return report
 
 
 def _check_options(workers: int, rank: int, world_size: int, json_keys: Sequence[str], seed: int) -> None:
