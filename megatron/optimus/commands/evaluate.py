@@ -22,6 +22,7 @@ from megatron.optimus.commands.model_options import add_model_options, load_mode
 from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.options import did_you_mean
 from megatron.optimus.config.schema import ConfigError
+from megatron.optimus.inference.load import on_all_ranks
 from megatron.optimus.platform import environment
 from megatron.optimus.platform.environment import RankEnvironment
 from megatron.optimus.platform.files import write_atomically
@@ -57,6 +58,8 @@ def _prepare(args: argparse.Namespace) -> Callable[[RankEnvironment, Ranks], Non
     if not args.allow_downloads:  # before the libraries that read these are imported
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
             environment.set_default(name, "1")
+    if environment.detect().rank > 0:
+        environment.set_default("TQDM_DISABLE", "1")  # one rank shows the harness's progress
     names = [name for name in args.tasks.split(",") if name]
     if not names:
         raise ConfigError("--tasks is empty; name tasks with commas between them")
@@ -76,7 +79,7 @@ def _run(args: argparse.Namespace, launch: RankEnvironment, ranks: Ranks, manage
     from megatron.optimus.inference.harness import HarnessModel
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    tasks = ranks.run_on_all_ranks(lambda: _load_tasks(manager, names), "loading the tasks", ConfigError)
+    tasks = on_all_ranks(ranks, lambda: _load_tasks(manager, names), "loading the tasks", ConfigError)
     model = HarnessModel(load_model(args, launch, ranks), args.batch_size)
     found = simple_evaluate(
         model,
@@ -106,9 +109,10 @@ def _load_tasks(manager: Any, names: list[str]) -> list[str]:
     for name in names:
         try:
             manager.load([name])
-        except (OSError, ValueError) as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise ConfigError(f"task {name}: its data cannot be loaded ({first}); see --allow-downloads") from error
+        except Exception as error:  # of the harness, its data sets and its templates
+            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            hint = "; --allow-downloads lets it be loaded" if isinstance(error, ConnectionError) else ""
+            raise ConfigError(f"--tasks {name}: it cannot be loaded: {first}{hint}") from error
     return names
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.optimus.commands import evaluate
+from tests.helpers import start_program
 from tests.unit.inference.cases import checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -35,6 +36,14 @@ def test_tasks_give_numbers(
     assert 0 < results["optimus_text"]["bits_per_byte,none"] < 20
     assert "exact_match" in capsys.readouterr().out
 
+    words[-1] = str(tmp_path / "two.json")
+    ranks = start_program(evaluate.__name__, [*words, "--expert-model-parallel-size", "2"], 2, timeout=120)
+    assert ranks.returncode == 0, ranks.stderr
+    assert ranks.stdout.count("bits_per_byte") == 1  # of rank 0 alone
+    over_two = json.loads((tmp_path / "two.json").read_text())["results"]
+    for task, metrics in results.items():
+        assert over_two[task] == pytest.approx(metrics, rel=1e-6)
+
 
 @needs_lm_eval
 @pytest.mark.parametrize(
@@ -45,7 +54,7 @@ def test_tasks_give_numbers(
         (["--tasks", "optimus_text", "--include-path", "nowhere"], "--include-path nowhere: no such folder"),
         (["--tasks", "optimus_text", "--limit", "0"], "--limit"),
         ([], "--tasks"),
-        (["--tasks", "hellaswag"], "task hellaswag: its data cannot be loaded"),
+        (["--tasks", "hellaswag"], "--tasks hellaswag: it cannot be loaded: "),
     ],
 )
 def test_what_is_wrong_is_one_line(
