@@ -16,36 +16,26 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import logging
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megatron.optimus.checkpoint.errors import CheckpointError
-from megatron.optimus.config.choices import Backend, Device, TokenizerType
+from megatron.optimus.commands.model_options import add_model_options, load_model, run_on_ranks
 from megatron.optimus.config.load import Parser, whole_number
-from megatron.optimus.config.schema import ConfigError, ParallelConfig
+from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.inference.generate import Completion, Limits, Speed, generate
-from megatron.optimus.inference.load import TextModel, load_text_model, on_all_ranks
+from megatron.optimus.inference.load import on_all_ranks
 from megatron.optimus.inference.prompts import read_prompts
 from megatron.optimus.inference.sampling import Sampling
 from megatron.optimus.inference.score import Score, score
-from megatron.optimus.platform import device as devices
-from megatron.optimus.platform import environment, process_groups
 from megatron.optimus.platform.environment import RankEnvironment
-from megatron.optimus.platform.log import print_error, printable
-from megatron.optimus.platform.progress import Progress, StderrHandler
-from megatron.optimus.platform.ranks import REPORTED_BY_ANOTHER_RANK, Ranks
-
-USER_ERRORS = (ConfigError, DataError, CheckpointError)
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+from megatron.optimus.platform.log import printable
+from megatron.optimus.platform.progress import Progress
+from megatron.optimus.platform.ranks import Ranks
 
 
 def _parser() -> Parser:
@@ -57,7 +47,7 @@ def _parser() -> Parser:
     parser.add_argument("--out", type=Path, help="new file for JSON lines; default: stdout")
     parser.add_argument("--score", action="store_true", help="give the log-probabilities of the prompts' own tokens")
     _add_sampling_options(parser)
-    _add_model_options(parser)
+    add_model_options(parser)
     return parser
 
 
@@ -78,66 +68,18 @@ def _add_sampling_options(parser: Parser) -> None:
     parser.add_argument("--seed", type=whole_number(0), default=1234, help="of the random numbers; default: 1234")
 
 
-def _add_model_options(parser: Parser) -> None:
-    parser.add_argument("--batch-size", type=whole_number(), default=8, help="prompts at a time; default: 8")
-    parser.add_argument("--dtype", choices=tuple(_DTYPES), help="dtype of the weights; default: as trained or stored")
-    text = "file or folder of the tokenizer; default: the checkpoint's"
-    parser.add_argument("--tokenizer-model", "--tokenizer", metavar="PATH", help=text)
-    names = [kind.value for kind in TokenizerType]
-    parser.add_argument("--tokenizer-type", choices=names, help="default: the checkpoint's")
-    for kind in ("tensor", "expert"):
-        text = f"ranks over which {'matrices' if kind == 'tensor' else 'experts'} are split; default: 1"
-        parser.add_argument(f"--{kind}-model-parallel-size", type=whole_number(), default=1, help=text)
-    parser.add_argument("--device", choices=[one.value for one in Device], default="auto", help="default: auto")
-    backends = [one.value for one in Backend]
-    parser.add_argument("--distributed-backend", choices=backends, default="auto", help="default: auto")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``optimus generate``; returns 0, 2 after one line that says what is wrong, or 1 if another rank ended."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", handlers=[StderrHandler()])
-    rank, met_others = 0, False
-    try:
-        launch = environment.detect()
-        rank = launch.rank
-        args = _parser().parse(argv)
-        if not args.prompt and args.prompts is None:
-            raise ConfigError("nothing to continue; give --prompt TEXT or --prompts FILE")
-        sampling = Sampling(args.repetition_penalty, args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
-        limits = Limits(args.max_new_tokens, tuple(args.stop), args.ignore_eos)
-        met_others = True
-        with _all_ranks(args, launch) as ranks:
-            _run(args, launch, ranks, sampling, limits)
-    except USER_ERRORS as error:
-        if rank == 0:
-            print_error(error)
-        elif met_others and not getattr(error, REPORTED_BY_ANOTHER_RANK, False):
-            print_error(error, f"error on rank {rank}")
-        return 2
-    except RuntimeError as error:
-        if (reason := process_groups.lost_peer_reason(error)) is None:
-            raise
-        print_error(f"another rank has ended ({reason}); that rank or the launcher says why", f"error on rank {rank}")
-        return 1
-    return 0
+    return run_on_ranks(_parser(), argv, _prepare)
 
 
-@contextlib.contextmanager
-def _all_ranks(args: argparse.Namespace, launch: RankEnvironment) -> Iterator[Ranks]:
-    """Gives the ranks that compute together, each with its device set; one process makes no process group."""
-    device = devices.device_for_rank(Device(args.device), launch.local_rank)
-    devices.set_device(device)
-    devices.set_cpu_threads(launch)
-    if launch.world_size == 1:
-        yield Ranks(None, device)
-        return
-    process_groups.init(launch, device, Backend(args.distributed_backend), timedelta(minutes=10))
-    try:
-        yield Ranks(None, device)
-    except BaseException:
-        process_groups.leave_after_error(process_groups.shutdown)
-        raise
-    process_groups.shutdown()
+def _prepare(args: argparse.Namespace) -> Callable[[RankEnvironment, Ranks], None]:
+    """Checks the options; returns what every rank runs."""
+    if not args.prompt and args.prompts is None:
+        raise ConfigError("nothing to continue; give --prompt TEXT or --prompts FILE")
+    sampling = Sampling(args.repetition_penalty, args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
+    limits = Limits(args.max_new_tokens, tuple(args.stop), args.ignore_eos)
+    return lambda launch, ranks: _run(args, launch, ranks, sampling, limits)
 
 
 def _run(args: argparse.Namespace, launch: RankEnvironment, ranks: Ranks, sampling: Sampling, limits: Limits) -> None:
@@ -146,7 +88,7 @@ def _run(args: argparse.Namespace, launch: RankEnvironment, ranks: Ranks, sampli
     output = on_all_ranks(ranks, lambda: _Output(args.out, is_rank_0=ranks.rank == 0), "opening --out", ConfigError)
     with output, Progress("generate") if output.shows_progress else contextlib.nullcontext() as progress:
         began = time.perf_counter()
-        loaded = _load(args, launch, ranks)
+        loaded = load_model(args, launch, ranks)
         load_seconds = time.perf_counter() - began
         # An empty prompt begins where a document does: after the token that ends the one before.
         ids = [loaded.tokenizer.encode(prompt) or [loaded.tokenizer.eod_id] for prompt in prompts]
@@ -175,24 +117,6 @@ def _same_prompts(args: argparse.Namespace, ranks: Ranks) -> list[str]:
     )
     prompts: list[str] = json.loads(ranks.broadcast_bytes(json.dumps(found).encode()))
     return prompts
-
-
-def _load(args: argparse.Namespace, launch: RankEnvironment, ranks: Ranks) -> TextModel:
-    parallel = ParallelConfig(
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        expert_model_parallel_size=args.expert_model_parallel_size,
-        device=Device(args.device),
-        distributed_backend=Backend(args.distributed_backend),
-    )
-    return load_text_model(
-        args.checkpoint,
-        parallel,
-        ranks,
-        local_world_size=launch.local_world_size,
-        dtype=_DTYPES.get(args.dtype),
-        tokenizer_type=None if args.tokenizer_type is None else TokenizerType(args.tokenizer_type),
-        tokenizer_model=args.tokenizer_model,
-    )
 
 
 def _fields(result: Completion | Score, ids: Sequence[int], args: argparse.Namespace) -> dict[str, Any]:

@@ -6,6 +6,8 @@ sampling.py    from logits to the next token
 text.py        from tokens to text: incomplete characters and stop strings
 generate.py    the loop: prompts in batches, one token a step
 score.py       log-probabilities of the tokens of given texts
+prompts.py     prompts of the command line and of files
+harness.py     the model as lm-eval's harness asks it
 
 The modules are those of training (models/decoder.py); only their core attention is replaced.
 """

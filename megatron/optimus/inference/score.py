@@ -42,11 +42,11 @@ def score(loaded: TextModel, texts: Sequence[Sequence[int]], *, batch_size: int 
     Raises:
         ConfigError: a text is longer than what the model was trained on.
     """
-    most = loaded.config.max_position_embeddings
+    most = loaded.config.max_position_embeddings + 1  # nothing follows the last token
     for number, text in enumerate(texts, 1):
         if len(text) > most:
             raise ConfigError(
-                f"text {number} has {len(text)} tokens, and the model was trained on {most} positions "
+                f"text {number} has {len(text)} tokens, and the model was trained on {most - 1} positions "
                 "(max_position_embeddings); cut it into shorter texts"
             )
     size = batch_size * loaded.mesh.size("dp")
@@ -64,11 +64,13 @@ def score(loaded: TextModel, texts: Sequence[Sequence[int]], *, batch_size: int 
 
 def _score(loaded: TextModel, tokens_BS: Tensor) -> Tensor:
     """Log-probabilities of all tokens but the first, then whether each is the most likely: float64 [B, 2 * (S - 1)]."""
-    rope = rope_table(tokens_BS.shape[1], loaded.config, loaded.device)
-    x_BSD = hidden_states(loaded.model, tokens_BS, rope)
-    x_TD, labels_T = x_BSD[:, :-1].flatten(0, 1), tokens_BS[:, 1:].flatten()
+    inputs_BS, labels_T = tokens_BS[:, :-1], tokens_BS[:, 1:].flatten()
+    if labels_T.numel() == 0:
+        return torch.empty(len(tokens_BS), 0, dtype=torch.float64, device=loaded.device)
+    x_BSD = hidden_states(loaded.model, inputs_BS, rope_table(inputs_BS.shape[1], loaded.config, loaded.device))
+    x_TD = x_BSD.flatten(0, 1)
     step = max(1, CHUNK_ELEMENTS // loaded.config.vocab_size)
-    parts = [torch.empty(2, 0, dtype=torch.float64, device=loaded.device)]
+    parts = []
     for start in range(0, len(labels_T), step):
         logits_TV = loaded.logits(x_TD[None, start : start + step])[0].float()
         labels_C = labels_T[start : start + step]

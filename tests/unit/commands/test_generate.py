@@ -92,7 +92,7 @@ def test_scores(command: Command) -> None:
         (["--prompt", "a", "--stop", ""], "--stop is empty"),
         (["--prompt", "a", "--temprature", "1"], "unknown option --temprature (value '1'); did you mean --temperature"),
         (["--prompt", "a" * 64], "prompt 1 has 64 tokens"),
-        (["--prompt", "a" * 65, "--score"], "text 1 has 65 tokens"),
+        (["--prompt", "a" * 66, "--score"], "text 1 has 66 tokens"),
         (["--prompt", "a\udcff"], "--prompt 1 is not valid UTF-8"),
         (["--prompts", "nothing.jsonl"], "nothing.jsonl: No such file"),
         (["--prompt", "a", "--out", "nowhere/out"], "--out nowhere/out: No such file"),

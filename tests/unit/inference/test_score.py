@@ -25,6 +25,7 @@ def test_scores_equal_the_training_forward(name: str, tmp_path: Path, monkeypatc
         assert found.logprobs == pytest.approx(expected, abs=1e-5)
         greedy = distribution.argmax(dim=-1).tolist()
         assert found.is_greedy == [token == best for token, best in zip(text[1:], greedy, strict=False)]
+    assert [found.logprobs for found in score(model, [[65], [66]])] == [[], []]
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 5 * model.config.vocab_size)  # five tokens at a time
     for found, expected in zip(score(model, texts, batch_size=4), whole, strict=True):
         assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-6)
@@ -32,7 +33,7 @@ def test_scores_equal_the_training_forward(name: str, tmp_path: Path, monkeypatc
 
 def test_a_text_beyond_the_last_position_is_refused(tmp_path: Path) -> None:
     model = loaded(checkpoint(tmp_path, "dense"))
-    [found] = score(model, [[65] * 64])
-    assert len(found.logprobs) == 63
-    with pytest.raises(ConfigError, match="text 1 has 65 tokens"):
-        list(score(model, [[65] * 65]))
+    [found] = score(model, [[65] * 65])
+    assert len(found.logprobs) == 64
+    with pytest.raises(ConfigError, match="text 1 has 66 tokens"):
+        list(score(model, [[65] * 66]))

@@ -70,6 +70,8 @@ COMMANDS = [
     ["launch", "--dry-run", "--nproc-per-node", "1", "--preset", "mula-tiny", "--run-dir", ESCAPE],
     ["convert", ESCAPE, "out", "--to", "hf"],
     ["verify", ESCAPE],
+    ["generate", ESCAPE, "--prompt", "a", "--device", "cpu"],
+    ["generate", "x", "--prompts", ESCAPE, "--device", "cpu"],
     ["inspect-data", "stats", ESCAPE],
     ["preprocess", "--input", ESCAPE, "--output-prefix", "x", "--tokenizer-type", "ByteLevelTokenizer"],
     ["train-tokenizer", "--input", ESCAPE, "--vocab-size", "300", "--output", "x"],

@@ -34,6 +34,8 @@ WORDS = {
     "train-tokenizer": "--input README.md --vocab-size 300 --output {folder}/tokenizer",
     "inspect-data": "corpus",
     "convert": "runs/none {folder}/hf --to hf",
+    "generate": "runs/none --prompt a",
+    "evaluate": "runs/none --tasks a",
     "verify": "runs/none",
     "expert-balance": "runs/none",
     "tune-kernels": "--preset mula-tiny",
