@@ -153,8 +153,7 @@ class StepState:
 
     A norm that is not finite skips the step, unless the options say otherwise. The host learns of it when it asks
     (``was_skipped``, ``grad_norm``, ``applied``: each waits for the device), or one step later through
-    ``read_previous_outcome``,
-    which never waits for the step just queued.
+    ``read_previous_outcome``, which never waits for the step just queued.
 
     Args:
         device: where everything is kept.

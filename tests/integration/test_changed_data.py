@@ -46,7 +46,7 @@ def test_changed_training_files_are_an_error_that_names_them(train: Program, tra
     _noise(trained / "two")
     for ranks in (1, 2):
         code, output = _train(train, trained, 6, ranks=ranks)
-        errors = [line for line in output.splitlines() if "error:" in line]
+        errors = [line for line in output.splitlines() if line.startswith("error")]
         assert code == 2 and len(errors) == 1 and "Traceback" not in output, output
         assert f"{trained / 'two'}.bin or its .idx file holds other data" in errors[0]
         assert "--allow-changed-data" in errors[0]

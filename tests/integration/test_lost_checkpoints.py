@@ -45,7 +45,7 @@ def _without_record(run: Path) -> None:
 
 
 def _refused(result: subprocess.CompletedProcess[str], words: str) -> None:
-    lines = [line for line in result.stderr.splitlines() if "error:" in line]
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error")]
     assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
     assert len(lines) == 1 and words in lines[0] and "--from-scratch" in lines[0], result.stderr
 

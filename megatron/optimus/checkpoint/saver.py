@@ -172,9 +172,8 @@ class Saver:
         job.local = self._local / temporary.name if self._local is not None else None
         job.phases = self._phases(job)
         _, error = attempt(lambda: self._attach_tensors(job, _with_values(slices)))
-        if (
-            error is not None
-        ):  # reported with this rank's writing; an exchange now would wait for the other ranks' copies
+        if error is not None:
+            # Reported with this rank's writing; an exchange now would wait for the other ranks' copies.
             job.phases[0] = partial(_fail, error)
         self._jobs.append(job)
         if len(self._jobs) == 1:

@@ -175,12 +175,14 @@ def _read(source: Source, model: Decoder) -> None:
 
 def _tokenizer(kind: TokenizerType, location: str | Path | None, model: ModelConfig) -> Tokenizer:
     if kind is TokenizerType.BYTE and location is not None:
-        raise DataError(f"{kind.value} reads no file; name the type of --tokenizer {location} with --tokenizer-type")
+        raise DataError(
+            f"{kind.value} reads no file; name the type of --tokenizer-model {location} with --tokenizer-type"
+        )
     tokenizer = build_tokenizer(kind, location)
     if tokenizer.vocab_size > model.vocab_size:
         raise DataError(
             f"{location or kind.value} has {tokenizer.vocab_size} tokens, the model's vocab_size is "
-            f"{model.vocab_size}: it is another model's tokenizer; name the right one with --tokenizer"
+            f"{model.vocab_size}: it is another model's tokenizer; name the right one with --tokenizer-model"
         )
     return tokenizer
 

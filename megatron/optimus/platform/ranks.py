@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
@@ -159,6 +159,16 @@ class Ranks:
         if failure is None:
             return result  # type: ignore[return-value]  # no error, so this is the action's own result
         raise self.failure_error(failure, error, task, error_type) from error
+
+    @contextlib.contextmanager
+    def failing_alike(self) -> Iterator[None]:
+        """Wraps work that fails on all ranks alike, from what all of them know: the error is rank 0's to print."""
+        try:
+            yield
+        except Exception as error:
+            if not hasattr(error, REPORTED_BY_ANOTHER_RANK):
+                setattr(error, REPORTED_BY_ANOTHER_RANK, self.rank > 0)
+            raise
 
     def failure_error(
         self, failure: tuple[int, int], error: Exception | None, task: str, error_type: type[Exception]

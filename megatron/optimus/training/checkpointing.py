@@ -55,7 +55,7 @@ class Checkpoints:
         self._identity = run.tokenizer
         self._drain_s: float | None = None
         self._tried: Manifest | None = None  # the last checkpoint that resume tried to load
-        # JSON values that full checkpoints hold; after resume, those of its checkpoint.
+        # JSON values that checkpoints hold; after resume, those of its checkpoint.
         self.extra_state: dict[str, Any] = {}
         self.warnings: list[str] = []  # of values that were saved; known to rank 0
         self.data_files_before: Any = None  # fingerprints in the checkpoint whose data position the run goes on from
@@ -193,7 +193,8 @@ class Checkpoints:
         Returns (optimizer steps done, samples consumed).
         """
         try:
-            return self._resume()
+            with self._ranks.failing_alike():
+                return self._resume()
         except CheckpointError as error:
             error.args = (str(error) + self._remedy(),)
             raise
@@ -265,7 +266,11 @@ class Checkpoints:
             return None
         found = store.load_newest(self._root, self._all_requests, ranks=self._ranks)
         if found is None:
-            lost = self._last.what_is_lost(has_load=options.load is not None) if is_first else ""
+            lost = self._ranks.run_on_all_ranks(
+                lambda: self._last.what_is_lost(has_load=options.load is not None) if is_first else "",
+                "looking for lost checkpoints",
+                CheckpointError,
+            )
             lost = self._ranks.broadcast_bytes(lost.encode()).decode()
             if lost:
                 raise CheckpointError(
@@ -291,8 +296,9 @@ class Checkpoints:
 
         self._ranks.run_on_all_ranks(make, f"converting {source}", CheckpointError)
         manifest = store.load_together(target, self._weight_requests, cast=True, ranks=self._ranks)
-        if self._mesh.rank == 0:
-            delete_tree(target)
+        self._ranks.run_on_all_ranks(
+            lambda: delete_tree(target) if self._mesh.rank == 0 else None, f"removing {target}", CheckpointError
+        )
         return source, manifest
 
     def _resolve(self, path: Path) -> Path:

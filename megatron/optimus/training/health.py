@@ -126,7 +126,7 @@ class Outliers:
     def restore(self, stored: Any) -> None:
         """Takes what ``to_json`` gave; ignores anything else."""
         values = stored if isinstance(stored, list) else []
-        if all(isinstance(value, int | float) and math.isfinite(value) for value in values):
+        if all(isinstance(value, int | float) and abs(value) < 1 << 63 for value in values):
             self._recent = deque(values, maxlen=_RECENT)
 
 

@@ -167,7 +167,8 @@ class Trainer:
             self.checkpoints = Checkpoints(run, self.model, self.engine)
             # Optimizer steps done, and the position in the order of samples, which is the whole state of the data.
             self.step, self.consumed_samples = self.checkpoints.resume()
-        with startup.phase("data", "comparing the token files with those of the checkpoint"):
+        comparing = startup.phase("data", "comparing the token files with those of the checkpoint")
+        with comparing, run.ranks.failing_alike():
             check_unchanged(run, self.data, self.checkpoints.data_files_before)
         self.first_step = self.step
         self.last_step = last_step(config.training, self.step, self.consumed_samples)
@@ -326,14 +327,16 @@ class Trainer:
         metrics_logger.log(metrics, valid_losses)
         if metrics.startup_s is not None:
             logger.info("%s", startup_line(metrics.startup_s))
-            with self.clock.pause(
-                recurs=False
-            ):  # now, not before the first step, which shows sooner that the run works
+            # Now, not before the first step, which shows sooner that the run works.
+            with self.clock.pause(recurs=False):
                 self.checkpoints.prepare()
         self.queued = None
         others = {**result.metrics, **{f"valid_loss/{name}": value for name, value in valid_losses.items()}}
         loss = others.pop("loss", 0.0)
-        self.health.observe(queued.step, loss=loss, grad_norm=result.grad_norm, skipped=result.skipped, others=others)
+        with self.run.ranks.failing_alike():
+            self.health.observe(
+                queued.step, loss=loss, grad_norm=result.grad_norm, skipped=result.skipped, others=others
+            )
         if unreadable is not None:
             logger.info("validation data cannot be read: saving step %d", self.step)
             self._save(is_exiting=True)

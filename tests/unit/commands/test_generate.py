@@ -100,7 +100,7 @@ def test_scores(command: Command) -> None:
         (["--prompt", "a", "--tokenizer", "nothing", "--tokenizer-type", "HuggingFaceTokenizer"], "nothing: no such"),
         (
             ["--prompt", "a", "--tokenizer", "some"],
-            "reads no file; name the type of --tokenizer some",
+            "reads no file; name the type of --tokenizer-model some",
         ),
     ],
 )

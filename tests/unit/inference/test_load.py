@@ -84,7 +84,7 @@ def test_an_unfinished_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_another_models_tokenizer_is_refused(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "ours", "dense")  # 264 rows
     train_bpe(["many words of some text, others too " * 20], 280, tmp_path / "bpe")
-    with pytest.raises(DataError, match=r"bpe has 280 tokens, the model's vocab_size is 264: .*--tokenizer"):
+    with pytest.raises(DataError, match=r"bpe has 280 tokens, the model's vocab_size is 264: .*--tokenizer-model"):
         load_text_model(
             path,
             ParallelConfig(),

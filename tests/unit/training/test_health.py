@@ -146,7 +146,12 @@ def test_a_resumed_run_knows_what_is_usual(lines: pytest.LogCaptureFixture) -> N
         " loss far above the usual",
         " grad_norm far above the usual",
     ]
-    for stored in ({}, {"recent_values": 7}, {"recent_values": {"loss": [1, "a"], "grad_norm": 3}}):
+    for stored in (
+        {},
+        {"recent_values": 7},
+        {"recent_values": {"loss": [1, "a"], "grad_norm": 3}},
+        {"recent_values": {"loss": [10**400], "grad_norm": [math.nan]}},
+    ):
         after.restore(stored)
 
 

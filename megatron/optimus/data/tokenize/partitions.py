@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron.optimus.config.schema import ConfigError
+from megatron.optimus.config.schema import ConfigError, TokenizerType
+from megatron.optimus.config.tokenizer_files import definition_file
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.indexed import IndexedDatasetWriter
 from megatron.optimus.data.splits import to_json
@@ -283,18 +284,19 @@ def _of_tokens(recipe: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in recipe.items() if name != "skip_malformed"}
 
 
-def fingerprint(model: str | None) -> str:
+def fingerprint(kind: TokenizerType, model: str | None) -> str:
     """Hashes a tokenizer's files: a partition made with another tokenizer must not be taken for done.
 
     Args:
+        kind: its type
         model: its file or folder; None gives the empty string
     """
     if model is None:
         return ""
-    path = Path(model)
-    names = ("tokenizer.json", "tokenizer_config.json")
-    # tiktoken's pattern and special tokens are in a file beside its ranks
-    files = [path, Path(f"{path}.json")] if path.is_file() else [path / name for name in names]
+    file = definition_file(kind, model) or Path(model)
+    files = [file, Path(f"{file}.json")]  # tiktoken's pattern and special tokens are in a file beside its ranks
+    files += [file.with_name("merges.txt")] if file.name == "vocab.json" else []
+    files += [Path(model, "tokenizer_config.json")] if Path(model).is_dir() else []
     content = b"".join(file.read_bytes() for file in files if file.is_file())
     return hashlib.sha256(content).hexdigest()
 

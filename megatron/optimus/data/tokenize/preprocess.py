@@ -284,7 +284,7 @@ def _plan(
     """The partitions of the input, with what their tokens depend on."""
     described = {
         "tokenizer_type": options.tokenizer_type,
-        "tokenizer_model": fingerprint(options.tokenizer_model),
+        "tokenizer_model": fingerprint(options.tokenizer_type, options.tokenizer_model),
         "keys": options.keys,
         "append_eod": options.append_eod,  # but not skip_malformed: a part without malformed lines is the same with it
         "dtype": options.dtype.name,

@@ -16,6 +16,7 @@ from megatron.optimus.config.schema import ConfigError, TokenizerType
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.indexed import IndexedDataset
 from megatron.optimus.data.tokenize.corpus import read_documents, split_file
+from megatron.optimus.data.tokenize.partitions import fingerprint
 from megatron.optimus.data.tokenize.preprocess import PreprocessReport, preprocess
 from megatron.optimus.platform.environment import worker_index_and_count
 from tests.unit.commands.test_preprocess_data import BYTES, IN_ORDER, call, command, failed
@@ -151,6 +152,28 @@ def test_killed_and_started_again(expected: list[bytes], tmp_path: Path) -> None
     assert again.returncode == 0, again.stderr
     assert f"{len(finished)} parts were done before, {6 - len(finished)} now" in again.stdout
     assert result(output / "x") == expected and len(list(output.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "files"),
+    [
+        (TokenizerType.HF, {"tokenizer.json": b"{}", "tokenizer_config.json": b"{}"}),
+        (TokenizerType.HF, {"vocab.json": b"{}", "merges.txt": b"a b"}),
+        (TokenizerType.SENTENCEPIECE, {"tokenizer.model": b"\n\x01"}),
+        (TokenizerType.TIKTOKEN, {"x.tiktoken": b"IQ== 0\n", "x.tiktoken.json": b"{}"}),
+    ],
+)
+def test_every_file_of_a_tokenizers_folder_is_told_apart(
+    kind: TokenizerType, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    before = fingerprint(kind, str(tmp_path))
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content + b" ")
+        assert fingerprint(kind, str(tmp_path)) != before
+        (tmp_path / name).write_bytes(content)
+    assert fingerprint(kind, str(tmp_path)) == before
 
 
 def test_after_a_malformed_line_both_remedies_work(expected: list[bytes], tmp_path: Path) -> None:
