@@ -3,7 +3,8 @@
     optimus preprocess --input corpus/*.jsonl.gz --output-prefix data/corpus \
         --tokenizer-model tokenizer/ --append-eod --workers 8
 
-writes data/corpus_text_document.bin and .idx; give their common prefix to --data-path of `optimus pretrain`. Under
+writes data/corpus_text_document.bin and .idx; give their common prefix to --data-path of `optimus pretrain`. Documents
+are shuffled, and splits by the hash of their text prepared; --split-by position keeps the order of the input. Under
 mpiexec, srun or a SLURM job array the processes divide the files; elsewhere set --rank and --world-size. A command that
 was killed continues when it is started again with the same options.
 

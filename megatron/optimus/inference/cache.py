@@ -1,4 +1,4 @@
-"""Keys and values of the tokens so far, so that a step computes its new tokens only.
+"""Keeps the keys and values of earlier tokens, so that a step computes its new tokens only.
 
 Sequences of a batch are padded on the left, so that their newest tokens stand in one column. A padding position is
 seen by itself alone: a row of the mask without any key would give NaN.

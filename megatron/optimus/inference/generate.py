@@ -50,7 +50,7 @@ class Limits:
 
 @dataclass
 class Completion:
-    """What a prompt got. The token that ended it is not part of it; of a stop string, the text alone is cut."""
+    """The completion of a prompt, without the token that ended it; a stop string is cut from the text alone."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of these tokens by the model, in nats, before any filter
@@ -128,7 +128,7 @@ def generate(
 
 @dataclass
 class _Request:
-    """A prompt on its way."""
+    """A prompt whose completion is being generated."""
 
     loaded: TextModel
     number: int

@@ -21,7 +21,7 @@ from megatron.optimus.layers.rope import rope_table
 
 @dataclass(frozen=True)
 class Score:
-    """What the model says of a text's tokens from the second on; the first has nothing before it."""
+    """Log-probabilities of a text's tokens from the second on; the first has nothing before it."""
 
     logprobs: list[float]  # in nats
     is_greedy: list[bool]  # whether the token is the most likely one

@@ -1,4 +1,4 @@
-"""Turns an error of memory that cannot be had into one line: what it was for, how much was asked, how much there is.
+"""Describes an out-of-memory error in one line: what the memory was for, how much was asked, and how much is free.
 
 Functions that take much memory are marked with ``needs_memory``. The innermost mark names the part.
 """

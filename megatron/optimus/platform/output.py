@@ -1,4 +1,4 @@
-"""Standard output that may be closed (``>&-``) or full (``>/dev/full``): one line says so, and the command ends.
+"""Ends a command with one line where its standard output is closed (``>&-``) or full (``>/dev/full``).
 
 Python itself drops what is printed to a closed standard output, and reports a full disk by a traceback, or in silence
 when its buffer is flushed too late.

@@ -1,4 +1,4 @@
-"""Times what a run does before its first step is done, and says what it is at where that takes long."""
+"""Times the phases of a start, up to the end of the first step, and logs a phase that takes long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run folder says of the run's newest checkpoint, which may since have been lost: last_checkpoint.json."""
+"""Records a run's newest checkpoint in last_checkpoint.json, so that its loss is noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be launched: the candidate tiles of each kernel of the expert layer, and the outcome of tuning as an entry.
+"""Lists the candidate tiles of each kernel of the expert layer, and makes a table entry of what tuning has found.
 
 Which candidate runs is decided in tiles.py; tile_cache.py keeps entries on disk.
 """
