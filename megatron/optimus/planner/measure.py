@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 
@@ -20,7 +21,7 @@ import yaml
 
 from megatron.optimus.planner.hardware import KERNELS, Machine, machine_of_device
 from megatron.optimus.platform import device as devices
-from megatron.optimus.platform import environment, process_groups
+from megatron.optimus.platform import process_groups
 
 _SECONDS = 0.5  # of repetitions for each figure
 _CPU_RANKS = 2
@@ -169,17 +170,20 @@ def _of_collectives(kind: str, count: int) -> Figures:
     if count < 2:
         return {}
     context = mp.get_context("spawn")
-    answers, port = context.SimpleQueue(), environment.free_port()
-    ranks = [
-        context.Process(target=_rank, args=(rank, count, kind, port, answers), daemon=True) for rank in range(count)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(60)
-    failed = [str(number) for number, rank in enumerate(ranks) if rank.exitcode != 0]
-    for rank in ranks:
-        rank.kill()
+    answers = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"{folder}/store"  # a file: a port would be open to every host
+        ranks = [
+            context.Process(target=_rank, args=(rank, count, kind, store, answers), daemon=True)
+            for rank in range(count)
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(60)
+        failed = [str(number) for number, rank in enumerate(ranks) if rank.exitcode != 0]
+        for rank in ranks:
+            rank.kill()
     if failed or answers.empty():
         return {}
     pair, everyone, tiny = answers.get()
@@ -192,13 +196,13 @@ def _of_collectives(kind: str, count: int) -> Figures:
     return figures
 
 
-def _rank(rank: int, count: int, kind: str, port: int, answers: mp.SimpleQueue[tuple[float, float, float]]) -> None:
+def _rank(rank: int, count: int, kind: str, store: str, answers: mp.SimpleQueue[tuple[float, float, float]]) -> None:
     if kind == "cpu":
         torch.set_num_threads(1)
     device = torch.device(kind, rank) if kind != "cpu" else torch.device("cpu")
     devices.set_device(device)
     backend = devices.backend_for(device, devices.Backend.AUTO)
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=count)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=count)
     two = dist.new_group([0, 1])
     size = 16 << 20 if kind == "cpu" else 256 << 20
     large, small = (torch.ones(numel, device=device) for numel in (size // 4, 1))
