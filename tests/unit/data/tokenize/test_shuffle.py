@@ -79,7 +79,7 @@ def test_the_order_depends_on_texts_and_seed_alone(
     other = result(tmp_path / "other")
     assert other[0] != expected[0] and sorted(other[0]) == sorted(expected[0])
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("one")) == [
-        f"one_text_document{suffix}" for suffix in SUFFIXES
+        f"one_text_document{suffix}" for suffix in sorted([*SUFFIXES, ".tokenizer"])
     ]
 
 
@@ -87,10 +87,10 @@ def test_shuffled_by_position(expected: list[bytes], tmp_path: Path) -> None:
     """The same order without the split file; in the order of the input neither, and a file left over goes."""
     source = write(tmp_path / "a.jsonl", TEXTS)
     run([source], tmp_path / "x")
-    run([source], tmp_path / "x", split_by=SplitBy.POSITION, shuffle=True)
+    run([source], tmp_path / "x", split_by=SplitBy.POSITION, shuffle=True, overwrite=True)
     assert result(tmp_path / "x", SUFFIXES[:2]) == expected[:2]
     assert not Path(f"{tmp_path}/x_text_document.splits.json").exists()
-    run([source], tmp_path / "x", split_by=SplitBy.POSITION)
+    run([source], tmp_path / "x", split_by=SplitBy.POSITION, overwrite=True)
     assert documents(tmp_path / "x") == TEXTS
 
 
@@ -173,7 +173,7 @@ def test_killed_and_started_again(expected: list[bytes], tmp_path: Path) -> None
     again = call("tools/preprocess_data.py", *arguments)
     assert again.returncode == 0, again.stderr
     assert f"{len(finished)} parts were done before" in again.stdout
-    assert result(output / "x") == expected and len(list(output.iterdir())) == 3
+    assert result(output / "x") == expected and len(list(output.iterdir())) == 4
 
 
 def test_damage_and_bad_options(tmp_path: Path) -> None:
