@@ -106,7 +106,7 @@ def test_what_a_familys_attention_keeps_is_counted(monkeypatch: pytest.MonkeyPat
     def counted() -> tuple[int, float]:
         parts = layer_parts(rank, CPU, frozenset(), is_moe=False, offload=False)
         [attention] = [part for part in parts if part.name == "attention"]
-        return attention.saved, layer_work(rank, frozenset(), CPU, is_moe=False).traffic
+        return attention.saved, layer_work(rank, frozenset(), CPU, is_moe=False).memory_bytes
 
     (saved, traffic), own = counted(), rank.tokens * 7 * 4 // 2
     monkeypatch.setattr("megatron.optimus.config.family._load", lambda name: Keeping())

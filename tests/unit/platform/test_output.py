@@ -38,6 +38,7 @@ def test_every_command_says_so(name: str) -> None:
 def test_what_a_command_prints_while_it_works(tmp_path: Path, unbuffered: bool) -> None:
     (tmp_path / "text.jsonl").write_text('{"text": "some words"}\n')
     words = ["-m", "megatron.optimus", "preprocess", "--input", str(tmp_path / "text.jsonl"), "--append-eod"]
+    words += ["--overwrite"]
     words += ["--tokenizer-type", "ByteLevelTokenizer", "--workers", "1", "--output-prefix", str(tmp_path / "x")]
     for redirection, line in ((">/dev/full", FULL), (">&-", CLOSED)):
         code, error = run(words, redirection, unbuffered=unbuffered)

@@ -184,7 +184,7 @@ def test_a_resumed_run_keeps_its_split(tmp_path: Path, caplog: pytest.LogCapture
     further = write_tokens(tmp_path / "further", 0, 500)
     assert opened(tmp_path, [*prefixes, further], load=other) is SplitBy.POSITION  # other data, as named
     assert changed_options({"data": {}}, {"data": {"split_by": "position"}}) == []
-    assert changed_options({"data": {}}, {"data": {"split_by": "hash"}}) == ["data.split_by None -> hash"]
+    assert changed_options({"data": {}}, {"data": {"split_by": "hash"}}) == ["data.split_by position -> hash"]
 
 
 def test_an_ordered_file_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

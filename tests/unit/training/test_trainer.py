@@ -200,7 +200,10 @@ class Run:
 
     # ---- the checkpoints
 
-    kept: dict[str, Any] = {}  # noqa: RUF012
+    extra_state: dict[str, Any] = {}  # noqa: RUF012
+
+    def prepare(self) -> None:
+        pass
 
     def is_due(self, step: int) -> bool:
         interval = self.trainer.config.checkpoint.save_interval
