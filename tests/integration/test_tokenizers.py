@@ -10,6 +10,7 @@ import pytest
 
 from megatron.optimus.checkpoint import load_manifest
 from megatron.optimus.commands import convert as convert_command
+from megatron.optimus.commands import generate as generate_command
 from megatron.optimus.config.schema import TokenizerType
 from megatron.optimus.data.tokenize.preprocess import preprocess
 from megatron.optimus.data.tokenize.tokenizer import build_tokenizer, train_bpe
@@ -53,6 +54,9 @@ def test_a_run_exports_with_its_tokenizer_and_refuses_others(
 
     words = [str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf"]
     assert convert_command.main([*words, "--tokenizer-model", str(folder / "other")]) == 2
+    assert "was trained on ids of SentencePieceTokenizer" in capsys.readouterr().err
+    others = ["--tokenizer-model", str(folder / "other"), "--tokenizer-type", "HuggingFaceTokenizer"]
+    assert generate_command.main([str(tmp_path / "run"), "--prompt", "the", *others]) == 2  # of 300 ids, which fit
     assert "was trained on ids of SentencePieceTokenizer" in capsys.readouterr().err
     assert convert_command.main(words) == 0
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")

@@ -94,7 +94,7 @@ def find_tokenizer(source: Source, options: Options) -> ExportedTokenizer | None
             raise CheckpointError(
                 f"--tokenizer-model {location}: neither the file of a {kind.value} nor a folder with one"
             )
-        _check_same(source, kind, location)
+        check_same_tokenizer(source, kind, location)
         return found
     try:
         if source.tokenizer is not None:
@@ -117,7 +117,7 @@ def find_tokenizer(source: Source, options: Options) -> ExportedTokenizer | None
     return found
 
 
-def _check_same(source: Source, kind: TokenizerType, location: Path | None) -> None:
+def check_same_tokenizer(source: Source, kind: TokenizerType, location: Path | None) -> None:
     """Raises CheckpointError where the model was trained on ids of another tokenizer than the one that is named."""
     if source.tokenizer_identity is None:
         return
@@ -128,8 +128,8 @@ def _check_same(source: Source, kind: TokenizerType, location: Path | None) -> N
         raise CheckpointError(str(error)) from error
     if named.fingerprint != recorded.fingerprint:
         raise CheckpointError(
-            f"{source.path} was trained on ids of {recorded}, but --tokenizer-model names {named}: the export would "
-            "read and write other words. Name the run's own, or leave --tokenizer-model out where the checkpoint has it"
+            f"{source.path} was trained on ids of {recorded}, but --tokenizer-model names {named}: its ids are "
+            "other words. Name the run's own, or leave --tokenizer-model out where the checkpoint has it"
         )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,6 +31,7 @@ from megatron.optimus.config.schema import ConfigError, LoadBalancing, ModelConf
 from megatron.optimus.context import RunContext
 from megatron.optimus.convert import open_source
 from megatron.optimus.convert.formats import MASTER, WEIGHT, Source, matrices
+from megatron.optimus.convert.tokenizer import check_same_tokenizer
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.tokenize.tokenizer import Tokenizer, build_tokenizer
 from megatron.optimus.models.decoder import Decoder
@@ -112,6 +114,9 @@ def load_text_model(
         location = tokenizer_model or own
         task = f"reading the tokenizer of {path}"
         tokenizer = on_all_ranks(ranks, lambda: _tokenizer(kind, location, config.model), task, DataError)
+        if tokenizer_model is not None:
+            named = partial(check_same_tokenizer, source, kind, Path(tokenizer_model))
+            on_all_ranks(ranks, named, task, CheckpointError)
         mesh = Mesh(config.parallel, rank=ranks.rank, world_size=ranks.size, local_world_size=local_world_size)
         run = RunContext(config, mesh, device, ranks)
         model = _build(run, dtype or _dtype_of(source, run.dtype))
