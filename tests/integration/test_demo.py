@@ -33,7 +33,7 @@ def test_the_whole_path_leaves_what_it_promises(tmp_path: Path) -> None:
     build = [sys.executable, str(ROOT / "examples/local/build_corpus.py"), "--output", str(corpus), "--max-mb", "1"]
     subprocess.run(build, check=True, capture_output=True)
     shown = subprocess.run(
-        ["make", "-n", "-o", "kernels", "demo", f"PY={sys.executable}", f"CORPUS={corpus}"],
+        ["make", "--no-print-directory", "-n", "-o", "kernels", "demo", f"PY={sys.executable}", f"CORPUS={corpus}"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     words = shlex.split(shown)
