@@ -26,7 +26,10 @@ from types import MappingProxyType
 from typing import Any
 
 _CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["deepspeed", "megatron.optimus.pretrain", "megatron.optimus.training.trainer"])
+# torch's compiler and pipelining are imported by the first optimizer and the first pipeline, in each rank anew.
+_TORCH = ["torch._dynamo", "torch.distributed.pipelining"]
+_PROGRAM = ["megatron.optimus.pretrain", "megatron.optimus.training.trainer", "megatron.optimus.training.evaluate"]
+_CONTEXT.set_forkserver_preload(["deepspeed", *_TORCH, *_PROGRAM])
 
 
 def _worker(
