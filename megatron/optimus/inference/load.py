@@ -106,9 +106,10 @@ def load_text_model(
     source = on_all_ranks(ranks, lambda: open_source(path), f"opening {path}", CheckpointError)
     try:
         config = replace(source.run, parallel=replace(parallel, sequence_parallel=False))
-        for rule in _RULES:
-            if (problem := rule(config, ranks.size)) is not None:
-                raise ConfigError(problem)
+        with ranks.failing_alike():
+            for rule in _RULES:
+                if (problem := rule(config, ranks.size)) is not None:
+                    raise ConfigError(problem)
         kind = tokenizer_type or config.data.tokenizer_type or TokenizerType.HF
         own = None if kind is TokenizerType.BYTE else source.tokenizer or config.data.tokenizer_model
         location = tokenizer_model or own

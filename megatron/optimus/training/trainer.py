@@ -212,13 +212,13 @@ class Trainer:
                 raise
             finally:
                 self._log_warnings()
-        if self.run.mesh.rank == 0:
-            trained, seconds = (self.first_step + 1, self.step), time.monotonic() - began
+        trained, seconds = (self.first_step + 1, self.step), time.monotonic() - began
+        is_stopped = self.stop_requested and self.step < self.last_step
+        code = 128 + (stop.signal or signal.SIGTERM) if is_stopped else self._evaluate_test_sets()
+        if self.run.mesh.rank == 0:  # last: the others wait for nothing that reading the folder may hold up
             for line in closing_lines(self.config, trained, self.last_step, metrics_logger.last_losses, seconds):
                 logger.info("%s", line)
-        if self.stop_requested and self.step < self.last_step:
-            return 128 + (stop.signal or signal.SIGTERM)
-        return self._evaluate_test_sets()
+        return code
 
     def _evaluate_test_sets(self) -> int:
         """Evaluates the test sets of a run that is at its end; returns the exit code 0."""
