@@ -63,14 +63,14 @@ def build_model(config: Any, mesh: Any, device: torch.device) -> Any:
     """The training program's model with weights drawn on the device: its own, drawn on the host, take minutes."""
     from megatron.optimus.context import DTYPES
     from megatron.optimus.models.decoder import Decoder
-    from megatron.optimus.models.initialize import _materialize
+    from megatron.optimus.models.initialize import materialize
     from megatron.optimus.parallel.apply import parallelize
     from megatron.optimus.parallel.tensor import register_gradient_sums
 
     with torch.device("meta"):
         model = Decoder(config.model)
     parallelize(model, mesh, config.parallel, config.training.seq_length)
-    _materialize(model, device, DTYPES[config.training.params_dtype])
+    materialize(model, device, DTYPES[config.training.params_dtype])
     generator = torch.Generator(device=device).manual_seed(1)
     with torch.no_grad():
         for param in model.parameters():

@@ -11,7 +11,7 @@ def draw_on_device(model: Any, *, seed: int, device: torch.device, dtype: torch.
     """In place of ``initialize_weights``, which draws on the host and takes minutes: other numbers, as large."""
     from megatron.optimus.models import initialize
 
-    initialize._materialize(model, device, dtype)
+    initialize.materialize(model, device, dtype)
     generator = torch.Generator(device=device).manual_seed(seed)
     with torch.no_grad():
         for param in model.parameters():
