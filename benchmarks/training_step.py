@@ -13,6 +13,7 @@ FLOPs are counted by megatron/optimus/config/costs.py for all. Systems, each in 
 
 ours                 the training program's model, engine, schedule and step with its defaults: bf16 parameters, fp32
                      master weights, moments and gradients in DeepSpeed's engine with the project's optimizer.
+ours-fp8             the same with --fp8 hybrid.
 torchtitan, torchtitan-autocast, olmo-core
                      see training_step_peers.py; they are compiled, ours is not.
 
@@ -55,7 +56,7 @@ from megatron.optimus.platform import environment
 from megatron.optimus.platform.process_exit import run_program
 
 PRESETS = {"dense": "mula-1b", "moe": "mula-7b-a1b"}
-SYSTEMS = ("ours", *PEERS)
+SYSTEMS = ("ours", "ours-fp8", *PEERS)
 TINY = ["--hidden-size", "128", "--num-attention-heads", "2", "--vocab-size", "512", "--ffn-hidden-size", "256"]
 TINY_MOE = ["--num-experts", "8", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "128"]
 TOP = 25  # kernels in a profile
@@ -93,10 +94,11 @@ def words(model: str, args: argparse.Namespace) -> list[str]:
 
 
 def build(system: str, model: str, args: argparse.Namespace, device: torch.device) -> Program:
-    if system != "ours":
+    if system in PEERS:
         return PEERS[system](run_config(words(model, args), device), device, args.compile)
     counted: dict[str, int] = {}
-    program = ours(words(model, args), device, change=lambda built: counted.update(count(built)))
+    more = ["--fp8", "hybrid"] if system == "ours-fp8" else []
+    program = ours([*words(model, args), *more], device, change=lambda built: counted.update(count(built)))
     config = run_config(words(model, args), device)
     program.about |= counted | {
         "system_version": commit(),
@@ -201,7 +203,7 @@ def run_one(model: str, system: str, args: argparse.Namespace) -> None:
     dist.init_process_group({"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}[args.device])
     from megatron.optimus.training.engine import init_engine, shutdown_engine
 
-    if system == "ours":
+    if system not in PEERS:
         init_engine(dist.default_pg_timeout)
     found: dict[str, Any] = {"device": devices.device_name(device)}
     began = time.perf_counter()
@@ -221,7 +223,7 @@ def run_one(model: str, system: str, args: argparse.Namespace) -> None:
     except Exception:
         found["error"] = traceback.format_exc()[-3000:]
     Path(args.result).write_text(json.dumps(found))
-    if system == "ours":
+    if system not in PEERS:
         shutdown_engine()
 
 
@@ -259,7 +261,7 @@ def started(model: str, system: str, args: argparse.Namespace, ends: float) -> d
     if left < 5:
         return {"error": f"not started: the {args.seconds:g} s of --seconds are used up"}
     env = dict(os.environ)
-    if system != "ours":
+    if system in PEERS:
         env.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as the peers' launchers set it
     with tempfile.TemporaryDirectory() as folder:
         result, log = Path(folder) / "result.json", Path(folder) / "log"

@@ -17,6 +17,7 @@ from megatron.optimus.config.schema import (
     ConfigError,
     ContextCommunication,
     Device,
+    Float8,
     OptimizerName,
     PipelineSchedule,
     Recompute,
@@ -280,6 +281,16 @@ def overlap_needs_split_tokens(config: RunConfig, world_size: int) -> str | None
     )
 
 
+def float8_keeps_projections_whole(config: RunConfig, world_size: int) -> str | None:
+    """Products in float8 need projections that tensor parallelism has not split."""
+    tp, fp8 = config.parallel.tensor_model_parallel_size, config.training.fp8
+    if fp8 is Float8.NONE or tp == 1:
+        return None
+    return (
+        f"fp8={fp8.value} with tensor_model_parallel_size={tp}: projections are not split in float8; use 1, or fp8=none"
+    )
+
+
 def sequence_divides(config: RunConfig, world_size: int) -> str | None:
     """Context and sequence parallelism divide the tokens of a micro-batch."""
     parallel, training = config.parallel, config.training
@@ -450,6 +461,7 @@ RULES: list[Rule] = [
     expert_tensor_parallel_divides_experts,
     experts_under_tensor_parallelism_need_split_tokens,
     overlap_needs_split_tokens,
+    float8_keeps_projections_whole,
     sequence_divides,
     context_parallel_divides_heads,
     batch_divides,

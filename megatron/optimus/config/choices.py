@@ -70,6 +70,11 @@ class Precision(str, Enum):
     FP32 = "fp32"
 
 
+class Float8(str, Enum):
+    NONE = "none"
+    HYBRID = "hybrid"  # products of projections, MLPs and experts: e4m3 forward, e5m2 gradients
+
+
 class OptimizerName(str, Enum):
     """An optimizer is ("name", its states an element, whether it is for hidden matrices and AdamW for the others)."""
 

@@ -16,6 +16,7 @@ from megatron.optimus.config.choices import (
     ContextCommunication,
     Device,
     ExpertPlacement,
+    Float8,
     LoadBalancing,
     LRDecayStyle,
     MuonLRAdjustment,
@@ -329,6 +330,9 @@ class TrainingConfig:
     )
     seq_length: int = option(2048, "tokens per sequence")
     params_dtype: Precision = option(Precision.BF16, "dtype of weights and activations; master weights are fp32")
+    fp8: Float8 = option(
+        Float8.NONE, "hybrid: products of attention's projections, MLPs and experts in float8, one scale a matrix"
+    )
     seed: int = option(1234, "seed of initial weights and data order")
     eval_interval: int = option(100, "steps between evaluations on validation data; 0: never")
     eval_iters: int = option(10, "global batches per evaluation")

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 import deepspeed_ext
 from megatron.optimus.config.checks import gradient_accumulation_steps
-from megatron.optimus.config.schema import OptimizerConfig, OptimizerName, Precision, RunConfig
+from megatron.optimus.config.schema import ConfigError, Float8, OptimizerConfig, OptimizerName, Precision, RunConfig
 from megatron.optimus.context import RunContext
 from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.models.initialize import initialize_weights
 from megatron.optimus.models.parameters import count_parameters
 from megatron.optimus.moe.dispatch.ownership import read_placements
 from megatron.optimus.moe.dispatch.select import select_dispatcher
+from megatron.optimus.ops import fp8
 from megatron.optimus.parallel.apply import parallelize
 from megatron.optimus.parallel.converters import load_converters
 from megatron.optimus.parallel.tensor import register_gradient_sums
@@ -97,7 +98,7 @@ def build_model(run: RunContext) -> Decoder:
     parallel = select_dispatcher(run)
     with run.startup.phase("kernels", "choosing the tiles of expert kernels"):
         select_tiles(run.with_parallel(parallel))
-    converters = load_converters(parallel.model_converters)
+    converters = load_converters(_converters(run))
     parallelize(model, mesh, parallel, config.training.seq_length, placements, converters)
     total, own = count_parameters(config.model).total, sum(weight.numel() for weight in model.parameters())
     doing = f"drawing initial weights of {total / 1e6:,.0f} M parameters, {own / 1e6:,.0f} M of them on this rank"
@@ -107,6 +108,17 @@ def build_model(run: RunContext) -> Decoder:
         imported.result()
     register_gradient_sums(model, mesh)
     return model
+
+
+def _converters(run: RunContext) -> list[str]:
+    """Names of the model converters of a run. Raises ConfigError where the device has no float8 products."""
+    if run.config.training.fp8 is Float8.NONE:
+        return run.config.parallel.model_converters
+    try:
+        fp8.check_device(run.device, run.dtype)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return ["fp8", *run.config.parallel.model_converters]
 
 
 @needs_memory("building the optimizer's state")

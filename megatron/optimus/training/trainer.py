@@ -29,6 +29,7 @@ from megatron.optimus.context import RunContext
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.fingerprint import LINES_FIELD
 from megatron.optimus.data.loader import Batch
+from megatron.optimus.ops import fp8
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.memory import needs_memory
 from megatron.optimus.platform.metrics import PendingTotals, Recorder
@@ -106,7 +107,8 @@ def train_step(
     Returns:
         The step's result; its ``read`` waits for the device.
     """
-    with record_function(FORWARD_BACKWARD), recorder.recording():
+    quantized_once = fp8.constant_weights() if len(batches) > 1 else nullcontext()
+    with record_function(FORWARD_BACKWARD), recorder.recording(), quantized_once:
         losses = schedule.forward_backward(batches, labels_per_micro_batch(batches, run.mesh))
     before_update()
     with record_function(OPTIMIZER_STEP):
