@@ -24,6 +24,7 @@ COMMANDS = {
     ),
     "convert": ("megatron.optimus.commands.convert", "convert a checkpoint from or to other formats"),
     "generate": ("megatron.optimus.commands.generate", "generate text from a checkpoint, or score given text"),
+    "serve": ("megatron.optimus.commands.serve", "serve a checkpoint over an OpenAI-compatible API"),
     "evaluate": ("megatron.optimus.commands.evaluate", "evaluate a checkpoint on tasks of lm-eval's harness"),
     "verify": ("megatron.optimus.commands.verify", "verify, list or compare checkpoints"),
     "expert-balance": (

@@ -27,9 +27,10 @@ USER_ERRORS = (ConfigError, DataError, CheckpointError)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def add_model_options(parser: Parser) -> None:
-    """Adds the options that ``load_model`` and ``run_on_ranks`` read."""
-    parser.add_argument("--batch-size", type=whole_number(), default=8, help="prompts at a time; default: 8")
+def add_model_options(parser: Parser, batch_size: int = 8) -> None:
+    """Adds the options that ``load_model`` and ``run_on_ranks`` read, with this default of --batch-size."""
+    text = f"prompts at a time; default: {batch_size}"
+    parser.add_argument("--batch-size", type=whole_number(), default=batch_size, help=text)
     parser.add_argument("--dtype", choices=tuple(_DTYPES), help="dtype of the weights; default: as trained or stored")
     text = "file or folder of the tokenizer; default: the checkpoint's"
     parser.add_argument("--tokenizer-model", "--tokenizer", metavar="PATH", help=text)

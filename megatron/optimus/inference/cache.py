@@ -8,13 +8,14 @@ Shapes: B sequences, S new tokens, P positions so far, H query heads, G key/valu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.optimus.layers.attention import causal_attention
+from megatron.optimus.layers.attention import CoreAttention, causal_attention
 from megatron.optimus.layers.documents import Documents
 from megatron.optimus.layers.rope import RopeTable, rope_at, rope_table
 from megatron.optimus.models.decoder import Decoder
@@ -58,14 +59,8 @@ class KVCache:
         stop = self.length + tokens_BS.shape[1]
         assert stop <= self.capacity, f"{stop} positions, the cache has {self.capacity}"
         rope = self._prepare(torch.arange(self.length, stop, device=tokens_BS.device))
-        attentions = [block.attention for block in self._model.layers]
-        for attention, layer in zip(attentions, self._layers, strict=True):
-            attention.core_attention = layer  # type: ignore[union-attr]
-        try:
+        with core_attentions(self._model, self._layers):
             x_BSD = hidden_states(self._model, tokens_BS, rope)
-        finally:
-            for attention in attentions:
-                attention.core_attention = causal_attention  # type: ignore[union-attr]
         self.length = stop
         return x_BSD
 
@@ -84,6 +79,19 @@ class KVCache:
         own_SP, earlier_SP = keys_P == columns_S[:, None], keys_P <= columns_S[:, None]
         self.mask_BSP = ((keys_P >= self._paddings_B1)[:, None] & earlier_SP | own_SP)[:, None]
         return rope_at(self._rope, (columns_S - self._paddings_B1).clamp(min=0))
+
+
+@contextlib.contextmanager
+def core_attentions(model: Decoder, cores: Sequence[CoreAttention]) -> Iterator[None]:
+    """Makes the layers attend by these functions, one a layer, in place of that of training."""
+    attentions = [block.attention for block in model.layers]
+    for attention, core in zip(attentions, cores, strict=True):
+        attention.core_attention = core  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        for attention in attentions:
+            attention.core_attention = causal_attention  # type: ignore[union-attr]
 
 
 def hidden_states(model: Decoder, tokens_BS: Tensor, rope: RopeTable) -> Tensor:

@@ -119,7 +119,7 @@ def generate(
     size = batch_size * loaded.mesh.size("dp")
     for first in range(0, len(prompts), size):
         batch = [
-            _Request(loaded, number, list(prompt), limits, TextStream(loaded.tokenizer, limits.stops), show)
+            Request(loaded, number, list(prompt), limits, TextStream(loaded.tokenizer, limits.stops), show)
             for number, prompt in enumerate(prompts[first : first + size], first)
         ]
         _complete(loaded, batch, sampling, speed)
@@ -127,8 +127,14 @@ def generate(
 
 
 @dataclass
-class _Request:
-    """A prompt whose completion is being generated."""
+class Request:
+    """A prompt whose completion is being generated.
+
+    Attributes:
+        number: of the prompt, which its random numbers depend on.
+        stream: the text of the tokens so far.
+        show: called with each piece of text as soon as it is certain.
+    """
 
     loaded: TextModel
     number: int
@@ -173,7 +179,7 @@ class _Request:
             self.show(text)
 
 
-def _complete(loaded: TextModel, batch: Sequence[_Request], sampling: Sampling, speed: Speed) -> None:
+def _complete(loaded: TextModel, batch: Sequence[Request], sampling: Sampling, speed: Speed) -> None:
     """Generates until every request of a batch has ended. Collective."""
     mesh, device = loaded.mesh, loaded.device
     own = own_share(batch, mesh)

@@ -60,6 +60,7 @@ class TextModel:
     end_ids: frozenset[int]  # tokens that end a text
     mesh: Mesh
     device: torch.device
+    tokenizer_path: Path | None = None  # the tokenizer's file or folder, which may hold a chat template
 
     @property
     def config(self) -> ModelConfig:
@@ -128,7 +129,7 @@ def load_text_model(
         end_ids = _end_ids(source, tokenizer)
     finally:
         source.close()
-    return TextModel(model, tokenizer, end_ids, mesh, device)
+    return TextModel(model, tokenizer, end_ids, mesh, device, None if location is None else Path(location))
 
 
 def _dtype_of(source: Source, run_dtype: torch.dtype) -> torch.dtype:

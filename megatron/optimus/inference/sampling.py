@@ -51,6 +51,10 @@ class Sampling:
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 (all) to 1")
         _require(0 <= self.seed < 2**63, "seed", self.seed, "from 0 to 2^63 - 1")
 
+    def generator(self, number: int) -> torch.Generator:
+        """The random numbers of a prompt, by its number among the prompts."""
+        return generator_for(self.seed, "generate", number)
+
 
 def _require(is_valid: bool, name: str, value: float, limit: str) -> None:
     if not is_valid:
@@ -69,7 +73,7 @@ class Sampler:
             numbers: of each prompt, which its random numbers depend on.
         """
         self._options, self._prompts = options, prompts
-        self._generators = [generator_for(options.seed, "generate", number) for number in numbers]
+        self._generators = [options.generator(number) for number in numbers]
         self._seen_BV: Tensor | None = None  # tokens of prompts and completions, with a repetition penalty
 
     def next(self, logits_BV: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,26 +86,45 @@ class Sampler:
             Token ids, int64 [B], and the logarithms of their probabilities by the model alone, fp32 [B].
         """
         logits_BV = logits_BV.float()
-        scores_BV = self._penalized(logits_BV) if self._options.repetition_penalty != 1 else logits_BV
-        if self._options.temperature == 0:
-            tokens_B = scores_BV.argmax(dim=-1)
-        else:
-            uniforms = [torch.rand((), generator=generator).item() for generator in self._generators]
-            uniforms_B = torch.tensor(uniforms, device=logits_BV.device)
-            tokens_B = draw(filtered(scores_BV, self._options).softmax(dim=-1), uniforms_B)
+        if self._options.repetition_penalty != 1 and self._seen_BV is None:
+            self._seen_BV = torch.stack([tokens_seen(prompt, logits_BV[0]) for prompt in self._prompts])
+        tokens_B = choose(logits_BV, self._options, self._generators, self._seen_BV)
         if self._seen_BV is not None:
             self._seen_BV.scatter_(1, tokens_B[:, None], True)
         logprobs_B = logits_BV.log_softmax(dim=-1).gather(1, tokens_B[:, None])[:, 0]
         return tokens_B, logprobs_B
 
-    def _penalized(self, logits_BV: Tensor) -> Tensor:
-        if self._seen_BV is None:
-            self._seen_BV = torch.zeros_like(logits_BV, dtype=torch.bool)
-            for seen_V, prompt in zip(self._seen_BV, self._prompts, strict=True):
-                seen_V[torch.tensor(prompt, device=seen_V.device)] = True
-        penalty = self._options.repetition_penalty
+
+def tokens_seen(prompt: Sequence[int], logits_V: Tensor) -> Tensor:
+    """Marks the tokens of a prompt: bool [V], on the device of the logits."""
+    seen_V = torch.zeros_like(logits_V, dtype=torch.bool)
+    seen_V[torch.tensor(prompt, device=seen_V.device)] = True
+    return seen_V
+
+
+def choose(
+    logits_BV: Tensor, options: Sampling, generators: Sequence[torch.Generator], seen_BV: Tensor | None
+) -> Tensor:
+    """Chooses the next tokens of sequences with the same options.
+
+    Args:
+        logits_BV: fp32.
+        options: how tokens are chosen; the seed is that of the generators.
+        generators: one of each sequence, which takes one number of it unless the choice is greedy.
+        seen_BV: tokens that the repetition penalty counts, bool; None without one.
+
+    Returns:
+        Token ids, int64 [B].
+    """
+    if seen_BV is not None:
+        penalty = options.repetition_penalty
         penalized_BV = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
-        return torch.where(self._seen_BV, penalized_BV, logits_BV)
+        logits_BV = torch.where(seen_BV, penalized_BV, logits_BV)
+    if options.temperature == 0:
+        return logits_BV.argmax(dim=-1)
+    uniforms = [torch.rand((), generator=generator).item() for generator in generators]
+    uniforms_B = torch.tensor(uniforms, device=logits_BV.device)
+    return draw(filtered(logits_BV, options).softmax(dim=-1), uniforms_B)
 
 
 def filtered(logits_BV: Tensor, options: Sampling) -> Tensor:

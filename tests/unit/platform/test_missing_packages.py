@@ -35,6 +35,7 @@ WORDS = {
     "inspect-data": "corpus",
     "convert": "runs/none {folder}/hf --to hf",
     "generate": "runs/none --prompt a",
+    "serve": "runs/none",
     "evaluate": "runs/none --tasks a",
     "verify": "runs/none",
     "expert-balance": "runs/none",
