@@ -25,6 +25,7 @@ COMMANDS = {
     "convert": ("megatron.optimus.commands.convert", "convert a checkpoint from or to other formats"),
     "generate": ("megatron.optimus.commands.generate", "generate text from a checkpoint, or score given text"),
     "evaluate": ("megatron.optimus.commands.evaluate", "evaluate a checkpoint on tasks of lm-eval's harness"),
+    "report": ("megatron.optimus.commands.report", "make a page of runs: curves, time, experts, configuration"),
     "verify": ("megatron.optimus.commands.verify", "verify, list or compare checkpoints"),
     "expert-balance": (
         "megatron.optimus.commands.expert_balance",

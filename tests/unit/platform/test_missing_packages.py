@@ -36,6 +36,7 @@ WORDS = {
     "convert": "runs/none {folder}/hf --to hf",
     "generate": "runs/none --prompt a",
     "evaluate": "runs/none --tasks a",
+    "report": "runs/none",
     "verify": "runs/none",
     "expert-balance": "runs/none",
     "tune-kernels": "--preset mula-tiny",
