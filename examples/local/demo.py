@@ -152,13 +152,14 @@ def report(run_dir: Path, preset: str, vocab_size: int, texts: list[str], second
     print(f"{metrics[-1]['step']} steps, median {speed:,.0f} tokens/s per device, {seconds:.0f} s in all")
     for what, name in (
         ("loss curve", "loss.png"),
+        ("report, for a browser", "report.html"),
         ("metrics", "metrics.jsonl"),
         ("checkpoints", "checkpoints/"),
         ("Hugging Face model", "hf/"),
         ("tokenizer", "tokenizer/"),
         ("token files", "data/"),
     ):
-        print(f"  {what:<20}{run_dir / name}")
+        print(f"  {what:<24}{run_dir / name}")
     summary = {"valid_loss": valid, "uniform_loss": uniform, "steps": metrics[-1]["step"], "seconds": round(seconds)}
     (run_dir / "summary.json").write_text(json.dumps({**summary, "generated": texts}, indent=1) + "\n")
     return uniform - valid >= 3.0

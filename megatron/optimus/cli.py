@@ -26,6 +26,7 @@ COMMANDS = {
     "generate": ("megatron.optimus.commands.generate", "generate text from a checkpoint, or score given text"),
     "serve": ("megatron.optimus.commands.serve", "serve a checkpoint over an OpenAI-compatible API"),
     "evaluate": ("megatron.optimus.commands.evaluate", "evaluate a checkpoint on tasks of lm-eval's harness"),
+    "report": ("megatron.optimus.commands.report", "make a page of runs: curves, time, experts, configuration"),
     "verify": ("megatron.optimus.commands.verify", "verify, list or compare checkpoints"),
     "expert-balance": (
         "megatron.optimus.commands.expert_balance",

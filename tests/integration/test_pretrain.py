@@ -88,7 +88,9 @@ def test_resumed_run_equals_the_unbroken_one_bit_for_bit(
     assert "resumed from" in out and "step 3, 24 samples" in out
     assert re.search(r"trained steps 4 to 8 of 8 in .*: loss \S+, validation loss \d\.\d{4} at step 8\n", out)
     export = f"optimus convert {tmp_path}/checkpoints {tmp_path}/hf --to hf\n"
-    assert export in out
+    assert export in out and f"report: {tmp_path}/report.html\n" in out
+    made = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert '"evaluation":{"held":{"loss":' in made and made.count('"stopped_s":') == 2, "two processes and the test set"
     assert numbers(tmp_path) == numbers(unbroken)
     told = (unbroken / tested).read_text()
     assert (tmp_path / tested).read_text() == told and json.loads(told)["step"] == 8

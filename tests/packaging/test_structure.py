@@ -24,6 +24,7 @@ LAYERS = [
     ["parallel"],
     ["data", "checkpoint"],
     ["convert"],
+    ["report"],
     ["training", "inference"],
     ["launcher", "planner"],
     ["describe"],

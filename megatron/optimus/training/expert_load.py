@@ -1,5 +1,7 @@
 """``<run>/expert_load.json``: how many token slots each expert got, and how balanced that makes the experts' ranks.
 
+``<run>/expert_load_history.jsonl`` has the slots over time: one line for each two-hundredth of the run.
+
 In each layer all ranks wait for the busiest one. The report gives the load of the busiest rank as a multiple of the
 mean load, for the placement of the run and for others. That shows what moving experts between ranks would gain.
 """
@@ -11,7 +13,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megatron.optimus.config.placement import (
     LayerPlacement,
@@ -22,15 +24,21 @@ from megatron.optimus.config.placement import (
 )
 from megatron.optimus.config.schema import ConfigError, ExpertPlacement, ParallelConfig, divisors, one_of
 from megatron.optimus.platform.files import write_atomically
+from megatron.optimus.training.metrics import open_steps
 
-FILE_NAME = "expert_load.json"
+FILE_NAME, HISTORY_NAME = "expert_load.json", "expert_load_history.jsonl"
+_HISTORY_LINES = 200  # of a whole run: 7 MB for 48 layers of 128 experts
 
 
 class ExpertLoad:
     """Adds up the load of every expert since the start of this process. Exists on rank 0 only."""
 
-    def __init__(self, run_dir: Path, config: ParallelConfig) -> None:
+    def __init__(self, run_dir: Path, config: ParallelConfig, steps_before: int = 0, last_step: int = 0) -> None:
+        """``steps_before``: steps done by earlier processes of the run; ``last_step``: of the run."""
         self._path = run_dir / FILE_NAME
+        self._steps_before, self._interval = steps_before, max(1, -(-last_step // _HISTORY_LINES))
+        self._history: TextIO | None = None
+        self._since_line: tuple[int, list[list[int]]] | None = None  # first step and slots of the next line
         self._config = config
         self._first_step = self._step = 0
         self._last_LE: list[list[int]] = []
@@ -41,9 +49,29 @@ class ExpertLoad:
         self._first_step = self._first_step or step
         self._step, self._last_LE = step, load_LE
         total = self._total_LE or [[0] * len(layer) for layer in load_LE]
-        self._total_LE = [
-            [a + b for a, b in zip(old, new, strict=True)] for old, new in zip(total, load_LE, strict=True)
-        ]
+        self._total_LE = _sum(total, load_LE)
+        if load_LE:
+            first, slots_LE = self._since_line or (step, [[0] * len(layer) for layer in load_LE])
+            self._since_line = first, _sum(slots_LE, load_LE)
+            if step % self._interval == 0:
+                self._write_line()
+
+    def _write_line(self) -> None:
+        """Appends the steps since the last line to the history, whose file is opened at its first line."""
+        if self._since_line is None:
+            return
+        (first, slots_LE), self._since_line = self._since_line, None
+        if self._history is None:
+            self._history, _ = open_steps(self._path.with_name(HISTORY_NAME), self._steps_before)
+        line = {"first_step": first, "step": self._step, "slots": slots_LE}
+        self._history.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+    def close(self) -> None:
+        """Writes both files to the last step."""
+        self.write()
+        self._write_line()
+        if self._history is not None:
+            self._history.close()
 
     def write(self) -> None:
         """Replaces the file; does nothing for a model without experts or before the first step."""
@@ -59,6 +87,10 @@ class ExpertLoad:
             "moe_expert_placement_file": self._config.moe_expert_placement_file,
         }
         write_atomically(self._path, json.dumps(record) + "\n", sync=False)  # a reader always finds a whole file
+
+
+def _sum(a_LE: list[list[int]], b_LE: list[list[int]]) -> list[list[int]]:
+    return [[a + b for a, b in zip(a_E, b_E, strict=True)] for a_E, b_E in zip(a_LE, b_LE, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,12 @@ from megatron.optimus.config.schema import RunConfig
 from megatron.optimus.config.serialize import to_yaml
 from megatron.optimus.context import RunContext
 from megatron.optimus.platform.files import write_atomically
+from megatron.optimus.report.page import FILE_NAME as REPORT_NAME
+from megatron.optimus.report.page import write_report_of_run
 from megatron.optimus.training.checkpointing import folder_of_checkpoints
 from megatron.optimus.training.data import VALIDATION
 from megatron.optimus.training.expert_load import ExpertLoad
+from megatron.optimus.training.metrics import FILE_NAME as METRICS_NAME
 from megatron.optimus.training.metrics import MetricsWriter, StepMetrics
 from megatron.optimus.training.trackers import StepRange, Tracker, open_trackers
 from megatron.optimus.training.trackers.progress import duration
@@ -50,7 +53,8 @@ class MetricsLogger:
         self._trackers: list[Tracker] = open_trackers(run, steps)
         self._metrics = MetricsWriter(run_dir, resume_step=steps.first)
         write_atomically(run_dir / "config.yaml", to_yaml(_as_started_again(run.config)), sync=False)
-        self._expert_load = ExpertLoad(run_dir, run.config.parallel)
+        self._run_dir = run_dir
+        self._expert_load = ExpertLoad(run_dir, run.config.parallel, steps.first, steps.last)
 
     def log(self, metrics: StepMetrics, valid_losses: Mapping[str, float]) -> None:
         """Writes one step.
@@ -71,7 +75,7 @@ class MetricsLogger:
         self._try(lambda: self._metrics.write(metrics))
         for tracker in self._trackers:
             self._try(partial(tracker.log, metrics))
-        self._expert_load.add(metrics.step, metrics.expert_load_LE or [])
+        self._try(partial(self._expert_load.add, metrics.step, metrics.expert_load_LE or []))
         if valid_losses:
             self._try(self._expert_load.write)
 
@@ -94,10 +98,21 @@ class MetricsLogger:
     ) -> None:
         if not self._is_writer:
             return
-        for tracker in self._trackers:
-            self._try(tracker.close)
-        self._try(self._expert_load.write)
+        self._try(self._expert_load.close)
         self._try(self._metrics.close)
+        if kind is None:  # after an error the launcher stops rank 0 soon: its message comes first
+            write_report(self._run_dir)
+        for tracker in self._trackers:  # last: one may send the report
+            self._try(tracker.close)
+
+
+def write_report(run_dir: Path) -> None:
+    """Writes the page of the run into its folder. On rank 0 alone; an error is a warning."""
+    try:
+        if write_report_of_run(run_dir) is None:
+            logger.info("%s is large: optimus report %s makes the run's page", run_dir / METRICS_NAME, run_dir)
+    except Exception as error:  # whatever it is, the run has ended well
+        logger.warning("%s was not written: %s", run_dir / REPORT_NAME, str(error) or type(error).__name__)
 
 
 def startup_line(seconds: Mapping[str, float]) -> str:
@@ -123,6 +138,8 @@ def closing_lines(
         f"trained steps {trained[0]} to {trained[1]} of {last} in {duration(seconds)}: {found}",
         f"checkpoint: {store.latest(folder_of_checkpoints(config))}",
     ]
+    if (report := Path(config.logging.run_dir) / REPORT_NAME).exists():
+        lines.append(f"report: {report}")
     if trained[1] < last:
         return [*lines, "the same command continues from it"]
     return [*lines, f"export to Hugging Face format: {_export(config)}"]

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.platform.files import open_regular, write_atomically
@@ -53,6 +53,8 @@ class StepMetrics:
     pause_s: float | None = None  # before the step, for validation, a checkpoint or a check of devices
     save_stall_s: float | None = None  # since the line before, training waited this long for checkpoints
     save_drain_s: float | None = None  # a checkpoint was committed since the line before, this long after it was begun
+    lost_steps: int | None = None  # of a process's first step: steps done before, after the checkpoint it began from
+    lost_s: float | None = None  # what these lost steps had taken, pauses included
     startup_s: dict[str, float] | None = (
         None  # of the process's first step: rank 0's start by phase, keys startup_s/PHASE
     )
@@ -64,6 +66,8 @@ class StepMetrics:
             raise ValueError(f"metrics.record: {', '.join(sorted(taken))} are fields of every step; use another name")
 
 
+_ABSENT_IF_NONE = ("peak_memory_gib", "skipped", "valid_loss", "pause_s", "save_stall_s", "save_drain_s")
+_ABSENT_IF_NONE += ("lost_steps", "lost_s")
 _BY_NAME = {"valid_losses": "valid_loss", "startup_s": "startup_s"}  # fields with a number for each name: their keys
 
 
@@ -89,7 +93,7 @@ def numbers(metrics: StepMetrics) -> dict[str, float]:
 def to_json(metrics: StepMetrics) -> str:
     """One line without its end. A NaN or infinity becomes null, and ``"nonfinite": true`` says so."""
     record = flat(metrics)
-    for key in ("peak_memory_gib", "skipped", "valid_loss", "pause_s", "save_stall_s", "save_drain_s"):
+    for key in _ABSENT_IF_NONE:
         if record[key] is None:
             del record[key]
     bad = [key for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)]
@@ -124,24 +128,18 @@ class MetricsWriter:
     """Appends to ``<run_dir>/metrics.jsonl``. Exists on rank 0 only."""
 
     def __init__(self, run_dir: str | Path, resume_step: int = 0) -> None:
-        """Removes the lines of steps after ``resume_step``, which belong to work that was lost.
-
-        0 starts anew: a file that holds anything keeps it as ``metrics.aside-<n>.jsonl``.
-        """
+        """Opens the file as ``open_steps`` does."""
         self.path = Path(run_dir) / FILE_NAME
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists() and resume_step > 0:
-            _keep_up_to(self.path, resume_step)
-        elif self.path.is_file() and self.path.stat().st_size > 0:
-            names = (self.path.with_name(f"metrics.aside-{n}.jsonl") for n in itertools.count(1))
-            aside = next(path for path in names if not path.exists())
-            os.rename(self.path, aside)
-            logging.getLogger("optimus").info("%s of an earlier start is now %s", self.path, aside.name)
-        descriptor = open_regular(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        self._file = open(descriptor, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - closed by close()
+        self._file, lost = open_steps(self.path, resume_step)
+        # What was lost twice counts twice: the lines that are removed may say what was lost before them.
+        seconds = sum(_number(one, name) for one in lost for name in ("step_time_s", "pause_s", "lost_s"))
+        self._lost = {"lost_steps": len(lost) + sum(int(_number(one, "lost_steps")) for one in lost), "lost_s": seconds}
 
     def write(self, metrics: StepMetrics) -> None:
-        """Appends one line; it is in the file when this returns."""
+        """Appends one line; it is in the file when this returns. The first one says what was lost before it."""
+        if self._lost["lost_steps"]:
+            metrics = dataclasses.replace(metrics, **self._lost)
+        self._lost = {"lost_steps": 0}
         self._file.write(to_json(metrics) + "\n")
 
     def close(self) -> None:
@@ -156,8 +154,37 @@ class MetricsWriter:
         self.close()
 
 
-def _keep_up_to(path: Path, step: int) -> None:
-    """Rewrites the file with the whole lines up to ``step``; a crash meanwhile leaves the old file.
+def open_steps(path: Path, resume_step: int) -> tuple[TextIO, list[dict[str, Any]]]:
+    """Opens a file of JSON lines with a step each, to append to it, and makes its folder.
+
+    Args:
+        path: the file.
+        resume_step: lines of later steps, which belong to work that was lost, are removed. 0 starts anew: a file that
+            holds anything keeps it as ``NAME.aside-<n>.jsonl``.
+
+    Returns:
+        The file, and the lines that were removed. Raises OSError where it cannot be written.
+    """
+    lost: list[dict[str, Any]] = []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and resume_step > 0:
+        lost = _keep_up_to(path, resume_step)
+    elif path.is_file() and path.stat().st_size > 0:
+        names = (path.with_name(f"{path.stem}.aside-{n}.jsonl") for n in itertools.count(1))
+        aside = next(path for path in names if not path.exists())
+        os.rename(path, aside)
+        logging.getLogger("optimus").info("%s of an earlier start is now %s", path, aside.name)
+    descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    return open(descriptor, "a", encoding="utf-8", buffering=1), lost
+
+
+def _number(record: dict[str, Any], name: str) -> float:
+    value = record.get(name)
+    return value if isinstance(value, int | float) and math.isfinite(value) else 0.0
+
+
+def _keep_up_to(path: Path, step: int) -> list[dict[str, Any]]:
+    """Rewrites the file with the whole lines up to ``step``; a crash meanwhile leaves the old file. Returns the others.
 
     A damaged line (a node that lost power mid-write) must not keep a run from resuming: it is dropped with a warning.
     """
@@ -168,6 +195,7 @@ def _keep_up_to(path: Path, step: int) -> None:
     write_atomically(
         path, "".join(json.dumps(record) + "\n" for record in records if record and record["step"] <= step)
     )
+    return [record for record in records if record and record["step"] > step]
 
 
 def plot_losses(metrics_path: str | Path, out_png: str | Path, title: str, uniform_nats: float) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -39,7 +40,13 @@ from megatron.optimus.training.data import build_data, check_unchanged, labels_p
 from megatron.optimus.training.engine import Engine, build_engine, build_model, step_outcome
 from megatron.optimus.training.evaluate import evaluate_sets, loss_over
 from megatron.optimus.training.health import Health, TrainingError, check_devices
-from megatron.optimus.training.logging import MetricsLogger, closing_lines, nothing_left_lines, startup_line
+from megatron.optimus.training.logging import (
+    MetricsLogger,
+    closing_lines,
+    nothing_left_lines,
+    startup_line,
+    write_report,
+)
 from megatron.optimus.training.lr_schedule import RateSchedule
 from megatron.optimus.training.metrics import StepMetrics
 from megatron.optimus.training.pipeline_schedule import Schedule, build_schedule
@@ -226,6 +233,8 @@ class Trainer:
         """Evaluates the test sets of a run that is at its end; returns the exit code 0."""
         if self.data.test and self.step >= self.last_step:
             evaluate_sets(self.run, self.data.test, self.step, self.schedule)
+            if self.run.mesh.rank == 0:
+                write_report(Path(self.config.logging.run_dir))  # with these losses
         return 0
 
     def _train(self, metrics_logger: MetricsLogger, stop: StopRequest, profiler: StepProfiler) -> None:

@@ -77,6 +77,7 @@ COMMANDS = [
     ["train-tokenizer", "--input", ESCAPE, "--vocab-size", "300", "--output", "x"],
     ["plan", f"--{ESCAPE}"],
     ["expert-balance", ESCAPE],
+    ["report", ESCAPE],
     [ESCAPE],
 ]
 

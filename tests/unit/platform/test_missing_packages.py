@@ -37,6 +37,7 @@ WORDS = {
     "generate": "runs/none --prompt a",
     "serve": "runs/none",
     "evaluate": "runs/none --tasks a",
+    "report": "runs/none",
     "verify": "runs/none",
     "expert-balance": "runs/none",
     "tune-kernels": "--preset mula-tiny",

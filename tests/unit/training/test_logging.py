@@ -107,3 +107,44 @@ def test_metrics_that_are_no_file_are_an_error(tmp_path: Path, kind: str) -> Non
     with pytest.raises(OSError, match=r"not a regular file .*metrics.jsonl"):
         outputs(tmp_path)
     assert not (tmp_path / "target").exists()
+
+
+def test_the_report_is_there_at_the_end_and_before_trackers_close(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also after a restart, whose lost steps it tells; not after an error. Its own errors are a warning."""
+    config = load(["--preset", "mula-tiny", "--run-dir", str(tmp_path)]).config
+    mesh = Mesh(config.parallel, rank=0, world_size=1)
+    logging.getLogger("optimus").propagate = True
+    run, page = RunContext.of(config, mesh, torch.device("cpu")), tmp_path / "report.html"
+    seen: list[bool] = []
+
+    class Uploads(Gone):
+        def log(self, _: object) -> None:
+            pass
+
+        def close(self) -> None:
+            seen.append(page.exists())
+
+    def train(first: int, last: int, *, fails: bool = False) -> None:
+        with MetricsLogger(run, StepRange(first, 600, 600 * 100)) as written:
+            written._trackers.append(Uploads())
+            for step in range(first + 1, last + 1):
+                startup_s = {"total": 9.0, "first_step": 1.0} if step == first + 1 else None
+                written.log(metrics(step, expert_load_LE=[[step, 1]], startup_s=startup_s), {})
+            if fails:
+                raise KeyError
+
+    with pytest.raises(KeyError):
+        train(0, 7, fails=True)
+    assert seen == [False] and not page.exists()
+    train(6, 8)
+    assert seen == [False, True] and '"lost_steps":1' in page.read_text()
+    history = [json.loads(line) for line in (tmp_path / "expert_load_history.jsonl").read_text().splitlines()]
+    assert [(one["first_step"], one["step"], one["slots"]) for one in history] == [
+        (1, 3, [[6, 3]]), (4, 6, [[15, 3]]), (7, 8, [[15, 2]])
+    ]  # fmt: skip
+    page.unlink()
+    page.mkdir()
+    train(8, 9)
+    assert "report.html was not written: " in caplog.text

@@ -113,6 +113,17 @@ def test_resuming_removes_the_steps_that_will_come_again(tmp_path: Path) -> None
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
+def test_the_first_line_after_a_restart_says_what_was_lost(tmp_path: Path) -> None:
+    """What a second restart from the same step loses counts too, with what the lines that it removes say."""
+    write_steps(tmp_path, 1, 10)
+    write_steps(tmp_path, 7, 8, resume_step=6)
+    records = write_steps(tmp_path, 7, 8, resume_step=6)
+    assert [(record.get("lost_steps"), record.get("lost_s")) for record in records[5:]] == [
+        (None, None), (6, 3.0), (None, None)
+    ]  # fmt: skip
+    assert "lost_steps" not in write_steps(tmp_path, 9, 9, resume_step=8)[-1]
+
+
 def test_a_run_from_the_start_keeps_the_lines_of_earlier_ones_aside(tmp_path: Path) -> None:
     for last in (3, 2, 1):
         assert steps(write_steps(tmp_path, 1, last)) == list(range(1, last + 1))
