@@ -32,7 +32,9 @@ from megatron.optimus.convert.formats import (
 from megatron.optimus.convert.sidecar import read_json, token_ids_of, write_json
 from megatron.optimus.convert.tensor_map import ForeignTensor, rows_of, stack_rows
 from megatron.optimus.convert.tokenizer import find_tokenizer
-from megatron.optimus.models.huggingface.config import hf_config, model_config_from_hf
+from megatron.optimus.models.huggingface.architectures import Architecture, architecture_of, exported_architecture
+from megatron.optimus.models.huggingface.config import hf_config, model_config_from_hf, supported_architecture
+from megatron.optimus.models.huggingface.export import model_code
 from megatron.optimus.models.huggingface.names import buffers_to_hf, to_hf
 from megatron.optimus.models.parameters import parameter_shapes
 from megatron.optimus.platform.files import write_new
@@ -49,11 +51,15 @@ def _recognise(path: Path) -> bool:
     return (path / "config.json").is_file()
 
 
-def hf_tensors(model: ModelConfig) -> list[ForeignTensor]:
-    """Lists the tensors of the Hugging Face model. Raises ConfigError when none computes the same as ours."""
+def hf_tensors(model: ModelConfig, architecture: Architecture | None = None) -> list[ForeignTensor]:
+    """Lists the tensors of the Hugging Face model. Raises ConfigError when none computes the same as ours.
+
+    ``architecture``: None is the one of transformers' own that computes the model.
+    """
+    architecture = architecture or architecture_of(model)
     found: dict[str, ForeignTensor] = {}
     for name in parameter_shapes(model):
-        for theirs in to_hf(model, name):
+        for theirs in to_hf(model, name, architecture):
             one = rows_of(theirs.name, name, theirs.shape, theirs.start)
             found[one.key] = stack_rows(found[one.key], one) if one.key in found else one
     return list(found.values())
@@ -66,6 +72,7 @@ class HFSource(ForeignSource):
         config = read_json(path / "config.json")
         try:
             run = RunConfig(model=model_config_from_hf(config))
+            _, architecture = supported_architecture(config)
         except ConfigError as error:
             raise ConfigError(f"{path / 'config.json'}: {str(error).removeprefix('config.json: ')}") from error
         tokenizer = path if files_of(TokenizerType.HF, path) else None
@@ -83,12 +90,12 @@ class HFSource(ForeignSource):
             if not torch.equal(self.fetch("lm_head.weight", WEIGHT), self.fetch("model.embed_tokens.weight", WEIGHT)):
                 raise CheckpointError(f"{path}: lm_head.weight differs from the embedding that it is tied to")
             del found["lm_head.weight"]
-        for ours, theirs in buffers_to_hf(run.model).items():
+        for ours, theirs in buffers_to_hf(run.model, architecture).items():
             info = found.pop(theirs, None)
             if info is None or info.shape != (run.model.num_experts,):
                 raise CheckpointError(f"{path}: {theirs} is missing or not of shape ({run.model.num_experts},)")
             self.buffers[ours] = self._weights.read(theirs).float()
-        self.map_tensors(hf_tensors(run.model), {WEIGHT: found})
+        self.map_tensors(hf_tensors(run.model, architecture), {WEIGHT: found})
 
     def fetch(self, key: str, kind: str) -> torch.Tensor:
         return self._weights.read(key)
@@ -96,37 +103,31 @@ class HFSource(ForeignSource):
 
 def _destination(source: Source, options: Options) -> Destination:
     """Prepares a folder that transformers loads."""
-    _refuse_buffers(source)
+    model = source.model
+    biased = model.moe_router_enable_expert_bias and any(bool(bias.any()) for bias in source.buffers.values())
+    architecture, reason = exported_architecture(model, biased=biased)
+    if architecture.has_own_code:
+        log.warning("%s: the export has modelling code of its own, and loads with trust_remote_code=True", reason)
     kind = source.weight_kind(options.dtype)
-    items = write_items(source, hf_tensors(source.model), kind, options)
-    for ours, theirs in buffers_to_hf(source.model).items():
-        bias = source.buffers[ours]
+    items = write_items(source, hf_tensors(model, architecture), kind, options)
+    for ours, theirs in buffers_to_hf(model, architecture).items():
+        bias = source.buffers.get(ours, torch.zeros(model.num_experts))  # older checkpoints lack those of zeros
         items.append(WriteItem(theirs, bias.dtype, tuple(bias.shape), partial(torch.clone, bias)))
     tokenizer = find_tokenizer(source, options)
-    config = hf_config(source.model, str(items[0].dtype).removeprefix("torch."))
+    config = hf_config(model, str(items[0].dtype).removeprefix("torch."), architecture)
     if tokenizer is not None:
-        tokenizer.check_fits(source.model.vocab_size, config["model_type"])
+        tokenizer.check_fits(model.vocab_size, config["model_type"])
     ids = (tokenizer.token_ids() if tokenizer is not None else {}) | source.token_ids
 
     def write(directory: Path) -> None:
         write_json(directory / "config.json", config | ids)
         write_json(directory / _GENERATION, source.generation or {"_from_model_config": True, **ids})
-        for name, content in tokenizer.files.items() if tokenizer is not None else ():
+        code = model_code() if architecture.has_own_code else {}
+        for name, content in ((tokenizer.files if tokenizer is not None else {}) | code).items():
             write_new(directory / name, content)
         _write_weights(directory, items, options.max_shard_bytes)
 
     return Destination(output_tensors(items), write, HFSource)
-
-
-def _refuse_buffers(source: Source) -> None:
-    """Refuses biases of the routing where the architecture has none: then only a bias of zeros can be left out."""
-    named = buffers_to_hf(source.model)
-    for name, buffer in source.buffers.items():
-        if name not in named and bool(buffer.any()):
-            raise CheckpointError(
-                f"{source.path}: buffer {name} is not zero and has no place in a Hugging Face model of this kind "
-                "(moe_router_enable_expert_bias); its experts would be chosen differently"
-            )
 
 
 # ---- weights
