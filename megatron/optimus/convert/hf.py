@@ -29,6 +29,7 @@ from megatron.optimus.convert.formats import (
     split_by_size,
     write_items,
 )
+from megatron.optimus.convert.model_card import model_card
 from megatron.optimus.convert.sidecar import read_json, token_ids_of, write_json
 from megatron.optimus.convert.tensor_map import ForeignTensor, rows_of, stack_rows
 from megatron.optimus.convert.tokenizer import find_tokenizer
@@ -36,6 +37,7 @@ from megatron.optimus.models.huggingface.architectures import Architecture, arch
 from megatron.optimus.models.huggingface.config import hf_config, model_config_from_hf, supported_architecture
 from megatron.optimus.models.huggingface.export import model_code
 from megatron.optimus.models.huggingface.names import buffers_to_hf, to_hf
+from megatron.optimus.models.huggingface.serving import not_honoured
 from megatron.optimus.models.parameters import parameter_shapes
 from megatron.optimus.platform.files import write_new
 
@@ -106,6 +108,8 @@ def _destination(source: Source, options: Options) -> Destination:
     model = source.model
     biased = model.moe_router_enable_expert_bias and any(bool(bias.any()) for bias in source.buffers.values())
     architecture, reason = exported_architecture(model, biased=biased)
+    for line in not_honoured(model, architecture.model_type):
+        log.warning(line)
     if architecture.has_own_code:
         log.warning("%s: the export has modelling code of its own, and loads with trust_remote_code=True", reason)
     kind = source.weight_kind(options.dtype)
@@ -118,16 +122,21 @@ def _destination(source: Source, options: Options) -> Destination:
     if tokenizer is not None:
         tokenizer.check_fits(model.vocab_size, config["model_type"])
     ids = (tokenizer.token_ids() if tokenizer is not None else {}) | source.token_ids
+    files = dict(tokenizer.files) if tokenizer is not None else {}
+    files |= model_code() if architecture.has_own_code else {}
+    files |= model_card(source, architecture, config["torch_dtype"], options.card)
+    groups = split_by_size(items, options.max_shard_bytes)
 
     def write(directory: Path) -> None:
         write_json(directory / "config.json", config | ids)
         write_json(directory / _GENERATION, source.generation or {"_from_model_config": True, **ids})
-        code = model_code() if architecture.has_own_code else {}
-        for name, content in ((tokenizer.files if tokenizer is not None else {}) | code).items():
+        for name, content in files.items():
             write_new(directory / name, content)
-        _write_weights(directory, items, options.max_shard_bytes)
+        _write_weights(directory, groups)
 
-    return Destination(output_tensors(items), write, HFSource)
+    index = [_INDEX] if len(groups) > 1 else []
+    names = ("config.json", _GENERATION, *files, *index, *(_file_of(number, groups) for number in range(len(groups))))
+    return Destination(output_tensors(items), write, HFSource, names)
 
 
 # ---- weights
@@ -199,18 +208,21 @@ class _Weights:
         return self._files[name].read(name)
 
 
-def _write_weights(directory: Path, items: list[WriteItem], max_bytes: int) -> None:
-    """Writes ``model.safetensors``, or numbered files with an index when that would exceed ``max_bytes``."""
-    groups = split_by_size(items, max_bytes)
-    if len(groups) == 1:
-        write_shard(directory / _WEIGHTS, groups[0], {"format": "pt"})
-        return
+def _file_of(number: int, groups: list[list[WriteItem]]) -> str:
+    """The name of the file of a group."""
+    return _WEIGHTS if len(groups) == 1 else f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
+
+
+def _write_weights(directory: Path, groups: list[list[WriteItem]]) -> None:
+    """Writes ``model.safetensors``, or numbered files with an index where there are several groups."""
     weight_map: dict[str, str] = {}
-    for number, group in enumerate(groups, start=1):
-        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+    for number, group in enumerate(groups):
+        file = _file_of(number, groups)
         write_shard(directory / file, group, {"format": "pt"})
         weight_map |= {item.key: file for item in group}
-    total = sum(item.num_bytes for item in items)
+    if len(groups) == 1:
+        return
+    total = sum(item.num_bytes for group in groups for item in group)
     write_json(directory / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
