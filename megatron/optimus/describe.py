@@ -9,6 +9,7 @@ from megatron.optimus.config.duration import batch_sizes, last_step, total_sampl
 from megatron.optimus.config.layout import Layout
 from megatron.optimus.config.schema import ConfigError, RunConfig, TrainingConfig
 from megatron.optimus.config.serialize import to_yaml
+from megatron.optimus.models.huggingface.architectures import export_notice
 from megatron.optimus.models.parameters import count_parameters
 from megatron.optimus.planner.hardware import machine_named
 from megatron.optimus.planner.plan import plan
@@ -55,7 +56,7 @@ def _model_lines(config: RunConfig) -> list[str]:
     ]
     if config.model.is_moe:
         lines.append(f"            {counts.expert:,} in experts, {counts.total - counts.expert:,} elsewhere")
-    return lines
+    return [*lines, *filter(None, [export_notice(model)])]
 
 
 def _memory_line(config: RunConfig, world_size: int) -> str:

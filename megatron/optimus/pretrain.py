@@ -38,6 +38,7 @@ from megatron.optimus.data.sources import read_sources
 from megatron.optimus.data.tokenize.identity import TokenizerIdentity, check_same, read_identity
 from megatron.optimus.data.tokenize.tokenizer import build_tokenizer
 from megatron.optimus.describe import describe
+from megatron.optimus.models.huggingface.architectures import export_notice
 from megatron.optimus.models.huggingface.config import take_from_hf
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform import environment, log, process_groups, seeding
@@ -167,6 +168,8 @@ def pretrain(config: RunConfig, launch: RankEnvironment, notice: str = "", *, ve
             local_world_size=launch.local_world_size,
         )
         logger.info("%s on %s", mesh.describe(), devices.device_name(device))
+        if export := export_notice(config.model):
+            logger.info(export)
         identity = None if tokenizer is None else tokenizer.to_json()
         run = RunContext(config, mesh, device, ranks, startup, identity)
         if config.training.skip_train:

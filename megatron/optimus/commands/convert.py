@@ -22,6 +22,7 @@ from megatron.optimus.config.load import Parser, whole_number
 from megatron.optimus.config.schema import ConfigError, TokenizerType
 from megatron.optimus.convert import DEFAULT_MAX_SHARD_BYTES, FORMATS, Options, convert
 from megatron.optimus.convert.deepspeed import NAMES
+from megatron.optimus.convert.formats import CardOptions
 from megatron.optimus.platform.log import print_error
 from megatron.optimus.platform.progress import Progress, StderrHandler
 
@@ -67,6 +68,10 @@ def _parser() -> Parser:
         default="transformer_engine",
         help="names of modules, for megatron",
     )
+    text = "licence of the model card, for hf: an identifier of the hub such as apache-2.0, or a name"
+    parser.add_argument("--license", help=text)
+    text = "results of `optimus evaluate --out` for the model card; may be given several times"
+    parser.add_argument("--evaluation", type=Path, action="append", default=[], metavar="FILE", help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier conversion")
     parser.add_argument("--verify", action="store_true", help="read the result back and compare every tensor")
     parser.add_argument("--dry-run", action="store_true", help="list the tensors, write nothing")
@@ -88,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.target_expert_parallel_size,
             args.transformer_impl == "transformer_engine",
             None if args.tokenizer_type is None else TokenizerType(args.tokenizer_type),
+            CardOptions(args.destination.resolve().name, args.license, tuple(args.evaluation)),
         )
         with Progress("convert") as progress:
             result = convert(

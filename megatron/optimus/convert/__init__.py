@@ -45,6 +45,7 @@ class Conversion:
     source: Path
     destination: Path
     tensors: list[OutputTensor]
+    files: tuple[str, ...] = ()  # their names, where the format knows them beforehand
     compared: int = 0  # tensors that were read back and found equal
 
     @property
@@ -131,7 +132,7 @@ def _convert(
         for file in source.files_to_check():
             check_bytes(file)
         _write_directory(destination, write)
-    return Conversion(source.path, destination, prepared.tensors, compared)
+    return Conversion(source.path, destination, prepared.tensors, prepared.files, compared)
 
 
 def _count_reads(source: Source, total: int, show_progress: Callable[[float], None]) -> None:

@@ -37,6 +37,21 @@ _MAX_MATRICES = 1 << 20  # of a model's layers and experts, 20 times Mula-220B's
 
 
 @dataclass(frozen=True)
+class CardOptions:
+    """What the command line says of an export's model card.
+
+    Args:
+        title: the model's name.
+        license: an identifier of the hub such as "apache-2.0", or the name of another one; None: not known.
+        evaluations: files of results that `optimus evaluate --out` or lm-eval wrote.
+    """
+
+    title: str = ""
+    license: str | None = None
+    evaluations: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
 class Options:
     """How a destination is written.
 
@@ -50,6 +65,7 @@ class Options:
         ep: expert-parallel ranks of Megatron's files.
         transformer_engine: Megatron's names for its modules with Transformer Engine rather than for the local ones.
         tokenizer_type: type of ``tokenizer``; None: as its file says.
+        card: for Hugging Face, what the model card says.
 
     Raises:
         CheckpointError: a value is not allowed.
@@ -64,6 +80,7 @@ class Options:
     ep: int = 1
     transformer_engine: bool = True
     tokenizer_type: TokenizerType | None = None
+    card: CardOptions = CardOptions()
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, "source", *DTYPES):
@@ -104,11 +121,13 @@ class Destination:
         tensors: for listing them before anything is written.
         write: fills an empty folder.
         open: reads that folder back, for the comparison with the source.
+        files: their names, where they are known beforehand.
     """
 
     tensors: list[OutputTensor]
     write: Callable[[Path], None]
     open: Callable[[Path], Source]
+    files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -150,6 +169,8 @@ class Source(ABC):
     tokenizer_identity: dict[str, Any] | None = None  # of the tokenizer that its data were made with
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # small: biases that steer the choice of experts
     dtypes: dict[tuple[str, str], torch.dtype] = field(default_factory=dict)  # by our parameter's name and kind
+    layout: dict[str, Any] = field(default_factory=dict)  # sizes of the run's ranks, and their device
+    packages: dict[str, Any] = field(default_factory=dict)  # versions that the run was made with
     resources: list[Any] = field(default_factory=list)  # open files, closed with the source
 
     def __post_init__(self) -> None:

@@ -29,11 +29,15 @@ from megatron.optimus.convert.formats import (
     split_by_size,
     write_items,
 )
+from megatron.optimus.convert.model_card import model_card
 from megatron.optimus.convert.sidecar import read_json, token_ids_of, write_json
 from megatron.optimus.convert.tensor_map import ForeignTensor, rows_of, stack_rows
 from megatron.optimus.convert.tokenizer import find_tokenizer
-from megatron.optimus.models.huggingface.config import hf_config, model_config_from_hf
+from megatron.optimus.models.huggingface.architectures import Architecture, architecture_of, exported_architecture
+from megatron.optimus.models.huggingface.config import hf_config, model_config_from_hf, supported_architecture
+from megatron.optimus.models.huggingface.export import model_code
 from megatron.optimus.models.huggingface.names import buffers_to_hf, to_hf
+from megatron.optimus.models.huggingface.serving import not_honoured
 from megatron.optimus.models.parameters import parameter_shapes
 from megatron.optimus.platform.files import write_new
 
@@ -49,11 +53,15 @@ def _recognise(path: Path) -> bool:
     return (path / "config.json").is_file()
 
 
-def hf_tensors(model: ModelConfig) -> list[ForeignTensor]:
-    """Lists the tensors of the Hugging Face model. Raises ConfigError when none computes the same as ours."""
+def hf_tensors(model: ModelConfig, architecture: Architecture | None = None) -> list[ForeignTensor]:
+    """Lists the tensors of the Hugging Face model. Raises ConfigError when none computes the same as ours.
+
+    ``architecture``: None is the one of transformers' own that computes the model.
+    """
+    architecture = architecture or architecture_of(model)
     found: dict[str, ForeignTensor] = {}
     for name in parameter_shapes(model):
-        for theirs in to_hf(model, name):
+        for theirs in to_hf(model, name, architecture):
             one = rows_of(theirs.name, name, theirs.shape, theirs.start)
             found[one.key] = stack_rows(found[one.key], one) if one.key in found else one
     return list(found.values())
@@ -66,6 +74,7 @@ class HFSource(ForeignSource):
         config = read_json(path / "config.json")
         try:
             run = RunConfig(model=model_config_from_hf(config))
+            _, architecture = supported_architecture(config)
         except ConfigError as error:
             raise ConfigError(f"{path / 'config.json'}: {str(error).removeprefix('config.json: ')}") from error
         tokenizer = path if files_of(TokenizerType.HF, path) else None
@@ -83,12 +92,12 @@ class HFSource(ForeignSource):
             if not torch.equal(self.fetch("lm_head.weight", WEIGHT), self.fetch("model.embed_tokens.weight", WEIGHT)):
                 raise CheckpointError(f"{path}: lm_head.weight differs from the embedding that it is tied to")
             del found["lm_head.weight"]
-        for ours, theirs in buffers_to_hf(run.model).items():
+        for ours, theirs in buffers_to_hf(run.model, architecture).items():
             info = found.pop(theirs, None)
             if info is None or info.shape != (run.model.num_experts,):
                 raise CheckpointError(f"{path}: {theirs} is missing or not of shape ({run.model.num_experts},)")
             self.buffers[ours] = self._weights.read(theirs).float()
-        self.map_tensors(hf_tensors(run.model), {WEIGHT: found})
+        self.map_tensors(hf_tensors(run.model, architecture), {WEIGHT: found})
 
     def fetch(self, key: str, kind: str) -> torch.Tensor:
         return self._weights.read(key)
@@ -96,37 +105,38 @@ class HFSource(ForeignSource):
 
 def _destination(source: Source, options: Options) -> Destination:
     """Prepares a folder that transformers loads."""
-    _refuse_buffers(source)
+    model = source.model
+    biased = model.moe_router_enable_expert_bias and any(bool(bias.any()) for bias in source.buffers.values())
+    architecture, reason = exported_architecture(model, biased=biased)
+    for line in not_honoured(model, architecture.model_type):
+        log.warning(line)
+    if architecture.has_own_code:
+        log.warning("%s: the export has modelling code of its own, and loads with trust_remote_code=True", reason)
     kind = source.weight_kind(options.dtype)
-    items = write_items(source, hf_tensors(source.model), kind, options)
-    for ours, theirs in buffers_to_hf(source.model).items():
-        bias = source.buffers[ours]
+    items = write_items(source, hf_tensors(model, architecture), kind, options)
+    for ours, theirs in buffers_to_hf(model, architecture).items():
+        bias = source.buffers.get(ours, torch.zeros(model.num_experts))  # older checkpoints lack those of zeros
         items.append(WriteItem(theirs, bias.dtype, tuple(bias.shape), partial(torch.clone, bias)))
     tokenizer = find_tokenizer(source, options)
-    config = hf_config(source.model, str(items[0].dtype).removeprefix("torch."))
+    config = hf_config(model, str(items[0].dtype).removeprefix("torch."), architecture)
     if tokenizer is not None:
-        tokenizer.check_fits(source.model.vocab_size, config["model_type"])
+        tokenizer.check_fits(model.vocab_size, config["model_type"])
     ids = (tokenizer.token_ids() if tokenizer is not None else {}) | source.token_ids
+    files = dict(tokenizer.files) if tokenizer is not None else {}
+    files |= model_code() if architecture.has_own_code else {}
+    files |= model_card(source, architecture, config["torch_dtype"], options.card)
+    groups = split_by_size(items, options.max_shard_bytes)
 
     def write(directory: Path) -> None:
         write_json(directory / "config.json", config | ids)
         write_json(directory / _GENERATION, source.generation or {"_from_model_config": True, **ids})
-        for name, content in tokenizer.files.items() if tokenizer is not None else ():
+        for name, content in files.items():
             write_new(directory / name, content)
-        _write_weights(directory, items, options.max_shard_bytes)
+        _write_weights(directory, groups)
 
-    return Destination(output_tensors(items), write, HFSource)
-
-
-def _refuse_buffers(source: Source) -> None:
-    """Refuses biases of the routing where the architecture has none: then only a bias of zeros can be left out."""
-    named = buffers_to_hf(source.model)
-    for name, buffer in source.buffers.items():
-        if name not in named and bool(buffer.any()):
-            raise CheckpointError(
-                f"{source.path}: buffer {name} is not zero and has no place in a Hugging Face model of this kind "
-                "(moe_router_enable_expert_bias); its experts would be chosen differently"
-            )
+    index = [_INDEX] if len(groups) > 1 else []
+    names = ("config.json", _GENERATION, *files, *index, *(_file_of(number, groups) for number in range(len(groups))))
+    return Destination(output_tensors(items), write, HFSource, names)
 
 
 # ---- weights
@@ -198,18 +208,21 @@ class _Weights:
         return self._files[name].read(name)
 
 
-def _write_weights(directory: Path, items: list[WriteItem], max_bytes: int) -> None:
-    """Writes ``model.safetensors``, or numbered files with an index when that would exceed ``max_bytes``."""
-    groups = split_by_size(items, max_bytes)
-    if len(groups) == 1:
-        write_shard(directory / _WEIGHTS, groups[0], {"format": "pt"})
-        return
+def _file_of(number: int, groups: list[list[WriteItem]]) -> str:
+    """The name of the file of a group."""
+    return _WEIGHTS if len(groups) == 1 else f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
+
+
+def _write_weights(directory: Path, groups: list[list[WriteItem]]) -> None:
+    """Writes ``model.safetensors``, or numbered files with an index where there are several groups."""
     weight_map: dict[str, str] = {}
-    for number, group in enumerate(groups, start=1):
-        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+    for number, group in enumerate(groups):
+        file = _file_of(number, groups)
         write_shard(directory / file, group, {"format": "pt"})
         weight_map |= {item.key: file for item in group}
-    total = sum(item.num_bytes for item in items)
+    if len(groups) == 1:
+        return
+    total = sum(item.num_bytes for group in groups for item in group)
     write_json(directory / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 

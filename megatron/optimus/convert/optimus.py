@@ -90,6 +90,8 @@ class OptimusSource(Source):
             generation=generation if isinstance(generation, dict) else {},
             tokenizer_identity=manifest.metadata.get(IDENTITY_FIELD),
             tokenizer=path / FOLDER if (path / FOLDER).is_dir() else None,
+            layout=manifest.layout,
+            packages=manifest.packages,
             tokenizer_hashes=(*(hashes.values() if isinstance(hashes, dict) else ()), manifest.tokenizer_xxh3_128),
         )
         self._manifest = manifest

@@ -24,6 +24,7 @@ from megatron.optimus.convert.optimus import GENERATION_FIELD, TOKEN_IDS_FIELD
 from megatron.optimus.data.fingerprint import LINES_FIELD
 from megatron.optimus.data.loader import position_after_change
 from megatron.optimus.models.decoder import Decoder
+from megatron.optimus.platform.device import device_name
 from megatron.optimus.platform.files import delete_tree
 from megatron.optimus.platform.memory import needs_memory
 from megatron.optimus.platform.seeding import rng_state, set_rng_state
@@ -176,7 +177,8 @@ class Checkpoints:
             },
             {},
             {},
-            layout=asdict(self._mesh.layout) | {"zero_stage": self._config.optimizer.zero_stage},
+            layout=asdict(self._mesh.layout)
+            | {"zero_stage": self._config.optimizer.zero_stage, "device": device_name(self._device)},
             packages=self._packages,
             tokenizer_xxh3_128=self._tokenizer,
         )

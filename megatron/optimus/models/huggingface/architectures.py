@@ -4,7 +4,7 @@ Supported: OLMo, Llama, Qwen2 and Qwen3 (dense), OLMoE, Mixtral, Qwen2-MoE, Qwen
 experts; and those that other model families declare (docs/extending.md: a new architecture is a family's file). An
 ``Architecture`` declares when a model is of it, which options it needs, its fields of config.json, and the names of its
 tensors. ``architecture_of`` takes the first of the model's family whose ``matches`` is true, so a narrower entry comes
-before a wider one.
+before a wider one. What none of them computes is exported as ``OPTIMUS``, with modelling code of ours.
 
 Source: the configuration classes and modelling code of transformers 5.
 """
@@ -48,6 +48,7 @@ class Architecture:
     moe_module: str = "mlp"
     expert_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     names: dict[str, str] = field(default_factory=dict)
+    own_options: frozenset[str] = frozenset()  # our options that config.json has under our names
     # Where config.json has other fields than those of config.py here: from these to its own, and back.
     to_config: Callable[[dict[str, Any]], dict[str, Any]] = dict
     from_config: Callable[[dict[str, Any]], dict[str, Any]] = dict
@@ -55,6 +56,11 @@ class Architecture:
     @property
     def is_moe(self) -> bool:
         return "moe_router_score_function" in self.needs
+
+    @property
+    def has_own_code(self) -> bool:
+        """Whether transformers has no such architecture: an export brings its code (``export/``)."""
+        return bool(self.own_options)
 
 
 DENSE_FIELDS = ("decoder_sparse_step", "mlp_only_layers")  # which layers of a MoE model have experts
@@ -215,6 +221,27 @@ ARCHITECTURES = {
         ),
     )
 }
+# Whatever the decoder computes. Experts are stacked as ours are, two tensors a layer: one matrix an expert would be
+# 46,659 tensors for Mula-220B, which transformers would stack again while it loads them.
+OPTIMUS = Architecture(
+    "optimus",
+    "OptimusForCausalLM",
+    "Optimus",
+    lambda c: True,
+    {"moe_router_force_load_balancing": False},
+    frozenset({"clip_qkv", "rms_norm_eps", "norm_topk_prob", "moe_intermediate_size", "auto_map", *DENSE_FIELDS}),
+    has_dense_layers=True,
+    inner_field="moe_intermediate_size",
+    names={
+        "moe.router.weight": "mlp.gate.weight",
+        "moe.router.expert_bias": "mlp.gate.e_score_correction_bias",
+        "moe.experts.gate_up_weight": "mlp.experts.gate_up_proj",
+        "moe.experts.down_weight": "mlp.experts.down_proj",
+    },
+    own_options=frozenset({"normalization", "qk_layernorm", "qk_layernorm_scope", "add_qkv_bias"})
+    | {"moe_router_score_function", "moe_router_enable_expert_bias", "moe_shared_expert_gate"}
+    | {"moe_shared_expert_intermediate_size"},
+)
 # What other models have and ours lacks, by the fields that switch it on.
 UNSUPPORTED_FEATURES = {
     "kv_lora_rank": "multi-head latent attention",
@@ -229,7 +256,47 @@ UNSUPPORTED_FEATURES = {
 
 def architectures() -> dict[str, tuple[str, Architecture]]:
     """The architectures of all families by model_type, each with the name of its family."""
-    return {one.model_type: (name, one) for name, family in families().items() for one in family.architectures}
+    found = {one.model_type: (name, one) for name, family in families().items() for one in family.architectures}
+    return {**found, OPTIMUS.model_type: ("decoder", OPTIMUS)}
+
+
+def exported_architecture(config: ModelConfig, *, biased: bool) -> tuple[Architecture, str]:
+    """The architecture that an export has, and why it is none of transformers' own.
+
+    Args:
+        config: the model.
+        biased: whether the choice of experts depends on biases that are not zero.
+
+    Returns:
+        One of transformers' own and "", or ``OPTIMUS`` and the reason.
+
+    Raises:
+        ConfigError: the model is of a family with parts of its own that names no architecture for it.
+    """
+    try:
+        architecture = architecture_of(config)
+        if not biased or "moe.router.expert_bias" in architecture.names:
+            return architecture, ""
+        reason = f"moe_router_enable_expert_bias=True has no equivalent in Hugging Face's {architecture.title}"
+    except ConfigError as error:
+        if family_of(config).has_own_parts or config.moe_router_force_load_balancing:
+            raise
+        reason = str(error)
+    return OPTIMUS, reason
+
+
+def export_notice(config: ModelConfig) -> str:
+    """One line, before the training, on how its model will leave; empty where transformers has the architecture."""
+    try:
+        _, reason = exported_architecture(config, biased=config.moe_router_enable_expert_bias)
+    except ConfigError as error:
+        return f"export to Hugging Face: not possible, {error}"
+    if not reason:
+        return ""
+    return (
+        f"export to Hugging Face: with modelling code of its own (trust_remote_code=True), which servers such as vLLM "
+        f"do not have, because {reason}"
+    )
 
 
 def architecture_of(config: ModelConfig) -> Architecture:

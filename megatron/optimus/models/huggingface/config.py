@@ -80,13 +80,21 @@ _ROPE_FIELDS = {
 }
 
 
-def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
+def hf_config(config: ModelConfig, dtype: str, architecture: Architecture | None = None) -> dict[str, Any]:
     """The content of config.json.
 
-    ``dtype``: torch's name, such as "bfloat16". Token ids are null: the caller knows the tokenizer. Raises ConfigError
-    naming the option that no architecture can express.
+    Args:
+        config: the model.
+        dtype: torch's name, such as "bfloat16".
+        architecture: of the export; None: the one that ``architecture_of`` finds.
+
+    Returns:
+        The fields. Token ids are null: the caller knows the tokenizer.
+
+    Raises:
+        ConfigError: no architecture can express an option, which the message names.
     """
-    c, architecture = config, architecture_of(config)
+    c, architecture = config, architecture or architecture_of(config)
     rope = _rope_parameters(c)
     scaled = c.rotary_scaling is not RotaryScaling.NONE
     result: dict[str, Any] = {
@@ -137,6 +145,11 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "mlp_only_layers": sorted(set(range(c.num_layers)) - set(c.moe_layers)) if c.has_dense_layers else [],
     }
     result |= {name: value for name, value in optional.items() if name in architecture.extra_fields}
+    if architecture.has_own_code:
+        plain = to_dict(RunConfig(model=c))["model"]
+        auto_map = {"AutoConfig": "configuration_optimus.OptimusConfig"}
+        auto_map["AutoModelForCausalLM"] = f"modeling_optimus.{architecture.class_name}"
+        result |= {"auto_map": auto_map, **{name: plain[name] for name in sorted(architecture.own_options)}}
     return architecture.to_config(result)
 
 
@@ -145,7 +158,7 @@ def model_config_from_hf(hf: dict[str, Any]) -> ModelConfig:
 
     Raises ConfigError naming the first field that is missing, of the wrong type, or not supported.
     """
-    family, architecture = _supported_architecture(hf)
+    family, architecture = supported_architecture(hf)
     hf = architecture.from_config(hf)
     _refuse_unknown_fields(hf, architecture)
     hf = {name: value for name, value in architecture.defaults.items() if value is not None} | {
@@ -175,7 +188,10 @@ def model_config_from_hf(hf: dict[str, Any]) -> ModelConfig:
         options["clip_qkv"] = _number(hf, "clip_qkv", float)
     if "rms_norm_eps" in architecture.extra_fields:
         options["norm_epsilon"] = _number(hf, "rms_norm_eps", float)
-    if not architecture.is_moe:
+    options |= read_sections(
+        {"model": {name: hf[name] for name in architecture.own_options & hf.keys()}}, "config.json"
+    )
+    if not (hf.get("num_experts") if architecture.has_own_code else architecture.is_moe):
         return ModelConfig(**options, ffn_hidden_size=_number(hf, "intermediate_size", int), num_experts=0)
     if "norm_topk_prob" in architecture.extra_fields:
         options["moe_router_norm_topk_prob"] = _flag(hf, "norm_topk_prob")
@@ -260,8 +276,8 @@ def _dense_layers(hf: dict[str, Any], num_layers: int) -> dict[str, Any]:
     return {"moe_layer_freq": pattern, "ffn_hidden_size": _number(hf, "intermediate_size", int)}
 
 
-def _supported_architecture(hf: dict[str, Any]) -> tuple[str, Architecture]:
-    """The architecture of a config.json, and the name of its family."""
+def supported_architecture(hf: dict[str, Any]) -> tuple[str, Architecture]:
+    """The name of a config.json's family, and its architecture. Raises ConfigError where it is not known."""
     model_type, known = hf.get("model_type"), architectures()
     if isinstance(model_type, str) and model_type in known:
         return known[model_type]
@@ -279,7 +295,8 @@ def _supported_architecture(hf: dict[str, Any]) -> tuple[str, Architecture]:
 def _refuse_unknown_fields(hf: dict[str, Any], architecture: Architecture) -> None:
     only = _SAME_IN_EVERY_MODEL | architecture.constants
     known = _READ_FIELDS | _BOOKKEEPING_FIELDS | architecture.extra_fields | {architecture.shared_field}
-    known |= _READ_FIELDS_MOE if architecture.is_moe else set()
+    known |= architecture.own_options
+    known |= _READ_FIELDS_MOE if architecture.is_moe or architecture.has_own_code else set()
     for name, value in hf.items():
         if name in only:
             if value is not None and value != only[name]:

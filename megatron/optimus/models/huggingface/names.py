@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 
 from megatron.optimus.config.schema import ConfigError, ModelConfig
-from megatron.optimus.models.huggingface.architectures import architecture_of
+from megatron.optimus.models.huggingface.architectures import Architecture, architecture_of
 from megatron.optimus.models.parameters import parameter_spec
 
 
@@ -60,20 +60,21 @@ _IN_LAYER = {
 }
 
 
-def buffers_to_hf(config: ModelConfig) -> dict[str, str]:
+def buffers_to_hf(config: ModelConfig, architecture: Architecture | None = None) -> dict[str, str]:
     """Their names of our buffers, the biases that steer the choice of experts, where the architecture has such."""
-    theirs = architecture_of(config).names.get("moe.router.expert_bias")
+    theirs = (architecture or architecture_of(config)).names.get("moe.router.expert_bias")
     if theirs is None or not config.moe_router_enable_expert_bias:
         return {}
     return {f"layers.{layer}.moe.router.expert_bias": f"model.layers.{layer}.{theirs}" for layer in config.moe_layers}
 
 
-def to_hf(config: ModelConfig, name: str) -> list[HFTensor]:
+def to_hf(config: ModelConfig, name: str, architecture: Architecture | None = None) -> list[HFTensor]:
     """The Hugging Face tensors that together are our tensor ``name``, in the order of their ranges.
 
-    Raises KeyError when the model has no parameter of that name, ConfigError when no Hugging Face architecture fits.
+    ``architecture``: None is the one that ``architecture_of`` finds. Raises KeyError when the model has no parameter of
+    that name, ConfigError when no Hugging Face architecture fits.
     """
-    architecture = architecture_of(config)
+    architecture = architecture or architecture_of(config)
     shape = parameter_spec(config, name).shape
     if name in _TOP_LEVEL:
         return [HFTensor(_TOP_LEVEL[name], shape)]
