@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.optimus.layers.attention import causal_attention
 from megatron.optimus.layers.documents import Documents
 from megatron.optimus.layers.rope import RopeTable, rope_at, rope_table
 from megatron.optimus.models.decoder import Decoder
@@ -59,13 +58,14 @@ class KVCache:
         assert stop <= self.capacity, f"{stop} positions, the cache has {self.capacity}"
         rope = self._prepare(torch.arange(self.length, stop, device=tokens_BS.device))
         attentions = [block.attention for block in self._model.layers]
+        before = [attention.core_attention for attention in attentions]
         for attention, layer in zip(attentions, self._layers, strict=True):
             attention.core_attention = layer  # type: ignore[union-attr]
         try:
             x_BSD = hidden_states(self._model, tokens_BS, rope)
         finally:
-            for attention in attentions:
-                attention.core_attention = causal_attention  # type: ignore[union-attr]
+            for attention, core_attention in zip(attentions, before, strict=True):
+                attention.core_attention = core_attention  # type: ignore[union-attr,assignment]
         self.length = stop
         return x_BSD
 
