@@ -137,6 +137,8 @@ def pretrain(config: RunConfig, launch: RankEnvironment, notice: str = "", *, ve
     if notice:
         logger.info(notice)
     startup = StartupClock()
+    if config.training.eval_task_names:
+        environment.keep_hugging_face_offline(quiet=True)
     with startup.phase("imports", "importing DeepSpeed"):
         device = devices.device_for_rank(config.parallel.device, launch.local_rank)
         environment.export(launch, device.type)
@@ -176,7 +178,13 @@ def pretrain(config: RunConfig, launch: RankEnvironment, notice: str = "", *, ve
             evaluate(run)
             code = 0
         else:
-            trainer = Trainer(run)
+            tasks = None
+            if config.training.eval_task_names:
+                from megatron.optimus.inference.in_training import TasksInTraining  # lm_eval, which takes seconds
+
+                with startup.phase("tasks", "loading the tasks of lm-eval's harness"):
+                    tasks = TasksInTraining(run)
+            trainer = Trainer(run, tasks)
             code = trainer.fit()
             trainer.close()
     except BaseException:

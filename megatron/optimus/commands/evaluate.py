@@ -10,20 +10,23 @@ code: 0, or 2 after one line that says what is wrong.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import logging
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron.optimus.commands.model_options import add_model_options, load_model, run_on_ranks
 from megatron.optimus.config.load import Parser, whole_number
-from megatron.optimus.config.options import did_you_mean
 from megatron.optimus.config.schema import ConfigError
 from megatron.optimus.inference.load import on_all_ranks
-from megatron.optimus.platform import environment
+from megatron.optimus.inference.tasks import (
+    TaskNames,
+    Variant,
+    find_tasks,
+    load_tasks,
+    run_tasks,
+    scores,
+    short_name,
+)
 from megatron.optimus.platform.environment import RankEnvironment
 from megatron.optimus.platform.files import write_atomically
 from megatron.optimus.platform.ranks import Ranks
@@ -51,70 +54,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _prepare(args: argparse.Namespace) -> Callable[[RankEnvironment, Ranks], None]:
     """Checks the options and finds the tasks; returns what every rank runs."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError("optimus evaluate needs the package lm_eval: pip install optimus-megatron[eval]")
-    if args.include_path is not None and not args.include_path.is_dir():
-        raise ConfigError(f"--include-path {args.include_path}: no such folder")
-    if not args.allow_downloads:  # before the libraries that read these are imported
-        for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-            environment.set_default(name, "1")
-    if environment.detect().rank > 0:
-        environment.set_default("TQDM_DISABLE", "1")  # one rank shows the harness's progress
     names = [name for name in args.tasks.split(",") if name]
     if not names:
         raise ConfigError("--tasks is empty; name tasks with commas between them")
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager(include_path=None if args.include_path is None else str(args.include_path))
-    for name in names:
-        if name not in manager.all_tasks:
-            hint = did_you_mean(name, manager.all_tasks, "`lm_eval ls tasks` lists all")
-            raise ConfigError(f"--tasks: there is no task {name!r}; {hint}")
-    return lambda launch, ranks: _run(args, launch, ranks, manager, names)
+    found = find_tasks(names, args.include_path, "--tasks", downloads=args.allow_downloads)
+    return lambda launch, ranks: _run(args, launch, ranks, found)
 
 
-def _run(args: argparse.Namespace, launch: RankEnvironment, ranks: Ranks, manager: Any, names: list[str]) -> None:
-    from lm_eval import simple_evaluate
-
-    from megatron.optimus.inference.harness import HarnessModel
-
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    tasks = on_all_ranks(ranks, lambda: _load_tasks(manager, names), "loading the tasks", ConfigError)
-    model = HarnessModel(load_model(args, launch, ranks), args.batch_size)
-    found = simple_evaluate(
-        model,
-        tasks=tasks,
-        num_fewshot=args.num_fewshot,
-        limit=args.limit,
-        task_manager=manager,
-        bootstrap_iters=0,
-        log_samples=False,
-    )
+def _run(args: argparse.Namespace, launch: RankEnvironment, ranks: Ranks, names: TaskNames) -> None:
+    tasks = on_all_ranks(ranks, lambda: load_tasks(names), "loading the tasks", ConfigError)
+    model = load_model(args, launch, ranks)
+    variant = Variant(args.num_fewshot)
+    found = run_tasks(model, tasks, batch_size=args.batch_size, limit=args.limit, variant=variant)
     if ranks.rank > 0:
         return
-    results = {
-        task: {key: value for key, value in metrics.items() if _is_number(value)}
-        for task, metrics in found["results"].items()
-    }
+    results = scores(found)
     for task, metrics in results.items():
         for key, value in metrics.items():
-            print(f"{task:<32} {key.replace(',none', ''):<24} {value:.6g}")
+            print(f"{task:<32} {short_name(key):<24} {value:.6g}")
     if args.out is not None:
         content = {"checkpoint": str(args.checkpoint), "num_fewshot": args.num_fewshot, "limit": args.limit}
         write_atomically(args.out, json.dumps({**content, "results": results}, indent=1) + "\n", sync=False)
-
-
-def _load_tasks(manager: Any, names: list[str]) -> list[str]:
-    """Loads the tasks' data once, so that what is missing is said before the model is loaded."""
-    for name in names:
-        try:
-            manager.load([name])
-        except Exception as error:  # of the harness, its data sets and its templates
-            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            hint = "; --allow-downloads lets it be loaded" if isinstance(error, ConnectionError) else ""
-            raise ConfigError(f"--tasks {name}: it cannot be loaded: {first}{hint}") from error
-    return names
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -446,6 +446,22 @@ def only_own_optimizer_skips_spikes(config: RunConfig, world_size: int) -> str |
     return f"grad_norm_spike_sigma={sigma} with zero_stage={stage}: use 0, or zero_stage=1 or 2"
 
 
+def tasks_fit_layout(config: RunConfig, world_size: int) -> str | None:
+    """``eval_tasks`` need a tokenizer, and a model whose layers a rank has all of."""
+    training, stages = config.training, config.parallel.pipeline_model_parallel_size
+    if not training.eval_task_names:
+        return None
+    names, data = ",".join(training.eval_task_names), config.data
+    remedy = "leave eval_tasks out and run `optimus evaluate` on the checkpoints"
+    if stages > 1:
+        return f"eval_tasks={names} with pipeline_model_parallel_size={stages}: a rank lacks layers; use 1, or {remedy}"
+    if config.optimizer.zero_stage == 3:
+        return f"eval_tasks={names} with zero_stage=3: a rank lacks weights; use zero_stage=1 or 2, or {remedy}"
+    if data.tokenizer_model is None and data.tokenizer_type is not TokenizerType.BYTE:
+        return f"eval_tasks={names} are texts: name the run's tokenizer in tokenizer_model"
+    return None
+
+
 RULES: list[Rule] = [
     sizes_fit_ranks,
     schedule_fits_chunks,  # before layers_fit_stages, which divides layers by the schedule's chunks
@@ -474,4 +490,5 @@ RULES: list[Rule] = [
     backend_serves_device,
     profiled_ranks_exist,
     only_own_optimizer_skips_spikes,
+    tasks_fit_layout,
 ]

@@ -343,10 +343,22 @@ class TrainingConfig:
     tune_kernels: bool = option(
         False, "at the start, autotune the Triton expert kernels for shapes without tuned tile sizes"
     )
+    eval_tasks: list[str] = option(
+        [], "tasks of lm-eval's harness to evaluate during training, with commas or spaces between them"
+    )
+    eval_tasks_interval: int = option(1000, "steps between evaluations on eval_tasks; also after the last step")
+    eval_tasks_limit: int | None = option(100, "only the first N items of each task; none: all")
+    eval_tasks_include_path: str | None = option(None, "folder with tasks of your own, as YAML files")
+
+    @property
+    def eval_task_names(self) -> list[str]:
+        """The names in ``eval_tasks``."""
+        return [name for words in self.eval_tasks for name in words.split(",") if name]
 
     def __post_init__(self) -> None:
         at_least(self, 1, "train_iters", "micro_batch_size", "global_batch_size", "seq_length", "eval_iters")
         at_least(self, 0, "seed", "eval_interval", "exit_interval")
+        at_least(self, 1, "eval_tasks_interval", "eval_tasks_limit")
         require(
             min(self.iterations_to_skip, default=1) >= 1,
             f"iterations_to_skip={self.iterations_to_skip}: steps count from 1",

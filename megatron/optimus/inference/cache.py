@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.optimus.layers.attention import CoreAttention, causal_attention
+from megatron.optimus.layers.attention import CoreAttention
 from megatron.optimus.layers.documents import Documents
 from megatron.optimus.layers.rope import RopeTable, rope_at, rope_table
 from megatron.optimus.models.decoder import Decoder
@@ -85,13 +85,14 @@ class KVCache:
 def core_attentions(model: Decoder, cores: Sequence[CoreAttention]) -> Iterator[None]:
     """Makes the layers attend by these functions, one a layer, in place of that of training."""
     attentions = [block.attention for block in model.layers]
+    before = [attention.core_attention for attention in attentions]
     for attention, core in zip(attentions, cores, strict=True):
         attention.core_attention = core  # type: ignore[union-attr]
     try:
         yield
     finally:
-        for attention in attentions:
-            attention.core_attention = causal_attention  # type: ignore[union-attr]
+        for attention, core in zip(attentions, before, strict=True):
+            attention.core_attention = core  # type: ignore[union-attr,assignment]
 
 
 def hidden_states(model: Decoder, tokens_BS: Tensor, rope: RopeTable) -> Tensor:

@@ -86,7 +86,7 @@ def check_lengths(prompts: Sequence[Sequence[int]], max_positions: int) -> None:
             )
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: a model in training keeps tensors of its forward
 def generate(
     loaded: TextModel,
     prompts: Sequence[Sequence[int]],

@@ -115,7 +115,7 @@ def load_text_model(
         own = None if kind is TokenizerType.BYTE else source.tokenizer or config.data.tokenizer_model
         location = tokenizer_model or own
         task = f"reading the tokenizer of {path}"
-        tokenizer = on_all_ranks(ranks, lambda: _tokenizer(kind, location, config.model), task, DataError)
+        tokenizer = on_all_ranks(ranks, lambda: model_tokenizer(kind, location, config.model), task, DataError)
         if tokenizer_model is not None:
             named = partial(check_same_tokenizer, source, kind, Path(tokenizer_model))
             on_all_ranks(ranks, named, task, CheckpointError)
@@ -126,10 +126,10 @@ def load_text_model(
             load_together(source.path, lambda manifest: _requests(model, manifest), cast=True, ranks=ranks)
         else:
             on_all_ranks(ranks, lambda: _read(source, model), f"reading {source.path}", CheckpointError)
-        end_ids = _end_ids(source, tokenizer)
+        ends = end_ids(source.generation, source.token_ids, tokenizer)
     finally:
         source.close()
-    return TextModel(model, tokenizer, end_ids, mesh, device, None if location is None else Path(location))
+    return TextModel(model, tokenizer, ends, mesh, device, None if location is None else Path(location))
 
 
 def _dtype_of(source: Source, run_dtype: torch.dtype) -> torch.dtype:
@@ -180,7 +180,8 @@ def _read(source: Source, model: Decoder) -> None:
     source.finish()
 
 
-def _tokenizer(kind: TokenizerType, location: str | Path | None, model: ModelConfig) -> Tokenizer:
+def model_tokenizer(kind: TokenizerType, location: str | Path | None, model: ModelConfig) -> Tokenizer:
+    """Builds a tokenizer. Raises DataError where it cannot be read, or has more tokens than the model."""
     if kind is TokenizerType.BYTE and location is not None:
         raise DataError(
             f"{kind.value} reads no file; name the type of --tokenizer-model {location} with --tokenizer-type"
@@ -194,10 +195,16 @@ def _tokenizer(kind: TokenizerType, location: str | Path | None, model: ModelCon
     return tokenizer
 
 
-def _end_ids(source: Source, tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens that end a text: as an imported model's files say, else the one that ends documents."""
-    for ids in (source.generation, source.token_ids):
-        found = ids.get("eos_token_id")
+def end_ids(generation: object, token_ids: object, tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens that end a text: as an imported model's files say, else the one that ends documents.
+
+    Args:
+        generation: the fields of its generation_config.json, if it has one.
+        token_ids: those of its config.json.
+        tokenizer: of the model.
+    """
+    for ids in (generation, token_ids):
+        found = ids.get("eos_token_id") if isinstance(ids, dict) else None
         values: Iterable[object] = found if isinstance(found, list) else [found]
         if named := frozenset(value for value in values if isinstance(value, int)):
             return named

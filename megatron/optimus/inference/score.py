@@ -27,7 +27,7 @@ class Score:
     is_greedy: list[bool]  # whether the token is the most likely one
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: a model in training keeps tensors of its forward
 def score(loaded: TextModel, texts: Sequence[Sequence[int]], *, batch_size: int = 8) -> Iterator[Score]:
     """Computes the log-probability of every token. Collective, as ``generate`` is.
 

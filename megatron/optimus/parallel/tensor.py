@@ -16,7 +16,8 @@ Shapes: B sequences, S positions, T = B*S tokens, D model width, V vocabulary ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,7 @@ from megatron.optimus.platform.collectives import (
 from megatron.optimus.platform.mesh import Mesh
 
 
-@dataclass(frozen=True)
+@dataclass
 class TensorGroup:
     """A tensor-parallel group as its rank ``index`` sees it: how tokens enter and leave its regions.
 
@@ -103,6 +104,8 @@ class TensorGroup:
         Returns:
             This rank's tokens of the sum over ranks, [1, T/t, D].
         """
+        if not self.overlap:  # as ``whole_tokens`` has it
+            return self.leave(F.linear(x, layer.weight))
         return _OverlappedRowParallelLinear.apply(x, layer.weight, self)
 
     def leave(self, x: Tensor) -> Tensor:
@@ -303,6 +306,27 @@ def apply_tensor_parallelism(model: Decoder, config: ParallelConfig, mesh: Mesh)
                 parameter.sequence_parallel = True  # type: ignore[attr-defined]
         for layer in model.moe_layers():
             layer.router.register_forward_hook(_scale_loss_gradients(1 / ranks.size))
+
+
+@contextlib.contextmanager
+def whole_tokens(model: Decoder) -> Iterator[None]:
+    """Gives every rank of a model with sequence parallelism all tokens, for forwards without a backward.
+
+    The steps of a generation have single tokens, which cannot be split.
+
+    Args:
+        model: this rank's part, after ``parallelize``.
+    """
+    if not isinstance(model.embedding, VocabParallelEmbedding):
+        yield
+        return
+    ranks = model.embedding.ranks
+    before = ranks.sequence_parallel, ranks.overlap
+    ranks.sequence_parallel = ranks.overlap = False
+    try:
+        yield
+    finally:
+        ranks.sequence_parallel, ranks.overlap = before
 
 
 def register_gradient_sums(model: Decoder, mesh: Mesh) -> None:

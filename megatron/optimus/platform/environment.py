@@ -169,6 +169,16 @@ def set_default(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 
 
+def keep_hugging_face_offline(*, quiet: bool = False) -> None:
+    """Has Hugging Face's libraries load nothing from the network, unless the user has set it otherwise.
+
+    They read this when they are imported. ``quiet``: neither they nor lm-eval draw progress bars.
+    """
+    names = ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"]
+    for name in [*names, *(["TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS"] if quiet else [])]:
+        set_default(name, "1")
+
+
 def requested_threads() -> int | None:
     """Returns OMP_NUM_THREADS (its first level) if the user has set it, else None.
 

@@ -13,11 +13,12 @@ import dataclasses
 import logging
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.fingerprint import LINES_FIELD
 from megatron.optimus.data.loader import Batch
 from megatron.optimus.ops import fp8
+from megatron.optimus.models.decoder import Decoder
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.memory import needs_memory
 from megatron.optimus.platform.metrics import PendingTotals, Recorder
@@ -158,12 +160,21 @@ class QueuedStep:
     checkpoint_times: dict[str, float | None]
 
 
+class Tasks(Protocol):
+    """What evaluates the model on tasks. Given to the trainer, as training knows nothing of inference."""
+
+    def evaluate(self, model: Decoder, step: int, metadata: Mapping[str, Any]) -> dict[str, float]:
+        """Scores by NAME/METRIC; the model is as before afterwards. ``metadata``: that of the run's checkpoints."""
+
+
 class Trainer:
     """One run on this rank. Building it and every method are collective over all ranks."""
 
-    def __init__(self, run: RunContext) -> None:
+    tasks: Tasks | None = None
+
+    def __init__(self, run: RunContext, tasks: Tasks | None = None) -> None:
         config = run.config
-        self.run, self.config = run, config
+        self.run, self.config, self.tasks = run, config, tasks
         startup = run.startup
         with startup.phase("data", "opening the token files"):
             self.data = build_data(run)
@@ -266,8 +277,9 @@ class Trainer:
             is_exiting = (
                 self.stop_requested or self.step == self.last_step or _is_due(self.step, training.exit_interval)
             )
-            if evaluates or is_exiting or self.checkpoints.is_due(self.step) or not self.is_async_device:
-                self._finish_step(queued, metrics_logger, evaluates=evaluates)
+            asks = self._tasks_are_due()
+            if evaluates or asks or is_exiting or self.checkpoints.is_due(self.step) or not self.is_async_device:
+                self._finish_step(queued, metrics_logger, evaluates=evaluates, asks=asks)
 
             is_exiting = is_exiting or self.stop_requested
             if self.stop_requested:
@@ -317,8 +329,10 @@ class Trainer:
             checkpoint_times=self.checkpoints.take_times(),
         )
 
-    def _finish_step(self, queued: QueuedStep, metrics_logger: MetricsLogger, *, evaluates: bool = False) -> None:
-        """Waits until the device has done the step, evaluates if that is due, and logs and judges the step.
+    def _finish_step(
+        self, queued: QueuedStep, metrics_logger: MetricsLogger, *, evaluates: bool = False, asks: bool = False
+    ) -> None:
+        """Waits until the device has done the step, evaluates and asks tasks if that is due, logs and judges the step.
 
         Raises TrainingError on every rank where the run is unhealthy. Raises DataError where validation data cannot be
         read, after the step has been saved.
@@ -326,13 +340,17 @@ class Trainer:
         result = queued.result.read()
         self.stop_requested = self.stop_requested or result.stop_requested
         valid_losses: dict[str, float] = {}
+        scores: dict[str, float] | None = None
         unreadable: DataError | None = None
         try:
             if evaluates:
                 valid_losses = self._evaluate()
+            if asks and self.tasks is not None:
+                with self.clock.pause():
+                    scores = self.tasks.evaluate(self.model, self.step, self.checkpoints.extra_state) or None
         except DataError as error:
             unreadable = error
-        metrics = self._metrics(queued, result)
+        metrics = dataclasses.replace(self._metrics(queued, result), task_scores=scores)
         if self.run.startup.is_running:
             metrics = dataclasses.replace(metrics, startup_s=self.run.startup.finish("first_step"))
         metrics_logger.log(metrics, valid_losses)
@@ -357,6 +375,10 @@ class Trainer:
         """The loss over every validation set, by its name."""
         with self.clock.pause():
             return {name: loss_over(self.run, loader, self.schedule) for name, loader in self.data.valid.items()}
+
+    def _tasks_are_due(self) -> bool:
+        is_due = _is_due(self.step, self.config.training.eval_tasks_interval) or self.step == self.last_step
+        return self.tasks is not None and is_due
 
     def _save(self, *, is_exiting: bool) -> None:
         """Saves what is due after this step; everything, and waits for it, where the run ``is_exiting``."""

@@ -51,7 +51,7 @@ def test_tasks_give_numbers(
     [
         (["--tasks", "optimus_sciense"], "there is no task 'optimus_sciense'; did you mean optimus_science"),
         (["--tasks", ","], "--tasks is empty"),
-        (["--tasks", "optimus_text", "--include-path", "nowhere"], "--include-path nowhere: no such folder"),
+        (["--tasks", "optimus_text", "--include-path", "nowhere"], "the folder of tasks nowhere: no such folder"),
         (["--tasks", "optimus_text", "--limit", "0"], "--limit"),
         ([], "--tasks"),
         (["--tasks", "hellaswag"], "--tasks hellaswag: it cannot be loaded: "),
@@ -73,6 +73,4 @@ def test_without_the_package_the_line_names_it(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert evaluate.main([str(model), "--tasks", "x"]) == 2
-    assert capsys.readouterr().err == (
-        "error: optimus evaluate needs the package lm_eval: pip install optimus-megatron[eval]\n"
-    )
+    assert capsys.readouterr().err == ("error: --tasks needs the package lm_eval: pip install optimus-megatron[eval]\n")

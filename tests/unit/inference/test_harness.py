@@ -82,6 +82,7 @@ def own(files: tuple[Path, Path, Path]) -> Answers:
 
 def test_the_same_numbers_as_of_the_export(files: tuple[Path, Path, Path], own: Answers) -> None:
     pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
     from lm_eval.models.huggingface import HFLM
 
     assert_same(own, answers(HFLM(str(files[2]), device="cpu", dtype="float32", batch_size=4)))
