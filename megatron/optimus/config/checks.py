@@ -65,13 +65,6 @@ def check(config: RunConfig, world_size: int) -> None:
 
 def check_optimizer(config: RunConfig) -> None:
     """Raises ConfigError for an optimizer or ZeRO stage that does not support the parallel layout."""
-    tensor_parallel = config.parallel.tensor_model_parallel_size
-    if config.optimizer.optimizer.is_for_matrices and tensor_parallel > 1:
-        raise ConfigError(
-            f"optimizer={config.optimizer.optimizer.value} needs whole matrices, and "
-            f"tensor_model_parallel_size={tensor_parallel} splits them; use tensor_model_parallel_size=1 or another "
-            "optimizer"
-        )
     _raise_if(_zero_stage_problem(config))
 
 

@@ -241,6 +241,7 @@ def _groups(model: Decoder, mesh: Mesh) -> deepspeed_ext.ZeroGroups:
         expert={str(name): mesh.group("edp") for name in names},
         model=mesh.group("model"),
         tensor=mesh.group("tp"),
+        matrices={None: mesh.group("stage"), **{str(name): mesh.group("edp_etp") for name in names}},
     )
 
 

@@ -133,10 +133,8 @@ def test_errors() -> None:
     with pytest.raises(ConfigError, match=r"lion_beta2=1.0 is out of range"):
         OptimizerConfig(lion_beta2=1.0)
     config = RunConfig(optimizer=OptimizerConfig(optimizer=OptimizerName.MUON), data=DataConfig(data_path=["x"]))
-    check_trainable(config)
     config.parallel.tensor_model_parallel_size = 2
-    with pytest.raises(ConfigError, match="tensor_model_parallel_size=2 splits them"):
-        check_trainable(config)
+    check_trainable(config)
 
 
 @pytest.mark.parametrize("clip_grad", [0.0, 0.5, 1.0])
