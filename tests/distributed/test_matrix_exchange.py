@@ -209,7 +209,7 @@ def test_parts_that_do_not_fit() -> None:
     param = torch.nn.Parameter(torch.zeros(8, 6))
     for key, value in {"partition_dim": 0, "partition_count": 2, "partition_stride": 2}.items():
         setattr(param, key, value)
-    with pytest.raises(ValueError, match="'w' is cut along dim 0 with partition_stride=2; .* with stride 1"):
+    with pytest.raises(ValueError, match=r"'w' is cut along dim 0 with partition_stride=2; .* with stride 1"):
         param_matrices("w", param)
     param.stacked_matrices = 2  # type: ignore[attr-defined]
     assert param_matrices("w", param) == ParamMatrices((8, 6), 2, 2, False)
