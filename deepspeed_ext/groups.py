@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -33,12 +33,16 @@ class ZeroGroups:
         model: the ranks that together hold one copy of a model split by tensor and pipeline parallelism; the gradient
             norm is summed over them too.
         tensor: the ranks of ``model`` that split the same layers.
+        matrices: for optimizers of whole matrices (Muon), by expert group name or None for dense parameters, the ranks
+            that together hold all parts of the matrices that are cut: the group over which they are sharded times the
+            ranks that cut them, these one after the other.
     """
 
     dense: dist.ProcessGroup
     expert: dict[str, dist.ProcessGroup | None]
     model: dist.ProcessGroup | None = None
     tensor: dist.ProcessGroup | None = None
+    matrices: dict[str | None, dist.ProcessGroup | None] = field(default_factory=dict)
 
     def of(self, expert_group: str | None) -> dist.ProcessGroup | None:
         """Returns the group of expert parameters by their group name, or ``dense`` for None."""

@@ -9,7 +9,8 @@ To add an optimizer, write one file here with both classes; it is found by the n
 - element-wise: a ``ShardOptimizer`` whose ``update_`` may be plain torch. For a fused kernel derive from
   ``ElementwiseOptimizer`` instead (elementwise.py has the existing ones), add its hyperparameters to kernels/options.py
   and the function, under one name, to kernels/reference.py, cpu.py and triton_ops.py;
-- whole matrices: a ``MatrixOptimizer`` with ``update_matrices_`` (muon.py is the example);
+- whole matrices: a ``MatrixOptimizer`` with ``update_matrices_`` (muon.py is the example); where the states are whole
+  matrices too, an ``OwnerOptimizer`` with ``matrix_states`` and ``direction`` (soap.py), and a ``MatrixAndAdamW``;
 - either way a ``ShardableOptimizer`` with the options, whose ``shard_optimizer`` returns it.
 
 Checkpoints, resharding and 8-bit states need nothing more; the update itself must honour ``StepScalars.skip``. The
@@ -36,6 +37,7 @@ from deepspeed_ext.optimizers.base import (
 )
 from deepspeed_ext.optimizers.elementwise import ElementwiseOptimizer, Lion, ShardAdam, ShardSGD
 from deepspeed_ext.optimizers.muon import Muon, ShardMuon
+from deepspeed_ext.optimizers.owner_states import MatrixAndAdamW, OwnerOptimizer
 from deepspeed_ext.optimizers.wrapped import WrappedOptimizer
 
 __all__ = [
@@ -43,8 +45,10 @@ __all__ = [
     "OWN_OPTIMIZERS",
     "ElementwiseOptimizer",
     "Lion",
+    "MatrixAndAdamW",
     "MatrixOptimizer",
     "Muon",
+    "OwnerOptimizer",
     "Shard",
     "ShardOptimizer",
     "ShardableOptimizer",
@@ -64,7 +68,9 @@ def _own_classes() -> dict[str, type[ShardableOptimizer]]:
     return {
         one.__name__: one
         for one in classes
-        if isinstance(one, type) and issubclass(one, ShardableOptimizer) and one is not ShardableOptimizer
+        if isinstance(one, type)
+        and issubclass(one, ShardableOptimizer)
+        and one not in (ShardableOptimizer, MatrixAndAdamW)
     }
 
 

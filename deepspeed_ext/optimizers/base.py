@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -59,6 +60,11 @@ class StepScalars:
         """Copies values of the host to ``device``."""
         values = torch.tensor([scale, float(skip), float(step)], dtype=torch.float32, device=device)
         return cls(*values.unbind())
+
+    @cached_property
+    def host_step(self) -> int:
+        """``step`` on the host. Waits for the device: for optimizers that do something in every n-th step only."""
+        return int(self.step.item())
 
 
 class ShardOptimizer(ABC):
@@ -117,6 +123,10 @@ class ShardOptimizer(ABC):
         states.write(shard.state, kind, value)
 
 
+# Gets matrices of one shape [B, M, N] and their states [B, ...] by name; returns as many matrices and the new states.
+MatrixFunction = Callable[[Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
+
+
 class WholeMatrices(Protocol):
     """The whole matrices whose elements lie in the shards of one flat buffer, on several ranks if it is sharded."""
 
@@ -129,15 +139,49 @@ class WholeMatrices(Protocol):
                 through it on one rank only.
         """
 
+    def transform_with_states(self, updates: Sequence[Tensor], function: MatrixFunction, skip: Tensor) -> None:
+        """Replaces every whole matrix by what ``function`` makes of it and its states. Collective over the group.
+
+        Args:
+            updates: one 1-D tensor for each shard, of the shard's length.
+            function: returns new matrices, and of the states those that change; it must not write into its arguments.
+            skip: 1.0 leaves all states as they are, else 0.0; 0-dim on the device.
+        """
+
     def ranges(self, shard: int) -> Sequence[tuple[int, int, tuple[int, int]]]:
-        """Returns ranges [start, stop) of a shard that hold matrices of one shape: (start, stop, (rows, columns))."""
+        """Returns ranges [start, stop) of a shard that hold matrices of one shape: (start, stop, (rows, columns)).
+
+        The shape is that of the whole matrix, of which the shard may hold a part only.
+        """
 
 
 class MatrixOptimizer(ShardOptimizer):
-    """Updates whole matrices, as Muon does. Master weights and states are flat shards, as for any other optimizer.
+    """Updates whole matrices, as Muon does. Master weights and ``state_kinds`` are flat shards, as for any optimizer.
 
-    ``update_matrices_`` takes the place of ``update_``.
+    ``update_matrices_`` takes the place of ``update_``. What has another shape than the matrix (Kronecker factors,
+    eigenbases, projectors) or must not be cut is a *matrix state*: ``matrix_states`` declares its shape, it lives at
+    the matrix's owner alone, and ``WholeMatrices.transform_with_states`` hands it out and stores what is returned.
+    Checkpoints hold it by parameter and matrix, so it is resumed at any layout, and a skipped step leaves it alone.
     """
+
+    def matrix_states(self, shape: tuple[int, int], options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Declares the fp32 states that live whole at a matrix's owner; by default there are none.
+
+        Args:
+            shape: rows and columns of the whole matrix.
+            options: the parameter group.
+
+        Returns:
+            For each state its shape. Names must differ from those of ``state_kinds`` and must not change.
+        """
+        return {}
+
+    def new_matrix_states(
+        self, count: int, shape: tuple[int, int], options: Mapping[str, Any], device: torch.device
+    ) -> dict[str, Tensor]:
+        """Creates the zero states of ``count`` matrices of one shape, fp32 [count, ...] each."""
+        declared = self.matrix_states(shape, options)
+        return {kind: torch.zeros(count, *sizes, device=device) for kind, sizes in declared.items()}
 
     def update_(self, shard: Shard, options: Mapping[str, Any], scalars: StepScalars) -> None:
         """Raises TypeError: one shard does not hold whole matrices."""
@@ -150,16 +194,41 @@ class MatrixOptimizer(ShardOptimizer):
         """Takes one step on all shards that a rank owns of one flat buffer. Collective over the buffer's group."""
 
 
+BATCH_ELEMENTS = 1 << 26  # of matrices that an optimizer with matrix states works on at once
+
+
+def update_matrices_with_states_(
+    batch_BMN: Tensor, states: Mapping[str, Tensor], function: MatrixFunction, skip: Tensor
+) -> None:
+    """Runs ``function`` on matrices and their states and writes both in place, the states unless ``skip``.
+
+    Large batches go in parts, which bounds the memory of temporaries.
+    """
+    part = max(1, BATCH_ELEMENTS // batch_BMN[0].numel())
+    for start in range(0, len(batch_BMN), part):
+        some = slice(start, start + part)
+        own = {kind: tensor[some] for kind, tensor in states.items()}
+        result_BMN, new = function(batch_BMN[some], own)
+        batch_BMN[some] = result_BMN
+        for kind, value in new.items():
+            own[kind].copy_(torch.where(skip != 0, own[kind], value))
+
+
 class LocalMatrices:
     """WholeMatrices of one parameter that this process holds whole: ``count`` matrices one after the other."""
 
-    def __init__(self, count: int, shape: tuple[int, int]) -> None:
+    def __init__(self, count: int, shape: tuple[int, int], states: Mapping[str, Tensor] | None = None) -> None:
         self._count, self._shape = count, shape
+        self._states = states or {}
 
     def transform(self, updates: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> None:
         """See WholeMatrices.transform."""
         batch_BMN = updates[0].view(self._count, *self._shape)
         batch_BMN.copy_(function(batch_BMN))
+
+    def transform_with_states(self, updates: Sequence[Tensor], function: MatrixFunction, skip: Tensor) -> None:
+        """See WholeMatrices.transform_with_states."""
+        update_matrices_with_states_(updates[0].view(self._count, *self._shape), self._states, function, skip)
 
     def ranges(self, shard: int) -> Sequence[tuple[int, int, tuple[int, int]]]:
         """See WholeMatrices.ranges."""
@@ -240,7 +309,10 @@ class ShardableOptimizer(torch.optim.Optimizer):
         state["step"] += 1
         scalars = StepScalars.of(param.device, state["step"])
         if isinstance(shard_optimizer, MatrixOptimizer):
-            matrices = LocalMatrices(*count_matrices("", param.shape, getattr(param, "stacked_matrices", 1)))
+            count, shape = count_matrices("", param.shape, getattr(param, "stacked_matrices", 1))
+            if "matrices" not in state:
+                state["matrices"] = shard_optimizer.new_matrix_states(count, shape, group, param.device)
+            matrices = LocalMatrices(count, shape, state["matrices"])
             shard_optimizer.update_matrices_([shard], matrices, group, scalars)
         else:
             shard_optimizer.update_(shard, group, scalars)

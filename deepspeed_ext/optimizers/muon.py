@@ -23,9 +23,9 @@ from deepspeed_ext.optimizers.base import (
     StepScalars,
     WholeMatrices,
 )
-from deepspeed_ext.optimizers.elementwise import ShardAdam
 from deepspeed_ext.optimizers.kernels import kernels_for
 from deepspeed_ext.optimizers.kernels.options import MomentumOptions
+from deepspeed_ext.optimizers.owner_states import ShardAdamOfMatrices
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # the paper's: steepest at zero; singular values end in 0.7 .. 1.2
 _BATCH_ELEMENTS = 1 << 26  # matrices iterated at once: the iteration's workspace is about 6 bytes for each element
@@ -104,15 +104,19 @@ class ShardMuon(MatrixOptimizer):
         for shard, update in zip(shards, updates, strict=True):
             kernels.momentum(shard, momentum, scalars, update)
 
-        def direction(batch_BMN: Tensor) -> Tensor:
-            return orthogonalize(batch_BMN, options["ns_steps"], options["eps"], options["ns_coefficients"])
-
-        matrices.transform(updates, direction)
+        self.orthogonalize_(updates, matrices, options, scalars)
         lr, decay = float(options["lr"]), 1 - float(options["lr"]) * float(options["weight_decay"])
         for index, (shard, update) in enumerate(zip(shards, updates, strict=True)):
             for start, stop, shape in matrices.ranges(index):
                 part, matrix_lr = slice(start, stop), lr * lr_ratio(options["adjust_lr_fn"], shape)
                 kernels.apply_update(shard.master[part], shard.param[part], update[part], decay, matrix_lr, scalars)
+
+    def orthogonalize_(
+        self, updates: Sequence[Tensor], matrices: WholeMatrices, options: Mapping[str, Any], scalars: StepScalars
+    ) -> None:
+        """Replaces every whole matrix in ``updates`` by its orthogonalised one. Collective."""
+        steps, eps, coefficients = options["ns_steps"], options["eps"], options["ns_coefficients"]
+        matrices.transform(updates, lambda batch_BMN: orthogonalize(batch_BMN, steps, eps, coefficients))
 
 
 class Muon(ShardableOptimizer):
@@ -183,11 +187,4 @@ class Muon(ShardableOptimizer):
 
     def shard_optimizer(self, group: Mapping[str, Any]) -> ShardOptimizer:
         """See ShardableOptimizer.shard_optimizer."""
-        return ShardMuon() if group["use_muon"] else _ShardAdamOfMuon()
-
-
-class _ShardAdamOfMuon(ShardAdam):
-    """AdamW on a parameter group of Muon, whose ``eps`` is that of Newton-Schulz and whose ``adam_eps`` is AdamW's."""
-
-    def update_(self, shard: Shard, options: Mapping[str, Any], scalars: StepScalars) -> None:
-        super().update_(shard, {**options, "eps": options["adam_eps"]}, scalars)
+        return ShardMuon() if group["use_muon"] else ShardAdamOfMatrices()

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of
-from deepspeed_ext.optimizers.base import MatrixOptimizer, Shard, ShardOptimizer, WholeMatrices
+from deepspeed_ext.optimizers.base import MatrixOptimizer, Shard, ShardOptimizer
 from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.matrix_exchange import MatrixExchange
+from deepspeed_ext.zero.matrix_partition import ParamMatrices
 from deepspeed_ext.zero.options import ZeroOptions
 from deepspeed_ext.zero.partition import BufferLayout, ParamSpec, TensorRange, flat_layout, group_by_buffer
 
@@ -69,6 +70,7 @@ class FlatBuffer:
         group: the process group over which they are sharded; None: this rank alone.
         shard_optimizer: updates the shards.
         options: the optimizer's.
+        matrix_group: over which the parts of cut matrices are brought together, as ``ZeroGroups.matrices``.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class FlatBuffer:
         group: dist.ProcessGroup | None,
         shard_optimizer: ShardOptimizer,
         options: ZeroOptions,
+        matrix_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.key = key
         self.group = group
@@ -88,10 +91,9 @@ class FlatBuffer:
         self.in_norm = True  # False: another rank of the model-parallel group counts these same parameters
         self.rank = ranks_of(group).index(dist.get_rank())
         self.group_size = layout.buckets[0].group_size
-        self.exchange: WholeMatrices | None = None
+        self.exchange: MatrixExchange | None = None
         if isinstance(shard_optimizer, MatrixOptimizer):
-            matrices = {name: (param.shape, getattr(param, "stacked_matrices", 1)) for name, param in params.items()}
-            self.exchange = MatrixExchange(layout, matrices, self.rank, group)
+            self.exchange = self._new_exchange(matrix_group)
         device = next(iter(params.values())).device
         self.param_buffer = torch.zeros(layout.numel, dtype=key.dtype, device=device)
         self.has_masters = key.dtype != torch.float32  # beside the parameters
@@ -106,6 +108,19 @@ class FlatBuffer:
         self.buckets = self._make_buckets(options)
         self._move_params_into_buffer()
         self.read_masters_from_params()
+
+    def _new_exchange(self, matrix_group: dist.ProcessGroup | None) -> MatrixExchange:
+        matrices = {name: param_matrices(name, param) for name, param in self.params.items()}
+        parts = max((one.parts for one in matrices.values()), default=1)
+        if parts == 1:
+            return MatrixExchange(self.layout, matrices, self.rank, self.group)
+        ranks = ranks_of(matrix_group)
+        if len(ranks) != parts * self.group_size:
+            raise ValueError(
+                f"parameter {next(iter(matrices))!r} is one of {parts} parts over {self.group_size} data-parallel "
+                f"ranks; pass their {parts * self.group_size} ranks in ZeroGroups(matrices=...), which has {len(ranks)}"
+            )
+        return MatrixExchange(self.layout, matrices, ranks.index(dist.get_rank()), matrix_group)
 
     def _make_buckets(self, options: ZeroOptions) -> list[Bucket]:
         buckets, first = [], 0
@@ -127,6 +142,15 @@ class FlatBuffer:
         """Creates the optimizer's states of this rank's shards; ``options`` is the optimizer's parameter group."""
         for bucket in self.buckets:
             bucket.shard.state = self.shard_optimizer.new_state(bucket.shard, options)
+        if self.exchange is not None:
+            assert isinstance(self.shard_optimizer, MatrixOptimizer)
+            self.exchange.new_states(self.shard_optimizer, options, self.param_buffer.device)
+
+    def state_tensors(self) -> list[Tensor]:
+        """Returns all states of the optimizer on this rank."""
+        of_shards = [tensor for bucket in self.buckets for tensor in bucket.shard.state.values()]
+        of_matrices = [] if self.exchange is None else self.exchange.state_tensors()
+        return of_shards + [tensor for states in of_matrices for tensor in states.values()]
 
     def slice_of(self, name: str) -> slice:
         """Returns where a parameter lies in the flat buffer."""
@@ -158,12 +182,13 @@ class FlatBuffer:
     def memory_bytes(self) -> dict[str, int]:
         """Returns bytes by kind, as ``EPZeroOptimizer.memory_bytes``."""
         full = 0 if self.grad_buffer is None else self.grad_buffer.nbytes
-        states = sum(tensor.nbytes for bucket in self.buckets for tensor in bucket.shard.state.values())
+        flat_states = sum(tensor.nbytes for bucket in self.buckets for tensor in bucket.shard.state.values())
+        states = sum(tensor.nbytes for tensor in self.state_tensors())
         unowned = sum(
             bucket.shard_numel - sum(part.numel for part in bucket.shard_ranges(self.rank))
             for bucket in self.layout.buckets
         )
-        kept = self.masters.nbytes + states
+        kept = self.masters.nbytes + flat_states
         each = self.param_buffer.element_size() + (0 if self.grad_buffer is None else self.grad_buffer.element_size())
         return {
             "parameters": self.param_buffer.nbytes,
@@ -172,6 +197,30 @@ class FlatBuffer:
             "states": states,
             "padding": self.layout.padding * each + unowned * (kept // self.layout.shard_numel),
         }
+
+
+def param_matrices(name: str, param: Tensor) -> ParamMatrices:
+    """Reads what the matrices of a parameter are from its marks.
+
+    ``stacked_matrices`` says how many matrices lie one below the other. Of one that model-parallel ranks have cut,
+    ``partition_dim`` and ``partition_count`` say how, as Megatron's ``partition_stride`` that each of the stacked ones
+    was cut. A parameter that is marked ``tensor_model_parallel`` alone has whole matrices (experts on other ranks).
+
+    Raises:
+        ValueError: the cut is not along rows or columns, or cuts across stacked matrices.
+    """
+    stacked = getattr(param, "stacked_matrices", 1)
+    parts, dim = getattr(param, "partition_count", 1), getattr(param, "partition_dim", -1)
+    if parts == 1:
+        return ParamMatrices(param.shape, stacked)
+    by_columns = dim == param.dim() - 1
+    stride = 1 if by_columns else stacked
+    if dim < param.dim() - 2 or getattr(param, "partition_stride", 1) != stride:
+        raise ValueError(
+            f"parameter {name!r} is cut along dim {dim} with partition_stride={getattr(param, 'partition_stride', 1)}; "
+            f"an optimizer of whole matrices needs a cut of rows or columns with stride {stride}"
+        )
+    return ParamMatrices(param.shape, stacked, parts, by_columns)
 
 
 def _key(index: int, param: nn.Parameter, groups: ZeroGroups) -> FlatBufferKey:
@@ -240,7 +289,15 @@ def build_flat_buffers(
         params = {name: by_name[name] for name in names}
         shard_optimizer = shard_optimizers[key.param_group]
         layout = flat_layout([(name, p.numel()) for name, p in params.items()], sizes[key], options.bucket_numel)
-        flat_buffer = FlatBuffer(key, params, layout, groups.of(key.expert_group), shard_optimizer, options)
+        flat_buffer = FlatBuffer(
+            key,
+            params,
+            layout,
+            groups.of(key.expert_group),
+            shard_optimizer,
+            options,
+            groups.matrices.get(key.expert_group),
+        )
         flat_buffer.in_norm = not key.is_pipe_replica and (groups.is_first_tensor_rank or not key.is_tensor_replica)
         flat_buffers.append(flat_buffer)
     return flat_buffers

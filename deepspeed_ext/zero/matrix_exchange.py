@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_ext.zero.matrix_partition import MatrixPlan, ShardMap, WholeMatrix, plan_flat_buffer
+from deepspeed_ext.optimizers.base import MatrixFunction, MatrixOptimizer, update_matrices_with_states_
+from deepspeed_ext.zero.matrix_partition import MatrixPlan, ParamMatrices, ShardMap, WholeMatrix, plan_flat_buffer
 from deepspeed_ext.zero.partition import BufferLayout, ShardRange
 
 # Whole matrices of one shape that lie one after the other in the owner's own shard are worked on in place if they have
@@ -19,19 +21,38 @@ _IN_PLACE_NUMEL = 1 << 24
 
 @dataclass(frozen=True)
 class _MatrixBatch:
-    """``count`` matrices of (rows, columns), one after the other.
+    """Matrices of one shape, one after the other.
 
-    They begin at ``offset`` of the update of shard ``bucket``; with bucket -1: of the stage.
+    They begin at ``offset`` of the update of shard ``bucket``; with bucket -1: of the stage. There the parts of a
+    matrix follow one another: together its rows in order, or with ``by_columns`` blocks of columns.
     """
 
     bucket: int
     offset: int
-    count: int
-    shape: tuple[int, int]
+    matrices: tuple[WholeMatrix, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.matrices)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.matrices[0].rows, self.matrices[0].columns
 
     @property
     def numel(self) -> int:
         return self.count * self.shape[0] * self.shape[1]
+
+    @property
+    def by_columns(self) -> bool:
+        return self.matrices[0].by_columns
+
+    def is_continued_by(self, bucket: int, offset: int, matrix: WholeMatrix) -> bool:
+        like = (self.shape, self.by_columns) == ((matrix.rows, matrix.columns), matrix.by_columns)
+        return like and (self.bucket, self.offset + self.numel) == (bucket, offset)
+
+    def with_another(self, matrix: WholeMatrix) -> _MatrixBatch:
+        return replace(self, matrices=(*self.matrices, matrix))
 
 
 class MatrixExchange:
@@ -40,24 +61,29 @@ class MatrixExchange:
     Matrices that this rank owns and that do not lie in one of its shards in sufficient number are collected in a stage,
     a tensor of all of them. Building this needs no communication: every rank computes the same plan.
 
+    The states that a matrix has beside its flat ones (``MatrixOptimizer.matrix_states``) live at its owner, in the
+    order of the batches.
+
     Args:
         layout: of the flat buffer.
-        shapes: for each parameter its shape and its number of stacked matrices.
+        params: what the matrices of each parameter are.
         rank: this rank's in the group.
-        group: the buffer's process group; None: this rank alone.
+        group: over which matrices are brought together; None: this rank alone. It is the buffer's process group or,
+            where ranks hold parts of every matrix, that times these ranks, which follow one another in it.
     """
 
     def __init__(
         self,
         layout: BufferLayout,
-        shapes: Mapping[str, tuple[Sequence[int], int]],
+        params: Mapping[str, ParamMatrices],
         rank: int,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self.plan: MatrixPlan = plan_flat_buffer(layout, shapes)
+        self.plan: MatrixPlan = plan_flat_buffer(layout, params)
         self._group = group
         self._shape_of = {matrix.name: (matrix.rows, matrix.columns) for matrix in self.plan.matrices}
-        self._runs = [self._find_runs(layout, index, rank) for index in range(len(layout.buckets))]
+        shard = rank * layout.buckets[0].group_size // self.plan.group_size  # ranks with other parts have the same one
+        self._runs = [self._find_runs(layout, index, shard) for index in range(len(layout.buckets))]
         self._in_place: list[_MatrixBatch] = []  # worked on where they are
         self._staged: list[_MatrixBatch] = []  # worked on in the stage
         self._kept: list[
@@ -69,6 +95,7 @@ class MatrixExchange:
         self.travelling_numel = 0  # elements of the whole flat buffer that are sent to another rank (and return)
         self._stage_numel = 0
         self._find_places(ShardMap(layout), rank)
+        self._states: dict[_MatrixBatch, dict[str, Tensor]] = {}
 
     def _find_runs(self, layout: BufferLayout, bucket: int, rank: int) -> list[tuple[int, int, tuple[int, int]]]:
         runs: list[tuple[int, int, tuple[int, int]]] = []
@@ -88,7 +115,8 @@ class MatrixExchange:
             for batch in self._in_place
             for i in range(batch.count)
         }
-        for index in sorted(range(len(matrices)), key=lambda index: (matrices[index].rows, matrices[index].columns)):
+        kinds = [(matrix.rows, matrix.columns, matrix.by_columns) for matrix in matrices]
+        for index in sorted(range(len(matrices)), key=kinds.__getitem__):
             matrix, owner = matrices[index], owners[index]
             parts = list(shard_map.shard_ranges(matrix))
             self.travelling_numel += sum(part.numel for part in parts if part.rank != owner)
@@ -107,11 +135,10 @@ class MatrixExchange:
                 self._add_staged(matrix)
 
     def _add_staged(self, matrix: WholeMatrix) -> None:
-        shape, start, count = (matrix.rows, matrix.columns), self._stage_numel, 1
-        if self._staged and self._staged[-1].shape == shape:
-            last = self._staged.pop()
-            start, count = last.offset, last.count + 1
-        self._staged.append(_MatrixBatch(-1, start, count, shape))
+        if self._staged and self._staged[-1].is_continued_by(-1, self._stage_numel, matrix):
+            self._staged[-1] = self._staged[-1].with_another(matrix)
+        else:
+            self._staged.append(_MatrixBatch(-1, self._stage_numel, (matrix,)))
         self._stage_numel += matrix.numel
 
     def _find_batches(self, shard_map: ShardMap, rank: int) -> list[_MatrixBatch]:
@@ -123,12 +150,10 @@ class MatrixExchange:
             first, *others = shard_map.shard_ranges(matrix)
             if others or first.rank != rank:
                 continue
-            shape = (matrix.rows, matrix.columns)
-            last = batches[-1] if batches else None
-            if last and (last.bucket, last.offset + last.numel, last.shape) == (first.bucket, first.offset, shape):
-                batches[-1] = _MatrixBatch(last.bucket, last.offset, last.count + 1, shape)
+            if batches and batches[-1].is_continued_by(first.bucket, first.offset, matrix):
+                batches[-1] = batches[-1].with_another(matrix)
             else:
-                batches.append(_MatrixBatch(first.bucket, first.offset, 1, shape))
+                batches.append(_MatrixBatch(first.bucket, first.offset, (matrix,)))
         return [batch for batch in batches if batch.numel >= _IN_PLACE_NUMEL]
 
     def ranges(self, shard: int) -> Sequence[tuple[int, int, tuple[int, int]]]:
@@ -137,11 +162,38 @@ class MatrixExchange:
 
     def transform(self, updates: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> None:
         """See WholeMatrices.transform. Matrices that are not sent are worked on while others are."""
+        self._transform(updates, lambda batch, batch_BMN: batch_BMN.copy_(function(batch_BMN)))
+
+    def new_states(self, optimizer: MatrixOptimizer, options: Mapping[str, Any], device: torch.device) -> None:
+        """Creates the states of the matrices that this rank owns; ``options`` is the parameter group."""
+        self._states = {
+            batch: optimizer.new_matrix_states(batch.count, batch.shape, options, device)
+            for batch in (*self._in_place, *self._staged)
+        }
+
+    def state_tensors(self) -> list[dict[str, Tensor]]:
+        """Returns the live states of this rank's matrices, those of one shape [B, ...] together."""
+        return list(self._states.values())
+
+    def matrix_states(self) -> Iterator[tuple[WholeMatrix, dict[str, Tensor]]]:
+        """Yields each matrix that this rank owns with its live states."""
+        for batch, states in self._states.items():
+            for place, matrix in enumerate(batch.matrices):
+                yield matrix, {kind: tensor[place] for kind, tensor in states.items()}
+
+    def transform_with_states(self, updates: Sequence[Tensor], function: MatrixFunction, skip: Tensor) -> None:
+        """See WholeMatrices.transform_with_states."""
+        self._transform(
+            updates,
+            lambda batch, batch_BMN: update_matrices_with_states_(batch_BMN, self._states[batch], function, skip),
+        )
+
+    def _transform(self, updates: Sequence[Tensor], update_: Callable[[_MatrixBatch, Tensor], Any]) -> None:
         sent = [_of_shard(updates, part) for parts in self._sent for part in parts]
         to_owner = _AllToAll(self._sent, self._received, self._group if self.travelling_numel else None, updates[0])
         to_owner.start(sent)
         for batch in self._in_place:
-            _apply(function, updates[batch.bucket], batch)
+            _apply(update_, updates[batch.bucket], batch)
         stage = updates[0].new_empty(self._stage_numel)
         kept = [_of_shard(updates, part) for part, _ in self._kept]
         kept_places = [stage[place : place + part.numel] for part, place in self._kept]
@@ -149,7 +201,7 @@ class MatrixExchange:
         places = [stage[place : place + numel] for parts in self._received for place, numel in parts]
         to_owner.finish(places)
         for batch in self._staged:
-            _apply(function, stage, batch)
+            _apply(update_, stage, batch)
         back = to_owner.reversed()
         back.start(places)
         _copy(kept, kept_places)
@@ -206,6 +258,15 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(targets), list(sources))
 
 
-def _apply(function: Callable[[Tensor], Tensor], tensor: Tensor, batch: _MatrixBatch) -> None:
-    batch_BMN = tensor[batch.offset : batch.offset + batch.numel].view(batch.count, *batch.shape)
-    batch_BMN.copy_(function(batch_BMN))
+def _apply(update_: Callable[[_MatrixBatch, Tensor], Any], tensor: Tensor, batch: _MatrixBatch) -> None:
+    """Updates a batch in place, of which ``update_`` gets whole matrices [B, M, N]."""
+    rows, columns = batch.shape
+    flat = tensor[batch.offset : batch.offset + batch.numel]
+    if not batch.by_columns:
+        update_(batch, flat.view(batch.count, rows, columns))
+        return
+    parts = batch.matrices[0].parts
+    blocks = flat.view(batch.count, parts, rows, columns // parts)
+    whole_BMN = blocks.transpose(1, 2).reshape(batch.count, rows, columns)  # a copy: columns lie apart
+    update_(batch, whole_BMN)
+    blocks.copy_(whole_BMN.view(batch.count, rows, parts, columns // parts).transpose(1, 2))

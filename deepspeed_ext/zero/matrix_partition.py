@@ -6,6 +6,9 @@ so every matrix (every expert of a 3-D weight is one) gets one owner rank, to wh
 the result returns. The owner is by preference the rank that holds most of the matrix; with many matrices a rank almost
 nothing is sent.
 
+A matrix that tensor parallelism cuts has its parts on several ranks with the same flat layout: its owner is one of the
+ranks that hold a shard of any part, so the exchange goes over data-parallel times tensor-parallel ranks.
+
 A flat buffer of whole matrices instead, one shard of matrices a rank, would have to pad every shard to the largest: the
 dense matrices of one stage of Mula-220B, 32 over 1,536 ranks, would take 48 times their size.
 """
@@ -15,8 +18,9 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from deepspeed_ext.optimizers.base import count_matrices
 from deepspeed_ext.zero.partition import BucketLayout, BufferLayout, ShardRange, TensorRange
@@ -25,19 +29,51 @@ from deepspeed_ext.zero.partition import BucketLayout, BufferLayout, ShardRange,
 _SLACK = 1.02
 
 
+class ParamMatrices(NamedTuple):
+    """What a parameter's matrices are.
+
+    Attributes:
+        shape: of the parameter on this rank.
+        stacked: matrices one below the other (``stacked_matrices``).
+        parts: ranks that each hold an equal part of every matrix.
+        by_columns: the parts are columns, else rows.
+    """
+
+    shape: Sequence[int]
+    stacked: int = 1
+    parts: int = 1
+    by_columns: bool = False
+
+
 @dataclass(frozen=True)
 class WholeMatrix:
-    """A matrix of ``rows * columns`` elements from element ``start`` of the flattened parameter ``name``."""
+    """A matrix of ``rows * columns`` elements, a part of which begins at ``start`` of the flattened parameter ``name``.
+
+    Attributes:
+        name: of the parameter.
+        start: first element in the local parameter.
+        rows: of the whole matrix.
+        columns: likewise.
+        parts: ranks that each hold a part at the same place of their parameter.
+        by_columns: the parts are columns, else rows.
+    """
 
     name: str
     start: int
     rows: int
     columns: int
+    parts: int = 1
+    by_columns: bool = False
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of the whole matrix."""
         return self.rows * self.columns
+
+    @property
+    def index(self) -> int:
+        """Number of the matrix among those of its local parameter."""
+        return self.start * self.parts // self.numel
 
     @property
     def cost(self) -> int:
@@ -62,10 +98,14 @@ class MatrixPlan:
         return loads
 
 
-def matrices_of(name: str, shape: Sequence[int], stacked: int = 1) -> list[WholeMatrix]:
-    """Returns the matrices of one parameter, see ``optimizers.base.count_matrices``."""
+def matrices_of(
+    name: str, shape: Sequence[int], stacked: int = 1, parts: int = 1, by_columns: bool = False
+) -> list[WholeMatrix]:
+    """Returns the matrices of one parameter; arguments as of ParamMatrices."""
     count, (rows, columns) = count_matrices(name, shape, stacked)
-    return [WholeMatrix(name, index * rows * columns, rows, columns) for index in range(count) if rows * columns]
+    numel = rows * columns  # of the part that is here
+    rows, columns = (rows, columns * parts) if by_columns else (rows * parts, columns)
+    return [WholeMatrix(name, i * numel, rows, columns, parts, by_columns) for i in range(count) if numel]
 
 
 def smallest_load(costs: Iterable[int], group_size: int) -> float:
@@ -142,8 +182,16 @@ class ShardMap:
         self._starts = {name: [part.start for _, part in ranges] for name, ranges in self._ranges.items()}
 
     def shard_ranges(self, matrix: WholeMatrix) -> Iterator[ShardRange]:
-        """Yields where the matrix lies, in the order of its elements."""
-        low, high = matrix.start, matrix.start + matrix.numel
+        """Yields where the matrix lies, part by part, each in the order of its elements.
+
+        Part p of ``matrix.parts`` is on the ranks of the exchange's group whose number modulo ``parts`` is p.
+        """
+        for part in range(matrix.parts):
+            for found in self._local_ranges(matrix):
+                yield replace(found, rank=found.rank * matrix.parts + part)
+
+    def _local_ranges(self, matrix: WholeMatrix) -> Iterator[ShardRange]:
+        low, high = matrix.start, matrix.start + matrix.numel // matrix.parts
         for index, part in self._ranges[matrix.name][bisect_right(self._starts[matrix.name], low) - 1 :]:
             if part.start >= high:
                 return
@@ -161,21 +209,28 @@ class ShardMap:
             start += length
 
     def main_holder(self, matrix: WholeMatrix) -> int:
-        """Returns the rank that holds most of the matrix, the first of several."""
+        """Returns the rank that holds most of the matrix, the first of several; of equal parts they take turns."""
         held: dict[int, int] = {}
-        for part in self.shard_ranges(matrix):
+        for part in self._local_ranges(matrix):
             held[part.rank] = held.get(part.rank, 0) + part.numel
-        return max(held, key=lambda rank: (held[rank], -rank))
+        most = max(held, key=lambda rank: (held[rank], -rank))
+        return most * matrix.parts + matrix.index % matrix.parts
 
 
-def plan_flat_buffer(layout: BufferLayout, shapes: Mapping[str, tuple[Sequence[int], int]]) -> MatrixPlan:
-    """Plans the matrices of one flat buffer.
+def plan_flat_buffer(layout: BufferLayout, params: Mapping[str, ParamMatrices]) -> MatrixPlan:
+    """Plans the matrices of one flat buffer over the ranks of the exchange's group.
 
     Args:
         layout: of the buffer.
-        shapes: for each parameter its shape and its number of stacked matrices.
+        params: what each parameter's matrices are; ``parts`` is the same for all.
+
+    Raises:
+        ValueError: parameters of this buffer are cut into different numbers of parts.
     """
     shard_map = ShardMap(layout)
-    matrices = [m for name, (shape, stacked) in shapes.items() for m in matrices_of(name, shape, stacked)]
+    matrices = [matrix for name, param in params.items() for matrix in matrices_of(name, *param)]
     holders = [shard_map.main_holder(matrix) for matrix in matrices]
-    return plan_matrices(matrices, holders, layout.buckets[0].group_size)
+    parts = {matrix.parts for matrix in matrices} or {1}
+    if len(parts) > 1:
+        raise ValueError(f"the matrices of one flat buffer are cut into {sorted(parts)} parts; cut all of them alike")
+    return plan_matrices(matrices, holders, layout.buckets[0].group_size * parts.pop())

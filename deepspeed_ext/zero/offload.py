@@ -77,8 +77,7 @@ class HostStates:
 
     def _tensors(self, kind: str) -> list[Tensor]:
         if kind == "optim_states":
-            shards = [bucket.shard for flat_buffer in self._flat_buffers for bucket in flat_buffer.buckets]
-            return [state for shard in shards for state in shard.state.values()]
+            return [state for flat_buffer in self._flat_buffers for state in flat_buffer.state_tensors()]
         return [
             flat_buffer.masters if kind == "hp_params" else flat_buffer.param_buffer
             for flat_buffer in self._flat_buffers

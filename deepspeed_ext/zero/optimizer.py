@@ -41,7 +41,7 @@ from deepspeed_ext.zero.gradient_hooks import GradientReducer
 from deepspeed_ext.zero.offload import HostStates
 from deepspeed_ext.zero.options import ZeroOptions
 from deepspeed_ext.zero.param_all_gather import ParamAllGather
-from deepspeed_ext.zero.sharded_state import StateShard
+from deepspeed_ext.zero.sharded_state import MatrixState, StateShard
 from deepspeed_ext.zero.sync_errors import BackwardTracker, StepErrors
 
 
@@ -409,6 +409,11 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         self._require_at_rest("state_shards", "hp_params", "lp_params", "optim_states")
         self._copies = sharded_state.state_shards(self)
         return self._copies
+
+    def matrix_states(self) -> list[MatrixState]:
+        """Returns the states of the whole matrices that this rank owns, as live tensors."""
+        self._require_at_rest("matrix_states", "optim_states")
+        return sharded_state.matrix_states(self)
 
     def forget_copies(self) -> None:
         """Frees the decoded copies that ``state_shards`` returned. For callers that only read them."""

@@ -75,6 +75,37 @@ class _DecodedWhenRead(Mapping[str, Tensor]):
         return len(self._views)
 
 
+@dataclass(frozen=True)
+class MatrixState:
+    """The states of one whole matrix that this rank owns (``MatrixOptimizer.matrix_states``), as live tensors.
+
+    Attributes:
+        name: the parameter's.
+        param: the local parameter, of which the matrix may be a part or that may hold a part of it.
+        index: number of the matrix among the ``count`` that the local parameter holds.
+        count: matrices of the local parameter.
+        tensors: fp32, each of its state's own shape.
+    """
+
+    name: str
+    param: nn.Parameter
+    index: int
+    count: int
+    tensors: Mapping[str, Tensor]
+
+
+def matrix_states(optimizer: EPZeroOptimizer) -> list[MatrixState]:
+    """Returns the states of the whole matrices that this rank owns. Over a buffer's group each has one owner."""
+    found = []
+    for flat_buffer in optimizer.flat_buffers:
+        for matrix, tensors in [] if flat_buffer.exchange is None else flat_buffer.exchange.matrix_states():
+            param = flat_buffer.params[matrix.name]
+            count = param.numel() * matrix.parts // matrix.numel
+            if tensors:
+                found.append(MatrixState(matrix.name, param, matrix.index, count, tensors))
+    return found
+
+
 def state_shards(optimizer: EPZeroOptimizer) -> list[StateShard]:
     """Returns what this rank owns, without copying anything."""
     shards = []
@@ -135,6 +166,7 @@ def state_dict(optimizer: EPZeroOptimizer) -> dict[str, Any]:
             for flat_buffer in optimizer.flat_buffers
             for bucket in flat_buffer.buckets
         ],
+        "matrix_states": [dict(one.tensors) for one in matrix_states(optimizer)],
     }
 
 
@@ -174,6 +206,9 @@ def load_state_dict(optimizer: EPZeroOptimizer, saved: Any, load_optimizer_state
         for bucket, shard in zip(buckets, saved["shards"], strict=True):
             for kind in shard.keys() - {"master"}:
                 bucket.shard.state[kind].copy_(shard[kind])
+        for one, tensors in zip(matrix_states(optimizer), saved.get("matrix_states", []), strict=True):
+            for kind, tensor in one.tensors.items():
+                tensor.copy_(tensors[kind])
         for group, options in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             group.update(options)
         optimizer.step_count = saved["step_count"]
@@ -220,6 +255,10 @@ class Stage3States:
             whole = nn.Parameter(torch.empty(param.ds_shape, dtype=param.dtype, device="meta"), requires_grad=False)
             shards.append(StateShard(name, whole, start, stop, tensors))
         return shards
+
+    def matrix_states(self) -> list[MatrixState]:
+        """Returns nothing: AdamW has no states of whole matrices."""
+        return []
 
     def forget_copies(self) -> None:
         """Does nothing: all shards are live, none is a copy."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_ext.optimizers import Muon, Shard, StepScalars
+from deepspeed_ext.optimizers import MatrixOptimizer, Muon, Shard, StepScalars, WholeMatrices
 from deepspeed_ext.optimizers.muon import ShardMuon
 from deepspeed_ext.zero import matrix_exchange
+from deepspeed_ext.zero.flat_buffer import param_matrices
 from deepspeed_ext.zero.matrix_exchange import MatrixExchange
+from deepspeed_ext.zero.matrix_partition import ParamMatrices, matrices_of, plan_flat_buffer
 from deepspeed_ext.zero.partition import BufferLayout, flat_layout
 from tests.helpers import run_distributed
 
@@ -102,3 +105,114 @@ def test_twice_the_same_bits() -> None:
     first, second = (run_distributed(train, 2, 3000, 1) for _ in range(2))
     for (_, masters, _), (_, again, _) in zip(first, second, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(masters, again, strict=True))
+
+
+class ShardWhitened(MatrixOptimizer):
+    """A matrix optimizer with a state of another shape than the matrix, as simple as one can be."""
+
+    def matrix_states(self, shape: tuple[int, int], options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        return {"gram": (shape[0], shape[0]), "norm": ()}
+
+    def update_matrices_(
+        self, shards: Sequence[Shard], matrices: WholeMatrices, options: Mapping[str, Any], scalars: StepScalars
+    ) -> None:
+        updates = [torch.where(scalars.skip != 0, 0.0, shard.grad * scalars.scale) for shard in shards]
+        matrices.transform_with_states(updates, whiten, scalars.skip)
+        for shard, update in zip(shards, updates, strict=True):
+            shard.master.sub_(torch.where(scalars.skip != 0, 0.0, update), alpha=options["lr"])
+
+
+def whiten(batch_BMN: Tensor, states: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    gram_BMM = 0.9 * states["gram"] + batch_BMN @ batch_BMN.mT
+    norm_B = states["norm"] + batch_BMN.square().sum((1, 2))
+    return gram_BMM @ batch_BMN / norm_B[:, None, None], {"gram": gram_BMM, "norm": norm_B}
+
+
+PARTS = {
+    "experts.gate_up": ParamMatrices((5, 48, 20), 2, 2),
+    "q": ParamMatrices((40, 40), 1, 2, by_columns=True),
+    "k": ParamMatrices((40, 40), 1, 2),
+    "experts.down": ParamMatrices((5, 20, 24), 1, 2, by_columns=True),
+}
+
+
+def whole_values(seed: int) -> dict[str, Tensor]:
+    """[matrices, rows, columns] of each parameter."""
+    generator, found = torch.Generator().manual_seed(seed), {}
+    for name, param in PARTS.items():
+        first, *others = matrices_of(name, *param)
+        found[name] = torch.randn(1 + len(others), first.rows, first.columns, generator=generator)
+    return found
+
+
+def local_values(seed: int, part: int) -> dict[str, Tensor]:
+    return {
+        name: value.chunk(2, dim=2 if PARTS[name].by_columns else 1)[part].reshape(PARTS[name].shape)
+        for name, value in whole_values(seed).items()
+    }
+
+
+def train_with_states(rank: int, world: int, bucket_numel: int) -> dict[tuple[str, int], dict[str, Tensor]]:
+    """Two steps of ShardWhitened, one skipped between them; each matrix's states, and its own part of the masters."""
+    layout = flat_layout([(name, math.prod(one.shape)) for name, one in PARTS.items()], world // 2, bucket_numel)
+    exchange, optimizer = MatrixExchange(layout, PARTS, rank, dist.group.WORLD), ShardWhitened()
+    exchange.new_states(optimizer, {}, torch.device("cpu"))
+    shard, part = divmod(rank, 2)
+    shards = [Shard(one, torch.empty(0), one) for one in shards_of(layout, shard, local_values(0, part))]
+    for step, skip in ((1, False), (2, True), (3, False)):
+        for one, grad in zip(shards, shards_of(layout, shard, local_values(step, part)), strict=True):
+            one.grad = torch.full_like(grad, torch.nan) if skip else grad
+        scalars = StepScalars.of(torch.device("cpu"), step, skip=skip)
+        optimizer.update_matrices_(shards, exchange, {"lr": 0.1}, scalars)
+    expected = whole_values(0)
+    for gradients in (whole_values(1), whole_values(3)):
+        for name, value in reference(gradients).items():
+            expected[name] -= 0.1 * value
+    for name, value in expected.items():
+        expected[name] = value.chunk(2, dim=2 if PARTS[name].by_columns else 1)[part].reshape(-1)
+    for bucket, one in zip(layout.buckets, shards, strict=True):
+        for found in bucket.shard_ranges(shard):
+            torch.testing.assert_close(one.master[found.where], expected[found.name][found.start : found.stop])
+    REFERENCE.clear()
+    return {(matrix.name, matrix.index): states for matrix, states in exchange.matrix_states()}
+
+
+REFERENCE: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+
+
+def reference(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The update of whole matrices one by one, with the states in REFERENCE."""
+    updates = {name: value.clone() for name, value in gradients.items()}
+    for name, value in gradients.items():
+        for index, matrix in enumerate(value):
+            gram, norm = REFERENCE.get((name, index), (torch.zeros(len(matrix), len(matrix)), torch.zeros(())))
+            REFERENCE[name, index] = 0.9 * gram + matrix @ matrix.T, norm + matrix.square().sum()
+            updates[name][index] = REFERENCE[name, index][0] @ matrix / REFERENCE[name, index][1]
+    return updates
+
+
+@pytest.mark.parametrize(("world", "bucket_numel"), [(2, 10**6), (4, 3000)])
+def test_matrices_cut_over_ranks_have_their_states_at_one_owner(world: int, bucket_numel: int) -> None:
+    REFERENCE.clear()
+    for step in (1, 3):
+        reference(whole_values(step))
+    results = run_distributed(train_with_states, world, bucket_numel)
+    owned = [key for states in results for key in states]
+    assert sorted(owned) == sorted(REFERENCE) and min(len(states) for states in results) > 0
+    for states in results:
+        for key, found in states.items():
+            torch.testing.assert_close(found["gram"], REFERENCE[key][0])
+            torch.testing.assert_close(found["norm"], REFERENCE[key][1])
+
+
+def test_parts_that_do_not_fit() -> None:
+    param = torch.nn.Parameter(torch.zeros(8, 6))
+    for key, value in {"partition_dim": 0, "partition_count": 2, "partition_stride": 2}.items():
+        setattr(param, key, value)
+    with pytest.raises(ValueError, match=r"'w' is cut along dim 0 with partition_stride=2; .* with stride 1"):
+        param_matrices("w", param)
+    param.stacked_matrices = 2  # type: ignore[attr-defined]
+    assert param_matrices("w", param) == ParamMatrices((8, 6), 2, 2, False)
+    layout = flat_layout([("a", 48), ("b", 48)], 2, 1000)
+    with pytest.raises(ValueError, match=r"cut into \[1, 2\] parts"):
+        plan_flat_buffer(layout, {"a": ParamMatrices((8, 6)), "b": ParamMatrices((8, 6), 1, 2)})

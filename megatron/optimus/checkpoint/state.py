@@ -36,10 +36,26 @@ class StateShard(Protocol):
     def new_copy(self, kind: str) -> torch.Tensor: ...  # of a stored one, to be written whole
 
 
+class MatrixState(Protocol):
+    """The states of one whole matrix that this rank owns, as deepspeed_ext's MatrixState has them."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def param(self) -> nn.Parameter: ...
+    @property
+    def index(self) -> int: ...  # of the matrix among those of the local parameter
+    @property
+    def count(self) -> int: ...
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]: ...  # kind -> live tensor of the state's own shape
+
+
 class ShardedOptimizer(Protocol):
     """An optimizer whose states are sharded over ranks, as that of deepspeed_ext is."""
 
     def state_shards(self) -> Sequence[StateShard]: ...
+    def matrix_states(self) -> Sequence[MatrixState]: ...
 
 
 def global_name_shape(name: str, param: torch.Tensor) -> tuple[str, tuple[int, ...]]:
@@ -83,6 +99,8 @@ def training_slices(
             else:
                 tensors[kind] = encoded
         slices += _slices(shard.name, shard.param, shard.start, shard.stop, tensors)
+    for matrix in optimizer.matrix_states():
+        slices += _matrix_state_slices(matrix)
     return slices + (_buffer_slices(model) if buffers else [])
 
 
@@ -174,6 +192,22 @@ def _slices(
                 part = tensor.part(first, last)
                 slices.append(TensorSlice(*where, part.values, region.box, torch.float32, part))
     return slices
+
+
+def _matrix_state_slices(matrix: MatrixState) -> list[TensorSlice]:
+    """Slices of one matrix's states: each kind is a tensor [matrices of the whole parameter, *its own shape]."""
+    number, count = matrix.index, matrix.count
+    expert_ids = getattr(matrix.param, "expert_ids", None)
+    if expert_ids is not None:
+        each = count // len(expert_ids)  # matrices of an expert
+        number = expert_ids[number // each] * each + number % each
+        count = global_name_shape(matrix.name, matrix.param)[1][0] * each
+    return [
+        TensorSlice(
+            matrix.name, kind, (count, *one.shape), number * one.numel(), (number + 1) * one.numel(), one.reshape(-1)
+        )
+        for kind, one in matrix.tensors.items()
+    ]
 
 
 def _buffer_slices(model: nn.Module) -> list[TensorSlice]:

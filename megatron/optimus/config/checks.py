@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.optimus.config.duration import batch_sizes, check_batch_sizes, schedule_lengths
+from megatron.optimus.config.family import ParameterKind, layer_parameters
 from megatron.optimus.config.layout import Layout
 from megatron.optimus.config.schema import (
     ConfigError,
@@ -66,14 +67,8 @@ def check(config: RunConfig, world_size: int) -> None:
 
 def check_optimizer(config: RunConfig) -> None:
     """Raises ConfigError for an optimizer or ZeRO stage that does not support the parallel layout."""
-    tensor_parallel = config.parallel.tensor_model_parallel_size
-    if config.optimizer.optimizer.is_for_matrices and tensor_parallel > 1:
-        raise ConfigError(
-            f"optimizer={config.optimizer.optimizer.value} needs whole matrices, and "
-            f"tensor_model_parallel_size={tensor_parallel} splits them; use tensor_model_parallel_size=1 or another "
-            "optimizer"
-        )
     _raise_if(_zero_stage_problem(config))
+    _raise_if(_galore_rank_problem(config))
 
 
 def check_trainable(config: RunConfig) -> None:
@@ -97,6 +92,23 @@ def check_trainable(config: RunConfig) -> None:
             f"tokenizer_model={tokenizer!r} does not exist; give the tokenizer's file or folder, or leave it out: "
             "training does not need it, the export then comes without one"
         )
+
+
+def _galore_rank_problem(config: RunConfig) -> str | None:
+    rank, model = config.optimizer.galore_rank, config.model
+    if config.optimizer.optimizer is not OptimizerName.GALORE:
+        return None
+    kinds = {layer in model.moe_layers for layer in range(model.num_layers)}
+    specs = [
+        spec
+        for is_moe in kinds
+        for spec in layer_parameters(model, is_moe=is_moe).values()
+        if spec.kind is ParameterKind.MATRIX
+    ]
+    most = max(min(spec.shape[-2:]) for spec in specs)
+    if rank <= most:
+        return None
+    return f"galore_rank={rank} exceeds the shorter side of every matrix of the model; use at most {most}"
 
 
 def _zero_stage_problem(config: RunConfig) -> str | None:

@@ -76,7 +76,10 @@ class Float8(str, Enum):
 
 
 class OptimizerName(str, Enum):
-    """An optimizer is ("name", its states an element, whether it is for hidden matrices and AdamW for the others)."""
+    """An optimizer is ("name", its states an element, whether it is for hidden matrices and AdamW for the others).
+
+    Of one for matrices only the states that lie in flat shards count; planner/matrix_states.py counts the others.
+    """
 
     num_states: int
     is_for_matrices: bool
@@ -86,10 +89,20 @@ class OptimizerName(str, Enum):
         name._value_, name.num_states, name.is_for_matrices = value, num_states, is_for_matrices
         return name
 
+    @property
+    def keeps_flat_states(self) -> bool:
+        """Whether it keeps states as shards of elements, which may be in fewer bits."""
+        return self.num_states > 0
+
     ADAM = "adam", 2  # AdamW: decoupled weight decay
     SGD = "sgd", 1
     MUON = "muon", 1, True
     LION = "lion", 1
+    NORMUON = "normuon", 1, True
+    SOAP = "soap", 0, True
+    SHAMPOO = "shampoo", 0, True
+    GALORE = "galore", 0, True
+    DION = "dion", 0, True
 
 
 class StateDtype(str, Enum):
@@ -101,6 +114,11 @@ class StateDtype(str, Enum):
 class MuonLRAdjustment(str, Enum):
     ORIGINAL = "original"  # lr * sqrt(max(1, rows / columns))
     MATCH_RMS_ADAMW = "match_rms_adamw"  # lr * 0.2 * sqrt(max(rows, columns)): AdamW's lr and weight decay carry over
+
+
+class ShampooGraft(str, Enum):
+    RMSPROP = "rmsprop"
+    SGD = "sgd"
 
 
 class LRDecayStyle(str, Enum):

@@ -8,7 +8,8 @@ expert traffic stays inside it as long as ep*etp <= ranks per node.
 
 Combined axes: ``dense`` (dp, cp) are the ranks that hold the same non-expert weights, ``sequence`` (cp, tp) those that
 share a micro-batch, ``stage`` (dp, cp, tp) all ranks of a pipeline stage, ``model`` (pp, tp) those that hold one copy
-of the non-expert weights, ``experts`` (ep, etp) those that together hold each expert of a layer once.
+of the non-expert weights, ``experts`` (ep, etp) those that together hold each expert of a layer once, ``edp_etp``
+(edp, etp) those that hold shards or replicas of the same experts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy.typing as npt
 from megatron.optimus.config.schema import ConfigError, ParallelConfig, divisors, one_of
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
-AXES = (*DENSE_AXES, "world", "dense", "sequence", "stage", "model", "edp", "ep", "etp", "experts")
+AXES = (*DENSE_AXES, "world", "dense", "sequence", "stage", "model", "edp", "ep", "etp", "experts", "edp_etp")
 
 
 @dataclass(frozen=True)
@@ -110,5 +111,6 @@ class Layout:
             "ep": lambda: np.moveaxis(expert_grid, 2, -1),
             "etp": lambda: expert_grid,
             "experts": lambda: expert_grid.reshape(pp, self.edp, -1),
+            "edp_etp": lambda: np.moveaxis(expert_grid, 2, 1).reshape(pp, self.ep, -1),
         }[axis]()
         return lines.reshape(-1, lines.shape[-1])

@@ -29,6 +29,7 @@ from megatron.optimus.config.choices import (
     Recompute,
     RotaryScaling,
     ScoreFunction,
+    ShampooGraft,
     SplitBy,
     StateDtype,
     TokenDispatcherType,
@@ -252,7 +253,9 @@ class OptimizerConfig:
     """Optimizer, ZeRO sharding, learning-rate schedule and gradient clipping."""
 
     optimizer: OptimizerName = option(
-        OptimizerName.ADAM, "adam is AdamW; muon uses AdamW for parameters that are not hidden matrices"
+        OptimizerName.ADAM,
+        "adam is AdamW; muon, normuon, soap, shampoo, galore and dion use AdamW for parameters that are not hidden "
+        "matrices",
     )
     optimizer_state_dtype: StateDtype = option(StateDtype.FP32, "dtype of moments; master weights are fp32")
     zero_stage: int = option(
@@ -294,6 +297,22 @@ class OptimizerConfig:
     muon_adjust_lr_fn: MuonLRAdjustment = option(
         MuonLRAdjustment.MATCH_RMS_ADAMW, "Muon: scale of the learning rate by a matrix's shape"
     )
+    normuon_beta2: float = option(0.95, "decay rate of NorMuon's second moment of rows; its other options are Muon's")
+    soap_beta1: float = option(0.95, "decay rate of SOAP's first moment")
+    soap_beta2: float = option(0.95, "decay rate of SOAP's second moment and of its factors")
+    soap_precondition_frequency: int = option(10, "SOAP: steps from one renewal of the eigenbases to the next")
+    soap_max_dim: int = option(8192, "SOAP: a side of a matrix that is longer keeps its own basis")
+    shampoo_beta1: float = option(0.9, "decay rate of Shampoo's momentum")
+    shampoo_beta2: float = option(0.99, "decay rate of Shampoo's factors and of the second moment of grafting")
+    shampoo_eps: float = option(1e-6, "Shampoo: times a factor's mean eigenvalue, added to its eigenvalues")
+    shampoo_graft: ShampooGraft = option(ShampooGraft.RMSPROP, "Shampoo: whose norm the update of a matrix gets")
+    shampoo_block_size: int = option(1024, "Shampoo: longest side of the blocks that have factors of their own")
+    shampoo_precondition_frequency: int = option(20, "Shampoo: steps from one computation of the roots to the next")
+    galore_rank: int = option(128, "rank of GaLore's projection; smaller matrices are not reduced")
+    galore_update_proj_gap: int = option(200, "GaLore: steps from one projector to the next")
+    galore_scale: float = option(0.25, "GaLore: factor on the updates of matrices; betas are Adam's")
+    dion_momentum: float = option(0.95, "share of the approximated momentum that Dion keeps")
+    dion_rank_fraction: float = option(0.25, "rank of Dion's updates as a share of a matrix's shorter side")
     clip_grad: float = option(1.0, "clip gradients to this global norm; 0: no clipping")
     clip_grad_after_warmup: bool = option(False, "clip gradients only after the warm-up, as the Optimus paper does")
     grad_norm_spike_sigma: float = option(
@@ -309,7 +328,26 @@ class OptimizerConfig:
         require(self.zero_stage in range(4), f"zero_stage={self.zero_stage} does not exist; use 0, 1, 2 or 3")
         require(self.min_lr <= self.lr, f"min_lr={self.min_lr} exceeds lr={self.lr}; use at most {self.lr}")
         at_least(self, 1, "muon_num_ns_steps", "ddp_bucket_size")
-        for name in ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2", "sgd_momentum", "muon_momentum"):
+        at_least(self, 1, "soap_precondition_frequency", "soap_max_dim", "galore_rank", "galore_update_proj_gap")
+        at_least(self, 1, "shampoo_block_size", "shampoo_precondition_frequency")
+        positive(self, "shampoo_eps", "galore_scale", "dion_rank_fraction")
+        require(self.dion_rank_fraction <= 1, f"dion_rank_fraction={self.dion_rank_fraction} exceeds 1; use at most 1")
+        require(
+            self.optimizer.keeps_flat_states or self.optimizer_state_dtype is StateDtype.FP32,
+            f"optimizer={self.optimizer.value} keeps whole matrices in fp32, not "
+            f"optimizer_state_dtype={self.optimizer_state_dtype.value}; use fp32, or muon or normuon",
+        )
+        rates = (
+            "adam_beta1",
+            "adam_beta2",
+            "lion_beta1",
+            "lion_beta2",
+            "sgd_momentum",
+            "muon_momentum",
+            "dion_momentum",
+        )
+        others = ("normuon_beta2", "soap_beta1", "soap_beta2", "shampoo_beta1", "shampoo_beta2")
+        for name in (*rates, *others):
             beta = getattr(self, name)
             require(0 <= beta < 1, f"{name}={beta} is out of range; use 0 <= {name} < 1")
         check_schedule(self)

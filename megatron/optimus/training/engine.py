@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from enum import Enum
 from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
@@ -46,6 +47,16 @@ class _Optimizer(NamedTuple):
     options: Callable[[OptimizerConfig], ParamGroup]
 
 
+def _muon_options(config: OptimizerConfig) -> ParamGroup:
+    return {
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "adam_eps": config.adam_eps,
+        "momentum": config.muon_momentum,
+        "ns_steps": config.muon_num_ns_steps,
+        "adjust_lr_fn": config.muon_adjust_lr_fn.value,
+    }
+
+
 _OPTIMIZERS: dict[OptimizerName, _Optimizer] = {
     OptimizerName.ADAM: _Optimizer(
         torch.optim.AdamW, lambda c: {"betas": (c.adam_beta1, c.adam_beta2), "eps": c.adam_eps}
@@ -53,15 +64,9 @@ _OPTIMIZERS: dict[OptimizerName, _Optimizer] = {
     OptimizerName.SGD: _Optimizer(
         torch.optim.SGD, lambda c: {"momentum": c.sgd_momentum, "decoupled_weight_decay": True}
     ),
-    OptimizerName.MUON: _Optimizer(
-        deepspeed_ext.Muon,
-        lambda c: {
-            "betas": (c.adam_beta1, c.adam_beta2),
-            "adam_eps": c.adam_eps,
-            "momentum": c.muon_momentum,
-            "ns_steps": c.muon_num_ns_steps,
-            "adjust_lr_fn": c.muon_adjust_lr_fn.value,
-        },
+    OptimizerName.MUON: _Optimizer(deepspeed_ext.Muon, _muon_options),
+    OptimizerName.NORMUON: _Optimizer(
+        deepspeed_ext.optimizers.own_optimizer("normuon"), lambda c: _muon_options(c) | {"beta2": c.normuon_beta2}
     ),
 }
 
@@ -77,15 +82,21 @@ def optimizer_of(name: OptimizerName) -> _Optimizer:
 def _own_options(arguments: Collection[str], config: OptimizerConfig) -> ParamGroup:
     """Those arguments of an optimizer NAME for which there are options NAME_argument; its betas are NAME_beta1 and 2.
 
-    One for matrices has AdamW's betas and eps from AdamW's options.
+    One for matrices has AdamW's betas and eps from AdamW's options. Its own are ``matrix_betas`` and ``eps``, which
+    without options of its own are AdamW's too.
     """
     prefix = config.optimizer.value.replace("-", "_")
     adam = {"betas": (config.adam_beta1, config.adam_beta2), "adam_eps": config.adam_eps}
     found: ParamGroup = {name: value for name, value in adam.items() if config.optimizer.is_for_matrices}
+    if config.optimizer.is_for_matrices:
+        found |= {name: config.adam_eps for name in ("eps", "graft_eps") if name in arguments}
     found |= {name: getattr(config, f"{prefix}_{name}") for name in arguments if hasattr(config, f"{prefix}_{name}")}
+    key = "matrix_betas" if "matrix_betas" in arguments else "betas"
     if hasattr(config, f"{prefix}_beta1"):
-        found["betas"] = tuple(getattr(config, f"{prefix}_beta{number}") for number in (1, 2))
-    return found
+        found[key] = tuple(getattr(config, f"{prefix}_beta{number}") for number in (1, 2))
+    elif "matrix_betas" in arguments:
+        found[key] = found["betas"]
+    return {name: value.value if isinstance(value, Enum) else value for name, value in found.items()}
 
 
 @needs_memory("building the model")
@@ -253,6 +264,7 @@ def _groups(model: Decoder, mesh: Mesh) -> deepspeed_ext.ZeroGroups:
         expert={str(name): mesh.group("edp") for name in names},
         model=mesh.group("model"),
         tensor=mesh.group("tp"),
+        matrices={None: mesh.group("stage"), **{str(name): mesh.group("edp_etp") for name in names}},
     )
 
 

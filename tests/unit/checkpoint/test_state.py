@@ -38,6 +38,9 @@ class FakeOptimizer:
     def state_shards(self):
         return self.shards
 
+    def matrix_states(self):
+        return []
+
 
 def expert_parallel(model: nn.Module, index: int, size: int) -> nn.Module:
     """Cuts the experts as parallel/expert.py does, interleaved."""

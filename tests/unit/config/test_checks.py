@@ -226,7 +226,11 @@ def test_gradient_accumulation_steps() -> None:
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        ("--data-path x --optimizer muon --tensor-model-parallel-size 2", "optimizer=muon needs whole matrices"),
+        (
+            "--data-path x --optimizer galore --galore-rank 5000",
+            "galore_rank=5000 exceeds the shorter side of every matrix of the model; use at most",
+        ),
+        ("--data-path x --zero-stage 3 --optimizer muon", "zero_stage=3 needs optimizer=adam, not muon"),
         ("--data-path x --zero-stage 0", "zero_stage=0"),
         (
             "--data-path x --optimizer-cpu-offload",

@@ -12,6 +12,7 @@ from deepspeed_ext.ds_config import zero_options
 from deepspeed_ext.optimizers import shard_optimizer_for
 from deepspeed_ext.optimizers.elementwise import ShardAdam, ShardLion, ShardSGD
 from deepspeed_ext.optimizers.muon import ShardMuon
+from deepspeed_ext.optimizers.normuon import ShardNorMuon
 from megatron.optimus.config.checks import check_trainable
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import (
@@ -87,6 +88,7 @@ def test_muon_takes_hidden_matrices_and_knows_stacked_ones() -> None:
         ("sgd", ShardSGD, {"momentum": 0.4, "decoupled_weight_decay": True, "lr": 0.5}),
         ("lion", ShardLion, {"betas": (0.6, 0.5), "lr": 0.5}),
         ("muon", ShardMuon, {"momentum": 0.3, "ns_steps": 7, "adjust_lr_fn": "original", "adam_eps": 1e-5}),
+        ("normuon", ShardNorMuon, {"momentum": 0.3, "ns_steps": 7, "beta2": 0.25, "adam_eps": 1e-5}),
     ],
 )
 def test_every_optimizer_gets_its_options(name: str, rule: type, reached: dict[str, Any]) -> None:
@@ -102,6 +104,7 @@ def test_every_optimizer_gets_its_options(name: str, rule: type, reached: dict[s
         "muon-momentum": 0.3,
         "muon-num-ns-steps": 7,
         "muon-adjust-lr-fn": "original",
+        "normuon-beta2": 0.25,
         "optimizer-state-dtype": "bf16",
         "weight-decay": 0.25,
     }
@@ -113,9 +116,40 @@ def test_every_optimizer_gets_its_options(name: str, rule: type, reached: dict[s
     assert group["state_dtype"] == "bf16" and group["weight_decay"] == 0.25
 
 
+@pytest.mark.parametrize(
+    ("words", "reached"),
+    [
+        (
+            "soap --soap-beta1 0.3 --soap-beta2 0.4 --soap-precondition-frequency 3 --soap-max-dim 9",
+            {"matrix_betas": (0.3, 0.4), "precondition_frequency": 3, "max_dim": 9, "eps": 1e-5},
+        ),
+        (
+            "shampoo --shampoo-beta1 0.3 --shampoo-beta2 0.4 --shampoo-eps 1e-4 --shampoo-graft sgd "
+            "--shampoo-block-size 7 --shampoo-precondition-frequency 3",
+            {"matrix_betas": (0.3, 0.4), "eps": 1e-4, "graft": "sgd", "block_size": 7, "graft_eps": 1e-5},
+        ),
+        (
+            "galore --galore-rank 5 --galore-update-proj-gap 7 --galore-scale 0.5",
+            {"matrix_betas": (0.8, 0.7), "eps": 1e-5, "rank": 5, "update_proj_gap": 7, "scale": 0.5},
+        ),
+        ("dion --dion-momentum 0.3 --dion-rank-fraction 0.5", {"momentum": 0.3, "rank_fraction": 0.5}),
+    ],
+)
+def test_matrix_optimizers_get_their_options_and_adamw_gets_adams(words: str, reached: dict[str, Any]) -> None:
+    adams = "--adam-beta1 0.8 --adam-beta2 0.7 --adam-eps 1e-5"
+    config = load(f"--optimizer {words} {adams}".split()).config.optimizer
+    optimizer = optimizer_of(config.optimizer).build(param_groups(moe(), config))
+    matrices, others = (
+        next(group for group in optimizer.param_groups if group["use_muon"] is kind) for kind in (True, False)
+    )
+    assert {key: matrices[key] for key in reached} == reached and type(matrices.get("graft", "")) is str
+    assert isinstance(shard_optimizer_for(optimizer, others), ShardAdam)
+    assert others["betas"] == (0.8, 0.7) and others["adam_eps"] == 1e-5
+
+
 @pytest.mark.parametrize("name", OptimizerName)
 def test_every_optimizer_keeps_the_states_that_the_planner_counts(name: OptimizerName) -> None:
-    optimizer = optimizer_of(name).build(param_groups(moe(), OptimizerConfig(optimizer=name)))
+    optimizer = optimizer_of(name).build(param_groups(moe(), OptimizerConfig(optimizer=name, galore_rank=4)))
     for group in optimizer.param_groups:
         states = name.num_states if group.get("use_muon", True) else 2  # AdamW's
         assert len(shard_optimizer_for(optimizer, group).state_kinds) == states
@@ -132,11 +166,15 @@ def test_errors() -> None:
         load(["--optimizer", "adamx"])
     with pytest.raises(ConfigError, match=r"lion_beta2=1.0 is out of range"):
         OptimizerConfig(lion_beta2=1.0)
+    with pytest.raises(
+        ConfigError, match="optimizer=soap keeps whole matrices in fp32, not optimizer_state_dtype=int8"
+    ):
+        load("--optimizer soap --optimizer-state-dtype int8".split())
+    with pytest.raises(ConfigError, match="dion_rank_fraction=1.5 exceeds 1"):
+        OptimizerConfig(dion_rank_fraction=1.5)
     config = RunConfig(optimizer=OptimizerConfig(optimizer=OptimizerName.MUON), data=DataConfig(data_path=["x"]))
-    check_trainable(config)
     config.parallel.tensor_model_parallel_size = 2
-    with pytest.raises(ConfigError, match="tensor_model_parallel_size=2 splits them"):
-        check_trainable(config)
+    check_trainable(config)
 
 
 @pytest.mark.parametrize("clip_grad", [0.0, 0.5, 1.0])
