@@ -286,7 +286,7 @@ class _Report:
     """Copies numbers from the device one step late: each exchange starts a copy and returns the one before."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_on_host = device.type in ("cpu", "meta")
+        self._is_on_host = device.type in ("cpu", "meta", "mps")  # of an Apple GPU it waits: no pinned memory
         self._sent: Tensor | None = None
         self._event = None if self._is_on_host else get_accelerator().Event()
 

@@ -32,6 +32,7 @@ COMMANDS = {
         "megatron.optimus.commands.expert_balance",
         "report the load of experts, and compute a balanced placement",
     ),
+    "doctor": ("megatron.optimus.commands.doctor", "check this machine's installation, and say how to mend it"),
     "tune-kernels": ("megatron.optimus.commands.tune_kernels", "autotune the Triton expert kernels on this GPU"),
 }
 

@@ -31,7 +31,7 @@ from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import ConfigError, Device, RunConfig, TokenizerType
 from megatron.optimus.config.serialize import to_dict
 from megatron.optimus.config.tokenizer_files import settle_tokenizer_type
-from megatron.optimus.context import RunContext
+from megatron.optimus.context import DTYPES, RunContext
 from megatron.optimus.data.dataset import check_contents
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.sources import read_sources
@@ -41,7 +41,7 @@ from megatron.optimus.describe import describe
 from megatron.optimus.models.huggingface.architectures import export_notice
 from megatron.optimus.models.huggingface.config import take_from_hf
 from megatron.optimus.platform import device as devices
-from megatron.optimus.platform import environment, log, process_groups, seeding
+from megatron.optimus.platform import environment, log, older_stacks, process_groups, seeding
 from megatron.optimus.platform.environment import RankEnvironment
 from megatron.optimus.platform.memory import OutOfMemory, needs_memory
 from megatron.optimus.platform.mesh import Mesh
@@ -148,6 +148,9 @@ def pretrain(config: RunConfig, launch: RankEnvironment, notice: str = "", *, ve
         from megatron.optimus.training.trainer import Trainer
 
     devices.set_device(device)
+    older_stacks.load_ipex()
+    devices.check_dtype(device, DTYPES[config.training.params_dtype])
+    logger.info("%s", devices.start_line(device, config.parallel.distributed_backend))
     devices.set_cpu_threads(launch)
     devices.set_deterministic(config.training.deterministic)
     seeding.seed_all(config.training.seed)

@@ -34,6 +34,42 @@ def test_auto_prefers_cuda_on_hopper_and_says_why_not_elsewhere(
     ]
 
 
+def test_rocm_takes_triton_and_refuses_cuda_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With torch's own flag set by hand and a Triton that is imitated: none of this was run on an AMD GPU."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(backend_module, "_KERNELS", {})
+    monkeypatch.setattr(tiles, "summary", lambda device: "default tiles")
+    cached = (backend_module._resolve, backend_module._cuda_error, backend_module._triton_error)
+    for names, error in (("amd",), None), (("nvidia",), "this triton (3.6) has no backend for AMD GPUs"):
+        monkeypatch.setitem(sys.modules, "triton", fake_triton(names=names))
+        for one in cached:
+            one.cache_clear()
+        found = backend_module.obstacle_of(ops.Backend.TRITON, "cuda", torch.bfloat16)
+        assert found is None if error is None else (found or "").startswith(error)
+        if error is None:
+            with caplog.at_level("INFO", logger="optimus"):
+                assert backend_module.resolve(torch.device("cuda"), torch.bfloat16) is ops.Backend.TRITON
+            with pytest.raises(
+                ops.BackendUnavailableError, match="NVIDIA's Hopper GPUs, and this torch is built for ROCm"
+            ):
+                backend_module._resolve.__wrapped__(ops.Backend.CUDA, "cuda", torch.bfloat16)
+    for one in cached:
+        one.cache_clear()
+    assert [r.getMessage() for r in caplog.records] == [
+        "expert kernels on cuda bfloat16: triton with default tiles; router: triton"
+    ]
+
+
+def test_apple_gpus_run_the_reference_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        assert backend_module._resolve.__wrapped__(ops.Backend.AUTO, "mps", dtype) is ops.Backend.REFERENCE
+    assert backend_module.resolve_routing(torch.device("mps")) is ops.Backend.REFERENCE
+    assert all("which is slower, because there are none for Apple GPUs" in r.getMessage() for r in caplog.records)
+    assert len(caplog.records) == 2
+
+
 INTEL = SimpleNamespace(get_current_target=lambda: SimpleNamespace(backend="xpu"))
 
 

@@ -167,7 +167,7 @@ def test_accelerators_are_named_in_one_file_and_in_kernels() -> None:
         for path in sources("megatron/optimus")
         if path != PACKAGE / "platform" / "device.py" and not path.is_relative_to(PACKAGE / "ops")
     ]
-    assert [found for path in files for found in uses(path, "torch.cuda", "torch.xpu")] == []
+    assert [found for path in files for found in uses(path, "torch.cuda", "torch.xpu", "torch.mps")] == []
 
 
 def test_only_commands_print() -> None:

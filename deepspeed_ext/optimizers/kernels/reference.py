@@ -63,7 +63,7 @@ def adam(shard: Shard, options: AdamOptions, scalars: StepScalars, first: int = 
     master, gradient = _decay(shard.master, _gradient(shard, scalars, options.maximize), options)
     m = torch.lerp(states.read(shard.state, "exp_avg"), gradient, 1 - options.beta1)
     v = options.beta2 * states.read(shard.state, "exp_avg_sq") + (1 - options.beta2) * gradient.square()
-    step = scalars.step.double()
+    step = scalars.step.to(torch.float32 if scalars.step.device.type == "mps" else torch.float64)
     correction1 = (1 - torch.pow(options.beta1, step)).float()
     correction2 = (1 - torch.pow(options.beta2, step)).sqrt().float()
     denominator = v.sqrt() / correction2 + options.eps

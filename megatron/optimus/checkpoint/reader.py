@@ -26,6 +26,7 @@ from megatron.optimus.checkpoint.errors import CheckpointError, DamagedError
 from megatron.optimus.checkpoint.manifest import Manifest, StoredPiece, TensorEntry
 from megatron.optimus.checkpoint.shards import ALIGNED, DTYPE_BYTES, ShardFile, dtype_name, torch_dtype
 from megatron.optimus.checkpoint.slices import Overlap, Region, TensorSlice, overlaps
+from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.ranks import Ranks, attempt
 
 CHUNK_BYTES = (16 << 20) - 4 * ALIGNED  # with the pages around it a power of two, as pinned memory is
@@ -174,7 +175,7 @@ class ReadAhead:
         self._pending: deque[tuple[Future[torch.Tensor], torch.Tensor | None]] = deque()
         # Used again and again, since fresh memory costs as much time as the disk. One is in use while AHEAD are filled.
         buffered = [chunk.num_bytes for chunk, target in zip(chunks, self._targets, strict=True) if target is None]
-        pin, size = self._device.type != "cpu", max(buffered, default=0)
+        pin, size = devices.pins_memory(self._device), max(buffered, default=0)
         count = min(AHEAD, len(buffered)) + 1 if buffered else 0
         self._free = deque(pages(size, pin) for _ in range(count))
         self._in_use: torch.Tensor | None = None
@@ -215,7 +216,9 @@ class ReadAhead:
         buffer, self._in_use = self._in_use, None
         if buffer is None:
             return
-        if self._device.type != "cpu":
+        if not devices.has_streams(self._device):
+            devices.synchronize(self._device)  # an Apple GPU, which may still read the buffer
+        else:
             self._copied[buffer.data_ptr()] = torch.accelerator.current_stream(self._device).record_event()
         self._free.append(buffer)
 
@@ -396,7 +399,7 @@ def _fill(chunk: ReadChunk, data: torch.Tensor, targets: dict[tuple[str, str], l
             for overlap in overlaps(chunk.region, request.region):
                 view = overlap.in_second(request.tensor)
                 if view.data_ptr() != data.data_ptr():  # else it was read there
-                    view.copy_(overlap.in_first(data), non_blocking=True)
+                    view.copy_(overlap.in_first(data), non_blocking=devices.pins_memory(view.device))
 
 
 def _sent(chunk: ReadChunk, regions: Sequence[Region]) -> list[Overlap]:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.optimus.checkpoint.slices import TensorSlice
+from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.device import DeviceEvent
 from megatron.optimus.platform.pinned_memory import pinned_buffers
 
@@ -125,8 +126,7 @@ class Snapshot:
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
-        self._on_host = self._device.type == "cpu"
-        self._stream = None if self._on_host else torch.Stream(self._device)
+        self._stream = torch.Stream(self._device) if devices.has_streams(self._device) else None
         self._copied: torch.Event | None = None
         # Around the update's wait for the last copy, once that is queued.
         self._held: tuple[DeviceEvent, DeviceEvent] | None = None
@@ -148,6 +148,7 @@ class Snapshot:
         sources = [slices[copy.indices[0]].tensor.as_strided((copy.numel(slices),), (1,)) for copy in copies]
         if self._stream is None:
             _copy(sources, self._copy_views)
+            devices.synchronize(self._device)
         else:
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
             self._sources, self._held = slices, None

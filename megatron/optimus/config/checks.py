@@ -226,7 +226,7 @@ def symmetric_dispatch_needs_cuda_and_whole_experts(config: RunConfig, world_siz
     parallel, name = config.parallel, "moe_token_dispatcher_type=symmetric"
     if parallel.moe_token_dispatcher_type is not TokenDispatcherType.SYMMETRIC:
         return None
-    if parallel.device in (Device.CPU, Device.XPU):
+    if parallel.device in (Device.CPU, Device.XPU, Device.MPS):
         return f"{name} needs GPUs of CUDA, and device={parallel.device.value}; use allgather or alltoall"
     shards = parallel.expert_tensor_parallel_size
     if shards > 1:
@@ -435,10 +435,22 @@ def vocabulary_holds_bytes(config: RunConfig, world_size: int) -> str | None:
 def backend_serves_device(config: RunConfig, world_size: int) -> str | None:
     """The distributed backend can move tensors of the device."""
     device, backend = config.parallel.device, config.parallel.distributed_backend
-    served = {"nccl": Device.CUDA, "xccl": Device.XPU}.get(backend.value)  # gloo moves tensors of every device
-    if served is None or device in (served, Device.AUTO):
+    devices = {"nccl": [Device.CUDA], "xccl": [Device.XPU], "ccl": [Device.CPU, Device.XPU]}
+    served = devices.get(backend.value)  # gloo moves tensors of every device
+    if served is None or device in (*served, Device.AUTO):
         return None
     return f"distributed_backend={backend.value} does not move tensors of device={device.value}; use auto"
+
+
+def apple_gpus_run_one_process(config: RunConfig, world_size: int) -> str | None:
+    """``device`` mps has no collectives, and only our own optimizer runs there."""
+    if config.parallel.device is not Device.MPS:
+        return None
+    if world_size > 1:
+        return f"device=mps with {world_size} ranks: no collectives run on Apple GPUs; start one process, or use cpu"
+    if (stage := config.optimizer.zero_stage) > 2:
+        return f"device=mps with zero_stage={stage}: use zero_stage=1"
+    return None
 
 
 def profiled_ranks_exist(config: RunConfig, world_size: int) -> str | None:
@@ -500,6 +512,7 @@ RULES: list[Rule] = [
     validation_has_data,
     vocabulary_holds_bytes,
     backend_serves_device,
+    apple_gpus_run_one_process,
     profiled_ranks_exist,
     only_own_optimizer_skips_spikes,
     tasks_fit_layout,

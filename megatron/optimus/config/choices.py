@@ -159,6 +159,7 @@ class Backend(str, Enum):
     NCCL = "nccl"
     XCCL = "xccl"
     GLOO = "gloo"
+    CCL = "ccl"  # of the module oneccl_bindings_for_pytorch, where torch has no xccl
 
 
 class Device(str, Enum):
@@ -166,3 +167,4 @@ class Device(str, Enum):
     CPU = "cpu"
     CUDA = "cuda"
     XPU = "xpu"
+    MPS = "mps"  # an Apple GPU: one process, without kernels of ours

@@ -233,8 +233,10 @@ class ParallelConfig:
     moe_expert_placement_file: str | None = option(
         None, "file with the assignment of every layer's experts to ranks, from `optimus expert-balance`"
     )
-    device: Device = option(Device.AUTO, "device type; auto: cuda, xpu or cpu, the first that is found")
-    distributed_backend: Backend = option(Backend.AUTO, "backend of collectives; auto: nccl, xccl or gloo by device")
+    device: Device = option(Device.AUTO, "device type; auto: cuda (ROCm too), xpu or cpu, the first that is found")
+    distributed_backend: Backend = option(
+        Backend.AUTO, "backend of collectives; auto: nccl (on ROCm RCCL), xccl (without it ccl) or gloo by device"
+    )
     distributed_timeout_minutes: float = option(10.0, "time limit of a collective, after which the run ends")
 
     def __post_init__(self) -> None:

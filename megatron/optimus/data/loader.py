@@ -63,9 +63,10 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> Batch:
         """Copies the batch to a device without waiting; a pinned batch is copied while the device computes."""
-        tokens, labels = (x.to(device, non_blocking=True) for x in (self.tokens_BS, self.labels_BS))
+        soon = devices.pins_memory(device)
+        tokens, labels = (x.to(device, non_blocking=soon) for x in (self.tokens_BS, self.labels_BS))
         documents = None if self.documents is None else self.documents.to(device)
-        positions = None if self.positions_BS is None else self.positions_BS.to(device, non_blocking=True)
+        positions = None if self.positions_BS is None else self.positions_BS.to(device, non_blocking=soon)
         return self._replace(tokens_BS=tokens, labels_BS=labels, documents=documents, positions_BS=positions)
 
     def pin_memory(self) -> Batch:
@@ -137,7 +138,7 @@ class BatchLoader:
         self._seed = seed
         self._shuffle = shuffle
         self._options, self._fim, self._select = options, fim, select
-        self._pinned = pin_for is not None and pin_for.type != "cpu"
+        self._pinned = pin_for is not None and devices.pins_memory(pin_for)
         self.num_batches: int | None = None
         if not shuffle:
             available = len(instances) // global_batch_size

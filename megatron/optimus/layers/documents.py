@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.optimus.platform.device import pins_memory
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -50,7 +52,7 @@ class Documents:
 
     def to(self, device: torch.device) -> Documents:
         """A copy on the device; does not wait for it."""
-        return Documents(self.cu_seqlens_host, self.cu_seqlens_N1.to(device, non_blocking=True))
+        return Documents(self.cu_seqlens_host, self.cu_seqlens_N1.to(device, non_blocking=pins_memory(device)))
 
     def pin_memory(self) -> Documents:
         return Documents(self.cu_seqlens_host, self.cu_seqlens_N1.pin_memory())

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from megatron.optimus import ops
 from megatron.optimus.layers import NO_LABEL
+from megatron.optimus.platform.device import is_rocm
 from megatron.optimus.platform.process_groups import all_gather_single
 
 CHUNK_ELEMENTS = 2**27  # logits held at once in fp32: 512 MiB, large enough for efficient matrix products
@@ -125,7 +126,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Adds a @ b to ``total`` (fp32). On a GPU the kernel of a 16-bit product adds it itself, without rounding it."""
-    if a.is_cuda and a.element_size() == 2:
+    if a.is_cuda and a.element_size() == 2 and not is_rocm():
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total += a @ b

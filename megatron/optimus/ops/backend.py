@@ -4,7 +4,7 @@
 warning with its remedy; asking for it explicitly raises. Nothing slower runs silently.
 
 A new backend is a member of ``Backend``, a module of kernels in ``_KERNELS`` (the comment there says what it provides),
-a place in ``_NATIVE``, and a case in ``_obstacle`` that tells why it cannot run.
+a place in ``_NATIVE``, and a case in ``obstacle_of`` that tells why it cannot run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Backend(str, enum.Enum):
     AUTO = "auto"
     REFERENCE = "reference"  # plain PyTorch: every device and dtype, the specification
     CPU = "cpu"  # C++ (csrc/cpu): float32, bfloat16, float16
-    TRITON = "triton"  # NVIDIA GPUs, and Intel GPUs with triton-xpu (not run on one): bfloat16, float16
+    TRITON = "triton"  # NVIDIA GPUs; AMD's, and Intel's with triton-xpu (not run on either): bfloat16, float16
     CUDA = "cuda"  # Hopper GPUs (csrc/cuda): the expert layer in bfloat16 and float16; the rest is Triton's
     SYCL = "sycl"  # Intel GPUs (csrc/sycl): float32, bfloat16, float16; cpu tensors too, for tests
 
@@ -132,8 +132,8 @@ def _resolve(selected: Backend, device_type: str, dtype: torch.dtype) -> Backend
     if obstacle is None:
         how = "" if selected is Backend.AUTO else " (as set)"
         if selected is Backend.AUTO and backend is Backend.TRITON:
-            first = _native(device_type)[0]
-            how = f" (not {first.value}: {_obstacle(first, device_type, dtype)})"
+            first = native(device_type)[0]
+            how = "" if first is backend else f" (not {first.value}: {obstacle_of(first, device_type, dtype)})"
         if backend is Backend.TRITON:
             from megatron.optimus.ops.triton import tiles
 
@@ -166,16 +166,16 @@ def _router(backend: Backend) -> Backend:
 def _choose(selected: Backend, device_type: str, dtype: torch.dtype) -> tuple[Backend, str | None]:
     """Returns the backend, and why it is not the one that was set or that is the device's first."""
     obstacles = {}
-    for backend in _native(device_type) if selected is Backend.AUTO else (selected,):
-        obstacle = _obstacle(backend, device_type, dtype)
-        if obstacle is None:
+    for backend in native(device_type) if selected is Backend.AUTO else (selected,):
+        why = obstacle_of(backend, device_type, dtype)
+        if why is None:
             if backend in _KERNELS:
                 _loaded[backend] = _module_of(backend)
             return backend, None
-        obstacles[backend] = obstacle
+        obstacles[backend] = why
     if Backend.SYCL in obstacles and Backend.TRITON in obstacles:  # two ways out; CUDA has Triton as its own condition
         return Backend.REFERENCE, "; ".join(f"{backend.value}: {why}" for backend, why in obstacles.items())
-    return Backend.REFERENCE, obstacle
+    return Backend.REFERENCE, why
 
 
 def _module_of(backend: Backend) -> ModuleType:
@@ -183,23 +183,30 @@ def _module_of(backend: Backend) -> ModuleType:
     return importlib.import_module(_KERNELS[backend])
 
 
-def _native(device_type: str) -> tuple[Backend, ...]:
+def native(device_type: str) -> tuple[Backend, ...]:
+    """Returns what ``auto`` tries for a type of device, in this order."""
+    if device_type == "cuda" and torch.version.hip is not None:  # AMD GPUs
+        return (Backend.TRITON,)
     return _NATIVE.get(device_type, _NATIVE["cuda"])
 
 
-def _obstacle(backend: Backend, device_type: str, dtype: torch.dtype) -> str | None:
+def obstacle_of(backend: Backend, device_type: str, dtype: torch.dtype) -> str | None:
     """Returns why a backend cannot run, with the remedy; None if it can."""
     if backend in (Backend.AUTO, Backend.REFERENCE):
         return None
-    if backend is Backend.CPU and device_type not in ("cpu", "meta"):
-        return f"it runs on cpu tensors, not {device_type}"
+    if device_type == "mps":
+        return "there are none for Apple GPUs; --device cpu has the CPU's"
     if backend in (Backend.TRITON, Backend.CUDA):
         if dtype not in _HALF:
             return "it has bfloat16 and float16 only; the reference runs the rest"
         return _triton_error(device_type) if backend is Backend.TRITON else _cuda_error(device_type)
     if dtype not in (torch.float32, *_HALF):
         return "it has float32, bfloat16 and float16 only; the reference runs the rest"
-    return compiled_library_error() if backend is Backend.CPU else _sycl_error(device_type)
+    return _cpu_error(device_type) if backend is Backend.CPU else _sycl_error(device_type)
+
+
+def _cpu_error(device_type: str) -> str | None:
+    return compiled_library_error() if device_type in ("cpu", "meta") else f"it runs on cpu tensors, not {device_type}"
 
 
 @functools.cache
@@ -223,8 +230,10 @@ def _triton_error(device_type: str) -> str | None:
         triton = importlib.import_module("triton")
     except ImportError:
         return "triton is not installed; 'pip install triton' (it comes with torch's CUDA builds)"
-    if torch.version.hip is not None:
-        return "its kernels are for NVIDIA and Intel GPUs; this torch is built for ROCm"
+    if torch.version.hip is not None and "amd" not in triton.backends.backends:
+        return (
+            f"this triton ({triton.__version__}) has no backend for AMD GPUs; install that of this torch's ROCm build"
+        )
     if device_type == "xpu":
         return _triton_for_intel_error(triton)
     if device_type != "cuda" and not triton.knobs.runtime.interpret:
@@ -249,6 +258,8 @@ def _triton_for_intel_error(triton: ModuleType) -> str | None:
 def _cuda_error(device_type: str) -> str | None:
     if device_type != "cuda":
         return f"it runs on cuda tensors, not {device_type}"
+    if torch.version.hip is not None:
+        return "it is for NVIDIA's Hopper GPUs, and this torch is built for ROCm; use triton"
     capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     if capabilities != {(9, 0)}:
         found = ", ".join(f"{major}.{minor}" for major, minor in sorted(capabilities))

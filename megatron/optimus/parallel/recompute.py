@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.optimus.config.schema import ParallelConfig, Recompute
 from megatron.optimus.models.decoder import Block
 from megatron.optimus.platform.collectives import recording_contexts
+from megatron.optimus.platform.device import pins_memory
 
 MIN_OFFLOADED_BYTES = 2**16  # smaller tensors cost more to move than they free
 
@@ -108,11 +109,11 @@ class _HostCopies:
         key = (storage.data_ptr(), x.storage_offset(), x.shape, x.stride(), x.dtype, x._version)
         source, copy = self._copies.get(key, (None, None))
         if source is None or copy is None or source.expired():  # expired: other data is at that address now
-            copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type != "cpu")
-            copy.copy_(x, non_blocking=True)
+            copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=pins_memory(x.device))
+            copy.copy_(x, non_blocking=pins_memory(x.device))
             self._copies[key] = StorageWeakRef(storage), copy
         return x.device, copy
 
     def unpack(self, packed: tuple[torch.device, Tensor]) -> Tensor:
         device, copy = packed
-        return copy.to(device, non_blocking=True)
+        return copy.to(device, non_blocking=pins_memory(device))

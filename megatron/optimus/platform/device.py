@@ -1,8 +1,10 @@
-"""Everything that differs between CUDA, XPU and CPU, except for the kernels in ops/ and deepspeed_ext.
+"""Everything that differs between CUDA, ROCm, XPU, MPS and CPU, except for the kernels in ops/ and deepspeed_ext.
 
-Other modules take a ``torch.device`` and call these functions; torch.cuda and torch.xpu are named in this file only.
+Other modules take a ``torch.device`` and call these functions; torch.cuda, torch.xpu and torch.mps are named in this
+file only. ROCm's GPUs are torch's devices "cuda", and its RCCL is the backend "nccl": ``is_rocm`` tells them apart.
 Another accelerator needs: its name in ``default_kind`` and ``_accelerator``, its backend in ``_BACKENDS``, its peak in
 ``_PEAK_FLOPS``, and in config/ the enums ``Device`` and ``Backend`` and the rule ``backend_serves_device``.
+docs/accelerators.md says which of them were run.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ import torch
 from torch import Tensor
 
 from megatron.optimus.config.schema import Backend, ConfigError, Device
-from megatron.optimus.platform import environment
+from megatron.optimus.platform import environment, older_stacks
 from megatron.optimus.platform.environment import Launcher, RankEnvironment
 
-_BACKENDS = {"cuda": Backend.NCCL, "xpu": Backend.XCCL, "cpu": Backend.GLOO}
+_BACKENDS = {"cuda": Backend.NCCL, "xpu": Backend.XCCL, "cpu": Backend.GLOO, "mps": Backend.GLOO}
+_CCL_DEVICES = ("cpu", "xpu")  # those that the module oneccl_bindings_for_pytorch serves
 
 # Dense peaks in FLOP/s of one device as torch counts devices, by part of its name; the first match counts.
 # NVIDIA, AMD: data sheets, without sparsity. Intel Max 1550: one tile (the unit under ZE_FLAT_DEVICE_HIERARCHY=FLAT) of
@@ -40,8 +43,35 @@ _PEAK_FLOPS: list[tuple[str, dict[torch.dtype, float]]] = [
 
 
 def default_kind() -> str:
-    """Returns the first of "cuda", "xpu" and "cpu" that torch finds on this machine."""
+    """Returns the first of "cuda", "xpu" and "cpu" that torch finds on this machine.
+
+    An Apple GPU is used where it is asked for (``--device mps``): one process alone can have it, without our kernels.
+    """
     return "cuda" if torch.cuda.is_available() else "xpu" if torch.xpu.is_available() else "cpu"
+
+
+def is_rocm() -> bool:
+    """Whether this torch is built for ROCm, whose AMD GPUs it calls cuda."""
+    return torch.version.hip is not None
+
+
+def build() -> str:
+    """Returns what this torch is built for: "CUDA 13.0", "ROCm 6.4", "XPU", "Apple GPUs" or "CPUs"."""
+    if torch.version.hip is not None:
+        return f"ROCm {torch.version.hip}"
+    if torch.version.cuda is not None:
+        return f"CUDA {torch.version.cuda}"
+    return "XPU" if torch.xpu._is_compiled() else "Apple GPUs" if torch.backends.mps.is_built() else "CPUs"
+
+
+def device_count(kind: str) -> int:
+    """Returns the number of devices of a kind that this process can use; for the CPU 1."""
+    if kind == "cpu":
+        return 1
+    if kind == "mps":
+        return int(torch.backends.mps.is_available())
+    module = _accelerator(kind)
+    return int(module.device_count()) if module.is_available() else 0
 
 
 def device_for_rank(device: Device, local_rank: int) -> torch.device:
@@ -59,10 +89,14 @@ def device_for_rank(device: Device, local_rank: int) -> torch.device:
         kind = default_kind()
     if kind == "cpu":
         return torch.device("cpu")
-    module = _accelerator(kind)
-    count = module.device_count() if module.is_available() else 0
+    count = device_count(kind)
     if count == 0:
         raise ConfigError(f"device={kind}, but torch {torch.__version__} sees none; use --device cpu or auto")
+    if kind == "mps" and local_rank > 0:
+        raise ConfigError(
+            f"local rank {local_rank} of device=mps: no collectives run on Apple GPUs; start one process, or use "
+            "--device cpu"
+        )
     if local_rank >= count:
         raise ConfigError(
             f"local rank {local_rank} needs a {kind} device of its own, but this node shows {count}; "
@@ -71,28 +105,66 @@ def device_for_rank(device: Device, local_rank: int) -> torch.device:
     return torch.device(kind, local_rank)
 
 
+def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
+    """Raises ConfigError where a device cannot train in a dtype: bf16 on an Apple GPU needs macOS 14."""
+    if device.type == "mps" and dtype is torch.bfloat16 and not torch.backends.mps.is_macos_or_newer(14, 0):
+        raise ConfigError("params_dtype=bf16: Apple GPUs have bf16 from macOS 14 on; use --params-dtype fp32")
+
+
 def _accelerator(kind: str) -> ModuleType:
-    return torch.cuda if kind == "cuda" else torch.xpu
+    return torch.cuda if kind == "cuda" else torch.mps if kind == "mps" else torch.xpu
 
 
 def set_device(device: torch.device) -> None:
     """Makes ``device`` the current device of this thread; does nothing on cpu and for a device without a number."""
-    if device.type != "cpu" and device.index is not None:
+    if device.type in ("cuda", "xpu") and device.index is not None:
         _accelerator(device.type).set_device(device)
 
 
 def backend_for(device: torch.device, backend: Backend) -> str:
-    """Returns the torch.distributed backend. Raises ConfigError where it cannot move tensors of the device."""
+    """Returns the torch.distributed backend; that of Intel GPUs is ccl where torch has no xccl and its module is here.
+
+    Raises:
+        ConfigError: it cannot move tensors of the device, or its module is not installed.
+    """
     own = _BACKENDS[device.type]
+    if backend is Backend.CCL and device.type in _CCL_DEVICES:
+        if (error := older_stacks.ccl_error()) is not None:
+            raise ConfigError(f"distributed_backend=ccl: {error}; or use {own.value}")
+        return backend.value
     if backend not in (Backend.AUTO, Backend.GLOO, own):
         raise ConfigError(f"distributed_backend={backend.value} does not serve {device.type}; use {own.value} or auto")
+    if backend is Backend.AUTO and own is Backend.XCCL and not has_xccl() and older_stacks.ccl_error() is None:
+        return Backend.CCL.value
     return own.value if backend is Backend.AUTO else backend.value
+
+
+def has_xccl() -> bool:
+    """Whether this torch has the backend xccl for Intel GPUs."""
+    return bool(getattr(torch.distributed, "is_xccl_available", bool)())
 
 
 def synchronize(device: torch.device) -> None:
     """Waits for all queued work of ``device``."""
-    if device.type != "cpu":
+    if device.type == "mps":
+        torch.mps.synchronize()  # of the only device: it takes no argument
+    elif device.type != "cpu":
         _accelerator(device.type).synchronize(device)
+
+
+def pins_memory(device: torch.device) -> bool:
+    """Whether copies between ``device`` and pinned host memory overlap with work; an Apple GPU shares the host's."""
+    return device.type not in ("cpu", "mps")
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether torch has streams of ``device``, on which work overlaps."""
+    return device.type not in ("cpu", "mps")
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Returns the dtype of sums over many tokens: float64, in which counts are exact; Apple GPUs have float32 only."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def register_host_memory(address: int, size: int) -> bool:
@@ -111,7 +183,10 @@ class DeviceEvent:
     def __init__(self, device: torch.device) -> None:
         self._event: Any = None
         self._time = time.perf_counter()  # for cpu, where work is done when its call returns
-        if device.type != "cpu":
+        if device.type == "mps":
+            self._event = torch.mps.Event(enable_timing=True)
+            self._event.record()
+        elif device.type != "cpu":
             module = _accelerator(device.type)
             self._event = module.Event(enable_timing=True)
             self._event.record(module.current_stream(device))
@@ -135,7 +210,9 @@ class AsyncHostCopy:
     def __init__(self, *tensors: Tensor) -> None:
         self._copies = list(tensors)
         self._event: Any = None
-        if tensors[0].device.type != "cpu":  # page-locked, or the copies would wait for the device
+        if not pins_memory(tensors[0].device):
+            self._copies = [x.cpu() for x in tensors]  # of an Apple GPU it waits
+        else:  # page-locked, or the copies would wait for the device
             self._copies = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors]
             for copy, tensor in zip(self._copies, tensors, strict=True):
                 copy.copy_(tensor, non_blocking=True)
@@ -151,7 +228,7 @@ class AsyncHostCopy:
 
 def to_device_async(tensor: Tensor, device: torch.device) -> Tensor:
     """A small tensor of the host on ``device``; the host does not wait for the device."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.pin_memory().to(device, non_blocking=True) if pins_memory(device) else tensor.to(device)
 
 
 @functools.cache
@@ -165,13 +242,13 @@ def on_side_stream(device: torch.device, work: Callable[[], Sequence[Tensor]]) -
     """Runs ``work`` on a side stream, after all work queued so far and overlapping with what is queued next.
 
     Args:
-        device: device of the work; on cpu it runs at once.
+        device: device of the work; on cpu and mps it runs at once.
         work: queues kernels and returns their results; the tensors it reads must live until the results are fetched.
 
     Returns:
         A function that makes the current stream wait for ``work`` and returns its results.
     """
-    if device.type == "cpu":
+    if not has_streams(device):
         results = work()
         return lambda: results
     module, stream = _accelerator(device.type), _side_stream(device)
@@ -214,22 +291,32 @@ def is_asynchronous(device: torch.device) -> bool:
 
 def memory_allocated(device: torch.device) -> int:
     """Returns the bytes of live tensors; 0 on cpu, where torch keeps no count."""
+    if device.type == "mps":
+        return int(torch.mps.current_allocated_memory())
     return 0 if device.type == "cpu" else int(_accelerator(device.type).memory_allocated(device))
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns the largest ``memory_allocated`` since the start or ``reset_peak_memory``; 0 on cpu."""
+    """Returns the largest ``memory_allocated`` since the start or ``reset_peak_memory``; 0 on cpu.
+
+    On mps, where torch keeps no peak, it is what torch's allocator holds now.
+    """
+    if device.type == "mps":
+        return int(torch.mps.driver_allocated_memory())
     return 0 if device.type == "cpu" else int(_accelerator(device.type).max_memory_allocated(device))
 
 
 def reset_peak_memory(device: torch.device) -> None:
     """Restarts the measurement of ``peak_memory``."""
-    if device.type != "cpu":
+    if device.type not in ("cpu", "mps"):
         _accelerator(device.type).reset_peak_memory_stats(device)
 
 
 def memory_info(device: torch.device) -> tuple[int, int, int]:
     """Returns bytes of an accelerator: free, held by this process's allocator, and in all."""
+    if device.type == "mps":
+        held, total = int(torch.mps.driver_allocated_memory()), int(torch.mps.recommended_max_memory())
+        return total - held, held, total
     module = _accelerator(device.type)
     free, total = module.mem_get_info(device)
     return int(free), int(module.memory_reserved(device)), int(total)
@@ -237,7 +324,17 @@ def memory_info(device: torch.device) -> tuple[int, int, int]:
 
 def device_name(device: torch.device) -> str:
     """Returns the product name ("NVIDIA H200"), or "cpu"."""
+    if device.type == "mps":
+        return "Apple GPU"
     return "cpu" if device.type == "cpu" else str(_accelerator(device.type).get_device_name(device))
+
+
+def architecture(device: torch.device) -> str:
+    """Returns what kernels of a device "cuda" are compiled for: "capability 9.0", or on ROCm "gfx942"."""
+    if is_rocm():
+        return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"capability {major}.{minor}"
 
 
 def peak_flops(name: str, dtype: torch.dtype) -> float | None:
@@ -274,3 +371,14 @@ def set_cpu_threads(launch: RankEnvironment) -> int:
     threads = cores if is_bound else max(1, cores // launch.local_world_size)
     torch.set_num_threads(threads)
     return threads
+
+
+def start_line(device: torch.device, backend: Backend) -> str:
+    """Returns the line of the start: torch, what it is built for, the collectives, and what older stacks are used."""
+    chosen = backend_for(device, backend)
+    collectives = "RCCL (nccl)" if chosen == "nccl" and is_rocm() else chosen
+    found = [older_stacks.load_ipex()]
+    found += [f"{older_stacks.CCL} (collectives)"] if chosen == "ccl" else []
+    older = "; ".join(text for text in found if text)
+    text = f"torch {torch.__version__} built for {build()}, device {device.type}, collectives by {collectives}"
+    return f"{text}; {older}" if older else text

@@ -21,6 +21,7 @@ import os
 import random
 import re
 import socket
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -152,6 +153,11 @@ def for_local_rank(rank: int, num_ranks: int, master_port: int, token: str = "")
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(master_port),
     }
+
+
+def import_path() -> dict[str, str]:
+    """Returns the variable with which a process that this one starts finds the same modules."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def rendezvous_token() -> str | None:

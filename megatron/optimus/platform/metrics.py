@@ -102,9 +102,10 @@ class Recorder:
         """``ranks``: over which values are reduced, on their device."""
         self._ranks = ranks
         self._device = torch.device(ranks.device)
+        self._dtype = devices.sum_dtype(self._device)
         self._reduces: dict[str, Reduce] = {}  # of every name that this rank has recorded
         self._names: list[tuple[str, Reduce]] | None = None  # that all ranks reduce, in the same order
-        self.values: dict[str, Tensor] = {}  # of this step and rank: float64 scalars on the device
+        self.values: dict[str, Tensor] = {}  # of this step and rank: scalars of the device's sum_dtype, there
         self.weights: dict[str, float] = {}
 
     @contextmanager
@@ -123,18 +124,18 @@ class Recorder:
             known = self._reduces[name]
             raise ValueError(f"metric {name!r} is recorded with reduce={known!r} and {reduce!r}; use one of them")
         if not isinstance(value, Tensor):
-            value = torch.full((), value, dtype=torch.float64, device=self._device)
+            value = torch.full((), value, dtype=self._dtype, device=self._device)
         elif value.numel() != 1:
             raise ValueError(f"metric {name!r} must be one number, got shape {tuple(value.shape)}; reduce it first")
         value = value.detach().reshape(())
         before = self.values.get(name)
         if before is None:
             # float64: sums of token counts must stay exact, and one dtype makes one all-reduce.
-            self.values[name] = value.to(self._device, torch.float64, copy=True)
+            self.values[name] = value.to(self._device, self._dtype, copy=True)
         elif reduce == "max":
-            self.values[name] = torch.maximum(before, value.double())
+            self.values[name] = torch.maximum(before, value.to(self._dtype))
         elif reduce == "min":
-            self.values[name] = torch.minimum(before, value.double())
+            self.values[name] = torch.minimum(before, value.to(self._dtype))
         else:
             self.values[name] = before + value
         self.weights[name] = self.weights.get(name, 0.0) + weight
@@ -166,13 +167,13 @@ class Recorder:
             self.exchange_names()
         names = self._names or []
         has_new = not self.values.keys() <= {name for name, _ in names}
-        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        zero = torch.zeros((), dtype=self._dtype, device=self._device)
         added = [zero if reduce in ("max", "min") else self.values.get(name, zero) for name, reduce in names]
         of_host = [*(self.weights.get(name, 0.0) for name, _ in names), float(has_new), *host_values]
-        on_device = devices.to_device_async(torch.tensor(of_host, dtype=torch.float64), self._device)
+        on_device = devices.to_device_async(torch.tensor(of_host, dtype=self._dtype), self._device)
         parts = [on_device[: len(names)], torch.stack(added or [zero])[: len(names)], on_device[len(names) :]]
         if tensor is not None:
-            parts.append(tensor.double().flatten())
+            parts.append(tensor.to(self._dtype).flatten())
         sums = torch.cat(parts)
         extremes = self._extremes(names)
         if self._ranks.size > 1:
@@ -189,7 +190,7 @@ class Recorder:
             if reduce in ("max", "min"):
                 value = self.values.get(name)
                 if value is None:
-                    value = torch.full((), -torch.inf, dtype=torch.float64, device=self._device)
+                    value = torch.full((), -torch.inf, dtype=self._dtype, device=self._device)
                 else:
                     value = value if reduce == "max" else -value
                 found.append(value)

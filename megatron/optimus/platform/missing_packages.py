@@ -6,14 +6,49 @@ Programs are imported before their ``main`` is called, so ``excepthook`` is set 
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 _OURS = ("megatron", "deepspeed_ext", "tools", "examples", "tests")
-# Packages that every installation has (pyproject.toml), by the name of their module.
-_REQUIRED = {name: name for name in ("torch", "deepspeed", "numpy", "safetensors", "xxhash", "tokenizers")}
-_REQUIRED |= {"yaml": "pyyaml"}
+# Packages that every installation has, by the name of their module: distribution and version, as in pyproject.toml.
+REQUIRED = {
+    "torch": ("torch", ">=2.10"),
+    "deepspeed": ("deepspeed", "==0.19.8"),
+    "numpy": ("numpy", ""),
+    "safetensors": ("safetensors", ">=0.5"),
+    "xxhash": ("xxhash", ">=3.5"),
+    "yaml": ("pyyaml", ">=6.0"),
+    "tokenizers": ("tokenizers", ">=0.20"),
+}
+
+
+class Extra(NamedTuple):
+    """Optional packages of one purpose."""
+
+    purpose: str
+    packages: dict[str, str]  # distribution, by the name of the module
+
+
+# The extras of pyproject.toml.
+EXTRAS = {
+    "tui": Extra("live progress line", {"rich": "rich"}),
+    "tensorboard": Extra("--tensorboard-dir", {"tensorboard": "tensorboard"}),
+    "hf": Extra("generation from an export", {"transformers": "transformers"}),
+    "eval": Extra("optimus evaluate", {"lm_eval": "lm_eval"}),
+    "serve": Extra("optimus serve", {"fastapi": "fastapi", "uvicorn": "uvicorn"}),
+    "report": Extra("optimus report, optimus watch", {"matplotlib": "matplotlib", "rich": "rich"}),
+    "hub": Extra("--push, hf:// sources", {"huggingface_hub": "huggingface_hub"}),
+    "plot": Extra("loss curve", {"matplotlib": "matplotlib"}),
+    "sentencepiece": Extra("SentencePiece tokenizers", {"sentencepiece": "sentencepiece"}),
+    "tiktoken": Extra(".tiktoken tokenizers", {"tiktoken": "tiktoken"}),
+    "parquet": Extra("corpora in parquet files", {"pyarrow": "pyarrow"}),
+    "zstd": Extra("corpora in .zst files", {"zstandard": "zstandard"}),
+    "wandb": Extra("--wandb-project", {"wandb": "wandb"}),
+    "mlflow": Extra("--mlflow-uri", {"mlflow": "mlflow-skinny"}),
+}
 _SOURCE_TREE = Path(__file__).resolve().parents[3]
 
 
@@ -25,12 +60,12 @@ def explain(error: BaseException) -> str | None:
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return None
     module = error.name.partition(".")[0]
-    if module in _OURS or _is_installed(module):
+    if module in _OURS or is_installed(module):
         return None
     missing, remedy = [module], f"pip install {module}"
-    if module in _REQUIRED:
-        missing = [name for name in _REQUIRED if not _is_installed(name)]
-        remedy = f"pip install {' '.join(_REQUIRED[name] for name in missing)}"
+    if module in REQUIRED:
+        missing = [name for name in REQUIRED if not is_installed(name)]
+        remedy = f"pip install {' '.join(REQUIRED[name][0] for name in missing)}"
         requirements, made = _SOURCE_TREE / "requirements.txt", _SOURCE_TREE / ".venv" / "bin" / "activate"
         if requirements.exists():
             remedy = f"pip install -r {requirements}"
@@ -41,9 +76,20 @@ def explain(error: BaseException) -> str | None:
 
 def require_packages() -> None:
     """Raises ModuleNotFoundError, which ``explain`` knows, where a package of every installation is missing."""
-    for module in _REQUIRED:
-        if not _is_installed(module):
+    for module in REQUIRED:
+        if not is_installed(module):
             raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+
+def satisfies(version: str, requirement: str) -> bool:
+    """Returns whether a version such as "2.13.0+cpu" satisfies ">=2.10", "==0.19.8" or "" (any)."""
+    operator, wanted = requirement[:2], _numbers(requirement[2:])
+    found = _numbers(version)
+    return not requirement or (found >= wanted if operator == ">=" else found[: len(wanted)] == wanted)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version.partition("+")[0])]
 
 
 def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -56,7 +102,8 @@ def excepthook(kind: type[BaseException], error: BaseException, trace: Traceback
     raise SystemExit(2)
 
 
-def _is_installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
+    """Returns whether a module can be found, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):

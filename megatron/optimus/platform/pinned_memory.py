@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from megatron.optimus.platform.device import register_host_memory, set_device, unregister_host_memory
+from megatron.optimus.platform.device import pins_memory, register_host_memory, set_device, unregister_host_memory
 
 logger = logging.getLogger("optimus")
 _PAGE = 4096  # the smallest; touching one byte of each makes the kernel provide all of them
@@ -44,7 +44,7 @@ def pinned_buffers(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
         MemoryError, RuntimeError: there is not so much.
     """
     if device.type != "cuda" or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return [torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu") for size in sizes]
+        return [torch.empty(size, dtype=torch.uint8, pin_memory=pins_memory(device)) for size in sizes]
 
     def allocate(size: int) -> Tensor:
         memory = _RegisteredMemory(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

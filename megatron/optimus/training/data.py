@@ -30,6 +30,7 @@ from megatron.optimus.data.splits import NO_HASH_SPLITS, HashSplits, hash_range
 from megatron.optimus.data.tokenize.tokenizer import build_tokenizer
 from megatron.optimus.layers import NO_LABEL
 from megatron.optimus.parallel.context import own_positions
+from megatron.optimus.platform.device import sum_dtype
 from megatron.optimus.platform.memory import needs_memory
 from megatron.optimus.platform.mesh import Mesh
 
@@ -363,8 +364,8 @@ def labels_per_micro_batch(batches: Sequence[Batch], mesh: Mesh) -> float | Tens
         return batches[0].labels_BS.numel()
     if batches[0].has_equal_label_counts:
         return batches[0].num_labels
-    own = sum(batch.num_labels or 0 for batch in batches)
-    mean = torch.full((), own / len(batches), dtype=torch.float64, device=batches[0].labels_BS.device)
+    own, device = sum(batch.num_labels or 0 for batch in batches), batches[0].labels_BS.device
+    mean = torch.full((), own / len(batches), dtype=sum_dtype(device), device=device)
     group, ranks = mesh.group("dense"), mesh.size("dense")
     if group is not None:
         dist.all_reduce(mean, group=group)

@@ -221,7 +221,7 @@ def step_outcome(engine: Engine) -> Tensor:
     """
     optimizer = engine.optimizer
     if isinstance(optimizer, deepspeed_ext.EPZeroOptimizer):
-        return optimizer.outcome.double()
+        return optimizer.outcome.to(devices.sum_dtype(optimizer.outcome.device))
     return torch.tensor([float(engine.get_global_grad_norm()), float(optimizer.overflow)], dtype=torch.float64)
 
 
@@ -235,7 +235,7 @@ def deepspeed_config(config: RunConfig, accumulation_steps: int) -> dict[str, An
         zero["reduce_bucket_size"] = optimizer.ddp_bucket_size
     elif optimizer.zero_stage == 3:
         zero["reduce_bucket_size"] = deepspeed_ext.ZeroOptions().bucket_numel  # DeepSpeed's own takes 2 GB in fp32
-    in_host_memory = {"device": "cpu", "pin_memory": devices.default_kind() != "cpu"}
+    in_host_memory = {"device": "cpu", "pin_memory": devices.pins_memory(torch.device(devices.default_kind()))}
     if optimizer.optimizer_cpu_offload:
         zero["offload_optimizer"] = in_host_memory
     if optimizer.param_cpu_offload:

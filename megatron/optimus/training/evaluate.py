@@ -17,6 +17,7 @@ from megatron.optimus.checkpoint.errors import CheckpointError
 from megatron.optimus.context import RunContext
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.loader import Batch, BatchLoader
+from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.files import write_atomically
 from megatron.optimus.platform.memory import needs_memory
 from megatron.optimus.training.checkpointing import Checkpoints
@@ -48,11 +49,11 @@ def loss_over(run: RunContext, loader: BatchLoader, schedule: Schedule) -> float
 @needs_memory("an evaluation")
 def validation_loss(run: RunContext, schedule: Schedule, batches: Iterable[Sequence[Batch]]) -> float:
     """Mean cross-entropy in nats per label over global batches, each given as this rank's micro-batches. Collective."""
-    total = torch.zeros(2, dtype=torch.float64, device=run.device)  # sum of losses, labels
+    total = torch.zeros(2, dtype=devices.sum_dtype(run.device), device=run.device)  # sum of losses, labels
     for own in batches:
         # Empty where another pipeline stage has the loss.
         for loss_sum, batch in zip(schedule.evaluate(own), own, strict=False):
-            total += torch.stack([loss_sum.double(), torch.full_like(total[0], num_labels(batch))])
+            total += torch.stack([loss_sum.to(total.dtype), torch.full_like(total[0], num_labels(batch))])
     if (world := run.mesh.group("world")) is not None:
         dist.all_reduce(total, group=world)
     return (total[0] / total[1].clamp(min=1)).item()

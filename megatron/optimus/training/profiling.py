@@ -119,7 +119,8 @@ class StepProfiler:
 
 def activities(device: torch.device) -> list[ProfilerActivity]:
     """What torch.profiler records for a run on ``device``: the host, and the device's kernels."""
-    return [ProfilerActivity.CPU] + ([] if device.type == "cpu" else [getattr(ProfilerActivity, device.type.upper())])
+    own = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}.get(device.type)
+    return [ProfilerActivity.CPU] + ([] if own is None else [own])
 
 
 def _mark_modules(model: nn.Module) -> list[Any]:

@@ -163,6 +163,9 @@ CHUNKS = "--virtual-pipeline-model-parallel-size 2"
         ("--split 1,0,0", 1, ["eval_interval=100", "'1,0,0'", "969,30,1"]),
         ("--vocab-size 256 --tokenizer-type ByteLevelTokenizer", 1, ["vocab_size=256", "257"]),
         ("--device cpu --distributed-backend nccl", 1, ["nccl", "device=cpu", "auto"]),
+        ("--device cuda --distributed-backend ccl", 1, ["ccl", "device=cuda", "auto"]),
+        ("--device mps", 2, ["device=mps with 2 ranks", "start one process, or use cpu"]),
+        ("--device mps --zero-stage 3", 1, ["device=mps with zero_stage=3: use zero_stage=1"]),
         (
             "--num-layers 3 --recompute-modules moe --recompute-num-layers 4",
             1,

@@ -11,6 +11,7 @@ import torch
 
 from megatron.optimus.config.schema import Backend, ConfigError, Device
 from megatron.optimus.platform import device as device_module
+from megatron.optimus.platform import older_stacks
 from megatron.optimus.platform.device import (
     DeviceEvent,
     backend_for,
@@ -27,7 +28,7 @@ from megatron.optimus.platform.device import (
 )
 from megatron.optimus.platform.environment import Launcher, RankEnvironment
 
-CPU = torch.device("cpu")
+CPU, MPS = torch.device("cpu"), torch.device("mps", 0)
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, cuda: int = 0, xpu: int = 0) -> None:
@@ -47,6 +48,73 @@ def test_auto_prefers_cuda_then_xpu_then_cpu(monkeypatch: pytest.MonkeyPatch) ->
     assert device_for_rank(Device.AUTO, 5) == CPU
 
 
+def test_an_apple_gpu_is_taken_where_it_is_asked_for_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: major <= 13)
+    assert device_for_rank(Device.AUTO, 0) == CPU
+    assert device_for_rank(Device.MPS, 0) == MPS
+    with pytest.raises(ConfigError, match=r"local rank 1 of device=mps: no collectives .* start one process"):
+        device_for_rank(Device.MPS, 1)
+    device_module.check_dtype(MPS, torch.float32)
+    device_module.check_dtype(CPU, torch.bfloat16)
+    with pytest.raises(ConfigError, match="params_dtype=bf16: Apple GPUs have bf16 from macOS 14"):
+        device_module.check_dtype(MPS, torch.bfloat16)
+    assert not device_module.pins_memory(MPS) and not device_module.has_streams(MPS)
+    assert device_module.sum_dtype(MPS) is torch.float32 and device_module.sum_dtype(CPU) is torch.float64
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"device=mps.*sees none"):
+        device_for_rank(Device.MPS, 0)
+
+
+def test_calls_on_an_apple_gpu_take_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.mps has one device, no streams, and neither a peak nor page-locked copies."""
+    calls: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool = False) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            calls.append("record")
+
+        def synchronize(self) -> None:
+            calls.append("wait")
+
+        def elapsed_time(self, later: object) -> float:
+            return 1500.0
+
+    sizes = {"current_allocated_memory": 3, "driver_allocated_memory": 5, "recommended_max_memory": 16}
+    functions = {name: lambda size=size: size for name, size in sizes.items()}
+    mps = types.SimpleNamespace(Event=Event, synchronize=lambda: calls.append("synchronize"), **functions)
+    monkeypatch.setattr(torch, "mps", mps)
+    set_device(MPS)
+    reset_peak_memory(MPS)
+    synchronize(MPS)
+    first, second = DeviceEvent(MPS), DeviceEvent(MPS)
+    assert second.seconds_since(first) == 1.5 and calls == ["synchronize", "record", "record", "wait"]
+    assert (memory_allocated(MPS), peak_memory(MPS), device_module.memory_info(MPS)) == (3, 5, (11, 5, 16))
+    assert device_name(MPS) == "Apple GPU"
+
+
+def test_torch_says_what_it_is_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(older_stacks, "load_ipex", lambda: None)
+    for name, value in (("cuda", None), ("hip", None)):
+        monkeypatch.setattr(torch.version, name, value)
+    assert device_module.build() == "CPUs" and not device_module.is_rocm()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    line = f"torch {torch.__version__} built for CUDA 13.0, device cuda, collectives by nccl"
+    assert device_module.start_line(torch.device("cuda", 1), Backend.AUTO) == line
+    monkeypatch.setattr(torch.version, "hip", "6.4.43483")
+    assert device_module.is_rocm() and device_module.build() == "ROCm 6.4.43483"
+    line = f"torch {torch.__version__} built for ROCm 6.4.43483, device cuda, collectives by RCCL (nccl)"
+    assert device_module.start_line(torch.device("cuda", 1), Backend.AUTO) == line
+    monkeypatch.setattr(older_stacks, "load_ipex", lambda: "intel-extension-for-pytorch 2.8.0 (its kernels)")
+    assert device_module.start_line(CPU, Backend.AUTO).endswith(
+        "by gloo; intel-extension-for-pytorch 2.8.0 (its kernels)"
+    )
+
+
 def test_missing_devices_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, cuda=2)
     with pytest.raises(ConfigError, match=r"device=xpu.*sees none.*--device cpu"):
@@ -60,6 +128,13 @@ def test_backends() -> None:
         assert backend_for(torch.device(kind), Backend.AUTO) == backend
         assert backend_for(torch.device(kind), Backend.GLOO) == "gloo"
         assert backend_for(torch.device(kind), Backend(backend)) == backend
+    assert backend_for(MPS, Backend.AUTO) == "gloo"
+    with pytest.raises(ConfigError, match="distributed_backend=ccl does not serve cuda; use nccl or auto"):
+        backend_for(torch.device("cuda"), Backend.CCL)
+    with pytest.raises(
+        ConfigError, match=r"distributed_backend=ccl: oneccl_bindings_for_pytorch is not .*; or use gloo"
+    ):
+        backend_for(CPU, Backend.CCL)
     with pytest.raises(ConfigError, match="distributed_backend=nccl does not serve cpu; use gloo or auto"):
         backend_for(CPU, Backend.NCCL)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ from megatron.optimus.cli import COMMANDS
 from megatron.optimus.platform import missing_packages
 
 ROOT = Path(__file__).parents[3]
-REQUIRED = ("torch", "deepspeed", "numpy", "safetensors", "xxhash", "yaml", "tokenizers")
+REQUIRED = tuple(missing_packages.REQUIRED)
 # A Python that finds only its own library and this tree, as that of a system.
 BARE = """
 import importlib.abc, runpy, sys
@@ -40,6 +42,7 @@ WORDS = {
     "report": "runs/none",
     "verify": "runs/none",
     "expert-balance": "runs/none",
+    "doctor": "",
     "tune-kernels": "--preset mula-tiny",
 }
 
@@ -90,3 +93,41 @@ def test_what_is_not_missing_keeps_its_traceback() -> None:
     assert missing_packages.explain(ours) is None and missing_packages.explain(inside) is None
     optional = missing_packages.explain(ModuleNotFoundError("No module named 'nowhere_at_all'", name="nowhere_at_all"))
     assert optional is not None and optional.endswith(": pip install nowhere_at_all")
+
+
+def test_the_doctor_lists_them_all_where_it_can_read_its_options() -> None:
+    missing = tuple(name for name in REQUIRED if name != "yaml")
+    done = bare_python("megatron.optimus", ["doctor", "--json"], missing)
+    report = json.loads(done.stdout)
+    broken = [one for one in report["findings"] if one["state"] == "broken"]
+    assert done.returncode == 1 and [one["name"] for one in broken] == list(missing), done.stderr
+    assert all(one["value"] == "not installed" and one["remedy"].startswith("pip install '") for one in broken)
+
+
+def test_packages_and_extras_are_those_of_the_project_file() -> None:
+    """As text, because Python 3.10 has no parser of it."""
+    text = (missing_packages._SOURCE_TREE / "pyproject.toml").read_text(encoding="utf-8")
+    needed = re.search(r"^dependencies = \[(.*?)^\]", text, re.DOTALL | re.MULTILINE)
+    assert needed is not None
+    assert re.findall(r'"(.*?)"', needed[1]) == [name + least for name, least in missing_packages.REQUIRED.values()]
+    optional = text.partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
+    found = {
+        line.partition(" ")[0]: re.findall(r'"([\w-]+)>=', line.partition("#")[0])
+        for line in optional.splitlines()
+        if line
+    }
+    assert found == {name: list(extra.packages.values()) for name, extra in missing_packages.EXTRAS.items()}
+
+
+@pytest.mark.parametrize(
+    ("version", "requirement", "fits"),
+    [
+        ("2.13.0+cpu", ">=2.10", True),
+        ("2.9.1", ">=2.10", False),
+        ("0.19.8", "==0.19.8", True),
+        ("0.19.9", "==0.19.8", False),
+        ("1", "", True),
+    ],
+)
+def test_versions(version: str, requirement: str, fits: bool) -> None:
+    assert missing_packages.satisfies(version, requirement) is fits

@@ -414,8 +414,8 @@ def peer_access_problem(group: dist.ProcessGroup, num_shards: int, device: torch
 def _local_problem(num_shards: int, device: torch.device) -> str | None:
     if num_shards > 1:
         return f"expert_tensor_parallel_size={num_shards}, and it needs whole experts"
-    if device.type != "cuda":
-        return f"it needs GPUs of CUDA, and this run is on {device.type}"
+    if device.type != "cuda" or devices.is_rocm():
+        return f"it needs GPUs of CUDA, and this run is on {'ROCm' if device.type == 'cuda' else device.type}"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed ('pip install triton')"
     if importlib.util.find_spec("torch.distributed._symmetric_memory") is None:

@@ -1,6 +1,6 @@
 """Backend ``triton``: the functions that ops calls, and the expert layer composed of the kernels beside this file.
 
-For NVIDIA and Intel GPUs, in bf16 and fp16. The layer saves for its backward x [T, D], hidden [N, 2F] of the N = TK
+For GPUs of NVIDIA, AMD and Intel, in 16 bits. The layer saves for its backward x [T, D], hidden [N, 2F] of the N = TK
 slots in expert order, and that order: 2TD + 4TKF bytes in 16 bits and 8 bytes of indices per slot. The backward
 recomputes SwiGLU, no product. It uses dweight = <dy @ down, activation>, so neither the experts' outputs nor their
 gradients are kept (arXiv 2512.14080).

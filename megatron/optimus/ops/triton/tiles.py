@@ -22,8 +22,9 @@ from megatron.optimus.ops.triton.candidates import CANDIDATES, Table, Tiles
 
 ROW_TILE = 128  # the rows of each expert begin at a multiple of it (row_order.py)
 _ALIGN = 8  # widths are padded to it
-# Registers of one warp, or sub-group. NVIDIA: 255 of 32 lanes; Intel: 256 of 64 bytes, a thread with the large file.
-_NVIDIA_REGISTERS, _INTEL_REGISTERS = 32 * 1024, 16 * 1024
+# Registers of one warp, wavefront or sub-group. NVIDIA: 255 of 32 lanes; Intel: 256 of 64 bytes, a thread with the
+# large file; AMD: 256 of 64 lanes, as two wavefronts share a SIMD.
+_NVIDIA_REGISTERS, _INTEL_REGISTERS, _AMD_REGISTERS = 32 * 1024, 16 * 1024, 64 * 1024
 
 
 class Problem(NamedTuple):
@@ -66,17 +67,21 @@ def hardware(device: torch.device) -> Hardware:
     module = torch.get_device_module(device)
     index = module.current_device() if device.index is None else device.index
     found = triton.runtime.driver.active.utils.get_device_properties(index)
-    is_cuda = device.type == "cuda"  # Intel's capability is a dictionary, and its GPUs have no such engine
-    capability = torch.cuda.get_device_capability(device) if is_cuda else (0, 0)
+    is_amd = device.type == "cuda" and torch.version.hip is not None
+    is_nvidia = device.type == "cuda" and not is_amd  # others have no such engine; a gfx942 would call itself 9.4
+    capability = torch.cuda.get_device_capability(device) if is_nvidia else (0, 0)
     name = module.get_device_name(index)
-    arch = f"{capability[0]}.{capability[1]}" if is_cuda else device.type
+    arch = f"{capability[0]}.{capability[1]}" if is_nvidia else device.type
+    if is_amd:
+        arch = str(torch.cuda.get_device_properties(index).gcnArchName).partition(":")[0]
+    registers = _AMD_REGISTERS if is_amd else _INTEL_REGISTERS if device.type == "xpu" else _NVIDIA_REGISTERS
     return Hardware(
         f"{name}, {arch}, triton {triton.__version__}",
         found["multiprocessor_count"],
         found["max_shared_mem"],
         has_tma=capability >= (9, 0),
         keeps_last_stage=capability[0] in (9, 10),
-        register_bytes=_INTEL_REGISTERS if device.type == "xpu" else _NVIDIA_REGISTERS,
+        register_bytes=registers,
     )
 
 

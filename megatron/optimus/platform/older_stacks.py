@@ -1,0 +1,98 @@
+"""The older stacks that sites still load as modules: Intel's extension of torch, oneCCL's bindings and apex.
+
+None of them is required. Intel's extension (IPEX) is imported at the start where it fits this torch, as its kernels
+register themselves; oneCCL's bindings are imported for the backend ``ccl``; apex's kernels run where asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+IPEX, CCL, APEX = "intel_extension_for_pytorch", "oneccl_bindings_for_pytorch", "apex"
+_DISTRIBUTIONS = {IPEX: ("intel-extension-for-pytorch",), CCL: ("oneccl-bind-pt", "oneccl-bindings-for-pytorch")}
+
+
+def version(module: str) -> str | None:
+    """Returns a module's version without importing it; "unknown" where it does not say, None where it is absent."""
+    for name in _DISTRIBUTIONS.get(module, (module,)):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    try:
+        return None if importlib.util.find_spec(module) is None else "unknown"
+    except (ImportError, ValueError):  # ValueError: a module that was made by hand has no spec
+        return "unknown"
+
+
+def ipex_error() -> str | None:
+    """Returns why Intel's extension cannot be used with this torch; None if it can.
+
+    It is for one version of torch, and ends the process that imports it with another.
+    """
+    found = version(IPEX)
+    if found is None:
+        return "it is not installed"
+    own, needed = ([*text.split("."), ""][:2] for text in (torch.__version__, found))
+    if found != "unknown" and own != needed:
+        return f"it is for torch {'.'.join(needed)}, and this is torch {torch.__version__}"
+    return None
+
+
+@functools.cache
+def load_ipex() -> str | None:
+    """Imports Intel's extension where it is installed. Returns what the line at the start says of it; None: absent."""
+    found = version(IPEX)
+    if found is None:
+        return None
+    error = ipex_error()
+    if error is None:
+        try:
+            importlib.import_module(IPEX)
+        except (Exception, SystemExit) as failure:  # it raises whatever its libraries do, or ends the process
+            error = f"it cannot be imported ({_first_line(failure)})"
+    name = f"intel-extension-for-pytorch {found}"
+    return f"{name} (its kernels of cpu and xpu)" if error is None else f"{name} not used: {error}"
+
+
+def ccl_error() -> str | None:
+    """Registers the backend ``ccl`` of torch.distributed; returns why that is not possible, or None."""
+    if "ccl" in dist.Backend.backend_list:
+        return None
+    if version(CCL) is None:
+        return f"{CCL} is not installed: pip install oneccl_bind_pt in the version of this torch, or load its module"
+    try:
+        importlib.import_module(CCL)
+    except (Exception, SystemExit) as failure:
+        return f"{CCL} cannot be imported ({_first_line(failure)})"
+    return None if "ccl" in dist.Backend.backend_list else f"{CCL} {version(CCL)} does not register a backend ccl"
+
+
+def apex_module(name: str, option: str) -> ModuleType:
+    """Returns a module of apex, such as "apex.optimizers".
+
+    Args:
+        name: of the module.
+        option: that asked for it, for the error ("norm_backend=apex").
+
+    Raises:
+        ModuleNotFoundError, ImportError: as one line that names the option and how to install apex.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"{option}: {name} cannot be imported ({_first_line(error)}); build apex from source with its CUDA "
+            "extensions (github.com/NVIDIA/apex), load the site's module, or leave the option out"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
