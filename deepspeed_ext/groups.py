@@ -33,12 +33,15 @@ class ZeroGroups:
         model: the ranks that together hold one copy of a model split by tensor and pipeline parallelism; the gradient
             norm is summed over them too.
         tensor: the ranks of ``model`` that split the same layers.
+        expert_tensor: the ranks that split the same experts, each marked with Megatron's ``partition_dim``; None: those
+            of ``tensor``. Only optimizers with sums over whole tensors ask.
     """
 
     dense: dist.ProcessGroup
     expert: dict[str, dist.ProcessGroup | None]
     model: dist.ProcessGroup | None = None
     tensor: dist.ProcessGroup | None = None
+    expert_tensor: dist.ProcessGroup | None = None
 
     def of(self, expert_group: str | None) -> dist.ProcessGroup | None:
         """Returns the group of expert parameters by their group name, or ``dense`` for None."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of
 from deepspeed_ext.optimizers.base import MatrixOptimizer, Shard, ShardOptimizer, WholeMatrices
+from deepspeed_ext.optimizers.whole_tensors import TensorOptimizer, WholeTensors, tensors_of
 from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.matrix_exchange import MatrixExchange
 from deepspeed_ext.zero.options import ZeroOptions
@@ -69,6 +70,7 @@ class FlatBuffer:
         group: the process group over which they are sharded; None: this rank alone.
         shard_optimizer: updates the shards.
         options: the optimizer's.
+        cuts: the ranks among which tensor parallelism has cut each of the parameters; None: they are whole.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class FlatBuffer:
         group: dist.ProcessGroup | None,
         shard_optimizer: ShardOptimizer,
         options: ZeroOptions,
+        cuts: dist.ProcessGroup | None = None,
     ) -> None:
         self.key = key
         self.group = group
@@ -89,12 +92,17 @@ class FlatBuffer:
         self.rank = ranks_of(group).index(dist.get_rank())
         self.group_size = layout.buckets[0].group_size
         self.exchange: WholeMatrices | None = None
+        self.tensors: WholeTensors | None = None
+        self.sum_groups: list[dist.ProcessGroup] = []  # over which sums over whole tensors go
         if isinstance(shard_optimizer, MatrixOptimizer):
             matrices = {name: (param.shape, getattr(param, "stacked_matrices", 1)) for name, param in params.items()}
             self.exchange = MatrixExchange(layout, matrices, self.rank, group)
         device = next(iter(params.values())).device
+        if isinstance(shard_optimizer, TensorOptimizer):
+            self.tensors = self._whole_tensors(device, cuts)
+            self.sum_groups = [one for one in (group, cuts) if one is not None and len(ranks_of(one)) > 1]
         self.param_buffer = torch.zeros(layout.numel, dtype=key.dtype, device=device)
-        self.has_masters = key.dtype != torch.float32  # beside the parameters
+        self.has_masters = key.dtype != torch.float32 or shard_optimizer.needs_masters  # beside the parameters
         self.masters = torch.zeros(layout.shard_numel if self.has_masters else 0, dtype=torch.float32, device=device)
         self.grad_buffer: Tensor | None = None
         if options.stage == 1 or self.group_size == 1:
@@ -106,6 +114,20 @@ class FlatBuffer:
         self.buckets = self._make_buckets(options)
         self._move_params_into_buffer()
         self.read_masters_from_params()
+
+    def _whole_tensors(self, device: torch.device, cuts: dist.ProcessGroup | None) -> WholeTensors:
+        """The tensors of the buffer and where this rank's shards hold them."""
+        num_cuts = len(ranks_of(cuts))
+        tensors = [
+            tensor
+            for name, param in self.params.items()
+            for tensor in tensors_of(name, param.shape, num_cuts, getattr(param, "partition_dim", None))
+        ]
+        shards = (
+            [(part.name, part.start, part.stop, part.offset) for part in bucket.shard_ranges(self.rank)]
+            for bucket in self.layout.buckets
+        )
+        return WholeTensors(tensors, shards, device)
 
     def _make_buckets(self, options: ZeroOptions) -> list[Bucket]:
         buckets, first = [], 0
@@ -155,6 +177,12 @@ class FlatBuffer:
         for bucket in self.buckets if self.has_masters else ():
             bucket.shard.param.copy_(bucket.shard.master)
 
+    @torch.no_grad()
+    def write_training_point(self, options: Mapping[str, Any]) -> None:
+        """Writes what the model is trained with into this rank's part of the parameters."""
+        for bucket in self.buckets if self.has_masters else ():
+            self.shard_optimizer.write_training_point(bucket.shard, options)
+
     def memory_bytes(self) -> dict[str, int]:
         """Returns bytes by kind, as ``EPZeroOptimizer.memory_bytes``."""
         full = 0 if self.grad_buffer is None else self.grad_buffer.nbytes
@@ -190,6 +218,20 @@ def _key(index: int, param: nn.Parameter, groups: ZeroGroups) -> FlatBufferKey:
         is_pipe_replica=bool(getattr(param, "ds_pipe_replicated", False)),
         is_pipe_tied=bool(getattr(param, "pipe_tied", False)),
     )
+
+
+def _cutting_group(
+    key: FlatBufferKey, params: Mapping[str, nn.Parameter], groups: ZeroGroups
+) -> dist.ProcessGroup | None:
+    """The ranks among which each parameter of a flat buffer is cut; None where they are whole.
+
+    Experts that tensor-parallel ranks do not share as a whole are marked ``tensor_model_parallel`` too; only those that
+    are cut have Megatron's mark ``partition_dim``.
+    """
+    if key.expert_group is None:
+        return None if key.is_tensor_replica else groups.tensor
+    is_cut = any(hasattr(param, "partition_dim") for param in params.values())
+    return (groups.expert_tensor or groups.tensor) if is_cut else None
 
 
 def build_flat_buffers(
@@ -240,7 +282,8 @@ def build_flat_buffers(
         params = {name: by_name[name] for name in names}
         shard_optimizer = shard_optimizers[key.param_group]
         layout = flat_layout([(name, p.numel()) for name, p in params.items()], sizes[key], options.bucket_numel)
-        flat_buffer = FlatBuffer(key, params, layout, groups.of(key.expert_group), shard_optimizer, options)
+        group, cuts = groups.of(key.expert_group), _cutting_group(key, params, groups)
+        flat_buffer = FlatBuffer(key, params, layout, group, shard_optimizer, options, cuts)
         flat_buffer.in_norm = not key.is_pipe_replica and (groups.is_first_tensor_rank or not key.is_tensor_replica)
         flat_buffers.append(flat_buffer)
     return flat_buffers

@@ -7,6 +7,7 @@ gives the same of DeepSpeed's ZeRO-3 optimizer, so a checkpoint written from eit
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -178,6 +179,8 @@ def load_state_dict(optimizer: EPZeroOptimizer, saved: Any, load_optimizer_state
             group.update(options)
         optimizer.step_count = saved["step_count"]
         optimizer.loss_scale_state = saved.get("loss_scale")
+    else:
+        optimizer.restart_states()
 
 
 # ---- DeepSpeed's ZeRO-3
@@ -220,6 +223,13 @@ class Stage3States:
             whole = nn.Parameter(torch.empty(param.ds_shape, dtype=param.dtype, device="meta"), requires_grad=False)
             shards.append(StateShard(name, whole, start, stop, tensors))
         return shards
+
+    def restart_states(self) -> None:
+        """Does nothing: the states begin with the first step."""
+
+    def averaged_parameters(self) -> AbstractContextManager[None]:
+        """Does nothing: Adam trains with the weights that it keeps."""
+        return nullcontext()
 
     def forget_copies(self) -> None:
         """Does nothing: all shards are live, none is a copy."""
