@@ -435,6 +435,20 @@ def only_own_optimizer_skips_spikes(config: RunConfig, world_size: int) -> str |
     return f"grad_norm_spike_sigma={sigma} with zero_stage={stage}: use 0, or zero_stage=1 or 2"
 
 
+def sophia_batch_fits(config: RunConfig, world_size: int) -> str | None:
+    """``sophia_batch_size`` is a whole number of micro-batches on every rank, at most the global batch."""
+    size, training = config.optimizer.sophia_batch_size, config.training
+    if size is None:
+        return None
+    unit = training.micro_batch_size * Layout.from_config(config.parallel, world_size).dp
+    if size % unit == 0 and size <= training.global_batch_size:
+        return None
+    return (
+        f"sophia_batch_size={size} must be a multiple of micro_batch_size x data parallel size = {unit}, and at most "
+        f"global_batch_size={training.global_batch_size}"
+    )
+
+
 RULES: list[Rule] = [
     sizes_fit_ranks,
     schedule_fits_chunks,  # before layers_fit_stages, which divides layers by the schedule's chunks
@@ -462,4 +476,5 @@ RULES: list[Rule] = [
     backend_serves_device,
     profiled_ranks_exist,
     only_own_optimizer_skips_spikes,
+    sophia_batch_fits,
 ]
