@@ -182,6 +182,11 @@ class EPEngineMixin:
 
     # ---- checkpoints
 
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Saves as DeepSpeed does; a schedule-free optimizer's module file has the averaged weights. Collective."""
+        with self.optimizer.averaged_parameters():
+            return super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
     def load_checkpoint(
         self,
         load_dir: str,

@@ -36,6 +36,8 @@ class ZeroGroups:
         matrices: for optimizers of whole matrices (Muon), by expert group name or None for dense parameters, the ranks
             that together hold all parts of the matrices that are cut: the group over which they are sharded times the
             ranks that cut them, these one after the other.
+        expert_tensor: the ranks that split the same experts, each marked with Megatron's ``partition_dim``; None: those
+            of ``tensor``. Only optimizers with sums over whole tensors ask.
     """
 
     dense: dist.ProcessGroup
@@ -43,6 +45,7 @@ class ZeroGroups:
     model: dist.ProcessGroup | None = None
     tensor: dist.ProcessGroup | None = None
     matrices: dict[str | None, dist.ProcessGroup | None] = field(default_factory=dict)
+    expert_tensor: dist.ProcessGroup | None = None
 
     def of(self, expert_group: str | None) -> dist.ProcessGroup | None:
         """Returns the group of expert parameters by their group name, or ``dense`` for None."""

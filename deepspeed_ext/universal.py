@@ -139,6 +139,8 @@ def load_optimizer(optimizer: EPZeroOptimizer, folder: Path, load_states: bool) 
             shard.stored[kind].write(value.float())
         else:
             shard.tensors[kind].copy_(value)
+    if not load_states:
+        optimizer.restart_states()
     optimizer.sync_params_from_master()
     if load_states:
         _load_general(optimizer, general if isinstance(general, dict) else {})

@@ -20,6 +20,7 @@ test_new_optimizer.py adds one of each kind.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -54,6 +55,7 @@ __all__ = [
     "ShardableOptimizer",
     "StepScalars",
     "WholeMatrices",
+    "library_optimizer",
     "own_optimizer",
     "shard_optimizer_for",
 ]
@@ -94,8 +96,33 @@ def own_optimizer(name: str) -> type[ShardableOptimizer]:
     by_name = {known.lower(): one for known, one in OWN_OPTIMIZERS.items()}
     found = by_name.get(name.replace("-", "").lower())
     if found is None:
-        raise ValueError(f"optimizer {name!r} is not one of {', '.join(OWN_OPTIMIZERS)}")
+        near = difflib.get_close_matches(name.replace("-", "").lower(), by_name, 1)
+        hint = f"; did you mean {by_name[near[0]].__name__}?" if near else ""
+        raise ValueError(f"optimizer {name!r} is not one of {', '.join(OWN_OPTIMIZERS)}{hint}")
     return found
+
+
+def library_optimizer(name: str) -> OptimizerClass:
+    """Finds an optimizer of the package pytorch_optimizer, whatever the case of its name.
+
+    Raises:
+        ValueError: the package is not installed, or has none of that name.
+    """
+    try:
+        library = importlib.import_module("pytorch_optimizer")
+    except ModuleNotFoundError:
+        raise ValueError("the package is not installed; pip install pytorch_optimizer") from None
+    found = {one.__name__.lower(): one for one in vars(library).values() if _is_optimizer(one)}
+    if name.lower() not in found:
+        names = [one.__name__ for one in found.values()]
+        near = difflib.get_close_matches(name.lower(), found, 1)
+        hint = f"did you mean {found[near[0]].__name__}?" if near else f"it has {', '.join(sorted(names))}"
+        raise ValueError(f"pytorch_optimizer has no {name}; {hint}")
+    return found[name.lower()]
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
 
 
 def shard_optimizer_for(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> ShardOptimizer:

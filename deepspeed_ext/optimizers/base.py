@@ -76,10 +76,13 @@ class ShardOptimizer(ABC):
     Attributes:
         state_kinds: names of the element-wise states, under which checkpoints hold them ("exp_avg", ...).
         unsigned_kinds: states that are never negative; their 8-bit code is finer.
+        needs_masters: the model computes with other weights than the masters (``write_training_point``), so that fp32
+            parameters have masters beside them too.
     """
 
     state_kinds: tuple[str, ...] = ()
     unsigned_kinds: frozenset[str] = frozenset()
+    needs_masters = False
 
     def new_state(self, shard: Shard, options: Mapping[str, Any]) -> dict[str, Tensor]:
         """Creates the zero states of a shard.
@@ -110,6 +113,15 @@ class ShardOptimizer(ABC):
             scalars: of this step; if ``scalars.skip`` is 1.0, the update must change nothing.
         """
 
+    def write_training_point(self, shard: Shard, options: Mapping[str, Any]) -> None:
+        """Writes the parameters that the model is trained with: the masters, rounded, where it has no other."""
+        if shard.param.data_ptr() != shard.master.data_ptr():
+            shard.param.copy_(shard.master)
+
+    def update_whole_(self, shard: Shard, param: Tensor, options: Mapping[str, Any], scalars: StepScalars) -> None:
+        """Takes one step on a parameter that this process holds whole, flattened in ``shard``."""
+        self.update_(shard, options, scalars)
+
     def read_state(self, shard: Shard, kind: str) -> Tensor:
         """Returns one state as fp32 [n]: the live tensor if the state is kept in fp32, else a decoded copy."""
         return states.read(shard.state, kind)
@@ -125,6 +137,23 @@ class ShardOptimizer(ABC):
 
 # Gets matrices of one shape [B, M, N] and their states [B, ...] by name; returns as many matrices and the new states.
 MatrixFunction = Callable[[Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
+
+
+class CurvatureOptimizer(ShardOptimizer):
+    """An optimizer that also averages an estimate of the loss's curvature, now and then, as Sophia does."""
+
+    @abstractmethod
+    def update_curvature_(
+        self, shard: Shard, options: Mapping[str, Any], scalars: StepScalars, num_labels: Tensor
+    ) -> None:
+        """Averages an estimate into the states; the weights stay. Does not wait for the device.
+
+        Args:
+            shard: its gradient times ``scalars.scale`` is that of the mean over sampled labels.
+            options: the parameter group.
+            scalars: as in a step, without clipping.
+            num_labels: how many labels of the global batch the mean is over, 0-dim.
+        """
 
 
 class WholeMatrices(Protocol):
@@ -295,8 +324,8 @@ class ShardableOptimizer(torch.optim.Optimizer):
         state = self.state[param]
         if not state:
             state["step"] = 0
-            if param.dtype != torch.float32 or not param.is_contiguous():
-                state["master"] = param.detach().float().contiguous().reshape(-1)
+            if param.dtype != torch.float32 or not param.is_contiguous() or shard_optimizer.needs_masters:
+                state["master"] = param.detach().to(torch.float32, copy=True).contiguous().reshape(-1)
         flat = param.detach().reshape(-1)  # a copy only where the parameter is not contiguous
         shard = Shard(
             master=state.get("master", flat),
@@ -315,6 +344,6 @@ class ShardableOptimizer(torch.optim.Optimizer):
             matrices = LocalMatrices(count, shape, state["matrices"])
             shard_optimizer.update_matrices_([shard], matrices, group, scalars)
         else:
-            shard_optimizer.update_(shard, group, scalars)
+            shard_optimizer.update_whole_(shard, param, group, scalars)
         if not param.is_contiguous():
             param.copy_(flat.view(param.shape))

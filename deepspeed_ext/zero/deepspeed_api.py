@@ -97,13 +97,14 @@ class DeepSpeedFiles:
         for flat_buffer in optimizer.flat_buffers:
             if flat_buffer not in spread:
                 flat_buffer.read_masters_from_params()
-        if not any(gather(is_needed, world_group()).values()):  # a pipeline stage may have none
-            return
-        own = self._checked(self.read_files() if self.read_files is not None else None)
-        sharded_state.load_masters(optimizer, own, spread)
-        optimizer.sync_params_from_master()
-        for flat_buffer in spread:
-            flat_buffer.read_masters_from_params()
+        if any(gather(is_needed, world_group()).values()):  # a pipeline stage may have none
+            own = self._checked(self.read_files() if self.read_files is not None else None)
+            sharded_state.load_masters(optimizer, own, spread)
+            optimizer.restart_states()
+            optimizer.sync_params_from_master()
+            for flat_buffer in spread:
+                flat_buffer.read_masters_from_params()
+        optimizer.restart_states()
 
     def _checked(self, state_dict_list: Sequence[Any] | None) -> Any:
         """Returns this rank's entry. Raises ValueError on every rank if any rank has none of its layout."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of
 from deepspeed_ext.optimizers.base import MatrixOptimizer, Shard, ShardOptimizer
+from deepspeed_ext.optimizers.whole_tensors import TensorOptimizer, WholeTensors, tensors_of
 from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.matrix_exchange import MatrixExchange
 from deepspeed_ext.zero.matrix_partition import ParamMatrices
@@ -71,6 +72,7 @@ class FlatBuffer:
         shard_optimizer: updates the shards.
         options: the optimizer's.
         matrix_group: over which the parts of cut matrices are brought together, as ``ZeroGroups.matrices``.
+        cuts: the ranks among which tensor parallelism has cut each of the parameters; None: they are whole.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class FlatBuffer:
         shard_optimizer: ShardOptimizer,
         options: ZeroOptions,
         matrix_group: dist.ProcessGroup | None = None,
+        cuts: dist.ProcessGroup | None = None,
     ) -> None:
         self.key = key
         self.group = group
@@ -92,11 +95,16 @@ class FlatBuffer:
         self.rank = ranks_of(group).index(dist.get_rank())
         self.group_size = layout.buckets[0].group_size
         self.exchange: MatrixExchange | None = None
+        self.tensors: WholeTensors | None = None
+        self.sum_groups: list[dist.ProcessGroup] = []  # over which sums over whole tensors go
         if isinstance(shard_optimizer, MatrixOptimizer):
             self.exchange = self._new_exchange(matrix_group)
         device = next(iter(params.values())).device
+        if isinstance(shard_optimizer, TensorOptimizer):
+            self.tensors = self._whole_tensors(device, cuts)
+            self.sum_groups = [one for one in (group, cuts) if one is not None and len(ranks_of(one)) > 1]
         self.param_buffer = torch.zeros(layout.numel, dtype=key.dtype, device=device)
-        self.has_masters = key.dtype != torch.float32  # beside the parameters
+        self.has_masters = key.dtype != torch.float32 or shard_optimizer.needs_masters  # beside the parameters
         self.masters = torch.zeros(layout.shard_numel if self.has_masters else 0, dtype=torch.float32, device=device)
         self.grad_buffer: Tensor | None = None
         if options.stage == 1 or self.group_size == 1:
@@ -121,6 +129,20 @@ class FlatBuffer:
                 f"ranks; pass their {parts * self.group_size} ranks in ZeroGroups(matrices=...), which has {len(ranks)}"
             )
         return MatrixExchange(self.layout, matrices, ranks.index(dist.get_rank()), matrix_group)
+
+    def _whole_tensors(self, device: torch.device, cuts: dist.ProcessGroup | None) -> WholeTensors:
+        """The tensors of the buffer and where this rank's shards hold them."""
+        num_cuts = len(ranks_of(cuts))
+        tensors = [
+            tensor
+            for name, param in self.params.items()
+            for tensor in tensors_of(name, param.shape, num_cuts, getattr(param, "partition_dim", None))
+        ]
+        shards = (
+            [(part.name, part.start, part.stop, part.offset) for part in bucket.shard_ranges(self.rank)]
+            for bucket in self.layout.buckets
+        )
+        return WholeTensors(tensors, shards, device)
 
     def _make_buckets(self, options: ZeroOptions) -> list[Bucket]:
         buckets, first = [], 0
@@ -178,6 +200,12 @@ class FlatBuffer:
         """Casts the masters into this rank's part of the parameters; the other parts are not touched."""
         for bucket in self.buckets if self.has_masters else ():
             bucket.shard.param.copy_(bucket.shard.master)
+
+    @torch.no_grad()
+    def write_training_point(self, options: Mapping[str, Any]) -> None:
+        """Writes what the model is trained with into this rank's part of the parameters."""
+        for bucket in self.buckets if self.has_masters else ():
+            self.shard_optimizer.write_training_point(bucket.shard, options)
 
     def memory_bytes(self) -> dict[str, int]:
         """Returns bytes by kind, as ``EPZeroOptimizer.memory_bytes``."""
@@ -241,6 +269,20 @@ def _key(index: int, param: nn.Parameter, groups: ZeroGroups) -> FlatBufferKey:
     )
 
 
+def _cutting_group(
+    key: FlatBufferKey, params: Mapping[str, nn.Parameter], groups: ZeroGroups
+) -> dist.ProcessGroup | None:
+    """The ranks among which each parameter of a flat buffer is cut; None where they are whole.
+
+    Experts that tensor-parallel ranks do not share as a whole are marked ``tensor_model_parallel`` too; only those that
+    are cut have Megatron's mark ``partition_dim``.
+    """
+    if key.expert_group is None:
+        return None if key.is_tensor_replica else groups.tensor
+    is_cut = any(hasattr(param, "partition_dim") for param in params.values())
+    return (groups.expert_tensor or groups.tensor) if is_cut else None
+
+
 def build_flat_buffers(
     param_groups: Sequence[Sequence[nn.Parameter]],
     shard_optimizers: Sequence[ShardOptimizer],
@@ -297,6 +339,7 @@ def build_flat_buffers(
             shard_optimizer,
             options,
             groups.matrices.get(key.expert_group),
+            _cutting_group(key, params, groups),
         )
         flat_buffer.in_norm = not key.is_pipe_replica and (groups.is_first_tensor_rank or not key.is_tensor_replica)
         flat_buffers.append(flat_buffer)

@@ -216,6 +216,13 @@ class StepState:
             self.loss_scale.update(overflowed.to(torch.float32))
         return StepScalars(scale=scale.to(torch.float32), skip=skip, step=step)
 
+    def unclipped_scalars(self, summed_norm: Tensor) -> StepScalars:
+        """Returns the scalars of an update that is no step and is not counted: skipped where the norm is not finite."""
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
+        skip = ((summed_norm - summed_norm) != 0.0).to(torch.float32)
+        scale = torch.where(skip != 0, self._zero, 1.0 / (self._divisor * scale + self._zero))
+        return StepScalars(scale=scale, skip=skip, step=self._applied + 1.0)
+
     # ---- one step late, without waiting for the device's queue
 
     def read_previous_outcome(self) -> bool:

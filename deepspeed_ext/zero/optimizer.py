@@ -31,7 +31,8 @@ from torch import Tensor, nn
 
 from deepspeed_ext.groups import ZeroGroups, expert_group_name, ranks_of
 from deepspeed_ext.optimizers import shard_optimizer_for
-from deepspeed_ext.optimizers.base import MatrixOptimizer
+from deepspeed_ext.optimizers.base import CurvatureOptimizer, MatrixOptimizer, StepScalars
+from deepspeed_ext.optimizers.whole_tensors import TensorOptimizer, run_in_rounds
 from deepspeed_ext.zero import deepspeed_api, sharded_state
 from deepspeed_ext.zero.bucket import Bucket
 from deepspeed_ext.zero.deepspeed_api import DeepSpeedFiles
@@ -289,24 +290,18 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         """
         if closure is not None:
             raise ValueError("EPZeroOptimizer.step takes no closure; run forward and backward through the engine")
-        self.require_on_device("step")
-        self.end_interrupted_backward()
-        if not self._reduced or self._reducer.has_arrivals:
-            self.reduce_gradients()
-        self._reducer.check_all_sent()
-        self._param_gather.wait()  # what no forward has waited for: an all-gather must not cross the next update
-        self.finish_reduction()
-        counted = [b.shard.grad for f in self.flat_buffers if f.in_norm for b in f.buckets]
-        terms = self._errors.norm_terms()
-        norm = global_norm(counted + terms, self.device, self._norm_groups)
+        norm, terms = self._finish_gradients("step")
         # A norm that is not finite says that a rank has failed, unless such norms are allowed.
         errors = None if self.options.check_grad_overflow else global_norm(terms, self.device, self._norm_groups)
         scalars = self._state.scalars(norm, self.clip_grad, self.skip_above, errors)
         updated: set[FlatBuffer] = set()
+        self._update_tensors(scalars)
         for bucket in self._param_gather.buckets:
             flat_buffer = self._buffer_of[bucket]
             group_options = self.param_groups[flat_buffer.key.param_group]
-            if not isinstance(flat_buffer.shard_optimizer, MatrixOptimizer):
+            if flat_buffer.tensors is not None:
+                pass  # updated already
+            elif not isinstance(flat_buffer.shard_optimizer, MatrixOptimizer):
                 flat_buffer.shard_optimizer.update_(bucket.shard, group_options, scalars)
             elif flat_buffer not in updated:  # matrices lie across buckets: all of the buffer's at once
                 assert flat_buffer.exchange is not None
@@ -315,12 +310,68 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
                 flat_buffer.shard_optimizer.update_matrices_(shards, flat_buffer.exchange, group_options, scalars)
             bucket.start_gather()
         self._param_gather.finish_step()
-        self._reducer.reset_after_step()
-        self._reduced = self.has_begun = False
-        self._copies.clear()
+        self._forget_gradients()
         self._was_previous_skipped = self._state.read_previous_outcome()
         if self._was_previous_skipped:
             self._errors.raise_on_all_ranks()
+
+    def _finish_gradients(self, what: str) -> tuple[Tensor, list[Tensor]]:
+        """Waits for all summed gradients; returns their global norm and the terms in it that stand for errors."""
+        self.require_on_device(what)
+        self.end_interrupted_backward()
+        if not self._reduced or self._reducer.has_arrivals:
+            self.reduce_gradients()
+        self._reducer.check_all_sent()
+        self._param_gather.wait()  # what no forward has waited for: an all-gather must not cross the next update
+        self.finish_reduction()
+        counted = [b.shard.grad for f in self.flat_buffers if f.in_norm for b in f.buckets]
+        terms = self._errors.norm_terms()
+        return global_norm(counted + terms, self.device, self._norm_groups), terms
+
+    def _forget_gradients(self) -> None:
+        self._reducer.reset_after_step()
+        self._reduced = self.has_begun = False
+        self._copies.clear()
+
+    @torch.no_grad()
+    def update_curvature(self, num_labels: Tensor | float) -> None:
+        """Averages a curvature estimate into the states of an optimizer that has one (Sophia). Collective.
+
+        Call it in the place of ``step`` after a backward of the mean loss over labels drawn from the model's own
+        predictions. Its gradients are dropped afterwards. One that is not finite changes nothing.
+
+        Args:
+            num_labels: how many labels of the global batch the mean is over.
+
+        Raises:
+            TypeError: the optimizer keeps no curvature.
+        """
+        optimizers = [flat_buffer.shard_optimizer for flat_buffer in self.flat_buffers]
+        if not all(isinstance(one, CurvatureOptimizer) for one in optimizers):
+            raise TypeError(f"{type(self.optimizer).__name__} keeps no curvature; update_curvature is for Sophia")
+        norm, _ = self._finish_gradients("update_curvature")
+        scalars = self._state.unclipped_scalars(norm)
+        count = torch.as_tensor(num_labels, dtype=torch.float32, device=self.device)
+        for flat_buffer in self.flat_buffers:
+            for bucket in flat_buffer.buckets:
+                flat_buffer.shard_optimizer.update_curvature_(  # type: ignore[attr-defined]
+                    bucket.shard, self.param_groups[flat_buffer.key.param_group], scalars, count
+                )
+        self._forget_gradients()
+
+    def _update_tensors(self, scalars: StepScalars) -> None:
+        """Updates the flat buffers whose optimizer needs sums over whole tensors, in common rounds."""
+        updates = []
+        for flat_buffer in self.flat_buffers:
+            if flat_buffer.tensors is not None:
+                assert isinstance(flat_buffer.shard_optimizer, TensorOptimizer)
+                shards = [bucket.shard for bucket in flat_buffer.buckets]
+                group_options = self.param_groups[flat_buffer.key.param_group]
+                rounds = flat_buffer.shard_optimizer.update_tensors_(
+                    shards, flat_buffer.tensors, group_options, scalars
+                )
+                updates.append((rounds, flat_buffer.sum_groups))
+        run_in_rounds(updates)
 
     @property
     def overflow(self) -> bool:
@@ -363,11 +414,44 @@ class EPZeroOptimizer(DeepSpeedFiles, ZeROOptimizer):
         sharded_state.write_back(self._copies)
         self._copies.clear()
         for flat_buffer in self.flat_buffers:
-            flat_buffer.write_params_from_masters()
+            flat_buffer.write_training_point(self.param_groups[flat_buffer.key.param_group])
+        self._gather_params()
+
+    def _gather_params(self) -> None:
         for bucket in self._param_gather.buckets:
             bucket.start_gather()
         self._param_gather.finish_step()
         self.wait_for_params()
+
+    @contextmanager
+    def averaged_parameters(self) -> Iterator[None]:
+        """Has the parameters of a schedule-free optimizer at the averaged point inside, to evaluate or to save them.
+
+        Afterwards they are at the training point again, bit by bit. With other optimizers nothing happens. Collective.
+        """
+        averaged = [flat_buffer for flat_buffer in self.flat_buffers if flat_buffer.shard_optimizer.needs_masters]
+        if not averaged:
+            yield
+            return
+        self._require_at_rest("averaged_parameters", "hp_params", "lp_params", "optim_states")
+        for flat_buffer in averaged:
+            flat_buffer.write_params_from_masters()
+        self._gather_params()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for flat_buffer in averaged:
+                    flat_buffer.write_training_point(self.param_groups[flat_buffer.key.param_group])
+                self._gather_params()
+
+    @torch.no_grad()
+    def restart_states(self) -> None:
+        """Makes states that are weights (schedule-free's z) anew from the masters, after weights alone were loaded."""
+        self.require_on_device("restart_states", "hp_params", "optim_states")
+        for flat_buffer in self.flat_buffers:
+            if flat_buffer.shard_optimizer.needs_masters:
+                flat_buffer.new_states(self.param_groups[flat_buffer.key.param_group])
 
     def wait_for_params(self) -> None:
         """Waits for all new parameters; needed with overlap_param_gather to read them outside of forward."""

@@ -7,6 +7,7 @@ gives the same of DeepSpeed's ZeRO-3 optimizer, so a checkpoint written from eit
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -213,6 +214,8 @@ def load_state_dict(optimizer: EPZeroOptimizer, saved: Any, load_optimizer_state
             group.update(options)
         optimizer.step_count = saved["step_count"]
         optimizer.loss_scale_state = saved.get("loss_scale")
+    else:
+        optimizer.restart_states()
 
 
 # ---- DeepSpeed's ZeRO-3
@@ -259,6 +262,13 @@ class Stage3States:
     def matrix_states(self) -> list[MatrixState]:
         """Returns nothing: AdamW has no states of whole matrices."""
         return []
+
+    def restart_states(self) -> None:
+        """Does nothing: the states begin with the first step."""
+
+    def averaged_parameters(self) -> AbstractContextManager[None]:
+        """Does nothing: Adam trains with the weights that it keeps."""
+        return nullcontext()
 
     def forget_copies(self) -> None:
         """Does nothing: all shards are live, none is a copy."""

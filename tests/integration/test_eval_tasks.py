@@ -1,4 +1,4 @@
-"""Tasks of lm-eval's harness between the steps of a run: its training is as without, the scores those of a checkpoint."""
+"""Tasks of lm-eval's harness between the steps of a run: it trains as without, the scores are those of a checkpoint."""
 
 from __future__ import annotations
 

@@ -486,6 +486,20 @@ def tasks_fit_layout(config: RunConfig, world_size: int) -> str | None:
     return None
 
 
+def sophia_batch_fits(config: RunConfig, world_size: int) -> str | None:
+    """``sophia_batch_size`` is a whole number of micro-batches on every rank, at most the global batch."""
+    size, training = config.optimizer.sophia_batch_size, config.training
+    if size is None:
+        return None
+    unit = training.micro_batch_size * Layout.from_config(config.parallel, world_size).dp
+    if size % unit == 0 and size <= training.global_batch_size:
+        return None
+    return (
+        f"sophia_batch_size={size} must be a multiple of micro_batch_size x data parallel size = {unit}, and at most "
+        f"global_batch_size={training.global_batch_size}"
+    )
+
+
 RULES: list[Rule] = [
     sizes_fit_ranks,
     schedule_fits_chunks,  # before layers_fit_stages, which divides layers by the schedule's chunks
@@ -516,4 +530,5 @@ RULES: list[Rule] = [
     profiled_ranks_exist,
     only_own_optimizer_skips_spikes,
     tasks_fit_layout,
+    sophia_batch_fits,
 ]

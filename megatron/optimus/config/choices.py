@@ -75,10 +75,14 @@ class Float8(str, Enum):
     HYBRID = "hybrid"  # products of projections, MLPs and experts: e4m3 forward, e5m2 gradients
 
 
+OPTIMIZER_LIBRARY = "pytorch_optimizer:"  # the package, before the name of one of its classes
+
+
 class OptimizerName(str, Enum):
     """An optimizer is ("name", its states an element, whether it is for hidden matrices and AdamW for the others).
 
     Of one for matrices only the states that lie in flat shards count; planner/matrix_states.py counts the others.
+    ``pytorch_optimizer:Lion``, for example, is a member of that value, made when it is first asked for.
     """
 
     num_states: int
@@ -103,6 +107,38 @@ class OptimizerName(str, Enum):
     SHAMPOO = "shampoo", 0, True
     GALORE = "galore", 0, True
     DION = "dion", 0, True
+    ADEMAMIX = "ademamix", 3
+    ADOPT = "adopt", 2
+    CAUTIOUS_ADAMW = "cautious-adamw", 2
+    LAMB = "lamb", 2
+    LARS = "lars", 1
+    MARS = "mars", 3
+    SCHEDULE_FREE_ADAMW = "schedule-free-adamw", 2
+    SCHEDULE_FREE_SGD = "schedule-free-sgd", 1
+    SOPHIA = "sophia", 2
+    LIBRARY = "pytorch_optimizer:NAME", 2  # any element-wise one of that package; its states are counted when asked
+
+    @classmethod
+    def _missing_(cls, value: object) -> OptimizerName | None:
+        if not isinstance(value, str) or not value.removeprefix(OPTIMIZER_LIBRARY).isidentifier():
+            return None
+        if not value.startswith(OPTIMIZER_LIBRARY):
+            return None
+        member = str.__new__(cls, value)
+        member._name_ = member._value_ = value
+        member.num_states, member.is_for_matrices = cls.LIBRARY.num_states, False
+        cls._value2member_map_[value] = member  # the same object every time
+        return member
+
+    @property
+    def is_schedule_free(self) -> bool:
+        """Whether it averages weights in the place of a learning-rate schedule."""
+        return self in (OptimizerName.SCHEDULE_FREE_ADAMW, OptimizerName.SCHEDULE_FREE_SGD)
+
+    @property
+    def is_of_library(self) -> bool:
+        """Whether it is a class of pytorch_optimizer."""
+        return self.value.startswith(OPTIMIZER_LIBRARY)
 
 
 class StateDtype(str, Enum):

@@ -6,6 +6,7 @@ value means the same wherever it is written.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -119,8 +120,9 @@ def _convert_one(option: Option, value: Any, where: str) -> Any:
         return value
     if issubclass(option.type, Enum):
         names = [str(member.value) for member in option.type]
-        if value in names:
-            return option.type(value)
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                return option.type(value)
         hint = did_you_mean(str(value), names, "")
         raise ConfigError(f"{where}={value!r} is not one of {', '.join(names)}{'; ' * bool(hint)}{hint}")
     # YAML 1.1 reads 1e-4 as text; a whole number is a number too.

@@ -8,8 +8,9 @@ Comparisons are written so that NaN fails them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from megatron.optimus.config.choices import (
     Backend,
@@ -38,6 +39,7 @@ from megatron.optimus.config.choices import (
 )
 from megatron.optimus.config.duration import check_duration, check_schedule
 from megatron.optimus.config.layer_pattern import check_layer_pattern, layers_of_pattern, shown
+from megatron.optimus.config.optimizer_options import check_optimizer_options
 from megatron.optimus.config.values import (
     MODEL_CONVERTERS,
     MODEL_FAMILIES,
@@ -321,9 +323,34 @@ class OptimizerConfig:
         0.0,
         "skip a step whose gradient norm exceeds the mean of the last 128 by this many standard deviations; 0: never",
     )
+    ademamix_beta1: float = option(0.9, "decay rate of AdEMAMix's fast momentum")
+    ademamix_beta2: float = option(0.999, "decay rate of AdEMAMix's second moment")
+    ademamix_beta3: float = option(0.9999, "decay rate of AdEMAMix's slow momentum")
+    ademamix_alpha: float = option(5.0, "AdEMAMix: weight of the slow momentum")
+    ademamix_warmup_iters: int = option(0, "AdEMAMix: steps over which alpha and beta3 grow; the paper: train_iters")
+    adopt_beta1: float = option(0.9, "decay rate of ADOPT's momentum")
+    adopt_beta2: float = option(0.9999, "decay rate of ADOPT's second moment")
+    adopt_eps: float = option(1e-6, "ADOPT: least root of the second moment")
+    lamb_max_weight_norm: float = option(10.0, "LAMB: largest norm of a tensor's weights that scales its update")
+    lars_momentum: float = option(0.9, "decay rate of LARS's momentum")
+    lars_trust_coefficient: float = option(1e-3, "LARS: norm of an update relative to the weights', at lr 1")
+    mars_beta1: float = option(0.95, "decay rate of MARS's first moment")
+    mars_beta2: float = option(0.99, "decay rate of MARS's second moment")
+    mars_gamma: float = option(0.025, "MARS: weight of the change between gradients")
+    schedule_free_beta: float = option(0.9, "schedule-free: where gradients are taken, from 0 (newest) to 1 (average)")
+    schedule_free_warmup_iters: int = option(0, "schedule-free: steps of linear warm-up, its own")
+    sophia_interval: int | None = option(None, "Sophia: steps between two estimates of the Hessian, usually 10")
+    sophia_batch_size: int | None = option(
+        None,
+        "Sophia: sequences of an estimate; default: a micro-batch a rank, with pipeline stages the whole batch",
+    )
+    sophia_beta1: float = option(0.965, "decay rate of Sophia's momentum")
+    sophia_beta2: float = option(0.99, "decay rate of Sophia's Hessian")
+    sophia_gamma: float = option(0.05, "Sophia: factor on the Hessian; larger clips fewer elements")
+    optimizer_options: list[str] = option([], "pytorch_optimizer:NAME: further options of that class, NAME=VALUE ...")
 
     def __post_init__(self) -> None:
-        positive(self, "lr", "adam_eps")
+        positive(self, "lr", "adam_eps", "adopt_eps", "lamb_max_weight_norm", "lars_trust_coefficient", "sophia_gamma")
         at_least(self, 0, "min_lr", "lr_warmup_iters", "lr_warmup_samples", "weight_decay", "clip_grad")
         at_least(self, 0, "grad_norm_spike_sigma")
         at_least(self, 1, "lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
@@ -339,20 +366,14 @@ class OptimizerConfig:
             f"optimizer={self.optimizer.value} keeps whole matrices in fp32, not "
             f"optimizer_state_dtype={self.optimizer_state_dtype.value}; use fp32, or muon or normuon",
         )
-        rates = (
-            "adam_beta1",
-            "adam_beta2",
-            "lion_beta1",
-            "lion_beta2",
-            "sgd_momentum",
-            "muon_momentum",
-            "dion_momentum",
-        )
-        others = ("normuon_beta2", "soap_beta1", "soap_beta2", "shampoo_beta1", "shampoo_beta2")
-        for name in (*rates, *others):
-            beta = getattr(self, name)
-            require(0 <= beta < 1, f"{name}={beta} is out of range; use 0 <= {name} < 1")
+        at_least(self, 1, "sophia_interval", "sophia_batch_size")
+        at_least(self, 0, "ademamix_alpha", "ademamix_warmup_iters", "mars_gamma", "schedule_free_warmup_iters")
+        for name in (one.name for one in fields(self)):
+            if re.search(r"_(beta\d?|momentum)$", name):
+                beta = getattr(self, name)
+                require(0 <= beta < 1, f"{name}={beta} is out of range; use 0 <= {name} < 1")
         check_schedule(self)
+        check_optimizer_options(self)
 
 
 @dataclass(kw_only=True)

@@ -27,6 +27,8 @@ from megatron.optimus.layers import NO_LABEL
 from megatron.optimus.platform.device import is_rocm
 from megatron.optimus.platform.process_groups import all_gather_single
 
+DRAWS = 2**24  # a label that is to be drawn is given as a random number below this
+_DRAWN_BLOCK = 256  # rows of the vocabulary whose probabilities are added up first
 CHUNK_ELEMENTS = 2**27  # logits held at once in fp32: 512 MiB, large enough for efficient matrix products
 
 
@@ -34,13 +36,18 @@ class LMHead(nn.Linear):
     """Projection to the vocabulary; with labels it returns the loss instead of the logits."""
 
     z_loss_coeff = 0.0
+    draws_labels = False  # labels are random numbers by which the model's predictions are drawn
 
     def forward(self, x_BSD: Tensor, labels_BS: Tensor | None = None) -> Tensor:
         """Logits [B, S, V] in x's dtype; with labels (int64 or NO_LABEL) ``linear_cross_entropy_sum`` of them."""
         if labels_BS is None:
             return F.linear(x_BSD, self.weight)
         return linear_cross_entropy_sum(
-            x_BSD.flatten(0, -2), self.weight, labels_BS.flatten(), z_loss_coeff=self.z_loss_coeff
+            x_BSD.flatten(0, -2),
+            self.weight,
+            labels_BS.flatten(),
+            z_loss_coeff=self.z_loss_coeff,
+            draws_labels=self.draws_labels,
         )
 
 
@@ -52,6 +59,7 @@ def linear_cross_entropy_sum(
     group: dist.ProcessGroup | None = None,
     first_row: int = 0,
     z_loss_coeff: float = 0.0,
+    draws_labels: bool = False,
 ) -> Tensor:
     """Sum over tokens of -log softmax(x @ weight.T)[label].
 
@@ -65,12 +73,15 @@ def linear_cross_entropy_sum(
         group: ranks over which the vocabulary is split; all have the same x and labels.
         first_row: number of this rank's first row in the whole vocabulary.
         z_loss_coeff: weight in the gradients of the squared log-sum-exps of the tokens that have a label.
+        draws_labels: the labels are random numbers from 0 to DRAWS - 1, or NO_LABEL: each token's label is drawn by its
+            number from softmax(x @ weight.T).
 
     Returns:
         The sum in nats, fp32 scalar, the same on all ranks of the group. The gradient of x is this rank's part of the
         sum over ranks.
     """
-    return _LinearCrossEntropy.apply(x_TD, weight_VD, labels_T, group, first_row, torch.is_grad_enabled(), z_loss_coeff)
+    with_grad = torch.is_grad_enabled()
+    return _LinearCrossEntropy.apply(x_TD, weight_VD, labels_T, group, first_row, with_grad, z_loss_coeff, draws_labels)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -84,16 +95,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         first_row: int,
         with_grad: bool,
         z_loss_coeff: float,
+        draws_labels: bool,
     ) -> Tensor:
         dx_TD = torch.empty_like(x_TD) if with_grad and ctx.needs_input_grad[0] else None
         # fp32, because the contributions of the chunks are added up in it.
         dw_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if with_grad and ctx.needs_input_grad[1] else None
         total = torch.zeros((), dtype=torch.float32, device=x_TD.device)
-        elements = CHUNK_ELEMENTS * (2 if ops.keeps_16_bits(x_TD) else 1)
+        elements = CHUNK_ELEMENTS * (2 if ops.keeps_16_bits(x_TD) else 1) // (4 if draws_labels else 1)
         step = max(1, elements // weight_VD.shape[0])
         for start in range(0, x_TD.shape[0], step):
             x_CD, labels_C = x_TD[start : start + step], labels_T[start : start + step]
             logits_CV = F.linear(x_CD, weight_VD)
+            if draws_labels:
+                labels_C = draw_labels(logits_CV, labels_C, group)
             valid_C, rows_C, columns_C = _find_labels(labels_C, first_row, weight_VD.shape[0], group is not None)
             label_logits_C = torch.where(rows_C, logits_CV.gather(1, columns_C[:, None])[:, 0].float(), 0.0)
             lse_C, label_logits_C = _over_ranks(ops.log_sum_exp(logits_CV), label_logits_C, group)
@@ -121,7 +135,45 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx_TD = None if dx_TD is None else dx_TD * grad
         if dw_VD is not None:  # rounded while it is stored, in one pass over it
             dw_VD = torch.mul(dw_VD, grad, out=torch.empty_like(dw_VD, dtype=ctx.dtype))
-        return dx_TD, dw_VD, None, None, None, None, None
+        return dx_TD, dw_VD, None, None, None, None, None, None
+
+
+def draw_labels(logits_CV: Tensor, numbers_C: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Draws a row of the vocabulary for each token from the softmax of its logits, by inverting the distribution.
+
+    Sums of blocks come first, then those within one block: a running sum over all rows has no deterministic kernel on a
+    GPU.
+
+    Args:
+        logits_CV: of this rank's rows.
+        numbers_C: int64 from 0 to DRAWS - 1, or NO_LABEL.
+        group: ranks over which the vocabulary is split, in the order of their rows.
+
+    Returns:
+        int64 [C], rows of the whole vocabulary, or NO_LABEL; the same on all ranks of the group.
+    """
+    rows, size = logits_CV.shape[1], _DRAWN_BLOCK
+    lse_C, _ = _over_ranks(ops.log_sum_exp(logits_CV), torch.zeros_like(numbers_C, dtype=torch.float32), group)
+    wanted_C1 = ((numbers_C.float() + 0.5) / DRAWS)[:, None]
+    p_CV = F.pad(torch.exp(logits_CV.float() - lse_C[:, None]), (0, -rows % size))
+    p_CNb = p_CV.view(len(p_CV), -1, size)
+    sums_CN = p_CNb.sum(dim=2)
+    ends_CN = sums_CN @ torch.ones(sums_CN.shape[1], sums_CN.shape[1], device=p_CV.device).triu()
+    num_ranks = 1
+    if group is not None:
+        num_ranks, mine = dist.get_world_size(group), ends_CN[:, -1].contiguous()
+        all_PC = mine.new_empty(num_ranks, len(mine))
+        all_gather_single(all_PC.view(-1), mine, group=group)
+        wanted_C1 = wanted_C1 - all_PC[: dist.get_rank(group)].sum(dim=0)[:, None]
+    blocks_C1 = (ends_CN <= wanted_C1).sum(dim=1, keepdim=True).clamp(max=ends_CN.shape[1] - 1)
+    before_C1 = (ends_CN - sums_CN).gather(1, blocks_C1)
+    within_Cb = p_CNb.gather(1, blocks_C1[:, :, None].expand(-1, 1, size))[:, 0]
+    ends_Cb = before_C1 + within_Cb @ torch.ones(size, size, device=p_CV.device).triu()
+    drawn_C = blocks_C1[:, 0] * size + (ends_Cb <= wanted_C1).sum(dim=1)
+    drawn_C = torch.where(ends_CN[:, -1] <= wanted_C1[:, 0], rows, drawn_C).clamp(max=rows)  # on a later rank
+    if group is not None:
+        dist.all_reduce(drawn_C, group=group)
+    return torch.where(numbers_C != NO_LABEL, drawn_C.clamp(max=num_ranks * rows - 1), NO_LABEL)
 
 
 def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:

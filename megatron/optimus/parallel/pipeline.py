@@ -266,11 +266,8 @@ class Pipeline:
         """
         check_torch_version(self._kind, num_micro_batches, self.plan.num_stages)
         self.num_micro_batches = num_micro_batches
-        config = self.model.config
-        parts = max(1, len(config.moe_layers)) * num_micro_batches
         stages: list[Any] = []
         for stage, chunk in self._chunks.items():
-            chunk.aux_weight = AuxWeight(config.moe_aux_loss_coeff / parts, config.moe_z_loss_coeff / parts)
             shapes = {
                 "input_args": (self._tokens if stage == 0 else self._hidden,),
                 "output_args": (self._hidden,),
@@ -297,15 +294,20 @@ class Pipeline:
         return loss_sum / self.labels_per_micro_batch / self.num_micro_batches
 
     def forward_backward(
-        self, batches: Sequence[StageInput], mean_labels_per_micro_batch: Tensor | float
+        self,
+        batches: Sequence[StageInput],
+        mean_labels_per_micro_batch: Tensor | float,
+        *,
+        with_router_losses: bool = True,
     ) -> list[Tensor]:
         """Runs forward and backward of all micro-batches and accumulates the gradients of their mean loss.
 
-        The auxiliary losses of routers are part of it. The last stage computes the cross-entropy.
+        The last stage computes the cross-entropy.
 
         Args:
             batches: the micro-batches of this rank, whose tokens and labels are [B, S].
             mean_labels_per_micro_batch: labels that count, on average; it divides each sum of losses.
+            with_router_losses: whether the auxiliary losses of routers are part of it.
 
         Returns:
             The sum of cross-entropies of each micro-batch, fp32 scalars, on the rank of the last stage; elsewhere an
@@ -316,6 +318,11 @@ class Pipeline:
         """
         if len(batches) != self.num_micro_batches:
             self._plan_steps(len(batches))
+        config = self.model.config
+        parts = max(1, len(config.moe_layers)) * len(batches)
+        weight = AuxWeight(config.moe_aux_loss_coeff / parts, config.moe_z_loss_coeff / parts)
+        for chunk in self._chunks.values():
+            chunk.aux_weight = weight if with_router_losses else AuxWeight(0.0, 0.0)
         self.backward_hooks.begin(len(batches))
         self._loss_sums = []
         self.batches, self.labels_per_micro_batch = batches, mean_labels_per_micro_batch

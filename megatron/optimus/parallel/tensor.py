@@ -267,6 +267,7 @@ class VocabParallelLMHead(nn.Module):
         self.weight = weight_VD
         self.ranks = ranks
         self.z_loss_coeff = z_loss_coeff
+        self.draws_labels = False
 
     def forward(self, x_BSD: Tensor, labels_BS: Tensor | None = None) -> Tensor:
         """The loss; without labels the logits [T, V] of all tokens over the whole vocabulary, on every rank."""
@@ -276,7 +277,13 @@ class VocabParallelLMHead(nn.Module):
         first_row = self.ranks.index * self.weight.shape[0]
         labels_T, group = labels_BS.flatten(), self.ranks.group
         return linear_cross_entropy_sum(
-            x_TD, self.weight, labels_T, group=group, first_row=first_row, z_loss_coeff=self.z_loss_coeff
+            x_TD,
+            self.weight,
+            labels_T,
+            group=group,
+            first_row=first_row,
+            z_loss_coeff=self.z_loss_coeff,
+            draws_labels=self.draws_labels,
         )
 
 

@@ -7,9 +7,11 @@ group's size (deepspeed_ext/zero/partition.py). Tests hold every byte against th
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
+from megatron.optimus.config.choices import OPTIMIZER_LIBRARY
 from megatron.optimus.config.family import ParameterKind
 from megatron.optimus.config.rank_plan import RankPlan
 from megatron.optimus.config.schema import OptimizerName, StateDtype
@@ -119,7 +121,9 @@ def state_bytes(rank: RankPlan, buffer: PlannedFlatBuffer) -> StateBytes:
     if buffer.group_size > 1 and (not is_whole or shard_width != kept):
         gradients += buffer.shard * shard_width
     moments = num_moments(rank, buffer) * _moment_bytes(rank, buffer)
-    masters = 0 if rank.element_bytes == 4 else buffer.shard * 4  # fp32 parameters are their own
+    # fp32 parameters are their own, but for schedule-free optimizers, whose masters are another point.
+    is_own = rank.element_bytes == 4 and not rank.config.optimizer.optimizer.is_schedule_free
+    masters = 0 if is_own else buffer.shard * 4
     return StateBytes(buffer.numel * rank.element_bytes, gradients, masters, moments)
 
 
@@ -134,8 +138,33 @@ def num_moments(rank: RankPlan, buffer: PlannedFlatBuffer) -> int:
     options = rank.config.optimizer
     if options.optimizer is OptimizerName.SGD and not options.sgd_momentum:
         return 0
+    if options.optimizer.is_of_library:
+        return library_states(options.optimizer)
     is_adams = options.optimizer.is_for_matrices and not buffer.is_matrix
     return 2 if is_adams else options.optimizer.num_states
+
+
+@cache
+def library_states(name: OptimizerName) -> int:
+    """Counts the tensors that an optimizer of pytorch_optimizer keeps for a parameter, by a step of it.
+
+    Where the package is not installed, or has none of that name, it is ``name.num_states``.
+    """
+    import torch  # here, because no other plan needs it
+
+    try:
+        library = importlib.import_module("pytorch_optimizer")
+    except ModuleNotFoundError:
+        return name.num_states
+    wanted = name.value.removeprefix(OPTIMIZER_LIBRARY).lower()
+    kind = next((one for key, one in vars(library).items() if key.lower() == wanted and isinstance(one, type)), None)
+    if kind is None:
+        return name.num_states
+    weight = torch.ones(3)
+    weight.grad = torch.ones(3)
+    optimizer = kind([weight])
+    optimizer.step()
+    return sum(getattr(state, "shape", None) == weight.shape for state in optimizer.state[weight].values())
 
 
 def _moment_bytes(rank: RankPlan, buffer: PlannedFlatBuffer) -> int:

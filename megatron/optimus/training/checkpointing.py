@@ -240,6 +240,7 @@ class Checkpoints:
         else:  # what a Hugging Face model says of its tokens and of generation stays with it
             fields = (TOKEN_IDS_FIELD, GENERATION_FIELD)
             self.extra_state = {name: manifest.metadata[name] for name in fields if manifest.metadata.get(name)}
+            optimizer.restart_states()
         optimizer.sync_params_from_master()
         step = consumed_samples = 0
         if position_counts:

@@ -5,6 +5,7 @@ Of the training program this file alone imports deepspeed_ext.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -14,10 +15,13 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
+import yaml
 from torch import Tensor, nn
 
 import deepspeed_ext
 from megatron.optimus.config.checks import gradient_accumulation_steps
+from megatron.optimus.config.choices import OPTIMIZER_LIBRARY
+from megatron.optimus.config.options import did_you_mean
 from megatron.optimus.config.schema import ConfigError, Float8, OptimizerConfig, OptimizerName, Precision, RunConfig
 from megatron.optimus.context import RunContext
 from megatron.optimus.models.decoder import Decoder
@@ -34,6 +38,7 @@ from megatron.optimus.platform.memory import needs_memory
 from megatron.optimus.platform.mesh import Mesh
 from megatron.optimus.training.kernel_tuning import select_tiles
 
+own_optimizer = deepspeed_ext.optimizers.own_optimizer
 Engine = deepspeed_ext.EPEngine
 TrainingState = deepspeed_ext.EPZeroOptimizer | deepspeed_ext.Stage3States  # what a checkpoint reads and writes
 
@@ -68,6 +73,29 @@ _OPTIMIZERS: dict[OptimizerName, _Optimizer] = {
     OptimizerName.NORMUON: _Optimizer(
         deepspeed_ext.optimizers.own_optimizer("normuon"), lambda c: _muon_options(c) | {"beta2": c.normuon_beta2}
     ),
+    OptimizerName.CAUTIOUS_ADAMW: _Optimizer(
+        own_optimizer("cautious-adamw"), lambda c: {"betas": (c.adam_beta1, c.adam_beta2), "eps": c.adam_eps}
+    ),
+    OptimizerName.LAMB: _Optimizer(
+        own_optimizer("lamb"),
+        lambda c: {
+            "betas": (c.adam_beta1, c.adam_beta2),
+            "eps": c.adam_eps,
+            "max_weight_norm": c.lamb_max_weight_norm,
+        },
+    ),
+    OptimizerName.SCHEDULE_FREE_ADAMW: _Optimizer(
+        own_optimizer("schedule-free-adamw"),
+        lambda c: {
+            "betas": (c.schedule_free_beta, c.adam_beta2),
+            "eps": c.adam_eps,
+            "warmup_iters": c.schedule_free_warmup_iters,
+        },
+    ),
+    OptimizerName.SCHEDULE_FREE_SGD: _Optimizer(
+        own_optimizer("schedule-free-sgd"),
+        lambda c: {"momentum": c.schedule_free_beta, "warmup_iters": c.schedule_free_warmup_iters},
+    ),
 }
 
 
@@ -75,7 +103,9 @@ def optimizer_of(name: OptimizerName) -> _Optimizer:
     """What ``--optimizer`` builds: an entry of the table, else the class of deepspeed_ext.optimizers of that name."""
     if name in _OPTIMIZERS:
         return _OPTIMIZERS[name]
-    build = deepspeed_ext.optimizers.own_optimizer(name.value)
+    if name.is_of_library:
+        return _library_optimizer(name)
+    build = own_optimizer(name.value)
     return _Optimizer(build, partial(_own_options, signature(build).parameters))
 
 
@@ -92,11 +122,39 @@ def _own_options(arguments: Collection[str], config: OptimizerConfig) -> ParamGr
         found |= {name: config.adam_eps for name in ("eps", "graft_eps") if name in arguments}
     found |= {name: getattr(config, f"{prefix}_{name}") for name in arguments if hasattr(config, f"{prefix}_{name}")}
     key = "matrix_betas" if "matrix_betas" in arguments else "betas"
-    if hasattr(config, f"{prefix}_beta1"):
-        found[key] = tuple(getattr(config, f"{prefix}_beta{number}") for number in (1, 2))
+    if betas := [getattr(config, f"{prefix}_beta{n}") for n in (1, 2, 3) if hasattr(config, f"{prefix}_beta{n}")]:
+        found[key] = tuple(betas)
     elif "matrix_betas" in arguments:
         found[key] = found["betas"]
     return {name: value.value if isinstance(value, Enum) else value for name, value in found.items()}
+
+
+def _library_optimizer(name: OptimizerName) -> _Optimizer:
+    """A class of pytorch_optimizer. Raises ConfigError where there is none of that name."""
+    try:
+        build = deepspeed_ext.optimizers.library_optimizer(name.value.removeprefix(OPTIMIZER_LIBRARY))
+    except ValueError as error:
+        raise ConfigError(f"optimizer={name.value}: {error}") from error
+    known = [known for known in signature(build).parameters if known not in ("params", "lr", "weight_decay", "kwargs")]
+
+    def options(config: OptimizerConfig) -> ParamGroup:
+        found: ParamGroup = {}
+        for word in config.optimizer_options:
+            key, _, value = word.partition("=")
+            if key not in known:
+                hint = did_you_mean(key, known, f"it has {', '.join(known)}")
+                raise ConfigError(f"optimizer_options: {name.value} has no option {key!r} (value {value!r}); {hint}")
+            found[key] = _parsed(value)
+        return found
+
+    return _Optimizer(build, options)
+
+
+def _parsed(text: str) -> Any:
+    """A number, true, false, a list in brackets or text, as YAML has them; 1e-6 is a number too."""
+    with contextlib.suppress(ValueError):
+        return float(text) if not text.isdecimal() else int(text)
+    return tuple(value) if isinstance(value := yaml.safe_load(text), list) else value
 
 
 @needs_memory("building the model")
@@ -138,11 +196,26 @@ def build_engine(run: RunContext, model: Decoder) -> Engine:
     config = run.config
     engine, *_ = deepspeed_ext.initialize(
         model=model,
-        optimizer=optimizer_of(config.optimizer.optimizer).build(param_groups(model, config.optimizer)),
+        optimizer=build_optimizer(model, config.optimizer),
         config=deepspeed_config(config, gradient_accumulation_steps(config, run.mesh.layout.world_size)),
         groups=_groups(model, run.mesh),
     )
     return engine
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Builds the torch optimizer. Raises ConfigError where one of pytorch_optimizer cannot run on shards."""
+    groups = param_groups(model, config)
+    build = optimizer_of(config.optimizer).build
+    if not config.optimizer.is_of_library:
+        return build(groups)
+    try:
+        optimizer = build(groups)
+        for group in optimizer.param_groups:
+            deepspeed_ext.optimizers.shard_optimizer_for(optimizer, group)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer={config.optimizer.value}: {error}") from error
+    return optimizer
 
 
 def param_groups(model: nn.Module, config: OptimizerConfig) -> list[ParamGroup]:
@@ -214,6 +287,12 @@ def set_micro_batches(engine: Engine, count: int) -> None:
     engine.micro_steps = 0
 
 
+def update_curvature(engine: Engine, num_labels: Tensor | float) -> None:
+    """Ends a backward of sampled labels, over ``num_labels`` of the global batch, in the place of ``engine.step()``."""
+    engine.optimizer.update_curvature(num_labels)
+    engine.micro_steps = 0  # the next step begins with its first micro-batch
+
+
 def step_outcome(engine: Engine) -> Tensor:
     """Gradient norm of the last step, and 1.0 if the step was skipped: float64 [2].
 
@@ -265,6 +344,7 @@ def _groups(model: Decoder, mesh: Mesh) -> deepspeed_ext.ZeroGroups:
         model=mesh.group("model"),
         tensor=mesh.group("tp"),
         matrices={None: mesh.group("stage"), **{str(name): mesh.group("edp_etp") for name in names}},
+        expert_tensor=mesh.group("etp"),
     )
 
 

@@ -22,7 +22,7 @@ from megatron.optimus.platform.files import write_atomically
 from megatron.optimus.platform.memory import needs_memory
 from megatron.optimus.training.checkpointing import Checkpoints
 from megatron.optimus.training.data import build_evaluation_data, num_labels
-from megatron.optimus.training.engine import build_engine, build_model
+from megatron.optimus.training.engine import build_engine, build_model, training_state
 from megatron.optimus.training.health import TrainingError
 from megatron.optimus.training.pipeline_schedule import Schedule, build_schedule
 
@@ -48,12 +48,16 @@ def loss_over(run: RunContext, loader: BatchLoader, schedule: Schedule) -> float
 
 @needs_memory("an evaluation")
 def validation_loss(run: RunContext, schedule: Schedule, batches: Iterable[Sequence[Batch]]) -> float:
-    """Mean cross-entropy in nats per label over global batches, each given as this rank's micro-batches. Collective."""
+    """Mean cross-entropy in nats per label over global batches, each given as this rank's micro-batches. Collective.
+
+    A schedule-free optimizer's model is evaluated at the average of its weights.
+    """
     total = torch.zeros(2, dtype=devices.sum_dtype(run.device), device=run.device)  # sum of losses, labels
-    for own in batches:
-        # Empty where another pipeline stage has the loss.
-        for loss_sum, batch in zip(schedule.evaluate(own), own, strict=False):
-            total += torch.stack([loss_sum.to(total.dtype), torch.full_like(total[0], num_labels(batch))])
+    with training_state(schedule.engine).averaged_parameters():
+        for own in batches:
+            # Empty where another pipeline stage has the loss.
+            for loss_sum, batch in zip(schedule.evaluate(own), own, strict=False):
+                total += torch.stack([loss_sum.to(total.dtype), torch.full_like(total[0], num_labels(batch))])
     if (world := run.mesh.group("world")) is not None:
         dist.all_reduce(total, group=world)
     return (total[0] / total[1].clamp(min=1)).item()

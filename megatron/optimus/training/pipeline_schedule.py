@@ -26,13 +26,21 @@ class Schedule(Protocol):
     """Both methods are collective over the ranks of a pipeline. They return each micro-batch's sum of losses (fp32
     scalars in nats, without gradients), or nothing where another pipeline stage has the loss."""
 
+    engine: Engine
     routers: dict[int, Router]  # of this rank's MoE layers, by their number in the model
 
-    def forward_backward(self, batches: Sequence[Batch], mean_labels_per_micro_batch: float | Tensor) -> list[Tensor]:
+    def forward_backward(
+        self,
+        batches: Sequence[Batch],
+        mean_labels_per_micro_batch: float | Tensor,
+        *,
+        with_router_losses: bool = True,
+    ) -> list[Tensor]:
         """Accumulates the gradients of the mean over micro-batches; ``engine.step()`` comes next.
 
         Steps may differ in their number of micro-batches, on every rank alike.
         ``mean_labels_per_micro_batch``: labels that count in a micro-batch, on average over those of all ranks.
+        ``with_router_losses``: whether the routers' balancing and z-loss are part of the loss.
         """
 
     def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
@@ -161,17 +169,22 @@ class WholeModel:
         self.engine, self.config = engine, config
         self.routers = routers_of(engine.module)
 
-    def forward_backward(self, batches: Sequence[Batch], mean_labels_per_micro_batch: float | Tensor) -> list[Tensor]:
-        loss_sums = []
+    def forward_backward(
+        self,
+        batches: Sequence[Batch],
+        mean_labels_per_micro_batch: float | Tensor,
+        *,
+        with_router_losses: bool = True,
+    ) -> list[Tensor]:
+        loss_sums, config = [], self.config
         set_micro_batches(self.engine, len(batches))
         for index, batch in enumerate(batches):
             if index > 0:
                 self.engine.step()  # between micro-batches it only counts them
             output = self.engine(batch.tokens_BS, batch.labels_BS, batch.documents, batch.positions_BS)
             loss = output.loss_sum / mean_labels_per_micro_batch
-            loss = (
-                loss + self.config.moe_aux_loss_coeff * output.aux_loss + self.config.moe_z_loss_coeff * output.z_loss
-            )
+            if with_router_losses:
+                loss = loss + config.moe_aux_loss_coeff * output.aux_loss + config.moe_z_loss_coeff * output.z_loss
             self.engine.backward(loss)
             loss_sums.append(output.loss_sum.detach())
         return loss_sums
@@ -192,8 +205,16 @@ class Stages:
         self.engine, self.pipeline = engine, pipeline
         self.routers = routers_of(engine.module)
 
-    def forward_backward(self, batches: Sequence[Batch], mean_labels_per_micro_batch: float | Tensor) -> list[Tensor]:
-        return self.pipeline.forward_backward(batches, mean_labels_per_micro_batch)
+    def forward_backward(
+        self,
+        batches: Sequence[Batch],
+        mean_labels_per_micro_batch: float | Tensor,
+        *,
+        with_router_losses: bool = True,
+    ) -> list[Tensor]:
+        return self.pipeline.forward_backward(
+            batches, mean_labels_per_micro_batch, with_router_losses=with_router_losses
+        )
 
     def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
         model: Decoder = self.engine.module

@@ -31,13 +31,14 @@ from megatron.optimus.context import RunContext
 from megatron.optimus.data.errors import DataError
 from megatron.optimus.data.fingerprint import LINES_FIELD
 from megatron.optimus.data.loader import Batch
-from megatron.optimus.ops import fp8
 from megatron.optimus.models.decoder import Decoder
+from megatron.optimus.ops import fp8
 from megatron.optimus.platform import device as devices
 from megatron.optimus.platform.memory import needs_memory
 from megatron.optimus.platform.metrics import PendingTotals, Recorder
 from megatron.optimus.platform.signals import StopRequest
 from megatron.optimus.training.checkpointing import Checkpoints
+from megatron.optimus.training.curvature import estimate_curvature, is_due
 from megatron.optimus.training.data import build_data, check_unchanged, labels_per_micro_batch, num_labels
 from megatron.optimus.training.engine import Engine, build_engine, build_model, step_outcome
 from megatron.optimus.training.evaluate import evaluate_sets, loss_over
@@ -260,6 +261,10 @@ class Trainer:
             profiler.before(self.step + 1)
             batches = self._next_batches()
             lr = self._set_rates()
+            if is_due(self.config, self.step):
+                estimate_curvature(
+                    *(self.run, self.engine, self.schedule, batches, self.step), self.checkpoints.before_update
+                )
             result = train_step(
                 *(self.run, self.engine, self.schedule, self.recorder, batches),
                 before_update=self.checkpoints.before_update,

@@ -181,6 +181,12 @@ CHUNKS = "--virtual-pipeline-model-parallel-size 2"
             1,
             ["cpu_offloading_num_layers=4 exceeds num_layers=3; use at most 3, 0 for none"],
         ),
+        (
+            "--optimizer sophia --sophia-interval 10 --sophia-batch-size 6 --micro-batch-size 2",
+            2,
+            ["sophia_batch_size=6 must be a multiple of micro_batch_size x data parallel size = 4"],
+        ),
+        ("--optimizer sophia --sophia-interval 10 --sophia-batch-size 64", 1, ["=64", "at most global_batch_size"]),
     ],
 )
 def test_impossible_combinations(flags: str, world: int, parts: list[str]) -> None:

@@ -5,19 +5,24 @@ from typing import Any
 
 import pytest
 
+from megatron.optimus.config.choices import OptimizerName as NAME
 from megatron.optimus.config.schema import (
     CheckpointConfig,
     ConfigError,
     DataConfig,
     LoggingConfig,
+    LRDecayStyle,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    StateDtype,
     TrainingConfig,
     divisors,
     one_of,
     parse_split,
 )
+
+CONSTANT = {"lr_decay_style": LRDecayStyle.CONSTANT}
 
 
 @pytest.mark.parametrize(
@@ -54,6 +59,38 @@ from megatron.optimus.config.schema import (
         (OptimizerConfig, {"zero_stage": 4}, ["zero_stage=4", "0, 1, 2 or 3"]),
         (OptimizerConfig, {"lr_warmup_iters": 9, "lr_decay_iters": 8}, ["lr_warmup_iters=9", "lr_decay_iters=8"]),
         (OptimizerConfig, {"clip_grad": -1.0}, ["clip_grad=-1.0"]),
+        (
+            OptimizerConfig,
+            {"lars_momentum": 0.5},
+            ["lars_momentum=0.5 is an option of lars", "=adam; leave"],
+        ),
+        (OptimizerConfig, {"lion_beta1": 0.5, "optimizer": NAME.SGD}, ["lion_beta1=0.5", "option of lion", "=sgd"]),
+        (OptimizerConfig, {"schedule_free_beta": 0.8}, ["option of schedule-free-adamw or schedule-free-sgd"]),
+        (OptimizerConfig, {"sophia_interval": 10}, ["sophia_interval=10 is an option of sophia"]),
+        (OptimizerConfig, {"optimizer_options": ["eps=1"]}, ["optimizer_options=eps=1 is for", "optimizer=adam"]),
+        (OptimizerConfig, {"optimizer": NAME.SOPHIA}, ["optimizer=sophia needs sophia_interval", "10 is usual"]),
+        (OptimizerConfig, {"optimizer": NAME.SOPHIA, "sophia_interval": 0}, ["sophia_interval=0", "1 or more"]),
+        (OptimizerConfig, {"optimizer": NAME.LIBRARY}, ["pytorch_optimizer:NAME: NAME is a class", "AdaBelief"]),
+        (
+            OptimizerConfig,
+            {"optimizer": NAME("pytorch_optimizer:Tiger"), "optimizer_options": ["beta"]},
+            ["'beta' is not NAME=VALUE"],
+        ),
+        (
+            OptimizerConfig,
+            {"optimizer": NAME("pytorch_optimizer:Tiger"), "optimizer_state_dtype": StateDtype.INT8},
+            ["optimizer=pytorch_optimizer:Tiger keeps its states in fp32", "optimizer_state_dtype=int8"],
+        ),
+        (
+            OptimizerConfig,
+            {"optimizer": NAME.SCHEDULE_FREE_SGD, "lr_warmup_iters": 5},
+            ["no learning-rate schedule", "lr_decay_style=cosine, lr_warmup_iters=5", "schedule_free_warmup_iters"],
+        ),
+        (
+            OptimizerConfig,
+            CONSTANT | {"optimizer": NAME.SCHEDULE_FREE_ADAMW, "optimizer_state_dtype": StateDtype.BF16},
+            ["keeps its states in fp32", "optimizer_state_dtype=bf16"],
+        ),
         (TrainingConfig, {"train_iters": 0}, ["train_iters=0"]),
         (TrainingConfig, {"micro_batch_size": 0}, ["micro_batch_size=0"]),
         (TrainingConfig, {"rampup_batch_size": [4, 2]}, ["rampup_batch_size=4 2", "three whole numbers"]),

@@ -10,9 +10,18 @@ from torch import nn
 
 from deepspeed_ext.ds_config import zero_options
 from deepspeed_ext.optimizers import shard_optimizer_for
+from deepspeed_ext.optimizers.ademamix import ShardAdEMAMix
+from deepspeed_ext.optimizers.adopt import ShardADOPT
+from deepspeed_ext.optimizers.cautious import ShardCautiousAdamW
 from deepspeed_ext.optimizers.elementwise import ShardAdam, ShardLion, ShardSGD
+from deepspeed_ext.optimizers.lamb import ShardLamb
+from deepspeed_ext.optimizers.lars import ShardLARS
+from deepspeed_ext.optimizers.mars import ShardMARS
 from deepspeed_ext.optimizers.muon import ShardMuon
 from deepspeed_ext.optimizers.normuon import ShardNorMuon
+from deepspeed_ext.optimizers.schedule_free import ShardScheduleFreeAdamW, ShardScheduleFreeSGD
+from deepspeed_ext.optimizers.sophia import ShardSophia
+from deepspeed_ext.optimizers.wrapped import WrappedOptimizer
 from megatron.optimus.config.checks import check_trainable
 from megatron.optimus.config.load import load
 from megatron.optimus.config.schema import (
@@ -24,8 +33,34 @@ from megatron.optimus.config.schema import (
     RunConfig,
 )
 from megatron.optimus.models.decoder import Decoder
-from megatron.optimus.training.engine import _own_options, deepspeed_config, optimizer_of, param_groups
+from megatron.optimus.planner.optimizer_state import library_states
+from megatron.optimus.training.engine import (
+    _own_options,
+    build_optimizer,
+    deepspeed_config,
+    optimizer_of,
+    param_groups,
+)
 
+IN_FP32 = (ShardScheduleFreeAdamW, ShardScheduleFreeSGD, WrappedOptimizer)
+SCHEDULE_FREE = "--lr-decay-style constant --schedule-free-beta 0.61 --schedule-free-warmup-iters 9"
+OWN_FLAGS = {
+    "sgd": "--sgd-momentum 0.4",
+    "lion": "--lion-beta1 0.6 --lion-beta2 0.5",
+    "muon": "--muon-momentum 0.3 --muon-num-ns-steps 7 --muon-adjust-lr-fn original",
+    "normuon": "--muon-momentum 0.3 --muon-num-ns-steps 7 --normuon-beta2 0.25",
+    "galore": "--galore-rank 4",
+    "ademamix": "--ademamix-beta1 0.61 --ademamix-beta2 0.62 --ademamix-beta3 0.63 --ademamix-alpha 3 "
+    "--ademamix-warmup-iters 9",
+    "adopt": "--adopt-beta1 0.61 --adopt-beta2 0.62 --adopt-eps 1e-3",
+    "lamb": "--lamb-max-weight-norm 7",
+    "lars": "--lars-momentum 0.61 --lars-trust-coefficient 0.05",
+    "mars": "--mars-beta1 0.61 --mars-beta2 0.62 --mars-gamma 0.05",
+    "schedule-free-adamw": SCHEDULE_FREE,
+    "schedule-free-sgd": SCHEDULE_FREE,
+    "sophia": "--sophia-interval 4 --sophia-beta1 0.61 --sophia-beta2 0.62 --sophia-gamma 0.4",
+    "pytorch_optimizer:AdaBelief": "--optimizer-options eps=1e-6 rectify=true betas=[0.5,0.6]",
+}
 SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 32, "moe_ffn_hidden_size": 8}
 
 
@@ -89,6 +124,16 @@ def test_muon_takes_hidden_matrices_and_knows_stacked_ones() -> None:
         ("lion", ShardLion, {"betas": (0.6, 0.5), "lr": 0.5}),
         ("muon", ShardMuon, {"momentum": 0.3, "ns_steps": 7, "adjust_lr_fn": "original", "adam_eps": 1e-5}),
         ("normuon", ShardNorMuon, {"momentum": 0.3, "ns_steps": 7, "beta2": 0.25, "adam_eps": 1e-5}),
+        ("ademamix", ShardAdEMAMix, {"betas": (0.61, 0.62, 0.63), "alpha": 3.0, "warmup_iters": 9, "eps": 1e-8}),
+        ("adopt", ShardADOPT, {"betas": (0.61, 0.62), "eps": 1e-3}),
+        ("cautious-adamw", ShardCautiousAdamW, {"betas": (0.8, 0.7), "eps": 1e-5}),
+        ("lamb", ShardLamb, {"betas": (0.8, 0.7), "eps": 1e-5, "max_weight_norm": 7.0, "correct_bias": True}),
+        ("lars", ShardLARS, {"momentum": 0.61, "trust_coefficient": 0.05}),
+        ("mars", ShardMARS, {"betas": (0.61, 0.62), "gamma": 0.05}),
+        ("schedule-free-adamw", ShardScheduleFreeAdamW, {"betas": (0.61, 0.7), "eps": 1e-5, "warmup_iters": 9}),
+        ("schedule-free-sgd", ShardScheduleFreeSGD, {"momentum": 0.61, "warmup_iters": 9}),
+        ("sophia", ShardSophia, {"betas": (0.61, 0.62), "gamma": 0.4}),
+        ("pytorch_optimizer:AdaBelief", WrappedOptimizer, {"eps": 1e-6, "rectify": True, "betas": (0.5, 0.6)}),
     ],
 )
 def test_every_optimizer_gets_its_options(name: str, rule: type, reached: dict[str, Any]) -> None:
@@ -98,22 +143,16 @@ def test_every_optimizer_gets_its_options(name: str, rule: type, reached: dict[s
         "adam-beta1": 0.8,
         "adam-beta2": 0.7,
         "adam-eps": 1e-5,
-        "sgd-momentum": 0.4,
-        "lion-beta1": 0.6,
-        "lion-beta2": 0.5,
-        "muon-momentum": 0.3,
-        "muon-num-ns-steps": 7,
-        "muon-adjust-lr-fn": "original",
-        "normuon-beta2": 0.25,
-        "optimizer-state-dtype": "bf16",
         "weight-decay": 0.25,
     }
-    config = load([word for flag, value in flags.items() for word in (f"--{flag}", str(value))]).config.optimizer
+    own = "--optimizer-state-dtype bf16 " * (rule not in IN_FP32) + OWN_FLAGS.get(name, "")
+    words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+    config = load([*words, *own.split()]).config.optimizer
     optimizer = optimizer_of(config.optimizer).build(param_groups(moe(), config))
     group = next(group for group in optimizer.param_groups if group.get("use_muon", True))
     assert isinstance(shard_optimizer_for(optimizer, group), rule)
     assert {key: group[key] for key in reached} == reached
-    assert group["state_dtype"] == "bf16" and group["weight_decay"] == 0.25
+    assert group["state_dtype"] == ("fp32" if rule in IN_FP32 else "bf16") and group["weight_decay"] == 0.25
 
 
 @pytest.mark.parametrize(
@@ -147,12 +186,46 @@ def test_matrix_optimizers_get_their_options_and_adamw_gets_adams(words: str, re
     assert others["betas"] == (0.8, 0.7) and others["adam_eps"] == 1e-5
 
 
-@pytest.mark.parametrize("name", OptimizerName)
-def test_every_optimizer_keeps_the_states_that_the_planner_counts(name: OptimizerName) -> None:
-    optimizer = optimizer_of(name).build(param_groups(moe(), OptimizerConfig(optimizer=name, galore_rank=4)))
+@pytest.mark.parametrize(
+    "name",
+    [*(name.value for name in OptimizerName if not name.is_of_library)]
+    + [f"pytorch_optimizer:{name}" for name in ("Adan", "Tiger", "signsgd")],
+)
+def test_every_optimizer_keeps_the_states_that_the_planner_counts(name: str) -> None:
+    words = f"--optimizer {name} {OWN_FLAGS.get(name, '')}".replace("eps=1e-6 betas=[0.5,0.6]", "").split()
+    config = load(words).config.optimizer
+    counted = library_states(config.optimizer) if config.optimizer.is_of_library else config.optimizer.num_states
+    optimizer = build_optimizer(moe(), config)
     for group in optimizer.param_groups:
-        states = name.num_states if group.get("use_muon", True) else 2  # AdamW's
+        states = counted if group.get("use_muon", True) else 2  # AdamW's
         assert len(shard_optimizer_for(optimizer, group).state_kinds) == states
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("pytorch_optimizer:AdaBeleif", "pytorch_optimizer has no AdaBeleif; did you mean AdaBelief?"),
+        ("pytorch_optimizer:Lamb", "Lamb keeps ['weight_norm', 'adam_norm', 'trust_ratio'] for each tensor"),
+        ("pytorch_optimizer:StableAdamW", "StableAdamW is not element-wise: a slice of a tensor is not updated as"),
+        ("pytorch_optimizer:SGDP", "SGDP is not element-wise"),
+        ("pytorch_optimizer:AdamP", "AdamP is not element-wise"),
+        ("pytorch_optimizer:Prodigy", "Prodigy adapts d_de_nom, d_hat, d_numerator to all its tensors"),
+        ("pytorch_optimizer:SophiaH", "SophiaH needs second derivatives"),
+        ("pytorch_optimizer:MADGRAD", "MADGRAD keeps numbers of its own that no checkpoint of shards holds"),
+        ("pytorch_optimizer:ScheduleFreeAdamW", "ScheduleFreeAdamW has two modes, train() and eval()"),
+        ("pytorch_optimizer:AliG", "AliG does not run on slices of tensors: NoClosureError"),
+        ("pytorch_optimizer:SAM", "missing 1 required positional argument: 'base_optimizer'"),
+        (
+            "pytorch_optimizer:Tiger --optimizer-options beta3=1",
+            "has no option 'beta3' (value '1'); did you mean beta?",
+        ),
+    ],
+)
+def test_what_cannot_run_on_shards_is_one_line(words: str, message: str) -> None:
+    config = load(f"--optimizer {words}".split()).config.optimizer
+    with pytest.raises(ConfigError) as info:
+        build_optimizer(moe(), config)
+    assert message in str(info.value) and "\n" not in str(info.value)
 
 
 def test_an_optimizer_for_matrices_has_adams_options_for_the_rest() -> None:
@@ -165,13 +238,13 @@ def test_errors() -> None:
     with pytest.raises(ConfigError, match="optimizer='adamx' is not one of adam, sgd, muon, lion"):
         load(["--optimizer", "adamx"])
     with pytest.raises(ConfigError, match=r"lion_beta2=1.0 is out of range"):
-        OptimizerConfig(lion_beta2=1.0)
+        OptimizerConfig(optimizer=OptimizerName.LION, lion_beta2=1.0)
     with pytest.raises(
         ConfigError, match="optimizer=soap keeps whole matrices in fp32, not optimizer_state_dtype=int8"
     ):
         load("--optimizer soap --optimizer-state-dtype int8".split())
-    with pytest.raises(ConfigError, match="dion_rank_fraction=1.5 exceeds 1"):
-        OptimizerConfig(dion_rank_fraction=1.5)
+    with pytest.raises(ConfigError, match=r"dion_rank_fraction=1\.5 exceeds 1"):
+        OptimizerConfig(optimizer=OptimizerName.DION, dion_rank_fraction=1.5)
     config = RunConfig(optimizer=OptimizerConfig(optimizer=OptimizerName.MUON), data=DataConfig(data_path=["x"]))
     config.parallel.tensor_model_parallel_size = 2
     check_trainable(config)

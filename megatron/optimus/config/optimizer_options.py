@@ -1,0 +1,83 @@
+"""Checks of the options that belong to one optimizer: those of another one, and what an optimizer cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from megatron.optimus.config.choices import OPTIMIZER_LIBRARY, LRDecayStyle, OptimizerName, StateDtype
+from megatron.optimus.config.values import require
+
+if TYPE_CHECKING:
+    from megatron.optimus.config.schema import OptimizerConfig
+
+# Options whose name begins so are read by these optimizers. AdamW's (adam_) are read by many, and presets set them.
+_READ_BY: Mapping[str, tuple[OptimizerName, ...]] = {
+    "schedule_free_": (OptimizerName.SCHEDULE_FREE_ADAMW, OptimizerName.SCHEDULE_FREE_SGD),
+    "muon_": tuple(name for name in OptimizerName if name.is_for_matrices),
+    **{
+        f"{name.value}_": (name,)
+        for name in OptimizerName
+        if name.value.isidentifier() and name not in (OptimizerName.ADAM, OptimizerName.MUON)
+    },
+}
+
+
+def check_optimizer_options(config: OptimizerConfig) -> None:
+    """Raises ConfigError for options of another optimizer, and for what the chosen one cannot do or lacks."""
+    chosen = config.optimizer
+    for field in fields(config):
+        owners = next((names for prefix, names in _READ_BY.items() if field.name.startswith(prefix)), None)
+        value = getattr(config, field.name)
+        if owners is not None and chosen not in owners:
+            words = " or ".join(name.value for name in owners)
+            require(
+                value == field.default,
+                f"{field.name}={value} is an option of {words}, and this run has optimizer={chosen.value}; leave it "
+                f"out, or use optimizer={owners[0].value}",
+            )
+    _check_library(config)
+    if chosen.is_schedule_free:
+        _check_schedule_free(config)
+    if chosen is OptimizerName.SOPHIA:
+        require(
+            config.sophia_interval is not None,
+            "optimizer=sophia needs sophia_interval, the steps between two estimates of the Hessian; 10 is usual",
+        )
+    if chosen.is_schedule_free or chosen.is_of_library:
+        dtype = config.optimizer_state_dtype
+        require(
+            dtype is StateDtype.FP32,
+            f"optimizer={chosen.value} keeps its states in fp32, not optimizer_state_dtype={dtype.value}; leave it out",
+        )
+
+
+def _check_schedule_free(config: OptimizerConfig) -> None:
+    schedule: dict[str, Any] = {
+        "lr_warmup_iters": config.lr_warmup_iters,
+        "lr_warmup_samples": config.lr_warmup_samples,
+    }
+    given = [f"{name}={value}" for name, value in schedule.items() if value]
+    if config.lr_decay_style is not LRDecayStyle.CONSTANT:
+        given.insert(0, f"lr_decay_style={config.lr_decay_style.value}")
+    require(
+        not given,
+        f"optimizer={config.optimizer.value} has no learning-rate schedule, but {', '.join(given)}; use "
+        "lr_decay_style=constant without warm-up; schedule_free_warmup_iters is its own",
+    )
+
+
+def _check_library(config: OptimizerConfig) -> None:
+    require(
+        config.optimizer is not OptimizerName.LIBRARY,
+        f"optimizer={config.optimizer.value}: NAME is a class of that package, such as {OPTIMIZER_LIBRARY}AdaBelief",
+    )
+    words = config.optimizer_options
+    require(
+        config.optimizer.is_of_library or not words,
+        f"optimizer_options={' '.join(words)} is for optimizer={OptimizerName.LIBRARY.value}, and this run has "
+        f"optimizer={config.optimizer.value}; leave it out",
+    )
+    for word in words:
+        require("=" in word[1:], f"optimizer_options: {word!r} is not NAME=VALUE, such as eps=1e-6")
